@@ -1,0 +1,71 @@
+"""Errors a user can act on.
+
+Every message says what went wrong, the actual values, where (operator and the user's
+`file:line`), and what to do. `assert` is kept for our own bugs.
+"""
+
+from __future__ import annotations
+
+
+class AutoparError(Exception):
+    """Base of everything autopar raises on purpose.
+
+    `where` names the operator or source line, `hint` the way out; both are appended on
+    lines of their own.
+    """
+
+    def __init__(self, what: str, *, where: str | None = None, hint: str | None = None) -> None:
+        lines = [what]
+        if where:
+            lines.append(f"  at {where}")
+        if hint:
+            lines.append(f"  hint: {hint}")
+        super().__init__("\n".join(lines))
+
+
+class NotSupportedError(AutoparError):
+    """A documented option or a model feature that this version does not build yet."""
+
+
+class MeshError(AutoparError):
+    """A mesh that cannot be what was asked for, or does not match the running processes."""
+
+
+class NotationError(AutoparError):
+    """A malformed operator notation; the message underlines the fault."""
+
+
+class CaptureError(AutoparError):
+    """The model could not be traced into one graph."""
+
+
+class MissingRuleError(AutoparError):
+    """The graph has an operator that no sharding rule covers."""
+
+
+class OptionError(AutoparError):
+    """An option with a value that is not allowed, or that contradicts another."""
+
+
+class BatchError(AutoparError):
+    """A batch that does not divide, or does not look like the one planned for."""
+
+
+class InfeasibleError(AutoparError):
+    """No plan satisfies the constraints; says how much is missing."""
+
+
+class PlanError(AutoparError):
+    """A plan that is malformed, illegal, or made for another graph or mesh."""
+
+
+class NotPlannedError(AutoparError):
+    """Something that needs the plan was asked of a module that has none yet."""
+
+
+class VerificationError(AutoparError):
+    """A generated program that breaks one of its invariants."""
+
+
+class LaunchError(AutoparError):
+    """A worker process failed; carries its rank and traceback."""

@@ -1,0 +1,253 @@
+"""Device meshes: what the ranks are, how they are linked, and how a stage sees them.
+
+A `Mesh` is the machine: nodes x devices per node, ranks row-major, the last axis the fast
+one. A `LogicalMesh` is a view of its ranks with named axes (dp x tp ...), also row-major,
+on which placements are written. Every logical axis carries the link its collectives use.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.errors import MeshError
+
+
+@dataclass(frozen=True)
+class Link:
+    """An alpha-beta link: one message of n bytes takes `latency_s + n * s_per_byte`."""
+
+    latency_s: float
+    s_per_byte: float
+
+    def __post_init__(self) -> None:
+        if self.latency_s < 0 or self.s_per_byte < 0:
+            raise MeshError(f"a link cannot have negative latency or s_per_byte: {self}")
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device: peak rates, memory, and the least time any operator takes."""
+
+    flops_per_s: float
+    bytes_per_s: float
+    memory_bytes: float
+    launch_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if min(self.flops_per_s, self.bytes_per_s, self.memory_bytes) <= 0 or self.launch_s < 0:
+            raise MeshError(f"a device needs positive rates and memory: {self}")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The machine: `shape` is (nodes, devices per node) or (devices,).
+
+    Give `hardware` (a profile name or a path to a TOML profile), or `links` (one per axis)
+    and `device` explicitly. With neither, `autopar.cost.hardware.resolve` detects the
+    hardware and falls back to `cpu-local`.
+
+    Raises `MeshError` for a shape of other rank, sizes below 1, or half an explicit model.
+    """
+
+    shape: tuple[int, ...]
+    axis_names: tuple[str, ...] | None = None
+    hardware: str | None = None
+    links: tuple[Link, ...] | None = None
+    device: Device | None = None
+
+    def __init__(
+        self,
+        shape: Sequence[int] | int,
+        axis_names: Sequence[str] | None = None,
+        hardware: str | None = None,
+        links: Sequence[Link] | None = None,
+        device: Device | None = None,
+    ) -> None:
+        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        if len(sizes) not in (1, 2):
+            raise MeshError(
+                f"a mesh has one or two axes, not {len(sizes)}: {sizes}",
+                hint="give (nodes, devices per node); the planner finds dp x tp x ... views itself",
+            )
+        if any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in sizes):
+            raise MeshError(f"mesh sizes must be whole numbers of at least 1: {sizes}")
+        if axis_names is None:
+            axis_names = ("node", "device")[-len(sizes) :]
+        names = tuple(axis_names)
+        if len(names) != len(sizes) or len(set(names)) != len(names):
+            raise MeshError(f"axis_names {names} must name each axis of {sizes} once")
+        if any(not name.isidentifier() for name in names):
+            raise MeshError(f"axis_names {names} must be Python identifiers")
+        if (links is None) != (device is None):
+            raise MeshError(
+                "links and device describe the hardware together; only one was given",
+                hint="give both, or a hardware profile name",
+            )
+        if links is not None and hardware is not None:
+            raise MeshError("give either hardware or links and device, not both")
+        link_tuple = None if links is None else tuple(links)
+        if link_tuple is not None and len(link_tuple) != len(sizes):
+            raise MeshError(f"{len(link_tuple)} links for {len(sizes)} axes: give one per axis")
+        object.__setattr__(self, "shape", sizes)
+        object.__setattr__(self, "axis_names", names)
+        object.__setattr__(self, "hardware", hardware)
+        object.__setattr__(self, "links", link_tuple)
+        object.__setattr__(self, "device", device)
+
+    @property
+    def n_ranks(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nodes(self) -> int:
+        return self.shape[0] if len(self.shape) == 2 else 1
+
+    @property
+    def devices_per_node(self) -> int:
+        return self.shape[-1]
+
+    def with_links(self, links: Sequence[Link], device: Device) -> Mesh:
+        """This mesh with explicit links and device instead of a profile name."""
+        return Mesh(self.shape, self.axis_names, links=links, device=device)
+
+    @staticmethod
+    def of(value: Any) -> Mesh:
+        """A `Mesh`, from a mesh, a tuple of sizes, or a torch `DeviceMesh` (1-D: (1, n))."""
+        if isinstance(value, Mesh):
+            return value
+        if isinstance(value, int) or (
+            isinstance(value, Sequence) and all(isinstance(n, int) for n in value)
+        ):
+            return Mesh(value)
+        if hasattr(value, "mesh_dim_names") and hasattr(value, "mesh"):
+            shape = tuple(int(n) for n in value.mesh.shape)
+            if len(shape) > 2:
+                raise MeshError(
+                    f"a {len(shape)}-D DeviceMesh is not a machine mesh: {shape}",
+                    hint="pass (nodes, devices per node); the planner finds the inner axes",
+                )
+            if value.mesh.flatten().tolist() != list(range(math.prod(shape))):
+                raise MeshError("a DeviceMesh must hold ranks 0..n-1 in row-major order")
+            names = value.mesh_dim_names
+            if len(shape) == 1:
+                return Mesh((1, shape[0]), ("node", names[0]) if names else None)
+            return Mesh(shape, names)
+        raise MeshError(
+            f"cannot make a mesh of {value!r}",
+            hint="pass autopar.Mesh, a tuple such as (1, 4), or a torch DeviceMesh",
+        )
+
+
+@dataclass(frozen=True)
+class LogicalMesh:
+    """Named axes over the ranks of one stage, row-major: the last axis varies fastest.
+
+    `links[i]` is the link of axis i's groups.
+    """
+
+    sizes: tuple[int, ...]
+    names: tuple[str, ...]
+    links: tuple[Link, ...]
+    device: Device
+    first_rank: int = 0
+
+    def __post_init__(self) -> None:
+        assert len(self.sizes) == len(self.names) == len(self.links), self
+
+    @property
+    def n_axes(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def n_ranks(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(range(self.first_rank, self.first_rank + self.n_ranks))
+
+    @property
+    def active_axes(self) -> tuple[int, ...]:
+        """Axes of more than one rank; the others are always Invariant and cost nothing."""
+        return tuple(i for i, n in enumerate(self.sizes) if n > 1)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        return dict(zip(self.names, self.sizes, strict=True))
+
+    def coordinate(self, rank: int) -> tuple[int, ...]:
+        """Where `rank` stands on each axis."""
+        index, out = rank - self.first_rank, []
+        for size in reversed(self.sizes):
+            index, position = divmod(index, size)
+            out.append(position)
+        return tuple(reversed(out))
+
+    def groups(self, axes: Sequence[int]) -> list[tuple[int, ...]]:
+        """Every group of ranks that differ only along `axes`, in row-major order of `axes`."""
+        others = [i for i in range(self.n_axes) if i not in axes]
+        out = []
+        for fixed in itertools.product(*(range(self.sizes[i]) for i in others)):
+            members = []
+            for moving in itertools.product(*(range(self.sizes[i]) for i in axes)):
+                position = dict(zip(others, fixed, strict=True)) | dict(
+                    zip(axes, moving, strict=True)
+                )
+                rank = 0
+                for i, size in enumerate(self.sizes):
+                    rank = rank * size + position[i]
+                members.append(self.first_rank + rank)
+            out.append(tuple(members))
+        return out
+
+    def group_size(self, axes: Sequence[int]) -> int:
+        return math.prod(self.sizes[i] for i in axes)
+
+    def group_link(self, axes: Sequence[int]) -> Link:
+        """The link of a group over `axes`: the slowest one it crosses."""
+        links = [self.links[i] for i in axes if self.sizes[i] > 1] or [self.links[axes[0]]]
+        return Link(max(k.latency_s for k in links), max(k.s_per_byte for k in links))
+
+
+def logical_views(
+    mesh: Mesh, links: Sequence[Link], device: Device, mesh_shape: str
+) -> list[LogicalMesh]:
+    """The logical meshes a one-stage plan may use.
+
+    `"as-given"`: the mesh's own axes. `"auto"`: every dp x tp factorisation of its ranks.
+    An axis whose groups leave a node uses the link between nodes.
+    """
+    assert mesh.axis_names is not None
+    if mesh_shape == "as-given":
+        return [LogicalMesh(mesh.shape, mesh.axis_names, tuple(links), device)]
+    n = mesh.n_ranks
+    return [
+        factored_view(mesh, links, device, {"dp": n // tp, "tp": tp})
+        for tp in range(1, n + 1)
+        if n % tp == 0
+    ]
+
+
+def factored_view(
+    mesh: Mesh, links: Sequence[Link], device: Device, axes: Mapping[str, int]
+) -> LogicalMesh:
+    """The ranks of `mesh` seen as `axes` (name -> size, outermost first)."""
+    if math.prod(axes.values()) != mesh.n_ranks:
+        raise MeshError(
+            f"axes {dict(axes)} hold {math.prod(axes.values())} ranks, the mesh {mesh.n_ranks}"
+        )
+    chosen, stride = [], mesh.n_ranks
+    for size in axes.values():
+        span, stride = stride, stride // size
+        leaves_node = span > mesh.devices_per_node
+        chosen.append(links[0] if leaves_node else links[-1])
+    return LogicalMesh(tuple(axes.values()), tuple(axes), tuple(chosen), device)
+
+
+def as_axes(sizes: Mapping[str, int]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Split a name -> size mapping into aligned tuples."""
+    return tuple(sizes), tuple(sizes.values())

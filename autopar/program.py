@@ -1,0 +1,120 @@
+"""The captured program: one frozen FX graph and what is known about it before planning.
+
+`capture` freezes the graph once; passes never edit it. They add typed facts (`facts.py`)
+keyed by FX node name, and codegen is the only consumer that writes a program.
+
+The graph holds only placeholders, `call_function` nodes whose target is an `OpOverload`
+(or `operator.getitem` after a multi-output operator), and one output node. Every node has
+`meta["val"]` (fake tensor; a tuple for multi-output operators).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """A parameter placeholder. `aliases` are its other names when it is tied."""
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class InputInfo:
+    """A user-input placeholder. `path` is its key path inside (args, kwargs)."""
+
+    name: str
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Prologue:
+    """Scalars that depend on inputs alone, computed once per step on the whole batch.
+
+    `graph` has one placeholder per used input (named like `Program.inputs`) and returns a
+    tuple aligned with `outputs`, the placeholder names of the main graph that receive them.
+    They are divisors that are sums over rows (a count of labels), so the value of a batch
+    is the sum of its rows' values.
+    """
+
+    graph: torch.fx.GraphModule
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A frozen graph, normalised, with the roles of its placeholders and its outputs.
+
+    parameters   placeholder name -> parameter; `buffers` likewise (buffer's dotted name)
+    inputs       placeholder name -> user input; tensors only, others are baked in
+    constants    placeholder name -> function that computes the tensor (shape-only subgraphs:
+                 masks, positions); called at run time only, so that planning stays cheap
+    prologue     divisors of means over data-dependent counts, or None
+    loss         node name of the scalar loss, None for a forward-only program
+    outputs      node names of all tensors in the model's output, flattened
+    out_spec     how to rebuild the model's own output structure from `outputs`
+    has_grad     names of nodes whose tensor carries gradient
+    keys         node name -> stable key "module.path/op_name#occurrence"
+    sources      node name -> "file:line" of the user's code
+    """
+
+    graph: torch.fx.Graph
+    parameters: Mapping[str, ParameterInfo]
+    buffers: Mapping[str, str]
+    inputs: Mapping[str, InputInfo]
+    constants: Mapping[str, Callable[[], torch.Tensor]]
+    prologue: Prologue | None
+    loss: str | None
+    outputs: tuple[str, ...]
+    out_spec: pytree.TreeSpec
+    has_grad: frozenset[str]
+    keys: Mapping[str, str]
+    sources: Mapping[str, str]
+    training: bool = True
+    model_name: str = "model"
+    _by_name: dict[str, torch.fx.Node] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._by_name.update({n.name: n for n in self.graph.nodes})
+
+    def node(self, name: str) -> torch.fx.Node:
+        return self._by_name[name]
+
+    @property
+    def operators(self) -> Iterator[torch.fx.Node]:
+        """The `call_function` nodes in execution order, without `getitem`."""
+        for node in self.graph.nodes:
+            if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+                yield node
+
+    def value(self, node: torch.fx.Node) -> Any:
+        return node.meta["val"]
+
+    def where(self, name: str) -> str:
+        """Operator and source line for error messages."""
+        return f"{self.keys.get(name, name)} ({self.sources.get(name, 'unknown source')})"
+
+    def hash(self) -> str:
+        """A hash of operators, wiring, shapes and parameter names; equal across processes."""
+        digest = hashlib.sha256()
+        for node in self.graph.nodes:
+            values = pytree.tree_leaves(node.meta.get("val"))
+            shapes = [(tuple(v.shape), str(v.dtype)) for v in values if hasattr(v, "shape")]
+            line = (node.op, node.name, str(node.target), str(node.args), str(node.kwargs), shapes)
+            digest.update(repr(line).encode())
+        digest.update(repr(sorted(p.name for p in self.parameters.values())).encode())
+        return digest.hexdigest()[:16]
