@@ -67,6 +67,8 @@ class Mesh:
         links: Sequence[Link] | None = None,
         device: Device | None = None,
     ) -> None:
+        if not isinstance(shape, (int, Sequence)):
+            raise MeshError(f"a mesh shape is a tuple of sizes, not {shape!r}")
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         if len(sizes) not in (1, 2):
             raise MeshError(
@@ -131,10 +133,15 @@ class Mesh:
                     hint="pass (nodes, devices per node); the planner finds the inner axes",
                 )
             if value.mesh.flatten().tolist() != list(range(math.prod(shape))):
-                raise MeshError("a DeviceMesh must hold ranks 0..n-1 in row-major order")
+                raise MeshError(
+                    "a DeviceMesh must hold ranks 0..n-1 in row-major order, not "
+                    f"{value.mesh.tolist()}",
+                    hint="pass the mesh of all ranks, not a slice of one",
+                )
             names = value.mesh_dim_names
             if len(shape) == 1:
-                return Mesh((1, shape[0]), ("node", names[0]) if names else None)
+                named = names and names[0] != "node"
+                return Mesh((1, shape[0]), ("node", names[0]) if named else None)
             return Mesh(shape, names)
         raise MeshError(
             f"cannot make a mesh of {value!r}",
@@ -242,8 +249,10 @@ def factored_view(
         )
     chosen, stride = [], mesh.n_ranks
     for size in axes.values():
+        # The axis's groups tile blocks of `span` ranks; 3 devices per node hold one block of 2,
+        # and the next straddles two nodes.
         span, stride = stride, stride // size
-        leaves_node = span > mesh.devices_per_node
+        leaves_node = mesh.devices_per_node % span != 0
         chosen.append(links[0] if leaves_node else links[-1])
     return LogicalMesh(tuple(axes.values()), tuple(axes), tuple(chosen), device)
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+_COUNTS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+
 
 def format_bytes(size_bytes: float) -> str:
     """`1536` -> `"1.5 KiB"`."""
     value = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024.0:
+        if abs(round(value, 1)) < 1024.0:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024.0
     return f"{value:.1f} TiB"
@@ -15,17 +20,19 @@ def format_bytes(size_bytes: float) -> str:
 
 def format_seconds(time_s: float) -> str:
     """`0.00123` -> `"1.23 ms"`."""
-    if time_s == 0.0:
-        return "0 s"
-    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if abs(time_s) >= scale:
-            return f"{time_s / scale:.3g} {unit}"
-    return f"{time_s / 1e-9:.3g} ns"
+    return "0 s" if time_s == 0.0 else _three_digits(time_s, _SECONDS)
 
 
 def format_count(value: float) -> str:
     """`1.5e9` -> `"1.5 G"`."""
-    for scale, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= scale:
-            return f"{value / scale:.3g} {unit}"
-    return f"{value:.3g}"
+    return _three_digits(value, _COUNTS)
+
+
+def _three_digits(value: float, scales: Sequence[tuple[float, str]]) -> str:
+    """`value` to three digits in the largest unit it reaches, else in the smallest."""
+    # Rounded before the unit is chosen: 0.9999 s is 1 s, not 1e+03 ms.
+    rounded = float(f"{value:.3g}")
+    scale, unit = next((s for s in scales if abs(rounded) >= s[0]), scales[-1])
+    scaled = value / scale
+    digits = f"{scaled:.0f}" if abs(scaled) >= 999.5 else f"{scaled:.3g}"
+    return f"{digits} {unit}".rstrip()

@@ -1,0 +1,47 @@
+# Everything runs in .venv, which is installed again only when the stamp is older than
+# pyproject.toml or constraints.txt. pip keeps its own settings (PIP_INDEX_URL, pip.conf ...).
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.autopar-installed
+
+# One thread per rank: ranks that share cores are several times slower with more.
+export OMP_NUM_THREADS := 1
+
+.PHONY: demo test lint golden parity install clean
+
+demo: install
+	$(BIN)/python examples/train_gpt2.py
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy autopar tests
+	$(BIN)/lint-imports
+
+# Rewrites tests/golden; read the diff before committing it.
+golden: install
+	$(BIN)/python -m pytest --update-golden
+
+# The tests that start processes and compare them with one process.
+parity: install
+	$(BIN)/python -m pytest -k parity
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("autopar needs Python 3.11 or newer; set PYTHON=") \
+	  if sys.version_info < (3, 11) else None'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -c constraints.txt -e '.[test,examples]'
+	@touch $@
+
+# Keeps .venv: remove that by hand.
+clean:
+	rm -rf build dist autopar.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache \
+	  .hypothesis $(STAMP)
+	find autopar passes cost runtime tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,212 @@
+"""Meshes: what is refused, how ranks are grouped, and which link an axis gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.errors import MeshError
+from autopar.mesh import Device, Link, LogicalMesh, Mesh, as_axes, factored_view, logical_views
+
+SLOW, FAST = Link(1e-5, 1e-9), Link(1e-6, 1e-11)
+DEVICE = Device(flops_per_s=1e12, bytes_per_s=1e11, memory_bytes=1e9)
+
+
+@dataclass
+class FakeDeviceMesh:
+    """The two attributes of a torch DeviceMesh that are read; a real one needs processes."""
+
+    mesh: torch.Tensor
+    mesh_dim_names: tuple[str, ...] | None = None
+
+
+def logical(*sizes: int, first_rank: int = 0) -> LogicalMesh:
+    names = tuple(f"a{i}" for i in range(len(sizes)))
+    return LogicalMesh(sizes, names, (FAST,) * len(sizes), DEVICE, first_rank)
+
+
+shapes = st.lists(st.integers(1, 4), min_size=1, max_size=3)
+
+
+class TestMesh:
+    def test_two_axes(self) -> None:
+        mesh = Mesh((2, 8))
+        assert (mesh.n_ranks, mesh.nodes, mesh.devices_per_node) == (16, 2, 8)
+        assert mesh.axis_names == ("node", "device")
+
+    @pytest.mark.parametrize("shape", [4, (4,), [4]])
+    def test_one_axis_is_one_node(self, shape: Any) -> None:
+        mesh = Mesh(shape)
+        assert (mesh.shape, mesh.nodes, mesh.devices_per_node) == ((4,), 1, 4)
+        assert mesh.axis_names == ("device",)
+
+    def test_meshes_are_values(self) -> None:
+        assert Mesh([2, 4]) == Mesh((2, 4))
+        assert len({Mesh((2, 4)), Mesh((2, 4)), Mesh((4, 2))}) == 2
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"shape": (2, 2, 2)}, r"one or two axes, not 3(.|\n)*hint: give \(nodes"),
+            ({"shape": ()}, "one or two axes, not 0"),
+            ({"shape": (0, 2)}, "at least 1"),
+            ({"shape": (True, 2)}, "whole numbers"),
+            ({"shape": (2.0, 2)}, "whole numbers"),
+            ({"shape": 2.5}, "a tuple of sizes, not 2.5"),
+            ({"shape": (2, 2), "axis_names": ("a",)}, "name each axis"),
+            ({"shape": (2, 2), "axis_names": ("a", "a")}, "name each axis"),
+            ({"shape": (2, 2), "axis_names": ("a", "b c")}, "identifiers"),
+            ({"shape": 2, "links": [FAST]}, "only one was given(.|\n)*hint"),
+            ({"shape": 2, "device": DEVICE}, "only one was given(.|\n)*hint"),
+            ({"shape": 2, "links": [FAST], "device": DEVICE, "hardware": "h200"}, "not both"),
+            ({"shape": (2, 2), "links": [FAST], "device": DEVICE}, "1 links for 2 axes"),
+        ],
+    )
+    def test_refuses(self, arguments: dict[str, Any], message: str) -> None:
+        with pytest.raises(MeshError, match=message):
+            Mesh(**arguments)
+
+    def test_with_links_replaces_the_profile(self) -> None:
+        mesh = Mesh((2, 2), ("a", "b"), hardware="h200").with_links([SLOW, FAST], DEVICE)
+        assert (mesh.hardware, mesh.axis_names) == (None, ("a", "b"))
+        assert (mesh.links, mesh.device) == ((SLOW, FAST), DEVICE)
+
+
+class TestMeshOf:
+    @pytest.mark.parametrize("value", [(2, 4), [2, 4], torch.Size([2, 4]), Mesh((2, 4))])
+    def test_sizes(self, value: Any) -> None:
+        assert Mesh.of(value) == Mesh((2, 4))
+
+    def test_device_mesh(self) -> None:
+        value = FakeDeviceMesh(torch.arange(4).view(2, 2), ("dp", "tp"))
+        assert Mesh.of(value) == Mesh((2, 2), ("dp", "tp"))
+
+    @pytest.mark.parametrize(
+        ("names", "expected"),
+        [
+            (None, ("node", "device")),
+            (("tp",), ("node", "tp")),
+            (("node",), ("node", "device")),
+        ],
+    )
+    def test_one_dimensional_device_mesh(
+        self, names: tuple[str, ...] | None, expected: tuple[str, str]
+    ) -> None:
+        assert Mesh.of(FakeDeviceMesh(torch.arange(4), names)) == Mesh((1, 4), expected)
+
+    @pytest.mark.parametrize(
+        ("value", "message"),
+        [
+            (FakeDeviceMesh(torch.arange(8).view(2, 2, 2)), "3-D DeviceMesh(.|\n)*hint"),
+            (FakeDeviceMesh(torch.tensor([0, 2])), r"0\.\.n-1 (.|\n)*\[0, 2\](.|\n)*hint"),
+            ("2x4", "cannot make a mesh of '2x4'(.|\n)*hint"),
+            (None, "cannot make a mesh of None"),
+        ],
+    )
+    def test_refuses(self, value: Any, message: str) -> None:
+        with pytest.raises(MeshError, match=message):
+            Mesh.of(value)
+
+
+class TestHardware:
+    @pytest.mark.parametrize("arguments", [(-1.0, 0.0), (0.0, -1.0)])
+    def test_link_refuses_negative(self, arguments: tuple[float, float]) -> None:
+        with pytest.raises(MeshError, match="negative"):
+            Link(*arguments)
+
+    @pytest.mark.parametrize("arguments", [(0, 1, 1, 0), (1, 0, 1, 0), (1, 1, 0, 0), (1, 1, 1, -1)])
+    def test_device_refuses(self, arguments: tuple[float, float, float, float]) -> None:
+        with pytest.raises(MeshError, match="positive"):
+            Device(*arguments)
+
+
+class TestLogicalMesh:
+    def test_coordinates_are_row_major(self) -> None:
+        mesh = logical(2, 3, first_rank=10)
+        assert mesh.ranks == (10, 11, 12, 13, 14, 15)
+        assert [mesh.coordinate(rank) for rank in mesh.ranks] == [
+            *((0, 0), (0, 1), (0, 2)),
+            *((1, 0), (1, 1), (1, 2)),
+        ]
+
+    def test_active_axes(self) -> None:
+        assert logical(1, 4, 1, 2).active_axes == (1, 3)
+
+    def test_groups(self) -> None:
+        mesh = logical(2, 3, first_rank=10)
+        assert mesh.groups((1,)) == [(10, 11, 12), (13, 14, 15)]
+        assert mesh.groups((0,)) == [(10, 13), (11, 14), (12, 15)]
+        assert mesh.groups((0, 1)) == [(10, 11, 12, 13, 14, 15)]
+        assert mesh.groups((1, 0)) == [(10, 13, 11, 14, 12, 15)]
+
+    @given(shapes, st.data())
+    def test_groups_partition_the_ranks(self, sizes: list[int], data: st.DataObject) -> None:
+        mesh = logical(*sizes)
+        axes = data.draw(st.lists(st.integers(0, len(sizes) - 1), min_size=1, unique=True))
+        groups = mesh.groups(axes)
+        assert sorted(rank for group in groups for rank in group) == list(mesh.ranks)
+        assert {len(group) for group in groups} == {mesh.group_size(axes)}
+        for group in groups:
+            fixed = [i for i in range(len(sizes)) if i not in axes]
+            assert len({tuple(mesh.coordinate(r)[i] for i in fixed) for r in group}) == 1
+
+    def test_a_group_is_as_slow_as_its_slowest_axis(self) -> None:
+        mesh = LogicalMesh((2, 2, 1), ("a", "b", "c"), (SLOW, FAST, SLOW), DEVICE)
+        assert mesh.group_link((0, 1)) == SLOW
+        assert mesh.group_link((1, 2)) == FAST, "an axis of one rank carries nothing"
+        assert mesh.group_link((2,)) == SLOW
+
+
+class TestViews:
+    def test_as_given(self) -> None:
+        (view,) = logical_views(Mesh((2, 4), ("a", "b")), (SLOW, FAST), DEVICE, "as-given")
+        assert view == LogicalMesh((2, 4), ("a", "b"), (SLOW, FAST), DEVICE)
+
+    def test_auto_is_every_factorisation(self) -> None:
+        views = logical_views(Mesh((2, 3)), (SLOW, FAST), DEVICE, "auto")
+        assert [view.axes for view in views] == [
+            {"dp": 6, "tp": 1},
+            {"dp": 3, "tp": 2},
+            {"dp": 2, "tp": 3},
+            {"dp": 1, "tp": 6},
+        ]
+
+    def test_sizes_must_hold_the_ranks(self) -> None:
+        with pytest.raises(MeshError, match="hold 4 ranks, the mesh 8"):
+            factored_view(Mesh((2, 4)), (SLOW, FAST), DEVICE, {"dp": 2, "tp": 2})
+
+    @given(st.tuples(st.integers(1, 4), st.integers(1, 6)), st.data())
+    def test_an_axis_that_leaves_a_node_is_slow(
+        self, shape: tuple[int, int], data: st.DataObject
+    ) -> None:
+        mesh = Mesh(shape)
+        sizes = data.draw(factorisations(mesh.n_ranks))
+        axes = {f"a{i}": size for i, size in enumerate(sizes)}
+        view = factored_view(mesh, (SLOW, FAST), DEVICE, axes)
+        for axis in view.active_axes:
+            leaves_node = any(
+                len({rank // mesh.devices_per_node for rank in group}) > 1
+                for group in view.groups((axis,))
+            )
+            assert view.links[axis] == (SLOW if leaves_node else FAST)
+
+
+@st.composite
+def factorisations(draw: st.DrawFn, n_ranks: int) -> list[int]:
+    """Up to three sizes whose product is `n_ranks`."""
+    first = draw(st.sampled_from([n for n in range(1, n_ranks + 1) if n_ranks % n == 0]))
+    rest = n_ranks // first
+    second = draw(st.sampled_from([n for n in range(1, rest + 1) if rest % n == 0]))
+    sizes = [first, second, rest // second]
+    assert prod(sizes) == n_ranks
+    return sizes
+
+
+def test_as_axes() -> None:
+    assert as_axes({"dp": 2, "tp": 4}) == (("dp", "tp"), (2, 4))
