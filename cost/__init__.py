@@ -1,0 +1,1 @@
+"""What things cost: hardware profiles, collectives, operators and memory. Plans nothing."""

@@ -1,0 +1,300 @@
+"""Hardware profiles: what a device and its links can do, every number with its source.
+
+A profile is a TOML file. A quantity is a table of exactly `value` and `source`; its key ends
+in its unit (`_s`, `_per_s`, `_per_byte`, `_bytes`, `_fraction`), and everything is SI:
+
+    [device]  memory_bytes, memory_margin_fraction, peak_bytes_per_s,
+              achieved_bandwidth_fraction, launch_s,
+              peak_flops_per_s.<dtype>, achieved_flops_fraction.<dtype>
+    [link.intra_node], [link.inter_node]   latency_s, s_per_byte
+
+Rates used for planning are peak x achieved fraction; MFU divides by the peak. `resolve` turns
+a mesh into numbers: its own links and device, or those of a named, given or detected profile.
+"""
+
+from __future__ import annotations
+
+import tomllib
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autopar.errors import NotSupportedError, OptionError
+from autopar.mesh import Device, Link, Mesh
+from autopar.units import format_bytes
+
+PROFILE_FOLDER = Path(__file__).parent / "profiles"
+DEFAULT_PROFILE = "cpu-local"
+# Names the documentation promises; those without a file are refused as not built yet.
+DOCUMENTED_PROFILES = (
+    "v100-16gb",
+    "v100-32gb",
+    "a100-40gb",
+    "a100-80gb",
+    "h100-sxm",
+    "h100-96gb",
+    "h200",
+    "b200",
+    "cpu-local",
+)
+
+DTYPES = ("float64", "float32", "tfloat32", "float16", "bfloat16")
+_UNITS = ("_s", "_per_s", "_per_byte", "_bytes", "_fraction")
+_SCALARS = (
+    "device.memory_bytes",
+    "device.memory_margin_fraction",
+    "device.peak_bytes_per_s",
+    "device.achieved_bandwidth_fraction",
+    "device.launch_s",
+    "link.intra_node.latency_s",
+    "link.intra_node.s_per_byte",
+    "link.inter_node.latency_s",
+    "link.inter_node.s_per_byte",
+)
+_PER_DTYPE = ("device.peak_flops_per_s", "device.achieved_flops_fraction")
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number in SI units and the document or measurement it comes from."""
+
+    value: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A checked profile. `quantities` maps the dotted key to its quantity.
+
+    `cuda_names`: a CUDA device whose name contains one of them is this hardware.
+    """
+
+    name: str
+    quantities: Mapping[str, Quantity]
+    cuda_names: tuple[str, ...] = ()
+
+    def value(self, key: str) -> float:
+        return self.quantities[key].value
+
+    def link(self, name: str) -> Link:
+        """`name` is `intra_node` or `inter_node`."""
+        return Link(self.value(f"link.{name}.latency_s"), self.value(f"link.{name}.s_per_byte"))
+
+    def rates_flops_per_s(self, *, peak: bool = False) -> dict[str, float]:
+        """Matrix-product rate by dtype name: what is achieved, or the peak."""
+        rates = {}
+        for dtype in DTYPES:
+            if f"{_PER_DTYPE[0]}.{dtype}" in self.quantities:
+                share = 1.0 if peak else self.value(f"{_PER_DTYPE[1]}.{dtype}")
+                rates[dtype] = self.value(f"{_PER_DTYPE[0]}.{dtype}") * share
+        return rates
+
+
+@dataclass(frozen=True)
+class ProfiledDevice(Device):
+    """A device that knows the rate of every dtype; `flops_per_s` is that of the resolved one."""
+
+    rates_flops_per_s: tuple[tuple[torch.dtype, float], ...] = ()
+    profile_name: str = ""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A mesh in numbers: one link per axis and the device.
+
+    `peak_flops_per_s` is the datasheet's, of the resolved dtype; `device.flops_per_s` what is
+    achieved. `memory_margin_fraction` of the device's memory is left free by default.
+    """
+
+    links: tuple[Link, ...]
+    device: Device
+    profile_name: str
+    peak_flops_per_s: float
+    memory_margin_fraction: float
+
+    @property
+    def memory_limit_bytes(self) -> float:
+        """The default memory limit of a plan, per device."""
+        return self.device.memory_bytes * (1.0 - self.memory_margin_fraction)
+
+
+def resolve(mesh: Mesh, dtype: torch.dtype = torch.float32) -> Hardware:
+    """The links and the device of `mesh`, for a model that computes in `dtype`.
+
+    Explicit links and device win, are taken as they are for every dtype, and leave no memory
+    margin. Otherwise `mesh.hardware` names the profile; None detects it. On a mesh of one
+    node all axes get the link inside the node.
+
+    Raises:
+        OptionError: no such profile, or a malformed file.
+        NotSupportedError: a documented profile that is not built yet, or a dtype without rate.
+    """
+    if mesh.links is not None and mesh.device is not None:
+        return Hardware(mesh.links, mesh.device, "explicit", mesh.device.flops_per_s, 0.0)
+    name = mesh.hardware if mesh.hardware is not None else detect()
+    profile = load_profile(name)
+    intra, inter = profile.link("intra_node"), profile.link("inter_node")
+    links = (intra,) * len(mesh.shape) if mesh.nodes == 1 else (inter, intra)
+    achieved, peak = _rates(profile), _rates(profile, peak=True)
+    if dtype not in achieved:
+        raise _no_rate(profile.name, dtype, achieved)
+    device = ProfiledDevice(
+        flops_per_s=achieved[dtype],
+        bytes_per_s=profile.value("device.peak_bytes_per_s")
+        * profile.value("device.achieved_bandwidth_fraction"),
+        memory_bytes=profile.value("device.memory_bytes"),
+        launch_s=profile.value("device.launch_s"),
+        rates_flops_per_s=tuple(achieved.items()),
+        profile_name=profile.name,
+    )
+    margin = profile.value("device.memory_margin_fraction")
+    return Hardware(links, device, profile.name, peak[dtype], margin)
+
+
+def flops_per_s(device: Device, dtype: torch.dtype | None) -> float:
+    """The achievable rate of `device` for `dtype`; an explicit device has one rate for all."""
+    if dtype is None or not isinstance(device, ProfiledDevice):
+        return device.flops_per_s
+    for known, rate in device.rates_flops_per_s:
+        if known == dtype:
+            return rate
+    raise _no_rate(device.profile_name, dtype, dict(device.rates_flops_per_s))
+
+
+def detect() -> str:
+    """The profile of this process's CUDA device; `cpu-local` where there is none.
+
+    A GPU without a profile also falls back to `cpu-local`, with a warning.
+    """
+    if not torch.cuda.is_available():
+        return DEFAULT_PROFILE
+    found = torch.cuda.get_device_name(0)
+    for name in available_profiles():
+        if any(known in found for known in load_profile(name).cuda_names):
+            return name
+    warnings.warn(
+        f"no hardware profile matches {found!r}; planning for {DEFAULT_PROFILE}. "
+        f"Give Mesh(hardware=...): one of {', '.join(available_profiles())} or a .toml file",
+        stacklevel=2,
+    )
+    return DEFAULT_PROFILE
+
+
+def available_profiles() -> tuple[str, ...]:
+    """The names of the profiles that are shipped."""
+    return tuple(sorted(path.stem for path in PROFILE_FOLDER.glob("*.toml")))
+
+
+def load_profile(name_or_path: str | Path) -> Profile:
+    """Read and check a profile: a shipped one by name, or a `.toml` file by path."""
+    if isinstance(name_or_path, Path) or name_or_path.endswith(".toml"):
+        path = Path(name_or_path)
+        if not path.is_file():
+            raise OptionError(f"there is no hardware profile file {path}")
+        return _read(path)
+    if name_or_path in available_profiles():
+        return _shipped(name_or_path)
+    hint = f"one of {', '.join(available_profiles())}, or the path of a .toml profile"
+    if name_or_path in DOCUMENTED_PROFILES:
+        raise NotSupportedError(
+            f"hardware profile {name_or_path!r} is not built yet", hint=f"use {hint}"
+        )
+    raise OptionError(f"unknown hardware profile {name_or_path!r}", hint=f"it is {hint}")
+
+
+@cache
+def _shipped(name: str) -> Profile:
+    return _read(PROFILE_FOLDER / f"{name}.toml")
+
+
+def _read(path: Path) -> Profile:
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise OptionError(f"the hardware profile is not TOML: {error}", where=str(path)) from error
+    name, cuda_names = content.pop("name", path.stem), content.pop("cuda_names", [])
+    if not isinstance(name, str) or not isinstance(cuda_names, list):
+        raise _malformed(path, "name must be a string and cuda_names a list of strings")
+    quantities = dict(_quantities(content, "", path))
+    _check_keys(quantities, path)
+    return Profile(name, quantities, tuple(str(known) for known in cuda_names))
+
+
+def _quantities(
+    table: Mapping[str, Any], prefix: str, path: Path
+) -> Iterator[tuple[str, Quantity]]:
+    for name, content in table.items():
+        key = f"{prefix}{name}"
+        if not isinstance(content, dict):
+            raise _malformed(path, f"{key} = {content!r} has no source: make it a table [{key}]")
+        if "value" in content or "source" in content:
+            yield key, _quantity(key, content, path)
+        else:
+            yield from _quantities(content, f"{key}.", path)
+
+
+def _quantity(key: str, table: Mapping[str, Any], path: Path) -> Quantity:
+    parts = key.split(".")
+    unit_part = parts[-2] if parts[-1] in DTYPES and len(parts) > 1 else parts[-1]
+    if not unit_part.endswith(_UNITS):
+        raise _malformed(path, f"{key} names no unit: end it in one of {', '.join(_UNITS)}")
+    if set(table) != {"value", "source"}:
+        raise _malformed(path, f"[{key}] needs exactly value and source, not {sorted(table)}")
+    value, source = table["value"], table["source"]
+    if not isinstance(source, str) or not source.strip():
+        raise _malformed(path, f"[{key}] has an empty source: name the page or measurement")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e30:
+        raise _malformed(path, f"[{key}] value = {value!r} is not a number of at least 0")
+    if unit_part.endswith("_fraction") and value > 1:
+        raise _malformed(path, f"[{key}] value = {value} is a fraction above 1")
+    return Quantity(float(value), source)
+
+
+def _check_keys(quantities: Mapping[str, Quantity], path: Path) -> None:
+    dtypes = [d for d in DTYPES if any(f"{key}.{d}" in quantities for key in _PER_DTYPE)]
+    expected = {*_SCALARS, *(f"{key}.{dtype}" for key in _PER_DTYPE for dtype in dtypes)}
+    if missing := sorted(expected - set(quantities)):
+        raise _malformed(path, f"missing {', '.join(missing)}")
+    if unknown := sorted(set(quantities) - expected):
+        raise _malformed(path, f"unknown {', '.join(unknown)}; known are {', '.join(_SCALARS)}")
+    if not dtypes:
+        raise _malformed(path, f"no {_PER_DTYPE[0]}.<dtype>, for any of {', '.join(DTYPES)}")
+    nonzero = expected - {key for key in expected if key.endswith(("launch_s", "margin_fraction"))}
+    for key in sorted(key for key in nonzero if not key.startswith("link.")):
+        if quantities[key].value == 0:
+            raise _malformed(path, f"[{key}] must be above 0")
+    if quantities["device.memory_margin_fraction"].value == 1:
+        held = format_bytes(quantities["device.memory_bytes"].value)
+        raise _malformed(path, f"device.memory_margin_fraction = 1 leaves nothing of {held}")
+
+
+def _rates(profile: Profile, *, peak: bool = False) -> dict[torch.dtype, float]:
+    """Rates by torch dtype. float32 is TF32 where this process lets matrix products use it."""
+    rates = profile.rates_flops_per_s(peak=peak)
+    tensor_float_32 = rates.pop("tfloat32", None)
+    if tensor_float_32 is not None and torch.get_float32_matmul_precision() != "highest":
+        rates["float32"] = tensor_float_32
+    return {getattr(torch, name): rate for name, rate in rates.items()}
+
+
+def _no_rate(
+    profile: str, dtype: torch.dtype, rates: Mapping[torch.dtype, float]
+) -> NotSupportedError:
+    known = ", ".join(str(d).removeprefix("torch.") for d in rates)
+    return NotSupportedError(
+        f"hardware profile {profile!r} has no matrix-product rate for {dtype}",
+        hint=f"it has {known}; add device.peak_flops_per_s to a profile file of your own",
+    )
+
+
+def _malformed(path: Path, what: str) -> OptionError:
+    return OptionError(
+        f"malformed hardware profile: {what}",
+        where=str(path),
+        hint="every number is a table with value and source, its key ending in its unit",
+    )

@@ -1,0 +1,184 @@
+"""Hardware profiles: every number sourced, malformed files refused, every mesh resolved."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autopar.cost.formulas import alpha, beta, formula, gamma, n, p
+from autopar.cost.hardware import (
+    DOCUMENTED_PROFILES,
+    PROFILE_FOLDER,
+    Hardware,
+    available_profiles,
+    detect,
+    load_profile,
+    resolve,
+)
+from autopar.errors import NotSupportedError, OptionError
+from autopar.mesh import Device, Link, Mesh
+
+CPU_TEXT = (PROFILE_FOLDER / "cpu-local.toml").read_text()
+DEVICE = Device(flops_per_s=1e12, bytes_per_s=1e11, memory_bytes=1e10)
+
+
+def numbers(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every number of a profile with the table that holds it."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from numbers(value, f"{prefix}{key}.")
+        elif not isinstance(value, str | list):
+            yield prefix + key, table
+
+
+@pytest.mark.parametrize("name", available_profiles())
+def test_every_number_has_a_source_and_a_unit(name: str) -> None:
+    content = tomllib.loads((PROFILE_FOLDER / f"{name}.toml").read_text())
+    assert content["name"] == name
+    found = list(numbers(content))
+    assert len(found) >= 15
+    for key, table in found:
+        assert key.endswith(".value"), key
+        assert len(table["source"]) > 20, key
+        assert re.search(r"(_s|_per_s|_per_byte|_bytes|_fraction)(\.\w*float\d*)?\.value$", key)
+    profile = load_profile(name)
+    assert len(profile.quantities) == len(found)
+
+
+def test_the_shipped_profiles_are_the_documented_ones_of_this_version() -> None:
+    assert available_profiles() == ("a100-80gb", "cpu-local")
+    assert set(available_profiles()) < set(DOCUMENTED_PROFILES)
+
+
+def test_a100_figures_are_the_datasheets() -> None:
+    profile = load_profile("a100-80gb")
+    peaks = profile.rates_flops_per_s(peak=True)
+    assert peaks["bfloat16"] == peaks["float16"] == 312e12
+    assert (peaks["tfloat32"], peaks["float32"], peaks["float64"]) == (156e12, 19.5e12, 19.5e12)
+    assert profile.value("device.memory_bytes") == 80 * 1024**3
+    assert 200e9 < 1 / profile.link("intra_node").s_per_byte < 300e9
+    assert 20e9 < 1 / profile.link("inter_node").s_per_byte < 25e9
+
+
+def test_cpu_local_ring_reproduces_the_measured_all_reduce() -> None:
+    link = load_profile("cpu-local").link("intra_node")
+    known = {p: 4, alpha: link.latency_s, beta: link.s_per_byte, gamma: 0}
+    ring = formula("all_reduce", "ring").subs(known)
+    assert float(ring.subs(n, 0)) == pytest.approx(1311e-6, rel=1e-4)
+    assert float(ring.diff(n)) == pytest.approx(1.3e-9, rel=1e-4)
+
+
+def test_documented_but_missing_profile_is_not_supported() -> None:
+    for name in set(DOCUMENTED_PROFILES) - set(available_profiles()):
+        with pytest.raises(NotSupportedError, match=f"'{name}' is not built yet") as caught:
+            load_profile(name)
+        assert "a100-80gb, cpu-local" in str(caught.value)
+
+
+def test_unknown_profile_and_missing_file_are_wrong_options(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="unknown hardware profile 'tpu'") as caught:
+        resolve(Mesh((1, 4), hardware="tpu"))
+    assert "a100-80gb, cpu-local, or the path" in str(caught.value)
+    with pytest.raises(OptionError, match="no hardware profile file"):
+        load_profile(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (r'source = "a choice: 4 GiB[^\n]*', "", r"\[device\.memory_bytes\] needs exactly value"),
+        (r'source = "a choice: 4 GiB[^\n]*', 'source = " "', "memory_bytes] has an empty source"),
+        (r"(\[device\.launch_s\]\n)value = \S+", r"\1", r"\[device\.launch_s\] needs exactly"),
+        (r"value = 4.0e-6", "value = -4.0e-6", "is not a number of at least 0"),
+        (r"value = 4.0e-6", 'value = "4 us"', "value = '4 us' is not a number"),
+        (r"value = 4.0e-6", "value = nan", "value = nan is not a number"),
+        (r"value = 0\.1", "value = 1.5", "a fraction above 1"),
+        (r"value = 0\.1", "value = 1", "leaves nothing of 4.0 GiB"),
+        (r"value = 6.6e10", "value = 0", r"peak_flops_per_s\.float32\] must be above 0"),
+        (r"\[device\.launch_s\]", "[device.launch]", "device.launch names no unit"),
+        (r"\[device\.launch_s\]", "[device.start_s]", r"missing device\.launch_s"),
+        (r"\A", "size_bytes = 3\n", "size_bytes = 3 has no source"),
+        (r"\Z", '\n[device.tea_s]\nvalue = 1\nsource = "x"\n', r"unknown device\.tea_s"),
+        (r"achieved_flops_fraction\.float16", "achieved_flops_fraction.float8", "no unit"),
+        (r"(?s)\[device\.achieved_flops_fraction\.float16\].*?\n\n", "", "missing device.achieved"),
+        (r"\A", "= 3\n", "is not TOML"),
+        (r'name = "cpu-local"', "name = 3", "name must be a string"),
+    ],
+)
+def test_malformed_files_are_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
+    text, count = re.subn(old, new, CPU_TEXT, count=1)
+    assert count == 1
+    path = tmp_path / "my.toml"
+    path.write_text(text)
+    pattern = message if "\\" in message else re.escape(message)
+    with pytest.raises(OptionError, match=pattern) as caught:
+        load_profile(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_profile_file_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "box.toml"
+    path.write_text(CPU_TEXT.replace('name = "cpu-local"', 'name = "box"'))
+    hardware = resolve(Mesh((2, 2), hardware=str(path)))
+    assert hardware.profile_name == "box"
+    assert hardware.device.launch_s == 4e-6
+
+
+@pytest.mark.parametrize("name", available_profiles())
+@pytest.mark.parametrize("shape", [(1,), (4,), (1, 1), (1, 8), (2, 1), (2, 8), (64, 8)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_every_mesh_shape_gets_a_link_per_axis(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    profile = load_profile(name)
+    mesh = Mesh(shape, hardware=name)
+    hardware = resolve(mesh, dtype)
+    assert len(hardware.links) == len(shape)
+    assert hardware.links[-1] == profile.link("intra_node")
+    across = "inter_node" if mesh.nodes > 1 else "intra_node"
+    assert hardware.links[0] == profile.link(across)
+    rates = profile.rates_flops_per_s()
+    assert hardware.device.flops_per_s == rates[str(dtype).removeprefix("torch.")]
+    assert hardware.device.flops_per_s <= hardware.peak_flops_per_s
+    assert hardware.memory_limit_bytes == pytest.approx(0.9 * hardware.device.memory_bytes)
+    assert hardware.profile_name == name
+
+
+def test_explicit_links_and_device_win() -> None:
+    links = (Link(1e-5, 1e-9), Link(1e-6, 1e-10))
+    hardware = resolve(Mesh((2, 4), links=links, device=DEVICE), torch.bfloat16)
+    assert hardware == Hardware(links, DEVICE, "explicit", 1e12, 0.0)
+    assert hardware.memory_limit_bytes == 1e10
+
+
+def test_tf32_is_used_where_the_process_allows_it() -> None:
+    mesh = Mesh((1, 8), hardware="a100-80gb")
+    exact = resolve(mesh).peak_flops_per_s
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert (exact, resolve(mesh).peak_flops_per_s) == (19.5e12, 156e12)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_a_dtype_without_rate_is_refused() -> None:
+    with pytest.raises(NotSupportedError, match=r"no matrix-product rate for torch\.int8"):
+        resolve(Mesh((1, 4), hardware="cpu-local"), torch.int8)
+
+
+def test_detection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert detect() == "cpu-local"
+    assert resolve(Mesh((1, 4))).profile_name == "cpu-local"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA A100-SXM4-80GB")
+    assert resolve(Mesh((1, 4))).profile_name == "a100-80gb"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA Z9000")
+    with pytest.warns(UserWarning, match="no hardware profile matches 'NVIDIA Z9000'"):
+        assert detect() == "cpu-local"
