@@ -1,0 +1,38 @@
+"""Solvers on plain numbers: arrays in, one choice per variable out; no torch.
+
+`solve` is the entry; `solve_ilp` is the definition of the optimum, `solve_brute_force` what
+both are tested against on small problems.
+"""
+
+from autopar.passes.solvers.brute_force import solve_brute_force
+from autopar.passes.solvers.elimination import Limits, TooWide
+from autopar.passes.solvers.ilp import solve_ilp
+from autopar.passes.solvers.problem import (
+    SAME_OPTIMUM_REL,
+    ChoiceProblem,
+    Edge,
+    Infeasible,
+    ProblemError,
+    Solution,
+    TimeLimitError,
+    Totals,
+)
+from autopar.passes.solvers.select import Solver, solve, solve_by_elimination
+
+__all__ = [
+    "SAME_OPTIMUM_REL",
+    "ChoiceProblem",
+    "Edge",
+    "Infeasible",
+    "Limits",
+    "ProblemError",
+    "Solution",
+    "Solver",
+    "TimeLimitError",
+    "TooWide",
+    "Totals",
+    "solve",
+    "solve_brute_force",
+    "solve_by_elimination",
+    "solve_ilp",
+]

@@ -1,0 +1,104 @@
+"""The memory budget as a price per byte: a bound, a good choice, and which choices can go.
+
+For a price p >= 0 (s/byte) elimination solves
+
+    g(p) = min over x of cost(x) + p * bytes(x)          g(p) - p * budget <= optimum
+
+The best price is where the lower hull of the points (bytes(x), cost(x)) crosses the budget.
+`search` walks there along the hull: between a point that fits and one that does not, the next
+price is the slope of the line through them; when no point lies below that line, it is the hull.
+The points that fit are feasible choices, the best g is a bound.
+
+A choice k of variable v can be in no solution as cheap as the best known one when its
+min-marginal at price p, less p * budget, exceeds that cost (`keep_marks`). What is left is
+small enough for the ILP to close the gap.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from autopar.passes.solvers.elimination import (
+    EliminationPlan,
+    Potentials,
+    min_marginals,
+    minimise,
+)
+from autopar.passes.solvers.problem import (
+    SAME_OPTIMUM_REL,
+    BoolArray,
+    Choice,
+    ChoiceProblem,
+    Totals,
+)
+
+MAX_STEPS = 60
+
+
+@dataclass(frozen=True)
+class Point:
+    """A choice and what it sums to."""
+
+    choice: Choice
+    totals: Totals
+
+
+@dataclass(frozen=True)
+class Bracket:
+    """The end of the search: the best feasible point, the bound, and the price that gave it."""
+
+    best: Point
+    bound_s: float
+    s_per_byte: float
+
+    @property
+    def closed(self) -> bool:
+        return self.best.totals.cost_s <= self.bound_s * (1 + SAME_OPTIMUM_REL)
+
+
+def leanest(problem: ChoiceProblem, plan: EliminationPlan) -> Point:
+    """A choice of least bytes."""
+    _, choice = minimise(plan, Potentials.of(problem, 0.0, 0.0, 1.0))
+    return Point(choice, problem.evaluate(choice))
+
+
+def search(
+    problem: ChoiceProblem, plan: EliminationPlan, fastest: Point, lean: Point, deadline: float
+) -> Bracket:
+    """Walk along the hull from `fastest`, optimal but over the budget, and `lean`, which fits."""
+    assert problem.budget_bytes is not None
+    over, under = fastest, lean
+    best, bound_s, best_price = lean, fastest.totals.cost_s, 0.0
+    for _ in range(MAX_STEPS):
+        saved_s = under.totals.cost_s - over.totals.cost_s
+        if saved_s <= 0 or time.perf_counter() > deadline:
+            break
+        price = saved_s / (over.totals.bytes - under.totals.bytes)
+        value, choice = minimise(plan, Potentials.of(problem, 1.0, 0.0, price))
+        point = Point(choice, problem.evaluate(choice))
+        if value - price * problem.budget_bytes > bound_s:
+            bound_s, best_price = value - price * problem.budget_bytes, price
+        fits = problem.fits(point.totals.bytes)
+        if fits and point.totals.cost_s < best.totals.cost_s:
+            best = point
+        line = over.totals.cost_s + price * over.totals.bytes
+        if value >= line * (1 - 1e-12):
+            break
+        over, under = (over, point) if fits else (point, under)
+    return Bracket(best, bound_s, best_price)
+
+
+def keep_marks(problem: ChoiceProblem, plan: EliminationPlan, bracket: Bracket) -> list[BoolArray]:
+    """Which choices may be in a solution no dearer than the best known one.
+
+    Raises `TooWide` where min-marginals need too much memory.
+    """
+    assert problem.budget_bytes is not None
+    price = bracket.s_per_byte
+    paid_s = price * problem.budget_bytes
+    cutoff = bracket.best.totals.cost_s + paid_s
+    # Rounding in sums of this size, and choices that are the same optimum, stay.
+    cutoff += SAME_OPTIMUM_REL * (abs(cutoff) + paid_s)
+    marginals = min_marginals(plan, Potentials.of(problem, 1.0, 0.0, price))
+    return [m <= cutoff for m in marginals]

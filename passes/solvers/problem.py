@@ -1,0 +1,239 @@
+"""A choice problem: one index per variable, costs on variables and pairs, one memory budget.
+
+    minimise  sum_v cost_s[v][x_v] + sum_(u,v) cost_s[u,v][x_u, x_v]
+    such that sum_v bytes[v][x_v]  + sum_(u,v) bytes[u,v][x_u, x_v]  <= budget_bytes
+
+An infinite cost forbids a choice or a pair. Among the choices whose cost is within
+`SAME_OPTIMUM_REL` of the least, the one of least `tie` (a second cost of no unit) is wanted.
+Every solver of this package takes a `ChoiceProblem` and returns a `Solution`, or an
+`Infeasible` that says how many bytes the leanest choice needs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.errors import AutoparError
+
+FloatArray = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
+Choice = tuple[int, ...]
+
+# Two costs this close (relative) are one optimum: sums of a thousand float64 terms differ by
+# up to about 1e-13, and nothing a cost model tells apart is as close as this.
+SAME_OPTIMUM_REL = 1e-9
+# A budget may be exceeded by this much (relative), for the same reason.
+BUDGET_REL = 1e-9
+
+
+class ProblemError(AutoparError):
+    """A choice problem whose numbers make no sense (NaN, negative, wrong shape)."""
+
+
+class TimeLimitError(AutoparError):
+    """A solver ran out of time before it found any choice that satisfies the constraints."""
+
+
+@dataclass(frozen=True, eq=False)
+class Edge:
+    """A cost on a pair of variables u != v; arrays are [K_u, K_v], `bytes` None means zero."""
+
+    u: int
+    v: int
+    cost_s: FloatArray
+    tie: FloatArray
+    bytes: FloatArray | None = None
+
+    def bytes_or_zero(self) -> FloatArray:
+        return np.zeros_like(self.cost_s) if self.bytes is None else self.bytes
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What one choice for every variable sums to."""
+
+    cost_s: float
+    tie: float
+    bytes: float
+
+
+@dataclass(frozen=True, eq=False)
+class ChoiceProblem:
+    """See the module docstring. `cost_s`, `tie`, `bytes` hold one [K_v] array per variable.
+
+    Parallel edges are allowed and add up. `tie` should be of order 1 to 1000 in total, with
+    differences that matter above 1e-3: it is weighed at 1e-11 of the cost.
+
+    Raises `ProblemError` for NaN, negative numbers, infinite ties or bytes, wrong shapes.
+    """
+
+    names: tuple[str, ...]
+    cost_s: tuple[FloatArray, ...]
+    tie: tuple[FloatArray, ...]
+    bytes: tuple[FloatArray, ...]
+    edges: tuple[Edge, ...] = ()
+    budget_bytes: float | None = None
+
+    def __post_init__(self) -> None:
+        n = len(self.names)
+        if not len(self.cost_s) == len(self.tie) == len(self.bytes) == n:
+            raise ProblemError(f"{n} names need as many cost, tie and bytes arrays")
+        for v, name in enumerate(self.names):
+            shape = (len(self.cost_s[v]),)
+            if shape == (0,):
+                raise ProblemError(f"variable {name!r} has no choice at all")
+            _check(name, shape, self.cost_s[v], self.tie[v], self.bytes[v])
+        for edge in self.edges:
+            if not (0 <= edge.u < n and 0 <= edge.v < n and edge.u != edge.v):
+                raise ProblemError(f"edge ({edge.u}, {edge.v}) must join two of {n} variables")
+            name = f"{self.names[edge.u]} -> {self.names[edge.v]}"
+            shape2 = (len(self.cost_s[edge.u]), len(self.cost_s[edge.v]))
+            _check(name, shape2, edge.cost_s, edge.tie, edge.bytes)
+        if self.budget_bytes is not None and not self.budget_bytes >= 0:
+            raise ProblemError(f"budget_bytes must be at least 0: {self.budget_bytes}")
+
+    @property
+    def n_variables(self) -> int:
+        return len(self.names)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many choices each variable has."""
+        return tuple(len(c) for c in self.cost_s)
+
+    def evaluate(self, choice: Sequence[int]) -> Totals:
+        """Cost, tie and bytes of one choice, summed exactly (`math.fsum`)."""
+        cost = [float(self.cost_s[v][k]) for v, k in enumerate(choice)]
+        tie = [float(self.tie[v][k]) for v, k in enumerate(choice)]
+        size = [float(self.bytes[v][k]) for v, k in enumerate(choice)]
+        for edge in self.edges:
+            at = (choice[edge.u], choice[edge.v])
+            cost.append(float(edge.cost_s[at]))
+            tie.append(float(edge.tie[at]))
+            if edge.bytes is not None:
+                size.append(float(edge.bytes[at]))
+        return Totals(math.fsum(cost), math.fsum(tie), math.fsum(size))
+
+    def fits(self, size_bytes: float) -> bool:
+        """Is `size_bytes` within the budget (to `BUDGET_REL`)?"""
+        return self.budget_bytes is None or size_bytes <= self.budget_bytes * (1 + BUDGET_REL)
+
+    def restrict(self, keep: Sequence[BoolArray]) -> ChoiceProblem:
+        """The same problem with only the choices that `keep[v]` marks."""
+        edges = []
+        for e in self.edges:
+            rows_columns = np.ix_(keep[e.u], keep[e.v])
+            size = None if e.bytes is None else e.bytes[rows_columns]
+            edges.append(Edge(e.u, e.v, e.cost_s[rows_columns], e.tie[rows_columns], size))
+        return replace(
+            self,
+            cost_s=tuple(a[k] for a, k in zip(self.cost_s, keep, strict=True)),
+            tie=tuple(a[k] for a, k in zip(self.tie, keep, strict=True)),
+            bytes=tuple(a[k] for a, k in zip(self.bytes, keep, strict=True)),
+            edges=tuple(edges),
+        )
+
+    def merged(self) -> ChoiceProblem:
+        """The same problem with at most one edge per pair, u < v, sorted by (u, v)."""
+        grouped: dict[tuple[int, int], list[Edge]] = {}
+        for e in self.edges:
+            if e.u > e.v:
+                e = Edge(e.v, e.u, e.cost_s.T, e.tie.T, None if e.bytes is None else e.bytes.T)
+            grouped.setdefault((e.u, e.v), []).append(e)
+        edges = []
+        for (u, v), group in sorted(grouped.items()):
+            cost = np.sum([e.cost_s for e in group], axis=0)
+            tie = np.sum([e.tie for e in group], axis=0)
+            sizes = [e.bytes for e in group if e.bytes is not None]
+            edges.append(Edge(u, v, cost, tie, np.sum(sizes, axis=0) if sizes else None))
+        return replace(self, edges=tuple(edges))
+
+    def has_ties(self) -> bool:
+        """Is any tie not zero, so that breaking ties means anything?"""
+        return any(np.any(t) for t in self.tie) or any(np.any(e.tie) for e in self.edges)
+
+
+def _check(name: str, shape: tuple[int, ...], cost: FloatArray, *others: FloatArray | None) -> None:
+    for array in (cost, *others):
+        if array is not None and array.shape != shape:
+            raise ProblemError(f"{name!r}: an array of shape {array.shape} should be {shape}")
+    if np.isnan(cost).any() or (cost < 0).any():
+        raise ProblemError(
+            f"{name!r}: a cost is NaN or negative",
+            hint="an estimate failed; forbid a choice with inf instead",
+        )
+    for array in others:
+        if array is not None and not (np.isfinite(array).all() and (array >= 0).all()):
+            raise ProblemError(f"{name!r}: ties and bytes must be finite and not negative")
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A choice that satisfies the constraints and what is proven about it.
+
+    `bound_s` is a proven lower bound on every feasible cost and `gap` the relative distance
+    of `objective_s` to it (0: optimal to `SAME_OPTIMUM_REL`). `phase_s` is the wall time of
+    each phase; it is not part of equality, so that equal runs give equal solutions.
+    """
+
+    choice: Choice
+    objective_s: float
+    bound_s: float
+    gap: float
+    tie: float
+    bytes: float
+    method: str
+    phase_s: Mapping[str, float] = field(default_factory=dict, compare=False)
+
+
+@dataclass(frozen=True)
+class Infeasible:
+    """No choice satisfies the constraints.
+
+    `min_bytes` is the least any choice needs, None when forbidden pairs alone rule out every
+    choice, whatever the memory.
+    """
+
+    reason: str
+    min_bytes: float | None
+
+
+def make_solution(
+    problem: ChoiceProblem,
+    choice: Sequence[int],
+    bound_s: float | None,
+    method: str,
+    phase_s: Mapping[str, float] | None = None,
+) -> Solution:
+    """Evaluate `choice` on `problem`; `bound_s` None means that it is proven optimal."""
+    totals = problem.evaluate(choice)
+    assert math.isfinite(totals.cost_s) and problem.fits(totals.bytes), (method, totals)
+    gap, bound = 0.0, totals.cost_s
+    if bound_s is not None and bound_s < totals.cost_s * (1 - SAME_OPTIMUM_REL):
+        bound, gap = max(bound_s, 0.0), 1 - max(bound_s, 0.0) / totals.cost_s
+    return Solution(
+        choice=tuple(int(k) for k in choice),
+        objective_s=totals.cost_s,
+        bound_s=bound,
+        gap=gap,
+        tie=totals.tie,
+        bytes=totals.bytes,
+        method=method,
+        phase_s=dict(phase_s or {}),
+    )
+
+
+def over_budget(problem: ChoiceProblem, min_bytes: float) -> Infeasible:
+    """The `Infeasible` of a problem whose leanest choice exceeds the budget."""
+    return Infeasible(
+        f"the leanest choice needs {min_bytes:.0f} bytes, the budget is {problem.budget_bytes}",
+        min_bytes,
+    )
+
+
+FORBIDDEN = Infeasible("forbidden choices and pairs rule out every choice", None)

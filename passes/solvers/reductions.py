@@ -1,0 +1,122 @@
+"""Choices that cannot matter, dropped before any solver runs; the optimum is unchanged.
+
+- A choice is *impossible* when its cost is infinite, or when some neighbour has no choice
+  left that it may be paired with (`drop_forbidden`, to a fixpoint).
+- A choice is *dominated* when another choice of the same variable is no worse in cost, tie
+  and bytes, on the variable and in every entry of every incident edge (`drop_dominated`);
+  of equal choices the first stays. Exchanging one for the other never makes anything worse,
+  so this holds under a budget and for the tie-breaking optimum too.
+
+`reduce` returns the smaller problem and, per variable, the original index of each choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.passes.solvers.problem import BoolArray, Choice, ChoiceProblem, FloatArray
+
+# Dominance drops make further choices dominated; few rounds get nearly all of it.
+MAX_ROUNDS = 3
+
+
+@dataclass(frozen=True, eq=False)
+class Reduced:
+    """A restricted problem; `kept[v][k]` is the original index of its choice k."""
+
+    problem: ChoiceProblem
+    kept: tuple[NDArray[np.intp], ...]
+
+    def lift(self, choice: Sequence[int]) -> Choice:
+        """A choice of the restricted problem in the original's indices."""
+        return tuple(int(kept[k]) for kept, k in zip(self.kept, choice, strict=True))
+
+    def lower(self, choice: Sequence[int]) -> Choice:
+        """The inverse of `lift`, for a choice that was kept."""
+        pairs = zip(self.kept, choice, strict=True)
+        return tuple(int(np.searchsorted(kept, k)) for kept, k in pairs)
+
+
+def reduce(problem: ChoiceProblem) -> Reduced | None:
+    """Drop impossible and dominated choices and merge parallel edges; None: nothing is left."""
+    problem = problem.merged()
+    all_kept = tuple(np.arange(k) for k in problem.sizes)
+    reduced = drop_forbidden(Reduced(problem, all_kept))
+    for _ in range(MAX_ROUNDS):
+        if reduced is None:
+            return None
+        before = sum(reduced.problem.sizes)
+        reduced = drop_dominated(reduced)
+        if sum(reduced.problem.sizes) == before:
+            break
+    return reduced
+
+
+def restrict(reduced: Reduced, keep: Sequence[BoolArray]) -> Reduced:
+    """Keep only the marked choices of an already reduced problem."""
+    kept = tuple(k[mask] for k, mask in zip(reduced.kept, keep, strict=True))
+    return Reduced(reduced.problem.restrict(keep), kept)
+
+
+def drop_forbidden(reduced: Reduced) -> Reduced | None:
+    """Remove impossible choices until none is left; None when a variable loses them all."""
+    problem = reduced.problem
+    keep = [np.isfinite(c) for c in problem.cost_s]
+    allowed = [np.isfinite(e.cost_s) for e in problem.edges]
+    hard = [(e.u, e.v, a) for e, a in zip(problem.edges, allowed, strict=True) if not a.all()]
+    changed = True
+    while changed:
+        changed = False
+        for u, v, pairs in hard:
+            for here, there, table in ((u, v, pairs), (v, u, pairs.T)):
+                alive = keep[here] & (table & keep[there]).any(axis=1)
+                if alive.sum() < keep[here].sum():
+                    keep[here], changed = alive, True
+    if not all(mask.any() for mask in keep):
+        return None
+    return reduced if all(mask.all() for mask in keep) else restrict(reduced, keep)
+
+
+def drop_dominated(reduced: Reduced) -> Reduced:
+    """One pass over the variables, each seeing what the earlier ones kept."""
+    problem = reduced.problem
+    incident: list[list[int]] = [[] for _ in problem.names]
+    for i, e in enumerate(problem.edges):
+        incident[e.u].append(i)
+        incident[e.v].append(i)
+    with_bytes = problem.budget_bytes is not None
+    keep: list[BoolArray] = [np.ones(k, dtype=bool) for k in problem.sizes]
+    for v in range(problem.n_variables):
+        if problem.sizes[v] == 1:
+            continue
+        columns: list[FloatArray] = [problem.cost_s[v][:, None], problem.tie[v][:, None]]
+        if with_bytes:
+            columns.append(problem.bytes[v][:, None])
+        for i in incident[v]:
+            e = problem.edges[i]
+            tables = [e.cost_s, e.tie, *([e.bytes_or_zero()] if with_bytes else [])]
+            other = e.v if e.u == v else e.u
+            columns += [(t if e.u == v else t.T)[:, keep[other]] for t in tables]
+        keep[v] = _undominated(columns)
+    return reduced if all(mask.all() for mask in keep) else restrict(reduced, keep)
+
+
+def _undominated(columns: Sequence[FloatArray]) -> BoolArray:
+    """Which rows of the stacked `columns` no other row dominates (<= in every entry)."""
+    n = len(columns[0])
+    better, worse = np.nonzero(~np.eye(n, dtype=bool))
+    for table in columns:
+        # Few pairs survive the first tables, so the wide ones are compared for few.
+        still = (table[better] <= table[worse]).all(axis=1)
+        better, worse = better[still], worse[still]
+    # Equal rows dominate each other: then only the later one goes.
+    pairs = set(zip(better.tolist(), worse.tolist(), strict=True))
+    out = np.ones(n, dtype=bool)
+    for j, k in pairs:
+        if (k, j) not in pairs or j < k:
+            out[k] = False
+    return out

@@ -1,0 +1,227 @@
+"""Which solver answers a choice problem; every path proves the same optimum.
+
+`solve(problem, "auto")`:
+
+1. drop choices that cannot matter (`reductions`);
+2. eliminate (`elimination`), then again with the ties as a tiny perturbation;
+3. if that exceeds the budget, price the bytes (`lagrangian`), drop what the bound rules out, and
+   let the ILP close the gap on what remains;
+4. if the graph is too wide for tables, give the reduced problem to the ILP.
+
+`solve(problem, "ilp")` solves the whole, unreduced ILP: the check of all of the above.
+
+Ties. With T the optimum, the second elimination minimises cost + w * tie with w = 1e-11 T
+(`_tie_weight`; if T is 0, w keeps the sum of all ties below the least positive cost). If its
+choice costs more than `SAME_OPTIMUM_REL` above T, w was too large for these ties and shrinks.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+
+from autopar.errors import OptionError
+from autopar.passes.solvers.elimination import (
+    EliminationPlan,
+    Limits,
+    Potentials,
+    TooWide,
+    minimise,
+    plan_elimination,
+)
+from autopar.passes.solvers.ilp import minimise_cost, minimise_tie, solve_ilp
+from autopar.passes.solvers.lagrangian import Bracket, Point, keep_marks, leanest, search
+from autopar.passes.solvers.problem import (
+    FORBIDDEN,
+    SAME_OPTIMUM_REL,
+    Choice,
+    ChoiceProblem,
+    Infeasible,
+    Solution,
+    make_solution,
+    over_budget,
+)
+from autopar.passes.solvers.reductions import Reduced, drop_forbidden, reduce, restrict
+
+Solver = Literal["auto", "ilp"]
+TIE_WEIGHT_REL = 1e-11
+
+
+class _Clock:
+    """Wall time by phase, and what is left of the limit."""
+
+    def __init__(self, time_limit_s: float | None) -> None:
+        self.phase_s: dict[str, float] = {}
+        self.limit_s = math.inf if time_limit_s is None else time_limit_s
+        self.deadline = time.perf_counter() + self.limit_s
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.phase_s[name] = self.phase_s.get(name, 0.0) + time.perf_counter() - start
+
+    def left_s(self) -> float | None:
+        if math.isinf(self.limit_s):
+            return None
+        return max(self.deadline - time.perf_counter(), 0.0)
+
+
+def solve(
+    problem: ChoiceProblem,
+    solver: Solver = "auto",
+    time_limit_s: float | None = None,
+    limits: Limits | None = None,
+) -> Solution | Infeasible:
+    """The cheapest choice within the budget, and by `tie` among the equally cheap.
+
+    After `time_limit_s` the best choice so far is returned, with the gap that is left. `limits`
+    bound the tables of elimination; wider problems go to the ILP.
+
+    Raises `OptionError` for an unknown `solver`, `TimeLimitError` when the time passes before
+    any feasible choice is known.
+    """
+    if solver == "ilp":
+        return solve_ilp(problem, time_limit_s)
+    if solver != "auto":
+        raise OptionError(f'solver={solver!r} must be "auto" or "ilp"')
+    clock = _Clock(time_limit_s)
+    with clock.phase("reduce"):
+        reduced = reduce(problem)
+    if reduced is None:
+        return FORBIDDEN
+    try:
+        with clock.phase("order"):
+            plan = plan_elimination(reduced.problem, limits)
+    except TooWide:
+        return _by_ilp(problem, reduced, clock)
+    with clock.phase("eliminate"):
+        fastest = _eliminate(reduced.problem, plan)
+    if fastest is None:
+        return FORBIDDEN
+    with clock.phase("ties"):
+        chosen = break_ties(reduced.problem, plan, fastest)
+    if problem.fits(chosen.totals.bytes):
+        return _finish(problem, reduced, chosen.choice, None, "elimination", clock)
+    return _within_budget(problem, reduced, plan, fastest, clock)
+
+
+def solve_by_elimination(
+    problem: ChoiceProblem, limits: Limits | None = None
+) -> Solution | Infeasible:
+    """Elimination alone, on the problem as it is; the budget must be None.
+
+    Raises `TooWide` when the tables would exceed `limits`.
+    """
+    assert problem.budget_bytes is None, "elimination alone knows no budget"
+    merged = problem.merged()
+    plan = plan_elimination(merged, limits)
+    fastest = _eliminate(merged, plan)
+    if fastest is None:
+        return FORBIDDEN
+    chosen = break_ties(merged, plan, fastest)
+    return make_solution(problem, chosen.choice, None, "elimination")
+
+
+def _eliminate(problem: ChoiceProblem, plan: EliminationPlan) -> Point | None:
+    value, choice = minimise(plan, Potentials.of(problem, 1.0, 0.0, 0.0))
+    return Point(choice, problem.evaluate(choice)) if math.isfinite(value) else None
+
+
+def break_ties(problem: ChoiceProblem, plan: EliminationPlan, fastest: Point) -> Point:
+    """Among choices as cheap as `fastest`, an optimum, one of least tie."""
+    if not problem.has_ties():
+        return fastest
+    cost_s = fastest.totals.cost_s
+    weight = _tie_weight(problem, cost_s)
+    # Each round shrinks the perturbation tenfold; below float64 resolution it means nothing.
+    while weight > cost_s * 1e-17:
+        _, choice = minimise(plan, Potentials.of(problem, 1.0, weight, 0.0))
+        point = Point(choice, problem.evaluate(choice))
+        if point.totals.cost_s <= cost_s * (1 + SAME_OPTIMUM_REL):
+            return min(point, fastest, key=lambda p: p.totals.tie)
+        weight /= 10
+    return fastest
+
+
+def _tie_weight(problem: ChoiceProblem, optimum_s: float) -> float:
+    if optimum_s > 0:
+        return TIE_WEIGHT_REL * optimum_s
+    most = sum(float(t.max()) for t in problem.tie)
+    most += sum(float(e.tie.max()) for e in problem.edges)
+    tables = [*problem.cost_s, *(e.cost_s for e in problem.edges)]
+    costs = np.concatenate([table.ravel() for table in tables])
+    positive = costs[(costs > 0) & np.isfinite(costs)]
+    return float(positive.min(initial=1.0)) / (2 * most)
+
+
+def _within_budget(
+    problem: ChoiceProblem, reduced: Reduced, plan: EliminationPlan, fastest: Point, clock: _Clock
+) -> Solution | Infeasible:
+    """Step 3: the bound, the choices it leaves, and the ILP on those."""
+    with clock.phase("leanest"):
+        lean = leanest(reduced.problem, plan)
+    if not problem.fits(lean.totals.bytes):
+        return over_budget(problem, lean.totals.bytes)
+    with clock.phase("lagrangian"):
+        bracket = search(reduced.problem, plan, fastest, lean, clock.deadline)
+    method, best, bound_s = "lagrangian", bracket.best, bracket.bound_s
+    if not bracket.closed and clock.left_s() != 0:
+        method = "lagrangian + ilp"
+        with clock.phase("ilp"):
+            core = _core(reduced.problem, plan, bracket)
+            outcome = minimise_cost(core.problem, clock.left_s())
+        if outcome.choice is not None:
+            choice = core.lift(outcome.choice)
+            best = min(best, Point(choice, reduced.problem.evaluate(choice)), key=_rank)
+        # Whatever the core leaves out is dearer than the best choice known.
+        bound_s = max(bound_s, min(outcome.bound, best.totals.cost_s))
+    choice = best.choice
+    proven = best.totals.cost_s <= bound_s * (1 + SAME_OPTIMUM_REL)
+    if proven and problem.has_ties() and clock.left_s() != 0:
+        with clock.phase("ties"):
+            core = _core(reduced.problem, plan, replace(bracket, best=best))
+            choice = core.lift(minimise_tie(core.problem, core.lower(choice), clock.left_s()))
+    return _finish(problem, reduced, choice, None if proven else bound_s, method, clock)
+
+
+def _rank(point: Point) -> tuple[float, float]:
+    return point.totals.cost_s, point.totals.tie
+
+
+def _core(problem: ChoiceProblem, plan: EliminationPlan, bracket: Bracket) -> Reduced:
+    """What of `problem` may be in a solution no dearer than the bracket's best; all if unknown."""
+    whole = Reduced(problem, tuple(np.arange(k) for k in problem.sizes))
+    try:
+        core = drop_forbidden(restrict(whole, keep_marks(problem, plan, bracket)))
+    except TooWide:
+        return whole
+    assert core is not None, "the best choice known is in the core"
+    return core
+
+
+def _by_ilp(problem: ChoiceProblem, reduced: Reduced, clock: _Clock) -> Solution | Infeasible:
+    """The reduced problem as an ILP."""
+    found = solve_ilp(reduced.problem, clock.left_s())
+    if isinstance(found, Infeasible):
+        return found
+    clock.phase_s.update(found.phase_s)
+    bound_s = found.bound_s if found.gap > 0 else None
+    return _finish(problem, reduced, found.choice, bound_s, "reduced ilp", clock)
+
+
+def _finish(
+    problem: ChoiceProblem,
+    reduced: Reduced,
+    choice: Choice,
+    bound_s: float | None,
+    method: str,
+    clock: _Clock,
+) -> Solution:
+    return make_solution(problem, reduced.lift(choice), bound_s, method, clock.phase_s)
