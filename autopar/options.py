@@ -1,0 +1,393 @@
+"""Every option of `plan`, `parallelize` and `verify`: its values, its default, what is refused.
+
+`Options.of(**kwargs)` checks each option by its entry of `_CHECKS`, then those that speak of
+the same thing together. A value that makes no sense is an `OptionError`; one that is
+documented and not built is a `NotSupportedError`; none is ignored.
+
+The text of a pin in `force` is
+
+    pin = [storage] ["->" use] "@" axis        "S(0)@1"   "S(0)->R@dp"   "->S(1)@tp"
+
+a parameter is stored `I` or `S(d)` and used `R`, `I` or `S(d)`; the axis is a number or a name
+of the logical mesh. A side that is left out is the planner's to choose.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from autopar.errors import NotSupportedError, OptionError
+from autopar.spec import Placement
+
+FORBIDDABLE = tuple("data tensor sequence expert pipeline zero1 zero2 zero3 recompute".split())
+
+
+@dataclass(frozen=True)
+class Manual:
+    """The Megatron recipe in place of a search: ranks run tp fastest, then dp, then pp.
+
+    `sp` shards activations between tensor-parallel regions (needs `tp > 1` to do anything);
+    `zero` is the ZeRO stage over dp (needs `dp > 1`). `microbatch_size` counts samples of one
+    data-parallel rank; None leaves one microbatch.
+
+    Raises `OptionError` for a size below 1, `NotSupportedError` for what is not built.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    sp: bool = False
+    zero: int = 0
+    microbatch_size: int | None = None
+    interleave: int = 1
+    recompute: str = "none"
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "tp", "pp", "cp", "ep", "interleave"):
+            _check_count(f"Manual.{name}", getattr(self, name))
+        if self.microbatch_size is not None:
+            _check_count("Manual.microbatch_size", self.microbatch_size)
+        if not isinstance(self.sp, bool):
+            raise OptionError(f"Manual.sp is True or False, not {self.sp!r}")
+        if not _is_int(self.zero) or self.zero not in range(4):
+            raise OptionError(
+                f"Manual.zero is a ZeRO stage, 0 to 3, not {self.zero!r}",
+                hint="0 is plain data parallelism",
+            )
+        for name in ("pp", "cp", "ep", "interleave"):
+            if getattr(self, name) > 1:
+                raise NotSupportedError(
+                    f"Manual.{name}={getattr(self, name)} is not supported yet",
+                    hint="use dp, tp, sp and zero",
+                )
+        _check_word(
+            "Manual.recompute", self.recompute, ("none",), ("selective", "attention-core", "full")
+        )
+
+    @property
+    def n_ranks(self) -> int:
+        return self.dp * self.tp * self.pp * self.cp
+
+
+@dataclass(frozen=True)
+class Pin:
+    """One demand of `force`: how `parameter` is stored and used on one logical axis."""
+
+    parameter: str
+    storage: Placement | None
+    use: Placement | None
+    axis: int | str
+
+    def __str__(self) -> str:
+        """The text that `parse` reads."""
+        storage = "" if self.storage is None else str(self.storage)
+        use = "" if self.use is None else f"->{self.use}"
+        return f"{storage}{use}@{self.axis}"
+
+    @staticmethod
+    def parse(parameter: str, text: str) -> Pin:
+        """The inverse of `str`.
+
+        Raises `OptionError` for other text, and for placements that no parameter has.
+        """
+        where = f"force[{parameter!r}]"
+        placements, at, axis = (part.strip() for part in text.rpartition("@"))
+        storage, arrow, use = (part.strip() for part in placements.partition("->"))
+        if not at or not placements or (arrow and not use) or not _is_axis(axis):
+            raise OptionError(
+                f"{text!r} is not a pin",
+                where=where,
+                hint='write "S(0)@1", "S(0)->R@0" or "->S(1)@tp": storage->use@axis',
+            )
+        return Pin(
+            parameter,
+            _side(where, "stored", storage, ("I", "S")),
+            _side(where, "used", use, ("R", "I", "S")),
+            int(axis) if axis.isdigit() else axis,
+        )
+
+    def axis_index(self, names: Sequence[str]) -> int:
+        """The axis among those of a logical mesh; raises `OptionError` if it has none such."""
+        if isinstance(self.axis, int) and self.axis < len(names):
+            return self.axis
+        if self.axis in names:
+            return list(names).index(str(self.axis))
+        raise OptionError(
+            f"there is no axis {self.axis}: the logical mesh has "
+            + ", ".join(f"{i} ({name})" for i, name in enumerate(names)),
+            where=f"force[{self.parameter!r}] = {str(self)!r}",
+            hint='mesh_shape="as-given" keeps the axes of the mesh',
+        )
+
+
+@dataclass(frozen=True)
+class Options:
+    """Checked options; make them with `Options.of`.
+
+    `memory_limit` is in bytes per device (None: the hardware's less a margin), `time_limit_s`
+    bounds the planner, `batch_dims` maps an input's path to the dim that counts samples, or to
+    None where there is none (an input that it does not name is inferred).
+    """
+
+    microbatches: int | str = "auto"
+    schedule: str = "auto"
+    stages: int | str = "auto"
+    mesh_shape: str = "auto"
+    optimizer: str = "adamw"
+    precision: str = "model"
+    memory_limit: int | None = None
+    recompute: str = "auto"
+    manual: Manual | None = None
+    force: tuple[Pin, ...] = ()
+    forbid: frozenset[str] = frozenset()
+    solver: str = "auto"
+    time_limit_s: float | None = None
+    batch_dims: Mapping[str, int | None] = field(default_factory=dict)
+    loss_fn: Callable[[Any, Any], Any] | None = None
+    progress: bool | Callable[..., Any] = False
+
+    @staticmethod
+    def of(**kwargs: Any) -> Options:
+        """The options a user gave, the others at their defaults.
+
+        Raises `OptionError` for an unknown name, a value that is not allowed or one that
+        contradicts another; `NotSupportedError` for a documented value that is not built.
+        """
+        valid = tuple(f.name for f in fields(Options))
+        for name in kwargs:
+            if name not in valid:
+                raise OptionError(
+                    f"there is no option {name!r}; the options are {', '.join(valid)}",
+                    hint=_closest(name, valid),
+                )
+        options = Options(**{name: _CHECKS[name](value) for name, value in kwargs.items()})
+        if options.manual is not None:
+            _check_recipe(options, options.manual)
+        return options
+
+
+def _check_recipe(options: Options, manual: Manual) -> None:
+    """Raises `OptionError` where another option contradicts the recipe."""
+    if manual.microbatch_size is not None and options.microbatches != "auto":
+        raise OptionError(
+            f"Manual.microbatch_size={manual.microbatch_size} and "
+            f"microbatches={options.microbatches} both say how the batch is cut",
+            hint="give one of them",
+        )
+    asked = {
+        "data": ("dp", manual.dp > 1),
+        "tensor": ("tp", manual.tp > 1),
+        "sequence": ("sp", manual.sp and manual.tp > 1),
+        f"zero{manual.zero}": ("zero", manual.zero > 0 and manual.dp > 1),
+    }
+    for word, (name, active) in asked.items():
+        if active and word in options.forbid:
+            raise OptionError(
+                f"Manual.{name}={getattr(manual, name)} asks for what forbid={word!r} forbids",
+                hint="give one of them",
+            )
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_axis(text: str) -> bool:
+    return (text.isascii() and text.isdigit()) or text.isidentifier()
+
+
+def _closest(word: str, words: Iterable[str]) -> str | None:
+    close = difflib.get_close_matches(word, list(words), n=1)
+    return f"did you mean {close[0]!r}?" if close else None
+
+
+def _check_count(name: str, value: Any) -> int:
+    if not _is_int(value) or value < 1:
+        raise OptionError(f"{name} is a whole number of at least 1, not {value!r}")
+    return int(value)
+
+
+def _check_word(name: str, value: Any, built: Sequence[str], later: Sequence[str]) -> str:
+    """`value` if it is one of `built`; those of `later` are documented but refused."""
+    if not isinstance(value, str) or value not in (*built, *later):
+        words = ", ".join(repr(w) for w in (*built, *later))
+        hint = _closest(value, (*built, *later)) if isinstance(value, str) else None
+        raise OptionError(f"{name} is one of {words}, not {value!r}", hint=hint)
+    if value in later:
+        raise NotSupportedError(
+            f"{name}={value!r} is not supported yet",
+            hint="use " + " or ".join(repr(w) for w in built),
+        )
+    return value
+
+
+def _words(name: str, built: str, later: str = "") -> Callable[[Any], str]:
+    return lambda value: _check_word(name, value, built.split(), later.split())
+
+
+def _microbatches(value: Any) -> int | str:
+    if isinstance(value, str):
+        return _check_word("microbatches", value, ("auto",), ())
+    return _check_count("microbatches", value)
+
+
+def _stages(value: Any) -> int | str:
+    if isinstance(value, str):
+        return _check_word("stages", value, ("auto",), ())
+    if isinstance(value, Iterable) or (_is_int(value) and value > 1):
+        raise NotSupportedError(f"stages={value!r} is not supported yet", hint="use 'auto' or 1")
+    return _check_count("stages", value)
+
+
+def _positive(name: str, value: Any, unit: str) -> float | None:
+    if value is None:
+        return None
+    number = _is_int(value) or isinstance(value, float)
+    if not number or not math.isfinite(value) or value <= 0:
+        raise OptionError(f"{name} is a positive number of {unit}, not {value!r}")
+    return value
+
+
+def _memory_limit(value: Any) -> int | None:
+    size_bytes = _positive("memory_limit", value, "bytes per device")
+    if size_bytes is not None and size_bytes < 1:
+        raise OptionError(
+            f"memory_limit={value!r} is less than one byte per device",
+            hint="it is in bytes: 40 * 2**30 is 40 GiB",
+        )
+    return None if size_bytes is None else int(size_bytes)
+
+
+def _manual(value: Any) -> Manual | None:
+    if value is None or isinstance(value, Manual):
+        return value
+    raise OptionError(
+        f"manual is an autopar.Manual, not {value!r}", hint="manual=autopar.Manual(dp=2, tp=4)"
+    )
+
+
+def _side(where: str, verb: str, text: str, kinds: Sequence[str]) -> Placement | None:
+    """One side of a pin, a placement of one of `kinds`; None where it is left out."""
+    if not text:
+        return None
+    allowed = " or ".join("S(dim)" if kind == "S" else kind for kind in kinds)
+    try:
+        placement = Placement.parse(text)
+    except OptionError as error:
+        raise OptionError(
+            f"{text!r} is not a placement", where=where, hint=f"use {allowed}; S(dim.factor) too"
+        ) from error
+    if placement.kind not in kinds:
+        raise OptionError(f"a parameter is {verb} {allowed}, not {text}", where=where)
+    return placement
+
+
+def _force(value: Any) -> tuple[Pin, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, Mapping):
+        raise OptionError(
+            f"force maps parameter names to pins, not {value!r}",
+            hint='force={"h.0.mlp.c_fc.weight": "S(0)@1"}',
+        )
+    pins: dict[tuple[str, int | str], Pin] = {}
+    for parameter, texts in value.items():
+        if not isinstance(parameter, str):
+            raise OptionError(f"force is keyed by parameter names, not {parameter!r}")
+        for pin in _pins_of(parameter, texts):
+            if (parameter, pin.axis) in pins:
+                raise OptionError(
+                    f"axis {pin.axis} is pinned twice: {pins[parameter, pin.axis]} and {pin}",
+                    where=f"force[{parameter!r}]",
+                )
+            pins[parameter, pin.axis] = pin
+    return tuple(pins.values())
+
+
+def _pins_of(parameter: str, texts: Any) -> list[Pin]:
+    items = [texts] if isinstance(texts, str) else texts
+    if not isinstance(items, (list, tuple)) or not all(isinstance(item, str) for item in items):
+        raise OptionError(
+            f"a pin is a text, or a list of texts, not {texts!r}", where=f"force[{parameter!r}]"
+        )
+    words = [word for item in items for word in item.split(";") if word.strip()]
+    if not words:
+        raise OptionError(
+            f"{texts!r} pins nothing",
+            where=f"force[{parameter!r}]",
+            hint="leave the parameter out to let the planner choose",
+        )
+    return [Pin.parse(parameter, word.strip()) for word in words]
+
+
+def _forbid(value: Any) -> frozenset[str]:
+    if value is None:
+        return frozenset()
+    words = (value,) if isinstance(value, str) else value
+    if not isinstance(words, Iterable):
+        raise OptionError(
+            f"forbid is a word or several, not {value!r}", hint=f"one of {', '.join(FORBIDDABLE)}"
+        )
+    return frozenset(_check_word("forbid", word, FORBIDDABLE, ()) for word in words)
+
+
+def _batch_dims(value: Any) -> dict[str, int | None]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise OptionError(
+            f"batch_dims maps input paths to dims, not {value!r}",
+            hint='batch_dims={"input_ids": 0, "temperature": None}',
+        )
+    for path, dim in value.items():
+        if not isinstance(path, str):
+            raise OptionError(
+                f"batch_dims is keyed by input paths, not {path!r}",
+                hint='a positional input is "0", a nested one "mask.0"',
+            )
+        if dim is not None and (not _is_int(dim) or dim < 0):
+            raise OptionError(
+                f"batch_dims[{path!r}] is a dim, counted from 0, or None, not {dim!r}",
+                hint="None says that the input has no batch dim",
+            )
+    return dict(value)
+
+
+def _loss_fn(value: Any) -> Any:
+    if value is not None and not callable(value):
+        raise OptionError(
+            f"loss_fn is a function, not {value!r}", hint="loss_fn=lambda outputs, batch: loss"
+        )
+    return value
+
+
+def _progress(value: Any) -> Any:
+    if not isinstance(value, bool) and not callable(value):
+        raise OptionError(f"progress is True, False or a function, not {value!r}")
+    return value
+
+
+_CHECKS: dict[str, Callable[[Any], Any]] = {
+    "microbatches": _microbatches,
+    "schedule": _words("schedule", "auto", "gpipe 1f1b interleaved zero-bubble"),
+    "stages": _stages,
+    "mesh_shape": _words("mesh_shape", "auto as-given"),
+    "optimizer": _words("optimizer", "adamw sgd adam", "adafactor"),
+    "precision": _words("precision", "model fp64", "bf16-mixed fp16-mixed"),
+    "memory_limit": _memory_limit,
+    "recompute": _words("recompute", "auto none", "selective attention-core full"),
+    "manual": _manual,
+    "force": _force,
+    "forbid": _forbid,
+    "solver": _words("solver", "auto ilp"),
+    "time_limit_s": lambda value: _positive("time_limit_s", value, "seconds"),
+    "batch_dims": _batch_dims,
+    "loss_fn": _loss_fn,
+    "progress": _progress,
+}
