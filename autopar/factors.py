@@ -1,0 +1,242 @@
+"""Factor refinement: the sizes every dim of the graph is a product of.
+
+A contiguous split cannot express head-wise sharding of a fused QKV projection, whose dim is
+3 x heads x head_dim. So each dim is a list of *atoms*, kept in a union-find: operators
+whose notation gives two dims the same name make their atoms one class; a view that splits a
+dim splits its class, and so every dim of that class at once. One pass over the graph
+therefore reaches the fixpoint.
+
+    unify(a, b)   walk two lists of atoms from the right; equal sizes join, a larger atom is
+                  split by a smaller one that divides it; where neither divides the other
+                  the lists stay apart, and the operator that joins them freezes that name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch.fx
+
+from autopar.notation import Dim, Notation
+from autopar.program import Program
+from autopar.rules import OpCall, check_call, rule_for
+from autopar.spec import TensorType
+
+Shape = tuple[int, ...]
+
+
+@dataclass
+class Atom:
+    """A class of factors. `parts` are the atoms it was split into, outermost first."""
+
+    size: int
+    parent: Atom | None = None
+    parts: tuple[Atom, ...] = ()
+
+    def root(self) -> Atom:
+        atom = self
+        while atom.parent is not None:
+            atom = atom.parent
+        return atom
+
+
+def leaves(atom: Atom) -> list[Atom]:
+    """The unsplit atoms that make up `atom`, outermost first."""
+    atom = atom.root()
+    return [leaf for part in atom.parts for leaf in leaves(part)] if atom.parts else [atom]
+
+
+def unify(left: Sequence[Atom], right: Sequence[Atom]) -> None:
+    """Join two lists of atoms of equal product as far as their sizes divide."""
+    a = [leaf for atom in left for leaf in leaves(atom)]
+    b = [leaf for atom in right for leaf in leaves(atom)]
+    while a and b:
+        x, y = a.pop().root(), b.pop().root()
+        if x.parts or y.parts:  # split meanwhile, as a twin earlier in the list
+            a += leaves(x)
+            b += leaves(y)
+        elif x is y:
+            continue
+        elif x.size == y.size:
+            y.parent = x
+        elif x.size % y.size == 0:
+            x.parts = (Atom(x.size // y.size), Atom(y.size))
+            a += leaves(x)
+            b.append(y)
+        elif y.size % x.size == 0:
+            y.parts = (Atom(y.size // x.size), Atom(x.size))
+            b += leaves(y)
+            a.append(x)
+        else:
+            _skip_segment(a, b, x.size, y.size)
+
+
+def _skip_segment(a: list[Atom], b: list[Atom], x: int, y: int) -> None:
+    """Drop trailing atoms of both lists until the dropped products agree."""
+    while x != y and (a if x < y else b):
+        if x < y:
+            x *= a.pop().root().size
+        else:
+            y *= b.pop().root().size
+
+
+def name_sizes(
+    notation: Notation, inputs: Sequence[Shape], outputs: Sequence[Shape]
+) -> dict[str, int]:
+    """The size of every name: read off single-name dims, then solved inside products."""
+    dims = [
+        (dim, shape[i])
+        for terms, shapes in ((notation.inputs, inputs), (notation.outputs, outputs))
+        for term, shape in zip(terms, shapes, strict=True)
+        for i, dim in enumerate(term)
+        if dim
+    ]
+    sizes: dict[str, int] = {}
+    progress = True
+    while progress:
+        progress = False
+        for dim, size in dims:
+            unknown = [name for name in dim if name not in sizes]
+            if len(unknown) == 1:
+                known = math.prod(sizes[name] for name in dim if name in sizes)
+                sizes[unknown[0]] = size // max(known, 1)
+                progress = True
+    return sizes
+
+
+@dataclass
+class Factors:
+    """Atoms of every tensor's dims, by value name."""
+
+    atoms: dict[str, tuple[Atom | None, ...]] = field(default_factory=dict)
+
+    def add(self, name: str, shape: Shape) -> None:
+        self.atoms[name] = tuple(Atom(n) if n != 1 else None for n in shape)
+
+    def join(self, notation: Notation, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+        """Join the dims of one operator's tensors that share names."""
+        operands = (*zip(notation.inputs, inputs, strict=True),
+                    *zip(notation.outputs, outputs, strict=True))  # fmt: skip
+        shapes = [self._shape(name) for _, name in operands]
+        n_inputs = len(notation.inputs)
+        sizes = name_sizes(notation, shapes[:n_inputs], shapes[n_inputs:])
+        named = {name: Atom(size) for name, size in sizes.items() if size != 1}
+        for term, value in operands:
+            for dim, atom in zip(term, self.atoms[value], strict=True):
+                parts = self._product(dim, named)
+                if atom is not None and parts is not None:
+                    unify([atom], parts)
+
+    def _shape(self, name: str) -> Shape:
+        return tuple(a.size if a else 1 for a in self.atoms[name])
+
+    @staticmethod
+    def _product(dim: Dim, named: Mapping[str, Atom]) -> list[Atom] | None:
+        return [named[n] for n in dim if n in named] or None
+
+    def sizes(self, name: str) -> tuple[tuple[int, ...], ...]:
+        """Factor sizes of each dim of a value."""
+        return tuple(
+            tuple(leaf.size for leaf in leaves(atom)) if atom else () for atom in self.atoms[name]
+        )
+
+
+def value_names(node: torch.fx.Node) -> tuple[str, ...]:
+    """Names of an operator's results: its own, or its `getitem` users'.
+
+    A result of a multi-output operator that nobody takes is named `node:index`.
+    """
+    if not isinstance(node.meta["val"], (tuple, list)):
+        return (node.name,)
+    out = [f"{node.name}:{i}" for i in range(len(node.meta["val"]))]
+    for user in node.users:
+        out[int(user.args[1])] = user.name  # type: ignore[arg-type]
+    return tuple(out)
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator of the graph as the passes see it: names of values, call and notation."""
+
+    name: str
+    call: OpCall
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    notation: Notation
+
+
+def operators_of(program: Program) -> tuple[Operator, ...]:
+    """Every operator with its rule's notation; raises `MissingRuleError`."""
+    out = []
+    for node in program.operators:
+        rule = rule_for(str(node.target), program.where(node.name))
+        call = OpCall.of_node(node)
+        check_call(rule, call, program.where(node.name))
+        out.append(
+            Operator(
+                node.name,
+                call,
+                tuple(t.name for t in call.tensors),
+                value_names(node),
+                rule.notation_of(call),
+            )
+        )
+    return tuple(out)
+
+
+@dataclass(frozen=True)
+class Types:
+    """Factor-refined types of every value, and the class of each factor.
+
+    Two factors of the same class are the same size everywhere because operators name them
+    alike; `classes[value][dim][factor]` is a number that means nothing else.
+    """
+
+    tensors: Mapping[str, TensorType]
+    classes: Mapping[str, tuple[tuple[int, ...], ...]]
+
+    def with_divided(self, cells: Mapping[str, tuple[int, int]], n: int) -> Types:
+        """The types of one of `n` microbatches; `cells` are each value's batch factor."""
+        tensors = dict(self.tensors)
+        for name, (dim, factor) in cells.items():
+            dims = [list(factors) for factors in tensors[name].dims]
+            assert dims[dim][factor] % n == 0, (name, dims, n)
+            dims[dim][factor] //= n
+            old = tensors[name]
+            tensors[name] = TensorType(tuple(map(tuple, dims)), old.itemsize, old.has_grad)
+        return Types(tensors, self.classes)
+
+
+def tensor_types(program: Program, operators: Sequence[Operator]) -> Types:
+    """Factor-refined types of every value of the graph."""
+    factors = Factors()
+    facts: dict[str, tuple[int, bool]] = {}
+
+    def add(name: str, value: torch.Tensor, has_grad: bool) -> None:
+        factors.add(name, tuple(value.shape))
+        facts[name] = (value.element_size(), has_grad)
+
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            add(node.name, node.meta["val"], node.name in program.has_grad)
+    for operator in operators:
+        value = program.node(operator.name).meta["val"]
+        results = value if isinstance(value, (tuple, list)) else (value,)
+        for name, result in zip(operator.outputs, results, strict=True):
+            has_grad = name in program.has_grad or operator.name in program.has_grad
+            add(name, result, has_grad and result.is_floating_point())
+        factors.join(operator.notation, operator.inputs, operator.outputs)
+    numbers: dict[int, int] = {}
+    classes = {
+        name: tuple(
+            tuple(numbers.setdefault(id(leaf), len(numbers)) for leaf in leaves(atom))
+            if atom
+            else ()
+            for atom in atoms
+        )
+        for name, atoms in factors.atoms.items()
+    }
+    tensors = {n: TensorType(factors.sizes(n), *facts[n]) for n in factors.atoms}
+    return Types(tensors, classes)

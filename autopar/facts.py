@@ -1,0 +1,53 @@
+"""Typed facts: what passes decide about a frozen program.
+
+A fact is keyed by its type and, inside, by names of values or operators. The solver and the
+Megatron recipe provide the same facts, and everything downstream reads only these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from autopar.spec import Spec, TensorType
+
+# How often a parameter stored in shards is gathered for use, and its gradient scattered:
+#   step   gathered once a step, gradients accumulated whole and scattered once    (ZeRO-1)
+#   micro  gathered once a step, gradients scattered after each microbatch         (ZeRO-2)
+#   use    gathered at each use, forward and backward, scattered each microbatch   (ZeRO-3)
+Period = Literal["step", "micro", "use"]
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How one parameter is kept between steps, and how it becomes what operators use."""
+
+    spec: Spec
+    period: Period = "step"
+
+
+@dataclass(frozen=True)
+class OperatorStrategy:
+    """Specs of one operator's tensors, in order; `lowered` names what it shards specially."""
+
+    inputs: tuple[Spec, ...]
+    outputs: tuple[Spec, ...]
+    lowered: str | None = None
+    lowered_axes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """The whole choice: one strategy per operator, one storage per parameter.
+
+    `types` are factor-refined and of one microbatch; `batch_cells` name each value's batch
+    factor.
+    """
+
+    operators: Mapping[str, OperatorStrategy]
+    storage: Mapping[str, Storage]
+    types: Mapping[str, TensorType]
+    batch_cells: Mapping[str, tuple[int, int]]
+    batch_size: int
+    n_microbatches: int

@@ -1,0 +1,92 @@
+"""Sharding rules: one line of notation per operator, found by overload name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from autopar.errors import MissingRuleError, NotSupportedError, OptionError
+from autopar.notation import Notation
+from autopar.rules.rule import Localise, OpCall, OpRule
+from autopar.rules.tables import RULES
+
+__all__ = ["OpCall", "OpRule", "all_rules", "has_rule", "register_rule", "rule_for"]
+
+_registry: dict[str, OpRule] = {rule.op: rule for rule in RULES}
+assert len(_registry) == len(RULES), "an operator has two rules"
+
+
+def all_rules() -> Iterator[OpRule]:
+    return iter(_registry.values())
+
+
+def has_rule(op: str) -> bool:
+    return op in _registry
+
+
+def rule_for(op: str, where: str = "") -> OpRule:
+    """The rule of an overload; raises `MissingRuleError` with the line to write."""
+    rule = _registry.get(op)
+    if rule is None:
+        public = op.removesuffix(".default").replace(".", "::", 1)
+        raise MissingRuleError(
+            f"operator {op} has no sharding rule",
+            where=where,
+            hint=f'autopar.register_rule("{public}", "b s h, h f -> b s f") '
+            "with the notation of its tensors in order",
+        )
+    return rule
+
+
+def check_call(rule: OpRule, call: OpCall, where: str = "") -> None:
+    """Refuse a call whose arguments the rule does not cover."""
+    reason = rule.check(call) if rule.check else None
+    if reason is not None:
+        raise NotSupportedError(reason, where=where, hint="change the model or the loss")
+
+
+def register_rule(
+    op: str | Callable[..., Any],
+    notation: str,
+    *,
+    flops: str | None = None,
+    lower: Localise | None = None,
+) -> OpRule:
+    """Teach autopar how an operator may be sharded.
+
+    op: `"namespace::name"` (or `"namespace::name.overload"`), or the operator itself.
+    notation: its tensor arguments and results, `"b s h, h f -> b s f"`.
+    flops: a formula over the notation's names, `"2*b*s*h*f"`; without one the operator
+    costs the bytes it touches. lower: `(call, local_inputs, local_outputs) -> {argument:
+    value}` for arguments that carry sizes.
+
+    Raises `NotationError` for a malformed notation, `OptionError` for an operator that does
+    not exist.
+    """
+    overload = _find_overload(op)
+    Notation.parse(notation)
+    rule = OpRule(overload, notation, flops=flops, localise=lower)
+    _registry[overload] = rule
+    return rule
+
+
+def _find_overload(op: str | Callable[..., Any]) -> str:
+    if isinstance(op, torch._ops.OpOverload):
+        return str(op)
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        return f"{op}.default"
+    name = op if isinstance(op, str) else getattr(op, "_qualname", str(op))
+    namespace, separator, rest = name.replace("::", ".", 1).partition(".")
+    packet, _, overload = rest.partition(".")
+    try:
+        found = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+    except AttributeError:
+        found = None
+    if not separator or found is None:
+        raise OptionError(
+            f"no operator {name!r} is registered with torch",
+            hint='write "namespace::name", and define it with torch.library first',
+        )
+    return str(found)

@@ -1,0 +1,196 @@
+"""Notations that depend on the call: pointwise, reductions, products of any rank.
+
+Each family is a function of the call. Names of dims are the position's letter: `d0 d1 ...`
+for the output's dims.
+"""
+
+from __future__ import annotations
+
+from autopar.notation import Dim, Notation, Term
+from autopar.rules.rule import LinearSets, OpCall, Shape
+
+
+def names(n: int, prefix: str = "d") -> tuple[str, ...]:
+    return tuple(f"{prefix}{i}" for i in range(n))
+
+
+def named_term(shape: Shape, labels: tuple[str, ...]) -> Term:
+    """One name per dim; dims of size 1 have none."""
+    return tuple((label,) if size != 1 else () for size, label in zip(shape, labels, strict=True))
+
+
+def broadcast_term(shape: Shape, out_shape: Shape, labels: tuple[str, ...]) -> Term:
+    """`shape` aligned to the right of `out_shape`; a dim that is broadcast has no name."""
+    offset = len(out_shape) - len(shape)
+    return tuple(
+        (labels[offset + i],) if size == out_shape[offset + i] and size != 1 else ()
+        for i, size in enumerate(shape)
+    )
+
+
+def pointwise(call: OpCall) -> Notation:
+    """Elementwise with broadcasting."""
+    out = call.outputs[0]
+    labels = names(len(out))
+    return Notation(
+        tuple(broadcast_term(shape, out, labels) for shape in call.inputs),
+        tuple(named_term(shape, labels) for shape in call.outputs),
+    )
+
+
+def tensors_linear_alone(call: OpCall) -> LinearSets:
+    """Products: linear in each tensor when the others are fixed."""
+    return tuple((i,) for i in range(len(call.tensors)))
+
+
+def tensors_linear_jointly(call: OpCall) -> LinearSets:
+    """Sums of tensors; a scalar summand breaks linearity."""
+    both = len(call.tensors) == 2
+    return ((0, 1),) if both else ()
+
+
+def reduced_dims(call: OpCall) -> tuple[int, ...]:
+    """The dims a reduction runs over, counted from 0; all of them when none is given."""
+    rank = len(call.inputs[0])
+    dim = call.args.get("dim")
+    if dim is None or dim == []:
+        return tuple(range(rank))
+    dims = dim if isinstance(dim, (list, tuple)) else (dim,)
+    return tuple(sorted(int(d) % max(rank, 1) for d in dims))
+
+
+def _reduction(call: OpCall, frozen: bool) -> Notation:
+    shape, reduced = call.inputs[0], reduced_dims(call)
+    labels = names(len(shape))
+    term = named_term(shape, labels)
+    kept: list[Dim] = []
+    for i, dim in enumerate(term):
+        if i not in reduced:
+            kept.append(dim)
+        elif call.args.get("keepdim"):
+            kept.append(())
+    held = frozenset(labels[i] for i in reduced) if frozen else frozenset()
+    return Notation((term,), (tuple(kept),) * len(call.outputs), held)
+
+
+def summed(call: OpCall) -> Notation:
+    """A sum: sharding a reduced dim leaves a partial sum."""
+    return _reduction(call, frozen=False)
+
+
+def reduced_whole(call: OpCall) -> Notation:
+    """A reduction that is not a sum: reduced dims stay whole."""
+    return _reduction(call, frozen=True)
+
+
+def along_dim(call: OpCall) -> Notation:
+    """Same shape in and out, with one dim that must stay whole (softmax, cumsum)."""
+    shape = call.inputs[0]
+    labels = names(len(shape))
+    term = named_term(shape, labels)
+    held = frozenset({labels[call.dim()]}) if shape else frozenset()
+    return Notation((term,), (term,) * len(call.outputs), held)
+
+
+def matmul(call: OpCall) -> Notation:
+    """torch.matmul of any ranks: batch dims broadcast, `k` is summed over."""
+    left, right = call.inputs
+    out = call.outputs[0]
+    n_batch = max(len(left), len(right)) - 2
+    labels = names(max(n_batch, 0), "_")
+    batch_shape = out[: max(n_batch, 0)]
+
+    def term(shape: Shape, matrix: tuple[str, ...]) -> Term:
+        batch = shape[: len(shape) - len(matrix)]
+        leading = broadcast_term(batch, batch_shape, labels) if batch else ()
+        tail = shape[len(shape) - len(matrix) :]
+        return leading + named_term(tail, matrix)
+
+    rows = ("m",) if len(left) > 1 else ()
+    columns = ("n",) if len(right) > 1 else ()
+    return Notation(
+        (term(left, (*rows, "k")), term(right, ("k", *columns))),
+        (term(out, (*rows, *columns)),),
+    )
+
+
+def einsum(call: OpCall) -> Notation:
+    """The equation is the notation."""
+    equation = str(call.args["equation"]).replace(" ", "")
+    left, _, right = equation.partition("->")
+    terms = tuple(
+        named_term(shape, tuple(word))
+        for shape, word in zip(call.inputs, left.split(","), strict=True)
+    )
+    return Notation(terms, (named_term(call.outputs[0], tuple(right)),))
+
+
+def layer_norm(call: OpCall) -> Notation:
+    """Normalised dims stay whole; weight and bias have exactly those dims."""
+    shape = call.inputs[0]
+    n_held = len(call.args["normalized_shape"])
+    labels = names(len(shape))
+    held = labels[len(shape) - n_held :]
+    term = named_term(shape, labels)
+    affine = tuple(named_term(s, held) for s in call.inputs[1:])
+    return Notation((term, *affine), (term,), frozenset(held))
+
+
+def attention(call: OpCall) -> Notation:
+    """scaled_dot_product_attention: batch and heads are free, the query's sequence too
+    unless the mask is implicit; keys and head_dim stay whole. With enable_gqa the query's
+    heads are (key heads, group)."""
+    query, key = call.inputs[0], call.inputs[1]
+    labels = names(len(query) - 2, "_")
+    causal = bool(call.args.get("is_causal"))
+    grouped = bool(call.args.get("enable_gqa")) and len(query) == 4 and query[1] != key[1]
+    heads: Dim = (labels[-1], "g") if grouped else tuple(labels[-1:])
+    q_lead = named_term(query[:-2], labels)
+    if grouped:
+        q_lead = (*q_lead[:-1], heads)
+    k_lead = named_term(key[:-2], labels)
+    value_tail = named_term(call.inputs[2][-2:], ("t", "f"))
+    terms: list[Term] = [
+        q_lead + named_term(query[-2:], ("s", "e")),
+        k_lead + named_term(key[-2:], ("t", "e")),
+        k_lead + value_tail,
+    ]
+    if len(call.inputs) > 3:
+        mask_labels = (*labels, "s", "t")
+        full = (*query[:-1], key[-2])
+        mask = broadcast_term(call.inputs[3], full, mask_labels)
+        offset = len(full) - len(call.inputs[3])
+        terms.append(
+            tuple(
+                heads if grouped and offset + i == len(query) - 3 and dim else dim
+                for i, dim in enumerate(mask)
+            )
+        )
+    out = q_lead + named_term((query[-2], call.inputs[2][-1]), ("s", "f"))
+    held = {"t", "e", "f"} | ({"s"} if causal else set())
+    return Notation(tuple(terms), (out,), frozenset(held))
+
+
+def attention_flops(call: OpCall) -> str:
+    return "4*s*t*e*g" if call.args.get("enable_gqa") else "4*s*t*e"
+
+
+def embedding(call: OpCall) -> Notation:
+    """Rows of a table: `v h, ids -> ids h`; a sharded `v` leaves a partial sum."""
+    ids = call.inputs[1]
+    labels = names(len(ids))
+    return Notation(
+        (named_term(call.inputs[0], ("v", "h")), named_term(ids, labels)),
+        (named_term(ids, labels) + named_term(call.outputs[0][-1:], ("h",)),),
+    )
+
+
+def cross_entropy(call: OpCall) -> Notation:
+    """Class logits [n, v] or [n, v, ...] against class indices, summed or per row."""
+    logits, labels = call.inputs[0], call.inputs[1]
+    rest = names(len(logits) - 2)
+    rows = ("n",) if len(logits) > 1 else ()
+    term = named_term(logits, (*rows, "v", *rest))
+    target = named_term(labels, (*rows, *rest))
+    out = target if call.outputs[0] else ()
+    return Notation((term, target), (out,))

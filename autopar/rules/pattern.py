@@ -1,0 +1,141 @@
+"""From notation and factors to strategies: how one operator may be placed on one axis.
+
+A *label* is one factor of one name. Per mesh axis an operator may
+
+    shard a label   inputs that carry it S, inputs that do not R; outputs S, or P where the
+                    label is summed over
+    stay invariant  all inputs I, outputs I
+    replicate       all inputs R, outputs R
+    be linear       one input P, the others R (or, jointly linear, all P); outputs P
+    use its inner collectives, with the output placement the rule declares
+
+Never does I mix with R, S or P: a layer norm's scale left I under sharded activations has a
+wrong gradient while the loss is right. Tensors without gradient have no such distinction;
+their I is written R.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.notation import Notation, Term
+from autopar.rules.rule import OpCall, OpRule
+from autopar.spec import I, P, Placement, R, S, TensorType
+
+Cell = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Where each label of an operator sits: (dim, factor) per input and output, or None."""
+
+    labels: Mapping[str, tuple[tuple[Cell | None, ...], tuple[Cell | None, ...]]]
+    sizes: Mapping[str, int]
+    names: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class AxisStrategy:
+    """An operator's placements on one mesh axis. `label` is what is sharded, if anything."""
+
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    label: str | None = None
+
+    def __str__(self) -> str:
+        show = lambda ps: ", ".join(map(str, ps))  # noqa: E731
+        return f"{show(self.inputs)} -> {show(self.outputs)}"
+
+
+def resolve(
+    notation: Notation, inputs: Sequence[TensorType], outputs: Sequence[TensorType],
+    sizes: Mapping[str, int],
+) -> Pattern:  # fmt: skip
+    """Lay the notation's names over the factors of the actual tensors.
+
+    `sizes` are the names' sizes. A name whose factors differ between its tensors, or do not
+    align with the dim's, cannot be sharded by this operator and gets no label.
+    """
+    operands = [*zip(notation.inputs, inputs, strict=True), *zip(notation.outputs, outputs, strict=True)]
+    found: dict[str, list[tuple[int, int, int, tuple[int, ...]]]] = {}
+    broken = set(notation.frozen)
+    for position, (term, tensor) in enumerate(operands):
+        for dim, (names, factors) in enumerate(zip(term, tensor.dims, strict=True)):
+            start = 0
+            for name, run in _distribute(names, factors, sizes):
+                if run is None:
+                    broken.add(name)
+                    continue
+                found.setdefault(name, []).append((position, dim, start, run))
+                start += len(run)
+    labels, label_sizes, owner = {}, {}, {}
+    for name, places in found.items():
+        runs = {run for *_, run in places}
+        if name in broken or len(runs) > 1:
+            continue
+        for k, size in enumerate(next(iter(runs))):
+            cells: list[Cell | None] = [None] * len(operands)
+            for position, dim, start, _ in places:
+                cells[position] = (dim, start + k)
+            label = f"{name}.{k}"
+            labels[label] = (tuple(cells[: len(inputs)]), tuple(cells[len(inputs) :]))
+            label_sizes[label] = size
+            owner[label] = name
+    return Pattern(labels, label_sizes, owner)
+
+
+def _distribute(
+    names: Sequence[str], factors: Sequence[int], sizes: Mapping[str, int]
+) -> list[tuple[str, tuple[int, ...] | None]]:
+    """Give each name of a dim its run of factors; None where they do not align."""
+    out: list[tuple[str, tuple[int, ...] | None]] = []
+    rest = list(factors)
+    aligned = True
+    for name in names:
+        wanted, run, product = sizes.get(name, 1), [], 1
+        while aligned and product < wanted and rest:
+            run.append(rest.pop(0))
+            product *= run[-1]
+        aligned = aligned and product == wanted
+        out.append((name, tuple(run) if aligned else None))
+    return out
+
+
+def axis_strategies(
+    rule: OpRule,
+    call: OpCall,
+    pattern: Pattern,
+    input_grads: Sequence[bool],
+    output_grads: Sequence[bool],
+) -> tuple[AxisStrategy, ...]:
+    """Every strategy of one operator on one axis, divisibility apart, in a fixed order."""
+    n_in, n_out = len(input_grads), len(output_grads)
+    found: dict[tuple[tuple[Placement, ...], tuple[Placement, ...]], AxisStrategy] = {}
+
+    def add(
+        inputs: Sequence[Placement], outputs: Sequence[Placement], label: str | None = None
+    ) -> None:
+        ins = tuple(p if g or p != I else R for p, g in zip(inputs, input_grads, strict=True))
+        outs = tuple(p if g or p != I else R for p, g in zip(outputs, output_grads, strict=True))
+        found.setdefault((ins, outs), AxisStrategy(ins, outs, label))
+
+    add([I] * n_in, [I] * n_out)
+    add([R] * n_in, [R] * n_out)
+    for label, (in_cells, out_cells) in pattern.labels.items():
+        inputs = [S(*c) if c else R for c in in_cells]
+        name = pattern.names[label]
+        if name in rule.inner:
+            add(inputs, [Placement(rule.inner[name])] * n_out, label)
+        else:
+            add(inputs, [S(*c) if c else P for c in out_cells], label)
+    for together in rule.linear_of(call):
+        inputs = [P if i in together else R for i in range(n_in)]
+        if all(input_grads[i] or not any(input_grads) for i in together):
+            add(inputs, [P] * n_out)
+    return tuple(found.values())
+
+
+def placed_term(term: Term) -> str:
+    """A term as text, for messages."""
+    return " ".join(f"({' '.join(d)})" if len(d) != 1 else d[0] for d in term)

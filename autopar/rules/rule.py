@@ -1,0 +1,159 @@
+"""What a sharding rule is: one operator's notation, flops, linearity and localisation.
+
+A rule speaks of one operator alone. `pattern.py` turns its notation and the factors of the
+actual tensors into the operator's strategies, the same way for every rule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any
+
+import sympy
+import torch
+import torch.fx
+
+from autopar.notation import Notation
+
+Shape = tuple[int, ...]
+LinearSets = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class OpCall:
+    """One call of an operator, with its arguments by name and its tensors in order.
+
+    `tensors` are the tensor arguments flattened (lists of tensors included), `inputs` and
+    `outputs` their shapes. Arguments that are missing have the schema's default.
+    """
+
+    op: torch._ops.OpOverload
+    args: Mapping[str, Any]
+    tensors: tuple[Any, ...]
+    inputs: tuple[Shape, ...]
+    outputs: tuple[Shape, ...]
+
+    @staticmethod
+    def of_node(node: torch.fx.Node) -> OpCall:
+        """The call an FX node makes; tensors are its argument nodes."""
+        assert isinstance(node.target, torch._ops.OpOverload)
+        return OpCall.of(
+            node.target, node.args, node.kwargs, node.meta["val"], lambda a: a.meta["val"]
+        )
+
+    @staticmethod
+    def of(
+        op: torch._ops.OpOverload,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        result: Any,
+        value_of: Callable[[Any], Any] = lambda a: a,
+    ) -> OpCall:
+        named: dict[str, Any] = {}
+        for i, argument in enumerate(op._schema.arguments):
+            if i < len(args) and not argument.kwarg_only:
+                named[argument.name] = args[i]
+            elif argument.name in kwargs:
+                named[argument.name] = kwargs[argument.name]
+            else:
+                named[argument.name] = argument.default_value
+        tensors = []
+        for value in named.values():
+            for item in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(item, (torch.fx.Node, torch.Tensor)):
+                    tensors.append(item)
+        results = result if isinstance(result, (list, tuple)) else (result,)
+        return OpCall(
+            op,
+            named,
+            tuple(tensors),
+            tuple(tuple(value_of(t).shape) for t in tensors),
+            tuple(tuple(r.shape) for r in results if r is not None),
+        )
+
+    def dim(self, name: str = "dim", rank: int | None = None) -> int:
+        """A dim argument, counted from 0."""
+        rank = len(self.inputs[0]) if rank is None else rank
+        return int(self.args[name]) % max(rank, 1)
+
+
+Family = Callable[[OpCall], Notation]
+# (call, local input shapes, local output shapes) -> arguments that change on one rank
+Localise = Callable[[OpCall, Sequence[Shape], Sequence[Shape]], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class OpRule:
+    """The sharding rule of one operator.
+
+    op         overload name, `aten.mm.default`
+    notation   text, or a family: a function of the call for operators of any rank
+    flops      formula over the notation's names (one multiply-add counts as 2); operators
+               without one cost the bytes they touch
+    linear     sets of inputs that may be Partial together, the others Replicate; the output
+               is then Partial. A function of the call where scalars decide
+    inner      names whose sharding needs collectives inside the operator -> the placement
+               of the outputs; such a name, or one that needs masking, has a `lower`
+    lower      name -> function of `autopar.runtime.lowered` that replaces the operator
+    localise   arguments that carry sizes, rewritten for one rank
+    view       costs nothing: the output shares the input's memory
+    """
+
+    op: str
+    notation: str | Family
+    flops: str | None = None
+    linear: LinearSets | Callable[[OpCall], LinearSets] = ()
+    inner: Mapping[str, str] = field(default_factory=dict)
+    lower: Mapping[str, str] = field(default_factory=dict)
+    localise: Localise | None = None
+    view: bool = False
+    check: Callable[[OpCall], str | None] | None = None
+
+    def notation_of(self, call: OpCall) -> Notation:
+        """The notation of this call, with `...` written out."""
+        if callable(self.notation):
+            return self.notation(call)
+        parsed = self._parsed
+        explicit = max(
+            (len(t) - 1 for t in (*parsed.inputs, *parsed.outputs) if ("...",) in t), default=0
+        )
+        ranks = [
+            len(shape) - (len(term) - 1)
+            for term, shape in zip(parsed.inputs, call.inputs, strict=False)
+            if ("...",) in term
+        ]
+        assert explicit >= 0
+        expanded = parsed.expanded(ranks[0] if ranks else 0)
+        return Notation(expanded.inputs[: len(call.inputs)], expanded.outputs, expanded.frozen)
+
+    @cached_property
+    def _parsed(self) -> Notation:
+        assert isinstance(self.notation, str)
+        return Notation.parse(self.notation)
+
+    def linear_of(self, call: OpCall) -> LinearSets:
+        return self.linear(call) if callable(self.linear) else self.linear
+
+    def flops_of(self, sizes: Mapping[str, float]) -> float:
+        """The formula's value; `sizes` maps the notation's names to local sizes."""
+        if self.flops is None:
+            return 0.0
+        names, function = _compiled(self.flops)
+        missing = [n for n in names if n not in sizes]
+        extra = {n: 1.0 for n in missing}
+        leading = math.prod(v for k, v in sizes.items() if k.startswith("_"))
+        return float(function(**{n: {**sizes, **extra}[n] for n in names})) * leading
+
+
+@lru_cache(maxsize=256)
+def _compiled(formula: str) -> tuple[tuple[str, ...], Callable[..., float]]:
+    expression = sympy.sympify(formula, locals={n: sympy.Symbol(n) for n in _NAMES})
+    names = tuple(sorted(str(s) for s in expression.free_symbols))
+    return names, sympy.lambdify([sympy.Symbol(n) for n in names], expression, "math")
+
+
+# One-letter names that sympy would read as constants.
+_NAMES = ("E", "I", "N", "O", "Q", "S", "beta", "gamma", "zeta")

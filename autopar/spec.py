@@ -1,0 +1,237 @@
+"""Placements and specs: where the values of one tensor live on a mesh.
+
+On each mesh axis a tensor has one placement, which also fixes its gradient's (the R/I/V/P
+algebra of PyTorch's `spmd_types`, with V made S):
+
+    R  Replicate   same value on every rank, different work ahead   gradient P
+    I  Invariant   same value on every rank, same work ahead        gradient I
+    S  Shard       split along one factor of one dim                gradient S
+    P  Partial     the value is the sum over ranks                  gradient R
+
+Every dim is a tuple of *factors* (sizes whose product is the dim, outermost first), so that
+sharding the heads of a fused QKV projection is the placement of one factor. `S(2)` is
+factor 0 of dim 2, a contiguous shard; `S(2.1)` is factor 1.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from autopar.errors import OptionError
+
+
+@dataclass(frozen=True, order=True)
+class Placement:
+    """One tensor's placement on one mesh axis; make them with `R`, `I`, `P` and `S(dim)`."""
+
+    kind: str
+    dim: int = -1
+    factor: int = 0
+
+    def __str__(self) -> str:
+        if self.kind != "S":
+            return self.kind
+        return f"S({self.dim}.{self.factor})" if self.factor else f"S({self.dim})"
+
+    @property
+    def is_shard(self) -> bool:
+        return self.kind == "S"
+
+    @property
+    def cell(self) -> tuple[int, int]:
+        """(dim, factor) of a Shard."""
+        return self.dim, self.factor
+
+    @staticmethod
+    def parse(text: str) -> Placement:
+        """The inverse of `str`; raises `OptionError` for anything else."""
+        if text in ("R", "I", "P"):
+            return Placement(text)
+        match = re.fullmatch(r"S\((\d+)(?:\.(\d+))?\)", text)
+        if match is None:
+            raise OptionError(
+                f"{text!r} is not a placement", hint="use R, I, P, S(dim) or S(dim.factor)"
+            )
+        return Placement("S", int(match[1]), int(match[2] or 0))
+
+
+R, I, P = Placement("R"), Placement("I"), Placement("P")  # noqa: E741 (the field's names)
+
+
+def S(dim: int, factor: int = 0) -> Placement:
+    """Shard `dim` along one of its factors."""
+    return Placement("S", dim, factor)
+
+
+# The preference among equally good plans: I before S before R before P.
+PREFERENCE = {"I": 0, "S": 1, "R": 2, "P": 3}
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """What planning knows of a tensor: factor sizes per dim, element size, gradient.
+
+    A dim of size 1 has no factors. Sizes are those of one microbatch, over all ranks.
+    """
+
+    dims: tuple[tuple[int, ...], ...]
+    itemsize: int
+    has_grad: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(math.prod(factors) for factors in self.dims)
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def cells(self) -> tuple[tuple[int, int], ...]:
+        """Every (dim, factor)."""
+        return tuple((d, k) for d, factors in enumerate(self.dims) for k in range(len(factors)))
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Placements of one tensor, one per mesh axis.
+
+    `order` lists the axes outermost first and matters only where several axes split the
+    same factor; it is `()` when that is plain axis order.
+    """
+
+    placements: tuple[Placement, ...]
+    order: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(placements: Sequence[Placement], order: Sequence[int] = ()) -> Spec:
+        """A spec in canonical form: `order` is dropped where it decides nothing."""
+        placements = tuple(placements)
+        if not order:
+            return Spec(placements)
+        rank = {axis: i for i, axis in enumerate(order)}
+        cells: dict[tuple[int, int], list[int]] = {}
+        for axis, placement in enumerate(placements):
+            if placement.is_shard:
+                cells.setdefault(placement.cell, []).append(axis)
+        shared = {cell: axes for cell, axes in cells.items() if len(axes) > 1}
+        if all(sorted(axes, key=rank.__getitem__) == axes for axes in shared.values()):
+            return Spec(placements)
+        # One permutation that keeps the inner orders and is axis order elsewhere.
+        canonical = list(range(len(placements)))
+        for axes in shared.values():
+            for slot, axis in zip(axes, sorted(axes, key=rank.__getitem__), strict=True):
+                canonical[slot] = axis
+        return Spec(placements, tuple(canonical))
+
+    @staticmethod
+    def uniform(placement: Placement, n_axes: int) -> Spec:
+        return Spec((placement,) * n_axes)
+
+    def axes_of(self, cell: tuple[int, int]) -> tuple[int, ...]:
+        """The axes that split `cell`, outermost first."""
+        order = self.order or range(len(self.placements))
+        return tuple(
+            a for a in order if self.placements[a].is_shard and self.placements[a].cell == cell
+        )
+
+    def __str__(self) -> str:
+        text = " ".join(str(p) for p in self.placements)
+        return f"{text} order {','.join(map(str, self.order))}" if self.order else text
+
+    @staticmethod
+    def parse(text: str) -> Spec:
+        """The inverse of `str`."""
+        body, _, order = text.partition(" order ")
+        placements = tuple(Placement.parse(word) for word in body.split())
+        try:
+            axes = tuple(int(a) for a in order.split(",")) if order else ()
+        except ValueError:
+            axes = (-1,)
+        if order and sorted(axes) != list(range(len(placements))):
+            raise OptionError(f"{text!r}: the order must list each axis once")
+        return Spec.of(placements, axes)
+
+
+def local_dims(
+    tensor: TensorType, spec: Spec, sizes: Sequence[int]
+) -> tuple[tuple[int, ...], ...]:
+    """Factor sizes of one rank's part; `sizes` are the mesh's axis sizes."""
+    dims = [list(factors) for factors in tensor.dims]
+    for axis, placement in enumerate(spec.placements):
+        if placement.is_shard:
+            dims[placement.dim][placement.factor] //= sizes[axis]
+    return tuple(tuple(factors) for factors in dims)
+
+
+def local_shape(tensor: TensorType, spec: Spec, sizes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(factors) for factors in local_dims(tensor, spec, sizes))
+
+
+def local_bytes(tensor: TensorType, spec: Spec, sizes: Sequence[int]) -> int:
+    n_shards = math.prod(
+        sizes[axis] for axis, p in enumerate(spec.placements) if p.is_shard
+    )
+    return tensor.size_bytes // n_shards
+
+
+def illegal_reason(tensor: TensorType, spec: Spec, sizes: Sequence[int]) -> str | None:
+    """Why `tensor` cannot have `spec` on axes of these sizes; None when it can."""
+    if len(spec.placements) != len(sizes):
+        return f"{len(spec.placements)} placements for {len(sizes)} mesh axes"
+    for axis, placement in enumerate(spec.placements):
+        if sizes[axis] == 1 and placement != I:
+            return f"axis {axis} has one rank, where only I is meaningful, not {placement}"
+        if placement.is_shard and placement.cell not in tensor.cells:
+            return f"{placement} names no factor of a tensor with factors {tensor.dims}"
+    for cell in {p.cell for p in spec.placements if p.is_shard}:
+        n_shards = math.prod(sizes[a] for a in spec.axes_of(cell))
+        size = tensor.dims[cell[0]][cell[1]]
+        if size % n_shards:
+            return f"{S(*cell)} has {size} elements, not divisible by {n_shards} ranks"
+    return None
+
+
+@lru_cache(maxsize=4096)
+def all_specs(tensor: TensorType, sizes: tuple[int, ...]) -> tuple[Spec, ...]:
+    """Every legal spec of `tensor`, orders included, in a fixed order.
+
+    A tensor without gradient has no distinction of R and I: its specs use R.
+    """
+    plain = (I, R, P) if tensor.has_grad else (R, P)
+    options = [
+        (I,) if n == 1 else (*plain, *(S(*cell) for cell in tensor.cells)) for n in sizes
+    ]
+    return tuple(
+        spec
+        for placements in itertools.product(*options)
+        for spec in _with_orders(placements)
+        if illegal_reason(tensor, spec, sizes) is None
+    )
+
+
+def _with_orders(placements: tuple[Placement, ...]) -> Iterator[Spec]:
+    """`placements` under every distinct order of axes that share a factor."""
+    seen: set[Spec] = set()
+    shards = [p.cell for p in placements if p.is_shard]
+    if len(set(shards)) == len(shards):
+        yield Spec(placements)
+        return
+    for order in itertools.permutations(range(len(placements))):
+        spec = Spec.of(placements, order)
+        if spec not in seen:
+            seen.add(spec)
+            yield spec
+
+
+def without_gradient(spec: Spec, sizes: Sequence[int]) -> Spec:
+    """`spec` for a tensor that carries no gradient: I and R are one, written R."""
+    return Spec.of(
+        [R if p == I and n > 1 else p for p, n in zip(spec.placements, sizes, strict=True)],
+        spec.order,
+    )

@@ -1,0 +1,61 @@
+"""The cost model of one stage: seconds of primitives and operators on a logical mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from autopar.cost.collectives import collective_time_s
+from autopar.cost.compute import op_time_s
+from autopar.cost.hardware import flops_per_s
+from autopar.mesh import LogicalMesh
+from autopar.moves import COLLECTIVES, PrimitiveKind
+
+# Gradient sync and parameter gathers are fused into buffers of this size (PyTorch DDP's
+# default is 25 MiB: torch.nn.parallel.DistributedDataParallel, bucket_cap_mb).
+BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Prices everything a stage does; `mesh` carries links and device."""
+
+    mesh: LogicalMesh
+    dtype: torch.dtype = torch.float32
+
+    def primitive_time_s(self, kind: PrimitiveKind, size_bytes: int, axes: tuple[int, ...]) -> float:
+        """One primitive of a move. Cutting and padding touch memory once."""
+        return _primitive_time_s(self, kind, size_bytes, axes)
+
+    def bucketed_time_s(self, kind: PrimitiveKind, size_bytes: int, axes: tuple[int, ...]) -> float:
+        """A primitive on a tensor that shares its collective with a whole bucket."""
+        if kind not in COLLECTIVES or size_bytes >= BUCKET_BYTES:
+            return self.primitive_time_s(kind, size_bytes, axes)
+        return self.primitive_time_s(kind, BUCKET_BYTES, axes) * size_bytes / BUCKET_BYTES
+
+    def op_times_s(
+        self, flops: NDArray[np.float64], size_bytes: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """`op_time_s` over arrays of choices."""
+        device = self.mesh.device
+        compute = flops / flops_per_s(device, self.dtype) if flops.any() else flops
+        return np.maximum(compute, size_bytes / device.bytes_per_s) + device.launch_s
+
+    def op_time_s(self, flops: float, size_bytes: float) -> float:
+        return op_time_s(flops, size_bytes, self.mesh.device, self.dtype)
+
+
+@lru_cache(maxsize=1 << 16)
+def _primitive_time_s(
+    model: CostModel, kind: PrimitiveKind, size_bytes: int, axes: tuple[int, ...]
+) -> float:
+    if kind == "identity":
+        return 0.0
+    if kind in COLLECTIVES:
+        n_ranks = model.mesh.group_size(axes)
+        return collective_time_s(kind, size_bytes, n_ranks, model.mesh.group_link(axes))
+    return size_bytes / model.mesh.device.bytes_per_s + model.mesh.device.launch_s

@@ -1,0 +1,244 @@
+"""Candidates: what each planning node may choose, and what each choice costs.
+
+A group's choice is one joint strategy per active mesh axis; its time and memory factor over
+axes (a tensor's local bytes are its bytes times one fraction per axis), so the tables are
+outer products and nothing is priced twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost.model import CostModel
+from autopar.errors import InfeasibleError
+from autopar.facts import OperatorStrategy
+from autopar.passes.constraints import Limits
+from autopar.passes.groups import Group, JointStrategy, PlacedOperator, joint_strategies
+from autopar.rules import rule_for
+from autopar.saved import Saved
+from autopar.spec import PREFERENCE, I, Spec, TensorType, illegal_reason
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class GroupCandidates:
+    """The choices of one group; arrays are indexed by choice.
+
+    `placements[c]` are the joint strategies of choice c, one per active axis.
+    """
+
+    group: Group
+    choices: tuple[tuple[JointStrategy, ...], ...]
+    active_axes: tuple[int, ...]
+    n_axes: int
+    time_s: Array
+    size_bytes: Array
+    preference: Array
+
+    def spec(self, choice: int, value: str) -> Spec:
+        placements = [I] * self.n_axes
+        for axis, joint in zip(self.active_axes, self.choices[choice], strict=True):
+            placements[axis] = joint.placements[value]
+        return Spec(tuple(placements))
+
+    def specs(self, value: str) -> tuple[Spec, ...]:
+        return tuple(self.spec(c, value) for c in range(len(self.choices)))
+
+    def strategies(self, choice: int) -> dict[str, OperatorStrategy]:
+        """Per operator of the group, its specs under a choice."""
+        out = {}
+        for position, item in enumerate(self.group.members):
+            lowered: str | None = None
+            lowered_axes: list[int] = []
+            special = rule_for(str(item.operator.call.op)).lower
+            for axis, joint in zip(self.active_axes, self.choices[choice], strict=True):
+                label = item.strategies[joint.members[position]].label
+                name = item.pattern.names[label] if label else None
+                if name in special:
+                    lowered = special[name]
+                    lowered_axes.append(axis)
+            out[item.name] = OperatorStrategy(
+                tuple(self.spec(choice, n) for n in item.operator.inputs),
+                tuple(self.spec(choice, n) for n in item.operator.outputs),
+                lowered,
+                tuple(lowered_axes),
+            )
+        return out
+
+
+@dataclass(frozen=True)
+class CandidateMaker:
+    """Prices groups on one logical mesh."""
+
+    cost: CostModel
+    types: Mapping[str, TensorType]
+    saved: Mapping[str, Saved]
+    limits: Limits
+    n_microbatches: int
+
+    def make(self, group: Group, first_savers: set[str]) -> GroupCandidates:
+        """All legal choices of `group`; raises `InfeasibleError` when constraints leave none.
+
+        `first_savers` collects values whose saving for backward is already charged.
+        """
+        sizes = self.cost.mesh.sizes
+        active = self.cost.mesh.active_axes
+        joints = joint_strategies(group)
+        per_axis = [
+            [j for j in self.limits.allowed(group, axis, joints) if self._divides(group, axis, j)]
+            for axis in active
+        ]
+        index = [
+            picks
+            for picks in itertools.product(*(range(len(js)) for js in per_axis))
+            if self._legal([per_axis[k][i] for k, i in enumerate(picks)], active, sizes)
+        ]
+        if not index:
+            raise InfeasibleError(
+                f"no allowed placement is left for operator {group.name}",
+                hint="relax forbid, force or the recipe for the tensors it uses",
+            )
+        columns = [np.array([picks[k] for picks in index]) for k in range(len(active))]
+        time, size_bytes = self._price(group, per_axis, active, columns, first_savers)
+        preference = sum(
+            (
+                np.array([self._preference(j) for j in per_axis[k]])[columns[k]]
+                for k in range(len(active))
+            ),
+            np.zeros(len(index)),
+        )
+        choices = tuple(
+            tuple(per_axis[k][i] for k, i in enumerate(picks)) for picks in index
+        )
+        return GroupCandidates(
+            group, choices, active, len(sizes), time, size_bytes, preference
+        )
+
+    def _divides(self, group: Group, axis: int, joint: JointStrategy) -> bool:
+        n = self.cost.mesh.sizes[axis]
+        return all(
+            self.types[name].dims[p.dim][p.factor] % n == 0
+            for name, p in joint.placements.items()
+            if p.is_shard
+        )
+
+    def _legal(
+        self, joints: Sequence[JointStrategy], active: Sequence[int], sizes: Sequence[int]
+    ) -> bool:
+        """Do factors that several axes split still divide?"""
+        if len(joints) < 2:
+            return True
+        for name in joints[0].placements:
+            placed = [j.placements[name] for j in joints]
+            cells = [p.cell for p in placed if p.is_shard]
+            if len(set(cells)) < len(cells):
+                placements = [I] * len(sizes)
+                for axis, p in zip(active, placed, strict=True):
+                    placements[axis] = p
+                if illegal_reason(self.types[name], Spec(tuple(placements)), sizes):
+                    return False
+        return True
+
+    @staticmethod
+    def _preference(joint: JointStrategy) -> float:
+        return sum(PREFERENCE[p.kind] for p in joint.placements.values()) * 1e-5
+
+    def _price(
+        self, group: Group, per_axis: Sequence[Sequence[JointStrategy]], active: Sequence[int],
+        columns: Sequence[NDArray[np.int64]], first_savers: set[str],
+    ) -> tuple[Array, Array]:  # fmt: skip
+        """Seconds per step and bytes kept for backward, per choice."""
+        n_choices = len(columns[0]) if columns else 1
+
+        def over_axes(fraction_of: list[list[float]]) -> Array:
+            out = np.ones(n_choices)
+            for k, column in enumerate(columns):
+                out *= np.array(fraction_of[k])[column]
+            return out
+
+        fractions: dict[str, Array] = {}
+
+        def fraction(value: str) -> Array:
+            if value not in fractions:
+                fractions[value] = over_axes(
+                    [
+                        [
+                            1.0 / self.cost.mesh.sizes[axis] if j.placements[value].is_shard else 1.0
+                            for j in per_axis[k]
+                        ]
+                        for k, axis in enumerate(active)
+                    ]
+                )
+            return fractions[value]
+
+        time, kept_bytes = np.zeros(n_choices), np.zeros(n_choices)
+        for position, item in enumerate(group.members):
+            labelled = over_axes(
+                [
+                    [
+                        1.0 / self.cost.mesh.sizes[axis]
+                        if item.strategies[j.members[position]].label
+                        else 1.0
+                        for j in per_axis[k]
+                    ]
+                    for k, axis in enumerate(active)
+                ]
+            )
+            moved = sum(
+                (
+                    self.types[n].size_bytes * fraction(n)
+                    for n in (*item.operator.inputs, *item.operator.outputs)
+                ),
+                np.zeros(n_choices),
+            )
+            time += self.operator_time_s(item, labelled, moved)
+            kept_bytes += self._kept_bytes(item, labelled, fraction, first_savers)
+        return time * self.n_microbatches, kept_bytes
+
+    def operator_time_s(self, item: PlacedOperator, labelled: Array, moved: Array) -> Array:
+        """Forward and backward seconds of one operator in one microbatch.
+
+        The backward of a contraction is one more of it per input with gradient; that of any
+        other operator touches its tensors once more for the gradients in and out.
+        """
+        rule = rule_for(str(item.operator.call.op))
+        if rule.view:
+            return np.zeros_like(moved)
+        flops = rule.flops_of(item.sizes) * labelled
+        forward = self.cost.op_times_s(flops, moved)
+        if not any(self.types[n].has_grad for n in item.operator.outputs):
+            return forward
+        n_products = sum(self.types[n].has_grad for n in item.operator.inputs[:2])
+        if rule.flops is None:
+            return forward + self.cost.op_times_s(flops, 1.5 * moved)
+        return forward + n_products * self.cost.op_times_s(flops, moved)
+
+    def _kept_bytes(
+        self, item: PlacedOperator, labelled: Array, fraction: object, first_savers: set[str]
+    ) -> Array:
+        saved = self.saved.get(item.name)
+        if saved is None:
+            return np.zeros_like(labelled)
+        assert callable(fraction)
+        names = [item.operator.inputs[i] for i in sorted(saved.inputs)]
+        names += [item.operator.outputs[i] for i in sorted(saved.outputs)]
+        batch = self.limits.batch_cells
+        total = saved.other_bytes * labelled
+        if any(n in batch for n in item.operator.outputs + item.operator.inputs):
+            total = total / self.n_microbatches
+        for name in names:
+            if name not in first_savers and name not in self.limits.parameters:
+                first_savers.add(name)
+                total = total + self.types[name].size_bytes * fraction(name)
+        return total
+
+
+def n_choices(candidates: Sequence[GroupCandidates]) -> int:
+    return math.prod(len(c.choices) for c in candidates)

@@ -1,0 +1,147 @@
+"""What a plan may not do: `forbid`, `force`, and the roles a recipe gives to mesh axes.
+
+    role "any"     the solver is free on this axis
+    role "data"    whatever has a batch shards it, nothing else is sharded (dp)
+    role "tensor"  the batch is not sharded (tp); `sequence` forbidden unless the recipe
+                   asks for sequence parallelism
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from autopar.facts import Storage
+from autopar.passes.groups import Group, JointStrategy
+from autopar.program import Program
+from autopar.spec import Placement, Spec
+
+Role = Literal["any", "data", "tensor"]
+
+
+@dataclass(frozen=True)
+class Pin:
+    """`force`: a parameter's storage and use on one axis; None leaves that one free."""
+
+    storage: Placement | None
+    use: Placement | None
+    axis: int
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """Limits on the choices of one stage.
+
+    `zero` (recipes only) fixes the storage on "data" axes: 0 replicated, 1 to 3 sharded
+    with that ZeRO stage's period. `pins` are by parameter placeholder.
+    """
+
+    forbid: frozenset[str] = frozenset()
+    roles: tuple[Role, ...] = ()
+    zero: int | None = None
+    pins: Mapping[str, tuple[Pin, ...]] = field(default_factory=dict)
+
+    def role(self, axis: int) -> Role:
+        return self.roles[axis] if self.roles else "any"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Constraints applied to a program whose batch and factor classes are known."""
+
+    constraints: Constraints
+    parameters: frozenset[str]
+    batch_cells: Mapping[str, tuple[int, int]]
+    classes: Mapping[str, tuple[tuple[int, ...], ...]]
+    parameter_classes: frozenset[int]
+    whole: frozenset[str]  # model inputs and constants
+
+    @staticmethod
+    def of(
+        constraints: Constraints,
+        program: Program,
+        batch_cells: Mapping[str, tuple[int, int]],
+        classes: Mapping[str, tuple[tuple[int, ...], ...]],
+    ) -> Limits:
+        parameters = frozenset(program.parameters)
+        return Limits(
+            constraints,
+            parameters,
+            batch_cells,
+            classes,
+            frozenset(c for p in parameters for dim in classes[p] for c in dim),
+            frozenset(n.name for n in program.graph.nodes if n.op == "placeholder") - parameters,
+        )
+
+    def allowed(
+        self, group: Group, axis: int, joints: Sequence[JointStrategy]
+    ) -> list[JointStrategy]:
+        """The strategies a group may use on an axis."""
+        forbid, role = self.constraints.forbid, self.constraints.role(axis)
+        kept = [j for j in joints if not self._is_partial_input(group, j)]
+        if "data" in forbid or role == "tensor":
+            kept = [j for j in kept if not self._shards_batch(j)]
+        if "tensor" in forbid:
+            kept = [j for j in kept if not self._shards_parameter(j)]
+        if "sequence" in forbid:
+            kept = [j for j in kept if not self._shards_other(j)]
+        if role == "data":
+            batch = [j for j in kept if self._shards_batch(j)]
+            kept = batch or [
+                j for j in kept if not any(p.is_shard for p in j.placements.values())
+            ]
+        return [j for j in kept if self._respects_pins(group, j, axis)]
+
+    def _is_partial_input(self, group: Group, joint: JointStrategy) -> bool:
+        """Model inputs and constants are whole on every rank; never partial sums."""
+        return any(joint.placements[n].kind == "P" for n in group.inputs if n in self.whole)
+
+    def _shards_batch(self, joint: JointStrategy) -> bool:
+        return any(
+            p.is_shard and self.batch_cells.get(n) == p.cell for n, p in joint.placements.items()
+        )
+
+    def _shards_parameter(self, joint: JointStrategy) -> bool:
+        return any(p.is_shard and n in self.parameters for n, p in joint.placements.items())
+
+    def _shards_other(self, joint: JointStrategy) -> bool:
+        return any(
+            p.is_shard
+            and self.batch_cells.get(n) != p.cell
+            and self.classes[n][p.dim][p.factor] not in self.parameter_classes
+            for n, p in joint.placements.items()
+        )
+
+    def _respects_pins(self, group: Group, joint: JointStrategy, axis: int) -> bool:
+        return all(
+            pin.use is None or joint.placements[name] == pin.use
+            for name in group.inputs
+            for pin in self.constraints.pins.get(name, ())
+            if pin.axis == axis
+        )
+
+    def storage_allowed(self, parameter: str, storage: Storage) -> bool:
+        """May a parameter be kept so, whatever its use?"""
+        for pin in self.constraints.pins.get(parameter, ()):
+            if pin.storage is not None and storage.spec.placements[pin.axis] != pin.storage:
+                return False
+        return True
+
+    def conversion_allowed(self, storage: Storage, use: Spec, gathers: bool) -> bool:
+        """May a parameter stored so be used so? `gathers`: the conversion has all_gathers."""
+        forbid, zero = self.constraints.forbid, self.constraints.zero
+        level = {"step": 1, "micro": 2, "use": 3}[storage.period]
+        if not gathers:
+            if storage.period != "step":
+                return False
+        elif f"zero{level}" in forbid or (zero is not None and level != zero):
+            return False
+        if zero is None:
+            return True
+        return all(
+            kept == used if used.is_shard else not kept.is_shard or self.constraints.role(axis) == "data"
+            for axis, (kept, used) in enumerate(
+                zip(storage.spec.placements, use.placements, strict=True)
+            )
+        )

@@ -1,0 +1,163 @@
+"""Planning nodes: operators that are placed together.
+
+Operators without flops (views, elementwise, norms) that take all their computed inputs from
+one group of such operators join it: no reshard ever pays inside such a group, since the
+tensors there are as large as those at its edges. Rotary embeddings, GELU by primitives and
+RMSNorm so become single nodes, which keeps the elimination width of a transformer at 2 to 3
+(as primitives, rotary alone makes it 5). Operators with flops, and those with a lowering of
+their own, stand alone: that is where partial sums arise and reshards pay.
+
+Within a group placements agree on every internal edge, so its strategies on one axis are
+the joins of its operators' strategies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.factors import Operator, name_sizes
+from autopar.program import Program
+from autopar.rules import rule_for
+from autopar.rules.pattern import AxisStrategy, Pattern, axis_strategies, resolve
+from autopar.spec import Placement, TensorType
+
+
+@dataclass(frozen=True)
+class PlacedOperator:
+    """An operator with its labels laid over the factors of its tensors."""
+
+    operator: Operator
+    pattern: Pattern
+    sizes: Mapping[str, int]
+    strategies: tuple[AxisStrategy, ...]
+
+    @property
+    def name(self) -> str:
+        return self.operator.name
+
+
+@dataclass(frozen=True)
+class JointStrategy:
+    """A group's placements on one axis: of every value it touches, and per operator the
+    index of its strategy."""
+
+    placements: Mapping[str, Placement]
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """A planning node. `inputs` come from outside, `outputs` are used outside."""
+
+    members: tuple[PlacedOperator, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return self.members[0].name
+
+
+def place_operators(operators: Sequence[Operator], types: Mapping[str, TensorType]) -> tuple[PlacedOperator, ...]:
+    """Resolve every operator's notation and list its strategies on one axis."""
+    out = []
+    for operator in operators:
+        inputs = [types[n] for n in operator.inputs]
+        outputs = [types[n] for n in operator.outputs]
+        sizes = name_sizes(
+            operator.notation, [t.shape for t in inputs], [t.shape for t in outputs]
+        )
+        pattern = resolve(operator.notation, inputs, outputs, sizes)
+        strategies = axis_strategies(
+            rule_for(str(operator.call.op)),
+            operator.call,
+            pattern,
+            [t.has_grad for t in inputs],
+            [t.has_grad for t in outputs],
+        )
+        out.append(PlacedOperator(operator, pattern, sizes, strategies))
+    return tuple(out)
+
+
+def is_light(operator: Operator) -> bool:
+    """Costs only the bytes it touches and runs as it is on shards."""
+    rule = rule_for(str(operator.call.op))
+    return rule.flops is None and not rule.lower
+
+
+def form_groups(program: Program, placed: Sequence[PlacedOperator]) -> tuple[Group, ...]:
+    """Partition the operators, in execution order."""
+    members: list[list[PlacedOperator]] = []
+    owner: dict[str, int] = {}  # value -> index of its group
+    for item in placed:
+        operator = item.operator
+        sources = {owner[n] for n in operator.inputs if n in owner}
+        home = len(members)
+        if is_light(operator) and len(sources) == 1:
+            (source,) = sources
+            if is_light(members[source][0].operator):
+                home = source
+        if home == len(members):
+            members.append([])
+        members[home].append(item)
+        owner.update(dict.fromkeys(operator.outputs, home))
+    used_by: dict[str, set[int]] = {}
+    for index, group in enumerate(members):
+        for item in group:
+            for name in item.operator.inputs:
+                used_by.setdefault(name, set()).add(index)
+    kept = {program.loss, *program.outputs}
+    return tuple(
+        _finish(group, index, owner, used_by, kept) for index, group in enumerate(members)
+    )
+
+
+def _finish(
+    group: Sequence[PlacedOperator],
+    index: int,
+    owner: Mapping[str, int],
+    used_by: Mapping[str, set[int]],
+    kept: set[str | None],
+) -> Group:
+    inputs: dict[str, None] = {}
+    outputs: dict[str, None] = {}
+    for item in group:
+        for name in item.operator.inputs:
+            if owner.get(name) != index:
+                inputs.setdefault(name)
+        for name in item.operator.outputs:
+            if used_by.get(name, set()) - {index} or name in kept:
+                outputs.setdefault(name)
+    return Group(tuple(group), tuple(inputs), tuple(outputs))
+
+
+def joint_strategies(group: Group) -> tuple[JointStrategy, ...]:
+    """All ways to place the group on one axis with no reshard inside it."""
+    partial: list[tuple[dict[str, Placement], tuple[int, ...]]] = [({}, ())]
+    for item in group.members:
+        partial = [
+            (known | added, (*chosen, index))
+            for known, chosen in partial
+            for index, added in _consistent(item, known)
+        ]
+    return tuple(JointStrategy(known, chosen) for known, chosen in partial)
+
+
+def _consistent(
+    item: PlacedOperator, known: Mapping[str, Placement]
+) -> Iterator[tuple[int, dict[str, Placement]]]:
+    """Strategies of one operator that agree with placements already chosen."""
+    operator = item.operator
+    for index, strategy in enumerate(item.strategies):
+        added: dict[str, Placement] = {}
+        for name, placement in zip(
+            (*operator.inputs, *operator.outputs),
+            (*strategy.inputs, *strategy.outputs),
+            strict=True,
+        ):
+            if known.get(name, added.get(name, placement)) != placement:
+                break
+            added[name] = placement
+        else:
+            yield index, added

@@ -1,0 +1,152 @@
+"""Intra-operator parallelism: the fastest placements of one stage that fit in memory.
+
+    analyse   notation, factors, batch and groups of the captured program (once)
+    choose    candidates -> problem -> solver -> `Strategy` (per logical mesh and microbatches)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.cost.memory import static_bytes_per_param, optimizer_time_s
+from autopar.cost.model import CostModel
+from autopar.errors import BatchError, InfeasibleError
+from autopar.factors import Operator, Types, operators_of, tensor_types
+from autopar.facts import Strategy
+from autopar.passes.candidates import CandidateMaker
+from autopar.passes.constraints import Constraints, Limits
+from autopar.passes.groups import form_groups, place_operators
+from autopar.passes.microbatch import Batch, find_batch
+from autopar.passes.parameters import ParameterMaker
+from autopar.passes.problem import IntraOpProblem, ProblemBuilder
+from autopar.passes.solvers import Infeasible, solve
+from autopar.program import Program
+from autopar.saved import Saved, saved_for_backward
+from autopar.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What is known of a program before any mesh: shared by every plan of it."""
+
+    program: Program
+    operators: tuple[Operator, ...]
+    types: Types
+    batch: Batch
+    saved: Mapping[str, Saved]
+
+    @staticmethod
+    def of(program: Program, batch_dims: Mapping[str, int | None] | None = None) -> Analysis:
+        """Raises `MissingRuleError` for an operator without a rule."""
+        operators = operators_of(program)
+        types = tensor_types(program, operators)
+        batch = find_batch(program, operators, types, batch_dims)
+        saved = saved_for_backward(program) if program.training else {}
+        return Analysis(program, operators, types, batch, saved)
+
+    def microbatch_types(self, n_microbatches: int) -> Types:
+        """Types of one microbatch; raises `BatchError` when the batch does not divide."""
+        if n_microbatches == 1:
+            return self.types
+        self.batch.check_divides(n_microbatches)
+        for name, (dim, factor) in self.batch.cells.items():
+            size = self.types.tensors[name].dims[dim][factor]
+            if size % n_microbatches:
+                raise BatchError(
+                    f"the model views its batch as factors of {size}, "
+                    f"which {n_microbatches} microbatches do not divide",
+                    where=name,
+                    hint="choose fewer microbatches",
+                )
+        return self.types.with_divided(self.batch.cells, n_microbatches)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A solved stage: the strategy, what the solver minimised and how sure it is."""
+
+    strategy: Strategy
+    objective_s: float
+    gap: float
+    solve_s: float
+    n_variables: int
+
+
+def intra_op_problem(
+    analysis: Analysis,
+    cost: CostModel,
+    n_microbatches: int,
+    constraints: Constraints,
+    optimizer: str,
+    budget_bytes: float | None,
+) -> IntraOpProblem:
+    """The choice problem of the whole program on one logical mesh."""
+    program = analysis.program
+    types = analysis.microbatch_types(n_microbatches)
+    groups = form_groups(program, place_operators(analysis.operators, types.tensors))
+    limits = Limits.of(constraints, program, analysis.batch.cells, types.classes)
+    maker = CandidateMaker(cost, types.tensors, analysis.saved, limits, n_microbatches)
+    savers: set[str] = set()
+    candidates = [maker.make(group, savers) for group in groups]
+    static = static_bytes_per_param(optimizer, cost.dtype)
+    itemsize = cost.dtype.itemsize
+    update = optimizer_time_s(10**6, optimizer, cost.dtype, cost.mesh.device) / 1e6 / itemsize
+    parameters = ParameterMaker(cost, limits, n_microbatches, static, update)
+    return ProblemBuilder(program, types.tensors, parameters, budget_bytes).build(candidates)
+
+
+def choose(
+    analysis: Analysis,
+    cost: CostModel,
+    n_microbatches: int,
+    constraints: Constraints,
+    optimizer: str,
+    budget_bytes: float | None,
+    solver: str = "auto",
+    time_limit_s: float | None = None,
+) -> Chosen:
+    """The fastest strategy within `budget_bytes` per device.
+
+    Raises `InfeasibleError` naming the bytes that are missing.
+    """
+    problem = intra_op_problem(
+        analysis, cost, n_microbatches, constraints, optimizer, budget_bytes
+    )
+    solution = solve(problem.numbers, solver, time_limit_s)
+    if isinstance(solution, Infeasible):
+        raise _infeasible(solution, budget_bytes, cost)
+    strategy = Strategy(
+        problem.operators(solution.choice),
+        problem.storage(solution.choice),
+        analysis.microbatch_types(n_microbatches).tensors,
+        analysis.batch.cells,
+        analysis.batch.size,
+        n_microbatches,
+    )
+    return Chosen(
+        strategy,
+        solution.objective_s,
+        solution.gap,
+        sum(solution.phase_s.values()),
+        problem.numbers.n_variables,
+    )
+
+
+def _infeasible(
+    found: Infeasible, budget_bytes: float | None, cost: CostModel
+) -> InfeasibleError:
+    axes = ", ".join(f"{name}={size}" for name, size in cost.mesh.axes.items())
+    if budget_bytes is None or found.min_bytes is None:
+        return InfeasibleError(
+            "no plan satisfies the constraints together",
+            where=f"mesh ({axes})",
+            hint="relax forbid, force or the recipe",
+        )
+    missing = found.min_bytes - budget_bytes
+    return InfeasibleError(
+        f"no plan fits in {format_bytes(budget_bytes)} per device; the leanest needs "
+        f"{format_bytes(found.min_bytes)}, {format_bytes(missing)} more",
+        where=f"mesh ({axes})",
+        hint="use more microbatches or devices, allow ZeRO, or raise memory_limit",
+    )

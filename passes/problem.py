@@ -1,0 +1,261 @@
+"""The intra-operator problem: every choice of a stage as one `ChoiceProblem`.
+
+Variables:  one per group (its joint strategy), one per parameter (its storage), and one per
+            *reuse*, the shared placement of like consumers of one tensor
+Costs:      on groups, compute; on parameters, the optimizer's update; on edges, reshards
+
+    minimise  sum_v time[v][x_v] + sum_edges reshard[u, v][x_u, x_v]
+
+Consumers that are alike (same operator, same argument: q, k and v after one norm) read a
+tensor through one reuse variable, so its reshard is priced once, as it runs once, forward
+and backward. A parameter with two unlike uses (a tied embedding) has a reuse variable over
+pairs of placements, priced once where they agree.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.errors import InfeasibleError
+from autopar.facts import OperatorStrategy, Storage
+from autopar.passes.candidates import GroupCandidates
+from autopar.passes.parameters import ParameterMaker
+from autopar.passes.reshard import ReshardTable
+from autopar.passes.solvers import ChoiceProblem, Edge
+from autopar.program import Program
+from autopar.spec import PREFERENCE, I, R, Spec, TensorType
+
+Array = NDArray[np.float64]
+MAX_PAIRS = 1500  # largest domain of a reuse variable over pairs of placements
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """One group that reads a value, and the operator and argument it reads it as."""
+
+    variable: int
+    kind: tuple[str, int]
+
+
+@dataclass
+class Variable:
+    """A variable while the problem is being built. `specs[value]` per choice."""
+
+    name: str
+    cost_s: Array
+    tie: Array
+    size_bytes: Array
+    specs: dict[str, tuple[Spec, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class IntraOpProblem:
+    """The numbers, and what each variable's choices mean."""
+
+    numbers: ChoiceProblem
+    candidates: tuple[GroupCandidates, ...]
+    storages: Mapping[str, tuple[Storage, ...]]
+    parameter_variables: Mapping[str, int]
+
+    def operators(self, choice: Sequence[int]) -> dict[str, OperatorStrategy]:
+        out: dict[str, OperatorStrategy] = {}
+        for index, candidates in enumerate(self.candidates):
+            out.update(candidates.strategies(choice[index]))
+        return out
+
+    def storage(self, choice: Sequence[int]) -> dict[str, Storage]:
+        return {
+            name: self.storages[name][choice[index]]
+            for name, index in self.parameter_variables.items()
+        }
+
+
+@dataclass
+class ProblemBuilder:
+    """Builds the problem of one stage; `tables` are reshard tables per tensor type."""
+
+    program: Program
+    types: Mapping[str, TensorType]
+    maker: ParameterMaker
+    budget_bytes: float | None
+    variables: list[Variable] = field(default_factory=list)
+    edges: list[Edge] = field(default_factory=list)
+    tables: dict[tuple[TensorType, bool], ReshardTable] = field(default_factory=dict)
+    storages: dict[str, tuple[Storage, ...]] = field(default_factory=dict)
+    parameter_variables: dict[str, int] = field(default_factory=dict)
+
+    def build(self, candidates: Sequence[GroupCandidates]) -> IntraOpProblem:
+        producer: dict[str, int] = {}
+        for index, c in enumerate(candidates):
+            self.variables.append(
+                Variable(
+                    c.group.name, c.time_s, c.preference, c.size_bytes,
+                    {n: c.specs(n) for n in (*c.group.inputs, *c.group.outputs)},
+                )
+            )  # fmt: skip
+            producer.update(dict.fromkeys(c.group.outputs, index))
+        consumers = self._consumers(candidates)
+        for value, readers in consumers.items():
+            if value in producer:
+                self._connect_value(value, producer[value], readers)
+        for name in self.program.parameters:
+            self._connect_parameter(name, consumers.get(name, []))
+        self._price_loss(producer)
+        numbers = ChoiceProblem(
+            tuple(v.name for v in self.variables),
+            tuple(v.cost_s for v in self.variables),
+            tuple(v.tie for v in self.variables),
+            tuple(v.size_bytes for v in self.variables),
+            tuple(self.edges),
+            self.budget_bytes,
+        )
+        return IntraOpProblem(
+            numbers, tuple(candidates), dict(self.storages), dict(self.parameter_variables)
+        )
+
+    def table(self, value: str) -> ReshardTable:
+        """The reshards of a value; under `forbid="sequence"` activations reduce_scatter not."""
+        tensor, cost = self.types[value], self.maker.cost
+        restricted = "sequence" in self.maker.limits.constraints.forbid
+        key = (tensor, restricted and value not in self.program.parameters)
+        if key not in self.tables:
+            self.tables[key] = ReshardTable.build(
+                tensor, cost.mesh.sizes, cost.primitive_time_s, no_reduce_scatter=key[1]
+            )
+        return self.tables[key]
+
+    def _consumers(self, candidates: Sequence[GroupCandidates]) -> dict[str, list[Consumer]]:
+        out: dict[str, list[Consumer]] = {}
+        for index, c in enumerate(candidates):
+            for value in c.group.inputs:
+                first = next(m for m in c.group.members if value in m.operator.inputs)
+                kind = (str(first.operator.call.op), first.operator.inputs.index(value))
+                out.setdefault(value, []).append(Consumer(index, kind))
+        return out
+
+    def _connect_value(self, value: str, source: int, readers: Sequence[Consumer]) -> None:
+        alike: dict[tuple[str, int], list[int]] = {}
+        for reader in readers:
+            alike.setdefault(reader.kind, []).append(reader.variable)
+        for members in alike.values():
+            if len(members) == 1:
+                self._reshard_edge(value, source, members[0])
+            else:
+                shared = self._add_reuse(value, members)
+                self._reshard_edge(value, source, shared)
+
+    def _add_reuse(self, value: str, members: Sequence[int]) -> int:
+        """A variable for the placement that `members` share; they must equal it."""
+        options = dict.fromkeys(self.variables[members[0]].specs[value])
+        for member in members[1:]:
+            available = set(self.variables[member].specs[value])
+            options = {s: None for s in options if s in available}
+        if not options:
+            raise InfeasibleError(f"the consumers of {value} have no placement in common")
+        specs = tuple(options)
+        shared = self._add_variable(f"{value} reused", {value: specs})
+        for member in members:
+            theirs = self.variables[member].specs[value]
+            self._equality_edge(shared, specs, member, theirs)
+        return shared
+
+    def _add_variable(self, name: str, specs: dict[str, tuple[Spec, ...]]) -> int:
+        n = len(next(iter(specs.values())))
+        zero = np.zeros(n)
+        self.variables.append(Variable(name, zero, zero.copy(), zero.copy(), specs))
+        return len(self.variables) - 1
+
+    def _equality_edge(
+        self, shared: int, mine: tuple[Spec, ...], member: int, theirs: tuple[Spec, ...]
+    ) -> None:
+        cost = np.array([[0.0 if a == b else np.inf for b in theirs] for a in mine])
+        self.edges.append(Edge(shared, member, cost, np.zeros_like(cost)))
+
+    def _reshard_edge(self, value: str, source: int, target: int) -> None:
+        table = self.table(value)
+        rows = [table.index[s] for s in self.variables[source].specs[value]]
+        columns = [table.index[s] for s in self.variables[target].specs[value]]
+        m = self.maker.n_microbatches
+        cost = table.time_s[np.ix_(rows, columns)] * m
+        tie = np.where(np.isfinite(cost), table.tie[np.ix_(rows, columns)], 0.0) * m
+        self.edges.append(Edge(source, target, cost, tie))
+
+    def _price_loss(self, producer: Mapping[str, int]) -> None:
+        """The loss ends Invariant on every axis, so that every rank seeds backward with 1."""
+        loss = self.program.loss
+        if loss is None:
+            return
+        variable, table = self.variables[producer[loss]], self.table(loss)
+        sizes = self.maker.cost.mesh.sizes
+        plain = I if self.types[loss].has_grad else R
+        goal = table.index[Spec(tuple(I if n == 1 else plain for n in sizes))]
+        rows = [table.index[s] for s in variable.specs[loss]]
+        m = self.maker.n_microbatches
+        variable.cost_s = variable.cost_s + table.time_s[rows, goal] * m
+        variable.tie = variable.tie + table.tie[rows, goal] * m
+
+    def _connect_parameter(self, name: str, readers: Sequence[Consumer]) -> None:
+        members = [r.variable for r in readers]
+        used = tuple(dict.fromkeys(s for m in members for s in self.variables[m].specs[name]))
+        storages = self.maker.storages(name, self.types[name], used)
+        if not storages:
+            raise InfeasibleError(f"no allowed storage is left for {name}", hint="relax force")
+        cost, tie, size_bytes = self.maker.storage_costs(self.types[name], storages)
+        index = len(self.variables)
+        self.variables.append(Variable(f"{name} stored", cost, tie, size_bytes))
+        self.storages[name], self.parameter_variables[name] = storages, index
+        if len(members) == 1:
+            self._conversion_edge(name, index, members[0], [self.variables[members[0]].specs[name]], [1])
+        elif members:
+            self._connect_shared_parameter(name, index, readers)
+
+    def _connect_shared_parameter(self, name: str, index: int, readers: Sequence[Consumer]) -> None:
+        """Uses of like kind agree; two kinds choose a pair, priced once where they agree."""
+        alike: dict[tuple[str, int], list[int]] = {}
+        for reader in readers:
+            alike.setdefault(reader.kind, []).append(reader.variable)
+        clusters = list(alike.values())
+        domains = [tuple(dict.fromkeys(self.variables[c[0]].specs[name])) for c in clusters]
+        if len(clusters) == 2 and len(domains[0]) * len(domains[1]) <= MAX_PAIRS:
+            pairs = tuple(itertools.product(*domains))
+            columns = [tuple(p[k] for p in pairs) for k in range(2)]
+        else:
+            common = [s for s in domains[0] if all(s in d for d in domains[1:])]
+            if not common:
+                raise InfeasibleError(f"the uses of {name} have no placement in common")
+            columns = [tuple(common)] * len(clusters)
+        shared = self._add_variable(f"{name} used", {f"{name}:{k}": c for k, c in enumerate(columns)})
+        preference = [sum(PREFERENCE[p.kind] for p in s.placements) * 1e-5 for s in columns[0]]
+        self.variables[shared].tie = np.array(preference)
+        for column, cluster in zip(columns, clusters, strict=True):
+            for member in cluster:
+                self._equality_edge(shared, column, member, self.variables[member].specs[name])
+        self._conversion_edge(name, index, shared, columns, [len(c) for c in clusters])
+
+    def _conversion_edge(
+        self, name: str, index: int, target: int,
+        columns: Sequence[tuple[Spec, ...]], n_uses: Sequence[int],
+    ) -> None:  # fmt: skip
+        """Storage -> use(s): every distinct use placement is converted once."""
+        table, storages = self.table(name), self.storages[name]
+        shape = (len(storages), len(columns[0]))
+        cost, tie, size_bytes = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+        for j, uses in enumerate(zip(*columns, strict=True)):
+            distinct: dict[Spec, int] = {}
+            for use, n in zip(uses, n_uses, strict=True):
+                distinct[use] = distinct.get(use, 0) + n
+            for i, storage in enumerate(storages):
+                for use, n in distinct.items():
+                    made = self.maker.conversion(table, storage, use, n)
+                    if made is None:
+                        cost[i, j] = np.inf
+                    else:
+                        cost[i, j] += made.time_s
+                        tie[i, j] += made.tie
+                        size_bytes[i, j] += made.size_bytes
+        self.edges.append(Edge(index, target, cost, tie, size_bytes))
