@@ -4,14 +4,15 @@
 keyed by FX node name, and codegen is the only consumer that writes a program.
 
 The graph holds only placeholders, `call_function` nodes whose target is an `OpOverload`
-(or `operator.getitem` after a multi-output operator), and one output node. Every node has
-`meta["val"]` (fake tensor; a tuple for multi-output operators).
+(or `operator.getitem` after a multi-output operator), and one output node, which returns a
+tuple: the loss first when there is one, then `Program.outputs`. Every node but the output has
+`meta["val"]` (fake tensor on cpu; a tuple for multi-output operators).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +42,23 @@ class InputInfo:
     dtype: torch.dtype
 
 
+def flatten_inputs(batch: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
+    """Path -> leaf of a batch: a keyword's name, or a position, joined by dots when nested.
+
+    `{"ids": t, "mask": [a, b]}` -> `ids`, `mask.0`, `mask.1`; `(x, y)` -> `0`, `1`.
+    """
+    tree = dict(batch) if isinstance(batch, Mapping) else tuple(batch)
+    leaves, _ = pytree.tree_flatten_with_path(tree)
+    return {".".join(_key_text(k) for k in path): leaf for path, leaf in leaves}
+
+
+def _key_text(key: Any) -> str:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
 @dataclass(frozen=True)
 class Prologue:
     """Scalars that depend on inputs alone, computed once per step on the whole batch.
@@ -66,7 +84,8 @@ class Program:
     prologue     divisors of means over data-dependent counts, or None
     loss         node name of the scalar loss, None for a forward-only program
     outputs      node names of all tensors in the model's output, flattened
-    out_spec     how to rebuild the model's own output structure from `outputs`
+    out_spec     how to rebuild the model's own output structure: see `rebuild`
+    static_outputs  leaf position in the output structure -> value that is not a tensor
     has_grad     names of nodes whose tensor carries gradient
     keys         node name -> stable key "module.path/op_name#occurrence"
     sources      node name -> "file:line" of the user's code
@@ -86,6 +105,7 @@ class Program:
     sources: Mapping[str, str]
     training: bool = True
     model_name: str = "model"
+    static_outputs: Mapping[int, Any] = field(default_factory=dict)
     _by_name: dict[str, torch.fx.Node] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -103,6 +123,15 @@ class Program:
 
     def value(self, node: torch.fx.Node) -> Any:
         return node.meta["val"]
+
+    def rebuild(self, tensors: Sequence[Any]) -> Any:
+        """The model's own output structure around `tensors`, aligned with `outputs`."""
+        remaining = iter(tensors)
+        leaves = [
+            self.static_outputs[i] if i in self.static_outputs else next(remaining)
+            for i in range(self.out_spec.num_leaves)
+        ]
+        return pytree.tree_unflatten(leaves, self.out_spec)
 
     def where(self, name: str) -> str:
         """Operator and source line for error messages."""

@@ -1,0 +1,179 @@
+"""Emit normalised nodes: each carries its fake value, and we know whether it carries gradient.
+
+A rewrite receives a `Call` (an operator with arguments already in the new graph) and emits
+its replacement through the `Builder`. Under `lift` every floating dtype becomes float64:
+dtype arguments are replaced, fake values recomputed, and an operator that would make a
+float32 of integers alone gets them as float64.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from autopar.capture.grad import carries_gradient
+
+aten = torch.ops.aten
+_COPIED_META = ("nn_module_stack", "stack_trace")
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operator call of the traced graph; `args` and `kwargs` hold nodes of the new graph."""
+
+    target: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    origin: fx.Node
+
+    def bind(self) -> dict[str, Any]:
+        """Every argument by name, defaults filled in (export drops trailing defaults)."""
+        bound = {}
+        for i, argument in enumerate(self.target._schema.arguments):
+            if i < len(self.args):
+                bound[argument.name] = self.args[i]
+            elif argument.name in self.kwargs:
+                bound[argument.name] = self.kwargs[argument.name]
+            else:
+                bound[argument.name] = argument.default_value
+        return bound
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the traced result."""
+        return tuple(self.origin.meta["val"].shape)
+
+
+@dataclass
+class Builder:
+    """The graph being built.
+
+    divisors   nodes that divide a mean by a count of labels: they must not depend on
+               parameters, and leave for the prologue
+    """
+
+    mode: FakeTensorMode
+    lift: bool
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    has_grad: set[fx.Node] = field(default_factory=set)
+    divisors: set[fx.Node] = field(default_factory=set)
+    grad_enabled: bool = True
+    origin: fx.Node | None = None
+    _detached: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What `dtype` is in this program."""
+        return torch.float64 if self.lift and dtype.is_floating_point else dtype
+
+    def placeholder(self, name: str, value: torch.Tensor, requires_grad: bool = False) -> fx.Node:
+        node = self.graph.placeholder(name)
+        with self.mode:
+            node.meta["val"] = torch.empty_strided(
+                tuple(value.shape), value.stride(), dtype=self.dtype(value.dtype), device=_CPU
+            )
+        if requires_grad:
+            self.has_grad.add(node)
+        return node
+
+    def getitem(self, value: Any, index: int) -> Any:
+        """`value[index]`; `value` is a multi-output node, or a tuple from an inlined region."""
+        if not isinstance(value, fx.Node):
+            return value[index]
+        node = self.graph.call_function(operator.getitem, (value, index))
+        result = value.meta["val"][index]
+        return self._finish(node, result, value in self.has_grad and result.is_floating_point())
+
+    def op(self, target: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
+        """Emit an operator and compute its fake value."""
+        return self.emit(target, args, kwargs)
+
+    def emit(
+        self,
+        target: torch._ops.OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        same_as: fx.Node | None = None,
+    ) -> fx.Node:
+        """Emit an operator; `same_as` is the traced node when nothing about it changed."""
+        args, kwargs = pytree.tree_map(self._argument, (args, kwargs))
+        if same_as is not None and not self.lift:
+            value = same_as.meta["val"]
+        else:
+            value = self._run(target, args, kwargs)
+            if self.lift and _is_low(value):
+                args, kwargs = self._widen(args, kwargs)
+                value = self._run(target, args, kwargs)
+        if _is_factory(target, args, kwargs) and isinstance(value, torch.Tensor):
+            # The default dtype may differ when the program runs.
+            kwargs = kwargs | {"dtype": self.dtype(value.dtype)}
+            value = self._run(target, args, kwargs)
+        node = self._create(target, args, kwargs)
+        return self._finish(node, value, carries_gradient(node, value, self.has_grad))
+
+    def _create(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        name = target.overloadpacket.__name__.strip("_")
+        return self.graph.create_node("call_function", target, args, kwargs, name=name)
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, torch.dtype):
+            return self.dtype(value)
+        if isinstance(value, torch.device):
+            return _CPU  # traces of meta or cuda models bake their device in
+        if isinstance(value, fx.Node) and not self.grad_enabled and value in self.has_grad:
+            return self.detach(value)
+        return value
+
+    def detach(self, node: fx.Node) -> fx.Node:
+        """`node` cut off from its gradient; one per node."""
+        if node not in self._detached:
+            detached = self._create(aten.detach.default, (node,), {})
+            self._detached[node] = self._finish(detached, node.meta["val"], False)
+        return self._detached[node]
+
+    def _finish(self, node: fx.Node, value: Any, has_grad: bool) -> fx.Node:
+        node.meta["val"] = value
+        if self.origin is not None:
+            node.meta |= {k: self.origin.meta[k] for k in _COPIED_META if k in self.origin.meta}
+        if has_grad:
+            self.has_grad.add(node)
+        return node
+
+    def _run(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        fakes = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+        with self.mode, torch.no_grad():
+            return target(*fakes[0], **fakes[1])
+
+    def _widen(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Integer operands as float64: their quotient or square root is float32 otherwise."""
+
+        def widen(value: Any) -> Any:
+            if isinstance(value, fx.Node) and not value.meta["val"].is_floating_point():
+                return self.op(aten.to.dtype, value, torch.float64)
+            return value
+
+        wide = pytree.tree_map(widen, (args, kwargs))
+        return wide[0], wide[1]
+
+
+def _is_low(value: Any) -> bool:
+    return any(
+        isinstance(v, torch.Tensor) and v.is_floating_point() and v.dtype != torch.float64
+        for v in pytree.tree_leaves(value)
+    )
+
+
+def _is_factory(
+    target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    if any(isinstance(v, fx.Node) for v in pytree.tree_leaves((args, kwargs))):
+        return False
+    return any(a.name == "dtype" for a in target._schema.arguments)

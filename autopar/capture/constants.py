@@ -1,0 +1,112 @@
+"""Constants: tensors that depend on no input and no parameter (position ids, masks, tables).
+
+Their subgraph is computed once per program, on cpu, the first time one of them is asked for;
+until then a constant is only a shape, so capturing and planning stay cheap. Leaves are the
+buffers of the user's model (read at that time) and tensors literal in its code. Buffers of a
+model on `meta` have no values: they are recomputed as the model itself would initialise them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import fx, nn
+
+from autopar.capture.dependence import subgraph
+from autopar.errors import CaptureError
+
+Leaf = Callable[[], torch.Tensor]
+
+
+class ConstantStore:
+    """Computes all constants of one program at the first request and keeps them."""
+
+    def __init__(self, wanted: tuple[fx.Node, ...], leaves: Mapping[str, Leaf]) -> None:
+        self._graph, inputs = subgraph(wanted)
+        self._inputs = [(node.name, node.meta["val"].dtype) for node in inputs]
+        self._leaves = {node.name: leaves[node.name] for node in inputs}
+        self._names = [node.name for node in wanted]
+        self._values: dict[str, torch.Tensor] | None = None
+
+    def value(self, name: str) -> torch.Tensor:
+        if self._values is None:
+            with torch.no_grad():
+                values = [self._leaves[leaf]().to(dtype) for leaf, dtype in self._inputs]
+                results = fx.Interpreter(fx.GraphModule(nn.Module(), self._graph)).run(*values)
+            self._values = dict(zip(self._names, results, strict=True))
+        return self._values[name]
+
+    def callables(self) -> dict[str, Leaf]:
+        """Constant's name -> function that returns it."""
+        return {name: partial(self.value, name) for name in self._names}
+
+
+def literal(tensor: torch.Tensor, what: str) -> Leaf:
+    """A tensor held by the code of the model, as it was when captured."""
+
+    def read() -> torch.Tensor:
+        if tensor.is_meta or isinstance(tensor, torch._subclasses.FakeTensor):
+            raise CaptureError(
+                f"{what} is a tensor without values",
+                hint="register it as a buffer of a module with reset_parameters()",
+            )
+        return tensor.detach().cpu()
+
+    return read
+
+
+def buffer(model: nn.Module, name: str) -> Leaf:
+    """A buffer of the user's model."""
+    tensor = model.get_buffer(name)
+    if not tensor.is_meta:
+        return lambda: tensor.detach().cpu()
+    return partial(_initialise, model, name)
+
+
+def _initialise(model: nn.Module, name: str) -> torch.Tensor:
+    """The value that `reset_parameters` or `_init_weights` gives to a buffer on `meta`.
+
+    The buffers of a copy of the owning module are filled with a sentinel, so that an
+    initialiser that leaves them alone is noticed.
+    """
+    path, _, leaf = name.rpartition(".")
+    owner = model.get_submodule(path)
+    twin = copy.deepcopy(owner)
+    for key, value in list(twin.named_buffers(recurse=False)):
+        twin._buffers[key] = torch.full_like(value, _sentinel(value.dtype), device="cpu")
+    for key, parameter in list(twin.named_parameters(recurse=False)):
+        empty = torch.empty_like(parameter, device="cpu")
+        twin._parameters[key] = nn.Parameter(empty, parameter.requires_grad)
+    with torch.no_grad(), torch.random.fork_rng(devices=()):
+        for initialise in _initialisers(model, path, twin):
+            initialise()
+            value = twin.get_buffer(leaf)
+            if not bool((value == _sentinel(value.dtype)).any()):
+                return value.detach()
+    raise CaptureError(
+        f"buffer `{name}` has no value: the model is on meta and nothing initialises it",
+        hint=f"give {type(owner).__name__} a reset_parameters() that fills it, or build the "
+        "model on cpu",
+    )
+
+
+def _initialisers(model: nn.Module, path: str, twin: nn.Module) -> list[Callable[[], object]]:
+    found: list[Callable[[], object]] = []
+    if callable(reset := getattr(twin, "reset_parameters", None)):
+        found.append(reset)
+    while True:  # the nearest enclosing model with `_init_weights` (transformers)
+        if callable(init := getattr(model.get_submodule(path), "_init_weights", None)):
+            found.append(partial(init, twin))
+        if not path:
+            return found
+        path = path.rpartition(".")[0]
+
+
+def _sentinel(dtype: torch.dtype) -> float | int | bool:
+    """A value no initialiser writes (booleans cannot have one: True)."""
+    if dtype == torch.bool:
+        return True
+    return torch.finfo(dtype).max if dtype.is_floating_point else torch.iinfo(dtype).min

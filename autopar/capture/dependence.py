@@ -1,0 +1,119 @@
+"""What each value depends on: nothing but constants, the inputs too, or anything.
+
+`CONSTANT < INPUT < ANY`, and a value's is the largest of its operands'; parameters and random
+operators are `ANY`. Constants are folded, input-only divisors go to the prologue, and what
+remains between these cuts and the outputs is the main graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import fx
+
+
+class Depends(IntEnum):
+    CONSTANT = 0
+    INPUT = 1
+    ANY = 2
+
+
+def is_random(node: fx.Node) -> bool:
+    """Random operators are neither folded nor removed: the random stream must not shift."""
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and torch.Tag.nondeterministic_seeded in node.target.tags
+        and not _draws_nothing(node)
+    )
+
+
+def _draws_nothing(node: fx.Node) -> bool:
+    """Attention is tagged random for its dropout."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    for i, argument in enumerate(node.target._schema.arguments):
+        if argument.name == "dropout_p":
+            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name, 0.0)
+            return value == 0.0
+    return False
+
+
+def dependences(graph: fx.Graph, leaves: Mapping[fx.Node, Depends]) -> dict[fx.Node, Depends]:
+    """Of every node; `leaves` gives the placeholders'."""
+    found = dict(leaves)
+    for node in graph.nodes:
+        if node.op == "call_function":
+            operands = (found[source] for source in node.all_input_nodes)
+            found[node] = (
+                Depends.ANY if is_random(node) else max(operands, default=Depends.CONSTANT)
+            )
+    return found
+
+
+@dataclass(frozen=True)
+class Cut:
+    """`live` main-graph nodes, and the nodes that enter it from outside."""
+
+    live: frozenset[fx.Node]
+    constants: tuple[fx.Node, ...]
+    divisors: tuple[fx.Node, ...]
+
+
+def cut(
+    graph: fx.Graph,
+    outputs: Iterable[fx.Node],
+    depends: Mapping[fx.Node, Depends],
+    divisors: frozenset[fx.Node],
+) -> Cut:
+    """Walk back from the outputs, stopping at constants and at `divisors`."""
+    live: set[fx.Node] = set()
+    entering: set[fx.Node] = set()
+    stack = [*outputs, *(n for n in graph.nodes if is_random(n))]
+    while stack:
+        node = stack.pop()
+        if depends[node] == Depends.CONSTANT or node in divisors:
+            entering.add(node)
+        elif node not in live:
+            live.add(node)
+            stack.extend(node.all_input_nodes)
+    ordered = [n for n in graph.nodes if n in entering]
+    return Cut(
+        frozenset(live),
+        tuple(n for n in ordered if n not in divisors),
+        tuple(n for n in ordered if n in divisors),
+    )
+
+
+def subgraph(
+    wanted: Sequence[fx.Node], stop: Iterable[fx.Node] = ()
+) -> tuple[fx.Graph, list[fx.Node]]:
+    """A graph that computes `wanted` (returned as a tuple), and the placeholders it needs.
+
+    `stop` become placeholders too. Names are kept.
+    """
+    frontier = set(stop)
+    needed: set[fx.Node] = set()
+    stack = list(wanted)
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            if node not in frontier:
+                stack.extend(node.all_input_nodes)
+    graph = fx.Graph()
+    if not wanted:
+        graph.output(())
+        return graph, []
+    ordered = [n for n in wanted[0].graph.nodes if n in needed]
+    leaves = [n for n in ordered if n.op == "placeholder" or n in frontier]
+    env: dict[fx.Node, fx.Node] = {}
+    for node in leaves:
+        env[node] = graph.create_node("placeholder", node.name, name=node.name)
+        env[node].meta = dict(node.meta)
+    for node in ordered:
+        if node not in env:
+            env[node] = graph.node_copy(node, lambda n: env[n])
+    graph.output(tuple(env[n] for n in wanted))
+    return graph, leaves

@@ -1,0 +1,149 @@
+"""Trace the model to one ATen graph, or say which line of the user's cannot be traced.
+
+`torch.export` (training IR, `strict=False`, no decomposition) keeps `linear`, `layer_norm`
+and attention whole and differentiable. With a `loss_fn`, model and loss are one graph.
+"""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from autopar.capture.isolate import fake_copy, fake_inputs, fake_mode
+from autopar.capture.names import source_line
+from autopar.errors import CaptureError
+
+LossFn = Callable[[Any, Any], torch.Tensor]
+
+_TORCH = str(Path(torch.__file__).parent)
+_HERE = str(Path(__file__).parent)
+_HINTS: tuple[tuple[str, str], ...] = (
+    (
+        "GuardOnDataDependent",
+        "a branch depends on tensor values; use torch.where or tensor arithmetic instead",
+    ),
+    (
+        "DataDependentOutput",
+        "a Python number is read from a tensor; keep the computation in tensors",
+    ),
+    ("TypeError", "check that model(**example_inputs) runs without autopar"),
+)
+_DEFAULT_HINT = "check that the model runs on these inputs without autopar"
+_SIDE_EFFECT = "was assigned during export"
+_DATA_DEPENDENT_HINT = "use masks and torch.where, so that every shape is known before the step"
+
+
+class WithLoss(nn.Module):
+    """`(loss_fn(outputs, batch), outputs)` in one graph.
+
+    The batch may hold tensors only the loss wants: the model gets what its forward accepts.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: LossFn) -> None:
+        super().__init__()
+        self.model = model
+        # In a tuple, so that a loss that is a module does not become a submodule here.
+        self._loss_fn = (loss_fn,)
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+        model_args, model_kwargs = accepted(self.model, args, kwargs)
+        outputs = self.model(*model_args, **model_kwargs)
+        return self._loss_fn[0](outputs, kwargs if kwargs else args), outputs
+
+
+def accepted(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The part of the batch that `model.forward` has parameters for."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    kinds = [p.kind for p in parameters]
+    if inspect.Parameter.VAR_POSITIONAL not in kinds:
+        positional = (
+            inspect.Parameter.POSITIONAL_ONLY,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        )
+        args = args[: sum(kind in positional for kind in kinds)]
+    if inspect.Parameter.VAR_KEYWORD not in kinds:
+        names = {p.name for p in parameters}
+        kwargs = {name: value for name, value in kwargs.items() if name in names}
+    return args, kwargs
+
+
+def export_model(
+    model: nn.Module,
+    example_inputs: Mapping[str, Any] | Sequence[Any],
+    *,
+    training: bool,
+    loss_fn: LossFn | None,
+) -> ExportedProgram:
+    """Trace a fake copy of `model`.
+
+    Raises `CaptureError` when the model cannot be one static graph: control flow or shapes
+    that depend on data, tensors assigned to attributes, or an error of the model's own.
+    """
+    mode = fake_mode()
+    twin = fake_copy(model, mode, training)
+    args, kwargs = fake_inputs(mode, example_inputs)
+    target = WithLoss(twin, loss_fn).train(twin.training) if loss_fn is not None else twin
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            exported = torch.export.export(target, args, kwargs, strict=False)
+        except Exception as error:
+            raise _export_error(model, error) from error
+    _check_side_effects(model, caught)
+    for module in exported.graph_module.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            _check_static(model, module.graph)
+    return exported
+
+
+def _export_error(model: nn.Module, error: Exception) -> CaptureError:
+    names = " ".join(c.__name__ for c in type(error).__mro__)
+    hint = next((text for key, text in _HINTS if key in names), _DEFAULT_HINT)
+    first_line = next((line for line in str(error).splitlines() if line.strip()), "")
+    reason = f"{type(error).__name__}: {first_line.strip()}" if first_line else repr(error)
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((_TORCH, _HERE, "<"))
+    ]
+    where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
+    return CaptureError(
+        f"cannot trace {type(model).__name__} into one graph: {reason}", where=where, hint=hint
+    )
+
+
+def _check_side_effects(model: nn.Module, caught: list[warnings.WarningMessage]) -> None:
+    for warning in caught:
+        text = str(warning.message)
+        if _SIDE_EFFECT in text:
+            raise CaptureError(
+                f"{type(model).__name__} changes itself in forward: {text.split('. ')[0]}",
+                hint="return the tensor instead of keeping it in an attribute",
+            )
+
+
+def _check_static(model: nn.Module, graph: torch.fx.Graph) -> None:
+    """Refuse shapes and numbers that are only known from the data (`x[mask]`, `.item()`)."""
+    for node in graph.nodes:
+        for value in pytree.tree_leaves(node.meta.get("val")):
+            symbolic = isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+            if isinstance(value, torch.Tensor):
+                symbolic = any(isinstance(size, torch.SymInt) for size in value.shape)
+            if symbolic:
+                raise CaptureError(
+                    f"{type(model).__name__}: the result of `{node.target}` depends on the data "
+                    "in its shape or as a Python number",
+                    where=source_line(node),
+                    hint=_DATA_DEPENDENT_HINT,
+                )

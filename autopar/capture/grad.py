@@ -1,0 +1,46 @@
+"""Which values carry gradient.
+
+Parameters that require grad do; a floating result of an operator with such an input does,
+unless the operator's derivative is zero everywhere by definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+aten = torch.ops.aten
+
+# Floating results that autograd cuts off from their inputs: only shape and dtype are read.
+CUTS_GRADIENT = frozenset(
+    {
+        aten.detach,
+        aten.zeros_like,
+        aten.ones_like,
+        aten.full_like,
+        aten.empty_like,
+        aten.rand_like,
+        aten.randn_like,
+        aten.new_zeros,
+        aten.new_ones,
+        aten.new_full,
+        aten.new_empty,
+    }
+)
+
+
+def carries_gradient(node: fx.Node, value: Any, has_grad: Container[fx.Node]) -> bool:
+    """Does any floating output of `node` carry gradient, given its inputs that do?"""
+    if isinstance(node.target, torch._ops.OpOverload):
+        if node.target.overloadpacket in CUTS_GRADIENT:
+            return False
+    if not any(source in has_grad for source in node.all_input_nodes):
+        return False
+    return any(
+        isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex())
+        for v in pytree.tree_leaves(value)
+    )

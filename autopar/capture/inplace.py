@@ -1,0 +1,143 @@
+"""In-place operators become functional where that provably means the same.
+
+`y = x.add_(b)` is `y = add(x, b)` with every later use of `x` reading `y`, if nothing else
+sees the change: no input, parameter or buffer shares x's memory, and no other value that may
+alias x is used afterwards. Aliasing is over-approximated from the operator schemas (plus a
+few composites that return their input without saying so), by union-find over values.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from autopar.capture.names import source_line
+from autopar.errors import NotSupportedError
+
+aten = torch.ops.aten
+
+# Meta key: the result must be cast back to the dtype the mutated tensor had.
+WAS_IN_PLACE = "was_in_place"
+# Composites whose schema hides that they may return their input itself.
+MAY_RETURN_INPUT = frozenset({aten.dropout, aten.type_as, aten.feature_dropout})
+# Operators that mutate buffers without an alias annotation: (packet, training flag, buffers).
+HIDDEN_MUTATION = {
+    aten.batch_norm: ("training", ("running_mean", "running_var")),
+    aten.instance_norm: ("use_input_stats", ("running_mean", "running_var")),
+}
+
+
+def functionalise(graph: fx.Graph, stored: dict[str, str]) -> None:
+    """Rewrite `graph` in place; `stored` maps placeholder names to what they hold.
+
+    Raises `NotSupportedError` naming the line when a mutation is visible elsewhere.
+    """
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    aliases = _Aliases()
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if isinstance(node.target, torch._ops.OpOverload):
+            _check_hidden(node, stored)
+            if node.target == aten.detach_.default:  # shares memory, changes no value
+                node.target = aten.detach.default
+            if node.target._schema.is_mutable:
+                _replace(node, order, aliases, stored)
+                continue
+        for source in _may_alias(node):
+            aliases.union(source, node)
+
+
+def _may_alias(node: fx.Node) -> list[fx.Node]:
+    """The inputs whose memory the result may share."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return [n for n in node.all_input_nodes if n.op != "get_attr"]  # getitem, regions
+    if node.target.overloadpacket in MAY_RETURN_INPUT:
+        return list(node.all_input_nodes[:1])
+    found: list[fx.Node] = []
+    for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
+        if argument.alias_info is not None:
+            values = value if isinstance(value, (list, tuple)) else (value,)
+            found += [v for v in values if isinstance(v, fx.Node)]
+    return found
+
+
+def _replace(
+    node: fx.Node, order: dict[fx.Node, int], aliases: _Aliases, stored: dict[str, str]
+) -> None:
+    target = node.args[0] if node.args else None
+    functional = functional_form(node.target)
+    if functional is None or not isinstance(target, fx.Node):
+        raise _refusal(node, "has no functional form that autopar knows")
+    for other in aliases.members(target):
+        if other.op != "call_function":
+            what = stored.get(other.name, f"input `{other.name}`")
+            raise _refusal(node, f"changes {what}")
+        later = [user for user in other.users if order[user] > order[node]]
+        if other is not target and later and not _is_region(other):
+            raise _refusal(node, f"changes memory that `{later[0]}` reads through another view")
+    node.target = functional
+    node.meta[WAS_IN_PLACE] = True
+    target.replace_all_uses_with(node, delete_user_cb=lambda user: order[user] > order[node])
+
+
+def functional_form(target: object) -> torch._ops.OpOverload | None:
+    """`aten.add_.Tensor` -> `aten.add.Tensor`; None if there is no counterpart."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    schema = target._schema
+    written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    name = schema.name.split("::")[1]
+    if len(written) != 1 or written[0] is not schema.arguments[0] and not name.endswith("_"):
+        return None
+    if not name.endswith("_") or name.endswith("__"):
+        return None
+    packet = getattr(aten, name[:-1], None)
+    return getattr(packet, target._overloadname, None) if packet is not None else None
+
+
+def _check_hidden(node: fx.Node, stored: dict[str, str]) -> None:
+    rule = HIDDEN_MUTATION.get(node.target.overloadpacket)  # type: ignore[union-attr]
+    if rule is None:
+        return
+    flag, buffers = rule
+    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    values = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    if values.get(flag):
+        held = [values[b] for b in buffers if isinstance(values.get(b), fx.Node)]
+        if held:
+            what = ", ".join(stored.get(b.name, b.name) for b in held)  # type: ignore[union-attr]
+            raise _refusal(node, f"updates {what}")
+
+
+def _is_region(node: fx.Node) -> bool:
+    """A no-grad region: its results are read through getitem, which is in the class too."""
+    return not isinstance(node.target, torch._ops.OpOverload) and node.target != operator.getitem
+
+
+def _refusal(node: fx.Node, why: str) -> NotSupportedError:
+    return NotSupportedError(
+        f"in-place operator `{node.target}` {why}",
+        where=source_line(node),
+        hint="use the out-of-place form (x = x + y), or put the module in eval mode if it keeps "
+        "running statistics",
+    )
+
+
+class _Aliases:
+    """Union-find over nodes that may share memory."""
+
+    def __init__(self) -> None:
+        self._class: dict[fx.Node, list[fx.Node]] = {}
+
+    def members(self, node: fx.Node) -> list[fx.Node]:
+        return self._class.setdefault(node, [node])
+
+    def union(self, a: fx.Node, b: fx.Node) -> None:
+        left, right = self.members(a), self.members(b)
+        if left is not right:
+            left.extend(right)
+            for node in right:
+                self._class[node] = left

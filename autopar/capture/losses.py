@@ -1,0 +1,128 @@
+"""Mean losses as a sum and a divisor, so that they can be sharded and microbatched.
+
+    mean over elements     sum / n                       n a Python number
+    cross-entropy, nll     sum / count(labels != ignore) the count leaves for the prologue
+
+The count depends on inputs alone, so the prologue computes it once for the whole global
+batch: a mean over unevenly ignored labels is then exact over ranks and microbatches. All
+labels ignored gives 0 / 0 = nan, as torch does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.capture.builder import Builder, Call
+
+aten = torch.ops.aten
+NONE, MEAN, SUM = 0, 1, 2  # torch's at::Reduction
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+def sum_of(b: Builder, x: fx.Node, dims: list[int] | None, keepdim: bool = False) -> fx.Node:
+    if dims is None:
+        return b.op(aten.sum.default, x)
+    return b.op(aten.sum.dim_IntList, x, dims, keepdim)
+
+
+def mean_of(
+    b: Builder,
+    x: fx.Node,
+    dims: list[int] | None,
+    keepdim: bool,
+    count: int,
+    dtype: torch.dtype | None = None,
+) -> fx.Node:
+    """`sum / count`; half precision sums in float32, as torch's mean does inside."""
+    wanted = b.dtype(dtype) if dtype is not None else x.meta["val"].dtype
+    working = torch.float32 if wanted in _LOW_PRECISION else wanted
+    if x.meta["val"].dtype != working:
+        x = b.op(aten.to.dtype, x, working)
+    result = b.op(aten.div.Tensor, sum_of(b, x, dims, keepdim), count)
+    return result if working == wanted else b.op(aten.to.dtype, result, wanted)
+
+
+def elementwise(values: Callable[[Builder, dict[str, Any]], fx.Node]) -> Any:
+    """A loss whose elements are `values`, reduced as its `reduction` says."""
+
+    def rewrite(b: Builder, call: Call) -> fx.Node | None:
+        bound = call.bind()
+        x = values(b, bound)
+        if bound["reduction"] == NONE:
+            return x
+        if bound["reduction"] == SUM:
+            return sum_of(b, x, None)
+        return mean_of(b, x, None, False, math.prod(x.meta["val"].shape))
+
+    return rewrite
+
+
+def squared_difference(b: Builder, bound: dict[str, Any]) -> fx.Node:
+    difference = b.op(aten.sub.Tensor, bound["self"], bound["target"])
+    return b.op(aten.pow.Tensor_Scalar, difference, 2)
+
+
+def absolute_difference(b: Builder, bound: dict[str, Any]) -> fx.Node:
+    return b.op(aten.abs.default, b.op(aten.sub.Tensor, bound["self"], bound["target"]))
+
+
+def with_sum(b: Builder, call: Call, bound: dict[str, Any]) -> fx.Node:
+    """The same loss with `reduction="sum"`."""
+    changed = bound | {"reduction": SUM}
+    arguments = call.target._schema.arguments
+    args = tuple(changed[a.name] for a in arguments if not a.kwarg_only)
+    kwargs = {a.name: changed[a.name] for a in arguments if a.kwarg_only}
+    return b.emit(call.target, args, kwargs)
+
+
+def fused_elementwise(b: Builder, call: Call) -> fx.Node | None:
+    """Losses kept whole: only a mean becomes a sum and a division by the element count."""
+    bound = call.bind()
+    if bound["reduction"] != MEAN:
+        return None
+    shapes = [bound[name].meta["val"].shape for name in ("self", "target")]
+    count = math.prod(torch.broadcast_shapes(*shapes))
+    return b.op(aten.div.Tensor, with_sum(b, call, bound), count)
+
+
+def label_mean(b: Builder, call: Call) -> fx.Node | None:
+    """Cross-entropy and nll: divide by the labels that count.
+
+    Class weights weigh the divisor too: left whole, for the rules to refuse.
+    """
+    bound = call.bind()
+    if bound["reduction"] != MEAN:
+        return None
+    scores, labels = bound["self"].meta["val"], bound["target"]
+    if labels.meta["val"].is_floating_point():  # class probabilities: one row each
+        if bound["weight"] is not None:
+            return None
+        n_classes = scores.shape[1] if scores.dim() > 1 else scores.shape[0]
+        rows = scores.numel() // n_classes
+        return b.op(aten.div.Tensor, with_sum(b, call, bound), rows)
+    if bound["weight"] is not None:
+        return None
+    total = with_sum(b, call, bound)
+    counted = b.op(aten.ne.Scalar, labels, bound["ignore_index"])
+    count = b.op(aten.to.dtype, b.op(aten.sum.default, counted), total.meta["val"].dtype)
+    b.divisors.add(count)
+    return b.op(aten.div.Tensor, total, count)
+
+
+LOSS_REWRITES: dict[Any, Callable[[Builder, Call], fx.Node | None]] = {
+    aten.mse_loss: elementwise(squared_difference),
+    aten.l1_loss: elementwise(absolute_difference),
+    aten.smooth_l1_loss: fused_elementwise,
+    aten.huber_loss: fused_elementwise,
+    aten.binary_cross_entropy: fused_elementwise,
+    aten.binary_cross_entropy_with_logits: fused_elementwise,
+    aten.kl_div: fused_elementwise,
+    aten.cross_entropy_loss: label_mean,
+    aten.nll_loss: label_mean,
+    aten.nll_loss_nd: label_mean,
+}

@@ -1,0 +1,93 @@
+"""Find the loss and the tensors in whatever structure the model returns.
+
+The loss is: the result of `loss_fn`; else the output itself, its `.loss` (or key "loss"), or
+its first element, whichever is first a floating 0-d tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from autopar.errors import CaptureError
+
+_HINT = "return the loss from the model (pass labels), or give loss_fn=(outputs, batch) -> loss"
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """`tensors` and `static` (leaf position -> value) are the leaves of `spec`."""
+
+    loss: fx.Node | None
+    tensors: tuple[fx.Node, ...]
+    static: Mapping[int, Any]
+    spec: pytree.TreeSpec
+
+    @property
+    def all(self) -> tuple[fx.Node, ...]:
+        return self.tensors if self.loss is None else (self.loss, *self.tensors)
+
+
+def read_outputs(
+    model: nn.Module,
+    leaves: tuple[Any, ...],
+    spec: pytree.TreeSpec,
+    has_grad: Container[fx.Node],
+    training: bool,
+    has_loss_fn: bool,
+) -> Outputs:
+    """Raises `CaptureError` if training needs a loss and there is none that carries gradient."""
+    name = type(model).__name__
+    if has_loss_fn:
+        loss: fx.Node | None = leaves[0]
+        if not _is_scalar(loss):
+            raise CaptureError(f"loss_fn of {name} returned {_describe(loss)}, not a scalar")
+        leaves, spec = leaves[1:], spec.children()[1]
+    else:
+        loss = _find_loss(leaves, spec)
+    if training and loss is None:
+        described = ", ".join(_describe(leaf) for leaf in leaves)
+        raise CaptureError(f"{name} returns no scalar loss, but: {described}", hint=_HINT)
+    if training and loss not in has_grad:
+        raise CaptureError(
+            f"the loss of {name} depends on no trainable parameter",
+            hint="check requires_grad, torch.no_grad() and detach() on the way to the loss",
+        )
+    tensors = tuple(leaf for leaf in leaves if isinstance(leaf, fx.Node))
+    static = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, fx.Node)}
+    return Outputs(loss, tensors, static, spec)
+
+
+def _find_loss(leaves: tuple[Any, ...], spec: pytree.TreeSpec) -> fx.Node | None:
+    """Rebuild the structure around unique stand-ins, and see which one is the loss."""
+    stand_ins = [
+        torch.empty((), device="meta") if isinstance(leaf, fx.Node) else leaf for leaf in leaves
+    ]
+    output = pytree.tree_unflatten(stand_ins, spec)
+    candidates = [output, getattr(output, "loss", None)]
+    if isinstance(output, Mapping):
+        candidates.append(output.get("loss"))
+    elif isinstance(output, (tuple, list)):
+        candidates += output[:1]
+    for candidate in candidates:
+        for leaf, stand_in in zip(leaves, stand_ins, strict=True):
+            if candidate is stand_in and _is_scalar(leaf):
+                return leaf  # type: ignore[no-any-return]
+    return None
+
+
+def _is_scalar(leaf: Any) -> bool:
+    value = leaf.meta["val"] if isinstance(leaf, fx.Node) else None
+    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
+
+
+def _describe(leaf: Any) -> str:
+    if not isinstance(leaf, fx.Node):
+        return repr(leaf)
+    value = leaf.meta["val"]
+    return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"

@@ -1,0 +1,241 @@
+"""From a model and a batch to a `Program`, in named steps.
+
+export       one ATen graph of a fake copy            export.py, isolate.py
+functional   no mutation                              inplace.py
+normalise    canonical operators, fp64 lift           normalise.py, rewrites.py, builder.py
+cut          constants and prologue leave             dependence.py, constants.py, prologue.py
+freeze       ordered placeholders, dead code gone     here
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._guards import detect_fake_mode
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+
+from autopar.capture.builder import Builder
+from autopar.capture.constants import ConstantStore, Leaf, buffer, literal
+from autopar.capture.dependence import Cut, Depends, cut, dependences
+from autopar.capture.export import LossFn, export_model
+from autopar.capture.inplace import functionalise
+from autopar.capture.names import operator_keys, source_line
+from autopar.capture.normalise import normalise
+from autopar.capture.outputs import Outputs, read_outputs
+from autopar.capture.prologue import find_divisors, make_prologue
+from autopar.errors import NotSupportedError, OptionError
+from autopar.program import InputInfo, ParameterInfo, Program, flatten_inputs
+
+PRECISIONS = ("model", "fp64")
+
+
+@dataclass
+class Roles:
+    """What the placeholders of the new graph stand for."""
+
+    parameters: dict[fx.Node, ParameterInfo] = field(default_factory=dict)
+    inputs: dict[fx.Node, InputInfo] = field(default_factory=dict)
+    leaves: dict[fx.Node, Leaf] = field(default_factory=dict)
+    traced: dict[str, Any] = field(default_factory=dict)
+
+
+def capture(
+    model: nn.Module,
+    example_inputs: Mapping[str, Any] | Sequence[Any],
+    *,
+    training: bool = True,
+    precision: str = "model",
+    loss_fn: LossFn | None = None,
+) -> Program:
+    """Trace `model` on one global batch; the model is left untouched and no weight is copied.
+
+    `example_inputs`: keyword inputs (dict) or positional ones (tuple); real, meta or fake
+    tensors. Other values are baked in. `training=True` keeps the model's mode and needs a loss
+    (the model's, or `loss_fn(outputs, batch)`); `training=False` captures eval mode.
+    `precision="fp64"` lifts every floating dtype in the graph to float64.
+
+    Raises `CaptureError` (not traceable, no loss), `NotSupportedError` (a visible mutation,
+    labels that depend on parameters), `OptionError`.
+    """
+    if precision not in PRECISIONS:
+        raise OptionError(f"precision={precision!r} cannot be captured; it is one of {PRECISIONS}")
+    exported = export_model(model, example_inputs, training=training, loss_fn=loss_fn)
+    prefix = "model." if loss_fn is not None else ""
+    _functionalise(exported, prefix)
+    builder = Builder(_mode(exported), lift=precision == "fp64")
+    roles = _placeholders(model, exported, builder, prefix)
+    results = normalise(exported.graph_module, builder, roles.traced)
+    outputs = read_outputs(
+        model, results, exported.call_spec.out_spec, builder.has_grad, training, loss_fn is not None
+    )
+    return _freeze(model, builder, roles, outputs, training, prefix)
+
+
+def _mode(exported: ExportedProgram) -> Any:
+    values = [n.meta.get("val") for n in exported.graph.nodes if n.op == "placeholder"]
+    return detect_fake_mode(values)
+
+
+def _functionalise(exported: ExportedProgram, prefix: str) -> None:
+    kinds = {
+        InputKind.PARAMETER: "parameter",
+        InputKind.BUFFER: "buffer",
+        InputKind.CONSTANT_TENSOR: "constant",
+    }
+    stored = {
+        spec.arg.name: f"{kinds[spec.kind]} `{str(spec.target).removeprefix(prefix)}`"
+        for spec in exported.graph_signature.input_specs
+        if spec.kind in kinds
+    }
+    for module in exported.graph_module.modules():
+        if isinstance(module, fx.GraphModule):
+            functionalise(module.graph, stored)
+
+
+def _placeholders(
+    model: nn.Module, exported: ExportedProgram, builder: Builder, prefix: str
+) -> Roles:
+    """Parameters once each in the model's order, then inputs, then constant leaves."""
+    roles = Roles()
+    specs = exported.graph_signature.input_specs
+    traced = {n.name: n for n in exported.graph.nodes if n.op == "placeholder"}
+    by_name = _add_parameters(model, builder, roles)
+    inputs = []
+    for spec in specs:
+        name, target = spec.arg.name, str(spec.target or "").removeprefix(prefix)
+        value = traced[name].meta.get("val")
+        if spec.kind is InputKind.PARAMETER:
+            roles.traced[name] = by_name[target]
+        elif spec.kind is InputKind.USER_INPUT:
+            inputs.append(name)
+        elif spec.kind in (InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
+            node = builder.placeholder(name, value)
+            roles.traced[name] = node
+            is_buffer = spec.kind is InputKind.BUFFER and not _is_outside(model, target)
+            held = None if is_buffer else _held_tensor(exported, str(spec.target))
+            roles.leaves[node] = (
+                buffer(model, target) if held is None else literal(held, f"constant `{target}`")
+            )
+        else:
+            raise NotSupportedError(f"the model holds an object that is not a tensor: `{target}`")
+    _add_inputs(exported, builder, roles, inputs, traced)
+    return roles
+
+
+def _is_outside(model: nn.Module, name: str) -> bool:
+    return name not in dict(model.named_buffers(remove_duplicate=False))
+
+
+def _held_tensor(exported: ExportedProgram, name: str) -> torch.Tensor:
+    held = exported.constants.get(name)
+    if held is None:
+        held = exported.state_dict[name]
+    assert isinstance(held, torch.Tensor), name
+    return held
+
+
+def _add_parameters(model: nn.Module, builder: Builder, roles: Roles) -> dict[str, fx.Node]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    by_name: dict[str, fx.Node] = {}
+    for name, parameter in model.named_parameters():
+        node = builder.placeholder(
+            "p_" + name.replace(".", "_"), parameter, parameter.requires_grad
+        )
+        first, *aliases = names[id(parameter)]
+        roles.parameters[node] = ParameterInfo(
+            first,
+            tuple(aliases),
+            tuple(parameter.shape),
+            node.meta["val"].dtype,
+            parameter.requires_grad,
+        )
+        by_name |= dict.fromkeys((first, *aliases), node)
+    return by_name
+
+
+def _add_inputs(
+    exported: ExportedProgram,
+    builder: Builder,
+    roles: Roles,
+    names: list[str],
+    traced: Mapping[str, fx.Node],
+) -> None:
+    """Tensors become placeholders, other values are baked in."""
+    args, kwargs = pytree.tree_unflatten(names, exported.call_spec.in_spec)
+    for path, name in flatten_inputs(kwargs or args).items():
+        value = traced[name].meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            roles.traced[name] = value
+            continue
+        text = path.replace(".", "_")
+        node = builder.placeholder(text if text.isidentifier() else f"input_{text}", value)
+        dtype = node.meta["val"].dtype
+        roles.inputs[node] = InputInfo(node.name, path, tuple(value.shape), dtype)
+        roles.traced[name] = node
+
+
+def _freeze(
+    model: nn.Module,
+    builder: Builder,
+    roles: Roles,
+    outputs: Outputs,
+    training: bool,
+    prefix: str,
+) -> Program:
+    depends = dependences(
+        builder.graph,
+        dict.fromkeys(roles.parameters, Depends.ANY)
+        | dict.fromkeys(roles.inputs, Depends.INPUT)
+        | dict.fromkeys(roles.leaves, Depends.CONSTANT),
+    )
+    divisors = find_divisors(builder.graph, builder.divisors, depends, set(roles.leaves))
+    parts = cut(builder.graph, outputs.all, depends, divisors)
+    placeholders = [*roles.parameters, *roles.inputs, *parts.constants, *parts.divisors]
+    graph, env = _assemble(builder.graph, placeholders, parts, outputs)
+    store = ConstantStore(parts.constants, {n.name: leaf for n, leaf in roles.leaves.items()})
+    constants = store.callables()
+    operators = [n for n in graph.nodes if n.op == "call_function"]
+    sources = {n.name: line for n in operators if (line := source_line(n)) is not None}
+    return Program(
+        graph=graph,
+        parameters={env[n].name: info for n, info in roles.parameters.items()},
+        buffers={},
+        inputs={env[n].name: info for n, info in roles.inputs.items()},
+        constants={env[n].name: constants[n.name] for n in parts.constants},
+        prologue=make_prologue(parts.divisors),
+        loss=env[outputs.loss].name if outputs.loss is not None else None,
+        outputs=tuple(env[n].name for n in outputs.tensors),
+        out_spec=outputs.spec,
+        has_grad=frozenset(env[n].name for n in builder.has_grad if n in env),
+        keys=operator_keys(operators, prefix),
+        sources=sources,
+        training=training,
+        model_name=type(model).__name__,
+        static_outputs=outputs.static,
+    )
+
+
+def _assemble(
+    draft: fx.Graph, placeholders: Sequence[fx.Node], parts: Cut, outputs: Outputs
+) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A fresh graph of the live operators behind `placeholders`; node names are kept."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in placeholders:
+        env[node] = graph.create_node("placeholder", node.name, name=node.name)
+        env[node].meta = dict(node.meta)
+    for node in draft.nodes:
+        if node in parts.live and node not in env:
+            env[node] = graph.node_copy(node, lambda n: env[n])
+    graph.output(tuple(env[n] for n in outputs.all))
+    graph.lint()
+    assert all(env[n].name == n.name for n in env), "assembling must keep node names"
+    return graph, env

@@ -1,0 +1,70 @@
+"""The prologue: divisors that depend on inputs alone, computed once per step.
+
+mean = sum(losses of my rows) / count(labels of the whole batch): the count is a sum over the
+rows of the global batch, so it leaves the main graph, and the main graph is then a plain sum
+over rows that splits over ranks and microbatches exactly. Counts made by the canonical losses
+leave always; so does a 0-d sum the model itself divides by (a mask's).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import fx, nn
+
+from autopar.capture.dependence import Depends, subgraph
+from autopar.capture.names import source_line
+from autopar.errors import NotSupportedError
+from autopar.program import Prologue
+
+aten = torch.ops.aten
+
+
+def find_divisors(
+    graph: fx.Graph, counts: set[fx.Node], depends: Mapping[fx.Node, Depends], leaves: set[fx.Node]
+) -> frozenset[fx.Node]:
+    """The nodes that leave for the prologue.
+
+    `counts` must be able to; `leaves` are buffers, which the prologue cannot read.
+    Raises `NotSupportedError` when a count of labels depends on parameters.
+    """
+    found = set()
+    for node in graph.nodes:
+        if node in counts and depends[node] == Depends.ANY:
+            raise NotSupportedError(
+                "the labels of a mean loss depend on parameters or random numbers",
+                where=source_line(node),
+                hint='use reduction="sum" and divide by a fixed number',
+            )
+        if depends.get(node) != Depends.INPUT or _reads(node, leaves):
+            continue
+        if node in counts or (_divides(node) and _is_sum(node)):
+            found.add(node)
+    return frozenset(found)
+
+
+def _reads(node: fx.Node, leaves: set[fx.Node]) -> bool:
+    return any(leaf in leaves for leaf in subgraph([node])[1])
+
+
+def _divides(node: fx.Node) -> bool:
+    return any(
+        user.target == aten.div.Tensor and user.args[1] is node and user.args[0] is not node
+        for user in node.users
+    )
+
+
+def _is_sum(node: fx.Node) -> bool:
+    """A 0-d sum over everything, perhaps cast: the batch's value is the sum of its rows'."""
+    while node.target == aten.to.dtype:
+        node = node.args[0]  # type: ignore[assignment]
+    return node.target == aten.sum.default
+
+
+def make_prologue(divisors: tuple[fx.Node, ...]) -> Prologue | None:
+    """Placeholders and outputs are named as in the main graph."""
+    if not divisors:
+        return None
+    graph, _ = subgraph(divisors)
+    return Prologue(fx.GraphModule(nn.Module(), graph), tuple(node.name for node in divisors))

@@ -1,0 +1,162 @@
+"""The canonical forms: one small function per rewrite, one table of them.
+
+    no-ops        casts to the same dtype, aliases, copies of values (nothing is mutated any
+                  more), dropout that drops nothing, views and slices of the whole: removed
+    casts         every remaining one is `to.dtype`
+    views         `view`, `flatten`, ... are `reshape` with explicit sizes: a view of a shard or
+                  of a tensor whose copy was removed may need one
+    bias          `linear(x, w, b)` = `linear(x, w) + b`, `addmm(b, x, w)` = `mm(x, w) + b`:
+                  partial sums must not add the bias once per rank
+    means         mean(x) = sum(x) / n, n a Python number: a sum can be sharded
+    mean losses   see `losses.py`
+
+A rewrite returns the node that stands for the call, or None to keep the call as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.capture.builder import Builder, Call
+from autopar.capture.losses import LOSS_REWRITES, mean_of
+
+aten = torch.ops.aten
+Rewrite = Callable[[Builder, Call], fx.Node | None]
+
+
+def same_value(b: Builder, call: Call) -> fx.Node | None:
+    return call.args[0]  # type: ignore[no-any-return]
+
+
+def cast(b: Builder, call: Call) -> fx.Node | None:
+    """Any `to`: keep only the change of dtype."""
+    bound, source = call.bind(), call.args[0]
+    if "dtype" in bound:
+        wanted = bound["dtype"]
+    else:  # to.other, type_as
+        wanted = bound["other"].meta["val"].dtype
+    wanted = source.meta["val"].dtype if wanted is None else b.dtype(wanted)
+    if wanted == source.meta["val"].dtype:
+        return source  # type: ignore[no-any-return]
+    return b.op(aten.to.dtype, source, wanted)
+
+
+def reshape(b: Builder, call: Call) -> fx.Node | None:
+    source = call.args[0]
+    if tuple(source.meta["val"].shape) == call.shape:
+        return source  # type: ignore[no-any-return]
+    return b.op(aten.reshape.default, source, list(call.shape))
+
+
+def expand(b: Builder, call: Call) -> fx.Node | None:
+    source = call.args[0]
+    if tuple(source.meta["val"].shape) == call.shape:
+        return source  # type: ignore[no-any-return]
+    return b.op(aten.expand.default, source, list(call.shape))
+
+
+def squeeze(b: Builder, call: Call) -> fx.Node | None:
+    source = call.args[0]
+    return source if tuple(source.meta["val"].shape) == call.shape else None
+
+
+def slice_(b: Builder, call: Call) -> fx.Node | None:
+    """Whole slices vanish; others get non-negative dim and bounds."""
+    bound, source = call.bind(), call.args[0]
+    shape = tuple(source.meta["val"].shape)
+    dim = bound["dim"] % len(shape)
+    start, end, step = slice(bound["start"], bound["end"], bound["step"]).indices(shape[dim])
+    if (start, end, step) == (0, shape[dim], 1):
+        return source  # type: ignore[no-any-return]
+    return b.op(aten.slice.Tensor, source, dim, start, end, step)
+
+
+def dropout(b: Builder, call: Call) -> fx.Node | None:
+    bound = call.bind()
+    drops = bound["train"] and bound["p"] > 0
+    return None if drops else call.args[0]
+
+
+def linear(b: Builder, call: Call) -> fx.Node | None:
+    bound = call.bind()
+    if bound["bias"] is None:
+        return None
+    product = b.op(aten.linear.default, bound["input"], bound["weight"])
+    return b.op(aten.add.Tensor, product, bound["bias"])
+
+
+def scaled(b: Builder, node: fx.Node, factor: Any) -> fx.Node:
+    return node if factor == 1 else b.op(aten.mul.Tensor, node, factor)
+
+
+def add_product(product: torch._ops.OpOverload, first: str, second: str) -> Rewrite:
+    """`beta * self + alpha * product(first, second)`."""
+
+    def rewrite(b: Builder, call: Call) -> fx.Node | None:
+        bound = call.bind()
+        result = scaled(b, b.op(product, bound[first], bound[second]), bound["alpha"])
+        if bound["beta"] == 0:  # torch then ignores self, NaNs included
+            return result
+        return b.op(aten.add.Tensor, result, scaled(b, bound["self"], bound["beta"]))
+
+    return rewrite
+
+
+def mean(b: Builder, call: Call) -> fx.Node | None:
+    bound = call.bind()
+    shape = bound["self"].meta["val"].shape
+    dims = bound.get("dim") or list(range(len(shape)))
+    count = math.prod(shape[d] for d in dims)
+    whole = len(dims) == len(shape) and not bound.get("keepdim", False)
+    return mean_of(
+        b,
+        bound["self"],
+        None if whole else list(dims),
+        bound.get("keepdim", False),
+        count,
+        bound["dtype"],
+    )
+
+
+REWRITES: dict[Any, Rewrite] = {
+    aten.alias: same_value,
+    aten.clone: same_value,
+    aten.contiguous: same_value,
+    aten.lift_fresh: same_value,
+    aten.lift_fresh_copy: same_value,
+    aten.to: cast,
+    aten._to_copy: cast,
+    aten.type_as: cast,
+    aten.view.default: reshape,
+    aten._unsafe_view: reshape,
+    aten.reshape: reshape,
+    aten.view_as: reshape,
+    aten.reshape_as: reshape,
+    aten.flatten.using_ints: reshape,
+    aten.unflatten.int: reshape,
+    aten.expand: expand,
+    aten.expand_as: expand,
+    aten.broadcast_to: expand,
+    aten.squeeze: squeeze,
+    aten.slice.Tensor: slice_,
+    aten.dropout: dropout,
+    aten.feature_dropout: dropout,
+    aten.alpha_dropout: dropout,
+    aten.linear: linear,
+    aten.addmm.default: add_product(aten.mm.default, "mat1", "mat2"),
+    aten.baddbmm.default: add_product(aten.bmm.default, "batch1", "batch2"),
+    aten.addmv.default: add_product(aten.mv.default, "mat", "vec"),
+    aten.mean.default: mean,
+    aten.mean.dim: mean,
+    **LOSS_REWRITES,
+}
+
+
+def rewrite_of(target: torch._ops.OpOverload) -> Rewrite | None:
+    """The rewrite for one overload, or for all overloads of its packet."""
+    return REWRITES.get(target, REWRITES.get(target.overloadpacket))

@@ -1,0 +1,239 @@
+"""Captured programs against eager: whole models, losses and gradients."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from autopar.capture import capture, reference_step
+from autopar.program import Program, flatten_inputs
+
+VOCABULARY = 61
+
+
+def gpt2() -> nn.Module:
+    return GPT2LMHeadModel(
+        GPT2Config(
+            n_layer=2,
+            n_embd=32,
+            n_head=4,
+            vocab_size=VOCABULARY,
+            n_positions=16,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=0,
+            eos_token_id=0,
+            loss_type="ForCausalLMLoss",
+        )
+    )
+
+
+def llama() -> nn.Module:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=VOCABULARY,
+        )
+    )
+
+
+class BertBlock(nn.Module):
+    """Fused QKV with chunk, post-norm, erf gelu, tied embedding, cross-entropy."""
+
+    def __init__(self, width: int = 32, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.norm1 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
+        self.norm2 = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.embed(ids)
+        b, s, w = x.shape
+        q, k, v = (
+            t.view(b, s, self.heads, -1).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1)
+        )
+        attended = F.scaled_dot_product_attention(q, k, v)
+        x = self.norm1(x + self.out(attended.transpose(1, 2).contiguous().view(b, s, w)))
+        x = self.norm2(x + self.mlp(x))
+        logits = self.head(x)
+        return {"logits": logits, "loss": F.cross_entropy(logits.transpose(1, 2), labels)}
+
+
+class MlpWithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Linear(16, 4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(self.layers(x), y)
+
+
+def token_batch(names: tuple[str, str]) -> dict[str, torch.Tensor]:
+    """Many labels ignored, unevenly over rows."""
+    ids = torch.randint(0, VOCABULARY, (4, 8))
+    labels = torch.randint(0, VOCABULARY, (4, 8))
+    labels[0, 1:] = -100
+    labels[2, 5:] = -100
+    return dict(zip(names, (ids, labels), strict=True))
+
+
+def mlp_batch() -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(6, 8), "y": torch.randn(6, 4)}
+
+
+CASES = {
+    "gpt2": (gpt2, lambda: token_batch(("input_ids", "labels"))),
+    "llama": (llama, lambda: token_batch(("input_ids", "labels"))),
+    "bert": (BertBlock, lambda: token_batch(("ids", "labels"))),
+    "mlp": (MlpWithLoss, mlp_batch),
+}
+
+
+def loss_of(outputs: Any) -> torch.Tensor:
+    if isinstance(outputs, torch.Tensor):
+        return outputs
+    return outputs["loss"] if isinstance(outputs, dict) else outputs.loss
+
+
+def run(
+    program: Program, model: nn.Module, batch: Any
+) -> tuple[torch.Tensor, Any, dict[str, torch.Tensor]]:
+    leaves = {
+        name: p.detach().clone().requires_grad_(p.requires_grad)
+        for name, p in model.named_parameters()
+    }
+    loss, outputs = reference_step(program, leaves, flatten_inputs(batch))
+    assert loss is not None
+    loss.backward()
+    return loss.detach(), outputs, {n: p.grad for n, p in leaves.items() if p.grad is not None}
+
+
+def assert_same(
+    got: tuple[torch.Tensor, dict[str, torch.Tensor]],
+    want: tuple[torch.Tensor, dict[str, torch.Tensor]],
+    tolerance: float,
+) -> None:
+    assert got[1].keys() == want[1].keys()
+    norm = max(1.0, float(sum(g.square().sum() for g in want[1].values()) ** 0.5))
+    assert abs(got[0] - want[0]) <= tolerance * max(1.0, abs(float(want[0])))
+    for name, gradient in want[1].items():
+        assert (got[1][name] - gradient).abs().max() <= tolerance * norm, name
+
+
+def eager(model: nn.Module, batch: Any) -> tuple[torch.Tensor, Any, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    outputs = model(**batch)
+    loss = loss_of(outputs)
+    loss.backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return loss.detach(), outputs, gradients
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_gradients_and_outputs_equal_eager(case: str) -> None:
+    torch.manual_seed(0)
+    make, make_batch = CASES[case]
+    model, batch = make(), make_batch()
+    loss, outputs, gradients = run(capture(model, batch), model, batch)
+    want_loss, want_outputs, want_gradients = eager(model, batch)
+    assert_same((loss, gradients), (want_loss, want_gradients), 1e-6)
+    assert type(outputs) is type(want_outputs)
+    if case != "mlp":
+        torch.testing.assert_close(outputs["logits"], want_outputs["logits"], rtol=0, atol=1e-6)
+        assert loss_of(outputs).detach() == loss
+
+
+def as_float64(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fp64_program_is_float64_throughout_and_exact(case: str) -> None:
+    torch.manual_seed(0)
+    make, make_batch = CASES[case]
+    model, batch = make(), make_batch()
+    program = capture(model, batch, precision="fp64")
+    prologue = list(program.prologue.graph.graph.nodes) if program.prologue else []
+    for node in [*program.graph.nodes, *prologue]:
+        values = node.meta.get("val")
+        for value in values if isinstance(values, (list, tuple)) else [values]:
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                assert value.dtype == torch.float64, node.name
+    constants = [compute() for compute in program.constants.values()]
+    assert all(c.dtype == torch.float64 for c in constants if c.is_floating_point())
+    model, batch = model.double(), as_float64(batch)
+    loss, _, gradients = run(program, model, batch)
+    assert loss.dtype == torch.float64
+    want_loss, _, want_gradients = eager(model, batch)
+    # transformers casts logits, norms or rotary tables to float32 even in a float64 model.
+    tolerance = 1e-10 if case in ("bert", "mlp") else 2e-6
+    assert_same((loss, gradients), (want_loss, want_gradients), tolerance)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fp64_and_model_precision_trace_the_same_operators(case: str) -> None:
+    make, make_batch = CASES[case]
+    model, batch = make(), make_batch()
+    low, high = (capture(model, batch, precision=p) for p in ("model", "fp64"))
+    assert list(low.keys.values()) == list(high.keys.values())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_capture_is_stable(case: str) -> None:
+    make, make_batch = CASES[case]
+    model, batch = make(), make_batch()
+    first, second = capture(model, batch), capture(copy.deepcopy(model), batch)
+    assert first.hash() == second.hash()
+    assert dict(first.keys) == dict(second.keys)
+    assert len(set(first.keys.values())) == len(first.keys)
+    assert all(name in first.sources for name in first.keys)
+
+
+def test_a_model_on_meta_captures_the_same_program() -> None:
+    batch = token_batch(("input_ids", "labels"))
+    with torch.device("meta"):
+        meta = llama()
+    fake_batch = {k: v.to("meta") for k, v in batch.items()}
+    program, real = capture(meta, fake_batch), capture(llama(), batch)
+    assert program.hash() == real.hash()
+    for name, compute in program.constants.items():  # rotary tables as the model initialises them
+        torch.testing.assert_close(compute(), real.constants[name](), rtol=0, atol=0)
+
+
+def test_an_8b_model_on_meta_captures() -> None:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                hidden_size=4096,
+                intermediate_size=14336,
+                num_hidden_layers=32,
+                num_attention_heads=32,
+                num_key_value_heads=8,
+                vocab_size=128256,
+            )
+        )
+    ids = torch.empty(4, 2048, dtype=torch.long, device="meta")
+    program = capture(model, {"input_ids": ids, "labels": ids})
+    assert len(program.inputs) == 2
+    assert sum(1 for _ in program.operators) < 2000
+    assert not any(str(v) == "meta" for n in program.graph.nodes for v in n.kwargs.values())
