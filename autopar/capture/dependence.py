@@ -36,7 +36,7 @@ def _draws_nothing(node: fx.Node) -> bool:
     for i, argument in enumerate(node.target._schema.arguments):
         if argument.name == "dropout_p":
             value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name, 0.0)
-            return value == 0.0
+            return bool(value == 0.0)
     return False
 
 
@@ -50,6 +50,22 @@ def dependences(graph: fx.Graph, leaves: Mapping[fx.Node, Depends]) -> dict[fx.N
                 Depends.ANY if is_random(node) else max(operands, default=Depends.CONSTANT)
             )
     return found
+
+
+def merge_equal(graph: fx.Graph, depends: Mapping[fx.Node, Depends]) -> None:
+    """One node for equal computations that no parameter enters.
+
+    Every layer unsqueezes the same rotary table: one constant, not one per layer. Values
+    are never mutated here, so equal operators of equal operands are equal values.
+    """
+    first: dict[tuple[object, ...], fx.Node] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and depends[node] < Depends.ANY:
+            # Literals by repr: 1, 1.0 and True are equal but make different dtypes.
+            key = (node.target, repr(node.args), repr(sorted(node.kwargs.items())))
+            known = first.setdefault(key, node)
+            if known is not node:
+                node.replace_all_uses_with(known)
 
 
 @dataclass(frozen=True)

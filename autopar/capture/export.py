@@ -103,8 +103,25 @@ def export_model(
     _check_side_effects(model, caught)
     for module in exported.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule):
+            if loss_fn is not None:
+                _point_to_loss(module.graph, loss_fn)
             _check_static(model, module.graph)
     return exported
+
+
+def _point_to_loss(graph: torch.fx.Graph, loss_fn: LossFn) -> None:
+    """Traces keep only frames of `forward`: what the loss ran shows its definition instead."""
+    code = getattr(inspect.unwrap(loss_fn), "__code__", None)
+    if code is None:  # a module or a partial: its own frames, if any, must do
+        return
+    here = f'File "{__file__}"'
+    for node in graph.nodes:
+        trace = node.meta.get("stack_trace") or ""
+        frames = [line for line in trace.splitlines() if line.lstrip().startswith("File ")]
+        if frames and frames[-1].lstrip().startswith(here):
+            node.meta["stack_trace"] = (
+                f'File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}'
+            )
 
 
 def _export_error(model: nn.Module, error: Exception) -> CaptureError:

@@ -35,9 +35,8 @@ CUTS_GRADIENT = frozenset(
 
 def carries_gradient(node: fx.Node, value: Any, has_grad: Container[fx.Node]) -> bool:
     """Does any floating output of `node` carry gradient, given its inputs that do?"""
-    if isinstance(node.target, torch._ops.OpOverload):
-        if node.target.overloadpacket in CUTS_GRADIENT:
-            return False
+    if getattr(node.target, "overloadpacket", None) in CUTS_GRADIENT:
+        return False
     if not any(source in has_grad for source in node.all_input_nodes):
         return False
     return any(

@@ -52,6 +52,8 @@ def functionalise(graph: fx.Graph, stored: dict[str, str]) -> None:
 
 def _may_alias(node: fx.Node) -> list[fx.Node]:
     """The inputs whose memory the result may share."""
+    if _is_fresh_output(node):
+        return []
     if not isinstance(node.target, torch._ops.OpOverload):
         return [n for n in node.all_input_nodes if n.op != "get_attr"]  # getitem, regions
     if node.target.overloadpacket in MAY_RETURN_INPUT:
@@ -62,6 +64,17 @@ def _may_alias(node: fx.Node) -> list[fx.Node]:
             values = value if isinstance(value, (list, tuple)) else (value,)
             found += [v for v in values if isinstance(v, fx.Node)]
     return found
+
+
+def _is_fresh_output(node: fx.Node) -> bool:
+    """`topk(x)[0]`: one of several results, each with memory of its own."""
+    source = node.args[0] if node.args else None
+    if node.target is not operator.getitem or not isinstance(source, fx.Node):
+        return False
+    if not isinstance(source.target, torch._ops.OpOverload):
+        return False
+    returns = source.target._schema.returns
+    return len(returns) > 1 and all(r.alias_info is None for r in returns)
 
 
 def _replace(
@@ -90,7 +103,7 @@ def functional_form(target: object) -> torch._ops.OpOverload | None:
     schema = target._schema
     written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     name = schema.name.split("::")[1]
-    if len(written) != 1 or written[0] is not schema.arguments[0] and not name.endswith("_"):
+    if len(written) != 1 or written[0] is not schema.arguments[0]:
         return None
     if not name.endswith("_") or name.endswith("__"):
         return None
@@ -108,7 +121,7 @@ def _check_hidden(node: fx.Node, stored: dict[str, str]) -> None:
     if values.get(flag):
         held = [values[b] for b in buffers if isinstance(values.get(b), fx.Node)]
         if held:
-            what = ", ".join(stored.get(b.name, b.name) for b in held)  # type: ignore[union-attr]
+            what = ", ".join(stored.get(b.name, b.name) for b in held)
             raise _refusal(node, f"updates {what}")
 
 

@@ -77,7 +77,7 @@ def _find_loss(leaves: tuple[Any, ...], spec: pytree.TreeSpec) -> fx.Node | None
     for candidate in candidates:
         for leaf, stand_in in zip(leaves, stand_ins, strict=True):
             if candidate is stand_in and _is_scalar(leaf):
-                return leaf  # type: ignore[no-any-return]
+                return leaf
     return None
 
 

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.builder import Builder
 from autopar.capture.constants import ConstantStore, Leaf, buffer, literal
-from autopar.capture.dependence import Cut, Depends, cut, dependences
+from autopar.capture.dependence import Cut, Depends, cut, dependences, merge_equal
 from autopar.capture.export import LossFn, export_model
 from autopar.capture.inplace import functionalise
 from autopar.capture.names import operator_keys, source_line
@@ -196,6 +196,7 @@ def _freeze(
         | dict.fromkeys(roles.inputs, Depends.INPUT)
         | dict.fromkeys(roles.leaves, Depends.CONSTANT),
     )
+    merge_equal(builder.graph, depends)
     divisors = find_divisors(builder.graph, builder.divisors, depends, set(roles.leaves))
     parts = cut(builder.graph, outputs.all, depends, divisors)
     placeholders = [*roles.parameters, *roles.inputs, *parts.constants, *parts.divisors]

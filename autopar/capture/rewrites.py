@@ -30,7 +30,7 @@ Rewrite = Callable[[Builder, Call], fx.Node | None]
 
 
 def same_value(b: Builder, call: Call) -> fx.Node | None:
-    return call.args[0]  # type: ignore[no-any-return]
+    return call.args[0]
 
 
 def cast(b: Builder, call: Call) -> fx.Node | None:
@@ -42,21 +42,21 @@ def cast(b: Builder, call: Call) -> fx.Node | None:
         wanted = bound["other"].meta["val"].dtype
     wanted = source.meta["val"].dtype if wanted is None else b.dtype(wanted)
     if wanted == source.meta["val"].dtype:
-        return source  # type: ignore[no-any-return]
+        return source
     return b.op(aten.to.dtype, source, wanted)
 
 
 def reshape(b: Builder, call: Call) -> fx.Node | None:
     source = call.args[0]
     if tuple(source.meta["val"].shape) == call.shape:
-        return source  # type: ignore[no-any-return]
+        return source
     return b.op(aten.reshape.default, source, list(call.shape))
 
 
 def expand(b: Builder, call: Call) -> fx.Node | None:
     source = call.args[0]
     if tuple(source.meta["val"].shape) == call.shape:
-        return source  # type: ignore[no-any-return]
+        return source
     return b.op(aten.expand.default, source, list(call.shape))
 
 
@@ -72,7 +72,7 @@ def slice_(b: Builder, call: Call) -> fx.Node | None:
     dim = bound["dim"] % len(shape)
     start, end, step = slice(bound["start"], bound["end"], bound["step"]).indices(shape[dim])
     if (start, end, step) == (0, shape[dim], 1):
-        return source  # type: ignore[no-any-return]
+        return source
     return b.op(aten.slice.Tensor, source, dim, start, end, step)
 
 
