@@ -1,0 +1,376 @@
+"""Local worker processes with a process group ready: what torchrun does, from Python.
+
+`WorkerPool` spawns n processes, gives each torchrun's variables, and lets them find each
+other through a store that the caller hosts, so no port is guessed. A worker obeys one
+request after another: a pickled (fn, args) in, a pickled result or a traceback out. Tensors
+travel as plain copies on the CPU, never as shared memory, so no file descriptor outlives a
+call.
+
+The caller waits for answers and deaths together. After the first failure it listens for
+`_GRACE_S` more, because a killed worker makes its peers raise too, reports the death in
+preference to those errors, and kills every worker with what it started: each worker leads a
+session of its own. A worker whose caller dies ends itself.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from io import BytesIO
+from multiprocessing import connection, get_context, parent_process
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.errors import LaunchError, MeshError
+
+_GRACE_S = 0.5
+_START_TIMEOUT_S = 300.0
+_STOP_TIMEOUT_S = 10.0
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def init_from_environment() -> torch.device:
+    """Initialise `torch.distributed` as torchrun asks, unless it is; this rank's device.
+
+    NCCL on GPU `LOCAL_RANK`, gloo on the CPU where there is no GPU.
+
+    Raises `MeshError` when torchrun's variables are absent, or name a GPU that is not there.
+    """
+    if dist.is_initialized():
+        return _own_device() if "nccl" in str(dist.get_backend()) else torch.device("cpu")
+    absent = [name for name in _VARIABLES if name not in os.environ]
+    if absent:
+        raise MeshError(
+            "torch.distributed is not initialised, and torchrun's variables are not set: "
+            + ", ".join(absent),
+            hint="start the script with torchrun --nproc-per-node N, or use "
+            "autopar.launch(fn, N) on one machine",
+        )
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    device = _own_device()
+    dist.init_process_group("nccl")
+    return device
+
+
+def _own_device() -> torch.device:
+    """GPU `LOCAL_RANK`, made the current one; the current one where that is not set."""
+    local_rank = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))
+    n_gpus = torch.cuda.device_count()
+    if local_rank >= n_gpus:
+        raise MeshError(
+            f"LOCAL_RANK is {local_rank}, but this machine has {n_gpus} GPU(s)",
+            hint='start fewer processes, or set CUDA_VISIBLE_DEVICES="" to use the CPU',
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def launch(fn: Callable[..., Any], n_ranks: int, *args: Any) -> list[Any]:
+    """Run `fn(*args)` in `n_ranks` local processes with a process group ready.
+
+    Returns the results by rank; tensors come back as plain CPU tensors. `fn` must be a
+    function at the top level of a module, and a script that calls `launch` must do so under
+    `if __name__ == "__main__":`, as with any spawned process.
+
+    Raises `LaunchError` with the rank and traceback of the first worker that fails, or the
+    signal that ended it. No process is left behind.
+    """
+    with WorkerPool(n_ranks) as pool:
+        return pool.run(fn, *args)
+
+
+class WorkerPool:
+    """`n_ranks` workers that are started once and run one function after another.
+
+    `run` starts the workers where none are alive: at first, and after a failure, which ends
+    them all. `timeout_s` bounds each run (None: no bound).
+    """
+
+    def __init__(self, n_ranks: int, timeout_s: float | None = None) -> None:
+        if n_ranks < 1:
+            raise MeshError(f"cannot launch {n_ranks} ranks")
+        self.n_ranks = n_ranks
+        self.timeout_s = timeout_s
+        self._workers: list[SpawnProcess] = []
+        self._pipes: list[Connection] = []
+        self._store: dist.TCPStore | None = None
+        # At the interpreter's exit too: multiprocessing would wait for workers still alive.
+        self._finalizer = weakref.finalize(self, _kill, self._workers)
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """`fn(*args)` on every rank; the results by rank. See `launch`."""
+        request = _request(fn, args)
+        try:
+            if not self._workers:
+                self._start()
+            for pipe in self._pipes:
+                # A worker that died between runs: its exit is reported by `_answers`.
+                with suppress(BrokenPipeError):
+                    pipe.send_bytes(request)
+            return self._answers(self.timeout_s, "run")
+        except BaseException:  # Ctrl-C included
+            self._abandon()
+            raise
+
+    def close(self) -> None:
+        """Let the workers end, and kill those that do not."""
+        for pipe in self._pipes:
+            pipe.close()
+        deadline_s = time.monotonic() + _STOP_TIMEOUT_S
+        for worker in self._workers:
+            connection.wait([worker.sentinel], max(0.0, deadline_s - time.monotonic()))
+        self._abandon()
+
+    def _abandon(self) -> None:
+        _kill(self._workers)
+        for pipe in self._pipes:
+            pipe.close()
+        self._pipes.clear()
+        self._store = None
+
+    def _start(self) -> None:
+        context = get_context("spawn")
+        self._store = dist.TCPStore(
+            "127.0.0.1", 0, self.n_ranks, is_master=True, wait_for_workers=False
+        )
+        with _single_threaded_children():
+            for rank in range(self.n_ranks):
+                ours, theirs = context.Pipe()
+                variables = _torchrun_variables(rank, self.n_ranks, self._store.port)
+                worker = context.Process(
+                    target=_work, args=(theirs, variables), name=f"autopar rank {rank}"
+                )
+                self._pipes.append(ours)
+                worker.start()
+                self._workers.append(worker)
+                theirs.close()
+        self._answers(_START_TIMEOUT_S, "start")
+
+    def _answers(self, timeout_s: float | None, doing: str) -> list[Any]:
+        """One answer of each worker, in order of rank; the first failure is raised."""
+        answers: dict[int, bytes] = {}
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        failure: LaunchError | None = None
+        while len(answers) < self.n_ranks:
+            missing = [r for r in range(self.n_ranks) if r not in answers]
+            waits = {self._pipes[r]: r for r in missing}
+            left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+            ready = connection.wait(list(waits), left_s)
+            if not ready:
+                break
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = waits[pipe]
+                try:
+                    kind, answers[rank] = pickle.loads(pipe.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    raise self._death(rank, doing) from None
+                if kind == "error" and failure is None:
+                    failure = _raised(rank, self.n_ranks, answers[rank].decode())
+                    deadline_s = time.monotonic() + _GRACE_S
+        if failure is not None:
+            raise failure
+        if len(answers) < self.n_ranks:
+            raise LaunchError(
+                f"ranks {missing} of {self.n_ranks} did not {doing} within {timeout_s:g} s",
+                hint="a collective that not all ranks call blocks for ever",
+            )
+        return [pickle.loads(answers[rank]) for rank in range(self.n_ranks)]
+
+    def _death(self, rank: int, doing: str) -> LaunchError:
+        """The error for a worker whose pipe closed before it answered."""
+        worker = self._workers[rank]
+        connection.wait([worker.sentinel], _STOP_TIMEOUT_S)
+        _kill(self._workers)
+        code = worker.exitcode
+        where = f"rank {rank} of {self.n_ranks}"
+        if code is not None and code < 0:
+            return LaunchError(
+                f"{where} was ended by {signal.Signals(-code).name}",
+                hint="SIGKILL is often the system out of memory; SIGSEGV, native code"
+                if -code in (signal.SIGKILL, signal.SIGSEGV)
+                else None,
+            )
+        hint = (
+            'call autopar.launch under `if __name__ == "__main__":` in a script that can be '
+            "imported; the worker's own message is on stderr"
+        )
+        return LaunchError(
+            f"{where} exited with code {code} before its {doing} was done",
+            hint=hint if doing == "start" else "the function called os._exit, or native code did",
+        )
+
+
+def _raised(rank: int, n_ranks: int, trace: str) -> LaunchError:
+    return LaunchError(f"rank {rank} of {n_ranks} raised\n{trace.rstrip()}")
+
+
+def _request(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """(fn, args) pickled; the function is checked alone, for a clear message."""
+    name = getattr(fn, "__qualname__", repr(fn))
+    try:
+        _dumps(fn)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise LaunchError(
+            f"cannot send {name} to worker processes: {error}",
+            hint="define the function at the top level of a module (no lambda, no function "
+            "inside another), and pass what it needs as arguments",
+        ) from error
+    try:
+        return _dumps((fn, args))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise LaunchError(
+            f"cannot send the arguments of {name} to worker processes: {error}",
+            hint="pass plain data and tensors; build models and loaders in the function",
+        ) from error
+
+
+class _Pickler(pickle.Pickler):
+    """Sends tensors as detached CPU copies of just their elements."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        # Other subclasses, and tensors without plain storage, know how to pickle themselves.
+        if type(obj) in (Tensor, torch.nn.Parameter) and _is_plain(obj):
+            plain = obj.detach().cpu()
+            if plain.untyped_storage().nbytes() != plain.nbytes:
+                plain = plain.clone(memory_format=torch.contiguous_format)
+            return plain.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
+
+
+def _is_plain(x: Tensor) -> bool:
+    return x.layout == torch.strided and x.device.type != "meta"
+
+
+def _dumps(value: Any, pickler: type[pickle.Pickler] = pickle.Pickler) -> bytes:
+    buffer = BytesIO()
+    pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+    return buffer.getvalue()
+
+
+def _torchrun_variables(rank: int, n_ranks: int, port: int) -> dict[str, str]:
+    """What torchrun sets; the agent store is the one of the caller."""
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "ROLE_RANK": str(rank),
+        "WORLD_SIZE": str(n_ranks),
+        "LOCAL_WORLD_SIZE": str(n_ranks),
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_WORLD_SIZE": str(n_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        # The host's name may resolve to an address that is not reachable from itself.
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback),
+    }
+
+
+@contextmanager
+def _single_threaded_children() -> Iterator[None]:
+    """CPU workers share the cores: one OpenMP thread each, unless the user chose.
+
+    It is read when a worker imports torch, hence inherited rather than set in the worker.
+    """
+    if "OMP_NUM_THREADS" in os.environ or torch.cuda.is_available():
+        yield
+        return
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["OMP_NUM_THREADS"]
+
+
+def _kill(workers: list[SpawnProcess]) -> None:
+    """End the workers, dead or alive, and all they started; empties the list.
+
+    A worker that has ended is collected only after its group was killed: until then its id
+    names that group and no other.
+    """
+    started = [worker for worker in workers if worker.pid is not None]
+    for worker in started:
+        assert worker.pid is not None
+        # Not the leader of a group yet, if it has only just been started.
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(worker.pid, signal.SIGKILL)
+        worker.kill()
+    for worker in started:
+        worker.join(_STOP_TIMEOUT_S)
+    workers.clear()
+
+
+def _work(pipe: Connection, variables: dict[str, str]) -> None:
+    """A worker: initialise, then obey until the caller closes the pipe."""
+    os.setsid()
+    threading.Thread(target=_follow_parent, daemon=True).start()
+    os.environ.update(variables)
+    _answer(pipe, _initialise)
+    while True:
+        try:
+            request = pipe.recv_bytes()
+        except EOFError:
+            break
+        _answer(pipe, partial(_obey, request))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _initialise() -> None:
+    init_from_environment()
+
+
+def _obey(request: bytes) -> Any:
+    fn, args = pickle.loads(request)
+    return fn(*args)
+
+
+def _answer(pipe: Connection, do: Callable[[], Any]) -> None:
+    """Send the result of `do()`, or its traceback."""
+    try:
+        message = ("ok", _dumps(do(), _Pickler))
+    except BaseException:  # noqa: BLE001 - sys.exit too; the caller raises it again
+        message = ("error", traceback.format_exc().encode())
+    sys.stdout.flush()  # this worker may be killed before it exits
+    with suppress(BrokenPipeError):
+        pipe.send_bytes(_dumps(message))
+
+
+def _follow_parent() -> None:
+    """End this worker and all it started when the caller is no more."""
+    parent = parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os.killpg(0, signal.SIGKILL)

@@ -1,0 +1,274 @@
+"""Every row of the reshard table against the definition of placements, on threads and gloo.
+
+A row takes placement a to b. Inputs are made from one global tensor X by the definition of
+a; the outputs must be X under the definition of b. Upstream gradients are made from one
+global G under b's gradient placement; the inputs' must be G under a's (R <-> P, I, S).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autopar.errors import VerificationError
+from autopar.mesh import Device, Link, LogicalMesh
+from autopar.moves import TABLE, Split
+from autopar.runtime import collectives
+from autopar.runtime.groups import (
+    CollectiveCall,
+    Group,
+    Recorder,
+    cut,
+    join,
+    make_groups,
+    phase,
+)
+from autopar.runtime.launch import launch
+from autopar.runtime.threads import ThreadWorld, run_threads
+
+SHAPE = (12, 144, 2)
+N_FACTOR = 12  # dim 1 of SHAPE is 12 x 12, so both factors split over 2, 3, 4 and 6 ranks
+GRADIENT_PLACEMENT = {"r": "p", "i": "i", "s": "s", "p": "r"}
+Groups = Mapping[tuple[int, ...], Group]
+
+
+def mesh_of(*sizes: int) -> LogicalMesh:
+    names = ("dp", "tp", "cp")[: len(sizes)]
+    return LogicalMesh(sizes, names, (Link(1e-6, 1e-9),) * len(sizes), Device(1e12, 1e11, 1e9))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row with its splits: as the move takes them, and as they cut the global tensor."""
+
+    row: str
+    arguments: Callable[[int], tuple[Any, ...]] = lambda n: ()
+    source: Split | None = None
+    target: Split | None = None
+
+    def __str__(self) -> str:
+        return f"{self.row}-{self.source}-{self.target}"
+
+
+def single_split_cases(row: str) -> list[Case]:
+    cases = []
+    for dim, outer in ((0, 1), (1, 1), (1, N_FACTOR), (1, 2)):
+        split = Split(dim, outer)
+        sources = (split, None) if row.startswith("s") else (None, split)
+        cases.append(Case(row, lambda n, dim=dim, outer=outer: (dim, outer), *sources))  # type: ignore[misc]
+    return cases
+
+
+CASES = [
+    *(Case(row) for row in TABLE if "s" not in row.split("_")),
+    *(
+        c
+        for row in TABLE
+        if "s" in row.split("_") and row != "s_to_s"
+        for c in single_split_cases(row)
+    ),
+    Case("s_to_s", lambda n: ((0, 1), (1, 1)), Split(0), Split(1)),
+    Case("s_to_s", lambda n: ((1, 2), (0, 1)), Split(1, 2), Split(0)),
+    # Between the two factors of one dim: outer sizes are local, and change with the cut.
+    Case("s_to_s", lambda n: ((1, N_FACTOR // n), (1, 1)), Split(1, N_FACTOR), Split(1)),
+    Case("s_to_s", lambda n: ((1, 1), (1, N_FACTOR // n)), Split(1), Split(1, N_FACTOR)),
+]
+
+
+def test_cases_cover_the_table() -> None:
+    assert {case.row for case in CASES} == set(TABLE)
+
+
+def random(seed: int, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(shape, generator=generator, dtype=torch.float64) - 0.5
+
+
+def indices(split: Split, n: int, rank: int) -> Tensor:
+    """The positions along `split.dim` of SHAPE that rank holds, element by element."""
+    size = SHAPE[split.dim]
+    rest = size // split.outer
+    return torch.tensor([i for i in range(size) if i % rest // (rest // n) == rank])
+
+
+def placed(placement: str, x: Tensor, split: Split | None, n: int, rank: int) -> Tensor:
+    """Rank's local tensor when the global value is `x`."""
+    if placement == "s":
+        assert split is not None
+        return x.index_select(split.dim, indices(split, n, rank))
+    if placement == "p":
+        parts = [random(1000 + r, *x.shape) for r in range(n - 1)]
+        return [*parts, x - sum(parts)][rank]
+    return x.clone()
+
+
+def assert_placed(
+    placement: str, locals_: list[Tensor], x: Tensor, split: Split | None, what: str
+) -> None:
+    n = len(locals_)
+    if placement == "p":
+        torch.testing.assert_close(sum(locals_), x, rtol=0, atol=1e-12, msg=what)
+        return
+    for rank, local in enumerate(locals_):
+        expected = placed(placement, x, split, n, rank)
+        torch.testing.assert_close(local, expected, rtol=0, atol=1e-12, msg=f"{what}, rank {rank}")
+
+
+def run_case(case: Case, g: Group) -> tuple[Tensor, Tensor]:
+    """This rank's output and gradient of the case."""
+    a, b = case.row.split("_to_")
+    x, upstream = random(g.ranks[0], *SHAPE), random(100 + g.ranks[0], *SHAPE)
+    local = placed(a, x, case.source, g.size, g.rank).requires_grad_()
+    out = getattr(collectives, case.row)(local, g, *case.arguments(g.size))
+    assert out.is_contiguous()
+    assert type(out.grad_fn).__name__ == f"{case.row}Backward"
+    out.backward(placed(GRADIENT_PLACEMENT[b], upstream, case.target, g.size, g.rank))
+    assert local.grad is not None
+    plain = getattr(collectives, case.row)(local.detach(), g, *case.arguments(g.size))
+    assert torch.equal(plain, out)
+    return out.detach(), local.grad
+
+
+def check_case(
+    case: Case, by_rank: Mapping[int, tuple[Tensor, Tensor]], ranks: tuple[int, ...]
+) -> None:
+    a, b = case.row.split("_to_")
+    x, upstream = random(ranks[0], *SHAPE), random(100 + ranks[0], *SHAPE)
+    outs, grads = ([by_rank[r][i] for r in ranks] for i in (0, 1))
+    assert_placed(b, outs, x, case.target, f"{case} value on {ranks}")
+    assert_placed(
+        GRADIENT_PLACEMENT[a], grads, upstream, case.source, f"{case} gradient on {ranks}"
+    )
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_row_on_threads(case: Case) -> None:
+    mesh = mesh_of(2, 3)
+
+    def work(world: ThreadWorld) -> dict[tuple[int, ...], tuple[Tensor, Tensor]]:
+        return {axes: run_case(case, g) for axes, g in world.make_groups(mesh).items()}
+
+    results = run_threads(work, mesh.n_ranks)
+    for axes in ((0,), (1,), (0, 1)):
+        for ranks in mesh.groups(axes):
+            check_case(case, {r: results[r][axes] for r in ranks}, ranks)
+
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool)
+
+
+def primitives(groups: Groups, rank: int) -> list[Tensor]:
+    """Every primitive on every dtype, on strided inputs and scalars; sums are exact."""
+    outs = []
+    for g in groups.values():
+        for dtype in DTYPES:
+            x = (torch.arange(96).reshape(8, 12) * (rank + 1) % 5 - 1).to(dtype).t()
+            scalar = x[3, 3]
+            outs += [
+                g.all_reduce(x),
+                g.all_reduce(x, op="max"),
+                g.all_reduce(scalar),
+                g.all_gather(x, Split(1, 2)),
+                g.reduce_scatter(x, Split(0, 3)),
+                g.all_to_all(x, Split(0, 3), Split(1)),
+                g.slice(x, Split(1, 2)),
+                g.zero_pad(x, Split(1, 2)),
+                g.keep_first(scalar),
+            ]
+    assert all(out.is_contiguous() for out in outs)
+    return outs
+
+
+def on_gloo() -> tuple[int, list[Any], list[Tensor]]:
+    mesh = mesh_of(2, 2)
+    groups, again = make_groups(mesh), make_groups(mesh)
+    line = make_groups(mesh_of(4))
+    rank = torch.distributed.get_rank()
+    for axes, g in groups.items():
+        assert g.process_group is again[axes].process_group  # type: ignore[attr-defined]
+    assert groups[0, 1].process_group is torch.distributed.group.WORLD  # type: ignore[attr-defined]
+    assert line[(0,)].process_group is torch.distributed.group.WORLD  # type: ignore[attr-defined]
+    rows = [{axes: run_case(case, g) for axes, g in groups.items()} for case in CASES]
+    return rank, rows, primitives(groups, rank)
+
+
+def test_rows_and_primitives_on_gloo_processes() -> None:
+    mesh = mesh_of(2, 2)
+    results = launch(on_gloo, 4)
+    for axes in ((0,), (1,), (0, 1)):
+        for ranks in mesh.groups(axes):
+            for i, case in enumerate(CASES):
+                check_case(case, {r: results[r][1][i][axes] for r in ranks}, ranks)
+    threads = run_threads(lambda w: primitives(w.make_groups(mesh), w.rank), 4)
+    for rank, (_, _, got) in enumerate(results):
+        assert len(got) == len(threads[rank]) == 3 * len(DTYPES) * 9
+        for a, b in zip(got, threads[rank], strict=True):
+            assert a.dtype == b.dtype
+            assert torch.equal(a, b)
+
+
+def test_primitives_return_new_tensors() -> None:
+    def work(world: ThreadWorld) -> None:
+        g = world.make_groups(mesh_of(2))[(0,)]
+        x = torch.ones(4, 4)
+        for out in primitives_of(g, x):
+            out.fill_(7)
+        assert torch.equal(x, torch.ones(4, 4))
+
+    run_threads(work, 2)
+
+
+def primitives_of(g: Group, x: Tensor) -> list[Tensor]:
+    s = Split(0)
+    return [
+        g.all_reduce(x),
+        g.all_gather(x, s),
+        g.reduce_scatter(x, s),
+        g.all_to_all(x, s, Split(1)),
+        g.slice(x, s),
+        g.zero_pad(x, s),
+        g.keep_first(x),
+    ]
+
+
+def test_cut_and_join_are_inverse() -> None:
+    x = random(0, 4, 24)
+    for split in (Split(0), Split(1), Split(1, 3)):
+        assert torch.equal(join(cut(x, split, 4), split), x)
+
+
+@pytest.mark.parametrize("split", [Split(0), Split(1, 4), Split(2)], ids=str)
+def test_a_split_that_does_not_divide_is_refused(split: Split) -> None:
+    def work(world: ThreadWorld) -> None:
+        world.make_groups(mesh_of(2))[(0,)].slice(torch.ones(3, 12), split)
+
+    with pytest.raises(VerificationError, match=rf"\(3, 12\) has no dim {split.dim}"):
+        run_threads(work, 2)
+
+
+def test_recorder_counts_bytes_as_nccl_does_and_knows_the_phase() -> None:
+    def work(world: ThreadWorld) -> list[CollectiveCall]:
+        g = world.make_groups(mesh_of(1, 2))[(1,)]
+        x = torch.ones(4, 4, dtype=torch.float64, requires_grad=True)
+        g.all_reduce(x)
+        with Recorder() as recorder:
+            collectives.s_to_r(x, g, 0).sum().backward()
+            with phase("grad_sync"):
+                g.all_reduce(x)
+            collectives.s_to_s(x, g, (0, 1), (1, 1))
+            g.slice(x, Split(0))
+        g.all_reduce(x)
+        return recorder.calls
+
+    expected = [
+        CollectiveCall("all_gather", ("tp",), 256, "forward"),
+        CollectiveCall("reduce_scatter", ("tp",), 256, "backward"),
+        CollectiveCall("all_reduce", ("tp",), 128, "grad_sync"),
+        CollectiveCall("all_to_all", ("tp",), 128, "forward"),
+    ]
+    assert run_threads(work, 2) == [expected, expected]
