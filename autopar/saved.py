@@ -1,0 +1,219 @@
+"""What autograd keeps from the forward of each operator until its backward.
+
+Nothing here is a table: every operator is run once, on fake tensors that have the program's
+shapes, strides and `requires_grad`, and each tensor that autograd packs is traced to a storage:
+
+    storage of an input     kept input       (views of the input, transposed or cut, included)
+    storage of an output    kept output      (unless it is an input's too)
+    any other               other_bytes      mean and rstd of a layer norm, logsumexp of attention,
+                                             log-softmax of a cross-entropy, masks of dropout
+
+    activation bytes = Σ over distinct storages of kept inputs and outputs, parameters excepted,
+                       + Σ other_bytes                                       (`activation_bytes`)
+
+A storage counts once however many operators keep it: `storage_owners` says which value each
+value shares its storage with. The operators decompose as they do on the device of the fake
+tensors. Calls that differ in no argument, shape, stride, dtype or gradient (repeated layers)
+are run once.
+
+One fake kernel is known to err (torch 2.13, tried against real runs): a layer norm of bf16 or
+fp16 activations with float32 scales keeps float32 statistics on CPU, and is counted at half.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+
+from autopar.errors import NotSupportedError
+from autopar.program import Program
+from autopar.rules.rule import OpCall
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What one operator keeps for its backward.
+
+    `inputs` are positions in `OpCall.tensors` (a tensor that is passed twice has two),
+    `outputs` in `OpCall.outputs`; `other_bytes` are at the program's global shapes.
+    """
+
+    inputs: frozenset[int] = frozenset()
+    outputs: frozenset[int] = frozenset()
+    other_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class _Effect:
+    """`shares[i]` is the position of the input whose storage result i has, or None."""
+
+    saved: Saved
+    shares: tuple[int | None, ...]
+
+
+def saved_for_backward(program: Program) -> dict[str, Saved]:
+    """Operator node name -> what it keeps; nothing for operators without gradient.
+
+    Raises `NotSupportedError` for an operator that does not run on fake tensors.
+    """
+    runner = _Runner(program)
+    return {
+        node.name: runner.effect(node).saved if node.name in program.has_grad else Saved()
+        for node in program.operators
+    }
+
+
+def storage_owners(program: Program) -> dict[str, str]:
+    """Tensor name -> name of the tensor whose storage it has, itself unless it is a view.
+
+    Raises `NotSupportedError` for an operator that does not run on fake tensors.
+    """
+    runner = _Runner(program)
+    owners: dict[str, str] = {}
+    for node in program.graph.nodes:
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            continue  # the output, and tuples: their tensors are `getitem` nodes
+        source, position = node.args if node.target is operator.getitem else (node, 0)
+        owner = _result_name(source, position)
+        if source.op == "call_function":
+            shared = runner.effect(source).shares[position]
+            if shared is not None:
+                owner = owners[OpCall.of_node(source).tensors[shared].name]
+        owners[node.name] = owner
+    return owners
+
+
+def activation_bytes(program: Program) -> int:
+    """Bytes that the whole program keeps for its backward, parameters excepted, unsharded."""
+    owners = storage_owners(program)
+    kept_bytes: dict[str, int] = {}
+    other_bytes = 0
+    for name, saved in saved_for_backward(program).items():
+        node = program.node(name)
+        tensors = OpCall.of_node(node).tensors
+        for owner in (owners[tensors[i].name] for i in saved.inputs):
+            kept_bytes[owner] = _storage_bytes(program.node(owner).meta["val"])
+        results = [(i, r) for i, r in enumerate(_as_list(node.meta["val"])) if r is not None]
+        for i, result in (results[k] for k in saved.outputs):
+            kept_bytes[_result_name(node, i)] = _storage_bytes(result)
+        other_bytes += saved.other_bytes
+    return other_bytes + sum(
+        size_bytes for name, size_bytes in kept_bytes.items() if name not in program.parameters
+    )
+
+
+def _result_name(node: torch.fx.Node, position: int) -> str:
+    """The name of one result: the node's, or that of the first `getitem` that takes it."""
+    if isinstance(node.meta["val"], torch.Tensor):
+        return node.name
+    takers = (u.name for u in node.users if u.target is operator.getitem and u.args[1] == position)
+    return next(takers, f"{node.name}.{position}")
+
+
+def _as_list(result: Any) -> list[torch.Tensor | None]:
+    return list(result) if isinstance(result, (list, tuple)) else [result]
+
+
+class _Runner:
+    """Finds the effect of a program's operators; equal calls are run once."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._mode = FakeTensorMode()
+        self._known: dict[tuple[Any, ...], _Effect] = {}
+
+    def effect(self, node: torch.fx.Node) -> _Effect:
+        key = _key(self._program, node)
+        if key not in self._known:
+            self._known[key] = _run(self._program, node, self._mode)
+        return self._known[key]
+
+
+def _key(program: Program, node: torch.fx.Node) -> tuple[Any, ...]:
+    """What decides the effect of a call: its arguments, with a description of each tensor."""
+    first_use: dict[torch.fx.Node, int] = {}
+
+    def describe(source: torch.fx.Node) -> Any:
+        value = source.meta["val"]
+        index = first_use.setdefault(source, len(first_use))
+        grad = source.name in program.has_grad
+        return (index, tuple(value.shape), value.stride(), value.dtype, value.device, grad)
+
+    # By text: as dictionary keys 1, 1.0 and True would be one argument.
+    arguments = torch.fx.node.map_arg((node.args, node.kwargs), describe)
+    return (node.target, node.name in program.has_grad, repr(arguments))
+
+
+def _run(program: Program, node: torch.fx.Node, mode: FakeTensorMode) -> _Effect:
+    """Runs one operator on fresh fake tensors and watches what autograd packs."""
+    with mode:
+        fakes = {source: _fresh(program, source) for source in node.all_input_nodes}
+    packed: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor)
+        return tensor
+
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), fakes.__getitem__)
+    assert callable(node.target)
+    has_grad = node.name in program.has_grad
+    hooks = saved_tensors_hooks(pack, lambda tensor: tensor)
+    try:
+        with mode, torch.set_grad_enabled(has_grad), hooks:
+            result = node.target(*args, **kwargs)
+    except Exception as error:
+        raise NotSupportedError(
+            f"{node.target} does not run on fake tensors, so what it keeps for backward is "
+            f"unknown: {error}",
+            where=program.where(node.name),
+            hint="give a custom operator a fake kernel: torch.library.register_fake",
+        ) from error
+    inputs = [fakes[source] for source in OpCall.of_node(node).tensors]
+    return _attribute(inputs, _as_list(result), packed)
+
+
+def _fresh(program: Program, source: torch.fx.Node) -> torch.Tensor:
+    value = source.meta["val"]
+    return torch.empty_strided(
+        tuple(value.shape),
+        value.stride(),
+        dtype=value.dtype,
+        device=value.device,
+        requires_grad=source.name in program.has_grad,
+    )
+
+
+def _attribute(
+    inputs: list[torch.Tensor], results: list[torch.Tensor | None], packed: list[torch.Tensor]
+) -> _Effect:
+    """Sorts packed tensors by whose storage they have."""
+    in_storages = [_storage(t) for t in inputs]
+    out_storages = [_storage(t) for t in results if t is not None]
+    kept = {_storage(t): _storage_bytes(t) for t in packed}
+    others = kept.keys() - {*in_storages, *out_storages}
+    return _Effect(
+        Saved(
+            frozenset(i for i, s in enumerate(in_storages) if s in kept),
+            frozenset(i for i, s in enumerate(out_storages) if s in kept and s not in in_storages),
+            sum(kept[s] for s in others),
+        ),
+        tuple(
+            in_storages.index(_storage(t)) if t is not None and _storage(t) in in_storages else None
+            for t in results
+        ),
+    )
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """The identity of a tensor's storage, as long as the tensor lives."""
+    return tensor.untyped_storage()._cdata
+
+
+def _storage_bytes(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes()

@@ -1,0 +1,393 @@
+"""What autograd keeps: fake runs against real ones, operator by operator and a whole model."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import autopar.saved
+from autopar.capture import capture, reference_step
+from autopar.errors import NotSupportedError
+from autopar.program import Program
+from autopar.saved import Saved, activation_bytes, saved_for_backward, storage_owners
+
+aten = torch.ops.aten
+B, S, H, D, V = 2, 6, 4, 8, 11
+SUM = 2  # aten's reduction codes
+
+
+class Draft:
+    """A program written by hand, operator by operator."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.mode = FakeTensorMode()
+        self.has_grad: set[str] = set()
+
+    def leaf(self, real: torch.Tensor) -> fx.Node:
+        node = self.graph.placeholder(f"x{len(self.graph.nodes)}")
+        with self.mode:
+            node.meta["val"] = torch.empty_strided(
+                real.shape, real.stride(), dtype=real.dtype, device="cpu"
+            )
+        return self._mark(node, real.requires_grad)
+
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.graph.call_function(op, args, kwargs)
+        plain = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+        with self.mode:
+            node.meta["val"] = op(*plain[0], **plain[1])
+        floating = any(v.is_floating_point() for v in pytree.tree_leaves(node.meta["val"]))
+        return self._mark(
+            node, floating and any(n.name in self.has_grad for n in node.all_input_nodes)
+        )
+
+    def _mark(self, node: fx.Node, grad: bool) -> fx.Node:
+        if grad:
+            self.has_grad.add(node.name)
+        return node
+
+    def program(self, *outputs: fx.Node) -> Program:
+        self.graph.output(outputs)
+        return Program(
+            graph=self.graph,
+            parameters={},
+            buffers={},
+            inputs={},
+            constants={},
+            prologue=None,
+            loss=None,
+            outputs=tuple(n.name for n in outputs),
+            out_spec=pytree.tree_structure(tuple(outputs)),
+            has_grad=frozenset(self.has_grad),
+            keys={},
+            sources={},
+        )
+
+
+def x(*shape: int, grad: bool = True, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, dtype=dtype).requires_grad_(grad)
+
+
+def ids(*shape: int) -> torch.Tensor:
+    return torch.randint(0, V, shape)
+
+
+def heads(n: int = H, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """(b, h, s, d) with the strides that a projection leaves, (b, s, h, d)."""
+    return x(B, S, n, D, grad=False, dtype=dtype).transpose(1, 2).requires_grad_()
+
+
+def saved_of(op: Any, *args: Any, **kwargs: Any) -> Saved:
+    """What the module says of one call; a tensor that is passed twice is one node."""
+    draft = Draft()
+    nodes: dict[int, fx.Node] = {}
+
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in nodes:
+            nodes[id(value)] = draft.leaf(value)
+        return nodes[id(value)]
+
+    args, kwargs = pytree.tree_map(leaf, (args, kwargs))
+    node = draft.call(op, *args, **kwargs)
+    return saved_for_backward(draft.program(node))[node.name]
+
+
+def really_saved(op: Any, *args: Any, **kwargs: Any) -> Saved:
+    """What autograd keeps of one call on real tensors, told apart by address."""
+    packed: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed[address(tensor)] = tensor
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        results = op(*args, **kwargs)
+    inputs = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+    outputs = pytree.tree_leaves(results)
+    in_places, out_places = [address(t) for t in inputs], [address(t) for t in outputs]
+    return Saved(
+        frozenset(i for i, place in enumerate(in_places) if place in packed),
+        frozenset(i for i, p in enumerate(out_places) if p in packed and p not in in_places),
+        sum(
+            tensor.untyped_storage().nbytes()
+            for place, tensor in packed.items()
+            if place not in in_places + out_places
+        ),
+    )
+
+
+def address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def saved(inputs: set[int], outputs: set[int] | None = None, other_bytes: int = 0) -> Saved:
+    return Saved(frozenset(inputs), frozenset(outputs or ()), other_bytes)
+
+
+SDPA = aten.scaled_dot_product_attention.default
+LSE_BYTES = B * H * S * 4
+MASK_BYTES = S * S * 4
+SQUARE = x(3, 3)
+
+# name -> (operator, positional arguments, expected); the shapes are small and all different.
+KNOWN: dict[str, tuple[Any, tuple[Any, ...], Saved]] = {
+    "linear": (aten.linear.default, (x(2, 3, 5), x(7, 5)), saved({0, 1})),
+    "linear with bias": (aten.linear.default, (x(2, 3, 5), x(7, 5), x(7)), saved({0, 1})),
+    "linear, frozen weight": (aten.linear.default, (x(2, 5), x(7, 5, grad=False)), saved({1})),
+    "linear, plain input": (aten.linear.default, (x(2, 5, grad=False), x(7, 5)), saved({0})),
+    "mm": (aten.mm.default, (x(3, 5), x(5, 7)), saved({0, 1})),
+    "mm with itself": (aten.mm.default, (SQUARE, SQUARE), saved({0, 1})),
+    "bmm": (aten.bmm.default, (x(2, 3, 5), x(2, 5, 7)), saved({0, 1})),
+    "mul": (aten.mul.Tensor, (x(3, 5), x(5)), saved({0, 1})),
+    "mul by a constant": (aten.mul.Tensor, (x(3, 5), x(5, grad=False)), saved({1})),
+    "mul by a scalar": (aten.mul.Tensor, (x(3, 5), 2.0), saved(set())),
+    "add": (aten.add.Tensor, (x(3, 5), x(5)), saved(set())),
+    "relu": (aten.relu.default, (x(3, 5),), saved(set(), {0})),
+    "tanh": (aten.tanh.default, (x(3, 5),), saved(set(), {0})),
+    "gelu": (aten.gelu.default, (x(3, 5),), saved({0})),
+    "pow": (aten.pow.Tensor_Scalar, (x(3, 5), 3.0), saved({0})),
+    "layer_norm": (
+        aten.layer_norm.default,
+        (x(3, 4, 5), [5], x(5), x(5)),
+        saved({0, 1, 2}, set(), 2 * 3 * 4 * 4),
+    ),
+    "softmax": (aten.softmax.int, (x(3, 5), -1), saved(set(), {0})),
+    "embedding": (aten.embedding.default, (x(V, 5), ids(2, 3)), saved({1})),
+    "cross_entropy": (
+        aten.cross_entropy_loss.default,
+        (x(6, V), ids(6), None, SUM),
+        saved({1}, set(), 6 * V * 4 + 4),
+    ),
+    "max over a dim": (aten.max.dim, (x(3, 5), 1), saved(set(), {1})),
+    "dropout": (aten.dropout.default, (x(3, 5), 0.5, True), saved(set(), set(), 3 * 5 * 4)),
+    "attention": (SDPA, (heads(), heads(), heads()), saved({0, 1, 2}, {0}, LSE_BYTES)),
+    "causal attention": (
+        SDPA,
+        (heads(), heads(), heads(), None, 0.0, True),
+        saved({0, 1, 2}, {0}, LSE_BYTES),
+    ),
+    "attention with a float mask": (
+        SDPA,
+        (heads(), heads(), heads(), x(S, S, grad=False)),
+        saved({0, 1, 2, 3}, {0}, LSE_BYTES),
+    ),
+    "attention with a bool mask": (
+        SDPA,
+        (heads(), heads(), heads(), torch.ones(S, S, dtype=torch.bool)),
+        saved({0, 1, 2}, {0}, LSE_BYTES + MASK_BYTES),
+    ),
+}
+BF16 = torch.bfloat16
+
+# Where the point is that the fake run decomposes as the real one does, whatever that is.
+LIKE_REAL: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
+    "addmm": (aten.addmm.default, (x(7), x(3, 5), x(5, 7)), {}),
+    "silu": (aten.silu.default, (x(3, 5),), {}),
+    "rsqrt": (aten.rsqrt.default, (x(3, 5),), {}),
+    "mean": (aten.mean.dim, (x(3, 5), [-1], True), {}),
+    "div": (aten.div.Tensor, (x(3, 5), x(5)), {}),
+    "where": (aten.where.self, (torch.ones(3, 5, dtype=torch.bool), x(3, 5), x(5)), {}),
+    "cat": (aten.cat.default, ([x(3, 5), x(2, 5)],), {}),
+    "cast": (aten.to.dtype, (x(3, 5), BF16), {}),
+    "log_softmax": (aten.log_softmax.int, (x(3, 5), -1), {}),
+    "conv2d": (aten.conv2d.default, (x(2, 3, 8, 8), x(4, 3, 3, 3), x(4)), {}),
+    "batch_norm": (
+        aten.batch_norm.default,
+        (x(2, 3, 4, 4), x(3), x(3), x(3, grad=False), x(3, grad=False), True, 0.1, 1e-5, False),
+        {},
+    ),
+    "bf16 layer_norm": (
+        aten.layer_norm.default,
+        (x(3, 5, dtype=BF16), [5], x(5, dtype=BF16), x(5, dtype=BF16)),
+        {},
+    ),
+    "bf16 attention": (SDPA, tuple(heads(dtype=BF16) for _ in range(3)), {}),
+    "fp64 attention": (SDPA, tuple(heads(dtype=torch.float64) for _ in range(3)), {}),
+    "grouped attention": (SDPA, (heads(), heads(2), heads(2)), {"enable_gqa": True}),
+    "attention with dropout": (SDPA, (heads(), heads(), heads(), None, 0.5), {}),
+    "attention, learned mask": (SDPA, (heads(), heads(), heads(), x(H, S, S)), {}),
+    "attention, values without gradient": (
+        SDPA,
+        (heads(), heads(), heads().detach()),
+        {},
+    ),
+    "cross_entropy, mean, bf16": (
+        aten.cross_entropy_loss.default,
+        (x(6, V, dtype=BF16), ids(6)),
+        {},
+    ),
+    "cross_entropy over dim 1 with smoothing": (
+        aten.cross_entropy_loss.default,
+        (x(2, V, 6), ids(2, 6), None, SUM, -100, 0.1),
+        {},
+    ),
+}
+
+VIEWS: list[tuple[Any, tuple[Any, ...]]] = [
+    (aten.transpose.int, (0, 1)),
+    (aten.permute.default, ([1, 0, 2],)),
+    (aten.view.default, ([6, 8],)),
+    (aten.reshape.default, ([6, 8],)),
+    (aten.unsqueeze.default, (0,)),
+    (aten.slice.Tensor, (2, 1, 5)),
+    (aten.select.int, (0, 1)),
+    (aten.to.dtype, (torch.float32,)),
+]
+
+
+class TestOperators:
+    @pytest.mark.parametrize("name", KNOWN)
+    def test_known(self, name: str) -> None:
+        op, args, expected = KNOWN[name]
+        assert saved_of(op, *args) == expected
+        assert really_saved(op, *args) == expected
+
+    @pytest.mark.parametrize("name", LIKE_REAL)
+    def test_like_a_real_run(self, name: str) -> None:
+        op, args, kwargs = LIKE_REAL[name]
+        assert saved_of(op, *args, **kwargs) == really_saved(op, *args, **kwargs)
+
+    def test_without_gradient_nothing_is_saved(self) -> None:
+        assert saved_of(aten.mm.default, x(3, 5, grad=False), x(5, 7, grad=False)) == Saved()
+
+    def test_under_no_grad_the_answer_is_the_same(self) -> None:
+        with torch.no_grad():
+            assert saved_of(aten.relu.default, x(3, 5)) == saved(set(), {0})
+
+    def test_an_operator_that_cannot_run_is_named(self) -> None:
+        with torch.library._scoped_library("autopar_test", "FRAGMENT") as library:
+            library.define("opaque(Tensor x) -> Tensor")
+            library.impl("opaque", torch.clone, "CPU")
+            draft = Draft()
+            leaf = draft.leaf(x(3, 5))
+            node = draft.graph.call_function(torch.ops.autopar_test.opaque.default, (leaf,))
+            node.meta["val"] = leaf.meta["val"]
+            draft.has_grad.add(node.name)
+            with pytest.raises(NotSupportedError, match=r"autopar_test\.opaque") as caught:
+                saved_for_backward(draft.program(node))
+            assert "register_fake" in str(caught.value)
+
+
+class TestViews:
+    @pytest.mark.parametrize(("view", "args"), VIEWS)
+    def test_a_view_saves_nothing_and_its_storage_is_the_inputs(
+        self, view: Any, args: tuple[Any, ...]
+    ) -> None:
+        draft = Draft()
+        source = draft.leaf(x(2, 3, 8))
+        node = draft.call(view, source, *args)
+        power = draft.call(aten.pow.Tensor_Scalar, node, 3.0)
+        program = draft.program(power)
+        assert saved_for_backward(program)[node.name] == Saved()
+        assert storage_owners(program) == {
+            source.name: source.name,
+            node.name: source.name,
+            power.name: power.name,
+        }
+        assert activation_bytes(program) == 2 * 3 * 8 * 4
+
+    def test_parts_of_a_split_are_one_storage(self) -> None:
+        draft = Draft()
+        source = draft.call(aten.relu.default, draft.leaf(x(4, 6)))
+        split = draft.call(aten.split.Tensor, source, 3, 1)
+        parts = [draft.call(operator.getitem, split, i) for i in range(2)]
+        program = draft.program(draft.call(aten.mul.Tensor, *parts))
+        owners = storage_owners(program)
+        assert [owners[part.name] for part in parts] == [source.name, source.name]
+        assert split.name not in owners
+        assert activation_bytes(program) == 4 * 6 * 4
+
+    def test_a_reshape_that_copies_has_its_own_storage(self) -> None:
+        draft = Draft()
+        turned = draft.call(aten.transpose.int, draft.leaf(x(3, 5)), 0, 1)
+        copy = draft.call(aten.reshape.default, turned, [15])
+        program = draft.program(draft.call(aten.pow.Tensor_Scalar, copy, 3.0))
+        assert storage_owners(program)[copy.name] == copy.name
+
+    def test_a_result_that_nothing_takes_counts(self) -> None:
+        draft = Draft()
+        best = draft.call(aten.max.dim, draft.leaf(x(3, 5)), 1)
+        value = draft.call(operator.getitem, best, 0)
+        assert activation_bytes(draft.program(value)) == 3 * 8
+
+
+def gpt2(n_layers: int, dropout: float = 0.0) -> nn.Module:
+    config = GPT2Config(
+        n_layer=n_layers,
+        n_embd=64,
+        n_head=4,
+        vocab_size=97,
+        n_positions=32,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+        loss_type="ForCausalLMLoss",
+    )
+    return GPT2LMHeadModel(config)
+
+
+def batch() -> dict[str, torch.Tensor]:
+    """With padding, so that eager too needs an explicit mask."""
+    tokens = torch.randint(1, 97, (4, 32))
+    mask = torch.ones_like(tokens)
+    mask[1, 20:] = 0
+    return {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
+
+
+def really_kept_bytes(model: nn.Module, run: Callable[[], object]) -> int:
+    """Distinct storages that autograd keeps of a run, parameters excepted."""
+    packed: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.setdefault(address(tensor), tensor)
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    parameters = {address(p) for p in model.parameters()}
+    return sum(t.untyped_storage().nbytes() for at, t in packed.items() if at not in parameters)
+
+
+class TestModel:
+    @pytest.mark.parametrize("dropout", [0.0, 0.1])
+    def test_gpt2_against_real_runs(self, dropout: float) -> None:
+        model, inputs = gpt2(2, dropout), batch()
+        program = capture(model, inputs)
+        predicted_bytes = activation_bytes(program)
+        parameters = dict(model.named_parameters())
+        captured_bytes = really_kept_bytes(
+            model, lambda: reference_step(program, parameters, inputs)
+        )
+        assert predicted_bytes == captured_bytes
+        eager_bytes = really_kept_bytes(model, lambda: model(**inputs))
+        assert predicted_bytes == pytest.approx(eager_bytes, rel=0.02)
+
+    def test_repeated_layers_are_run_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        run, runs = autopar.saved._run, []
+
+        def counted(program: Program, node: fx.Node, mode: FakeTensorMode) -> Any:
+            runs.append(node.name)
+            return run(program, node, mode)
+
+        monkeypatch.setattr(autopar.saved, "_run", counted)
+        n_runs = []
+        for n_layers in (2, 4):
+            runs.clear()
+            saved_for_backward(capture(gpt2(n_layers), batch()))
+            n_runs.append(len(runs))
+        assert n_runs[0] == n_runs[1]
