@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,8 @@ from autopar.errors import InfeasibleError
 from autopar.facts import OperatorStrategy
 from autopar.passes.constraints import Limits
 from autopar.passes.groups import Group, JointStrategy, PlacedOperator, joint_strategies
-from autopar.rules import rule_for
+from autopar.factors import Operator
+from autopar.rules import OpRule, rule_for
 from autopar.saved import Saved
 from autopar.spec import PREFERENCE, I, Spec, TensorType, illegal_reason
 
@@ -198,35 +199,50 @@ class CandidateMaker:
                 ),
                 np.zeros(n_choices),
             )
-            time += self.operator_time_s(item, labelled, moved)
+            rule = rule_for(str(item.operator.call.op))
+            flops = rule.flops_of(item.sizes) * labelled
+            forward, backward = operator_times_s(
+                rule, item.operator, self.types, self.cost, flops, moved
+            )
+            time += forward + backward
+            if rule.inner_all_reduces:
+                time += self._inner_time_s(item, rule, group, per_axis, active, columns, fraction)
             kept_bytes += self._kept_bytes(item, labelled, fraction, first_savers)
         return time * self.n_microbatches, kept_bytes
 
-    def operator_time_s(self, item: PlacedOperator, labelled: Array, moved: Array) -> Array:
-        """Forward and backward seconds of one operator in one microbatch.
+    def _inner_time_s(
+        self, item: PlacedOperator, rule: OpRule, group: Group,
+        per_axis: Sequence[Sequence[JointStrategy]], active: Sequence[int],
+        columns: Sequence[NDArray[np.int64]], fraction: Callable[[str], Array],
+    ) -> Array:  # fmt: skip
+        """The all_reduces inside a lowered operator: one element per row of its labels."""
+        position = group.members.index(item)
+        rows = self.types[item.operator.inputs[1]]
+        itemsize = self.types[item.operator.inputs[0]].itemsize
+        size_bytes = math.prod(rows.shape) * itemsize * fraction(item.operator.inputs[1])
+        out = np.zeros_like(size_bytes)
+        for c in range(len(out)):
+            axes = tuple(
+                axis
+                for k, axis in enumerate(active)
+                if self._is_inner(item, rule, per_axis[k][columns[k][c]], position)
+            )
+            if axes:
+                once = self.cost.primitive_time_s("all_reduce", int(size_bytes[c]), axes)
+                out[c] = rule.inner_all_reduces * once
+        return out
 
-        The backward of a contraction is one more of it per input with gradient; that of any
-        other operator touches its tensors once more for the gradients in and out.
-        """
-        rule = rule_for(str(item.operator.call.op))
-        if rule.view:
-            return np.zeros_like(moved)
-        flops = rule.flops_of(item.sizes) * labelled
-        forward = self.cost.op_times_s(flops, moved)
-        if not any(self.types[n].has_grad for n in item.operator.outputs):
-            return forward
-        n_products = sum(self.types[n].has_grad for n in item.operator.inputs[:2])
-        if rule.flops is None:
-            return forward + self.cost.op_times_s(flops, 1.5 * moved)
-        return forward + n_products * self.cost.op_times_s(flops, moved)
+    @staticmethod
+    def _is_inner(item: PlacedOperator, rule: OpRule, joint: JointStrategy, position: int) -> bool:
+        label = item.strategies[joint.members[position]].label
+        return label is not None and item.pattern.names[label] in rule.inner
 
     def _kept_bytes(
-        self, item: PlacedOperator, labelled: Array, fraction: object, first_savers: set[str]
+        self, item: PlacedOperator, labelled: Array, fraction: Callable[[str], Array], first_savers: set[str]
     ) -> Array:
         saved = self.saved.get(item.name)
         if saved is None:
             return np.zeros_like(labelled)
-        assert callable(fraction)
         names = [item.operator.inputs[i] for i in sorted(saved.inputs)]
         names += [item.operator.outputs[i] for i in sorted(saved.outputs)]
         batch = self.limits.batch_cells
@@ -240,5 +256,21 @@ class CandidateMaker:
         return total
 
 
-def n_choices(candidates: Sequence[GroupCandidates]) -> int:
-    return math.prod(len(c.choices) for c in candidates)
+def operator_times_s(
+    rule: OpRule, operator: Operator, types: Mapping[str, TensorType], cost: CostModel,
+    flops: Array, moved_bytes: Array,
+) -> tuple[Array, Array]:  # fmt: skip
+    """Forward and backward seconds of one operator in one microbatch.
+
+    The backward of a contraction is one more of it per input with gradient; that of any
+    other operator touches its tensors once more, for the gradients in and out.
+    """
+    if rule.view:
+        return np.zeros_like(moved_bytes), np.zeros_like(moved_bytes)
+    forward = cost.op_times_s(flops, moved_bytes)
+    if not any(types[n].has_grad for n in operator.outputs):
+        return forward, np.zeros_like(forward)
+    if rule.flops is None:
+        return forward, cost.op_times_s(flops, 1.5 * moved_bytes)
+    n_products = sum(types[n].has_grad for n in operator.inputs[:2])
+    return forward, n_products * cost.op_times_s(flops, moved_bytes)

@@ -87,6 +87,9 @@ class ProblemBuilder:
     edges: list[Edge] = field(default_factory=list)
     tables: dict[tuple[TensorType, bool], ReshardTable] = field(default_factory=dict)
     storages: dict[str, tuple[Storage, ...]] = field(default_factory=dict)
+    conversions: dict[
+        tuple[TensorType, tuple[Storage, ...], Spec, int], tuple[Array, Array, Array]
+    ] = field(default_factory=dict)
     parameter_variables: dict[str, int] = field(default_factory=dict)
 
     def build(self, candidates: Sequence[GroupCandidates]) -> IntraOpProblem:
@@ -249,13 +252,23 @@ class ProblemBuilder:
             distinct: dict[Spec, int] = {}
             for use, n in zip(uses, n_uses, strict=True):
                 distinct[use] = distinct.get(use, 0) + n
-            for i, storage in enumerate(storages):
-                for use, n in distinct.items():
-                    made = self.maker.conversion(table, storage, use, n)
-                    if made is None:
-                        cost[i, j] = np.inf
-                    else:
-                        cost[i, j] += made.time_s
-                        tie[i, j] += made.tie
-                        size_bytes[i, j] += made.size_bytes
+            for use, n in distinct.items():
+                made = self._conversions(table, storages, use, n)
+                cost[:, j] += made[0]
+                tie[:, j] += made[1]
+                size_bytes[:, j] += made[2]
         self.edges.append(Edge(index, target, cost, tie, size_bytes))
+
+    def _conversions(
+        self, table: ReshardTable, storages: tuple[Storage, ...], use: Spec, n_uses: int
+    ) -> tuple[Array, Array, Array]:
+        """Costs of converting every storage to one use; parameters of one type share them."""
+        key = (table.tensor, storages, use, n_uses)
+        if key not in self.conversions:
+            made = [self.maker.conversion(table, s, use, n_uses) for s in storages]
+            self.conversions[key] = (
+                np.array([c.time_s if c else np.inf for c in made]),
+                np.array([c.tie if c else 0.0 for c in made]),
+                np.array([c.size_bytes if c else 0.0 for c in made]),
+            )
+        return self.conversions[key]

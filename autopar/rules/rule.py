@@ -96,7 +96,8 @@ class OpRule:
     linear     sets of inputs that may be Partial together, the others Replicate; the output
                is then Partial. A function of the call where scalars decide
     inner      names whose sharding needs collectives inside the operator -> the placement
-               of the outputs; such a name, or one that needs masking, has a `lower`
+               of the outputs; such a name, or one that needs masking, has a `lower`.
+               `inner_all_reduces` of them, of one element per element of the second input
     lower      name -> function of `autopar.runtime.lowered` that replaces the operator
     localise   arguments that carry sizes, rewritten for one rank
     view       costs nothing: the output shares the input's memory
@@ -107,6 +108,7 @@ class OpRule:
     flops: str | None = None
     linear: LinearSets | Callable[[OpCall], LinearSets] = ()
     inner: Mapping[str, str] = field(default_factory=dict)
+    inner_all_reduces: int = 0
     lower: Mapping[str, str] = field(default_factory=dict)
     localise: Localise | None = None
     view: bool = False

@@ -115,6 +115,7 @@ NETWORK = (
         "aten.cross_entropy_loss.default",
         f.cross_entropy,
         inner={"v": "I"},
+        inner_all_reduces=3,
         lower={"v": "vocab_parallel_cross_entropy"},
         check=_only_sum,
     ),
@@ -143,6 +144,8 @@ VIEWS = (
     OpRule("aten.unbind.int", v.unbind, linear=ALONE, view=True),
     OpRule("aten.select.int", v.select, linear=ALONE, view=True),
     OpRule("aten.slice.Tensor", v.slice_, linear=ALONE, view=True, localise=v.localise_slice),
+    OpRule("aten.pad.default", v.pad),
+    OpRule("aten.constant_pad_nd.default", v.pad),
     OpRule("aten.cat.default", v.cat, linear=lambda call: (tuple(range(len(call.inputs))),)),
     OpRule("aten.stack.default", v.stack, linear=lambda call: (tuple(range(len(call.inputs))),)),
     *(

@@ -243,3 +243,17 @@ def created_like(call: OpCall) -> Notation:
 
 def elements(shape: Shape) -> int:
     return math.prod(shape)
+
+
+def pad(call: OpCall) -> Notation:
+    """Padding with a constant: padded dims stay whole."""
+    shape, out = call.inputs[0], call.outputs[0]
+    labels = names(len(shape))
+    source = named_term(shape, labels)
+    same = [n == m for n, m in zip(shape, out, strict=True)]
+    target = tuple(
+        dim if kept else ((f"p{i}",) if out[i] != 1 else ())
+        for i, (dim, kept) in enumerate(zip(source, same, strict=True))
+    )
+    held = {name for i, kept in enumerate(same) if not kept for name in (labels[i], f"p{i}")}
+    return Notation((source,), (target,), frozenset(held))

@@ -1,0 +1,191 @@
+"""One stage's program as data: the lines that codegen prints, the runtime runs, costs read.
+
+A strategy says where tensors live; a `StageProgram` says what each rank does: parameters
+turned into use, tensors resharded at their first use and shared by every consumer that
+wants the same placement, operators on local shapes, dead values dropped. The generated
+source, the predicted time, `plan.collectives()` and the verifier all read these lines, so
+what is printed is what is priced is what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autopar.facts import Period
+from autopar.moves import COLLECTIVES, Move
+from autopar.spec import Spec
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A variable of the generated program, as an argument."""
+
+    name: str
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Local:
+    """A variable on one rank: its local shape, and how it is placed."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    spec: Spec
+
+
+@dataclass(frozen=True)
+class MoveLine:
+    """One move of a reshard. Bytes are NCCL's accounting; backward is 0 without gradient."""
+
+    out: Local
+    source: str
+    move: Move
+    value: str
+    phase: str
+    forward_bytes: int
+    backward_bytes: int
+    forward_s: float
+    backward_s: float
+    has_grad: bool
+
+
+@dataclass(frozen=True)
+class CallLine:
+    """One operator on local tensors. `lowered` names the function that replaces it."""
+
+    outs: tuple[Local, ...]
+    target: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    key: str
+    where: str
+    lowered: str | None
+    lowered_axes: tuple[int, ...]
+    inner_bytes: tuple[int, ...]
+    flops: float
+    forward_s: float
+    backward_s: float
+    saved_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class DetachLine:
+    """Leave autograd: an output that is handed to the user."""
+
+    out: Local
+    source: str
+
+
+@dataclass(frozen=True)
+class GatherLine:
+    """A ZeRO-3 parameter gathered for one operator, and again in backward `regathers` times."""
+
+    out: Local
+    source: str
+    parameter: str
+    moves: tuple[MoveLine, ...]
+    regathers: int
+
+
+@dataclass(frozen=True)
+class FreeLine:
+    """Variables that nothing reads any more."""
+
+    names: tuple[str, ...]
+
+
+Line = MoveLine | CallLine | DetachLine | GatherLine | FreeLine
+
+
+@dataclass(frozen=True)
+class ParameterUse:
+    """One placement a parameter is used at, and the moves that make it from storage."""
+
+    local: Local
+    moves: tuple[MoveLine, ...]
+
+
+@dataclass(frozen=True)
+class StoredParameter:
+    """A parameter as one rank keeps it.
+
+    `name` is the user's; `shape` the whole tensor's. For period "use" the program takes the
+    stored tensor and gathers it itself; otherwise it takes `uses`.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    dims: tuple[tuple[int, ...], ...]
+    stored: Local
+    period: Period
+    uses: tuple[ParameterUse, ...]
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """A model input, constant or divisor as the program takes it.
+
+    `source` is the placeholder of the captured graph, `kind` "input", "constant" or
+    "divisor", `batch_cell` the (dim, factor) that microbatches cut, `dims` the factor sizes
+    of one microbatch over all ranks.
+    """
+
+    local: Local
+    source: str
+    kind: str
+    dims: tuple[tuple[int, ...], ...]
+    batch_cell: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class StageProgram:
+    """Everything one stage does in a step; the same for every rank of the stage."""
+
+    name: str
+    axis_names: tuple[str, ...]
+    axis_sizes: tuple[int, ...]
+    parameters: tuple[StoredParameter, ...]
+    delivered: tuple[Delivered, ...]
+    body: tuple[Line, ...]
+    loss: str | None
+    outputs: tuple[str, ...]
+    n_microbatches: int
+    prologue: tuple[tuple[str, str], ...] = ()
+    prologue_inputs: tuple[str, ...] = ()
+    prologue_outputs: tuple[str, ...] = ()
+
+    def moves(self) -> Iterator[MoveLine]:
+        """The moves of activations, in order."""
+        for line in self.body:
+            if isinstance(line, MoveLine):
+                yield line
+
+    def group_axes(self) -> tuple[tuple[int, ...], ...]:
+        """Every group of axes a collective or lowering of this program needs."""
+        found: dict[tuple[int, ...], None] = {}
+        lines: list[MoveLine] = list(self.moves())
+        for parameter in self.parameters:
+            for use in parameter.uses:
+                lines += use.moves
+        for line in self.body:
+            if isinstance(line, GatherLine):
+                lines += line.moves
+            elif isinstance(line, CallLine) and line.lowered:
+                found.setdefault(line.lowered_axes)
+        for move in lines:
+            if (move.move.forward, move.move.backward) != ("identity", "identity"):
+                found.setdefault(move.move.axes)
+        return tuple(sorted(found, key=lambda axes: (len(axes), axes)))
+
+
+def is_collective(kind: str) -> bool:
+    return kind in COLLECTIVES

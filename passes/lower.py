@@ -1,0 +1,424 @@
+"""Lowering: from a strategy to the lines each rank runs.
+
+Operators keep the captured order. A tensor is resharded right before the first operator
+that wants it elsewhere, once per distinct target, along the cheapest path; arguments that
+carry sizes are localised by the operator's rule.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.fx
+
+from autopar.cost.model import CostModel
+from autopar.facts import OperatorStrategy, Storage, Strategy
+from autopar.factors import Operator, value_names
+from autopar.passes.groups import place_operators
+from autopar.passes.intra_op import Analysis
+from autopar.passes.candidates import operator_times_s
+from autopar.passes.reshard import ReshardTable, step_time_s
+from autopar.rules import rule_for
+from autopar.spec import I, R, Spec, TensorType, local_bytes, local_shape, without_gradient
+from autopar.stage_program import (
+    CallLine, Delivered, DetachLine, FreeLine, GatherLine, Line, Local, MoveLine, ParameterUse,
+    Ref, StageProgram, StoredParameter,
+)  # fmt: skip
+
+# Arguments of the functions in runtime.lowered, by the operator's argument names; the group
+# follows the second one.
+LOWERED_ARGUMENTS = {
+    "vocab_parallel_embedding": ("weight", "indices", "padding_idx"),
+    "vocab_parallel_cross_entropy": ("self", "target", "ignore_index", "label_smoothing"),
+}
+
+
+def lower(
+    analysis: Analysis, strategy: Strategy, cost: CostModel, with_outputs: bool = False
+) -> StageProgram:
+    """The stage program of a strategy; `with_outputs` also returns the model's outputs whole."""
+    return _Lowering(analysis, strategy, cost, with_outputs).run()
+
+
+def identifier(name: str) -> str:
+    """`h.0.mlp.c_fc.weight` -> `h_0_mlp_c_fc_weight`."""
+    word = re.sub(r"\W", "_", name)
+    return f"_{word}" if word[0].isdigit() else word
+
+
+def suffix(spec: Spec, active: Sequence[int]) -> str:
+    """A spec as part of a variable's name: `R`, `S0`, `S2_1`."""
+    words = []
+    for axis in active:
+        p = spec.placements[axis]
+        words.append(
+            (f"S{p.dim}_{p.factor}" if p.factor else f"S{p.dim}") if p.is_shard else p.kind
+        )
+    return "".join(words) + ("o" if spec.order else "")
+
+
+@dataclass
+class _Lowering:
+    analysis: Analysis
+    strategy: Strategy
+    cost: CostModel
+    with_outputs: bool
+    body: list[Line] = field(default_factory=list)
+    produced: dict[str, Spec] = field(default_factory=dict)
+    variables: dict[tuple[str, Spec], str] = field(default_factory=dict)
+    taken: set[str] = field(default_factory=set)
+    delivered: dict[tuple[str, Spec], Delivered] = field(default_factory=dict)
+    tables: dict[TensorType, ReshardTable] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.program = self.analysis.program
+        self.sizes = self.cost.mesh.sizes
+        self.active = self.cost.mesh.active_axes
+        self.types = self.strategy.types
+
+    def run(self) -> StageProgram:
+        parameters = tuple(self._parameter(n) for n in self.program.parameters)
+        placed = place_operators(self.analysis.operators, self.types)
+        for item in placed:
+            self._operator(item.operator, self.strategy.operators[item.name], item.sizes)
+        loss = self._loss() if self.program.loss is not None else None
+        outputs = tuple(self._output(n) for n in self.program.outputs) if self.with_outputs else ()
+        body = with_frees(self.body, {loss, *outputs})
+        prologue = self.program.prologue
+        return StageProgram(
+            self.program.model_name,
+            self.cost.mesh.names,
+            self.sizes,
+            parameters,
+            tuple(self.delivered.values()),
+            tuple(body),
+            loss,
+            outputs,
+            self.strategy.n_microbatches,
+            prologue_lines(prologue.graph.graph) if prologue else (),
+            tuple(n.name for n in prologue.graph.graph.nodes if n.op == "placeholder")
+            if prologue
+            else (),
+            prologue.outputs if prologue else (),
+        )
+
+    # -- names and tensors ---------------------------------------------------------------
+
+    def _unique(self, wanted: str) -> str:
+        name, n = identifier(wanted), 2
+        while name in self.taken:
+            name, n = f"{identifier(wanted)}_{n}", n + 1
+        self.taken.add(name)
+        return name
+
+    def _dtype(self, value: str) -> torch.dtype:
+        name, _, index = value.partition(":")
+        result = self.program.node(name).meta["val"]
+        return result[int(index)].dtype if index else result.dtype
+
+    def _local(self, name: str, value: str, spec: Spec) -> Local:
+        return Local(name, local_shape(self.types[value], spec, self.sizes), self._dtype(value), spec)
+
+    def _table(self, tensor: TensorType) -> ReshardTable:
+        if tensor not in self.tables:
+            self.tables[tensor] = ReshardTable.build(
+                tensor, self.sizes, self.cost.primitive_time_s
+            )
+        return self.tables[tensor]
+
+    def _moves(
+        self, value: str, tensor: TensorType, source: Spec, target: Spec,
+        first: str, name: str, phase: str,
+    ) -> tuple[MoveLine, ...]:  # fmt: skip
+        lines, at = [], first
+        for step in self._table(tensor).path(source, target):
+            forward, backward = step_time_s(step, tensor.has_grad, self.cost.primitive_time_s)
+            out = Local(name, local_shape(tensor, step.target, self.sizes), self._dtype(value), step.target)
+            lines.append(
+                MoveLine(
+                    out, at, step.move, value, phase, step.forward_bytes,
+                    step.backward_bytes if tensor.has_grad else 0, forward, backward, tensor.has_grad,
+                )
+            )  # fmt: skip
+            at = name
+        return tuple(lines)
+
+    # -- parameters ----------------------------------------------------------------------
+
+    def _uses(self, name: str) -> dict[Spec, None]:
+        used: dict[Spec, None] = {}
+        for operator in self.analysis.operators:
+            chosen = self.strategy.operators[operator.name]
+            for value, spec in zip(operator.inputs, chosen.inputs, strict=True):
+                if value == name:
+                    used.setdefault(spec)
+        return used
+
+    def _parameter(self, name: str) -> StoredParameter:
+        info, storage = self.program.parameters[name], self.strategy.storage[name]
+        base, uses = self._unique(info.name), self._uses(name)
+        stored = self._local(base, name, storage.spec)
+        converted = []
+        for spec in uses:
+            if storage.period == "use":
+                break
+            plain = spec == storage.spec or len(uses) == 1
+            variable = base if plain else self._unique(f"{base}_as_{suffix(spec, self.active)}")
+            moves = self._moves(
+                name, self.types[name], storage.spec, spec, base, variable, "param_gather"
+            )
+            converted.append(ParameterUse(self._local(variable, name, spec), moves))
+            self.variables[name, spec] = variable
+        return StoredParameter(
+            info.name, info.aliases, info.shape, self.types[name].dims, stored, storage.period,
+            tuple(converted), info.requires_grad,
+        )  # fmt: skip
+
+    def _gather(self, name: str, spec: Spec, storage: Storage, saves: bool) -> str:
+        base = identifier(self.program.parameters[name].name)
+        variable = self._unique(f"{base}_gathered")
+        moves = self._moves(
+            name, self.types[name], storage.spec, spec, base, variable, "param_gather"
+        )
+        if not moves:
+            return base
+        self.body.append(
+            GatherLine(
+                self._local(variable, name, spec), base, self.program.parameters[name].name,
+                moves, int(saves),
+            )
+        )  # fmt: skip
+        return variable
+
+    # -- operators -----------------------------------------------------------------------
+
+    def _argument(self, operator: Operator, position: int, spec: Spec) -> str:
+        """The variable that holds an operator's input at the placement it wants."""
+        value = operator.inputs[position]
+        if value in self.program.parameters:
+            storage = self.strategy.storage[value]
+            if storage.period == "use":
+                saved = self.analysis.saved.get(operator.name)
+                return self._gather(value, spec, storage, saved is not None and position in saved.inputs)
+            return self.variables[value, spec]
+        if value not in self.produced:
+            return self._deliver(value, spec)
+        return self._resharded(value, spec)
+
+    def _deliver(self, value: str, spec: Spec) -> str:
+        if (value, spec) not in self.delivered:
+            kind = "input" if value in self.program.inputs else "constant"
+            if self.program.prologue and value in self.program.prologue.outputs:
+                kind = "divisor"
+            first = not any(v == value for v, _ in self.delivered)
+            name = self._unique(value if first else f"{value}_as_{suffix(spec, self.active)}")
+            self.delivered[value, spec] = Delivered(
+                self._local(name, value, spec), value, kind, self.types[value].dims,
+                self.strategy.batch_cells.get(value),
+            )  # fmt: skip
+        return self.delivered[value, spec].local.name
+
+    def _resharded(self, value: str, spec: Spec, phase: str = "forward") -> str:
+        source = self.produced[value]
+        if spec == source:
+            return self.variables[value, source]
+        if (value, spec) not in self.variables:
+            first = self.variables[value, source]
+            name = self._unique(f"{first}_as_{suffix(spec, self.active)}")
+            self.body += self._moves(value, self.types[value], source, spec, first, name, phase)
+            self.variables[value, spec] = name
+        return self.variables[value, spec]
+
+    def _operator(
+        self, operator: Operator, chosen: OperatorStrategy, sizes: Mapping[str, int]
+    ) -> None:
+        node, rule = self.program.node(operator.name), rule_for(str(operator.call.op))
+        names = [self._argument(operator, i, s) for i, s in enumerate(chosen.inputs)]
+        outs = []
+        for value, spec in zip(operator.outputs, chosen.outputs, strict=True):
+            unused = ":" in value
+            variable = "_" if unused else self._unique(value)
+            outs.append(self._local(variable, value, spec))
+            self.produced[value] = spec
+            self.variables[value, spec] = variable
+        inputs = [local_shape(self.types[v], s, self.sizes) for v, s in zip(operator.inputs, chosen.inputs, strict=True)]
+        args, kwargs = self._arguments(node, operator, names)
+        if rule.localise is not None:
+            changed = rule.localise(operator.call, inputs, [o.shape for o in outs])
+            args, kwargs = _override(node, args, kwargs, changed)
+        if chosen.lowered is not None:
+            args, kwargs = self._lowered_arguments(operator, chosen, names), {}
+        flops, forward, backward = self._times(operator, chosen, sizes)
+        inner: tuple[int, ...] = ()
+        if chosen.lowered == "vocab_parallel_cross_entropy":
+            rows = math.prod(inputs[1]) * self._dtype(operator.inputs[0]).itemsize
+            inner = (rows,) * rule.inner_all_reduces
+            forward += sum(
+                self.cost.primitive_time_s("all_reduce", n, chosen.lowered_axes) for n in inner
+            )
+        self.body.append(
+            CallLine(
+                tuple(outs), str(operator.call.op), args, kwargs, self.program.keys[node.name],
+                self.program.sources.get(node.name, ""), chosen.lowered, chosen.lowered_axes, inner,
+                flops, forward, backward, self._saved_bytes(operator, chosen),
+            )
+        )  # fmt: skip
+
+    def _arguments(
+        self, node: torch.fx.Node, operator: Operator, names: Sequence[str]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The captured arguments with tensors replaced, in schema order, by variables."""
+        waiting = list(names)
+
+        def replace(value: Any) -> Any:
+            if isinstance(value, torch.fx.Node):
+                return Ref(waiting.pop(0))
+            if isinstance(value, (list, tuple)):
+                return [replace(v) for v in value]
+            return Ref("device") if isinstance(value, torch.device) else value
+
+        args = tuple(replace(a) for a in node.args)
+        schema = [a.name for a in operator.call.op._schema.arguments]
+        ordered = sorted(node.kwargs.items(), key=lambda item: schema.index(item[0]))
+        kwargs = {k: replace(v) for k, v in ordered}
+        assert not waiting, (node, names)
+        return args, kwargs
+
+    def _lowered_arguments(
+        self, operator: Operator, chosen: OperatorStrategy, names: Sequence[str]
+    ) -> tuple[Any, ...]:
+        assert chosen.lowered is not None
+        wanted = LOWERED_ARGUMENTS[chosen.lowered]
+        group = Ref(group_name(self.cost.mesh.names, chosen.lowered_axes))
+        scalars = [operator.call.args[name] for name in wanted[2:]]
+        return (Ref(names[0]), Ref(names[1]), group, *scalars)
+
+    def _times(
+        self, operator: Operator, chosen: OperatorStrategy, sizes: Mapping[str, int]
+    ) -> tuple[float, float, float]:
+        """(local flops, forward seconds, backward seconds)."""
+        rule = rule_for(str(operator.call.op))
+        placed = (*zip(operator.inputs, chosen.inputs, strict=True),
+                  *zip(operator.outputs, chosen.outputs, strict=True))  # fmt: skip
+        moved = sum(local_bytes(self.types[v], s, self.sizes) for v, s in placed)
+        share = 1.0
+        for axis in self.active:
+            if any(s.placements[axis].is_shard for _, s in placed):
+                share /= self.sizes[axis]
+        flops = rule.flops_of(sizes) * share
+        forward, backward = operator_times_s(
+            rule, operator, self.types, self.cost, np.array([flops]), np.array([float(moved)])
+        )
+        return flops, float(forward[0]), float(backward[0])
+
+    def _saved_bytes(self, operator: Operator, chosen: OperatorStrategy) -> float:
+        saved = self.analysis.saved.get(operator.name)
+        if saved is None or not saved.other_bytes:
+            return 0.0
+        share = 1.0
+        for axis in self.active:
+            if any(s.placements[axis].is_shard for s in (*chosen.inputs, *chosen.outputs)):
+                share /= self.sizes[axis]
+        return saved.other_bytes * share / self.strategy.n_microbatches
+
+    # -- results -------------------------------------------------------------------------
+
+    def _loss(self) -> str:
+        loss = self.program.loss
+        assert loss is not None
+        plain = I if self.types[loss].has_grad else R
+        goal = Spec(tuple(I if n == 1 else plain for n in self.sizes))
+        return self._resharded(loss, goal, phase="loss")
+
+    def _output(self, value: str) -> str:
+        """A model output whole on every rank, out of autograd."""
+        if value not in self.produced:
+            return self._deliver(value, Spec(tuple(I if n == 1 else R for n in self.sizes)))
+        spec = without_gradient(self.produced[value], self.sizes)
+        old = self.types[value]
+        tensor = TensorType(old.dims, old.itemsize, False)
+        name = self._unique(f"{identifier(value)}_out")
+        self.body.append(
+            DetachLine(self._local(name, value, spec), self.variables[value, self.produced[value]])
+        )
+        whole = Spec(tuple(I if n == 1 else R for n in self.sizes))
+        self.body += self._moves(value, tensor, spec, whole, name, name, "output")
+        return name
+
+
+def group_name(axis_names: Sequence[str], axes: Sequence[int]) -> str:
+    """The variable of a group in generated programs: `tp`, `dp_tp`."""
+    return "_".join(axis_names[a] for a in axes)
+
+
+def _override(
+    node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], changed: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    assert isinstance(node.target, torch._ops.OpOverload)
+    positions = {a.name: i for i, a in enumerate(node.target._schema.arguments)}
+    new_args, new_kwargs = list(args), dict(kwargs)
+    for name, value in changed.items():
+        if positions[name] < len(new_args):
+            new_args[positions[name]] = value
+        else:
+            new_kwargs[name] = value
+    return tuple(new_args), new_kwargs
+
+
+def prologue_lines(graph: torch.fx.Graph) -> tuple[tuple[str, str], ...]:
+    """The prologue's calls as (variable, expression); the last one is the result."""
+    lines = []
+    for node in graph.nodes:
+        if node.op == "call_function":
+            words = [*map(repr, node.args), *(f"{k}={v!r}" for k, v in node.kwargs.items())]
+            lines.append((node.name, f"{node.target}({', '.join(words)})"))
+        elif node.op == "output":
+            lines.append(("return", ", ".join(map(str, node.args[0])) + ","))
+    return tuple(lines)
+
+
+def _names(value: Any) -> list[str]:
+    if isinstance(value, Ref):
+        return [value.name]
+    if isinstance(value, (list, tuple)):
+        return [n for v in value for n in _names(v)]
+    return []
+
+
+def reads(line: Line) -> list[str]:
+    """The variables a line reads."""
+    if isinstance(line, CallLine):
+        return _names(line.args) + _names(list(line.kwargs.values()))
+    return [] if isinstance(line, FreeLine) else [line.source]
+
+
+def writes(line: Line) -> list[str]:
+    """The variables a line defines."""
+    if isinstance(line, CallLine):
+        return [o.name for o in line.outs if o.name != "_"]
+    return [] if isinstance(line, FreeLine) else [line.out.name]
+
+
+def with_frees(body: Sequence[Line], kept: set[str | None]) -> list[Line]:
+    """Insert a `FreeLine` after the last use of every variable the body defines."""
+    last: dict[str, int] = {}
+    defined: set[str] = set()
+    for i, line in enumerate(body):
+        defined.update(writes(line))
+        for name in (*reads(line), *writes(line)):
+            last[name] = i
+    out: list[Line] = []
+    for i, line in enumerate(body):
+        out.append(line)
+        dead = dict.fromkeys(
+            n for n in (*reads(line), *writes(line)) if last[n] == i and n in defined - kept
+        )
+        if dead:
+            out.append(FreeLine(tuple(dead)))
+    return out
