@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from io import BytesIO
@@ -39,9 +39,11 @@ from torch import Tensor
 from autopar.errors import LaunchError, MeshError
 
 _GRACE_S = 0.5
+_POLL_S = 0.25
 _START_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 10.0
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_SIGNALS = {int(s): s.name for s in signal.Signals}
 
 
 def init_from_environment() -> torch.device:
@@ -145,8 +147,7 @@ class WorkerPool:
         for pipe in self._pipes:
             pipe.close()
         deadline_s = time.monotonic() + _STOP_TIMEOUT_S
-        for worker in self._workers:
-            connection.wait([worker.sentinel], max(0.0, deadline_s - time.monotonic()))
+        _await_ends(self._workers, deadline_s)
         self._abandon()
 
     def _abandon(self) -> None:
@@ -182,10 +183,15 @@ class WorkerPool:
         while len(answers) < self.n_ranks:
             missing = [r for r in range(self.n_ranks) if r not in answers]
             waits = {self._pipes[r]: r for r in missing}
-            left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
-            ready = connection.wait(list(waits), left_s)
+            left_s = float("inf") if deadline_s is None else deadline_s - time.monotonic()
+            ready = connection.wait(list(waits), max(0.0, min(left_s, _POLL_S)))
             if not ready:
-                break
+                # The pipe of a dead worker stays open while a process it forked holds it.
+                dead = [r for r in missing if _has_ended(self._workers[r])]
+                if dead:
+                    raise self._death(dead[0], doing)
+                if left_s <= _POLL_S:
+                    break
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 rank = waits[pipe]
@@ -208,13 +214,13 @@ class WorkerPool:
     def _death(self, rank: int, doing: str) -> LaunchError:
         """The error for a worker whose pipe closed before it answered."""
         worker = self._workers[rank]
-        connection.wait([worker.sentinel], _STOP_TIMEOUT_S)
+        _await_ends([worker], time.monotonic() + _STOP_TIMEOUT_S)
         _kill(self._workers)
         code = worker.exitcode
         where = f"rank {rank} of {self.n_ranks}"
         if code is not None and code < 0:
             return LaunchError(
-                f"{where} was ended by {signal.Signals(-code).name}",
+                f"{where} was ended by {_SIGNALS.get(-code, f'signal {-code}')}",
                 hint="SIGKILL is often the system out of memory; SIGSEGV, native code"
                 if -code in (signal.SIGKILL, signal.SIGSEGV)
                 else None,
@@ -258,16 +264,13 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         # Other subclasses, and tensors without plain storage, know how to pickle themselves.
-        if type(obj) in (Tensor, torch.nn.Parameter) and _is_plain(obj):
+        strided = isinstance(obj, Tensor) and obj.layout == torch.strided and not obj.is_meta
+        if strided and type(obj) in (Tensor, torch.nn.Parameter):
             plain = obj.detach().cpu()
             if plain.untyped_storage().nbytes() != plain.nbytes:
                 plain = plain.clone(memory_format=torch.contiguous_format)
             return plain.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return NotImplemented
-
-
-def _is_plain(x: Tensor) -> bool:
-    return x.layout == torch.strided and x.device.type != "meta"
 
 
 def _dumps(value: Any, pickler: type[pickle.Pickler] = pickle.Pickler) -> bytes:
@@ -327,9 +330,29 @@ def _kill(workers: list[SpawnProcess]) -> None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(worker.pid, signal.SIGKILL)
         worker.kill()
+    _await_ends(started, time.monotonic() + _STOP_TIMEOUT_S)
     for worker in started:
-        worker.join(_STOP_TIMEOUT_S)
+        if worker.exitcode is None:  # reading it collects an ended worker
+            worker.join(_STOP_TIMEOUT_S)
     workers.clear()
+
+
+def _has_ended(worker: SpawnProcess) -> bool:
+    """Whether the worker has ended, without collecting it."""
+    assert worker.pid is not None
+    try:
+        return os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True  # multiprocessing has collected it
+
+
+def _await_ends(workers: Sequence[SpawnProcess], deadline_s: float) -> None:
+    """Wait until the workers have ended or the deadline has passed.
+
+    Not by `Process.sentinel`, which processes forked by a worker keep open.
+    """
+    while not all(map(_has_ended, workers)) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
 
 
 def _work(pipe: Connection, variables: dict[str, str]) -> None:
@@ -337,7 +360,7 @@ def _work(pipe: Connection, variables: dict[str, str]) -> None:
     os.setsid()
     threading.Thread(target=_follow_parent, daemon=True).start()
     os.environ.update(variables)
-    _answer(pipe, _initialise)
+    _answer(pipe, init_from_environment)
     while True:
         try:
             request = pipe.recv_bytes()
@@ -346,10 +369,6 @@ def _work(pipe: Connection, variables: dict[str, str]) -> None:
         _answer(pipe, partial(_obey, request))
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _initialise() -> None:
-    init_from_environment()
 
 
 def _obey(request: bytes) -> Any:

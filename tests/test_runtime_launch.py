@@ -50,8 +50,11 @@ def fail_on(rank: int) -> int:
 def die_on(rank: int, pid_dir: str) -> None:
     """One rank is killed; each has a child process that must not outlive it."""
     Path(pid_dir, str(os.getpid())).touch()
-    child = subprocess.Popen(["sleep", "600"])
-    Path(pid_dir, str(child.pid)).touch()
+    # Forked, as a data loader's workers are: it holds the worker's pipes open.
+    child = os.fork()
+    if child == 0:
+        time.sleep(600)
+    Path(pid_dir, str(child)).touch()
     dist.barrier()
     if dist.get_rank() == rank:
         os.kill(os.getpid(), signal.SIGKILL)
