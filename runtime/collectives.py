@@ -24,6 +24,10 @@ from autopar.moves import TABLE, PrimitiveKind, Split
 from autopar.runtime.groups import Group, phase
 
 
+# What the backward of a move counts as, by the phase of its forward.
+_BACKWARD_PHASES = {"param_gather": "grad_sync"}
+
+
 def apply_primitive(kind: PrimitiveKind, x: Tensor, g: Group, splits: Sequence[Split]) -> Tensor:
     """Execute one primitive by name.
 
@@ -56,10 +60,11 @@ def _function(name: str) -> type[torch.autograd.Function]:
 
     def forward(ctx: Any, x: Tensor, g: Group, splits: tuple[Split, ...]) -> Tensor:
         ctx.g, ctx.splits = g, splits
+        ctx.phase = _BACKWARD_PHASES.get(g.context.phase, "backward")
         return apply_primitive(kind, x, g, splits).contiguous()
 
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        with phase("backward", ctx.g.context):
+        with phase(ctx.phase, ctx.g.context):
             # (source, target) swap; a single split is its own reverse.
             moved = apply_primitive(gradient_kind, gradient, ctx.g, ctx.splits[::-1])
         return moved, None, None
