@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import NoReturn
 
 from autopar.errors import NotationError
 
@@ -99,7 +100,7 @@ class _Parser:
             position = match.end()
         self.at = 0
 
-    def fail(self, position: int, why: str) -> None:
+    def fail(self, position: int, why: str) -> NoReturn:
         raise NotationError(
             f"notation: {why}\n  {self.text}\n  {' ' * position}^",
             hint='write for example "b s h, f h -> b s f"',

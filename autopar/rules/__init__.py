@@ -12,7 +12,16 @@ from autopar.notation import Notation
 from autopar.rules.rule import Localise, OpCall, OpRule
 from autopar.rules.tables import RULES
 
-__all__ = ["OpCall", "OpRule", "all_rules", "has_rule", "register_rule", "rule_for"]
+__all__ = [
+    "OpCall",
+    "OpRule",
+    "all_rules",
+    "check_call",
+    "find_operator",
+    "has_rule",
+    "register_rule",
+    "rule_for",
+]
 
 _registry: dict[str, OpRule] = {rule.op: rule for rule in RULES}
 assert len(_registry) == len(RULES), "an operator has two rules"
@@ -65,28 +74,31 @@ def register_rule(
     Raises `NotationError` for a malformed notation, `OptionError` for an operator that does
     not exist.
     """
-    overload = _find_overload(op)
+    overload = str(find_operator(op))
     Notation.parse(notation)
     rule = OpRule(overload, notation, flops=flops, localise=lower)
     _registry[overload] = rule
     return rule
 
 
-def _find_overload(op: str | Callable[..., Any]) -> str:
+def find_operator(op: str | Callable[..., Any]) -> torch._ops.OpOverload:
+    """The overload meant by a name, `"ns::name"` or `"ns::name.overload"`, or by the operator.
+
+    Raises `OptionError` when torch knows no such operator.
+    """
     if isinstance(op, torch._ops.OpOverload):
-        return str(op)
+        return op
     if isinstance(op, torch._ops.OpOverloadPacket):
-        return f"{op}.default"
+        return op.default
     name = op if isinstance(op, str) else getattr(op, "_qualname", str(op))
-    namespace, separator, rest = name.replace("::", ".", 1).partition(".")
+    namespace, _, rest = name.replace("::", ".", 1).partition(".")
     packet, _, overload = rest.partition(".")
-    try:
-        found = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
-    except AttributeError:
-        found = None
-    if not separator or found is None:
+    found = getattr(torch.ops, namespace, None) if namespace.isidentifier() else None
+    for part in (packet, overload or "default"):
+        found = getattr(found, part, None) if part.isidentifier() else None
+    if not isinstance(found, torch._ops.OpOverload):
         raise OptionError(
             f"no operator {name!r} is registered with torch",
             hint='write "namespace::name", and define it with torch.library first',
         )
-    return str(found)
+    return found

@@ -6,6 +6,8 @@ for the output's dims.
 
 from __future__ import annotations
 
+import torch
+
 from autopar.notation import Dim, Notation, Term
 from autopar.rules.rule import LinearSets, OpCall, Shape
 
@@ -35,6 +37,18 @@ def pointwise(call: OpCall) -> Notation:
     return Notation(
         tuple(broadcast_term(shape, out, labels) for shape in call.inputs),
         tuple(named_term(shape, labels) for shape in call.outputs),
+    )
+
+
+def pointwise_first(call: OpCall) -> Notation:
+    """Elementwise in the first tensor; of the others only the type is used."""
+    shape, *others = call.inputs
+    term = named_term(shape, names(len(shape)))
+    held = [names(len(other), f"t{i}_") for i, other in enumerate(others)]
+    return Notation(
+        (term, *(named_term(s, labels) for s, labels in zip(others, held, strict=True))),
+        (term,),
+        frozenset(label for labels in held for label in labels),
     )
 
 
@@ -138,59 +152,70 @@ def layer_norm(call: OpCall) -> Notation:
 
 def attention(call: OpCall) -> Notation:
     """scaled_dot_product_attention: batch and heads are free, the query's sequence too
-    unless the mask is implicit; keys and head_dim stay whole. With enable_gqa the query's
-    heads are (key heads, group)."""
-    query, key = call.inputs[0], call.inputs[1]
+    unless the mask is implicit; keys and head_dim stay whole.
+
+    With enable_gqa, n x g heads of the query share n of key and value: head i uses i // g,
+    so the query's are (key heads, group) and either may be sharded.
+    """
+    query, key, value = call.inputs[:3]
+    out = call.outputs[0]
     labels = names(len(query) - 2, "_")
-    causal = bool(call.args.get("is_causal"))
-    grouped = bool(call.args.get("enable_gqa")) and len(query) == 4 and query[1] != key[1]
-    heads: Dim = (labels[-1], "g") if grouped else tuple(labels[-1:])
-    q_lead = named_term(query[:-2], labels)
-    if grouped:
-        q_lead = (*q_lead[:-1], heads)
-    k_lead = named_term(key[:-2], labels)
-    value_tail = named_term(call.inputs[2][-2:], ("t", "f"))
-    terms: list[Term] = [
-        q_lead + named_term(query[-2:], ("s", "e")),
-        k_lead + named_term(key[-2:], ("t", "e")),
-        k_lead + value_tail,
+    heads = len(query) - 3  # the dim of the heads
+    grouped = bool(call.args.get("enable_gqa")) and heads >= 0 and query[heads] != key[heads]
+
+    def lead(shape: Shape, is_query: bool) -> Term:
+        term = list(broadcast_term(shape, out[: len(shape)], labels))
+        if grouped and shape[heads] != 1:
+            kept: Dim = (labels[heads],) if key[heads] != 1 else ()
+            term[heads] = (*kept, "g") if is_query else kept
+        return tuple(term)
+
+    terms = [
+        lead(query[:-2], True) + named_term(query[-2:], ("s", "e")),
+        lead(key[:-2], False) + named_term(key[-2:], ("t", "e")),
+        lead(value[:-2], False) + named_term(value[-2:], ("t", "f")),
     ]
-    if len(call.inputs) > 3:
-        mask_labels = (*labels, "s", "t")
-        full = (*query[:-1], key[-2])
-        mask = broadcast_term(call.inputs[3], full, mask_labels)
-        offset = len(full) - len(call.inputs[3])
+    scores = (*out[:-1], key[-2])
+    result = lead(out[:-2], True)
+    for mask in call.inputs[3:]:
+        offset = len(scores) - len(mask)
+        full = (*result, *named_term(scores[-2:], ("s", "t")))
         terms.append(
             tuple(
-                heads if grouped and offset + i == len(query) - 3 and dim else dim
-                for i, dim in enumerate(mask)
+                full[offset + i] if size == scores[offset + i] and size != 1 else ()
+                for i, size in enumerate(mask)
             )
         )
-    out = q_lead + named_term((query[-2], call.inputs[2][-1]), ("s", "f"))
-    held = {"t", "e", "f"} | ({"s"} if causal else set())
-    return Notation(tuple(terms), (out,), frozenset(held))
-
-
-def attention_flops(call: OpCall) -> str:
-    return "4*s*t*e*g" if call.args.get("enable_gqa") else "4*s*t*e"
+    held = {"t", "e", "f"} | ({"s"} if call.args.get("is_causal") else set())
+    return Notation(tuple(terms), (result + named_term(out[-2:], ("s", "f")),), frozenset(held))
 
 
 def embedding(call: OpCall) -> Notation:
-    """Rows of a table: `v h, ids -> ids h`; a sharded `v` leaves a partial sum."""
+    """Rows of a table: `v h, ids -> ids h`; a sharded `v` leaves a partial sum.
+
+    Gradients scaled by the frequency of an id need all ids and all rows in one place.
+    """
     ids = call.inputs[1]
     labels = names(len(ids))
+    counts = bool(call.args.get("scale_grad_by_freq"))
     return Notation(
         (named_term(call.inputs[0], ("v", "h")), named_term(ids, labels)),
         (named_term(ids, labels) + named_term(call.outputs[0][-1:], ("h",)),),
+        frozenset({"v", *labels}) if counts else frozenset(),
     )
 
 
 def cross_entropy(call: OpCall) -> Notation:
-    """Class logits [n, v] or [n, v, ...] against class indices, summed or per row."""
+    """Class logits [n, v] or [n, v, ...] against class indices, summed or per row.
+
+    Classes may be sharded where the lowered function knows the form: a sum over [n, v].
+    """
     logits, labels = call.inputs[0], call.inputs[1]
     rest = names(len(logits) - 2)
     rows = ("n",) if len(logits) > 1 else ()
     term = named_term(logits, (*rows, "v", *rest))
     target = named_term(labels, (*rows, *rest))
     out = target if call.outputs[0] else ()
-    return Notation((term, target), (out,))
+    is_sum = call.args["reduction"] == torch.nn._reduction.get_enum("sum")
+    lowers = is_sum and len(logits) == 2
+    return Notation((term, target), (out,), frozenset() if lowers else frozenset({"v"}))

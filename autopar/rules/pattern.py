@@ -57,7 +57,10 @@ def resolve(
     `sizes` are the names' sizes. A name whose factors differ between its tensors, or do not
     align with the dim's, cannot be sharded by this operator and gets no label.
     """
-    operands = [*zip(notation.inputs, inputs, strict=True), *zip(notation.outputs, outputs, strict=True)]
+    operands = [
+        *zip(notation.inputs, inputs, strict=True),
+        *zip(notation.outputs, outputs, strict=True),
+    ]
     found: dict[str, list[tuple[int, int, int, tuple[int, ...]]]] = {}
     broken = set(notation.frozen)
     for position, (term, tensor) in enumerate(operands):
@@ -125,6 +128,8 @@ def axis_strategies(
     for label, (in_cells, out_cells) in pattern.labels.items():
         inputs = [S(*c) if c else R for c in in_cells]
         name = pattern.names[label]
+        if name in rule.lower and any(cell and cell[1] for cell in in_cells):
+            continue  # lowered functions count in contiguous shards
         if name in rule.inner:
             add(inputs, [Placement(rule.inner[name])] * n_out, label)
         else:

@@ -16,7 +16,8 @@ import sympy
 import torch
 import torch.fx
 
-from autopar.notation import Notation
+from autopar.errors import NotationError
+from autopar.notation import ELLIPSIS, Notation
 
 Shape = tuple[int, ...]
 LinearSets = tuple[tuple[int, ...], ...]
@@ -115,21 +116,32 @@ class OpRule:
     check: Callable[[OpCall], str | None] | None = None
 
     def notation_of(self, call: OpCall) -> Notation:
-        """The notation of this call, with `...` written out."""
+        """The notation of this call, with `...` written out.
+
+        Raises `NotationError` when the tensors of the call are not those of the notation.
+        """
         if callable(self.notation):
             return self.notation(call)
         parsed = self._parsed
-        explicit = max(
-            (len(t) - 1 for t in (*parsed.inputs, *parsed.outputs) if ("...",) in t), default=0
-        )
-        ranks = [
+        n_leading = [
             len(shape) - (len(term) - 1)
-            for term, shape in zip(parsed.inputs, call.inputs, strict=False)
-            if ("...",) in term
+            for term, shape in zip(
+                (*parsed.inputs, *parsed.outputs), (*call.inputs, *call.outputs), strict=False
+            )
+            if ELLIPSIS in term
         ]
-        assert explicit >= 0
-        expanded = parsed.expanded(ranks[0] if ranks else 0)
-        return Notation(expanded.inputs[: len(call.inputs)], expanded.outputs, expanded.frozen)
+        notation = parsed.expanded(n_leading[0] if n_leading else 0)
+        for kind, terms, shapes in (
+            ("input", notation.inputs, call.inputs),
+            ("output", notation.outputs, call.outputs),
+        ):
+            if [len(term) for term in terms] != [len(shape) for shape in shapes]:
+                raise NotationError(
+                    f'{self.op}: the {kind}s of "{self.notation}" are not tensors of shapes '
+                    f"{', '.join(str(list(shape)) for shape in shapes) or 'none'}",
+                    hint="write one term per tensor and one name per dim, `...` for any number",
+                )
+        return notation
 
     @cached_property
     def _parsed(self) -> Notation:
@@ -144,10 +156,8 @@ class OpRule:
         if self.flops is None:
             return 0.0
         names, function = _compiled(self.flops)
-        missing = [n for n in names if n not in sizes]
-        extra = {n: 1.0 for n in missing}
         leading = math.prod(v for k, v in sizes.items() if k.startswith("_"))
-        return float(function(**{n: {**sizes, **extra}[n] for n in names})) * leading
+        return float(function(**{n: sizes.get(n, 1.0) for n in names})) * leading
 
 
 @lru_cache(maxsize=256)

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from autopar.rules import families as f
 from autopar.rules import views as v
-from autopar.rules.rule import LinearSets, OpCall, OpRule
+from autopar.rules.rule import Family, LinearSets, Localise, OpCall, OpRule
 
 ALONE: LinearSets = ((0,),)
 
 
 def _scalar_or_mask_keeps_zero(call: OpCall) -> LinearSets:
     return ((0,),) if call.args.get("value") == 0 else ()
+
+
+def _all_jointly(call: OpCall) -> LinearSets:
+    return (tuple(range(len(call.inputs))),)
 
 
 def _unless_rounding(call: OpCall) -> LinearSets:
@@ -33,6 +37,10 @@ def _only_sum(call: OpCall) -> str | None:
     return None
 
 
+def _dense_gradient(call: OpCall) -> str | None:
+    return "sparse gradients of an embedding are not supported" if call.args["sparse"] else None
+
+
 def _no_dropout(call: OpCall) -> str | None:
     return "attention dropout is not supported yet" if call.args["dropout_p"] else None
 
@@ -44,8 +52,8 @@ _UNARY = (
     "sign floor ceil round isnan isinf log1p expm1 clamp nan_to_num log_sigmoid"
 ).split()
 _UNARY_OVERLOADS = (
-    "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "clamp_min.default", "clamp_max.default",
-    "to.dtype", "to.dtype_layout", "to.device", "_to_copy.default", "type_as.default",
+    "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "clamp_min.default",
+    "clamp_max.default", "to.dtype", "to.dtype_layout", "to.device", "_to_copy.default",
     "threshold.default", "zeros_like.default", "ones_like.default", "full_like.default",
     "rsub.Scalar", "remainder.Scalar", "floor_divide.default", "masked_fill.Tensor",
     "add.Scalar", "sub.Scalar",
@@ -63,7 +71,9 @@ _BINARY_OVERLOADS = (
 POINTWISE = (
     *(OpRule(f"aten.{name}.default", f.pointwise) for name in _UNARY),
     *(OpRule(f"aten.{name}", f.pointwise) for name in (*_UNARY_OVERLOADS, *_BINARY_OVERLOADS)),
-    *(OpRule(f"aten.{name}.{kind}", f.pointwise) for name in _COMPARE for kind in ("Tensor", "Scalar")),
+    *(OpRule(f"aten.{name}.Tensor", f.pointwise) for name in _COMPARE),
+    *(OpRule(f"aten.{name}.Scalar", f.pointwise) for name in _COMPARE),
+    OpRule("aten.type_as.default", f.pointwise_first),
     OpRule("aten.neg.default", f.pointwise, linear=ALONE),
     OpRule("aten.clone.default", f.pointwise, linear=ALONE),
     OpRule("aten.contiguous.default", f.pointwise, linear=ALONE),
@@ -102,14 +112,20 @@ PRODUCTS = (
     OpRule("aten.bmm.default", "b m k, b k n -> b m n", "2*b*m*k*n", ((0,), (1,))),
     OpRule("aten.linear.default", "... i, o i -> ... o", "2*i*o", ((0,), (1,))),
     OpRule("aten.matmul.default", f.matmul, "2*m*k*n", ((0,), (1,))),
-    OpRule("aten.scaled_dot_product_attention.default", f.attention, "4*s*t*e*g", check=_no_dropout),
+    OpRule(
+        "aten.scaled_dot_product_attention.default", f.attention, "4*s*t*e*g", check=_no_dropout
+    ),
 )  # fmt: skip
 
 NETWORK = (
     OpRule("aten.layer_norm.default", f.layer_norm),
     OpRule("aten.rms_norm.default", f.layer_norm),
     OpRule(
-        "aten.embedding.default", f.embedding, linear=ALONE, lower={"v": "vocab_parallel_embedding"}
+        "aten.embedding.default",
+        f.embedding,
+        linear=ALONE,
+        lower={"v": "vocab_parallel_embedding"},
+        check=_dense_gradient,
     ),
     OpRule(
         "aten.cross_entropy_loss.default",
@@ -121,33 +137,38 @@ NETWORK = (
     ),
 )
 
+
+def _view(name: str, notation: Family = v.view, localise: Localise | None = None) -> OpRule:
+    """Moves elements, linear in all of them, and shares their memory."""
+    return OpRule(f"aten.{name}", notation, linear=ALONE, view=True, localise=localise)
+
+
 VIEWS = (
-    *(
-        OpRule(f"aten.{name}.default", v.view, linear=ALONE, view=True, localise=v.localise_size(size))
-        for name, size in (("view", "size"), ("reshape", "shape"), ("_unsafe_view", "size"))
-    ),
-    OpRule("aten.flatten.using_ints", v.view, linear=ALONE, view=True),
-    OpRule("aten.unflatten.int", v.view, linear=ALONE, view=True),
-    OpRule("aten.unsqueeze.default", v.view, linear=ALONE, view=True),
-    OpRule("aten.squeeze.default", v.view, linear=ALONE, view=True),
-    OpRule("aten.squeeze.dim", v.view, linear=ALONE, view=True),
-    OpRule("aten.squeeze.dims", v.view, linear=ALONE, view=True),
-    OpRule("aten.permute.default", v.permute, linear=ALONE, view=True),
-    OpRule("aten.transpose.int", v.transpose, linear=ALONE, view=True),
-    OpRule("aten.t.default", v.transpose, linear=ALONE, view=True),
-    OpRule("aten.numpy_T.default", v.transpose, linear=ALONE, view=True),
-    OpRule("aten.mT.default", v.transpose, linear=ALONE, view=True),
-    OpRule("aten.expand.default", v.expand, linear=ALONE, view=True, localise=v.localise_size("size")),
-    OpRule("aten.split.Tensor", v.split, linear=ALONE, view=True, localise=v.localise_split),
-    OpRule("aten.split_with_sizes.default", v.split, linear=ALONE, view=True, localise=v.localise_split),
-    OpRule("aten.chunk.default", v.split, linear=ALONE, view=True),
-    OpRule("aten.unbind.int", v.unbind, linear=ALONE, view=True),
-    OpRule("aten.select.int", v.select, linear=ALONE, view=True),
-    OpRule("aten.slice.Tensor", v.slice_, linear=ALONE, view=True, localise=v.localise_slice),
+    _view("view.default", localise=v.localise_size("size")),
+    _view("reshape.default", localise=v.localise_size("shape")),
+    _view("_unsafe_view.default", localise=v.localise_size("size")),
+    _view("flatten.using_ints"),
+    _view("unflatten.int", localise=v.localise_unflatten),
+    _view("unsqueeze.default"),
+    _view("squeeze.default", v.squeeze),
+    _view("squeeze.dim", v.squeeze),
+    _view("squeeze.dims", v.squeeze),
+    _view("permute.default", v.permute),
+    _view("transpose.int", v.transpose),
+    _view("t.default", v.transpose),
+    _view("numpy_T.default", v.reverse),
+    _view("mT.default", v.transpose),
+    _view("expand.default", v.expand, v.localise_size("size")),
+    _view("split.Tensor", v.split, v.localise_split),
+    _view("split_with_sizes.default", v.split, v.localise_split),
+    _view("chunk.default", v.split),
+    _view("unbind.int", v.unbind),
+    _view("select.int", v.select),
+    _view("slice.Tensor", v.slice_, v.localise_slice),
     OpRule("aten.pad.default", v.pad),
     OpRule("aten.constant_pad_nd.default", v.pad),
-    OpRule("aten.cat.default", v.cat, linear=lambda call: (tuple(range(len(call.inputs))),)),
-    OpRule("aten.stack.default", v.stack, linear=lambda call: (tuple(range(len(call.inputs))),)),
+    OpRule("aten.cat.default", v.cat, linear=_all_jointly),
+    OpRule("aten.stack.default", v.stack, linear=_all_jointly),
     *(
         OpRule(f"aten.{name}.default", v.created, localise=v.localise_size("size"))
         for name in ("zeros", "ones", "full")

@@ -7,7 +7,7 @@ Where they do not divide, that segment alone is frozen.
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,7 +38,7 @@ def view_notation(source: Shape, target: Shape) -> Notation:
             | set(_suffix_cuts([source[i] for i in left_part]))
             | set(_suffix_cuts([target[i] for i in right_part]))
         )
-        divides = all(b % a == 0 for a, b in zip(cuts, cuts[1:], strict=False))
+        divides = all(b % a == 0 for a, b in itertools.pairwise(cuts))
         shared = {cut: f"v{next(counter)}" for cut in cuts[:-1]} if divides else {}
         for side, (shape, part) in enumerate(((source, left_part), (target, right_part))):
             low = 1
@@ -100,6 +100,27 @@ def transpose(call: OpCall) -> Notation:
     if rank:
         order[a], order[b] = order[b], order[a]
     return permuted(order, call.inputs[0])
+
+
+def reverse(call: OpCall) -> Notation:
+    """`x.T` of any rank."""
+    return permuted(range(len(call.inputs[0]))[::-1], call.inputs[0])
+
+
+def squeeze(call: OpCall) -> Notation:
+    """A view, but dims that may be dropped when a shard has one element stay whole."""
+    shape, notation = call.inputs[0], view(call)
+    dim = call.args.get("dim", list(range(len(shape))))
+    dims = dim if isinstance(dim, (list, tuple)) else (dim,)
+    dropped = {name for d in dims if shape for name in notation.inputs[0][d % len(shape)]}
+    return Notation(notation.inputs, notation.outputs, notation.frozen | dropped)
+
+
+def localise_unflatten(
+    call: OpCall, inputs: Sequence[Shape], outputs: Sequence[Shape]
+) -> dict[str, Any]:
+    start = call.dim()
+    return {"sizes": list(outputs[0][start : start + len(call.args["sizes"])])}
 
 
 def _cut_dim(whole: int, part: int, start: int = 0) -> bool:
@@ -216,9 +237,7 @@ def expand(call: OpCall) -> Notation:
 def localise_size(name: str) -> Any:
     """Replace the argument `name` by the local shape of the output."""
 
-    def localise(
-        call: OpCall, inputs: Sequence[Shape], outputs: Sequence[Shape]
-    ) -> dict[str, Any]:
+    def localise(call: OpCall, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> dict[str, Any]:
         return {name: list(outputs[0])}
 
     return localise
@@ -241,19 +260,16 @@ def created_like(call: OpCall) -> Notation:
     )
 
 
-def elements(shape: Shape) -> int:
-    return math.prod(shape)
-
-
 def pad(call: OpCall) -> Notation:
-    """Padding with a constant: padded dims stay whole."""
+    """Padding: padded dims stay whole."""
     shape, out = call.inputs[0], call.outputs[0]
-    labels = names(len(shape))
+    amounts = call.args["pad"]  # (before, after) of the last dim, then of the one before it
+    padded = [any(amounts[2 * i : 2 * i + 2]) for i in reversed(range(len(shape)))]
+    labels, after = names(len(shape)), names(len(shape), "p")
     source = named_term(shape, labels)
-    same = [n == m for n, m in zip(shape, out, strict=True)]
     target = tuple(
-        dim if kept else ((f"p{i}",) if out[i] != 1 else ())
-        for i, (dim, kept) in enumerate(zip(source, same, strict=True))
+        new if changed else dim
+        for dim, new, changed in zip(source, named_term(out, after), padded, strict=True)
     )
-    held = {name for i, kept in enumerate(same) if not kept for name in (labels[i], f"p{i}")}
+    held = {n for i, changed in enumerate(padded) if changed for n in (labels[i], after[i])}
     return Notation((source,), (target,), frozenset(held))
