@@ -34,13 +34,15 @@ class Constraints:
     """Limits on the choices of one stage.
 
     `zero` (recipes only) fixes the storage on "data" axes: 0 replicated, 1 to 3 sharded
-    with that ZeRO stage's period. `pins` are by parameter placeholder.
+    with that ZeRO stage's period. `pins` are by parameter placeholder; `storage` fixes a
+    parameter's storage outright (evaluation runs over the shards that training made).
     """
 
     forbid: frozenset[str] = frozenset()
     roles: tuple[Role, ...] = ()
     zero: int | None = None
     pins: Mapping[str, tuple[Pin, ...]] = field(default_factory=dict)
+    storage: Mapping[str, Storage] = field(default_factory=dict)
 
     def role(self, axis: int) -> Role:
         return self.roles[axis] if self.roles else "any"

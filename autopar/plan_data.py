@@ -1,0 +1,181 @@
+"""Plan data: everything a plan decides, as JSON that a person can edit.
+
+Keyed by parameter names, and operators by module path / operator name # occurrence, never by
+graph node ids. It holds no code and no costs that are believed: costs are computed anew when
+a plan is loaded. Each operator's entry is `inputs -> outputs`, one spec per tensor, one
+placement per logical axis; a parameter's entry is its storage and, when it is gathered for
+use, how often.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, get_args
+
+from autopar.errors import OptionError, PlanError
+from autopar.facts import Period, Storage
+from autopar.spec import Spec
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class InputSignature:
+    """Shape and dtype of one model input, so that a saved plan needs no example."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class MeshRecord:
+    """The mesh a plan was made for; explicit links and device are kept as numbers."""
+
+    shape: tuple[int, ...]
+    axis_names: tuple[str, ...]
+    hardware: str
+    links: tuple[tuple[float, float], ...]
+    device: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A plan that was considered: what it is and its predicted step time."""
+
+    name: str
+    step_time_s: float
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class PlanData:
+    """The decisions of a plan; see the module docstring for what the texts mean."""
+
+    model: str
+    graph_hash: str
+    mesh: MeshRecord
+    axes: Mapping[str, int]
+    microbatches: int
+    precision: str
+    optimizer: str
+    schedule: str
+    inputs: tuple[InputSignature, ...]
+    static_inputs: Mapping[str, Any]
+    positional: bool
+    batch_dims: Mapping[str, int | None]
+    parameters: Mapping[str, str]
+    operators: Mapping[str, str]
+    objective_s: float
+    gap: float
+    chosen: str = ""
+    alternatives: tuple[Alternative, ...] = ()
+    version: int = VERSION
+    comments: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json())
+
+    @staticmethod
+    def from_json(text: str, where: str = "plan") -> PlanData:
+        """Read a plan; raises `PlanError` that says what is malformed."""
+        try:
+            raw = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"{where} is not JSON: {error}") from error
+        if not isinstance(raw, dict):
+            raise PlanError(f"{where} is not a JSON object")
+        if raw.get("version") != VERSION:
+            raise PlanError(
+                f"{where} has version {raw.get('version')!r}; this autopar reads {VERSION}",
+                hint="plan again with this version",
+            )
+        known = {f.name for f in fields(PlanData)}
+        unknown, missing = sorted(set(raw) - known), sorted(known - set(raw) - {"comments"})
+        if unknown or missing:
+            raise PlanError(f"{where}: unknown keys {unknown}, missing keys {missing}")
+        try:
+            return _from_dict(raw)
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
+            raise PlanError(f"{where} is malformed: {error}") from error
+
+    @staticmethod
+    def load(path: str | Path) -> PlanData:
+        file = Path(path)
+        if not file.exists():
+            raise PlanError(f"there is no plan at {file}")
+        return PlanData.from_json(file.read_text(), str(file))
+
+
+def _from_dict(raw: dict[str, Any]) -> PlanData:
+    mesh = raw["mesh"]
+    values = dict(raw)
+    values["mesh"] = MeshRecord(
+        tuple(mesh["shape"]),
+        tuple(mesh["axis_names"]),
+        mesh["hardware"],
+        tuple((float(a), float(b)) for a, b in mesh["links"]),
+        {k: float(v) for k, v in mesh["device"].items()},
+    )
+    values["inputs"] = tuple(
+        InputSignature(i["path"], tuple(i["shape"]), i["dtype"]) for i in raw["inputs"]
+    )
+    values["alternatives"] = tuple(Alternative(**a) for a in raw["alternatives"])
+    for table in ("parameters", "operators"):
+        for name, text in values[table].items():
+            if not isinstance(text, str) or "\n" in name or "\n" in text:
+                raise ValueError(f"{table}: {name!r} must be one line of text")
+    for name, size in values["axes"].items():
+        if not name.isidentifier() or not isinstance(size, int) or size < 1:
+            raise ValueError(f"axes: {name!r}={size!r}")
+    if not isinstance(values["microbatches"], int) or values["microbatches"] < 1:
+        raise ValueError(f"microbatches={values['microbatches']!r}")
+    if "\n" in values["model"]:
+        raise ValueError("a model name is one line")
+    return PlanData(**values)
+
+
+def storage_text(storage: Storage) -> str:
+    """`I S(0)`, or `S(0) I; each use` for ZeRO-3."""
+    period = "" if storage.period == "step" else f"; each {storage.period}"
+    return f"{storage.spec}{period}"
+
+
+def parse_storage(text: str, name: str) -> Storage:
+    """The inverse of `storage_text`; raises `PlanError`."""
+    spec, _, period = text.partition(";")
+    word = period.strip().removeprefix("each").strip() or "step"
+    if word not in get_args(Period):
+        raise PlanError(f"parameter {name}: {word!r} is none of {get_args(Period)}")
+    return Storage(parse_spec(spec.strip(), f"parameter {name}"), word)  # type: ignore[arg-type]
+
+
+def parse_spec(text: str, where: str) -> Spec:
+    try:
+        return Spec.parse(text)
+    except OptionError as error:
+        raise PlanError(f"{where}: {error}") from error
+
+
+def operator_text(inputs: Sequence[Spec], outputs: Sequence[Spec]) -> str:
+    """`S(0) R, R S(0) -> S(0) S(1)`."""
+    return f"{', '.join(map(str, inputs))} -> {', '.join(map(str, outputs))}"
+
+
+def parse_operator(text: str, key: str) -> tuple[tuple[Spec, ...], tuple[Spec, ...]]:
+    """The inverse of `operator_text`; raises `PlanError`."""
+    left, arrow, right = text.partition("->")
+    if not arrow:
+        raise PlanError(f"operator {key}: {text!r} is not `inputs -> outputs`")
+
+    def specs(side: str) -> tuple[Spec, ...]:
+        words = [w.strip() for w in side.split(",")]
+        return tuple(parse_spec(w, f"operator {key}") for w in words if w)
+
+    return specs(left), specs(right)

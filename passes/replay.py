@@ -1,0 +1,153 @@
+"""Replay: from the texts of a plan back to a `Strategy`, refusing what is not legal.
+
+Every operator's specs must be, axis by axis, one of the strategies its rule allows, and must
+divide; every storage must be legal and convertible. This is how saved plans run, how every
+rank takes rank 0's plan, and how a hand-edited plan is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from autopar.errors import PlanError
+from autopar.facts import OperatorStrategy, Storage, Strategy
+from autopar.passes.groups import PlacedOperator, place_operators
+from autopar.passes.intra_op import Analysis
+from autopar.plan_data import operator_text, parse_operator, parse_storage, storage_text
+from autopar.rules import rule_for
+from autopar.spec import I, R, Placement, Spec, TensorType, illegal_reason
+
+
+def plan_texts(
+    analysis: Analysis, strategy: Strategy
+) -> tuple[dict[str, str], dict[str, str]]:
+    """(parameters, operators) of `PlanData`."""
+    program = analysis.program
+    parameters = {
+        info.name: storage_text(strategy.storage[name])
+        for name, info in program.parameters.items()
+    }
+    operators = {
+        program.keys[name]: operator_text(chosen.inputs, chosen.outputs)
+        for name, chosen in strategy.operators.items()
+    }
+    return parameters, operators
+
+
+def replay(
+    analysis: Analysis,
+    parameters: Mapping[str, str],
+    operator_texts: Mapping[str, str],
+    sizes: Sequence[int],
+    n_microbatches: int,
+) -> Strategy:
+    """The strategy that the texts of a plan describe, on this program.
+
+    Raises `PlanError` for names that are not in the graph or are missing, and for a
+    placement that is not legal, with the reason.
+    """
+    program = analysis.program
+    types = analysis.microbatch_types(n_microbatches).tensors
+    storage = _storages(analysis, parameters, types, sizes)
+    placed = place_operators(analysis.operators, types)
+    _check_names("operator", [program.keys[p.name] for p in placed], operator_texts)
+    operators = {
+        item.name: _operator(analysis, item, operator_texts[program.keys[item.name]], types, sizes)
+        for item in placed
+    }
+    return Strategy(
+        operators, storage, types, analysis.batch.cells, analysis.batch.size, n_microbatches
+    )
+
+
+def _check_names(what: str, wanted: Sequence[str], given: Mapping[str, str]) -> None:
+    unknown = sorted(set(given) - set(wanted))
+    missing = sorted(set(wanted) - set(given))
+    if unknown or missing:
+        raise PlanError(
+            f"the plan does not fit the captured graph: {what}s it does not have: "
+            f"{unknown[:5] or 'none'}; {what}s the plan lacks: {missing[:5] or 'none'}",
+            hint="plan again for this model, inputs and mode",
+        )
+
+
+def _storages(
+    analysis: Analysis,
+    texts: Mapping[str, str],
+    types: Mapping[str, TensorType],
+    sizes: Sequence[int],
+) -> dict[str, Storage]:
+    program = analysis.program
+    _check_names("parameter", [p.name for p in program.parameters.values()], texts)
+    out: dict[str, Storage] = {}
+    for name, info in program.parameters.items():
+        storage = parse_storage(texts[info.name], info.name)
+        reason = illegal_reason(types[name], storage.spec, sizes)
+        for placement in storage.spec.placements:
+            if placement.kind not in "IS":
+                reason = reason or f"{placement} is no way to store a parameter; use I or S(dim)"
+        if reason:
+            raise PlanError(f"parameter {info.name} cannot be stored {storage.spec}: {reason}")
+        out[name] = storage
+    return out
+
+
+def _operator(
+    analysis: Analysis,
+    item: PlacedOperator,
+    text: str,
+    types: Mapping[str, TensorType],
+    sizes: Sequence[int],
+) -> OperatorStrategy:
+    key = analysis.program.keys[item.name]
+    where = analysis.program.where(item.name)
+    inputs, outputs = parse_operator(text, key)
+    if (len(inputs), len(outputs)) != (len(item.operator.inputs), len(item.operator.outputs)):
+        raise PlanError(
+            f"operator {key} has {len(item.operator.inputs)} inputs and "
+            f"{len(item.operator.outputs)} outputs; the plan says {text!r}",
+            where=where,
+        )
+    names = (*item.operator.inputs, *item.operator.outputs)
+    for name, spec in zip(names, (*inputs, *outputs), strict=True):
+        reason = illegal_reason(types[name], spec, sizes)
+        if reason is None and spec.order:
+            reason = "operators take several axes of one factor in axis order only"
+        if reason:
+            raise PlanError(f"operator {key}: {spec} is not legal here: {reason}", where=where)
+    special = rule_for(str(item.operator.call.op)).lower
+    lowered: str | None = None
+    axes: list[int] = []
+    for axis, size in enumerate(sizes):
+        if size == 1:
+            continue
+        label = _match(item, axis, inputs, outputs, key, where)
+        name = item.pattern.names[label] if label else None
+        if name in special:
+            lowered = special[name]
+            axes.append(axis)
+    return OperatorStrategy(inputs, outputs, lowered, tuple(axes))
+
+
+def _match(
+    item: PlacedOperator, axis: int, inputs: Sequence[Spec], outputs: Sequence[Spec],
+    key: str, where: str,
+) -> str | None:  # fmt: skip
+    """The label an operator shards on `axis`; raises `PlanError` when no strategy fits."""
+    wanted = tuple(s.placements[axis] for s in inputs), tuple(s.placements[axis] for s in outputs)
+    for strategy in item.strategies:
+        if (strategy.inputs, strategy.outputs) == wanted:
+            return strategy.label
+    allowed = "\n    ".join(str(s) for s in item.strategies)
+    text = f"{', '.join(map(str, wanted[0]))} -> {', '.join(map(str, wanted[1]))}"
+    mixed = {p.kind for p in wanted[0]} > {I.kind} and _has_invariant(wanted[0])
+    reason = "Invariant never mixes with other placements in one operator; " if mixed else ""
+    raise PlanError(
+        f"operator {key}: {text} on axis {axis} is no strategy of its rule",
+        where=where,
+        hint=f"{reason}it may be\n    {allowed}",
+    )
+
+
+def _has_invariant(placements: Sequence[Placement]) -> bool:
+    return I in placements and any(p != I and p != R for p in placements)
