@@ -9,15 +9,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from autopar.buckets import BUCKET_BYTES
 from autopar.cost.collectives import collective_time_s
 from autopar.cost.compute import op_time_s
 from autopar.cost.hardware import flops_per_s
 from autopar.mesh import LogicalMesh
 from autopar.moves import COLLECTIVES, PrimitiveKind
-
-# Gradient sync and parameter gathers are fused into buffers of this size (PyTorch DDP's
-# default is 25 MiB: torch.nn.parallel.DistributedDataParallel, bucket_cap_mb).
-BUCKET_BYTES = 25 * 2**20
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from autopar.buckets import buckets, primitive_bytes
 from autopar.moves import COLLECTIVES, PrimitiveKind, Split
 from autopar.runtime.collectives import apply_primitive
 from autopar.runtime.groups import Group, cut, join
@@ -40,40 +41,35 @@ def bucketed_apply(items: Sequence[BucketItem], bucket_bytes: int) -> list[Tenso
     """
     values = [tensor.detach() for tensor, _ in items]
     todo = [list(steps) for _, steps in items]
-    while True:
-        pending: dict[tuple[PrimitiveKind, Group, torch.dtype, torch.device], list[int]] = {}
-        for i, steps in enumerate(todo):
-            while steps and steps[0][0] not in COLLECTIVES:
-                kind, g, splits = steps.pop(0)
-                values[i] = apply_primitive(kind, values[i], g, splits)
-            if steps:
-                kind, g, _ = steps[0]
-                key = (kind, g, values[i].dtype, values[i].device)
-                pending.setdefault(key, []).append(i)
-        if not pending:
-            return values
-        for (kind, g, _, _), members in pending.items():
-            for bucket in _buckets(kind, g, members, values, bucket_bytes):
-                splits_of = [todo[i].pop(0)[2] for i in bucket]
-                fused = _fused(kind, g, [values[i] for i in bucket], splits_of)
-                for i, value in zip(bucket, fused, strict=True):
-                    values[i] = value
+    for bucket in buckets([_calls(x, steps) for x, steps in items], bucket_bytes):
+        kind, g, _, _ = bucket.key
+        xs = [_local_steps(values[i], todo[i]) for i in bucket.members]
+        splits_of = [todo[i].pop(0)[2] for i in bucket.members]
+        for i, value in zip(bucket.members, _fused(kind, g, xs, splits_of), strict=True):
+            values[i] = value
+    return [_local_steps(value, steps) for value, steps in zip(values, todo, strict=True)]
 
 
-def _buckets(
-    kind: PrimitiveKind, g: Group, members: list[int], values: list[Tensor], bucket_bytes: int
-) -> list[list[int]]:
-    """Cut `members`, in order, into buckets of at most `bucket_bytes`."""
-    buckets: list[list[int]] = []
-    filled_bytes = 0
-    for i in members:
-        size_bytes = values[i].nbytes * (g.size if kind == "all_gather" else 1)
-        if not buckets or filled_bytes + size_bytes > bucket_bytes:
-            buckets.append([])
-            filled_bytes = 0
-        buckets[-1].append(i)
-        filled_bytes += size_bytes
-    return buckets
+_Key = tuple[PrimitiveKind, Group, torch.dtype, torch.device]
+
+
+def _calls(x: Tensor, steps: Sequence[Step]) -> list[tuple[_Key, int]]:
+    """The collectives a tensor goes through, and its size in each."""
+    calls: list[tuple[_Key, int]] = []
+    local_bytes = x.nbytes
+    for kind, g, _ in steps:
+        size_bytes, local_bytes = primitive_bytes(kind, local_bytes, g.size)
+        if kind in COLLECTIVES:
+            calls.append(((kind, g, x.dtype, x.device), size_bytes))
+    return calls
+
+
+def _local_steps(value: Tensor, steps: list[Step]) -> Tensor:
+    """Take the steps before the next collective off `steps`, and apply them."""
+    while steps and steps[0][0] not in COLLECTIVES:
+        kind, g, splits = steps.pop(0)
+        value = apply_primitive(kind, value, g, splits)
+    return value
 
 
 def _fused(

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.buckets import BUCKET_BYTES
 from autopar.runtime.bucketed import bucketed_apply
 from autopar.runtime.delivery import deliver, most_batch_shards
 from autopar.runtime.groups import Group, phase
 from autopar.runtime.regather import Regather
 from autopar.stage_program import MoveLine, ParameterUse, StageProgram, StoredParameter
 
-BUCKET_BYTES = 25 * 2**20  # torch DDP's default, as in cost.model
 OutputsFn = Callable[[tuple[Tensor, ...]], None]
 
 
