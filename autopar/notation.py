@@ -143,6 +143,8 @@ class _Parser:
             self.at += 1
             names: list[str] = []
             while self.peek() not in (")", ""):
+                if self.peek() == "...":
+                    self.fail(self.position(), "'...' stands for whole dims, not for factors")
                 names.append(self.name(seen))
             if not self.peek():
                 self.fail(opened, "this parenthesis is never closed")

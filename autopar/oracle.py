@@ -94,7 +94,7 @@ class Case:
             tuple(outputs),
             tuple(y.detach() for y in results),
             seeds,
-            tuple(_gradients(results, tensors, seeds)),
+            _true_gradients(rule, results, tensors, seeds),
         )
 
     def strategies(self) -> tuple[AxisStrategy, ...]:
@@ -178,6 +178,21 @@ def _gradients(
         gradient = next(rest) if x.requires_grad else None
         gradients.append(torch.zeros_like(x) if x.requires_grad and gradient is None else gradient)
     return gradients
+
+
+def _true_gradients(
+    rule: OpRule,
+    results: Sequence[Tensor],
+    tensors: Sequence[Tensor],
+    seeds: Sequence[Tensor | None],
+) -> tuple[Tensor | None, ...]:
+    try:
+        return tuple(_gradients(results, tensors, seeds))
+    except RuntimeError as error:
+        raise VerificationError(
+            f"{rule.op} has no gradient: {str(error).partition('. ')[0]}",
+            hint="register one with torch.library.register_autograd, or check under torch.no_grad",
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ On one mesh axis of n ranks (`scatter`, and its inverse `gather`):
     S      its n pieces along one factor of one dim
     P      n random summands of it
 
-Several axes follow one another, outermost first. These functions know nothing of groups and
-collectives: they are the definition that rules, moves and generated programs are checked
-against.
+Several axes follow one another, outermost first, and ranks along R and I hold the same.
+These functions know nothing of groups and collectives: they are the definition that rules,
+moves and generated programs are checked against.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def scatter(
     value: Tensor, tensor: TensorType, spec: Spec, sizes: Sequence[int], random: torch.Generator
 ) -> list[Tensor]:
     """What each rank holds of `value` under `spec`, by rank (row-major over axes of `sizes`)."""
-    order = spec.order or tuple(range(len(sizes)))
+    order = _cutting_order(spec)
     dims = [list(factors) for factors in tensor.dims]
     parts: dict[tuple[int, ...], Tensor] = {(): value}
     for axis in order:
@@ -65,7 +65,7 @@ def gather(
     for x in locals_:
         if tuple(x.shape) != shape:
             raise VerificationError(f"a rank has shape {tuple(x.shape)}, {spec} means {shape}")
-    order = spec.order or tuple(range(len(sizes)))
+    order = _cutting_order(spec)
     ranks = itertools.product(*map(range, sizes))
     parts = {tuple(rank[axis] for axis in order): x for rank, x in zip(ranks, locals_, strict=True)}
     dims = [list(factors) for factors in tensor.dims]
@@ -83,6 +83,13 @@ def gather(
         if placement.is_shard:
             dims[placement.dim][placement.factor] *= n
     return parts[()], spread
+
+
+def _cutting_order(spec: Spec) -> tuple[int, ...]:
+    """Axes outermost first, but copies last: ranks along R and I hold the same summands of P."""
+    order = spec.order or range(len(spec.placements))
+    copied = {a for a in order if not spec.placements[a].is_shard and spec.placements[a] != P}
+    return (*(a for a in order if a not in copied), *(a for a in order if a in copied))
 
 
 def _pieces(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.moves import COLLECTIVES, Move, PrimitiveKind, Split
-from autopar.spec import I, P, R, S, Placement, Spec, TensorType, all_specs, local_bytes, local_dims
+from autopar.spec import I, P, Placement, R, S, Spec, TensorType, all_specs, local_bytes, local_dims
 
 # (primitive, local bytes by NCCL's accounting, axes) -> seconds
 PrimitiveTime = Callable[[PrimitiveKind, int, tuple[int, ...]], float]
@@ -168,7 +168,7 @@ class ReshardTable:
                     continue
                 j = index[step.target]
                 seconds = sum(step_time_s(step, tensor.has_grad, time_of))
-                calls = step.move.forward in COLLECTIVES
+                calls = int(step.move.forward in COLLECTIVES)
                 calls += tensor.has_grad and step.move.backward in COLLECTIVES
                 # A move that costs nothing still counts a little: no detours.
                 weight = calls + 1e-3

@@ -90,7 +90,7 @@ def find_operator(op: str | Callable[..., Any]) -> torch._ops.OpOverload:
         return op
     if isinstance(op, torch._ops.OpOverloadPacket):
         return op.default
-    name = op if isinstance(op, str) else getattr(op, "_qualname", str(op))
+    name = op if isinstance(op, str) else getattr(op, "_qualname", None) or str(op.__name__)
     namespace, _, rest = name.replace("::", ".", 1).partition(".")
     packet, _, overload = rest.partition(".")
     found = getattr(torch.ops, namespace, None) if namespace.isidentifier() else None

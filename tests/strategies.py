@@ -1,0 +1,69 @@
+"""Hypothesis strategies that several test files share."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import strategies as st
+
+from autopar.notation import ELLIPSIS, Dim, Notation, Term
+from autopar.spec import Placement, S, Spec, TensorType, all_specs
+
+AXIS_SIZES = ((2,), (4,), (2, 2), (1, 4), (2, 3))
+NAMES = ("a", "b", "c", "head_dim", "x1")
+
+
+def placements() -> st.SearchStrategy[Placement]:
+    plain = st.sampled_from([Placement(kind) for kind in "IRP"])
+    return plain | st.builds(S, st.integers(0, 3), st.integers(0, 2))
+
+
+@st.composite
+def specs(draw: st.DrawFn, max_axes: int = 3) -> Spec:
+    """Any spec in canonical form, whatever the tensor."""
+    placed = draw(st.lists(placements(), min_size=1, max_size=max_axes))
+    return Spec.of(placed, draw(st.permutations(range(len(placed)))))
+
+
+@st.composite
+def tensor_types(
+    draw: st.DrawFn, max_dims: int = 2, max_factors: int = 3, max_cells: int = 4
+) -> TensorType:
+    """Up to three factors per dim; sizes that divide by 2, 3 or 4, and one that does not."""
+    sizes = st.sampled_from((2, 3, 4, 5, 6, 8, 12))
+    dims: list[tuple[int, ...]] = []
+    for _ in range(draw(st.integers(1, max_dims))):
+        room = max_cells - sum(map(len, dims))
+        n_least = min(draw(st.sampled_from((1, 1, 2, 0))), room)
+        factors = draw(st.lists(sizes, min_size=n_least, max_size=min(max_factors, room)))
+        dims.append(tuple(factors) if math.prod(factors) <= 144 else (12,))
+    return TensorType(tuple(dims), 8, draw(st.booleans()))
+
+
+@st.composite
+def reshards(draw: st.DrawFn) -> tuple[TensorType, tuple[int, ...], Spec, Spec]:
+    """A tensor, a mesh's axis sizes, and two specs that are legal on them."""
+    tensor, sizes = draw(tensor_types()), draw(st.sampled_from(AXIS_SIZES))
+    legal = all_specs(tensor, sizes)
+    return tensor, sizes, draw(st.sampled_from(legal)), draw(st.sampled_from(legal))
+
+
+@st.composite
+def notations(draw: st.DrawFn) -> Notation:
+    """Terms of distinct names, products, dims of 1 and at most one ellipsis each."""
+
+    def term() -> Term:
+        names = draw(st.lists(st.sampled_from(NAMES), unique=True))
+        dims: list[Dim] = []
+        while names:
+            n = draw(st.integers(0, min(3, len(names))))
+            dims.append(tuple(names.pop() for _ in range(n)))
+        if draw(st.booleans()):
+            dims.insert(draw(st.integers(0, len(dims))), ELLIPSIS)
+        return tuple(dims)
+
+    inputs = tuple(term() for _ in range(draw(st.integers(1, 3))))
+    outputs = tuple(term() for _ in range(draw(st.integers(1, 2))))
+    used = {n for t in (*inputs, *outputs) for dim in t for n in dim} - {"..."}
+    frozen = draw(st.frozensets(st.sampled_from(sorted(used)))) if used else frozenset()
+    return Notation(inputs, outputs, frozen)
