@@ -14,9 +14,11 @@ single e survives once x is integral. A forbidden pair has no e, a forbidden cho
 large constant stands in for infinity.
 
 The program is written with PuLP and solved by HiGHS, or by PuLP's bundled CBC where highspy is
-missing. Their tolerances are absolute, so costs are scaled to about `SCALED_OPTIMUM`, bytes to
-the budget. The gap is set to 0. At a time limit PuLP's `status` says "Optimal"; `sol_status`
-tells the truth and is the one read here.
+missing. Their tolerances are absolute, so costs are scaled to about `SCALED_OPTIMUM` and
+bytes too. The gap is set to 0. At a time limit PuLP's `status` says "Optimal"; `sol_status` tells
+the truth and is the one read here. HiGHS 1.15's presolve calls some feasible programs with a tight
+capacity row infeasible, or never returns (its issues 3090 and 3296 are of this kind), so programs
+with a budget or a cap are solved without presolve.
 
 Ties are too small to be perturbations of the objective here. A second program minimises the tie
 under a cap on the cost, when it has at most `MAX_TIE_COLUMNS` columns; its answer is used if its
@@ -192,6 +194,7 @@ class _Model:
         self.program = pulp.LpProblem("choices", pulp.LpMinimize)
         self.columns: dict[str, list[tuple[Any, float]]] = {"cost": [], "tie": [], "bytes": []}
         self.n_columns = 0
+        self.has_limit = False
         # Ties split groups only in the program that minimises them.
         self.with_tie = objective == "tie"
         self.x = [self._add_choices(v) for v in range(problem.n_variables)]
@@ -199,11 +202,13 @@ class _Model:
             self._add_edge(i, e)
         self.program.setObjective(self._sum(objective, self.objective_factor))
         if problem.budget_bytes is not None and objective != "bytes":
-            size_scale = max(problem.budget_bytes, 1.0)
-            limit = problem.budget_bytes * (1 + BUDGET_REL) / size_scale
-            self.program += self._sum("bytes", 1 / size_scale) <= limit
+            self.has_limit = True
+            factor = SCALED_OPTIMUM / max(problem.budget_bytes, 1.0)
+            limit = problem.budget_bytes * factor * (1 + BUDGET_REL)
+            self.program += self._sum("bytes", factor) <= limit
         if cap_s is not None:
-            limit = cap_s * (1 + SAME_OPTIMUM_REL) * self.cost_factor
+            self.has_limit = True
+            limit = cap_s * self.cost_factor * (1 + SAME_OPTIMUM_REL)
             self.program += self._sum("cost", self.cost_factor) <= limit
 
     def _sum(self, what: str, factor: float) -> Any:
@@ -257,7 +262,7 @@ class _Model:
     def solve(self, time_limit_s: float) -> Outcome:
         if time_limit_s <= 0:
             return Outcome(None, 0.0, False)
-        self.program.solve(_solver(None if math.isinf(time_limit_s) else time_limit_s))
+        self.program.solve(_solver(time_limit_s, presolve=not self.has_limit))
         status = self.program.sol_status
         if status in (pulp.LpSolutionInfeasible, pulp.LpSolutionUnbounded):
             return Outcome(None, math.inf, True)
@@ -274,17 +279,14 @@ class _Model:
         return float(model.getInfo().mip_dual_bound) if hasattr(model, "getInfo") else 0.0
 
 
-def _solver(time_limit_s: float | None) -> Any:
+def _solver(time_limit_s: float, presolve: bool) -> Any:
+    limit_s = None if math.isinf(time_limit_s) else time_limit_s
+    options = {"msg": False, "gapRel": 0.0, "gapAbs": 0.0, "timeLimit": limit_s, "threads": 1}
     if importlib.util.find_spec("highspy") is None:
-        return pulp.PULP_CBC_CMD(
-            msg=False, gapRel=0.0, gapAbs=0.0, timeLimit=time_limit_s, threads=1
-        )
+        return pulp.PULP_CBC_CMD(**options)
     return pulp.HiGHS(
-        msg=False,
-        gapRel=0.0,
-        gapAbs=0.0,
-        timeLimit=time_limit_s,
-        threads=1,
+        **options,
+        presolve="on" if presolve else "off",
         mip_feasibility_tolerance=TOLERANCE,
         primal_feasibility_tolerance=TOLERANCE,
         dual_feasibility_tolerance=TOLERANCE,

@@ -165,12 +165,16 @@ def _within_budget(
     problem: ChoiceProblem, reduced: Reduced, plan: EliminationPlan, fastest: Point, clock: _Clock
 ) -> Solution | Infeasible:
     """Step 3: the bound, the choices it leaves, and the ILP on those."""
-    with clock.phase("leanest"):
-        lean = leanest(reduced.problem, plan)
-    if not problem.fits(lean.totals.bytes):
-        return over_budget(problem, lean.totals.bytes)
-    with clock.phase("lagrangian"):
-        bracket = search(reduced.problem, plan, fastest, lean, clock.deadline)
+    if problem.fits(fastest.totals.bytes):
+        # Only its cheaper-tie rival was too large.
+        bracket = Bracket(fastest, fastest.totals.cost_s, 0.0)
+    else:
+        with clock.phase("leanest"):
+            lean = leanest(reduced.problem, plan)
+        if not problem.fits(lean.totals.bytes):
+            return over_budget(problem, lean.totals.bytes)
+        with clock.phase("lagrangian"):
+            bracket = search(reduced.problem, plan, fastest, lean, clock.deadline)
     method, best, bound_s = "lagrangian", bracket.best, bracket.bound_s
     if not bracket.closed and clock.left_s() != 0:
         method = "lagrangian + ilp"
@@ -180,8 +184,9 @@ def _within_budget(
         if outcome.choice is not None:
             choice = core.lift(outcome.choice)
             best = min(best, Point(choice, reduced.problem.evaluate(choice)), key=_rank)
-        # Whatever the core leaves out is dearer than the best choice known.
-        bound_s = max(bound_s, min(outcome.bound, best.totals.cost_s))
+        if math.isfinite(outcome.bound):  # infinite: the solver lost the choice we have
+            # Whatever the core leaves out is dearer than the best choice known.
+            bound_s = max(bound_s, min(outcome.bound, best.totals.cost_s))
     choice = best.choice
     proven = best.totals.cost_s <= bound_s * (1 + SAME_OPTIMUM_REL)
     if proven and problem.has_ties() and clock.left_s() != 0:
