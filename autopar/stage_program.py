@@ -9,15 +9,19 @@ what is printed is what is priced is what runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from autopar.facts import Period
-from autopar.moves import COLLECTIVES, Move
+from autopar.moves import Move
 from autopar.spec import Spec
+
+# The variable of results that nobody takes.
+UNUSED = "_"
 
 
 @dataclass(frozen=True)
@@ -32,12 +36,21 @@ class Ref:
 
 @dataclass(frozen=True)
 class Local:
-    """A variable on one rank: its local shape, and how it is placed."""
+    """A variable on one rank: its local shape, and how it is placed.
+
+    `dims` are the factor sizes over all ranks, of one microbatch.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     spec: Spec
+    dims: tuple[tuple[int, ...], ...] = ()
+    has_grad: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -58,7 +71,14 @@ class MoveLine:
 
 @dataclass(frozen=True)
 class CallLine:
-    """One operator on local tensors. `lowered` names the function that replaces it."""
+    """One operator on local tensors. `lowered` names the function that replaces it.
+
+    flops         of this rank, forward, in one microbatch
+    model_flops   of all ranks without what they do twice, forward and backward
+    saved_bytes   what autograd keeps besides inputs and outputs
+    keeps         variables whose storage autograd keeps, once per time it is kept
+    shares        per output, the variable whose storage it has: a view; None when it is new
+    """
 
     outs: tuple[Local, ...]
     target: str
@@ -73,6 +93,13 @@ class CallLine:
     forward_s: float
     backward_s: float
     saved_bytes: float = 0.0
+    keeps: tuple[str, ...] = ()
+    shares: tuple[str | None, ...] = ()
+    model_flops: float = 0.0
+
+    @property
+    def has_grad(self) -> bool:
+        return any(out.has_grad for out in self.outs)
 
 
 @dataclass(frozen=True)
@@ -85,7 +112,10 @@ class DetachLine:
 
 @dataclass(frozen=True)
 class GatherLine:
-    """A ZeRO-3 parameter gathered for one operator, and again in backward `regathers` times."""
+    """A ZeRO-3 parameter gathered for one operator, and again in backward `regathers` times.
+
+    Whatever keeps it for its backward gathers it again there (`CallLine.keeps`).
+    """
 
     out: Local
     source: str
@@ -187,5 +217,53 @@ class StageProgram:
         return tuple(sorted(found, key=lambda axes: (len(axes), axes)))
 
 
-def is_collective(kind: str) -> bool:
-    return kind in COLLECTIVES
+def names_in(value: Any) -> list[str]:
+    """The variables in an argument, in order."""
+    if isinstance(value, Ref):
+        return [value.name]
+    if isinstance(value, (list, tuple)):
+        return [n for v in value for n in names_in(v)]
+    return []
+
+
+def reads(line: Line) -> list[str]:
+    """The variables a line reads."""
+    if isinstance(line, CallLine):
+        return names_in(line.args) + names_in(list(line.kwargs.values()))
+    return [] if isinstance(line, FreeLine) else [line.source]
+
+
+def outs(line: Line) -> tuple[Local, ...]:
+    """What a line defines; results that nobody takes are all called `_`."""
+    if isinstance(line, CallLine):
+        return line.outs
+    return () if isinstance(line, FreeLine) else (line.out,)
+
+
+def writes(line: Line) -> list[str]:
+    """The variables a line defines."""
+    return [out.name for out in outs(line) if out.name != UNUSED]
+
+
+def storage_owners(body: Iterable[Line]) -> Iterator[dict[str, str]]:
+    """After each line: variable -> owner of its storage, views being their source's.
+
+    A reshard's variable is assigned once per move; each assignment is an owner of its own.
+    Variables from outside the body own their storage.
+    """
+    owner: dict[str, str] = {}
+    for i, line in enumerate(body):
+        if isinstance(line, CallLine):
+            found = line.shares or (None,) * len(line.outs)
+            for out, shared in zip(line.outs, found, strict=True):
+                if shared is None:
+                    owner[out.name] = f"{out.name}@{i}"
+                else:
+                    owner[out.name] = owner.get(shared, shared)
+        elif isinstance(line, DetachLine) or (
+            isinstance(line, MoveLine) and line.move.forward == "identity"
+        ):
+            owner[line.out.name] = owner.get(line.source, line.source)
+        elif not isinstance(line, FreeLine):
+            owner[line.out.name] = f"{line.out.name}@{i}"
+        yield owner

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from autopar.cost.memory import static_bytes_per_param, optimizer_time_s
 from autopar.cost.model import CostModel
@@ -22,7 +23,7 @@ from autopar.passes.parameters import ParameterMaker
 from autopar.passes.problem import IntraOpProblem, ProblemBuilder
 from autopar.passes.solvers import Infeasible, solve
 from autopar.program import Program
-from autopar.saved import Saved, saved_for_backward
+from autopar.saved import Saved, saved_for_backward, storage_owners
 from autopar.units import format_bytes
 
 
@@ -44,6 +45,11 @@ class Analysis:
         batch = find_batch(program, operators, types, batch_dims)
         saved = saved_for_backward(program) if program.training else {}
         return Analysis(program, operators, types, batch, saved)
+
+    @cached_property
+    def storage_owners(self) -> Mapping[str, str]:
+        """Value -> the value whose storage it has, itself unless it is a view."""
+        return storage_owners(self.program)
 
     def microbatch_types(self, n_microbatches: int) -> Types:
         """Types of one microbatch; raises `BatchError` when the batch does not divide."""

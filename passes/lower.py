@@ -8,7 +8,6 @@ carry sizes are localised by the operator's rule.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,25 +17,30 @@ import torch
 import torch.fx
 
 from autopar.cost.model import CostModel
+from autopar.factors import Operator
 from autopar.facts import OperatorStrategy, Storage, Strategy
-from autopar.factors import Operator, value_names
+from autopar.passes.candidates import operator_times_s
+from autopar.passes.frees import with_frees, with_regathers
 from autopar.passes.groups import place_operators
 from autopar.passes.intra_op import Analysis
-from autopar.passes.candidates import operator_times_s
+from autopar.passes.lowered import LOWERED, inner_width, lowered_saved_bytes
+from autopar.passes.names import group_name, identifier, reserved_names, suffix
 from autopar.passes.reshard import ReshardTable, step_time_s
 from autopar.rules import rule_for
 from autopar.spec import I, R, Spec, TensorType, local_bytes, local_shape, without_gradient
 from autopar.stage_program import (
-    CallLine, Delivered, DetachLine, FreeLine, GatherLine, Line, Local, MoveLine, ParameterUse,
-    Ref, StageProgram, StoredParameter,
+    CallLine,
+    Delivered,
+    DetachLine,
+    GatherLine,
+    Line,
+    Local,
+    MoveLine,
+    ParameterUse,
+    Ref,
+    StageProgram,
+    StoredParameter,
 )  # fmt: skip
-
-# Arguments of the functions in runtime.lowered, by the operator's argument names; the group
-# follows the second one.
-LOWERED_ARGUMENTS = {
-    "vocab_parallel_embedding": ("weight", "indices", "padding_idx"),
-    "vocab_parallel_cross_entropy": ("self", "target", "ignore_index", "label_smoothing"),
-}
 
 
 def lower(
@@ -44,23 +48,6 @@ def lower(
 ) -> StageProgram:
     """The stage program of a strategy; `with_outputs` also returns the model's outputs whole."""
     return _Lowering(analysis, strategy, cost, with_outputs).run()
-
-
-def identifier(name: str) -> str:
-    """`h.0.mlp.c_fc.weight` -> `h_0_mlp_c_fc_weight`."""
-    word = re.sub(r"\W", "_", name)
-    return f"_{word}" if word[0].isdigit() else word
-
-
-def suffix(spec: Spec, active: Sequence[int]) -> str:
-    """A spec as part of a variable's name: `R`, `S0`, `S2_1`."""
-    words = []
-    for axis in active:
-        p = spec.placements[axis]
-        words.append(
-            (f"S{p.dim}_{p.factor}" if p.factor else f"S{p.dim}") if p.is_shard else p.kind
-        )
-    return "".join(words) + ("o" if spec.order else "")
 
 
 @dataclass
@@ -81,6 +68,7 @@ class _Lowering:
         self.sizes = self.cost.mesh.sizes
         self.active = self.cost.mesh.active_axes
         self.types = self.strategy.types
+        self.taken |= reserved_names(self.cost.mesh.names)
 
     def run(self) -> StageProgram:
         parameters = tuple(self._parameter(n) for n in self.program.parameters)
@@ -89,7 +77,7 @@ class _Lowering:
             self._operator(item.operator, self.strategy.operators[item.name], item.sizes)
         loss = self._loss() if self.program.loss is not None else None
         outputs = tuple(self._output(n) for n in self.program.outputs) if self.with_outputs else ()
-        body = with_frees(self.body, {loss, *outputs})
+        body = with_frees(with_regathers(self.body), {loss, *outputs})
         prologue = self.program.prologue
         return StageProgram(
             self.program.model_name,
@@ -123,7 +111,12 @@ class _Lowering:
         return result[int(index)].dtype if index else result.dtype
 
     def _local(self, name: str, value: str, spec: Spec) -> Local:
-        return Local(name, local_shape(self.types[value], spec, self.sizes), self._dtype(value), spec)
+        tensor = self.types[value]
+        return self._placed(name, value, tensor, spec)
+
+    def _placed(self, name: str, value: str, tensor: TensorType, spec: Spec) -> Local:
+        shape = local_shape(tensor, spec, self.sizes)
+        return Local(name, shape, self._dtype(value), spec, tensor.dims, tensor.has_grad)
 
     def _table(self, tensor: TensorType) -> ReshardTable:
         if tensor not in self.tables:
@@ -139,11 +132,12 @@ class _Lowering:
         lines, at = [], first
         for step in self._table(tensor).path(source, target):
             forward, backward = step_time_s(step, tensor.has_grad, self.cost.primitive_time_s)
-            out = Local(name, local_shape(tensor, step.target, self.sizes), self._dtype(value), step.target)
+            out = self._placed(name, value, tensor, step.target)
             lines.append(
                 MoveLine(
                     out, at, step.move, value, phase, step.forward_bytes,
-                    step.backward_bytes if tensor.has_grad else 0, forward, backward, tensor.has_grad,
+                    step.backward_bytes if tensor.has_grad else 0, forward, backward,
+                    tensor.has_grad,
                 )
             )  # fmt: skip
             at = name
@@ -180,7 +174,7 @@ class _Lowering:
             tuple(converted), info.requires_grad,
         )  # fmt: skip
 
-    def _gather(self, name: str, spec: Spec, storage: Storage, saves: bool) -> str:
+    def _gather(self, name: str, spec: Spec, storage: Storage) -> str:
         base = identifier(self.program.parameters[name].name)
         variable = self._unique(f"{base}_gathered")
         moves = self._moves(
@@ -191,7 +185,7 @@ class _Lowering:
         self.body.append(
             GatherLine(
                 self._local(variable, name, spec), base, self.program.parameters[name].name,
-                moves, int(saves),
+                moves, 0,
             )
         )  # fmt: skip
         return variable
@@ -204,8 +198,7 @@ class _Lowering:
         if value in self.program.parameters:
             storage = self.strategy.storage[value]
             if storage.period == "use":
-                saved = self.analysis.saved.get(operator.name)
-                return self._gather(value, spec, storage, saved is not None and position in saved.inputs)
+                return self._gather(value, spec, storage)
             return self.variables[value, spec]
         if value not in self.produced:
             return self._deliver(value, spec)
@@ -247,26 +240,31 @@ class _Lowering:
             outs.append(self._local(variable, value, spec))
             self.produced[value] = spec
             self.variables[value, spec] = variable
-        inputs = [local_shape(self.types[v], s, self.sizes) for v, s in zip(operator.inputs, chosen.inputs, strict=True)]
+        inputs = [
+            self._local(name, value, spec)
+            for name, value, spec in zip(names, operator.inputs, chosen.inputs, strict=True)
+        ]
         args, kwargs = self._arguments(node, operator, names)
         if rule.localise is not None:
-            changed = rule.localise(operator.call, inputs, [o.shape for o in outs])
-            args, kwargs = _override(node, args, kwargs, changed)
+            shapes = [i.shape for i in inputs], [o.shape for o in outs]
+            args, kwargs = _override(node, args, kwargs, rule.localise(operator.call, *shapes))
         if chosen.lowered is not None:
             args, kwargs = self._lowered_arguments(operator, chosen, names), {}
-        flops, forward, backward = self._times(operator, chosen, sizes)
+        flops, model_flops, forward, backward = self._times(operator, chosen, sizes)
         inner: tuple[int, ...] = ()
         if chosen.lowered == "vocab_parallel_cross_entropy":
-            rows = math.prod(inputs[1]) * self._dtype(operator.inputs[0]).itemsize
+            rows = math.prod(inputs[1].shape) * inner_width(inputs[0].dtype)
             inner = (rows,) * rule.inner_all_reduces
             forward += sum(
                 self.cost.primitive_time_s("all_reduce", n, chosen.lowered_axes) for n in inner
             )
+        saved_bytes, keeps = self._kept(operator, chosen, inputs, outs)
         self.body.append(
             CallLine(
                 tuple(outs), str(operator.call.op), args, kwargs, self.program.keys[node.name],
                 self.program.sources.get(node.name, ""), chosen.lowered, chosen.lowered_axes, inner,
-                flops, forward, backward, self._saved_bytes(operator, chosen),
+                flops, forward, backward, saved_bytes, keeps, self._shares(operator, names),
+                model_flops,
             )
         )  # fmt: skip
 
@@ -294,15 +292,15 @@ class _Lowering:
         self, operator: Operator, chosen: OperatorStrategy, names: Sequence[str]
     ) -> tuple[Any, ...]:
         assert chosen.lowered is not None
-        wanted = LOWERED_ARGUMENTS[chosen.lowered]
+        wanted = LOWERED[chosen.lowered].arguments
         group = Ref(group_name(self.cost.mesh.names, chosen.lowered_axes))
         scalars = [operator.call.args[name] for name in wanted[2:]]
         return (Ref(names[0]), Ref(names[1]), group, *scalars)
 
     def _times(
         self, operator: Operator, chosen: OperatorStrategy, sizes: Mapping[str, int]
-    ) -> tuple[float, float, float]:
-        """(local flops, forward seconds, backward seconds)."""
+    ) -> tuple[float, float, float, float]:
+        """(local flops, model flops with backward, forward seconds, backward seconds)."""
         rule = rule_for(str(operator.call.op))
         placed = (*zip(operator.inputs, chosen.inputs, strict=True),
                   *zip(operator.outputs, chosen.outputs, strict=True))  # fmt: skip
@@ -311,21 +309,44 @@ class _Lowering:
         for axis in self.active:
             if any(s.placements[axis].is_shard for _, s in placed):
                 share /= self.sizes[axis]
-        flops = rule.flops_of(sizes) * share
+        whole = rule.flops_of(sizes)
+        flops = whole * share
+        products = 1
+        if any(self.types[v].has_grad for v in operator.outputs):
+            products += sum(self.types[v].has_grad for v in operator.inputs[:2])
         forward, backward = operator_times_s(
             rule, operator, self.types, self.cost, np.array([flops]), np.array([float(moved)])
         )
-        return flops, float(forward[0]), float(backward[0])
+        return flops, whole * products, float(forward[0]), float(backward[0])
 
-    def _saved_bytes(self, operator: Operator, chosen: OperatorStrategy) -> float:
+    def _kept(
+        self, operator: Operator, chosen: OperatorStrategy,
+        inputs: Sequence[Local], outs: Sequence[Local],
+    ) -> tuple[float, tuple[str, ...]]:  # fmt: skip
+        """What autograd keeps: bytes of its own, and variables."""
         saved = self.analysis.saved.get(operator.name)
-        if saved is None or not saved.other_bytes:
-            return 0.0
+        if saved is None or not any(out.has_grad for out in outs):
+            return 0.0, ()
+        if chosen.lowered is not None:
+            positions = LOWERED[chosen.lowered].keeps
+            own_bytes = lowered_saved_bytes(chosen.lowered, inputs)
+            return float(own_bytes), tuple(inputs[i].name for i in positions)
+        keeps = [inputs[i].name for i in sorted(saved.inputs)]
+        keeps += [outs[i].name for i in sorted(saved.outputs)]
         share = 1.0
         for axis in self.active:
             if any(s.placements[axis].is_shard for s in (*chosen.inputs, *chosen.outputs)):
                 share /= self.sizes[axis]
-        return saved.other_bytes * share / self.strategy.n_microbatches
+        batch = self.strategy.batch_cells
+        if any(v in batch for v in (*operator.inputs, *operator.outputs)):
+            share /= self.strategy.n_microbatches
+        return saved.other_bytes * share, tuple(keeps)
+
+    def _shares(self, operator: Operator, names: Sequence[str]) -> tuple[str | None, ...]:
+        """Per output, the variable it is a view of."""
+        owners = self.analysis.storage_owners
+        by_owner = {owners[v]: n for v, n in zip(operator.inputs, names, strict=True)}
+        return tuple(by_owner.get(owners.get(v, v)) for v in operator.outputs)
 
     # -- results -------------------------------------------------------------------------
 
@@ -352,11 +373,6 @@ class _Lowering:
         return name
 
 
-def group_name(axis_names: Sequence[str], axes: Sequence[int]) -> str:
-    """The variable of a group in generated programs: `tp`, `dp_tp`."""
-    return "_".join(axis_names[a] for a in axes)
-
-
 def _override(
     node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], changed: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -381,44 +397,3 @@ def prologue_lines(graph: torch.fx.Graph) -> tuple[tuple[str, str], ...]:
         elif node.op == "output":
             lines.append(("return", ", ".join(map(str, node.args[0])) + ","))
     return tuple(lines)
-
-
-def _names(value: Any) -> list[str]:
-    if isinstance(value, Ref):
-        return [value.name]
-    if isinstance(value, (list, tuple)):
-        return [n for v in value for n in _names(v)]
-    return []
-
-
-def reads(line: Line) -> list[str]:
-    """The variables a line reads."""
-    if isinstance(line, CallLine):
-        return _names(line.args) + _names(list(line.kwargs.values()))
-    return [] if isinstance(line, FreeLine) else [line.source]
-
-
-def writes(line: Line) -> list[str]:
-    """The variables a line defines."""
-    if isinstance(line, CallLine):
-        return [o.name for o in line.outs if o.name != "_"]
-    return [] if isinstance(line, FreeLine) else [line.out.name]
-
-
-def with_frees(body: Sequence[Line], kept: set[str | None]) -> list[Line]:
-    """Insert a `FreeLine` after the last use of every variable the body defines."""
-    last: dict[str, int] = {}
-    defined: set[str] = set()
-    for i, line in enumerate(body):
-        defined.update(writes(line))
-        for name in (*reads(line), *writes(line)):
-            last[name] = i
-    out: list[Line] = []
-    for i, line in enumerate(body):
-        out.append(line)
-        dead = dict.fromkeys(
-            n for n in (*reads(line), *writes(line)) if last[n] == i and n in defined - kept
-        )
-        if dead:
-            out.append(FreeLine(tuple(dead)))
-    return out
