@@ -27,15 +27,6 @@ Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Conversion:
-    """Cost of turning one storage into one use."""
-
-    time_s: float
-    tie: float
-    size_bytes: float
-
-
-@dataclass(frozen=True)
 class ParameterMaker:
     """Prices storage and conversions of parameters on one logical mesh.
 
@@ -122,33 +113,83 @@ class ParameterMaker:
             n_local * self.static.total_bytes,
         )
 
-    def conversion(
-        self, table: ReshardTable, storage: Storage, use: Spec, n_uses: int
-    ) -> Conversion | None:
-        """What one conversion costs per step; None when the constraints forbid it."""
-        path = table.path(storage.spec, use)
-        gathers = any(s.move.forward == "all_gather" for s in path)
-        if not self.limits.conversion_allowed(storage, use, gathers):
-            return None
-        has_grad, m = table.tensor.has_grad, self.n_microbatches
-        forward = backward = 0.0
-        for step in path:
-            if storage.period == "step":
-                f = self.cost.bucketed_time_s(step.move.forward, step.forward_bytes, step.move.axes)
-                b = self.cost.bucketed_time_s(step.move.backward, step.backward_bytes, step.move.axes)
-            else:
-                f, b = step_time_s(step, True, self.cost.primitive_time_s)
-            forward, backward = forward + f, backward + (b if has_grad else 0.0)
-        calls = sum(
-            (s.move.forward in COLLECTIVES) + (has_grad and s.move.backward in COLLECTIVES)
-            for s in path
+    def conversions(
+        self, table: ReshardTable, storages: Sequence[Storage], uses: Sequence[Spec], n_uses: int
+    ) -> tuple[Array, Array, Array]:
+        """(seconds per step, tie, bytes) of turning each storage into each use.
+
+        Seconds are infinite where the constraints forbid it. ZeRO-3 gathers at each of
+        `n_uses` uses, forward and backward; the others once per distinct use.
+        """
+        paths = path_costs(table, self.cost)
+        m = self.n_microbatches
+        rows = [table.index[s.spec] for s in storages]
+        columns = [table.index[u] for u in uses]
+        pick = np.ix_(rows, columns)
+        period = np.array([PERIODS.index(s.period) for s in storages])[:, None]
+        forward, backward = paths.forward_s[pick], paths.backward_s[pick]
+        once = paths.bucketed_s[pick]
+        time = np.select(
+            [period == 0, period == 1],
+            [once, forward + m * backward],
+            m * n_uses * (2 * forward + backward),
         )
-        tie = (calls + 1e-3 * len(path)) * (0.01 if storage.period == "step" else m)
-        used_bytes = float(local_bytes(table.tensor, use, self.cost.mesh.sizes)) if path else 0.0
-        copied = any(s.move.forward != "identity" for s in path)
-        if storage.period == "use":
-            return Conversion(m * n_uses * (2 * forward + backward), tie, 0.0)
-        if storage.period == "micro":
-            return Conversion(forward + m * backward, tie, used_bytes if copied else 0.0)
-        whole = used_bytes * ((1 if copied else 0) + (1 if has_grad else 0))
-        return Conversion(forward + backward, tie, whole)
+        calls = paths.calls[pick] + 1e-3 * paths.moves[pick]
+        tie = calls * np.where(period == 0, 0.01, float(m))
+        used = np.array([local_bytes(table.tensor, u, self.cost.mesh.sizes) for u in uses])
+        copied, moved = paths.copies[pick] > 0, paths.moves[pick] > 0
+        has_grad = float(table.tensor.has_grad)
+        size_bytes = used * np.select(
+            [period == 0, period == 1], [copied + has_grad * moved, copied * 1.0], 0.0
+        )
+        for i, storage in enumerate(storages):
+            for j, use in enumerate(uses):
+                gathers = paths.gathers[rows[i], columns[j]] > 0
+                if not self.limits.conversion_allowed(storage, use, gathers):
+                    time[i, j] = np.inf
+        return time, tie, size_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class PathCosts:
+    """Sums over the cheapest path between every two specs of a tensor type."""
+
+    forward_s: Array
+    backward_s: Array
+    bucketed_s: Array
+    calls: Array
+    moves: Array
+    copies: Array
+    gathers: Array
+
+
+_PATHS: dict[tuple[int, CostModel], tuple[ReshardTable, PathCosts]] = {}
+
+
+def path_costs(table: ReshardTable, cost: CostModel) -> PathCosts:
+    """What conversions of a parameter of this type cost; kept as long as the table."""
+    key = (id(table), cost)
+    if key not in _PATHS:
+        _PATHS[key] = (table, _path_costs(table, cost))
+    return _PATHS[key][1]
+
+
+def _path_costs(table: ReshardTable, cost: CostModel) -> PathCosts:
+    n, has_grad = len(table.specs), table.tensor.has_grad
+    values = {name: np.zeros((n, n)) for name in PathCosts.__annotations__}
+    for at, step in table.steps.items():
+        move, axes = step.move, step.move.axes
+        forward, backward = step_time_s(step, has_grad, cost.primitive_time_s)
+        values["forward_s"][at], values["backward_s"][at] = forward, backward
+        values["bucketed_s"][at] = cost.bucketed_time_s(move.forward, step.forward_bytes, axes)
+        if has_grad:
+            values["bucketed_s"][at] += cost.bucketed_time_s(
+                move.backward, step.backward_bytes, axes
+            )
+        values["calls"][at] = (move.forward in COLLECTIVES) + (
+            has_grad and move.backward in COLLECTIVES
+        )
+        values["moves"][at] = 1.0
+        values["copies"][at] = move.forward != "identity"
+        values["gathers"][at] = move.forward == "all_gather"
+    return PathCosts(**{name: table.along_paths(value) for name, value in values.items()})

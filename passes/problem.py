@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +26,7 @@ from autopar.errors import InfeasibleError
 from autopar.facts import OperatorStrategy, Storage
 from autopar.passes.candidates import GroupCandidates
 from autopar.passes.parameters import ParameterMaker
-from autopar.passes.reshard import ReshardTable
+from autopar.passes.reshard import ReshardTable, reshard_table
 from autopar.passes.solvers import ChoiceProblem, Edge
 from autopar.program import Program
 from autopar.spec import PREFERENCE, I, R, Spec, TensorType
@@ -85,11 +86,8 @@ class ProblemBuilder:
     budget_bytes: float | None
     variables: list[Variable] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
-    tables: dict[tuple[TensorType, bool], ReshardTable] = field(default_factory=dict)
     storages: dict[str, tuple[Storage, ...]] = field(default_factory=dict)
-    conversions: dict[
-        tuple[TensorType, tuple[Storage, ...], Spec, int], tuple[Array, Array, Array]
-    ] = field(default_factory=dict)
+    conversions: dict[Any, tuple[Array, Array, Array]] = field(default_factory=dict)
     parameter_variables: dict[str, int] = field(default_factory=dict)
 
     def build(self, candidates: Sequence[GroupCandidates]) -> IntraOpProblem:
@@ -123,14 +121,12 @@ class ProblemBuilder:
 
     def table(self, value: str) -> ReshardTable:
         """The reshards of a value; under `forbid="sequence"` activations reduce_scatter not."""
-        tensor, cost = self.types[value], self.maker.cost
         restricted = "sequence" in self.maker.limits.constraints.forbid
-        key = (tensor, restricted and value not in self.program.parameters)
-        if key not in self.tables:
-            self.tables[key] = ReshardTable.build(
-                tensor, cost.mesh.sizes, cost.primitive_time_s, no_reduce_scatter=key[1]
-            )
-        return self.tables[key]
+        return reshard_table(
+            self.types[value],
+            self.maker.cost,
+            restricted and value not in self.program.parameters,
+        )
 
     def _consumers(self, candidates: Sequence[GroupCandidates]) -> dict[str, list[Consumer]]:
         out: dict[str, list[Consumer]] = {}
@@ -246,29 +242,23 @@ class ProblemBuilder:
     ) -> None:  # fmt: skip
         """Storage -> use(s): every distinct use placement is converted once."""
         table, storages = self.table(name), self.storages[name]
-        shape = (len(storages), len(columns[0]))
-        cost, tie, size_bytes = np.zeros(shape), np.zeros(shape), np.zeros(shape)
-        for j, uses in enumerate(zip(*columns, strict=True)):
-            distinct: dict[Spec, int] = {}
-            for use, n in zip(uses, n_uses, strict=True):
-                distinct[use] = distinct.get(use, 0) + n
-            for use, n in distinct.items():
-                made = self._conversions(table, storages, use, n)
-                cost[:, j] += made[0]
-                tie[:, j] += made[1]
-                size_bytes[:, j] += made[2]
+        if len(columns) == 1:
+            cost, tie, size_bytes = self._conversions(table, storages, columns[0], n_uses[0])
+        else:
+            alike = np.array([len(set(uses)) == 1 for uses in zip(*columns, strict=True)])
+            shared = self._conversions(table, storages, columns[0], sum(n_uses))
+            apart = [self._conversions(table, storages, c, n) for c, n in zip(columns, n_uses, strict=True)]
+            cost, tie, size_bytes = (
+                np.where(alike, together, sum(each))
+                for together, *each in zip(shared, *apart, strict=True)
+            )
         self.edges.append(Edge(index, target, cost, tie, size_bytes))
 
     def _conversions(
-        self, table: ReshardTable, storages: tuple[Storage, ...], use: Spec, n_uses: int
+        self, table: ReshardTable, storages: tuple[Storage, ...], uses: tuple[Spec, ...], n_uses: int
     ) -> tuple[Array, Array, Array]:
-        """Costs of converting every storage to one use; parameters of one type share them."""
-        key = (table.tensor, storages, use, n_uses)
+        """Costs of converting every storage to every use; parameters alike share them."""
+        key = (id(table), storages, uses, n_uses)
         if key not in self.conversions:
-            made = [self.maker.conversion(table, s, use, n_uses) for s in storages]
-            self.conversions[key] = (
-                np.array([c.time_s if c else np.inf for c in made]),
-                np.array([c.tie if c else 0.0 for c in made]),
-                np.array([c.size_bytes if c else 0.0 for c in made]),
-            )
+            self.conversions[key] = self.maker.conversions(table, storages, uses, n_uses)
         return self.conversions[key]

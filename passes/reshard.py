@@ -13,8 +13,12 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost.model import CostModel
 
 from autopar.moves import COLLECTIVES, Move, PrimitiveKind, Split
 from autopar.spec import I, P, Placement, R, S, Spec, TensorType, all_specs, local_bytes, local_dims
@@ -140,9 +144,9 @@ class ReshardTable:
     tensor: TensorType
     specs: tuple[Spec, ...]
     index: dict[Spec, int]
-    time_s: np.ndarray
-    tie: np.ndarray
-    next_hop: np.ndarray
+    time_s: NDArray[np.float64]
+    tie: NDArray[np.float64]
+    next_hop: NDArray[np.int32]
     steps: dict[tuple[int, int], Step]
 
     @staticmethod
@@ -185,6 +189,28 @@ class ReshardTable:
             out.append(self.steps[at, following])
             at = following
         return tuple(out)
+
+    def along_paths(self, step_values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """For every pair of specs, the sum of `step_values[i, j]` over the moves of its path."""
+        n = len(self.specs)
+        goal = np.broadcast_to(np.arange(n), (n, n))
+        at = np.ascontiguousarray(goal.T)
+        total = np.zeros((n, n))
+        while (moving := at != goal).any():
+            following = self.next_hop[at, goal]
+            total[moving] += step_values[at, following][moving]
+            at = np.where(moving, following, at)
+        return total
+
+
+@lru_cache(maxsize=1024)
+def reshard_table(
+    tensor: TensorType, cost: CostModel, no_reduce_scatter: bool = False
+) -> ReshardTable:
+    """The table of a tensor type under a cost model; layers alike share it."""
+    return ReshardTable.build(
+        tensor, cost.mesh.sizes, cost.primitive_time_s, no_reduce_scatter=no_reduce_scatter
+    )
 
 
 def _reduce_scatters(step: Step, has_grad: bool) -> bool:
