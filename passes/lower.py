@@ -25,7 +25,7 @@ from autopar.passes.groups import place_operators
 from autopar.passes.intra_op import Analysis
 from autopar.passes.lowered import LOWERED, inner_width, lowered_saved_bytes
 from autopar.passes.names import group_name, identifier, reserved_names, suffix
-from autopar.passes.reshard import ReshardTable, step_time_s
+from autopar.passes.reshard import reshard_table, step_time_s
 from autopar.rules import rule_for
 from autopar.spec import I, R, Spec, TensorType, local_bytes, local_shape, without_gradient
 from autopar.stage_program import (
@@ -61,7 +61,6 @@ class _Lowering:
     variables: dict[tuple[str, Spec], str] = field(default_factory=dict)
     taken: set[str] = field(default_factory=set)
     delivered: dict[tuple[str, Spec], Delivered] = field(default_factory=dict)
-    tables: dict[TensorType, ReshardTable] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.program = self.analysis.program
@@ -118,19 +117,12 @@ class _Lowering:
         shape = local_shape(tensor, spec, self.sizes)
         return Local(name, shape, self._dtype(value), spec, tensor.dims, tensor.has_grad)
 
-    def _table(self, tensor: TensorType) -> ReshardTable:
-        if tensor not in self.tables:
-            self.tables[tensor] = ReshardTable.build(
-                tensor, self.sizes, self.cost.primitive_time_s
-            )
-        return self.tables[tensor]
-
     def _moves(
         self, value: str, tensor: TensorType, source: Spec, target: Spec,
         first: str, name: str, phase: str,
     ) -> tuple[MoveLine, ...]:  # fmt: skip
         lines, at = [], first
-        for step in self._table(tensor).path(source, target):
+        for step in reshard_table(tensor, self.cost).path(source, target):
             forward, backward = step_time_s(step, tensor.has_grad, self.cost.primitive_time_s)
             out = self._placed(name, value, tensor, step.target)
             lines.append(
@@ -366,7 +358,9 @@ class _Lowering:
         tensor = TensorType(old.dims, old.itemsize, False)
         name = self._unique(f"{identifier(value)}_out")
         self.body.append(
-            DetachLine(self._local(name, value, spec), self.variables[value, self.produced[value]])
+            DetachLine(
+                self._placed(name, value, tensor, spec), self.variables[value, self.produced[value]]
+            )
         )
         whole = Spec(tuple(I if n == 1 else R for n in self.sizes))
         self.body += self._moves(value, tensor, spec, whole, name, name, "output")
