@@ -1,0 +1,296 @@
+"""Whole programs on thread ranks against one process: what the tests of the algebra share.
+
+    model_case     a small model captured in float64, its batch and its analysis
+    random_strategy, planned    a legal assignment, drawn or chosen
+    thread_errors  lower, emit, run on n thread ranks; errors of the loss and every gradient
+
+The parity law: max|a - b| <= 1e-10 max(1, max|b|), on every rank.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from autopar.capture import capture
+from autopar.capture.reference import reference_step
+from autopar.codegen import emit
+from autopar.cost.model import CostModel
+from autopar.facts import OperatorStrategy, Storage, Strategy
+from autopar.mesh import Device, Link, LogicalMesh
+from autopar.passes.constraints import Constraints
+from autopar.passes.intra_op import Analysis, choose, intra_op_problem
+from autopar.passes.lower import lower
+from autopar.passes.problem import IntraOpProblem
+from autopar.runtime import delivery
+from autopar.runtime.executor import Environment, Executor
+from autopar.runtime.load import load_code
+from autopar.runtime.threads import ThreadWorld, run_threads
+from autopar.shards import difference, gather
+from autopar.spec import Spec, TensorType
+from autopar.stage_program import StageProgram
+
+TOLERANCE = 1e-10
+AXIS_NAMES = {1: ("tp",), 2: ("dp", "tp"), 3: ("dp", "cp", "tp")}
+BATCH, SEQUENCE, WIDTH, HEADS, VOCABULARY = 8, 4, 16, 4, 16
+Batch = Mapping[str, Tensor]
+
+
+class Mlp(nn.Module):
+    """Linear and ReLU layers under a mean of squares."""
+
+    def __init__(self, width: int = WIDTH, n_layers: int = 3) -> None:
+        super().__init__()
+        layers = [m for _ in range(n_layers) for m in (nn.Linear(width, width), nn.ReLU())]
+        self.net = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.net(x) - y).pow(2).mean()
+
+
+class BertBlock(nn.Module):
+    """Post-norm attention and MLP; the fused QKV is taken apart by a view, or by chunks."""
+
+    def __init__(self, width: int, n_heads: int, by: str) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.n_heads, self.by = n_heads, by
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, h = x.shape
+        size = h // self.n_heads
+        fused = self.qkv(x)
+        if self.by == "view":
+            q, k, v = fused.view(b, s, 3, self.n_heads, size).permute(2, 0, 3, 1, 4).unbind(0)
+        else:
+            q, k, v = (
+                part.view(b, s, self.n_heads, size).transpose(1, 2) for part in fused.chunk(3, -1)
+            )
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, s, h)
+        x = self.norm_1(x + self.out(mixed))
+        return self.norm_2(x + self.down(F.gelu(self.up(x))))
+
+
+class Bert(nn.Module):
+    """BERT blocks under a mean of squares."""
+
+    def __init__(
+        self, width: int = WIDTH, n_heads: int = HEADS, n_layers: int = 1, by: str = "view"
+    ) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(BertBlock(width, n_heads, by) for _ in range(n_layers)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x).pow(2).mean()
+
+
+def tiny_gpt2(n_layers: int = 1) -> nn.Module:
+    """A language model whose head is tied to its embedding."""
+    config = AutoConfig.for_model(
+        "gpt2", n_layer=n_layers, n_embd=WIDTH, n_head=HEADS, vocab_size=VOCABULARY,
+        n_positions=SEQUENCE, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    model: nn.Module = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def tiny_llama(n_layers: int = 1) -> nn.Module:
+    """Rotary embedding, RMSNorm, a gated MLP, and two query heads per key head."""
+    config = AutoConfig.for_model(
+        "llama", num_hidden_layers=n_layers, hidden_size=WIDTH, intermediate_size=2 * WIDTH,
+        num_attention_heads=HEADS, num_key_value_heads=HEADS // 2, vocab_size=VOCABULARY,
+        max_position_embeddings=SEQUENCE,
+    )  # fmt: skip
+    model: nn.Module = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def random_rows(seed: int, *names: str) -> dict[str, Tensor]:
+    """Real inputs [batch, width], or [batch, sequence, width] for a single name."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (BATCH, WIDTH) if len(names) > 1 else (BATCH, SEQUENCE, WIDTH)
+    return {name: torch.randn(shape, dtype=torch.float64, generator=generator) for name in names}
+
+
+def random_tokens(seed: int) -> dict[str, Tensor]:
+    """Token ids, and labels that are ignored unevenly: one whole row, and some elsewhere."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=generator)
+    labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.4, -100)
+    labels[0], labels[1] = -100, ids[1]
+    return {"input_ids": ids, "labels": labels}
+
+
+_MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tensor]]]] = {
+    "mlp": (Mlp, lambda seed: random_rows(seed, "x", "y")),
+    "bert-view": (Bert, lambda seed: random_rows(seed, "x")),
+    "bert-chunk": (lambda: Bert(by="chunk"), lambda seed: random_rows(seed, "x")),
+    "gpt2": (tiny_gpt2, random_tokens),
+    "llama": (tiny_llama, random_tokens),
+}
+MODELS = tuple(_MODELS)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A captured model and how to draw batches for it."""
+
+    analysis: Analysis
+    batch: Callable[[int], dict[str, Tensor]]
+
+
+@lru_cache
+def model_case(name: str) -> Case:
+    """The analysis of one of `MODELS`."""
+    make_model, batch = _MODELS[name]
+    program = capture(make_model(), batch(0), precision="fp64")
+    return Case(Analysis.of(program), batch)
+
+
+@lru_cache
+def abstract_cost(sizes: tuple[int, ...], device: Device | None = None) -> CostModel:
+    """Unit links and one flop per second: every time is a count."""
+    device = device or Device(1.0, 1e30, 1e15, 0.0)
+    links = (Link(1.0, 1.0),) * len(sizes)
+    return CostModel(LogicalMesh(sizes, AXIS_NAMES[len(sizes)], links, device), torch.float64)
+
+
+@lru_cache
+def free_problem(model: str, sizes: tuple[int, ...], n_microbatches: int) -> IntraOpProblem:
+    """Every choice the planner has for a model."""
+    analysis, cost = model_case(model).analysis, abstract_cost(sizes)
+    return intra_op_problem(analysis, cost, n_microbatches, Constraints(), "adamw", None)
+
+
+def random_strategy(
+    analysis: Analysis, problem: IntraOpProblem, n_microbatches: int, rng: random.Random
+) -> Strategy:
+    """A legal assignment; in every second one the operators of a group part company too."""
+    together = rng.random() < 0.5
+    operators: dict[str, OperatorStrategy] = {}
+    for candidates in problem.candidates:
+        shared = rng.randrange(len(candidates.choices))
+        for item in candidates.group.members:
+            choice = shared if together else rng.randrange(len(candidates.choices))
+            operators[item.name] = candidates.strategies(choice)[item.name]
+    uses: dict[str, list[Spec]] = {name: [] for name in problem.storages}
+    for operator in analysis.operators:
+        for value, spec in zip(operator.inputs, operators[operator.name].inputs, strict=True):
+            if value in uses:
+                uses[value].append(spec)
+    storage = {
+        name: rng.choice([s for s in storages if _is_sensible(s, uses[name])])
+        for name, storages in problem.storages.items()
+    }
+    return Strategy(
+        operators,
+        storage,
+        analysis.microbatch_types(n_microbatches).tensors,
+        analysis.batch.cells,
+        analysis.batch.size,
+        n_microbatches,
+    )
+
+
+def _is_sensible(storage: Storage, uses: list[Spec]) -> bool:
+    """ZeRO-2 and ZeRO-3 need something to gather, for every use."""
+    return storage.period == "step" or all(
+        any(
+            kept.is_shard and used.kind in ("R", "I")
+            for kept, used in zip(storage.spec.placements, use.placements, strict=True)
+        )
+        for use in uses
+    )
+
+
+def planned(
+    model: str, sizes: tuple[int, ...], n_microbatches: int, constraints: Constraints
+) -> tuple[Strategy, StageProgram]:
+    """The plan the solver chooses under constraints, and its stage program."""
+    analysis, cost = model_case(model).analysis, abstract_cost(sizes)
+    chosen = choose(analysis, cost, n_microbatches, constraints, "adamw", None)
+    return chosen.strategy, lower(analysis, chosen.strategy, cost)
+
+
+def thread_errors(
+    analysis: Analysis, cost: CostModel, strategy: Strategy, batch: Batch, seed: int
+) -> dict[str, float]:
+    """Errors by the parity law: of "loss", and of the gradient of every parameter, by name.
+
+    Parameters are drawn from `seed`. Ranks that should agree and do not are an error too.
+    """
+    program = analysis.program
+    parameters = _random_parameters(analysis, seed)
+    loss, _ = reference_step(program, parameters, batch)
+    assert loss is not None
+    loss.backward()
+    stage = lower(analysis, strategy, cost)
+    code, _ = load_code("stage_0.py", emit(stage))
+    inputs = {name: batch[info.path] for name, info in program.inputs.items()}
+    constants = {name: compute() for name, compute in program.constants.items()}
+    sizes = cost.mesh.sizes
+
+    def run(world: ThreadWorld) -> tuple[Tensor, dict[str, Tensor]]:
+        at = cost.mesh.coordinate(world.rank)
+        stored = {
+            p.name: delivery.shard(parameters[p.name].detach(), p.dims, p.stored.spec, sizes, at)
+            .clone()
+            .requires_grad_()
+            for p in stage.parameters
+        }
+        environment = Environment(torch.device("cpu"), world.make_groups(cost.mesh))
+        found = Executor(stage, code, environment, at, constants).step(stored, inputs)
+        return found, {name: _gradient(t) for name, t in stored.items()}
+
+    results = run_threads(run, cost.mesh.n_ranks)
+    errors = {"loss": max(_error(found, loss.detach()) for found, _ in results)}
+    for p in stage.parameters:
+        tensor = TensorType(p.dims, 8, True)
+        locals_ = [gradients[p.name] for _, gradients in results]
+        whole, spread = gather(locals_, tensor, p.stored.spec, sizes)
+        errors[p.name] = max(_error(whole, _gradient(parameters[p.name])), spread)
+    return errors
+
+
+def thread_parity(
+    analysis: Analysis, cost: CostModel, strategy: Strategy, batch: Batch, seed: int
+) -> float:
+    """The worst of `thread_errors`."""
+    return max(thread_errors(analysis, cost, strategy, batch, seed).values())
+
+
+def _random_parameters(analysis: Analysis, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        p.name: (torch.randn(p.shape, dtype=torch.float64, generator=generator) * 0.3)
+        .requires_grad_()
+        for p in analysis.program.parameters.values()
+    }
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    """A parameter that nothing depends on has gradient 0."""
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def _error(actual: Tensor, expected: Tensor) -> float:
+    return difference(actual, expected) / max(1.0, expected.abs().max().item())
+
+
+@pytest.fixture(autouse=True)
+def generated_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Generated programs go to the test's own folder (import this fixture to use it)."""
+    monkeypatch.setenv("AUTOPAR_CODE_DIR", str(tmp_path))
+    yield tmp_path
