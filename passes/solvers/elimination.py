@@ -375,7 +375,7 @@ def _downward(plan: EliminationPlan, potentials: Potentials) -> dict[int, FloatA
         scope = (v, *separator)
         own = buckets[v] + down.pop(v)
         joint = _joint(own + [factor for _, factor in children[v]], scope, sizes)
-        others = total - roots[root_of[v]] if math.isfinite(total) else 0.0
+        others = total - roots[root_of[v]] if math.isfinite(total) else math.inf
         out[v] = joint.min(axis=tuple(range(1, len(scope)))) + others
         for child, (child_scope, _) in children[v]:
             siblings = [factor for c, factor in children[v] if c != child]

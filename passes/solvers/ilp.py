@@ -216,7 +216,7 @@ class _Model:
 
     def _column(self, name: str, binary: bool, cost: float, tie: float, size: float) -> Any:
         category = pulp.LpBinary if binary else pulp.LpContinuous
-        column = pulp.LpVariable(name, 0, 1 if binary else None, category)
+        column = self.program.add_variable(name, 0, 1 if binary else None, category)
         self.n_columns += 1
         for what, value in (("cost", cost), ("tie", tie), ("bytes", size)):
             if value != 0:
@@ -267,23 +267,30 @@ class _Model:
         if status in (pulp.LpSolutionInfeasible, pulp.LpSolutionUnbounded):
             return Outcome(None, math.inf, True)
         if status == pulp.LpSolutionNoSolutionFound:
-            return Outcome(None, max(self._dual_bound(), 0.0) / self.objective_factor, False)
+            return Outcome(None, max(_dual_bound(self.program), 0.0) / self.objective_factor, False)
         choice = tuple(max(range(len(x)), key=lambda k: x[k].value() or 0.0) for x in self.x)
         proven = status == pulp.LpSolutionOptimal
-        bound = self.program.objective.value() if proven else self._dual_bound()
+        bound = self.program.objective.value() if proven else _dual_bound(self.program)
         return Outcome(choice, max(bound or 0.0, 0.0) / self.objective_factor, proven)
 
-    def _dual_bound(self) -> float:
-        """HiGHS's proven bound; CBC's is not told by PuLP, and 0 is always one."""
-        model: Any = self.program.solverModel
-        return float(model.getInfo().mip_dual_bound) if hasattr(model, "getInfo") else 0.0
+
+def _dual_bound(program: Any) -> float:
+    """HiGHS's proven bound; CBC's is not told by PuLP, and 0 is always one."""
+    model = program.solverModel
+    return float(model.getInfo().mip_dual_bound) if hasattr(model, "getInfo") else 0.0
+
+
+def _has_highs() -> bool:
+    return importlib.util.find_spec("highspy") is not None
 
 
 def _solver(time_limit_s: float, presolve: bool) -> Any:
     limit_s = None if math.isinf(time_limit_s) else time_limit_s
     options = {"msg": False, "gapRel": 0.0, "gapAbs": 0.0, "timeLimit": limit_s, "threads": 1}
-    if importlib.util.find_spec("highspy") is None:
-        return pulp.PULP_CBC_CMD(**options)
+    if not _has_highs():
+        # PuLP 3.3 deprecates the class that knows the bundled CBC, and 4.0 installs CBC apart.
+        bundled = getattr(pulp, "PULP_CBC_CMD", None)
+        return pulp.COIN_CMD(path=bundled and bundled.pulp_cbc_path, **options)
     return pulp.HiGHS(
         **options,
         presolve="on" if presolve else "off",
