@@ -99,19 +99,14 @@ class Case:
 
     def strategies(self) -> tuple[AxisStrategy, ...]:
         """What the rule claims, on one axis."""
-        return axis_strategies(
-            self.rule,
-            self.call,
-            self.pattern,
-            [t.has_grad for t in self.inputs],
-            [t.has_grad for t in self.outputs],
-        )
+        grads = [[t.has_grad for t in types] for types in (self.inputs, self.outputs)]
+        return axis_strategies(self.rule, self.call, self.pattern, *grads)
 
     def specs(self, strategies: Sequence[AxisStrategy]) -> tuple[list[Spec], list[Spec]]:
         """Of inputs and outputs under one strategy per axis; axis 0 is outermost."""
         inputs = zip(*(s.inputs for s in strategies), strict=True)
         outputs = zip(*(s.outputs for s in strategies), strict=True)
-        return [Spec(placements) for placements in inputs], [Spec(p) for p in outputs]
+        return [Spec(p) for p in inputs], [Spec(p) for p in outputs]
 
     def fits(self, strategies: Sequence[AxisStrategy], sizes: Sequence[int]) -> bool:
         """Do all sharded factors divide?"""
@@ -173,19 +168,18 @@ def _gradients(
         ys, gs = zip(*roots, strict=True)
         found = torch.autograd.grad(ys, wanted, gs, allow_unused=True)
     rest = iter(found)
-    gradients: list[Tensor | None] = []
-    for x in inputs:
-        gradient = next(rest) if x.requires_grad else None
-        gradients.append(torch.zeros_like(x) if x.requires_grad and gradient is None else gradient)
+    gradients: list[Tensor | None] = [None] * len(inputs)
+    for i, x in enumerate(inputs):
+        if x.requires_grad:
+            gradient = next(rest)
+            gradients[i] = torch.zeros_like(x) if gradient is None else gradient
     return gradients
 
 
 def _true_gradients(
-    rule: OpRule,
-    results: Sequence[Tensor],
-    tensors: Sequence[Tensor],
+    rule: OpRule, results: Sequence[Tensor], tensors: Sequence[Tensor],
     seeds: Sequence[Tensor | None],
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     try:
         return tuple(_gradients(results, tensors, seeds))
     except RuntimeError as error:
@@ -247,8 +241,7 @@ def _run_ranks(
     ]
     axes, local_operator = _local_operator(case, strategies, sizes)
     names = tuple(f"axis{i}" for i in range(len(sizes)))
-    links = (Link(0.0, 0.0),) * len(sizes)
-    mesh = LogicalMesh(tuple(sizes), names, links, Device(1.0, 1.0, 1.0))
+    mesh = LogicalMesh(tuple(sizes), names, (Link(0.0, 0.0),) * len(sizes), Device(1.0, 1.0, 1.0))
 
     def on_rank(rank: int, group: Group | None) -> tuple[list[Tensor], list[Tensor | None]]:
         tensors = [
@@ -395,8 +388,8 @@ def check_rule(op: str | Callable[..., Any], *inputs: Any, **options: Any) -> Re
     Raises `MissingRuleError` for an operator without a rule.
     """
     overload = find_operator(op)
-    lifted = [torch.utils._pytree.tree_map(_lifted, value) for value in inputs]
-    return report_case(Case.of(rule_for(str(overload)), overload, lifted, options))
+    args, kwargs = torch.utils._pytree.tree_map(_lifted, (inputs, options))
+    return report_case(Case.of(rule_for(str(overload)), overload, args, kwargs))
 
 
 def _lifted(value: Any) -> Any:

@@ -238,6 +238,12 @@ SAMPLES: dict[str, list[Sample]] = {
         call(fixed(4, 8), x(4, 8)),
     ],
     "aten.matmul.default": MATMULS,
+    "aten.einsum.default": [
+        call("bik,bkj->bij", [x(4, 2, 8), x(4, 8, 4)]),
+        call("b i, o i, o -> b o", [x(4, 8), x(4, 8), fixed(4)]),
+        call("ab->ba", [x(4, 8)]),
+        call("ab,b->", [x(4, 8), x(1)]),
+    ],
     "aten.scaled_dot_product_attention.default": ATTENTIONS,
     "aten.layer_norm.default": [
         call(x(4, 8), [8], x(8), x(8)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -31,12 +31,29 @@ def test_every_rule_has_a_sample_and_no_sample_is_left_over() -> None:
 
 @pytest.mark.parametrize("op", RULES)
 def test_rule(op: str) -> None:
-    """`refine` splits every factor in two, so that shards are strided as well."""
     for sample in SAMPLES.get(op, []):
-        for refine, meshes in ((False, [(2,), (4,), (2, 2)]), (True, [(2,), (2, 2)])):
-            report = report_case(case_of(op, sample, refine), meshes)
-            assert report.lines
-            assert report.ok, f"{sample}\n{report.text()}"
+        case = case_of(op, sample)
+        for sizes in ((2,), (4,), (2, 2)):
+            for strategies in combinations(case, sizes):
+                check_strategy(case, strategies, sizes)
+
+
+@pytest.mark.parametrize("op", RULES)
+def test_rule_on_strided_shards(op: str) -> None:
+    """Every factor split in two; on two axes only where they meet in one dim."""
+    for sample in SAMPLES.get(op, []):
+        case = case_of(op, sample, refine=True)
+        for strategies in combinations(case, (2,)):
+            check_strategy(case, strategies, (2,))
+        for strategies in combinations(case, (2, 2)):
+            if share_a_dim(case, strategies):
+                check_strategy(case, strategies, (2, 2))
+
+
+def share_a_dim(case: Case, strategies: Sequence[AxisStrategy]) -> bool:
+    inputs, outputs = case.specs(strategies)
+    sharded = [[p.dim for p in spec.placements if p.is_shard] for spec in (*inputs, *outputs)]
+    return any(len(set(dims)) < len(dims) for dims in sharded)
 
 
 def test_a_strategy_of_two_axes_on_one_factor_is_among_them() -> None:

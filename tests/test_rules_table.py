@@ -109,6 +109,7 @@ def test_flops_count_leading_dims_and_ignore_names_that_are_not_there() -> None:
     assert rule.flops_of({"_0": 2, "_1": 3, "i": 5, "o": 7}) == 2 * 2 * 3 * 5 * 7
     attention = rule_for("aten.scaled_dot_product_attention.default")
     assert attention.flops_of({"_0": 2, "s": 3, "t": 5, "e": 7}) == 4 * 2 * 3 * 5 * 7
+    assert rule_for("aten.einsum.default").flops_of({"_a": 2, "_b": 3, "_c": 5}) == 60
     assert rule_for("aten.relu.default").flops_of({"d0": 8}) == 0
 
 
@@ -148,6 +149,8 @@ FAILURES: tuple[tuple[type[AutoparError], Callable[[], object]], ...] = (
         NotSupportedError,
         lambda: refused("aten.cross_entropy_loss.default", x(4, 8), ints(8, 4), x(8), 2),
     ),
+    (NotSupportedError, lambda: refused("aten.einsum.default", "...i,i->...", [x(4, 8), x(8)])),
+    (NotSupportedError, lambda: refused("aten.einsum.default", "ii->i", [x(4, 4)])),
     (
         NotSupportedError,
         lambda: refused("aten.embedding.default", x(8, 4), ints(8, 4), -1, False, True),

@@ -129,14 +129,25 @@ def matmul(call: OpCall) -> Notation:
 
 
 def einsum(call: OpCall) -> Notation:
-    """The equation is the notation."""
+    """The equation is the notation; `_` makes every name count in flops."""
+    left, _, right = str(call.args["equation"]).replace(" ", "").partition("->")
+
+    def term(shape: Shape, letters: str) -> Term:
+        return named_term(shape, tuple(f"_{letter}" for letter in letters))
+
+    inputs = zip(call.inputs, left.split(","), strict=True)
+    return Notation(tuple(term(*pair) for pair in inputs), (term(call.outputs[0], right),))
+
+
+def explicit_einsum(call: OpCall) -> str | None:
+    """Why an equation is no notation."""
     equation = str(call.args["equation"]).replace(" ", "")
-    left, _, right = equation.partition("->")
-    terms = tuple(
-        named_term(shape, tuple(word))
-        for shape, word in zip(call.inputs, left.split(","), strict=True)
-    )
-    return Notation(terms, (named_term(call.outputs[0], tuple(right)),))
+    left, arrow, right = equation.partition("->")
+    if not arrow or "." in equation:
+        return f"einsum({equation!r}) does not write out all dims of its inputs and output"
+    if any(len(set(word)) < len(word) for word in (*left.split(","), right)):
+        return f"einsum({equation!r}) takes a diagonal"
+    return None
 
 
 def layer_norm(call: OpCall) -> Notation:

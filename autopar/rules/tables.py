@@ -113,6 +113,9 @@ PRODUCTS = (
     OpRule("aten.linear.default", "... i, o i -> ... o", "2*i*o", ((0,), (1,))),
     OpRule("aten.matmul.default", f.matmul, "2*m*k*n", ((0,), (1,))),
     OpRule(
+        "aten.einsum.default", f.einsum, "2", f.tensors_linear_alone, check=f.explicit_einsum
+    ),
+    OpRule(
         "aten.scaled_dot_product_attention.default", f.attention, "4*s*t*e*g", check=_no_dropout
     ),
 )  # fmt: skip
