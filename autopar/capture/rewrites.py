@@ -4,7 +4,8 @@
                   more), dropout that drops nothing, views and slices of the whole: removed
     casts         every remaining one is `to.dtype`
     views         `view`, `flatten`, ... are `reshape` with explicit sizes: a view of a shard or
-                  of a tensor whose copy was removed may need one
+                  of a tensor whose copy was removed may need one, and `squeeze` would also
+                  drop a dim of which a shard has one element
     bias          `linear(x, w, b)` = `linear(x, w) + b`, `addmm(b, x, w)` = `mm(x, w) + b`:
                   partial sums must not add the bias once per rank
     means         mean(x) = sum(x) / n, n a Python number: a sum can be sharded
@@ -58,11 +59,6 @@ def expand(b: Builder, call: Call) -> fx.Node | None:
     if tuple(source.meta["val"].shape) == call.shape:
         return source
     return b.op(aten.expand.default, source, list(call.shape))
-
-
-def squeeze(b: Builder, call: Call) -> fx.Node | None:
-    source = call.args[0]
-    return source if tuple(source.meta["val"].shape) == call.shape else None
 
 
 def slice_(b: Builder, call: Call) -> fx.Node | None:
@@ -142,7 +138,7 @@ REWRITES: dict[Any, Rewrite] = {
     aten.expand: expand,
     aten.expand_as: expand,
     aten.broadcast_to: expand,
-    aten.squeeze: squeeze,
+    aten.squeeze: reshape,
     aten.slice.Tensor: slice_,
     aten.dropout: dropout,
     aten.feature_dropout: dropout,
