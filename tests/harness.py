@@ -10,7 +10,7 @@ The parity law: max|a - b| <= 1e-10 max(1, max|b|), on every rank.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -290,7 +290,7 @@ def _error(actual: Tensor, expected: Tensor) -> float:
 
 
 @pytest.fixture(autouse=True)
-def generated_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def generated_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Generated programs go to the test's own folder (import this fixture to use it)."""
     monkeypatch.setenv("AUTOPAR_CODE_DIR", str(tmp_path))
-    yield tmp_path
+    return tmp_path
