@@ -33,9 +33,7 @@ class Bucket(Generic[Key]):
     size_bytes: int
 
 
-def buckets(
-    steps: Sequence[Sequence[tuple[Key, int]]], bucket_bytes: int
-) -> Iterator[Bucket[Key]]:
+def buckets(steps: Sequence[Sequence[tuple[Key, int]]], bucket_bytes: int) -> Iterator[Bucket[Key]]:
     """The calls, in order; `steps[i]` are the (key, size_bytes) tensor i goes through."""
     for position in range(max((len(s) for s in steps), default=0)):
         pending: dict[Key, list[tuple[int, int]]] = {}
@@ -47,9 +45,7 @@ def buckets(
             yield from _cut(key, members, bucket_bytes)
 
 
-def _cut(
-    key: Key, members: Sequence[tuple[int, int]], bucket_bytes: int
-) -> Iterator[Bucket[Key]]:
+def _cut(key: Key, members: Sequence[tuple[int, int]], bucket_bytes: int) -> Iterator[Bucket[Key]]:
     filled: list[int] = []
     filled_bytes = 0
     for i, size_bytes in members:

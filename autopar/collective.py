@@ -1,0 +1,300 @@
+"""Which collectives a step executes, in order, read off the lines of a stage program.
+
+    step  =  gathers of parameters (fused)                          once
+             per microbatch: the lines of the body in order         forward, loss
+                             the differentiated lines in reverse    backward, grad_sync
+                             ZeRO-2 gradients back to storage       (fused)
+             gradients back to storage (fused)                      once
+
+A line runs backward when the loss depends on it through tensors that carry gradient. A
+gathered parameter that an operator keeps is gathered again in that operator's backward.
+The runtime records exactly these calls, the cost model prices them, and the verifier proves
+that they cannot wait for each other for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from autopar.buckets import BUCKET_BYTES, buckets
+from autopar.moves import COLLECTIVES, PrimitiveKind
+from autopar.stage_program import (
+    CallLine,
+    GatherLine,
+    Line,
+    MoveLine,
+    ParameterUse,
+    StageProgram,
+    StoredParameter,
+    outs,
+    reads,
+    storage_owners,
+)
+
+# "output": model outputs made whole for the user; only in programs that return them.
+Phase = Literal[
+    "forward", "backward", "grad_sync", "param_gather", "p2p", "loss", "optimizer", "output"
+]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind of call of a step.
+
+    axis        name of the logical axis, or a tuple of names for a merged group
+    count       calls per step on one rank, all microbatches, after bucketing
+    size_bytes  of one call: all_reduce its buffer, all_gather its output, reduce_scatter its
+                input, all_to_all the local send buffer
+    tensor      parameter names, joined by ", " when one call carries several; else the
+                operator whose result it is, or the input
+    """
+
+    kind: str
+    phase: str
+    axis: str | tuple[str, ...]
+    stage: int
+    count: int
+    size_bytes: int
+    tensor: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a collective by one rank, over the group along `axes`."""
+
+    kind: PrimitiveKind
+    axes: tuple[int, ...]
+    phase: str
+    size_bytes: int
+    tensor: str
+
+
+@dataclass(frozen=True)
+class StepCalls:
+    """The calls of a step, in order: `before`, `microbatch` n times, `after`."""
+
+    before: tuple[Call, ...]
+    microbatch: tuple[Call, ...]
+    after: tuple[Call, ...]
+    n_microbatches: int
+
+    def __iter__(self) -> Iterator[Call]:
+        yield from self.before
+        for _ in range(self.n_microbatches):
+            yield from self.microbatch
+        yield from self.after
+
+    def counted(self) -> Iterator[tuple[Call, int]]:
+        """Every call with how often a step makes it."""
+        for calls, count in (
+            (self.before, 1),
+            (self.microbatch, self.n_microbatches),
+            (self.after, 1),
+        ):
+            for call in calls:
+                yield call, count
+
+
+def step_calls(program: StageProgram, local_inputs: bool = False) -> StepCalls:
+    """The calls of one training step.
+
+    `local_inputs`: ranks are given their own rows of the batch, and add up the divisors.
+    """
+    before = _converted(program) + (_divisors(program) if local_inputs else [])
+    microbatch = _forward(program) + _backward(program) + _returned(program, "micro")
+    return StepCalls(
+        tuple(before), tuple(microbatch), tuple(_returned(program, "step")), program.n_microbatches
+    )
+
+
+def summarise(calls: StepCalls, axis_names: Sequence[str], stage: int) -> tuple[Collective, ...]:
+    """Calls that are alike as one row, in order of their first call."""
+    counts: dict[Call, int] = {}
+    for call, count in calls.counted():
+        counts[call] = counts.get(call, 0) + count
+    rows = []
+    for call, count in counts.items():
+        names = tuple(axis_names[a] for a in call.axes)
+        axis = names[0] if len(names) == 1 else names
+        rows.append(
+            Collective(call.kind, call.phase, axis, stage, count, call.size_bytes, call.tensor)
+        )
+    return tuple(rows)
+
+
+def differentiated(program: StageProgram) -> frozenset[int]:
+    """Positions of the body's lines that backward passes through."""
+    wanted: set[str] = set() if program.loss is None else {program.loss}
+    found: set[int] = set()
+    for i in range(len(program.body) - 1, -1, -1):
+        line = program.body[i]
+        if any(out.has_grad and out.name in wanted for out in outs(line)):
+            found.add(i)
+            # Inputs without gradient are only ever written by lines without gradient.
+            wanted.update(reads(line))
+    return frozenset(found)
+
+
+def used_parameters(program: StageProgram) -> frozenset[str]:
+    """Variables of the body that backward brings a gradient to."""
+    found = differentiated(program)
+    return frozenset(name for i in found for name in reads(program.body[i]))
+
+
+# -- parameters ------------------------------------------------------------------------------
+
+
+def _converted(program: StageProgram) -> list[Call]:
+    waiting = [(p, use) for p in program.parameters for use in p.uses if use.moves]
+    steps = [[(m.move.forward, m.move.axes, m.forward_bytes) for m in u.moves] for _, u in waiting]
+    return _fused(waiting, steps, "param_gather")
+
+
+def _returned(program: StageProgram, period: str) -> list[Call]:
+    used = used_parameters(program)
+    waiting = [
+        (p, use)
+        for p in program.parameters
+        for use in p.uses
+        if use.moves and p.period == period and p.requires_grad and use.local.name in used
+    ]
+    steps = [
+        [(m.move.backward, m.move.axes, m.backward_bytes) for m in reversed(u.moves)]
+        for _, u in waiting
+    ]
+    return _fused(waiting, steps, "grad_sync")
+
+
+def _fused(
+    waiting: Sequence[tuple[StoredParameter, ParameterUse]],
+    steps: Sequence[Sequence[tuple[PrimitiveKind, tuple[int, ...], int]]],
+    phase: Phase,
+) -> list[Call]:
+    Key = tuple[PrimitiveKind, tuple[int, ...], torch.dtype]
+    keyed: list[list[tuple[Key, int]]] = [
+        [
+            ((kind, axes, p.stored.dtype), size_bytes)
+            for kind, axes, size_bytes in items
+            if kind in COLLECTIVES
+        ]
+        for (p, _), items in zip(waiting, steps, strict=True)
+    ]
+    return [
+        Call(
+            bucket.key[0],
+            bucket.key[1],
+            phase,
+            bucket.size_bytes,
+            ", ".join(waiting[i][0].name for i in bucket.members),
+        )
+        for bucket in buckets(keyed, BUCKET_BYTES)
+    ]
+
+
+def _divisors(program: StageProgram) -> list[Call]:
+    """Sums of what the ranks' own rows contribute to the divisors."""
+    rows = next(
+        (
+            item
+            for item in program.delivered
+            if item.source in program.prologue_inputs and item.batch_cell is not None
+        ),
+        None,
+    )
+    axes = tuple(sorted(rows.local.spec.axes_of(rows.batch_cell))) if rows else ()  # type: ignore[arg-type]
+    sizes = {d.source: d.local.size_bytes for d in program.delivered if d.kind == "divisor"}
+    if not axes:
+        return []
+    return [
+        Call("all_reduce", axes, "loss", sizes[name], name)
+        for name in program.prologue_outputs
+        if name in sizes
+    ]
+
+
+# -- one microbatch --------------------------------------------------------------------------
+
+
+def _origins(program: StageProgram) -> dict[str, str]:
+    """Variable -> the operator or input it is a placement of."""
+    origin = {d.local.name: d.source for d in program.delivered}
+    for line in program.body:
+        for out in outs(line):
+            if isinstance(line, CallLine):
+                origin[out.name] = line.key
+            else:
+                origin.setdefault(out.name, origin.get(reads(line)[0], out.name))
+    return origin
+
+
+def _forward(program: StageProgram) -> list[Call]:
+    origin = _origins(program)
+    calls: list[Call] = []
+    for line in program.body:
+        if isinstance(line, GatherLine):
+            calls += _gathered(line)
+        elif isinstance(line, MoveLine):
+            calls += _call(
+                line.move.forward, line, line.phase, line.forward_bytes, origin[line.out.name]
+            )
+        elif isinstance(line, CallLine):
+            calls += [
+                Call("all_reduce", line.lowered_axes, "forward", size_bytes, line.key)
+                for size_bytes in line.inner_bytes
+            ]
+    return calls
+
+
+def _backward(program: StageProgram) -> list[Call]:
+    origin = _origins(program)
+    again = regathered(program.body)
+    calls: list[Call] = []
+    for i in sorted(differentiated(program), reverse=True):
+        line = program.body[i]
+        if isinstance(line, GatherLine):
+            for move in reversed(line.moves):
+                calls += _call(
+                    move.move.backward, move, "grad_sync", move.backward_bytes, line.parameter
+                )
+        elif isinstance(line, MoveLine):
+            calls += _call(
+                line.move.backward, line, "backward", line.backward_bytes, origin[line.out.name]
+            )
+        for gather in again.get(i, ()):
+            calls += _gathered(gather)
+    return calls
+
+
+def regathered(body: Sequence[Line]) -> dict[int, tuple[GatherLine, ...]]:
+    """Position of an operator -> what its backward gathers again."""
+    made: dict[str, GatherLine] = {}
+    found: dict[int, tuple[GatherLine, ...]] = {}
+    for i, (line, owner) in enumerate(zip(body, storage_owners(body), strict=True)):
+        if isinstance(line, GatherLine):
+            made[owner[line.out.name]] = line
+        elif isinstance(line, CallLine):
+            kept = [owner.get(name, name) for name in line.keeps]
+            found[i] = tuple(made[k] for k in kept if k in made)
+    return {i: lines for i, lines in found.items() if lines}
+
+
+def _gathered(line: GatherLine) -> list[Call]:
+    return [
+        call
+        for move in line.moves
+        for call in _call(
+            move.move.forward, move, "param_gather", move.forward_bytes, line.parameter
+        )
+    ]
+
+
+def _call(
+    kind: PrimitiveKind, line: MoveLine, phase: str, size_bytes: int, tensor: str
+) -> list[Call]:
+    if kind not in COLLECTIVES:
+        return []
+    return [Call(kind, line.move.axes, phase, size_bytes, tensor)]
