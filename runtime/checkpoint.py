@@ -1,0 +1,246 @@
+"""Checkpoints: parameters and optimizer state on disk, for any mesh and plan.
+
+A checkpoint is a folder that `torch.distributed.checkpoint` wrote, and a record:
+
+    <name>                          each key of model.state_dict(), whole shape
+    optimizer.state.<name>.<key>    optimizer state under the parameter's name: sharded as the
+                                    parameter where it has the shard's shape, else plain
+    autopar.json                    step, extra, options of the parameter groups, plain values
+
+Every rank writes and reads the boxes of its own shards, so nothing is gathered, and another
+mesh, plan or tool cuts the whole tensors anew.
+
+It is written to `.<folder>.draft` beside its place; the record comes last, then the draft is
+renamed, and the checkpoint that was there before is removed after that. Whenever the job
+dies, `<folder>`, or else `.<folder>.old`, is a whole checkpoint: `load` takes the first of
+them that has a record, and nothing without one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from autopar.errors import OptionError
+from autopar.runtime import dcp
+from autopar.runtime.names import (
+    StateError,
+    all_names,
+    check_buffer,
+    match_names,
+    own_rank,
+    together,
+)
+from autopar.runtime.optimizer_state import OPTIMIZER_PREFIX, OptimizerState, restore, split_state
+from autopar.runtime.sharding import boxes
+from autopar.stage_program import StoredParameter
+
+_RECORD = "autopar.json"
+_FORMAT, _VERSION = "autopar checkpoint", 1
+
+
+def save(
+    parameters: Sequence[StoredParameter],
+    locals_: Mapping[str, Tensor],
+    optimizer: Optimizer | None,
+    path: str | os.PathLike[str],
+    step: int,
+    extra: Mapping[str, Any] | None,
+    sizes: Sequence[int],
+    coordinate: Sequence[int],
+    buffers: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write a checkpoint folder, replacing the checkpoint that is there; all ranks call it.
+
+    All ranks must see the same file system. When it returns, on any rank, the checkpoint is
+    whole and in its place.
+
+    Raises `OptionError` for an `extra` that JSON would not give back as it is, and
+    `StateError` for an optimizer of other parameters, for optimizer state that is neither
+    sharded like its parameter nor a scalar, and for a folder that is not a checkpoint.
+    """
+    folder = Path(path).absolute()
+    draft = _beside(folder, "draft")
+    record: dict[str, Any] = {}
+    values: dict[str, Tensor] = {}
+    with together():
+        record = _record(step, extra)
+        _refuse_other_folder(folder)
+        values |= _model_values(parameters, locals_, sizes, coordinate) | dict(buffers or {})
+        if optimizer is not None:
+            state = split_state(parameters, locals_, optimizer, sizes, coordinate)
+            record["optimizer"] = state.record
+            values |= state.tensors
+        if own_rank() == 0:
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(parents=True)
+    dcp.write(values, draft)
+    with together():
+        if own_rank() == 0:
+            _write_record(draft / _RECORD, record)
+            _put_in_place(draft, folder)
+
+
+def load(
+    parameters: Sequence[StoredParameter],
+    locals_: Mapping[str, Tensor],
+    optimizer: Optimizer | None,
+    path: str | os.PathLike[str],
+    sizes: Sequence[int],
+    coordinate: Sequence[int],
+    buffers: Mapping[str, Tensor] | None = None,
+) -> tuple[int, dict[str, Any]]:
+    """Load a checkpoint into the shards, in place, and the optimizer: (step, extra).
+
+    The mesh, the plan and the number of ranks may differ from those of `save`. Without an
+    optimizer, the checkpoint's optimizer state is left alone.
+
+    Raises `StateError` on every rank, and changes nothing, where there is no whole
+    checkpoint or its names, shapes or parameter groups do not fit.
+    """
+    record: dict[str, Any] = {}
+    state: OptimizerState | None = None
+    values: dict[str, Tensor] = {}
+    held: dict[str, Tensor] = {}
+    with together():
+        folder = _finished(Path(path).absolute())
+        record = _read_record(folder / _RECORD)
+        stored = dcp.stored_tensors(folder)
+        own = {n: tuple(t.size) for n, t in stored.items() if not n.startswith(OPTIMIZER_PREFIX)}
+        found, _, _ = match_names(parameters, own, buffers or {}, f"checkpoint {folder}")
+        values = {
+            found[p.name]: dcp.WholeOnDisk(locals_[p.name], boxes(p, sizes, coordinate), p.shape)
+            for p in parameters
+        }
+        held = {n: torch.empty_like(b) for n, b in (buffers or {}).items() if n in own}
+        if optimizer is not None:
+            state = restore(
+                parameters, locals_, optimizer, record.get("optimizer"), stored, sizes, coordinate
+            )
+            values |= state.tensors
+    dcp.read(values | held, folder)
+    with together():
+        for name, value in held.items():
+            check_buffer(name, value, buffers or {}, f"checkpoint {folder}")
+    if optimizer is not None and state is not None:
+        optimizer.load_state_dict(state.record)
+    return int(record["step"]), dict(record["extra"])
+
+
+def _model_values(
+    parameters: Sequence[StoredParameter],
+    locals_: Mapping[str, Tensor],
+    sizes: Sequence[int],
+    coordinate: Sequence[int],
+) -> dict[str, Tensor]:
+    values: dict[str, Tensor] = {}
+    for p in parameters:
+        on_disk = dcp.WholeOnDisk(locals_[p.name], boxes(p, sizes, coordinate), p.shape)
+        values |= dict.fromkeys(all_names(p), on_disk)
+    return values
+
+
+# -- the record --------------------------------------------------------------------------------
+
+
+def _record(step: int, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    if isinstance(step, bool) or not isinstance(step, int):
+        raise OptionError(f"step is the number of steps done, an int, not {step!r}")
+    held = {} if extra is None else extra
+    if not isinstance(held, dict):
+        raise OptionError(f"extra is a dict, not {type(extra).__name__}")
+    _check_json(held, "extra")
+    return {
+        "format": _FORMAT, "version": _VERSION, "step": step, "extra": held, "optimizer": None,
+    }  # fmt: skip
+
+
+def _check_json(value: Any, where: str) -> None:
+    """Refuse what JSON cannot hold, or would give back as something else."""
+    if value is None or type(value) in (bool, int, float, str):
+        return
+    if type(value) is list:
+        for i, item in enumerate(value):
+            _check_json(item, f"{where}[{i}]")
+        return
+    if type(value) is dict:
+        for key, item in value.items():
+            if type(key) is not str:
+                raise OptionError(f"{where} has the key {key!r}; keys must be str")
+            _check_json(item, f"{where}[{key!r}]")
+        return
+    raise OptionError(
+        f"{where} is a {type(value).__name__}, which JSON cannot give back",
+        hint="use dicts with str keys, lists, str, int, float, bool and None; save tensors apart",
+    )
+
+
+def _write_record(path: Path, record: Mapping[str, Any]) -> None:
+    with path.open("w") as file:
+        json.dump(record, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_text())
+    except ValueError as error:
+        raise StateError(f"{path} is damaged: {error}") from error
+    if not isinstance(record, dict) or record.get("format") != _FORMAT:
+        raise StateError(f"{path} is not the record of a checkpoint")
+    if record.get("version") != _VERSION:
+        raise StateError(
+            f"{path} has version {record.get('version')}, this release reads {_VERSION}",
+            hint="load it with the release that saved it",
+        )
+    return record
+
+
+# -- folders -----------------------------------------------------------------------------------
+
+
+def _beside(folder: Path, what: str) -> Path:
+    return folder.with_name(f".{folder.name}.{what}")
+
+
+def _refuse_other_folder(folder: Path) -> None:
+    """What is replaced must be a checkpoint, or empty: nothing else is ever deleted."""
+    if not folder.exists():
+        return
+    if not folder.is_dir() or (any(folder.iterdir()) and not (folder / _RECORD).is_file()):
+        raise StateError(
+            f"{folder} exists and is not a checkpoint; it is not overwritten",
+            hint="choose another path, or remove it",
+        )
+
+
+def _put_in_place(draft: Path, folder: Path) -> None:
+    old = _beside(folder, "old")
+    if folder.exists():
+        # Left by a save that died after its last rename; the folder is whole.
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+    draft.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _finished(folder: Path) -> Path:
+    """The folder, or the one it was about to replace when the job died."""
+    for candidate in (folder, _beside(folder, "old")):
+        if (candidate / _RECORD).is_file():
+            return candidate
+    raise StateError(
+        f"there is no whole checkpoint at {folder}",
+        hint="a save that was interrupted leaves only a draft; load an earlier checkpoint"
+        if _beside(folder, "draft").exists()
+        else "autopar.save writes checkpoints; for other weights use weights=path",
+    )

@@ -1,0 +1,121 @@
+"""State as DTensors under the user's names, so that every tool of PyTorch understands it.
+
+A stored spec is translated axis by axis, in mesh order, because DTensor applies placements
+from left to right. Let f' be the dim's factor sizes that the axes before a have left. Axis a,
+which cuts factor k, finds f'_0 ... f'_(k-1) blocks, times the axes after it in mesh order
+that cut the same factor outside it:
+
+    Invariant                 Replicate
+    Shard, 1 block            Shard(dim)
+    Shard, n > 1 blocks       _StridedShard(dim, split_factor=n)
+
+DTensor undoes a strided cut only where it is the last on its dim, or stands for plain shards
+in another order (n = the size of the one axis after it, which is a plain Shard): two strided
+cuts of one dim come back permuted, without an error (measured on torch 2.13). Such a dim is
+exported whole: gathered, Replicate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from autopar.runtime.dcp import BoxedLocal
+from autopar.runtime.names import all_names
+from autopar.runtime.sharding import axis_groups, boxes, gather_whole
+from autopar.stage_program import StoredParameter
+
+
+def dtensor_placements(
+    parameter: StoredParameter, sizes: Sequence[int]
+) -> tuple[tuple[Placement, ...], frozenset[int]]:
+    """(a DTensor placement per axis, the dims that DTensor cannot express and are whole)."""
+    spec = parameter.stored.spec
+    left = [list(factors) for factors in parameter.dims]
+    out: list[Placement] = []
+    by_dim: dict[int, list[int]] = {}
+    for axis, placement in enumerate(spec.placements):
+        if not placement.is_shard:
+            out.append(Replicate())
+            continue
+        dim, factor = placement.cell
+        splitting = spec.axes_of(placement.cell)
+        outside = splitting[: splitting.index(axis)]
+        n_blocks = math.prod(left[dim][:factor]) * math.prod(sizes[a] for a in outside if a > axis)
+        out.append(Shard(dim) if n_blocks == 1 else _StridedShard(dim, split_factor=n_blocks))
+        left[dim][factor] //= sizes[axis]
+        by_dim.setdefault(dim, []).append(axis)
+    whole = frozenset(d for d, axes in by_dim.items() if not _is_expressible(out, axes, sizes))
+    for dim in whole:
+        for axis in by_dim[dim]:
+            out[axis] = Replicate()
+    return tuple(out), whole
+
+
+def _is_expressible(
+    placements: Sequence[Placement], axes: Sequence[int], sizes: Sequence[int]
+) -> bool:
+    """Whether DTensor can undo these cuts of one dim, given in mesh order."""
+    *first, last = (placements[a] for a in axes)
+    if not any(isinstance(p, _StridedShard) for p in first):
+        return True
+    if len(first) != 1 or isinstance(last, _StridedShard):
+        return False
+    assert isinstance(first[0], _StridedShard)
+    return int(first[0].split_factor) == sizes[axes[-1]]
+
+
+def dtensor_of(parameter: StoredParameter, local: Tensor, device_mesh: DeviceMesh) -> DTensor:
+    """One parameter's shard as a DTensor; `device_mesh` has the stage's axes.
+
+    It shares the shard's memory and has no gradient, so loading into it in place loads the
+    parameter. The exception is a dim that DTensor cannot express (two axes on it, the first
+    of them strided): that dim is gathered and replicated, the DTensor is a copy, and every
+    rank of the mesh must make it. `local` may be anything sharded like the parameter, such as
+    a gradient or optimizer state.
+    """
+    sizes = tuple(device_mesh.shape)
+    placements, whole_dims = dtensor_placements(parameter, sizes)
+    held = local.detach()
+    if whole_dims:
+        held = gather_whole(held, parameter, sizes, axis_groups(device_mesh), whole_dims)
+    shape = torch.Size(parameter.shape)
+    out = DTensor.from_local(
+        held,
+        device_mesh,
+        placements,
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )
+    coordinate = device_mesh.get_coordinate()
+    assert coordinate is not None
+    own = boxes(parameter, sizes, coordinate)
+    if not whole_dims and len(own) > 1:
+        out._local_tensor = BoxedLocal.of(held, own, parameter.shape)
+    return out
+
+
+def state_dict(
+    parameters: Sequence[StoredParameter],
+    locals_: Mapping[str, Tensor],
+    device_mesh: DeviceMesh | None,
+    buffers: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """Every key of the user's `model.state_dict()`: DTensors, and buffers as plain tensors.
+
+    All names of a tied parameter hold the same DTensor. Without a device mesh (a world of
+    one) parameters are plain tensors.
+    """
+    out: dict[str, Tensor] = {}
+    for parameter in parameters:
+        local = locals_[parameter.name]
+        value = local.detach() if device_mesh is None else dtensor_of(parameter, local, device_mesh)
+        out |= dict.fromkeys(all_names(parameter), value)
+    return out | dict(buffers or {})

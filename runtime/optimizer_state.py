@@ -1,0 +1,220 @@
+"""Optimizer state under parameter names, sharded like the parameters.
+
+`torch.optim` keys state by parameter objects and positions, which mean nothing on another
+mesh. Here it is split into
+
+    tensors   optimizer.state.<name>.<key>; of the shard's shape: sharded as the parameter,
+              so stored whole; scalars, and state of parameters that are not sharded: plain
+    record    JSON: the parameter groups by name with their options, and which key is what
+
+Elementwise optimizers (SGD, Adam, AdamW, ...) have only such state. State of another shape
+beside a sharded parameter (Adafactor's rows and columns) has no meaning per shard: refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.optim import Optimizer
+
+from autopar.runtime.dcp import WholeOnDisk
+from autopar.runtime.names import StateError, all_names
+from autopar.runtime.sharding import boxes, is_sharded
+from autopar.stage_program import StoredParameter
+
+OPTIMIZER_PREFIX = "optimizer.state."
+_SHARD, _PLAIN = "shard", "plain"
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """`tensors` as DCP takes them; `record` for JSON, or for `Optimizer.load_state_dict`."""
+
+    tensors: dict[str, Tensor]
+    record: dict[str, Any]
+
+
+def split_state(
+    parameters: Sequence[StoredParameter],
+    locals_: Mapping[str, Tensor],
+    optimizer: Optimizer,
+    sizes: Sequence[int],
+    coordinate: Sequence[int],
+) -> OptimizerState:
+    """The state of `optimizer`, named; its tensors share the optimizer's memory.
+
+    Raises `StateError` for parameters that are not in `locals_`, and state that cannot be
+    cut anew for another mesh.
+    """
+    groups = [
+        {
+            "parameters": names,
+            "options": {
+                key: _plain_option(key, value)
+                for key, value in group.items()
+                if key not in ("params", "param_names")
+            },
+        }
+        for group, names in _named_groups(locals_, optimizer)
+    ]
+    tensors: dict[str, Tensor] = {}
+    kinds: dict[str, dict[str, Any]] = {}
+    for p in parameters:
+        local = locals_[p.name]
+        for key, value in optimizer.state.get(local, {}).items():
+            kind = _kind(p, key, value, local)
+            kinds.setdefault(p.name, {})[key] = kind
+            if kind == {"kind": _SHARD}:
+                value = WholeOnDisk(value, boxes(p, sizes, coordinate), p.shape)
+            if isinstance(value, Tensor):
+                tensors[f"{OPTIMIZER_PREFIX}{p.name}.{key}"] = value
+    return OptimizerState(tensors, {"groups": groups, "state": kinds})
+
+
+def restore(
+    parameters: Sequence[StoredParameter],
+    locals_: Mapping[str, Tensor],
+    optimizer: Optimizer,
+    record: Mapping[str, Any] | None,
+    stored: Mapping[str, TensorStorageMetadata],
+    sizes: Sequence[int],
+    coordinate: Sequence[int],
+) -> OptimizerState:
+    """Tensors for DCP to fill, inside a `record` for `optimizer.load_state_dict` afterwards.
+
+    Raises `StateError` when the checkpoint has no optimizer, or one of other parameter
+    groups, or state that cannot be cut for this plan.
+    """
+    if record is None:
+        raise StateError(
+            "the checkpoint holds no optimizer state", hint="pass optimizer=None to load without"
+        )
+    canonical = {name: p.name for p in parameters for name in all_names(p)}
+    indices: dict[str, int] = {}
+    groups = []
+    saved_groups = {
+        frozenset(canonical.get(n, n) for n in g["parameters"]): g for g in record["groups"]
+    }
+    for group, names in _named_groups(locals_, optimizer):
+        saved = saved_groups.get(frozenset(names))
+        if saved is None:
+            raise StateError(
+                "the optimizer's parameter groups are not those of the checkpoint, which has "
+                f"{len(record['groups'])}; none holds just {', '.join(names[:4])}"
+                + (f" and {len(names) - 4} more" if len(names) > 4 else ""),
+                hint="build the optimizer as it was built before the checkpoint was saved",
+            )
+        positions = range(len(indices), len(indices) + len(names))
+        indices |= dict(zip(names, positions, strict=True))
+        options = {k: _typed_option(v, group.get(k)) for k, v in saved["options"].items()}
+        named = {"param_names": group["param_names"]} if "param_names" in group else {}
+        groups.append({**options, **named, "params": list(positions)})
+    tensors: dict[str, Tensor] = {}
+    state: dict[int, dict[str, Any]] = {}
+    by_name = {p.name: p for p in parameters}
+    for saved_name, kinds in record["state"].items():
+        name = canonical[saved_name]
+        for key, kind in kinds.items():
+            value = kind.get("value")
+            if "kind" in kind:
+                file_key = f"{OPTIMIZER_PREFIX}{saved_name}.{key}"
+                entry = stored.get(file_key)
+                if entry is None:
+                    raise StateError(f"the checkpoint lacks `{file_key}`, which its record lists")
+                value, tensors[file_key] = _empty(
+                    by_name[name], locals_[name], key, kind["kind"], entry, sizes, coordinate
+                )
+            state.setdefault(indices[name], {})[key] = value
+    return OptimizerState(tensors, {"state": state, "param_groups": groups})
+
+
+def _empty(
+    p: StoredParameter,
+    local: Tensor,
+    key: str,
+    kind: str,
+    entry: TensorStorageMetadata,
+    sizes: Sequence[int],
+    coordinate: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """(a tensor for the optimizer, what DCP fills it through)."""
+    shape, dtype = tuple(entry.size), entry.properties.dtype
+    if kind == _SHARD:
+        if shape != tuple(p.shape):
+            raise StateError(f"optimizer state `{key}` of `{p.name}` is {shape}, not {p.shape}")
+        value = torch.empty(local.shape, dtype=dtype, device=local.device)
+        return value, WholeOnDisk(value, boxes(p, sizes, coordinate), p.shape)
+    if math.prod(shape) != 1 and is_sharded(p):
+        raise _no_shard(p, key, shape)
+    value = torch.empty(shape, dtype=dtype)
+    return value, value
+
+
+def _named_groups(
+    locals_: Mapping[str, Tensor], optimizer: Optimizer
+) -> list[tuple[dict[str, Any], list[str]]]:
+    names = {id(local): name for name, local in locals_.items()}
+    found = []
+    for group in optimizer.param_groups:
+        unknown = [p for p in group["params"] if id(p) not in names]
+        if unknown:
+            raise StateError(
+                f"the optimizer holds {len(unknown)} tensors that are not parameters of the "
+                f"parallel module, one of shape {tuple(unknown[0].shape)}",
+                hint="build it from the parallel module's parameters(), not the model's",
+            )
+        found.append((group, [names[id(p)] for p in group["params"]]))
+    return found
+
+
+def _kind(p: StoredParameter, key: str, value: Any, local: Tensor) -> dict[str, Any]:
+    if isinstance(value, Tensor):
+        if value.shape == local.shape:
+            return {"kind": _SHARD}
+        if value.numel() != 1 and is_sharded(p):
+            raise _no_shard(p, key, tuple(value.shape))
+        return {"kind": _PLAIN}
+    if value is None or type(value) in (bool, int, float, str):
+        return {"value": value}
+    raise StateError(
+        f"optimizer state `{key}` of `{p.name}` is a {type(value).__name__}",
+        hint="state is tensors and numbers; save anything else in extra",
+    )
+
+
+def _no_shard(p: StoredParameter, key: str, shape: tuple[int, ...]) -> StateError:
+    return StateError(
+        f"optimizer state `{key}` of `{p.name}` has shape {shape}: neither a scalar nor the "
+        f"shape of the parameter's shard, {p.stored.shape}",
+        hint="use an elementwise optimizer (SGD, Adam, AdamW), or store the parameter unsharded",
+    )
+
+
+def _plain_option(key: str, value: Any) -> Any:
+    """An option of a parameter group as JSON; tensors (a learning rate) become numbers."""
+    if isinstance(value, Tensor):
+        return value.item()
+    if isinstance(value, tuple | list):
+        return [_plain_option(key, item) for item in value]
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    raise StateError(
+        f"option `{key}` of a parameter group is a {type(value).__name__}, which cannot be saved",
+        hint="options are numbers, strings, and lists of them",
+    )
+
+
+def _typed_option(value: Any, current: Any) -> Any:
+    """A saved option in the type the optimizer has it now."""
+    if isinstance(current, Tensor):
+        return torch.tensor(value, dtype=current.dtype, device=current.device)
+    if isinstance(current, tuple):
+        pairs = zip(value, current, strict=True)
+        return tuple(_typed_option(v, c) for v, c in pairs)
+    return value

@@ -1,0 +1,137 @@
+"""What one rank keeps of a parameter: the shard, the boxes it is made of, and the way back.
+
+A stored parameter is Invariant or Shard on every axis. Its whole dim of factor sizes
+f_0 x f_1 x ... is cut along one factor per axis, outermost axis first (`delivery.shard`), so
+
+    local_shard    whole -> shard                    a slice, or a strided slice where k > 0
+    gather_whole   shard -> whole                    all_gathers, innermost axis first
+    boxes          where in the whole tensor the shard lies
+
+A dim cut along factor k > 0 keeps f_0 ... f_(k-1) runs of indices; a shard is the product of
+its dims' runs, a set of boxes that lie in it in increasing order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.moves import Split
+from autopar.runtime.delivery import shard
+from autopar.runtime.groups import DistGroup, Group
+from autopar.spec import I, S, Spec
+from autopar.stage_program import StoredParameter
+
+Groups = Mapping[tuple[int, ...], Group]
+
+
+@dataclass(frozen=True)
+class Box:
+    """A block of a whole tensor: where it starts there, and in the shard that holds it."""
+
+    start: tuple[int, ...]
+    held: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def of_whole(self) -> tuple[slice, ...]:
+        return tuple(slice(a, a + n) for a, n in zip(self.start, self.sizes, strict=True))
+
+    @property
+    def of_shard(self) -> tuple[slice, ...]:
+        return tuple(slice(a, a + n) for a, n in zip(self.held, self.sizes, strict=True))
+
+
+def is_sharded(parameter: StoredParameter) -> bool:
+    return any(p.is_shard for p in parameter.stored.spec.placements)
+
+
+def local_shard(
+    whole: Tensor, parameter: StoredParameter, sizes: Sequence[int], coordinate: Sequence[int]
+) -> Tensor:
+    """The part of `whole` that the rank at `coordinate` keeps; contiguous, in memory of its own."""
+    part = shard(whole.detach(), parameter.dims, parameter.stored.spec, sizes, coordinate)
+    memory = part.untyped_storage()
+    is_view = memory.data_ptr() == whole.untyped_storage().data_ptr()
+    # Two strided cuts leave a view of an intermediate copy.
+    if is_view or memory.nbytes() != part.nbytes:
+        return part.clone(memory_format=torch.contiguous_format)
+    return part.contiguous()
+
+
+def boxes(
+    parameter: StoredParameter, sizes: Sequence[int], coordinate: Sequence[int]
+) -> tuple[Box, ...]:
+    """The blocks of the whole tensor that the rank at `coordinate` keeps, in order."""
+    runs = [_runs(parameter, dim, sizes, coordinate) for dim in range(len(parameter.shape))]
+    return tuple(
+        Box(
+            tuple(run[0] for run in chosen),
+            tuple(run[1] for run in chosen),
+            tuple(run[2] for run in chosen),
+        )
+        for chosen in itertools.product(*runs)
+    )
+
+
+def _runs(
+    parameter: StoredParameter, dim: int, sizes: Sequence[int], coordinate: Sequence[int]
+) -> list[tuple[int, int, int]]:
+    """(start in the whole dim, start in the shard, length) of what is kept of one dim."""
+    spec, size = parameter.stored.spec, parameter.shape[dim]
+    if not any(p.is_shard and p.dim == dim for p in spec.placements):
+        return [(0, 0, size)]
+    alone = tuple(S(0, p.factor) if p.is_shard and p.dim == dim else I for p in spec.placements)
+    kept = shard(
+        torch.arange(size), (parameter.dims[dim],), Spec(alone, spec.order), sizes, coordinate
+    )
+    cuts = (kept.diff() != 1).nonzero().flatten().add(1).tolist()
+    begins, ends = [0, *cuts], [*cuts, len(kept)]
+    return [(int(kept[a]), a, b - a) for a, b in zip(begins, ends, strict=True)]
+
+
+def gather_whole(
+    local: Tensor,
+    parameter: StoredParameter,
+    sizes: Sequence[int],
+    groups: Groups,
+    only_dims: frozenset[int] | None = None,
+) -> Tensor:
+    """The whole tensor from its shards, or just `only_dims` of it whole; on every rank.
+
+    The inverse of `local_shard`; every rank of the stage must call it. `groups` holds a group
+    for each single axis that shards the parameter.
+    """
+    spec = parameter.stored.spec
+    dims = [list(factors) for factors in parameter.dims]
+    for axis, placement in enumerate(spec.placements):
+        if placement.is_shard:
+            dims[placement.dim][placement.factor] //= sizes[axis]
+    out = local.detach()
+    for axis in reversed(spec.order or range(len(sizes))):
+        placement = spec.placements[axis]
+        if not placement.is_shard or (only_dims is not None and placement.dim not in only_dims):
+            continue
+        dim, factor = placement.cell
+        outer = math.prod(dims[dim][:factor])
+        out = groups[(axis,)].all_gather(out, Split(dim, outer))
+        dims[dim][factor] *= sizes[axis]
+    return out
+
+
+def axis_groups(mesh: DeviceMesh) -> dict[tuple[int, ...], Group]:
+    """The groups of single axes of a torch `DeviceMesh`, as `gather_whole` takes them."""
+    names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
+    found: dict[tuple[int, ...], Group] = {}
+    for axis, name in enumerate(names):
+        process_group = mesh.get_group(axis)
+        ranks = dist.get_process_group_ranks(process_group)
+        found[(axis,)] = DistGroup(ranks, mesh.get_local_rank(axis), (name,), process_group)
+    return found

@@ -1,0 +1,298 @@
+"""Weights: the initial values of a rank's shards, from a model, an initialiser or a file.
+
+    "rank0"   rank 0's model: one whole parameter at a time is broadcast, each rank cuts
+              its shard
+    "init"    a model on `meta`: every rank initialises the same values, one group of modules
+              at a time, and keeps its shard (`initialise`)
+    a path    a .safetensors file, a folder of them, or a checkpoint: each rank reads only the
+              boxes of its shards (`sharding.boxes`)
+
+At no time does a rank hold more than one whole parameter (or group) beyond the user's model,
+which is never modified.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from autopar.runtime import dcp
+from autopar.runtime.initialise import initial_values
+from autopar.runtime.names import (
+    StateError,
+    all_names,
+    check_buffer,
+    match_names,
+    own_rank,
+    together,
+    world_size,
+)
+from autopar.runtime.optimizer_state import OPTIMIZER_PREFIX
+from autopar.runtime.sharding import boxes, local_shard
+from autopar.stage_program import StoredParameter
+
+DtypeRule = Callable[[StoredParameter], torch.dtype]
+_INDEX = "model.safetensors.index.json"
+
+
+def stored_dtype(parameter: StoredParameter) -> torch.dtype:
+    """The dtype the program stores the parameter in."""
+    return parameter.stored.dtype
+
+
+def initial_shards(
+    parameters: Sequence[StoredParameter],
+    weights: str | os.PathLike[str],
+    model: nn.Module,
+    sizes: Sequence[int],
+    coordinate: Sequence[int],
+    device: torch.device,
+    dtype: DtypeRule = stored_dtype,
+    seed: int | None = None,
+) -> dict[str, nn.Parameter]:
+    """This rank's shard of every parameter, by name; `requires_grad` is the model's.
+
+    `seed` is that of weights="init", by default rank 0's `torch.initial_seed()`. Where
+    `torch.distributed` is initialised this is a collective of the whole world.
+
+    Raises `StateError` on all ranks when names or shapes do not fit, listing them, or when
+    there is nothing to read values from.
+    """
+    if weights == "rank0":
+        shards = _from_rank0(parameters, model, sizes, coordinate, device, dtype)
+    elif weights == "init":
+        with together():
+            shards = {
+                name: local_shard(value, parameter, sizes, coordinate)
+                for parameter, name, value in _initialised(parameters, model, _shared_seed(seed))
+            }
+    else:
+        shards = {
+            p.name: torch.empty(p.stored.shape, dtype=dtype(p), device=device) for p in parameters
+        }
+        _fill_from_path(parameters, shards, Path(weights), model, sizes, coordinate)
+    return {
+        p.name: nn.Parameter(shards[p.name].to(device, dtype(p)), requires_grad=p.requires_grad)
+        for p in parameters
+    }
+
+
+def initial_buffers(
+    model: nn.Module, device: torch.device, seed: int | None = None
+) -> dict[str, Tensor]:
+    """The persistent buffers, as `model.state_dict()` has them; copies on `device`.
+
+    A buffer on `meta` gets the value its module's initialiser gives it, whatever the weights.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    held = {n: v for n, v in model.state_dict().items() if n not in parameters}
+    empty = [n for n, v in held.items() if isinstance(v, Tensor) and v.is_meta]
+    seed = torch.initial_seed() if seed is None else seed
+    filled = dict(initial_values(model, empty, seed)) if empty else {}
+    return {
+        name: filled.get(name, value).detach().to(device, copy=True)
+        for name, value in held.items()
+        if isinstance(value, Tensor)  # not a module's extra state
+    }
+
+
+# -- from the model ----------------------------------------------------------------------------
+
+
+def _from_rank0(
+    parameters: Sequence[StoredParameter],
+    model: nn.Module,
+    sizes: Sequence[int],
+    coordinate: Sequence[int],
+    device: torch.device,
+    dtype: DtypeRule,
+) -> dict[str, Tensor]:
+    values = dict(model.named_parameters(remove_duplicate=False))
+    with together():
+        if own_rank() == 0:
+            _check_model(parameters, values)
+    shards = {}
+    for p in parameters:
+        if world_size() == 1:
+            shards[p.name] = local_shard(values[p.name], p, sizes, coordinate)
+            continue
+        if own_rank() == 0:
+            whole = values[p.name].detach().to(device, dtype(p)).contiguous()
+        else:
+            whole = torch.empty(p.shape, dtype=dtype(p), device=device)
+        dist.broadcast(whole, src=0)
+        shards[p.name] = local_shard(whole, p, sizes, coordinate)
+    return shards
+
+
+def _check_model(parameters: Sequence[StoredParameter], values: Mapping[str, Tensor]) -> None:
+    match_names(parameters, {n: tuple(v.shape) for n, v in values.items()}, {}, "the model")
+    empty = [p.name for p in parameters if values[p.name].is_meta]
+    if empty:
+        raise StateError(
+            f'weights="rank0" needs values, but the model of rank 0 is on meta: {empty[0]}'
+            + (f" and {len(empty) - 1} more" if len(empty) > 1 else ""),
+            hint='use weights="init" or a path, or build the model on CPU',
+        )
+
+
+def _shared_seed(seed: int | None) -> int:
+    """`seed`, or rank 0's; every rank must draw the same values."""
+    held: list[Any] = [torch.initial_seed() if seed is None else seed]
+    if world_size() > 1:
+        dist.broadcast_object_list(held, src=0)
+    return int(held[0])
+
+
+def _initialised(
+    parameters: Sequence[StoredParameter], model: nn.Module, seed: int
+) -> Iterator[tuple[StoredParameter, str, Tensor]]:
+    by_name = {p.name: p for p in parameters}
+    for name, value in initial_values(model, list(by_name), seed):
+        yield by_name[name], name, value
+
+
+# -- from files --------------------------------------------------------------------------------
+
+
+def _fill_from_path(
+    parameters: Sequence[StoredParameter],
+    shards: Mapping[str, Tensor],
+    path: Path,
+    model: nn.Module,
+    sizes: Sequence[int],
+    coordinate: Sequence[int],
+) -> None:
+    buffers: dict[str, Tensor] = {}
+    with together():
+        if not path.exists():
+            raise StateError(
+                f"weights={str(path)!r}: there is no such file or folder",
+                hint='weights are "rank0", "init", a .safetensors file, a folder of them, or a '
+                "checkpoint folder",
+            )
+        buffers = initial_buffers(model, torch.device("cpu"))
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    fits = _Fits(parameters, shards, str(path), buffers, tuple(ignored))
+    if path.is_dir() and dcp.is_dcp_folder(path):
+        _fill_from_checkpoint(fits, path, sizes, coordinate)
+        return
+    with together(), _Safetensors(path) as files:
+        names = fits.match(files.shapes)
+        for p in parameters:
+            for box in boxes(p, sizes, coordinate):
+                part = files.read(names[p.name], box.of_whole)
+                shards[p.name][box.of_shard].copy_(part)
+        for name in sorted(buffers.keys() & files.shapes.keys()):
+            check_buffer(name, files.read(name), buffers, str(path))
+
+
+class _Fits:
+    """What is to be filled, and what the source may hold beside it."""
+
+    def __init__(
+        self,
+        parameters: Sequence[StoredParameter],
+        shards: Mapping[str, Tensor],
+        source: str,
+        buffers: Mapping[str, Tensor],
+        ignored: tuple[str, ...],
+    ) -> None:
+        self.parameters, self.shards, self.source = parameters, shards, source
+        self.buffers, self.ignored = buffers, ignored
+
+    def match(self, given: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+        """Parameter -> name in the source; transformers' own list of stale keys is honoured."""
+        known = {name for p in self.parameters for name in all_names(p)} | set(self.buffers)
+        kept = {
+            name: shape
+            for name, shape in given.items()
+            if name in known or not any(re.search(pattern, name) for pattern in self.ignored)
+        }
+        return match_names(self.parameters, kept, self.buffers, self.source)[0]
+
+
+def _fill_from_checkpoint(
+    fits: _Fits, path: Path, sizes: Sequence[int], coordinate: Sequence[int]
+) -> None:
+    names: dict[str, str] = {}
+    stored: dict[str, tuple[int, ...]] = {}
+    with together():
+        stored |= {
+            name: tuple(entry.size)
+            for name, entry in dcp.stored_tensors(path).items()
+            if not name.startswith(OPTIMIZER_PREFIX)
+        }
+        names = fits.match(stored)
+    values: dict[str, Tensor] = {
+        names[p.name]: dcp.WholeOnDisk(fits.shards[p.name], boxes(p, sizes, coordinate), p.shape)
+        for p in fits.parameters
+    }
+    held = {n: torch.empty_like(b) for n, b in fits.buffers.items() if n in stored}
+    dcp.read(values | held, path)
+    with together():
+        for name, value in held.items():
+            check_buffer(name, value, fits.buffers, fits.source)
+
+
+class _Safetensors:
+    """One .safetensors file, or a folder of them with or without an index."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._stack = ExitStack()
+        self._of: dict[str, Any] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+
+    def __enter__(self) -> _Safetensors:
+        for file in self._files():
+            try:
+                opened = self._stack.enter_context(safe_open(file, framework="pt", device="cpu"))
+            except SafetensorError as error:
+                raise StateError(f"cannot read weights from {file}: {error}") from error
+            for name in opened.keys():  # noqa: SIM118 - not a mapping
+                self._of[name] = opened
+                self.shapes[name] = tuple(opened.get_slice(name).get_shape())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
+        """A block of one tensor; only its bytes are read."""
+        if not index:
+            return self._of[name].get_tensor(name)
+        return self._of[name].get_slice(name)[index]
+
+    def _files(self) -> list[Path]:
+        if self.path.is_file():
+            if self.path.suffix != ".safetensors":
+                raise StateError(
+                    f"weights={str(self.path)!r} is not a .safetensors file",
+                    hint="save the state dict with safetensors.torch.save_file",
+                )
+            return [self.path]
+        index = self.path / _INDEX
+        if index.is_file():
+            listed = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            absent = [name for name in listed if not (self.path / name).is_file()]
+            if absent:
+                raise StateError(f"{index} lists files that are not there: {', '.join(absent)}")
+            return [self.path / name for name in listed]
+        found = sorted(self.path.glob("*.safetensors"))
+        if not found:
+            raise StateError(
+                f"{self.path} holds neither .safetensors files nor a finished checkpoint",
+                hint="a checkpoint whose save was interrupted is not loaded",
+            )
+        return found

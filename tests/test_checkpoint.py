@@ -1,0 +1,326 @@
+"""Checkpoints: onto another mesh and back, bitwise; interrupted saves; what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import SGD, Adafactor, AdamW, Optimizer
+
+from autopar.errors import AutoparError, OptionError
+from autopar.runtime import checkpoint
+from autopar.runtime.dtensors import dtensor_placements, state_dict
+from autopar.runtime.groups import make_groups
+from autopar.runtime.launch import WorkerPool
+from autopar.runtime.names import StateError
+from autopar.runtime.sharding import gather_whole, local_shard
+from autopar.runtime.state import full_state_dict
+from autopar.runtime.weights import initial_buffers, initial_shards
+from tests.state_model import DIMS, Tied, gradient, mesh_of, plan, seeded_model
+
+CPU = torch.device("cpu")
+ONE = (1, 1)
+Locals = dict[str, nn.Parameter]
+
+
+@pytest.fixture(scope="module")
+def pool2() -> Iterator[WorkerPool]:
+    with WorkerPool(2, timeout_s=200) as workers:
+        yield workers
+
+
+@pytest.fixture(scope="module")
+def pool4() -> Iterator[WorkerPool]:
+    with WorkerPool(4, timeout_s=200) as workers:
+        yield workers
+
+
+class Rank:
+    """One rank's module, and an optimizer with two parameter groups."""
+
+    def __init__(self, sizes: tuple[int, ...], seed: int, make: Callable[..., Optimizer]) -> None:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self.sizes, self.parameters = sizes, plan(sizes)
+        self.at = mesh_of(sizes).coordinate(rank)
+        self.groups = make_groups(mesh_of(sizes)) if dist.is_initialized() else {}
+        model = seeded_model(seed)
+        # A module's buffers are constants, and the same whatever the weights.
+        self.buffers = initial_buffers(seeded_model(0), CPU)
+        self.locals = initial_shards(self.parameters, "rank0", model, sizes, self.at, CPU)
+        decayed = [v for n, v in self.locals.items() if "weight" in n]
+        others = [v for n, v in self.locals.items() if "weight" not in n and v.requires_grad]
+        self.optimizer = make(
+            [{"params": decayed, "weight_decay": 0.1 + seed}, {"params": others}], lr=1e-2
+        )
+
+    def train(self, first: int, n_steps: int) -> None:
+        for step in range(first, first + n_steps):
+            for p in self.parameters:
+                if p.requires_grad:
+                    whole = gradient(p.name, p.shape, step)
+                    self.locals[p.name].grad = local_shard(whole, p, self.sizes, self.at)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def save(self, path: str, step: int, extra: dict[str, Any] | None = None) -> None:
+        checkpoint.save(
+            self.parameters, self.locals, self.optimizer, path, step, extra, self.sizes, self.at,
+            self.buffers,
+        )  # fmt: skip
+
+    def load(self, path: str) -> tuple[int, dict[str, Any]]:
+        return checkpoint.load(
+            self.parameters, self.locals, self.optimizer, path, self.sizes, self.at, self.buffers
+        )
+
+    def whole(self) -> dict[str, Tensor]:
+        """Parameters and optimizer state, whole, on rank 0."""
+        out = full_state_dict(self.parameters, self.locals, self.sizes, self.at, self.groups)
+        for p in self.parameters:
+            local = self.locals[p.name]
+            for key, value in self.optimizer.state.get(local, {}).items():
+                is_shard = value.shape == local.shape
+                out[f"{p.name}/{key}"] = (
+                    gather_whole(value, p, self.sizes, self.groups) if is_shard else value
+                ).clone()
+        return out if not any(self.at) else {}
+
+
+def train_and_save(sizes: tuple[int, ...], path: str) -> dict[str, Tensor]:
+    rank = Rank(sizes, 0, AdamW)
+    rank.train(0, 2)
+    rank.save(path, 2, {"epoch": 1, "lr": [0.1, None], "note": {"ü": True}})
+    return rank.whole()
+
+
+def load_train_and_save(
+    sizes: tuple[int, ...], path: str, n_steps: int, onto: str
+) -> list[dict[str, Tensor]]:
+    rank = Rank(sizes, 5, AdamW)
+    step, extra = rank.load(path)
+    assert step == 2
+    assert extra == {"epoch": 1, "lr": [0.1, None], "note": {"ü": True}}
+    assert rank.optimizer.param_groups[0]["weight_decay"] == 0.1
+    assert rank.optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+    loaded = rank.whole()
+    rank.save(onto, 2, extra)
+    rank.train(2, n_steps)
+    return [loaded, rank.whole()]
+
+
+def assert_same(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert ours.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(ours[name], value), name
+
+
+def test_onto_other_meshes_and_back(pool2: WorkerPool, pool4: WorkerPool, tmp_path: Path) -> None:
+    """(1, 2) -> (2, 2) -> (1, 2) -> one process -> (4,), and training goes on alike."""
+    paths = [str(tmp_path / f"ckpt{i}") for i in range(5)]
+    first = pool2.run(train_and_save, (1, 2), paths[0])[0]
+    assert {"embed.weight", "head.weight", "qkv.weight/exp_avg", "gain/step"} < first.keys()
+    assert "norm.bias/exp_avg" not in first  # frozen
+    there = pool4.run(load_train_and_save, (2, 2), paths[0], 1, paths[1])[0]
+    back = pool2.run(load_train_and_save, (1, 2), paths[1], 1, paths[2])[0]
+    alone = load_train_and_save(ONE, paths[2], 1, paths[3])
+    line = pool4.run(load_train_and_save, (4,), paths[3], 1, paths[4])[0]
+    for loaded, _ in (there, back, alone, line):
+        assert_same(loaded, first)
+    for _, trained in (there, back, line):
+        assert_same(trained, alone[1])
+    assert not torch.equal(alone[1]["qkv.weight"], first["qkv.weight"])
+    assert not list(tmp_path.glob(".*"))
+
+
+def weights_from(sizes: tuple[int, ...], path: str) -> dict[str, Tensor]:
+    """A checkpoint as initial weights of a model on meta, whose buffers are its own."""
+    rank = Rank(sizes, 5, AdamW)
+    shards = initial_shards(rank.parameters, path, seeded_model(0), sizes, rank.at, CPU)
+    return full_state_dict(rank.parameters, shards, sizes, rank.at, rank.groups)
+
+
+def load_with_dcp(path: str) -> None:
+    """What a user would do with `pm.state_dict()` alone, strided shards included."""
+    rank = Rank((2, 2), 5, AdamW)
+    mesh = init_device_mesh("cpu", (2, 2))
+    held = state_dict(rank.parameters, rank.locals, mesh, rank.buffers)
+    dcp.load(held, checkpoint_id=path)
+    original = checkpoint_values(path)
+    for p in rank.parameters:
+        local = rank.locals[p.name]
+        if not dtensor_placements(p, (2, 2))[1]:
+            expected = local_shard(original[p.name], p, (2, 2), rank.at)
+            assert torch.equal(local, expected), p.name
+    dcp.save(held, checkpoint_id=f"{path}-again")
+    again = checkpoint_values(f"{path}-again")
+    for name in (*DIMS, "head.weight"):
+        assert torch.equal(again[name], original[name]), name
+
+
+def checkpoint_values(path: str) -> dict[str, Tensor]:
+    """Read by PyTorch alone, into plain whole tensors."""
+    whole: dict[str, Any] = {n: torch.zeros_like(v) for n, v in Tied().state_dict().items()}
+    dcp.load(whole, checkpoint_id=path)
+    return whole
+
+
+def test_other_readers(pool4: WorkerPool, tmp_path: Path) -> None:
+    path = str(tmp_path / "ckpt")
+    expected = train_and_save(ONE, path)
+    for shards in (weights_from(ONE, path), pool4.run(weights_from, (2, 2), path)[0]):
+        assert_same(shards, {n: expected[n] for n in shards})
+    pool4.run(load_with_dcp, path)
+
+
+# -- interrupted saves -------------------------------------------------------------------------
+
+
+def save_and_die(path: str, where: str) -> str:
+    """A save that fails on rank 0 in one of its phases; the message on this rank."""
+    rank = Rank((1, 2), 0, AdamW)
+    rank.train(0, 1)
+
+    def fail(*_: Any) -> None:
+        raise OSError("disk full")
+
+    original = getattr(checkpoint, where)
+    setattr(checkpoint, where, fail)
+    try:
+        rank.save(path, 9)
+    except (OSError, AutoparError) as error:
+        return str(error)
+    finally:
+        setattr(checkpoint, where, original)
+    return ""
+
+
+@pytest.mark.parametrize("where", ["_write_record", "_put_in_place"])
+def test_a_half_written_checkpoint_is_not_taken(
+    pool2: WorkerPool, tmp_path: Path, where: str
+) -> None:
+    path = str(tmp_path / "ckpt")
+    assert pool2.run(save_and_die, path, where) == ["disk full", "rank 0 failed: disk full"]
+    alone = Rank(ONE, 3, AdamW)
+    before = alone.whole()
+    with pytest.raises(StateError, match=r"no whole checkpoint .*\n.*interrupted"):
+        alone.load(path)
+    alone.save(path, 1)
+    pool2.run(save_and_die, path, where)
+    again = Rank(ONE, 5, AdamW)
+    assert again.load(path)[0] == 1
+    assert_same(again.whole(), before)
+    again.save(path, 2)  # over the old one, and the leavings of the failed one
+    assert again.load(path)[0] == 2
+    assert [p.name for p in tmp_path.iterdir()] == ["ckpt"]
+
+
+def test_death_between_the_renames(tmp_path: Path) -> None:
+    rank = Rank(ONE, 0, AdamW)
+    path = tmp_path / "ckpt"
+    rank.save(str(path), 1)
+    path.rename(tmp_path / ".ckpt.old")
+    assert rank.load(str(path))[0] == 1
+    rank.save(str(path), 2)
+    assert rank.load(str(path))[0] == 2
+    assert [p.name for p in tmp_path.iterdir()] == ["ckpt"]
+
+
+# -- what is refused ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"a": (1, 2)}, r"extra\['a'\] is a tuple"),
+        ({"a": [{"b": torch.ones(1)}]}, r"extra\['a'\]\[0\]\['b'\] is a Tensor"),
+        ({1: 2}, "extra has the key 1; keys must be str"),
+        ([1], "extra is a dict, not list"),
+    ],
+)
+def test_extra_that_json_cannot_hold(extra: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=message):
+        Rank(ONE, 0, AdamW).save(str(tmp_path / "ckpt"), 1, extra)
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_folders_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(StateError, match="is not a checkpoint; it is not overwritten"):
+        Rank(ONE, 0, AdamW).save(str(tmp_path), 1)
+    with pytest.raises(OptionError, match=r"step is .* not 1\.0"):
+        Rank(ONE, 0, AdamW).save(str(tmp_path / "ckpt"), 1.0)  # type: ignore[arg-type]
+
+
+def test_damaged_and_foreign_checkpoints(tmp_path: Path) -> None:
+    path = tmp_path / "ckpt"
+    rank = Rank(ONE, 0, AdamW)
+    rank.save(str(path), 1)
+    record = path / "autopar.json"
+    good = record.read_text()
+    record.write_text(json.dumps(json.loads(good) | {"version": 99}))
+    with pytest.raises(StateError, match="has version 99"):
+        rank.load(str(path))
+    record.write_text(good[:-20])
+    with pytest.raises(StateError, match="damaged"):
+        rank.load(str(path))
+    record.write_text(good)
+    (path / ".metadata").write_bytes(b"")
+    with pytest.raises(StateError, match=r"metadata of checkpoint .* is damaged"):
+        rank.load(str(path))
+
+
+def test_optimizers_that_do_not_fit(tmp_path: Path) -> None:
+    path = str(tmp_path / "ckpt")
+    rank = Rank(ONE, 0, AdamW)
+    rank.train(0, 1)
+    with pytest.raises(StateError, match="are not parameters of the parallel module"):
+        checkpoint.save(
+            rank.parameters, rank.locals, AdamW(Tied().parameters()), path, 1, None, ONE, (0, 0)
+        )
+    rank.save(path, 1)
+    rank.optimizer = AdamW(rank.locals.values())
+    with pytest.raises(StateError, match="parameter groups are not those of the checkpoint"):
+        rank.load(path)
+    checkpoint.save(rank.parameters, rank.locals, None, path, 1, None, ONE, (0, 0), rank.buffers)
+    with pytest.raises(StateError, match="holds no optimizer state"):
+        rank.load(path)
+
+
+def save_adafactor(path: str) -> str:
+    rank = Rank((1, 2), 0, lambda groups, lr: Adafactor(groups, lr=lr))
+    rank.train(0, 1)
+    try:
+        rank.save(path, 1)
+    except StateError as error:
+        return str(error)
+    return ""
+
+
+def momentum(groups: Any, lr: float) -> Optimizer:
+    return SGD(groups, lr=torch.tensor(lr), momentum=0.9)
+
+
+def save_momentum(path: str) -> dict[str, Tensor]:
+    rank = Rank((1, 2), 0, momentum)
+    rank.train(0, 2)
+    rank.save(path, 2)
+    return rank.whole()
+
+
+def test_optimizers(pool2: WorkerPool, tmp_path: Path) -> None:
+    """Momentum and a tensor learning rate come back; factored state is refused."""
+    path = str(tmp_path / "ckpt")
+    assert "row_var" in pool2.run(save_adafactor, path)[1]
+    expected = pool2.run(save_momentum, path)[0]
+    alone = Rank(ONE, 5, momentum)
+    alone.load(path)
+    assert_same(alone.whole(), expected)
+    assert isinstance(alone.optimizer.param_groups[0]["lr"], Tensor)
