@@ -26,6 +26,12 @@ from autopar.program import Program
 from autopar.saved import Saved, saved_for_backward, storage_owners
 from autopar.units import format_bytes
 
+# A plan proven this close to the optimum is good enough: predictions are far coarser.
+GAP_GOAL = 1e-3
+# A recipe's layout under a memory budget is priced abstractly; nothing hangs on its optimum.
+RECIPE_GAP_GOAL = 5e-2
+CLOSE_GAP_S = 20.0
+
 
 @dataclass(frozen=True)
 class Analysis:
@@ -114,12 +120,17 @@ def choose(
 ) -> Chosen:
     """The fastest strategy within `budget_bytes` per device.
 
+    Where the budget binds, "auto" stops at `GAP_GOAL`, and closes a wider gap for
+    `CLOSE_GAP_S` unless `time_limit_s` says otherwise; what is left is in `gap`.
+
     Raises `InfeasibleError` naming the bytes that are missing.
     """
     problem = intra_op_problem(
         analysis, cost, n_microbatches, constraints, optimizer, budget_bytes
     )
-    solution = solve(problem.numbers, solver, time_limit_s)
+    limit_s = CLOSE_GAP_S if time_limit_s is None and solver == "auto" else time_limit_s
+    goal = RECIPE_GAP_GOAL if constraints.roles else GAP_GOAL
+    solution = solve(problem.numbers, solver, limit_s, gap_goal=goal)
     if isinstance(solution, Infeasible):
         raise _infeasible(solution, budget_bytes, cost)
     strategy = Strategy(

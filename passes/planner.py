@@ -8,7 +8,7 @@ evaluated as candidates too, so the result is never worse than they are by its o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -201,6 +201,8 @@ class Planner:
                 continue
             program = lower(self.analysis, chosen.strategy, cost)
             time_s = self.predict(program, cost, self.options.optimizer)
+            if constraints.roles:  # laid out on an abstract machine; its cost is this one's
+                chosen = replace(chosen, objective_s=time_s, gap=0.0)
             return Outcome(view, chosen, program, hardware, name, (Alternative(name, time_s),))
         assert last is not None
         raise last

@@ -78,11 +78,13 @@ def solve(
     solver: Solver = "auto",
     time_limit_s: float | None = None,
     limits: Limits | None = None,
+    gap_goal: float = 0.0,
 ) -> Solution | Infeasible:
     """The cheapest choice within the budget, and by `tie` among the equally cheap.
 
     After `time_limit_s` the best choice so far is returned, with the gap that is left. `limits`
-    bound the tables of elimination; wider problems go to the ILP.
+    bound the tables of elimination; wider problems go to the ILP. Under a budget, "auto" is
+    content with a choice proven to be within `gap_goal` (relative) of the optimum.
 
     Raises `OptionError` for an unknown `solver`, `TimeLimitError` when the time passes before
     any feasible choice is known.
@@ -109,7 +111,7 @@ def solve(
         chosen = break_ties(reduced.problem, plan, fastest)
     if problem.fits(chosen.totals.bytes):
         return _finish(problem, reduced, chosen.choice, None, "elimination", clock)
-    return _within_budget(problem, reduced, plan, fastest, clock)
+    return _within_budget(problem, reduced, plan, fastest, clock, gap_goal)
 
 
 def solve_by_elimination(
@@ -162,7 +164,12 @@ def _tie_weight(problem: ChoiceProblem, optimum_s: float) -> float:
 
 
 def _within_budget(
-    problem: ChoiceProblem, reduced: Reduced, plan: EliminationPlan, fastest: Point, clock: _Clock
+    problem: ChoiceProblem,
+    reduced: Reduced,
+    plan: EliminationPlan,
+    fastest: Point,
+    clock: _Clock,
+    gap_goal: float,
 ) -> Solution | Infeasible:
     """Step 3: the bound, the choices it leaves, and the ILP on those."""
     if problem.fits(fastest.totals.bytes):
@@ -176,7 +183,8 @@ def _within_budget(
         with clock.phase("lagrangian"):
             bracket = search(reduced.problem, plan, fastest, lean, clock.deadline)
     method, best, bound_s = "lagrangian", bracket.best, bracket.bound_s
-    if not bracket.closed and clock.left_s() != 0:
+    content = best.totals.cost_s * (1 - gap_goal) <= bound_s
+    if not (bracket.closed or content) and clock.left_s() != 0:
         method = "lagrangian + ilp"
         with clock.phase("ilp"):
             core = _core(reduced.problem, plan, bracket)
