@@ -8,24 +8,29 @@ shards.
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.capture import capture
 from autopar.codegen import emit, file_name
 from autopar.cost.model import CostModel
 from autopar.errors import (
-    AutoparError, BatchError, MeshError, NotPlannedError, NotSupportedError, OptionError, PlanError,
+    BatchError,
+    NotPlannedError,
+    NotSupportedError,
+    OptionError,
+    PlanError,
 )  # fmt: skip
 from autopar.facts import Storage
+from autopar.job import from_rank_0, join_process_group, own_rank
 from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.passes.constraints import Constraints
@@ -37,15 +42,15 @@ from autopar.planning import Plan, bind, example_of, plan_program
 from autopar.program import Program, flatten_inputs
 from autopar.runtime import state
 from autopar.runtime.delivery import batch_index, batch_shards, most_batch_shards
+from autopar.runtime.dtensors import state_dict
 from autopar.runtime.executor import Environment, Executor
 from autopar.runtime.groups import make_groups
-from autopar.runtime.launch import init_from_environment
 from autopar.runtime.load import load_code
+from autopar.runtime.weights import initial_shards
 from autopar.stage_program import StageProgram
 from autopar.verifier import verify_program
 
 Signature = tuple[tuple[str, Any], ...]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -65,12 +70,19 @@ class ParallelModule(nn.Module):
         super().__init__()
         self._model = (model,)  # in a tuple, so that it is no submodule
         self._mesh, self._options, self._weights = mesh, options, weights
-        self._device = _join_process_group(mesh)
+        self._device = join_process_group(mesh)
         self._plan: Plan | None = None
+        self._dtensor_mesh: DeviceMesh | None = None
         self._built: dict[tuple[bool, bool, Signature], Built] = {}
         self.training = model.training
 
     # -- planning ------------------------------------------------------------------------------
+
+    @property
+    def code_path(self) -> Path:
+        """The generated file of the planned program on this machine."""
+        _ = self.plan
+        return next(iter(self._built.values())).code_path
 
     @property
     def plan(self) -> Plan:
@@ -94,10 +106,10 @@ class ParallelModule(nn.Module):
         def on_rank_0() -> PlanData:
             return plan_program(program, self._mesh, batch, self._options).data
 
-        self._adopt(_from_rank_0(on_rank_0), program)
+        self._adopt(from_rank_0(on_rank_0), program)
 
     def _use_plan(self, plan: Plan) -> None:
-        data = _from_rank_0(lambda: plan.data)
+        data = from_rank_0(lambda: plan.data)
         _check_mesh(data, self._mesh)
         self._adopt(data, self._capture(example_of(data), training=True))
 
@@ -107,8 +119,8 @@ class ParallelModule(nn.Module):
         assert bound.bound is not None
         stage = bound.bound.program
         self._groups = make_groups(bound.bound.mesh)
-        self._coordinate = bound.bound.mesh.coordinate(_rank())
-        shards = state.initial_shards(
+        self._coordinate = bound.bound.mesh.coordinate(own_rank())
+        shards = initial_shards(
             stage.parameters, self._weights, self._model[0], stage.axis_sizes,
             self._coordinate, self._device,
         )  # fmt: skip
@@ -127,7 +139,9 @@ class ParallelModule(nn.Module):
     def _compile(self, program: Program, stage: StageProgram) -> Built:
         verify_program(stage)
         code, path = load_code(file_name(0), emit(stage))
-        constants = {name: make() for name, make in program.constants.items() if _taken(stage, name)}
+        constants = {
+            name: make() for name, make in program.constants.items() if _taken(stage, name)
+        }
         environment = Environment(self._device, self._groups)
         executor = Executor(stage, code, environment, self._coordinate, constants)
         return Built(program, stage, executor, path)
@@ -177,7 +191,7 @@ class ParallelModule(nn.Module):
             chosen = choose(analysis, cost, 1, constraints, self.plan.data.optimizer, None)
             return plan_texts(analysis, chosen.strategy)
 
-        parameters, operators = _from_rank_0(on_rank_0)
+        parameters, operators = from_rank_0(on_rank_0)
         strategy = replay(analysis, parameters, operators, cost.mesh.sizes, 1)
         return lower(analysis, strategy, cost, with_outputs)
 
@@ -250,15 +264,11 @@ class ParallelModule(nn.Module):
                 "calling the module in training mode", hint="use pm.step(**batch), or pm.eval()"
             )
         built = self._program(given, True)
-        _, *tensors = built.executor.forward(
-            self._parameters, self._inputs(built.program, given)
-        )
+        _, *tensors = built.executor.forward(self._parameters, self._inputs(built.program, given))
         return built.program.rebuild(tensors)
 
     @staticmethod
-    def _inputs(
-        program: Program, given: Mapping[str, Any] | Sequence[Any]
-    ) -> dict[str, Tensor]:
+    def _inputs(program: Program, given: Mapping[str, Any] | Sequence[Any]) -> dict[str, Tensor]:
         leaves = flatten_inputs(given)
         missing = [i.path for i in program.inputs.values() if i.path not in leaves]
         if missing:
@@ -323,47 +333,67 @@ class ParallelModule(nn.Module):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients to at most `max_norm`, over all shards; returns the norm before."""
-        return state.clip_grad_norm_(self._stored(), self._parameters, max_norm, norm_type)
+        return state.clip_grad_norm_(
+            self._stored(), self._parameters, max_norm, self._coordinate, self._groups, norm_type
+        )
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Whole tensors on the CPU of rank 0, under the model's own names; {} elsewhere."""
         return state.full_state_dict(
-            self._stored(), self._parameters, self._groups, self._model[0]
+            self._stored(), self._parameters, self._sizes(), self._coordinate, self._groups,
+            self._buffers_of_model(),
+        )  # fmt: skip
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Whole gradients on the CPU of rank 0, by parameter name; {} elsewhere.
+
+        A parameter that took no part in the loss has a gradient of zeros.
+        """
+        gradients = {
+            p.name: torch.zeros_like(value) if value.grad is None else value.grad
+            for p in self._stored()
+            if p.requires_grad and (value := self._parameters[p.name]) is not None
+        }
+        trained = [p for p in self._stored() if p.requires_grad]
+        return state.full_state_dict(
+            trained, gradients, self._sizes(), self._coordinate, self._groups
         )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """`DTensor`s under every key of the model's own state dict."""
-        return state.state_dict(self._stored(), self._parameters, self._device_mesh())
+        return state_dict(
+            self._stored(), self._parameters, self._device_mesh(), self._buffers_of_model()
+        )
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
         """Take values from whole tensors or `DTensor`s, under the model's own names."""
-        state.load_state_dict(self._stored(), self._parameters, state_dict, self._coordinate)
+        return state.load_state_dict(
+            self._stored(), self._parameters, state_dict, self._sizes(), self._coordinate,
+            self._buffers_of_model(), strict,
+        )  # fmt: skip
 
+    def _sizes(self) -> tuple[int, ...]:
+        return tuple(self.plan.data.axes.values())
 
-def parallelize(
-    model: nn.Module,
-    mesh: Any,
-    example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
-    *,
-    plan: Plan | None = None,
-    weights: str = "rank0",
-    **options: Any,
-) -> ParallelModule:
-    """Shard `model` over `mesh`; call it on every rank of a torchrun or `autopar.launch` job.
+    def _buffers_of_model(self) -> dict[str, Tensor]:
+        """Persistent buffers, which no step changes: the model's own."""
+        model = self._model[0]
+        names = (
+            model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
+        )
+        return {name: b for name, b in model.named_buffers() if name in names}
 
-    example_inputs: one global batch, dict or tuple. Without it and without `plan`, planning
-    waits for `pm.prepare(**batch)` or the first step. weights: "rank0" (rank 0's values),
-    "init" (a model on meta, initialised shard by shard), or a path. The model object is left
-    untouched. Options: `autopar.options.Options`.
-
-    Raises `MeshError` when the number of processes is not the mesh's.
-    """
-    module = ParallelModule(model, Mesh.of(mesh), Options.of(**options), weights)
-    if plan is not None:
-        module._use_plan(plan)
-    elif example_inputs is not None:
-        module._make_plan(example_inputs)
-    return module
+    def _device_mesh(self) -> DeviceMesh | None:
+        if not dist.is_initialized() or self._mesh.n_ranks == 1:
+            return None
+        axes = self.plan.data.axes
+        if self._dtensor_mesh is None:
+            self._dtensor_mesh = init_device_mesh(
+                self._device.type, tuple(axes.values()), mesh_dim_names=tuple(axes)
+            )
+        return self._dtensor_mesh
 
 
 @dataclass(frozen=True)
@@ -382,25 +412,6 @@ def _taken(stage: StageProgram, constant: str) -> bool:
     return any(item.source == constant for item in stage.delivered)
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _join_process_group(mesh: Mesh) -> torch.device:
-    """Join the job's processes, and check that they are as many as the mesh has."""
-    if mesh.n_ranks == 1 and not dist.is_initialized() and "RANK" not in os.environ:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = init_from_environment()
-    if dist.get_world_size() != mesh.n_ranks:
-        raise MeshError(
-            f"the mesh {mesh.shape} has {mesh.n_ranks} ranks, "
-            f"this job runs {dist.get_world_size()} processes",
-            hint=f"torchrun --nproc-per-node {mesh.devices_per_node} --nnodes {mesh.nodes} ..., "
-            f"or autopar.launch(fn, {mesh.n_ranks})",
-        )
-    return device
-
-
 def _check_mesh(data: PlanData, mesh: Mesh) -> None:
     if data.mesh.shape != mesh.shape:
         raise PlanError(
@@ -413,20 +424,3 @@ def _check_mesh(data: PlanData, mesh: Mesh) -> None:
             "where another plan may be faster",
             stacklevel=3,
         )
-
-
-def _from_rank_0(make: Callable[[], T]) -> T:
-    """Run `make` on rank 0 and give every rank its result, or its error."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return make()
-    box: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            box = [("result", make())]
-        except AutoparError as error:
-            box = [("error", error)]
-    dist.broadcast_object_list(box, src=0)
-    kind, value = box[0]
-    if kind == "error":
-        raise value
-    return value  # type: ignore[no-any-return]

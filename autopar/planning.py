@@ -33,7 +33,6 @@ from autopar.plan_data import InputSignature, MeshRecord, PlanData, parse_storag
 from autopar.predicted import Predicted
 from autopar.program import Program, flatten_inputs
 from autopar.report import explain
-from autopar.spec import Placement
 from autopar.stage_program import StageProgram
 from autopar.verifier import verify_program
 
@@ -196,9 +195,7 @@ def plan(model: nn.Module, mesh: Any, example_inputs: ExampleInputs, **options: 
     """
     checked = Options.of(**options)
     machine = Mesh.of(mesh)
-    program = capture(
-        model, example_inputs, precision=checked.precision, loss_fn=checked.loss_fn
-    )
+    program = capture(model, example_inputs, precision=checked.precision, loss_fn=checked.loss_fn)
     return plan_program(program, machine, example_inputs, checked)
 
 

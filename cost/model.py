@@ -24,7 +24,9 @@ class CostModel:
     mesh: LogicalMesh
     dtype: torch.dtype = torch.float32
 
-    def primitive_time_s(self, kind: PrimitiveKind, size_bytes: int, axes: tuple[int, ...]) -> float:
+    def primitive_time_s(
+        self, kind: PrimitiveKind, size_bytes: int, axes: tuple[int, ...]
+    ) -> float:
         """One primitive of a move. Cutting and padding touch memory once."""
         return _primitive_time_s(self, kind, size_bytes, axes)
 

@@ -1,9 +1,10 @@
 """What a plan may not do: `forbid`, `force`, and the roles a recipe gives to mesh axes.
 
-    role "any"     the solver is free on this axis
-    role "data"    whatever has a batch shards it, nothing else is sharded (dp)
-    role "tensor"  the batch is not sharded (tp); `sequence` forbidden unless the recipe
-                   asks for sequence parallelism
+role "any"     the solver is free on this axis
+role "data"    whatever has a batch shards it, nothing else is sharded (dp)
+role "tensor"  the batch is not sharded, and every product with a parameter shards that
+               parameter if it can (tp); `sequence` forbidden unless the recipe asks for
+               sequence parallelism
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Literal
 from autopar.facts import Storage
 from autopar.passes.groups import Group, JointStrategy
 from autopar.program import Program
+from autopar.rules import rule_for
 from autopar.spec import Placement, Spec
 
 Role = Literal["any", "data", "tensor"]
@@ -90,10 +92,21 @@ class Limits:
             kept = [j for j in kept if not self._shards_other(j)]
         if role == "data":
             batch = [j for j in kept if self._shards_batch(j)]
-            kept = batch or [
-                j for j in kept if not any(p.is_shard for p in j.placements.values())
-            ]
+            kept = batch or [j for j in kept if not any(p.is_shard for p in j.placements.values())]
         return [j for j in kept if self._respects_pins(group, j, axis)]
+
+    def preferred(
+        self, group: Group, axis: int, joints: Sequence[JointStrategy]
+    ) -> list[JointStrategy]:
+        """Of the strategies that fit the axis, those its role takes where it can.
+
+        A small model would rather shard its sequence and replicate its weights, which is no
+        tensor parallelism.
+        """
+        is_product = rule_for(str(group.members[0].operator.call.op)).flops is not None
+        if self.constraints.role(axis) != "tensor" or not is_product:
+            return list(joints)
+        return [j for j in joints if self._shards_parameter(j)] or list(joints)
 
     def _is_partial_input(self, group: Group, joint: JointStrategy) -> bool:
         """Model inputs and constants are whole on every rank; never partial sums."""
@@ -142,7 +155,9 @@ class Limits:
         if zero is None:
             return True
         return all(
-            kept == used if used.is_shard else not kept.is_shard or self.constraints.role(axis) == "data"
+            kept == used
+            if used.is_shard
+            else not kept.is_shard or self.constraints.role(axis) == "data"
             for axis, (kept, used) in enumerate(
                 zip(storage.spec.placements, use.placements, strict=True)
             )

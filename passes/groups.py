@@ -59,15 +59,15 @@ class Group:
         return self.members[0].name
 
 
-def place_operators(operators: Sequence[Operator], types: Mapping[str, TensorType]) -> tuple[PlacedOperator, ...]:
+def place_operators(
+    operators: Sequence[Operator], types: Mapping[str, TensorType]
+) -> tuple[PlacedOperator, ...]:
     """Resolve every operator's notation and list its strategies on one axis."""
     out = []
     for operator in operators:
         inputs = [types[n] for n in operator.inputs]
         outputs = [types[n] for n in operator.outputs]
-        sizes = name_sizes(
-            operator.notation, [t.shape for t in inputs], [t.shape for t in outputs]
-        )
+        sizes = name_sizes(operator.notation, [t.shape for t in inputs], [t.shape for t in outputs])
         pattern = resolve(operator.notation, inputs, outputs, sizes)
         strategies = axis_strategies(
             rule_for(str(operator.call.op)),
@@ -108,9 +108,7 @@ def form_groups(program: Program, placed: Sequence[PlacedOperator]) -> tuple[Gro
             for name in item.operator.inputs:
                 used_by.setdefault(name, set()).add(index)
     kept = {program.loss, *program.outputs}
-    return tuple(
-        _finish(group, index, owner, used_by, kept) for index, group in enumerate(members)
-    )
+    return tuple(_finish(group, index, owner, used_by, kept) for index, group in enumerate(members))
 
 
 def _finish(

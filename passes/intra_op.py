@@ -1,7 +1,7 @@
 """Intra-operator parallelism: the fastest placements of one stage that fit in memory.
 
-    analyse   notation, factors, batch and groups of the captured program (once)
-    choose    candidates -> problem -> solver -> `Strategy` (per logical mesh and microbatches)
+analyse   notation, factors, batch and groups of the captured program (once)
+choose    candidates -> problem -> solver -> `Strategy` (per logical mesh and microbatches)
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from autopar.cost.memory import static_bytes_per_param, optimizer_time_s
+from autopar.cost.memory import optimizer_time_s, static_bytes_per_param
 from autopar.cost.model import CostModel
 from autopar.errors import BatchError, InfeasibleError
 from autopar.factors import Operator, Types, operators_of, tensor_types
@@ -25,6 +25,7 @@ from autopar.passes.solvers import Infeasible, solve
 from autopar.program import Program
 from autopar.saved import Saved, saved_for_backward, storage_owners
 from autopar.units import format_bytes
+from autopar.workspace import Temporaries, temporaries
 
 # A plan proven this close to the optimum is good enough: predictions are far coarser.
 GAP_GOAL = 1e-3
@@ -56,6 +57,11 @@ class Analysis:
     def storage_owners(self) -> Mapping[str, str]:
         """Value -> the value whose storage it has, itself unless it is a view."""
         return storage_owners(self.program)
+
+    @cached_property
+    def temporaries(self) -> Mapping[str, Temporaries]:
+        """Operator -> what it needs while it runs."""
+        return temporaries(self.program)
 
     def microbatch_types(self, n_microbatches: int) -> Types:
         """Types of one microbatch; raises `BatchError` when the batch does not divide."""
@@ -125,9 +131,7 @@ def choose(
 
     Raises `InfeasibleError` naming the bytes that are missing.
     """
-    problem = intra_op_problem(
-        analysis, cost, n_microbatches, constraints, optimizer, budget_bytes
-    )
+    problem = intra_op_problem(analysis, cost, n_microbatches, constraints, optimizer, budget_bytes)
     limit_s = CLOSE_GAP_S if time_limit_s is None and solver == "auto" else time_limit_s
     goal = RECIPE_GAP_GOAL if constraints.roles else GAP_GOAL
     solution = solve(problem.numbers, solver, limit_s, gap_goal=goal)
@@ -150,9 +154,7 @@ def choose(
     )
 
 
-def _infeasible(
-    found: Infeasible, budget_bytes: float | None, cost: CostModel
-) -> InfeasibleError:
+def _infeasible(found: Infeasible, budget_bytes: float | None, cost: CostModel) -> InfeasibleError:
     axes = ", ".join(f"{name}={size}" for name, size in cost.mesh.axes.items())
     if budget_bytes is None or found.min_bytes is None:
         return InfeasibleError(

@@ -40,18 +40,14 @@ class ParameterMaker:
     static: StaticBytes
     update_s_per_byte: float
 
-    def storages(
-        self, name: str, tensor: TensorType, used: Sequence[Spec]
-    ) -> tuple[Storage, ...]:
+    def storages(self, name: str, tensor: TensorType, used: Sequence[Spec]) -> tuple[Storage, ...]:
         """Every storage worth considering: on each axis Invariant, sharded as in some use,
         or sharded along the first factor that divides (for ZeRO)."""
         fixed = self.limits.constraints.storage.get(name)
         if fixed is not None:
             return tuple(dict.fromkeys((fixed, Storage(fixed.spec))))
         sizes = self.cost.mesh.sizes
-        cells = dict.fromkeys(
-            p.cell for spec in used for p in spec.placements if p.is_shard
-        )
+        cells = dict.fromkeys(p.cell for spec in used for p in spec.placements if p.is_shard)
         spare = self._spare_cell(tensor)
         if spare is not None:
             cells.setdefault(spare)

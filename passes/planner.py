@@ -81,15 +81,11 @@ class Planner:
         # Among equals the first: a search before the recipes it ties with.
         best = next(o for o in found if o.alternatives[0].step_time_s <= least * (1 + 1e-9))
         rows = sorted((a for o in found for a in o.alternatives), key=lambda a: a.step_time_s)
-        return Outcome(
-            best.mesh, best.chosen, best.program, hardware, best.name, (*rows, *notes)
-        )
+        return Outcome(best.mesh, best.chosen, best.program, hardware, best.name, (*rows, *notes))
 
     # -- candidates --------------------------------------------------------------------------
 
-    def _candidates(
-        self, hardware: Hardware
-    ) -> Iterator[tuple[str, LogicalMesh, Constraints]]:
+    def _candidates(self, hardware: Hardware) -> Iterator[tuple[str, LogicalMesh, Constraints]]:
         if self.options.manual is not None:
             yield self._manual(self.options.manual, hardware)
             return
@@ -133,7 +129,11 @@ class Planner:
         for view in views[:1]:  # every view of the ranks is the same to data parallelism
             everywhere: tuple[Role, ...] = ("data",) * view.n_axes
             if "data" not in forbid:
-                yield f"data parallel on {axes_text(view)}", view, Constraints(forbid, everywhere, 0)
+                yield (
+                    f"data parallel on {axes_text(view)}",
+                    view,
+                    Constraints(forbid, everywhere, 0),
+                )
                 if "zero3" not in forbid:
                     yield f"ZeRO-3 on {axes_text(view)}", view, Constraints(forbid, everywhere, 3)
         for view in views:
@@ -145,9 +145,7 @@ class Planner:
                 limits = Constraints(forbid | {"sequence"}, roles, 0)
                 yield f"Megatron on {axes_text(view)}", view, limits
 
-    def _manual(
-        self, manual: Manual, hardware: Hardware
-    ) -> tuple[str, LogicalMesh, Constraints]:
+    def _manual(self, manual: Manual, hardware: Hardware) -> tuple[str, LogicalMesh, Constraints]:
         if manual.dp * manual.tp != self.mesh.n_ranks:
             raise MeshError(
                 f"Manual(dp={manual.dp}, tp={manual.tp}) places {manual.dp * manual.tp} ranks, "
@@ -244,4 +242,3 @@ def recipe_cost(cost: CostModel) -> CostModel:
 
 def axes_text(view: LogicalMesh) -> str:
     return " x ".join(f"{name}={size}" for name, size in view.axes.items())
-

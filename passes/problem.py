@@ -209,7 +209,9 @@ class ProblemBuilder:
         self.variables.append(Variable(f"{name} stored", cost, tie, size_bytes))
         self.storages[name], self.parameter_variables[name] = storages, index
         if len(members) == 1:
-            self._conversion_edge(name, index, members[0], [self.variables[members[0]].specs[name]], [1])
+            self._conversion_edge(
+                name, index, members[0], [self.variables[members[0]].specs[name]], [1]
+            )
         elif members:
             self._connect_shared_parameter(name, index, readers)
 
@@ -228,7 +230,9 @@ class ProblemBuilder:
             if not common:
                 raise InfeasibleError(f"the uses of {name} have no placement in common")
             columns = [tuple(common)] * len(clusters)
-        shared = self._add_variable(f"{name} used", {f"{name}:{k}": c for k, c in enumerate(columns)})
+        shared = self._add_variable(
+            f"{name} used", {f"{name}:{k}": c for k, c in enumerate(columns)}
+        )
         preference = [sum(PREFERENCE[p.kind] for p in s.placements) * 1e-5 for s in columns[0]]
         self.variables[shared].tie = np.array(preference)
         for column, cluster in zip(columns, clusters, strict=True):
@@ -247,7 +251,10 @@ class ProblemBuilder:
         else:
             alike = np.array([len(set(uses)) == 1 for uses in zip(*columns, strict=True)])
             shared = self._conversions(table, storages, columns[0], sum(n_uses))
-            apart = [self._conversions(table, storages, c, n) for c, n in zip(columns, n_uses, strict=True)]
+            apart = [
+                self._conversions(table, storages, c, n)
+                for c, n in zip(columns, n_uses, strict=True)
+            ]
             cost, tie, size_bytes = (
                 np.where(alike, together, sum(each))
                 for together, *each in zip(shared, *apart, strict=True)
@@ -255,7 +262,11 @@ class ProblemBuilder:
         self.edges.append(Edge(index, target, cost, tie, size_bytes))
 
     def _conversions(
-        self, table: ReshardTable, storages: tuple[Storage, ...], uses: tuple[Spec, ...], n_uses: int
+        self,
+        table: ReshardTable,
+        storages: tuple[Storage, ...],
+        uses: tuple[Spec, ...],
+        n_uses: int,
     ) -> tuple[Array, Array, Array]:
         """Costs of converting every storage to every use; parameters alike share them."""
         key = (id(table), storages, uses, n_uses)

@@ -15,17 +15,14 @@ from autopar.passes.groups import PlacedOperator, place_operators
 from autopar.passes.intra_op import Analysis
 from autopar.plan_data import operator_text, parse_operator, parse_storage, storage_text
 from autopar.rules import rule_for
-from autopar.spec import I, R, Placement, Spec, TensorType, illegal_reason
+from autopar.spec import I, Placement, R, Spec, TensorType, illegal_reason
 
 
-def plan_texts(
-    analysis: Analysis, strategy: Strategy
-) -> tuple[dict[str, str], dict[str, str]]:
+def plan_texts(analysis: Analysis, strategy: Strategy) -> tuple[dict[str, str], dict[str, str]]:
     """(parameters, operators) of `PlanData`."""
     program = analysis.program
     parameters = {
-        info.name: storage_text(strategy.storage[name])
-        for name, info in program.parameters.items()
+        info.name: storage_text(strategy.storage[name]) for name, info in program.parameters.items()
     }
     operators = {
         program.keys[name]: operator_text(chosen.inputs, chosen.outputs)

@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost.model import CostModel
-
 from autopar.moves import COLLECTIVES, Move, PrimitiveKind, Split
 from autopar.spec import I, P, Placement, R, S, Spec, TensorType, all_specs, local_bytes, local_dims
 

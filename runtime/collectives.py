@@ -23,7 +23,6 @@ from autopar.errors import VerificationError
 from autopar.moves import TABLE, PrimitiveKind, Split
 from autopar.runtime.groups import Group, phase
 
-
 # What the backward of a move counts as, by the phase of its forward.
 _BACKWARD_PHASES = {"param_gather": "grad_sync"}
 

@@ -16,7 +16,14 @@ import torch
 from autopar.moves import COLLECTIVES, Move
 from autopar.spec import Spec
 from autopar.stage_program import (
-    CallLine, DetachLine, FreeLine, GatherLine, Line, Local, MoveLine, StageProgram,
+    CallLine,
+    DetachLine,
+    FreeLine,
+    GatherLine,
+    Line,
+    Local,
+    MoveLine,
+    StageProgram,
 )  # fmt: skip
 from autopar.units import format_bytes, format_seconds
 
@@ -89,7 +96,9 @@ def _microbatch(program: StageProgram) -> list[str]:
     groups = program.group_axes()
     names = ["_".join(program.axis_names[a] for a in axes) for axes in groups]
     out = ["def microbatch(parameters, delivered, env):"]
-    needs_device = any("device" in repr(line) for line in program.body if isinstance(line, CallLine))
+    needs_device = any(
+        "device" in repr(line) for line in program.body if isinstance(line, CallLine)
+    )
     if needs_device:
         out.append("    device = env.device")
     for name, axes in zip(names, groups, strict=True):
@@ -119,9 +128,7 @@ def _taken_parameters(program: StageProgram) -> list[tuple[Local, str]]:
     return out
 
 
-def _unpack(
-    source: str, items: Sequence[tuple[Local, str]], program: StageProgram
-) -> list[str]:
+def _unpack(source: str, items: Sequence[tuple[Local, str]], program: StageProgram) -> list[str]:
     if not items:
         return []
     rows = [

@@ -40,7 +40,7 @@ def _header(data: PlanData) -> str:
     axes = " x ".join(f"{axis}={size}" for axis, size in data.axes.items())
     batches = "microbatch" if data.microbatches == 1 else "microbatches"
     line = f"{data.model} on ({axes}), {data.microbatches} {batches}: {data.chosen}"
-    idle = [axis for axis in _idle_axes(data)]
+    idle = _idle_axes(data)
     if idle:
         line += f"\n  axis {', '.join(idle)} does the same work on every rank: splitting costs more"
     return line

@@ -1,0 +1,66 @@
+"""The front door: shard a model, save and load what it learned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.mesh import Mesh
+from autopar.options import Options
+from autopar.parallel_module import ParallelModule
+from autopar.planning import Plan
+from autopar.runtime import checkpoint
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: Any,
+    example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
+    *,
+    plan: Plan | None = None,
+    weights: str = "rank0",
+    **options: Any,
+) -> ParallelModule:
+    """Shard `model` over `mesh`; call it on every rank of a torchrun or `autopar.launch` job.
+
+    example_inputs: one global batch, dict or tuple. Without it and without `plan`, planning
+    waits for `pm.prepare(**batch)` or the first step. weights: "rank0" (rank 0's values),
+    "init" (a model on meta, initialised shard by shard), or a path. The model object is left
+    untouched. Options: `autopar.options.Options`.
+
+    Raises `MeshError` when the number of processes is not the mesh's.
+    """
+    module = ParallelModule(model, Mesh.of(mesh), Options.of(**options), weights)
+    if plan is not None:
+        module._use_plan(plan)
+    elif example_inputs is not None:
+        module._make_plan(example_inputs)
+    return module
+
+
+def save(
+    module: ParallelModule,
+    optimizer: torch.optim.Optimizer | None,
+    path: str | Path,
+    step: int = 0,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a checkpoint that any mesh and plan can load; every rank calls it."""
+    checkpoint.save(
+        module._stored(), module._parameters, optimizer, path, step, extra,
+        module._sizes(), module._coordinate, module._buffers_of_model(),
+    )  # fmt: skip
+
+
+def load(
+    module: ParallelModule, optimizer: torch.optim.Optimizer | None, path: str | Path
+) -> tuple[int, dict[str, Any]]:
+    """Read a checkpoint into the module and its optimizer; returns (step, extra)."""
+    return checkpoint.load(
+        module._stored(), module._parameters, optimizer, path,
+        module._sizes(), module._coordinate, module._buffers_of_model(),
+    )  # fmt: skip

@@ -1,0 +1,196 @@
+"""Verification for users: one sharded step against one process.
+
+    captured program on one process   ==  the model itself        (tracing is right)
+    sharded program on all ranks      ==  captured program        (sharding is right)
+
+Errors are max|a - b| / max(1, max|b|), of the loss and of every gradient, on every rank.
+Inside a torchrun or `autopar.launch` job the ranks are its processes; elsewhere they are
+threads of this process, which run the same generated program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopar.api import parallelize
+from autopar.capture import capture, reference_step
+from autopar.errors import VerificationError
+from autopar.mesh import Mesh
+from autopar.options import Options
+from autopar.planning import Plan, plan_program
+from autopar.program import Program, flatten_inputs
+from autopar.runtime.delivery import shard
+from autopar.runtime.executor import Environment, Executor
+from autopar.runtime.load import load_code
+from autopar.runtime.threads import ThreadWorld, run_threads
+from autopar.shards import gather
+from autopar.spec import TensorType
+
+# Parity is the law in float64; in a model's own dtypes casts and sums round.
+TOLERANCE = {"fp64": 1e-10, "model": 1e-6}
+Gradients = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Report:
+    """Errors by name against `tolerance`; the loss is named `loss`."""
+
+    errors: Mapping[str, float]
+    tolerance: float
+    plan: Plan
+
+    @property
+    def ok(self) -> bool:
+        return all(error <= self.tolerance for error in self.errors.values())
+
+    @property
+    def worst(self) -> float:
+        return max(self.errors.values(), default=0.0)
+
+    def text(self) -> str:
+        """One line, and one per value that is off."""
+        verdict = "equal" if self.ok else "NOT equal"
+        lines = [
+            f"{verdict}: worst error {self.worst:.2e} of {len(self.errors)} values, "
+            f"tolerance {self.tolerance:.0e}"
+        ]
+        for name, error in self.errors.items():
+            if not error <= self.tolerance:
+                lines.append(f"  {name}: {error:.2e}")
+        return "\n".join(lines)
+
+    def raise_if_wrong(self) -> None:
+        """Raise `VerificationError` unless `ok`."""
+        if not self.ok:
+            raise VerificationError(self.text())
+
+
+def relative_error(value: Tensor, wanted: Tensor) -> float:
+    """max|a - b| / max(1, max|b|); infinite for anything that is not finite."""
+    if value.numel() == 0:
+        return 0.0
+    error = (value.double() - wanted.double()).abs().max().item()
+    scale = max(1.0, wanted.double().abs().max().item())
+    return error / scale if error == error else float("inf")
+
+
+def verify(
+    model: nn.Module, mesh: Any, example_inputs: Mapping[str, Any] | Sequence[Any], **options: Any
+) -> Report:
+    """Run one sharded step of `model` and compare loss and gradients with one process.
+
+    Options are those of `plan`; `precision="fp64"` holds sharding to 1e-10. The inputs must
+    be real tensors. In a job, call it on every rank; every rank gets the report.
+    """
+    checked = Options.of(**options)
+    tolerance = TOLERANCE.get(checked.precision, TOLERANCE["model"])
+    program = capture(model, example_inputs, precision=checked.precision, loss_fn=checked.loss_fn)
+    inputs = {k: v for k, v in flatten_inputs(example_inputs).items() if isinstance(v, Tensor)}
+    if dist.is_initialized():
+        return _verify_in_job(model, mesh, program, example_inputs, inputs, tolerance, options)
+    plan = plan_program(program, Mesh.of(mesh), example_inputs, checked)
+    parameters = whole_parameters(program, model)
+    wanted = reference_gradients(program, parameters, inputs)
+    return Report(_thread_errors(plan, parameters, inputs, wanted), tolerance, plan)
+
+
+def whole_parameters(program: Program, model: nn.Module) -> dict[str, Tensor]:
+    """The model's values in the program's dtypes; random ones for a model on meta."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    generator = torch.Generator().manual_seed(0)
+    out = {}
+    for info in program.parameters.values():
+        value = named[info.name].detach()
+        if value.is_meta:
+            value = torch.randn(info.shape, generator=generator) * 0.02
+        out[info.name] = value.to("cpu", info.dtype).clone().requires_grad_(info.requires_grad)
+    return out
+
+
+def reference_gradients(
+    program: Program, parameters: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
+) -> tuple[Tensor, Gradients]:
+    """Loss and gradients of the captured program on one process."""
+    loss, _ = reference_step(program, parameters, inputs)
+    assert loss is not None
+    loss.backward()
+    return loss.detach(), {
+        name: p.grad if p.grad is not None else torch.zeros_like(p)
+        for name, p in parameters.items()
+    }
+
+
+def _thread_errors(
+    plan: Plan,
+    parameters: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor],
+    wanted: tuple[Tensor, Gradients],
+) -> dict[str, float]:
+    assert plan.bound is not None
+    bound = plan.bound
+    stage, program = bound.program, bound.analysis.program
+    ((name, source),) = plan.code().items()
+    code, _ = load_code(name, source)
+    constants = {k: make() for k, make in program.constants.items()}
+    given = {n: inputs[info.path] for n, info in program.inputs.items()}
+    sizes = bound.mesh.sizes
+
+    def run(world: ThreadWorld) -> tuple[Tensor, Gradients]:
+        coordinate = bound.mesh.coordinate(world.rank)
+        groups = world.make_groups(bound.mesh)
+        stored = {
+            p.name: shard(parameters[p.name].detach(), p.dims, p.stored.spec, sizes, coordinate)
+            .clone()
+            .requires_grad_(p.requires_grad)
+            for p in stage.parameters
+        }
+        environment = Environment(torch.device("cpu"), groups)
+        loss = Executor(stage, code, environment, coordinate, constants).step(stored, given)
+        return loss, {
+            n: t.grad if t.grad is not None else torch.zeros_like(t) for n, t in stored.items()
+        }
+
+    results = run_threads(run, bound.mesh.n_ranks)
+    errors = {"loss": max(relative_error(loss, wanted[0]) for loss, _ in results)}
+    for p in stage.parameters:
+        if not p.requires_grad:
+            continue
+        tensor = TensorType(p.dims, p.stored.dtype.itemsize, True)
+        whole, spread = gather([g[p.name] for _, g in results], tensor, p.stored.spec, sizes)
+        errors[p.name] = max(relative_error(whole, wanted[1][p.name]), spread)
+    return errors
+
+
+def _verify_in_job(
+    model: nn.Module,
+    mesh: Any,
+    program: Program,
+    example_inputs: Mapping[str, Any] | Sequence[Any],
+    inputs: Mapping[str, Tensor],
+    tolerance: float,
+    options: Mapping[str, Any],
+) -> Report:
+    module = parallelize(model, mesh, example_inputs, **options)
+    batch = example_inputs
+    loss = module.step(**batch) if isinstance(batch, Mapping) else module.step(*batch)
+    values = module.full_state_dict()
+    gradients = module.full_gradients()
+    errors: dict[str, float] = {}
+    if dist.get_rank() == 0:
+        parameters = {
+            info.name: values[info.name].to(info.dtype).requires_grad_(info.requires_grad)
+            for info in program.parameters.values()
+        }
+        wanted = reference_gradients(program, parameters, inputs)
+        errors["loss"] = relative_error(loss.cpu(), wanted[0])
+        for name, gradient in gradients.items():
+            errors[name] = relative_error(gradient, wanted[1][name])
+    box = [errors]
+    dist.broadcast_object_list(box, src=0)
+    return Report(box[0], tolerance, module.plan)
