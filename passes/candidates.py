@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError
+from autopar.factors import Operator
 from autopar.facts import OperatorStrategy
 from autopar.passes.constraints import Limits
 from autopar.passes.groups import Group, JointStrategy, PlacedOperator, joint_strategies
-from autopar.factors import Operator
 from autopar.rules import OpRule, rule_for
 from autopar.saved import Saved
 from autopar.spec import PREFERENCE, I, Spec, TensorType, illegal_reason
@@ -62,7 +62,7 @@ class GroupCandidates:
             for axis, joint in zip(self.active_axes, self.choices[choice], strict=True):
                 label = item.strategies[joint.members[position]].label
                 name = item.pattern.names[label] if label else None
-                if name in special:
+                if name is not None and name in special:
                     lowered = special[name]
                     lowered_axes.append(axis)
             out[item.name] = OperatorStrategy(
@@ -93,7 +93,11 @@ class CandidateMaker:
         active = self.cost.mesh.active_axes
         joints = joint_strategies(group)
         per_axis = [
-            [j for j in self.limits.allowed(group, axis, joints) if self._divides(group, axis, j)]
+            self.limits.preferred(
+                group,
+                axis,
+                [j for j in self.limits.allowed(group, axis, joints) if self._divides(axis, j)],
+            )
             for axis in active
         ]
         index = [
@@ -115,14 +119,10 @@ class CandidateMaker:
             ),
             np.zeros(len(index)),
         )
-        choices = tuple(
-            tuple(per_axis[k][i] for k, i in enumerate(picks)) for picks in index
-        )
-        return GroupCandidates(
-            group, choices, active, len(sizes), time, size_bytes, preference
-        )
+        choices = tuple(tuple(per_axis[k][i] for k, i in enumerate(picks)) for picks in index)
+        return GroupCandidates(group, choices, active, len(sizes), time, size_bytes, preference)
 
-    def _divides(self, group: Group, axis: int, joint: JointStrategy) -> bool:
+    def _divides(self, axis: int, joint: JointStrategy) -> bool:
         n = self.cost.mesh.sizes[axis]
         return all(
             self.types[name].dims[p.dim][p.factor] % n == 0
@@ -171,7 +171,9 @@ class CandidateMaker:
                 fractions[value] = over_axes(
                     [
                         [
-                            1.0 / self.cost.mesh.sizes[axis] if j.placements[value].is_shard else 1.0
+                            1.0 / self.cost.mesh.sizes[axis]
+                            if j.placements[value].is_shard
+                            else 1.0
                             for j in per_axis[k]
                         ]
                         for k, axis in enumerate(active)
@@ -238,7 +240,11 @@ class CandidateMaker:
         return label is not None and item.pattern.names[label] in rule.inner
 
     def _kept_bytes(
-        self, item: PlacedOperator, labelled: Array, fraction: Callable[[str], Array], first_savers: set[str]
+        self,
+        item: PlacedOperator,
+        labelled: Array,
+        fraction: Callable[[str], Array],
+        first_savers: set[str],
     ) -> Array:
         saved = self.saved.get(item.name)
         if saved is None:

@@ -98,15 +98,19 @@ class Limits:
     def preferred(
         self, group: Group, axis: int, joints: Sequence[JointStrategy]
     ) -> list[JointStrategy]:
-        """Of the strategies that fit the axis, those its role takes where it can.
+        """Of the strategies that fit the axis, those that its role takes where there are any.
 
-        A small model would rather shard its sequence and replicate its weights, which is no
-        tensor parallelism.
+        Cost alone would not do: a small model would rather shard its sequence and replicate
+        its weights, or leave its norms whole to save the sync of their scales.
         """
-        is_product = rule_for(str(group.members[0].operator.call.op)).flops is not None
-        if self.constraints.role(axis) != "tensor" or not is_product:
+        if self.constraints.role(axis) != "tensor":
             return list(joints)
-        return [j for j in joints if self._shards_parameter(j)] or list(joints)
+        kept: list[JointStrategy] = []
+        if rule_for(str(group.members[0].operator.call.op)).flops is not None:
+            kept = [j for j in joints if self._shards_parameter(j)]
+        elif "sequence" not in self.constraints.forbid:
+            kept = [j for j in joints if any(p.is_shard for p in j.placements.values())]
+        return kept or list(joints)
 
     def _is_partial_input(self, group: Group, joint: JointStrategy) -> bool:
         """Model inputs and constants are whole on every rank; never partial sums."""
