@@ -51,8 +51,8 @@ def save(
 ) -> None:
     """Write a checkpoint that any mesh and plan can load; every rank calls it."""
     checkpoint.save(
-        module._stored(), module._parameters, optimizer, path, step, extra,
-        module._sizes(), module._coordinate, module._buffers_of_model(),
+        module.stored, module.shards, optimizer, path, step, extra,
+        module._sizes(), module._coordinate, module.constant_buffers,
     )  # fmt: skip
 
 
@@ -61,6 +61,6 @@ def load(
 ) -> tuple[int, dict[str, Any]]:
     """Read a checkpoint into the module and its optimizer; returns (step, extra)."""
     return checkpoint.load(
-        module._stored(), module._parameters, optimizer, path,
-        module._sizes(), module._coordinate, module._buffers_of_model(),
+        module.stored, module.shards, optimizer, path,
+        module._sizes(), module._coordinate, module.constant_buffers,
     )  # fmt: skip

@@ -49,4 +49,4 @@ def from_rank_0(make: Callable[[], T]) -> T:
     kind, value = box[0]
     if kind == "error":
         raise value
-    return value  # type: ignore[no-any-return]
+    return value

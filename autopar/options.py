@@ -18,7 +18,7 @@ import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 from autopar.errors import NotSupportedError, OptionError
 from autopar.spec import Placement
@@ -146,7 +146,7 @@ class Options:
     manual: Manual | None = None
     force: tuple[Pin, ...] = ()
     forbid: frozenset[str] = frozenset()
-    solver: str = "auto"
+    solver: Literal["auto", "ilp"] = "auto"
     time_limit_s: float | None = None
     batch_dims: Mapping[str, int | None] = field(default_factory=dict)
     loss_fn: Callable[[Any, Any], Any] | None = None

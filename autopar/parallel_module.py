@@ -46,8 +46,8 @@ from autopar.runtime.dtensors import state_dict
 from autopar.runtime.executor import Environment, Executor
 from autopar.runtime.groups import make_groups
 from autopar.runtime.load import load_code
-from autopar.runtime.weights import initial_shards
-from autopar.stage_program import StageProgram
+from autopar.runtime.weights import initial_buffers, initial_shards
+from autopar.stage_program import StageProgram, StoredParameter
 from autopar.verifier import verify_program
 
 Signature = tuple[tuple[str, Any], ...]
@@ -126,6 +126,8 @@ class ParallelModule(nn.Module):
         )  # fmt: skip
         for name, parameter in shards.items():
             self._parameters[name] = parameter
+        # Persistent buffers are constants of the program: no step changes them.
+        self.constant_buffers = initial_buffers(self._model[0], torch.device("cpu"))
         self._plan = bound
         signature = _signature({i.path: _Like(i.shape) for i in data.inputs}, data.static_inputs)
         self._built[True, False, signature] = self._compile(program, stage)
@@ -243,7 +245,7 @@ class ParallelModule(nn.Module):
             rebuild, handler = built.program.rebuild, outputs
             on_outputs = lambda tensors: handler(rebuild(tensors))  # noqa: E731
         return built.executor.step(
-            self._parameters, self._inputs(built.program, given), batch == "local", on_outputs
+            self.shards, self._inputs(built.program, given), batch == "local", on_outputs
         )
 
     def forward(self, *args: Any, gather: str = "last", **kwargs: Any) -> Any:
@@ -264,7 +266,7 @@ class ParallelModule(nn.Module):
                 "calling the module in training mode", hint="use pm.step(**batch), or pm.eval()"
             )
         built = self._program(given, True)
-        _, *tensors = built.executor.forward(self._parameters, self._inputs(built.program, given))
+        _, *tensors = built.executor.forward(self.shards, self._inputs(built.program, given))
         return built.program.rebuild(tensors)
 
     @staticmethod
@@ -320,7 +322,13 @@ class ParallelModule(nn.Module):
 
     # -- state ---------------------------------------------------------------------------------
 
-    def _stored(self) -> Any:
+    @property
+    def shards(self) -> dict[str, nn.Parameter]:
+        """Parameter name -> this rank's shard."""
+        return {name: p for name, p in self._parameters.items() if p is not None}
+
+    @property
+    def stored(self) -> tuple[StoredParameter, ...]:
         assert self.plan.bound is not None
         return self.plan.bound.program.parameters
 
@@ -334,14 +342,14 @@ class ParallelModule(nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients to at most `max_norm`, over all shards; returns the norm before."""
         return state.clip_grad_norm_(
-            self._stored(), self._parameters, max_norm, self._coordinate, self._groups, norm_type
+            self.stored, self.shards, max_norm, self._coordinate, self._groups, norm_type
         )
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Whole tensors on the CPU of rank 0, under the model's own names; {} elsewhere."""
         return state.full_state_dict(
-            self._stored(), self._parameters, self._sizes(), self._coordinate, self._groups,
-            self._buffers_of_model(),
+            self.stored, self.shards, self._sizes(), self._coordinate, self._groups,
+            self.constant_buffers,
         )  # fmt: skip
 
     def full_gradients(self) -> dict[str, Tensor]:
@@ -351,18 +359,20 @@ class ParallelModule(nn.Module):
         """
         gradients = {
             p.name: torch.zeros_like(value) if value.grad is None else value.grad
-            for p in self._stored()
-            if p.requires_grad and (value := self._parameters[p.name]) is not None
+            for p in self.stored
+            if p.requires_grad and (value := self.shards[p.name]) is not None
         }
-        trained = [p for p in self._stored() if p.requires_grad]
+        trained = [p for p in self.stored if p.requires_grad]
         return state.full_state_dict(
             trained, gradients, self._sizes(), self._coordinate, self._groups
         )
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(  # type: ignore[override]
+        self, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
         """`DTensor`s under every key of the model's own state dict."""
         return state_dict(
-            self._stored(), self._parameters, self._device_mesh(), self._buffers_of_model()
+            self.stored, self.shards, self._device_mesh(), self.constant_buffers
         )
 
     def load_state_dict(
@@ -370,20 +380,12 @@ class ParallelModule(nn.Module):
     ) -> Any:
         """Take values from whole tensors or `DTensor`s, under the model's own names."""
         return state.load_state_dict(
-            self._stored(), self._parameters, state_dict, self._sizes(), self._coordinate,
-            self._buffers_of_model(), strict,
+            self.stored, self.shards, state_dict, self._sizes(), self._coordinate,
+            self.constant_buffers, strict,
         )  # fmt: skip
 
     def _sizes(self) -> tuple[int, ...]:
         return tuple(self.plan.data.axes.values())
-
-    def _buffers_of_model(self) -> dict[str, Tensor]:
-        """Persistent buffers, which no step changes: the model's own."""
-        model = self._model[0]
-        names = (
-            model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
-        )
-        return {name: b for name, b in model.named_buffers() if name in names}
 
     def _device_mesh(self) -> DeviceMesh | None:
         if not dist.is_initialized() or self._mesh.n_ranks == 1:

@@ -21,7 +21,7 @@ from autopar.passes.groups import form_groups, place_operators
 from autopar.passes.microbatch import Batch, find_batch
 from autopar.passes.parameters import ParameterMaker
 from autopar.passes.problem import IntraOpProblem, ProblemBuilder
-from autopar.passes.solvers import Infeasible, solve
+from autopar.passes.solvers import Infeasible, Solver, solve
 from autopar.program import Program
 from autopar.saved import Saved, saved_for_backward, storage_owners
 from autopar.units import format_bytes
@@ -121,7 +121,7 @@ def choose(
     constraints: Constraints,
     optimizer: str,
     budget_bytes: float | None,
-    solver: str = "auto",
+    solver: Solver = "auto",
     time_limit_s: float | None = None,
 ) -> Chosen:
     """The fastest strategy within `budget_bytes` per device.

@@ -127,7 +127,8 @@ class Planner:
         forbid = self.options.forbid
         views = [v for v in views if v.active_axes and self.analysis.batch.size]
         for view in views[:1]:  # every view of the ranks is the same to data parallelism
-            everywhere: tuple[Role, ...] = ("data",) * view.n_axes
+            data: Role = "data"
+            everywhere = (data,) * view.n_axes
             if "data" not in forbid:
                 yield (
                     f"data parallel on {axes_text(view)}",

@@ -119,9 +119,9 @@ def _operator(
         if size == 1:
             continue
         label = _match(item, axis, inputs, outputs, key, where)
-        name = item.pattern.names[label] if label else None
-        if name in special:
-            lowered = special[name]
+        sharded = item.pattern.names[label] if label else None
+        if sharded is not None and sharded in special:
+            lowered = special[sharded]
             axes.append(axis)
     return OperatorStrategy(inputs, outputs, lowered, tuple(axes))
 

@@ -27,7 +27,7 @@ class _Note:
     convert: Callable[[Tensor], Tensor]
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: int | torch.SymInt
 
 
 class Regather:
