@@ -1,0 +1,260 @@
+"""The commands of `autopar`. Each returns a `Result`; see the package for exit codes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autopar.cli.models import is_plan_file, load_subject
+from autopar.cli.options import PlanRequest, takes_planning_options
+from autopar.cli.shell import ErrorGroup, Result, note, prints_result, progress
+from autopar.errors import NotSupportedError, OptionError
+
+if TYPE_CHECKING:
+    from autopar.cli.models import Subject
+    from autopar.planning import Plan
+
+# Plain help: the same text in a terminal, a pipe and a golden file.
+app = typer.Typer(
+    cls=ErrorGroup,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="package.module:factory, or a config.json.")
+]
+ModelOrPlan = Annotated[
+    str, typer.Argument(metavar="MODEL|PLAN.json", help="A model to plan, or a saved plan.")
+]
+ModelOption = Annotated[
+    str | None, typer.Option("--model", metavar="MODEL", help="The model of PLAN.json.")
+]
+
+
+def main() -> None:
+    """The entry of the `autopar` script."""
+    app()
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        import autopar
+
+        typer.echo(autopar.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")
+    ] = False,
+) -> None:
+    """Plan, read and check how a PyTorch model is sharded over devices."""
+
+
+@app.command()
+@prints_result
+@takes_planning_options
+def plan(
+    model: ModelArgument,
+    request: PlanRequest,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Save the plan.")] = None,
+) -> Result:
+    """Choose how to run MODEL on a mesh, and explain it."""
+    from autopar.cli.summary import plan_json
+
+    made, notes = _plan(model, request)
+    if output is not None:
+        made.save(output)
+        note(f"saved {output}")
+    saved = None if output is None else str(output)
+    return Result(made.explain(), plan_json(made) | {"notes": list(notes), "saved": saved})
+
+
+@app.command()
+@prints_result
+@takes_planning_options
+def explain(
+    subject: ModelOrPlan,
+    request: PlanRequest,
+    name: Annotated[str | None, typer.Argument(help="A parameter, operator or module.")] = None,
+    model: ModelOption = None,
+) -> Result:
+    """Explain a plan, or one NAME in it.
+
+    PLAN.json needs --model for costs; alone it gives placements.
+    """
+    from autopar.cli.summary import data_json, data_text, plan_json
+
+    if is_plan_file(subject) and model is None:
+        from autopar.planning import Plan
+
+        _refuse_planning_flags(request)
+        data = Plan.load(subject).data
+        text = data_text(data, name)
+        return Result(text, data_json(data) | {"text": text})
+    made, notes = _plan_of(subject, model, request)
+    text = made.explain(name)
+    return Result(text, plan_json(made) | {"text": text, "notes": list(notes)})
+
+
+@app.command()
+@prints_result
+@takes_planning_options
+def code(
+    subject: ModelOrPlan,
+    request: PlanRequest,
+    model: ModelOption = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Write the files here.")
+    ] = None,
+) -> Result:
+    """Print or write the generated program, one file per stage."""
+    if is_plan_file(subject) and model is None:
+        raise OptionError(
+            "code is made from a plan and its model", hint=f"autopar code {subject} --model MODEL"
+        )
+    made, notes = _plan_of(subject, model, request)
+    files, written = made.code(), []
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        for name, source in files.items():
+            (output / name).write_text(source)
+            written.append(str(output / name))
+    text = "\n".join(written) if written else "\n".join(files.values()).rstrip("\n")
+    return Result(text, {"files": files, "written": written, "notes": list(notes)})
+
+
+@app.command()
+@prints_result
+@takes_planning_options
+def verify(model: ModelArgument, request: PlanRequest) -> Result:
+    """Compare one sharded step with one process.
+
+    Ranks are threads of this process; loss and every gradient are compared. A config.json gets
+    random weights and tokens.
+    """
+    mesh = request.machine()
+    with progress("loading the model") as report:
+        subject = _load(model, request, real=True)
+        from autopar.verification import verify as verify_model
+
+        report("capturing")
+        options = request.options() | {"progress": report}
+        found = verify_model(subject.model, mesh, subject.example_inputs, **options)
+    data = {
+        "equal": found.ok, "worst": found.worst, "tolerance": found.tolerance,
+        "errors": dict(found.errors), "axes": dict(found.plan.data.axes),
+        "chosen": found.plan.data.chosen, "notes": list(subject.notes),
+    }  # fmt: skip
+    return Result(found.text(), data, ok=found.ok)
+
+
+@app.command()
+@prints_result
+def ops(
+    model: ModelArgument,
+    batch: Annotated[int | None, typer.Option(help="Rows of the global batch.")] = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens per row.")] = None,
+) -> Result:
+    """List MODEL's operators that have, or lack, a rule.
+
+    Prints counts, and the source lines of what has no rule.
+    """
+    from autopar.cli.operators import operator_uses, ops_result
+
+    with progress("loading the model") as report:
+        subject = load_subject(model, batch, seq)
+        from autopar.capture import capture
+
+        report("capturing")
+        uses = operator_uses(capture(subject.model, subject.example_inputs))
+    for text in subject.notes:
+        note(text)
+    return ops_result(uses)
+
+
+@app.command()
+@prints_result
+def doctor() -> Result:
+    """Check this machine.
+
+    Versions, solvers, devices and backends, and a sum over two processes.
+    """
+    from autopar.cli.doctor import examine
+
+    return examine()
+
+
+def _not_built(name: str, purpose: str) -> None:
+    def command(context: typer.Context) -> Result:
+        raise NotSupportedError(
+            f"`autopar {name}` is not supported yet",
+            hint="`autopar plan` and `autopar explain` print what is predicted",
+        )
+
+    command.__doc__ = f"{purpose} (not supported yet)."
+    settings = {"allow_extra_args": True, "ignore_unknown_options": True}
+    app.command(name, context_settings=settings)(prints_result(command))
+
+
+for _name, _purpose in {
+    "report": "Write a plan as a page",
+    "simulate": "Draw the timeline of a step",
+    "compare": "Compare plans",
+    "calibrate": "Measure this machine as a hardware profile",
+    "validate": "Compare predictions with published runs",
+}.items():
+    _not_built(_name, _purpose)
+
+
+# -- plans -----------------------------------------------------------------------------------------
+
+
+def _load(model: str, request: PlanRequest, *, real: bool = False) -> Subject:
+    subject = load_subject(model, request.batch, request.seq, real=real)
+    for text in subject.notes:
+        note(text)
+    return subject
+
+
+def _plan(model: str, request: PlanRequest) -> tuple[Plan, tuple[str, ...]]:
+    """A new plan, with a progress bar that names the planner's phases."""
+    mesh, options = request.machine(), request.options()
+    with progress("loading the model") as report:
+        subject = _load(model, request)
+        from autopar.planning import plan as make_plan
+
+        report("capturing")
+        made = make_plan(subject.model, mesh, subject.example_inputs, progress=report, **options)
+    return made, subject.notes
+
+
+def _plan_of(subject: str, model: str | None, request: PlanRequest) -> tuple[Plan, tuple[str, ...]]:
+    """A saved plan laid on its model, or a new plan of a model."""
+    if not is_plan_file(subject):
+        if model is not None:
+            raise OptionError(f"--model is for a plan file, and {subject} is a model")
+        return _plan(subject, request)
+    from autopar.planning import Plan
+
+    assert model is not None
+    _refuse_planning_flags(request)
+    loaded = Plan.load(subject)
+    found = _load(model, request)
+    return loaded.bind(found.model), found.notes
+
+
+def _refuse_planning_flags(request: PlanRequest) -> None:
+    """A saved plan is decided: flags that would be ignored are refused."""
+    given = [*request.given, *(k for k in ("mesh", "hardware") if getattr(request, k) is not None)]
+    if given:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise OptionError(f"a saved plan is decided: {flags}", hint="plan again with autopar plan")

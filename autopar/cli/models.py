@@ -1,0 +1,194 @@
+"""MODEL: where a command's model and example batch come from.
+
+    package.module:factory   `factory()` returns (model, example_inputs); the current folder
+                             is on the import path
+    path/to/config.json      a Hugging Face configuration, with --batch and --seq: the model
+                             of its architecture, on torch.device("meta"), and a batch of
+                             input_ids and labels
+
+A configuration is planned with its dropout switched off, and a note says so: dropout is not
+supported yet, and most published configurations have some.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autopar.errors import NotSupportedError, OptionError, PlanError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# Heads whose forward takes (input_ids, labels) of one shape [batch, seq].
+_TOKEN_HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
+_FACTORY_HINT = "package.module:factory, where factory() returns (model, example_inputs)"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a command works on; `notes` say how it differs from what was named."""
+
+    model: nn.Module
+    example_inputs: Any
+    notes: tuple[str, ...] = ()
+
+
+def load_subject(
+    name: str, batch: int | None = None, seq: int | None = None, *, real: bool = False
+) -> Subject:
+    """The model and example batch named on the command line.
+
+    `real`: a configuration gets weights and random tokens on the CPU instead of meta tensors.
+
+    Raises `OptionError` for a name that leads nowhere, or sizes that are missing or unused.
+    """
+    if name.endswith(".json"):
+        return _from_config(Path(name), batch, seq, real)
+    if batch is not None or seq is not None:
+        raise OptionError(
+            "--batch and --seq are for a config.json",
+            hint="a factory returns its own example batch",
+        )
+    return _from_factory(name)
+
+
+def is_plan_file(name: str) -> bool:
+    """Is this the file of a plan, rather than of a model? Raises `PlanError` if unreadable."""
+    if not name.endswith(".json"):
+        return False
+    content = _read_json(Path(name))
+    return "graph_hash" in content or "model_type" not in content
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise PlanError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise PlanError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise PlanError(f"{path} is not a JSON object")
+    return content
+
+
+# -- factories -------------------------------------------------------------------------------------
+
+
+def _from_factory(name: str) -> Subject:
+    from torch import nn
+
+    module_name, colon, attribute = name.partition(":")
+    if not colon or not module_name or not attribute:
+        raise OptionError(f"{name!r} names no model", hint=f"{_FACTORY_HINT}; or a config.json")
+    module = _import(module_name)
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        raise OptionError(f"module {module_name} has no function {attribute!r}", hint=_FACTORY_HINT)
+    try:
+        made = factory()
+    except Exception as error:
+        raise _users_fault(f"{name} failed", error) from error
+    if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
+        raise OptionError(
+            f"{name} returned {type(made).__name__}, not (model, example_inputs)",
+            hint="example_inputs is a dict of keyword inputs or a tuple of positional ones",
+        )
+    return Subject(*made)
+
+
+def _import(module_name: str) -> Any:
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # A module that is missing inside the user's module is another fault than a wrong name.
+        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+            raise OptionError(
+                f"there is no module {error.name!r} here or installed", hint=_FACTORY_HINT
+            ) from error
+        raise _users_fault(f"importing {module_name} failed", error) from error
+    except Exception as error:
+        raise _users_fault(f"importing {module_name} failed", error) from error
+
+
+def _users_fault(what: str, error: Exception) -> OptionError:
+    """An error of the user's code, at its innermost line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
+    return OptionError(
+        f"{what}: {type(error).__name__}: {error}", where=where, hint="check that it runs alone"
+    )
+
+
+# -- configurations --------------------------------------------------------------------------------
+
+
+def _from_config(path: Path, batch: int | None, seq: int | None, real: bool) -> Subject:
+    if batch is None or seq is None:
+        raise OptionError(f"{path} needs the size of a batch", hint="--batch 8 --seq 1024")
+    if batch < 1 or seq < 1:
+        raise OptionError(f"--batch {batch} --seq {seq}: sizes are at least 1")
+    if "model_type" not in _read_json(path):
+        raise OptionError(f"{path} is no Hugging Face configuration: it has no model_type")
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise OptionError(
+            "a config.json needs the package transformers", hint="pip install transformers"
+        ) from error
+    import torch
+
+    config = transformers.AutoConfig.from_pretrained(path)
+    notes = _without_dropout(config)
+    make = _model_class(transformers, config)
+    torch.manual_seed(0)
+    with torch.device("cpu" if real else "meta"):
+        model = make(config)
+    shape = (batch, seq)
+    if real:
+        size = config.get_text_config().vocab_size
+        ids = torch.randint(size, shape)
+        return Subject(model, {"input_ids": ids, "labels": ids.clone()}, notes)
+    inputs = {
+        key: torch.empty(shape, dtype=torch.int64, device="meta") for key in ("input_ids", "labels")
+    }
+    return Subject(model, inputs, notes)
+
+
+def _without_dropout(config: Any) -> tuple[str, ...]:
+    """Switch dropout off; returns the note that says so."""
+    found = {
+        key: value
+        for key, value in config.to_dict().items()
+        if "drop" in key and isinstance(value, float) and value > 0
+    }
+    for key in found:
+        setattr(config, key, 0.0)
+    if not found:
+        return ()
+    words = ", ".join(f"{key}={value}" for key, value in found.items())
+    return (f"dropout is not supported yet and is off: {words}",)
+
+
+def _model_class(transformers: Any, config: Any) -> Any:
+    """What makes the model of `config`; a causal language model if it names none."""
+    name = (config.architectures or [None])[0]
+    if name is None:
+        return transformers.AutoModelForCausalLM.from_config
+    found = getattr(transformers, name, None)
+    if found is None or not name.endswith(_TOKEN_HEADS):
+        raise NotSupportedError(
+            f"the architecture {name} as a config.json",
+            hint=f"{', '.join(_TOKEN_HEADS)} take input_ids and labels; "
+            f"for others write a factory: {_FACTORY_HINT}",
+        )
+    return found._from_config

@@ -1,0 +1,175 @@
+"""Planning options as flags: what `plan`, `explain`, `code` and `verify` have in common.
+
+`takes_planning_options` gives a command the flags of `_Flags` and hands them over as one
+`PlanRequest`. Values are checked by `autopar.options.Options`; here only texts are read:
+
+    mesh     "2x8", "4"                        sizes
+    bytes    "40GiB", "40GB", "1024"           binary and decimal units
+    manual   "dp=2,tp=4,sp,zero=1"             `Manual`'s fields; a bare word is True
+    force    "h.0.mlp.c_fc.weight=S(0)@1"      repeated
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autopar.cli.shell import set_parameters
+from autopar.errors import OptionError
+
+if TYPE_CHECKING:
+    from autopar.mesh import Mesh
+    from autopar.options import Manual
+
+_BYTES = {
+    "": 1, "B": 1,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """The planning flags of one command. `given` holds those that the user set."""
+
+    mesh: str | None
+    hardware: str | None
+    batch: int | None
+    seq: int | None
+    given: dict[str, Any] = field(default_factory=dict)
+
+    def machine(self) -> Mesh:
+        """The mesh asked for; raises `OptionError` when none was."""
+        from autopar.mesh import Mesh
+
+        if self.mesh is None:
+            raise OptionError("a mesh is needed to plan", hint="--mesh 2x8, or --mesh 4")
+        return Mesh(parse_mesh(self.mesh), hardware=self.hardware)
+
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of `autopar.plan`."""
+        out = dict(self.given)
+        for name in ("microbatches", "stages"):
+            if name in out and out[name].isdigit():
+                out[name] = int(out[name])
+        readers: dict[str, Callable[[Any], Any]] = {
+            "memory_limit": parse_bytes, "manual": parse_manual,
+            "force": parse_force, "forbid": parse_forbid,
+        }  # fmt: skip
+        return out | {name: readers[name](out[name]) for name in readers if name in out}
+
+
+def _planning_flags(
+    *,
+    mesh: Annotated[str | None, typer.Option(help="Nodes x devices per node, as 2x8.")] = None,
+    hardware: Annotated[str | None, typer.Option(help="Profile name, or a .toml file.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Rows of the global batch.")] = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens per row.")] = None,
+    microbatches: Annotated[str | None, typer.Option(help="auto, or how many.")] = None,
+    schedule: Annotated[str | None, typer.Option(help="auto, gpipe, 1f1b ...")] = None,
+    stages: Annotated[str | None, typer.Option(help="auto, or how many.")] = None,
+    mesh_shape: Annotated[str | None, typer.Option(help="auto, or as-given.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="adamw, sgd or adam.")] = None,
+    precision: Annotated[str | None, typer.Option(help="model, or fp64.")] = None,
+    memory_limit: Annotated[str | None, typer.Option(help="Per device, as 40GiB.")] = None,
+    recompute: Annotated[str | None, typer.Option(help="auto, or none.")] = None,
+    manual: Annotated[str | None, typer.Option(help="A recipe: dp=2,tp=4,sp,zero=1.")] = None,
+    force: Annotated[
+        list[str] | None, typer.Option(help="Pin a parameter: NAME=S(0)@1. Repeatable.")
+    ] = None,
+    forbid: Annotated[
+        list[str] | None, typer.Option(help="data, tensor, sequence, zero3 ... Repeatable.")
+    ] = None,
+    solver: Annotated[str | None, typer.Option(help="auto, or ilp.")] = None,
+    time_limit_s: Annotated[float | None, typer.Option(help="Seconds for each solve.")] = None,
+) -> PlanRequest:
+    given = {
+        "microbatches": microbatches, "schedule": schedule, "stages": stages,
+        "mesh_shape": mesh_shape, "optimizer": optimizer, "precision": precision,
+        "memory_limit": memory_limit, "recompute": recompute, "manual": manual,
+        "force": force or None, "forbid": forbid or None, "solver": solver,
+        "time_limit_s": time_limit_s,
+    }  # fmt: skip
+    set_by_user = {name: value for name, value in given.items() if value is not None}
+    return PlanRequest(mesh, hardware, batch, seq, set_by_user)
+
+
+def takes_planning_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace a command's `request: PlanRequest` by the planning flags."""
+    flags = inspect.signature(_planning_flags, eval_str=True).parameters
+
+    @functools.wraps(command)
+    def run(**kwargs: Any) -> Any:
+        request = _planning_flags(**{name: kwargs.pop(name) for name in flags})
+        return command(request=request, **kwargs)
+
+    own = inspect.signature(command, eval_str=True).parameters
+    kept = [p for p in own.values() if p.name != "request"]
+    set_parameters(run, [*kept, *flags.values()])
+    return run
+
+
+# -- texts -----------------------------------------------------------------------------------------
+
+
+def parse_mesh(text: str) -> tuple[int, ...]:
+    """`2x8` -> (2, 8)."""
+    if not re.fullmatch(r"\d+(x\d+)*", text):
+        raise OptionError(
+            f"{text!r} is not a mesh", hint="nodes x devices per node, as --mesh 2x8 or --mesh 4"
+        )
+    return tuple(int(size) for size in text.split("x"))
+
+
+def parse_bytes(text: str) -> int:
+    """`40GiB` -> 42949672960."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2].upper() not in _BYTES:
+        raise OptionError(f"{text!r} is not a number of bytes", hint="write 40GiB, 40GB or 1024")
+    return int(float(match[1]) * _BYTES[match[2].upper()])
+
+
+def parse_manual(text: str) -> Manual:
+    """`dp=2,tp=4,sp` -> Manual(dp=2, tp=4, sp=True)."""
+    from dataclasses import fields
+
+    from autopar.options import Manual
+
+    known = {f.name for f in fields(Manual)}
+    values: dict[str, Any] = {}
+    for word in text.split(","):
+        name, equals, value = (part.strip() for part in word.partition("="))
+        if name not in known:
+            raise OptionError(
+                f"the manual recipe has no {name!r}; it has {', '.join(sorted(known))}",
+                hint="write --manual dp=2,tp=4,sp,zero=1",
+            )
+        values[name] = _scalar(value) if equals else True
+    return Manual(**values)
+
+
+def _scalar(text: str) -> int | bool | str:
+    words = {"true": True, "false": False}
+    return words.get(text.lower(), int(text) if text.isdigit() else text)
+
+
+def parse_force(texts: list[str]) -> dict[str, list[str]]:
+    """`NAME=PIN` texts -> pins by parameter."""
+    pins: dict[str, list[str]] = {}
+    for text in texts:
+        name, equals, pin = text.partition("=")
+        if not equals:
+            raise OptionError(f"{text!r} pins nothing", hint='write --force "NAME=S(0)@1"')
+        pins.setdefault(name.strip(), []).append(pin.strip())
+    return pins
+
+
+def parse_forbid(texts: list[str]) -> tuple[str, ...]:
+    """`["data,zero3", "tensor"]` -> the words."""
+    return tuple(word.strip() for text in texts for word in text.split(",") if word.strip())

@@ -1,0 +1,123 @@
+"""What all commands share: exit codes, errors, a clean stdout, progress.
+
+A command computes a `Result` and returns it; `conclude` prints it, as text or as one JSON
+object, and exits. While a command works, everything else that prints (a model's own code,
+libraries, their child processes) is sent to stderr, so stdout holds the result alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from autopar.errors import AutoparError
+
+GOOD, FAILED_CHECK, WRONG_USE = 0, 1, 2
+Progress = Callable[[str], None]
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command found: for people, for programs, and whether its check held."""
+
+    text: str
+    data: dict[str, Any]
+    ok: bool = True
+
+
+class ErrorGroup(TyperGroup):
+    """Commands whose `AutoparError`s end in a message on stderr and exit code 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except AutoparError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(WRONG_USE) from error
+
+
+def prints_result(command: Callable[..., Result]) -> Callable[..., None]:
+    """Add `--json` to a command that returns a `Result`, print the result and exit."""
+
+    @functools.wraps(command)
+    def run(*args: Any, as_json: bool, **kwargs: Any) -> None:
+        with _stdout_to_stderr():
+            result = command(*args, **kwargs)
+        typer.echo(to_json(result.data) if as_json else result.text)
+        raise typer.Exit(GOOD if result.ok else FAILED_CHECK)
+
+    flag = inspect.Parameter(
+        "as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=JsonFlag
+    )
+    own = inspect.signature(command, eval_str=True).parameters.values()
+    set_parameters(run, [*own, flag])
+    return run
+
+
+def set_parameters(command: Any, parameters: list[inspect.Parameter]) -> None:
+    """Give a wrapper the parameters that typer reads; all become keywords."""
+    keywords = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
+    command.__signature__ = inspect.Signature(keywords)
+    command.__annotations__ = {p.name: p.annotation for p in keywords}
+
+
+@contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Send prints to stderr: Python's, and those of libraries to file descriptor 1."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def to_json(data: dict[str, Any]) -> str:
+    """Standard JSON: numbers that are not finite are null."""
+    return json.dumps(_finite(data), indent=1, ensure_ascii=False, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
+
+
+def note(text: str) -> None:
+    """Something the user should know, beside the result."""
+    typer.echo(f"note: {text}", err=True)
+
+
+@contextmanager
+def progress(first_phase: str) -> Iterator[Progress]:
+    """A bar on stderr that names the phase under way; nothing where stderr is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    disabled = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=disabled) as bar:
+        # How many phases there will be depends on what the planner finds: no total.
+        task = bar.add_task(first_phase, total=None)
+        yield lambda phase: bar.update(task, description=phase)

@@ -1,0 +1,322 @@
+"""The command line: exit codes, JSON on a clean stdout, errors on stderr, and help.
+
+Commands run in this process on a tiny MLP and a tiny GPT-2 configuration.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import autopar
+from autopar.cli import app, doctor, shell
+from autopar.cli.models import is_plan_file
+from autopar.cli.options import parse_bytes, parse_force, parse_manual, parse_mesh
+from autopar.errors import OptionError
+from autopar.options import Manual
+from tests.conftest import Golden
+
+Run = Callable[..., Result]
+
+FACTORIES = """
+import os
+import torch
+from torch import nn
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x))).square().mean()
+
+
+class Rare(Mlp):
+    def forward(self, x):
+        return torch.special.i0e(self.up(x)).mean()
+
+
+def mlp():
+    print("printed by the factory")
+    os.write(1, b"written by a library\\n")
+    torch.manual_seed(0)
+    return Mlp(), {"x": torch.randn(8, 16)}
+
+
+def rare():
+    return Rare(), {"x": torch.randn(8, 16)}
+
+
+def broken():
+    return 1 / 0
+
+
+def alone():
+    return Mlp()
+"""
+CONFIG = {
+    "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 1, "n_embd": 32,
+    "n_head": 4, "vocab_size": 64, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0,
+    "loss_type": "ForCausalLM",
+}  # fmt: skip
+SIZES = ("--batch", "4", "--seq", "16")
+NOT_BUILT = ("report", "simulate", "compare", "calibrate", "validate")
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """Runs one command in a folder with `tiny.py` and `config.json`."""
+    (tmp_path / "tiny.py").write_text(FACTORIES)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def invoke(*args: str) -> Result:
+        return CliRunner().invoke(app, list(args), prog_name="autopar", env={"COLUMNS": "100"})
+
+    yield invoke
+    sys.modules.pop("tiny", None)
+
+
+def good(result: Result) -> Any:
+    """The JSON object that is all of stdout."""
+    assert result.exit_code == shell.GOOD, result.output
+    return json.loads(result.stdout)
+
+
+def refused(result: Result) -> str:
+    """The message of a command that was used wrongly; nothing else is printed."""
+    assert result.exit_code == shell.WRONG_USE, result.output
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+# -- help ------------------------------------------------------------------------------------------
+
+
+def test_help_is_what_it_was(run: Run, golden: Golden) -> None:
+    texts = [run(*words, "--help").stdout for words in ((), ("plan",), ("explain",), ("doctor",))]
+    golden("cli_help.txt", "\n".join(texts))
+
+
+def test_version(run: Run) -> None:
+    assert run("--version").stdout == f"{autopar.__version__}\n"
+
+
+@pytest.mark.parametrize("command", NOT_BUILT)
+def test_commands_that_are_not_built_say_so(run: Run, command: str) -> None:
+    assert f"`autopar {command}` is not supported yet" in refused(run(command, "x.json", "--json"))
+
+
+def test_no_torch_is_imported_for_the_options() -> None:
+    """The command line itself is light; what `import autopar` costs is not its business."""
+    code = (
+        "import sys, types; package = types.ModuleType('autopar');"
+        f"package.__path__ = [{str(Path(shell.__file__).parents[1])!r}];"
+        "sys.modules['autopar'] = package; import autopar.cli; print('torch' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "False\n"
+
+
+# -- planning --------------------------------------------------------------------------------------
+
+
+def test_plan_prints_json_alone(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    found = good(run("plan", "tiny:mlp", "--mesh", "1x2", "--json", "-o", "plan.json"))
+    assert found["mesh"] == [1, 2]
+    assert set(found["parameters"]) == {"up.weight", "up.bias", "down.weight", "down.bias"}
+    assert found["predicted"]["step_time_s"] > 0
+    assert json.loads(Path("plan.json").read_text())["parameters"] == found["parameters"]
+    printed = capfd.readouterr()
+    assert "library" in printed.err
+    assert "library" not in printed.out
+
+
+def test_plan_explains(run: Run) -> None:
+    result = run("plan", "tiny:mlp", "--mesh", "1x2", "--forbid", "zero3,tensor")
+    assert result.exit_code == shell.GOOD, result.output
+    assert result.stdout.startswith("Mlp on (")
+    assert "ZeRO-3" not in result.stdout
+
+
+def test_options_reach_the_planner(run: Run) -> None:
+    manual = ("--manual", "dp=1,tp=2", "--microbatches", "2", "--memory-limit", "1GiB")
+    found = good(run("plan", "tiny:mlp", "--mesh", "1x2", *manual, "--json"))
+    assert found["axes"] == {"dp": 1, "tp": 2}
+    assert found["microbatches"] == 2
+    assert found["chosen"] == "manual recipe"
+
+
+def test_plan_of_a_configuration(run: Run) -> None:
+    found = good(run("plan", "config.json", "--mesh", "1x2", *SIZES, "--json"))
+    assert found["model"] == "GPT2LMHeadModel"
+    assert "transformer.wte.weight" in found["parameters"]
+    (dropout,) = found["notes"]
+    assert "resid_pdrop=0.1" in dropout
+
+
+def test_saved_plans_are_explained_and_emitted(run: Run) -> None:
+    made = good(run("plan", "tiny:mlp", "--mesh", "1x2", "--json", "-o", "plan.json"))
+    alone = run("explain", "plan.json")
+    assert alone.exit_code == shell.GOOD
+    assert "up.weight" in alone.stdout
+    assert made["parameters"]["up.weight"] in run("explain", "plan.json", "up.weight").stdout
+    bound = good(run("explain", "plan.json", "--model", "tiny:mlp", "--json"))
+    assert bound["predicted"] == made["predicted"]
+    again = good(run("code", "plan.json", "--model", "tiny:mlp", "--json"))
+    assert again["files"] == good(run("code", "tiny:mlp", "--mesh", "1x2", "--json"))["files"]
+    assert "--model MODEL" in refused(run("code", "plan.json"))
+    assert "--solver" in refused(run("explain", "plan.json", "--solver", "ilp"))
+    assert "no parameter" in refused(run("explain", "plan.json", "nothing"))
+
+
+def test_code_is_printed_or_written(run: Run) -> None:
+    printed = run("code", "tiny:mlp", "--mesh", "1x2")
+    assert "def microbatch" in printed.stdout
+    written = run("code", "tiny:mlp", "--mesh", "1x2", "-o", "out")
+    assert written.stdout == f"{Path('out/stage_0.py')}\n"
+    assert Path("out/stage_0.py").read_text() == printed.stdout
+
+
+# -- checks ----------------------------------------------------------------------------------------
+
+
+def test_verify_compares_with_one_process(run: Run) -> None:
+    manual = ("--manual", "dp=1,tp=2", "--precision", "fp64")
+    found = good(run("verify", "tiny:mlp", "--mesh", "1x2", *manual, "--json"))
+    assert found["equal"] is True
+    assert found["worst"] <= found["tolerance"] == 1e-10
+    assert set(found["errors"]) == {"loss", "up.weight", "up.bias", "down.weight", "down.bias"}
+
+
+def test_verify_of_a_configuration_takes_random_weights(run: Run) -> None:
+    precision = ("--precision", "fp64", "--manual", "dp=2")
+    result = run("verify", "config.json", "--mesh", "2", *SIZES, *precision)
+    assert result.exit_code == shell.GOOD, result.output
+    assert result.stdout.startswith("equal:")
+
+
+def test_verify_fails_where_ranks_differ(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autopar.verification.relative_error", lambda value, wanted: 1.0)
+    result = run("verify", "tiny:mlp", "--mesh", "1x2", "--json")
+    assert result.exit_code == shell.FAILED_CHECK
+    assert json.loads(result.stdout)["equal"] is False
+
+
+def test_ops_lists_what_has_no_rule(run: Run) -> None:
+    assert good(run("ops", "tiny:mlp", "--json"))["missing"] == []
+    result = run("ops", "tiny:rare")
+    assert result.exit_code == shell.FAILED_CHECK
+    assert "aten.special_i0e.default: no rule\n  at " in result.stdout
+    line = 1 + next(i for i, text in enumerate(FACTORIES.split("\n")) if "i0e" in text)
+    assert f"tiny.py:{line}\n" in result.stdout
+
+
+def test_doctor_reaches_every_rank(run: Run) -> None:
+    checks = {check["name"]: check for check in good(run("doctor", "--json"))["checks"]}
+    assert checks["all_reduce over 2 processes"]["status"] == "ok"
+    assert "HiGHS" in checks["solvers"]["detail"]
+
+
+def test_doctor_fails_on_a_problem(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_all_reduce", lambda: doctor.Check("sum", "problem", "wrong"))
+    result = run("doctor")
+    assert result.exit_code == shell.FAILED_CHECK
+    assert "problem  sum" in result.stdout
+
+
+# -- wrong use -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("ops", "tiny:broken"), "ZeroDivisionError"),
+        (("ops", "tiny:alone"), "not (model, example_inputs)"),
+        (("ops", "tiny:nothing"), "no function 'nothing'"),
+        (("ops", "nowhere:mlp"), "no module 'nowhere'"),
+        (("ops", "tiny"), "names no model"),
+        (("ops", "tiny:mlp", "--batch", "4"), "for a config.json"),
+        (("ops", "config.json"), "--batch"),
+        (("ops", "lost.json", *SIZES), "cannot read"),
+        (("plan", "tiny:mlp"), "a mesh is needed"),
+        (("plan", "tiny:mlp", "--mesh", "two"), "not a mesh"),
+        (("plan", "tiny:mlp", "--mesh", "2x2x2"), "one or two axes"),
+        (("plan", "tiny:mlp", "--mesh", "2", "--hardware", "abacus"), "abacus"),
+        (("plan", "tiny:mlp", "--mesh", "2", "--stages", "2"), "stages=2"),
+        (("plan", "tiny:mlp", "--mesh", "2", "--forbid", "all"), "forbid"),
+        (("plan", "tiny:rare", "--mesh", "2"), "special_i0e"),
+        (("plan", "tiny:mlp", "--no-such-flag"), "--no-such-flag"),
+        (("explain", "tiny:mlp", "--model", "tiny:mlp", "--mesh", "2"), "is a model"),
+        ((), "Usage"),
+    ],
+)
+def test_wrong_use_is_told_on_stderr(run: Run, args: tuple[str, ...], message: str) -> None:
+    result = run(*args)
+    assert message in refused(result)
+
+
+def test_an_unknown_architecture_is_refused(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "vit.json").write_text(json.dumps(CONFIG | {"architectures": ["GPT2Model"]}))
+    assert "GPT2Model" in refused(run("ops", "vit.json", *SIZES))
+
+
+def test_a_plan_file_is_told_from_a_configuration(tmp_path: Path) -> None:
+    for name, content, is_plan in (("a", {"graph_hash": ""}, True), ("b", CONFIG, False)):
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(content))
+        assert is_plan_file(str(path)) is is_plan
+    assert not is_plan_file("package.module:factory")
+
+
+# -- texts -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [("40GiB", 40 * 2**30), ("1.5 kb", 1500), ("7", 7), ("2TB", 2 * 10**12), ("1024B", 1024)],
+)
+def test_bytes(text: str, size_bytes: int) -> None:
+    assert parse_bytes(text) == size_bytes
+
+
+def test_meshes_recipes_and_pins() -> None:
+    assert parse_mesh("2x8") == (2, 8)
+    assert parse_mesh("4") == (4,)
+    assert parse_manual("dp=2, tp=4,sp,zero=1") == Manual(dp=2, tp=4, sp=True, zero=1)
+    assert parse_manual("recompute=none,sp=false") == Manual()
+    assert parse_force(["a.b=S(0)@1", "a.b=I@0"]) == {"a.b": ["S(0)@1", "I@0"]}
+
+
+@pytest.mark.parametrize(
+    ("parse", "text"),
+    [
+        (parse_bytes, "40 apples"),
+        (parse_bytes, "GiB"),
+        (parse_manual, "dd=2"),
+        (parse_manual, "dp=two"),
+        (parse_manual, "dp"),
+        (parse_mesh, "2x"),
+        (parse_mesh, ""),
+        (lambda text: parse_force([text]), "h.0.weight"),
+    ],
+)
+def test_malformed_texts_are_refused(parse: Callable[[str], object], text: str) -> None:
+    with pytest.raises(OptionError):
+        parse(text)
+
+
+def test_json_has_no_infinities() -> None:
+    text = shell.to_json({"a": [float("inf"), {"b": float("nan")}], "c": (1.5,)})
+    assert json.loads(text) == {"a": [None, {"b": None}], "c": [1.5]}
