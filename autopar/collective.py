@@ -20,7 +20,7 @@ from typing import Literal
 
 import torch
 
-from autopar.buckets import BUCKET_BYTES, buckets
+from autopar.buckets import BUCKET_BYTES, Bucket, buckets
 from autopar.moves import COLLECTIVES, PrimitiveKind
 from autopar.stage_program import (
     CallLine,
@@ -39,6 +39,11 @@ from autopar.stage_program import (
 Phase = Literal[
     "forward", "backward", "grad_sync", "param_gather", "p2p", "loss", "optimizer", "output"
 ]
+
+
+# Uses that are converted together, and a call for some of them, by position.
+Waiting = tuple[tuple[StoredParameter, ParameterUse], ...]
+ConversionBucket = Bucket[tuple[PrimitiveKind, tuple[int, ...], torch.dtype]]
 
 
 @dataclass(frozen=True)
@@ -104,10 +109,16 @@ def step_calls(program: StageProgram, local_inputs: bool = False) -> StepCalls:
 
     `local_inputs`: ranks are given their own rows of the batch, and add up the divisors.
     """
-    before = _converted(program) + (_divisors(program) if local_inputs else [])
-    microbatch = _forward(program) + _backward(program) + _returned(program, "micro")
+    returned = {
+        period: _bucket_calls(return_buckets(program, period), "grad_sync")
+        for period in ("micro", "step")
+    }
+    before = _bucket_calls(conversion_buckets(program), "param_gather") + (
+        _divisors(program) if local_inputs else []
+    )
+    microbatch = _forward(program) + _backward(program) + returned["micro"]
     return StepCalls(
-        tuple(before), tuple(microbatch), tuple(_returned(program, "step")), program.n_microbatches
+        tuple(before), tuple(microbatch), tuple(returned["step"]), program.n_microbatches
     )
 
 
@@ -148,34 +159,35 @@ def used_parameters(program: StageProgram) -> frozenset[str]:
 # -- parameters ------------------------------------------------------------------------------
 
 
-def _converted(program: StageProgram) -> list[Call]:
-    waiting = [(p, use) for p in program.parameters for use in p.uses if use.moves]
+def conversion_buckets(program: StageProgram) -> tuple[Waiting, tuple[ConversionBucket, ...]]:
+    """Parameters turned into use once a step; a bucket's members are positions in the first."""
+    waiting = tuple((p, use) for p in program.parameters for use in p.uses if use.moves)
     steps = [[(m.move.forward, m.move.axes, m.forward_bytes) for m in u.moves] for _, u in waiting]
-    return _fused(waiting, steps, "param_gather")
+    return waiting, _fused(waiting, steps)
 
 
-def _returned(program: StageProgram, period: str) -> list[Call]:
+def return_buckets(
+    program: StageProgram, period: str
+) -> tuple[Waiting, tuple[ConversionBucket, ...]]:
+    """Gradients of such uses brought back to storage, once per `period`."""
     used = used_parameters(program)
-    waiting = [
+    waiting = tuple(
         (p, use)
         for p in program.parameters
         for use in p.uses
         if use.moves and p.period == period and p.requires_grad and use.local.name in used
-    ]
+    )
     steps = [
         [(m.move.backward, m.move.axes, m.backward_bytes) for m in reversed(u.moves)]
         for _, u in waiting
     ]
-    return _fused(waiting, steps, "grad_sync")
+    return waiting, _fused(waiting, steps)
 
 
 def _fused(
-    waiting: Sequence[tuple[StoredParameter, ParameterUse]],
-    steps: Sequence[Sequence[tuple[PrimitiveKind, tuple[int, ...], int]]],
-    phase: Phase,
-) -> list[Call]:
-    Key = tuple[PrimitiveKind, tuple[int, ...], torch.dtype]
-    keyed: list[list[tuple[Key, int]]] = [
+    waiting: Waiting, steps: Sequence[Sequence[tuple[PrimitiveKind, tuple[int, ...], int]]]
+) -> tuple[ConversionBucket, ...]:
+    keyed = [
         [
             ((kind, axes, p.stored.dtype), size_bytes)
             for kind, axes, size_bytes in items
@@ -183,6 +195,11 @@ def _fused(
         ]
         for (p, _), items in zip(waiting, steps, strict=True)
     ]
+    return tuple(buckets(keyed, BUCKET_BYTES))
+
+
+def _bucket_calls(found: tuple[Waiting, tuple[ConversionBucket, ...]], phase: Phase) -> list[Call]:
+    waiting, fused = found
     return [
         Call(
             bucket.key[0],
@@ -191,7 +208,7 @@ def _fused(
             bucket.size_bytes,
             ", ".join(waiting[i][0].name for i in bucket.members),
         )
-        for bucket in buckets(keyed, BUCKET_BYTES)
+        for bucket in fused
     ]
 
 

@@ -99,7 +99,7 @@ def activation_bytes(program: Program) -> int:
         tensors = OpCall.of_node(node).tensors
         for owner in (owners[tensors[i].name] for i in saved.inputs):
             kept_bytes[owner] = _storage_bytes(program.node(owner).meta["val"])
-        results = [(i, r) for i, r in enumerate(_as_list(node.meta["val"])) if r is not None]
+        results = [(i, r) for i, r in enumerate(as_list(node.meta["val"])) if r is not None]
         for i, result in (results[k] for k in saved.outputs):
             kept_bytes[_result_name(node, i)] = _storage_bytes(result)
         other_bytes += saved.other_bytes
@@ -116,7 +116,8 @@ def _result_name(node: torch.fx.Node, position: int) -> str:
     return next(takers, f"{node.name}.{position}")
 
 
-def _as_list(result: Any) -> list[torch.Tensor | None]:
+def as_list(result: Any) -> list[torch.Tensor | None]:
+    """An operator's results as a list, whether it has one or several."""
     return list(result) if isinstance(result, (list, tuple)) else [result]
 
 
@@ -129,13 +130,13 @@ class _Runner:
         self._known: dict[tuple[Any, ...], _Effect] = {}
 
     def effect(self, node: torch.fx.Node) -> _Effect:
-        key = _key(self._program, node)
+        key = call_key(self._program, node)
         if key not in self._known:
             self._known[key] = _run(self._program, node, self._mode)
         return self._known[key]
 
 
-def _key(program: Program, node: torch.fx.Node) -> tuple[Any, ...]:
+def call_key(program: Program, node: torch.fx.Node) -> tuple[Any, ...]:
     """What decides the effect of a call: its arguments, with a description of each tensor."""
     first_use: dict[torch.fx.Node, int] = {}
 
@@ -153,7 +154,7 @@ def _key(program: Program, node: torch.fx.Node) -> tuple[Any, ...]:
 def _run(program: Program, node: torch.fx.Node, mode: FakeTensorMode) -> _Effect:
     """Runs one operator on fresh fake tensors and watches what autograd packs."""
     with mode:
-        fakes = {source: _fresh(program, source) for source in node.all_input_nodes}
+        fakes = {source: fresh_like(program, source) for source in node.all_input_nodes}
     packed: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -175,10 +176,11 @@ def _run(program: Program, node: torch.fx.Node, mode: FakeTensorMode) -> _Effect
             hint="give a custom operator a fake kernel: torch.library.register_fake",
         ) from error
     inputs = [fakes[source] for source in OpCall.of_node(node).tensors]
-    return _attribute(inputs, _as_list(result), packed)
+    return _attribute(inputs, as_list(result), packed)
 
 
-def _fresh(program: Program, source: torch.fx.Node) -> torch.Tensor:
+def fresh_like(program: Program, source: torch.fx.Node) -> torch.Tensor:
+    """A new leaf like the value of a node; call it under a fake mode."""
     value = source.meta["val"]
     return torch.empty_strided(
         tuple(value.shape),

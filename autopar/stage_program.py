@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -70,6 +70,19 @@ class MoveLine:
 
 
 @dataclass(frozen=True)
+class Workspace:
+    """Memory that an operator needs besides its tensors, on one rank.
+
+    Temporaries of forward and of backward; `passed` are inputs whose gradient is, or views,
+    the gradient of a result, and so costs nothing.
+    """
+
+    forward_bytes: float = 0.0
+    backward_bytes: float = 0.0
+    passed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class CallLine:
     """One operator on local tensors. `lowered` names the function that replaces it.
 
@@ -96,6 +109,7 @@ class CallLine:
     keeps: tuple[str, ...] = ()
     shares: tuple[str | None, ...] = ()
     model_flops: float = 0.0
+    workspace: Workspace = field(default_factory=Workspace)
 
     @property
     def has_grad(self) -> bool:

@@ -56,6 +56,7 @@ class OptimizerRow:
     gradient_passes   times the gradient is read
     moment_passes     times a state tensor or a temporary is read or written
     operators         operators launched per parameter tensor
+    temporaries       tensors as large as the parameter that the update makes
     """
 
     moments: int
@@ -63,18 +64,19 @@ class OptimizerRow:
     gradient_passes: int
     moment_passes: int
     operators: int
+    temporaries: int
     source: str
 
 
 OPTIMIZERS: dict[str, OptimizerRow] = {
     # mul_ p | lerp_ m, g | mul_ v | addcmul_ v, g | sqrt v to t | div_, add_ t | addcdiv_ p, m, t
-    "adamw": OptimizerRow(2, 4, 2, 14, 8, "torch/optim/adam.py, _multi_tensor_adam"),
-    "adam": OptimizerRow(2, 2, 2, 14, 7, "the same without weight decay, Adam's default"),
-    "sgd": OptimizerRow(0, 2, 1, 0, 1, "torch/optim/sgd.py; momentum is 0 by default"),
+    "adamw": OptimizerRow(2, 4, 2, 14, 8, 1, "torch/optim/adam.py, _multi_tensor_adam"),
+    "adam": OptimizerRow(2, 2, 2, 14, 7, 1, "the same without weight decay, Adam's default"),
+    "sgd": OptimizerRow(0, 2, 1, 0, 1, 0, "torch/optim/sgd.py; momentum is 0 by default"),
     # norm p | norm g twice | row @ col to t | div_, clamp_, rsqrt_ t | mul_ t, g | norm t |
     # add_ p, t; the other operators work on rows and columns
     "adafactor": OptimizerRow(
-        1, 3, 3, 11, 20, "torch/optim/_adafactor.py, _single_tensor_adafactor"
+        1, 3, 3, 11, 20, 1, "torch/optim/_adafactor.py, _single_tensor_adafactor"
     ),
 }
 

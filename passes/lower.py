@@ -19,16 +19,23 @@ import torch.fx
 from autopar.cost.model import CostModel
 from autopar.factors import Operator
 from autopar.facts import OperatorStrategy, Storage, Strategy
+from autopar.passes.arguments import override, prologue_lines
 from autopar.passes.candidates import operator_times_s
 from autopar.passes.frees import with_frees, with_regathers
 from autopar.passes.groups import place_operators
 from autopar.passes.intra_op import Analysis
-from autopar.passes.lowered import LOWERED, inner_width, lowered_saved_bytes
+from autopar.passes.lowered import (
+    LOWERED,
+    inner_width,
+    lowered_saved_bytes,
+    lowered_workspace,
+)
 from autopar.passes.names import group_name, identifier, reserved_names, suffix
 from autopar.passes.reshard import reshard_table, step_time_s
 from autopar.rules import rule_for
 from autopar.spec import I, R, Spec, TensorType, local_bytes, local_shape, without_gradient
 from autopar.stage_program import (
+    UNUSED,
     CallLine,
     Delivered,
     DetachLine,
@@ -40,6 +47,7 @@ from autopar.stage_program import (
     Ref,
     StageProgram,
     StoredParameter,
+    Workspace,
 )  # fmt: skip
 
 
@@ -228,7 +236,7 @@ class _Lowering:
         outs = []
         for value, spec in zip(operator.outputs, chosen.outputs, strict=True):
             unused = ":" in value
-            variable = "_" if unused else self._unique(value)
+            variable = UNUSED if unused else self._unique(value)
             outs.append(self._local(variable, value, spec))
             self.produced[value] = spec
             self.variables[value, spec] = variable
@@ -239,7 +247,7 @@ class _Lowering:
         args, kwargs = self._arguments(node, operator, names)
         if rule.localise is not None:
             shapes = [i.shape for i in inputs], [o.shape for o in outs]
-            args, kwargs = _override(node, args, kwargs, rule.localise(operator.call, *shapes))
+            args, kwargs = override(node, args, kwargs, rule.localise(operator.call, *shapes))
         if chosen.lowered is not None:
             args, kwargs = self._lowered_arguments(operator, chosen, names), {}
         flops, model_flops, forward, backward = self._times(operator, chosen, sizes)
@@ -256,7 +264,7 @@ class _Lowering:
                 tuple(outs), str(operator.call.op), args, kwargs, self.program.keys[node.name],
                 self.program.sources.get(node.name, ""), chosen.lowered, chosen.lowered_axes, inner,
                 flops, forward, backward, saved_bytes, keeps, self._shares(operator, names),
-                model_flops,
+                model_flops, self._workspace(operator, chosen, inputs, outs),
             )
         )  # fmt: skip
 
@@ -324,7 +332,12 @@ class _Lowering:
             own_bytes = lowered_saved_bytes(chosen.lowered, inputs)
             return float(own_bytes), tuple(inputs[i].name for i in positions)
         keeps = [inputs[i].name for i in sorted(saved.inputs)]
-        keeps += [outs[i].name for i in sorted(saved.outputs)]
+        keeps += [outs[i].name for i in sorted(saved.outputs) if outs[i].name != UNUSED]
+        unnamed = sum(outs[i].size_bytes for i in saved.outputs if outs[i].name == UNUSED)
+        return unnamed + saved.other_bytes * self._share(operator, chosen), tuple(keeps)
+
+    def _share(self, operator: Operator, chosen: OperatorStrategy) -> float:
+        """One rank's part in one microbatch of bytes measured on whole tensors."""
         share = 1.0
         for axis in self.active:
             if any(s.placements[axis].is_shard for s in (*chosen.inputs, *chosen.outputs)):
@@ -332,7 +345,20 @@ class _Lowering:
         batch = self.strategy.batch_cells
         if any(v in batch for v in (*operator.inputs, *operator.outputs)):
             share /= self.strategy.n_microbatches
-        return saved.other_bytes * share, tuple(keeps)
+        return share
+
+    def _workspace(
+        self, operator: Operator, chosen: OperatorStrategy,
+        inputs: Sequence[Local], outs: Sequence[Local],
+    ) -> Workspace:  # fmt: skip
+        if chosen.lowered is not None:
+            return lowered_workspace(chosen.lowered, inputs, outs)
+        needed, share = self.analysis.temporaries[operator.name], self._share(operator, chosen)
+        return Workspace(
+            needed.forward_bytes * share,
+            needed.backward_bytes * share,
+            tuple(inputs[i].name for i in sorted(needed.passed)),
+        )
 
     def _shares(self, operator: Operator, names: Sequence[str]) -> tuple[str | None, ...]:
         """Per output, the variable it is a view of."""
@@ -365,29 +391,3 @@ class _Lowering:
         whole = Spec(tuple(I if n == 1 else R for n in self.sizes))
         self.body += self._moves(value, tensor, spec, whole, name, name, "output")
         return name
-
-
-def _override(
-    node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], changed: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    assert isinstance(node.target, torch._ops.OpOverload)
-    positions = {a.name: i for i, a in enumerate(node.target._schema.arguments)}
-    new_args, new_kwargs = list(args), dict(kwargs)
-    for name, value in changed.items():
-        if positions[name] < len(new_args):
-            new_args[positions[name]] = value
-        else:
-            new_kwargs[name] = value
-    return tuple(new_args), new_kwargs
-
-
-def prologue_lines(graph: torch.fx.Graph) -> tuple[tuple[str, str], ...]:
-    """The prologue's calls as (variable, expression); the last one is the result."""
-    lines = []
-    for node in graph.nodes:
-        if node.op == "call_function":
-            words = [*map(repr, node.args), *(f"{k}={v!r}" for k, v in node.kwargs.items())]
-            lines.append((node.name, f"{node.target}({', '.join(words)})"))
-        elif node.op == "output":
-            lines.append(("return", ", ".join(map(str, node.args[0])) + ","))
-    return tuple(lines)

@@ -1,0 +1,71 @@
+"""Bytes of tensors that are alive: counted by storage, with the peak.
+
+`LiveBytes` sees the result of every operator that PyTorch dispatches while it is entered,
+in forward and in backward, on the thread that entered it; a storage counts once however many
+tensors view it, until the last of them is gone. Buffers inside a kernel are not tensors and
+do not count. Works on real and on fake tensors, on every device.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts live storages; `known` are tensors that live already.
+
+    `live_bytes` now, `peak_bytes` the most since the start or `reset_peak`, `peak_at` the
+    operator that reached it.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.peak_at = ""
+        # By identity of the storage object, which lives as long as the storage.
+        self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        for tensor in known:
+            self._add(tensor)
+        self.reset_peak()
+
+    def reset_peak(self) -> None:
+        """Forget the peak so far."""
+        self.peak_bytes, self.peak_at = self.live_bytes, ""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._add(leaf)
+        if self.live_bytes > self.peak_bytes:
+            self.peak_bytes, self.peak_at = self.live_bytes, str(func)
+        return result
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._seen:
+            return
+        size_bytes = storage.nbytes()
+        self._seen[key] = weakref.ref(storage, self._forget(key, size_bytes))
+        self.live_bytes += size_bytes
+
+    def _forget(self, key: int, size_bytes: int) -> Callable[[Any], None]:
+        def gone(_: Any) -> None:
+            self.live_bytes -= size_bytes
+            del self._seen[key]
+
+        return gone

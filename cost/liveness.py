@@ -1,0 +1,129 @@
+"""The most memory one rank needs in a step: liveness of storages over the lines.
+
+    always      stored parameters, optimizer state, the rank's part of batch and constants
+    per step    parameters converted for use, and the gradients of those uses
+    forward     what a line writes, until the variable is freed and autograd has passed it;
+                what autograd keeps (`CallLine.keeps`, `saved_bytes`), until its backward
+    backward    one gradient per variable, from the first consumer's backward to the
+                producer's; a gradient handed on (`Workspace.passed`) counts once
+    workspace   temporaries of operators, buffers of collectives
+
+A storage counts once however many variables view it. The first microbatch makes the
+gradients, later ones add to them: both are played. PyTorch's allocator and buffers inside
+kernels are not counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.collective import ConversionBucket, conversion_buckets, return_buckets
+from autopar.cost.ledger import Ledger
+from autopar.cost.memory import OPTIMIZERS, static_bytes_per_param
+from autopar.cost.microbatch import MicrobatchMemory
+from autopar.stage_program import StageProgram
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """The peak of one rank, where it is reached, and what it is made of then."""
+
+    peak_bytes: float
+    at: str
+    parts: Mapping[str, float]
+
+
+def peak_memory(program: StageProgram, optimizer: str) -> PeakMemory:
+    """Play one step of `program` and return its peak."""
+    ledger = Ledger()
+    _always(program, optimizer, ledger)
+    _convert(program, ledger)
+    player = MicrobatchMemory(program, ledger)
+    for _ in range(min(program.n_microbatches, 2)):
+        player.forward()
+        player.backward()
+        _bring_back(program, "micro", ledger)
+    _bring_back(program, "step", ledger)
+    ledger.clear("converted")
+    if program.loss is not None:
+        ledger.mark("the optimizer", _update_bytes(program, optimizer))
+    return PeakMemory(ledger.peak_bytes, ledger.at, ledger.parts)
+
+
+# -- once a step -----------------------------------------------------------------------------------
+
+
+def _always(program: StageProgram, optimizer: str, ledger: Ledger) -> None:
+    for p in program.parameters:
+        ledger.add("parameters", p.name, p.stored.size_bytes)
+        if p.requires_grad and program.loss is not None:
+            each = static_bytes_per_param(optimizer, p.stored.dtype, shape=p.stored.shape)
+            n_elements = p.stored.size_bytes / p.stored.dtype.itemsize
+            ledger.add("optimizer", p.name, each.optimizer_bytes * n_elements)
+    for item in program.delivered:
+        n_parts = program.n_microbatches if item.batch_cell is not None else 1
+        ledger.add("batch", item.local.name, item.local.size_bytes * n_parts)
+
+
+def _convert(program: StageProgram, ledger: Ledger) -> None:
+    """Parameters into use, bucket by bucket; a use that is the stored tensor costs nothing."""
+    waiting, found = conversion_buckets(program)
+    for bucket in found:
+        for i in bucket.members:
+            use = waiting[i][1]
+            ledger.drop("converted", use.local.name)
+            ledger.add("converted", use.local.name, use.local.size_bytes)
+        ledger.mark("gathering parameters", _bucket_bytes(bucket, program))
+    for _, use in waiting:
+        changed = any(m.move.forward != "identity" for m in use.moves)
+        if changed and not ledger.has("converted", use.local.name):
+            ledger.add("converted", use.local.name, use.local.size_bytes)
+    ledger.mark("converting parameters")
+
+
+def _bring_back(program: StageProgram, period: str, ledger: Ledger) -> None:
+    """Gradients of converted uses to storage: old and new ones live until all are back."""
+    waiting, found = return_buckets(program, period)
+    fused = {i for bucket in found if len(bucket.members) > 1 for i in bucket.members}
+    for bucket in found:
+        for i in bucket.members:
+            parameter = waiting[i][0]
+            ledger.drop("synced", f"{i}")
+            ledger.add("synced", f"{i}", parameter.stored.size_bytes)
+        ledger.mark("gradient sync", _bucket_bytes(bucket, program))
+    for i, (parameter, _) in enumerate(waiting):
+        if not ledger.has("gradients", parameter.name):
+            # A part of a bucket is copied out of it; a whole result is kept as it is.
+            if i not in fused:
+                ledger.drop("synced", f"{i}")
+            ledger.add("gradients", parameter.name, parameter.stored.size_bytes)
+    ledger.mark("gradient sync")
+    ledger.clear("synced")
+    for _, use in waiting:
+        ledger.drop("gradients of uses", use.local.name)
+
+
+def _bucket_bytes(bucket: ConversionBucket, program: StageProgram) -> float:
+    """Buffers of one fused call besides its results."""
+    kind, axes, _ = bucket.key
+    n_ranks = math.prod(program.axis_sizes[axis] for axis in axes)
+    whole = float(bucket.size_bytes)
+    if len(bucket.members) == 1:
+        return {"all_gather": whole, "reduce_scatter": whole, "all_to_all": 2 * whole}.get(kind, 0)
+    match kind:
+        case "all_gather":  # the shards side by side, and the stacked result
+            return whole / n_ranks + whole
+        case "reduce_scatter":  # pieces, and the pieces side by side
+            return 2 * whole
+        case "all_to_all":
+            return 3 * whole
+        case _:  # the tensors side by side
+            return whole
+
+
+def _update_bytes(program: StageProgram, optimizer: str) -> float:
+    """Temporaries of the update: `torch.optim` on lists of tensors makes each for all at once."""
+    copies = OPTIMIZERS[optimizer].temporaries
+    return copies * sum(p.stored.size_bytes for p in program.parameters if p.requires_grad)

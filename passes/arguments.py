@@ -1,0 +1,36 @@
+"""Arguments of captured calls as a generated program writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.fx
+
+
+def override(
+    node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], changed: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with those named in `changed` replaced."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    positions = {a.name: i for i, a in enumerate(node.target._schema.arguments)}
+    new_args, new_kwargs = list(args), dict(kwargs)
+    for name, value in changed.items():
+        if positions[name] < len(new_args):
+            new_args[positions[name]] = value
+        else:
+            new_kwargs[name] = value
+    return tuple(new_args), new_kwargs
+
+
+def prologue_lines(graph: torch.fx.Graph) -> tuple[tuple[str, str], ...]:
+    """The prologue's calls as (variable, expression); the last one is the result."""
+    lines = []
+    for node in graph.nodes:
+        if node.op == "call_function":
+            words = [*map(repr, node.args), *(f"{k}={v!r}" for k, v in node.kwargs.items())]
+            lines.append((node.name, f"{node.target}({', '.join(words)})"))
+        elif node.op == "output":
+            lines.append(("return", ", ".join(map(str, node.args[0])) + ","))
+    return tuple(lines)
