@@ -23,12 +23,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import autopar
-from autopar.runtime.live_bytes import LiveBytes
+from autopar.live_bytes import LiveBytes
 from autopar.units import format_bytes, format_seconds
 
 TEXT = Path(__file__).parent / "wisdom.txt"
 LENGTH = 64
 ROWS = 16
+MEASURED_STEP = 2  # whose live tensors are counted; the optimizer has its state by then
 
 
 def make_model() -> torch.nn.Module:
@@ -63,25 +64,26 @@ def train(n_steps: int) -> None:
     begun = time.perf_counter()
     pm = autopar.parallelize(model, (1, 4), example_inputs=data[0])
     console.print(f"planned in {format_seconds(time.perf_counter() - begun)}\n")
-    console.print(pm.plan.explain(), markup=False)
+    console.print(pm.plan.explain(), markup=False, soft_wrap=True)
     console.print(f"\ngenerated code: {pm.code_path}\n", markup=False)
     optimizer = torch.optim.AdamW(pm.parameters(), lr=1e-3)
     alone = torch.optim.AdamW(model.parameters(), lr=1e-3) if rank == 0 else None
 
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    times_s, live_bytes = [], 0
+    times_s: list[float] = []
+    live_bytes = 0
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("training", total=n_steps)
         for i, batch in enumerate(data, start=1):
-            with LiveBytes(enabled=i == 2) as live:
-                live.include(pm.parameters())
-                begun = time.perf_counter()
-                loss = pm.step(**batch)
-                optimizer.step()
-                optimizer.zero_grad()
-                if i > 2:
-                    times_s.append(time.perf_counter() - begun)
-            live_bytes = max(live_bytes, live.peak_bytes)
+            begun = time.perf_counter()
+            if i == MEASURED_STEP:
+                with LiveBytes(known=[*pm.parameters(), *optimizer_tensors(optimizer)]) as live:
+                    loss = parallel_step(pm, optimizer, batch)
+                live_bytes = live.peak_bytes
+            else:
+                loss = parallel_step(pm, optimizer, batch)
+            if i > MEASURED_STEP:
+                times_s.append(time.perf_counter() - begun)
             reference = one_process_step(model, alone, batch)
             progress.advance(task)
             if reference is not None and (i % 10 == 0 or i == 1):
@@ -98,6 +100,20 @@ def train(n_steps: int) -> None:
     )
 
 
+def parallel_step(pm: Any, optimizer: Any, batch: Any) -> torch.Tensor:
+    """One training step of the sharded model."""
+    loss: torch.Tensor = pm.step(**batch)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The optimizer's state, which lives between steps."""
+    states = optimizer.state.values()
+    return [v for state in states for v in state.values() if isinstance(v, torch.Tensor)]
+
+
 def one_process_step(model: torch.nn.Module, optimizer: Any, batch: Any) -> float | None:
     """The same step without autopar, on rank 0 only; the others wait for it."""
     if optimizer is None:
@@ -106,7 +122,7 @@ def one_process_step(model: torch.nn.Module, optimizer: Any, batch: Any) -> floa
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    return float(loss)
+    return loss.item()
 
 
 def main() -> None:
