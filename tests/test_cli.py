@@ -204,7 +204,9 @@ def test_verify_of_a_configuration_takes_random_weights(run: Run) -> None:
     precision = ("--precision", "fp64", "--manual", "dp=2")
     result = run("verify", "config.json", "--mesh", "2", *SIZES, *precision)
     assert result.exit_code == shell.GOOD, result.output
-    assert result.stdout.startswith("equal:")
+    verdict, plan = result.stdout.splitlines()[:2]
+    assert verdict.startswith("equal: worst error")
+    assert plan == "GPT2LMHeadModel on (dp=2 x tp=1), 1 microbatch: manual recipe"
 
 
 def test_verify_fails_where_ranks_differ(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
