@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import hypothesis
 import pytest
@@ -16,6 +18,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Wall time is never asserted, so no example has a deadline.
 hypothesis.settings.register_profile("autopar", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("autopar")
+
+if TYPE_CHECKING:
+    from autopar.runtime.launch import WorkerPool
 
 GOLDEN_DIR = Path(__file__).parent / "golden"
 
@@ -41,6 +46,24 @@ def golden(request: pytest.FixtureRequest) -> Golden:
         compare_golden(GOLDEN_DIR / name, text, update=update)
 
     return compare
+
+
+@pytest.fixture(scope="session")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], WorkerPool]]:
+    """Number of ranks -> its worker processes, started once for all tests."""
+    from autopar.runtime.launch import WorkerPool
+
+    pools: dict[int, WorkerPool] = {}
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        # Workers inherit it: generated programs stay out of the user's cache.
+        patch.setenv("AUTOPAR_CODE_DIR", str(tmp_path_factory.mktemp("code")))
+
+        def pool(n_ranks: int) -> WorkerPool:
+            if n_ranks not in pools:
+                pools[n_ranks] = stack.enter_context(WorkerPool(n_ranks, timeout_s=240.0))
+            return pools[n_ranks]
+
+        yield pool
 
 
 def compare_golden(path: Path, text: str, *, update: bool) -> None:
