@@ -3,8 +3,8 @@
 role "any"     the solver is free on this axis
 role "data"    whatever has a batch shards it, nothing else is sharded (dp)
 role "tensor"  the batch is not sharded, and every product with a parameter shards that
-               parameter if it can (tp); `sequence` forbidden unless the recipe asks for
-               sequence parallelism
+               parameter if it can (tp). `sequence` is forbidden unless the recipe asks for
+               sequence parallelism; then whatever else can be sharded is
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Whole programs on thread ranks against one process: what the tests of the algebra share.
 
-    model_case     a small model captured in float64, its batch and its analysis
-    random_strategy, planned    a legal assignment, drawn or chosen
-    thread_errors  lower, emit, run on n thread ranks; errors of the loss and every gradient
+    model_case         a small model captured in float64, its batch and its analysis
+    random_strategy    a legal assignment of it
+    thread_step        lowered, emitted and run on n thread ranks: errors and collectives
 
 The parity law: max|a - b| <= 1e-10 max(1, max|b|), on every rank.
 """
@@ -24,24 +24,25 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from autopar.capture import capture
 from autopar.capture.reference import reference_step
 from autopar.codegen import emit
+from autopar.collective import step_calls
 from autopar.cost.model import CostModel
 from autopar.facts import OperatorStrategy, Storage, Strategy
 from autopar.mesh import Device, Link, LogicalMesh
 from autopar.passes.constraints import Constraints
-from autopar.passes.intra_op import Analysis, choose, intra_op_problem
+from autopar.passes.intra_op import Analysis, intra_op_problem
 from autopar.passes.lower import lower
 from autopar.passes.problem import IntraOpProblem
 from autopar.runtime import delivery
 from autopar.runtime.executor import Environment, Executor
+from autopar.runtime.groups import CollectiveCall, Recorder
 from autopar.runtime.load import load_code
 from autopar.runtime.threads import ThreadWorld, run_threads
 from autopar.shards import difference, gather
 from autopar.spec import Spec, TensorType
-from autopar.stage_program import StageProgram
 
 TOLERANCE = 1e-10
 AXIS_NAMES = {1: ("tp",), 2: ("dp", "tp"), 3: ("dp", "cp", "tp")}
-BATCH, SEQUENCE, WIDTH, HEADS, VOCABULARY = 8, 4, 16, 4, 16
+BATCH, SEQUENCE, WIDTH, HEADS, VOCABULARY = 16, 4, 16, 4, 16
 Batch = Mapping[str, Tensor]
 
 
@@ -215,19 +216,28 @@ def _is_sensible(storage: Storage, uses: list[Spec]) -> bool:
     )
 
 
-def planned(
-    model: str, sizes: tuple[int, ...], n_microbatches: int, constraints: Constraints
-) -> tuple[Strategy, StageProgram]:
-    """The plan the solver chooses under constraints, and its stage program."""
-    analysis, cost = model_case(model).analysis, abstract_cost(sizes)
-    chosen = choose(analysis, cost, n_microbatches, constraints, "adamw", None)
-    return chosen.strategy, lower(analysis, chosen.strategy, cost)
+@dataclass(frozen=True)
+class Step:
+    """One step on thread ranks.
+
+    `errors` by the parity law: of "loss", and of the gradient of every parameter, by name.
+    `calls` are the collectives rank 0 executed, `foretold` those read off its program.
+    """
+
+    errors: Mapping[str, float]
+    calls: tuple[CollectiveCall, ...]
+    foretold: tuple[CollectiveCall, ...]
+
+    @property
+    def wrong(self) -> dict[str, float]:
+        """Errors above the tolerance; NaN is one."""
+        return {name: error for name, error in self.errors.items() if not error <= TOLERANCE}
 
 
-def thread_errors(
+def thread_step(
     analysis: Analysis, cost: CostModel, strategy: Strategy, batch: Batch, seed: int
-) -> dict[str, float]:
-    """Errors by the parity law: of "loss", and of the gradient of every parameter, by name.
+) -> Step:
+    """Lower, emit and run one step of a strategy, and compare it with one process.
 
     Parameters are drawn from `seed`. Ranks that should agree and do not are an error too.
     """
@@ -242,7 +252,7 @@ def thread_errors(
     constants = {name: compute() for name, compute in program.constants.items()}
     sizes = cost.mesh.sizes
 
-    def run(world: ThreadWorld) -> tuple[Tensor, dict[str, Tensor]]:
+    def run(world: ThreadWorld) -> tuple[Tensor, dict[str, Tensor], list[CollectiveCall]]:
         at = cost.mesh.coordinate(world.rank)
         stored = {
             p.name: delivery.shard(parameters[p.name].detach(), p.dims, p.stored.spec, sizes, at)
@@ -251,17 +261,30 @@ def thread_errors(
             for p in stage.parameters
         }
         environment = Environment(torch.device("cpu"), world.make_groups(cost.mesh))
-        found = Executor(stage, code, environment, at, constants).step(stored, inputs)
-        return found, {name: _gradient(t) for name, t in stored.items()}
+        with Recorder() as recorder:
+            found = Executor(stage, code, environment, at, constants).step(stored, inputs)
+        return found, {name: _gradient(t) for name, t in stored.items()}, recorder.calls
 
     results = run_threads(run, cost.mesh.n_ranks)
-    errors = {"loss": max(_error(found, loss.detach()) for found, _ in results)}
+    errors = {"loss": max(_error(found, loss.detach()) for found, *_ in results)}
     for p in stage.parameters:
         tensor = TensorType(p.dims, 8, True)
-        locals_ = [gradients[p.name] for _, gradients in results]
+        locals_ = [gradients[p.name] for _, gradients, _ in results]
         whole, spread = gather(locals_, tensor, p.stored.spec, sizes)
         errors[p.name] = max(_error(whole, _gradient(parameters[p.name])), spread)
-    return errors
+    names = stage.axis_names
+    foretold = tuple(
+        CollectiveCall(c.kind, tuple(names[a] for a in c.axes), c.size_bytes, c.phase)
+        for c in step_calls(stage)
+    )
+    return Step(errors, tuple(results[0][2]), foretold)
+
+
+def thread_errors(
+    analysis: Analysis, cost: CostModel, strategy: Strategy, batch: Batch, seed: int
+) -> Mapping[str, float]:
+    """`Step.errors` of `thread_step`."""
+    return thread_step(analysis, cost, strategy, batch, seed).errors
 
 
 def thread_parity(
@@ -274,8 +297,9 @@ def thread_parity(
 def _random_parameters(analysis: Analysis, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
-        p.name: (torch.randn(p.shape, dtype=torch.float64, generator=generator) * 0.3)
-        .requires_grad_()
+        p.name: (
+            torch.randn(p.shape, dtype=torch.float64, generator=generator) * 0.3
+        ).requires_grad_()
         for p in analysis.program.parameters.values()
     }
 

@@ -72,13 +72,11 @@ class Assignments:
         self.case, self.cost = model_case(model), abstract_cost(sizes)
         problem = free_problem(model, sizes, n_microbatches)
         self.strategies = {
-            seed: random_strategy(
-                self.case.analysis, problem, n_microbatches, random.Random(seed)
-            )
+            seed: random_strategy(self.case.analysis, problem, n_microbatches, random.Random(seed))
             for seed in seeds
         }
 
-    def errors(self, seed: int, strategy: Strategy | None = None) -> dict[str, float]:
+    def errors(self, seed: int, strategy: Strategy | None = None) -> Mapping[str, float]:
         batch = self.case.batch(seed)
         chosen = strategy or self.strategies[seed]
         return thread_errors(self.case.analysis, self.cost, chosen, batch, seed)
@@ -143,7 +141,7 @@ def test_invariant_mixed_with_shards() -> None:
     assert some.are_right()
     operators = some.case.analysis.operators
     norms = {o.name for o in operators if str(o.call.op) == "aten.layer_norm.default"}
-    errors = some.errors(3, _invariant_scale(some.strategies[3], norms))
+    errors = dict(some.errors(3, _invariant_scale(some.strategies[3], norms)))
     assert errors.pop("loss") <= TOLERANCE
     wrong = {name for name, error in errors.items() if error > TOLERANCE}
     assert wrong
