@@ -6,30 +6,36 @@
 The public names are those listed here.
 """
 
-from autopar.api import load, parallelize, save
-from autopar.errors import (
-    AutoparError,
-    BatchError,
-    CaptureError,
-    InfeasibleError,
-    LaunchError,
-    MeshError,
-    MissingRuleError,
-    NotationError,
-    NotPlannedError,
-    NotSupportedError,
-    OptionError,
-    PlanError,
-    VerificationError,
-)
-from autopar.mesh import Device, Link, Mesh
-from autopar.options import Manual
-from autopar.oracle import check_rule
-from autopar.parallel_module import ParallelModule
-from autopar.planning import Plan, plan
-from autopar.rules import register_rule
-from autopar.runtime.launch import launch
-from autopar.verification import Report, verify
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autopar.api import load, parallelize, save
+    from autopar.errors import (
+        AutoparError,
+        BatchError,
+        CaptureError,
+        InfeasibleError,
+        LaunchError,
+        MeshError,
+        MissingRuleError,
+        NotationError,
+        NotPlannedError,
+        NotSupportedError,
+        OptionError,
+        PlanError,
+        VerificationError,
+    )
+    from autopar.mesh import Device, Link, Mesh
+    from autopar.options import Manual
+    from autopar.oracle import check_rule
+    from autopar.parallel_module import ParallelModule
+    from autopar.planning import Plan, plan
+    from autopar.rules import register_rule
+    from autopar.runtime.launch import launch
+    from autopar.verification import Report, verify
 
 __version__ = "0.1.0"
 
@@ -63,3 +69,47 @@ __all__ = [
     "save",
     "verify",
 ]
+
+# Imported when first asked for, so that `autopar --help` does not wait for torch.
+_HOMES = {
+    "AutoparError": "autopar.errors",
+    "BatchError": "autopar.errors",
+    "CaptureError": "autopar.errors",
+    "Device": "autopar.mesh",
+    "InfeasibleError": "autopar.errors",
+    "LaunchError": "autopar.errors",
+    "Link": "autopar.mesh",
+    "Manual": "autopar.options",
+    "Mesh": "autopar.mesh",
+    "MeshError": "autopar.errors",
+    "MissingRuleError": "autopar.errors",
+    "NotPlannedError": "autopar.errors",
+    "NotSupportedError": "autopar.errors",
+    "NotationError": "autopar.errors",
+    "OptionError": "autopar.errors",
+    "ParallelModule": "autopar.parallel_module",
+    "Plan": "autopar.planning",
+    "PlanError": "autopar.errors",
+    "Report": "autopar.verification",
+    "VerificationError": "autopar.errors",
+    "check_rule": "autopar.oracle",
+    "launch": "autopar.runtime.launch",
+    "load": "autopar.api",
+    "parallelize": "autopar.api",
+    "plan": "autopar.planning",
+    "register_rule": "autopar.rules",
+    "save": "autopar.api",
+    "verify": "autopar.verification",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'autopar' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

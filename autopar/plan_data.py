@@ -44,10 +44,10 @@ class MeshRecord:
 
 @dataclass(frozen=True)
 class Alternative:
-    """A plan that was considered: what it is and its predicted step time."""
+    """A plan that was considered: its predicted step time, or in `note` why there is none."""
 
     name: str
-    step_time_s: float
+    step_time_s: float | None
     note: str = ""
 
 
@@ -77,7 +77,7 @@ class PlanData:
     comments: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
+        return json.dumps(asdict(self), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.to_json())

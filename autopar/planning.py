@@ -7,6 +7,7 @@ model to cost, print or run it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -255,7 +256,8 @@ def bind(data: PlanData, analysis: Analysis, mesh: Mesh) -> Plan:
     cost = CostModel(view, compute_dtype(analysis))
     program = lower(analysis, replay_plan(analysis, data, view), cost)
     verify_program(program)
-    tokens = max((torch.Size(i.shape).numel() for i in data.inputs if len(i.shape) == 2), default=0)
+    integers = [i for i in data.inputs if i.dtype.startswith("int") and len(i.shape) == 2]
+    tokens = max((math.prod(i.shape) for i in integers), default=0)
     predicted = predict(
         program, cost, data.optimizer,
         peak_flops_per_s=hardware.peak_flops_per_s,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -23,6 +23,7 @@ class CostModel:
 
     mesh: LogicalMesh
     dtype: torch.dtype = torch.float32
+    bucket_bytes: int = BUCKET_BYTES
 
     def primitive_time_s(
         self, kind: PrimitiveKind, size_bytes: int, axes: tuple[int, ...]
@@ -32,9 +33,14 @@ class CostModel:
 
     def bucketed_time_s(self, kind: PrimitiveKind, size_bytes: int, axes: tuple[int, ...]) -> float:
         """A primitive on a tensor that shares its collective with a whole bucket."""
-        if kind not in COLLECTIVES or size_bytes >= BUCKET_BYTES:
+        if kind not in COLLECTIVES or size_bytes >= self.bucket_bytes:
             return self.primitive_time_s(kind, size_bytes, axes)
-        return self.primitive_time_s(kind, BUCKET_BYTES, axes) * size_bytes / BUCKET_BYTES
+        bucket_s = self.primitive_time_s(kind, self.bucket_bytes, axes)
+        return bucket_s * size_bytes / self.bucket_bytes
+
+    def for_parameters(self, size_bytes: int) -> CostModel:
+        """This model for parameters of `size_bytes` in all: they may not fill a bucket."""
+        return replace(self, bucket_bytes=max(min(BUCKET_BYTES, size_bytes), 1))
 
     def op_times_s(
         self, flops: NDArray[np.float64], size_bytes: NDArray[np.float64]

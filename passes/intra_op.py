@@ -102,6 +102,7 @@ def intra_op_problem(
     """The choice problem of the whole program on one logical mesh."""
     program = analysis.program
     types = analysis.microbatch_types(n_microbatches)
+    cost = cost.for_parameters(sum(types.tensors[n].size_bytes for n in program.parameters))
     groups = form_groups(program, place_operators(analysis.operators, types.tensors))
     limits = Limits.of(constraints, program, analysis.batch.cells, types.classes)
     maker = CandidateMaker(cost, types.tensors, analysis.saved, limits, n_microbatches)

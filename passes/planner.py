@@ -39,7 +39,8 @@ class Outcome:
     program: StageProgram
     hardware: Hardware
     name: str
-    alternatives: tuple[Alternative, ...]
+    step_time_s: float
+    alternatives: tuple[Alternative, ...] = ()
 
 
 def compute_dtype(analysis: Analysis) -> torch.dtype:
@@ -74,14 +75,15 @@ class Planner:
                 found.append(self._solve(name, view, constraints, hardware, budget))
             except InfeasibleError as error:
                 errors.append(error)
-                notes.append(Alternative(name, float("inf"), str(error).splitlines()[0]))
+                notes.append(Alternative(name, None, str(error).splitlines()[0]))
         if not found:
             raise errors[0]
-        least = min(o.alternatives[0].step_time_s for o in found)
+        least = min(o.step_time_s for o in found)
         # Among equals the first: a search before the recipes it ties with.
-        best = next(o for o in found if o.alternatives[0].step_time_s <= least * (1 + 1e-9))
-        rows = sorted((a for o in found for a in o.alternatives), key=lambda a: a.step_time_s)
-        return Outcome(best.mesh, best.chosen, best.program, hardware, best.name, (*rows, *notes))
+        best = next(o for o in found if o.step_time_s <= least * (1 + 1e-9))
+        found.sort(key=lambda o: o.step_time_s)
+        rows = (*(Alternative(o.name, o.step_time_s) for o in found), *notes)
+        return replace(best, alternatives=rows)
 
     # -- candidates --------------------------------------------------------------------------
 
@@ -202,7 +204,7 @@ class Planner:
             time_s = self.predict(program, cost, self.options.optimizer)
             if constraints.roles:  # laid out on an abstract machine; its cost is this one's
                 chosen = replace(chosen, objective_s=time_s, gap=0.0)
-            return Outcome(view, chosen, program, hardware, name, (Alternative(name, time_s),))
+            return Outcome(view, chosen, program, hardware, name, time_s)
         assert last is not None
         raise last
 

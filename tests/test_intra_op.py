@@ -78,6 +78,6 @@ def test_the_plan_is_never_worse_than_the_recipes(model: str, s_per_byte: float)
     mesh = Mesh((1, 4), links=links, device=Device(1e12, 1e12, 1e12, 1e-6))
     options = Options.of(precision="fp64")
     outcome = Planner(model_case(model).analysis, mesh, options, step_time_s).run()
-    times = {a.name: a.step_time_s for a in outcome.alternatives}
+    times = [a.step_time_s for a in outcome.alternatives]
     assert len(times) >= 5
-    assert times[outcome.name] <= min(times.values()) * (1 + 1e-9)
+    assert all(time is None or outcome.step_time_s <= time * (1 + 1e-9) for time in times)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from autopar.collective import Collective
@@ -123,7 +122,7 @@ def _alternatives(data: PlanData) -> str:
     lines = ["considered"]
     for a in data.alternatives:
         mark = "->" if a.name == data.chosen else "  "
-        time = format_seconds(a.step_time_s) if math.isfinite(a.step_time_s) else "-"
+        time = "-" if a.step_time_s is None else format_seconds(a.step_time_s)
         lines.append(f" {mark} {a.name:{width}}  {time:>9}  {a.note}".rstrip())
     return "\n".join(lines)
 
