@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from autopar.options import Manual
     from autopar.oracle import check_rule
     from autopar.parallel_module import ParallelModule
-    from autopar.planning import Plan, plan
+    from autopar.planning import Plan, compare, plan
     from autopar.rules import register_rule
     from autopar.runtime.launch import launch
     from autopar.verification import Report, verify
@@ -61,6 +61,7 @@ __all__ = [
     "Report",
     "VerificationError",
     "check_rule",
+    "compare",
     "launch",
     "load",
     "parallelize",
@@ -93,6 +94,7 @@ _HOMES = {
     "Report": "autopar.verification",
     "VerificationError": "autopar.errors",
     "check_rule": "autopar.oracle",
+    "compare": "autopar.planning",
     "launch": "autopar.runtime.launch",
     "load": "autopar.api",
     "parallelize": "autopar.api",

@@ -23,7 +23,7 @@ from autopar.collective import Collective
 from autopar.cost.hardware import Hardware, resolve
 from autopar.cost.model import CostModel
 from autopar.cost.predict import collectives_of, predict
-from autopar.errors import OptionError, PlanError
+from autopar.errors import NotSupportedError, OptionError, PlanError
 from autopar.mesh import Device, Link, LogicalMesh, Mesh, factored_view
 from autopar.options import Options
 from autopar.passes.intra_op import Analysis
@@ -145,6 +145,18 @@ class Plan:
         bound = self._bound("explain()")
         return explain(self.data, bound.program, bound.predicted, self.collectives(), name)
 
+    def to_dot(self) -> str:
+        """The plan as a Graphviz graph: not built yet."""
+        raise _not_built("plan.to_dot()", "plan.explain() or plan.code()")
+
+    def report(self, path: str | Path) -> None:
+        """The plan as an HTML page: not built yet."""
+        raise _not_built("plan.report(path)", "plan.explain() or plan.code()")
+
+    def simulate(self) -> Any:
+        """The timeline of a step: not built yet."""
+        raise _not_built("plan.simulate()", "plan.predicted and plan.collectives()")
+
     def __str__(self) -> str:
         return self.explain() if self.bound else f"unbound plan of {self.data.model}"
 
@@ -183,6 +195,15 @@ class Plan:
                 hint="plan.bind(model), or pass it to autopar.parallelize(model, mesh, plan=plan)",
             )
         return self.bound
+
+
+def _not_built(what: str, instead: str) -> NotSupportedError:
+    return NotSupportedError(f"{what} is not built yet", hint=f"read {instead}")
+
+
+def compare(*plans: Plan) -> Any:
+    """Plans side by side: not built yet."""
+    raise _not_built("autopar.compare", "plan.explain() of each: it lists the alternatives")
 
 
 def plan(model: nn.Module, mesh: Any, example_inputs: ExampleInputs, **options: Any) -> Plan:
