@@ -229,6 +229,14 @@ SAMPLES: dict[str, list[Sample]] = {
     "aten._softmax.default": [call(x(4, 8), -1, False)],
     "aten.log_softmax.int": ALONG,
     "aten.cumsum.default": [call(x(4, 8), 1), call(ints(9, 4, 8), 0)],
+    "aten.diff.default": [
+        call(x(4, 8)),
+        call(x(8, 4), 1, 0),
+        call(x(4, 8), 2, -1),
+        call(x(4, 8), 1, -1, x(4, 1)),
+        call(ints(9, 4, 8), 1, 1, ints(9, 4, 1), ints(9, 4, 2)),
+        call(bools(4, 8)),
+    ],
     "aten.mm.default": [call(x(4, 8), x(8, 4)), call(x(1, 8), fixed(8, 4))],
     "aten.bmm.default": [call(x(4, 2, 8), x(4, 8, 4))],
     "aten.linear.default": [

@@ -106,6 +106,19 @@ def along_dim(call: OpCall) -> Notation:
     return Notation((term,), (term,) * len(call.outputs), held)
 
 
+def differences(call: OpCall) -> Notation:
+    """`diff` along a dim: it stays whole, and has another length in every tensor."""
+    dim = call.dim()
+
+    def term(shape: Shape, label: str) -> Term:
+        labels = names(len(shape))
+        return named_term(shape, (*labels[:dim], label, *labels[dim + 1 :]))
+
+    inputs = tuple(term(shape, f"x{i}") for i, shape in enumerate(call.inputs))
+    held = frozenset(f"x{i}" for i in range(len(inputs))) | {"y"}
+    return Notation(inputs, (term(call.outputs[0], "y"),), held)
+
+
 def matmul(call: OpCall) -> Notation:
     """torch.matmul of any ranks: batch dims broadcast, `k` is summed over."""
     left, right = call.inputs

@@ -105,6 +105,7 @@ REDUCTIONS = (
     OpRule("aten._softmax.default", f.along_dim),
     OpRule("aten.log_softmax.int", f.along_dim),
     OpRule("aten.cumsum.default", f.along_dim),
+    OpRule("aten.diff.default", f.differences, linear=_all_jointly),
 )  # fmt: skip
 
 PRODUCTS = (
