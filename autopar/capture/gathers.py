@@ -1,0 +1,90 @@
+"""Gathers at constant places that only move dims: `mask[batch_index, key_index]`.
+
+    y[..., j, ...] = x[i_0[j], i_1[j], ...]    index tensors i_d broadcast to one block of dims
+
+Where every i_d is `arange(size of dim d)` laid along a dim of the block of its own, y holds the
+elements of x in their order: a permutation of the dims of x, then a reshape with unit dims.
+transformers indexes attention masks and positions so; as a gather they could not be sharded.
+The values of the index tensors are computed here, when capturing, so only of those that depend
+on no placeholder and are small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from autopar.capture.builder import Builder, Call
+from autopar.capture.dependence import is_random, subgraph
+
+aten = torch.ops.aten
+
+# In all index tensors of a call, and in each value they are computed from.
+MAX_ELEMENTS = 2**20
+
+
+def gather_as_view(b: Builder, call: Call) -> fx.Node | None:
+    """`index.Tensor` as permute and reshape, where it is no more."""
+    source, indices = call.args
+    order = _dims_in_result(tuple(source.meta["val"].shape), indices)
+    if order is None:
+        return None
+    if order != sorted(order):
+        source = b.op(aten.permute.default, source, order)
+    if tuple(source.meta["val"].shape) == call.shape:
+        return source
+    return b.op(aten.reshape.default, source, list(call.shape))
+
+
+def _dims_in_result(shape: tuple[int, ...], indices: Sequence[fx.Node | None]) -> list[int] | None:
+    """The dims of the source as the result has them in order; None if it is not a view."""
+    indexed = {dim: index for dim, index in enumerate(indices) if index is not None}
+    values = _values(tuple(indexed.values()))
+    if values is None:
+        return None
+    rank = max(value.dim() for value in values)
+    along: dict[int, int] = {}  # dim of the block -> dim of the source
+    for dim, value in zip(indexed, values, strict=True):
+        whole = torch.arange(shape[dim], dtype=value.dtype, device=value.device)
+        if not torch.equal(value.flatten(), whole):
+            return None
+        laid = [rank - value.dim() + i for i, size in enumerate(value.shape) if size != 1]
+        if len(laid) > 1 or (laid and laid[0] in along):
+            return None
+        if laid:
+            along[laid[0]] = dim
+    block = [along[i] for i in sorted(along)]
+    # Adjacent indexed dims are replaced by the block where they stand; else it comes first.
+    first, last = min(indexed), max(indexed)
+    start = first if last - first + 1 == len(indexed) else 0
+    rest = [dim for dim in range(len(shape)) if dim not in indexed]
+    moved = [*(d for d in rest if d < start), *block, *(d for d in rest if d >= start)]
+    return _with_unit_dims(moved, shape)
+
+
+def _with_unit_dims(moved: list[int], shape: tuple[int, ...]) -> list[int]:
+    """All dims of the source; those of size 1 stay in place, so that often nothing moves."""
+    large = iter(dim for dim in moved if shape[dim] != 1)
+    return [dim if size == 1 else next(large) for dim, size in enumerate(shape)]
+
+
+def _values(indices: tuple[fx.Node, ...]) -> tuple[torch.Tensor, ...] | None:
+    """The index tensors, if they are small and depend on nothing."""
+    graph, leaves = subgraph(indices)
+    operators = [node for node in graph.nodes if node.op == "call_function"]
+    if leaves or any(is_random(node) for node in operators):
+        return None
+    sizes = [sum(map(_size, indices)), *map(_size, operators)]
+    if max(sizes) > MAX_ELEMENTS:
+        return None
+    with torch.no_grad():
+        found: tuple[torch.Tensor, ...] = fx.Interpreter(fx.GraphModule(nn.Module(), graph)).run()
+    return found
+
+
+def _size(node: fx.Node) -> int:
+    values = pytree.tree_leaves(node.meta["val"])
+    return sum(v.numel() for v in values if isinstance(v, torch.Tensor))
