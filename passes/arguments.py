@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.fx
 
+_VIEWS_WITH_SIZES = ("aten.reshape.default", "aten.view.default")
+
 
 def override(
     node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], changed: Mapping[str, Any]
@@ -29,8 +31,20 @@ def prologue_lines(graph: torch.fx.Graph) -> tuple[tuple[str, str], ...]:
     lines = []
     for node in graph.nodes:
         if node.op == "call_function":
-            words = [*map(repr, node.args), *(f"{k}={v!r}" for k, v in node.kwargs.items())]
+            args = _of_any_rows(node)
+            words = [*map(repr, args), *(f"{k}={v!r}" for k, v in node.kwargs.items())]
             lines.append((node.name, f"{node.target}({', '.join(words)})"))
         elif node.op == "output":
             lines.append(("return", ", ".join(map(str, node.args[0])) + ","))
     return tuple(lines)
+
+
+def _of_any_rows(node: torch.fx.Node) -> tuple[Any, ...]:
+    """A prologue's arguments for any number of rows: a rank may be given only its own.
+
+    Rows are the leading dim, and views of them keep them leading.
+    """
+    args = tuple(node.args)
+    if str(node.target) not in _VIEWS_WITH_SIZES or -1 in args[1] or not args[1]:  # type: ignore[operator]
+        return args
+    return (args[0], [-1, *args[1][1:]], *args[2:])  # type: ignore[index,misc]
