@@ -42,7 +42,7 @@ class Strategy:
     """The whole choice: one strategy per operator, one storage per parameter.
 
     `types` are factor-refined and of one microbatch; `batch_cells` name each value's batch
-    factor.
+    factor. `sequence_forbidden`: no reshard of an activation reduce_scatters.
     """
 
     operators: Mapping[str, OperatorStrategy]
@@ -51,3 +51,4 @@ class Strategy:
     batch_cells: Mapping[str, tuple[int, int]]
     batch_size: int
     n_microbatches: int
+    sequence_forbidden: bool = False

@@ -108,10 +108,14 @@ class ParallelModule(nn.Module):
 
         self._adopt(from_rank_0(on_rank_0), program)
 
-    def _use_plan(self, plan: Plan) -> None:
+    def _use_plan(
+        self, plan: Plan, batch: Mapping[str, Any] | Sequence[Any] | None = None
+    ) -> None:
+        """Take rank 0's plan; `batch` is needed only where the plan cannot rebuild one."""
         data = from_rank_0(lambda: plan.data)
         _check_mesh(data, self._mesh)
-        self._adopt(data, self._capture(example_of(data), training=True))
+        example = example_of(data) if batch is None else batch
+        self._adopt(data, self._capture(example, training=True))
 
     def _adopt(self, data: PlanData, program: Program) -> None:
         analysis = Analysis.of(program, data.batch_dims or None)
@@ -172,7 +176,12 @@ class ParallelModule(nn.Module):
         analysis = Analysis.of(program, data.batch_dims or None)
         self._check_batch(analysis.batch.size, data.microbatches)
         strategy = replay(
-            analysis, data.parameters, data.operators, cost.mesh.sizes, data.microbatches
+            analysis,
+            data.parameters,
+            data.operators,
+            cost.mesh.sizes,
+            data.microbatches,
+            data.forbid,
         )
         return lower(analysis, strategy, cost, with_outputs)
 
@@ -371,9 +380,7 @@ class ParallelModule(nn.Module):
         self, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
         """`DTensor`s under every key of the model's own state dict."""
-        return state_dict(
-            self.stored, self.shards, self._device_mesh(), self.constant_buffers
-        )
+        return state_dict(self.stored, self.shards, self._device_mesh(), self.constant_buffers)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False

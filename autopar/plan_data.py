@@ -67,6 +67,7 @@ class PlanData:
     static_inputs: Mapping[str, Any]
     positional: bool
     batch_dims: Mapping[str, int | None]
+    forbid: tuple[str, ...]
     parameters: Mapping[str, str]
     operators: Mapping[str, str]
     objective_s: float
@@ -123,6 +124,7 @@ def _from_dict(raw: dict[str, Any]) -> PlanData:
         tuple((float(a), float(b)) for a, b in mesh["links"]),
         {k: float(v) for k, v in mesh["device"].items()},
     )
+    values["forbid"] = tuple(raw["forbid"])
     values["inputs"] = tuple(
         InputSignature(i["path"], tuple(i["shape"]), i["dtype"]) for i in raw["inputs"]
     )

@@ -244,6 +244,7 @@ def plan_program(
         static_inputs=static,
         positional=not isinstance(example_inputs, Mapping),
         batch_dims=dict(options.batch_dims or {}),
+        forbid=tuple(sorted(outcome.forbid)),
         parameters=parameters,
         operators=operators,
         objective_s=outcome.chosen.objective_s,
@@ -259,7 +260,9 @@ def predicted_time_s(program: StageProgram, cost: CostModel, optimizer: str) -> 
 
 
 def replay_plan(analysis: Analysis, data: PlanData, view: LogicalMesh) -> Any:
-    return replay(analysis, data.parameters, data.operators, view.sizes, data.microbatches)
+    return replay(
+        analysis, data.parameters, data.operators, view.sizes, data.microbatches, data.forbid
+    )
 
 
 def bind(data: PlanData, analysis: Analysis, mesh: Mesh) -> Plan:

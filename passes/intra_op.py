@@ -7,7 +7,7 @@ choose    candidates -> problem -> solver -> `Strategy` (per logical mesh and mi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from autopar.cost.memory import optimizer_time_s, static_bytes_per_param
@@ -17,7 +17,7 @@ from autopar.factors import Operator, Types, operators_of, tensor_types
 from autopar.facts import Strategy
 from autopar.passes.candidates import CandidateMaker
 from autopar.passes.constraints import Constraints, Limits
-from autopar.passes.groups import form_groups, place_operators
+from autopar.passes.groups import PlacedOperator, form_groups, place_operators
 from autopar.passes.microbatch import Batch, find_batch
 from autopar.passes.parameters import ParameterMaker
 from autopar.passes.problem import IntraOpProblem, ProblemBuilder
@@ -43,6 +43,10 @@ class Analysis:
     types: Types
     batch: Batch
     saved: Mapping[str, Saved]
+    _types: dict[int, Types] = field(default_factory=dict, repr=False, compare=False)
+    _placed: dict[int, tuple[PlacedOperator, ...]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @staticmethod
     def of(program: Program, batch_dims: Mapping[str, int | None] | None = None) -> Analysis:
@@ -65,6 +69,18 @@ class Analysis:
 
     def microbatch_types(self, n_microbatches: int) -> Types:
         """Types of one microbatch; raises `BatchError` when the batch does not divide."""
+        if n_microbatches not in self._types:
+            self._types[n_microbatches] = self._divided(n_microbatches)
+        return self._types[n_microbatches]
+
+    def placed_operators(self, n_microbatches: int) -> tuple[PlacedOperator, ...]:
+        """Every operator's strategies on one axis, at the sizes of one microbatch."""
+        if n_microbatches not in self._placed:
+            tensors = self.microbatch_types(n_microbatches).tensors
+            self._placed[n_microbatches] = place_operators(self.operators, tensors)
+        return self._placed[n_microbatches]
+
+    def _divided(self, n_microbatches: int) -> Types:
         if n_microbatches == 1:
             return self.types
         self.batch.check_divides(n_microbatches)
@@ -103,7 +119,7 @@ def intra_op_problem(
     program = analysis.program
     types = analysis.microbatch_types(n_microbatches)
     cost = cost.for_parameters(sum(types.tensors[n].size_bytes for n in program.parameters))
-    groups = form_groups(program, place_operators(analysis.operators, types.tensors))
+    groups = form_groups(program, analysis.placed_operators(n_microbatches))
     limits = Limits.of(constraints, program, analysis.batch.cells, types.classes)
     maker = CandidateMaker(cost, types.tensors, analysis.saved, limits, n_microbatches)
     savers: set[str] = set()
@@ -145,6 +161,7 @@ def choose(
         analysis.batch.cells,
         analysis.batch.size,
         n_microbatches,
+        "sequence" in constraints.forbid,
     )
     return Chosen(
         strategy,

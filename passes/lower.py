@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,6 @@ from autopar.facts import OperatorStrategy, Storage, Strategy
 from autopar.passes.arguments import override, prologue_lines
 from autopar.passes.candidates import operator_times_s
 from autopar.passes.frees import with_frees, with_regathers
-from autopar.passes.groups import place_operators
 from autopar.passes.intra_op import Analysis
 from autopar.passes.lowered import (
     LOWERED,
@@ -79,8 +79,7 @@ class _Lowering:
 
     def run(self) -> StageProgram:
         parameters = tuple(self._parameter(n) for n in self.program.parameters)
-        placed = place_operators(self.analysis.operators, self.types)
-        for item in placed:
+        for item in self.analysis.placed_operators(self.strategy.n_microbatches):
             self._operator(item.operator, self.strategy.operators[item.name], item.sizes)
         loss = self._loss() if self.program.loss is not None else None
         outputs = tuple(self._output(n) for n in self.program.outputs) if self.with_outputs else ()
@@ -130,7 +129,8 @@ class _Lowering:
         first: str, name: str, phase: str,
     ) -> tuple[MoveLine, ...]:  # fmt: skip
         lines, at = [], first
-        for step in reshard_table(tensor, self.cost).path(source, target):
+        restricted = self.strategy.sequence_forbidden and value not in self.program.parameters
+        for step in reshard_table(tensor, self.cost, restricted).path(source, target):
             forward, backward = step_time_s(step, tensor.has_grad, self.cost.primitive_time_s)
             out = self._placed(name, value, tensor, step.target)
             lines.append(
@@ -145,18 +145,20 @@ class _Lowering:
 
     # -- parameters ----------------------------------------------------------------------
 
-    def _uses(self, name: str) -> dict[Spec, None]:
-        used: dict[Spec, None] = {}
+    @cached_property
+    def _uses(self) -> Mapping[str, Mapping[Spec, None]]:
+        """The distinct placements every parameter is used at, in order."""
+        used: dict[str, dict[Spec, None]] = {name: {} for name in self.program.parameters}
         for operator in self.analysis.operators:
             chosen = self.strategy.operators[operator.name]
             for value, spec in zip(operator.inputs, chosen.inputs, strict=True):
-                if value == name:
-                    used.setdefault(spec)
+                if value in used:
+                    used[value].setdefault(spec)
         return used
 
     def _parameter(self, name: str) -> StoredParameter:
         info, storage = self.program.parameters[name], self.strategy.storage[name]
-        base, uses = self._unique(info.name), self._uses(name)
+        base, uses = self._unique(info.name), self._uses[name]
         stored = self._local(base, name, storage.spec)
         converted = []
         for spec in uses:

@@ -40,6 +40,7 @@ class Outcome:
     hardware: Hardware
     name: str
     step_time_s: float
+    forbid: frozenset[str]
     alternatives: tuple[Alternative, ...] = ()
 
 
@@ -204,7 +205,7 @@ class Planner:
             time_s = self.predict(program, cost, self.options.optimizer)
             if constraints.roles:  # laid out on an abstract machine; its cost is this one's
                 chosen = replace(chosen, objective_s=time_s, gap=0.0)
-            return Outcome(view, chosen, program, hardware, name, time_s)
+            return Outcome(view, chosen, program, hardware, name, time_s, constraints.forbid)
         assert last is not None
         raise last
 

@@ -7,11 +7,11 @@ rank takes rank 0's plan, and how a hand-edited plan is checked.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from autopar.errors import PlanError
 from autopar.facts import OperatorStrategy, Storage, Strategy
-from autopar.passes.groups import PlacedOperator, place_operators
+from autopar.passes.groups import PlacedOperator
 from autopar.passes.intra_op import Analysis
 from autopar.plan_data import operator_text, parse_operator, parse_storage, storage_text
 from autopar.rules import rule_for
@@ -37,6 +37,7 @@ def replay(
     operator_texts: Mapping[str, str],
     sizes: Sequence[int],
     n_microbatches: int,
+    forbid: Collection[str] = (),
 ) -> Strategy:
     """The strategy that the texts of a plan describe, on this program.
 
@@ -46,14 +47,20 @@ def replay(
     program = analysis.program
     types = analysis.microbatch_types(n_microbatches).tensors
     storage = _storages(analysis, parameters, types, sizes)
-    placed = place_operators(analysis.operators, types)
+    placed = analysis.placed_operators(n_microbatches)
     _check_names("operator", [program.keys[p.name] for p in placed], operator_texts)
     operators = {
         item.name: _operator(analysis, item, operator_texts[program.keys[item.name]], types, sizes)
         for item in placed
     }
     return Strategy(
-        operators, storage, types, analysis.batch.cells, analysis.batch.size, n_microbatches
+        operators,
+        storage,
+        types,
+        analysis.batch.cells,
+        analysis.batch.size,
+        n_microbatches,
+        "sequence" in forbid,
     )
 
 

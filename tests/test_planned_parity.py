@@ -10,7 +10,6 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
-from typing import Any
 
 import pytest
 
@@ -166,20 +165,9 @@ def test_plan(model: str, sizes: tuple[int, ...], n_microbatches: int, recipe: s
     assert Counter(step.calls) == Counter(step.foretold)
 
 
-def forbidding_sequence() -> list[Any]:
-    """Every case of a recipe that forbids `sequence`."""
-    cases: list[Any] = []
-    recipes = [name for name, c in RECIPES.items() if "sequence" in c.forbid]
-    for case in product(MODELS, MESHES, (1, 4), recipes):
-        known = case == ("llama", (2, 2), 4, "megatron zero-3")
-        reason = "lowering takes the cheapest path, also where the solver priced another one"
-        marks = [pytest.mark.xfail(reason=reason)] if known else []
-        cases.append(pytest.param(*case, marks=marks))
-    return cases
-
-
 @pytest.mark.parametrize(
-    ("model", "sizes", "n_microbatches", "recipe"), list(forbidding_sequence())
+    ("model", "sizes", "n_microbatches", "recipe"),
+    product(MODELS, MESHES, (1, 4), [n for n, c in RECIPES.items() if "sequence" in c.forbid]),
 )
 def test_forbidden_sequence(
     model: str, sizes: tuple[int, ...], n_microbatches: int, recipe: str
