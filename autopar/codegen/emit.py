@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -111,11 +112,20 @@ def _microbatch(program: StageProgram) -> list[str]:
             here = line.key.rpartition("/")[0]
             if here != module:
                 module = here
-                out += ["", f"    # {here or program.name}  ({line.where})"]
+                out += ["", f"    # {here or program.name}  ({_short(line.where)})"]
         out += _line(line, program)
     results = [program.loss or "None", *program.outputs]
     out.append(f"    return {', '.join(results)}{',' if len(results) == 1 else ''}")
     return out
+
+
+def _short(where: str) -> str:
+    """A source line without what differs among machines: the path inside the package."""
+    parts = PurePath(where).parts
+    for folder in ("site-packages", "dist-packages"):
+        if folder in parts:
+            return "/".join(parts[parts.index(folder) + 1 :])
+    return "/".join(parts[-2:])
 
 
 def _taken_parameters(program: StageProgram) -> list[tuple[Local, str]]:
