@@ -6,28 +6,31 @@
     views         `view`, `flatten`, ... are `reshape` with explicit sizes: a view of a shard or
                   of a tensor whose copy was removed may need one, and `squeeze` would also
                   drop a dim of which a shard has one element
+    gathers       at constant places that only move dims: see `gathers.py`
     bias          `linear(x, w, b)` = `linear(x, w) + b`, `addmm(b, x, w)` = `mm(x, w) + b`:
                   partial sums must not add the bias once per rank
     means         mean(x) = sum(x) / n, n a Python number: a sum can be sharded
     mean losses   see `losses.py`
 
-A rewrite returns the node that stands for the call, or None to keep the call as it is.
+A rewrite returns the node that stands for the call (a tuple of them for several results), or
+None to keep the call as it is.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from autopar.capture.builder import Builder, Call
+from autopar.capture.gathers import gather_as_view
 from autopar.capture.losses import LOSS_REWRITES, mean_of
 
 aten = torch.ops.aten
-Rewrite = Callable[[Builder, Call], fx.Node | None]
+Rewrite = Callable[[Builder, Call], fx.Node | tuple[fx.Node, ...] | None]
 
 
 def same_value(b: Builder, call: Call) -> fx.Node | None:
@@ -55,10 +58,20 @@ def reshape(b: Builder, call: Call) -> fx.Node | None:
 
 
 def expand(b: Builder, call: Call) -> fx.Node | None:
-    source = call.args[0]
-    if tuple(source.meta["val"].shape) == call.shape:
+    return expanded(b, call.args[0], call.shape)
+
+
+def expanded(b: Builder, source: fx.Node, shape: Sequence[int]) -> fx.Node:
+    if tuple(source.meta["val"].shape) == tuple(shape):
         return source
-    return b.op(aten.expand.default, source, list(call.shape))
+    return b.op(aten.expand.default, source, list(shape))
+
+
+def broadcast_tensors(b: Builder, call: Call) -> tuple[fx.Node, ...]:
+    """Every loss of `torch.nn.functional` does this to its two tensors, alike or not."""
+    sources = call.args[0]
+    shape = torch.broadcast_shapes(*(source.meta["val"].shape for source in sources))
+    return tuple(expanded(b, source, shape) for source in sources)
 
 
 def slice_(b: Builder, call: Call) -> fx.Node | None:
@@ -140,6 +153,8 @@ REWRITES: dict[Any, Rewrite] = {
     aten.broadcast_to: expand,
     aten.squeeze: reshape,
     aten.slice.Tensor: slice_,
+    aten.index.Tensor: gather_as_view,
+    aten.broadcast_tensors: broadcast_tensors,
     aten.dropout: dropout,
     aten.feature_dropout: dropout,
     aten.alpha_dropout: dropout,
