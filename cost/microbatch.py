@@ -64,7 +64,11 @@ class MicrobatchMemory:
 
     def __init__(self, program: StageProgram, ledger: Ledger) -> None:
         self.program, self.ledger = program, ledger
-        self.owners = [dict(owner) for owner in storage_owners(program.body)]
+        self.owners = [
+            # Only what the line touches: a map of all variables per line would be quadratic.
+            {n: owner[n] for n in (*reads(line), *(o.name for o in outs(line))) if n in owner}
+            for line, owner in zip(program.body, storage_owners(program.body), strict=True)
+        ]
         self.reached, self.again = differentiated(program), regathered(program.body)
         self.gathered = {
             self.owners[i][line.out.name]

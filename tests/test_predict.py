@@ -374,6 +374,23 @@ def test_peak_memory_of_two_processes() -> None:
             assert predicted == pytest.approx(measured, rel=CLOSE), case
 
 
+@pytest.mark.parametrize("model", ["mlp", "gpt2", "bert-chunk"])
+def test_memory_of_any_program_is_bounded_by_what_it_must_hold(model: str) -> None:
+    """The peak holds what always lives and the gradients, and parts add up to it."""
+    analysis, cost = model_case(model).analysis, abstract_cost((2, 2))
+    for seed in range(8):
+        n_microbatches = 1 + seed % 2
+        problem = free_problem(model, (2, 2), n_microbatches)
+        strategy = random_strategy(analysis, problem, n_microbatches, random.Random(seed))
+        program = lower(analysis, strategy, cost)
+        found = peak_memory(program, "adamw")
+        stored_bytes = sum(p.stored.size_bytes for p in program.parameters)
+        assert sum(found.parts.values()) == pytest.approx(found.peak_bytes)
+        assert found.parts["parameters"] == stored_bytes
+        assert found.peak_bytes >= 5 * stored_bytes  # two moments, a gradient, the update
+        assert found.at
+
+
 def test_live_bytes_counts_storages_once_and_until_they_are_gone() -> None:
     x = torch.zeros(1000, requires_grad=True)
     with LiveBytes([x, x.detach()]) as live:
