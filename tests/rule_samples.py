@@ -268,6 +268,14 @@ SAMPLES: dict[str, list[Sample]] = {
         call(x(8, 4), ints(3, 8), -1, True),  # gradients scaled by frequency
         call(fixed(8, 4), ints(8, 4)),
     ],
+    "aten.gather.default": [
+        call(x(4, 8), 1, ints(8, 4, 4)),
+        call(x(8, 4), 0, ints(8, 4, 2)),  # shorter than the source in both dims
+        call(x(4, 2, 8), -1, ints(8, 4, 2, 1)),
+        call(fixed(4, 8), 1, ints(8, 4, 8)),
+        call(ints(9, 4, 8), 0, ints(4, 4, 8)),
+        call(x(), 0, ints(1, 4)[0]),
+    ],
     "aten.cross_entropy_loss.default": [
         call(x(4, 8), ints(8, 4), None, 2),
         call(x(8, 8), holes(ints(8, 8)), None, 2),

@@ -229,6 +229,18 @@ def embedding(call: OpCall) -> Notation:
     )
 
 
+def gather(call: OpCall) -> Notation:
+    """`gather` along a dim, in which the source is whole; so are both where the index is
+    shorter than the source, since its rows are the source's first."""
+    source, index = call.inputs
+    along, labels, held = call.dim(), names(len(index)), names(len(source), "x")
+    same = [i != along and n == index[i] for i, n in enumerate(source)]
+    mixed = tuple(d if ok else x for ok, d, x in zip(same, labels, held, strict=True))
+    shorter = {d for i, d in enumerate(labels) if i != along and not same[i]}
+    term = named_term(index, labels)
+    return Notation((named_term(source, mixed), term), (term,), frozenset(held) | shorter)
+
+
 def cross_entropy(call: OpCall) -> Notation:
     """Class logits [n, v] or [n, v, ...] against class indices, summed or per row.
 

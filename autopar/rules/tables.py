@@ -131,6 +131,7 @@ NETWORK = (
         lower={"v": "vocab_parallel_embedding"},
         check=_dense_gradient,
     ),
+    OpRule("aten.gather.default", f.gather, linear=ALONE),
     OpRule(
         "aten.cross_entropy_loss.default",
         f.cross_entropy,
