@@ -43,7 +43,7 @@ def _dims_in_result(shape: tuple[int, ...], indices: Sequence[fx.Node | None]) -
     """The dims of the source as the result has them in order; None if it is not a view."""
     indexed = {dim: index for dim, index in enumerate(indices) if index is not None}
     values = _values(tuple(indexed.values()))
-    if values is None:
+    if not values:
         return None
     rank = max(value.dim() for value in values)
     along: dict[int, int] = {}  # dim of the block -> dim of the source
