@@ -1,0 +1,155 @@
+"""Predicted peak memory against live tensors of real steps, within a few percent."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from functools import lru_cache
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from autopar.capture import capture
+from autopar.codegen import emit
+from autopar.cost.liveness import peak_memory
+from autopar.cost.model import CostModel
+from autopar.facts import Strategy
+from autopar.live_bytes import LiveBytes
+from autopar.mesh import Device, Link, LogicalMesh
+from autopar.passes.constraints import Constraints
+from autopar.passes.intra_op import Analysis, choose
+from autopar.passes.lower import lower
+from autopar.runtime.executor import Environment, Executor
+from autopar.runtime.groups import Group, make_groups
+from autopar.runtime.launch import launch
+from autopar.runtime.load import load_code
+from tests.harness import (
+    abstract_cost,
+    free_problem,
+    generated_code,
+    model_case,
+    random_strategy,
+)
+from tests.test_predict import zero_strategy_of
+
+__all__ = ["generated_code"]
+
+CLOSE = 0.05
+
+
+@lru_cache
+def small_gpt2() -> Analysis:
+    """Two layers, 16 x 32 tokens, in float32."""
+    config = GPT2Config(
+        n_layer=2, n_embd=64, n_head=4, vocab_size=256, n_positions=32, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    ids = torch.zeros((16, 32), dtype=torch.int64)
+    return Analysis.of(capture(GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}))
+
+
+def laid_out(n_microbatches: int, n_ranks: int, how: str) -> tuple[CostModel, Strategy]:
+    """`how` is "plain" (the planner's choice), "tensor" or a ZeRO stage."""
+    analysis = small_gpt2()
+    # A slow device makes tensor parallelism pay.
+    device = Device(1e8 if how == "tensor" else 1e12, 1e11, 1e10, 1e-6)
+    mesh = LogicalMesh((n_ranks,), ("tp",), (Link(1e-6, 1e-9),), device)
+    cost = CostModel(mesh, torch.float32)
+    if how.startswith("zero"):
+        return cost, zero_strategy_of(analysis, cost, int(how[-1]), n_microbatches)
+    forbid = frozenset({"data"}) if how == "tensor" else frozenset[str]()
+    chosen = choose(analysis, cost, n_microbatches, Constraints(forbid), "adamw", None)
+    return cost, chosen.strategy
+
+
+def measured_and_predicted(
+    n_microbatches: int, n_ranks: int, how: str
+) -> tuple[float, float, float]:
+    """(peak of live tensors over a whole step, predicted, bytes between steps)."""
+    torch.set_num_threads(1)
+    analysis = small_gpt2()
+    cost, strategy = laid_out(n_microbatches, n_ranks, how)
+    program = lower(analysis, strategy, cost)
+    code, _ = load_code("stage_0.py", emit(program))
+    ids = torch.randint(0, 256, (16, 32), generator=torch.Generator().manual_seed(0))
+    inputs = {name: ids.clone() for name in analysis.program.inputs}
+    constants = {name: compute() for name, compute in analysis.program.constants.items()}
+    groups: Mapping[tuple[int, ...], Group] = make_groups(cost.mesh) if n_ranks > 1 else {}
+    rank = torch.distributed.get_rank() if n_ranks > 1 else 0
+    environment = Environment(torch.device("cpu"), groups)
+    executor = Executor(program, code, environment, cost.mesh.coordinate(rank), constants)
+    stored = {
+        p.name: (torch.randn(p.stored.shape) * 0.02).requires_grad_() for p in program.parameters
+    }
+    optimizer = torch.optim.AdamW(stored.values(), foreach=True)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        executor.step(stored, inputs)
+        optimizer.step()
+
+    step()
+    optimizer.zero_grad()
+    moments = [t for state in optimizer.state.values() for t in state.values()]
+    with LiveBytes([*stored.values(), *moments, *inputs.values()]) as live:
+        between_bytes = live.live_bytes
+        step()
+    return live.peak_bytes, peak_memory(program, "adamw").peak_bytes, between_bytes
+
+
+@pytest.mark.parametrize("n_microbatches", [1, 4])
+def test_peak_memory_of_one_rank(n_microbatches: int) -> None:
+    measured, predicted, between_bytes = measured_and_predicted(n_microbatches, 1, "plain")
+    assert measured > 2 * between_bytes, "activations must matter"
+    assert predicted == pytest.approx(measured, rel=CLOSE)
+
+
+CASES = [("plain", 4), ("tensor", 1), ("zero1", 1), ("zero2", 4), ("zero3", 4)]
+
+
+def all_cases() -> list[tuple[float, float, float]]:
+    """In a worker process: every case, one after the other."""
+    return [measured_and_predicted(m, 2, how) for how, m in CASES]
+
+
+def test_peak_memory_of_two_processes() -> None:
+    for found in launch(all_cases, 2):
+        for case, (measured, predicted, _) in zip(CASES, found, strict=True):
+            assert predicted == pytest.approx(measured, rel=CLOSE), case
+
+
+@pytest.mark.parametrize("model", ["mlp", "gpt2", "bert-chunk"])
+def test_memory_of_any_program_is_bounded_by_what_it_must_hold(model: str) -> None:
+    """The peak holds what always lives and the gradients, and parts add up to it."""
+    analysis, cost = model_case(model).analysis, abstract_cost((2, 2))
+    for seed in range(8):
+        n_microbatches = 1 + seed % 2
+        problem = free_problem(model, (2, 2), n_microbatches)
+        strategy = random_strategy(analysis, problem, n_microbatches, random.Random(seed))
+        program = lower(analysis, strategy, cost)
+        found = peak_memory(program, "adamw")
+        stored_bytes = sum(p.stored.size_bytes for p in program.parameters)
+        assert sum(found.parts.values()) == pytest.approx(found.peak_bytes)
+        assert found.parts["parameters"] == stored_bytes
+        assert found.peak_bytes >= 5 * stored_bytes  # two moments, a gradient, the update
+        assert found.at
+
+
+def test_live_bytes_counts_storages_once_and_until_they_are_gone() -> None:
+    x = torch.zeros(1000, requires_grad=True)
+    with LiveBytes([x, x.detach()]) as live:
+        assert live.live_bytes == 4000
+        y = (x * 2).exp()
+        view = y.view(10, 100)
+        assert live.live_bytes == 4000 + 4000
+        del y
+        assert live.live_bytes == 8000
+        assert (live.peak_bytes, live.peak_at) == (12000, "aten.exp.default")
+        view.sum().backward()
+        del view
+        assert live.live_bytes == 8000, "the gradient stays"
+        live.reset_peak()
+        assert live.peak_bytes == 8000
+    x.grad = None
+    assert live.live_bytes == 4000
