@@ -167,7 +167,9 @@ def test_plan(model: str, sizes: tuple[int, ...], n_microbatches: int, recipe: s
 
 @pytest.mark.parametrize(
     ("model", "sizes", "n_microbatches", "recipe"),
-    product(MODELS, MESHES, (1, 4), [n for n, c in RECIPES.items() if "sequence" in c.forbid]),
+    list(
+        product(MODELS, MESHES, (1, 4), [n for n, c in RECIPES.items() if "sequence" in c.forbid])
+    ),
 )
 def test_forbidden_sequence(
     model: str, sizes: tuple[int, ...], n_microbatches: int, recipe: str
