@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.errors import OptionError
 from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.parallel_module import ParallelModule
@@ -30,16 +31,39 @@ def parallelize(
     example_inputs: one global batch, dict or tuple. Without it and without `plan`, planning
     waits for `pm.prepare(**batch)` or the first step. weights: "rank0" (rank 0's values),
     "init" (a model on meta, initialised shard by shard), or a path. The model object is left
-    untouched. Options: `autopar.options.Options`.
+    untouched. Options: `autopar.options.Options`; a `plan` has decided them all but `loss_fn`.
 
-    Raises `MeshError` when the number of processes is not the mesh's.
+    Raises `MeshError` when the number of processes is not the mesh's, `OptionError` for an
+    option that the plan has decided otherwise.
     """
+    if plan is not None:
+        options = _options_beside(plan, options)
     module = ParallelModule(model, Mesh.of(mesh), Options.of(**options), weights)
     if plan is not None:
-        module._use_plan(plan)
+        module._use_plan(plan, example_inputs)
     elif example_inputs is not None:
         module._make_plan(example_inputs)
     return module
+
+
+# What is not part of a plan, because it is code or because it is about planning alone.
+_BESIDE_A_PLAN = frozenset({"loss_fn", "progress"})
+
+
+def _options_beside(plan: Plan, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options for running a plan: the user's code, and the plan's own precision."""
+    precision = plan.data.precision
+    refused = [
+        f"{name}={value!r}"
+        for name, value in options.items()
+        if name not in _BESIDE_A_PLAN and (name, value) != ("precision", precision)
+    ]
+    if refused:
+        raise OptionError(
+            f"{', '.join(refused)} beside a plan, which has decided that",
+            hint="leave it out, or plan again with it",
+        )
+    return {**options, "precision": precision}
 
 
 def save(

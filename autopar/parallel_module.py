@@ -8,7 +8,6 @@ shards.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,6 @@ from autopar.errors import (
     NotPlannedError,
     NotSupportedError,
     OptionError,
-    PlanError,
 )  # fmt: skip
 from autopar.facts import Storage
 from autopar.job import from_rank_0, join_process_group, own_rank
@@ -38,7 +36,14 @@ from autopar.passes.intra_op import Analysis, choose
 from autopar.passes.lower import lower
 from autopar.passes.replay import plan_texts, replay
 from autopar.plan_data import PlanData
-from autopar.planning import Plan, bind, example_of, plan_program
+from autopar.planning import (
+    Plan,
+    bind,
+    check_mesh,
+    example_of,
+    has_nested_inputs,
+    plan_program,
+)  # fmt: skip
 from autopar.program import Program, flatten_inputs
 from autopar.runtime import state
 from autopar.runtime.delivery import batch_index, batch_shards, most_batch_shards
@@ -108,13 +113,11 @@ class ParallelModule(nn.Module):
 
         self._adopt(from_rank_0(on_rank_0), program)
 
-    def _use_plan(
-        self, plan: Plan, batch: Mapping[str, Any] | Sequence[Any] | None = None
-    ) -> None:
-        """Take rank 0's plan; `batch` is needed only where the plan cannot rebuild one."""
+    def _use_plan(self, plan: Plan, batch: Mapping[str, Any] | Sequence[Any] | None = None) -> None:
+        """Take rank 0's plan; `batch` serves where a plan cannot rebuild nested inputs."""
         data = from_rank_0(lambda: plan.data)
-        _check_mesh(data, self._mesh)
-        example = example_of(data) if batch is None else batch
+        check_mesh(data, self._mesh)
+        example = batch if has_nested_inputs(data) and batch is not None else example_of(data)
         self._adopt(data, self._capture(example, training=True))
 
     def _adopt(self, data: PlanData, program: Program) -> None:
@@ -419,17 +422,3 @@ def _signature(tensors: Mapping[str, Any], static: Mapping[str, Any]) -> Signatu
 
 def _taken(stage: StageProgram, constant: str) -> bool:
     return any(item.source == constant for item in stage.delivered)
-
-
-def _check_mesh(data: PlanData, mesh: Mesh) -> None:
-    if data.mesh.shape != mesh.shape:
-        raise PlanError(
-            f"the plan was made for a mesh {data.mesh.shape}, this one is {mesh.shape}",
-            hint="use the plan's mesh shape, or plan again",
-        )
-    if mesh.hardware is not None and data.mesh.hardware != mesh.hardware:
-        warnings.warn(
-            f"the plan was made for {data.mesh.hardware}; it runs on {mesh.hardware}, "
-            "where another plan may be faster",
-            stacklevel=3,
-        )

@@ -8,6 +8,7 @@ model to cost, print or run it.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -179,13 +180,15 @@ class Plan:
     ) -> Plan:
         """Lay a loaded plan on its model, check it, and compute its costs anew.
 
-        Raises `PlanError` when the graph is another one or a placement is not legal.
+        Raises `PlanError` when the graph or the mesh is another one, or a placement is not
+        legal.
         """
+        machine = Mesh.of(mesh) if mesh is not None else mesh_of(self.data.mesh)
+        check_mesh(self.data, machine)
         program = capture(
             model, example_of(self.data), precision=self.data.precision, loss_fn=loss_fn
         )
         analysis = Analysis.of(program, self.data.batch_dims)
-        machine = Mesh.of(mesh) if mesh is not None else mesh_of(self.data.mesh)
         return bind(self.data, analysis, machine)
 
     def _bound(self, what: str) -> Bound:
@@ -314,11 +317,10 @@ def signature_of(
 def example_of(data: PlanData) -> ExampleInputs:
     """Meta tensors like the inputs a plan was made with."""
     leaves: dict[str, Any] = {
-        i.path: torch.empty(i.shape, dtype=getattr(torch, i.dtype), device="meta")
-        for i in data.inputs
+        i.path: torch.empty(i.shape, dtype=_dtype(i), device="meta") for i in data.inputs
     }
     leaves.update(data.static_inputs)
-    if any("." in path for path in leaves):
+    if has_nested_inputs(data):
         raise PlanError(
             "the plan has nested inputs, which it cannot rebuild",
             hint="pass example_inputs as well",
@@ -326,6 +328,32 @@ def example_of(data: PlanData) -> ExampleInputs:
     if data.positional:
         return tuple(leaves[str(i)] for i in range(len(leaves)))
     return leaves
+
+
+def has_nested_inputs(data: PlanData) -> bool:
+    return any("." in path for path in (*(i.path for i in data.inputs), *data.static_inputs))
+
+
+def _dtype(signature: InputSignature) -> torch.dtype:
+    dtype = getattr(torch, signature.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise PlanError(f"input {signature.path}: {signature.dtype!r} is no dtype of torch")
+    return dtype
+
+
+def check_mesh(data: PlanData, mesh: Mesh) -> None:
+    """Refuse a mesh of another shape than the plan's; warn of other hardware."""
+    if data.mesh.shape != mesh.shape:
+        raise PlanError(
+            f"the plan was made for a mesh {data.mesh.shape}, this one is {mesh.shape}",
+            hint="use the plan's mesh shape, or plan again",
+        )
+    if mesh.hardware is not None and data.mesh.hardware != mesh.hardware:
+        warnings.warn(
+            f"the plan was made for {data.mesh.hardware}; it runs on {mesh.hardware}, "
+            "where another plan may be faster",
+            stacklevel=3,
+        )
 
 
 def record_of(mesh: Mesh, hardware: Hardware) -> MeshRecord:

@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import autopar
 from autopar import Device, Link, Manual, Mesh
 from autopar.capture import capture, reference_step
+from tests import tiny_model
 
 BATCH, SEQUENCE, WIDTH, HEADS, VOCABULARY = 16, 8, 32, 4, 32
 N_STEPS, LEARNING_RATE = 3, 1e-2
@@ -127,6 +128,7 @@ CASES: dict[str, Case] = {
     "llama": Case(llama, tokens),
     "mlp": Case(Mlp, lambda seed: rows(seed, "x"), squares),
     "mlp with loss": Case(MlpWithLoss, lambda seed: rows(seed, "x", "y")),
+    "tiny": Case(tiny_model.Tiny, tiny_model.batch),
 }
 
 # -- plans by name -----------------------------------------------------------------------------
@@ -191,6 +193,15 @@ def train(cell: Cell) -> Trained:
     mesh = machine(cell.shape)
     module = autopar.parallelize(case.model(), mesh, case.batch(0), **cell.options())
     return train_module(module, case.batch)
+
+
+def train_planned(cell: Cell, plan: str) -> tuple[Trained, dict[str, str]]:
+    """`train` by a plan file, without example inputs; and the code that ran."""
+    case = CASES[cell.model]
+    module = autopar.parallelize(
+        case.model(), machine(cell.shape), plan=autopar.Plan.load(plan), loss_fn=case.loss_fn
+    )
+    return train_module(module, case.batch), module.plan.code()
 
 
 def train_module(module: autopar.ParallelModule, batch: Callable[[int], Batch]) -> Trained:
