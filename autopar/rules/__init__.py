@@ -53,7 +53,8 @@ def check_call(rule: OpRule, call: OpCall, where: str = "") -> None:
     """Refuse a call whose arguments the rule does not cover."""
     reason = rule.check(call) if rule.check else None
     if reason is not None:
-        raise NotSupportedError(reason, where=where, hint="change the model or the loss")
+        what, _, hint = reason.partition("\n")
+        raise NotSupportedError(what, where=where, hint=hint or "change the model or the loss")
 
 
 def register_rule(

@@ -102,6 +102,7 @@ class OpRule:
     lower      name -> function of `autopar.runtime.lowered` that replaces the operator
     localise   arguments that carry sizes, rewritten for one rank
     view       costs nothing: the output shares the input's memory
+    check      why a call is not covered, None if it is; a second line is the hint
     """
 
     op: str

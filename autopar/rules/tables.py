@@ -41,8 +41,19 @@ def _dense_gradient(call: OpCall) -> str | None:
     return "sparse gradients of an embedding are not supported" if call.args["sparse"] else None
 
 
+_DROPOUT_HINT = "set the dropout probabilities of the model to 0"
+
+
+def _no_attention_dropout(call: OpCall) -> str | None:
+    p = call.args["dropout_p"]
+    return f"attention dropout of p={p} is not supported yet\n{_DROPOUT_HINT}" if p else None
+
+
 def _no_dropout(call: OpCall) -> str | None:
-    return "attention dropout is not supported yet" if call.args["dropout_p"] else None
+    """Ranks that hold the same tensor would need the same mask, and those of shards their own."""
+    p = call.args["p"]
+    drops = call.args["train"] and p > 0
+    return f"dropout of p={p} is not supported yet in training\n{_DROPOUT_HINT}" if drops else None
 
 
 # Elementwise functions of one tensor that are not linear.
@@ -78,6 +89,7 @@ POINTWISE = (
     OpRule("aten.clone.default", f.pointwise, linear=ALONE),
     OpRule("aten.contiguous.default", f.pointwise, linear=ALONE),
     OpRule("aten.detach.default", f.pointwise, linear=ALONE, view=True),
+    OpRule("aten.dropout.default", f.pointwise, linear=ALONE, check=_no_dropout),
     OpRule("aten.alias.default", f.pointwise, linear=ALONE, view=True),
     OpRule("aten.add.Tensor", f.pointwise, linear=f.tensors_linear_jointly),
     OpRule("aten.sub.Tensor", f.pointwise, linear=f.tensors_linear_jointly),
@@ -117,7 +129,8 @@ PRODUCTS = (
         "aten.einsum.default", f.einsum, "2", f.tensors_linear_alone, check=f.explicit_einsum
     ),
     OpRule(
-        "aten.scaled_dot_product_attention.default", f.attention, "4*s*t*e*g", check=_no_dropout
+        "aten.scaled_dot_product_attention.default", f.attention, "4*s*t*e*g",
+        check=_no_attention_dropout,
     ),
 )  # fmt: skip
 
