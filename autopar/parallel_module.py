@@ -250,6 +250,8 @@ class ParallelModule(nn.Module):
                     hint="call pm.prepare(**global_batch) first",
                 )
             self.prepare(*args, **kwargs)
+        assert self.plan.bound is not None
+        self._inputs(self.plan.bound.analysis.program, given)  # before a trace fails on it
         whole = self._globalised(given) if batch == "local" else given
         built = self._program(whole, outputs is not None)
         on_outputs = None

@@ -7,6 +7,7 @@ evaluated as candidates too, so the result is never worse than they are by its o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,7 +15,7 @@ import torch
 
 from autopar.cost.hardware import Hardware, resolve
 from autopar.cost.model import CostModel
-from autopar.errors import InfeasibleError, MeshError, OptionError
+from autopar.errors import BatchError, InfeasibleError, MeshError, OptionError
 from autopar.mesh import Device, Link, LogicalMesh, Mesh, factored_view, logical_views
 from autopar.options import Manual, Options
 from autopar.passes.constraints import Constraints, Pin, Role
@@ -158,15 +159,40 @@ class Planner:
             )
         if self.options.force:
             raise OptionError("manual is the whole recipe; force cannot be combined with it")
+        self._check_rows(manual)
         view = factored_view(
             self.mesh, hardware.links, hardware.device, {"dp": manual.dp, "tp": manual.tp}
         )
+        n_rows = self.analysis.batch.size
+        for m in self._microbatch_counts():
+            if n_rows and n_rows % (manual.dp * m):
+                raise BatchError(
+                    f"a batch of {n_rows} rows does not divide by {manual.dp * m}: {m} "
+                    f"microbatches on each of {manual.dp} data-parallel ranks",
+                    hint="set drop_last=True in the loader, or change dp or the microbatches",
+                )
         forbid = self.options.forbid | (frozenset() if manual.sp else {"sequence"})
         return "manual recipe", view, Constraints(forbid, ("data", "tensor"), manual.zero)
 
+    def _check_rows(self, manual: Manual) -> None:
+        """Refuse a batch that data parallelism and the microbatches asked for do not divide."""
+        given, n_rows = self.options.microbatches, self.analysis.batch.size
+        n_microbatches = given if isinstance(given, int) else 1
+        if manual.dp > 1 and n_rows == 0:
+            raise BatchError(
+                f"dp={manual.dp} splits the batch, and no input has a batch of several rows",
+                hint="give a larger batch, or say where it is with batch_dims",
+            )
+        if n_rows % (manual.dp * n_microbatches):
+            raise BatchError(
+                f"a batch of {n_rows} rows does not divide over dp={manual.dp} ranks"
+                + (f" x {n_microbatches} microbatches" if n_microbatches > 1 else ""),
+                hint="choose a batch size that divides, or drop_last=True in the loader",
+            )
+
     # -- solving -----------------------------------------------------------------------------
 
-    def _microbatch_counts(self, view: LogicalMesh) -> list[int]:
+    def _microbatch_counts(self, view: LogicalMesh, constraints: Constraints) -> list[int]:
         manual, batch = self.options.manual, self.analysis.batch
         if manual is not None and manual.microbatch_size is not None:
             rows = batch.size // manual.dp
@@ -182,7 +208,12 @@ class Planner:
         if batch.size == 0 or batch.broken_at is not None:
             return [1]
         limit = min(batch.size, _MAX_MICROBATCHES)
-        return [m for m in range(1, limit + 1) if batch.size % m == 0 and m & (m - 1) == 0]
+        powers = [m for m in range(1, limit + 1) if batch.size % m == 0 and m & (m - 1) == 0]
+        # Each microbatch of a recipe is split over its data axes too.
+        n_splits = math.prod(
+            size for axis, size in enumerate(view.sizes) if constraints.role(axis) == "data"
+        )
+        return [m for m in powers if batch.size % (m * n_splits) == 0] or [1]
 
     def _solve(
         self,
@@ -195,7 +226,7 @@ class Planner:
         """The fewest microbatches that fit: with one stage, more of them only cost time."""
         cost = CostModel(view, compute_dtype(self.analysis))
         last: InfeasibleError | None = None
-        for m in self._microbatch_counts(view):
+        for m in self._microbatch_counts(view, constraints):
             try:
                 chosen = self._choose(view, cost, m, constraints, budget_bytes)
             except InfeasibleError as error:

@@ -44,7 +44,7 @@ def operator_uses(program: Program) -> list[OperatorUse]:
         check = rule_for(op).check if has_rule(op) else None
         reason = check(OpCall.of_node(node)) if check else None
         if reason is not None:
-            reasons.setdefault(op, reason)
+            reasons.setdefault(op, reason.replace("\n", ": "))
 
     def status(op: str) -> Status:
         if not has_rule(op):
