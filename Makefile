@@ -14,8 +14,9 @@ export OMP_NUM_THREADS := 1
 demo: install
 	$(BIN)/python examples/train_gpt2.py
 
+# Two workers: one core each; a file stays with one worker, so its process pools are shared.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: install
 	$(BIN)/ruff check .

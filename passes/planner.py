@@ -163,14 +163,6 @@ class Planner:
         view = factored_view(
             self.mesh, hardware.links, hardware.device, {"dp": manual.dp, "tp": manual.tp}
         )
-        n_rows = self.analysis.batch.size
-        for m in self._microbatch_counts():
-            if n_rows and n_rows % (manual.dp * m):
-                raise BatchError(
-                    f"a batch of {n_rows} rows does not divide by {manual.dp * m}: {m} "
-                    f"microbatches on each of {manual.dp} data-parallel ranks",
-                    hint="set drop_last=True in the loader, or change dp or the microbatches",
-                )
         forbid = self.options.forbid | (frozenset() if manual.sp else {"sequence"})
         return "manual recipe", view, Constraints(forbid, ("data", "tensor"), manual.zero)
 
