@@ -175,7 +175,7 @@ class Planner:
                 f"dp={manual.dp} splits the batch, and no input has a batch of several rows",
                 hint="give a larger batch, or say where it is with batch_dims",
             )
-        if n_rows % (manual.dp * n_microbatches):
+        if manual.dp > 1 and n_rows % (manual.dp * n_microbatches):
             raise BatchError(
                 f"a batch of {n_rows} rows does not divide over dp={manual.dp} ranks"
                 + (f" x {n_microbatches} microbatches" if n_microbatches > 1 else ""),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -18,7 +20,7 @@ class Tiny(nn.Module):
         return F.cross_entropy(self.down(F.relu(self.up(x))), labels)
 
 
-def batch(seed: int = 0, n_rows: int = 8) -> dict[str, Tensor]:
+def batch(seed: int = 0, n_rows: int = 8) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(n_rows, 8, generator=generator)
     labels = torch.randint(0, 4, (n_rows,), generator=generator)

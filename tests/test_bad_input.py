@@ -1,0 +1,283 @@
+"""Bad input: one clear error each, with the way out, and no process left behind.
+
+What a worker raises is in `JOBS`, by name; every rank must raise the same, so that none is
+left waiting. Workers that are killed are in `test_runtime_launch`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import multiprocessing
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar import (
+    AutoparError,
+    BatchError,
+    CaptureError,
+    InfeasibleError,
+    LaunchError,
+    Manual,
+    MeshError,
+    MissingRuleError,
+    NotPlannedError,
+    NotSupportedError,
+    Plan,
+)
+from autopar import rules as rule_registry
+from autopar.runtime.launch import WorkerPool
+from tests.jobs import gpt2, machine, tokens
+from tests.tiny_model import Tiny, batch
+
+MESH = machine((1, 2))
+Pool = Callable[[int], WorkerPool]
+
+
+def plan(model: nn.Module | None = None, n_rows: int = 16, **options: Any) -> Plan:
+    return autopar.plan(model or Tiny(), MESH, batch(0, n_rows), **options)
+
+
+# -- without a job ---------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("autopar_tests::halve", mutates_args=())
+def halve(x: Tensor) -> Tensor:
+    return x / 2
+
+
+@halve.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+halve.register_autograd(lambda ctx, grad: grad / 2)
+
+
+class Halving(Tiny):
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return super().forward(halve(self.down.bias.sum() * x), labels)
+
+
+@pytest.fixture
+def registry() -> Iterator[None]:
+    """Rules that a test registers are forgotten after it."""
+    before = dict(rule_registry._registry)
+    yield
+    rule_registry._registry.clear()
+    rule_registry._registry.update(before)
+
+
+def test_an_operator_without_a_rule(registry: None) -> None:
+    """The message names it, the user's line and the line to write; with that line, it works."""
+    lines, first = inspect.getsourcelines(Halving.forward)
+    (at,) = [first + i for i, line in enumerate(lines) if "halve(" in line]
+    with pytest.raises(MissingRuleError) as refusal:
+        plan(Halving())
+    message = str(refusal.value)
+    assert "operator autopar_tests.halve.default has no sharding rule" in message
+    assert f"{__file__}:{at}" in message
+    assert 'autopar.register_rule("autopar_tests::halve", "' in message
+
+    autopar.register_rule("autopar_tests::halve", "b i -> b i")
+    report = autopar.verify(
+        Halving(), MESH, batch(), precision="fp64", manual=Manual(dp=2), microbatches=1
+    )
+    report.raise_if_wrong()
+    assert report.tolerance == 1e-10
+
+
+class Branching(Tiny):
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        if x.sum() > 0:
+            x = -x
+        return super().forward(x, labels)
+
+
+def test_control_flow_that_depends_on_data() -> None:
+    first = inspect.getsourcelines(Branching.forward)[1]
+    with pytest.raises(CaptureError, match=r"cannot trace Branching[\s\S]*torch\.where") as refusal:
+        plan(Branching())
+    assert f"{__file__}:{first + 1}" in str(refusal.value)
+
+
+INDIVISIBLE: dict[str, tuple[int, dict[str, Any], str]] = {
+    "dp": (15, {"manual": Manual(dp=2)}, "15 rows does not divide over dp=2 ranks"),
+    "ZeRO": (15, {"manual": Manual(dp=2, zero=3)}, "15 rows does not divide over dp=2 ranks"),
+    "microbatches": (15, {"microbatches": 4}, "15 rows does not divide into 4 microbatches"),
+    "both": (
+        12,
+        {"manual": Manual(dp=2), "microbatches": 4},
+        "12 rows .* dp=2 .* x 4 microbatches",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INDIVISIBLE)
+def test_a_batch_that_does_not_divide(name: str) -> None:
+    n_rows, options, message = INDIVISIBLE[name]
+    with pytest.raises(BatchError, match=rf"{message}[\s\S]*drop_last=True"):
+        plan(n_rows=n_rows, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"manual": Manual(dp=2)}, {"solver": "ilp"}], ids=str)
+def test_a_memory_limit_that_nothing_fits(options: dict[str, Any]) -> None:
+    limit_bytes = 20_000
+    with pytest.raises(InfeasibleError) as refusal:
+        autopar.plan(gpt2(), MESH, tokens(0), memory_limit=limit_bytes, **options)
+    message = str(refusal.value)
+    assert "no plan fits in 19.5 KiB per device" in message
+    found = re.search(r"the leanest needs ([\d.]+) KiB, ([\d.]+) KiB more", message)
+    assert found is not None
+    needs, more = map(float, found.groups())
+    assert needs - limit_bytes / 1024 == pytest.approx(more, abs=0.11)
+    assert "raise memory_limit" in message
+
+
+UNBUILT: dict[str, tuple[Callable[[], Any], str]] = {
+    "stages": (lambda: plan(stages=2), "stages=2"),
+    "stages as a list": (lambda: plan(stages=[(["up"], (1, 1))]), "stages="),
+    "schedule": (lambda: plan(schedule="interleaved"), "schedule='interleaved'"),
+    "optimizer": (lambda: plan(optimizer="adafactor"), "optimizer='adafactor'"),
+    "precision": (lambda: plan(precision="bf16-mixed"), "precision='bf16-mixed'"),
+    "recompute": (lambda: plan(recompute="full"), "recompute='full'"),
+    "pp": (lambda: plan(manual=Manual(pp=2)), r"Manual\.pp=2"),
+    "cp": (lambda: plan(manual=Manual(cp=2)), r"Manual\.cp=2"),
+    "ep": (lambda: plan(manual=Manual(ep=2)), r"Manual\.ep=2"),
+    "interleave": (lambda: plan(manual=Manual(interleave=2)), r"Manual\.interleave=2"),
+    "Manual.recompute": (lambda: plan(manual=Manual(recompute="full")), r"Manual\.recompute"),
+}
+
+
+@pytest.mark.parametrize("name", UNBUILT)
+def test_options_that_are_not_built_are_named(name: str) -> None:
+    ask, option = UNBUILT[name]
+    with pytest.raises(
+        NotSupportedError, match=rf"{option}.* is not supported yet[\s\S]*hint: use"
+    ):
+        ask()
+
+
+@pytest.mark.parametrize("where", ["resid_pdrop", "embd_pdrop", "attn_pdrop"])
+def test_dropout_in_training(where: str) -> None:
+    with pytest.raises(NotSupportedError, match=r"dropout of p=0\.1 is not") as refusal:
+        autopar.plan(gpt2(2, **{where: 0.1}), MESH, tokens(0))
+    message = str(refusal.value)
+    assert "modeling_gpt2.py:" in message
+    assert "set the dropout probabilities of the model to 0" in message
+
+
+def test_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(MeshError, match=r"torchrun --nproc-per-node[\s\S]*autopar\.launch\(fn, N"):
+        autopar.parallelize(Tiny(), MESH, batch())
+
+
+# -- in a job --------------------------------------------------------------------------------------
+
+
+def ready(n_rows: int = 16, **options: Any) -> autopar.ParallelModule:
+    return autopar.parallelize(Tiny(), MESH, batch(0, n_rows), **options)
+
+
+def in_evaluation(module: autopar.ParallelModule) -> autopar.ParallelModule:
+    module.eval()
+    return module
+
+
+def one_row_more(**options: Any) -> Tensor:
+    return ready(**options).step(**batch(0, 17))
+
+
+JOBS: dict[str, tuple[Callable[[], Any], type[AutoparError], str]] = {
+    "a world of another size": (
+        lambda: autopar.parallelize(Tiny(), machine((1, 4)), batch()),
+        MeshError,
+        r"4 ranks, this job runs 2[\s\S]*--nproc-per-node 4[\s\S]*autopar\.launch\(fn, 4\)",
+    ),
+    "a batch that does not divide over dp": (
+        lambda: one_row_more(manual=Manual(dp=2)), BatchError, r"17 rows[\s\S]*drop_last",
+    ),
+    "a batch that does not divide into microbatches": (
+        lambda: one_row_more(manual=Manual(tp=2), microbatches=4), BatchError,
+        r"17 rows[\s\S]*drop_last",
+    ),
+    "planning fails on rank 0": (
+        lambda: ready(memory_limit=10), InfeasibleError, r"no plan fits in 10 B",
+    ),
+    "an input is missing": (
+        lambda: ready().step(x=batch()["x"]), BatchError, r"lacks \['labels'\]",
+    ),
+    "a step in evaluation mode": (
+        lambda: in_evaluation(ready()).step(**batch()), AutoparError, r"evaluation mode[\s\S]*pm\.",
+    ),
+    "a call in training mode": (
+        lambda: ready()(**batch()), NotSupportedError, r"training mode[\s\S]*pm\.step",
+    ),
+    "no plan yet": (
+        lambda: list(autopar.parallelize(Tiny(), MESH).parameters()), NotPlannedError,
+        r"no plan yet[\s\S]*pm\.prepare",
+    ),
+    "an optimizer before the plan": (
+        lambda: torch.optim.AdamW(autopar.parallelize(Tiny(), MESH).parameters()),
+        NotPlannedError, r"pm\.prepare",
+    ),
+    "state before the plan": (
+        lambda: autopar.parallelize(Tiny(), MESH).full_state_dict(), NotPlannedError, "pm.prepare",
+    ),
+    "evaluation before the plan": (
+        lambda: in_evaluation(autopar.parallelize(Tiny(), MESH))(**batch()), NotPlannedError,
+        r"pm\.prepare",
+    ),
+    "a local batch before the plan": (
+        lambda: autopar.parallelize(Tiny(), MESH).step(batch="local", **batch()), NotPlannedError,
+        r"pm\.prepare",
+    ),
+    "generate": (
+        lambda: ready().generate(), NotSupportedError, r"full_state_dict\(\) into the original",
+    ),
+    "weights of a model on meta": (
+        lambda: autopar.parallelize(Tiny().to("meta"), MESH, batch()), AutoparError,
+        r'on meta[\s\S]*weights="init"',
+    ),
+    "a slice of an unknown input": (
+        lambda: ready().local_slice("mask"), AutoparError, r"no input 'mask'",
+    ),
+}  # fmt: skip
+
+
+def caught(name: str) -> tuple[str, str]:
+    """(class, message) of what a rank raises; the job then still runs."""
+    try:
+        JOBS[name][0]()
+    except AutoparError as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_every_rank_raises_the_same(name: str, workers: Pool) -> None:
+    _, wanted, pattern = JOBS[name]
+    (first_kind, first), *others = workers(2).run(caught, name)
+    # What only rank 0 can see reaches the others as "rank 0 failed: ...".
+    assert all(kind == first_kind and first in message for kind, message in others)
+    assert first_kind == wanted.__name__ or wanted is AutoparError
+    assert re.search(pattern, first), first
+
+
+def raise_uncaught(name: str) -> None:
+    JOBS[name][0]()
+
+
+def test_what_a_job_raises_ends_it_and_reaches_the_caller() -> None:
+    before = set(multiprocessing.active_children())
+    with pytest.raises(
+        LaunchError, match=r"rank \d of 2 raised[\s\S]*MeshError: the mesh \(1, 4\)"
+    ):
+        autopar.launch(raise_uncaught, 2, "a world of another size")
+    assert set(multiprocessing.active_children()) <= before
