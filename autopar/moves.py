@@ -22,7 +22,9 @@ PrimitiveKind = Literal[
     "zero_pad",
     "keep_first",
 ]
-COLLECTIVES: frozenset[str] = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
+COLLECTIVES: frozenset[str] = frozenset(
+    {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
+)
 
 # name -> (forward primitive, backward primitive)
 TABLE: dict[str, tuple[PrimitiveKind, PrimitiveKind]] = {

@@ -158,9 +158,7 @@ class Spec:
         return Spec.of(placements, axes)
 
 
-def local_dims(
-    tensor: TensorType, spec: Spec, sizes: Sequence[int]
-) -> tuple[tuple[int, ...], ...]:
+def local_dims(tensor: TensorType, spec: Spec, sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Factor sizes of one rank's part; `sizes` are the mesh's axis sizes."""
     dims = [list(factors) for factors in tensor.dims]
     for axis, placement in enumerate(spec.placements):
@@ -174,9 +172,7 @@ def local_shape(tensor: TensorType, spec: Spec, sizes: Sequence[int]) -> tuple[i
 
 
 def local_bytes(tensor: TensorType, spec: Spec, sizes: Sequence[int]) -> int:
-    n_shards = math.prod(
-        sizes[axis] for axis, p in enumerate(spec.placements) if p.is_shard
-    )
+    n_shards = math.prod(sizes[axis] for axis, p in enumerate(spec.placements) if p.is_shard)
     return tensor.size_bytes // n_shards
 
 
@@ -204,9 +200,7 @@ def all_specs(tensor: TensorType, sizes: tuple[int, ...]) -> tuple[Spec, ...]:
     A tensor without gradient has no distinction of R and I: its specs use R.
     """
     plain = (I, R, P) if tensor.has_grad else (R, P)
-    options = [
-        (I,) if n == 1 else (*plain, *(S(*cell) for cell in tensor.cells)) for n in sizes
-    ]
+    options = [(I,) if n == 1 else (*plain, *(S(*cell) for cell in tensor.cells)) for n in sizes]
     return tuple(
         spec
         for placements in itertools.product(*options)
