@@ -377,9 +377,10 @@ class ParallelModule(nn.Module):
             if p.requires_grad and (value := self.shards[p.name]) is not None
         }
         trained = [p for p in self.stored if p.requires_grad]
-        return state.full_state_dict(
+        whole = state.full_state_dict(
             trained, gradients, self._sizes(), self._coordinate, self._groups
         )
+        return {name: whole[name] for name in gradients if name in whole}  # a tied one once
 
     def state_dict(  # type: ignore[override]
         self, *args: Any, **kwargs: Any
