@@ -51,7 +51,8 @@ def test_the_reference_learns(model: str) -> None:
     """A gradient of zeros everywhere would agree with anything."""
     trained = reference(model)
     assert len(set(trained.losses)) == len(trained.losses)
-    assert sum(bool(g.abs().max() > 1e-6) for g in trained.gradients.values()) > 4
+    moving = [bool(g.abs().max() > 1e-6) for g in trained.gradients.values()]
+    assert sum(moving) > len(moving) / 2
 
 
 @pytest.mark.parametrize("cell", SAMPLE, ids=str)
