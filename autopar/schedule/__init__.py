@@ -1,0 +1,42 @@
+"""Schedules as data: which stage does what, in which order.
+
+Read in this order: `actions` (the language: an action, a transfer, a schedule, their text),
+`clocks` (when every action runs; why a schedule that finishes once always finishes),
+`validate` (what a schedule must satisfy), `orders` (gpipe, 1f1b), `lowering` (where sends
+and receives go). The simulator, the code generator and the runtime read the same data.
+"""
+
+from autopar.schedule.actions import (
+    Action,
+    Kind,
+    Schedule,
+    Transfer,
+    chain,
+    parse_action,
+    parse_schedule,
+)
+from autopar.schedule.clocks import clocks, format_grid, in_flight, start_times
+from autopar.schedule.lowering import lower
+from autopar.schedule.orders import ORDERS, forward_only, gpipe, one_f_one_b
+from autopar.schedule.validate import prove_deadlock_free, validate
+
+__all__ = [
+    "ORDERS",
+    "Action",
+    "Kind",
+    "Schedule",
+    "Transfer",
+    "chain",
+    "clocks",
+    "format_grid",
+    "forward_only",
+    "gpipe",
+    "in_flight",
+    "lower",
+    "one_f_one_b",
+    "parse_action",
+    "parse_schedule",
+    "prove_deadlock_free",
+    "start_times",
+    "validate",
+]

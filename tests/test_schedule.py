@@ -1,0 +1,302 @@
+"""Schedules: known grids, counts and clocks; lowering never deadlocks; faults have names."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from autopar.errors import AutoparError, OptionError, PlanError, VerificationError
+from autopar.rendezvous import GroupCall, check_rendezvous
+from autopar.schedule import (
+    ORDERS,
+    Action,
+    Schedule,
+    Transfer,
+    chain,
+    clocks,
+    format_grid,
+    forward_only,
+    gpipe,
+    in_flight,
+    lower,
+    one_f_one_b,
+    parse_action,
+    parse_schedule,
+    prove_deadlock_free,
+    start_times,
+    validate,
+)
+from tests.conftest import Golden
+
+UP_TO_12 = list(itertools.product(range(1, 13), repeat=2))
+
+
+@st.composite
+def transfers(draw: st.DrawFn, n_stages: int) -> frozenset[Transfer]:
+    """Any graph over ordered stages: skips, missing links, pairs without gradient."""
+    pairs = list(itertools.combinations(range(n_stages), 2))
+    chosen = draw(st.sets(st.sampled_from(pairs))) if pairs else set()
+    return frozenset(Transfer(a, b, draw(st.booleans())) for a, b in sorted(chosen))
+
+
+@st.composite
+def lowered(draw: st.DrawFn) -> tuple[Schedule, Schedule]:
+    """A schedule, and the same with messages."""
+    order = draw(st.sampled_from([*ORDERS.values(), forward_only]))
+    schedule = order(draw(st.integers(1, 12)), draw(st.integers(1, 12)))
+    return schedule, lower(schedule, draw(transfers(schedule.n_stages)))
+
+
+# -- orders ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_grids(name: str, golden: Golden) -> None:
+    golden(f"schedule_{name}_4_6.txt", format_grid(ORDERS[name](4, 6)))
+
+
+def test_lowered_1f1b(golden: Golden) -> None:
+    skip = Transfer(0, 3, has_gradient=False)
+    golden("schedule_1f1b_4_6_lowered.txt", f"{lower(one_f_one_b(4, 6), chain(4) | {skip})}\n")
+
+
+def test_reference_results() -> None:
+    for n, m in UP_TO_12:
+        early, late = one_f_one_b(n, m), gpipe(n, m)
+        for schedule in (early, late):
+            validate(schedule)
+            assert clocks(schedule) == 2 * (n + m - 1)
+            assert clocks(schedule, forward=1, backward=2) == 3 * (n + m - 1)
+        assert [in_flight(early, i) for i in range(n)] == [min(m, n - i) for i in range(n)]
+        assert [in_flight(late, i) for i in range(n)] == [m] * n
+        assert clocks(forward_only(n, m)) == n + m - 1
+
+
+def test_fewer_microbatches_than_stages() -> None:
+    schedule = one_f_one_b(4, 2)
+    assert str(schedule).splitlines() == [
+        "0F0 0F1 0B0 0B1",
+        "1F0 1F1 1B0 1B1",
+        "2F0 2F1 2B0 2B1",
+        "3F0 3B0 3F1 3B1",
+    ]
+
+
+@pytest.mark.parametrize("order", [*ORDERS.values(), forward_only])
+@pytest.mark.parametrize(("n", "m"), [(0, 1), (1, 0), (-1, 4)])
+def test_counts_below_one(order: Callable[[int, int], Schedule], n: int, m: int) -> None:
+    with pytest.raises(OptionError, match="at least one stage and one microbatch"):
+        order(n, m)
+
+
+# -- text ------------------------------------------------------------------------------------------
+
+
+@hypothesis.given(lowered())
+def test_text_round_trip(case: tuple[Schedule, Schedule]) -> None:
+    schedule, with_messages = case
+    assert parse_schedule(str(schedule)) == schedule
+    assert parse_schedule(format_grid(schedule)) == schedule
+    parsed = parse_schedule(str(with_messages))
+    assert parsed.stages == with_messages.stages
+    if with_messages.trains and with_messages.transfers:
+        assert parsed == with_messages
+
+
+@pytest.mark.parametrize(
+    "text", ["", "F0", "2F", "2C0", "2F0>1", "2SF0", "2SF0<1", "2RB0>1", "²F0"]
+)
+def test_not_an_action(text: str) -> None:
+    with pytest.raises(PlanError, match="is not an action of a schedule"):
+        parse_action(text)
+
+
+# -- lowering --------------------------------------------------------------------------------------
+
+
+@hypothesis.given(lowered())
+def test_lowering_is_valid_and_keeps_the_order(case: tuple[Schedule, Schedule]) -> None:
+    schedule, with_messages = case
+    validate(with_messages)
+    kept = tuple(tuple(a for a in line if a.is_compute) for line in with_messages.stages)
+    assert kept == schedule.stages
+    for stage in range(schedule.n_stages):
+        assert in_flight(with_messages, stage) == in_flight(schedule, stage)
+    assert clocks(with_messages) <= clocks(schedule)
+
+
+@hypothesis.given(lowered())
+def test_another_checker_agrees(case: tuple[Schedule, Schedule]) -> None:
+    """`check_rendezvous` knows nothing of schedules."""
+    calls = {
+        stage: [_call(action) for action in line if not action.is_compute]
+        for stage, line in enumerate(case[1].stages)
+    }
+    check_rendezvous(calls)
+
+
+def _call(action: Action) -> GroupCall:
+    send = action if action.is_send else action.partner
+    return GroupCall((send.stage, send.partner.stage), str(send))
+
+
+@hypothesis.given(lowered(), st.randoms(use_true_random=False))
+def test_runs_of_messages_may_be_one_batch(
+    case: tuple[Schedule, Schedule], rng: random.Random
+) -> None:
+    """A stage posts a run of messages at once and goes on when all are done; any stage first."""
+    runs = [
+        [tuple(run) for _, run in itertools.groupby(line, key=lambda a: a.is_compute)]
+        for line in case[1].stages
+    ]
+    at, posted = [0] * len(runs), set[Action]()
+    waiting = {stage for stage, line in enumerate(runs) if line}
+    while waiting:
+        for stage in waiting:
+            posted.update(runs[stage][at[stage]])
+        able = [
+            stage
+            for stage in sorted(waiting)
+            if all(a.is_compute or a.partner in posted for a in runs[stage][at[stage]])
+        ]
+        assert able, "stages wait for each other for ever"
+        stage = rng.choice(able)
+        at[stage] += 1
+        if at[stage] == len(runs[stage]):
+            waiting.remove(stage)
+
+
+def test_neighbours_lose_no_clock() -> None:
+    for n, m in UP_TO_12:
+        for schedule in (one_f_one_b(n, m), gpipe(n, m)):
+            with_messages = lower(schedule, chain(n))
+            for backward in (1, 2, 3):
+                assert clocks(with_messages, 1, backward) == clocks(schedule, 1, backward)
+
+
+def test_durations_of_messages_count() -> None:
+    times = start_times(lower(gpipe(2, 1), chain(2)), lambda a: 10 if a.is_send else 1)
+    assert times == ((0, 1, 12 + 1, 23), (1, 11, 12, 13))
+
+
+def test_steady_state_exchange_is_one_run() -> None:
+    """Megatron's send_backward_recv_forward: both messages between two computes, on both."""
+    first, last = lower(one_f_one_b(2, 4), chain(2)).stages
+    assert "0F1 0RB0<1 0SF1>1 0B0 0F2" in " ".join(map(str, first))
+    assert "1B0 1SB0>0 1RF1<0 1F1" in " ".join(map(str, last))
+
+
+# -- faults ----------------------------------------------------------------------------------------
+
+
+def naive(schedule: Schedule) -> Schedule:
+    """Send as soon as a tensor is made, receive right before it is read."""
+    n = schedule.n_stages
+    stages = []
+    for stage, line in enumerate(schedule.stages):
+        actions: list[Action] = []
+        for a in line:
+            step = 1 if a.kind == "forward" else -1
+            suffix = "forward" if a.kind == "forward" else "backward"
+            if 0 <= stage - step < n:
+                actions.append(Action(f"recv_{suffix}", stage, a.microbatch, stage - step))  # type: ignore[arg-type]
+            actions.append(a)
+            if 0 <= stage + step < n:
+                actions.append(Action(f"send_{suffix}", stage, a.microbatch, stage + step))  # type: ignore[arg-type]
+        stages.append(tuple(actions))
+    return replace(schedule, stages=tuple(stages), transfers=chain(n))
+
+
+def test_naive_messages_deadlock_in_1f1b_alone() -> None:
+    for n, m in itertools.product(range(2, 6), range(2, 6)):
+        validate(naive(gpipe(n, m)))
+        with pytest.raises(VerificationError, match=r"stage \d in \d+S\S+ waits for stage"):
+            prove_deadlock_free(naive(one_f_one_b(n, m)))
+
+
+def edited(schedule: Schedule, stage: int, old: str, new: str) -> Schedule:
+    """`schedule` with words of one stage's text exchanged."""
+    line = " ".join(map(str, schedule.stages[stage]))
+    assert old in line, f"{old} is not in {line}"
+    actions = tuple(parse_action(word) for word in line.replace(old, new).split())
+    stages = (*schedule.stages[:stage], actions, *schedule.stages[stage + 1 :])
+    return replace(schedule, stages=stages)
+
+
+FAULTS: dict[str, Callable[[], Schedule]] = {
+    "never": lambda: edited(gpipe(2, 2), 1, "1F1", ""),
+    "twice": lambda: edited(gpipe(2, 2), 1, "1F1", "1F1 1F1"),
+    "too many microbatches": lambda: edited(gpipe(2, 2), 1, "1F1", "1F1 1F2"),
+    "backward in evaluation": lambda: edited(forward_only(2, 2), 1, "1F1", "1F1 1B1"),
+    "of another stage": lambda: edited(gpipe(2, 2), 1, "1F1", "0F1"),
+    "backward first": lambda: edited(gpipe(1, 1), 0, "0F0 0B0", "0B0 0F0"),
+    "order of forwards": lambda: edited(gpipe(2, 2), 0, "0F0 0F1", "0F1 0F0"),
+    "order of backwards": lambda: edited(gpipe(2, 2), 0, "0B0 0B1", "0B1 0B0"),
+    "cycle of computes": lambda: edited(gpipe(2, 2), 0, "0F1 0B0", "0B0 0F1"),
+    "naive 1f1b": lambda: naive(one_f_one_b(3, 4)),
+    "lost receive": lambda: edited(lower(gpipe(2, 2), chain(2)), 1, "1RF1<0", ""),
+    "stray message": lambda: edited(lower(gpipe(3, 1), chain(3)), 0, "0SF0>1", "0SF0>1 0SF0>2"),
+    "sent before made": lambda: edited(lower(gpipe(2, 1), chain(2)), 0, "0F0 0SF0>1", "0SF0>1 0F0"),
+    "received too late": lambda: edited(
+        lower(gpipe(2, 1), chain(2)), 1, "1RF0<0 1F0", "1F0 1RF0<0"
+    ),
+    "messages exchanged": lambda: edited(
+        lower(one_f_one_b(2, 2), chain(2)), 1, "1SB0>0 1RF1<0", "1RF1<0 1SB0>0"
+    ),
+    "backward transfer": lambda: replace(gpipe(2, 1), transfers=frozenset({Transfer(1, 0)})),
+    "two of a pair": lambda: lower(gpipe(2, 1), [Transfer(0, 1), Transfer(0, 1, False)]),
+}
+
+
+def test_messages_of_faults(golden: Golden) -> None:
+    texts = []
+    for name, make in FAULTS.items():
+        with pytest.raises(AutoparError) as failure:
+            validate(make())
+        assert isinstance(failure.value, VerificationError), name
+        texts.append(f"{name}:\n{failure.value}\n")
+    golden("schedule_errors.txt", "\n".join(texts))
+
+
+@hypothesis.given(lowered(), st.data())
+def test_any_lost_or_repeated_action_is_noticed(
+    case: tuple[Schedule, Schedule], data: st.DataObject
+) -> None:
+    schedule = case[1]
+    stage = data.draw(st.integers(0, schedule.n_stages - 1))
+    line = schedule.stages[stage]
+    at = data.draw(st.integers(0, len(line) - 1))
+    count = data.draw(st.sampled_from((0, 2)))
+    faulty = (*line[:at], *[line[at]] * count, *line[at + 1 :])
+    stages = (*schedule.stages[:stage], faulty, *schedule.stages[stage + 1 :])
+    with pytest.raises(
+        VerificationError, match=rf"(never runs {line[at]}$|runs {line[at]} 2 times)"
+    ):
+        validate(replace(schedule, stages=stages))
+
+
+@hypothesis.given(lowered(), st.data())
+def test_exchanged_messages_of_a_pair_are_noticed(
+    case: tuple[Schedule, Schedule], data: st.DataObject
+) -> None:
+    """Two neighbouring messages between the same stages, exchanged on one of them."""
+    schedule = case[1]
+    places = [
+        (stage, i)
+        for stage, line in enumerate(schedule.stages)
+        for i, (a, b) in enumerate(itertools.pairwise(line))
+        if a.peer is not None and a.peer == b.peer
+    ]
+    hypothesis.assume(places)
+    stage, i = data.draw(st.sampled_from(places))
+    line = list(schedule.stages[stage])
+    line[i], line[i + 1] = line[i + 1], line[i]
+    stages = (*schedule.stages[:stage], tuple(line), *schedule.stages[stage + 1 :])
+    with pytest.raises(VerificationError, match="wait"):
+        validate(replace(schedule, stages=stages))
