@@ -5,11 +5,18 @@ role "data"    whatever has a batch shards it, nothing else is sharded (dp)
 role "tensor"  the batch is not sharded, and every product with a parameter shards that
                parameter if it can (tp). `sequence` is forbidden unless the recipe asks for
                sequence parallelism; then whatever else can be sharded is
+
+Without sequence parallelism the role "tensor" is Megatron's layout to the letter, so that its
+collectives are those of a hand-written Megatron: where there is a choice,
+
+    a parameter is used S or I, never R: nothing of it is left to synchronise
+    a table looked up by the model's inputs, and a loss over classes, are cut along the
+    vocabulary; a table looked up by constants (positions) stays whole
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -60,6 +67,7 @@ class Limits:
     classes: Mapping[str, tuple[tuple[int, ...], ...]]
     parameter_classes: frozenset[int]
     whole: frozenset[str]  # model inputs and constants
+    constants: frozenset[str]
 
     @staticmethod
     def of(
@@ -76,6 +84,7 @@ class Limits:
             classes,
             frozenset(c for p in parameters for dim in classes[p] for c in dim),
             frozenset(n.name for n in program.graph.nodes if n.op == "placeholder") - parameters,
+            frozenset(program.constants),
         )
 
     def allowed(
@@ -92,7 +101,7 @@ class Limits:
             kept = [j for j in kept if not self._shards_other(j)]
         if role == "data":
             batch = [j for j in kept if self._shards_batch(j)]
-            kept = batch or [j for j in kept if not any(p.is_shard for p in j.placements.values())]
+            kept = batch or [j for j in kept if not _shards_something(j)]
         return [j for j in kept if self._respects_pins(group, j, axis)]
 
     def preferred(
@@ -105,12 +114,27 @@ class Limits:
         """
         if self.constraints.role(axis) != "tensor":
             return list(joints)
-        kept: list[JointStrategy] = []
-        if rule_for(str(group.members[0].operator.call.op)).flops is not None:
-            kept = [j for j in joints if self._shards_parameter(j)]
-        elif "sequence" not in self.constraints.forbid:
-            kept = [j for j in joints if any(p.is_shard for p in j.placements.values())]
-        return kept or list(joints)
+        rule = rule_for(str(group.members[0].operator.call.op))
+        strict = "sequence" in self.constraints.forbid
+        kept = list(joints)
+        if rule.flops is not None:
+            kept = _where(self._shards_parameter, kept)
+        elif not strict:
+            kept = _where(_shards_something, kept)
+        elif rule.lower:
+            kept = _where(lambda j: self._cuts_vocabulary(group, rule.lower, j), kept)
+        return _where(lambda j: not self._replicates_parameter(j), kept) if strict else kept
+
+    def _cuts_vocabulary(self, group: Group, lower: Container[str], joint: JointStrategy) -> bool:
+        """Is a lookup (or a loss) placed as Megatron does? Lowered operators stand alone."""
+        (member,), (chosen,) = group.members, joint.members
+        if member.operator.inputs[1] in self.constants:
+            return not _shards_something(joint)
+        label = member.strategies[chosen].label
+        return label is not None and member.pattern.names[label] in lower
+
+    def _replicates_parameter(self, joint: JointStrategy) -> bool:
+        return any(p.kind == "R" and n in self.parameters for n, p in joint.placements.items())
 
     def _is_partial_input(self, group: Group, joint: JointStrategy) -> bool:
         """Model inputs and constants are whole on every rank; never partial sums."""
@@ -166,3 +190,14 @@ class Limits:
                 zip(storage.spec.placements, use.placements, strict=True)
             )
         )
+
+
+def _shards_something(joint: JointStrategy) -> bool:
+    return any(p.is_shard for p in joint.placements.values())
+
+
+def _where(
+    wanted: Callable[[JointStrategy], bool], joints: Sequence[JointStrategy]
+) -> list[JointStrategy]:
+    """Those that are as wanted, or all where none is."""
+    return [j for j in joints if wanted(j)] or list(joints)
