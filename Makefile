@@ -9,10 +9,14 @@ STAMP  := $(VENV)/.autopar-installed
 # One thread per rank: ranks that share cores are several times slower with more.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test lint golden parity install clean
+.PHONY: demo compare test lint golden parity install clean
 
 demo: install
 	$(BIN)/python examples/train_gpt2.py
+
+# autopar beside a hand-written Megatron: losses, collectives, step times on two processes.
+compare: install
+	$(BIN)/python -m examples.compare
 
 # Two workers: one core each; a file stays with one worker, so its process pools are shared.
 test: lint

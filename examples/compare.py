@@ -1,0 +1,282 @@
+"""autopar beside a hand-written Megatron: losses, collectives and step times on two processes.
+
+    make compare              or: python -m examples.compare [--pairs 15] [--activation gelu_new]
+
+One GPT-2, one mesh (1, 2), the same weights, batches and AdamW, three times: the plan autopar
+chose, the Megatron recipe through autopar (`Manual(tp=2)`), and `examples/megatron_gpt2.py`.
+
+    losses        float64, every step side by side; they must agree to 1e-10
+    collectives   of one step, as recorded; autopar's must be those its plan foretold
+    step time     float32, forward to optimizer, all models alive in the same processes. A step
+                  of one and a step of the other form a pair, which goes first alternates, and
+                  a barrier precedes each. The time of a step is the slowest rank's. The ratio
+                  is the median over pairs, its interval that of 90% of bootstrap resamples
+
+The default activation is the tanh GELU as one kernel in both, so that the ratio is about
+parallel execution; `gelu_new` gives autopar Hugging Face's own form, eight small operators.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import autopar
+from autopar.runtime.groups import Recorder
+from autopar.units import format_bytes, format_seconds
+from examples.megatron_gpt2 import Call, MegatronGPT2, TensorParallel
+from examples.train_gpt2 import LENGTH, batches
+
+AUTO, RECIPE, BY_HAND = "autopar auto", "autopar Megatron recipe", "hand-written Megatron"
+MESH = (1, 2)
+N_RANKS = 2
+N_LOSSES, N_WARM_UP, N_RESAMPLES = 5, 3, 5000
+Batch = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Size:
+    """A GPT-2 without dropout, tied."""
+
+    n_layers: int = 4
+    width: int = 256
+    n_heads: int = 8
+    vocabulary: int = 256
+    n_positions: int = LENGTH
+    activation: str = "gelu_pytorch_tanh"
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(
+            "gpt2", n_layer=self.n_layers, n_embd=self.width, n_head=self.n_heads,
+            vocab_size=self.vocabulary, n_positions=self.n_positions,
+            activation_function=self.activation, resid_pdrop=0.0, embd_pdrop=0.0,
+            attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+        )  # fmt: skip
+        model: nn.Module = AutoModelForCausalLM.from_config(config)
+        return model
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A model in training. `record` makes a step and tells its loss and collectives."""
+
+    name: str
+    step: Callable[[Batch], Tensor]
+    record: Callable[[Batch], tuple[Tensor, Counter[Call]]]
+    planned: Counter[Call] | None = None
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """One rank's losses, and the collectives of the last step, by contender."""
+
+    losses: dict[str, list[float]]
+    calls: dict[str, Counter[Call]]
+    planned: dict[str, Counter[Call]]
+
+
+# -- contenders ------------------------------------------------------------------------------------
+
+
+def with_autopar(
+    name: str, size: Size, precision: str, batch: Batch, manual: autopar.Manual | None
+) -> Contender:
+    """The unmodified Hugging Face model through `autopar.parallelize`."""
+    module = autopar.parallelize(size.model(), MESH, batch, precision=precision, manual=manual)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+
+    def step(batch: Batch) -> Tensor:
+        loss = module.step(**batch)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    def record(batch: Batch) -> tuple[Tensor, Counter[Call]]:
+        with Recorder() as recorder:
+            loss = step(batch)
+        return loss, Counter(Call(c.kind, c.phase, c.size_bytes) for c in recorder.calls)
+
+    planned: Counter[Call] = Counter()
+    for row in module.plan.collectives():
+        planned[Call(row.kind, row.phase, row.size_bytes)] += row.count
+    return Contender(name, step, record, planned)
+
+
+def by_hand(size: Size, precision: str) -> Contender:
+    """The same weights in the hand-written model."""
+    assert dist.group.WORLD is not None
+    tp = TensorParallel(dist.group.WORLD)
+    whole = size.model().to(torch.float64 if precision == "fp64" else torch.float32)
+    model = MegatronGPT2(whole.state_dict(), size.n_heads, tp)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(batch: Batch) -> Tensor:
+        loss: Tensor = model(**batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    def record(batch: Batch) -> tuple[Tensor, Counter[Call]]:
+        tp.calls.clear()
+        return step(batch), tp.calls.copy()
+
+    return Contender(BY_HAND, step, record)
+
+
+def contenders(size: Size, precision: str, batch: Batch) -> tuple[Contender, ...]:
+    return (
+        with_autopar(AUTO, size, precision, batch, None),
+        with_autopar(RECIPE, size, precision, batch, autopar.Manual(tp=N_RANKS)),
+        by_hand(size, precision),
+    )
+
+
+# -- what the ranks run ----------------------------------------------------------------------------
+
+
+def agree(size: Size, data: Sequence[Batch]) -> Agreement:
+    """Train all three in float64, a step for every batch."""
+    models = contenders(size, "fp64", data[0])
+    losses: dict[str, list[float]] = {m.name: [] for m in models}
+    calls: dict[str, Counter[Call]] = {}
+    for batch in data:
+        for model in models:
+            loss, calls[model.name] = model.record(batch)
+            losses[model.name].append(loss.item())
+    planned = {m.name: m.planned for m in models if m.planned is not None}
+    return Agreement(losses, calls, planned)
+
+
+def timed_pairs(
+    size: Size, batch: Batch, n_pairs: int
+) -> tuple[dict[str, Counter[Call]], dict[str, list[tuple[float, float]]]]:
+    """Collectives in float32, and per autopar contender the pairs (its time_s, by hand)."""
+    *ours, hand = contenders(size, "model", batch)
+    calls = {m.name: m.record(batch)[1] for m in (*ours, hand)}
+    for model in (*ours, hand) * N_WARM_UP:
+        model.step(batch)
+    times: dict[str, list[tuple[float, float]]] = {m.name: [] for m in ours}
+    for index in range(n_pairs):
+        for model in ours:
+            order = (model, hand) if index % 2 == 0 else (hand, model)
+            found = {m.name: step_time_s(m, batch) for m in order}
+            times[model.name].append((found[model.name], found[hand.name]))
+    return calls, times
+
+
+def step_time_s(model: Contender, batch: Batch) -> float:
+    """Of the slowest rank."""
+    dist.barrier()
+    begun = time.perf_counter()
+    model.step(batch)
+    elapsed = torch.tensor(time.perf_counter() - begun, dtype=torch.float64)
+    dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
+    return elapsed.item()
+
+
+# -- what is said of it ----------------------------------------------------------------------------
+
+
+def median_ratio(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+    """The median of the ratios, and the 5% and 95% points of its bootstrap distribution."""
+    ratios = torch.tensor([a / b for a, b in pairs], dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    picks = torch.randint(len(ratios), (N_RESAMPLES, len(ratios)), generator=generator)
+    medians = ratios[picks].quantile(0.5, dim=1)
+    low, high = medians.quantile(torch.tensor([0.05, 0.95], dtype=torch.float64)).tolist()
+    return statistics.median(ratios.tolist()), low, high
+
+
+def loss_table(found: Agreement) -> Table:
+    table = Table(title="loss per step, float64")
+    table.add_column("step", justify="right")
+    for name in found.losses:
+        table.add_column(name, justify="right")
+    table.add_column("largest difference", justify="right")
+    for index, row in enumerate(zip(*found.losses.values(), strict=True)):
+        texts = [f"{loss:.12f}" for loss in row]
+        table.add_row(str(index), *texts, f"{max(row) - min(row):.1e}")
+    return table
+
+
+def collective_table(calls: dict[str, Counter[Call]]) -> Table:
+    table = Table(title="collectives of one step and rank, float32")
+    for title in ("phase", "collective"):
+        table.add_column(title)
+    table.add_column("bytes of each", justify="right")
+    for name in calls:
+        table.add_column(name, justify="right")
+    for call in sorted(set().union(*calls.values()), key=lambda c: (c.phase, c.kind, c.size_bytes)):
+        counts = [str(c[call]) if call in c else "-" for c in calls.values()]
+        table.add_row(call.phase, call.kind, str(call.size_bytes), *counts)
+    sums = [sum(call.size_bytes * n for call, n in c.items()) for c in calls.values()]
+    totals = [f"{c.total()}, {format_bytes(n)}" for c, n in zip(calls.values(), sums, strict=True)]
+    table.add_section()
+    table.add_row("all", "", "", *totals)
+    return table
+
+
+def time_table(times: dict[str, list[tuple[float, float]]], n_pairs: int) -> Table:
+    table = Table(title=f"step time, float32, {n_pairs} interleaved pairs")
+    table.add_column("")
+    for title in ("median", "by hand", "ratio", "90% interval"):
+        table.add_column(title, justify="right")
+    for name, pairs in times.items():
+        ratio, low, high = median_ratio(pairs)
+        medians = [format_seconds(statistics.median(column)) for column in zip(*pairs, strict=True)]
+        table.add_row(name, *medians, f"{ratio:.3f}", f"{low:.3f} to {high:.3f}")
+    return table
+
+
+def disagreements(found: Agreement) -> list[str]:
+    """What must hold and does not."""
+    wrong = []
+    for index, row in enumerate(zip(*found.losses.values(), strict=True)):
+        tolerance = 1e-10 * max(1.0, abs(row[0]))
+        if not all(abs(loss - row[0]) <= tolerance for loss in row):  # NaN is in no tolerance
+            wrong.append(f"losses of step {index} differ: {row}")
+    for name, planned in found.planned.items():
+        if found.calls[name] != planned:
+            wrong.append(f"{name} made {found.calls[name]}, its plan has {planned}")
+    if found.calls[RECIPE] != found.calls[BY_HAND]:
+        wrong.append(f"the recipe's collectives are not the hand-written ones: {found.calls}")
+    return wrong
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--activation", default=Size.activation)
+    given = parser.parse_args(argv)
+    size, data = Size(activation=given.activation), batches(N_LOSSES)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    found = autopar.launch(agree, N_RANKS, size, data)[0]
+    console.print(loss_table(found))
+    calls, times = autopar.launch(timed_pairs, N_RANKS, size, data[0], given.pairs)[0]
+    console.print(collective_table(calls))
+    console.print(time_table(times, given.pairs))
+    wrong = disagreements(found)
+    for line in wrong:
+        console.print(line, markup=False, soft_wrap=True)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

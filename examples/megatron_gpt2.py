@@ -1,0 +1,277 @@
+"""GPT-2 in tensor parallel, written by hand the way Megatron-LM does it.
+
+The baseline that autopar is compared with (`examples/compare.py`); it knows nothing of
+autopar. Its layout is that of Shoeybi et al., arXiv:1909.08053, section 3:
+
+    wte                  rows (vocabulary) cut; ids of other ranks give zero rows; g
+    wpe, layer norms     whole on every rank, and so are the hidden states
+    c_attn, c_fc         column parallel: outputs cut (c_attn by head), f before
+    c_proj (both)        row parallel: inputs cut, g after, then the whole bias
+    head                 wte again, column parallel; logits stay cut over the vocabulary
+    loss                 vocabulary-parallel cross-entropy: three all_reduces of one number
+                         per token
+
+    f   nothing forward, all_reduce backward
+    g   all_reduce forward, nothing backward
+
+So a step of L layers over T tokens of width h has 2L + 1 all_reduces of T·h elements forward
+and as many backward, and three of T elements. Gradients need no other synchronisation:
+whatever is whole has the same gradient on every rank.
+
+Weights are slices of a `GPT2LMHeadModel`'s state dict. Left out: dropout, sequence
+parallelism, and the overlap of f's all_reduce with the gradient of the weight. Not done: a
+comparison of this baseline with DTensor's `parallelize_module` on the same plan.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+IGNORED = -100  # labels that count for nothing, as in torch and Hugging Face
+Phase = Literal["forward", "backward"]
+
+
+class Call(NamedTuple):
+    """One collective of this rank; `size_bytes` is its buffer."""
+
+    kind: str
+    phase: str
+    size_bytes: int
+
+
+@dataclass
+class TensorParallel:
+    """The ranks that share one model, seen from one of them; counts its `calls`."""
+
+    group: dist.ProcessGroup
+    calls: Counter[Call] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.rank, self.size = self.group.rank(), self.group.size()
+
+    def all_reduce(self, x: Tensor, phase: Phase, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """In place, and returned."""
+        self.calls[Call("all_reduce", phase, x.nbytes)] += 1
+        dist.all_reduce(x, op=op, group=self.group)
+        return x
+
+    def part(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's contiguous piece."""
+        if x.shape[dim] % self.size:
+            raise ValueError(
+                f"{self.size} ranks do not divide dim {dim} of a weight of shape {tuple(x.shape)}"
+            )
+        return x.detach().chunk(self.size, dim)[self.rank].clone()
+
+
+class _Enter(torch.autograd.Function):
+    """f: the ranks start to do different work with the same tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.tp = tp
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        # In place: the gradient is the fresh result of the one linear that reads f's output.
+        return ctx.tp.all_reduce(gradient.contiguous(), "backward"), None
+
+
+class _Leave(torch.autograd.Function):
+    """g: the ranks' partial sums become one tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.mark_dirty(x)
+        return tp.all_reduce(x, "forward")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def enter(x: Tensor, tp: TensorParallel) -> Tensor:
+    out: Tensor = _Enter.apply(x, tp)
+    return out
+
+
+def leave(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Overwrites `x`, which must be contiguous and kept by no operator."""
+    out: Tensor = _Leave.apply(x, tp)
+    return out
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x Wᵀ + b with the outputs cut: * h -> * f/t. `weight` and `bias` are this rank's."""
+
+    def __init__(self, weight: Tensor, bias: Tensor, tp: TensorParallel) -> None:
+        super().__init__()
+        self.weight, self.bias, self.tp = nn.Parameter(weight), nn.Parameter(bias), tp
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(enter(x, self.tp), self.weight, self.bias)
+
+
+class RowParallelLinear(nn.Module):
+    """y = x Wᵀ + b with the inputs cut: * f/t -> * h. The bias is whole, and added once."""
+
+    def __init__(self, weight: Tensor, bias: Tensor, tp: TensorParallel) -> None:
+        super().__init__()
+        self.weight, self.bias, self.tp = nn.Parameter(weight), nn.Parameter(bias), tp
+
+    def forward(self, x: Tensor) -> Tensor:
+        return leave(F.linear(x, self.weight), self.tp) + self.bias
+
+
+class VocabParallelEmbedding(nn.Module):
+    """A table cut along the vocabulary; `logits` uses it once more, as the output layer."""
+
+    def __init__(self, weight: Tensor, tp: TensorParallel) -> None:
+        super().__init__()
+        self.weight, self.tp = nn.Parameter(weight), tp
+
+    def forward(self, ids: Tensor) -> Tensor:
+        local, others = _local_ids(ids, self.weight.shape[0], self.tp)
+        rows = F.embedding(local, self.weight).masked_fill_(others.unsqueeze(-1), 0)
+        return leave(rows, self.tp)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return F.linear(enter(x, self.tp), self.weight)
+
+
+def _local_ids(ids: Tensor, n_local: int, tp: TensorParallel) -> tuple[Tensor, Tensor]:
+    """Ids as rows of this rank's part (0 for those of others), and which are of others."""
+    local = ids - tp.rank * n_local
+    others = (local < 0) | (local >= n_local)
+    return local.masked_fill(others, 0), others
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    """Losses per token, n v/t, n -> n:  log Σ exp(z − m) − (z_y − m),  m = max z."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, tp: TensorParallel) -> Tensor:
+        peak = tp.all_reduce(logits.amax(dim=1), "forward", dist.ReduceOp.MAX)
+        shifted = logits - peak.unsqueeze(1)
+        local, others = _local_ids(labels, logits.shape[1], tp)
+        local = local.unsqueeze(1)
+        picked = shifted.gather(1, local).squeeze(1).masked_fill_(others, 0)
+        tp.all_reduce(picked, "forward")
+        softmax = shifted.exp_()
+        total = tp.all_reduce(softmax.sum(dim=1), "forward")
+        softmax.div_(total.unsqueeze(1))
+        ctx.save_for_backward(softmax, local, others)
+        return total.log_().sub_(picked)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        softmax, local, others = ctx.saved_tensors
+        # In place, as in Megatron: backward runs once.
+        hit = (~others).to(softmax.dtype).unsqueeze(1)
+        softmax.scatter_add_(1, local, hit.neg_())
+        return softmax.mul_(gradient.unsqueeze(1)), None, None
+
+
+def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, tp: TensorParallel) -> Tensor:
+    """The mean over labels that are not ignored: n v/t, n -> scalar."""
+    counted = labels != IGNORED
+    losses: Tensor = _VocabParallelCrossEntropy.apply(logits, labels.where(counted, 0), tp)
+    return losses.mul(counted).sum() / counted.sum()
+
+
+class Attention(nn.Module):
+    """Causal attention over this rank's heads."""
+
+    def __init__(self, values: Mapping[str, Tensor], n_heads: int, tp: TensorParallel) -> None:
+        super().__init__()
+        if n_heads % tp.size:
+            raise ValueError(f"{tp.size} ranks do not divide {n_heads} heads")
+        self.n_heads = n_heads // tp.size
+        # Hugging Face keeps q, k and v side by side; a rank takes its heads of each.
+        weights = [tp.part(w.t(), 0) for w in values["c_attn.weight"].chunk(3, 1)]
+        biases = [tp.part(b, 0) for b in values["c_attn.bias"].chunk(3)]
+        self.qkv = ColumnParallelLinear(torch.cat(weights), torch.cat(biases), tp)
+        out = tp.part(values["c_proj.weight"].t(), 1).contiguous()
+        self.out = RowParallelLinear(out, values["c_proj.bias"].clone(), tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n_rows, length, _ = x.shape
+        q, k, v = (
+            part.view(n_rows, length, self.n_heads, -1).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, dim=-1)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y: Tensor = self.out(mixed.transpose(1, 2).reshape(n_rows, length, -1))
+        return y
+
+
+class Block(nn.Module):
+    """Attention and MLP, each after a layer norm and beside a residual."""
+
+    def __init__(self, values: Mapping[str, Tensor], n_heads: int, tp: TensorParallel) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = _norm(values, "ln_1."), _norm(values, "ln_2.")
+        self.attention = Attention(_below(values, "attn."), n_heads, tp)
+        up, down = values["mlp.c_fc.weight"].t(), values["mlp.c_proj.weight"].t()
+        self.up = ColumnParallelLinear(
+            tp.part(up, 0).contiguous(), tp.part(values["mlp.c_fc.bias"], 0), tp
+        )
+        self.down = RowParallelLinear(
+            tp.part(down, 1).contiguous(), values["mlp.c_proj.bias"].clone(), tp
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm_1(x))
+        y: Tensor = x + self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))
+        return y
+
+
+class MegatronGPT2(nn.Module):
+    """One rank's part of a GPT-2; `forward` returns the loss, the same on every rank.
+
+    values: the state dict of a `GPT2LMHeadModel` (layer norms with eps 1e-5, a tied head, and
+    the tanh form of GELU, Hugging Face's "gelu_new" and "gelu_pytorch_tanh").
+    """
+
+    def __init__(self, values: Mapping[str, Tensor], n_heads: int, tp: TensorParallel) -> None:
+        super().__init__()
+        values = _below({name: v.detach() for name, v in values.items()}, "transformer.")
+        n_layers = 1 + max(int(name.split(".")[1]) for name in values if name.startswith("h."))
+        self.embedding = VocabParallelEmbedding(tp.part(values["wte.weight"], 0), tp)
+        self.positions = nn.Parameter(values["wpe.weight"].clone())
+        self.blocks = nn.Sequential(
+            *(Block(_below(values, f"h.{i}."), n_heads, tp) for i in range(n_layers))
+        )
+        self.norm = _norm(values, "ln_f.")
+        self.tp = tp
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(input_ids) + self.positions[: input_ids.shape[1]]
+        logits = self.embedding.logits(self.norm(self.blocks(x)))
+        # The label of a position is the next token; the last has none.
+        following = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+        return vocab_parallel_cross_entropy(logits.flatten(0, 1), following.flatten(), self.tp)
+
+
+def _below(values: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): v for name, v in values.items() if name.startswith(prefix)}
+
+
+def _norm(values: Mapping[str, Tensor], prefix: str) -> nn.LayerNorm:
+    weight, bias = values[f"{prefix}weight"], values[f"{prefix}bias"]
+    norm = nn.LayerNorm(weight.shape, dtype=weight.dtype)
+    norm.weight, norm.bias = nn.Parameter(weight.clone()), nn.Parameter(bias.clone())
+    return norm
