@@ -45,10 +45,14 @@ def lower(schedule: Schedule, transfers: Iterable[Transfer]) -> Schedule:
     for line, actions in zip(times, schedule.stages, strict=True):
         for start, action in zip(line, actions, strict=True):
             by_clock[start].append(action)
+    touching = [
+        [t for t in sorted(transfers) if stage in (t.source, t.target)]
+        for stage in range(schedule.n_stages)
+    ]
     stages: list[list[Action]] = [[] for _ in schedule.stages]
     for clock in sorted(by_clock):
         computes = by_clock[clock]
-        messages = [a for c in computes for a in _messages_to(c, transfers)]
+        messages = [a for c in computes for a in _messages_to(c, touching[c.stage])]
         for action in (*messages, *computes):
             stages[action.stage].append(action)
     lowered = replace(schedule, stages=tuple(map(tuple, stages)), transfers=transfers)
@@ -60,9 +64,7 @@ def _messages_to(action: Action, transfers: Iterable[Transfer]) -> list[Action]:
     """Sends and receives of what `action` reads."""
     k = action.microbatch
     if action.kind == "forward":
-        pairs = [t.forward(k) for t in sorted(transfers) if t.target == action.stage]
+        pairs = [t.forward(k) for t in transfers if t.target == action.stage]
     else:
-        pairs = [
-            t.backward(k) for t in sorted(transfers) if t.has_gradient and t.source == action.stage
-        ]
+        pairs = [t.backward(k) for t in transfers if t.has_gradient and t.source == action.stage]
     return [end for pair in pairs for end in pair]

@@ -86,9 +86,10 @@ def _extent(schedule: Schedule) -> str:
 def _wanted(schedule: Schedule, stage: int) -> Iterable[Action]:
     """Every action of a stage, in no particular order."""
     kinds: tuple[Kind, ...] = ("forward", "backward") if schedule.trains else ("forward",)
+    own = [t for t in sorted(schedule.transfers or ()) if stage in (t.source, t.target)]
     for k in range(schedule.n_microbatches):
         yield from (Action(kind, stage, k) for kind in kinds)
-        for transfer in sorted(schedule.transfers or ()):
+        for transfer in own:
             ends = list(transfer.forward(k))
             if transfer.has_gradient and schedule.trains:
                 ends += transfer.backward(k)
