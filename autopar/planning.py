@@ -34,7 +34,7 @@ from autopar.passes.replay import plan_texts, replay
 from autopar.plan_data import InputSignature, MeshRecord, PlanData, parse_storage
 from autopar.predicted import Predicted
 from autopar.program import Program, flatten_inputs
-from autopar.report import explain
+from autopar.report import ReportFiles, dot, explain, write_report
 from autopar.stage_program import StageProgram
 from autopar.verifier import verify_program
 
@@ -147,12 +147,17 @@ class Plan:
         return explain(self.data, bound.program, bound.predicted, self.collectives(), name)
 
     def to_dot(self) -> str:
-        """The plan as a Graphviz graph: not built yet."""
-        raise _not_built("plan.to_dot()", "plan.explain() or plan.code()")
+        """The plan as a Graphviz graph."""
+        return dot(self.data.model, [self._bound("to_dot()").program])
 
-    def report(self, path: str | Path) -> None:
-        """The plan as an HTML page: not built yet."""
-        raise _not_built("plan.report(path)", "plan.explain() or plan.code()")
+    def report(self, path: str | Path) -> ReportFiles:
+        """Write the plan as one HTML page, and its graph beside it as `.dot`.
+
+        The page has the picture where the program `dot` is installed, else it says how to
+        install it. Raises `OptionError` where `path` cannot be written.
+        """
+        bound = self._bound("report(path)")
+        return write_report(path, self.data, [bound.program], bound.predicted, self.collectives())
 
     def simulate(self) -> Any:
         """The timeline of a step: not built yet."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,11 @@ def train(n_steps: int) -> None:
     pm = autopar.parallelize(model, (1, 4), example_inputs=data[0])
     console.print(f"planned in {format_seconds(time.perf_counter() - begun)}\n")
     console.print(pm.plan.explain(), markup=False, soft_wrap=True)
-    console.print(f"\ngenerated code: {pm.code_path}\n", markup=False)
+    console.print(f"\ngenerated code: {pm.code_path}", markup=False)
+    if rank == 0:
+        page = Path(tempfile.gettempdir()) / "train_gpt2.html"
+        pm.plan.report(page)
+        console.print(f"the plan as a page with its picture: {page}\n", markup=False)
     optimizer = torch.optim.AdamW(pm.parameters(), lr=1e-3)
     alone = torch.optim.AdamW(model.parameters(), lr=1e-3) if rank == 0 else None
 

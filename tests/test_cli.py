@@ -69,7 +69,7 @@ CONFIG = {
     "loss_type": "ForCausalLM",
 }  # fmt: skip
 SIZES = ("--batch", "4", "--seq", "16")
-NOT_BUILT = ("report", "simulate", "compare", "calibrate", "validate")
+NOT_BUILT = ("simulate", "compare", "calibrate", "validate")
 
 
 @pytest.fixture
@@ -127,6 +127,33 @@ def test_no_torch_is_imported_for_the_options() -> None:
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "False\n"
+
+
+# -- reports ---------------------------------------------------------------------------------------
+
+
+def test_report_of_a_model(run: Run) -> None:
+    data = good(run("report", "tiny:mlp", "--mesh", "1x2", "-o", "page.html", "--json"))
+    assert data["written"] == ["page.html", "page.dot"]
+    assert Path("page.dot").read_text().startswith("digraph plan {")
+    assert Path("page.html").read_text().startswith("<!DOCTYPE html>")
+
+
+def test_report_of_a_saved_plan(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without `dot`: the page, the graph, and one line that says how to get the picture."""
+    monkeypatch.setenv("PATH", "")
+    good(run("plan", "tiny:mlp", "--mesh", "1x2", "-o", "plan.json", "--json"))
+    assert "--model MODEL" in refused(run("report", "plan.json"))
+    found = run("report", "plan.json", "--model", "tiny:mlp")
+    assert (found.exit_code, found.stdout) == (shell.GOOD, "plan.html\nplan.dot\n")
+    (line,) = [text for text in found.stderr.splitlines() if "Graphviz" in text]
+    assert "apt install graphviz" in line and "plan.dot" in line
+
+
+def test_report_that_cannot_be_written(run: Run) -> None:
+    words = ("report", "tiny:mlp", "--mesh", "1x2", "-o")
+    assert "cannot write" in refused(run(*words, "nowhere/page.html"))
+    assert "plan.html" in refused(run(*words, "page.dot"))
 
 
 # -- planning --------------------------------------------------------------------------------------

@@ -135,6 +135,38 @@ def code(
 @app.command()
 @prints_result
 @takes_planning_options
+def report(
+    subject: ModelOrPlan,
+    request: PlanRequest,
+    model: ModelOption = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="PAGE.html", help="Write the page here.")
+    ] = Path("plan.html"),
+) -> Result:
+    """Write a plan as a page with its picture.
+
+    One HTML file that loads nothing, and the graph beside it as .dot.
+    """
+    from autopar.cli.summary import plan_json
+    from autopar.report import INSTALL_HINT
+
+    if is_plan_file(subject) and model is None:
+        raise OptionError(
+            "a report is made from a plan and its model",
+            hint=f"autopar report {subject} --model MODEL",
+        )
+    made, notes = _plan_of(subject, model, request)
+    files = made.report(output)
+    if not files.picture:
+        note(f"{INSTALL_HINT}; its graph is in {files.dot}")
+    written = [str(files.page), str(files.dot)]
+    data = {"written": written, "picture": files.picture, "notes": list(notes)}
+    return Result("\n".join(written), plan_json(made) | data)
+
+
+@app.command()
+@prints_result
+@takes_planning_options
 def verify(model: ModelArgument, request: PlanRequest) -> Result:
     """Compare one sharded step with one process.
 
@@ -208,7 +240,6 @@ def _not_built(name: str, purpose: str) -> None:
 
 
 for _name, _purpose in {
-    "report": "Write a plan as a page",
     "simulate": "Draw the timeline of a step",
     "compare": "Compare plans",
     "calibrate": "Measure this machine as a hardware profile",

@@ -8,6 +8,7 @@ from autopar.collective import Collective
 from autopar.errors import OptionError
 from autopar.plan_data import PlanData
 from autopar.predicted import Predicted
+from autopar.report.tables import headline, idle_warning, parameter_rows, traffic_rows
 from autopar.stage_program import CallLine, GatherLine, MoveLine, StageProgram, StoredParameter
 from autopar.units import format_bytes, format_count, format_seconds
 
@@ -36,68 +37,29 @@ def explain(
 
 
 def _header(data: PlanData) -> str:
-    axes = " x ".join(f"{axis}={size}" for axis, size in data.axes.items())
-    batches = "microbatch" if data.microbatches == 1 else "microbatches"
-    line = f"{data.model} on ({axes}), {data.microbatches} {batches}: {data.chosen}"
-    idle = _idle_axes(data)
-    if idle:
-        line += f"\n  axis {', '.join(idle)} does the same work on every rank: splitting costs more"
-    return line
-
-
-def _idle_axes(data: PlanData) -> list[str]:
-    """Axes of several ranks on which nothing is sharded."""
-    out = []
-    for position, (axis, size) in enumerate(data.axes.items()):
-        texts = (*data.operators.values(), *data.parameters.values())
-        sharded = any(
-            _placement(spec, position).startswith("S") for text in texts for spec in _specs(text)
-        )
-        if size > 1 and not sharded:
-            out.append(axis)
-    return out
-
-
-def _specs(text: str) -> list[str]:
-    body = text.partition(";")[0]
-    return [s.strip() for side in body.split("->") for s in side.split(",") if s.strip()]
-
-
-def _placement(spec: str, position: int) -> str:
-    words = spec.split(" order ")[0].split()
-    return words[position] if position < len(words) else ""
+    idle = idle_warning(data)
+    return headline(data) + (f"\n  {idle}" if idle else "")
 
 
 def _parameters(program: StageProgram) -> str:
-    """Parameters grouped by how they are kept: `h.*.mlp.c_fc.weight`."""
-    rows: dict[tuple[str, str, str, str], list[StoredParameter]] = {}
-    for parameter in program.parameters:
-        uses = ", ".join(dict.fromkeys(str(u.local.spec) for u in parameter.uses)) or "each use"
-        pattern = ".".join("*" if part.isdigit() else part for part in parameter.name.split("."))
-        key = (pattern, str(list(parameter.shape)), str(parameter.stored.spec), uses)
-        rows.setdefault(key, []).append(parameter)
-    width = max((len(key[0]) for key in rows), default=9)
+    rows = parameter_rows(program)
+    width = max((len(row.pattern) for row in rows), default=9)
     axes = " ".join(program.axis_names)
     lines = [f"{'parameter':{width}}  count  {'stored':16} {'used':16} shape   (on {axes})"]
-    for (pattern, shape, stored, uses), members in rows.items():
-        period = members[0].period
-        kept = stored if period == "step" else f"{stored} {period}"
-        lines.append(f"{pattern:{width}}  {len(members):5}  {kept:16} {uses:16} {shape}")
+    lines += [
+        f"{r.pattern:{width}}  {r.count:5}  {r.stored:16} {r.used:16} {r.shape}" for r in rows
+    ]
     return "\n".join(lines)
 
 
 def _communication(collectives: Sequence[Collective]) -> str:
     if not collectives:
         return "no communication"
-    rows: dict[tuple[str, str, str], list[int]] = {}
-    for c in collectives:
-        axis = c.axis if isinstance(c.axis, str) else "+".join(c.axis)
-        total = rows.setdefault((c.phase, c.kind, axis), [0, 0])
-        total[0] += c.count
-        total[1] += c.count * c.size_bytes
     lines = [f"{'phase':13} {'collective':15} {'axis':8} {'calls':>6}  bytes per step and rank"]
-    for (phase, kind, axis), (count, size_bytes) in rows.items():
-        lines.append(f"{phase:13} {kind:15} {axis:8} {count:6}  {format_bytes(size_bytes)}")
+    lines += [
+        f"{r.phase:13} {r.kind:15} {r.axis:8} {r.calls:6}  {format_bytes(r.size_bytes)}"
+        for r in traffic_rows(collectives)
+    ]
     return "\n".join(lines)
 
 

@@ -1,0 +1,352 @@
+"""What the picture of a plan shows: the lines of a stage program, grouped until they are few.
+
+    node    a run of operators of one module; a reshard inside the run cuts it. Then
+              a run of views alone joins the node whose result it views;
+              a run of elementwise operators joins the elementwise run just before it.
+            Both joins stay inside one repeated block, so that blocks keep their own nodes.
+    edge    a tensor from node to node, with the reshards on its way. Edges of one `value`
+            share their reshard: it happens once.
+
+Constants, masks made of them and divisors are left out: they are made once and belong to no
+module. On every axis a node's result has one of five kinds, by how it came to be placed:
+data (along the batch), tensor (along a factor of a parameter), sequence (along another dim of an
+activation), replicated (R or I) and partial.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from autopar.spec import Placement, Spec
+from autopar.stage_program import (
+    CallLine,
+    DetachLine,
+    GatherLine,
+    Local,
+    MoveLine,
+    StageProgram,
+    StoredParameter,
+    outs,
+    reads,
+)
+
+KINDS = ("data", "tensor", "sequence", "replicated", "partial")
+_MATMULS = frozenset({"mm", "bmm", "addmm", "matmul", "linear", "baddbmm", "convolution"})
+_NORMS = frozenset({"layer_norm", "rms_norm", "group_norm", "batch_norm", "rsqrt"})
+_LOSSES = frozenset({"cross_entropy_loss", "nll_loss", "mse_loss"})
+VIEWS = frozenset({
+    "alias", "chunk", "clone", "contiguous", "expand", "flatten", "permute", "reshape", "select",
+    "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unflatten",
+    "unsqueeze", "view",
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Block:
+    """One of a list of modules, as `transformer.h` and `0` of `transformer.h.0.attn`."""
+
+    prefix: str = ""
+    index: str = ""
+
+    @property
+    def path(self) -> str:
+        return f"{self.prefix}.{self.index}" if self.prefix else self.index
+
+    def relative(self, name: str) -> str:
+        """`name` as seen from the block; the block itself is `""`."""
+        return name[len(self.path) :].removeprefix(".") if self.contains(name) else name
+
+    def contains(self, name: str) -> bool:
+        return bool(self.path) and (name == self.path or name.startswith(f"{self.path}."))
+
+    @staticmethod
+    def of(module: str) -> Block:
+        """The outermost repeated block that a module path lies in; the empty block if none."""
+        parts = module.split(".")
+        for i, part in enumerate(parts):
+            if part.isdigit():
+                return Block(".".join(parts[:i]), part)
+        return Block()
+
+
+@dataclass(frozen=True)
+class ParameterUsed:
+    """A parameter as one node uses it; `gathers` are the moves of a gather for each use."""
+
+    parameter: StoredParameter
+    spec: Spec
+    gathers: tuple[MoveLine, ...] = ()
+
+
+@dataclass(frozen=True)
+class Node:
+    """Operators drawn as one box; an input or the loss has no lines and a `name`.
+
+    kind      input, loss value, projection, attention, embedding, norm, loss, view, elementwise
+    shards    per mesh axis, one of `KINDS`, of `result`
+    """
+
+    kind: str
+    name: str
+    block: Block
+    lines: tuple[CallLine, ...]
+    result: Local | None
+    shards: tuple[str, ...]
+    parameters: tuple[ParameterUsed, ...] = ()
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A tensor that one node makes and another reads. Nodes are positions in the picture."""
+
+    source: int
+    target: int
+    value: str
+    moves: tuple[MoveLine, ...]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Nodes in the order of execution, and edges from earlier to later ones."""
+
+    nodes: tuple[Node, ...]
+    edges: tuple[Edge, ...]
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A variable as an operator reads it: what it came from, and the moves in between."""
+
+    value: str
+    root: str
+    moves: tuple[MoveLine, ...]
+
+
+@dataclass
+class _Group:
+    """A node being made."""
+
+    module: str
+    lines: list[CallLine] = field(default_factory=list)
+
+    @property
+    def block(self) -> Block:
+        return Block.of(self.module)
+
+
+def operator_name(line: CallLine) -> str:
+    """`aten.add.Tensor` -> `add`."""
+    parts = line.target.split(".")
+    return parts[1].strip("_") if len(parts) > 1 else line.target
+
+
+def kind_of(lines: Iterable[CallLine]) -> str:
+    """What a run of operators is, by its heaviest one."""
+    names = {operator_name(line) for line in lines}
+    if "scaled_dot_product_attention" in names or ("softmax" in names and names & _MATMULS):
+        return "attention"
+    for kind, members in (("loss", _LOSSES), ("projection", _MATMULS)):
+        if names & members or (kind == "projection" and any(n.startswith("conv") for n in names)):
+            return kind
+    if "embedding" in names:
+        return "embedding"
+    if names & _NORMS:
+        return "norm"
+    return "view" if names <= VIEWS else "elementwise"
+
+
+def picture(program: StageProgram) -> Picture:
+    """The nodes and edges of one stage."""
+    parameters = _parameter_variables(program)
+    inputs = {d.local.name: d for d in program.delivered if d.kind == "input"}
+    found = _reads(program)
+    groups = _joined(_runs(program, found), found)
+    shards = shard_kinds(program)
+    used = {read.root for reading in found.values() for read in reading}
+    nodes = [
+        Node("input", d.source, Block(), (), d.local, shards[name])
+        for name, d in inputs.items()
+        if name in used
+    ]
+    home = {node.result.name: i for i, node in enumerate(nodes) if node.result}
+    for group in groups:
+        for line in group.lines:
+            home.update((out.name, len(nodes)) for out in line.outs)
+        nodes.append(_node(group, shards, parameters))
+    edges = [
+        Edge(home[read.root], home[line.outs[0].name], read.value, read.moves)
+        for group in groups
+        for line in group.lines
+        for read in found[line.key]
+        if read.root in home
+    ]
+    if program.loss is not None:
+        last = found["loss value"][0]
+        edges.append(Edge(home[last.root], len(nodes), last.value, last.moves))
+        nodes.append(Node("loss value", "loss", Block(), (), None, ()))
+    kept = {(e.source, e.target, e.value): e for e in edges if e.source != e.target}
+    return Picture(tuple(nodes), tuple(kept.values()))
+
+
+def _parameter_variables(program: StageProgram) -> dict[str, ParameterUsed]:
+    """Variable -> the parameter in use that it holds."""
+    stored = {p.name: p for p in program.parameters}
+    out = {
+        use.local.name: ParameterUsed(p, use.local.spec)
+        for p in program.parameters
+        for use in p.uses
+    }
+    for line in program.body:
+        if isinstance(line, GatherLine):
+            parameter = stored[line.parameter]
+            out[line.out.name] = ParameterUsed(parameter, line.out.spec, line.moves)
+    return out
+
+
+def _reads(program: StageProgram) -> dict[str, tuple[_Read, ...]]:
+    """Operator key -> what it reads, traced through reshards; `loss value` -> the loss."""
+    came: dict[str, _Read] = {}
+    out: dict[str, tuple[_Read, ...]] = {}
+
+    def trace(name: str) -> _Read:
+        return came.get(name, _Read(name, name, ()))
+
+    for line in program.body:
+        if isinstance(line, CallLine):
+            out[line.key] = tuple(trace(name) for name in dict.fromkeys(reads(line)))
+        elif isinstance(line, MoveLine):
+            before = trace(line.source)
+            came[line.out.name] = _Read(line.out.name, before.root, (*before.moves, line))
+        elif isinstance(line, DetachLine):
+            came[line.out.name] = trace(line.source)
+    if program.loss is not None:
+        out["loss value"] = (trace(program.loss),)
+    return out
+
+
+def _runs(program: StageProgram, found: Mapping[str, tuple[_Read, ...]]) -> list[_Group]:
+    """Operators of one module that follow each other, cut where they reshard in between."""
+    groups: list[_Group] = []
+    made: set[str] = set()
+    for line in program.body:
+        if not isinstance(line, CallLine):
+            continue
+        module = line.key.rpartition("/")[0]
+        cut = any(read.moves and read.root in made for read in found[line.key])
+        if not groups or groups[-1].module != module or cut:
+            groups.append(_Group(module))
+            made = set()
+        groups[-1].lines.append(line)
+        made |= {out.name for out in line.outs}
+    return groups
+
+
+def _joined(groups: list[_Group], found: Mapping[str, tuple[_Read, ...]]) -> list[_Group]:
+    """Views with what they view; elementwise runs with the elementwise run before them."""
+    out: list[_Group] = []
+    home: dict[str, _Group] = {}
+    for group in groups:
+        own = {o.name for line in group.lines for o in line.outs}
+        outer = [r for line in group.lines for r in found[line.key] if r.root not in own]
+        host = _host(group, outer, out, home)
+        if host is None:
+            out.append(group)
+            host = group
+        else:
+            host.lines += group.lines
+        home.update(dict.fromkeys(own, host))
+    return out
+
+
+def _host(
+    group: _Group, outer: list[_Read], before: list[_Group], home: Mapping[str, _Group]
+) -> _Group | None:
+    """The node that `group` joins; None when it is one of its own."""
+    kind = kind_of(group.lines)
+    moved = {read.root for read in outer if read.moves}
+    # Edges keep pointing forward: a view has this one source, and a run joins the node just before.
+    if kind == "view" and len({read.root for read in outer}) == 1 and not moved:
+        host = home.get(outer[0].root)
+    elif kind == "elementwise" and before and kind_of(before[-1].lines) == "elementwise":
+        host = before[-1]
+        made = {o.name for line in host.lines for o in line.outs}
+        if made & moved or not any(read.root in made for read in outer):
+            return None
+    else:
+        return None
+    return host if host is not None and host.block == group.block else None
+
+
+def _node(
+    group: _Group,
+    shards: Mapping[str, tuple[str, ...]],
+    parameters: Mapping[str, ParameterUsed],
+) -> Node:
+    core = [line for line in group.lines if operator_name(line) not in VIEWS] or group.lines
+    result = core[-1].outs[0]
+    used = {
+        name: parameters[name] for line in group.lines for name in reads(line) if name in parameters
+    }
+    # Of several modules, the last one made the result.
+    module = core[-1].key.rpartition("/")[0]
+    kind = kind_of(group.lines)
+    name = group.block.relative(module)
+    lines = tuple(group.lines)
+    return Node(kind, name, group.block, lines, result, shards[result.name], tuple(used.values()))
+
+
+# -- how a shard came to be ------------------------------------------------------------------------
+
+
+def shard_kinds(program: StageProgram) -> dict[str, tuple[str, ...]]:
+    """Variable -> on each axis, one of `KINDS`."""
+    parameters = _parameter_variables(program)
+    batch_size = next(
+        (d.dims[d.batch_cell[0]][d.batch_cell[1]] for d in program.delivered if d.batch_cell), 0
+    )
+    out: dict[str, tuple[str, ...]] = {}
+    for d in program.delivered:
+        kinds = ("data" if p.is_shard and p.cell == d.batch_cell else _plain(p)
+                 for p in d.local.spec.placements)  # fmt: skip
+        out[d.local.name] = tuple(kinds)
+    for line in program.body:
+        for result in outs(line):
+            placements = result.spec.placements
+            kinds = (
+                _shard_kind(line_reads, axis, out, parameters)
+                if p.is_shard and (line_reads := reads(line))
+                else _plain(p)
+                for axis, p in enumerate(placements)
+            )
+            found = list(kinds)
+            if isinstance(line, MoveLine):
+                for axis in line.move.axes:
+                    found[axis] = _moved(result, placements[axis], batch_size)
+            out[result.name] = tuple(found)
+    return out
+
+
+def _plain(placement: Placement) -> str:
+    return {"S": "sequence", "P": "partial"}.get(placement.kind, "replicated")
+
+
+def _shard_kind(
+    names: list[str],
+    axis: int,
+    kinds: Mapping[str, tuple[str, ...]],
+    parameters: Mapping[str, ParameterUsed],
+) -> str:
+    """Of a sharded result: as its parameters, else as its inputs."""
+    if any(n in parameters and parameters[n].spec.placements[axis].is_shard for n in names):
+        return "tensor"
+    found = {kinds[n][axis] for n in names if n in kinds}
+    return next((kind for kind in KINDS[:3] if kind in found), "sequence")
+
+
+def _moved(result: Local, placement: Placement, batch_size: int) -> str:
+    """Of what a reshard placed: the batch is the outermost factor of the first dim."""
+    is_batch = placement.cell == (0, 0) and bool(result.dims and result.dims[0])
+    if placement.is_shard and is_batch and result.dims[0][0] == batch_size:
+        return "data"
+    return _plain(placement)
