@@ -1,0 +1,165 @@
+"""The pipeline problem on plain numbers: layers cut into stages, a configuration for each.
+
+With S stages, stage s holding layers first..last under configuration c, B microbatches and
+1F1B's in-flight count of min(B, S - s) microbatches on stage s (counted from 0):
+
+    minimise  sum_s time_s + (B - 1) max_s time_s + max_s once_s
+    such that static_bytes + min(B, S - s) activation_bytes <= memory_bytes  on every stage
+              the stages cover the layers in order, and use exactly n_devices together
+
+(`StageProblem.evaluate`, `StageProblem.stage_bytes`). A configuration is anything that has a
+number of devices: a submesh, how it is viewed, what is recomputed. That the submeshes of a plan
+can be laid out on the machine is the caller's: shares of one node by powers of two and whole
+nodes always can (Zheng et al., "Alpa", OSDI 2022, appendix A).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from autopar.passes.solvers.problem import (
+    BUDGET_REL,
+    SAME_OPTIMUM_REL,
+    BoolArray,
+    FloatArray,
+    Infeasible,
+    ProblemError,
+)
+
+
+class StageChoice(NamedTuple):
+    """One stage: its layers, both ends included, and its configuration."""
+
+    first: int
+    last: int
+    config: int
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Stages in order, what they cost and what is proven about it.
+
+    `t_max_s` is the slowest stage's time, `once_s` the largest cost per step, `peak_bytes` the
+    largest need of one device. `bound_s` is a proven lower bound on every feasible plan, `gap`
+    the relative distance of `objective_s` to it.
+    """
+
+    stages: tuple[StageChoice, ...]
+    objective_s: float
+    t_max_s: float
+    once_s: float
+    peak_bytes: float
+    bound_s: float
+    gap: float
+
+
+@dataclass(frozen=True, eq=False)
+class StageProblem:
+    """See the module docstring. The arrays are [first, last, config]; last < first is not read.
+
+    `time_s` is one microbatch's, `once_s` what a stage adds to each step whatever the number of
+    microbatches, `activation_bytes` one microbatch's while it is in flight; bytes are per device.
+    An infinite `time_s` forbids; the other arrays are not read there. `memory_bytes` None: no
+    limit.
+
+    Raises `ProblemError` for wrong shapes, NaN, negative or infinite numbers, counts below 1.
+    """
+
+    time_s: FloatArray
+    once_s: FloatArray
+    static_bytes: FloatArray
+    activation_bytes: FloatArray
+    config_devices: tuple[int, ...]
+    n_devices: int
+    n_microbatches: int
+    memory_bytes: float | None = None
+
+    def __post_init__(self) -> None:
+        counts = (self.n_devices, self.n_microbatches, *self.config_devices)
+        if not self.config_devices or min(counts) < 1:
+            raise ProblemError(
+                f"devices {self.n_devices}, microbatches {self.n_microbatches} and devices per"
+                f" configuration {self.config_devices} must be at least 1"
+            )
+        if self.memory_bytes is not None and not self.memory_bytes >= 0:
+            raise ProblemError(f"memory_bytes must be at least 0: {self.memory_bytes}")
+        n = len(self.time_s)
+        shape = (n, n, len(self.config_devices))
+        upper = np.triu(np.ones((n, n), dtype=bool))[:, :, None]
+        for name in ("time_s", "once_s", "static_bytes", "activation_bytes"):
+            array = getattr(self, name)
+            if array.shape != shape or n == 0:
+                raise ProblemError(f"{name}: an array of shape {array.shape} should be {shape}")
+            read = upper if name == "time_s" else upper & np.isfinite(self.time_s)
+            values = array[np.broadcast_to(read, shape)]
+            if np.isnan(values).any() or (values < 0).any():
+                raise ProblemError(
+                    f"{name}: a value is NaN or negative",
+                    hint="an estimate failed; forbid a stage with time_s = inf instead",
+                )
+            if name != "time_s" and np.isinf(values).any():
+                raise ProblemError(f"{name}: infinite", hint="forbid a stage with time_s = inf")
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.time_s)
+
+    @property
+    def max_stages(self) -> int:
+        """No plan has more stages: each takes a layer, and devices."""
+        return min(self.n_layers, self.n_devices // min(self.config_devices))
+
+    def stage_bytes(self, n_after: int) -> FloatArray:
+        """What each [first, last, config] needs as a stage that `n_after` stages follow."""
+        return self.static_bytes + self._in_flight(n_after) * self.activation_bytes
+
+    def _in_flight(self, n_after: int) -> int:
+        return min(self.n_microbatches, n_after + 1)
+
+    @property
+    def limit_bytes(self) -> float:
+        """What a device may hold, the memory to `BUDGET_REL`."""
+        return math.inf if self.memory_bytes is None else self.memory_bytes * (1 + BUDGET_REL)
+
+    def possible(self) -> BoolArray:
+        """Which [first, last, config] are not forbidden, whatever the memory."""
+        n = self.n_layers
+        upper = np.triu(np.ones((n, n), dtype=bool))[:, :, None]
+        enough = np.array(self.config_devices) <= self.n_devices
+        return upper & enough & np.isfinite(self.time_s)
+
+    def evaluate(self, stages: Sequence[StageChoice], bound_s: float | None = None) -> StagePlan:
+        """A legal plan's cost, summed exactly; `bound_s` None means that it bounds itself."""
+        times = [float(self.time_s[s]) for s in stages]
+        once_s = max(float(self.once_s[s]) for s in stages)
+        objective = math.fsum([*times, (self.n_microbatches - 1) * max(times), once_s])
+        sizes = [
+            float(self.static_bytes[s] + self._in_flight(n_after) * self.activation_bytes[s])
+            for n_after, s in enumerate(reversed(stages))
+        ]
+        assert math.isfinite(objective) and max(sizes) <= self.limit_bytes, stages
+        bound, gap = objective, 0.0
+        if bound_s is not None and bound_s < objective * (1 - SAME_OPTIMUM_REL):
+            bound, gap = bound_s, 1 - bound_s / objective
+        return StagePlan(tuple(stages), objective, max(times), once_s, max(sizes), bound, gap)
+
+
+def too_little_memory(problem: StageProblem, min_bytes: float) -> Infeasible:
+    """`min_bytes`: the least device memory with which some plan fits; inf: none ever does."""
+    if math.isinf(min_bytes):
+        return Infeasible(
+            f"no stages of {sorted(set(problem.config_devices))} devices cover"
+            f" {problem.n_layers} layers on exactly {problem.n_devices} devices",
+            None,
+        )
+    assert problem.memory_bytes is not None
+    return Infeasible(
+        f"the leanest pipeline needs {min_bytes:.0f} bytes per device, the memory is"
+        f" {problem.memory_bytes:.0f}: {min_bytes - problem.memory_bytes:.0f} are missing",
+        min_bytes,
+    )

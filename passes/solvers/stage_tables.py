@@ -1,0 +1,152 @@
+"""The stage recurrence for one limit on stage times, and the plans read off it in order.
+
+Stages are counted from the end, because the microbatches in flight on a stage depend only on
+how many stages follow it. With level j = 1 for the last stage, layers k..i in a stage of
+configuration c with n_c devices, and d devices left (`cost_to_go`):
+
+    f(j, k, d) = min over i >= k, c allowed at level j of  w(k, i, c) + f(j-1, i+1, d - n_c)
+    f(0, L, 0) = 0
+
+What fits at a level fits at every lower one. Above the last level J where anything changes (at
+most the number of microbatches), levels are one: a stage at J is followed by J or J-1
+(`follow`). Without a memory limit J is 1, and the recurrence is that of the sum alone.
+
+`first_plans` walks the table from the front, best first: f is the exact cost of the rest, so
+plans leave the heap by (sum of w, stages in lexicographic order), and each costs one walk.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.passes.solvers.problem import BoolArray, FloatArray
+from autopar.passes.solvers.stage_problem import StageChoice, StageProblem
+
+Stages = tuple[StageChoice, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Levels:
+    """Which [first, last, config] may be a stage at each level: [level - 1, first, last, config].
+
+    The last level stands for all above it.
+    """
+
+    allowed: BoolArray
+    config_devices: tuple[int, ...]
+    n_devices: int
+
+    @staticmethod
+    def of(problem: StageProblem, possible: BoolArray) -> Levels:
+        """The levels of a problem of which only the `possible` stages matter."""
+        fits = [possible]
+        if problem.memory_bytes is not None:
+            n_levels = max(1, min(problem.max_stages, problem.n_microbatches))
+            sizes = (problem.stage_bytes(n_after) for n_after in range(n_levels))
+            fits = [possible & (size <= problem.limit_bytes) for size in sizes]
+        while len(fits) > 1 and np.array_equal(fits[-1], fits[-2]):
+            fits.pop()
+        return Levels(np.array(fits), problem.config_devices, problem.n_devices)
+
+    @staticmethod
+    def unlimited(problem: StageProblem) -> tuple[Levels, FloatArray]:
+        """All levels as if everything fitted, and the bytes at each: [level - 1, ...]."""
+        n_levels = max(1, min(problem.max_stages, problem.n_microbatches))
+        allowed = np.repeat(problem.possible()[None], n_levels, axis=0)
+        sizes = np.array([problem.stage_bytes(n) for n in range(n_levels)])
+        return Levels(allowed, problem.config_devices, problem.n_devices), sizes
+
+    @property
+    def n_levels(self) -> int:
+        return len(self.allowed)
+
+    def within(self, allowed: BoolArray) -> Levels:
+        return Levels(self.allowed & allowed, self.config_devices, self.n_devices)
+
+
+def cost_to_go(levels: Levels, cost: FloatArray, combine: np.ufunc = np.add) -> FloatArray:
+    """f of the module docstring, [level, first layer, devices]; infinite where nothing fits.
+
+    `cost` is [first, last, config], or one such array per level. With `combine=np.maximum`, the
+    least maximum instead of the least sum.
+    """
+    n_levels, n_layers = levels.allowed.shape[:2]
+    n_devices = levels.n_devices
+    by_size = _least_by_size(levels, cost)
+    out = np.full((n_levels + 1, n_layers + 1, n_devices + 1), np.inf)
+    out[0, n_layers, 0] = 0.0
+    # follow[j - 1]: what comes after a stage at level j.
+    follow = out[:-1].copy()
+    for k in reversed(range(n_layers)):
+        top = min(n_levels, n_layers - k)  # a stage has at least one layer
+        for size, least in by_size:
+            ends = np.flatnonzero(np.isfinite(least[0, k]))
+            if not len(ends):
+                continue
+            stop = int(ends[-1]) + 1
+            rest = follow[:top, k + 1 : stop + 1, : n_devices + 1 - size]
+            sums = combine(least[:top, k, k:stop, None], rest).min(axis=1)
+            here = out[1 : top + 1, k, size:]
+            np.minimum(here, sums, out=here)
+        follow[:, k] = out[:-1, k]
+        np.minimum(follow[-1, k], out[-1, k], out=follow[-1, k])
+    return out
+
+
+def _least_by_size(levels: Levels, cost: FloatArray) -> list[tuple[int, FloatArray]]:
+    """(devices, least cost [level - 1, first, last]) per number of devices a stage may have."""
+    out = []
+    for size in sorted(set(levels.config_devices)):
+        if size <= levels.n_devices:
+            same = [c for c, n in enumerate(levels.config_devices) if n == size]
+            table = np.where(levels.allowed[..., same], cost[..., same], np.inf)
+            out.append((size, table.min(axis=-1)))
+    return out
+
+
+def least_total(table: FloatArray) -> float:
+    """The optimum of a table made by `cost_to_go`, over all numbers of stages."""
+    return float(table[1:, 0, -1].min())
+
+
+def first_plans(levels: Levels, cost: FloatArray, table: FloatArray, n_best: int) -> list[Stages]:
+    """The first `n_best` plans (fewer if there are no more) by (total cost, stages).
+
+    `table` is `cost_to_go(levels, cost)`; sums of `cost` must be exact, as of whole numbers.
+    """
+    n_levels, n_layers = levels.allowed.shape[:2]
+    heap: list[tuple[float, Stages, int, int, int, float]] = []
+    for level in range(1, n_levels + 1):
+        total = float(table[level, 0, levels.n_devices])
+        if np.isfinite(total):
+            heapq.heappush(heap, (total, (), level, 0, levels.n_devices, 0.0))
+    plans: list[Stages] = []
+    while heap and len(plans) < n_best:
+        _, stages, level, k, devices, spent = heapq.heappop(heap)
+        if k == n_layers:
+            plans.append(stages)
+            continue
+        paid = spent + np.where(levels.allowed[level - 1, k, k:], cost[k, k:], np.inf)
+        for after in {level - 1, level} if level == n_levels else {level - 1}:
+            totals = paid + _rest(table[after, k + 1 :], levels.config_devices, devices)
+            flat = totals.ravel()
+            # Whatever comes later is preceded by n_best plans from here alone.
+            for at in np.argsort(flat, kind="stable")[:n_best]:
+                if not np.isfinite(flat[at]):
+                    break
+                i, c = (int(x) for x in np.unravel_index(at, totals.shape))
+                longer = (*stages, StageChoice(k, k + i, c))
+                left = devices - levels.config_devices[c]
+                entry = (float(flat[at]), longer, after, k + i + 1, left, float(paid[i, c]))
+                heapq.heappush(heap, entry)
+    return plans
+
+
+def _rest(after: FloatArray, config_devices: Sequence[int], devices: int) -> FloatArray:
+    """[last layer, config]: the cost of what follows when each configuration took its devices."""
+    left = devices - np.array(config_devices)
+    return np.where(left >= 0, after[:, np.maximum(left, 0)], np.inf)
