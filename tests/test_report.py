@@ -125,6 +125,15 @@ def test_a_block_that_is_read_from_elsewhere_is_drawn_apart() -> None:
     assert copies(stack(nn.ReLU(), nn.ReLU(), nn.ReLU(), skip=True)) == [1, 2]
 
 
+def test_a_block_of_one_box_has_no_frame() -> None:
+    """The members of an `nn.Sequential` are blocks too."""
+    case = CASES["mlp"]
+    options = {"loss_fn": case.loss_fn} if case.loss_fn else {}
+    graph = autopar.plan(case.model(), (2, 2), case.batch(0), **MEGATRON, **options).to_dot()
+    assert "<B>net.0</B></TD>" in graph and "label=<<B>net.0</B>>" not in graph
+    assert "label=<<B>net.2</B>>" in graph  # a projection and, after its reshard, the bias
+
+
 def test_one_other_reshard_is_drawn_apart(gpt2: Plan) -> None:
     """The same program with other bytes in one reshard of the last block."""
     assert gpt2.bound is not None

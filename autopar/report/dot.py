@@ -87,7 +87,7 @@ def escaped(text: str) -> str:
 def _draw_stage(cluster: graphviz.Digraph, program: StageProgram, prefix: str) -> None:
     shown = picture(program)
     sections, edges = fold(shown)
-    within = {i: number for number, s in enumerate(sections) if s.blocks[0].index for i in s.nodes}
+    within = {i: number for number, s in enumerate(sections) if _is_framed(s) for i in s.nodes}
     inner: dict[int, list[Edge]] = defaultdict(list)
     outer: list[Edge] = []
     for source, members in _by_value(edges).items():
@@ -95,8 +95,11 @@ def _draw_stage(cluster: graphviz.Digraph, program: StageProgram, prefix: str) -
         # A reshard of one block is drawn inside it.
         (inner[homes.pop()] if len(homes) == 1 else outer).extend(members)
     for number, section in enumerate(sections):
-        boxes = [(f"{prefix}{i}", _label(shown.nodes[i], program)) for i in section.nodes]
-        if not section.blocks[0].index:
+        boxes = [
+            (f"{prefix}{i}", _label(shown.nodes[i], program, _is_framed(section)))
+            for i in section.nodes
+        ]
+        if not _is_framed(section):
             for name, label in boxes:
                 cluster.node(name, label=label)
             continue
@@ -106,6 +109,11 @@ def _draw_stage(cluster: graphviz.Digraph, program: StageProgram, prefix: str) -
                 block.node(name, label=label)
             _draw_edges(block, inner[number], program, prefix)
     _draw_edges(cluster, [*inner[-1], *outer], program, prefix)
+
+
+def _is_framed(section: Section) -> bool:
+    """A block has a frame, unless it is one box alone."""
+    return bool(section.blocks[0].index) and len(section.nodes) + len(section.copies) > 2
 
 
 def _by_value(edges: Sequence[Edge]) -> dict[tuple[int, str], list[Edge]]:
@@ -204,10 +212,10 @@ def _frame(fill: str) -> dict[str, str]:
 # -- a box -----------------------------------------------------------------------------------------
 
 
-def _label(node: Node, program: StageProgram) -> str:
+def _label(node: Node, program: StageProgram, framed: bool) -> str:
     axes = [i for i, size in enumerate(program.axis_sizes) if size > 1]
     width = max(len(axes), 1)
-    rows = [_row(title, width) for title in _titles(node)]
+    rows = [_row(title, width) for title in _titles(node, framed)]
     if node.result is not None and axes:
         rows.append(f"<TR>{''.join(_cell(node, axis, program) for axis in axes)}</TR>")
     notes = [*_parameters(node, program, axes), *_inner(node, program)]
@@ -232,23 +240,29 @@ def _cell(node: Node, axis: int, program: StageProgram) -> str:
     return f'<TD BGCOLOR="{colour}">{escaped(text)}</TD>'
 
 
-def _titles(node: Node) -> list[str]:
+def _titles(node: Node, framed: bool) -> list[str]:
     """What the box is, and the operators in it."""
     if not node.lines:
         return [f"<B>{escaped(node.name)}</B>" + (" (input)" if node.kind == "input" else "")]
     names = [operator_name(line) for line in node.lines]
     counts = Counter([name for name in names if name not in VIEWS] or names)
     operators = ", ".join(f"{name} ×{n}" if n > 1 else name for name, n in counts.items())
-    own = "block" if node.block.index else ""
+    # In a frame, names are the block's own; alone, the whole path.
+    own, path = ("block", node.name) if framed else ("", _path(node))
     if node.kind == "elementwise" and len(counts) == 1:
-        modules = [node.block.relative(line.key.rpartition("/")[0]) for line in node.lines]
+        modules = [line.key.rpartition("/")[0] for line in node.lines]
+        modules = [node.block.relative(m) for m in modules] if framed else modules
         title, small = operators, ", ".join(dict.fromkeys(m or own for m in modules))
     else:
-        title, small = node.name or own or node.kind, operators
+        title, small = path or own or node.kind, operators
     rows = [f"<B>{escaped(title)}</B>"]
     if small:
         rows.append(f'<FONT POINT-SIZE="9" COLOR="#444444">{escaped(small)}</FONT>')
     return rows
+
+
+def _path(node: Node) -> str:
+    return ".".join(part for part in (node.block.path, node.name) if part)
 
 
 def _parameters(node: Node, program: StageProgram, axes: Sequence[int]) -> list[str]:
