@@ -227,6 +227,20 @@ def test_a_gap_is_kept_and_reported(seed: int) -> None:
     assert 0 <= near[0].gap <= 0.2
 
 
+def test_plans_far_from_the_best_may_be_left_out() -> None:
+    n_shorter = 0
+    for seed in range(N_CASES):
+        problem = random_stages(seed)
+        every, near = solve_stages(problem, N_BEST), solve_stages(problem, N_BEST, within=0.1)
+        if isinstance(every, Infeasible) or isinstance(near, Infeasible):
+            assert every == near
+            continue
+        limit_s = every[0].objective_s * (1 + 0.1) * (1 + REL)
+        assert near == tuple(plan for plan in every if plan.objective_s <= limit_s), seed
+        n_shorter += len(near) < len(every)
+    assert n_shorter >= 20
+
+
 def test_bad_stage_problems_are_refused() -> None:
     good = random_stages(0)
     for change in (
@@ -245,6 +259,8 @@ def test_bad_stage_problems_are_refused() -> None:
         solve_stages(good, 0)
     with pytest.raises(OptionError, match="gap_goal"):
         solve_stages(good, gap_goal=1.0)
+    with pytest.raises(OptionError, match="within"):
+        solve_stages(good, within=-0.1)
 
 
 def test_brute_force_refuses_what_it_cannot_count() -> None:

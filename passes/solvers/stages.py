@@ -56,17 +56,20 @@ Box = tuple[int, int, int, int]  # first and last index of the times, then of th
 
 
 def solve_stages(
-    problem: StageProblem, n_best: int = 1, gap_goal: float = 0.0
+    problem: StageProblem, n_best: int = 1, gap_goal: float = 0.0, within: float = math.inf
 ) -> tuple[StagePlan, ...] | Infeasible:
     """The `n_best` cheapest plans, best first (fewer when there are no more).
 
     With `gap_goal` > 0 the search is content when no plan can be cheaper than the last of them
-    by more than this (relative); 0 is exact.
+    by more than this (relative); 0 is exact. Plans that cost more than the cheapest by more
+    than `within` (relative) are left out: proving which of those come next is most of the work.
 
-    Raises `OptionError` for `n_best` < 1 or a `gap_goal` outside [0, 1).
+    Raises `OptionError` for `n_best` < 1, a `gap_goal` outside [0, 1) or a negative `within`.
     """
     if n_best < 1 or not 0 <= gap_goal < 1:
         raise OptionError(f"n_best={n_best} must be at least 1, gap_goal={gap_goal} in [0, 1)")
+    if not within >= 0:
+        raise OptionError(f"within={within} must be at least 0")
     possible = problem.possible()
     longest_s = float(problem.time_s[possible].max(initial=0.0))
     scale_s = longest_s * problem.n_layers
@@ -78,12 +81,13 @@ def solve_stages(
         # A stage that alone costs more than these plans is in none of the best.
         alone_s = problem.n_microbatches * problem.time_s + problem.once_s
         possible &= alone_s <= dearest_s * (1 + SAME_OPTIMUM_REL)
-    search = _Search(_Scaled.of(problem, possible, dearest_s), n_best, gap_goal)
+    search = _Search(_Scaled.of(problem, possible, dearest_s), n_best, gap_goal, within)
     bound = search.run()
     bound_s = problem.evaluate(search.best[0][2]).objective_s
     if bound < search.best[0][0]:
         bound_s = bound * search.scaled.quantum_s
-    return tuple(problem.evaluate(stages, bound_s) for _, _, stages in search.best)
+    kept = (stages for cost, _, stages in search.best if cost <= search.cutoff())
+    return tuple(problem.evaluate(stages, bound_s) for stages in kept)
 
 
 def least_memory_bytes(problem: StageProblem) -> float:
@@ -134,10 +138,11 @@ class _Scaled:
 class _Search:
     """Branch and bound over boxes of limits; `best` holds (objective, n_stages, stages)."""
 
-    def __init__(self, scaled: _Scaled, n_best: int, gap_goal: float) -> None:
+    def __init__(self, scaled: _Scaled, n_best: int, gap_goal: float, within: float) -> None:
         self.scaled = scaled
         self.n_best = n_best
         self.gap_goal = gap_goal
+        self.within = within
         self.repeats = scaled.n_microbatches - 1
         # One microbatch: the slowest stage does not count, and any limit is as good as none.
         self.times = scaled.values(scaled.time)[0 if self.repeats else -1 :]
@@ -150,7 +155,7 @@ class _Search:
         heap: list[tuple[int, Box]] = [(0, (0, len(self.times) - 1, 0, len(self.onces) - 1))]
         while heap:
             bound, box = heapq.heappop(heap)
-            if bound > self._cutoff() * (1 - self.gap_goal):
+            if bound > self.cutoff() * (1 - self.gap_goal):
                 return min(bound, self.best[0][0])
             self.n_opened += 1
             plans = self.scaled.leading(self.n_best, self.times[box[1]], self.onces[box[3]])
@@ -167,8 +172,12 @@ class _Search:
     def _bound(self, least: int, box: Box) -> int:
         return least + self.repeats * self.times[box[0]] + self.onces[box[2]]
 
-    def _cutoff(self) -> float:
-        return self.best[-1][0] if len(self.best) == self.n_best else math.inf
+    def cutoff(self) -> float:
+        """Plans that cost more are not wanted."""
+        worst = self.best[-1][0] if len(self.best) == self.n_best else math.inf
+        if self.best and math.isfinite(self.within):
+            return min(worst, self.best[0][0] * (1 + self.within))
+        return worst
 
     def _sum(self, stages: Stages) -> int:
         return sum(int(self.scaled.time[s]) for s in stages)
@@ -205,7 +214,7 @@ class _Search:
     def _halves(self, least: int, box: Box) -> Iterator[Box]:
         """The box without what its bound rules out, cut across where its bound varies most."""
         t_lo, t_hi, o_lo, o_hi = box
-        room = self._cutoff() - self._bound(least, box)
+        room = self.cutoff() - self._bound(least, box)
         if room < 0:
             return
         if self.repeats:
