@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -68,7 +67,7 @@ def train(n_steps: int) -> None:
     console.print(pm.plan.explain(), markup=False, soft_wrap=True)
     console.print(f"\ngenerated code: {pm.code_path}", markup=False)
     if rank == 0:
-        page = Path(tempfile.gettempdir()) / "train_gpt2.html"
+        page = pm.code_path.with_name("plan.html")
         pm.plan.report(page)
         console.print(f"the plan as a page with its picture: {page}\n", markup=False)
     optimizer = torch.optim.AdamW(pm.parameters(), lr=1e-3)
