@@ -121,12 +121,12 @@ class Limits:
             kept = _where(self._shards_parameter, kept)
         elif not strict:
             kept = _where(_shards_something, kept)
-        elif rule.lower:
+        elif rule.lower and group.members[0].operator.inputs[0] in self.parameters:
             kept = _where(lambda j: self._cuts_vocabulary(group, rule.lower, j), kept)
         return _where(lambda j: not self._replicates_parameter(j), kept) if strict else kept
 
     def _cuts_vocabulary(self, group: Group, lower: Container[str], joint: JointStrategy) -> bool:
-        """Is a lookup (or a loss) placed as Megatron does? Lowered operators stand alone."""
+        """Is a lookup placed as Megatron does: tokens' tables cut by rows, positions' whole?"""
         (member,), (chosen,) = group.members, joint.members
         if member.operator.inputs[1] in self.constants:
             return not _shards_something(joint)
