@@ -12,59 +12,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from autopar.capture import capture, reference_step
-from autopar.errors import AutoparError, BatchError, CaptureError, NotSupportedError, OptionError
-from autopar.program import Program, flatten_inputs
+from autopar.errors import BatchError, CaptureError, NotSupportedError
+from autopar.program import flatten_inputs
+from tests.capture_harness import Module, check, targets, x
 
 aten = torch.ops.aten
-
-
-class Module(nn.Module):
-    """A model of one linear layer and whatever `body` does with it."""
-
-    def __init__(self, body: Callable[..., Any]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.body = body
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.body(self, *args, **kwargs)
-
-
-def targets(program: Program) -> list[Any]:
-    return [n.target for n in program.operators]
-
-
-def check(
-    model: nn.Module,
-    batch: Any,
-    tolerance: float = 1e-12,
-    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
-) -> Program:
-    """Capture a float64 model; loss and gradients must equal eager's, up to rounding."""
-    model.double()
-    program = capture(model, batch, loss_fn=loss_fn)
-    model.zero_grad()
-    outputs = model(**batch) if isinstance(batch, dict) else model(*batch)
-    loss = outputs if loss_fn is None else loss_fn(outputs, batch)
-    loss.backward()
-    leaves = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
-    got, _ = reference_step(program, leaves, flatten_inputs(batch))
-    assert got is not None
-    got.backward()
-    torch.testing.assert_close(got, loss, rtol=tolerance, atol=tolerance)
-    for name, parameter in model.named_parameters():
-        mine = leaves[name].grad
-        assert (mine is None) == (parameter.grad is None), name
-        if mine is not None:
-            torch.testing.assert_close(mine, parameter.grad, rtol=tolerance, atol=tolerance)
-    return program
-
-
-def x(rows: int = 3) -> torch.Tensor:
-    return torch.randn(rows, 4, dtype=torch.float64)
-
-
-# Inputs, outputs, and the user's model.
 
 
 def test_the_users_model_is_left_untouched() -> None:
@@ -239,7 +191,7 @@ def test_labels_from_parameters_are_refused() -> None:
 
     with pytest.raises(NotSupportedError, match="labels") as error:
         capture(Module(body), (torch.randn(2, 4),))
-    assert "test_capture_traps.py:" in str(error.value)
+    assert "capture_harness.py:" in str(error.value)
 
 
 def test_class_weights_stay_whole() -> None:
@@ -337,7 +289,7 @@ def _mutates_a_live_base(self: Any, a: torch.Tensor) -> torch.Tensor:
 def test_in_place_that_others_see_is_refused(body: Callable[..., Any]) -> None:
     with pytest.raises(NotSupportedError, match="in-place") as error:
         capture(Module(body), (torch.randn(2, 4),))
-    assert "test_capture_traps.py:" in str(error.value)
+    assert "capture_harness.py:" in str(error.value)
 
 
 def test_batch_norm_is_refused_in_training_only() -> None:
@@ -439,89 +391,3 @@ def test_tied_parameters_are_one() -> None:
 
 
 # Errors.
-
-
-def _branches(self: Any, a: torch.Tensor) -> torch.Tensor:
-    y = self.linear(a)
-    if y.sum() > 0:
-        return y.sum()
-    return y.mean()
-
-
-def _selects(self: Any, a: torch.Tensor) -> torch.Tensor:
-    return self.linear(a)[a[:, 0] > 0].sum()
-
-
-def _reads_a_number(self: Any, a: torch.Tensor) -> torch.Tensor:
-    return self.linear(a).sum() * a.sum().item()
-
-
-def _keeps_a_tensor(self: Any, a: torch.Tensor) -> torch.Tensor:
-    self.kept = self.linear(a)
-    return self.kept.sum()
-
-
-def _fails(self: Any, a: torch.Tensor) -> torch.Tensor:
-    return self.no_such_thing(a)
-
-
-@pytest.mark.parametrize(
-    ("body", "reason", "has_line"),
-    [
-        (_branches, "depend", True),
-        (_selects, "depends on the data", False),
-        (_reads_a_number, "depends on the data", False),
-        (_keeps_a_tensor, "self.kept", False),
-        (_fails, "no_such_thing", True),
-    ],
-)
-def test_what_cannot_be_traced_names_the_line(
-    body: Callable[..., Any], reason: str, has_line: bool
-) -> None:
-    with pytest.raises(CaptureError, match=reason) as error:
-        capture(Module(body), (torch.randn(2, 4),))
-    assert "hint: " in str(error.value)
-    if has_line:
-        first = body.__code__.co_firstlineno
-        lines = range(first + 1, first + 4)
-        assert any(f"{__file__}:{line}\n" in str(error.value) for line in lines)
-
-
-class Selects(nn.Linear):
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return super().forward(input)[input[:, 0] > 0].sum()
-
-
-def test_a_shape_that_depends_on_data_names_the_line_of_forward() -> None:
-    with pytest.raises(CaptureError, match=r"aten\.index\.Tensor") as error:
-        capture(Selects(4, 4), (torch.randn(2, 4),))
-    line = Selects.forward.__code__.co_firstlineno + 1
-    assert f"{__file__}:{line}\n" in str(error.value)
-
-
-def _loss(out: torch.Tensor, batch: Any) -> torch.Tensor:
-    return out.square().mean()
-
-
-def test_operators_of_the_loss_function_point_to_it() -> None:
-    program = capture(nn.Sequential(nn.Linear(4, 4)), (torch.randn(2, 4),), loss_fn=_loss)
-    assert program.loss is not None
-    assert program.sources[program.loss] == f"{__file__}:{_loss.__code__.co_firstlineno}"
-
-
-@pytest.mark.parametrize(
-    ("options", "kind", "message"),
-    [
-        ({}, CaptureError, "no scalar loss, but: a float32 tensor of shape (2, 4)"),
-        ({"loss_fn": lambda out, batch: out}, CaptureError, "loss_fn of Sequential returned"),
-        ({"loss_fn": lambda out, batch: batch[0].sum()}, CaptureError, "no trainable parameter"),
-        ({"precision": "fp8"}, OptionError, "fp8"),
-    ],
-)
-def test_misuse_is_explained(
-    options: dict[str, Any], kind: type[AutoparError], message: str
-) -> None:
-    model = nn.Sequential(nn.Linear(4, 4))
-    with pytest.raises(kind) as error:
-        capture(model, (torch.randn(2, 4),), **options)
-    assert message in str(error.value)
