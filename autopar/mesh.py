@@ -255,8 +255,3 @@ def factored_view(
         leaves_node = mesh.devices_per_node % span != 0
         chosen.append(links[0] if leaves_node else links[-1])
     return LogicalMesh(tuple(axes.values()), tuple(axes), tuple(chosen), device)
-
-
-def as_axes(sizes: Mapping[str, int]) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Split a name -> size mapping into aligned tuples."""
-    return tuple(sizes), tuple(sizes.values())

@@ -129,10 +129,6 @@ class Spec:
                 canonical[slot] = axis
         return Spec(placements, tuple(canonical))
 
-    @staticmethod
-    def uniform(placement: Placement, n_axes: int) -> Spec:
-        return Spec((placement,) * n_axes)
-
     def axes_of(self, cell: tuple[int, int]) -> tuple[int, ...]:
         """The axes that split `cell`, outermost first."""
         order = self.order or range(len(self.placements))

@@ -144,8 +144,11 @@ def _match(
             return strategy.label
     allowed = "\n    ".join(str(s) for s in item.strategies)
     text = f"{', '.join(map(str, wanted[0]))} -> {', '.join(map(str, wanted[1]))}"
-    mixed = {p.kind for p in wanted[0]} > {I.kind} and _has_invariant(wanted[0])
-    reason = "Invariant never mixes with other placements in one operator; " if mixed else ""
+    reason = (
+        "Invariant never mixes with other placements in one operator; "
+        if _mixes_invariant(wanted[0])
+        else ""
+    )
     raise PlanError(
         f"operator {key}: {text} on axis {axis} is no strategy of its rule",
         where=where,
@@ -153,5 +156,5 @@ def _match(
     )
 
 
-def _has_invariant(placements: Sequence[Placement]) -> bool:
+def _mixes_invariant(placements: Sequence[Placement]) -> bool:
     return I in placements and any(p != I and p != R for p in placements)

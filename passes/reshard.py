@@ -41,10 +41,6 @@ class Step:
     forward_bytes: int
     backward_bytes: int
 
-    @property
-    def n_collectives(self) -> int:
-        return (self.move.forward in COLLECTIVES) + (self.move.backward in COLLECTIVES)
-
 
 def _split(tensor: TensorType, spec: Spec, sizes: Sequence[int], cell: tuple[int, int]) -> Split:
     dims = local_dims(tensor, spec, sizes)

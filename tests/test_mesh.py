@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.errors import MeshError
-from autopar.mesh import Device, Link, LogicalMesh, Mesh, as_axes, factored_view, logical_views
+from autopar.mesh import Device, Link, LogicalMesh, Mesh, factored_view, logical_views
 
 SLOW, FAST = Link(1e-5, 1e-9), Link(1e-6, 1e-11)
 DEVICE = Device(flops_per_s=1e12, bytes_per_s=1e11, memory_bytes=1e9)
@@ -206,7 +206,3 @@ def factorisations(draw: st.DrawFn, n_ranks: int) -> list[int]:
     sizes = [first, second, rest // second]
     assert prod(sizes) == n_ranks
     return sizes
-
-
-def test_as_axes() -> None:
-    assert as_axes({"dp": 2, "tp": 4}) == (("dp", "tp"), (2, 4))

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.notation import Notation, Term
+from autopar.notation import Notation
 from autopar.rules.rule import OpCall, OpRule
 from autopar.spec import I, P, Placement, R, S, TensorType
 
@@ -139,8 +139,3 @@ def axis_strategies(
         if all(input_grads[i] or not any(input_grads) for i in together):
             add(inputs, [P] * n_out)
     return tuple(found.values())
-
-
-def placed_term(term: Term) -> str:
-    """A term as text, for messages."""
-    return " ".join(f"({' '.join(d)})" if len(d) != 1 else d[0] for d in term)
