@@ -1,0 +1,209 @@
+"""Slices between stages: every element crosses once, to where placement says it belongs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from autopar.cross_mesh import Slice, local_factors, slices
+from autopar.errors import VerificationError
+from autopar.mesh import Device, Link, LogicalMesh
+from autopar.runtime.delivery import shard
+from autopar.spec import I, P, Placement, R, S, Spec, TensorType, all_specs, local_shape
+
+MESHES = (
+    ((1, 1), (1, 3)),
+    ((2, 2), (1, 4)),
+    ((2, 1), (1, 2)),
+    ((1, 4), (2, 2)),
+    ((2, 3), (3, 2)),
+    ((4,), (2,)),
+    ((2, 2, 2), (2, 1, 2)),
+    ((1, 2, 3), (2, 2, 2)),
+)
+Dims = tuple[tuple[int, ...], ...]
+
+
+def mesh_of(sizes: Sequence[int], first_rank: int = 0) -> LogicalMesh:
+    names = ("dp", "tp", "cp")[: len(sizes)]
+    links = (Link(1e-6, 1e-9),) * len(sizes)
+    return LogicalMesh(tuple(sizes), names, links, Device(1e12, 1e11, 1e9), first_rank)
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A tensor at a boundary: its factors, and both ends."""
+
+    dims: Dims
+    source: Spec
+    source_mesh: LogicalMesh
+    target: Spec
+    target_mesh: LogicalMesh
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(math.prod(factors) for factors in self.dims)
+
+    def slices(self) -> tuple[Slice, ...]:
+        return slices(self.dims, self.source, self.source_mesh, self.target, self.target_mesh)
+
+
+def endings(dims: Dims, sizes: tuple[int, ...], whole: Placement) -> list[Spec]:
+    """Every spec of shards and `whole` that is legal on axes of these sizes."""
+
+    def ends(spec: Spec) -> bool:
+        pairs = zip(spec.placements, sizes, strict=True)
+        return all(p.is_shard or p == (I if n == 1 else whole) for p, n in pairs)
+
+    return [spec for spec in all_specs(TensorType(dims, 8, True), sizes) if ends(spec)]
+
+
+@st.composite
+def crossings(draw: st.DrawFn) -> Crossing:
+    """Strided factors, dims of one element, no dims, several axes on one factor in any order."""
+    sizes = st.sampled_from((1, 2, 3, 4, 6, 8, 12))
+    factors = st.lists(sizes, min_size=0, max_size=2).map(tuple)
+    dims = tuple(draw(st.lists(factors, max_size=2)))
+    first, second = draw(st.sampled_from(MESHES))
+    return Crossing(
+        dims,
+        draw(st.sampled_from(endings(dims, first, R))),
+        mesh_of(first),
+        draw(st.sampled_from(endings(dims, second, P))),
+        mesh_of(second, math.prod(first)),
+    )
+
+
+def owns(spec: Spec, coordinate: Sequence[int]) -> bool:
+    return all(p.is_shard or not c for p, c in zip(spec.placements, coordinate, strict=True))
+
+
+def parts(
+    whole: Tensor, dims: Dims, spec: Spec, mesh: LogicalMesh, *, owned: bool
+) -> dict[int, Tensor]:
+    """What each rank holds; with `owned`, zeros on ranks that do not own their part."""
+    out = {}
+    for rank in mesh.ranks:
+        coordinate = mesh.coordinate(rank)
+        part = shard(whole, dims, spec, mesh.sizes, coordinate)
+        empty = owned and not owns(spec, coordinate)
+        out[rank] = torch.zeros_like(part) if empty else part.contiguous()
+    return out
+
+
+def numbered(shape: Sequence[int]) -> Tensor:
+    """Elements 1, 2, ...: no two alike, and none is 0."""
+    return torch.arange(1, math.prod(shape) + 1).reshape(tuple(shape))
+
+
+@given(crossings())
+def test_slices_take_every_part_to_its_owner(case: Crossing) -> None:
+    sent = parts(numbered(case.shape), case.dims, case.source, case.source_mesh, owned=False)
+    wanted = parts(numbered(case.shape), case.dims, case.target, case.target_mesh, owned=True)
+    found = {rank: torch.zeros_like(part) for rank, part in wanted.items()}
+    covered = {rank: torch.zeros_like(part) for rank, part in wanted.items()}
+    source_view = local_factors(case.dims, case.source, case.source_mesh.sizes)
+    target_view = local_factors(case.dims, case.target, case.target_mesh.sizes)
+    for piece in case.slices():
+        value = sent[piece.source_rank].view(source_view)[piece.source]
+        assert tuple(value.shape) == piece.shape
+        assert piece.n_elements == value.numel() > 0
+        found[piece.target_rank].view(target_view)[piece.target].copy_(value)
+        covered[piece.target_rank].view(target_view)[piece.target].add_(1)
+    for rank, part in wanted.items():
+        assert torch.equal(found[rank], part)
+        is_owner = owns(case.target, case.target_mesh.coordinate(rank))
+        assert torch.equal(covered[rank], torch.full_like(part, int(is_owner)))
+
+
+@given(crossings())
+def test_gradients_return_by_the_same_slices(case: Crossing) -> None:
+    """Received P has gradient R, sent R has gradient P: whole on one rank, zeros on others."""
+    sent = parts(numbered(case.shape), case.dims, case.target, case.target_mesh, owned=False)
+    wanted = parts(numbered(case.shape), case.dims, case.source, case.source_mesh, owned=True)
+    found = {rank: torch.zeros_like(part) for rank, part in wanted.items()}
+    source_view = local_factors(case.dims, case.source, case.source_mesh.sizes)
+    target_view = local_factors(case.dims, case.target, case.target_mesh.sizes)
+    for piece in case.slices():
+        value = sent[piece.target_rank].view(target_view)[piece.target]
+        found[piece.source_rank].view(source_view)[piece.source].add_(value)
+    for rank, part in wanted.items():
+        assert torch.equal(found[rank], part)
+
+
+@given(crossings())
+def test_every_element_crosses_once_between_owners(case: Crossing) -> None:
+    found = case.slices()
+    assert sum(piece.n_elements for piece in found) == math.prod(case.shape)
+    pairs = [(piece.source_rank, piece.target_rank) for piece in found]
+    assert pairs == sorted(set(pairs))  # one box each, in order
+    for piece in found:
+        assert owns(case.source, case.source_mesh.coordinate(piece.source_rank))
+        assert owns(case.target, case.target_mesh.coordinate(piece.target_rank))
+
+
+@given(crossings())
+def test_local_factors_are_the_local_shape(case: Crossing) -> None:
+    view = local_factors(case.dims, case.target, case.target_mesh.sizes)
+    tensor = TensorType(case.dims, 8, True)
+    assert len(view) == len(tensor.cells)
+    assert math.prod(view) == math.prod(local_shape(tensor, case.target, case.target_mesh.sizes))
+
+
+def test_heads_of_a_fused_projection_cross_strided() -> None:
+    """(3, 4 heads, 2): two ranks hold two heads each, four ranks one each."""
+    found = slices(
+        ((3, 4, 2),), Spec.parse("S(0.1)"), mesh_of((2,)), Spec.parse("S(0.1)"), mesh_of((4,), 2)
+    )
+    assert [(p.source_rank, p.target_rank) for p in found] == [(0, 2), (0, 3), (1, 4), (1, 5)]
+    assert found[1].source == (slice(0, 3), slice(1, 2), slice(0, 2))
+    assert found[1].target == (slice(0, 3), slice(0, 1), slice(0, 2))
+    assert {p.shape for p in found} == {(3, 1, 2)}
+
+
+def test_the_order_of_axes_on_one_factor_decides_who_sends_what() -> None:
+    def senders(text: str) -> list[int]:
+        """Which rank of (2, 2) sends each quarter to the ranks of a mesh of four."""
+        found = slices(
+            ((4,),), Spec.parse(text), mesh_of((2, 2)), Spec.parse("S(0)"), mesh_of((4,), 4)
+        )
+        return [p.source_rank for p in sorted(found, key=lambda p: p.target_rank)]
+
+    assert senders("S(0) S(0)") == [0, 1, 2, 3]
+    assert senders("S(0) S(0) order 1,0") == [0, 2, 1, 3]
+
+
+def test_a_tensor_without_dims_is_one_slice() -> None:
+    (found,) = slices((), Spec.parse("R R"), mesh_of((2, 2)), Spec.parse("P"), mesh_of((3,), 4))
+    assert found == Slice(0, 4, (), (), ())
+    assert found.n_elements == 1
+
+
+def test_a_tensor_without_elements_does_not_cross() -> None:
+    assert not slices(((4,), (0,)), Spec((S(0),)), mesh_of((2,)), Spec((P,)), mesh_of((2,), 2))
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "message"),
+    [
+        ("P", "P", r"cannot be sent at P on mesh {'dp': 2}: axis dp is P, not R or S"),
+        ("I", "P", r"cannot be sent at I .*: axis dp is I"),
+        ("R", "R", r"cannot be received at R .*: axis dp is R, not P or S"),
+        ("R", "I", r"cannot be received at I .*: axis dp is I"),
+        ("S(1)", "P", r"cannot be sent .*: S\(1\) has 3 elements, not divisible by 2"),
+        ("S(0.1)", "P", r"cannot be sent .*names no factor"),
+        ("R", "P P", r"cannot be received .*: 2 placements for 1 mesh axes"),
+    ],
+)
+def test_specs_that_cannot_cross_are_refused(source: str, target: str, message: str) -> None:
+    with pytest.raises(VerificationError, match=message):
+        slices(
+            ((4,), (3,)), Spec.parse(source), mesh_of((2,)), Spec.parse(target), mesh_of((2,), 2)
+        )
