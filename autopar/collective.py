@@ -6,7 +6,8 @@
                              ZeRO-2 gradients back to storage       (fused)
              gradients back to storage (fused)                      once
 
-A line runs backward when the loss depends on it through tensors that carry gradient. A
+A line runs backward when the loss, or what later stages read, depends on it through tensors
+that carry gradient. A
 gathered parameter that an operator keeps is gathered again in that operator's backward.
 The runtime records exactly these calls, the cost model prices them, and the verifier proves
 that they cannot wait for each other for ever.
@@ -139,7 +140,9 @@ def summarise(calls: StepCalls, axis_names: Sequence[str], stage: int) -> tuple[
 
 def differentiated(program: StageProgram) -> frozenset[int]:
     """Positions of the body's lines that backward passes through."""
-    wanted: set[str] = set() if program.loss is None else {program.loss}
+    wanted = {s.local.name for s in program.sent} if program.trains else set()
+    if program.loss is not None:
+        wanted.add(program.loss)
     found: set[int] = set()
     for i in range(len(program.body) - 1, -1, -1):
         line = program.body[i]

@@ -7,7 +7,7 @@ Megatron recipe provide the same facts, and everything downstream reads only the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from autopar.spec import Spec, TensorType
@@ -42,7 +42,8 @@ class Strategy:
     """The whole choice: one strategy per operator, one storage per parameter.
 
     `types` are factor-refined and of one microbatch; `batch_cells` name each value's batch
-    factor. `sequence_forbidden`: no reshard of an activation reduce_scatters.
+    factor. `sequence_forbidden`: no reshard of an activation reduce_scatters. `received` and
+    `sent` place the values that cross to and from other stages (`Boundary` of stage_program.py).
     """
 
     operators: Mapping[str, OperatorStrategy]
@@ -52,3 +53,5 @@ class Strategy:
     batch_size: int
     n_microbatches: int
     sequence_forbidden: bool = False
+    received: Mapping[str, Spec] = field(default_factory=dict)
+    sent: Mapping[str, Spec] = field(default_factory=dict)

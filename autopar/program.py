@@ -12,6 +12,7 @@ tuple: the loss first when there is one, then `Program.outputs`. Every node but 
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,13 +24,17 @@ from torch.utils import _pytree as pytree
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """A parameter placeholder. `aliases` are its other names when it is tied."""
+    """A parameter placeholder. `aliases` are its other names when it is tied.
+
+    `mirror_of`: on a stage that uses another stage's parameter too, the owner's name.
+    """
 
     name: str
     aliases: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    mirror_of: str | None = None
 
 
 @dataclass(frozen=True)
@@ -77,18 +82,23 @@ class Prologue:
 class Program:
     """A frozen graph, normalised, with the roles of its placeholders and its outputs.
 
-    parameters   placeholder name -> parameter; `buffers` likewise (buffer's dotted name)
-    inputs       placeholder name -> user input; tensors only, others are baked in
-    constants    placeholder name -> function that computes the tensor (shape-only subgraphs:
-                 masks, positions); called at run time only, so that planning stays cheap
-    prologue     divisors of means over data-dependent counts, or None
-    loss         node name of the scalar loss, None for a forward-only program
-    outputs      node names of all tensors in the model's output, flattened
-    out_spec     how to rebuild the model's own output structure: see `rebuild`
-    static_outputs  leaf position in the output structure -> value that is not a tensor
-    has_grad     names of nodes whose tensor carries gradient
-    keys         node name -> stable key "module.path/op_name#occurrence"
-    sources      node name -> "file:line" of the user's code
+        parameters   placeholder name -> parameter; `buffers` likewise (buffer's dotted name)
+        inputs       placeholder name -> user input; tensors only, others are baked in
+        constants    placeholder name -> function that computes the tensor (shape-only subgraphs:
+                     masks, positions); called at run time only, so that planning stays cheap
+        prologue     divisors of means over data-dependent counts, or None
+        loss         node name of the scalar loss, None for a forward-only program
+        outputs      node names of all tensors in the model's output, flattened
+        out_spec     how to rebuild the model's own output structure: see `rebuild`
+        static_outputs  leaf position in the output structure -> value that is not a tensor
+        has_grad     names of nodes whose tensor carries gradient
+        keys         node name -> stable key "module.path/op_name#occurrence"
+        sources      node name -> "file:line" of the user's code
+        received     placeholders whose values other stages make, under the names they have there
+        sent         names of nodes whose values later stages read
+
+    A program of one stage (`passes/cut.py`) is a `Program` too; the captured one has nothing
+    received or sent.
     """
 
     graph: torch.fx.Graph
@@ -106,6 +116,8 @@ class Program:
     training: bool = True
     model_name: str = "model"
     static_outputs: Mapping[int, Any] = field(default_factory=dict)
+    received: tuple[str, ...] = ()
+    sent: tuple[str, ...] = ()
     _by_name: dict[str, torch.fx.Node] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -123,6 +135,18 @@ class Program:
 
     def value(self, node: torch.fx.Node) -> Any:
         return node.meta["val"]
+
+    def value_key(self, name: str) -> str:
+        """The stable name of a value: its operator's key, or the input's path.
+
+        A result of an operator with several is `key[index]`.
+        """
+        node = self.node(name)
+        if node.target is operator.getitem:
+            source, index = node.args
+            assert isinstance(source, torch.fx.Node)
+            return f"{self.keys[source.name]}[{index}]"
+        return self.keys.get(name, name)
 
     def rebuild(self, tensors: Sequence[Any]) -> Any:
         """The model's own output structure around `tensors`, aligned with `outputs`."""

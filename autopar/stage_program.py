@@ -161,7 +161,8 @@ class StoredParameter:
     """A parameter as one rank keeps it.
 
     `name` is the user's; `shape` the whole tensor's. For period "use" the program takes the
-    stored tensor and gathers it itself; otherwise it takes `uses`.
+    stored tensor and gathers it itself; otherwise it takes `uses`. `mirror_of` names the
+    parameter of an earlier stage that this one is tied to.
     """
 
     name: str
@@ -172,6 +173,7 @@ class StoredParameter:
     period: Period
     uses: tuple[ParameterUse, ...]
     requires_grad: bool
+    mirror_of: str | None = None
 
 
 @dataclass(frozen=True)
@@ -191,8 +193,27 @@ class Delivered:
 
 
 @dataclass(frozen=True)
+class Boundary:
+    """A tensor that crosses to or from another stage, of one microbatch.
+
+    `value` is its name in the captured graph, the same on both sides, `key` the one that plans
+    use. On an axis of more than one rank it is cut, S, so that every slice crosses once; where
+    nothing divides, only the rank of coordinate 0 takes part: a sent tensor is R there, and its
+    gradient P; a received one P, and its gradient R (`cross_mesh.py`).
+    """
+
+    local: Local
+    value: str
+    key: str
+
+
+@dataclass(frozen=True)
 class StageProgram:
-    """Everything one stage does in a step; the same for every rank of the stage."""
+    """Everything one stage does in a step; the same for every rank of the stage.
+
+    The generated function takes `parameters`, `delivered` and `received`, and returns the
+    loss, `sent` and `outputs`, for one microbatch.
+    """
 
     name: str
     axis_names: tuple[str, ...]
@@ -206,6 +227,9 @@ class StageProgram:
     prologue: tuple[tuple[str, str], ...] = ()
     prologue_inputs: tuple[str, ...] = ()
     prologue_outputs: tuple[str, ...] = ()
+    received: tuple[Boundary, ...] = ()
+    sent: tuple[Boundary, ...] = ()
+    trains: bool = True
 
     def moves(self) -> Iterator[MoveLine]:
         """The moves of activations, in order."""

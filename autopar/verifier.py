@@ -105,6 +105,11 @@ class _Checker:
             where = f"delivered {item.source}"
             self._type(item.local, where)
             self._define(item.local, where)
+        for boundary in self.program.received:
+            where = f"received {boundary.key}"
+            self._type(boundary.local, where)
+            self._crosses(boundary.local, "P", where)
+            self._define(boundary.local, where)
         for number, line in enumerate(self.program.body):
             self._line(line, f"line {number}: {describe(line)}")
         self._results()
@@ -276,12 +281,25 @@ class _Checker:
                 if placement.kind != "I" and (local.has_grad or placement.kind != "R"):
                     name = self.program.axis_names[axis]
                     raise _error(f"{loss} ends {placement} on axis {name}, not I", "the loss")
+        for boundary in self.program.sent:
+            where = f"sent {boundary.key}"
+            local = self._read(boundary.local.name, where)
+            if local != boundary.local:
+                raise _error(f"{local.name} is {local.spec}, not {boundary.local.spec}", where)
+            self._crosses(local, "R", where)
         for name in self.program.outputs:
             local = self._read(name, "the outputs")
             for axis, placement in self._active(local.spec):
                 if placement.kind not in ("I", "R"):
                     where = f"axis {self.program.axis_names[axis]}"
                     raise _error(f"{name} ends {placement} on {where}, not whole", "the outputs")
+
+    def _crosses(self, local: Local, rest: str, where: str) -> None:
+        """A tensor that crosses is cut, or `rest` where one rank of an axis takes part."""
+        for axis, placement in self._active(local.spec):
+            if not placement.is_shard and placement.kind != rest:
+                name = self.program.axis_names[axis]
+                raise _error(f"{local.name} crosses {placement} on axis {name}", where)
 
     def _active(self, spec: Spec) -> Iterator[tuple[int, Placement]]:
         return ((a, p) for a, p in enumerate(spec.placements) if self.sizes[a] > 1)

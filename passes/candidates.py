@@ -76,13 +76,17 @@ class GroupCandidates:
 
 @dataclass(frozen=True)
 class CandidateMaker:
-    """Prices groups on one logical mesh."""
+    """Prices groups on one logical mesh.
+
+    `n_in_flight` microbatches keep their activations at once.
+    """
 
     cost: CostModel
     types: Mapping[str, TensorType]
     saved: Mapping[str, Saved]
     limits: Limits
     n_microbatches: int
+    n_in_flight: int = 1
 
     def make(self, group: Group, first_savers: set[str]) -> GroupCandidates:
         """All legal choices of `group`; raises `InfeasibleError` when constraints leave none.
@@ -209,7 +213,9 @@ class CandidateMaker:
             time += forward + backward
             if rule.inner_all_reduces:
                 time += self._inner_time_s(item, rule, group, per_axis, active, columns, fraction)
-            kept_bytes += self._kept_bytes(item, labelled, fraction, first_savers)
+            kept_bytes += (
+                self._kept_bytes(item, labelled, fraction, first_savers) * self.n_in_flight
+            )
         return time * self.n_microbatches, kept_bytes
 
     def _inner_time_s(

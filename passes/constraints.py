@@ -83,7 +83,9 @@ class Limits:
             batch_cells,
             classes,
             frozenset(c for p in parameters for dim in classes[p] for c in dim),
-            frozenset(n.name for n in program.graph.nodes if n.op == "placeholder") - parameters,
+            frozenset(n.name for n in program.graph.nodes if n.op == "placeholder")
+            - parameters
+            - set(program.received),
             frozenset(program.constants),
         )
 

@@ -1,13 +1,13 @@
 """Intra-operator parallelism: the fastest placements of one stage that fit in memory.
 
-analyse   notation, factors, batch and groups of the captured program (once)
+analyse   notation, factors, batch and groups of the captured program (once; stages take part)
 choose    candidates -> problem -> solver -> `Strategy` (per logical mesh and microbatches)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autopar.cost.memory import optimizer_time_s, static_bytes_per_param
@@ -47,6 +47,7 @@ class Analysis:
     _placed: dict[int, tuple[PlacedOperator, ...]] = field(
         default_factory=dict, repr=False, compare=False
     )
+    whole: Analysis | None = field(default=None, repr=False, compare=False)
 
     @staticmethod
     def of(program: Program, batch_dims: Mapping[str, int | None] | None = None) -> Analysis:
@@ -57,15 +58,26 @@ class Analysis:
         saved = saved_for_backward(program) if program.training else {}
         return Analysis(program, operators, types, batch, saved)
 
+    def part(self, program: Program) -> Analysis:
+        """What is known of one stage of this program (`passes/cut.py`): the same facts."""
+        names = {node.name for node in program.operators}
+        return replace(
+            self,
+            program=program,
+            operators=tuple(o for o in self.operators if o.name in names),
+            _placed={},
+            whole=self,
+        )
+
     @cached_property
     def storage_owners(self) -> Mapping[str, str]:
         """Value -> the value whose storage it has, itself unless it is a view."""
-        return storage_owners(self.program)
+        return self.whole.storage_owners if self.whole else storage_owners(self.program)
 
     @cached_property
     def temporaries(self) -> Mapping[str, Temporaries]:
         """Operator -> what it needs while it runs."""
-        return temporaries(self.program)
+        return self.whole.temporaries if self.whole else temporaries(self.program)
 
     def microbatch_types(self, n_microbatches: int) -> Types:
         """Types of one microbatch; raises `BatchError` when the batch does not divide."""
@@ -76,9 +88,15 @@ class Analysis:
     def placed_operators(self, n_microbatches: int) -> tuple[PlacedOperator, ...]:
         """Every operator's strategies on one axis, at the sizes of one microbatch."""
         if n_microbatches not in self._placed:
-            tensors = self.microbatch_types(n_microbatches).tensors
-            self._placed[n_microbatches] = place_operators(self.operators, tensors)
+            self._placed[n_microbatches] = self._place(n_microbatches)
         return self._placed[n_microbatches]
+
+    def _place(self, n_microbatches: int) -> tuple[PlacedOperator, ...]:
+        if self.whole is None:
+            tensors = self.microbatch_types(n_microbatches).tensors
+            return place_operators(self.operators, tensors)
+        names = {o.name for o in self.operators}
+        return tuple(p for p in self.whole.placed_operators(n_microbatches) if p.name in names)
 
     def _divided(self, n_microbatches: int) -> Types:
         if n_microbatches == 1:
@@ -114,14 +132,15 @@ def intra_op_problem(
     constraints: Constraints,
     optimizer: str,
     budget_bytes: float | None,
+    n_in_flight: int = 1,
 ) -> IntraOpProblem:
-    """The choice problem of the whole program on one logical mesh."""
+    """The choice problem of a program, whole or of one stage, on one logical mesh."""
     program = analysis.program
     types = analysis.microbatch_types(n_microbatches)
     cost = cost.for_parameters(sum(types.tensors[n].size_bytes for n in program.parameters))
     groups = form_groups(program, analysis.placed_operators(n_microbatches))
     limits = Limits.of(constraints, program, analysis.batch.cells, types.classes)
-    maker = CandidateMaker(cost, types.tensors, analysis.saved, limits, n_microbatches)
+    maker = CandidateMaker(cost, types.tensors, analysis.saved, limits, n_microbatches, n_in_flight)
     savers: set[str] = set()
     candidates = [maker.make(group, savers) for group in groups]
     static = static_bytes_per_param(optimizer, cost.dtype)
@@ -140,15 +159,18 @@ def choose(
     budget_bytes: float | None,
     solver: Solver = "auto",
     time_limit_s: float | None = None,
+    n_in_flight: int = 1,
 ) -> Chosen:
-    """The fastest strategy within `budget_bytes` per device.
+    """The fastest strategy within `budget_bytes` per device, with `n_in_flight` microbatches.
 
     Where the budget binds, "auto" stops at `GAP_GOAL`, and closes a wider gap for
     `CLOSE_GAP_S` unless `time_limit_s` says otherwise; what is left is in `gap`.
 
     Raises `InfeasibleError` naming the bytes that are missing.
     """
-    problem = intra_op_problem(analysis, cost, n_microbatches, constraints, optimizer, budget_bytes)
+    problem = intra_op_problem(
+        analysis, cost, n_microbatches, constraints, optimizer, budget_bytes, n_in_flight
+    )
     limit_s = CLOSE_GAP_S if time_limit_s is None and solver == "auto" else time_limit_s
     goal = RECIPE_GAP_GOAL if constraints.roles else GAP_GOAL
     solution = solve(problem.numbers, solver, limit_s, gap_goal=goal)
@@ -162,6 +184,8 @@ def choose(
         analysis.batch.size,
         n_microbatches,
         "sequence" in constraints.forbid,
+        problem.boundaries(solution.choice, "received"),
+        problem.boundaries(solution.choice, "sent"),
     )
     return Chosen(
         strategy,

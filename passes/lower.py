@@ -21,6 +21,7 @@ from autopar.cost.model import CostModel
 from autopar.factors import Operator
 from autopar.facts import OperatorStrategy, Storage, Strategy
 from autopar.passes.arguments import override, prologue_lines
+from autopar.passes.boundaries import boundary_specs
 from autopar.passes.candidates import operator_times_s
 from autopar.passes.frees import with_frees, with_regathers
 from autopar.passes.intra_op import Analysis
@@ -36,6 +37,7 @@ from autopar.rules import rule_for
 from autopar.spec import I, R, Spec, TensorType, local_bytes, local_shape, without_gradient
 from autopar.stage_program import (
     UNUSED,
+    Boundary,
     CallLine,
     Delivered,
     DetachLine,
@@ -79,11 +81,14 @@ class _Lowering:
 
     def run(self) -> StageProgram:
         parameters = tuple(self._parameter(n) for n in self.program.parameters)
+        received = tuple(self._receive(n) for n in self.program.received)
         for item in self.analysis.placed_operators(self.strategy.n_microbatches):
             self._operator(item.operator, self.strategy.operators[item.name], item.sizes)
         loss = self._loss() if self.program.loss is not None else None
+        sent = tuple(self._send(n) for n in self.program.sent)
         outputs = tuple(self._output(n) for n in self.program.outputs) if self.with_outputs else ()
-        body = with_frees(with_regathers(self.body), {loss, *outputs})
+        kept = {loss, *outputs, *(s.local.name for s in sent)}
+        body = with_frees(with_regathers(self.body), kept)
         prologue = self.program.prologue
         return StageProgram(
             self.program.model_name,
@@ -100,6 +105,9 @@ class _Lowering:
             if prologue
             else (),
             prologue.outputs if prologue else (),
+            received,
+            sent,
+            self.program.training,
         )
 
     # -- names and tensors ---------------------------------------------------------------
@@ -173,7 +181,7 @@ class _Lowering:
             self.variables[name, spec] = variable
         return StoredParameter(
             info.name, info.aliases, info.shape, self.types[name].dims, stored, storage.period,
-            tuple(converted), info.requires_grad,
+            tuple(converted), info.requires_grad, info.mirror_of,
         )  # fmt: skip
 
     def _gather(self, name: str, spec: Spec, storage: Storage) -> str:
@@ -367,6 +375,23 @@ class _Lowering:
         owners = self.analysis.storage_owners
         by_owner = {owners[v]: n for v, n in zip(operator.inputs, names, strict=True)}
         return tuple(by_owner.get(owners.get(v, v)) for v in operator.outputs)
+
+    # -- other stages --------------------------------------------------------------------
+
+    def _receive(self, value: str) -> Boundary:
+        spec = self.strategy.received.get(value)
+        if spec is None:  # only the user wants it: no plan has decided how it crosses
+            spec = boundary_specs(self.types[value], self.sizes, "received")[0]
+        name = self._unique(value)
+        self.produced[value], self.variables[value, spec] = spec, name
+        return Boundary(self._local(name, value, spec), value, self.program.value_key(value))
+
+    def _send(self, value: str) -> Boundary:
+        spec = self.strategy.sent.get(value)
+        if spec is None:
+            spec = boundary_specs(self.types[value], self.sizes, "sent")[0]
+        name = self._resharded(value, spec)
+        return Boundary(self._local(name, value, spec), value, self.program.value_key(value))
 
     # -- results -------------------------------------------------------------------------
 

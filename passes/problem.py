@@ -1,7 +1,8 @@
 """The intra-operator problem: every choice of a stage as one `ChoiceProblem`.
 
-Variables:  one per group (its joint strategy), one per parameter (its storage), and one per
-            *reuse*, the shared placement of like consumers of one tensor
+Variables:  one per group (its joint strategy), one per parameter (its storage), one per
+            *reuse*, the shared placement of like consumers of one tensor, and one per value
+            that crosses to or from another stage
 Costs:      on groups, compute; on parameters, the optimizer's update; on edges, reshards
 
     minimise  sum_v time[v][x_v] + sum_edges reshard[u, v][x_u, x_v]
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 
 from autopar.errors import InfeasibleError
 from autopar.facts import OperatorStrategy, Storage
+from autopar.passes.boundaries import Side, boundary_specs
 from autopar.passes.candidates import GroupCandidates
 from autopar.passes.parameters import ParameterMaker
 from autopar.passes.reshard import ReshardTable, reshard_table
@@ -62,6 +64,16 @@ class IntraOpProblem:
     candidates: tuple[GroupCandidates, ...]
     storages: Mapping[str, tuple[Storage, ...]]
     parameter_variables: Mapping[str, int]
+    boundary_variables: Mapping[tuple[Side, str], int] = field(default_factory=dict)
+    boundary_choices: Mapping[tuple[Side, str], tuple[Spec, ...]] = field(default_factory=dict)
+
+    def boundaries(self, choice: Sequence[int], side: Side) -> dict[str, Spec]:
+        """Value -> how it crosses, of the values on one side."""
+        return {
+            value: self.boundary_choices[of, value][choice[index]]
+            for (of, value), index in self.boundary_variables.items()
+            if of == side
+        }
 
     def operators(self, choice: Sequence[int]) -> dict[str, OperatorStrategy]:
         out: dict[str, OperatorStrategy] = {}
@@ -89,6 +101,7 @@ class ProblemBuilder:
     storages: dict[str, tuple[Storage, ...]] = field(default_factory=dict)
     conversions: dict[Any, tuple[Array, Array, Array]] = field(default_factory=dict)
     parameter_variables: dict[str, int] = field(default_factory=dict)
+    boundary_variables: dict[tuple[Side, str], int] = field(default_factory=dict)
 
     def build(self, candidates: Sequence[GroupCandidates]) -> IntraOpProblem:
         producer: dict[str, int] = {}
@@ -100,6 +113,10 @@ class ProblemBuilder:
                 )
             )  # fmt: skip
             producer.update(dict.fromkeys(c.group.outputs, index))
+        for value in self.program.received:
+            producer[value] = self._add_boundary(value, "received")
+        for value in self.program.sent:
+            self._reshard_edge(value, producer[value], self._add_boundary(value, "sent"))
         consumers = self._consumers(candidates)
         for value, readers in consumers.items():
             if value in producer:
@@ -115,9 +132,22 @@ class ProblemBuilder:
             tuple(self.edges),
             self.budget_bytes,
         )
+        crossing = {
+            (side, value): self.variables[index].specs[value]
+            for (side, value), index in self.boundary_variables.items()
+        }
         return IntraOpProblem(
-            numbers, tuple(candidates), dict(self.storages), dict(self.parameter_variables)
-        )
+            numbers, tuple(candidates), dict(self.storages), dict(self.parameter_variables),
+            dict(self.boundary_variables), crossing,
+        )  # fmt: skip
+
+    def _add_boundary(self, value: str, side: Side) -> int:
+        """A variable for how a value crosses; the crossing itself costs the same however cut."""
+        specs = boundary_specs(self.types[value], self.maker.cost.mesh.sizes, side)
+        index = self._add_variable(f"{value} {side}", {value: specs})
+        self.boundary_variables[side, value] = index
+        self.variables[index].tie = np.linspace(0.0, 1e-6, len(specs))
+        return index
 
     def table(self, value: str) -> ReshardTable:
         """The reshards of a value; under `forbid="sequence"` activations reduce_scatter not."""

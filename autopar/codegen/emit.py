@@ -96,7 +96,7 @@ def _bindings(body: Iterable[Line]) -> list[str]:
 def _microbatch(program: StageProgram) -> list[str]:
     groups = program.group_axes()
     names = ["_".join(program.axis_names[a] for a in axes) for axes in groups]
-    out = ["def microbatch(parameters, delivered, env):"]
+    out = [f"def microbatch({', '.join(_arguments(program))}):"]
     needs_device = any(
         "device" in repr(line) for line in program.body if isinstance(line, CallLine)
     )
@@ -106,6 +106,7 @@ def _microbatch(program: StageProgram) -> list[str]:
         out.append(f"    {name} = env.group({axes})")
     out += _unpack("parameters", _taken_parameters(program), program)
     out += _unpack("delivered", [(d.local, d.source) for d in program.delivered], program)
+    out += _unpack("received", [(r.local, r.key) for r in program.received], program)
     module = ""
     for line in program.body:
         if isinstance(line, CallLine):
@@ -114,9 +115,14 @@ def _microbatch(program: StageProgram) -> list[str]:
                 module = here
                 out += ["", f"    # {here or program.name}  ({_short(line.where)})"]
         out += _line(line, program)
-    results = [program.loss or "None", *program.outputs]
+    results = [program.loss or "None", *(s.local.name for s in program.sent), *program.outputs]
     out.append(f"    return {', '.join(results)}{',' if len(results) == 1 else ''}")
     return out
+
+
+def _arguments(program: StageProgram) -> list[str]:
+    """A stage that reads nothing of earlier ones is the function of a model without stages."""
+    return ["parameters", "delivered", *(["received"] if program.received else []), "env"]
 
 
 def _short(where: str) -> str:

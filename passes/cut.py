@@ -1,0 +1,170 @@
+"""Cutting a captured program into one program per pipeline stage.
+
+A stage holds consecutive operators. Its graph has the same node names as the whole, so every
+fact about the whole (types, batch, what autograd saves) holds for the stage as it is:
+
+    parameters    those it uses; the first stage that uses one owns it, a later one mirrors it
+    inputs,       those it uses; every stage is given the batch and computes the constants
+    constants
+    received      what it reads of earlier stages, from the stage that made it
+    sent          what later stages read
+    loss          on the last stage
+    outputs       on the last stage, which receives those that earlier stages make
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch.fx
+
+from autopar.errors import OptionError
+from autopar.program import ParameterInfo, Program
+
+
+def cut(program: Program, ends: Sequence[int], with_outputs: bool = False) -> tuple[Program, ...]:
+    """One program per stage; stage k holds the operators from `ends[k-1]` up to `ends[k]`.
+
+    `ends` count `program.operators`, rise strictly, and end at their number. Without
+    `with_outputs` the stages return the loss alone.
+
+    Raises `OptionError` where `ends` are not that, or the loss is made before the last stage.
+    """
+    operators = list(program.operators)
+    if list(ends) != sorted(set(ends)) or not ends or ends[0] < 1 or ends[-1] != len(operators):
+        raise OptionError(
+            f"stages that end after operators {list(ends)} do not cover {len(operators)} in order",
+            hint="every stage needs an operator, and the last one ends with the last",
+        )
+    stage_of: dict[str, int] = {}
+    for stage, (first, end) in enumerate(itertools.pairwise((0, *ends))):
+        stage_of |= {node.name: stage for node in operators[first:end]}
+    for node in program.graph.nodes:
+        if node.target is operator.getitem:
+            stage_of[node.name] = stage_of[node.args[0].name]
+    if program.loss is not None and stage_of[program.loss] != len(ends) - 1:
+        raise OptionError(
+            f"the loss is made on stage {stage_of[program.loss]} of {len(ends)}",
+            hint="let the last stage begin before the loss",
+        )
+    cutter = _Cutter(program, stage_of, len(ends), with_outputs)
+    return tuple(cutter.stage(k) for k in range(len(ends)))
+
+
+@dataclass
+class _Cutter:
+    """Builds the stages of one cut; `readers[value]` are the stages that read it."""
+
+    program: Program
+    stage_of: dict[str, int]
+    n_stages: int
+    with_outputs: bool
+    readers: dict[str, set[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for node in self.program.graph.nodes:
+            if node.op == "call_function":
+                for source in node.all_input_nodes:
+                    self.readers.setdefault(source.name, set()).add(self.stage_of[node.name])
+        self.outputs = self.program.outputs if self.with_outputs else ()
+        for name in self.outputs:
+            self.readers.setdefault(name, set()).add(self.n_stages - 1)
+
+    def stage(self, k: int) -> Program:
+        whole, is_last = self.program, k == self.n_stages - 1
+        nodes = list(whole.graph.nodes)
+        roots = [n.name for n in nodes if n.op == "placeholder" and self._takes(n.name, k)]
+        received = tuple(
+            n.name
+            for n in nodes
+            if n.op == "call_function"
+            and self.stage_of[n.name] < k
+            and k in self.readers.get(n.name, ())
+        )
+        body = [n for n in nodes if self.stage_of.get(n.name) == k]
+        sent = tuple(n.name for n in body if any(r > k for r in self.readers.get(n.name, ())))
+        outputs = self.outputs if is_last else ()
+        loss = whole.loss if is_last else None
+        returned = tuple(dict.fromkeys((*((loss,) if loss else ()), *sent, *outputs)))
+        taken = frozenset(roots)
+        prologue = whole.prologue
+        if prologue is not None and not taken & set(prologue.outputs):
+            prologue = None
+        return replace(
+            whole,
+            graph=_subgraph(whole, roots, received, body, returned),
+            parameters={
+                name: self._parameter(name, info, k)
+                for name, info in whole.parameters.items()
+                if name in taken
+            },
+            buffers={n: b for n, b in whole.buffers.items() if n in taken},
+            inputs={n: i for n, i in whole.inputs.items() if n in taken or _feeds(n, prologue)},
+            constants={n: c for n, c in whole.constants.items() if n in taken},
+            prologue=prologue,
+            loss=loss,
+            outputs=outputs,
+            received=received,
+            sent=sent,
+            _by_name={},
+        )
+
+    def _takes(self, name: str, k: int) -> bool:
+        """Does stage k take this placeholder? What nothing reads stays with the first stage."""
+        readers = self.readers.get(name, set())
+        if name in self.program.parameters:
+            return k in readers or (not readers and k == 0)
+        return k in readers
+
+    def _parameter(self, name: str, info: ParameterInfo, k: int) -> ParameterInfo:
+        """The parameter as stage k knows it: an owner has all names that no mirror has."""
+        readers = sorted(self.readers.get(name, {0}))
+        mirrors = {stage: self._mirror_name(name, info, stage) for stage in readers[1:]}
+        if k == readers[0]:
+            left = tuple(a for a in info.aliases if a not in mirrors.values())
+            return replace(info, aliases=left)
+        return replace(info, name=mirrors[k], aliases=(), mirror_of=info.name)
+
+    def _mirror_name(self, name: str, info: ParameterInfo, stage: int) -> str:
+        """The alias of the module that uses it there; the owner's own name where there is none."""
+        for node in self.program.graph.nodes:
+            if self.stage_of.get(node.name) != stage or node.op != "call_function":
+                continue
+            if any(source.name == name for source in node.all_input_nodes):
+                module = self.program.keys.get(node.name, "").rpartition("/")[0]
+                for alias in info.aliases:
+                    if alias.rpartition(".")[0] == module:
+                        return alias
+        return info.name
+
+
+def _feeds(name: str, prologue: object) -> bool:
+    graph = getattr(prologue, "graph", None)
+    return graph is not None and any(
+        n.name == name for n in graph.graph.find_nodes(op="placeholder")
+    )
+
+
+def _subgraph(
+    program: Program,
+    roots: Sequence[str],
+    received: Sequence[str],
+    body: Sequence[torch.fx.Node],
+    returned: Sequence[str],
+) -> torch.fx.Graph:
+    """A graph of some nodes of the program, under their own names."""
+    graph = torch.fx.Graph()
+    made: dict[torch.fx.Node, torch.fx.Node] = {}
+    for name in (*roots, *received):
+        old = program.node(name)
+        made[old] = graph.create_node("placeholder", name, name=name)
+    for old in body:
+        made[old] = graph.node_copy(old, made.__getitem__)
+    for old, new in made.items():
+        new.meta = dict(old.meta)
+        assert new.name == old.name, (new.name, old.name)
+    graph.output(tuple(made[program.node(name)] for name in returned))
+    return graph
