@@ -18,9 +18,10 @@ So a step of L layers over T tokens of width h has 2L + 1 all_reduces of T·h el
 and as many backward, and three of T elements. Gradients need no other synchronisation:
 whatever is whole has the same gradient on every rank.
 
-Weights are slices of a `GPT2LMHeadModel`'s state dict. Left out: dropout, sequence
-parallelism, and the overlap of f's all_reduce with the gradient of the weight. Not done: a
-comparison of this baseline with DTensor's `parallelize_module` on the same plan.
+Weights are slices of a `GPT2LMHeadModel`'s state dict. One rank alone runs the ordinary
+operators. Left out: dropout, sequence parallelism, and the overlap of f's all_reduce with the
+gradient of the weight. `examples/compare.py` sets it beside DTensor's `parallelize_module` on
+the same plan (`examples/dtensor_gpt2.py`), too: a baseline must not be a slow one.
 """
 
 from __future__ import annotations
@@ -103,12 +104,16 @@ class _Leave(torch.autograd.Function):
 
 
 def enter(x: Tensor, tp: TensorParallel) -> Tensor:
+    if tp.size == 1:
+        return x
     out: Tensor = _Enter.apply(x, tp)
     return out
 
 
 def leave(x: Tensor, tp: TensorParallel) -> Tensor:
     """Overwrites `x`, which must be contiguous and kept by no operator."""
+    if tp.size == 1:
+        return x
     out: Tensor = _Leave.apply(x, tp)
     return out
 
@@ -116,9 +121,10 @@ def leave(x: Tensor, tp: TensorParallel) -> Tensor:
 class ColumnParallelLinear(nn.Module):
     """y = x Wᵀ + b with the outputs cut: * h -> * f/t. `weight` and `bias` are this rank's."""
 
-    def __init__(self, weight: Tensor, bias: Tensor, tp: TensorParallel) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, tp: TensorParallel) -> None:
         super().__init__()
-        self.weight, self.bias, self.tp = nn.Parameter(weight), nn.Parameter(bias), tp
+        self.weight, self.tp = nn.Parameter(weight), tp
+        self.bias = None if bias is None else nn.Parameter(bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(enter(x, self.tp), self.weight, self.bias)
@@ -132,6 +138,8 @@ class RowParallelLinear(nn.Module):
         self.weight, self.bias, self.tp = nn.Parameter(weight), nn.Parameter(bias), tp
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.tp.size == 1:
+            return F.linear(x, self.weight, self.bias)
         return leave(F.linear(x, self.weight), self.tp) + self.bias
 
 
@@ -143,6 +151,8 @@ class VocabParallelEmbedding(nn.Module):
         self.weight, self.tp = nn.Parameter(weight), tp
 
     def forward(self, ids: Tensor) -> Tensor:
+        if self.tp.size == 1:
+            return F.embedding(ids, self.weight)
         local, others = _local_ids(ids, self.weight.shape[0], self.tp)
         rows = F.embedding(local, self.weight).masked_fill_(others.unsqueeze(-1), 0)
         return leave(rows, self.tp)
@@ -186,10 +196,22 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, tp: TensorParallel) -> Tensor:
-    """The mean over labels that are not ignored: n v/t, n -> scalar."""
+    """The sum over labels that are not ignored: n v/t, n -> scalar."""
+    if tp.size == 1:
+        return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
     counted = labels != IGNORED
     losses: Tensor = _VocabParallelCrossEntropy.apply(logits, labels.where(counted, 0), tp)
-    return losses.mul(counted).sum() / counted.sum()
+    return losses.mul(counted).sum()
+
+
+def next_tokens(labels: Tensor) -> Tensor:
+    """The label of a position is the next token; the last has none: b s -> b*s."""
+    return F.pad(labels, (0, 1), value=IGNORED)[:, 1:].flatten()
+
+
+def n_counted(following: Tensor) -> Tensor:
+    """Of how many labels the loss is the mean."""
+    return (following != IGNORED).sum()
 
 
 class Attention(nn.Module):
@@ -223,8 +245,8 @@ class Block(nn.Module):
 
     def __init__(self, values: Mapping[str, Tensor], n_heads: int, tp: TensorParallel) -> None:
         super().__init__()
-        self.norm_1, self.norm_2 = _norm(values, "ln_1."), _norm(values, "ln_2.")
-        self.attention = Attention(_below(values, "attn."), n_heads, tp)
+        self.norm_1, self.norm_2 = layer_norm(values, "ln_1."), layer_norm(values, "ln_2.")
+        self.attention = Attention(below(values, "attn."), n_heads, tp)
         up, down = values["mlp.c_fc.weight"].t(), values["mlp.c_proj.weight"].t()
         self.up = ColumnParallelLinear(
             tp.part(up, 0).contiguous(), tp.part(values["mlp.c_fc.bias"], 0), tp
@@ -248,29 +270,29 @@ class MegatronGPT2(nn.Module):
 
     def __init__(self, values: Mapping[str, Tensor], n_heads: int, tp: TensorParallel) -> None:
         super().__init__()
-        values = _below({name: v.detach() for name, v in values.items()}, "transformer.")
+        values = below({name: v.detach() for name, v in values.items()}, "transformer.")
         n_layers = 1 + max(int(name.split(".")[1]) for name in values if name.startswith("h."))
         self.embedding = VocabParallelEmbedding(tp.part(values["wte.weight"], 0), tp)
         self.positions = nn.Parameter(values["wpe.weight"].clone())
         self.blocks = nn.Sequential(
-            *(Block(_below(values, f"h.{i}."), n_heads, tp) for i in range(n_layers))
+            *(Block(below(values, f"h.{i}."), n_heads, tp) for i in range(n_layers))
         )
-        self.norm = _norm(values, "ln_f.")
+        self.norm = layer_norm(values, "ln_f.")
         self.tp = tp
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         x = self.embedding(input_ids) + self.positions[: input_ids.shape[1]]
         logits = self.embedding.logits(self.norm(self.blocks(x)))
-        # The label of a position is the next token; the last has none.
-        following = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
-        return vocab_parallel_cross_entropy(logits.flatten(0, 1), following.flatten(), self.tp)
+        following = next_tokens(labels)
+        total = vocab_parallel_cross_entropy(logits.flatten(0, 1), following, self.tp)
+        return total / n_counted(following)
 
 
-def _below(values: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def below(values: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): v for name, v in values.items() if name.startswith(prefix)}
 
 
-def _norm(values: Mapping[str, Tensor], prefix: str) -> nn.LayerNorm:
+def layer_norm(values: Mapping[str, Tensor], prefix: str) -> nn.LayerNorm:
     weight, bias = values[f"{prefix}weight"], values[f"{prefix}bias"]
     norm = nn.LayerNorm(weight.shape, dtype=weight.dtype)
     norm.weight, norm.bias = nn.Parameter(weight.clone()), nn.Parameter(bias.clone())
