@@ -36,17 +36,20 @@ from autopar.mesh import LogicalMesh
 from autopar.moves import PrimitiveKind, Split
 
 ReduceOp = Literal["sum", "max"]
+# The axis of the group of all ranks.
+WORLD_AXIS = "world"
+CallKind = PrimitiveKind | Literal["send"]
 
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """One collective executed by this rank.
+    """One collective executed, or one message sent, by this rank.
 
     `size_bytes`: all_reduce its buffer, all_gather its output, reduce_scatter its input,
-    all_to_all the local send buffer.
+    all_to_all the local send buffer, send its tensor.
     """
 
-    kind: PrimitiveKind
+    kind: CallKind
     axes: tuple[str, ...]
     size_bytes: int
     phase: str
@@ -61,6 +64,10 @@ class RankContext:
     def __init__(self) -> None:
         self.phase = "forward"
         self.recorders: list[Recorder] = []
+
+    def record(self, call: CollectiveCall) -> None:
+        for recorder in self.recorders:
+            recorder.calls.append(call)
 
 
 _process_context = RankContext()
@@ -215,9 +222,7 @@ class Group(ABC):
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
 
     def _record(self, kind: PrimitiveKind, size_bytes: int) -> None:
-        for recorder in self.context.recorders:
-            call = CollectiveCall(kind, self.axes, size_bytes, self.context.phase)
-            recorder.calls.append(call)
+        self.context.record(CollectiveCall(kind, self.axes, size_bytes, self.context.phase))
 
     # The carrier's part. Splits are given so that it can compare the members' calls.
 
@@ -295,19 +300,13 @@ def make_groups(mesh: LogicalMesh) -> dict[tuple[int, ...], Group]:
 
     Raises `MeshError` when `torch.distributed` is not initialised or the world is too small.
     """
-    if not dist.is_initialized():
-        raise MeshError(
-            f"a mesh of {mesh.n_ranks} ranks needs torch.distributed, which is not initialised",
-            hint="start the script with torchrun, or use autopar.launch",
-        )
+    default = _default_group(f"a mesh of {mesh.n_ranks} ranks")
     world_size, me = dist.get_world_size(), dist.get_rank()
     if mesh.ranks[-1] >= world_size:
         raise MeshError(
             f"mesh {mesh.axes} uses ranks up to {mesh.ranks[-1]}, but {world_size} are running",
             hint=f"start {mesh.ranks[-1] + 1} processes with torchrun or autopar.launch",
         )
-    default = dist.group.WORLD
-    assert default is not None
     known = _process_groups.setdefault(default, {tuple(range(world_size)): default})
     groups: dict[tuple[int, ...], Group] = {}
     for axes in axis_subsets(mesh):
@@ -318,3 +317,23 @@ def make_groups(mesh: LogicalMesh) -> dict[tuple[int, ...], Group]:
                 names = [mesh.names[i] for i in axes]
                 groups[axes] = DistGroup(ranks, ranks.index(me), names, known[ranks])
     return groups
+
+
+def world_group() -> Group:
+    """All ranks of the world, whatever their stages: an axis called "world".
+
+    Raises `MeshError` when `torch.distributed` is not initialised.
+    """
+    default = _default_group("a group of all ranks")
+    return DistGroup(range(dist.get_world_size()), dist.get_rank(), (WORLD_AXIS,), default)
+
+
+def _default_group(what: str) -> dist.ProcessGroup:
+    if not dist.is_initialized():
+        raise MeshError(
+            f"{what} needs torch.distributed, which is not initialised",
+            hint="start the script with torchrun, or use autopar.launch",
+        )
+    default = dist.group.WORLD
+    assert default is not None
+    return default

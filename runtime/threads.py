@@ -3,12 +3,13 @@
 CPU backwards run in the calling thread, so generated programs run unmodified on thread
 ranks, which makes this the in-process oracle of everything that needs several ranks.
 
-Ranks take turns: one runs until a collective makes it wait, then hands the turn to the next
-(`_Scheduler`). So runs are repeatable, no lock is held, and a switch costs microseconds where
-free-running threads would fight for the interpreter. At a `_Rendezvous` the members leave
-their tensors and the last one to arrive computes every member's result, summing in rank
-order: results are bit-equal on all ranks and in every run. Errors are immediate: members
-whose calls differ, waits that can never end, and after a rank's failure the release of all.
+Ranks take turns: one runs until a collective or a message makes it wait, then hands the turn
+to the next (`_Scheduler`). So runs are repeatable, no lock is held, and a switch costs
+microseconds where free-running threads would fight for the interpreter. At a `_Rendezvous`
+the members leave their tensors and the last one to arrive computes every member's result,
+summing in rank order: results are bit-equal on all ranks and in every run. Errors are
+immediate: members whose calls differ, waits that can never end, and after a rank's failure
+the release of all. Messages are in `thread_messages.py`.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ from autopar.errors import MeshError, VerificationError
 from autopar.mesh import LogicalMesh
 from autopar.moves import Split
 from autopar.runtime.groups import (
+    WORLD_AXIS,
     Group,
     RankContext,
     ReduceOp,
     axis_subsets,
     set_thread_context,
 )
+from autopar.runtime.p2p import Messenger
+from autopar.runtime.thread_messages import Mailboxes, ThreadMessenger, Waits
 
 # How often the caller looks for failures of ranks that do not return, and its grace for them.
 _POLL_S = 1.0
@@ -73,10 +77,11 @@ class _Scheduler:
         self.timeout_s = timeout_s
         self.running = 0
         self.ready = deque(range(1, n_ranks))
-        self.waiting: dict[int, _Rendezvous] = {}
+        self.waiting: dict[int, Waits] = {}
         self.n_returned = 0
         self.failure: tuple[int, BaseException] | None = None
         self.rendezvous: dict[tuple[int, ...], _Rendezvous] = {}
+        self.mail = Mailboxes(self)
         # A rank's signal is released to give it the turn.
         self.signals = [threading.Lock() for _ in range(n_ranks)]
         for signal in self.signals:
@@ -87,6 +92,21 @@ class _Scheduler:
             self.rendezvous[ranks] = _Rendezvous(self, ranks)
         return self.rendezvous[ranks]
 
+    def check(self) -> None:
+        """Unwind the calling rank if another one failed."""
+        if self.failure is not None:
+            raise _Released
+
+    def wait(self, rank: int, reason: Waits) -> None:
+        """Hand on the turn until another rank calls `wake(rank)`."""
+        self.waiting[rank] = reason
+        self.hand_on()
+        self.await_turn(rank)
+
+    def wake(self, rank: int) -> None:
+        del self.waiting[rank]
+        self.ready.append(rank)
+
     def await_turn(self, rank: int) -> None:
         if not self.signals[rank].acquire(timeout=self.timeout_s):
             raise VerificationError(
@@ -94,8 +114,7 @@ class _Scheduler:
                 "which neither returned nor called a collective",
                 hint="raise timeout_s, or let the ranks wait for each other in collectives only",
             )
-        if self.failure is not None:
-            raise _Released
+        self.check()
         self.running = rank
 
     def hand_on(self) -> None:
@@ -129,7 +148,8 @@ class _Scheduler:
             calls.append(f"{self.n_returned} of {self.n_ranks} ranks have returned")
         return VerificationError(
             "ranks wait for each other for ever: " + "; ".join(calls),
-            hint="all ranks of a group must call its collectives in the same order",
+            hint="all ranks of a group must call its collectives in the same order, and every "
+            "message needs both its ends",
         )
 
 
@@ -152,8 +172,7 @@ class _Rendezvous:
     ) -> Tensor:
         """Leave `x`, and return this rank's item of `compute(all inputs in rank order)`."""
         scheduler = self.scheduler
-        if scheduler.failure is not None:
-            raise _Released
+        scheduler.check()
         self._check_in(rank, call, x)
         if len(self.inputs) == len(self.ranks):
             outputs = compute([self.inputs[r] for r in self.ranks])
@@ -161,12 +180,9 @@ class _Rendezvous:
             self.inputs.clear()
             for other in self.ranks:
                 if other != rank:
-                    del scheduler.waiting[other]
-                    scheduler.ready.append(other)
+                    scheduler.wake(other)
         else:
-            scheduler.waiting[rank] = self
-            scheduler.hand_on()
-            scheduler.await_turn(rank)
+            scheduler.wait(rank, self)
         return self.outputs.pop(rank)
 
     def _check_in(self, rank: int, call: _Call, x: Tensor) -> None:
@@ -265,6 +281,17 @@ class ThreadWorld:
                     groups[axes] = ThreadGroup(self, ranks, names, meeting)
         return groups
 
+    def world_group(self) -> Group:
+        """All ranks of the world, whatever their stages: an axis called "world"."""
+        ranks = tuple(range(self.n_ranks))
+        return ThreadGroup(self, ranks, (WORLD_AXIS,), self._scheduler.meeting(ranks))
+
+    def messenger(self, rendezvous: bool = False) -> Messenger:
+        """This rank's messages; with `rendezvous` its batches wait for each other, as NCCL's."""
+        return ThreadMessenger(
+            self._scheduler.mail, self.rank, self.n_ranks, self.context, rendezvous
+        )
+
 
 def run_threads(
     fn: Callable[..., Any], n_ranks: int, *args: Any, timeout_s: float = 60.0
@@ -275,7 +302,7 @@ def run_threads(
     Arguments are shared, not copied.
 
     Raises the first error of any rank, with a note that names the rank;
-    `VerificationError` for collectives that do not match or can never complete.
+    `VerificationError` for collectives and messages that do not match or can never complete.
     """
     scheduler = _Scheduler(n_ranks, timeout_s)
     results: list[Any] = [None] * n_ranks
@@ -314,4 +341,9 @@ def run_threads(
         rank, error = scheduler.failure
         error.add_note(f"raised on rank {rank} of {n_ranks}")
         raise error
+    if unmet := scheduler.mail.unmet():
+        raise VerificationError(
+            "messages never met their other end: " + "; ".join(unmet),
+            hint="every send needs a receive on the other rank",
+        )
     return results

@@ -1,0 +1,323 @@
+"""Messages between ranks: matched in order, never blocking a post, on threads and on gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from autopar.errors import MeshError, VerificationError
+from autopar.runtime.groups import CollectiveCall, Recorder, world_group
+from autopar.runtime.launch import WorkerPool
+from autopar.runtime.p2p import DistMessenger, Messenger, Receive
+from autopar.runtime.threads import ThreadWorld, run_threads
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool)
+N_LARGE = 2**21  # float32 elements: 8 MiB, more than any socket buffers
+Workers = Callable[[int], WorkerPool]
+
+
+def vector(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def incoming(x: Tensor, source: int) -> Receive:
+    return tuple(x.shape), x.dtype, source
+
+
+def of_dtypes(offset: int) -> list[Tensor]:
+    """One tensor of each dtype, of different shapes; none has the value of another rank's."""
+    return [(torch.arange(2 * i + 1) % 2 + offset).to(t) for i, t in enumerate(DTYPES)]
+
+
+# -- what every messenger does: run on threads, on threads as NCCL, and on processes -----------
+
+
+def exchange(messenger: Messenger) -> list[Tensor]:
+    """Both directions at once, in one batch, every dtype, a scalar and nothing among them."""
+    mine, peer = messenger.rank, 1 - messenger.rank
+    sent = [*of_dtypes(mine), torch.tensor(float(mine)), torch.empty(3, 0)]
+    posted = messenger.post([(x, peer) for x in sent], [incoming(x, peer) for x in sent])
+    received = posted.wait_received()
+    posted.wait_sent()
+    assert posted.is_sent()
+    return received
+
+
+def skip_connections(messenger: Messenger) -> list[Tensor]:
+    """All sends of a step are posted before any of their receives, and taken in two batches."""
+    if messenger.rank == 0:
+        posts = [messenger.post([(x, 1)], []) for x in of_dtypes(0)]
+        for posted in posts:
+            posted.wait_sent()
+        return []
+    first = messenger.post([], [incoming(x, 0) for x in of_dtypes(0)[:2]])
+    rest = [messenger.post([], [incoming(x, 0)]) for x in of_dtypes(0)[2:]]
+    later = [x for posted in reversed(rest) for x in reversed(posted.wait_received())]
+    return [*first.wait_received(), *reversed(later)]
+
+
+def large_both_ways(messenger: Messenger) -> float:
+    """Would hang if a post waited for its sends."""
+    mine, peer = messenger.rank, 1 - messenger.rank
+    x = torch.full((N_LARGE,), float(mine + 1))
+    sent = messenger.post([(x, peer)], [])
+    (received,) = messenger.post([], [incoming(x, peer)]).wait_received()
+    sent.wait_sent()
+    return received.double().mean().item()
+
+
+def run_on_threads(job: Callable[[Messenger], object], rendezvous: bool) -> list[object]:
+    return run_threads(lambda world: job(world.messenger(rendezvous)), 2)
+
+
+def on_process(job: Callable[[Messenger], object]) -> object:
+    return job(DistMessenger(torch.device("cpu")))
+
+
+@pytest.fixture(params=["threads", "threads as nccl", "processes"])
+def run_pair(
+    request: pytest.FixtureRequest,
+) -> Callable[[Callable[[Messenger], object]], list[object]]:
+    """Runs a job on a pair of ranks; the results by rank."""
+    if request.param == "processes":
+        pool = request.getfixturevalue("workers")(2)
+        return lambda job: list(pool.run(on_process, job))
+    return lambda job: run_on_threads(job, request.param == "threads as nccl")
+
+
+Run = Callable[[Callable[[Messenger], object]], list[object]]
+
+
+def assert_equal(found: object, wanted: list[Tensor]) -> None:
+    assert isinstance(found, list)
+    for x, y in zip(found, wanted, strict=True):
+        assert torch.equal(x, y)
+        assert x.dtype == y.dtype
+        assert x.shape == y.shape
+
+
+def test_both_directions_at_once(run_pair: Run) -> None:
+    for rank, received in enumerate(run_pair(exchange)):
+        peer = 1 - rank
+        wanted = [*of_dtypes(peer), torch.tensor(float(peer)), torch.empty(3, 0)]
+        assert_equal(received, wanted)
+
+
+@pytest.mark.parametrize("place", ["threads", "processes"])
+def test_skip_connections_of_several_dtypes(place: str, workers: Workers) -> None:
+    found = (
+        run_on_threads(skip_connections, False)
+        if place == "threads"
+        else workers(2).run(on_process, skip_connections)
+    )
+    assert_equal(found[1], of_dtypes(0))
+
+
+@pytest.mark.parametrize("place", ["threads", "processes"])
+def test_large_tensors_cross_without_blocking(place: str, workers: Workers) -> None:
+    found = (
+        run_on_threads(large_both_ways, False)
+        if place == "threads"
+        else workers(2).run(on_process, large_both_ways)
+    )
+    assert found == [2.0, 1.0]
+
+
+# -- the group of all ranks --------------------------------------------------------------------
+
+
+def total_of_ranks() -> tuple[str, float]:
+    g = world_group()
+    return g.label, g.all_reduce(torch.tensor(float(g.rank + 1))).item()
+
+
+def test_the_world_is_a_group(workers: Workers) -> None:
+    def work(world: ThreadWorld) -> tuple[str, float]:
+        g = world.world_group()
+        return g.label, g.all_reduce(torch.tensor(float(g.rank + 1))).item()
+
+    assert workers(2).run(total_of_ranks) == [("world", 3.0)] * 2
+    assert run_threads(work, 2) == [("world", 3.0)] * 2
+    with pytest.raises(MeshError, match=r"a group of all ranks needs torch\.distributed"):
+        world_group()
+
+
+# -- on threads: order, records, and errors instead of hangs -----------------------------------
+
+
+def test_messages_are_matched_in_order_of_their_posts_per_pair() -> None:
+    def work(world: ThreadWorld) -> list[float]:
+        messenger = world.messenger()
+        if world.rank != 2:
+            for i in range(3):
+                messenger.post([(vector(10 * world.rank + i), 2)], [])
+            return []
+        scalar = ((1,), torch.float32)
+        posts = [messenger.post([], [(*scalar, 1), (*scalar, 0)]) for _ in range(3)]
+        return [x.item() for posted in reversed(posts) for x in posted.wait_received()]
+
+    assert run_threads(work, 3)[2] == [12.0, 2.0, 11.0, 1.0, 10.0, 0.0]
+
+
+def test_a_post_returns_before_its_messages_are_over() -> None:
+    def work(world: ThreadWorld) -> tuple[bool, bool]:
+        messenger, g = world.messenger(), world.world_group()
+        if world.rank == 0:
+            posted = messenger.post([(vector(1.0), 1)], [])
+            before = posted.is_sent()
+            g.all_reduce(vector(0.0))
+            return before, posted.is_sent()
+        receives = [incoming(vector(1.0), 0)]
+        g.all_reduce(vector(float(len(messenger.post([], receives).wait_received()))))
+        return True, True
+
+    assert run_threads(work, 2)[0] == (False, True)
+
+
+def test_sends_are_recorded_with_their_bytes() -> None:
+    def work(world: ThreadWorld) -> list[CollectiveCall]:
+        with Recorder() as recorder:
+            exchange(world.messenger())
+        return recorder.calls
+
+    sizes = [x.nbytes for x in (*of_dtypes(0), vector(0.0)[0])]
+    wanted = [CollectiveCall("send", ("pp",), size, "p2p") for size in sizes]
+    assert run_threads(work, 2) == [wanted, wanted]
+
+
+def test_what_is_received_belongs_to_the_receiver() -> None:
+    def work(world: ThreadWorld) -> Tensor | None:
+        x = torch.ones(2, requires_grad=True)
+        messenger = world.messenger()
+        if world.rank == 0:
+            messenger.post([(x, 1)], []).wait_sent()
+            with torch.no_grad():
+                x.zero_()
+            return None
+        (received,) = messenger.post([], [incoming(x, 0)]).wait_received()
+        assert not received.requires_grad
+        return received
+
+    assert torch.equal(run_threads(work, 2)[1], torch.ones(2))
+
+
+def test_a_tensor_changed_before_it_is_sent_is_an_error() -> None:
+    def work(world: ThreadWorld) -> None:
+        messenger, x = world.messenger(), torch.ones(2)
+        if world.rank == 0:
+            messenger.post([(x, 1)], [])
+            x.add_(1.0)
+        else:
+            messenger.post([], [incoming(x, 0)]).wait_received()
+
+    with pytest.raises(VerificationError, match=r"changed in place before it was sent: rank 0 in"):
+        run_threads(work, 2)
+
+
+@pytest.mark.parametrize(
+    "other", [torch.ones(2, 2), torch.ones(4).double()], ids=["shape", "dtype"]
+)
+def test_ends_that_differ_are_named(other: Tensor) -> None:
+    def work(world: ThreadWorld) -> None:
+        if world.rank == 0:
+            world.messenger().post([(torch.ones(4), 1)], [])
+        else:
+            world.messenger().post([], [incoming(other, 0)])
+
+    with pytest.raises(VerificationError, match="the ends of a message differ") as caught:
+        run_threads(work, 2)
+    assert "rank 0 in send(float32 [4]) to rank 1, rank 1 in receive(" in str(caught.value)
+
+
+def test_receives_that_wait_for_each_other_are_named() -> None:
+    def work(world: ThreadWorld) -> None:
+        x, peer = torch.ones(4), 1 - world.rank
+        messenger = world.messenger()
+        messenger.post([], [incoming(x, peer)]).wait_received()
+        messenger.post([(x, peer)], [])
+
+    with pytest.raises(VerificationError, match="wait for each other for ever") as caught:
+        run_threads(work, 2)
+    for rank in range(2):
+        text = f"rank {rank} in receive(float32 [4]) from rank {1 - rank}"
+        assert text in str(caught.value)
+
+
+def test_a_message_and_a_collective_may_wait_for_each_other() -> None:
+    def work(world: ThreadWorld) -> None:
+        x = torch.ones(4)
+        if world.rank == 0:
+            world.messenger().post([], [incoming(x, 1)]).wait_received()
+        else:
+            world.world_group().all_reduce(x)
+
+    with pytest.raises(VerificationError, match=r"rank 0 in receive.*; rank 1 in all_reduce"):
+        run_threads(work, 2)
+
+
+def test_a_message_with_one_end_is_an_error_when_all_have_returned() -> None:
+    def work(world: ThreadWorld) -> None:
+        if world.rank == 1:
+            world.messenger().post([(torch.ones(4), 0)], [])
+
+    with pytest.raises(VerificationError, match=r"never met.*rank 1 in send\(float32 \[4\]\) to"):
+        run_threads(work, 2)
+
+
+@pytest.mark.parametrize("peer", [0, 2, -1])
+def test_a_message_goes_to_another_rank(peer: int) -> None:
+    with pytest.raises(VerificationError, match=rf"rank 0 of 2 has a message .* rank {peer}"):
+        run_threads(lambda world: world.rank or world.messenger().post([(vector(1), peer)], []), 2)
+
+
+# -- as NCCL: batches of one rank follow one another -------------------------------------------
+
+
+def test_sends_in_batches_of_their_own_block_both_ranks_as_on_nccl() -> None:
+    with pytest.raises(VerificationError, match="wait for each other for ever") as caught:
+        run_on_threads(large_both_ways, True)
+    receive = f"receive(float32 [{N_LARGE}]) from rank"
+    send = f"queued behind send(float32 [{N_LARGE}]) to rank"
+    assert f"rank 0 in {receive} 1, {send} 1; rank 1 in {receive} 0, {send} 0" in str(caught.value)
+
+
+def test_on_nccl_a_send_waits_for_its_receive_behind_others() -> None:
+    """Rank 0 posts to 1, then to 2; what 2 gets is held up until 1 receives."""
+
+    def work(world: ThreadWorld, rendezvous: bool) -> bool:
+        messenger, x = world.messenger(rendezvous), torch.ones(4)
+        if world.rank == 0:
+            posts = [messenger.post([(x, peer)], []) for peer in (1, 2)]
+            for posted in posts:
+                posted.wait_sent()
+        elif world.rank == 2:
+            messenger.post([], [incoming(x, 0)]).wait_received()
+            messenger.post([(x, 1)], []).wait_sent()
+        else:  # a schedule in which the later message has to arrive first
+            messenger.post([], [incoming(x, 2)]).wait_received()
+            messenger.post([], [incoming(x, 0)]).wait_received()
+        return True
+
+    assert run_threads(work, 3, False) == [True] * 3
+    with pytest.raises(VerificationError, match=r"rank 0 in send\(float32 \[4\]\) to rank 1; "):
+        run_threads(work, 3, True)
+
+
+def test_long_queues_of_batches_are_worked_off() -> None:
+    n_batches = 3000  # deeper than any recursion
+
+    def work(world: ThreadWorld) -> float:
+        messenger = world.messenger(rendezvous=True)
+        if world.rank == 0:
+            posts = [messenger.post([(vector(float(i)), 1)], []) for i in range(n_batches)]
+            for posted in posts:
+                posted.wait_sent()
+            return 0.0
+        receive = incoming(vector(0.0), 0)
+        posts = [messenger.post([], [receive]) for i in range(n_batches)]
+        return sum(posted.wait_received()[0].item() for posted in posts)
+
+    assert run_threads(work, 2)[1] == n_batches * (n_batches - 1) / 2
