@@ -35,6 +35,7 @@ from autopar.passes.constraints import Constraints
 from autopar.passes.intra_op import Analysis, choose
 from autopar.passes.lower import lower
 from autopar.passes.replay import plan_texts, replay
+from autopar.pipeline import Pipeline
 from autopar.plan_data import PlanData
 from autopar.planning import (
     Plan,
@@ -46,13 +47,18 @@ from autopar.planning import (
 )  # fmt: skip
 from autopar.program import Program, flatten_inputs
 from autopar.runtime import state
-from autopar.runtime.delivery import batch_index, batch_shards, most_batch_shards
+from autopar.runtime.delivery import batch_index
 from autopar.runtime.dtensors import state_dict
 from autopar.runtime.executor import Environment, Executor
 from autopar.runtime.groups import make_groups
 from autopar.runtime.load import load_code
 from autopar.runtime.weights import initial_buffers, initial_shards
-from autopar.stage_program import StageProgram, StoredParameter
+from autopar.stage_program import (
+    StageProgram,
+    StoredParameter,
+    batch_shards,
+    most_batch_shards,
+)
 from autopar.verifier import verify_program
 
 Signature = tuple[tuple[str, Any], ...]
@@ -126,6 +132,7 @@ class ParallelModule(nn.Module):
         assert bound.bound is not None
         stage = bound.bound.program
         self._groups = make_groups(bound.bound.mesh)
+        self._cost_mesh = bound.bound.mesh
         self._coordinate = bound.bound.mesh.coordinate(own_rank())
         shards = initial_shards(
             stage.parameters, self._weights, self._model[0], stage.axis_sizes,
@@ -152,7 +159,9 @@ class ParallelModule(nn.Module):
             name: make() for name, make in program.constants.items() if _taken(stage, name)
         }
         environment = Environment(self._device, self._groups)
-        executor = Executor(stage, code, environment, self._coordinate, constants)
+        executor = Executor(
+            Pipeline.single(stage, self._cost_mesh), own_rank(), code, environment, constants
+        )
         return Built(program, stage, executor, path)
 
     # -- programs ------------------------------------------------------------------------------

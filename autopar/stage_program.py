@@ -10,7 +10,7 @@ what is printed is what is priced is what runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -253,6 +253,18 @@ class StageProgram:
             if (move.move.forward, move.move.backward) != ("identity", "identity"):
                 found.setdefault(move.move.axes)
         return tuple(sorted(found, key=lambda axes: (len(axes), axes)))
+
+
+def batch_shards(item: Delivered, sizes: Sequence[int]) -> int:
+    """Over how many ranks the item's batch is split."""
+    if item.batch_cell is None:
+        return 1
+    return math.prod(sizes[a] for a in item.local.spec.axes_of(item.batch_cell))
+
+
+def most_batch_shards(items: Sequence[Delivered], sizes: Sequence[int]) -> int:
+    """The finest split of the batch that any delivered tensor has."""
+    return max((batch_shards(item, sizes) for item in items), default=1)
 
 
 def names_in(value: Any) -> list[str]:

@@ -23,6 +23,7 @@ from autopar.capture import capture, reference_step
 from autopar.errors import VerificationError
 from autopar.mesh import Mesh
 from autopar.options import Options
+from autopar.pipeline import Pipeline
 from autopar.planning import Plan, plan_program
 from autopar.program import Program, flatten_inputs
 from autopar.runtime.delivery import shard
@@ -151,7 +152,9 @@ def _thread_errors(
             for p in stage.parameters
         }
         environment = Environment(torch.device("cpu"), groups)
-        loss = Executor(stage, code, environment, coordinate, constants).step(stored, given)
+        loss = Executor(
+            Pipeline.single(stage, bound.mesh), world.rank, code, environment, constants
+        ).step(stored, given)
         return loss, {
             n: t.grad if t.grad is not None else torch.zeros_like(t) for n, t in stored.items()
         }

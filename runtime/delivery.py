@@ -16,19 +16,7 @@ from torch import Tensor
 
 from autopar.errors import BatchError
 from autopar.spec import Spec
-from autopar.stage_program import Delivered
-
-
-def batch_shards(item: Delivered, sizes: Sequence[int]) -> int:
-    """Over how many ranks the item's batch is split."""
-    if item.batch_cell is None:
-        return 1
-    return math.prod(sizes[a] for a in item.local.spec.axes_of(item.batch_cell))
-
-
-def most_batch_shards(items: Sequence[Delivered], sizes: Sequence[int]) -> int:
-    """D of this stage: the finest split of the batch that any delivered tensor has."""
-    return max((batch_shards(item, sizes) for item in items), default=1)
+from autopar.stage_program import Delivered, batch_shards
 
 
 def batch_index(item: Delivered, sizes: Sequence[int], coordinate: Sequence[int]) -> int:

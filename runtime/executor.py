@@ -1,17 +1,22 @@
-"""The executor: runs one rank's stage program, microbatch by microbatch.
+"""The executor: runs one rank's part of a pipeline, action by action.
 
     step  =  gather parameters once          (ZeRO-1, ZeRO-2, tensor-parallel conversions)
              prologue                        divisors over the whole batch
-             per microbatch: deliver inputs, forward, backward, scatter ZeRO-2 gradients
-             synchronise gradients           bucketed, once
+             the schedule's actions          forward: deliver inputs, run the stage's program
+                                             backward: from the loss, or from the gradients of
+                                             what was sent; scatter ZeRO-2 gradients
+                                             sends and receives, posted without waiting
+             synchronise gradients           bucketed, once; then sums over tied parameters
+             the loss to every rank
 
 Parameters the program uses as they are stored are its leaves directly, and autograd adds
 to their `.grad`. Every other use placement is a leaf of its own whose gradient is brought
-back to storage by the reverse of its moves.
+back to storage by the reverse of its moves. A microbatch is forgotten when its backward is done.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,21 +25,32 @@ import torch
 from torch import Tensor
 
 from autopar.buckets import BUCKET_BYTES
+from autopar.pipeline import Pipeline
 from autopar.runtime.bucketed import bucketed_apply
-from autopar.runtime.delivery import deliver, most_batch_shards
+from autopar.runtime.crossings import Crossings
+from autopar.runtime.delivery import deliver
 from autopar.runtime.groups import Group, phase
+from autopar.runtime.p2p import Messenger
 from autopar.runtime.regather import Regather
-from autopar.stage_program import MoveLine, ParameterUse, StageProgram, StoredParameter
+from autopar.runtime.ties import TiedGradients
+from autopar.schedule import Action, Kind
+from autopar.stage_program import MoveLine, ParameterUse, StoredParameter
 
 OutputsFn = Callable[[tuple[Tensor, ...]], None]
 
 
 @dataclass
 class Environment:
-    """What generated code asks of the runtime."""
+    """What generated code and the executor ask of the runtime.
+
+    `groups` are the stage's; `world`, a group of all ranks, and `messenger` join the stages,
+    and may be missing where there is one stage.
+    """
 
     device: torch.device
     groups: Mapping[tuple[int, ...], Group]
+    messenger: Messenger | None = None
+    world: Group | None = None
     regather: Regather = field(default_factory=Regather)
 
     def group(self, axes: tuple[int, ...]) -> Group:
@@ -52,25 +68,65 @@ class StageCode:
     prologue: Callable[..., tuple[Tensor, ...]] | None
 
 
-class Executor:
-    """Runs a stage program on this rank.
+@dataclass
+class _InFlight:
+    """A microbatch between its forward and its backward: where its gradients start and end."""
 
-    `coordinate` is the rank's position on the stage's axes; `constants` maps placeholder
+    loss: Tensor | None
+    received: dict[str, Tensor]
+    sent: dict[str, Tensor]
+
+
+@dataclass
+class _Step:
+    """What one step works on."""
+
+    stored: Mapping[str, Tensor]
+    leaves: Mapping[str, Tensor]
+    inputs: Mapping[str, Tensor]
+    divisors: Mapping[str, Tensor]
+    is_local: bool
+    on_outputs: OutputsFn | None
+    loss: Tensor | None = None
+    outputs: tuple[Any, ...] = ()
+    in_flight: dict[int, _InFlight] = field(default_factory=dict)
+    # Of messages to come: microbatch and peer -> what they carry.
+    activations: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+
+
+class Executor:
+    """Runs one rank of a pipeline.
+
+    `rank` is the rank's number in the world; `code` its stage's; `constants` maps placeholder
     names to whole tensors.
     """
 
     def __init__(
         self,
-        program: StageProgram,
+        pipeline: Pipeline,
+        rank: int,
         code: StageCode,
         environment: Environment,
-        coordinate: Sequence[int],
         constants: Mapping[str, Tensor],
     ) -> None:
-        self.program, self.code, self.environment = program, code, environment
-        self.coordinate = tuple(coordinate)
+        self.pipeline, self.stage = pipeline, pipeline.stage_of(rank)
+        self.program, self.code, self.environment = pipeline.stages[self.stage], code, environment
+        self.coordinate = pipeline.meshes[self.stage].coordinate(rank)
         self.constants = constants
-        self.n_blocks = most_batch_shards(program.delivered, program.axis_sizes)
+        self.actions = pipeline.schedule.stages[self.stage]
+        self._messages: dict[tuple[Kind, int], list[Action]] = {}
+        for action in self.actions:
+            self._messages.setdefault((action.kind, action.microbatch), []).append(action)
+        self.crossings: Crossings | None = None
+        self.ties: TiedGradients | None = None
+        if pipeline.n_stages > 1:
+            messenger = environment.messenger
+            assert messenger is not None and environment.world is not None
+            self.crossings = Crossings(pipeline, rank, messenger, environment.device)
+            self.ties = TiedGradients(pipeline, rank, messenger, environment.groups)
+        # Of several ranks with the loss, the one that tells the others.
+        self._tells_loss = rank == pipeline.meshes[-1].first_rank
         self._constant_parts: dict[tuple[str, int], Tensor] = {}
 
     # -- one step --------------------------------------------------------------------------
@@ -85,51 +141,138 @@ class Executor:
         """Forward and backward of every microbatch; gradients are added to `.grad`.
 
         `stored`: parameter name -> local shard. `inputs`: placeholder name -> the global
-        tensor, or this rank's rows of it. Returns the loss, detached, the same everywhere.
+        tensor, or this rank's rows of it. `on_outputs` is called on the last stage. Returns
+        the loss, detached, the same everywhere.
         """
-        leaves = self._leaves(stored)
+        kept = self.ties.set_aside(stored) if self.ties else {}
         divisors = self._divisors(inputs, is_local)
-        total: Tensor | None = None
-        for index in range(self.program.n_microbatches):
-            with self.environment.regather.hooks():
-                loss, *outputs = self._run(leaves, stored, inputs, divisors, index, is_local)
-            if on_outputs is not None:
-                on_outputs(tuple(outputs))
-            loss.backward()
-            total = loss.detach() if total is None else total + loss.detach()
-            self._return_gradients(leaves, stored, "micro")
-        self._return_gradients(leaves, stored, "step")
-        assert total is not None
-        return total
+        step = _Step(stored, self._leaves(stored), inputs, divisors, is_local, on_outputs)
+        self._run(step)
+        self._return_gradients(step.leaves, stored, "step")
+        if self.ties:
+            self.ties.sum(stored, kept)
+        loss = self._loss_everywhere(step.loss)
+        if self.crossings:
+            self.crossings.finish()
+        return loss
 
     @torch.no_grad()
     def forward(
         self, stored: Mapping[str, Tensor], inputs: Mapping[str, Tensor], is_local: bool = False
     ) -> tuple[Any, ...]:
-        """(loss or None, *outputs), without gradients, as one microbatch."""
+        """(loss or None, *outputs), without gradients, as one microbatch.
+
+        The loss is the same everywhere; outputs are () but on the last stage.
+        """
         assert self.program.n_microbatches == 1
         divisors = self._divisors(inputs, is_local)
-        return self._run(self._leaves(stored), stored, inputs, divisors, 0, is_local)
+        step = _Step(stored, self._leaves(stored), inputs, divisors, is_local, None)
+        self._run(step)
+        if self.crossings:
+            self.crossings.finish()
+        has_loss = self.pipeline.stages[-1].loss is not None
+        return (self._loss_everywhere(step.loss) if has_loss else None, *step.outputs)
 
-    def _run(
-        self,
-        leaves: Mapping[str, Tensor],
-        stored: Mapping[str, Tensor],
-        inputs: Mapping[str, Tensor],
-        divisors: Mapping[str, Tensor],
-        index: int,
-        is_local: bool,
+    def _run(self, step: _Step) -> None:
+        """The actions in order; messages next to each other go as one batch."""
+        for is_compute, actions in itertools.groupby(self.actions, lambda a: a.is_compute):
+            if not is_compute:
+                self._post(list(actions), step)
+                continue
+            for action in actions:
+                if action.kind == "forward":
+                    self._forward(action.microbatch, step)
+                else:
+                    self._backward(action.microbatch, step)
+
+    def _post(self, actions: Sequence[Action], step: _Step) -> None:
+        assert self.crossings is not None
+        made = {"send_forward": step.activations, "send_backward": step.gradients}
+        values = {a: made[a.kind][a.microbatch] for a in actions if a.is_send}
+        self.crossings.post(actions, values)
+        for action in actions:  # a value goes to several stages; keep it until the last send
+            if action.is_send and self._is_last_send(action):
+                del made[action.kind][action.microbatch]
+
+    def _is_last_send(self, action: Action) -> bool:
+        return self._messages[action.kind, action.microbatch][-1] == action
+
+    def _peers(self, kind: Kind, microbatch: int) -> Sequence[Action]:
+        """The messages of a kind that this stage has for a microbatch."""
+        return self._messages.get((kind, microbatch), ())
+
+    def _forward(self, index: int, step: _Step) -> None:
+        received: dict[str, Tensor] = {}
+        for action in self._peers("recv_forward", index):
+            assert self.crossings is not None
+            received |= self.crossings.arrived(action)
+        for boundary in self.program.received:
+            received[boundary.value].requires_grad_(
+                boundary.local.has_grad and torch.is_grad_enabled()
+            )
+        with self.environment.regather.hooks():
+            loss, *results = self.code.microbatch(*self._arguments(index, step, received))
+        n_sent = len(self.program.sent)
+        sent = {b.value: r for b, r in zip(self.program.sent, results[:n_sent], strict=True)}
+        step.outputs = tuple(results[n_sent:])
+        if step.on_outputs is not None and self.stage == self.pipeline.n_stages - 1:
+            step.on_outputs(step.outputs)
+        if self._peers("send_forward", index):
+            step.activations[index] = {value: r.detach() for value, r in sent.items()}
+        if loss is not None:
+            step.loss = loss.detach() if step.loss is None else step.loss + loss.detach()
+        if torch.is_grad_enabled():
+            roots = {value: r for value, r in sent.items() if r.requires_grad}
+            step.in_flight[index] = _InFlight(loss, received, roots)
+
+    def _arguments(
+        self, index: int, step: _Step, received: Mapping[str, Tensor]
     ) -> tuple[Any, ...]:
         parameters = []
         for p in self.program.parameters:
             if p.period == "use":
-                parameters.append(stored[p.name])
-            parameters += [leaves[use.local.name] for use in p.uses]
+                parameters.append(step.stored[p.name])
+            parameters += [step.leaves[use.local.name] for use in p.uses]
         delivered = [
-            self._deliver(item, inputs, divisors, index, is_local)
+            self._deliver(item, step.inputs, step.divisors, index, step.is_local)
             for item in self.program.delivered
         ]
-        return self.code.microbatch(parameters, delivered, self.environment)
+        taken = [[received[b.value] for b in self.program.received]] if received else []
+        return (parameters, delivered, *taken, self.environment)
+
+    def _backward(self, index: int, step: _Step) -> None:
+        microbatch = step.in_flight.pop(index)
+        gradients: dict[str, Tensor] = {}
+        for action in self._peers("recv_backward", index):
+            assert self.crossings is not None
+            for value, gradient in self.crossings.arrived(action).items():
+                known = gradients.get(value)
+                gradients[value] = gradient if known is None else known + gradient
+        roots = [(root, gradients[value]) for value, root in microbatch.sent.items()]
+        if microbatch.loss is not None and microbatch.loss.requires_grad:
+            roots.append((microbatch.loss, torch.ones_like(microbatch.loss)))
+        if roots:
+            torch.autograd.backward([r for r, _ in roots], [g for _, g in roots])
+        if self._peers("send_backward", index):
+            step.gradients[index] = {
+                value: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                for value, leaf in microbatch.received.items()
+                if leaf.requires_grad
+            }
+        self._return_gradients(step.leaves, step.stored, "micro")
+
+    @torch.no_grad()
+    def _loss_everywhere(self, loss: Tensor | None) -> Tensor:
+        """The last stage's loss on every rank: a sum in which one rank has it, all others 0."""
+        if self.pipeline.n_stages == 1:
+            assert loss is not None
+            return loss
+        if loss is None or not self._tells_loss:
+            dtype = self.pipeline.loss_dtype
+            loss = torch.zeros((), dtype=dtype, device=self.environment.device)
+        assert self.environment.world is not None
+        with phase("loss"):
+            return self.environment.world.all_reduce(loss)
 
     # -- parameters ------------------------------------------------------------------------
 
@@ -215,7 +358,7 @@ class Executor:
 
     def _part(self, value: Tensor, item: Any, index: int, is_local: bool) -> Tensor:
         return deliver(
-            value, item, index, self.program.n_microbatches, self.n_blocks,
+            value, item, index, self.program.n_microbatches, self.pipeline.n_blocks,
             self.program.axis_sizes, self.coordinate, is_local,
         )  # fmt: skip
 

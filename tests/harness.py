@@ -32,6 +32,7 @@ from autopar.passes.constraints import Constraints
 from autopar.passes.intra_op import Analysis, intra_op_problem
 from autopar.passes.lower import lower
 from autopar.passes.problem import IntraOpProblem
+from autopar.pipeline import Pipeline
 from autopar.runtime import delivery
 from autopar.runtime.executor import Environment, Executor
 from autopar.runtime.groups import CollectiveCall, Recorder
@@ -262,7 +263,10 @@ def thread_step(
         }
         environment = Environment(torch.device("cpu"), world.make_groups(cost.mesh))
         with Recorder() as recorder:
-            found = Executor(stage, code, environment, at, constants).step(stored, inputs)
+            executor = Executor(
+                Pipeline.single(stage, cost.mesh), world.rank, code, environment, constants
+            )
+            found = executor.step(stored, inputs)
         return found, {name: _gradient(t) for name, t in stored.items()}, recorder.calls
 
     results = run_threads(run, cost.mesh.n_ranks)

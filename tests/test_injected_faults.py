@@ -21,7 +21,7 @@ from autopar.moves import TABLE, PrimitiveKind, Split
 from autopar.passes import reshard
 from autopar.runtime import collectives, delivery, executor
 from autopar.spec import I, R, Spec, TensorType
-from autopar.stage_program import Delivered
+from autopar.stage_program import Delivered, batch_shards
 from tests.harness import (
     TOLERANCE,
     abstract_cost,
@@ -232,7 +232,7 @@ def test_rows_dealt_differently(monkeypatch: pytest.MonkeyPatch) -> None:
         value: Tensor, item: Delivered, index: int, n_microbatches: int, n_blocks: int,
         sizes: Sequence[int], coordinate: Sequence[int], is_local: bool,
     ) -> Tensor:  # fmt: skip
-        own = delivery.batch_shards(item, sizes)
+        own = batch_shards(item, sizes)
         return right(value, item, index, n_microbatches, own, sizes, coordinate, is_local)
 
     monkeypatch.setattr(executor, "deliver", each_its_own_way)

@@ -20,6 +20,7 @@ from autopar.mesh import Device, Link, LogicalMesh
 from autopar.passes.constraints import Constraints
 from autopar.passes.intra_op import Analysis, choose
 from autopar.passes.lower import lower
+from autopar.pipeline import Pipeline
 from autopar.runtime.executor import Environment, Executor
 from autopar.runtime.groups import Group, make_groups
 from autopar.runtime.launch import launch
@@ -78,7 +79,7 @@ def measured_and_predicted(
     groups: Mapping[tuple[int, ...], Group] = make_groups(cost.mesh) if n_ranks > 1 else {}
     rank = torch.distributed.get_rank() if n_ranks > 1 else 0
     environment = Environment(torch.device("cpu"), groups)
-    executor = Executor(program, code, environment, cost.mesh.coordinate(rank), constants)
+    executor = Executor(Pipeline.single(program, cost.mesh), rank, code, environment, constants)
     stored = {
         p.name: (torch.randn(p.stored.shape) * 0.02).requires_grad_() for p in program.parameters
     }

@@ -24,12 +24,13 @@ from autopar.facts import Period, Storage, Strategy
 from autopar.passes.constraints import Constraints
 from autopar.passes.intra_op import Analysis, choose, intra_op_problem
 from autopar.passes.lower import lower
+from autopar.pipeline import Pipeline
 from autopar.runtime import delivery
 from autopar.runtime.executor import Environment, Executor
 from autopar.runtime.groups import Recorder
 from autopar.runtime.load import load_code
 from autopar.runtime.threads import ThreadWorld, run_threads
-from autopar.stage_program import GatherLine, StageProgram
+from autopar.stage_program import GatherLine, StageProgram, batch_shards
 from tests.harness import (
     abstract_cost,
     free_problem,
@@ -62,7 +63,9 @@ def recorded(
         at = cost.mesh.coordinate(world.rank)
         stored = {p.name: _shard(p.shape, p.stored.shape) for p in program.parameters}
         environment = Environment(torch.device("cpu"), world.make_groups(cost.mesh))
-        executor = Executor(program, code, environment, at, constants)
+        executor = Executor(
+            Pipeline.single(program, cost.mesh), world.rank, code, environment, constants
+        )
         mine = inputs
         if local_rows:
             mine = {name: _own_rows(program, name, x, sizes, at) for name, x in inputs.items()}
@@ -88,7 +91,7 @@ def _own_rows(
 ) -> Tensor:
     """The contiguous block of rows a rank is given."""
     item = next(d for d in program.delivered if d.source == name)
-    n_blocks = delivery.batch_shards(item, sizes)
+    n_blocks = batch_shards(item, sizes)
     return whole.chunk(n_blocks)[delivery.batch_index(item, sizes, at)]
 
 

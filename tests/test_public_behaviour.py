@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import autopar
 from autopar import Manual, NotPlannedError, VerificationError
 from autopar.capture import capture, reference_step
+from autopar.pipeline import Pipeline
 from autopar.runtime.executor import Environment, Executor
 from autopar.runtime.launch import WorkerPool
 from autopar.runtime.load import load_code
@@ -345,7 +346,7 @@ def run_with(change: Callable[[str], str]) -> None:
         code, _ = load_code("stage_0.py", change(source) if world.rank == 1 else source)
         environment = Environment(torch.device("cpu"), world.make_groups(mesh))
         stored = {p.name: torch.zeros(p.stored.shape, requires_grad=True) for p in stage.parameters}
-        executor = Executor(stage, code, environment, mesh.coordinate(world.rank), constants)
+        executor = Executor(Pipeline.single(stage, mesh), world.rank, code, environment, constants)
         return executor.step(stored, {n: batch[i.path] for n, i in program.inputs.items()})
 
     run_threads(run, 2)
