@@ -5,12 +5,20 @@ graph with the operators' own strategies, as if a virtual mesh axis split it eve
 every operator shards the batch's label, or is linear in a partial sum; the loss must end
 Partial (a sum over microbatches). Where that fails the loss is no sum over rows, and
 splitting the batch would change its meaning.
+
+A value that no batched input reaches (a mask of ones, token types made up for all rows, a
+class token expanded to them) has rows only where an operator meets them with the batch's:
+that operator *asks* for its rows (`_forward`), its producer asks on (`_backward`), and the
+chain ends at a constant, which is delivered by rows, or at an operator that creates them.
+What is asked stays asked, and both directions repeat until nothing new is. The last pass
+then found a strategy of every operator for the final placements of all its tensors, so a
+value that one operator wants by rows and another whole breaks the batch instead of the sum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autopar.errors import BatchError, NotSupportedError
 from autopar.factors import Operator, Types, name_sizes
@@ -60,22 +68,18 @@ def find_batch(
     `batch_dims` maps input paths to the dim that is the batch (None: has no batch); by
     default it is dim 0 of every input as long as the first one.
     """
-    placed: dict[str, Placement] = {}
-    size = _seed_inputs(program, types, batch_dims or {}, placed)
+    seeds, size = _seed_inputs(program, types, batch_dims or {})
+    followed = [_Followed(o, _split_strategies(o, types)) for o in operators]
+    walk = _Walk(seeds, _without_batch(program, operators, seeds))
+    while True:
+        n_asked = len(walk.asked)
+        placed, stuck = walk.forward(followed)
+        walk.backward(followed)
+        if len(walk.asked) == n_asked:
+            break
     broken: str | None = None if size else "the inputs, which have no batch dim"
-    fixed = set(program.parameters) | set(placed)
-    for operator in operators:
-        strategy = _following(operator, types, placed, fixed)
-        if strategy is None:
-            broken = broken or program.where(operator.name)
-            strategy = AxisStrategy((R,) * len(operator.inputs), (R,) * len(operator.outputs))
-        for name, placement in zip(operator.inputs, strategy.inputs, strict=True):
-            if name not in fixed and placement.is_shard:  # a constant takes what is asked
-                placed[name] = placement
-                fixed.add(name)
-        for name, placement in zip(operator.outputs, strategy.outputs, strict=True):
-            placed[name] = placement
-            fixed.add(name)
+    if stuck is not None:
+        broken = broken or program.where(stuck)
     if program.loss is not None and placed.get(program.loss) != P:
         broken = broken or program.where(program.loss)
     cells = {name: p.cell for name, p in placed.items() if p.is_shard}
@@ -83,44 +87,120 @@ def find_batch(
 
 
 def _seed_inputs(
-    program: Program,
-    types: Types,
-    batch_dims: Mapping[str, int | None],
-    placed: dict[str, Placement],
-) -> int:
-    """Place the batch of every input; returns its size."""
+    program: Program, types: Types, batch_dims: Mapping[str, int | None]
+) -> tuple[dict[str, Placement], int]:
+    """The placement of every input, and the size of the batch."""
+    seeds: dict[str, Placement] = {}
     size = 0
     for name, info in program.inputs.items():
         dim = batch_dims.get(info.path, 0 if info.shape else None)
         if dim is None:
-            placed[name] = R
+            seeds[name] = R
             continue
         size = size or info.shape[dim]
         same = info.shape[dim] == size and size > 1
-        placed[name] = S(dim) if same and types.tensors[name].dims[dim] else R
-    return size
+        seeds[name] = S(dim) if same and types.tensors[name].dims[dim] else R
+    return seeds, size
 
 
-def _following(
-    operator: Operator, types: Types, placed: Mapping[str, Placement], fixed: set[str]
-) -> AxisStrategy | None:
-    """The strategy that takes the inputs as they are placed; None when there is none."""
+def _without_batch(
+    program: Program, operators: Sequence[Operator], seeds: Mapping[str, Placement]
+) -> frozenset[str]:
+    """Constants, and what is computed without any batched input.
+
+    Parameters, and inputs without a batch, are not in it: they are what they are and cannot
+    be asked for rows.
+    """
+    found = set(program.constants)
+    reached = {name for name, placement in seeds.items() if placement.is_shard}
+    for operator in operators:
+        (found if reached.isdisjoint(operator.inputs) else reached).update(operator.outputs)
+    return frozenset(found)
+
+
+def _split_strategies(operator: Operator, types: Types) -> tuple[AxisStrategy, ...]:
+    """The strategies under which microbatches do different work; none is all I."""
     rule = rule_for(str(operator.call.op))
     inputs = [types.tensors[n] for n in operator.inputs]
     outputs = [types.tensors[n] for n in operator.outputs]
     sizes = name_sizes(operator.notation, operator.call.inputs, operator.call.outputs)
     pattern = resolve(operator.notation, inputs, outputs, sizes)
     grads = [t.has_grad for t in inputs], [t.has_grad for t in outputs]
-    wanted = [placed.get(n, R) for n in operator.inputs]
-    free = [n not in fixed for n in operator.inputs]
-    for strategy in axis_strategies(rule, operator.call, pattern, *grads):
-        if all(
-            given == asked or (loose and asked.is_shard)
-            for given, asked, loose in zip(wanted, strategy.inputs, free, strict=True)
-        ) and (any(p != R for p in wanted) or not any(p.is_shard for p in strategy.inputs)):
-            if any(p.is_shard for p in strategy.outputs) and all(p == R for p in wanted):
-                continue  # nothing carries the batch here: do not invent one
-            if all(p.kind == "I" for p in strategy.outputs) and strategy.outputs:
+    return tuple(
+        strategy
+        for strategy in axis_strategies(rule, operator.call, pattern, *grads)
+        if not strategy.outputs or any(p.kind != "I" for p in strategy.outputs)
+    )
+
+
+@dataclass(frozen=True)
+class _Followed:
+    """An operator and how the batch may pass through it."""
+
+    operator: Operator
+    strategies: tuple[AxisStrategy, ...]
+
+
+@dataclass
+class _Walk:
+    """Passes over the graph that share what has been asked for.
+
+    seeds    placements of the inputs
+    open     values that may be asked for rows
+    asked    those that were, and where their rows sit
+    """
+
+    seeds: Mapping[str, Placement]
+    open: frozenset[str]
+    asked: dict[str, Placement] = field(default_factory=dict)
+
+    def forward(self, followed: Sequence[_Followed]) -> tuple[dict[str, Placement], str | None]:
+        """Placements of all values, and the first operator that has no strategy for them."""
+        placed = {**self.seeds, **self.asked}
+        stuck: str | None = None
+        for item in followed:
+            operator, strategy = item.operator, self._strategy(item, placed)
+            if strategy is None:
+                stuck = stuck or operator.name
+                placed.update((name, R) for name in operator.outputs)
                 continue
-            return strategy
-    return None
+            placed.update(self._ask(operator, strategy))
+            placed.update(zip(operator.outputs, strategy.outputs, strict=True))
+        return placed, stuck
+
+    def backward(self, followed: Sequence[_Followed]) -> None:
+        """Pass on what was asked of computed values to what they are computed from."""
+        for item in reversed(followed):
+            if not self.asked.keys().isdisjoint(item.operator.outputs):
+                strategy = self._strategy(item, self.asked)
+                if strategy is not None:
+                    self._ask(item.operator, strategy)
+
+    def _ask(self, operator: Operator, strategy: AxisStrategy) -> dict[str, Placement]:
+        """Ask for the rows of open inputs; returns them."""
+        rows = {
+            name: placement
+            for name, placement in zip(operator.inputs, strategy.inputs, strict=True)
+            if name in self.open and placement.is_shard
+        }
+        self.asked.update(rows)
+        return rows
+
+    def _strategy(self, item: _Followed, placed: Mapping[str, Placement]) -> AxisStrategy | None:
+        """The strategy for inputs as placed and outputs as asked; open inputs give rows."""
+        given = [(n, placed.get(n, R)) for n in item.operator.inputs]
+        has_rows = any(p != R for _, p in given)
+        has_rows = has_rows or any(n in self.asked for n in item.operator.outputs)
+        for strategy in item.strategies:
+            if not has_rows and any(p.is_shard for p in (*strategy.inputs, *strategy.outputs)):
+                continue  # do not invent a batch
+            takes = all(
+                wanted == p or (wanted.is_shard and n in self.open and n not in self.asked)
+                for (n, p), wanted in zip(given, strategy.inputs, strict=True)
+            )
+            if takes and all(
+                self.asked.get(n, p) == p
+                for n, p in zip(item.operator.outputs, strategy.outputs, strict=True)
+            ):
+                return strategy
+        return None
