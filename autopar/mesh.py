@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.errors import MeshError
@@ -111,6 +111,9 @@ class Mesh:
     @property
     def devices_per_node(self) -> int:
         return self.shape[-1]
+
+    def node_of(self, rank: int) -> int:
+        return rank // self.devices_per_node
 
     def with_links(self, links: Sequence[Link], device: Device) -> Mesh:
         """This mesh with explicit links and device instead of a profile name."""
@@ -240,18 +243,30 @@ def logical_views(
 
 
 def factored_view(
-    mesh: Mesh, links: Sequence[Link], device: Device, axes: Mapping[str, int]
+    mesh: Mesh,
+    links: Sequence[Link],
+    device: Device,
+    axes: Mapping[str, int],
+    first_rank: int = 0,
 ) -> LogicalMesh:
-    """The ranks of `mesh` seen as `axes` (name -> size, outermost first)."""
-    if math.prod(axes.values()) != mesh.n_ranks:
+    """Consecutive ranks of `mesh` from `first_rank`, seen as `axes` (outermost first).
+
+    An axis has the link between nodes if one of its groups leaves a node. Raises `MeshError`
+    for more ranks than the mesh has.
+    """
+    n_ranks = math.prod(axes.values())
+    if first_rank + n_ranks > mesh.n_ranks:
         raise MeshError(
-            f"axes {dict(axes)} hold {math.prod(axes.values())} ranks, the mesh {mesh.n_ranks}"
+            f"axes {dict(axes)} hold {n_ranks} ranks from rank {first_rank}, "
+            f"the mesh has {mesh.n_ranks}"
         )
-    chosen, stride = [], mesh.n_ranks
-    for size in axes.values():
-        # The axis's groups tile blocks of `span` ranks; 3 devices per node hold one block of 2,
-        # and the next straddles two nodes.
-        span, stride = stride, stride // size
-        leaves_node = mesh.devices_per_node % span != 0
+    view = LogicalMesh(
+        tuple(axes.values()), tuple(axes), (links[-1],) * len(axes), device, first_rank
+    )
+    chosen = []
+    for axis in range(view.n_axes):
+        leaves_node = any(
+            mesh.node_of(group[0]) != mesh.node_of(group[-1]) for group in view.groups([axis])
+        )
         chosen.append(links[0] if leaves_node else links[-1])
-    return LogicalMesh(tuple(axes.values()), tuple(axes), tuple(chosen), device)
+    return replace(view, links=tuple(chosen))

@@ -178,8 +178,8 @@ class TestViews:
         ]
 
     def test_sizes_must_hold_the_ranks(self) -> None:
-        with pytest.raises(MeshError, match="hold 4 ranks, the mesh 8"):
-            factored_view(Mesh((2, 4)), (SLOW, FAST), DEVICE, {"dp": 2, "tp": 2})
+        with pytest.raises(MeshError, match="hold 16 ranks from rank 0, the mesh has 8"):
+            factored_view(Mesh((2, 4)), (SLOW, FAST), DEVICE, {"dp": 2, "tp": 8})
 
     @given(st.tuples(st.integers(1, 4), st.integers(1, 6)), st.data())
     def test_an_axis_that_leaves_a_node_is_slow(
