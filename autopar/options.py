@@ -60,11 +60,11 @@ class Manual:
                 f"Manual.zero is a ZeRO stage, 0 to 3, not {self.zero!r}",
                 hint="0 is plain data parallelism",
             )
-        for name in ("pp", "cp", "ep", "interleave"):
+        for name in ("cp", "ep", "interleave"):
             if getattr(self, name) > 1:
                 raise NotSupportedError(
                     f"Manual.{name}={getattr(self, name)} is not supported yet",
-                    hint="use dp, tp, sp and zero",
+                    hint="use dp, tp, pp, sp and zero",
                 )
         _check_word(
             "Manual.recompute", self.recompute, ("none",), ("selective", "attention-core", "full")
@@ -73,6 +73,18 @@ class Manual:
     @property
     def n_ranks(self) -> int:
         return self.dp * self.tp * self.pp * self.cp
+
+
+@dataclass(frozen=True)
+class StageOption:
+    """One stage of `stages=[...]`: the modules it holds, and its part of the mesh."""
+
+    modules: tuple[str, ...]
+    mesh_shape: tuple[int, int]
+
+    @property
+    def n_ranks(self) -> int:
+        return math.prod(self.mesh_shape)
 
 
 @dataclass(frozen=True)
@@ -137,7 +149,7 @@ class Options:
 
     microbatches: int | str = "auto"
     schedule: str = "auto"
-    stages: int | str = "auto"
+    stages: int | str | tuple[StageOption, ...] = "auto"
     mesh_shape: str = "auto"
     optimizer: str = "adamw"
     precision: str = "model"
@@ -169,6 +181,12 @@ class Options:
         options = Options(**{name: _CHECKS[name](value) for name, value in kwargs.items()})
         if options.manual is not None:
             _check_recipe(options, options.manual)
+        several = not isinstance(options.stages, str) and options.stages not in (1,)
+        if several and "pipeline" in options.forbid:
+            raise OptionError(
+                f"stages={kwargs['stages']!r} asks for what forbid='pipeline' forbids",
+                hint="give one of them",
+            )
         return options
 
 
@@ -180,7 +198,13 @@ def _check_recipe(options: Options, manual: Manual) -> None:
             f"microbatches={options.microbatches} both say how the batch is cut",
             hint="give one of them",
         )
+    if options.stages != "auto":
+        raise OptionError(
+            f"Manual.pp={manual.pp} and stages={options.stages!r} both say how many stages there are",
+            hint="give one of them",
+        )
     asked = {
+        "pipeline": ("pp", manual.pp > 1),
         "data": ("dp", manual.dp > 1),
         "tensor": ("tp", manual.tp > 1),
         "sequence": ("sp", manual.sp and manual.tp > 1),
@@ -237,12 +261,39 @@ def _microbatches(value: Any) -> int | str:
     return _check_count("microbatches", value)
 
 
-def _stages(value: Any) -> int | str:
+def _stages(value: Any) -> int | str | tuple[StageOption, ...]:
     if isinstance(value, str):
         return _check_word("stages", value, ("auto",), ())
-    if isinstance(value, Iterable) or (_is_int(value) and value > 1):
-        raise NotSupportedError(f"stages={value!r} is not supported yet", hint="use 'auto' or 1")
+    if isinstance(value, Iterable):
+        return _stage_list(tuple(value))
     return _check_count("stages", value)
+
+
+def _stage_list(value: tuple[Any, ...]) -> tuple[StageOption, ...]:
+    """(module names, submesh shape) per stage."""
+    found: list[StageOption] = []
+    named: set[str] = set()
+    hint = 'stages=[(["wte", "h.0"], (1, 2)), (["h.1", "ln_f", "lm_head"], (1, 2))]'
+    for item in value:
+        if isinstance(item, StageOption):
+            item = (item.modules, item.mesh_shape)
+        if not isinstance(item, (tuple, list)) or len(item) != 2:
+            raise OptionError(f"a stage is (module names, submesh shape), not {item!r}", hint=hint)
+        names, shape = item
+        modules = (names,) if isinstance(names, str) else tuple(names)
+        if not modules or not all(isinstance(m, str) and m for m in modules):
+            raise OptionError(f"a stage needs names of modules, not {names!r}", hint=hint)
+        sizes = (1, shape) if _is_int(shape) else tuple(shape)
+        if len(sizes) != 2 or not all(_is_int(n) and n >= 1 for n in sizes):
+            raise OptionError(f"{shape!r} is no submesh (nodes, devices per node)", hint=hint)
+        twice = named & set(modules)
+        if twice:
+            raise OptionError(f"stages= names {sorted(twice)[0]!r} twice")
+        named |= set(modules)
+        found.append(StageOption(modules, sizes))
+    if not found:
+        raise OptionError("stages=[] holds no stage", hint=hint)
+    return tuple(found)
 
 
 def _positive(name: str, value: Any, unit: str) -> float | None:
@@ -375,7 +426,7 @@ def _progress(value: Any) -> Any:
 
 _CHECKS: dict[str, Callable[[Any], Any]] = {
     "microbatches": _microbatches,
-    "schedule": _words("schedule", "auto", "gpipe 1f1b interleaved zero-bubble"),
+    "schedule": _words("schedule", "auto gpipe 1f1b", "interleaved zero-bubble"),
     "stages": _stages,
     "mesh_shape": _words("mesh_shape", "auto as-given"),
     "optimizer": _words("optimizer", "adamw sgd adam", "adafactor"),

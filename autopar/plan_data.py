@@ -2,14 +2,17 @@
 
 Keyed by parameter names, and operators by module path / operator name # occurrence, never by
 graph node ids. It holds no code and no costs that are believed: costs are computed anew when
-a plan is loaded. Each operator's entry is `inputs -> outputs`, one spec per tensor, one
-placement per logical axis; a parameter's entry is its storage and, when it is gathered for
-use, how often.
+a plan is loaded. A stage begins at an operator and holds all that follow, up to the next
+stage's; its ranks follow those of the stage before. Each operator's entry is
+`inputs -> outputs`, one spec per tensor, one placement per logical axis; a parameter's entry is
+its storage and, when it is gathered for use, how often; `received` and `sent` say how the
+values are cut that cross from and to other stages, by the key of the operator that made them.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -19,7 +22,7 @@ from autopar.errors import OptionError, PlanError
 from autopar.facts import Period, Storage
 from autopar.spec import Spec
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -52,13 +55,29 @@ class Alternative:
 
 
 @dataclass(frozen=True)
+class StageRecord:
+    """The decisions of one stage. `mesh_shape` is its (nodes, devices per node)."""
+
+    begins_at: str
+    mesh_shape: tuple[int, int]
+    axes: Mapping[str, int]
+    parameters: Mapping[str, str]
+    operators: Mapping[str, str]
+    received: Mapping[str, str] = field(default_factory=dict)
+    sent: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def n_ranks(self) -> int:
+        return math.prod(self.axes.values())
+
+
+@dataclass(frozen=True)
 class PlanData:
     """The decisions of a plan; see the module docstring for what the texts mean."""
 
     model: str
     graph_hash: str
     mesh: MeshRecord
-    axes: Mapping[str, int]
     microbatches: int
     precision: str
     optimizer: str
@@ -68,14 +87,27 @@ class PlanData:
     positional: bool
     batch_dims: Mapping[str, int | None]
     forbid: tuple[str, ...]
-    parameters: Mapping[str, str]
-    operators: Mapping[str, str]
+    stages: tuple[StageRecord, ...]
     objective_s: float
     gap: float
     chosen: str = ""
     alternatives: tuple[Alternative, ...] = ()
     version: int = VERSION
     comments: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        """Parameter -> how its owning stage stores it; mirrors that have names of their own too."""
+        texts: dict[str, str] = {}
+        for stage in self.stages:
+            for name, text in stage.parameters.items():
+                texts.setdefault(name, text)
+        return texts
+
+    @property
+    def operators(self) -> dict[str, str]:
+        """Operator -> its specs, of all stages."""
+        return {key: text for stage in self.stages for key, text in stage.operators.items()}
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
@@ -129,18 +161,30 @@ def _from_dict(raw: dict[str, Any]) -> PlanData:
         InputSignature(i["path"], tuple(i["shape"]), i["dtype"]) for i in raw["inputs"]
     )
     values["alternatives"] = tuple(Alternative(**a) for a in raw["alternatives"])
-    for table in ("parameters", "operators"):
+    values["stages"] = tuple(_stage_from_dict(stage) for stage in raw["stages"])
+    if not values["stages"]:
+        raise ValueError("stages: a plan has at least one")
+    if not isinstance(values["microbatches"], int) or values["microbatches"] < 1:
+        raise ValueError(f"microbatches={values['microbatches']!r}")
+    if "\n" in values["model"]:
+        raise ValueError("a model name is one line")
+    return PlanData(**values)
+
+
+def _stage_from_dict(raw: dict[str, Any]) -> StageRecord:
+    values = dict(raw)
+    for table in ("parameters", "operators", "received", "sent"):
         for name, text in values[table].items():
             if not isinstance(text, str) or "\n" in name or "\n" in text:
                 raise ValueError(f"{table}: {name!r} must be one line of text")
     for name, size in values["axes"].items():
         if not name.isidentifier() or not isinstance(size, int) or size < 1:
             raise ValueError(f"axes: {name!r}={size!r}")
-    if not isinstance(values["microbatches"], int) or values["microbatches"] < 1:
-        raise ValueError(f"microbatches={values['microbatches']!r}")
-    if "\n" in values["model"]:
-        raise ValueError("a model name is one line")
-    return PlanData(**values)
+    nodes, per_node = values["mesh_shape"]
+    values["mesh_shape"] = (int(nodes), int(per_node))
+    if not isinstance(values["begins_at"], str):
+        raise ValueError(f"begins_at={values['begins_at']!r}")
+    return StageRecord(**values)
 
 
 def storage_text(storage: Storage) -> str:

@@ -11,46 +11,86 @@ from collections.abc import Collection, Mapping, Sequence
 
 from autopar.errors import PlanError
 from autopar.facts import OperatorStrategy, Storage, Strategy
+from autopar.mesh import LogicalMesh
+from autopar.passes.boundaries import Side, is_boundary_spec
 from autopar.passes.groups import PlacedOperator
 from autopar.passes.intra_op import Analysis
-from autopar.plan_data import operator_text, parse_operator, parse_storage, storage_text
+from autopar.plan_data import (
+    StageRecord,
+    operator_text,
+    parse_operator,
+    parse_spec,
+    parse_storage,
+    storage_text,
+)
+from autopar.program import Program
 from autopar.rules import rule_for
 from autopar.spec import I, Placement, R, Spec, TensorType, illegal_reason
 
 
-def plan_texts(analysis: Analysis, strategy: Strategy) -> tuple[dict[str, str], dict[str, str]]:
-    """(parameters, operators) of `PlanData`."""
+def stage_record(
+    analysis: Analysis, strategy: Strategy, view: LogicalMesh, mesh_shape: tuple[int, int]
+) -> StageRecord:
+    """A strategy of one stage's program as the texts of a plan."""
     program = analysis.program
-    parameters = {
-        info.name: storage_text(strategy.storage[name]) for name, info in program.parameters.items()
-    }
-    operators = {
-        program.keys[name]: operator_text(chosen.inputs, chosen.outputs)
-        for name, chosen in strategy.operators.items()
-    }
-    return parameters, operators
+    first = next(program.operators)
+    return StageRecord(
+        begins_at=program.keys[first.name],
+        mesh_shape=mesh_shape,
+        axes=view.axes,
+        parameters={
+            info.name: storage_text(strategy.storage[name])
+            for name, info in program.parameters.items()
+        },
+        operators={
+            program.keys[name]: operator_text(chosen.inputs, chosen.outputs)
+            for name, chosen in strategy.operators.items()
+        },
+        received={program.value_key(v): str(spec) for v, spec in strategy.received.items()},
+        sent={program.value_key(v): str(spec) for v, spec in strategy.sent.items()},
+    )
+
+
+def replay_ends(program: Program, stages: Sequence[StageRecord]) -> tuple[int, ...]:
+    """Where the stages of a plan end, as `passes.cut.cut` takes it.
+
+    Raises `PlanError` where a stage begins at no operator, or before the one in front of it.
+    """
+    position = {program.keys[node.name]: i for i, node in enumerate(program.operators)}
+    starts = []
+    for stage in stages:
+        if stage.begins_at not in position:
+            raise PlanError(
+                f"a stage begins at {stage.begins_at!r}, which the captured graph does not have",
+                hint="plan again for this model, inputs and mode",
+            )
+        starts.append(position[stage.begins_at])
+    if starts != sorted(set(starts)) or starts[0] != 0:
+        raise PlanError(
+            f"stages begin at operators {starts}",
+            hint="the first begins at the first operator, each later one after the one before",
+        )
+    return (*starts[1:], len(position))
 
 
 def replay(
     analysis: Analysis,
-    parameters: Mapping[str, str],
-    operator_texts: Mapping[str, str],
-    sizes: Sequence[int],
+    stage: StageRecord,
     n_microbatches: int,
     forbid: Collection[str] = (),
 ) -> Strategy:
-    """The strategy that the texts of a plan describe, on this program.
+    """The strategy that the texts of a plan describe, on one stage's program.
 
     Raises `PlanError` for names that are not in the graph or are missing, and for a
     placement that is not legal, with the reason.
     """
-    program = analysis.program
+    program, sizes = analysis.program, tuple(stage.axes.values())
     types = analysis.microbatch_types(n_microbatches).tensors
-    storage = _storages(analysis, parameters, types, sizes)
+    storage = _storages(analysis, stage.parameters, types, sizes)
     placed = analysis.placed_operators(n_microbatches)
-    _check_names("operator", [program.keys[p.name] for p in placed], operator_texts)
+    _check_names("operator", [program.keys[p.name] for p in placed], stage.operators)
     operators = {
-        item.name: _operator(analysis, item, operator_texts[program.keys[item.name]], types, sizes)
+        item.name: _operator(analysis, item, stage.operators[program.keys[item.name]], types, sizes)
         for item in placed
     }
     return Strategy(
@@ -61,7 +101,34 @@ def replay(
         analysis.batch.size,
         n_microbatches,
         "sequence" in forbid,
+        _boundaries(program, program.received, stage.received, types, sizes, "received"),
+        _boundaries(program, program.sent, stage.sent, types, sizes, "sent"),
     )
+
+
+def _boundaries(
+    program: Program, values: Sequence[str], texts: Mapping[str, str],
+    types: Mapping[str, TensorType], sizes: Sequence[int], side: Side,
+) -> dict[str, Spec]:  # fmt: skip
+    """How values cross. One that the plan does not name crosses only for the user's outputs."""
+    keys = {program.value_key(v): v for v in values}
+    unknown = sorted(set(texts) - set(keys))
+    if unknown:
+        raise PlanError(
+            f"the plan does not fit the captured graph: nothing is {side} under {unknown[:3]}",
+            hint="plan again for this model, inputs and mode",
+        )
+    found: dict[str, Spec] = {}
+    for key, text in texts.items():
+        spec = parse_spec(text, f"{side} {key}")
+        if not is_boundary_spec(types[keys[key]], spec, sizes, side):
+            rest = "R" if side == "sent" else "P"
+            raise PlanError(
+                f"{side} {key}: {spec} is not legal here",
+                hint=f"on an axis of several ranks a value crosses S(dim), or {rest}",
+            )
+        found[keys[key]] = spec
+    return found
 
 
 def _check_names(what: str, wanted: Sequence[str], given: Mapping[str, str]) -> None:
