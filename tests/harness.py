@@ -4,7 +4,7 @@
     random_strategy    a legal assignment of it
     thread_step        lowered, emitted and run on n thread ranks: errors and collectives
 
-The parity law: max|a - b| <= 1e-10 max(1, max|b|), on every rank.
+How it runs, and the parity law: `tests/ranks.py`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from autopar.capture import capture
-from autopar.capture.reference import reference_step
-from autopar.codegen import emit
 from autopar.collective import step_calls
 from autopar.cost.model import CostModel
 from autopar.facts import OperatorStrategy, Storage, Strategy
@@ -33,18 +31,13 @@ from autopar.passes.intra_op import Analysis, intra_op_problem
 from autopar.passes.lower import lower
 from autopar.passes.problem import IntraOpProblem
 from autopar.pipeline import Pipeline
-from autopar.runtime import delivery
-from autopar.runtime.executor import Environment, Executor
-from autopar.runtime.groups import CollectiveCall, Recorder
-from autopar.runtime.load import load_code
-from autopar.runtime.threads import ThreadWorld, run_threads
-from autopar.shards import difference, gather
-from autopar.spec import Spec, TensorType
+from autopar.runtime.groups import CollectiveCall
+from autopar.spec import Spec
+from autopar.stage_program import StageProgram
+from tests.ranks import TOLERANCE, Batch, pipeline_step
 
-TOLERANCE = 1e-10
 AXIS_NAMES = {1: ("tp",), 2: ("dp", "tp"), 3: ("dp", "cp", "tp")}
 BATCH, SEQUENCE, WIDTH, HEADS, VOCABULARY = 16, 4, 16, 4, 16
-Batch = Mapping[str, Tensor]
 
 
 class Mlp(nn.Module):
@@ -187,14 +180,9 @@ def random_strategy(
         for item in candidates.group.members:
             choice = shared if together else rng.randrange(len(candidates.choices))
             operators[item.name] = candidates.strategies(choice)[item.name]
-    uses: dict[str, list[Spec]] = {name: [] for name in problem.storages}
-    for operator in analysis.operators:
-        for value, spec in zip(operator.inputs, operators[operator.name].inputs, strict=True):
-            if value in uses:
-                uses[value].append(spec)
     storage = {
-        name: rng.choice([s for s in storages if _is_sensible(s, uses[name])])
-        for name, storages in problem.storages.items()
+        name: rng.choice(storages)
+        for name, storages in legal_storages(analysis, problem, operators).items()
     }
     return Strategy(
         operators,
@@ -204,6 +192,21 @@ def random_strategy(
         analysis.batch.size,
         n_microbatches,
     )
+
+
+def legal_storages(
+    analysis: Analysis, problem: IntraOpProblem, operators: Mapping[str, OperatorStrategy]
+) -> dict[str, list[Storage]]:
+    """How each parameter may be kept where operators use it as they do."""
+    uses: dict[str, list[Spec]] = {name: [] for name in problem.storages}
+    for operator in analysis.operators:
+        for value, spec in zip(operator.inputs, operators[operator.name].inputs, strict=True):
+            if value in uses:
+                uses[value].append(spec)
+    return {
+        name: [s for s in storages if _is_sensible(s, uses[name])]
+        for name, storages in problem.storages.items()
+    }
 
 
 def _is_sensible(storage: Storage, uses: list[Spec]) -> bool:
@@ -242,46 +245,18 @@ def thread_step(
 
     Parameters are drawn from `seed`. Ranks that should agree and do not are an error too.
     """
-    program = analysis.program
-    parameters = _random_parameters(analysis, seed)
-    loss, _ = reference_step(program, parameters, batch)
-    assert loss is not None
-    loss.backward()
     stage = lower(analysis, strategy, cost)
-    code, _ = load_code("stage_0.py", emit(stage))
-    inputs = {name: batch[info.path] for name, info in program.inputs.items()}
-    constants = {name: compute() for name, compute in program.constants.items()}
-    sizes = cost.mesh.sizes
+    errors, calls = pipeline_step(analysis.program, Pipeline.single(stage, cost.mesh), batch, seed)
+    return Step(errors, calls[0], foretold_calls(stage))
 
-    def run(world: ThreadWorld) -> tuple[Tensor, dict[str, Tensor], list[CollectiveCall]]:
-        at = cost.mesh.coordinate(world.rank)
-        stored = {
-            p.name: delivery.shard(parameters[p.name].detach(), p.dims, p.stored.spec, sizes, at)
-            .clone()
-            .requires_grad_()
-            for p in stage.parameters
-        }
-        environment = Environment(torch.device("cpu"), world.make_groups(cost.mesh))
-        with Recorder() as recorder:
-            executor = Executor(
-                Pipeline.single(stage, cost.mesh), world.rank, code, environment, constants
-            )
-            found = executor.step(stored, inputs)
-        return found, {name: _gradient(t) for name, t in stored.items()}, recorder.calls
 
-    results = run_threads(run, cost.mesh.n_ranks)
-    errors = {"loss": max(_error(found, loss.detach()) for found, *_ in results)}
-    for p in stage.parameters:
-        tensor = TensorType(p.dims, 8, True)
-        locals_ = [gradients[p.name] for _, gradients, _ in results]
-        whole, spread = gather(locals_, tensor, p.stored.spec, sizes)
-        errors[p.name] = max(_error(whole, _gradient(parameters[p.name])), spread)
+def foretold_calls(stage: StageProgram) -> tuple[CollectiveCall, ...]:
+    """The collectives read off a stage's program."""
     names = stage.axis_names
-    foretold = tuple(
+    return tuple(
         CollectiveCall(c.kind, tuple(names[a] for a in c.axes), c.size_bytes, c.phase)
         for c in step_calls(stage)
     )
-    return Step(errors, tuple(results[0][2]), foretold)
 
 
 def thread_errors(
@@ -296,25 +271,6 @@ def thread_parity(
 ) -> float:
     """The worst of `thread_errors`."""
     return max(thread_errors(analysis, cost, strategy, batch, seed).values())
-
-
-def _random_parameters(analysis: Analysis, seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        p.name: (
-            torch.randn(p.shape, dtype=torch.float64, generator=generator) * 0.3
-        ).requires_grad_()
-        for p in analysis.program.parameters.values()
-    }
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    """A parameter that nothing depends on has gradient 0."""
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-
-
-def _error(actual: Tensor, expected: Tensor) -> float:
-    return difference(actual, expected) / max(1.0, expected.abs().max().item())
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,6 @@ from autopar.runtime import collectives, delivery, executor
 from autopar.spec import I, R, Spec, TensorType
 from autopar.stage_program import Delivered, batch_shards
 from tests.harness import (
-    TOLERANCE,
     abstract_cost,
     free_problem,
     generated_code,
@@ -31,6 +30,7 @@ from tests.harness import (
     random_strategy,
     thread_errors,
 )
+from tests.ranks import TOLERANCE
 
 __all__ = ["generated_code"]
 

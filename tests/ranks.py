@@ -1,0 +1,143 @@
+"""Pipelines on thread ranks, beside one process: what every test that runs a program shares.
+
+    run_ranks          any work on the ranks of a pipeline, each ready to step
+    pipeline_step      one step, and the errors of its loss and its gradients
+
+The parity law: max|a - b| <= 1e-10 max(1, max|b|), on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from autopar.capture.reference import reference_step
+from autopar.codegen import emit
+from autopar.pipeline import Pipeline
+from autopar.program import Program
+from autopar.runtime import delivery
+from autopar.runtime.executor import Environment, Executor
+from autopar.runtime.groups import CollectiveCall, Recorder
+from autopar.runtime.load import load_code
+from autopar.runtime.threads import ThreadWorld, run_threads
+from autopar.shards import difference, gather
+from autopar.spec import TensorType
+
+TOLERANCE = 1e-10
+Batch = Mapping[str, Tensor]
+T = TypeVar("T")
+
+
+def pipeline_step(
+    program: Program, pipeline: Pipeline, batch: Batch, seed: int
+) -> tuple[dict[str, float], list[tuple[CollectiveCall, ...]]]:
+    """One step of a pipeline beside one process: errors as in `Step`, and every rank's calls."""
+    parameters = random_parameters(program, seed)
+    loss, _ = reference_step(program, parameters, batch)
+    assert loss is not None
+    loss.backward()
+    inputs = named_inputs(program, batch)
+
+    def work(rank: Rank) -> tuple[Tensor, dict[str, Tensor], tuple[CollectiveCall, ...]]:
+        with Recorder() as recorder:
+            found = rank.executor.step(rank.stored, inputs)
+        gradients = {name: gradient_of(t) for name, t in rank.stored.items()}
+        return found, gradients, tuple(recorder.calls)
+
+    results = run_ranks(program, pipeline, parameters, work)
+    errors = {"loss": max(relative_error(found, loss.detach()) for found, *_ in results)}
+    gradients = {name: gradient_of(p) for name, p in parameters.items()}
+    errors |= compare_with(pipeline, [mine for _, mine, _ in results], gradients)
+    return errors, [calls for *_, calls in results]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One thread rank of a pipeline, its parameters in place."""
+
+    executor: Executor
+    stored: dict[str, Tensor]
+    world: ThreadWorld
+
+
+def run_ranks(
+    program: Program,
+    pipeline: Pipeline,
+    parameters: Mapping[str, Tensor],
+    work: Callable[[Rank], T],
+) -> list[T]:
+    """`work` on every rank of a pipeline: the stages emitted, `parameters` dealt out."""
+    n_stages = pipeline.n_stages
+    codes = [
+        load_code(f"stage_{k}.py", emit(stage, k, n_stages))[0]
+        for k, stage in enumerate(pipeline.stages)
+    ]
+    constants = {name: compute() for name, compute in program.constants.items()}
+
+    def run(world: ThreadWorld) -> T:
+        k = pipeline.stage_of(world.rank)
+        # Groups of all stages, in the same order on all ranks, as processes must make them.
+        groups = [world.make_groups(mesh) for mesh in pipeline.meshes][k]
+        mesh = pipeline.meshes[k]
+        at = mesh.coordinate(world.rank)
+        stored = {}
+        for p in pipeline.stages[k].parameters:
+            whole = parameters[p.mirror_of or p.name].detach()
+            part = delivery.shard(whole, p.dims, p.stored.spec, mesh.sizes, at).clone()
+            stored[p.name] = part.requires_grad_(p.requires_grad)
+        environment = Environment(
+            torch.device("cpu"), groups, world.messenger(rendezvous=True), world.world_group()
+        )
+        return work(
+            Rank(Executor(pipeline, world.rank, codes[k], environment, constants), stored, world)
+        )
+
+    return run_threads(run, pipeline.n_ranks)
+
+
+def compare_with(
+    pipeline: Pipeline, found: Sequence[Mapping[str, Tensor]], expected: Mapping[str, Tensor]
+) -> dict[str, float]:
+    """Errors of what each rank has of every stage's parameters, or of their gradients.
+
+    `expected` is whole, by owner's name. Ranks that should agree and do not are an error too.
+    """
+    errors = {}
+    for k, (stage, mesh) in enumerate(zip(pipeline.stages, pipeline.meshes, strict=True)):
+        for p in stage.parameters:
+            parts = [found[rank][p.name] for rank in mesh.ranks]
+            tensor = TensorType(p.dims, 8, True)
+            whole, spread = gather(parts, tensor, p.stored.spec, mesh.sizes)
+            key = p.name if pipeline.n_stages == 1 else f"stage {k}: {p.name}"
+            errors[key] = max(relative_error(whole, expected[p.mirror_of or p.name]), spread)
+    return errors
+
+
+def named_inputs(program: Program, batch: Batch) -> dict[str, Tensor]:
+    """A batch by placeholder names."""
+    return {name: batch[info.path] for name, info in program.inputs.items()}
+
+
+def random_parameters(program: Program, seed: int) -> dict[str, Tensor]:
+    """Whole parameters by name."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        p.name: (
+            torch.randn(p.shape, dtype=torch.float64, generator=generator) * 0.3
+        ).requires_grad_(p.requires_grad)
+        for p in program.parameters.values()
+    }
+
+
+def gradient_of(parameter: Tensor) -> Tensor:
+    """A parameter that nothing depends on has gradient 0."""
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """By the parity law."""
+    return difference(actual, expected) / max(1.0, expected.abs().max().item())
