@@ -75,16 +75,12 @@ def save(
 ) -> None:
     """Write a checkpoint that any mesh and plan can load; every rank calls it."""
     checkpoint.save(
-        module.stored, module.shards, optimizer, path, step, extra,
-        module._sizes(), module._coordinate, module.constant_buffers,
-    )  # fmt: skip
+        module._placed, module.shards, optimizer, path, step, extra, module.constant_buffers
+    )
 
 
 def load(
     module: ParallelModule, optimizer: torch.optim.Optimizer | None, path: str | Path
 ) -> tuple[int, dict[str, Any]]:
     """Read a checkpoint into the module and its optimizer; returns (step, extra)."""
-    return checkpoint.load(
-        module.stored, module.shards, optimizer, path,
-        module._sizes(), module._coordinate, module.constant_buffers,
-    )  # fmt: skip
+    return checkpoint.load(module._placed, module.shards, optimizer, path, module.constant_buffers)

@@ -200,7 +200,7 @@ def _check_recipe(options: Options, manual: Manual) -> None:
         )
     if options.stages != "auto":
         raise OptionError(
-            f"Manual.pp={manual.pp} and stages={options.stages!r} both say how many stages there are",
+            f"Manual.pp={manual.pp} and stages={options.stages!r} both cut the model",
             hint="give one of them",
         )
     asked = {

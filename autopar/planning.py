@@ -7,10 +7,8 @@ model to cost, print or run it.
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,27 +16,34 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.binding import Bound, bind
 from autopar.capture import capture
 from autopar.codegen import emit, file_name
 from autopar.collective import Collective
-from autopar.cost.hardware import Hardware, resolve
+from autopar.cost.hardware import resolve
 from autopar.cost.model import CostModel
-from autopar.cost.predict import collectives_of, predict
-from autopar.errors import NotSupportedError, OptionError, PlanError
-from autopar.mesh import Device, Link, LogicalMesh, Mesh, factored_view
+from autopar.cost.predict import collectives_of, link_between, predict
+from autopar.errors import NotSupportedError, PlanError
+from autopar.mesh import Mesh
 from autopar.options import Options
+from autopar.passes.evaluate import Predict, compute_dtype, schedule_name
 from autopar.passes.intra_op import Analysis
-from autopar.passes.lower import lower
-from autopar.passes.planner import Planner, compute_dtype
-from autopar.passes.replay import plan_texts, replay
-from autopar.plan_data import InputSignature, MeshRecord, PlanData, parse_storage
+from autopar.passes.layout import submesh_shape
+from autopar.passes.planner import Planner
+from autopar.passes.replay import stage_record
+from autopar.pipeline import Pipeline
+from autopar.plan_data import PlanData, parse_storage
+from autopar.plan_inputs import (
+    ExampleInputs,
+    check_mesh,
+    example_of,
+    mesh_of,
+    record_of,
+    signature_of,
+)
 from autopar.predicted import Predicted
-from autopar.program import Program, flatten_inputs
+from autopar.program import Program
 from autopar.report import ReportFiles, dot, explain, write_report
-from autopar.stage_program import StageProgram
-from autopar.verifier import verify_program
-
-ExampleInputs = Mapping[str, Any] | Sequence[Any]
 
 
 @dataclass(frozen=True)
@@ -49,18 +54,6 @@ class Stage:
     ranks: tuple[int, ...]
     modules: tuple[str, ...]
     axes: Mapping[str, int]
-
-
-@dataclass(frozen=True)
-class Bound:
-    """A plan laid on a captured program: everything that can be computed from it."""
-
-    analysis: Analysis
-    mesh: LogicalMesh
-    hardware: Hardware
-    cost: CostModel
-    program: StageProgram
-    predicted: Predicted
 
 
 @dataclass(frozen=True)
@@ -75,20 +68,20 @@ class Plan:
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
         """The pipeline stages, first to last."""
-        modules = dict.fromkeys(key.rpartition("/")[0] for key in self.data.operators)
-        n_ranks = Mesh(self.data.mesh.shape).n_ranks
-        return (
-            Stage(
-                self.data.mesh.shape,
-                tuple(range(n_ranks)),
-                tuple(m for m in modules if m),
-                dict(self.data.axes),
-            ),
-        )
+        found: list[Stage] = []
+        first_rank = 0
+        for record in self.data.stages:
+            modules = dict.fromkeys(key.rpartition("/")[0] for key in record.operators)
+            ranks = tuple(range(first_rank, first_rank + record.n_ranks))
+            first_rank += record.n_ranks
+            found.append(
+                Stage(record.mesh_shape, ranks, tuple(m for m in modules if m), dict(record.axes))
+            )
+        return tuple(found)
 
     @cached_property
     def placements(self) -> dict[str, tuple[str, ...]]:
-        """Parameter -> stored placement on each logical axis: `("I", "S(0)")`."""
+        """Parameter -> stored placement on each logical axis of its stage: `("I", "S(0)")`."""
         return {
             name: tuple(str(p) for p in parse_storage(text, name).spec.placements)
             for name, text in self.data.parameters.items()
@@ -97,20 +90,24 @@ class Plan:
     @cached_property
     def uses(self) -> dict[str, dict[str, tuple[str, ...]]]:
         """Parameter -> operator -> placement in use on each logical axis."""
-        bound = self._bound("uses")
-        program = bound.analysis.program
-        out: dict[str, dict[str, tuple[str, ...]]] = {
-            info.name: {} for info in program.parameters.values()
-        }
-        strategy = replay_plan(bound.analysis, self.data, bound.mesh)
-        for operator in bound.analysis.operators:
-            chosen = strategy.operators[operator.name]
-            for value, spec in zip(operator.inputs, chosen.inputs, strict=True):
-                if value in program.parameters:
-                    key = program.keys[operator.name]
-                    placements = tuple(str(p) for p in spec.placements)
-                    out[program.parameters[value].name][key] = placements
+        out: dict[str, dict[str, tuple[str, ...]]] = {}
+        for stage in self._bound("uses").stages:
+            program = stage.analysis.program
+            for info in program.parameters.values():
+                out.setdefault(info.name, {})
+            for operator in stage.analysis.operators:
+                chosen = stage.strategy.operators[operator.name]
+                for value, spec in zip(operator.inputs, chosen.inputs, strict=True):
+                    if value in program.parameters:
+                        key = program.keys[operator.name]
+                        placements = tuple(str(p) for p in spec.placements)
+                        out[program.parameters[value].name][key] = placements
         return out
+
+    @property
+    def schedule(self) -> str:
+        """The order of work of the stages: "gpipe" or "1f1b"."""
+        return self.data.schedule
 
     @property
     def microbatches(self) -> int:
@@ -135,20 +132,21 @@ class Plan:
 
     def collectives(self) -> list[Collective]:
         """Every collective of one step."""
-        return list(collectives_of(self._bound("collectives()").program, self.data.optimizer))
+        return list(collectives_of(self._bound("collectives()").pipeline, self.data.optimizer))
 
     def code(self) -> dict[str, str]:
         """File name -> generated source."""
-        return {file_name(0): emit(self._bound("code()").program)}
+        stages = self._bound("code()").pipeline.stages
+        return {file_name(k): emit(stage, k, len(stages)) for k, stage in enumerate(stages)}
 
     def explain(self, name: str | None = None) -> str:
         """The plan in words; with a parameter or operator name, that one."""
         bound = self._bound("explain()")
-        return explain(self.data, bound.program, bound.predicted, self.collectives(), name)
+        return explain(self.data, bound.pipeline, bound.predicted, self.collectives(), name)
 
     def to_dot(self) -> str:
         """The plan as a Graphviz graph."""
-        return dot(self.data.model, [self._bound("to_dot()").program])
+        return dot(self.data.model, self._bound("to_dot()").pipeline)
 
     def report(self, path: str | Path) -> ReportFiles:
         """Write the plan as one HTML page, and its graph beside it as `.dot`.
@@ -157,7 +155,7 @@ class Plan:
         install it. Raises `OptionError` where `path` cannot be written.
         """
         bound = self._bound("report(path)")
-        return write_report(path, self.data, [bound.program], bound.predicted, self.collectives())
+        return write_report(path, self.data, bound.pipeline, bound.predicted, self.collectives())
 
     def simulate(self) -> Any:
         """The timeline of a step: not built yet."""
@@ -194,7 +192,7 @@ class Plan:
             model, example_of(self.data), precision=self.data.precision, loss_fn=loss_fn
         )
         analysis = Analysis.of(program, self.data.batch_dims)
-        return bind(self.data, analysis, machine)
+        return Plan(self.data, bind(self.data, analysis, machine))
 
     def _bound(self, what: str) -> Bound:
         if self.bound is None:
@@ -235,151 +233,45 @@ def plan_program(
     """`plan`, for a program that is already captured."""
     analysis = Analysis.of(program, options.batch_dims or None)
     report = options.progress if callable(options.progress) else lambda text: None
-    planner = Planner(analysis, mesh, options, predicted_time_s, report)
-    outcome = planner.run()
-    parameters, operators = plan_texts(analysis, outcome.chosen.strategy)
+    outcome = Planner(analysis, mesh, options, _predict_on(mesh, analysis, options), report).run()
+    solved = outcome.solved
     inputs, static = signature_of(program, example_inputs)
     data = PlanData(
         model=program.model_name,
         graph_hash=program.hash(),
         mesh=record_of(mesh, outcome.hardware),
-        axes=outcome.mesh.axes,
-        microbatches=outcome.chosen.strategy.n_microbatches,
+        microbatches=solved.candidate.n_microbatches,
         precision=options.precision,
         optimizer=options.optimizer,
-        schedule="1f1b",
+        schedule=schedule_name(options),
         inputs=inputs,
         static_inputs=static,
         positional=not isinstance(example_inputs, Mapping),
         batch_dims=dict(options.batch_dims or {}),
         forbid=tuple(sorted(outcome.forbid)),
-        parameters=parameters,
-        operators=operators,
-        objective_s=outcome.chosen.objective_s,
-        gap=outcome.chosen.gap,
-        chosen=outcome.name,
+        stages=tuple(
+            stage_record(
+                stage.analysis,
+                stage.chosen.strategy,
+                stage.mesh,
+                submesh_shape(mesh, stage.mesh.first_rank, stage.mesh.n_ranks),
+            )
+            for stage in solved.stages
+        ),
+        objective_s=solved.objective_s,
+        gap=solved.gap,
+        chosen=solved.candidate.name,
         alternatives=outcome.alternatives,
     )
-    return bind(data, analysis, mesh)
+    return Plan(data, bind(data, analysis, mesh))
 
 
-def predicted_time_s(program: StageProgram, cost: CostModel, optimizer: str) -> float:
-    return predict(program, cost, optimizer).step_time_s
+def _predict_on(mesh: Mesh, analysis: Analysis, options: Options) -> Predict:
+    """How the planner prices a pipeline: the simulated step."""
+    links = resolve(mesh, compute_dtype(analysis)).links
 
+    def predicted_s(pipeline: Pipeline, costs: Sequence[CostModel]) -> float:
+        between = link_between(mesh, links)
+        return predict(pipeline, costs, options.optimizer, between).step_time_s
 
-def replay_plan(analysis: Analysis, data: PlanData, view: LogicalMesh) -> Any:
-    return replay(
-        analysis, data.parameters, data.operators, view.sizes, data.microbatches, data.forbid
-    )
-
-
-def bind(data: PlanData, analysis: Analysis, mesh: Mesh) -> Plan:
-    """Lay plan data on an analysed program; verified before anything runs."""
-    if data.graph_hash != analysis.program.hash():
-        raise PlanError(
-            f"the plan was made for graph {data.graph_hash} of {data.model}, "
-            f"this model gives {analysis.program.hash()}",
-            hint="same model, mode, input shapes, precision and versions; or plan again",
-        )
-    hardware = resolve(mesh, compute_dtype(analysis))
-    view = factored_view(mesh, hardware.links, hardware.device, data.axes)
-    if tuple(data.axes.values()) == mesh.shape:
-        view = replace(view, links=hardware.links)
-    cost = CostModel(view, compute_dtype(analysis))
-    program = lower(analysis, replay_plan(analysis, data, view), cost)
-    verify_program(program)
-    integers = [i for i in data.inputs if i.dtype.startswith("int") and len(i.shape) == 2]
-    tokens = max((math.prod(i.shape) for i in integers), default=0)
-    predicted = predict(
-        program, cost, data.optimizer,
-        peak_flops_per_s=hardware.peak_flops_per_s,
-        n_samples=analysis.batch.size or None, n_tokens=tokens or None,
-    )  # fmt: skip
-    return Plan(data, Bound(analysis, view, hardware, cost, program, predicted))
-
-
-# -- inputs and meshes as data ---------------------------------------------------------------------
-
-
-def signature_of(
-    program: Program, example_inputs: ExampleInputs
-) -> tuple[tuple[InputSignature, ...], dict[str, Any]]:
-    """Tensor inputs by path, and the other leaves, which the graph has baked in."""
-    tensors = tuple(
-        InputSignature(i.path, i.shape, str(i.dtype).removeprefix("torch."))
-        for i in program.inputs.values()
-    )
-    static: dict[str, Any] = {}
-    for path, leaf in flatten_inputs(example_inputs).items():
-        if isinstance(leaf, torch.Tensor):
-            continue
-        if not isinstance(leaf, (bool, int, float, str, type(None))):
-            raise OptionError(f"input {path} is a {type(leaf).__name__}, which a plan cannot keep")
-        static[path] = leaf
-    return tensors, static
-
-
-def example_of(data: PlanData) -> ExampleInputs:
-    """Meta tensors like the inputs a plan was made with."""
-    leaves: dict[str, Any] = {
-        i.path: torch.empty(i.shape, dtype=_dtype(i), device="meta") for i in data.inputs
-    }
-    leaves.update(data.static_inputs)
-    if has_nested_inputs(data):
-        raise PlanError(
-            "the plan has nested inputs, which it cannot rebuild",
-            hint="pass example_inputs as well",
-        )
-    if data.positional:
-        return tuple(leaves[str(i)] for i in range(len(leaves)))
-    return leaves
-
-
-def has_nested_inputs(data: PlanData) -> bool:
-    return any("." in path for path in (*(i.path for i in data.inputs), *data.static_inputs))
-
-
-def _dtype(signature: InputSignature) -> torch.dtype:
-    dtype = getattr(torch, signature.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise PlanError(f"input {signature.path}: {signature.dtype!r} is no dtype of torch")
-    return dtype
-
-
-def check_mesh(data: PlanData, mesh: Mesh) -> None:
-    """Refuse a mesh of another shape than the plan's; warn of other hardware."""
-    if data.mesh.shape != mesh.shape:
-        raise PlanError(
-            f"the plan was made for a mesh {data.mesh.shape}, this one is {mesh.shape}",
-            hint="use the plan's mesh shape, or plan again",
-        )
-    if mesh.hardware is not None and data.mesh.hardware != mesh.hardware:
-        warnings.warn(
-            f"the plan was made for {data.mesh.hardware}; it runs on {mesh.hardware}, "
-            "where another plan may be faster",
-            stacklevel=3,
-        )
-
-
-def record_of(mesh: Mesh, hardware: Hardware) -> MeshRecord:
-    assert mesh.axis_names is not None
-    device = hardware.device
-    return MeshRecord(
-        mesh.shape,
-        mesh.axis_names,
-        hardware.profile_name,
-        tuple((k.latency_s, k.s_per_byte) for k in hardware.links),
-        {
-            "flops_per_s": device.flops_per_s,
-            "bytes_per_s": device.bytes_per_s,
-            "memory_bytes": device.memory_bytes,
-            "launch_s": device.launch_s,
-        },
-    )
-
-
-def mesh_of(record: MeshRecord) -> Mesh:
-    if record.hardware != "explicit":
-        return Mesh(record.shape, record.axis_names, hardware=record.hardware)
-    links = [Link(a, b) for a, b in record.links]
-    return Mesh(record.shape, record.axis_names, links=links, device=Device(**record.device))
+    return predicted_s

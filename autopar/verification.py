@@ -23,7 +23,6 @@ from autopar.capture import capture, reference_step
 from autopar.errors import VerificationError
 from autopar.mesh import Mesh
 from autopar.options import Options
-from autopar.pipeline import Pipeline
 from autopar.planning import Plan, plan_program
 from autopar.program import Program, flatten_inputs
 from autopar.runtime.delivery import shard
@@ -134,39 +133,44 @@ def _thread_errors(
     wanted: tuple[Tensor, Gradients],
 ) -> dict[str, float]:
     assert plan.bound is not None
-    bound = plan.bound
-    stage, program = bound.program, bound.analysis.program
-    ((name, source),) = plan.code().items()
-    code, _ = load_code(name, source)
+    pipeline, program = plan.bound.pipeline, plan.bound.analysis.program
+    codes = [load_code(name, source)[0] for name, source in plan.code().items()]
     constants = {k: make() for k, make in program.constants.items()}
     given = {n: inputs[info.path] for n, info in program.inputs.items()}
-    sizes = bound.mesh.sizes
 
     def run(world: ThreadWorld) -> tuple[Tensor, Gradients]:
-        coordinate = bound.mesh.coordinate(world.rank)
-        groups = world.make_groups(bound.mesh)
+        k = pipeline.stage_of(world.rank)
+        mesh = pipeline.meshes[k]
+        coordinate = mesh.coordinate(world.rank)
+        groups = [world.make_groups(m) for m in pipeline.meshes][k]
         stored = {
-            p.name: shard(parameters[p.name].detach(), p.dims, p.stored.spec, sizes, coordinate)
+            p.name: shard(
+                parameters[p.mirror_of or p.name].detach(),
+                p.dims, p.stored.spec, mesh.sizes, coordinate,
+            )
             .clone()
             .requires_grad_(p.requires_grad)
-            for p in stage.parameters
-        }
-        environment = Environment(torch.device("cpu"), groups)
-        loss = Executor(
-            Pipeline.single(stage, bound.mesh), world.rank, code, environment, constants
-        ).step(stored, given)
-        return loss, {
+            for p in pipeline.stages[k].parameters
+        }  # fmt: skip
+        environment = Environment(
+            torch.device("cpu"), groups, world.messenger(rendezvous=True), world.world_group()
+        )
+        executor = Executor(pipeline, world.rank, codes[k], environment, constants)
+        return executor.step(stored, given), {
             n: t.grad if t.grad is not None else torch.zeros_like(t) for n, t in stored.items()
         }
 
-    results = run_threads(run, bound.mesh.n_ranks)
+    results = run_threads(run, pipeline.n_ranks)
     errors = {"loss": max(relative_error(loss, wanted[0]) for loss, _ in results)}
-    for p in stage.parameters:
-        if not p.requires_grad:
-            continue
-        tensor = TensorType(p.dims, p.stored.dtype.itemsize, True)
-        whole, spread = gather([g[p.name] for _, g in results], tensor, p.stored.spec, sizes)
-        errors[p.name] = max(relative_error(whole, wanted[1][p.name]), spread)
+    for stage, mesh in zip(pipeline.stages, pipeline.meshes, strict=True):
+        for p in stage.parameters:
+            if not p.requires_grad:
+                continue
+            tensor = TensorType(p.dims, p.stored.dtype.itemsize, True)
+            locals_ = [results[rank][1][p.name] for rank in mesh.ranks]
+            whole, spread = gather(locals_, tensor, p.stored.spec, mesh.sizes)
+            error = max(relative_error(whole, wanted[1][p.mirror_of or p.name]), spread)
+            errors[p.name] = max(error, errors.get(p.name, 0.0))
     return errors
 
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.errors import OptionError
 from autopar.mesh import LogicalMesh, Mesh
 from autopar.options import StageOption
 from autopar.passes.constraints import Constraints
+from autopar.passes.intra_op import Analysis
+from autopar.passes.solvers import Infeasible
+from autopar.passes.solvers.clustering import cluster_operators
 from autopar.program import Program
+from autopar.rules import rule_for
+
+# How much more than the mean a stage's flops may be: the least that can be attained is taken.
+_DELTAS = (0.05, 0.1, 0.2, 0.5, 1.0, 1e3)
 
 
 @dataclass(frozen=True)
@@ -43,22 +51,13 @@ def ends_by_modules(program: Program, stages: Sequence[StageOption]) -> tuple[in
     Raises `OptionError` for a module without operators, and for stages out of order.
     """
     owner = {name: k for k, stage in enumerate(stages) for name in stage.modules}
+    named: dict[str, int] = {}
     found: set[str] = set()
-    last_of_stage = [0] * len(stages)
-    current = 0
-    for position, node in enumerate(program.operators):
-        module = program.keys[node.name].rpartition("/")[0]
-        named = _innermost(module, owner)
-        if named is not None:
-            found.add(named)
-            if owner[named] < current:
-                raise OptionError(
-                    f"{program.where(node.name)} is in stage {owner[named]} by stages=, but runs "
-                    f"after stage {current} has begun",
-                    hint="stages hold consecutive operators; name the modules in running order",
-                )
-            current = owner[named]
-        last_of_stage[current] = position + 1
+    for key in program.keys.values():
+        module = _innermost(key.rpartition("/")[0], owner)
+        if module is not None:
+            found.add(module)
+            named[key] = owner[module]
     missing = [name for name in owner if name not in found]
     if missing:
         modules = dict.fromkeys(key.rpartition("/")[0] for key in program.keys.values())
@@ -66,11 +65,62 @@ def ends_by_modules(program: Program, stages: Sequence[StageOption]) -> tuple[in
             f"stages= names {missing[0]!r}, which runs no operator",
             hint=f"modules are such as {', '.join([m for m in modules if m][:6])}",
         )
-    ends = tuple(last_of_stage)
+    return ends_by_stage(program, named, len(stages))
+
+
+def ends_by_stage(program: Program, stage_of: Mapping[str, int], n_stages: int) -> tuple[int, ...]:
+    """Where stages end, given the stage of some operators by key; others follow the one before.
+
+    Raises `OptionError` where an operator comes after a later stage's, or a stage is empty.
+    """
+    ends = [0] * n_stages
+    current = 0
+    for position, node in enumerate(program.operators):
+        stage = stage_of.get(program.keys[node.name], current)
+        if stage < current:
+            raise OptionError(
+                f"{program.where(node.name)} belongs to stage {stage}, but runs after stage "
+                f"{current} has begun",
+                hint="stages hold consecutive operators; name the modules in running order",
+            )
+        current = stage
+        ends[current] = position + 1
     empty = next((k for k, end in enumerate(ends) if end == 0), None)
     if empty is not None:
-        raise OptionError(f"stage {empty} of stages= holds no operator")
-    return ends
+        raise OptionError(f"stage {empty} holds no operator")
+    return tuple(ends)
+
+
+def balanced_ends(analysis: Analysis, n_stages: int) -> tuple[int, ...]:
+    """Stages of about equal flops, cut where little crosses.
+
+    Raises `OptionError` for more stages than operators.
+    """
+    placed = analysis.placed_operators(1)
+    if n_stages > len(placed):
+        raise OptionError(f"{n_stages} stages of {len(placed)} operators")
+    flops = [rule_for(str(p.operator.call.op)).flops_of(p.sizes) for p in placed]
+    for delta in _DELTAS:
+        found = cluster_operators(flops, crossing_bytes(analysis), n_stages, delta)
+        if not isinstance(found, Infeasible):
+            return found.ends
+    raise AssertionError("any partition satisfies the largest delta")
+
+
+def crossing_bytes(analysis: Analysis) -> list[float]:
+    """Bytes of the global batch's values that cross between operators i and i + 1."""
+    operators, types = analysis.operators, analysis.types.tensors
+    made: dict[str, int] = {}
+    last_read: dict[str, int] = {}
+    for i, operator in enumerate(operators):
+        made |= dict.fromkeys(operator.outputs, i)
+        last_read |= dict.fromkeys(operator.inputs, i)
+    change = [0.0] * (len(operators) + 1)
+    for value, first in made.items():
+        if value in last_read:
+            change[first] += types[value].size_bytes
+            change[last_read[value]] -= types[value].size_bytes
+    return list(itertools.accumulate(change))[: len(operators) - 1]
 
 
 def _innermost(module: str, owner: dict[str, int]) -> str | None:

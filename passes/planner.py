@@ -1,57 +1,59 @@
-"""The planner: candidate plans of one stage, priced alike; the best one wins.
+"""The planner: candidate plans, priced alike; the best one wins.
 
-For every logical view of the mesh and every number of microbatches worth trying, the
-intra-operator problem is solved; the plain recipes (data parallelism, ZeRO-3, Megatron) are
-evaluated as candidates too, so the result is never worse than they are by its own model.
+    one stage     for every logical view of the mesh, the intra-operator problem, with the
+                  fewest microbatches that fit; and the plain recipes (data parallelism,
+                  ZeRO-3, Megatron), so that the result is never worse than they are by its
+                  own model
+    more stages   the best of the joint search (`joint.py`) and the recipes with stages
+
+Every candidate's stages are solved exactly and simulated (`evaluate.py`).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-
-import torch
+from functools import cached_property
 
 from autopar.cost.hardware import Hardware, resolve
-from autopar.cost.model import CostModel
 from autopar.errors import BatchError, InfeasibleError, MeshError, OptionError
-from autopar.mesh import Device, Link, LogicalMesh, Mesh, factored_view, logical_views
-from autopar.options import Manual, Options
+from autopar.mesh import LogicalMesh, Mesh, factored_view, logical_views
+from autopar.options import Manual, Options, StageOption
 from autopar.passes.constraints import Constraints, Pin, Role
-from autopar.passes.intra_op import Analysis, Chosen, choose
-from autopar.passes.lower import lower
+from autopar.passes.evaluate import Evaluator, Predict, Solved, compute_dtype
+from autopar.passes.intra_op import Analysis
+from autopar.passes.layout import (
+    Candidate,
+    StageLayout,
+    balanced_ends,
+    ends_by_modules,
+    n_operators,
+    submesh_shape,
+)
 from autopar.plan_data import Alternative
-from autopar.stage_program import StageProgram
 
 # Microbatch counts tried when memory does not allow fewer.
 _MAX_MICROBATCHES = 64
 Progress = Callable[[str], None]
-# (program, cost, optimizer) -> predicted seconds of a step
-Predict = Callable[[StageProgram, CostModel, str], float]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The winning plan: where, what, and what it beat."""
+    """The winning plan, and what it beat."""
 
-    mesh: LogicalMesh
-    chosen: Chosen
-    program: StageProgram
+    solved: Solved
     hardware: Hardware
-    name: str
-    step_time_s: float
-    forbid: frozenset[str]
     alternatives: tuple[Alternative, ...] = ()
 
+    @property
+    def forbid(self) -> frozenset[str]:
+        return self.solved.candidate.stages[0].constraints.forbid
 
-def compute_dtype(analysis: Analysis) -> torch.dtype:
-    """The dtype most parameters have; matmuls are priced in it."""
-    counts: dict[torch.dtype, int] = {}
-    for info in analysis.program.parameters.values():
-        if info.dtype.is_floating_point:
-            counts[info.dtype] = counts.get(info.dtype, 0) + torch.Size(info.shape).numel()
-    return max(counts, key=counts.__getitem__) if counts else torch.float32
+
+# Candidates under one name: the first that fits is taken.
+_Tries = tuple[str, list[Candidate]]
 
 
 @dataclass(frozen=True)
@@ -64,45 +66,132 @@ class Planner:
     predict: Predict
     report: Progress = lambda text: None
 
+    @cached_property
+    def hardware(self) -> Hardware:
+        return resolve(self.mesh, compute_dtype(self.analysis))
+
+    @cached_property
+    def budget_bytes(self) -> float:
+        return self.options.memory_limit or self.hardware.memory_limit_bytes
+
     def run(self) -> Outcome:
         """The best plan; raises `InfeasibleError` when nothing fits."""
-        hardware = resolve(self.mesh, compute_dtype(self.analysis))
-        budget = self.options.memory_limit or hardware.memory_limit_bytes
-        found: list[Outcome] = []
+        evaluator = Evaluator(
+            self.analysis, self.options, self.hardware, self.budget_bytes, self.predict
+        )
+        found: list[Solved] = []
         notes: list[Alternative] = []
         errors: list[InfeasibleError] = []
-        for name, view, constraints in self._candidates(hardware):
+        for name, tries in self._candidates():
             self.report(f"planning {name}")
-            try:
-                found.append(self._solve(name, view, constraints, hardware, budget))
-            except InfeasibleError as error:
-                errors.append(error)
-                notes.append(Alternative(name, None, str(error).splitlines()[0]))
+            solved = _first_that_fits(evaluator, tries)
+            if isinstance(solved, Solved):
+                found.append(solved)
+            else:
+                errors.append(solved)
+                notes.append(Alternative(name, None, str(solved).splitlines()[0]))
         if not found:
             raise errors[0]
-        least = min(o.step_time_s for o in found)
-        # Among equals the first: a search before the recipes it ties with.
-        best = next(o for o in found if o.step_time_s <= least * (1 + 1e-9))
-        found.sort(key=lambda o: o.step_time_s)
-        rows = (*(Alternative(o.name, o.step_time_s) for o in found), *notes)
-        return replace(best, alternatives=rows)
+        least = min(s.step_time_s for s in found)
+        # Among equals the first: a search before the recipes it ties with, one stage before more.
+        best = next(s for s in found if s.step_time_s <= least * (1 + 1e-9))
+        found.sort(key=lambda s: s.step_time_s)
+        rows = (*(Alternative(s.candidate.name, s.step_time_s) for s in found), *notes)
+        return Outcome(best, self.hardware, rows)
 
     # -- candidates --------------------------------------------------------------------------
 
-    def _candidates(self, hardware: Hardware) -> Iterator[tuple[str, LogicalMesh, Constraints]]:
+    def _candidates(self) -> Iterator[_Tries]:
+        stages = self.options.stages
         if self.options.manual is not None:
-            yield self._manual(self.options.manual, hardware)
-            return
-        views = logical_views(self.mesh, hardware.links, hardware.device, self.options.mesh_shape)
+            yield from self._manual(self.options.manual)
+        elif isinstance(stages, tuple):
+            yield from self._given_stages(stages)
+        else:
+            if stages in ("auto", 1):
+                yield from self._one_stage()
+            if isinstance(stages, int) and stages > 1:
+                yield from self._equal_stages(stages)
+
+    def _one_stage(self) -> Iterator[_Tries]:
+        views = self._views(0, self.mesh.n_ranks)
         for view in views:
-            pins = self._pins(view)
-            yield (
-                f"search on {axes_text(view)}",
-                view,
-                Constraints(self.options.forbid, pins=pins),
-            )
+            limits = Constraints(self.options.forbid, pins=self._pins(view))
+            yield self._fewest(f"search on {axes_text(view)}", view, limits)
         if not self.options.force:
-            yield from self._recipes(views)
+            for name, view, limits in self._recipes(views):
+                yield self._fewest(name, view, limits)
+
+    def _fewest(self, name: str, view: LogicalMesh, constraints: Constraints) -> _Tries:
+        """The fewest microbatches that fit: with one stage, more of them only cost time."""
+        layout, ends = StageLayout(view, constraints), (n_operators(self.analysis.program),)
+        counts = self._microbatch_counts(view, constraints)
+        return name, [Candidate(name, ends, (layout,), m) for m in counts]
+
+    def _equal_stages(self, n_stages: int) -> Iterator[_Tries]:
+        """Stages of balanced flops on equal shares of the mesh, all seen alike."""
+        each, left = divmod(self.mesh.n_ranks, n_stages)
+        if left or not each:
+            return
+        ends = balanced_ends(self.analysis, n_stages)
+        views = zip(*(self._views(k * each, each) for k in range(n_stages)), strict=True)
+        for alike in views:
+            for m in self._stage_counts(n_stages):
+                layouts = tuple(
+                    StageLayout(v, Constraints(self.options.forbid, pins=self._pins(v)))
+                    for v in alike
+                )
+                name = f"{stages_text(alike)}, m={m}"
+                yield name, [Candidate(name, ends, layouts, m)]
+
+    def _given_stages(self, stages: Sequence[StageOption]) -> Iterator[_Tries]:
+        """The user's stages, every view of each submesh."""
+        held = sum(s.n_ranks for s in stages)
+        if held != self.mesh.n_ranks:
+            raise MeshError(
+                f"stages= hold {held} ranks, the mesh has {self.mesh.n_ranks}",
+                hint="make the submeshes add up to the mesh",
+            )
+        ends = ends_by_modules(self.analysis.program, stages)
+        first_rank, per_stage = 0, []
+        for stage in stages:
+            per_stage.append(self._views(first_rank, stage.n_ranks))
+            first_rank += stage.n_ranks
+        for m in self._stage_counts(len(stages)):
+            for views in itertools.product(*per_stage):
+                layouts = tuple(
+                    StageLayout(v, Constraints(self.options.forbid, pins=self._pins(v)))
+                    for v in views
+                )
+                name = f"{stages_text(views)}, m={m}"
+                yield name, [Candidate(name, ends, layouts, m)]
+
+    def _stage_counts(self, n_stages: int) -> list[int]:
+        """Microbatch counts worth trying with stages."""
+        batch = self.analysis.batch
+        if isinstance(self.options.microbatches, int):
+            batch.check_divides(self.options.microbatches)
+            return [self.options.microbatches]
+        if batch.size == 0 or batch.broken_at is not None:
+            return [1]
+        limit = min(batch.size, 8 * n_stages)
+        return [m for m in (2**i for i in range(10)) if m <= limit and batch.size % m == 0]
+
+    def _views(self, first_rank: int, n_ranks: int) -> list[LogicalMesh]:
+        """How consecutive ranks may be seen: every dp x tp, or the mesh as it is given."""
+        links, device = self.hardware.links, self.hardware.device
+        if n_ranks == self.mesh.n_ranks:
+            return logical_views(self.mesh, links, device, self.options.mesh_shape)
+        if self.options.mesh_shape == "as-given":
+            assert self.mesh.axis_names is not None
+            shape = submesh_shape(self.mesh, first_rank, n_ranks)
+            axes = dict(zip(self.mesh.axis_names, shape, strict=True))
+            return [factored_view(self.mesh, links, device, axes, first_rank)]
+        return [
+            factored_view(self.mesh, links, device, {"dp": n_ranks // tp, "tp": tp}, first_rank)
+            for tp in range(1, n_ranks + 1)
+            if n_ranks % tp == 0
+        ]
 
     def _pins(self, view: LogicalMesh) -> dict[str, tuple[Pin, ...]]:
         placeholders = {}
@@ -150,21 +239,40 @@ class Planner:
                 limits = Constraints(forbid | {"sequence"}, roles, 0)
                 yield f"Megatron on {axes_text(view)}", view, limits
 
-    def _manual(self, manual: Manual, hardware: Hardware) -> tuple[str, LogicalMesh, Constraints]:
-        if manual.dp * manual.tp != self.mesh.n_ranks:
+    def _manual(self, manual: Manual) -> Iterator[_Tries]:
+        n_ranks = manual.dp * manual.tp * manual.pp
+        if n_ranks != self.mesh.n_ranks:
+            sizes = f"dp={manual.dp}, tp={manual.tp}, pp={manual.pp}"
             raise MeshError(
-                f"Manual(dp={manual.dp}, tp={manual.tp}) places {manual.dp * manual.tp} ranks, "
-                f"the mesh has {self.mesh.n_ranks}",
-                hint="make dp * tp the number of devices",
+                f"Manual({sizes}) places {n_ranks} ranks, the mesh has {self.mesh.n_ranks}",
+                hint="make dp * tp * pp the number of devices",
             )
         if self.options.force:
             raise OptionError("manual is the whole recipe; force cannot be combined with it")
         self._check_rows(manual)
-        view = factored_view(
-            self.mesh, hardware.links, hardware.device, {"dp": manual.dp, "tp": manual.tp}
-        )
         forbid = self.options.forbid | (frozenset() if manual.sp else {"sequence"})
-        return "manual recipe", view, Constraints(forbid, ("data", "tensor"), manual.zero)
+        limits = Constraints(forbid, ("data", "tensor"), manual.zero)
+        links, device = self.hardware.links, self.hardware.device
+        axes = {"dp": manual.dp, "tp": manual.tp}
+        views = [
+            factored_view(self.mesh, links, device, axes, k * manual.dp * manual.tp)
+            for k in range(manual.pp)
+        ]
+        ends = (
+            (n_operators(self.analysis.program),)
+            if manual.pp == 1
+            else balanced_ends(self.analysis, manual.pp)
+        )
+        layouts = tuple(StageLayout(view, limits) for view in views)
+        tries = [
+            Candidate(f"manual recipe, m={m}", ends, layouts, m)
+            for m in self._microbatch_counts(views[0], limits)
+        ]
+        if manual.pp == 1:
+            tries = [replace(c, name="manual recipe") for c in tries]
+            yield "manual recipe", tries
+        else:  # more microbatches make the bubble smaller, and cost more launches
+            yield from ((c.name, [c]) for c in tries)
 
     def _check_rows(self, manual: Manual) -> None:
         """Refuse a batch that data parallelism and the microbatches asked for do not divide."""
@@ -181,8 +289,6 @@ class Planner:
                 + (f" x {n_microbatches} microbatches" if n_microbatches > 1 else ""),
                 hint="choose a batch size that divides, or drop_last=True in the loader",
             )
-
-    # -- solving -----------------------------------------------------------------------------
 
     def _microbatch_counts(self, view: LogicalMesh, constraints: Constraints) -> list[int]:
         manual, batch = self.options.manual, self.analysis.batch
@@ -207,65 +313,24 @@ class Planner:
         )
         return [m for m in powers if batch.size % (m * n_splits) == 0] or [1]
 
-    def _solve(
-        self,
-        name: str,
-        view: LogicalMesh,
-        constraints: Constraints,
-        hardware: Hardware,
-        budget_bytes: float,
-    ) -> Outcome:
-        """The fewest microbatches that fit: with one stage, more of them only cost time."""
-        cost = CostModel(view, compute_dtype(self.analysis))
-        last: InfeasibleError | None = None
-        for m in self._microbatch_counts(view, constraints):
-            try:
-                chosen = self._choose(view, cost, m, constraints, budget_bytes)
-            except InfeasibleError as error:
-                last = error
-                continue
-            program = lower(self.analysis, chosen.strategy, cost)
-            time_s = self.predict(program, cost, self.options.optimizer)
-            if constraints.roles:  # laid out on an abstract machine; its cost is this one's
-                chosen = replace(chosen, objective_s=time_s, gap=0.0)
-            return Outcome(view, chosen, program, hardware, name, time_s, constraints.forbid)
-        assert last is not None
-        raise last
 
-    def _choose(
-        self,
-        view: LogicalMesh,
-        cost: CostModel,
-        n_microbatches: int,
-        constraints: Constraints,
-        budget_bytes: float,
-    ) -> Chosen:
-        pricing = recipe_cost(cost) if constraints.roles else cost
-        return choose(
-            self.analysis,
-            pricing,
-            n_microbatches,
-            constraints,
-            self.options.optimizer,
-            budget_bytes,
-            self.options.solver,
-            self.options.time_limit_s,
-        )
-
-
-def recipe_cost(cost: CostModel) -> CostModel:
-    """The abstract machine a recipe is laid out on: flops dearest, then bytes moved between
-    ranks, then bytes touched.
-
-    The Megatron layout is the optimum of that order: split every product that can be, with
-    the least communication. Real rates would let small models replicate.
-    """
-    mesh = cost.mesh
-    machine = Device(flops_per_s=1.0, bytes_per_s=1e3, memory_bytes=mesh.device.memory_bytes)
-    links = (Link(1.0, 1.0),) * mesh.n_axes
-    view = LogicalMesh(mesh.sizes, mesh.names, links, machine, mesh.first_rank)
-    return CostModel(view, cost.dtype)
+def _first_that_fits(evaluator: Evaluator, tries: Sequence[Candidate]) -> Solved | InfeasibleError:
+    last: InfeasibleError | None = None
+    for candidate in tries:
+        try:
+            return evaluator.solve(candidate)
+        except InfeasibleError as error:
+            last = error
+    assert last is not None
+    return last
 
 
 def axes_text(view: LogicalMesh) -> str:
     return " x ".join(f"{name}={size}" for name, size in view.axes.items())
+
+
+def stages_text(views: Sequence[LogicalMesh]) -> str:
+    """`2 stages (dp=1 x tp=2 | dp=2 x tp=1)`; equal ones once."""
+    texts = [axes_text(view) for view in views]
+    within = texts[0] if len(set(texts)) == 1 else " | ".join(texts)
+    return f"{len(views)} stages ({within})"

@@ -34,7 +34,14 @@ from autopar.runtime.p2p import Messenger
 from autopar.runtime.regather import Regather
 from autopar.runtime.ties import TiedGradients
 from autopar.schedule import Action, Kind
-from autopar.stage_program import MoveLine, ParameterUse, StoredParameter
+from autopar.stage_program import (
+    Local,
+    MoveLine,
+    ParameterUse,
+    StageProgram,
+    StoredParameter,
+    outs,
+)
 
 OutputsFn = Callable[[tuple[Tensor, ...]], None]
 
@@ -125,8 +132,8 @@ class Executor:
             assert messenger is not None and environment.world is not None
             self.crossings = Crossings(pipeline, rank, messenger, environment.device)
             self.ties = TiedGradients(pipeline, rank, messenger, environment.groups)
-        # Of several ranks with the loss, the one that tells the others.
-        self._tells_loss = rank == pipeline.meshes[-1].first_rank
+        # Of several ranks with the loss and the outputs, the one that tells the others.
+        self._tells = rank == pipeline.meshes[-1].first_rank
         self._constant_parts: dict[tuple[str, int], Tensor] = {}
 
     # -- one step --------------------------------------------------------------------------
@@ -151,18 +158,25 @@ class Executor:
         self._return_gradients(step.leaves, stored, "step")
         if self.ties:
             self.ties.sum(stored, kept)
-        loss = self._loss_everywhere(step.loss)
+        last = self.pipeline.stages[-1]
+        assert last.loss is not None, "a training program has a loss"
+        loss = self._from_last_stage(step.loss, _made(last, last.loss))
         if self.crossings:
             self.crossings.finish()
         return loss
 
     @torch.no_grad()
     def forward(
-        self, stored: Mapping[str, Tensor], inputs: Mapping[str, Tensor], is_local: bool = False
+        self,
+        stored: Mapping[str, Tensor],
+        inputs: Mapping[str, Tensor],
+        is_local: bool = False,
+        everywhere: bool = False,
     ) -> tuple[Any, ...]:
         """(loss or None, *outputs), without gradients, as one microbatch.
 
-        The loss is the same everywhere; outputs are () but on the last stage.
+        The loss is the same everywhere; outputs are None but on the last stage, unless they
+        are wanted `everywhere`.
         """
         assert self.program.n_microbatches == 1
         divisors = self._divisors(inputs, is_local)
@@ -170,8 +184,17 @@ class Executor:
         self._run(step)
         if self.crossings:
             self.crossings.finish()
-        has_loss = self.pipeline.stages[-1].loss is not None
-        return (self._loss_everywhere(step.loss) if has_loss else None, *step.outputs)
+        last = self.pipeline.stages[-1]
+        loss = (
+            None if last.loss is None else self._from_last_stage(step.loss, _made(last, last.loss))
+        )
+        outputs: list[Tensor | None] = list(step.outputs) or [None] * len(last.outputs)
+        if everywhere:
+            outputs = [
+                self._from_last_stage(value, _made(last, name))
+                for value, name in zip(outputs, last.outputs, strict=True)
+            ]
+        return (loss, *outputs)
 
     def _run(self, step: _Step) -> None:
         """The actions in order; messages next to each other go as one batch."""
@@ -262,17 +285,16 @@ class Executor:
         self._return_gradients(step.leaves, step.stored, "micro")
 
     @torch.no_grad()
-    def _loss_everywhere(self, loss: Tensor | None) -> Tensor:
-        """The last stage's loss on every rank: a sum in which one rank has it, all others 0."""
+    def _from_last_stage(self, value: Tensor | None, made: Local) -> Tensor:
+        """What the last stage has, on every rank: a sum in which one rank has it, all others 0."""
         if self.pipeline.n_stages == 1:
-            assert loss is not None
-            return loss
-        if loss is None or not self._tells_loss:
-            dtype = self.pipeline.loss_dtype
-            loss = torch.zeros((), dtype=dtype, device=self.environment.device)
+            assert value is not None
+            return value
+        if value is None or not self._tells:
+            value = torch.zeros(made.shape, dtype=made.dtype, device=self.environment.device)
         assert self.environment.world is not None
-        with phase("loss"):
-            return self.environment.world.all_reduce(loss)
+        with phase("loss" if made.name == self.pipeline.stages[-1].loss else "output"):
+            return self.environment.world.all_reduce(value)
 
     # -- parameters ------------------------------------------------------------------------
 
@@ -382,3 +404,9 @@ class Executor:
             if item.source in self.program.prologue_inputs and item.batch_cell is not None:
                 return tuple(sorted(item.local.spec.axes_of(item.batch_cell)))
         return ()
+
+
+def _made(program: StageProgram, name: str) -> Local:
+    """A variable as the program leaves it."""
+    lines = (out for line in reversed(program.body) for out in outs(line))
+    return next(out for out in lines if out.name == name)

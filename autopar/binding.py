@@ -1,0 +1,111 @@
+"""Binding: a plan's decisions laid on a captured program, verified, and priced.
+
+Costs are computed here, from the program that will run, never read from a plan. Programs of
+other input shapes, and those that return outputs, are laid by the same plan (`lay_stages`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autopar.cost.hardware import Hardware, resolve
+from autopar.cost.model import CostModel
+from autopar.cost.predict import link_between, predict
+from autopar.errors import PlanError
+from autopar.facts import Strategy
+from autopar.mesh import Mesh, factored_view
+from autopar.passes.cut import cut
+from autopar.passes.evaluate import compute_dtype
+from autopar.passes.intra_op import Analysis
+from autopar.passes.lower import lower
+from autopar.passes.replay import replay, replay_ends
+from autopar.pipeline import Order, Pipeline
+from autopar.plan_data import PlanData
+from autopar.predicted import Predicted
+from autopar.schedule import ORDERS
+from autopar.verifier import verify_pipeline
+
+
+@dataclass(frozen=True)
+class BoundStage:
+    """One stage laid on the captured program."""
+
+    analysis: Analysis
+    strategy: Strategy
+    cost: CostModel
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A plan laid on a captured program: everything that can be computed from it."""
+
+    analysis: Analysis
+    stages: tuple[BoundStage, ...]
+    pipeline: Pipeline
+    hardware: Hardware
+    predicted: Predicted
+
+    @property
+    def costs(self) -> list[CostModel]:
+        return [stage.cost for stage in self.stages]
+
+
+def bind(data: PlanData, analysis: Analysis, mesh: Mesh) -> Bound:
+    """Lay plan data on an analysed program; verified before anything runs.
+
+    Raises `PlanError` where the plan is another graph's, or not legal on it.
+    """
+    if data.graph_hash != analysis.program.hash():
+        raise PlanError(
+            f"the plan was made for graph {data.graph_hash} of {data.model}, "
+            f"this model gives {analysis.program.hash()}",
+            hint="same model, mode, input shapes, precision and versions; or plan again",
+        )
+    hardware = resolve(mesh, compute_dtype(analysis))
+    stages = lay_stages(data, analysis, mesh, hardware)
+    pipeline = join_stages(stages, ORDERS[data.schedule])
+    verify_pipeline(pipeline)
+    integers = [i for i in data.inputs if i.dtype.startswith("int") and len(i.shape) == 2]
+    tokens = max((math.prod(i.shape) for i in integers), default=0)
+    predicted = predict(
+        pipeline, [s.cost for s in stages], data.optimizer, link_between(mesh, hardware.links),
+        peak_flops_per_s=hardware.peak_flops_per_s,
+        n_samples=analysis.batch.size or None, n_tokens=tokens or None,
+    )  # fmt: skip
+    return Bound(analysis, stages, pipeline, hardware, predicted)
+
+
+def lay_stages(
+    data: PlanData, analysis: Analysis, mesh: Mesh, hardware: Hardware, with_outputs: bool = False
+) -> tuple[BoundStage, ...]:
+    """The plan's stages on a program; `with_outputs` also for what the model returns.
+
+    Raises `PlanError` where they do not fit it, or do not add up to the mesh.
+    """
+    held = sum(stage.n_ranks for stage in data.stages)
+    if held != mesh.n_ranks:
+        raise PlanError(f"the plan's stages hold {held} ranks, the mesh has {mesh.n_ranks}")
+    ends = replay_ends(analysis.program, data.stages)
+    parts = [analysis]
+    if len(ends) > 1:
+        parts = [analysis.part(p) for p in cut(analysis.program, ends, with_outputs)]
+    found, first_rank = [], 0
+    for part, record in zip(parts, data.stages, strict=True):
+        view = factored_view(mesh, hardware.links, hardware.device, record.axes, first_rank)
+        if tuple(record.axes.values()) == mesh.shape:
+            view = replace(view, links=hardware.links)
+        strategy = replay(part, record, data.microbatches, data.forbid)
+        found.append(BoundStage(part, strategy, CostModel(view, compute_dtype(analysis))))
+        first_rank += record.n_ranks
+    return tuple(found)
+
+
+def join_stages(stages: Sequence[BoundStage], order: Order, with_outputs: bool = False) -> Pipeline:
+    """Lower the stages and join them."""
+    programs = [
+        lower(s.analysis, s.strategy, s.cost, with_outputs and k == len(stages) - 1)
+        for k, s in enumerate(stages)
+    ]
+    return Pipeline.of(programs, [s.cost.mesh for s in stages], order)

@@ -1,0 +1,151 @@
+"""Solving one candidate: every stage's placements, the pipeline of them, its predicted time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from autopar.cost.hardware import Hardware
+from autopar.cost.model import CostModel
+from autopar.mesh import Device, Link, LogicalMesh
+from autopar.options import Options
+from autopar.passes.cut import cut
+from autopar.passes.intra_op import Analysis, Chosen, choose
+from autopar.passes.layout import Candidate, StageLayout
+from autopar.passes.lower import lower
+from autopar.pipeline import Pipeline
+from autopar.schedule import ORDERS
+
+# (pipeline, the stages' costs) -> predicted seconds of a step
+Predict = Callable[[Pipeline, Sequence[CostModel]], float]
+
+
+@dataclass(frozen=True)
+class SolvedStage:
+    """One stage of a plan: its program's analysis, its ranks and its placements."""
+
+    analysis: Analysis
+    mesh: LogicalMesh
+    chosen: Chosen
+
+
+@dataclass(frozen=True)
+class Solved:
+    """A candidate with every choice made. `objective_s` is what was minimised."""
+
+    candidate: Candidate
+    stages: tuple[SolvedStage, ...]
+    pipeline: Pipeline
+    step_time_s: float
+    objective_s: float
+    gap: float
+
+
+def compute_dtype(analysis: Analysis) -> torch.dtype:
+    """The dtype most parameters have; matmuls are priced in it."""
+    counts: dict[torch.dtype, int] = {}
+    for info in analysis.program.parameters.values():
+        if info.dtype.is_floating_point:
+            counts[info.dtype] = counts.get(info.dtype, 0) + torch.Size(info.shape).numel()
+    return max(counts, key=counts.__getitem__) if counts else torch.float32
+
+
+def schedule_name(options: Options) -> str:
+    """1f1b unless the user wants another: it is as fast as gpipe and keeps less."""
+    return "1f1b" if options.schedule == "auto" else options.schedule
+
+
+def n_in_flight(schedule: str, stage: int, n_stages: int, n_microbatches: int) -> int:
+    """How many microbatches' activations a stage keeps at once."""
+    return n_microbatches if schedule == "gpipe" else min(n_microbatches, n_stages - stage)
+
+
+@dataclass
+class Evaluator:
+    """Solves candidates of one program on one machine; equal stages are solved once."""
+
+    analysis: Analysis
+    options: Options
+    hardware: Hardware
+    budget_bytes: float
+    predict: Predict
+    _chosen: dict[object, Chosen] = field(default_factory=dict)
+    _parts: dict[tuple[int, ...], tuple[Analysis, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.dtype = compute_dtype(self.analysis)
+
+    def parts(self, ends: tuple[int, ...]) -> tuple[Analysis, ...]:
+        """The analyses of the stages that end so; of one stage, the whole."""
+        if len(ends) == 1:
+            return (self.analysis,)
+        if ends not in self._parts:
+            programs = cut(self.analysis.program, ends)
+            self._parts[ends] = tuple(self.analysis.part(p) for p in programs)
+        return self._parts[ends]
+
+    def solve(self, candidate: Candidate) -> Solved:
+        """Raises `InfeasibleError` where a stage does not fit, `BatchError` where rows do not."""
+        parts, m = self.parts(candidate.ends), candidate.n_microbatches
+        name = schedule_name(self.options)
+        stages = []
+        for k, (part, layout) in enumerate(zip(parts, candidate.stages, strict=True)):
+            depth = n_in_flight(name, k, len(parts), m)
+            chosen = self._choose(part, layout, (candidate.ends, k), m, depth)
+            stages.append(SolvedStage(part, layout.view, chosen))
+        costs = [CostModel(s.mesh, self.dtype) for s in stages]
+        programs = [
+            lower(s.analysis, s.chosen.strategy, cost)
+            for s, cost in zip(stages, costs, strict=True)
+        ]
+        pipeline = Pipeline.of(programs, [s.mesh for s in stages], ORDERS[name])
+        time_s = self.predict(pipeline, costs)
+        # A recipe is laid out on an abstract machine, and stages are joined by the simulator:
+        # their cost is this one's.
+        abstract = any(layout.constraints.roles for layout in candidate.stages)
+        objective_s = time_s if abstract or len(stages) > 1 else stages[0].chosen.objective_s
+        gap = 0.0 if abstract else max(s.chosen.gap for s in stages)
+        return Solved(candidate, tuple(stages), pipeline, time_s, objective_s, gap)
+
+    def _choose(
+        self,
+        part: Analysis,
+        layout: StageLayout,
+        place: tuple[tuple[int, ...], int],
+        n_microbatches: int,
+        depth: int,
+    ) -> Chosen:
+        view, (ends, k) = layout.view, place
+        operators = (ends[k - 1] if k else 0, ends[k])
+        seen = (view.sizes, view.names, view.links)
+        key = (operators, seen, repr(layout.constraints), n_microbatches, depth)
+        if key not in self._chosen:
+            cost = CostModel(view, self.dtype)
+            self._chosen[key] = choose(
+                part,
+                recipe_cost(cost) if layout.constraints.roles else cost,
+                n_microbatches,
+                layout.constraints,
+                self.options.optimizer,
+                self.budget_bytes,
+                self.options.solver,
+                self.options.time_limit_s,
+                depth,
+            )
+        return self._chosen[key]
+
+
+def recipe_cost(cost: CostModel) -> CostModel:
+    """The abstract machine a recipe is laid out on: flops dearest, then bytes moved between
+    ranks, then bytes touched.
+
+    The Megatron layout is the optimum of that order: split every product that can be, with
+    the least communication. Real rates would let small models replicate.
+    """
+    mesh = cost.mesh
+    machine = Device(flops_per_s=1.0, bytes_per_s=1e3, memory_bytes=mesh.device.memory_bytes)
+    links = (Link(1.0, 1.0),) * mesh.n_axes
+    view = LogicalMesh(mesh.sizes, mesh.names, links, machine, mesh.first_rank)
+    return CostModel(view, cost.dtype)
