@@ -20,6 +20,7 @@ from typing import Any, get_args
 
 from autopar.errors import OptionError, PlanError
 from autopar.facts import Period, Storage
+from autopar.schedule import ORDERS
 from autopar.spec import Spec
 
 VERSION = 2
@@ -166,6 +167,8 @@ def _from_dict(raw: dict[str, Any]) -> PlanData:
         raise ValueError("stages: a plan has at least one")
     if not isinstance(values["microbatches"], int) or values["microbatches"] < 1:
         raise ValueError(f"microbatches={values['microbatches']!r}")
+    if values["schedule"] not in ORDERS:
+        raise ValueError(f"schedule={values['schedule']!r} is none of {sorted(ORDERS)}")
     if "\n" in values["model"]:
         raise ValueError("a model name is one line")
     return PlanData(**values)
