@@ -321,6 +321,13 @@ SAMPLES: dict[str, list[Sample]] = {
         call(x(8, 4), 0, 3, 4),
         call(x(8, 4), 0, 3, 3),
     ],
+    "aten.slice_scatter.default": [
+        call(x(4, 8), x(4, 7), 1, 1, 8),
+        call(x(4, 8), x(4, 4), -1, 4, 9223372036854775807),
+        call(x(8, 4), x(4, 4), 0, 0, 8, 2),
+        call(x(8, 4), x(1, 4), 0, 3, 4),
+    ],
+    "aten.select_scatter.default": [call(x(4, 3, 8), x(4, 8), 1, 2), call(x(4, 8), x(8), 0, -1)],
     "aten.cat.default": [
         call([x(4, 4), x(4, 4)], -1),  # rotary halves
         call([x(4, 8), x(2, 8)]),

@@ -272,20 +272,34 @@ def _mutates_input(self: Any, a: torch.Tensor) -> torch.Tensor:
     return self.linear(a).sum()
 
 
-def _mutates_through_a_view(self: Any, a: torch.Tensor) -> torch.Tensor:
+def _mutates_a_copy_or_not(self: Any, a: torch.Tensor) -> torch.Tensor:
     y = self.linear(a)
-    y[:, 0].mul_(2)
+    maybe_a_view = y.reshape(-1)
+    y.mul_(2)
+    return maybe_a_view.sum()
+
+
+def _mutates_through_a_permutation(self: Any, a: torch.Tensor) -> torch.Tensor:
+    y = self.linear(a)
+    y.t().mul_(2)
     return y.sum()
 
 
-def _mutates_a_live_base(self: Any, a: torch.Tensor) -> torch.Tensor:
+def _mutates_without_gradient(self: Any, a: torch.Tensor) -> torch.Tensor:
     y = self.linear(a)
-    view = y.view(-1)
-    y.mul_(2)
-    return view.sum()
+    y.detach().mul_(2)
+    return y.sum()
 
 
-@pytest.mark.parametrize("body", [_mutates_input, _mutates_through_a_view, _mutates_a_live_base])
+@pytest.mark.parametrize(
+    "body",
+    [
+        _mutates_input,
+        _mutates_a_copy_or_not,
+        _mutates_through_a_permutation,
+        _mutates_without_gradient,
+    ],
+)
 def test_in_place_that_others_see_is_refused(body: Callable[..., Any]) -> None:
     with pytest.raises(NotSupportedError, match="in-place") as error:
         capture(Module(body), (torch.randn(2, 4),))

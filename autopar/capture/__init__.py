@@ -1,7 +1,8 @@
 """Capture: an ordinary PyTorch model and a batch -> one frozen, normalised `Program`.
 
-Reading order: `pipeline`, `isolate`, `export`, `inplace`, `normalise` with its table
-`rewrites` and `losses`, `dependence`, `constants`, `prologue`; `reference` runs the result.
+Reading order: `pipeline`, `isolate`, `export`, `inplace` with `view_writes`, `normalise`
+with its table `rewrites` and `losses`, `dependence`, `constants`, `prologue`; `reference` runs
+the result.
 """
 
 from autopar.capture.pipeline import capture

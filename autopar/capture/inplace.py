@@ -1,9 +1,10 @@
 """In-place operators become functional where that provably means the same.
 
-`y = x.add_(b)` is `y = add(x, b)` with every later use of `x` reading `y`, if nothing else
-sees the change: no input, parameter or buffer shares x's memory, and no other value that may
-alias x is used afterwards. Aliasing is over-approximated from the operator schemas (plus a
-few composites that return their input without saying so), by union-find over values.
+`y = x.add_(b)` is `y = add(x, b)` with every later use of `x` reading `y`, if no input,
+parameter or buffer shares x's memory. Other values that may alias x and are used afterwards
+are made anew from what was written, where they are plain views of one base (`view_writes.py`).
+Aliasing is over-approximated from the operator schemas (plus a few composites that return
+their input without saying so), by union-find over values.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import fx
 
 from autopar.capture.names import source_line
+from autopar.capture.view_writes import CannotRebuild, rebuilt_after
 from autopar.errors import NotSupportedError
 
 aten = torch.ops.aten
@@ -88,12 +90,35 @@ def _replace(
         if other.op != "call_function":
             what = stored.get(other.name, f"input `{other.name}`")
             raise _refusal(node, f"changes {what}")
-        later = [user for user in other.users if order[user] > order[node]]
-        if other is not target and later and not _is_region(other):
-            raise _refusal(node, f"changes memory that `{later[0]}` reads through another view")
+
+    def is_later(user: fx.Node) -> bool:
+        return order.get(user, -1) > order[node]  # nodes inserted so far belong to earlier writes
+
+    def redirect(old: fx.Node, value: fx.Node) -> None:
+        old.replace_all_uses_with(value, delete_user_cb=is_later)
+
+    read_later = [
+        m for m in aliases.members(target) if any(map(is_later, m.users)) and not _is_region(m)
+    ]
     node.target = functional
     node.meta[WAS_IN_PLACE] = True
-    target.replace_all_uses_with(node, delete_user_cb=lambda user: order[user] > order[node])
+    if all(member is target for member in read_later):
+        redirect(target, node)
+        return
+    if node.users and target not in read_later:
+        read_later.append(target)  # what the call returns
+    try:
+        new = rebuilt_after(node, target, read_later)
+    except CannotRebuild as error:
+        reader = next(filter(is_later, error.node.users), error.node)
+        why = f"changes memory that `{reader}` reads through another view"
+        raise _refusal(node, why) from error
+    for value in new.values():
+        aliases.union(next(iter(new.values())), value)
+    for old, value in new.items():
+        redirect(old, value)
+    if new.get(target, node) is not node:
+        redirect(node, new[target])
 
 
 def functional_form(target: object) -> torch._ops.OpOverload | None:

@@ -6,6 +6,7 @@
     views         `view`, `flatten`, ... are `reshape` with explicit sizes: a view of a shard or
                   of a tensor whose copy was removed may need one, and `squeeze` would also
                   drop a dim of which a shard has one element
+    writes        what in-place `copy_` and `fill_` became: the value written, expanded
     gathers       at constant places that only move dims: see `gathers.py`
     bias          `linear(x, w, b)` = `linear(x, w) + b`, `addmm(b, x, w)` = `mm(x, w) + b`:
                   partial sums must not add the bias once per rank
@@ -19,7 +20,7 @@ None to keep the call as it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,13 +77,48 @@ def broadcast_tensors(b: Builder, call: Call) -> tuple[fx.Node, ...]:
 
 def slice_(b: Builder, call: Call) -> fx.Node | None:
     """Whole slices vanish; others get non-negative dim and bounds."""
-    bound, source = call.bind(), call.args[0]
-    shape = tuple(source.meta["val"].shape)
-    dim = bound["dim"] % len(shape)
-    start, end, step = slice(bound["start"], bound["end"], bound["step"]).indices(shape[dim])
-    if (start, end, step) == (0, shape[dim], 1):
+    source = call.args[0]
+    dim, start, end, step = _bounds(call.bind(), source)
+    if (start, end, step) == (0, source.meta["val"].shape[dim], 1):
         return source
     return b.op(aten.slice.Tensor, source, dim, start, end, step)
+
+
+def _bounds(bound: Mapping[str, Any], source: fx.Node) -> tuple[int, int, int, int]:
+    """(dim, start, end, step) of a slice, counted from 0."""
+    shape = tuple(source.meta["val"].shape)
+    dim = bound["dim"] % len(shape)
+    cut = slice(bound["start"], bound["end"], bound["step"])
+    return (dim, *cut.indices(shape[dim]))
+
+
+def slice_scatter(b: Builder, call: Call) -> fx.Node | None:
+    """Bounds as in `slice_`; a write over the whole is what was written."""
+    bound, source = call.bind(), call.args[0]
+    dim, start, end, step = _bounds(bound, source)
+    if (start, end, step) == (0, source.meta["val"].shape[dim], 1):
+        return bound["src"]
+    return b.op(aten.slice_scatter.default, source, bound["src"], dim, start, end, step)
+
+
+def copied(b: Builder, call: Call) -> fx.Node | None:
+    """`x.copy_(src)`: src, with the dtype and shape of x."""
+    bound, target = call.bind(), call.args[0]
+    return _filled(b, target, bound["src"])
+
+
+def filled(b: Builder, call: Call) -> fx.Node | None:
+    bound, target = call.bind(), call.args[0]
+    if isinstance(bound["value"], fx.Node):
+        return _filled(b, target, bound["value"])
+    return b.op(aten.full_like.default, target, bound["value"])
+
+
+def _filled(b: Builder, target: fx.Node, value: fx.Node) -> fx.Node:
+    dtype = target.meta["val"].dtype
+    if value.meta["val"].dtype != dtype:
+        value = b.op(aten.to.dtype, value, dtype)
+    return expanded(b, value, target.meta["val"].shape)
 
 
 def dropout(b: Builder, call: Call) -> fx.Node | None:
@@ -153,6 +189,9 @@ REWRITES: dict[Any, Rewrite] = {
     aten.broadcast_to: expand,
     aten.squeeze: reshape,
     aten.slice.Tensor: slice_,
+    aten.slice_scatter: slice_scatter,
+    aten.copy.default: copied,
+    aten.fill: filled,
     aten.index.Tensor: gather_as_view,
     aten.broadcast_tensors: broadcast_tensors,
     aten.dropout: dropout,

@@ -183,6 +183,8 @@ VIEWS = (
     _view("unbind.int", v.unbind),
     _view("select.int", v.select),
     _view("slice.Tensor", v.slice_, v.localise_slice),
+    OpRule("aten.slice_scatter.default", v.scattered, linear=_all_jointly),
+    OpRule("aten.select_scatter.default", v.scattered, linear=_all_jointly),
     OpRule("aten.pad.default", v.pad),
     OpRule("aten.constant_pad_nd.default", v.pad),
     OpRule("aten.cat.default", v.cat, linear=_all_jointly),

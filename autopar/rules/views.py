@@ -212,6 +212,16 @@ def localise_slice(
     return {"start": index * local, "end": (index + 1) * local}
 
 
+def scattered(call: OpCall) -> Notation:
+    """A part written over a whole, as `slice` and `select` cut it; the dim stays whole."""
+    whole, part = call.inputs
+    dim, labels = call.dim(), names(len(whole))
+    term = named_term(whole, labels)
+    along: Term = () if len(part) < len(whole) else (("x",) if part[dim] != 1 else (),)
+    source = (*term[:dim], *along, *term[dim + 1 :])
+    return Notation((term, source), (term,), frozenset({labels[dim], "x"}))
+
+
 def cat(call: OpCall) -> Notation:
     rank = len(call.outputs[0])
     dim = call.dim(rank=rank)

@@ -1,0 +1,98 @@
+"""Writes through views: what their base, and its other views, read afterwards.
+
+    base' = scatter(base, written)    link by link from the written view back to its base
+    view' = view(base')               every other view that is read later, made anew
+
+A link is undone only where the write covers a known part of the base (`SCATTERS`); a view is
+made anew only if it can never be a copy (`VIEWS`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+SCATTERS: dict[object, torch._ops.OpOverload] = {
+    aten.slice.Tensor: aten.slice_scatter.default,
+    aten.select.int: aten.select_scatter.default,
+}
+VIEWS = frozenset(
+    {
+        *SCATTERS,
+        aten.view.default,
+        aten.expand.default,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.permute.default,
+        aten.transpose.int,
+        aten.t.default,
+    }
+)
+
+
+class CannotRebuild(Exception):
+    """`node` is read after the write, and what it reads then is not known."""
+
+    def __init__(self, node: fx.Node) -> None:
+        super().__init__(str(node))
+        self.node = node
+
+
+def rebuilt_after(
+    write: fx.Node, target: fx.Node, read_later: Collection[fx.Node]
+) -> dict[fx.Node, fx.Node]:
+    """Old value -> new one, for the base that `target` is a view of and for `read_later`.
+
+    `write` gives the new value of `target`; new nodes are inserted right after it. Raises
+    `CannotRebuild`, and then has changed nothing.
+    """
+    links = _links(target)
+    base = _source(links[-1]) if links else target
+    for view in links:
+        if view.target not in SCATTERS:
+            raise CannotRebuild(view)
+    for node in read_later:
+        if (_source(above[-1]) if (above := _links(node)) else node) is not base:
+            raise CannotRebuild(node)
+    at = write
+    for view in links:
+        arguments = (_source(view), at, *view.args[1:])
+        at = _insert(write, at, SCATTERS[view.target], arguments, view.kwargs, _source(view))
+    new = {base: at}
+    for node in read_later:
+        for view in reversed(_links(node)):  # outermost first
+            if view not in new:
+                arguments = (new[_source(view)], *view.args[1:])
+                at = _insert(write, at, view.target, arguments, view.kwargs, view)
+                new[view] = at
+    return new
+
+
+def _links(node: fx.Node) -> list[fx.Node]:
+    """The views from `node` back to its base, which is not among them."""
+    links = []
+    while node.op == "call_function" and node.target in VIEWS:
+        links.append(node)
+        node = _source(node)
+    return links
+
+
+def _source(view: fx.Node) -> fx.Node:
+    source = view.args[0]
+    assert isinstance(source, fx.Node)
+    return source
+
+
+def _insert(
+    write: fx.Node, after: fx.Node, target: object, args: object, kwargs: object, like: fx.Node
+) -> fx.Node:
+    """A new node at the source line of `write`, with a value like `like`'s."""
+    with write.graph.inserting_after(after):
+        node = write.graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
+    node.meta = {k: v for k, v in write.meta.items() if isinstance(k, str)}
+    node.meta["val"] = like.meta["val"]
+    return node
