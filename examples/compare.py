@@ -2,11 +2,14 @@
 
     make compare              or: python -m examples.compare [--pairs 15] [--activation gelu_new]
 
-One GPT-2, one mesh (1, 2), the same weights, batches and AdamW, three times: the plan autopar
-chose, the Megatron recipe through autopar (`Manual(tp=2)`), and `examples/megatron_gpt2.py`.
+One GPT-2, one mesh (1, 2), the same weights, batches and AdamW, four times: the plan autopar
+chose, the Megatron recipe through autopar (`Manual(tp=2)`), DTensor's `parallelize_module` on
+the same sharding (`examples/dtensor_gpt2.py`), and `examples/megatron_gpt2.py`, by hand. The
+third says that the last is no slow baseline: its ratio should not be below 1.
 
     losses        float64, every step side by side; they must agree to 1e-10
-    collectives   of one step, as recorded; autopar's must be those its plan foretold
+    collectives   of one step, as recorded; autopar's must be those its plan foretold, and the
+                  recipe's and DTensor's those written by hand
     step time     float32, forward to optimizer, all models alive in the same processes. A step
                   of one and a step of the other form a pair, which goes first alternates, and
                   a barrier precedes each. The time of a step is the slowest rank's. The ratio
@@ -32,15 +35,18 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import autopar
 from autopar.runtime.groups import Recorder
 from autopar.units import format_bytes, format_seconds
+from examples.dtensor_gpt2 import DTensorGPT2
 from examples.megatron_gpt2 import Call, MegatronGPT2, TensorParallel
 from examples.train_gpt2 import LENGTH, batches
 
-AUTO, RECIPE, BY_HAND = "autopar auto", "autopar Megatron recipe", "hand-written Megatron"
+AUTO, RECIPE, DTENSOR = "autopar auto", "autopar Megatron recipe", "DTensor, same sharding"
+BY_HAND = "hand-written Megatron"
 MESH = (1, 2)
 N_RANKS = 2
 N_LOSSES, N_WARM_UP, N_RESAMPLES = 5, 3, 5000
@@ -116,12 +122,30 @@ def with_autopar(
     return Contender(name, step, record, planned)
 
 
+def by_dtensor(size: Size, precision: str) -> Contender:
+    """The same weights under DTensor's `parallelize_module`."""
+    mesh = init_device_mesh("cpu", (N_RANKS,))
+    model = DTensorGPT2(values_of(size, precision), size.n_heads, mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(batch: Batch, calls: Counter[Call] | None = None) -> Tensor:
+        loss = model.forward_backward(calls, **batch)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    def record(batch: Batch) -> tuple[Tensor, Counter[Call]]:
+        calls: Counter[Call] = Counter()
+        return step(batch, calls), calls
+
+    return Contender(DTENSOR, step, record)
+
+
 def by_hand(size: Size, precision: str) -> Contender:
     """The same weights in the hand-written model."""
     assert dist.group.WORLD is not None
     tp = TensorParallel(dist.group.WORLD)
-    whole = size.model().to(torch.float64 if precision == "fp64" else torch.float32)
-    model = MegatronGPT2(whole.state_dict(), size.n_heads, tp)
+    model = MegatronGPT2(values_of(size, precision), size.n_heads, tp)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def step(batch: Batch) -> Tensor:
@@ -138,10 +162,16 @@ def by_hand(size: Size, precision: str) -> Contender:
     return Contender(BY_HAND, step, record)
 
 
+def values_of(size: Size, precision: str) -> dict[str, Tensor]:
+    model = size.model().to(torch.float64 if precision == "fp64" else torch.float32)
+    return model.state_dict()
+
+
 def contenders(size: Size, precision: str, batch: Batch) -> tuple[Contender, ...]:
     return (
         with_autopar(AUTO, size, precision, batch, None),
         with_autopar(RECIPE, size, precision, batch, autopar.Manual(tp=N_RANKS)),
+        by_dtensor(size, precision),
         by_hand(size, precision),
     )
 
@@ -150,7 +180,7 @@ def contenders(size: Size, precision: str, batch: Batch) -> tuple[Contender, ...
 
 
 def agree(size: Size, data: Sequence[Batch]) -> Agreement:
-    """Train all three in float64, a step for every batch."""
+    """Train all of them in float64, a step for every batch."""
     models = contenders(size, "fp64", data[0])
     losses: dict[str, list[float]] = {m.name: [] for m in models}
     calls: dict[str, Counter[Call]] = {}
@@ -165,14 +195,14 @@ def agree(size: Size, data: Sequence[Batch]) -> Agreement:
 def timed_pairs(
     size: Size, batch: Batch, n_pairs: int
 ) -> tuple[dict[str, Counter[Call]], dict[str, list[tuple[float, float]]]]:
-    """Collectives in float32, and per autopar contender the pairs (its time_s, by hand)."""
-    *ours, hand = contenders(size, "model", batch)
-    calls = {m.name: m.record(batch)[1] for m in (*ours, hand)}
-    for model in (*ours, hand) * N_WARM_UP:
+    """Collectives in float32, and of all others the pairs (time_s, by hand)."""
+    *others, hand = contenders(size, "model", batch)
+    calls = {m.name: m.record(batch)[1] for m in (*others, hand)}
+    for model in (*others, hand) * N_WARM_UP:
         model.step(batch)
-    times: dict[str, list[tuple[float, float]]] = {m.name: [] for m in ours}
+    times: dict[str, list[tuple[float, float]]] = {m.name: [] for m in others}
     for index in range(n_pairs):
-        for model in ours:
+        for model in others:
             order = (model, hand) if index % 2 == 0 else (hand, model)
             found = {m.name: step_time_s(m, batch) for m in order}
             times[model.name].append((found[model.name], found[hand.name]))
@@ -253,8 +283,9 @@ def disagreements(found: Agreement) -> list[str]:
     for name, planned in found.planned.items():
         if found.calls[name] != planned:
             wrong.append(f"{name} made {found.calls[name]}, its plan has {planned}")
-    if found.calls[RECIPE] != found.calls[BY_HAND]:
-        wrong.append(f"the recipe's collectives are not the hand-written ones: {found.calls}")
+    for name in (RECIPE, DTENSOR):
+        if found.calls[name] != found.calls[BY_HAND]:
+            wrong.append(f"{name} made {found.calls[name]}, by hand {found.calls[BY_HAND]}")
     return wrong
 
 

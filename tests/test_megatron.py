@@ -1,4 +1,4 @@
-"""autopar's Megatron recipe beside GPT-2 in tensor parallel written by hand.
+"""autopar's Megatron recipe beside GPT-2 in tensor parallel written by hand, and by DTensor.
 
 The same weights and batches on two processes: equal losses in float64, and the same
 collectives, number by number and byte by byte. The hand-written model has autopar's parity
@@ -17,6 +17,7 @@ from autopar.runtime.launch import WorkerPool
 from examples.compare import (
     AUTO,
     BY_HAND,
+    DTENSOR,
     RECIPE,
     Agreement,
     Size,
@@ -68,20 +69,21 @@ def test_parity_with_hand_written_megatron(name: str, workers: Callable[[int], W
         assert disagreements(found) == []
         assert found.losses == ranks[0].losses
         assert len(set(found.losses[BY_HAND])) == N_STEPS
-        assert found.calls[RECIPE] == found.calls[BY_HAND] == megatron_calls(size)
+        for name in (RECIPE, DTENSOR, BY_HAND):
+            assert found.calls[name] == megatron_calls(size)
 
 
 def test_disagreements_are_noticed() -> None:
     calls = megatron_calls(TINY)
-    good = Agreement(
-        {AUTO: [1.0], RECIPE: [1.0], BY_HAND: [1.0]}, {RECIPE: calls, BY_HAND: calls}, {}
-    )
+    names = (AUTO, RECIPE, DTENSOR, BY_HAND)
+    good = Agreement({n: [1.0] for n in names}, dict.fromkeys(names, calls), {})
     assert disagreements(good) == []
     more = calls + Counter([Call("all_gather", "forward", 8)])
     for bad in (
         replace(good, losses=good.losses | {AUTO: [1.0 + 2e-10]}),
         replace(good, losses=good.losses | {BY_HAND: [float("nan")]}),
-        replace(good, calls={RECIPE: more, BY_HAND: calls}),
+        replace(good, calls=good.calls | {RECIPE: more}),
+        replace(good, calls=good.calls | {DTENSOR: more}),
         replace(good, planned={RECIPE: more}),
     ):
         assert len(disagreements(bad)) == 1
