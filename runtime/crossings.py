@@ -33,6 +33,21 @@ class _Route:
     slices: tuple[Slice, ...]
 
 
+@dataclass
+class _Batch:
+    """What one batch of messages brings, in order of its receives; None: taken already."""
+
+    posted: Posted
+    pieces: list[Tensor | None] | None = None
+
+    def take(self, start: int, end: int) -> list[Tensor]:
+        if self.pieces is None:
+            self.pieces = list(self.posted.wait_received())
+        taken = [piece for piece in self.pieces[start:end] if piece is not None]
+        self.pieces[start:end] = [None] * (end - start)
+        return taken
+
+
 class Crossings:
     """Posts the messages of one rank's schedule, and puts what arrives together.
 
@@ -45,7 +60,7 @@ class Crossings:
     ) -> None:
         self.pipeline, self.rank, self.messenger, self.device = pipeline, rank, messenger, device
         self._sent: list[Posted] = []
-        self._waiting: dict[Action, tuple[Posted, int, int]] = {}
+        self._waiting: dict[Action, tuple[_Batch, int, int]] = {}
         self._routes: dict[tuple[int, int], tuple[_Route, ...]] = {}
 
     # -- messages --------------------------------------------------------------------------
@@ -68,7 +83,8 @@ class Crossings:
                 receives += self._wanted(action)
                 ends.append((action, start, len(receives)))
         posted = self.messenger.post(sends, receives)
-        self._waiting |= {action: (posted, start, end) for action, start, end in ends}
+        batch = _Batch(posted)
+        self._waiting |= {action: (batch, start, end) for action, start, end in ends}
         if sends:
             self._sent.append(posted)
         # As if batches followed one another: the schedule was proved right for that.
@@ -77,8 +93,8 @@ class Crossings:
 
     def arrived(self, action: Action) -> dict[str, Tensor]:
         """The local tensors that a receive brings, by value; waits for them."""
-        posted, start, end = self._waiting.pop(action)
-        pieces = iter(posted.wait_received()[start:end])
+        batch, start, end = self._waiting.pop(action)
+        pieces = iter(batch.take(start, end))
         out = {}
         for route in self._of(action):
             local = _end(route.crossing, action)

@@ -39,7 +39,10 @@ class Posted(ABC):
 
     @abstractmethod
     def wait_received(self) -> list[Tensor]:
-        """The received tensors, in order of the batch's receives; blocks until all are there."""
+        """The received tensors, in order of the batch's receives; blocks until all are there.
+
+        They are handed over: the batch, which may wait long for its sends, keeps none.
+        """
 
     @abstractmethod
     def is_sent(self) -> bool:
@@ -126,8 +129,8 @@ class _DistPosted(Posted):
     def wait_received(self) -> list[Tensor]:
         for work in self._received_works:
             work.wait()
-        self._received_works = []
-        return self._received
+        received, self._received, self._received_works = self._received, [], []
+        return received
 
     def is_sent(self) -> bool:
         # gloo's work says so only after it was waited for, and NCCL's at any time.

@@ -82,6 +82,8 @@ class _Batch(Posted):
     def wait_received(self) -> list[Tensor]:
         self._wait(self.receives)
         values = [end.value for end in self.receives]
+        for end in self.receives:
+            end.value = None
         return [value for value in values if value is not None]
 
     def is_sent(self) -> bool:

@@ -41,6 +41,7 @@ def exchange(messenger: Messenger) -> list[Tensor]:
     sent = [*of_dtypes(mine), torch.tensor(float(mine)), torch.empty(3, 0)]
     posted = messenger.post([(x, peer) for x in sent], [incoming(x, peer) for x in sent])
     received = posted.wait_received()
+    assert posted.wait_received() == []
     posted.wait_sent()
     assert posted.is_sent()
     return received
