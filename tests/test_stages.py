@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -58,6 +59,18 @@ def random_stages(seed: int) -> StageProblem:
     )
 
 
+def restricted_stages(seed: int) -> StageProblem:
+    """`random_stages` with a number of stages, or nodes that stages may not straddle, or both."""
+    problem = random_stages(seed)
+    rng = np.random.default_rng(seed + 10**6)
+    kind = int(rng.integers(0, 3))
+    return replace(
+        problem,
+        n_stages=int(rng.integers(1, 5)) if kind != 1 else None,
+        node_devices=int(rng.integers(1, 4)) if kind != 0 else None,
+    )
+
+
 def growing_stages(seed: int, n_layers: int, n_devices: int) -> StageProblem:
     """Work that adds up over layers, shared less than perfectly by 1, 2, 4... devices."""
     rng = np.random.default_rng(seed)
@@ -83,7 +96,14 @@ def assert_legal(problem: StageProblem, plan: StagePlan) -> None:
     stages, n_stages = plan.stages, len(plan.stages)
     assert [s.first for s in stages] == [0, *(s.last + 1 for s in stages[:-1])]
     assert stages[-1].last == problem.n_layers - 1
-    assert sum(problem.config_devices[s.config] for s in stages) == problem.n_devices
+    sizes = [problem.config_devices[s.config] for s in stages]
+    assert sum(sizes) == problem.n_devices
+    assert problem.n_stages in (None, n_stages)
+    if problem.node_devices is not None:
+        for first, size in zip(itertools.accumulate([0, *sizes]), sizes, strict=False):
+            node, at = divmod(first, problem.node_devices)
+            inside = (first + size - 1) // problem.node_devices == node
+            assert inside if size <= problem.node_devices else at == 0
     times = [problem.time_s[s.first, s.last, s.config] for s in stages]
     once = [problem.once_s[s.first, s.last, s.config] for s in stages]
     total = sum(times) + (problem.n_microbatches - 1) * max(times) + max(once)
@@ -96,11 +116,14 @@ def assert_legal(problem: StageProblem, plan: StagePlan) -> None:
         assert size <= plan.peak_bytes
 
 
+@pytest.mark.parametrize("make", [random_stages, restricted_stages])
 @pytest.mark.parametrize("chunk", range(4))
-def test_search_equals_every_plan_counted_out(chunk: int) -> None:
+def test_search_equals_every_plan_counted_out(
+    chunk: int, make: Callable[[int], StageProblem]
+) -> None:
     n_feasible = 0
     for seed in range(chunk * N_CASES // 4, (chunk + 1) * N_CASES // 4):
-        problem = random_stages(seed)
+        problem = make(seed)
         expected = solve_stages_brute_force(problem, N_BEST)
         for n_best in (1, N_BEST):
             found = solve_stages(problem, n_best)
@@ -114,7 +137,7 @@ def test_search_equals_every_plan_counted_out(chunk: int) -> None:
             assert found == expected[:n_best], seed
             assert (found[0].gap, found[0].bound_s) == (0.0, found[0].objective_s)
         n_feasible += not isinstance(expected, Infeasible)
-    assert n_feasible >= N_CASES // 8
+    assert n_feasible >= N_CASES // 16
 
 
 def test_random_cases_cover_what_matters() -> None:
@@ -252,6 +275,8 @@ def test_bad_stage_problems_are_refused() -> None:
         {"n_microbatches": 0},
         {"config_devices": ()},
         {"memory_bytes": math.nan},
+        {"n_stages": 0},
+        {"node_devices": 0},
     ):
         with pytest.raises(ProblemError):
             replace(good, **change)

@@ -8,9 +8,11 @@ With S stages, stage s holding layers first..last under configuration c, B micro
               the stages cover the layers in order, and use exactly n_devices together
 
 (`StageProblem.evaluate`, `StageProblem.stage_bytes`). A configuration is anything that has a
-number of devices: a submesh, how it is viewed, what is recomputed. That the submeshes of a plan
-can be laid out on the machine is the caller's: shares of one node by powers of two and whole
-nodes always can (Zheng et al., "Alpa", OSDI 2022, appendix A).
+number of devices: a submesh, how it is viewed, what is recomputed. Stages hold consecutive
+devices in their order. With `node_devices`, a stage that is smaller than a node lies inside one,
+and a larger one begins with a node; shares of one node by powers of two and whole nodes always
+can be laid out so in some order (Zheng et al., "Alpa", OSDI 2022, appendix A), and only such
+orders are plans.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ class StageProblem:
     `time_s` is one microbatch's, `once_s` what a stage adds to each step whatever the number of
     microbatches, `activation_bytes` one microbatch's while it is in flight; bytes are per device.
     An infinite `time_s` forbids; the other arrays are not read there. `memory_bytes` None: no
-    limit.
+    limit; `n_stages` None: any number; `node_devices` None: stages may begin anywhere.
 
     Raises `ProblemError` for wrong shapes, NaN, negative or infinite numbers, counts below 1.
     """
@@ -78,13 +80,17 @@ class StageProblem:
     n_devices: int
     n_microbatches: int
     memory_bytes: float | None = None
+    n_stages: int | None = None
+    node_devices: int | None = None
 
     def __post_init__(self) -> None:
-        counts = (self.n_devices, self.n_microbatches, *self.config_devices)
+        given = [n for n in (self.n_stages, self.node_devices) if n is not None]
+        counts = (self.n_devices, self.n_microbatches, *self.config_devices, *given)
         if not self.config_devices or min(counts) < 1:
             raise ProblemError(
-                f"devices {self.n_devices}, microbatches {self.n_microbatches} and devices per"
-                f" configuration {self.config_devices} must be at least 1"
+                f"devices {self.n_devices}, microbatches {self.n_microbatches}, devices per"
+                f" configuration {self.config_devices}, stages {self.n_stages} and devices per"
+                f" node {self.node_devices} must be at least 1"
             )
         if self.memory_bytes is not None and not self.memory_bytes >= 0:
             raise ProblemError(f"memory_bytes must be at least 0: {self.memory_bytes}")
@@ -113,6 +119,13 @@ class StageProblem:
     def max_stages(self) -> int:
         """No plan has more stages: each takes a layer, and devices."""
         return min(self.n_layers, self.n_devices // min(self.config_devices))
+
+    def may_begin(self, size: int, n_left: int) -> bool:
+        """May a stage of `size` devices be the next when `n_left` devices are not taken yet?"""
+        if size > n_left or self.node_devices is None:
+            return size <= n_left
+        before = (self.n_devices - n_left) % self.node_devices
+        return before == 0 or before + size <= self.node_devices
 
     def stage_bytes(self, n_after: int) -> FloatArray:
         """What each [first, last, config] needs as a stage that `n_after` stages follow."""
@@ -152,8 +165,9 @@ class StageProblem:
 def too_little_memory(problem: StageProblem, min_bytes: float) -> Infeasible:
     """`min_bytes`: the least device memory with which some plan fits; inf: none ever does."""
     if math.isinf(min_bytes):
+        count = "no stages" if problem.n_stages is None else f"no {problem.n_stages} stages"
         return Infeasible(
-            f"no stages of {sorted(set(problem.config_devices))} devices cover"
+            f"{count} of {sorted(set(problem.config_devices))} devices cover"
             f" {problem.n_layers} layers on exactly {problem.n_devices} devices",
             None,
         )

@@ -5,11 +5,12 @@ how many stages follow it. With level j = 1 for the last stage, layers k..i in a
 configuration c with n_c devices, and d devices left (`cost_to_go`):
 
     f(j, k, d) = min over i >= k, c allowed at level j of  w(k, i, c) + f(j-1, i+1, d - n_c)
-    f(0, L, 0) = 0
+    f(0, L, 0) = 0                 c may begin with d devices left (`StageProblem.may_begin`)
 
 What fits at a level fits at every lower one. Above the last level J where anything changes (at
 most the number of microbatches), levels are one: a stage at J is followed by J or J-1
-(`follow`). Without a memory limit J is 1, and the recurrence is that of the sum alone.
+(`follow`). Without a memory limit J is 1, and the recurrence is that of the sum alone. When the
+number of stages is given, J is that number, no level follows itself, and plans begin at J.
 
 `first_plans` walks the table from the front, best first: f is the exact cost of the rest, so
 plans leave the heap by (sum of w, stages in lexicographic order), and each costs one walk.
@@ -18,8 +19,8 @@ plans leave the heap by (sum of w, stages in lexicographic order), and each cost
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -33,39 +34,65 @@ Stages = tuple[StageChoice, ...]
 class Levels:
     """Which [first, last, config] may be a stage at each level: [level - 1, first, last, config].
 
-    The last level stands for all above it.
+    The last level stands for all above it; if `exact`, plans have as many stages as levels.
+    `fits[size][d]`: may a stage of `size` devices begin when d devices are left?
     """
 
     allowed: BoolArray
     config_devices: tuple[int, ...]
     n_devices: int
+    exact: bool
+    fits: Mapping[int, BoolArray]
 
     @staticmethod
     def of(problem: StageProblem, possible: BoolArray) -> Levels:
         """The levels of a problem of which only the `possible` stages matter."""
-        fits = [possible]
+        fits = [possible] * (problem.n_stages or 1)
         if problem.memory_bytes is not None:
-            n_levels = max(1, min(problem.max_stages, problem.n_microbatches))
-            sizes = (problem.stage_bytes(n_after) for n_after in range(n_levels))
+            sizes = (problem.stage_bytes(n_after) for n_after in range(_n_levels(problem)))
             fits = [possible & (size <= problem.limit_bytes) for size in sizes]
-        while len(fits) > 1 and np.array_equal(fits[-1], fits[-2]):
+        while problem.n_stages is None and len(fits) > 1 and np.array_equal(fits[-1], fits[-2]):
             fits.pop()
-        return Levels(np.array(fits), problem.config_devices, problem.n_devices)
+        return Levels._made(problem, np.array(fits))
 
     @staticmethod
     def unlimited(problem: StageProblem) -> tuple[Levels, FloatArray]:
         """All levels as if everything fitted, and the bytes at each: [level - 1, ...]."""
-        n_levels = max(1, min(problem.max_stages, problem.n_microbatches))
-        allowed = np.repeat(problem.possible()[None], n_levels, axis=0)
-        sizes = np.array([problem.stage_bytes(n) for n in range(n_levels)])
-        return Levels(allowed, problem.config_devices, problem.n_devices), sizes
+        allowed = np.repeat(problem.possible()[None], _n_levels(problem), axis=0)
+        sizes = np.array([problem.stage_bytes(n) for n in range(len(allowed))])
+        return Levels._made(problem, allowed), sizes
+
+    @staticmethod
+    def _made(problem: StageProblem, allowed: BoolArray) -> Levels:
+        fits = {
+            size: np.array([problem.may_begin(size, d) for d in range(problem.n_devices + 1)])
+            for size in set(problem.config_devices)
+        }
+        exact = problem.n_stages is not None
+        return Levels(allowed, problem.config_devices, problem.n_devices, exact, fits)
 
     @property
     def n_levels(self) -> int:
         return len(self.allowed)
 
     def within(self, allowed: BoolArray) -> Levels:
-        return Levels(self.allowed & allowed, self.config_devices, self.n_devices)
+        return replace(self, allowed=self.allowed & allowed)
+
+    @property
+    def first_levels(self) -> range:
+        """The levels that a plan may begin at."""
+        return range(self.n_levels if self.exact else 1, self.n_levels + 1)
+
+    def after(self, level: int) -> tuple[int, ...]:
+        """The levels that a stage at `level` may be followed by."""
+        ends_itself = level == self.n_levels and not self.exact
+        return (level - 1, level) if ends_itself else (level - 1,)
+
+
+def _n_levels(problem: StageProblem) -> int:
+    if problem.n_stages is not None:
+        return problem.n_stages
+    return max(1, min(problem.max_stages, problem.n_microbatches))
 
 
 def cost_to_go(levels: Levels, cost: FloatArray, combine: np.ufunc = np.add) -> FloatArray:
@@ -90,10 +117,12 @@ def cost_to_go(levels: Levels, cost: FloatArray, combine: np.ufunc = np.add) -> 
             stop = int(ends[-1]) + 1
             rest = follow[:top, k + 1 : stop + 1, : n_devices + 1 - size]
             sums = combine(least[:top, k, k:stop, None], rest).min(axis=1)
+            sums[:, ~levels.fits[size][size:]] = np.inf
             here = out[1 : top + 1, k, size:]
             np.minimum(here, sums, out=here)
         follow[:, k] = out[:-1, k]
-        np.minimum(follow[-1, k], out[-1, k], out=follow[-1, k])
+        if not levels.exact:
+            np.minimum(follow[-1, k], out[-1, k], out=follow[-1, k])
     return out
 
 
@@ -108,9 +137,9 @@ def _least_by_size(levels: Levels, cost: FloatArray) -> list[tuple[int, FloatArr
     return out
 
 
-def least_total(table: FloatArray) -> float:
-    """The optimum of a table made by `cost_to_go`, over all numbers of stages."""
-    return float(table[1:, 0, -1].min())
+def least_total(levels: Levels, table: FloatArray) -> float:
+    """The optimum of a table made by `cost_to_go`, over all numbers of stages allowed."""
+    return float(table[levels.first_levels, 0, -1].min())
 
 
 def first_plans(levels: Levels, cost: FloatArray, table: FloatArray, n_best: int) -> list[Stages]:
@@ -118,9 +147,9 @@ def first_plans(levels: Levels, cost: FloatArray, table: FloatArray, n_best: int
 
     `table` is `cost_to_go(levels, cost)`; sums of `cost` must be exact, as of whole numbers.
     """
-    n_levels, n_layers = levels.allowed.shape[:2]
+    n_layers = levels.allowed.shape[1]
     heap: list[tuple[float, Stages, int, int, int, float]] = []
-    for level in range(1, n_levels + 1):
+    for level in levels.first_levels:
         total = float(table[level, 0, levels.n_devices])
         if np.isfinite(total):
             heapq.heappush(heap, (total, (), level, 0, levels.n_devices, 0.0))
@@ -131,8 +160,8 @@ def first_plans(levels: Levels, cost: FloatArray, table: FloatArray, n_best: int
             plans.append(stages)
             continue
         paid = spent + np.where(levels.allowed[level - 1, k, k:], cost[k, k:], np.inf)
-        for after in {level - 1, level} if level == n_levels else {level - 1}:
-            totals = paid + _rest(table[after, k + 1 :], levels.config_devices, devices)
+        for after in levels.after(level):
+            totals = paid + _rest(table[after, k + 1 :], levels, devices)
             flat = totals.ravel()
             # Whatever comes later is preceded by n_best plans from here alone.
             for at in np.argsort(flat, kind="stable")[:n_best]:
@@ -146,7 +175,8 @@ def first_plans(levels: Levels, cost: FloatArray, table: FloatArray, n_best: int
     return plans
 
 
-def _rest(after: FloatArray, config_devices: Sequence[int], devices: int) -> FloatArray:
+def _rest(after: FloatArray, levels: Levels, devices: int) -> FloatArray:
     """[last layer, config]: the cost of what follows when each configuration took its devices."""
-    left = devices - np.array(config_devices)
-    return np.where(left >= 0, after[:, np.maximum(left, 0)], np.inf)
+    left = devices - np.array(levels.config_devices)
+    fits = np.array([levels.fits[size][devices] for size in levels.config_devices])
+    return np.where(fits, after[:, np.maximum(left, 0)], np.inf)

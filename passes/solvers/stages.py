@@ -93,7 +93,7 @@ def solve_stages(
 def least_memory_bytes(problem: StageProblem) -> float:
     """The least memory per device with which some plan fits; infinite: none ever does."""
     levels, sizes = Levels.unlimited(problem)
-    return least_total(cost_to_go(levels, sizes, np.maximum))
+    return least_total(levels, cost_to_go(levels, sizes, np.maximum))
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,6 +32,8 @@ def solve_stages_brute_force(
                 f"more than {MAX_PLANS} plans are too many to count out",
                 hint="use autopar.passes.solvers.stages.solve_stages",
             )
+        if problem.n_stages not in (None, len(stages)):
+            continue
         after = zip(reversed(stages), bytes_before, strict=False)
         most_bytes = max(float(sizes[stage]) for stage, sizes in after)
         min_bytes = min(min_bytes, most_bytes)
@@ -52,6 +54,7 @@ def _covers(problem: StageProblem, first: int, n_devices: int) -> Iterator[tuple
         return
     for last in range(first, problem.n_layers):
         for config, size in enumerate(problem.config_devices):
-            if size <= n_devices and math.isfinite(problem.time_s[first, last, config]):
+            may_begin = problem.may_begin(size, n_devices)
+            if may_begin and math.isfinite(problem.time_s[first, last, config]):
                 for rest in _covers(problem, last + 1, n_devices - size):
                     yield (StageChoice(first, last, config), *rest)
