@@ -1,0 +1,218 @@
+"""Repeated blocks of a program, and the same program with few of them.
+
+Operators i and i + p are *alike* when they are the same operator with the same arguments and
+tensor types, and read alike: what one reads of operator k, the other reads of k + p, or both
+read the same value. A *run* is a range of operators alike at one distance p, its period: blocks
+that differ in names only (`find_runs`; several runs if there are several stacks of layers).
+
+Folding keeps the first `KEPT` blocks of every run and lets what follows the run read the last
+of them in place of the run's last block (`fold`). Placements of the folded program stand for
+placements of the whole: each dropped block takes those of the last kept one
+(`Folded.stands_for`). That is legal where the kept block hands on its values placed as it got
+them, which the optimum of long runs does; costs read off so are estimates at the seams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch.fx
+from numpy.typing import NDArray
+
+from autopar.factors import Operator
+from autopar.passes.intra_op import Analysis
+
+# The second block reads its like; the first may read something that only looks like it.
+KEPT = 2
+_MIN_BLOCKS = KEPT + 1
+
+
+@dataclass(frozen=True)
+class Run:
+    """`count` blocks of `period` operators each, from operator `start` on."""
+
+    start: int
+    period: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.period * self.count
+
+    @property
+    def n_dropped(self) -> int:
+        return self.period * (self.count - KEPT)
+
+    @property
+    def dropped(self) -> range:
+        return range(self.end - self.n_dropped, self.end)
+
+    def kept_like(self, i: int) -> int:
+        """The kept operator that operator i of a dropped block is like."""
+        return self.start + self.period * (KEPT - 1) + (i - self.start) % self.period
+
+    def read_instead(self, i: int) -> int:
+        """What operators after the run read in place of operator i of a dropped block."""
+        moved = i - self.n_dropped
+        return moved if moved >= self.start else self.kept_like(i)
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A program with few blocks of each run.
+
+    `kept[f]` is the operator of the whole that operator f of the folded program is;
+    `stands_for[i]` the folded operator that stands for operator i of the whole.
+    """
+
+    analysis: Analysis
+    runs: tuple[Run, ...]
+    kept: tuple[int, ...]
+    stands_for: tuple[int, ...]
+
+    def block_of(self, f: int) -> tuple[int, int] | None:
+        """(run, block) of folded operator f; None outside all runs."""
+        i = self.kept[f]
+        for r, run in enumerate(self.runs):
+            if run.start <= i < run.end:
+                return r, (i - run.start) // run.period
+        return None
+
+
+def find_runs(analysis: Analysis) -> tuple[Run, ...]:
+    """The runs that save most operators, greedily, in order."""
+    return tuple(sorted(_Finder(analysis).within(0, len(analysis.operators)), key=_start))
+
+
+def fold(analysis: Analysis, runs: Sequence[Run]) -> Folded:
+    """The program without all but `KEPT` blocks of each run."""
+    operators, dropped = analysis.operators, {i: run for run in runs for i in run.dropped}
+    kept = tuple(i for i in range(len(operators)) if i not in dropped)
+    place = {i: f for f, i in enumerate(kept)}
+    instead: dict[str, str] = {}
+    for i, run in dropped.items():
+        like = operators[run.read_instead(i)]
+        instead |= dict(zip(operators[i].outputs, like.outputs, strict=True))
+    remaining = tuple(
+        replace(operators[i], inputs=tuple(instead.get(n, n) for n in operators[i].inputs))
+        for i in kept
+    )
+    read = {name for operator in remaining for name in operator.inputs}
+    read_before = {name for operator in operators for name in operator.inputs}
+    program = analysis.program
+    smaller = replace(
+        program,
+        # What nobody ever reads is stored all the same.
+        parameters={
+            n: p for n, p in program.parameters.items() if n in read or n not in read_before
+        },
+        loss=instead.get(program.loss, program.loss) if program.loss else None,
+        outputs=tuple(instead.get(n, n) for n in program.outputs),
+        _by_name={},
+    )
+    folded = replace(analysis, program=smaller, operators=remaining, _placed={}, whole=None)
+    stands_for = tuple(
+        place[dropped[i].kept_like(i) if i in dropped else i] for i in range(len(operators))
+    )
+    return Folded(folded, tuple(runs), kept, stands_for)
+
+
+def _start(run: Run) -> int:
+    return run.start
+
+
+class _Finder:
+    """`sources[i]`: per input of operator i, the operator and result it is, or its name."""
+
+    def __init__(self, analysis: Analysis) -> None:
+        program = analysis.program
+        self.parameters = frozenset(program.parameters)
+        self.constants = frozenset(program.constants)
+        made: dict[str, tuple[int, int]] = {}
+        self.sources: list[tuple[tuple[int, int] | str, ...]] = []
+        numbers: dict[Any, int] = {}
+        codes = []
+        for i, operator in enumerate(analysis.operators):
+            self.sources.append(tuple(made.get(n, n) for n in operator.inputs))
+            made |= {name: (i, k) for k, name in enumerate(operator.outputs)}
+            code = _signature(operator, analysis)
+            codes.append(numbers.setdefault(code, len(numbers)))
+        self.codes: NDArray[np.int64] = np.array(codes, dtype=np.int64)
+
+    def within(self, low: int, high: int) -> Iterator[Run]:
+        """The best run among operators low..high-1, then the best on either side of it."""
+        best = self._best(low, high)
+        if best is not None:
+            yield from self.within(low, best.start)
+            yield best
+            yield from self.within(best.end, high)
+
+    def _best(self, low: int, high: int) -> Run | None:
+        found: list[tuple[int, int, int, int]] = []
+        for period in range(1, (high - low) // _MIN_BLOCKS + 1):
+            same = self.codes[low : high - period] == self.codes[low + period : high]
+            for first, end in _stretches(same):
+                # end - first operators are like those one period later.
+                saved = end - first - period * (KEPT - 1)
+                if saved >= period:
+                    found.append((-saved, period, low + first, low + end))
+        best: Run | None = None
+        for saved, period, first, end in sorted(found):
+            if best is not None and -saved <= best.n_dropped:
+                break
+            wired = np.array([self._alike(i, period) for i in range(first, end)])
+            for a, b in _stretches(wired):
+                run = Run(first + a, period, (b - a) // period + 1)
+                better = best is None or run.n_dropped > best.n_dropped
+                if run.count >= _MIN_BLOCKS and better:
+                    best = run
+        return best
+
+    def _alike(self, i: int, period: int) -> bool:
+        """Do operators i and i + period read alike?"""
+        return all(
+            self._same_source(a, b, period)
+            for a, b in zip(self.sources[i], self.sources[i + period], strict=True)
+        )
+
+    def _same_source(self, a: tuple[int, int] | str, b: tuple[int, int] | str, period: int) -> bool:
+        if isinstance(a, str) or isinstance(b, str):
+            return a == b or any(a in kind and b in kind for kind in self._own)
+        return a == b or (a[0] + period, a[1]) == b
+
+    @property
+    def _own(self) -> tuple[frozenset[str], ...]:
+        """Kinds of placeholders that each block may have its own of."""
+        return self.parameters, self.constants
+
+
+def _stretches(marks: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """The maximal ranges of true marks."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], marks, [False])).astype(np.int8)))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
+def _signature(operator: Operator, analysis: Analysis) -> tuple[Any, ...]:
+    """All that decides an operator's placements and costs but its wiring."""
+    names = (*operator.inputs, *operator.outputs)
+    return (
+        str(operator.call.op),
+        _without_names(dict(operator.call.args)),
+        tuple(analysis.types.tensors[n] for n in names),
+        tuple(analysis.batch.cells.get(n) for n in names),
+        repr(analysis.saved.get(operator.name)),
+    )
+
+
+def _without_names(value: Any) -> Any:
+    """An argument with tensors left out; hashable."""
+    if isinstance(value, (torch.fx.Node, torch.Tensor)):
+        return "tensor"
+    if isinstance(value, Mapping):
+        return tuple((key, _without_names(v)) for key, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return tuple(_without_names(v) for v in value)
+    return repr(value)
