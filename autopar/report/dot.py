@@ -21,6 +21,7 @@ import graphviz
 
 from autopar.collective import step_calls, summarise
 from autopar.moves import COLLECTIVES
+from autopar.pipeline import Pipeline
 from autopar.report.folding import Section, fold, is_collective
 from autopar.report.picture import VIEWS, Edge, Node, ParameterUsed, operator_name, picture
 from autopar.report.tables import traffic_rows
@@ -47,7 +48,7 @@ _TRAFFIC, _LOCAL, _PLAIN, _FRAME = "#b3261e", "#8a6d3b", "#555555", "#9aa5b1"
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
 
 
-def dot(model: str, programs: Sequence[StageProgram]) -> str:
+def dot(model: str, pipeline: Pipeline) -> str:
     """The stages of a plan as DOT text; ends in a newline."""
     graph = graphviz.Digraph(
         "plan",
@@ -59,6 +60,7 @@ def dot(model: str, programs: Sequence[StageProgram]) -> str:
         node_attr={"shape": "plain", "fontname": "Helvetica", "fontsize": "11"},
         edge_attr={"color": _PLAIN, "arrowsize": "0.7"},
     )  # fmt: skip
+    programs = pipeline.stages
     for stage, program in enumerate(programs):
         with graph.subgraph(name=f"cluster_stage_{stage}") as cluster:
             cluster.attr(label=_stage_title(program, stage, len(programs)), **_frame("#fbfbfb"))

@@ -1,4 +1,4 @@
-"""A plan in words: what is sharded, what it communicates, what it cost and what it beat."""
+"""A plan in words: stages, what is sharded, what it communicates, what it cost and what it beat."""
 
 from __future__ import annotations
 
@@ -6,70 +6,128 @@ from collections.abc import Sequence
 
 from autopar.collective import Collective
 from autopar.errors import OptionError
+from autopar.pipeline import Pipeline
 from autopar.plan_data import PlanData
 from autopar.predicted import Predicted
-from autopar.report.tables import headline, idle_warning, parameter_rows, traffic_rows
+from autopar.report.stages import (
+    ParameterTable,
+    crossing_rows,
+    ideal_bubble,
+    parameter_tables,
+    stage_rows,
+    tie_text,
+)
+from autopar.report.tables import (
+    alternative_rows,
+    headline,
+    idle_warnings,
+    traffic_rows,
+)
 from autopar.stage_program import CallLine, GatherLine, MoveLine, StageProgram, StoredParameter
 from autopar.units import format_bytes, format_count, format_seconds
 
 
 def explain(
     data: PlanData,
-    program: StageProgram,
+    pipeline: Pipeline,
     predicted: Predicted,
     collectives: Sequence[Collective],
     name: str | None = None,
 ) -> str:
-    """The whole plan, or one parameter or operator.
+    """The whole plan, or one parameter, operator or module.
 
     Raises `OptionError` for a name the plan does not have.
     """
     if name is not None:
-        return _explain_one(data, program, name)
+        return _explain_one(data, pipeline, name)
+    several = pipeline.n_stages > 1
     parts = [
         _header(data),
-        _parameters(program),
-        _communication(collectives),
-        _prediction(predicted),
+        _stages(pipeline, predicted) if several else "",
+        *(
+            (f"{table.title}\n" if several else "") + _parameters(table)
+            for table in parameter_tables(pipeline)
+        ),
+        _crossings(pipeline),
+        "\n".join(tie_text(tie) for tie in pipeline.ties),
+        _communication(collectives, several),
+        _prediction(predicted, pipeline),
         _alternatives(data),
     ]
     return "\n\n".join(part for part in parts if part)
 
 
 def _header(data: PlanData) -> str:
-    idle = idle_warning(data)
-    return headline(data) + (f"\n  {idle}" if idle else "")
+    return "\n  ".join([headline(data), *idle_warnings(data)])
 
 
-def _parameters(program: StageProgram) -> str:
-    rows = parameter_rows(program)
-    width = max((len(row.pattern) for row in rows), default=9)
-    axes = " ".join(program.axis_names)
+def _stages(pipeline: Pipeline, predicted: Predicted) -> str:
+    rows = stage_rows(pipeline)
+    ranks, axes = (max(len(text) for text in column) for column in (
+        ["ranks", *(r.ranks for r in rows)], ["mesh", *(r.axes for r in rows)]))  # fmt: skip
+    lines = [f"stage  {'ranks':{ranks}}  {'mesh':{axes}}  {'peak':>10}  modules"]
+    lines += [
+        f"{r.stage:5}  {r.ranks:{ranks}}  {r.axes:{axes}}  {format_bytes(peak_bytes):>10}  "
+        f"{r.modules}"
+        for r, peak_bytes in zip(rows, predicted.peak_bytes_per_stage, strict=True)
+    ]
+    return "\n".join(lines)
+
+
+def _parameters(table: ParameterTable) -> str:
+    if not table.rows:
+        return "no parameters"
+    width = max(len(row.pattern) for row in table.rows)
+    axes = " ".join(table.axis_names)
     lines = [f"{'parameter':{width}}  count  {'stored':16} {'used':16} shape   (on {axes})"]
     lines += [
-        f"{r.pattern:{width}}  {r.count:5}  {r.stored:16} {r.used:16} {r.shape}" for r in rows
+        f"{r.pattern:{width}}  {r.count:5}  {r.stored:16} {r.used:16} {r.shape}" for r in table.rows
     ]
     return "\n".join(lines)
 
 
-def _communication(collectives: Sequence[Collective]) -> str:
+def _crossings(pipeline: Pipeline) -> str:
+    rows = crossing_rows(pipeline)
+    if not rows:
+        return ""
+    width = max(len(row.value) for row in rows)
+    tensor = max(len(row.tensor) for row in rows)
+    lines = [
+        f"{'crosses':{width}}  stages  {'microbatch':{tensor}}  {'forward':>10}  {'backward':>10}  "
+        "sent -> received"
+    ]
+    for r in rows:
+        backward = "-" if r.backward_bytes is None else format_bytes(r.backward_bytes)
+        lines.append(
+            f"{r.value:{width}}  {r.stages}  {r.tensor:{tensor}}  "
+            f"{format_bytes(r.forward_bytes):>10}  {backward:>10}  {r.sent} -> {r.received}"
+        )
+    return "\n".join(lines)
+
+
+def _communication(collectives: Sequence[Collective], several_stages: bool) -> str:
     if not collectives:
         return "no communication"
-    lines = [f"{'phase':13} {'collective':15} {'axis':8} {'calls':>6}  bytes per step and rank"]
+    heads = f"{'phase':13} {'collective':15} {'axis':8} {'calls':>6}  bytes per step and rank"
+    lines = [("stage  " if several_stages else "") + heads]
     lines += [
-        f"{r.phase:13} {r.kind:15} {r.axis:8} {r.calls:6}  {format_bytes(r.size_bytes)}"
-        for r in traffic_rows(collectives)
+        (f"{r.stage:5}  " if several_stages else "")
+        + f"{r.phase:13} {r.kind:15} {r.axis:8} {r.calls:6}  {format_bytes(r.size_bytes)}"
+        for r in sorted(traffic_rows(collectives), key=lambda row: row.stage)
     ]
     return "\n".join(lines)
 
 
-def _prediction(predicted: Predicted) -> str:
+def _prediction(predicted: Predicted, pipeline: Pipeline) -> str:
     words = [
         f"predicted: step {format_seconds(predicted.step_time_s)} "
         f"(compute {format_seconds(predicted.compute_time_s)}, "
         f"communication {format_seconds(predicted.comm_time_s)})",
         f"peak {format_bytes(predicted.peak_bytes)} per rank",
     ]
+    if pipeline.n_stages > 1:
+        ideal = f"{ideal_bubble(pipeline):.1%}"
+        words.append(f"bubble {predicted.bubble:.1%} (equal stages, free messages: {ideal})")
     if predicted.tokens_per_s:
         words.append(f"{format_count(predicted.tokens_per_s)} tokens/s")
     if predicted.mfu:
@@ -80,42 +138,64 @@ def _prediction(predicted: Predicted) -> str:
 def _alternatives(data: PlanData) -> str:
     if len(data.alternatives) < 2:
         return ""
-    width = max(len(a.name) for a in data.alternatives)
+    shown, others = alternative_rows(data)
+    width = max(len(a.name) for a in shown)
     lines = ["considered"]
-    for a in data.alternatives:
+    for a in shown:
         mark = "->" if a.name == data.chosen else "  "
         time = "-" if a.step_time_s is None else format_seconds(a.step_time_s)
         lines.append(f" {mark} {a.name:{width}}  {time:>9}  {a.note}".rstrip())
-    return "\n".join(lines)
+    return "\n".join([*lines, f"    {others}"] if others else lines)
 
 
-def _explain_one(data: PlanData, program: StageProgram, name: str) -> str:
-    for parameter in program.parameters:
-        if name in (parameter.name, *parameter.aliases):
-            return _explain_parameter(parameter, program)
-    lines = [
-        line for line in program.body
-        if isinstance(line, CallLine) and (line.key == name or line.key.startswith(f"{name}/"))
-    ]  # fmt: skip
-    if not lines:
+def _explain_one(data: PlanData, pipeline: Pipeline, name: str) -> str:
+    found = [
+        text
+        for stage, program in enumerate(pipeline.stages)
+        for text in _found_on(data, program, name, _where(pipeline, stage))
+    ]
+    if not found:
         raise OptionError(
             f"the plan has no parameter, operator or module {name!r}",
             hint="names are those of model.named_parameters() and the keys in the plan file",
         )
-    out = []
-    for line in lines:
-        total_s = line.forward_s + line.backward_s
-        out.append(f"{line.key}  ({line.where})")
-        out.append(f"  {data.operators[line.key]}")
-        out.append(f"  {format_seconds(total_s)} forward and backward per microbatch")
-    return "\n".join(out)
+    ties = [
+        tie_text(tie)
+        for tie in pipeline.ties
+        if any(
+            name in (p.name, *p.aliases)
+            for stage, held in tie.places
+            for p in [pipeline.parameter(stage, held)]
+        )
+    ]
+    return "\n".join([*found, *ties])
 
 
-def _explain_parameter(parameter: StoredParameter, program: StageProgram) -> str:
+def _where(pipeline: Pipeline, stage: int) -> str:
+    return f"stage {stage}, " if pipeline.n_stages > 1 else ""
+
+
+def _found_on(data: PlanData, program: StageProgram, name: str, where: str) -> list[str]:
+    """What one stage has under `name`: a parameter, or operators."""
+    out = [
+        _explain_parameter(parameter, program, where)
+        for parameter in program.parameters
+        if name in (parameter.name, *parameter.aliases)
+    ]
+    for line in program.body if not out else ():
+        if isinstance(line, CallLine) and (line.key == name or line.key.startswith(f"{name}/")):
+            total_s = line.forward_s + line.backward_s
+            out.append(f"{line.key}  ({where}{line.where})")
+            out.append(f"  {data.operators[line.key]}")
+            out.append(f"  {format_seconds(total_s)} forward and backward per microbatch")
+    return out
+
+
+def _explain_parameter(parameter: StoredParameter, program: StageProgram, where: str) -> str:
     stored = parameter.stored
     out = [
-        f"{parameter.name} {list(parameter.shape)}: stored {stored.spec} as {list(stored.shape)} "
-        f"on ({', '.join(program.axis_names)})",
+        f"{parameter.name} {list(parameter.shape)}: {where}stored {stored.spec} as "
+        f"{list(stored.shape)} on ({', '.join(program.axis_names)})",
     ]
     for use in parameter.uses:
         out.append(f"  used {use.local.spec}" + _conversion(use.moves))

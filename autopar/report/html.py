@@ -12,11 +12,24 @@ from pathlib import Path
 
 from autopar.collective import Collective
 from autopar.errors import OptionError
+from autopar.pipeline import Pipeline
 from autopar.plan_data import PlanData
 from autopar.predicted import Predicted
 from autopar.report.dot import INSTALL_HINT, dot, escaped, render_svg
-from autopar.report.tables import headline, idle_warning, parameter_rows, traffic_rows
-from autopar.stage_program import StageProgram
+from autopar.report.stages import (
+    crossing_rows,
+    grid,
+    ideal_bubble,
+    parameter_tables,
+    stage_rows,
+    tie_text,
+)
+from autopar.report.tables import (
+    alternative_rows,
+    headline,
+    idle_warnings,
+    traffic_rows,
+)
 from autopar.units import format_bytes, format_count, format_seconds
 
 _STYLE = """
@@ -45,7 +58,7 @@ class ReportFiles:
 def write_report(
     path: str | Path,
     data: PlanData,
-    programs: Sequence[StageProgram],
+    pipeline: Pipeline,
     predicted: Predicted,
     collectives: Sequence[Collective],
 ) -> ReportFiles:
@@ -57,9 +70,9 @@ def write_report(
     dot_path = target.with_suffix(".dot")
     if dot_path == target:
         raise OptionError(f"{target} is the page's own graph", hint="name the page plan.html")
-    source = dot(data.model, programs)
+    source = dot(data.model, pipeline)
     svg = render_svg(source)
-    text = page(data, programs, predicted, collectives, svg, dot_path.name)
+    text = page(data, pipeline, predicted, collectives, svg, dot_path.name)
     try:
         target.write_text(text, encoding="utf-8")
         dot_path.write_text(source, encoding="utf-8")
@@ -70,7 +83,7 @@ def write_report(
 
 def page(
     data: PlanData,
-    programs: Sequence[StageProgram],
+    pipeline: Pipeline,
     predicted: Predicted,
     collectives: Sequence[Collective],
     svg: str | None,
@@ -79,13 +92,14 @@ def page(
     """The page; without an `svg` it says how to get one from the file `dot_name`."""
     parts = [
         f"<h1>{escaped(headline(data))}</h1>",
-        *(f'<p class="note">{escaped(text)}</p>' for text in [idle_warning(data)] if text),
+        *(f'<p class="note">{escaped(text)}</p>' for text in idle_warnings(data)),
         f"<p>{escaped(_setting(data))}</p>",
-        "<h2>Predicted</h2>", _prediction(predicted),
+        "<h2>Predicted</h2>", _prediction(predicted, pipeline),
         "<h2>Alternatives considered</h2>", _alternatives(data),
         "<h2>Picture</h2>", _picture(svg, dot_name),
-        "<h2>Parameters</h2>", *(_parameters(program) for program in programs),
-        "<h2>Communication</h2>", _communication(collectives),
+        *(_stages(pipeline, predicted) if pipeline.n_stages > 1 else ()),
+        "<h2>Parameters</h2>", *_parameters(pipeline),
+        "<h2>Communication</h2>", _communication(collectives, pipeline.n_stages > 1),
     ]  # fmt: skip
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
@@ -109,7 +123,51 @@ def _picture(svg: str | None, dot_name: str) -> str:
     return f'<div class="picture">\n{svg}</div>'
 
 
-def _prediction(predicted: Predicted) -> str:
+def _stages(pipeline: Pipeline, predicted: Predicted) -> list[str]:
+    """What there is to say of several stages: each of them, what crosses, when they work."""
+    stages = [
+        (str(r.stage), r.ranks, r.axes, format_bytes(peak_bytes), r.modules)
+        for r, peak_bytes in zip(stage_rows(pipeline), predicted.peak_bytes_per_stage, strict=True)
+    ]
+    crossings = [
+        (
+            r.value, r.stages, r.tensor, format_bytes(r.forward_bytes),
+            "–" if r.backward_bytes is None else format_bytes(r.backward_bytes),
+            r.sent, r.received,
+        )
+        for r in crossing_rows(pipeline)
+    ]  # fmt: skip
+    return [
+        "<h2>Stages</h2>",
+        _table(
+            "peak: bytes of tensors on one rank",
+            ("#stage", "ranks", "mesh", "#peak", "modules"), stages,
+        ),
+        "<h2>Between stages</h2>",
+        _table(
+            "one microbatch, all ranks together",
+            ("value", "stages", "tensor", "#forward", "#backward", "sent", "received"), crossings,
+        ),
+        *(f"<p>{escaped(tie_text(tie))}</p>" for tie in pipeline.ties),
+        "<h2>Schedule</h2>", _schedule(pipeline),
+    ]  # fmt: skip
+
+
+def _schedule(pipeline: Pipeline) -> str:
+    """The grid, where there is no timeline."""
+    clocks = grid(pipeline)
+    rows = [
+        (f"stage {stage}", *("" if action is None else str(action) for action in actions))
+        for stage, actions in enumerate(clocks.rows)
+    ]
+    return _table(
+        f"as if all actions took the same time: clock 1 to {len(rows[0]) - 1} of "
+        f"{clocks.n_clocks}; F forward, B backward of a microbatch",
+        ("", *(str(clock + 1) for clock in range(len(rows[0]) - 1))), rows,
+    )  # fmt: skip
+
+
+def _prediction(predicted: Predicted, pipeline: Pipeline) -> str:
     rows = [
         ("step time", format_seconds(predicted.step_time_s)),
         ("compute", format_seconds(predicted.compute_time_s)),
@@ -117,6 +175,7 @@ def _prediction(predicted: Predicted) -> str:
         ("communication not hidden", format_seconds(predicted.exposed_comm_s)),
         ("optimizer", format_seconds(predicted.optimizer_time_s)),
         ("pipeline bubble", f"{predicted.bubble:.1%}"),
+        ("bubble of equal stages with free messages", f"{ideal_bubble(pipeline):.1%}"),
         ("peak memory per rank", format_bytes(predicted.peak_bytes)),
         ("model FLOPs utilisation", f"{predicted.mfu:.1%}"),
     ]
@@ -127,38 +186,48 @@ def _prediction(predicted: Predicted) -> str:
     return _table("per training step, optimizer included", ("", "#value"), rows)
 
 
-def _parameters(program: StageProgram) -> str:
-    rows = [
-        (row.pattern, str(row.count), row.shape, row.stored, row.used)
-        for row in parameter_rows(program)
-    ]
-    caption = f"placements on {', '.join(program.axis_names)}; * stands for a number"
-    return _table(caption, ("parameter", "#count", "shape", "stored", "used"), rows)
+def _parameters(pipeline: Pipeline) -> list[str]:
+    """A table per stage, or per several alike."""
+    tables = []
+    for table in parameter_tables(pipeline):
+        rows = [(r.pattern, str(r.count), r.shape, r.stored, r.used) for r in table.rows]
+        caption = f"placements on {', '.join(table.axis_names)}; * stands for a number"
+        if pipeline.n_stages > 1:
+            caption = f"{table.title}: {caption}"
+        tables.append(_table(caption, ("parameter", "#count", "shape", "stored", "used"), rows))
+    return tables
 
 
-def _communication(collectives: Sequence[Collective]) -> str:
+def _communication(collectives: Sequence[Collective], several_stages: bool) -> str:
     if not collectives:
         return "<p>none</p>"
+    # The column of stages is there where there are several.
+    first = 0 if several_stages else 1
     rows = [
-        (row.phase, row.kind, row.axis, str(row.calls), format_bytes(row.size_bytes))
-        for row in traffic_rows(collectives)
-    ]
+        (
+            str(row.stage), row.phase, row.kind, row.axis, str(row.calls),
+            format_bytes(row.size_bytes),
+        )[first:]
+        for row in sorted(traffic_rows(collectives), key=lambda row: row.stage)
+    ]  # fmt: skip
     return _table(
         "per step and rank, all microbatches",
-        ("phase", "collective", "axis", "#calls", "#bytes"), rows,
+        ("#stage", "phase", "collective", "axis", "#calls", "#bytes")[first:], rows,
     )  # fmt: skip
 
 
 def _alternatives(data: PlanData) -> str:
     if not data.alternatives:
         return f"<p>{escaped(data.chosen)}; nothing else was tried</p>"
+    shown, others = alternative_rows(data)
     rows = [
         (a.name, "–" if a.step_time_s is None else format_seconds(a.step_time_s), a.note)
-        for a in data.alternatives
+        for a in shown
     ]
-    chosen = [i for i, a in enumerate(data.alternatives) if a.name == data.chosen]
+    chosen = [i for i, a in enumerate(shown) if a.name == data.chosen]
     caption = f"proven gap of the chosen one from its optimum: {data.gap:.2%}"
-    return _table(caption, ("plan", "#predicted step", "note"), rows, chosen)
+    table = _table(caption, ("plan", "#predicted step", "note"), rows, chosen)
+    return f"{table}\n<p>{escaped(others)}</p>" if others else table
 
 
 def _table(

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.collective import Collective
-from autopar.plan_data import PlanData
+from autopar.plan_data import Alternative, PlanData, StageRecord
 from autopar.stage_program import StageProgram, StoredParameter
+
+# Alternatives that are listed; a search over stages considers many more.
+N_ALTERNATIVES = 25
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,7 @@ class ParameterRow:
 class TrafficRow:
     """Collectives alike in one step on one rank: `calls`, and the bytes of all of them."""
 
+    stage: int
     phase: str
     kind: str
     axis: str
@@ -33,18 +37,39 @@ class TrafficRow:
 
 
 def headline(data: PlanData) -> str:
-    """`Model on (dp=2 x tp=2), 1 microbatch: search`."""
-    axes = " x ".join(f"{axis}={size}" for axis, size in data.axes.items())
+    """`Model on (dp=2 x tp=2), 1 microbatch: search`; stages are divided by `|`."""
+    axes = " | ".join(_axes(stage) for stage in data.stages)
+    n_stages = len(data.stages)
+    where = f"({axes})" if n_stages == 1 else f"{n_stages} stages ({axes})"
     batches = "microbatch" if data.microbatches == 1 else "microbatches"
-    return f"{data.model} on ({axes}), {data.microbatches} {batches}: {data.chosen}"
+    order = "" if n_stages == 1 else f", {data.schedule}"
+    return f"{data.model} on {where}, {data.microbatches} {batches}{order}: {data.chosen}"
 
 
-def idle_warning(data: PlanData) -> str:
-    """Says which axes of several ranks shard nothing; empty when there are none."""
-    idle = _idle_axes(data)
-    if not idle:
-        return ""
-    return f"axis {', '.join(idle)} does the same work on every rank: splitting costs more"
+def idle_warnings(data: PlanData) -> list[str]:
+    """Says which axes of several ranks shard nothing, stage by stage."""
+    found = []
+    for number, stage in enumerate(data.stages):
+        if idle := _idle_axes(stage):
+            where = f"stage {number}: " if len(data.stages) > 1 else ""
+            axes = ", ".join(idle)
+            found.append(
+                f"{where}axis {axes} does the same work on every rank: splitting costs more"
+            )
+    return found
+
+
+def alternative_rows(data: PlanData) -> tuple[list[Alternative], str]:
+    """The best alternatives, the chosen one among them, and what is said of the others."""
+    shown = list(data.alternatives[:N_ALTERNATIVES])
+    rest = [a for a in data.alternatives[N_ALTERNATIVES:] if a.name != data.chosen]
+    shown += [a for a in data.alternatives[N_ALTERNATIVES:] if a.name == data.chosen]
+    if not rest:
+        return shown, ""
+    unfit = sum(a.step_time_s is None for a in rest)
+    slower = [f"{len(rest) - unfit} slower"] if len(rest) > unfit else []
+    words = [*slower, *([f"{unfit} that cannot run"] if unfit else [])]
+    return shown, f"and {len(rest)} more: {', '.join(words)}"
 
 
 def parameter_rows(program: StageProgram) -> list[ParameterRow]:
@@ -64,21 +89,25 @@ def parameter_rows(program: StageProgram) -> list[ParameterRow]:
 
 
 def traffic_rows(collectives: Sequence[Collective]) -> list[TrafficRow]:
-    """Collectives summed by phase, kind and axis."""
-    sums: dict[tuple[str, str, str], list[int]] = {}
+    """Collectives summed by stage, phase, kind and axis."""
+    sums: dict[tuple[int, str, str, str], list[int]] = {}
     for c in collectives:
         axis = c.axis if isinstance(c.axis, str) else "+".join(c.axis)
-        total = sums.setdefault((c.phase, c.kind, axis), [0, 0])
+        total = sums.setdefault((c.stage, c.phase, c.kind, axis), [0, 0])
         total[0] += c.count
         total[1] += c.count * c.size_bytes
     return [TrafficRow(*key, count, size_bytes) for key, (count, size_bytes) in sums.items()]
 
 
-def _idle_axes(data: PlanData) -> list[str]:
+def _axes(stage: StageRecord) -> str:
+    return " x ".join(f"{axis}={size}" for axis, size in stage.axes.items())
+
+
+def _idle_axes(stage: StageRecord) -> list[str]:
     """Axes of several ranks on which nothing is sharded."""
     out = []
-    for position, (axis, size) in enumerate(data.axes.items()):
-        texts = (*data.operators.values(), *data.parameters.values())
+    for position, (axis, size) in enumerate(stage.axes.items()):
+        texts = (*stage.operators.values(), *stage.parameters.values())
         sharded = any(
             _placement(spec, position).startswith("S") for text in texts for spec in _specs(text)
         )
