@@ -1,14 +1,18 @@
-"""Which collectives a step executes, in order, read off the lines of a stage program.
+"""Which collectives a step executes, in order, read off the lines of the stages' programs.
 
     step  =  gathers of parameters (fused)                          once
              per microbatch: the lines of the body in order         forward, loss
                              the differentiated lines in reverse    backward, grad_sync
                              ZeRO-2 gradients back to storage       (fused)
              gradients back to storage (fused)                      once
+  with several stages, besides
+             what a rank sends to other stages                      p2p, once per microbatch
+             gradients of tied parameters, exchanged and summed     grad_sync, once
+             the loss to all ranks                                  once
 
 A line runs backward when the loss, or what later stages read, depends on it through tensors
-that carry gradient. A
-gathered parameter that an operator keeps is gathered again in that operator's backward.
+that carry gradient. A gathered parameter that an operator keeps is gathered again in that
+operator's backward.
 The runtime records exactly these calls, the cost model prices them, and the verifier proves
 that they cannot wait for each other for ever.
 """
@@ -16,13 +20,15 @@ that they cannot wait for each other for ever.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 from autopar.buckets import BUCKET_BYTES, Bucket, buckets
+from autopar.messages import Messages, Piece, copy_axes, tie_exchanges
 from autopar.moves import COLLECTIVES, PrimitiveKind
+from autopar.pipeline import Pipeline
 from autopar.stage_program import (
     CallLine,
     GatherLine,
@@ -51,10 +57,11 @@ ConversionBucket = Bucket[tuple[PrimitiveKind, tuple[int, ...], torch.dtype]]
 class Collective:
     """One kind of call of a step.
 
-    axis        name of the logical axis, or a tuple of names for a merged group
+    axis        name of the logical axis, or a tuple of names for a merged group; "pp" of a
+                message to another stage, "world" of what all ranks do
     count       calls per step on one rank, all microbatches, after bucketing
     size_bytes  of one call: all_reduce its buffer, all_gather its output, reduce_scatter its
-                input, all_to_all the local send buffer
+                input, all_to_all the local send buffer, send its tensor
     tensor      parameter names, joined by ", " when one call carries several; else the
                 operator whose result it is, or the input
     """
@@ -81,12 +88,18 @@ class Call:
 
 @dataclass(frozen=True)
 class StepCalls:
-    """The calls of a step, in order: `before`, `microbatch` n times, `after`."""
+    """The calls of a step: `before`, per microbatch `forward` and `backward`, `after`."""
 
     before: tuple[Call, ...]
-    microbatch: tuple[Call, ...]
+    forward: tuple[Call, ...]
+    backward: tuple[Call, ...]
     after: tuple[Call, ...]
     n_microbatches: int
+
+    @property
+    def microbatch(self) -> tuple[Call, ...]:
+        """One microbatch's calls; where there are several stages, others come in between."""
+        return self.forward + self.backward
 
     def __iter__(self) -> Iterator[Call]:
         yield from self.before
@@ -117,9 +130,12 @@ def step_calls(program: StageProgram, local_inputs: bool = False) -> StepCalls:
     before = _bucket_calls(conversion_buckets(program), "param_gather") + (
         _divisors(program) if local_inputs else []
     )
-    microbatch = _forward(program) + _backward(program) + returned["micro"]
     return StepCalls(
-        tuple(before), tuple(microbatch), tuple(returned["step"]), program.n_microbatches
+        tuple(before),
+        tuple(_forward(program)),
+        (*_backward(program), *returned["micro"]),
+        tuple(returned["step"]),
+        program.n_microbatches,
     )
 
 
@@ -138,9 +154,71 @@ def summarise(calls: StepCalls, axis_names: Sequence[str], stage: int) -> tuple[
     return tuple(rows)
 
 
+def rank_collectives(
+    pipeline: Pipeline, rank: int, local_inputs: bool = False
+) -> tuple[Collective, ...]:
+    """What one rank of the world calls and sends in a step, alike ones counted.
+
+    Ranks of a stage make the same calls, but not all of them send: of ranks that hold the
+    same part of a tensor, the first one does, so the rank at coordinate 0 always takes part.
+    """
+    stage = pipeline.stage_of(rank)
+    program = pipeline.stages[stage]
+    rows = list(summarise(step_calls(program, local_inputs), program.axis_names, stage))
+    rows += _sends(pipeline, stage, rank)
+    rows += _tied(pipeline, stage, rank)
+    if pipeline.n_stages > 1 and pipeline.stages[-1].loss is not None:
+        size_bytes = pipeline.loss_dtype.itemsize
+        rows.append(Collective("all_reduce", "loss", "world", stage, 1, size_bytes, "loss"))
+    return tuple(rows)
+
+
+def _sends(pipeline: Pipeline, stage: int, rank: int) -> list[Collective]:
+    """Activations and gradients that a rank sends to other stages, direction by direction."""
+    messages = Messages(pipeline)
+    counts: dict[tuple[str, Piece], int] = {}
+    for action in pipeline.schedule.stages[stage]:
+        for piece in messages.of(action) if action.is_send else ():
+            if piece.source_rank == rank:
+                counts[action.kind, piece] = counts.get((action.kind, piece), 0) + 1
+    rows: dict[tuple[str, int, str], int] = {}
+    for (kind, piece), count in counts.items():
+        key = kind, piece.size_bytes, piece.tensor
+        rows[key] = rows.get(key, 0) + count
+    return [
+        Collective("send", "p2p", "pp", stage, count, size_bytes, tensor)
+        for (_, size_bytes, tensor), count in rows.items()
+    ]
+
+
+def _tied(pipeline: Pipeline, stage: int, rank: int) -> list[Collective]:
+    """A rank's part in summing the gradients of tied parameters."""
+    program, counts = pipeline.stages[stage], dict[Collective, int]()
+    for exchange in tie_exchanges(pipeline):
+        if stage not in exchange.stages:
+            continue
+        name = exchange.names[exchange.stages.index(stage)]
+        calls = [
+            Collective("send", "grad_sync", "pp", stage, 1, piece.size_bytes, name)
+            for piece in exchange.pieces
+            if piece.source_rank == rank
+        ]
+        parameter = pipeline.parameter(stage, name)
+        axes = tuple(program.axis_names[a] for a in copy_axes(parameter, pipeline.meshes[stage]))
+        if axes:
+            axis = axes[0] if len(axes) == 1 else axes
+            size_bytes = parameter.stored.size_bytes
+            calls.append(Collective("all_reduce", "grad_sync", axis, stage, 1, size_bytes, name))
+        for call in calls:
+            counts[call] = counts.get(call, 0) + 1
+    return [replace(call, count=count) for call, count in counts.items()]
+
+
 def differentiated(program: StageProgram) -> frozenset[int]:
     """Positions of the body's lines that backward passes through."""
-    wanted = {s.local.name for s in program.sent} if program.trains else set()
+    if not program.trains:
+        return frozenset()
+    wanted = {s.local.name for s in program.sent}
     if program.loss is not None:
         wanted.add(program.loss)
     found: set[int] = set()

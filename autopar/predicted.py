@@ -9,10 +9,11 @@ from dataclasses import dataclass
 class Predicted:
     """One training step, optimizer included.
 
-    compute_time_s    operators and local parts of reshards, on one rank
-    comm_time_s       all collectives; `exposed_comm_s` what is not hidden behind compute
-    peak_bytes        most bytes of tensors on one rank at any time
-    bubble            idle time / total
+    compute_time_s    operators and local parts of reshards, on one rank of the busiest stage
+    comm_time_s       its collectives and what it sends; `exposed_comm_s` is its collectives, and
+                      how long it waits for transfers under way
+    peak_bytes        most bytes of tensors on one rank at any time; also stage by stage
+    bubble            idle time / total, over all ranks
     mfu               model flops / (ranks x peak rate x step time); recomputed and replicated
                       work does not count
     samples_per_s, tokens_per_s     None when the batch is not known
@@ -28,3 +29,4 @@ class Predicted:
     samples_per_s: float | None
     tokens_per_s: float | None
     mfu: float
+    peak_bytes_per_stage: tuple[float, ...] = ()

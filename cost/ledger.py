@@ -14,6 +14,7 @@ class Ledger:
     peak_bytes: float = 0.0
     at: str = ""
     parts: dict[str, float] = field(default_factory=dict)
+    is_paused: bool = False
 
     def add(self, kind: str, owner: str, size_bytes: float) -> None:
         entries = self.held.setdefault(kind, {})
@@ -33,8 +34,8 @@ class Ledger:
             self.drop(kind, owner)
 
     def mark(self, at: str, workspace_bytes: float = 0.0) -> None:
-        """This moment, with temporaries, may be the peak."""
-        if self.live_bytes + workspace_bytes <= self.peak_bytes:
+        """This moment, with temporaries, may be the peak; not while the ledger is paused."""
+        if self.is_paused or self.live_bytes + workspace_bytes <= self.peak_bytes:
             return
         self.peak_bytes, self.at = self.live_bytes + workspace_bytes, at
         self.parts = {kind: sum(entries.values()) for kind, entries in self.held.items()}

@@ -7,6 +7,9 @@
     backward    one gradient per variable, from the first consumer's backward to the
                 producer's; a gradient handed on (`Workspace.passed`) counts once
     workspace   temporaries of operators, buffers of collectives
+    in flight   what the other microbatches keep, that are between their forward and backward:
+                as much each as the one that is played
+    messages    gradients that were sent and are still under way
 
 A storage counts once however many variables view it. The first microbatch makes the
 gradients, later ones add to them: both are played. PyTorch's allocator and buffers inside
@@ -35,19 +38,36 @@ class PeakMemory:
     parts: Mapping[str, float]
 
 
-def peak_memory(program: StageProgram, optimizer: str) -> PeakMemory:
-    """Play one step of `program` and return its peak."""
+def peak_memory(
+    program: StageProgram, optimizer: str, n_in_flight: int = 1, n_under_way: int = 0
+) -> PeakMemory:
+    """Play one step of `program` and return its peak.
+
+    n_in_flight   microbatches between their forward and their backward at once (`in_flight`)
+    n_under_way   messages with gradients that may not have left yet while others are computed
+    """
     ledger = Ledger()
     _always(program, optimizer, ledger)
     _convert(program, ledger)
     player = MicrobatchMemory(program, ledger)
-    for _ in range(min(program.n_microbatches, 2)):
+    others = min(n_in_flight, program.n_microbatches) - 1
+    kept_bytes = _kept_bytes(player, ledger) if others else 0.0
+    for first in (True, False)[: program.n_microbatches]:
+        # Where all are in flight, the second backward comes after the last forward.
+        is_last = not first and others + 1 == program.n_microbatches
+        ledger.drop("in flight", "others")
+        ledger.add("in flight", "others", kept_bytes * (others - is_last))
+        ledger.is_paused = is_last and others > 0
         player.forward()
+        ledger.is_paused = False
         player.backward()
         _bring_back(program, "micro", ledger)
+        _send_back(program, n_under_way, ledger)
+    ledger.clear("in flight")
     _bring_back(program, "step", ledger)
     ledger.clear("converted")
-    if program.loss is not None:
+    ledger.clear("messages")
+    if program.trains:
         ledger.mark("the optimizer", _update_bytes(program, optimizer))
     return PeakMemory(ledger.peak_bytes, ledger.at, ledger.parts)
 
@@ -55,10 +75,27 @@ def peak_memory(program: StageProgram, optimizer: str) -> PeakMemory:
 # -- once a step -----------------------------------------------------------------------------------
 
 
+def _kept_bytes(player: MicrobatchMemory, ledger: Ledger) -> float:
+    """What a microbatch keeps between its forward and its backward."""
+    before_bytes, ledger.is_paused = ledger.live_bytes, True
+    player.forward()
+    kept_bytes = ledger.live_bytes - before_bytes
+    player.forget()
+    ledger.is_paused = False
+    return kept_bytes
+
+
+def _send_back(program: StageProgram, n_under_way: int, ledger: Ledger) -> None:
+    """Gradients of what was received, of as many microbatches as may be under way."""
+    returned = [b.local.size_bytes for b in program.received if b.local.has_grad]
+    ledger.drop("messages", "gradients")
+    ledger.add("messages", "gradients", float(n_under_way * sum(returned)))
+
+
 def _always(program: StageProgram, optimizer: str, ledger: Ledger) -> None:
     for p in program.parameters:
         ledger.add("parameters", p.name, p.stored.size_bytes)
-        if p.requires_grad and program.loss is not None:
+        if p.requires_grad and program.trains:
             each = static_bytes_per_param(optimizer, p.stored.dtype, shape=p.stored.shape)
             n_elements = p.stored.size_bytes / p.stored.dtype.itemsize
             ledger.add("optimizer", p.name, each.optimizer_bytes * n_elements)

@@ -3,6 +3,9 @@
 A storage is held by the variables that view it and by the operators that autograd keeps it
 for; it is gone when nobody holds it. A gradient is made by the first consumer's backward,
 added to by others, and gone after its producer's; a parameter's stays.
+
+Between stages, a received tensor lives until its microbatch's backward is over, and so do what
+was sent, the gradient that comes back for it, and the gradient that is sent back.
 """
 
 from __future__ import annotations
@@ -85,6 +88,7 @@ class MicrobatchMemory:
     def _inputs(self) -> list[dict[str, Local]]:
         """What each line reads, as it is then: a reshard's variable changes its type."""
         known = {d.local.name: d.local for d in self.program.delivered}
+        known.update((b.local.name, b.local) for b in self.program.received)
         for parameter in self.program.parameters:
             known[parameter.stored.name] = parameter.stored
             known.update((use.local.name, use.local) for use in parameter.uses)
@@ -108,8 +112,12 @@ class MicrobatchMemory:
     # -- forward ---------------------------------------------------------------------------------
 
     def forward(self) -> None:
-        """Every line in order; afterwards only what autograd keeps and the loss are held."""
+        """Every line in order; afterwards only what autograd keeps, the loss, and what was
+        received and sent are held."""
         variables: dict[str, str] = {}
+        for boundary in self.program.received:
+            self.storages.make(boundary.local.name, boundary.local.size_bytes)
+            self.storages.hold(boundary.local.name)
         for i, line in enumerate(self.program.body):
             if isinstance(line, FreeLine):
                 for name in line.names:
@@ -118,8 +126,9 @@ class MicrobatchMemory:
             self._write(i, line, variables)
             self.ledger.mark(_text(line), self._forward_workspace(line))
             self._keep(i, line)
+        held = {b.local.name for b in self.program.sent if b.local.has_grad}
         for name, owner in variables.items():
-            if name != self.program.loss:
+            if name != self.program.loss and name not in held:
                 self.storages.release(owner)
 
     def _write(self, i: int, line: Line, variables: dict[str, str]) -> None:
@@ -172,9 +181,13 @@ class MicrobatchMemory:
     def backward(self) -> None:
         """The differentiated lines in reverse; the rest of what was kept goes with the graph."""
         loss = self.program.loss
-        if loss is not None:
-            size_bytes = self._loss_bytes(loss)
-            self._give(loss, "seed", size_bytes)
+        if loss is not None and self.reached:
+            self._give(loss, "seed", self._loss_bytes(loss))
+        for boundary in self.program.sent:
+            if boundary.local.has_grad:
+                owner = f"{boundary.local.name}@received"
+                self._give(boundary.local.name, owner, boundary.local.size_bytes)
+                self.gradients.hold(owner)  # the executor holds it until backward is over
         for i in sorted(self.reached, reverse=True):
             line = self.program.body[i]
             if isinstance(line, CallLine):
@@ -183,6 +196,10 @@ class MicrobatchMemory:
                 self._move_backward(i, line)
             elif isinstance(line, GatherLine):
                 self._gather_backward(line)
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of the microbatch."""
         for kind in (ACTIVATIONS, GRADIENTS):
             self.ledger.clear(kind)
         self.storages.counts.clear()

@@ -1,46 +1,59 @@
-"""What a stage program costs: its collectives, its step time, its memory.
+"""What a pipeline costs: its collectives, its step time, its memory.
 
-    compute   = n_microbatches sum over lines (forward + backward) + local parts of reshards
-    comm      = sum over collectives of count x time(kind, size_bytes, group)
-    step      = compute + comm + optimizer                  (one stage, nothing overlaps yet)
-    mfu       = model flops of all ranks / (n_ranks x peak flops_per_s x step)
+    step   = the end of the simulated schedule, optimizer included       (`timeline_of`)
+    mfu    = model flops of all ranks / (n_ranks x peak flops_per_s x step)
+    peak   = the most over stages of `liveness.peak_memory`
 
-Collectives come from `autopar.collective`, which says what the runtime executes, so a bucket
-is priced as the one call that it is. Memory is `liveness.peak_memory`.
+With one stage nothing waits, and step = compute + comm + optimizer. Times of one rank
+(compute, comm, exposed comm, optimizer) are those of the busiest stage: the one with the most
+compute and communication. Collectives come from `autopar.collective`, which says what the runtime
+executes, so a bucket is priced as the one call that it is.
+
+A message takes as long as its slowest rank, which sends or receives its slices one by one:
+
+    max over ranks of sum over its slices of latency_s + size_bytes x s_per_byte   of the two's link
 """
 
 from __future__ import annotations
 
-import math
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 
-import torch
-
-from autopar.collective import (
-    Collective,
-    StepCalls,
-    differentiated,
-    regathered,
-    step_calls,
-    summarise,
-)
+from autopar.collective import Collective, rank_collectives
+from autopar.cost.collectives import collective_time_s
 from autopar.cost.liveness import peak_memory
-from autopar.cost.memory import optimizer_time_s
 from autopar.cost.model import CostModel
+from autopar.cost.simulate import TieTimes, Timeline, simulate
+from autopar.cost.stage_times import stage_times
 from autopar.errors import NotSupportedError
-from autopar.moves import COLLECTIVES
+from autopar.mesh import Link, Mesh
+from autopar.messages import Messages, Piece, TieExchange, copy_axes, tie_exchanges
+from autopar.pipeline import Pipeline
 from autopar.predicted import Predicted
-from autopar.stage_program import CallLine, GatherLine, MoveLine, StageProgram
+from autopar.schedule import Action, in_flight
+from autopar.stage_program import CallLine
+
+# (rank, rank) -> the link between the two.
+LinkBetween = Callable[[int, int], Link]
 
 # Optimizers that update every element alone, so a rank updates its shard without talking.
 _ELEMENTWISE = ("adamw", "adam", "sgd")
 
 
-def collectives_of(
-    program: StageProgram, optimizer: str = "adamw", stage: int = 0, local_inputs: bool = False
-) -> tuple[Collective, ...]:
-    """Every collective of one training step, in order, alike ones counted.
+def link_between(mesh: Mesh, links: Sequence[Link]) -> LinkBetween:
+    """The link of any two ranks of the machine; `links` are its axes', slowest first."""
+    return lambda a, b: links[-1] if mesh.node_of(a) == mesh.node_of(b) else links[0]
 
-    `local_inputs`: every rank is given its own rows of the batch, so divisors are summed.
+
+def collectives_of(
+    pipeline: Pipeline, optimizer: str = "adamw", local_inputs: bool = False
+) -> tuple[Collective, ...]:
+    """Every collective and message of one training step, stage by stage, alike ones counted.
+
+    What only some ranks of a stage do (messages) is that of its first rank, which sends as many
+    bytes as any. `local_inputs`: every rank is given its own rows of the batch, so divisors are
+    summed.
 
     Raises `NotSupportedError` for an optimizer that would need collectives of its own.
     """
@@ -49,107 +62,115 @@ def collectives_of(
             f"optimizer {optimizer!r} does not update every element alone",
             hint=f"use one of {', '.join(_ELEMENTWISE)}",
         )
-    return summarise(step_calls(program, local_inputs), program.axis_names, stage)
+    return tuple(
+        row
+        for mesh in pipeline.meshes
+        for row in rank_collectives(pipeline, mesh.first_rank, local_inputs)
+    )
 
 
 def predict(
-    program: StageProgram,
-    cost: CostModel,
+    pipeline: Pipeline,
+    costs: Sequence[CostModel],
     optimizer: str = "adamw",
+    link_between: LinkBetween | None = None,
     *,
     peak_flops_per_s: float | None = None,
     n_samples: int | None = None,
     n_tokens: int | None = None,
 ) -> Predicted:
-    """Price one training step of a one-stage program.
+    """Price one training step of a pipeline; `costs` are its stages'.
 
+    link_between: of two ranks of the world; needed where there are several stages.
     peak_flops_per_s: the datasheet's, for MFU; by default what the device achieves.
     n_samples, n_tokens: of one global batch.
     """
-    n_micro = program.n_microbatches
-    inner_s = n_micro * _inner_s(program, cost)
-    compute_s = n_micro * _lines_s(program) - inner_s + _local_conversions_s(program)
-    comm_s = comm_time_s(step_calls(program), cost)
-    update_s = _update_s(program, cost, optimizer)
-    step_s = compute_s + comm_s + update_s
-    flops = n_micro * sum(c.model_flops for c in program.body if isinstance(c, CallLine))
-    peak = peak_flops_per_s or cost.mesh.device.flops_per_s
-    return Predicted(
-        step_time_s=step_s,
-        peak_bytes=float(peak_memory(program, optimizer).peak_bytes),
-        compute_time_s=compute_s,
-        comm_time_s=comm_s,
-        exposed_comm_s=comm_s,
-        optimizer_time_s=update_s,
-        bubble=0.0,
-        samples_per_s=n_samples / step_s if n_samples and step_s else None,
-        tokens_per_s=n_tokens / step_s if n_tokens and step_s else None,
-        mfu=flops / (cost.mesh.n_ranks * peak * step_s) if step_s else 0.0,
-    )
-
-
-def comm_time_s(calls: StepCalls, cost: CostModel) -> float:
-    """Seconds of all collectives of a step, one after the other."""
-    return math.fsum(
-        count * cost.primitive_time_s(call.kind, call.size_bytes, call.axes)
-        for call, count in calls.counted()
-    )
-
-
-def _inner_s(program: StageProgram, cost: CostModel) -> float:
-    """Collectives inside lowered operators, which their lines include."""
-    return math.fsum(
-        cost.primitive_time_s("all_reduce", size_bytes, line.lowered_axes)
+    timeline = timeline_of(pipeline, costs, optimizer, link_between)
+    busiest, step_s = timeline.busiest, timeline.step_time_s
+    flops = pipeline.n_microbatches * sum(
+        line.model_flops
+        for program in pipeline.stages
         for line in program.body
         if isinstance(line, CallLine)
-        for size_bytes in line.inner_bytes
+    )
+    peak = peak_flops_per_s or costs[0].mesh.device.flops_per_s
+    peaks = tuple(
+        float(peak_memory(program, optimizer, in_flight(pipeline.schedule, k)).peak_bytes)
+        for k, program in enumerate(pipeline.stages)
+    )
+    return Predicted(
+        step_time_s=step_s,
+        peak_bytes=max(peaks),
+        compute_time_s=busiest.compute_s,
+        comm_time_s=busiest.comm_s,
+        exposed_comm_s=busiest.exposed_comm_s,
+        optimizer_time_s=busiest.update_s,
+        bubble=timeline.bubble,
+        samples_per_s=n_samples / step_s if n_samples and step_s else None,
+        tokens_per_s=n_tokens / step_s if n_tokens and step_s else None,
+        mfu=flops / (pipeline.n_ranks * peak * step_s) if step_s else 0.0,
+        peak_bytes_per_stage=peaks,
     )
 
 
-def _lines_s(program: StageProgram) -> float:
-    """Operators and the local parts of reshards of one microbatch."""
-    reached, again = differentiated(program), regathered(program.body)
-    times = []
-    for i, line in enumerate(program.body):
-        if isinstance(line, CallLine):
-            times += [line.forward_s, line.backward_s if i in reached else 0.0]
-        elif isinstance(line, MoveLine):
-            times.append(_local_s(line, i in reached))
-        elif isinstance(line, GatherLine):
-            times += [_local_s(move, i in reached) for move in line.moves]
-        if i in reached:
-            times += [_local_s(m, False) for gather in again.get(i, ()) for m in gather.moves]
-    return math.fsum(times)
+def timeline_of(
+    pipeline: Pipeline,
+    costs: Sequence[CostModel],
+    optimizer: str = "adamw",
+    link_between: LinkBetween | None = None,
+) -> Timeline:
+    """Simulate one training step."""
+    stages = [
+        stage_times(program, cost, optimizer)
+        for program, cost in zip(pipeline.stages, costs, strict=True)
+    ]
+    if pipeline.n_stages == 1:
+        return simulate(pipeline.schedule, stages)
+    assert link_between is not None, "several stages, and no links between them"
+    between = link_between
+    messages = Messages(pipeline)
+    known: dict[tuple[str, int, int | None], float] = {}
+
+    def message_s(action: Action) -> float:
+        key = action.kind, action.stage, action.peer
+        if key not in known:
+            known[key] = transfer_s(messages.of(action), between)
+        return known[key]
+
+    ties = [_tie_times(pipeline, costs, exchange, between) for exchange in tie_exchanges(pipeline)]
+    loss_s = _everywhere_s(pipeline, between) if pipeline.stages[-1].loss is not None else 0.0
+    return simulate(pipeline.schedule, stages, message_s, ties, loss_s)
 
 
-def _local_s(line: MoveLine, with_backward: bool) -> float:
-    """The primitives of a move that communicate nothing."""
-    forward_s = 0.0 if line.move.forward in COLLECTIVES else line.forward_s
-    backward_s = 0.0 if line.move.backward in COLLECTIVES else line.backward_s
-    return forward_s + (backward_s if with_backward else 0.0)
+def transfer_s(pieces: Iterable[Piece], link_between: LinkBetween) -> float:
+    """Seconds of a message: of the rank that is slowest to send its pieces, or to receive."""
+    times_s: defaultdict[tuple[str, int], float] = defaultdict(float)
+    for piece in pieces:
+        link = link_between(piece.source_rank, piece.target_rank)
+        time_s = link.latency_s + piece.size_bytes * link.s_per_byte
+        times_s["sends", piece.source_rank] += time_s
+        times_s["receives", piece.target_rank] += time_s
+    return max(times_s.values(), default=0.0)
 
 
-def _local_conversions_s(program: StageProgram) -> float:
-    """Local parts of turning parameters into use once, and gradients back."""
-    times = []
-    for parameter in program.parameters:
-        n_returns = program.n_microbatches if parameter.period == "micro" else 1
-        for use in parameter.uses:
-            for move in use.moves:
-                forward_s = _local_s(move, False)
-                times += [forward_s, n_returns * (_local_s(move, True) - forward_s)]
-    return math.fsum(times)
+def _tie_times(
+    pipeline: Pipeline, costs: Sequence[CostModel], exchange: TieExchange, between: LinkBetween
+) -> TieTimes:
+    """Both directions at once; then each stage gives its copies what the first rank got."""
+    inside_s = []
+    for stage, name in zip(exchange.stages, exchange.names, strict=True):
+        parameter = pipeline.parameter(stage, name)
+        axes = copy_axes(parameter, pipeline.meshes[stage])
+        size_bytes = parameter.stored.size_bytes
+        cost = costs[stage]
+        inside_s.append(cost.primitive_time_s("all_reduce", size_bytes, axes) if axes else 0.0)
+    a, b = inside_s
+    return TieTimes(exchange.stages, transfer_s(exchange.pieces, between), (a, b))
 
 
-def _update_s(program: StageProgram, cost: CostModel, optimizer: str) -> float:
-    """The optimizer's update of the stored shards, all tensors of a dtype in one launch each."""
-    stored: dict[torch.dtype, int] = {}
-    for parameter in program.parameters:
-        if parameter.requires_grad:
-            dtype = parameter.stored.dtype
-            stored[dtype] = stored.get(dtype, 0) + math.prod(parameter.stored.shape)
-    device = cost.mesh.device
-    return math.fsum(
-        optimizer_time_s(n_elements, optimizer, dtype, device)
-        for dtype, n_elements in stored.items()
-    )
+def _everywhere_s(pipeline: Pipeline, between: LinkBetween) -> float:
+    """The all_reduce of the loss over all ranks, at the speed of the slowest neighbours' link."""
+    ranks = [rank for mesh in pipeline.meshes for rank in mesh.ranks]
+    links = [between(a, b) for a, b in itertools.pairwise(ranks)]
+    slowest = Link(max(k.latency_s for k in links), max(k.s_per_byte for k in links))
+    return collective_time_s("all_reduce", pipeline.loss_dtype.itemsize, len(ranks), slowest)

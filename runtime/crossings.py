@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autopar.cross_mesh import Slice, local_factors, slices
+from autopar.cross_mesh import Slice, local_factors
+from autopar.messages import crossing_slices
 from autopar.pipeline import Crossing, Pipeline
 from autopar.runtime.p2p import Messenger, Posted
 from autopar.schedule import Action
@@ -126,11 +127,7 @@ class Crossings:
         return [r for r in self._routes[source, target] if is_forward or r.crossing.has_grad]
 
     def _slices(self, crossing: Crossing) -> tuple[Slice, ...]:
-        sent, received = crossing.sent.local, crossing.received.local
-        meshes = self.pipeline.meshes
-        found = slices(
-            sent.dims, sent.spec, meshes[crossing.source], received.spec, meshes[crossing.target]
-        )
+        found = crossing_slices(self.pipeline, crossing)
         return tuple(s for s in found if self.rank in (s.source_rank, s.target_rank))
 
     def _receives(self, piece: Slice, action: Action) -> bool:

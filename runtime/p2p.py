@@ -11,7 +11,8 @@ What a carrier may assume differs, and a schedule must be right under both:
            begins when all messages of the one before have met their other end
 
 Thread ranks do either (`thread_messages.py`), so a schedule that would hang on GPUs is an
-error in a test. Every send is recorded with the bytes of its tensor, in phase "p2p".
+error in a test. Every send is recorded with the bytes of its tensor, in phase "p2p" unless it
+belongs to another.
 """
 
 from __future__ import annotations
@@ -61,8 +62,10 @@ class Messenger(ABC):
         self.n_ranks = n_ranks
         self.context = context or current_context()
 
-    def post(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Posted:
-        """Begin all of them, and return at once.
+    def post(
+        self, sends: Sequence[Send], receives: Sequence[Receive], phase: str = P2P_PHASE
+    ) -> Posted:
+        """Begin all of them, and return at once; sends are recorded in `phase`.
 
         Sent tensors must be contiguous, and stay unchanged until they are sent. Raises
         `VerificationError` for a rank that is not another one of the world.
@@ -72,7 +75,7 @@ class Messenger(ABC):
         outgoing = [(x.detach(), peer) for x, peer in sends if x.numel()]
         for x, peer in outgoing:
             assert x.is_contiguous(), f"{tuple(x.shape)} to rank {peer} has strides {x.stride()}"
-            self.context.record(CollectiveCall("send", (PIPELINE_AXIS,), x.nbytes, P2P_PHASE))
+            self.context.record(CollectiveCall("send", (PIPELINE_AXIS,), x.nbytes, phase))
         return self._post(outgoing, receives)
 
     def _check_peer(self, peer: int) -> None:

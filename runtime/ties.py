@@ -13,13 +13,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from autopar.cross_mesh import local_factors, slices
-from autopar.mesh import LogicalMesh
+from autopar.cross_mesh import local_factors
+from autopar.messages import copy_axes, tied_slices
 from autopar.pipeline import Pipeline, Tie
 from autopar.runtime.groups import Group, phase
 from autopar.runtime.p2p import Messenger
-from autopar.spec import P, Placement, R, Spec
-from autopar.stage_program import StoredParameter
 
 
 class TiedGradients:
@@ -60,32 +58,21 @@ class TiedGradients:
 
     def _total(self, tie: Tie, own: Tensor) -> Tensor:
         parts: dict[int, Tensor] = {self.stage: own}
-        for other, name in tie.places:
+        for other, _ in tie.places:
             if other != self.stage:
-                mine = dict(tie.places)[self.stage]
-                parts[other] = self._exchange(
-                    self.pipeline.parameter(self.stage, mine),
-                    self.pipeline.parameter(other, name),
-                    self.pipeline.meshes[other],
-                    own,
-                )
+                parts[other] = self._exchange(tie, other, own)
         first, *rest = (parts[stage] for stage, _ in tie.places)
         total = first.clone()
         for part in rest:
             total += part
         return total
 
-    def _exchange(
-        self, mine: StoredParameter, theirs: StoredParameter, their_mesh: LogicalMesh, own: Tensor
-    ) -> Tensor:
+    def _exchange(self, tie: Tie, other: int, own: Tensor) -> Tensor:
         """Give the other stage this one's gradient, and return theirs in this one's layout."""
+        outward = tied_slices(self.pipeline, tie, self.stage, other)
+        inward = tied_slices(self.pipeline, tie, other, self.stage)
+        mine = self.pipeline.parameter(self.stage, dict(tie.places)[self.stage])
         here = self.pipeline.meshes[self.stage]
-        outward = slices(
-            mine.dims, _sent(mine, here), here, _received(theirs, their_mesh), their_mesh
-        )
-        inward = slices(
-            mine.dims, _sent(theirs, their_mesh), their_mesh, _received(mine, here), here
-        )
         shape = local_factors(mine.dims, mine.stored.spec, here.sizes)
         seen = own.reshape(shape)
         sends = [
@@ -94,33 +81,13 @@ class TiedGradients:
             if s.source_rank == self.rank
         ]
         wanted = [s for s in inward if s.target_rank == self.rank]
-        posted = self.messenger.post(sends, [(s.shape, own.dtype, s.source_rank) for s in wanted])
+        posted = self.messenger.post(
+            sends, [(s.shape, own.dtype, s.source_rank) for s in wanted], "grad_sync"
+        )
         out = own.new_zeros(shape)
         for s, piece in zip(wanted, posted.wait_received(), strict=True):
             out[s.target] = piece
         posted.wait_sent()
-        copies = tuple(
-            axis
-            for axis, p in enumerate(mine.stored.spec.placements)
-            if here.sizes[axis] > 1 and not p.is_shard
-        )
+        copies = copy_axes(mine, here)
         whole = out.view(own.shape)
         return self.groups[copies].all_reduce(whole) if copies else whole
-
-
-def _placed(parameter: StoredParameter, mesh: LogicalMesh, copy: Placement) -> Spec:
-    """The stored spec, with `copy` on the axes that hold copies."""
-    spec = parameter.stored.spec
-    placements = [
-        copy if n > 1 and not p.is_shard else p
-        for p, n in zip(spec.placements, mesh.sizes, strict=True)
-    ]
-    return Spec(tuple(placements), spec.order)
-
-
-def _sent(parameter: StoredParameter, mesh: LogicalMesh) -> Spec:
-    return _placed(parameter, mesh, R)
-
-
-def _received(parameter: StoredParameter, mesh: LogicalMesh) -> Spec:
-    return _placed(parameter, mesh, P)

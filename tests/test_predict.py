@@ -21,10 +21,12 @@ from autopar.cost.model import CostModel
 from autopar.cost.predict import collectives_of, predict
 from autopar.errors import NotSupportedError
 from autopar.facts import Period, Storage, Strategy
+from autopar.mesh import LogicalMesh
 from autopar.passes.constraints import Constraints
 from autopar.passes.intra_op import Analysis, choose, intra_op_problem
 from autopar.passes.lower import lower
 from autopar.pipeline import Pipeline
+from autopar.predicted import Predicted
 from autopar.runtime import delivery
 from autopar.runtime.executor import Environment, Executor
 from autopar.runtime.groups import Recorder
@@ -95,9 +97,14 @@ def _own_rows(
     return whole.chunk(n_blocks)[delivery.batch_index(item, sizes, at)]
 
 
+def mesh_of(program: StageProgram) -> LogicalMesh:
+    return abstract_cost(program.axis_sizes).mesh
+
+
 def predicted_rows(program: StageProgram, local_inputs: bool = False) -> Counter[Row]:
     rows: Counter[Row] = Counter()
-    for c in collectives_of(program, local_inputs=local_inputs):
+    pipeline = Pipeline.single(program, mesh_of(program))
+    for c in collectives_of(pipeline, local_inputs=local_inputs):
         rows[c.kind, c.phase, c.axis, c.size_bytes] += c.count
     return rows
 
@@ -188,11 +195,11 @@ def test_collectives_name_tensors_axes_and_the_stage() -> None:
     problem = free_problem("mlp", (2, 2), 1)
     strategy = random_strategy(case.analysis, problem, 1, random.Random(3))
     program = lower(case.analysis, strategy, cost)
-    rows = collectives_of(program, stage=5)
+    rows = collectives_of(Pipeline.single(program, cost.mesh))
     parameters = {p.name for p in program.parameters}
     assert rows
     for row in rows:
-        assert row.stage == 5
+        assert row.stage == 0
         assert row.count >= 1
         assert row.axis in ("dp", "tp", ("dp", "tp"))
         if row.phase in ("param_gather", "grad_sync"):
@@ -203,7 +210,7 @@ def test_collectives_name_tensors_axes_and_the_stage() -> None:
 def test_an_optimizer_with_collectives_of_its_own_is_refused() -> None:
     program = lower(model_case("mlp").analysis, zero_strategy("mlp", 0, 1), abstract_cost((2,)))
     with pytest.raises(NotSupportedError, match="adafactor"):
-        collectives_of(program, "adafactor")
+        collectives_of(Pipeline.single(program, mesh_of(program)), "adafactor")
 
 
 # -- buckets ---------------------------------------------------------------------------------------
@@ -234,11 +241,16 @@ def test_sizes_of_primitives() -> None:
 # -- step time -------------------------------------------------------------------------------------
 
 
+def one_stage(program: StageProgram, cost: CostModel, optimizer: str) -> Predicted:
+    return predict(Pipeline.single(program, cost.mesh), [cost], optimizer)
+
+
 def test_a_step_is_compute_then_collectives_then_the_update() -> None:
     """Plain data parallelism of the MLP, by hand: unit links and one flop per second."""
     case, cost = model_case("mlp"), abstract_cost((2,))
     program = lower(case.analysis, zero_strategy("mlp", 0, 1), cost)
-    found = predict(program, cost, "sgd", n_samples=16, n_tokens=64)
+    pipeline = Pipeline.single(program, cost.mesh)
+    found = predict(pipeline, [cost], "sgd", n_samples=16, n_tokens=64)
     gradient_bytes = 8 * sum(math.prod(p.shape) for p in program.parameters)
     sync_s = cost.primitive_time_s("all_reduce", gradient_bytes, (0,))
     loss_s = cost.primitive_time_s("all_reduce", 8, (0,))
@@ -256,7 +268,7 @@ def test_a_step_is_compute_then_collectives_then_the_update() -> None:
     assert found.samples_per_s == pytest.approx(16 / found.step_time_s)
     assert found.tokens_per_s == pytest.approx(64 / found.step_time_s)
     assert found.mfu == pytest.approx(flops / (2 * found.step_time_s))
-    halved = predict(program, cost, "sgd", peak_flops_per_s=2.0)
+    halved = predict(pipeline, [cost], "sgd", peak_flops_per_s=2.0)
     assert halved.mfu == pytest.approx(found.mfu / 2)
     assert halved.samples_per_s is None
 
@@ -265,8 +277,8 @@ def test_replicated_work_does_not_count_as_model_flops() -> None:
     case, cost = model_case("mlp"), abstract_cost((2,))
     everywhere = Constraints(frozenset({"data", "tensor", "sequence", "zero1", "zero2", "zero3"}))
     replicated = choose(case.analysis, cost, 1, everywhere, "sgd", None).strategy
-    twice = predict(lower(case.analysis, replicated, cost), cost, "sgd")
-    shared = predict(lower(case.analysis, zero_strategy("mlp", 0, 1), cost), cost, "sgd")
+    twice = one_stage(lower(case.analysis, replicated, cost), cost, "sgd")
+    shared = one_stage(lower(case.analysis, zero_strategy("mlp", 0, 1), cost), cost, "sgd")
     assert twice.compute_time_s == pytest.approx(2 * shared.compute_time_s, rel=1e-6)
     assert twice.mfu <= 0.5 + 1e-9
 
@@ -274,7 +286,7 @@ def test_replicated_work_does_not_count_as_model_flops() -> None:
 def test_more_zero_is_less_memory_and_more_communication() -> None:
     case, cost = model_case("gpt2"), abstract_cost((2,))
     programs = [lower(case.analysis, zero_strategy("gpt2", s, 4), cost) for s in range(4)]
-    comm_s = [predict(p, cost, "adamw").comm_time_s for p in programs]
+    comm_s = [one_stage(p, cost, "adamw").comm_time_s for p in programs]
     # all_reduce = reduce_scatter + all_gather: ZeRO-1 costs nothing.
     assert comm_s[0] == pytest.approx(comm_s[1])
     assert comm_s[1] < comm_s[2] < comm_s[3]
