@@ -22,10 +22,10 @@ from autopar.passes.intra_op import Analysis
 from autopar.passes.lower import lower
 from autopar.passes.replay import replay, replay_ends
 from autopar.pipeline import Order, Pipeline
+from autopar.pipeline_verifier import verify_pipeline
 from autopar.plan_data import PlanData
 from autopar.predicted import Predicted
 from autopar.schedule import ORDERS
-from autopar.verifier import verify_pipeline
 
 
 @dataclass(frozen=True)

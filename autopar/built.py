@@ -26,6 +26,7 @@ from autopar.passes.intra_op import Analysis, choose
 from autopar.passes.layout import ends_by_stage
 from autopar.passes.replay import replay, stage_record
 from autopar.pipeline import Pipeline
+from autopar.pipeline_verifier import verify_pipeline
 from autopar.plan_data import PlanData, StageRecord
 from autopar.program import Program
 from autopar.runtime.executor import Environment, Executor
@@ -33,7 +34,6 @@ from autopar.runtime.groups import Group, make_groups, world_group
 from autopar.runtime.load import load_code
 from autopar.runtime.p2p import DistMessenger, Messenger
 from autopar.schedule import ORDERS, forward_only
-from autopar.verifier import verify_pipeline
 
 
 @dataclass(frozen=True)

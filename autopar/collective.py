@@ -163,7 +163,7 @@ def rank_collectives(
     same part of a tensor, the first one does, so the rank at coordinate 0 always takes part.
     """
     stage = pipeline.stage_of(rank)
-    program = pipeline.stages[stage]
+    program = replace(pipeline.stages[stage], trains=pipeline.schedule.trains)
     rows = list(summarise(step_calls(program, local_inputs), program.axis_names, stage))
     rows += _sends(pipeline, stage, rank)
     rows += _tied(pipeline, stage, rank)

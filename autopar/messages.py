@@ -104,7 +104,7 @@ def copy_axes(parameter: StoredParameter, mesh: LogicalMesh) -> tuple[int, ...]:
 def tie_exchanges(pipeline: Pipeline) -> tuple[TieExchange, ...]:
     """All exchanges of a step in one order that agrees with that of every stage."""
     found = []
-    for tie in pipeline.ties:
+    for tie in pipeline.ties if pipeline.schedule.trains else ():
         names = dict(tie.places)
         if not pipeline.parameter(*tie.places[0]).requires_grad:
             continue

@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from autopar.collective import Collective, rank_collectives
 from autopar.cost.collectives import collective_time_s
@@ -120,8 +121,9 @@ def timeline_of(
     link_between: LinkBetween | None = None,
 ) -> Timeline:
     """Simulate one training step."""
+    trains = pipeline.schedule.trains
     stages = [
-        stage_times(program, cost, optimizer)
+        stage_times(replace(program, trains=trains), cost, optimizer)
         for program, cost in zip(pipeline.stages, costs, strict=True)
     ]
     if pipeline.n_stages == 1:
