@@ -202,8 +202,11 @@ class ParallelModule(nn.Module):
             )
         built = self._program(given, True)
         inputs = self._inputs(built.program, given)
-        _, *tensors = built.executor.forward(self.shards, inputs, everywhere=gather == "all")
-        return built.program.rebuild(tensors)
+        loss, *tensors = built.executor.forward(self.shards, inputs, everywhere=gather == "all")
+        names = built.program.outputs
+        return built.program.rebuild(
+            [loss if n == built.program.loss else t for n, t in zip(names, tensors, strict=True)]
+        )
 
     def _inputs(
         self, program: Program, given: Mapping[str, Any] | Sequence[Any], is_local: bool = False

@@ -254,7 +254,8 @@ class _Checker:
         stored = parameter.stored
         self._type(stored, where)
         for axis, placement in enumerate(stored.spec.placements):
-            if placement.kind not in ("I", "S"):
+            # Without gradient I and R are the same.
+            if placement.kind not in ("I", "S") and (stored.has_grad or placement.kind != "R"):
                 name = self.program.axis_names[axis]
                 raise _error(f"stored {placement} on axis {name}; only I and S can be", where)
         if stored.dims != parameter.dims or stored.has_grad != parameter.requires_grad:
