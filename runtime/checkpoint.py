@@ -8,7 +8,9 @@ A checkpoint is a folder that `torch.distributed.checkpoint` wrote, and a record
     autopar.json                    step, extra, options of the parameter groups, plain values
 
 Every rank writes and reads the boxes of its own shards, so nothing is gathered, and another
-mesh, plan or tool cuts the whole tensors anew.
+mesh, plan or tool cuts the whole tensors anew. Of a parameter that several stages use, its
+owner's value and optimizer state are written, and all stages read those: mirrors take the same
+steps, so they have the same.
 
 It is written to `.<folder>.draft` beside its place; the record comes last, then the draft is
 renamed, and the checkpoint that was there before is removed after that. Whenever the job
@@ -21,11 +23,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -38,9 +41,17 @@ from autopar.runtime.names import (
     match_names,
     own_rank,
     together,
+    world_size,
 )
-from autopar.runtime.optimizer_state import OPTIMIZER_PREFIX, OptimizerState, restore, split_state
+from autopar.runtime.optimizer_state import (
+    OPTIMIZER_PREFIX,
+    OptimizerState,
+    merged_record,
+    restore,
+    split_state,
+)
 from autopar.runtime.sharding import boxes
+from autopar.runtime.stage_state import StageState
 from autopar.stage_program import StoredParameter
 
 _RECORD = "autopar.json"
@@ -48,14 +59,12 @@ _FORMAT, _VERSION = "autopar checkpoint", 1
 
 
 def save(
-    parameters: Sequence[StoredParameter],
+    place: StageState,
     locals_: Mapping[str, Tensor],
     optimizer: Optimizer | None,
     path: str | os.PathLike[str],
     step: int,
     extra: Mapping[str, Any] | None,
-    sizes: Sequence[int],
-    coordinate: Sequence[int],
     buffers: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write a checkpoint folder, replacing the checkpoint that is there; all ranks call it.
@@ -65,20 +74,25 @@ def save(
 
     Raises `OptionError` for an `extra` that JSON would not give back as it is, and
     `StateError` for an optimizer of other parameters, for optimizer state that is neither
-    sharded like its parameter nor a scalar, and for a folder that is not a checkpoint.
+    sharded like its parameter nor a scalar, for tied parameters that are optimized unlike, and
+    for a folder that is not a checkpoint.
     """
     folder = Path(path).absolute()
     draft = _beside(folder, "draft")
     record: dict[str, Any] = {}
     values: dict[str, Tensor] = {}
+    own: dict[str, Any] | None = None
     with together():
         record = _record(step, extra)
         _refuse_other_folder(folder)
-        values |= _model_values(parameters, locals_, sizes, coordinate) | dict(buffers or {})
+        values |= _model_values(place, locals_) | dict(buffers or {})
         if optimizer is not None:
-            state = split_state(parameters, locals_, optimizer, sizes, coordinate)
-            record["optimizer"] = state.record
+            state = split_state(place, locals_, optimizer)
+            own = state.record
             values |= state.tensors
+    records = _of_stages(place, own)
+    with together():
+        record["optimizer"] = merged_record(place, records)
         if own_rank() == 0:
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
@@ -90,17 +104,15 @@ def save(
 
 
 def load(
-    parameters: Sequence[StoredParameter],
+    place: StageState,
     locals_: Mapping[str, Tensor],
     optimizer: Optimizer | None,
     path: str | os.PathLike[str],
-    sizes: Sequence[int],
-    coordinate: Sequence[int],
     buffers: Mapping[str, Tensor] | None = None,
 ) -> tuple[int, dict[str, Any]]:
     """Load a checkpoint into the shards, in place, and the optimizer: (step, extra).
 
-    The mesh, the plan and the number of ranks may differ from those of `save`. Without an
+    Stages, mesh, plan and the number of ranks may differ from those of `save`. Without an
     optimizer, the checkpoint's optimizer state is left alone.
 
     Raises `StateError` on every rank, and changes nothing, where there is no whole
@@ -115,16 +127,11 @@ def load(
         record = _read_record(folder / _RECORD)
         stored = dcp.stored_tensors(folder)
         own = {n: tuple(t.size) for n, t in stored.items() if not n.startswith(OPTIMIZER_PREFIX)}
-        found, _, _ = match_names(parameters, own, buffers or {}, f"checkpoint {folder}")
-        values = {
-            found[p.name]: dcp.WholeOnDisk(locals_[p.name], boxes(p, sizes, coordinate), p.shape)
-            for p in parameters
-        }
+        found, _, _ = match_names(place.owners, own, buffers or {}, f"checkpoint {folder}")
+        values = {found[owner]: _on_disk(place, p, locals_) for owner, p in place.held.items()}
         held = {n: torch.empty_like(b) for n, b in (buffers or {}).items() if n in own}
         if optimizer is not None:
-            state = restore(
-                parameters, locals_, optimizer, record.get("optimizer"), stored, sizes, coordinate
-            )
+            state = restore(place, locals_, optimizer, record.get("optimizer"), stored)
             values |= state.tensors
     dcp.read(values | held, folder)
     with together():
@@ -135,17 +142,25 @@ def load(
     return int(record["step"]), dict(record["extra"])
 
 
-def _model_values(
-    parameters: Sequence[StoredParameter],
-    locals_: Mapping[str, Tensor],
-    sizes: Sequence[int],
-    coordinate: Sequence[int],
-) -> dict[str, Tensor]:
+def _model_values(place: StageState, locals_: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What this stage owns, under all names; a mirror is written by its owner."""
     values: dict[str, Tensor] = {}
-    for p in parameters:
-        on_disk = dcp.WholeOnDisk(locals_[p.name], boxes(p, sizes, coordinate), p.shape)
-        values |= dict.fromkeys(all_names(p), on_disk)
+    for owned in place.owned_by(place.stage):
+        values |= dict.fromkeys(all_names(owned), _on_disk(place, owned, locals_))
     return values
+
+
+def _on_disk(place: StageState, p: StoredParameter, locals_: Mapping[str, Tensor]) -> Tensor:
+    return dcp.WholeOnDisk(locals_[p.name], boxes(p, place.sizes, place.coordinate), p.shape)
+
+
+def _of_stages(place: StageState, own: dict[str, Any] | None) -> list[dict[str, Any] | None]:
+    """What the first rank of every stage has, on every rank."""
+    if world_size() == 1:
+        return [own]
+    every: list[dict[str, Any] | None] = [None] * world_size()
+    dist.all_gather_object(every, own if place.is_first else None)
+    return [every[mesh.first_rank] for mesh in place.pipeline.meshes]
 
 
 # -- the record --------------------------------------------------------------------------------

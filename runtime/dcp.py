@@ -8,7 +8,8 @@ classes here answer with boxes, so what is on disk is what DCP defines for DTens
 every spec, and any mesh or plan reads it back.
 
     WholeOnDisk   stands for the whole tensor while DCP plans; needs no process group
-    BoxedLocal    the local tensor of a DTensor that is a strided shard
+    BoxedLocal    the local tensor of a DTensor that is a strided shard, or a mirror of what
+                  another stage saves under the same name
 """
 
 from __future__ import annotations
@@ -43,8 +44,11 @@ class _Boxed:
     _boxes: tuple[Box, ...]
     _whole_shape: tuple[int, ...]
     _shard: Tensor
+    _is_written: bool = True
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        if not self._is_written:
+            return []
         properties = TensorProperties.create_from_tensor(self._shard)
         whole = torch.Size(self._whole_shape)
         return [
@@ -98,10 +102,13 @@ class BoxedLocal(_Boxed, Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def of(local: Tensor, held: Sequence[Box], whole_shape: Sequence[int]) -> BoxedLocal:
+    def of(
+        local: Tensor, held: Sequence[Box], whole_shape: Sequence[int], is_written: bool = True
+    ) -> BoxedLocal:
+        """Unless `is_written`, DCP fills it and never saves it: another rank does."""
         self = local.detach().as_subclass(BoxedLocal)
         self._shard, self._boxes = local.detach(), tuple(held)
-        self._whole_shape = tuple(whole_shape)
+        self._whole_shape, self._is_written = tuple(whole_shape), is_written
         return self
 
 

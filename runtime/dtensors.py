@@ -26,9 +26,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from autopar.pipeline import Pipeline
 from autopar.runtime.dcp import BoxedLocal
-from autopar.runtime.names import all_names
+from autopar.runtime.names import all_names, world_size
 from autopar.runtime.sharding import axis_groups, boxes, gather_whole
+from autopar.runtime.stage_state import StageState
 from autopar.stage_program import StoredParameter
 
 
@@ -71,14 +73,16 @@ def _is_expressible(
     return int(first[0].split_factor) == sizes[axes[-1]]
 
 
-def dtensor_of(parameter: StoredParameter, local: Tensor, device_mesh: DeviceMesh) -> DTensor:
+def dtensor_of(
+    parameter: StoredParameter, local: Tensor, device_mesh: DeviceMesh, is_written: bool = True
+) -> DTensor:
     """One parameter's shard as a DTensor; `device_mesh` has the stage's axes.
 
     It shares the shard's memory and has no gradient, so loading into it in place loads the
     parameter. The exception is a dim that DTensor cannot express (two axes on it, the first
     of them strided): that dim is gathered and replicated, the DTensor is a copy, and every
     rank of the mesh must make it. `local` may be anything sharded like the parameter, such as
-    a gradient or optimizer state.
+    a gradient or optimizer state. Unless `is_written`, saving it writes nothing.
     """
     sizes = tuple(device_mesh.shape)
     placements, whole_dims = dtensor_placements(parameter, sizes)
@@ -96,26 +100,45 @@ def dtensor_of(parameter: StoredParameter, local: Tensor, device_mesh: DeviceMes
     )
     coordinate = device_mesh.get_coordinate()
     assert coordinate is not None
-    own = boxes(parameter, sizes, coordinate)
-    if not whole_dims and len(own) > 1:
-        out._local_tensor = BoxedLocal.of(held, own, parameter.shape)
+    own = boxes(parameter, sizes, coordinate, whole_dims)
+    if len(own) > 1 or not is_written:
+        out._local_tensor = BoxedLocal.of(held, own, parameter.shape, is_written)
     return out
 
 
+def stage_device_mesh(pipeline: Pipeline, rank: int, device_type: str) -> DeviceMesh | None:
+    """The device mesh of a rank's stage; None in a world of one.
+
+    Process groups are made by all ranks together: every rank must call it, and makes the
+    meshes of all stages, in their order.
+    """
+    if world_size() == 1:
+        return None
+    made = [
+        DeviceMesh(device_type, torch.tensor(m.ranks).view(m.sizes), mesh_dim_names=m.names)
+        for m in pipeline.meshes
+    ]
+    return made[pipeline.stage_of(rank)]
+
+
 def state_dict(
-    parameters: Sequence[StoredParameter],
+    place: StageState,
     locals_: Mapping[str, Tensor],
     device_mesh: DeviceMesh | None,
     buffers: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Every key of the user's `model.state_dict()`: DTensors, and buffers as plain tensors.
+    """This stage's part of `model.state_dict()`: DTensors, and all buffers as plain tensors.
 
-    All names of a tied parameter hold the same DTensor. Without a device mesh (a world of
-    one) parameters are plain tensors.
+    With one stage that is every key. All names of a tied parameter hold the same DTensor; a
+    mirror without a name of its own is read by `torch.distributed.checkpoint` and not written.
+    Without a device mesh (a world of one) parameters are plain tensors.
     """
     out: dict[str, Tensor] = {}
-    for parameter in parameters:
-        local = locals_[parameter.name]
-        value = local.detach() if device_mesh is None else dtensor_of(parameter, local, device_mesh)
-        out |= dict.fromkeys(all_names(parameter), value)
+    for p in place.parameters:
+        local = locals_[p.name]
+        if device_mesh is None:
+            value = local.detach()
+        else:
+            value = dtensor_of(p, local, device_mesh, place.hands_out(p))
+        out |= dict.fromkeys(all_names(p), value)
     return out | dict(buffers or {})

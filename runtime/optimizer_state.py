@@ -9,6 +9,9 @@ mesh. Here it is split into
 
 Elementwise optimizers (SGD, Adam, AdamW, ...) have only such state. State of another shape
 beside a sharded parameter (Adafactor's rows and columns) has no meaning per shard: refused.
+
+With several stages every rank's optimizer has its own stage's parameters. Their records become
+one, as if one optimizer had all of them, so any other number of stages reads it.
 """
 
 from __future__ import annotations
@@ -24,8 +27,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
 from autopar.runtime.dcp import WholeOnDisk
-from autopar.runtime.names import StateError, all_names
+from autopar.runtime.names import StateError
 from autopar.runtime.sharding import boxes, is_sharded
+from autopar.runtime.stage_state import StageState
 from autopar.stage_program import StoredParameter
 
 OPTIMIZER_PREFIX = "optimizer.state."
@@ -41,13 +45,12 @@ class OptimizerState:
 
 
 def split_state(
-    parameters: Sequence[StoredParameter],
-    locals_: Mapping[str, Tensor],
-    optimizer: Optimizer,
-    sizes: Sequence[int],
-    coordinate: Sequence[int],
+    place: StageState, locals_: Mapping[str, Tensor], optimizer: Optimizer
 ) -> OptimizerState:
-    """The state of `optimizer`, named; its tensors share the optimizer's memory.
+    """This rank's part of the state, named; its tensors share the optimizer's memory.
+
+    The groups are this stage's with its mirrors, for `merged_record`; state is of what the
+    stage owns.
 
     Raises `StateError` for parameters that are not in `locals_`, and state that cannot be
     cut anew for another mesh.
@@ -65,61 +68,83 @@ def split_state(
     ]
     tensors: dict[str, Tensor] = {}
     kinds: dict[str, dict[str, Any]] = {}
-    for p in parameters:
+    for p in place.owned_by(place.stage):
         local = locals_[p.name]
         for key, value in optimizer.state.get(local, {}).items():
             kind = _kind(p, key, value, local)
             kinds.setdefault(p.name, {})[key] = kind
             if kind == {"kind": _SHARD}:
-                value = WholeOnDisk(value, boxes(p, sizes, coordinate), p.shape)
+                value = WholeOnDisk(value, boxes(p, place.sizes, place.coordinate), p.shape)
             if isinstance(value, Tensor):
                 tensors[f"{OPTIMIZER_PREFIX}{p.name}.{key}"] = value
     return OptimizerState(tensors, {"groups": groups, "state": kinds})
 
 
+def merged_record(
+    place: StageState, records: Sequence[Mapping[str, Any] | None]
+) -> dict[str, Any] | None:
+    """One record of the stages' own, each None where the stage has no optimizer.
+
+    Groups at the same position with equal options become one. Mirrors are left out.
+
+    Raises `StateError` for a mirror that is optimized unlike its owner: they drift apart.
+    """
+    if all(record is None for record in records):
+        return None
+    groups: list[dict[str, Any]] = []
+    state: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    for stage, record in enumerate(records):
+        own = () if record is None else record["groups"]
+        state |= {} if record is None else record["state"]
+        found = {name: group["options"] for group in own for name in group["parameters"]}
+        for p in place.pipeline.stages[stage].parameters:
+            if p.mirror_of is None:
+                options[p.name] = found.get(p.name)
+            elif found.get(p.name) != options[p.mirror_of]:
+                raise _drifts(p)
+        owned = {p.name for p in place.owned_by(stage)}
+        for position, group in enumerate(own):
+            names = [name for name in group["parameters"] if name in owned]
+            if position < len(groups) and groups[position]["options"] == group["options"]:
+                groups[position]["parameters"] += names
+            else:
+                groups.append({"parameters": names, "options": group["options"]})
+    return {"groups": groups, "state": state}
+
+
+def _drifts(mirror: StoredParameter) -> StateError:
+    return StateError(
+        f"`{mirror.name}` is tied to `{mirror.mirror_of}` of an earlier stage, but the optimizers "
+        "have other options for it, so the two are no longer equal",
+        hint="put both in parameter groups with the same options",
+    )
+
+
 def restore(
-    parameters: Sequence[StoredParameter],
+    place: StageState,
     locals_: Mapping[str, Tensor],
     optimizer: Optimizer,
     record: Mapping[str, Any] | None,
     stored: Mapping[str, TensorStorageMetadata],
-    sizes: Sequence[int],
-    coordinate: Sequence[int],
 ) -> OptimizerState:
     """Tensors for DCP to fill, inside a `record` for `optimizer.load_state_dict` afterwards.
 
-    Raises `StateError` when the checkpoint has no optimizer, or one of other parameter
-    groups, or state that cannot be cut for this plan.
+    A mirror gets its owner's state. Raises `StateError` when the checkpoint has no optimizer,
+    or one whose options for a group's parameters are missing or unlike, or state that cannot
+    be cut for this plan.
     """
     if record is None:
         raise StateError(
             "the checkpoint holds no optimizer state", hint="pass optimizer=None to load without"
         )
-    canonical = {name: p.name for p in parameters for name in all_names(p)}
-    indices: dict[str, int] = {}
-    groups = []
-    saved_groups = {
-        frozenset(canonical.get(n, n) for n in g["parameters"]): g for g in record["groups"]
-    }
-    for group, names in _named_groups(locals_, optimizer):
-        saved = saved_groups.get(frozenset(names))
-        if saved is None:
-            raise StateError(
-                "the optimizer's parameter groups are not those of the checkpoint, which has "
-                f"{len(record['groups'])}; none holds just {', '.join(names[:4])}"
-                + (f" and {len(names) - 4} more" if len(names) > 4 else ""),
-                hint="build the optimizer as it was built before the checkpoint was saved",
-            )
-        positions = range(len(indices), len(indices) + len(names))
-        indices |= dict(zip(names, positions, strict=True))
-        options = {k: _typed_option(v, group.get(k)) for k, v in saved["options"].items()}
-        named = {"param_names": group["param_names"]} if "param_names" in group else {}
-        groups.append({**options, **named, "params": list(positions)})
+    groups, indices = _restored_groups(place, locals_, optimizer, record)
     tensors: dict[str, Tensor] = {}
     state: dict[int, dict[str, Any]] = {}
-    by_name = {p.name: p for p in parameters}
     for saved_name, kinds in record["state"].items():
-        name = canonical[saved_name]
+        p = place.held.get(place.canonical[saved_name])
+        if p is None:
+            continue
         for key, kind in kinds.items():
             value = kind.get("value")
             if "kind" in kind:
@@ -128,20 +153,64 @@ def restore(
                 if entry is None:
                     raise StateError(f"the checkpoint lacks `{file_key}`, which its record lists")
                 value, tensors[file_key] = _empty(
-                    by_name[name], locals_[name], key, kind["kind"], entry, sizes, coordinate
+                    place, p, locals_[p.name], key, kind["kind"], entry
                 )
-            state.setdefault(indices[name], {})[key] = value
+            state.setdefault(indices[p.name], {})[key] = value
     return OptimizerState(tensors, {"state": state, "param_groups": groups})
 
 
+def _restored_groups(
+    place: StageState,
+    locals_: Mapping[str, Tensor],
+    optimizer: Optimizer,
+    record: Mapping[str, Any],
+) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """(the optimizer's groups with the saved options, parameter -> its position).
+
+    A saved group may be spread over stages, so a group here takes the options that all of its
+    parameters had.
+    """
+    saved = {
+        place.canonical.get(name, name): group["options"]
+        for group in record["groups"]
+        for name in group["parameters"]
+    }
+    groups: list[dict[str, Any]] = []
+    indices: dict[str, int] = {}
+    for group, names in _named_groups(locals_, optimizer):
+        had = [saved.get(place.canonical[name]) for name in names]
+        if any(options is None or options != had[0] for options in had):
+            raise _other_groups(record, names)
+        positions = range(len(indices), len(indices) + len(names))
+        indices |= dict(zip(names, positions, strict=True))
+        now = {k: v for k, v in group.items() if k != "params"}
+        then = (had[0] if had else None) or {}
+        options = {k: _typed_option(v, now.get(k)) for k, v in then.items()}
+        groups.append({**(options or now), "params": list(positions)})
+        if "param_names" in group:
+            groups[-1]["param_names"] = group["param_names"]
+    left = [p.name for owner, p in place.held.items() if owner in saved and p.name not in indices]
+    if left:
+        raise _other_groups(record, left)
+    return groups, indices
+
+
+def _other_groups(record: Mapping[str, Any], names: Sequence[str]) -> StateError:
+    return StateError(
+        "the optimizer's parameter groups are not those of the checkpoint, which has "
+        f"{len(record['groups'])}; see {', '.join(names[:4])}"
+        + (f" and {len(names) - 4} more" if len(names) > 4 else ""),
+        hint="build the optimizer as it was built before the checkpoint was saved",
+    )
+
+
 def _empty(
+    place: StageState,
     p: StoredParameter,
     local: Tensor,
     key: str,
     kind: str,
     entry: TensorStorageMetadata,
-    sizes: Sequence[int],
-    coordinate: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """(a tensor for the optimizer, what DCP fills it through)."""
     shape, dtype = tuple(entry.size), entry.properties.dtype
@@ -149,7 +218,7 @@ def _empty(
         if shape != tuple(p.shape):
             raise StateError(f"optimizer state `{key}` of `{p.name}` is {shape}, not {p.shape}")
         value = torch.empty(local.shape, dtype=dtype, device=local.device)
-        return value, WholeOnDisk(value, boxes(p, sizes, coordinate), p.shape)
+        return value, WholeOnDisk(value, boxes(p, place.sizes, place.coordinate), p.shape)
     if math.prod(shape) != 1 and is_sharded(p):
         raise _no_shard(p, key, shape)
     value = torch.empty(shape, dtype=dtype)

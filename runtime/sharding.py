@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,10 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.moves import Split
 from autopar.runtime.delivery import shard
 from autopar.runtime.groups import DistGroup, Group
+from autopar.runtime.stage_state import Groups
 from autopar.spec import I, S, Spec
 from autopar.stage_program import StoredParameter
-
-Groups = Mapping[tuple[int, ...], Group]
 
 
 @dataclass(frozen=True)
@@ -67,10 +66,19 @@ def local_shard(
 
 
 def boxes(
-    parameter: StoredParameter, sizes: Sequence[int], coordinate: Sequence[int]
+    parameter: StoredParameter,
+    sizes: Sequence[int],
+    coordinate: Sequence[int],
+    whole_dims: frozenset[int] = frozenset(),
 ) -> tuple[Box, ...]:
-    """The blocks of the whole tensor that the rank at `coordinate` keeps, in order."""
-    runs = [_runs(parameter, dim, sizes, coordinate) for dim in range(len(parameter.shape))]
+    """The blocks of the whole tensor that the rank at `coordinate` keeps, in order.
+
+    Those of its shard where `whole_dims` were gathered.
+    """
+    runs = [
+        [(0, 0, size)] if dim in whole_dims else _runs(parameter, dim, sizes, coordinate)
+        for dim, size in enumerate(parameter.shape)
+    ]
     return tuple(
         Box(
             tuple(run[0] for run in chosen),

@@ -1,19 +1,20 @@
 """Operations on the state of a running module: whole values in and out, and the global norm.
 
 Every rank keeps its shards; what crosses ranks goes parameter by parameter, so no rank ever
-holds more than one whole parameter. With N(p) the ranks that hold copies of p's shard, the
-norm over the whole, undivided gradient is
+holds more than one whole parameter. On the way out a stage gathers inside its mesh, and its
+first rank sends to rank 0. With N(p) the ranks that hold copies of p's shard, mirrors of p on
+other stages among them, the norm over the whole, undivided gradient is
 
     (sum over ranks, over p of sum |g|^q / N(p))^(1/q)  =  (sum over p's distinct shards ...)^(1/q)
 
-where copies are left out by counting a shard only on the ranks that stand first on every
-axis that does not split it. For q = inf copies do no harm. Tied parameters are one parameter.
+where copies are left out by counting a shard only on the stage that owns it, on the ranks
+that stand first on every axis that does not split it. For q = inf copies do no harm.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import OptionError
+from autopar.runtime.groups import Group
 from autopar.runtime.names import (
+    Shape,
     StateError,
     all_names,
     check_buffer,
@@ -31,7 +34,8 @@ from autopar.runtime.names import (
     together,
     world_size,
 )
-from autopar.runtime.sharding import Groups, gather_whole, local_shard
+from autopar.runtime.sharding import gather_whole, local_shard
+from autopar.runtime.stage_state import StageState
 from autopar.stage_program import StoredParameter
 
 
@@ -42,109 +46,164 @@ class IncompatibleKeys(NamedTuple):
     unexpected_keys: list[str]
 
 
+# -- whole values out --------------------------------------------------------------------------
+
+
 def full_state_dict(
-    parameters: Sequence[StoredParameter],
-    locals_: Mapping[str, Tensor],
-    sizes: Sequence[int],
-    coordinate: Sequence[int],
-    groups: Groups,
-    buffers: Mapping[str, Tensor] | None = None,
+    place: StageState, locals_: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
     """Whole CPU tensors under every name on rank 0, {} on the others; all must call it."""
-    is_first = not any(coordinate)
     out: dict[str, Tensor] = {}
-    for parameter in parameters:
-        whole = gather_whole(locals_[parameter.name], parameter, sizes, groups)
-        if is_first:
-            held = whole.to("cpu", copy=whole.data_ptr() == locals_[parameter.name].data_ptr())
-            out |= dict.fromkeys(all_names(parameter), held)
-    if is_first:
+    for parameter, whole in _on_rank_0(place, locals_, place.owners):
+        out |= dict.fromkeys(all_names(parameter), whole)
+    if place.rank == 0:
         held_buffers = (buffers or {}).items()
         out |= {name: value.detach().to("cpu", copy=True) for name, value in held_buffers}
     return out
 
 
+def full_gradients(place: StageState, locals_: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Whole gradients on the CPU of rank 0, a tied one once; {} elsewhere; all must call it.
+
+    A parameter that took no part in the loss has a gradient of zeros.
+    """
+    gradients = {
+        name: torch.zeros_like(value) if value.grad is None else value.grad
+        for name, value in locals_.items()
+    }
+    trained = [p for p in place.owners if p.requires_grad]
+    return {p.name: whole for p, whole in _on_rank_0(place, gradients, trained)}
+
+
+def _on_rank_0(
+    place: StageState, locals_: Mapping[str, Tensor], wanted: Sequence[StoredParameter]
+) -> Iterator[tuple[StoredParameter, Tensor]]:
+    """(parameter, a CPU tensor of its own) of each of `wanted`; nothing on other ranks."""
+    own = {p.name for p in place.parameters if p.mirror_of is None}
+    for owned in wanted:
+        if owned.name in own:
+            local = locals_[owned.name]
+            whole = gather_whole(local, owned, place.sizes, place.groups)
+            if place.rank == 0:
+                yield owned, whole.to("cpu", copy=whole.data_ptr() == local.data_ptr())
+            elif place.is_first:
+                assert place.messenger is not None, "stages without messages"
+                place.messenger.post([(whole.contiguous(), 0)], []).wait_sent()
+        elif place.rank == 0:
+            assert place.messenger is not None, "stages without messages"
+            source = place.first_rank_of(owned)
+            receive = owned.shape, owned.stored.dtype, source
+            yield owned, place.messenger.post([], [receive]).wait_received()[0].to("cpu")
+
+
+# -- values in ---------------------------------------------------------------------------------
+
+
 def load_state_dict(
-    parameters: Sequence[StoredParameter],
+    place: StageState,
     locals_: Mapping[str, Tensor],
     values: Mapping[str, Any],
-    sizes: Sequence[int],
-    coordinate: Sequence[int],
     buffers: Mapping[str, Tensor] | None = None,
     strict: bool = True,
 ) -> IncompatibleKeys:
-    """Load whole tensors or DTensors into the shards, in place.
+    """Load whole tensors or DTensors into the shards, in place; every rank must call it.
 
-    Every rank must call it, with the same state dict, or with rank 0's whole tensors there
-    and {} elsewhere (what `full_state_dict` returned): then they are broadcast one by one.
+    With the same whole tensors everywhere; with rank 0's and {} elsewhere (what
+    `full_state_dict` returned): then they are broadcast one by one; or with DTensors, of which
+    a rank needs those that it keeps a part of. Names are judged over all ranks together. A
+    tied parameter and its mirrors take the first of their names that is given.
 
     Raises `StateError` listing names and shapes that do not fit; without `strict` missing and
     unexpected names are returned instead.
     """
-    from_rank0 = _only_rank0_has(values)
-    found: dict[str, str] = {}
-    missing: list[str] = []
-    unexpected: list[str] = []
+    tensors = {name: v for name, v in values.items() if isinstance(v, Tensor)}
+    given = _given_on_ranks(tensors)
+    from_rank0 = len(given) > 1 and bool(given[0]) and not any(given[1:])
+    everywhere = {name: it for held in reversed(given) for name, it in held.items()}
+    shapes = {name: shape for name, (shape, _) in everywhere.items()}
     with together():
-        if own_rank() == 0 or not from_rank0:
-            shapes = {n: tuple(v.shape) for n, v in values.items() if isinstance(v, Tensor)}
-            found, missing, unexpected = match_names(
-                parameters, shapes, buffers or {}, "the state dict", strict
-            )
-            for name in sorted((buffers or {}).keys() & shapes.keys()):
-                check_buffer(name, _whole(values[name]), buffers or {}, "the state dict")
-    if from_rank0:
-        held = [(found, missing, unexpected)]
-        dist.broadcast_object_list(held, src=0)
-        found, missing, unexpected = held[0]
+        own = {name: tuple(v.shape) for name, v in tensors.items()}
+        found, missing, unexpected = match_names(
+            place.owners, shapes | own, buffers or {}, "the state dict", strict
+        )
+        for name in sorted((buffers or {}).keys() & own.keys()):
+            check_buffer(name, _whole(tensors[name]), buffers or {}, "the state dict")
+        if not from_rank0:
+            _check_within_reach(place, tensors, found)
     with torch.no_grad():
-        for parameter in parameters:
-            if parameter.name not in found:
+        for owned in place.owners:
+            if owned.name not in found:
                 continue
-            local = locals_[parameter.name]
-            value = values.get(found[parameter.name])
-            whole = _broadcast(value, parameter, local) if from_rank0 else _whole(value)
-            local.copy_(local_shard(whole, parameter, sizes, coordinate))
+            if from_rank0:
+                name = found[owned.name]
+                whole = _broadcast(tensors.get(name), *everywhere[name], place.device)
+            else:
+                # A DTensor's ranks gather it together, those that keep nothing of it too.
+                name = next((n for n in all_names(owned) if n in tensors), "")
+                if not name:
+                    continue
+                whole = _whole(tensors[name])
+            kept = place.held.get(owned.name)
+            if kept is not None:
+                part = local_shard(whole, kept, place.sizes, place.coordinate)
+                locals_[kept.name].copy_(part)
     return IncompatibleKeys(missing, unexpected)
 
 
-def _only_rank0_has(values: Mapping[str, Any]) -> bool:
+def _given_on_ranks(values: Mapping[str, Tensor]) -> list[dict[str, tuple[Shape, torch.dtype]]]:
+    """Per rank, name -> (whole shape, dtype) of what it was given."""
+    own = {name: (tuple(v.shape), v.dtype) for name, v in values.items()}
     if world_size() == 1:
-        return False
-    counts: list[int] = [0] * world_size()
-    dist.all_gather_object(counts, len(values))
-    return counts[0] > 0 and not any(counts[1:])
+        return [own]
+    every: list[Any] = [None] * world_size()
+    dist.all_gather_object(every, own)
+    return every
 
 
-def _whole(value: Any) -> Tensor:
-    if not isinstance(value, Tensor):
-        raise StateError(f"a state dict holds tensors, not {type(value).__name__}")
+def _check_within_reach(
+    place: StageState, values: Mapping[str, Tensor], found: Mapping[str, str]
+) -> None:
+    """Raise `StateError` for what this rank keeps and only others were given."""
+    for owned in place.owners:
+        wanted = owned.name in place.held and owned.name in found
+        if wanted and not any(name in values for name in all_names(owned)):
+            raise StateError(
+                f"the state dict of rank {own_rank()} lacks `{found[owned.name]}`, which other "
+                "ranks have",
+                hint="give every rank all of it, rank 0 alone, or each the DTensors of its stage",
+            )
+
+
+def _whole(value: Tensor) -> Tensor:
     detached = value.detach()
     return detached.full_tensor() if isinstance(detached, DTensor) else detached
 
 
-def _broadcast(value: Tensor | None, parameter: StoredParameter, local: Tensor) -> Tensor:
+def _broadcast(
+    value: Tensor | None, shape: Shape, dtype: torch.dtype, device: torch.device
+) -> Tensor:
     if value is None:
-        whole = torch.empty(parameter.shape, dtype=local.dtype, device=local.device)
+        whole = torch.empty(shape, dtype=dtype, device=device)
     else:
-        whole = value.detach().to(local.device, local.dtype).contiguous()
+        whole = value.detach().to(device).contiguous()
     dist.broadcast(whole, src=0)
     return whole
 
 
+# -- the norm ----------------------------------------------------------------------------------
+
+
 def clip_grad_norm_(
-    parameters: Sequence[StoredParameter],
+    place: StageState,
     locals_: Mapping[str, Tensor],
     max_norm: float,
-    coordinate: Sequence[int],
-    groups: Groups,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scale all gradients so that their global norm is at most `max_norm`; that norm, before.
 
     As `torch.nn.utils.clip_grad_norm_` in one process: 0-d, the same on every rank, all of
-    which must call it. `groups` are the stage's; the one over all its axes is used.
+    which must call it.
 
     Raises `OptionError` for a norm that is not positive, and `RuntimeError` as torch does for
     one that is not finite if `error_if_nonfinite`.
@@ -152,54 +211,55 @@ def clip_grad_norm_(
     order = float(norm_type)
     if not order > 0:
         raise OptionError(f"norm_type must be positive or inf, not {norm_type}")
-    norm = _global_norm(parameters, locals_, order, coordinate, groups)
+    norm = _global_norm(place, locals_, order)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"the total norm of order {order} of the gradients is {norm.item()}, which "
             "cannot be clipped; pass error_if_nonfinite=False to scale by it anyway"
         )
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for parameter in parameters:
+    for parameter in place.parameters:
         gradient = locals_[parameter.name].grad
         if gradient is not None:
             gradient.detach().mul_(scale.to(gradient.device, gradient.dtype))
     return norm
 
 
-def _global_norm(
-    parameters: Sequence[StoredParameter],
-    locals_: Mapping[str, Tensor],
-    order: float,
-    coordinate: Sequence[int],
-    groups: Groups,
-) -> Tensor:
-    """The norm over the stage, summed in float64: powers of a large norm overflow float32."""
-    first = next(iter(locals_.values()), None)
-    device = torch.device("cpu") if first is None else first.device
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    result = torch.float32
-    for parameter in parameters:
+def _global_norm(place: StageState, locals_: Mapping[str, Tensor], order: float) -> Tensor:
+    """The norm over all stages, summed in float64: powers of a large norm overflow float32."""
+    total = torch.zeros((), dtype=torch.float64, device=place.device)
+    for parameter in place.parameters:
         gradient = locals_[parameter.name].grad
-        if gradient is None:
-            continue
-        result = torch.promote_types(result, gradient.dtype)
-        if not _counts_here(parameter, coordinate) or not gradient.numel():
+        if gradient is None or not gradient.numel() or not _counts_here(place, parameter):
             continue
         wide = torch.promote_types(gradient.dtype, torch.float32)
         norm = torch.linalg.vector_norm(gradient.detach(), order, dtype=wide).double()
         total = torch.maximum(total, norm) if math.isinf(order) else total + norm.pow(order)
-    axes = max(groups, key=len, default=())
+    result = torch.float32
+    for parameter in place.owners:  # alike on all stages, whatever their own gradients are
+        if parameter.requires_grad:
+            result = torch.promote_types(result, parameter.stored.dtype)
+    group = _everyone(place)
     if not math.isinf(order):
-        return (groups[axes].all_reduce(total) if axes else total).pow(1.0 / order).to(result)
-    if axes:
+        return (group.all_reduce(total) if group else total).pow(1.0 / order).to(result)
+    if group:
         # A carrier's maximum may drop a NaN, so it is told apart.
         seen = torch.stack([total.nan_to_num(0.0, math.inf), total.isnan().to(total.dtype)])
-        total, is_nan = groups[axes].all_reduce(seen, "max")
+        total, is_nan = group.all_reduce(seen, "max")
         total = torch.where(is_nan > 0, math.nan, total)
     return total.to(result)
 
 
-def _counts_here(parameter: StoredParameter, coordinate: Sequence[int]) -> bool:
+def _everyone(place: StageState) -> Group | None:
+    """All ranks of all stages; None where there is one."""
+    if place.pipeline.n_stages > 1:
+        assert place.world is not None, "stages without a group of all ranks"
+        return place.world
+    axes = max(place.groups, key=len, default=())
+    return place.groups[axes] if axes else None
+
+
+def _counts_here(place: StageState, parameter: StoredParameter) -> bool:
     """Whether this rank is the one of its copies that counts."""
-    placements = parameter.stored.spec.placements
-    return all(p.is_shard or c == 0 for p, c in zip(placements, coordinate, strict=True))
+    placed = zip(parameter.stored.spec.placements, place.coordinate, strict=True)
+    return parameter.mirror_of is None and all(p.is_shard or c == 0 for p, c in placed)

@@ -7,6 +7,7 @@
     a path    a .safetensors file, a folder of them, or a checkpoint: each rank reads only the
               boxes of its shards (`sharding.boxes`)
 
+A parameter that several stages use is read and drawn under its owner's name, by all of them.
 At no time does a rank hold more than one whole parameter (or group) beyond the user's model,
 which is never modified.
 """
@@ -16,8 +17,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,51 +41,44 @@ from autopar.runtime.names import (
 )
 from autopar.runtime.optimizer_state import OPTIMIZER_PREFIX
 from autopar.runtime.sharding import boxes, local_shard
+from autopar.runtime.stage_state import StageState
 from autopar.stage_program import StoredParameter
 
-DtypeRule = Callable[[StoredParameter], torch.dtype]
 _INDEX = "model.safetensors.index.json"
 
 
-def stored_dtype(parameter: StoredParameter) -> torch.dtype:
-    """The dtype the program stores the parameter in."""
-    return parameter.stored.dtype
-
-
 def initial_shards(
-    parameters: Sequence[StoredParameter],
+    place: StageState,
     weights: str | os.PathLike[str],
     model: nn.Module,
-    sizes: Sequence[int],
-    coordinate: Sequence[int],
-    device: torch.device,
-    dtype: DtypeRule = stored_dtype,
     seed: int | None = None,
 ) -> dict[str, nn.Parameter]:
-    """This rank's shard of every parameter, by name; `requires_grad` is the model's.
+    """This rank's shard of every parameter of its stage, by name; `requires_grad` is the model's.
 
-    `seed` is that of weights="init", by default rank 0's `torch.initial_seed()`. Where
-    `torch.distributed` is initialised this is a collective of the whole world.
+    A mirror gets its owner's values. `seed` is that of weights="init", by default rank 0's
+    `torch.initial_seed()`. Where `torch.distributed` is initialised this is a collective of
+    the whole world.
 
     Raises `StateError` on all ranks when names or shapes do not fit, listing them, or when
     there is nothing to read values from.
     """
     if weights == "rank0":
-        shards = _from_rank0(parameters, model, sizes, coordinate, device, dtype)
+        shards = _from_rank0(place, model)
     elif weights == "init":
+        shared = _shared_seed(seed)
         with together():
-            shards = {
-                name: local_shard(value, parameter, sizes, coordinate)
-                for parameter, name, value in _initialised(parameters, model, _shared_seed(seed))
-            }
+            shards = _initialised(place, model, shared)
     else:
         shards = {
-            p.name: torch.empty(p.stored.shape, dtype=dtype(p), device=device) for p in parameters
+            p.name: torch.empty(p.stored.shape, dtype=p.stored.dtype, device=place.device)
+            for p in place.parameters
         }
-        _fill_from_path(parameters, shards, Path(weights), model, sizes, coordinate)
+        _fill_from_path(place, shards, Path(weights), model)
     return {
-        p.name: nn.Parameter(shards[p.name].to(device, dtype(p)), requires_grad=p.requires_grad)
-        for p in parameters
+        p.name: nn.Parameter(
+            shards[p.name].to(place.device, p.stored.dtype), requires_grad=p.requires_grad
+        )
+        for p in place.parameters
     }
 
 
@@ -109,29 +104,25 @@ def initial_buffers(
 # -- from the model ----------------------------------------------------------------------------
 
 
-def _from_rank0(
-    parameters: Sequence[StoredParameter],
-    model: nn.Module,
-    sizes: Sequence[int],
-    coordinate: Sequence[int],
-    device: torch.device,
-    dtype: DtypeRule,
-) -> dict[str, Tensor]:
-    values = dict(model.named_parameters(remove_duplicate=False))
+def _from_rank0(place: StageState, model: nn.Module) -> dict[str, Tensor]:
+    values: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     with together():
         if own_rank() == 0:
-            _check_model(parameters, values)
+            _check_model(place.owners, values)
     shards = {}
-    for p in parameters:
+    for owned in place.owners:
+        dtype = owned.stored.dtype
         if world_size() == 1:
-            shards[p.name] = local_shard(values[p.name], p, sizes, coordinate)
-            continue
-        if own_rank() == 0:
-            whole = values[p.name].detach().to(device, dtype(p)).contiguous()
+            whole = values[owned.name]
+        elif own_rank() == 0:
+            whole = values[owned.name].detach().to(place.device, dtype).contiguous()
         else:
-            whole = torch.empty(p.shape, dtype=dtype(p), device=device)
-        dist.broadcast(whole, src=0)
-        shards[p.name] = local_shard(whole, p, sizes, coordinate)
+            whole = torch.empty(owned.shape, dtype=dtype, device=place.device)
+        if world_size() > 1:
+            dist.broadcast(whole, src=0)
+        kept = place.held.get(owned.name)
+        if kept is not None:
+            shards[kept.name] = local_shard(whole, kept, place.sizes, place.coordinate)
     return shards
 
 
@@ -154,24 +145,20 @@ def _shared_seed(seed: int | None) -> int:
     return int(held[0])
 
 
-def _initialised(
-    parameters: Sequence[StoredParameter], model: nn.Module, seed: int
-) -> Iterator[tuple[StoredParameter, str, Tensor]]:
-    by_name = {p.name: p for p in parameters}
-    for name, value in initial_values(model, list(by_name), seed):
-        yield by_name[name], name, value
+def _initialised(place: StageState, model: nn.Module, seed: int) -> dict[str, Tensor]:
+    """Drawn under the owners' names, so that a mirror's values are its owner's."""
+    shards = {}
+    for name, value in initial_values(model, list(place.held), seed):
+        kept = place.held[name]
+        shards[kept.name] = local_shard(value, kept, place.sizes, place.coordinate)
+    return shards
 
 
 # -- from files --------------------------------------------------------------------------------
 
 
 def _fill_from_path(
-    parameters: Sequence[StoredParameter],
-    shards: Mapping[str, Tensor],
-    path: Path,
-    model: nn.Module,
-    sizes: Sequence[int],
-    coordinate: Sequence[int],
+    place: StageState, shards: Mapping[str, Tensor], path: Path, model: nn.Module
 ) -> None:
     buffers: dict[str, Tensor] = {}
     with together():
@@ -183,47 +170,42 @@ def _fill_from_path(
             )
         buffers = initial_buffers(model, torch.device("cpu"))
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    fits = _Fits(parameters, shards, str(path), buffers, tuple(ignored))
+    fits = _Fits(place.owners, str(path), buffers, tuple(ignored))
     if path.is_dir() and dcp.is_dcp_folder(path):
-        _fill_from_checkpoint(fits, path, sizes, coordinate)
+        _fill_from_checkpoint(fits, place, shards, path)
         return
     with together(), _Safetensors(path) as files:
         names = fits.match(files.shapes)
-        for p in parameters:
-            for box in boxes(p, sizes, coordinate):
-                part = files.read(names[p.name], box.of_whole)
-                shards[p.name][box.of_shard].copy_(part)
+        for owner, kept in place.held.items():
+            for box in boxes(kept, place.sizes, place.coordinate):
+                part = files.read(names[owner], box.of_whole)
+                shards[kept.name][box.of_shard].copy_(part)
         for name in sorted(buffers.keys() & files.shapes.keys()):
             check_buffer(name, files.read(name), buffers, str(path))
 
 
+@dataclass(frozen=True)
 class _Fits:
-    """What is to be filled, and what the source may hold beside it."""
+    """What the model has, and what the source may hold beside it."""
 
-    def __init__(
-        self,
-        parameters: Sequence[StoredParameter],
-        shards: Mapping[str, Tensor],
-        source: str,
-        buffers: Mapping[str, Tensor],
-        ignored: tuple[str, ...],
-    ) -> None:
-        self.parameters, self.shards, self.source = parameters, shards, source
-        self.buffers, self.ignored = buffers, ignored
+    owners: Sequence[StoredParameter]
+    source: str
+    buffers: Mapping[str, Tensor]
+    ignored: tuple[str, ...]
 
     def match(self, given: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-        """Parameter -> name in the source; transformers' own list of stale keys is honoured."""
-        known = {name for p in self.parameters for name in all_names(p)} | set(self.buffers)
+        """Owner -> name in the source; transformers' own list of stale keys is honoured."""
+        known = {name for p in self.owners for name in all_names(p)} | set(self.buffers)
         kept = {
             name: shape
             for name, shape in given.items()
             if name in known or not any(re.search(pattern, name) for pattern in self.ignored)
         }
-        return match_names(self.parameters, kept, self.buffers, self.source)[0]
+        return match_names(self.owners, kept, self.buffers, self.source)[0]
 
 
 def _fill_from_checkpoint(
-    fits: _Fits, path: Path, sizes: Sequence[int], coordinate: Sequence[int]
+    fits: _Fits, place: StageState, shards: Mapping[str, Tensor], path: Path
 ) -> None:
     names: dict[str, str] = {}
     stored: dict[str, tuple[int, ...]] = {}
@@ -235,8 +217,10 @@ def _fill_from_checkpoint(
         }
         names = fits.match(stored)
     values: dict[str, Tensor] = {
-        names[p.name]: dcp.WholeOnDisk(fits.shards[p.name], boxes(p, sizes, coordinate), p.shape)
-        for p in fits.parameters
+        names[owner]: dcp.WholeOnDisk(
+            shards[kept.name], boxes(kept, place.sizes, place.coordinate), kept.shape
+        )
+        for owner, kept in place.held.items()
     }
     held = {n: torch.empty_like(b) for n, b in fits.buffers.items() if n in stored}
     dcp.read(values | held, path)

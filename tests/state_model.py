@@ -1,15 +1,34 @@
-"""A small model with every kind of stored parameter, and plans for it on several meshes."""
+"""A small model with every kind of stored parameter, and plans for it on stages and meshes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.mesh import Device, Link, LogicalMesh
+from autopar.pipeline import Pipeline
+from autopar.runtime.groups import make_groups, world_group
+from autopar.runtime.p2p import DistMessenger
+from autopar.runtime.stage_state import StageState
+from autopar.runtime.threads import ThreadWorld
 from autopar.spec import I, Placement, S, Spec, TensorType, local_shape
-from autopar.stage_program import Local, StoredParameter
+from autopar.stage_program import Local, StageProgram, StoredParameter
+
+Sizes = tuple[int, ...]
+Shapes = tuple[Sizes, ...]
+ONE: Shapes = ((1, 1),)
+# One stage, and stages of unlike meshes, of which the first is one rank or several.
+SHAPES_OF_4: tuple[Shapes, ...] = (
+    ((2, 2),),
+    ((1, 1), (1, 3)),
+    ((1, 2), (2, 1)),
+    ((1, 1), (1, 2), (1, 1)),
+)
+CPU = torch.device("cpu")
 
 
 class Tied(nn.Module):
@@ -55,7 +74,33 @@ PLANS: dict[tuple[int, ...], dict[str, Spec]] = {
         "norm.weight": Spec((S(0), S(0))),
         "norm.bias": Spec((S(0), I)),
     },
+    (1, 3): {"qkv.weight": Spec((I, S(0, 0))), "qkv.bias": Spec((I, S(0, 0)))},
+    (2, 1): {"embed.weight": Spec((S(1), I)), "qkv.weight": Spec((S(1), I))},
     (4,): {"embed.weight": Spec((S(1),)), "qkv.weight": Spec((S(0, 1),))},
+}
+
+
+# Number of stages -> what each keeps: name -> the owner it mirrors. The head has a name of its
+# own, for two stages in one case; the fused projection has none.
+STAGES: dict[int, tuple[dict[str, str | None], ...]] = {
+    1: (dict.fromkeys(DIMS),),
+    2: (
+        dict.fromkeys(("embed.weight", "qkv.weight", "qkv.bias", "gain")),
+        {
+            **dict.fromkeys(("norm.weight", "norm.bias")),
+            "qkv.weight": "qkv.weight",
+            "head.weight": "embed.weight",
+        },
+    ),
+    3: (
+        dict.fromkeys(("embed.weight", "qkv.weight")),
+        {"qkv.bias": None, "head.weight": "embed.weight"},
+        {
+            **dict.fromkeys(("norm.weight", "norm.bias", "gain")),
+            "qkv.weight": "qkv.weight",
+            "head.weight": "embed.weight",
+        },
+    ),
 }
 
 
@@ -65,20 +110,60 @@ def stored(
     spec: Spec,
     sizes: Sequence[int],
     dtype: torch.dtype = torch.float32,
+    aliases: tuple[str, ...] = (),
+    mirror_of: str | None = None,
 ) -> StoredParameter:
     """A stored parameter as lowering would describe it."""
     tensor = TensorType(tuple(dims), dtype.itemsize, True)
     local = Local(name.replace(".", "_"), local_shape(tensor, spec, sizes), dtype, spec)
     return StoredParameter(
-        name, ALIASES.get(name, ()), tensor.shape, tensor.dims, local, "step", (),
-        name not in FROZEN,
+        name, aliases, tensor.shape, tensor.dims, local, "step", (),
+        name not in FROZEN, mirror_of,
     )  # fmt: skip
 
 
-def plan(sizes: Sequence[int]) -> tuple[StoredParameter, ...]:
-    everywhere = Spec((I,) * len(sizes))
-    specs = PLANS[tuple(sizes)]
-    return tuple(stored(n, dims, specs.get(n, everywhere), sizes) for n, dims in DIMS.items())
+def plan(
+    sizes: Sequence[int], kept: Mapping[str, str | None] = STAGES[1][0]
+) -> tuple[StoredParameter, ...]:
+    """What one stage keeps; without `kept`, the only one."""
+    everywhere, specs = Spec((I,) * len(sizes)), PLANS[tuple(sizes)]
+    out = []
+    for name, owner in kept.items():
+        key = owner or name
+        aliases = ALIASES.get(name, ()) if len(kept) == len(DIMS) else ()
+        spec = specs.get(key, everywhere)
+        out.append(stored(name, DIMS[key], spec, sizes, aliases=aliases, mirror_of=owner))
+    return tuple(out)
+
+
+def pipeline_of(shapes: Sequence[Sizes]) -> Pipeline:
+    """The model cut into a stage per shape, on consecutive ranks."""
+    stages, meshes, first = [], [], 0
+    for kept, sizes in zip(STAGES[len(shapes)], shapes, strict=True):
+        mesh = replace(mesh_of(sizes), first_rank=first)
+        stages.append(
+            StageProgram("tied", mesh.names, sizes, plan(sizes, kept), (), (), None, (), 1)
+        )
+        meshes.append(mesh)
+        first += mesh.n_ranks
+    return Pipeline.of(stages, meshes)
+
+
+def process_place(pipeline: Pipeline) -> StageState:
+    """This process's place; every rank calls it."""
+    if not dist.is_initialized():
+        return StageState(pipeline, 0, CPU)
+    rank = dist.get_rank()
+    groups = [make_groups(mesh) for mesh in pipeline.meshes]
+    own = groups[pipeline.stage_of(rank)]
+    return StageState(pipeline, rank, CPU, own, DistMessenger(CPU), world_group())
+
+
+def thread_place(pipeline: Pipeline, world: ThreadWorld) -> StageState:
+    groups = [world.make_groups(mesh) for mesh in pipeline.meshes]
+    own = groups[pipeline.stage_of(world.rank)]
+    messenger = world.messenger(rendezvous=True)
+    return StageState(pipeline, world.rank, CPU, own, messenger, world.world_group())
 
 
 def mesh_of(sizes: Sequence[int]) -> LogicalMesh:

@@ -1,4 +1,4 @@
-"""Checkpoints: onto another mesh and back, bitwise; interrupted saves; what is refused."""
+"""Checkpoints: onto other stages and meshes, bitwise; interrupted saves; what is refused."""
 
 from __future__ import annotations
 
@@ -18,16 +18,25 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from autopar.errors import AutoparError, OptionError
 from autopar.runtime import checkpoint
 from autopar.runtime.dtensors import dtensor_placements, state_dict
-from autopar.runtime.groups import make_groups
 from autopar.runtime.launch import WorkerPool
 from autopar.runtime.names import StateError
 from autopar.runtime.sharding import gather_whole, local_shard
 from autopar.runtime.state import full_state_dict
 from autopar.runtime.weights import initial_buffers, initial_shards
-from tests.state_model import DIMS, Tied, gradient, mesh_of, plan, seeded_model
+from autopar.stage_program import StoredParameter
+from tests.state_model import (
+    CPU,
+    DIMS,
+    ONE,
+    Shapes,
+    Tied,
+    gradient,
+    pipeline_of,
+    process_place,
+    seeded_model,
+)
 
-CPU = torch.device("cpu")
-ONE = (1, 1)
+PAIR: Shapes = ((1, 2),)
 Locals = dict[str, nn.Parameter]
 
 
@@ -46,15 +55,12 @@ def pool4() -> Iterator[WorkerPool]:
 class Rank:
     """One rank's module, and an optimizer with two parameter groups."""
 
-    def __init__(self, sizes: tuple[int, ...], seed: int, make: Callable[..., Optimizer]) -> None:
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        self.sizes, self.parameters = sizes, plan(sizes)
-        self.at = mesh_of(sizes).coordinate(rank)
-        self.groups = make_groups(mesh_of(sizes)) if dist.is_initialized() else {}
+    def __init__(self, shapes: Shapes, seed: int, make: Callable[..., Optimizer]) -> None:
+        self.place = process_place(pipeline_of(shapes))
         model = seeded_model(seed)
         # A module's buffers are constants, and the same whatever the weights.
         self.buffers = initial_buffers(seeded_model(0), CPU)
-        self.locals = initial_shards(self.parameters, "rank0", model, sizes, self.at, CPU)
+        self.locals = initial_shards(self.place, "rank0", model)
         decayed = [v for n, v in self.locals.items() if "weight" in n]
         others = [v for n, v in self.locals.items() if "weight" not in n and v.requires_grad]
         self.optimizer = make(
@@ -63,48 +69,50 @@ class Rank:
 
     def train(self, first: int, n_steps: int) -> None:
         for step in range(first, first + n_steps):
-            for p in self.parameters:
+            for p in self.place.parameters:
                 if p.requires_grad:
-                    whole = gradient(p.name, p.shape, step)
-                    self.locals[p.name].grad = local_shard(whole, p, self.sizes, self.at)
+                    whole = gradient(p.mirror_of or p.name, p.shape, step)
+                    self.locals[p.name].grad = self.cut(whole, p)
             self.optimizer.step()
             self.optimizer.zero_grad()
 
+    def cut(self, whole: Tensor, p: StoredParameter) -> Tensor:
+        return local_shard(whole, p, self.place.sizes, self.place.coordinate)
+
     def save(self, path: str, step: int, extra: dict[str, Any] | None = None) -> None:
-        checkpoint.save(
-            self.parameters, self.locals, self.optimizer, path, step, extra, self.sizes, self.at,
-            self.buffers,
-        )  # fmt: skip
+        checkpoint.save(self.place, self.locals, self.optimizer, path, step, extra, self.buffers)
 
     def load(self, path: str) -> tuple[int, dict[str, Any]]:
-        return checkpoint.load(
-            self.parameters, self.locals, self.optimizer, path, self.sizes, self.at, self.buffers
-        )
+        return checkpoint.load(self.place, self.locals, self.optimizer, path, self.buffers)
 
     def whole(self) -> dict[str, Tensor]:
-        """Parameters and optimizer state, whole, on rank 0."""
-        out = full_state_dict(self.parameters, self.locals, self.sizes, self.at, self.groups)
-        for p in self.parameters:
+        """Parameters and optimizer state of all stages, whole, the mirrors' apart; on rank 0."""
+        place, own = self.place, {}
+        for p in place.parameters:
             local = self.locals[p.name]
-            for key, value in self.optimizer.state.get(local, {}).items():
+            kept = self.optimizer.state.get(local, {})
+            for key, value in {"value": local.detach(), **kept}.items():
                 is_shard = value.shape == local.shape
-                out[f"{p.name}/{key}"] = (
-                    gather_whole(value, p, self.sizes, self.groups) if is_shard else value
-                ).clone()
-        return out if not any(self.at) else {}
+                held = gather_whole(value, p, place.sizes, place.groups) if is_shard else value
+                own[f"{place.stage if p.mirror_of else ''}{p.name}/{key}"] = held.clone()
+        every: list[Any] = [own]
+        if dist.is_initialized():
+            every = [None] * dist.get_world_size()
+            dist.all_gather_object(every, own)
+        return {n: v for held in every for n, v in held.items()} if place.rank == 0 else {}
 
 
-def train_and_save(sizes: tuple[int, ...], path: str) -> dict[str, Tensor]:
-    rank = Rank(sizes, 0, AdamW)
+def train_and_save(shapes: Shapes, path: str) -> dict[str, Tensor]:
+    rank = Rank(shapes, 0, AdamW)
     rank.train(0, 2)
     rank.save(path, 2, {"epoch": 1, "lr": [0.1, None], "note": {"ü": True}})
     return rank.whole()
 
 
 def load_train_and_save(
-    sizes: tuple[int, ...], path: str, n_steps: int, onto: str
+    shapes: Shapes, path: str, n_steps: int, onto: str
 ) -> list[dict[str, Tensor]]:
-    rank = Rank(sizes, 5, AdamW)
+    rank = Rank(shapes, 5, AdamW)
     step, extra = rank.load(path)
     assert step == 2
     assert extra == {"epoch": 1, "lr": [0.1, None], "note": {"ü": True}}
@@ -116,6 +124,15 @@ def load_train_and_save(
     return [loaded, rank.whole()]
 
 
+def owned(whole: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What `Rank.whole` found, after a check that mirrors have what their owners have."""
+    for name, value in whole.items():
+        if name[0].isdigit():
+            owner = name[1:].replace("head.weight", "embed.weight")
+            assert torch.equal(value, whole[owner]), name
+    return {name: value for name, value in whole.items() if not name[0].isdigit()}
+
+
 def assert_same(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert ours.keys() == expected.keys()
     for name, value in expected.items():
@@ -125,40 +142,79 @@ def assert_same(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def test_onto_other_meshes_and_back(pool2: WorkerPool, pool4: WorkerPool, tmp_path: Path) -> None:
     """(1, 2) -> (2, 2) -> (1, 2) -> one process -> (4,), and training goes on alike."""
     paths = [str(tmp_path / f"ckpt{i}") for i in range(5)]
-    first = pool2.run(train_and_save, (1, 2), paths[0])[0]
-    assert {"embed.weight", "head.weight", "qkv.weight/exp_avg", "gain/step"} < first.keys()
+    first = pool2.run(train_and_save, PAIR, paths[0])[0]
+    assert {"embed.weight/value", "qkv.weight/exp_avg", "gain/step"} < first.keys()
     assert "norm.bias/exp_avg" not in first  # frozen
-    there = pool4.run(load_train_and_save, (2, 2), paths[0], 1, paths[1])[0]
-    back = pool2.run(load_train_and_save, (1, 2), paths[1], 1, paths[2])[0]
+    there = pool4.run(load_train_and_save, ((2, 2),), paths[0], 1, paths[1])[0]
+    back = pool2.run(load_train_and_save, PAIR, paths[1], 1, paths[2])[0]
     alone = load_train_and_save(ONE, paths[2], 1, paths[3])
-    line = pool4.run(load_train_and_save, (4,), paths[3], 1, paths[4])[0]
+    line = pool4.run(load_train_and_save, ((4,),), paths[3], 1, paths[4])[0]
     for loaded, _ in (there, back, alone, line):
         assert_same(loaded, first)
     for _, trained in (there, back, line):
         assert_same(trained, alone[1])
-    assert not torch.equal(alone[1]["qkv.weight"], first["qkv.weight"])
+    assert not torch.equal(alone[1]["qkv.weight/value"], first["qkv.weight/value"])
     assert not list(tmp_path.glob(".*"))
 
 
-def weights_from(sizes: tuple[int, ...], path: str) -> dict[str, Tensor]:
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # read on one process too
+def test_onto_other_stages_and_back(pool2: WorkerPool, pool4: WorkerPool, tmp_path: Path) -> None:
+    """2 stages -> 2 unequal -> 3 -> 1 stage of 4 ranks -> one process -> 2 stages."""
+    paths = [str(tmp_path / f"ckpt{i}") for i in range(6)]
+    first = owned(pool2.run(train_and_save, ((1, 1), (1, 1)), paths[0])[0])
+    unequal = pool4.run(load_train_and_save, ((1, 1), (1, 3)), paths[0], 1, paths[1])[0]
+    three = pool4.run(load_train_and_save, ((1, 1), (1, 2), (1, 1)), paths[1], 1, paths[2])[0]
+    square = pool4.run(load_train_and_save, ((2, 2),), paths[2], 1, paths[3])[0]
+    alone = load_train_and_save(ONE, paths[3], 1, paths[4])
+    two = pool4.run(load_train_and_save, ((1, 2), (2, 1)), paths[4], 1, paths[5])[0]
+    for loaded, trained in (unequal, three, square, alone, two):
+        assert_same(owned(loaded), first)
+        assert_same(owned(trained), alone[1])
+    truth = load_train_and_save(ONE, paths[5], 1, paths[0])
+    assert_same(truth[1], alone[1])
+    records = [json.loads((Path(path) / "autopar.json").read_text()) for path in paths]
+    assert all(len(record["optimizer"]["groups"]) == 2 for record in records)
+    for path in paths:  # every key of the model, the tied one's value under both
+        values = checkpoint_values(path)
+        assert_same(values, {n: first.get(f"{n}/value", v) for n, v in values.items()})
+        assert torch.equal(values["head.weight"], values["embed.weight"])
+
+
+def save_with_drifting_mirror(path: str) -> str:
+    """The last stage decays the tied head, the first does not decay the embedding."""
+    rank = Rank(((1, 1), (1, 1)), 0, AdamW)
+    if rank.place.stage == 0:
+        rank.optimizer = AdamW(rank.locals.values(), weight_decay=0.0)
+    try:
+        rank.save(path, 1)
+    except StateError as error:
+        return str(error)
+    return ""
+
+
+def test_a_mirror_with_other_options_is_refused(pool2: WorkerPool, tmp_path: Path) -> None:
+    for message in pool2.run(save_with_drifting_mirror, str(tmp_path / "ckpt")):
+        assert "is tied to `qkv.weight` of an earlier stage" in message
+    assert not (tmp_path / "ckpt").exists()
+
+
+def weights_from(shapes: Shapes, path: str) -> dict[str, Tensor]:
     """A checkpoint as initial weights of a model on meta, whose buffers are its own."""
-    rank = Rank(sizes, 5, AdamW)
-    shards = initial_shards(rank.parameters, path, seeded_model(0), sizes, rank.at, CPU)
-    return full_state_dict(rank.parameters, shards, sizes, rank.at, rank.groups)
+    place = process_place(pipeline_of(shapes))
+    shards = initial_shards(place, path, seeded_model(0))
+    return full_state_dict(place, shards)
 
 
 def load_with_dcp(path: str) -> None:
     """What a user would do with `pm.state_dict()` alone, strided shards included."""
-    rank = Rank((2, 2), 5, AdamW)
+    rank = Rank(((2, 2),), 5, AdamW)
     mesh = init_device_mesh("cpu", (2, 2))
-    held = state_dict(rank.parameters, rank.locals, mesh, rank.buffers)
+    held = state_dict(rank.place, rank.locals, mesh, rank.buffers)
     dcp.load(held, checkpoint_id=path)
     original = checkpoint_values(path)
-    for p in rank.parameters:
-        local = rank.locals[p.name]
+    for p in rank.place.parameters:
         if not dtensor_placements(p, (2, 2))[1]:
-            expected = local_shard(original[p.name], p, (2, 2), rank.at)
-            assert torch.equal(local, expected), p.name
+            assert torch.equal(rank.locals[p.name], rank.cut(original[p.name], p)), p.name
     dcp.save(held, checkpoint_id=f"{path}-again")
     again = checkpoint_values(f"{path}-again")
     for name in (*DIMS, "head.weight"):
@@ -175,8 +231,10 @@ def checkpoint_values(path: str) -> dict[str, Tensor]:
 def test_other_readers(pool4: WorkerPool, tmp_path: Path) -> None:
     path = str(tmp_path / "ckpt")
     expected = train_and_save(ONE, path)
-    for shards in (weights_from(ONE, path), pool4.run(weights_from, (2, 2), path)[0]):
-        assert_same(shards, {n: expected[n] for n in shards})
+    meshes: tuple[Shapes, ...] = (((2, 2),), ((1, 1), (1, 3)))
+    for whole in (weights_from(ONE, path), *(pool4.run(weights_from, m, path)[0] for m in meshes)):
+        assert torch.equal(whole.pop("head.weight"), whole["embed.weight"])
+        assert_same(whole, {n: expected[f"{n}/value"] for n in whole})
     pool4.run(load_with_dcp, path)
 
 
@@ -185,7 +243,7 @@ def test_other_readers(pool4: WorkerPool, tmp_path: Path) -> None:
 
 def save_and_die(path: str, where: str) -> str:
     """A save that fails on rank 0 in one of its phases; the message on this rank."""
-    rank = Rank((1, 2), 0, AdamW)
+    rank = Rank(PAIR, 0, AdamW)
     rank.train(0, 1)
 
     def fail(*_: Any) -> None:
@@ -282,20 +340,18 @@ def test_optimizers_that_do_not_fit(tmp_path: Path) -> None:
     rank = Rank(ONE, 0, AdamW)
     rank.train(0, 1)
     with pytest.raises(StateError, match="are not parameters of the parallel module"):
-        checkpoint.save(
-            rank.parameters, rank.locals, AdamW(Tied().parameters()), path, 1, None, ONE, (0, 0)
-        )
+        checkpoint.save(rank.place, rank.locals, AdamW(Tied().parameters()), path, 1, None)
     rank.save(path, 1)
     rank.optimizer = AdamW(rank.locals.values())
     with pytest.raises(StateError, match="parameter groups are not those of the checkpoint"):
         rank.load(path)
-    checkpoint.save(rank.parameters, rank.locals, None, path, 1, None, ONE, (0, 0), rank.buffers)
+    checkpoint.save(rank.place, rank.locals, None, path, 1, None, rank.buffers)
     with pytest.raises(StateError, match="holds no optimizer state"):
         rank.load(path)
 
 
 def save_adafactor(path: str) -> str:
-    rank = Rank((1, 2), 0, lambda groups, lr: Adafactor(groups, lr=lr))
+    rank = Rank(PAIR, 0, lambda groups, lr: Adafactor(groups, lr=lr))
     rank.train(0, 1)
     try:
         rank.save(path, 1)
@@ -309,7 +365,7 @@ def momentum(groups: Any, lr: float) -> Optimizer:
 
 
 def save_momentum(path: str) -> dict[str, Tensor]:
-    rank = Rank((1, 2), 0, momentum)
+    rank = Rank(PAIR, 0, momentum)
     rank.train(0, 2)
     rank.save(path, 2)
     return rank.whole()

@@ -11,34 +11,44 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from autopar.runtime.dtensors import dtensor_of, dtensor_placements, state_dict
-from autopar.runtime.groups import make_groups
-from autopar.runtime.initialise import initial_values
+from autopar.runtime.dtensors import (
+    dtensor_of,
+    dtensor_placements,
+    stage_device_mesh,
+    state_dict,
+)
 from autopar.runtime.launch import WorkerPool
-from autopar.runtime.names import StateError
+from autopar.runtime.names import StateError, all_names
 from autopar.runtime.sharding import boxes, gather_whole, local_shard
-from autopar.runtime.state import full_state_dict, load_state_dict
+from autopar.runtime.stage_state import StageState
+from autopar.runtime.state import full_gradients, full_state_dict, load_state_dict
 from autopar.runtime.threads import ThreadWorld, run_threads
 from autopar.runtime.weights import initial_buffers, initial_shards
 from autopar.shards import scatter
 from autopar.spec import Spec, TensorType, all_specs
 from tests.state_model import (
+    CPU,
     DIMS,
     FROZEN,
+    ONE,
+    SHAPES_OF_4,
+    Shapes,
     Tied,
+    gradient,
     mesh_of,
-    plan,
+    pipeline_of,
+    process_place,
     seeded_model,
     storable,
     stored,
+    thread_place,
 )
 
-CPU = torch.device("cpu")
 # Factor sizes for which two axes of two ranks share a dim, a factor, and neither.
 SHAPES = (((4, 3, 4), (8,)), ((3, 4), (4, 4)), ((2, 4), (4,)), ((16,),))
 MESHES = ((2,), (1, 2), (2, 1), (4,), (2, 2))
@@ -138,225 +148,101 @@ def test_dtensors_of_two_axes(pool: WorkerPool) -> None:
     assert 0 < n_gathered < n_specs / 4
 
 
-def check_state_dict() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+def check_state_dict(shapes: Shapes) -> None:
+    """Every stage's keys, their values, and loading them; what one DTensor per key holds."""
+    place = process_place(pipeline_of(shapes))
+    mesh = stage_device_mesh(place.pipeline, place.rank, "cpu")
     model = seeded_model()
-    parameters, at = plan((2, 2)), tuple(mesh.get_coordinate() or ())
-    locals_ = initial_shards(parameters, "rank0", model, (2, 2), at, CPU)
-    held = state_dict(parameters, locals_, mesh, initial_buffers(model, CPU))
-    assert held.keys() == model.state_dict().keys()
-    assert held["head.weight"] is held["embed.weight"]
-    for name, value in model.state_dict().items():
-        own = held[name]
-        assert torch.equal(own.full_tensor() if isinstance(own, DTensor) else own, value), name
-    # DTensors of one plan load into shards of another.
+    buffers = initial_buffers(model, CPU)
+    locals_ = initial_shards(place, "rank0", model)
+    held = state_dict(place, locals_, mesh, buffers)
+    own = {name for p in place.parameters for name in all_names(p)}
+    assert held.keys() == own | buffers.keys()
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, set(held))
+    assert set().union(*everywhere) == model.state_dict().keys()
+    for name, value in held.items():
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        assert torch.equal(whole, model.state_dict()[name]), name
     others = {n: nn.Parameter(torch.zeros_like(v)) for n, v in locals_.items()}
-    load_state_dict(parameters, others, held, (2, 2), at, initial_buffers(model, CPU))
+    load_state_dict(place, others, held, buffers)
+    assert all(torch.equal(others[n], v) for n, v in locals_.items())
+    # DTensors of another plan: those of a mesh of all ranks are gathered by all of them.
+    line = process_place(pipeline_of(((4,),)))
+    of_line = state_dict(
+        line, initial_shards(line, "rank0", model), init_device_mesh("cpu", (4,)), buffers
+    )
+    others = {n: nn.Parameter(torch.zeros_like(v)) for n, v in locals_.items()}
+    load_state_dict(place, others, of_line, buffers)
     assert all(torch.equal(others[n], v) for n, v in locals_.items())
 
 
-def test_state_dict(pool: WorkerPool) -> None:
-    pool.run(check_state_dict)
+@pytest.mark.parametrize("shapes", SHAPES_OF_4, ids=str)
+def test_state_dict(pool: WorkerPool, shapes: Shapes) -> None:
+    pool.run(check_state_dict, shapes)
 
 
-# -- weights -----------------------------------------------------------------------------------
+def save_and_load_with_dcp(shapes: Shapes, path: str) -> None:
+    """Each rank gives its own keys; the file has every key of the model, once."""
+    place = process_place(pipeline_of(shapes))
+    mesh = stage_device_mesh(place.pipeline, place.rank, "cpu")
+    model, buffers = seeded_model(), initial_buffers(seeded_model(), CPU)
+    locals_ = initial_shards(place, "rank0", model)
+    dcp.save(state_dict(place, locals_, mesh, buffers), checkpoint_id=path)
+    others = {n: nn.Parameter(torch.zeros_like(v)) for n, v in locals_.items()}
+    dcp.load(state_dict(place, others, mesh, buffers), checkpoint_id=path)
+    for name, p in ((p.name, p) for p in place.parameters):
+        if not dtensor_placements(p, place.sizes)[1]:  # a gathered dim: a copy
+            assert torch.equal(others[name], locals_[name]), name
+    whole: dict[str, Any] = {n: torch.zeros_like(v) for n, v in model.state_dict().items()}
+    dcp.load(whole, checkpoint_id=path)
+    assert all(torch.equal(whole[n], v) for n, v in model.state_dict().items())
 
 
-def same_shards(sizes: tuple[int, ...], weights: str, mine: Any, truth: nn.Module) -> None:
-    """`weights` gives every rank its shard of `truth`, and leaves the model it got alone."""
-    mesh = mesh_of(sizes)
-    at = mesh.coordinate(dist.get_rank() if dist.is_initialized() else 0)
-    held = mine.state_dict(keep_vars=True)
-    before = {name: (id(v), v.is_meta or v.clone()) for name, v in held.items()}
-    parameters = plan(sizes)
-    shards = initial_shards(parameters, weights, mine, sizes, at, CPU)
-    values = dict(truth.named_parameters())
-    for p in parameters:
-        assert torch.equal(shards[p.name], local_shard(values[p.name], p, sizes, at)), p.name
-        assert shards[p.name].requires_grad == (p.name not in FROZEN)
-    for name, value in mine.state_dict(keep_vars=True).items():
-        kept_id, kept = before[name]
-        assert id(value) == kept_id
-        assert value.is_meta if kept is True else torch.equal(value, kept)
+@pytest.mark.parametrize("shapes", SHAPES_OF_4, ids=str)
+def test_dcp_on_the_state_dicts_of_stages(pool: WorkerPool, tmp_path: Path, shapes: Shapes) -> None:
+    pool.run(save_and_load_with_dcp, shapes, str(tmp_path / "ckpt"))
 
 
-def broadcast_weights(sizes: tuple[int, ...]) -> None:
-    """Ranks other than 0 have other values, or none."""
-    rank = dist.get_rank()
-    mine = seeded_model(rank) if rank < 2 else meta_model()
-    same_shards(sizes, "rank0", mine, seeded_model(0))
+def test_state_dict_of_other_stages(pool: WorkerPool) -> None:
+    """DTensors of parameters that a rank neither has nor was given."""
+    messages = pool.run(load_from_other_cut)
+    for message, name in zip(messages, ["norm.weight"] * 2 + ["qkv.bias"] * 2, strict=True):
+        assert f"lacks `{name}`, which other ranks have" in message
 
 
-def meta_model() -> Tied:
-    with torch.device("meta"):
-        return Tied()
-
-
-def meta_on_rank0() -> str:
-    mine = meta_model() if dist.get_rank() == 0 else seeded_model()
+def load_from_other_cut() -> str:
+    theirs, place = (process_place(pipeline_of(s)) for s in (((1, 2), (2, 1)), ((2, 2),)))
+    model = seeded_model()
+    held = state_dict(
+        theirs, initial_shards(theirs, "rank0", model),
+        stage_device_mesh(theirs.pipeline, theirs.rank, "cpu"),
+    )  # fmt: skip
     try:
-        at = mesh_of((2, 2)).coordinate(dist.get_rank())
-        initial_shards(plan((2, 2)), "rank0", mine, (2, 2), at, CPU)
+        load_state_dict(place, initial_shards(place, "rank0", model), held)
     except StateError as error:
         return str(error)
     return ""
 
 
-def test_weights_of_rank0(pool: WorkerPool) -> None:
-    pool.run(broadcast_weights, (2, 2))
-    same_shards((1, 1), "rank0", seeded_model(0), seeded_model(0))
-    first, *others = pool.run(meta_on_rank0)
-    assert "on meta: embed.weight" in first
-    assert all(message.startswith("rank 0 failed: ") for message in others)
-
-
-def file_weights(sizes: tuple[int, ...], path: str) -> None:
-    mine = meta_model() if dist.is_initialized() and dist.get_rank() == 1 else seeded_model(7)
-    same_shards(sizes, path, mine, seeded_model(0))
-
-
-def without_buffers(model: nn.Module) -> dict[str, Tensor]:
-    return {n: v.detach() for n, v in model.named_parameters()}
-
-
-def test_weights_from_safetensors(pool: WorkerPool, tmp_path: Path) -> None:
-    values = without_buffers(seeded_model(0))
-    values["head.weight"] = values.pop("embed.weight")  # any name of a tied parameter will do
-    file = tmp_path / "model.safetensors"
-    save_file(values, file)
-    pool.run(file_weights, (2, 2), str(file))
-    file_weights((1, 1), str(tmp_path))
-    folder = tmp_path / "sharded"
-    folder.mkdir()
-    names = sorted(values)
-    parts = {"a.safetensors": names[:3], "b.safetensors": names[3:]}
-    for part, held in parts.items():
-        save_file({n: values[n] for n in held}, folder / part)
-    index = {n: part for part, held in parts.items() for n in held}
-    (folder / "model.safetensors.index.json").write_text(
-        str({"weight_map": index}).replace("'", '"')
-    )
-    pool.run(file_weights, (2, 2), str(folder))
-    (folder / "b.safetensors").unlink()
-    with pytest.raises(StateError, match=r"lists files that are not there: b\.safetensors"):
-        file_weights((1, 1), str(folder))
-
-
-def test_names_that_do_not_fit(tmp_path: Path) -> None:
-    values = without_buffers(seeded_model(0))
-    del values["qkv.bias"], values["embed.weight"]
-    values |= {"lm.weight": torch.zeros(1), "norm.weight": torch.zeros(9)}
-    save_file(values, tmp_path / "model.safetensors")
-    with pytest.raises(StateError) as raised:
-        file_weights((1, 1), str(tmp_path))
-    lines = str(raised.value).splitlines()
-    assert lines[1:3] == ["  2 missing:", "    embed.weight"]
-    assert "    qkv.bias" in lines
-    assert lines[4:6] == ["  1 unexpected:", "    lm.weight"]
-    assert "    norm.weight: (9,), the model has (8,)" in lines
-    with pytest.raises(StateError, match="no such file or folder"):
-        file_weights((1, 1), str(tmp_path / "nowhere"))
-    (tmp_path / "model.safetensors").write_bytes(b"not safetensors")
-    with pytest.raises(StateError, match="cannot read weights"):
-        file_weights((1, 1), str(tmp_path))
-
-
-def test_a_buffer_that_differs_is_refused(tmp_path: Path) -> None:
-    held = {n: v.clone() for n, v in seeded_model(0).state_dict().items() if n != "head.weight"}
-    save_file(held, tmp_path / "model.safetensors")
-    same_shards((1, 1), str(tmp_path), seeded_model(0), seeded_model(0))
-    with pytest.raises(StateError, match=r"buffer `norm\.running_mean` .* differs"):
-        file_weights((1, 1), str(tmp_path))
-
-
-# -- initialisation on meta --------------------------------------------------------------------
-
-
-class Rescaling(Tied):
-    """The scalar has no module of its own; the root's initialiser rescales a child."""
-
-    def reset_parameters(self) -> None:
-        with torch.no_grad():
-            self.gain.fill_(0.5)
-            self.qkv.weight.mul_(0.0).add_(3.0)
-
-
-def initialised_shards(seed: int) -> dict[str, Tensor]:
-    if dist.is_initialized():
-        torch.manual_seed(seed + dist.get_rank())  # rank 0's counts
-    sizes = (2, 2) if dist.is_initialized() else (1, 1)
-    mesh = mesh_of(sizes)
-    at = mesh.coordinate(dist.get_rank() if dist.is_initialized() else 0)
-    with torch.device("meta"):
-        model = Rescaling()
-    if not dist.is_initialized():
-        torch.manual_seed(seed)
-    shards = initial_shards(plan(sizes), "init", model, sizes, at, CPU)
-    assert all(v.is_meta for v in model.parameters())
-    if not dist.is_initialized():
-        return dict(shards)
-    return full_state_dict(plan(sizes), shards, sizes, at, make_groups(mesh))
-
-
-def test_weights_initialised_on_meta(pool: WorkerPool) -> None:
-    with torch.random.fork_rng(devices=()):
-        one = initialised_shards(3)
-        four = pool.run(initialised_shards, 3)[0]
-    for name in DIMS:
-        assert torch.equal(one[name], four[name]), name
-    assert torch.equal(one["qkv.weight"], torch.full((24, 8), 3.0))
-    assert one["gain"] == 0.5
-    assert one["embed.weight"].std() > 0.1
-    assert torch.equal(one["norm.weight"], torch.ones(8))
-
-
-def test_what_nothing_initialises_is_named() -> None:
-    model = meta_model()
-    with pytest.raises(StateError, match="nothing initialises gain"):
-        dict(initial_values(model, ["qkv.bias", "gain"], 0))
-    buffers = initial_buffers(model, CPU)
-    assert torch.equal(buffers["norm.running_var"], torch.ones(8))
-
-
-def test_transformers_initialiser() -> None:
-    """GPT-2 rescales the weights of a child in its parent's turn, and ties its head."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(
-        "gpt2", n_layer=2, n_embd=64, n_head=2, vocab_size=320, n_positions=16
-    )
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    names = [n for n, _ in model.named_parameters()]
-    values = dict(initial_values(model, names, 0))
-    assert set(values) == set(names)
-    spread = {n: float(v.std()) for n, v in values.items()}
-    assert spread["transformer.h.0.attn.c_attn.weight"] == pytest.approx(0.02, rel=0.1)
-    assert spread["transformer.h.0.mlp.c_proj.weight"] == pytest.approx(0.01, rel=0.1)
-    again = dict(initial_values(model, names[-4:], 0))
-    assert all(torch.equal(again[n], values[n]) for n in names[-4:])
-
-
 # -- whole state dicts -------------------------------------------------------------------------
 
 
-def there_and_back() -> dict[str, Tensor]:
-    sizes, rank = (2, 2), dist.get_rank()
-    mesh, parameters = mesh_of(sizes), plan(sizes)
-    at, groups = mesh.coordinate(rank), make_groups(mesh)
+def there_and_back(shapes: Shapes) -> dict[str, Tensor]:
+    place = process_place(pipeline_of(shapes))
     model = seeded_model()
     buffers = initial_buffers(model, CPU)
-    locals_ = initial_shards(parameters, "rank0", model, sizes, at, CPU)
-    whole = full_state_dict(parameters, locals_, sizes, at, groups, buffers)
+    locals_ = initial_shards(place, "rank0", model)
+    whole = full_state_dict(place, locals_, buffers)
     for local in locals_.values():
         local.detach().zero_()
     # What rank 0 alone has is broadcast; what all have is cut where it is.
     for given in (whole, seeded_model(1).state_dict() | buffers):
-        load_state_dict(parameters, locals_, given, sizes, at, buffers)
-    ours = full_state_dict(parameters, locals_, sizes, at, groups, buffers)
-    load_state_dict(parameters, locals_, whole, sizes, at, buffers)
-    again = full_state_dict(parameters, locals_, sizes, at, groups, buffers)
-    if rank:
+        load_state_dict(place, locals_, given, buffers)
+    ours = full_state_dict(place, locals_, buffers)
+    load_state_dict(place, locals_, whole, buffers)
+    again = full_state_dict(place, locals_, buffers)
+    if place.rank:
         assert not whole
         return {}
     for name, value in (seeded_model(1).state_dict() | buffers).items():
@@ -366,8 +252,9 @@ def there_and_back() -> dict[str, Tensor]:
     return whole
 
 
-def test_full_state_dict(pool: WorkerPool) -> None:
-    whole, *others = pool.run(there_and_back)
+@pytest.mark.parametrize("shapes", SHAPES_OF_4, ids=str)
+def test_full_state_dict(pool: WorkerPool, shapes: Shapes) -> None:
+    whole, *others = pool.run(there_and_back, shapes)
     assert others == [{}, {}, {}]
     expected = seeded_model().state_dict()
     assert whole.keys() == expected.keys()
@@ -376,15 +263,71 @@ def test_full_state_dict(pool: WorkerPool) -> None:
     fresh.load_state_dict(whole)
 
 
+@pytest.mark.parametrize("shapes", [*SHAPES_OF_4, ((1, 2),), ((1, 1), (1, 1))], ids=str)
+def test_full_gradients(shapes: Shapes) -> None:
+    """Each once; zeros where there is none; the mirrors' are their owners'."""
+    pipeline = pipeline_of(shapes)
+
+    def work(world: ThreadWorld) -> dict[str, Tensor]:
+        place = thread_place(pipeline, world)
+        locals_ = initial_shards(place, "rank0", seeded_model())
+        for p in place.parameters:
+            if p.requires_grad and p.name != "gain":
+                whole = gradient(p.mirror_of or p.name, p.shape, 0)
+                part = local_shard(whole, p, place.sizes, place.coordinate)
+                locals_[p.name].grad = part
+        return full_gradients(place, locals_)
+
+    found, *others = run_threads(work, pipeline.n_ranks)
+    assert not any(others)
+    assert found.keys() == DIMS.keys() - set(FROZEN)
+    assert found["gain"] == 0
+    for name in found.keys() - {"gain"}:
+        assert torch.equal(found[name], gradient(name, found[name].shape, 0)), name
+
+
+def one_place() -> StageState:
+    return StageState(pipeline_of(ONE), 0, CPU)
+
+
 def test_loading_what_does_not_fit() -> None:
-    parameters, at = plan((1, 1)), (0, 0)
-    model = seeded_model()
-    locals_ = initial_shards(parameters, "rank0", model, (1, 1), at, CPU)
+    place, model = one_place(), seeded_model()
+    locals_ = initial_shards(place, "rank0", model)
     values = copy.deepcopy(model.state_dict())
     del values["gain"]
     buffers = initial_buffers(model, CPU)
     with pytest.raises(StateError, match="1 missing:\n    gain"):
-        load_state_dict(parameters, locals_, values, (1, 1), at, buffers)
+        load_state_dict(place, locals_, values, buffers)
     values["other"] = torch.zeros(1)
-    keys = load_state_dict(parameters, locals_, values, (1, 1), at, buffers, strict=False)
+    keys = load_state_dict(place, locals_, values, buffers, strict=False)
     assert keys == (["gain"], ["other"])
+
+
+def load_what_does_not_fit(shapes: Shapes) -> tuple[str, Any, list[bool]]:
+    """Rank 0 alone has values, without one parameter and with one beyond the model."""
+    place = process_place(pipeline_of(shapes))
+    locals_ = initial_shards(place, "rank0", seeded_model(1))
+    values = dict(seeded_model().named_parameters()) if place.rank == 0 else {}
+    values.pop("gain", None)
+    message = ""
+    try:
+        load_state_dict(place, locals_, values)
+    except StateError as error:
+        message = str(error)
+    if place.rank == 0:
+        values["other"] = nn.Parameter(torch.zeros(1))
+    keys = load_state_dict(place, locals_, values, strict=False)
+    truth = dict(seeded_model().named_parameters(remove_duplicate=False))
+    right = [
+        torch.equal(locals_[p.name], local_shard(truth[p.name], p, place.sizes, place.coordinate))
+        for p in place.parameters
+    ]
+    return message, tuple(keys), right
+
+
+def test_strictness_is_that_of_all_stages(pool: WorkerPool) -> None:
+    for message, keys, right in pool.run(load_what_does_not_fit, ((1, 1), (1, 3))):
+        assert "1 missing:\n    gain" in message
+        assert "unexpected" not in message
+        assert keys == (["gain"], ["other"])
+        assert all(right)  # `gain` is 0.5 in both models
