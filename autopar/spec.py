@@ -219,6 +219,11 @@ def _with_orders(placements: tuple[Placement, ...]) -> Iterator[Spec]:
             yield spec
 
 
+def written(tensor: TensorType, spec: Spec, sizes: Sequence[int]) -> Spec:
+    """`spec` as `all_specs` has it."""
+    return spec if tensor.has_grad else without_gradient(spec, sizes)
+
+
 def without_gradient(spec: Spec, sizes: Sequence[int]) -> Spec:
     """`spec` for a tensor that carries no gradient: I and R are one, written R."""
     return Spec.of(

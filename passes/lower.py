@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -24,6 +24,7 @@ from autopar.passes.arguments import override, prologue_lines
 from autopar.passes.boundaries import boundary_specs
 from autopar.passes.candidates import operator_times_s
 from autopar.passes.frees import with_frees, with_regathers
+from autopar.passes.fuse import fuse_bias
 from autopar.passes.intra_op import Analysis
 from autopar.passes.lowered import (
     LOWERED,
@@ -34,7 +35,7 @@ from autopar.passes.lowered import (
 from autopar.passes.names import group_name, identifier, reserved_names, suffix
 from autopar.passes.reshard import reshard_table, step_time_s
 from autopar.rules import rule_for
-from autopar.spec import I, R, Spec, TensorType, local_bytes, local_shape, without_gradient
+from autopar.spec import I, R, Spec, TensorType, local_bytes, local_shape, without_gradient, written
 from autopar.stage_program import (
     UNUSED,
     Boundary,
@@ -88,7 +89,7 @@ class _Lowering:
         sent = tuple(self._send(n) for n in self.program.sent)
         outputs = tuple(self._output(n) for n in self.program.outputs) if self.with_outputs else ()
         kept = {loss, *outputs, *(s.local.name for s in sent)}
-        body = with_frees(with_regathers(self.body), kept)
+        body = with_frees(with_regathers(fuse_bias(self.body, parameters, kept)), kept)
         prologue = self.program.prologue
         return StageProgram(
             self.program.model_name,
@@ -165,7 +166,7 @@ class _Lowering:
         return used
 
     def _parameter(self, name: str) -> StoredParameter:
-        info, storage = self.program.parameters[name], self.strategy.storage[name]
+        info, storage = self.program.parameters[name], self._storage(name)
         base, uses = self._unique(info.name), self._uses[name]
         stored = self._local(base, name, storage.spec)
         converted = []
@@ -183,6 +184,11 @@ class _Lowering:
             info.name, info.aliases, info.shape, self.types[name].dims, stored, storage.period,
             tuple(converted), info.requires_grad, info.mirror_of,
         )  # fmt: skip
+
+    def _storage(self, name: str) -> Storage:
+        """How it is kept, in the words of its type: a frozen parameter has no I."""
+        storage = self.strategy.storage[name]
+        return replace(storage, spec=written(self.types[name], storage.spec, self.sizes))
 
     def _gather(self, name: str, spec: Spec, storage: Storage) -> str:
         base = identifier(self.program.parameters[name].name)
@@ -206,7 +212,7 @@ class _Lowering:
         """The variable that holds an operator's input at the placement it wants."""
         value = operator.inputs[position]
         if value in self.program.parameters:
-            storage = self.strategy.storage[value]
+            storage = self._storage(value)
             if storage.period == "use":
                 return self._gather(value, spec, storage)
             return self.variables[value, spec]

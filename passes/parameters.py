@@ -20,7 +20,7 @@ from autopar.facts import Period, Storage
 from autopar.moves import COLLECTIVES
 from autopar.passes.constraints import Limits
 from autopar.passes.reshard import ReshardTable, step_time_s
-from autopar.spec import PREFERENCE, I, S, Spec, TensorType, illegal_reason, local_bytes
+from autopar.spec import PREFERENCE, I, S, Spec, TensorType, illegal_reason, local_bytes, written
 
 PERIODS: tuple[Period, ...] = ("step", "micro", "use")
 Array = NDArray[np.float64]
@@ -119,7 +119,8 @@ class ParameterMaker:
         """
         paths = path_costs(table, self.cost)
         m = self.n_microbatches
-        rows = [table.index[s.spec] for s in storages]
+        sizes = self.cost.mesh.sizes
+        rows = [table.index[written(table.tensor, s.spec, sizes)] for s in storages]
         columns = [table.index[u] for u in uses]
         pick = np.ix_(rows, columns)
         period = np.array([PERIODS.index(s.period) for s in storages])[:, None]
