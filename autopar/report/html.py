@@ -15,7 +15,8 @@ from autopar.errors import OptionError
 from autopar.pipeline import Pipeline
 from autopar.plan_data import PlanData
 from autopar.predicted import Predicted
-from autopar.report.dot import INSTALL_HINT, dot, escaped, render_svg
+from autopar.report.boxes import escaped
+from autopar.report.dot import INSTALL_HINT, dot, render_svg
 from autopar.report.stages import (
     crossing_rows,
     grid,

@@ -7,10 +7,11 @@
     edge    a tensor from node to node, with the reshards on its way. Edges of one `value`
             share their reshard: it happens once.
 
+What crosses between stages is a node of its own on both sides: `received` is read like an input,
+`sent` reads what is sent, after its reshard to the layout in which it crosses.
+
 Constants, masks made of them and divisors are left out: they are made once and belong to no
-module. On every axis a node's result has one of five kinds, by how it came to be placed:
-data (along the batch), tensor (along a factor of a parameter), sequence (along another dim of an
-activation), replicated (R or I) and partial.
+module.
 """
 
 from __future__ import annotations
@@ -18,20 +19,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from autopar.spec import Placement, Spec
-from autopar.stage_program import (
-    CallLine,
-    DetachLine,
-    GatherLine,
-    Local,
-    MoveLine,
-    StageProgram,
-    StoredParameter,
-    outs,
-    reads,
-)
+from autopar.report.kinds import ParameterUsed, parameter_variables, shard_kinds
+from autopar.stage_program import CallLine, DetachLine, Local, MoveLine, StageProgram, reads
 
-KINDS = ("data", "tensor", "sequence", "replicated", "partial")
 _MATMULS = frozenset({"mm", "bmm", "addmm", "matmul", "linear", "baddbmm", "convolution"})
 _NORMS = frozenset({"layer_norm", "rms_norm", "group_norm", "batch_norm", "rsqrt"})
 _LOSSES = frozenset({"cross_entropy_loss", "nll_loss", "mse_loss"})
@@ -71,19 +61,12 @@ class Block:
 
 
 @dataclass(frozen=True)
-class ParameterUsed:
-    """A parameter as one node uses it; `gathers` are the moves of a gather for each use."""
-
-    parameter: StoredParameter
-    spec: Spec
-    gathers: tuple[MoveLine, ...] = ()
-
-
-@dataclass(frozen=True)
 class Node:
-    """Operators drawn as one box; an input or the loss has no lines and a `name`.
+    """Operators drawn as one box; an input, the loss or what crosses has no lines and a `name`.
 
-    kind      input, loss value, projection, attention, embedding, norm, loss, view, elementwise
+    kind      input, received, sent, loss value; or projection, attention, embedding, norm, loss,
+              view, elementwise
+    name      of what crosses, its value: the same on both sides
     shards    per mesh axis, one of `KINDS`, of `result`
     """
 
@@ -156,20 +139,16 @@ def kind_of(lines: Iterable[CallLine]) -> str:
     return "view" if names <= VIEWS else "elementwise"
 
 
-def picture(program: StageProgram) -> Picture:
-    """The nodes and edges of one stage."""
-    parameters = _parameter_variables(program)
-    inputs = {d.local.name: d for d in program.delivered if d.kind == "input"}
+def picture(program: StageProgram, batch_size: int | None = None) -> Picture:
+    """The nodes and edges of one stage.
+
+    batch_size: rows of a microbatch, where the stage itself may take no batch.
+    """
+    parameters = parameter_variables(program)
     found = _reads(program)
     groups = _joined(_runs(program, found), found)
-    shards = shard_kinds(program)
-    used = {read.root for reading in found.values() for read in reading}
-    nodes = [
-        Node("input", d.source, Block(), (), d.local, shards[name])
-        for name, d in inputs.items()
-        if name in used
-    ]
-    home = {node.result.name: i for i, node in enumerate(nodes) if node.result}
+    shards = shard_kinds(program, batch_size)
+    nodes, home = _sources(program, found, shards)
     for group in groups:
         for line in group.lines:
             home.update((out.name, len(nodes)) for out in line.outs)
@@ -181,31 +160,42 @@ def picture(program: StageProgram) -> Picture:
         for read in found[line.key]
         if read.root in home
     ]
+    ends = [("sent", s.value) for s in program.sent]
     if program.loss is not None:
-        last = found["loss value"][0]
-        edges.append(Edge(home[last.root], len(nodes), last.value, last.moves))
-        nodes.append(Node("loss value", "loss", Block(), (), None, ()))
+        ends.append(("loss value", "loss"))
+    for kind, name in ends:
+        last = found[f"{kind} {name}"][0]
+        if last.root in home:
+            edges.append(Edge(home[last.root], len(nodes), last.value, last.moves))
+        nodes.append(Node(kind, name, Block(), (), None, ()))
     kept = {(e.source, e.target, e.value): e for e in edges if e.source != e.target}
     return Picture(tuple(nodes), tuple(kept.values()))
 
 
-def _parameter_variables(program: StageProgram) -> dict[str, ParameterUsed]:
-    """Variable -> the parameter in use that it holds."""
-    stored = {p.name: p for p in program.parameters}
-    out = {
-        use.local.name: ParameterUsed(p, use.local.spec)
-        for p in program.parameters
-        for use in p.uses
-    }
-    for line in program.body:
-        if isinstance(line, GatherLine):
-            parameter = stored[line.parameter]
-            out[line.out.name] = ParameterUsed(parameter, line.out.spec, line.moves)
-    return out
+def _sources(
+    program: StageProgram,
+    found: Mapping[str, tuple[_Read, ...]],
+    shards: Mapping[str, tuple[str, ...]],
+) -> tuple[list[Node], dict[str, int]]:
+    """Nodes of inputs that are read and of values from other stages; variable -> its node."""
+    used = {read.root for reading in found.values() for read in reading}
+    sources = [
+        ("input", d.source, d.local)
+        for d in program.delivered
+        if d.kind == "input" and d.local.name in used
+    ]
+    sources += [("received", r.value, r.local) for r in program.received]
+    nodes = [
+        Node(kind, name, Block(), (), local, shards[local.name]) for kind, name, local in sources
+    ]
+    return nodes, {local.name: i for i, (_, _, local) in enumerate(sources)}
 
 
 def _reads(program: StageProgram) -> dict[str, tuple[_Read, ...]]:
-    """Operator key -> what it reads, traced through reshards; `loss value` -> the loss."""
+    """Operator key -> what it reads, traced through reshards.
+
+    `sent VALUE` is what is sent, `loss value loss` the loss.
+    """
     came: dict[str, _Read] = {}
     out: dict[str, tuple[_Read, ...]] = {}
 
@@ -221,7 +211,8 @@ def _reads(program: StageProgram) -> dict[str, tuple[_Read, ...]]:
         elif isinstance(line, DetachLine):
             came[line.out.name] = trace(line.source)
     if program.loss is not None:
-        out["loss value"] = (trace(program.loss),)
+        out["loss value loss"] = (trace(program.loss),)
+    out.update((f"sent {s.value}", (trace(s.local.name),)) for s in program.sent)
     return out
 
 
@@ -294,59 +285,3 @@ def _node(
     name = group.block.relative(module)
     lines = tuple(group.lines)
     return Node(kind, name, group.block, lines, result, shards[result.name], tuple(used.values()))
-
-
-# -- how a shard came to be ------------------------------------------------------------------------
-
-
-def shard_kinds(program: StageProgram) -> dict[str, tuple[str, ...]]:
-    """Variable -> on each axis, one of `KINDS`."""
-    parameters = _parameter_variables(program)
-    batch_size = next(
-        (d.dims[d.batch_cell[0]][d.batch_cell[1]] for d in program.delivered if d.batch_cell), 0
-    )
-    out: dict[str, tuple[str, ...]] = {}
-    for d in program.delivered:
-        kinds = ("data" if p.is_shard and p.cell == d.batch_cell else _plain(p)
-                 for p in d.local.spec.placements)  # fmt: skip
-        out[d.local.name] = tuple(kinds)
-    for line in program.body:
-        for result in outs(line):
-            placements = result.spec.placements
-            kinds = (
-                _shard_kind(line_reads, axis, out, parameters)
-                if p.is_shard and (line_reads := reads(line))
-                else _plain(p)
-                for axis, p in enumerate(placements)
-            )
-            found = list(kinds)
-            if isinstance(line, MoveLine):
-                for axis in line.move.axes:
-                    found[axis] = _moved(result, placements[axis], batch_size)
-            out[result.name] = tuple(found)
-    return out
-
-
-def _plain(placement: Placement) -> str:
-    return {"S": "sequence", "P": "partial"}.get(placement.kind, "replicated")
-
-
-def _shard_kind(
-    names: list[str],
-    axis: int,
-    kinds: Mapping[str, tuple[str, ...]],
-    parameters: Mapping[str, ParameterUsed],
-) -> str:
-    """Of a sharded result: as its parameters, else as its inputs."""
-    if any(n in parameters and parameters[n].spec.placements[axis].is_shard for n in names):
-        return "tensor"
-    found = {kinds[n][axis] for n in names if n in kinds}
-    return next((kind for kind in KINDS[:3] if kind in found), "sequence")
-
-
-def _moved(result: Local, placement: Placement, batch_size: int) -> str:
-    """Of what a reshard placed: the batch is the outermost factor of the first dim."""
-    is_batch = placement.cell == (0, 0) and bool(result.dims and result.dims[0])
-    if placement.is_shard and is_batch and result.dims[0][0] == batch_size:
-        return "data"
-    return _plain(placement)

@@ -1,0 +1,163 @@
+"""One stage as a cluster of the graph: its boxes, its frames of equal blocks, its edges.
+
+What crosses between stages is drawn outside of the clusters by the caller, as one node for
+each crossing. Edges to it are kept for the caller (`edges_across`), because a node that an edge
+of a cluster names becomes the cluster's.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import graphviz
+
+from autopar.report.boxes import (
+    CROSSING,
+    FRAME,
+    LOCAL,
+    TRAFFIC,
+    box_label,
+    escaped,
+    pill,
+    traffic,
+)
+from autopar.report.folding import Section, fold, is_collective
+from autopar.report.picture import Edge, picture
+from autopar.stage_program import MoveLine, StageProgram
+
+
+class StageGraph:
+    """One stage, to be drawn.
+
+    received, sent: value -> the nodes of the graph where it comes from, where it goes.
+    """
+
+    def __init__(
+        self,
+        program: StageProgram,
+        prefix: str,
+        batch_size: int,
+        received: Mapping[str, Sequence[str]],
+        sent: Mapping[str, Sequence[str]],
+    ) -> None:
+        self.program, self.prefix = program, prefix
+        self.shown = picture(program, batch_size)
+        self.sections, self.edges = fold(self.shown)
+        self.edges_across: list[tuple[str, str, dict[str, str]]] = []
+        self._across = {
+            i: (received if node.kind == "received" else sent)[node.name]
+            for i, node in enumerate(self.shown.nodes)
+            if node.kind in ("received", "sent")
+        }
+
+    def draw(self, cluster: graphviz.Digraph) -> None:
+        """Boxes and edges into `cluster`; `edges_across` are known after it."""
+        inner, outer = self._edges_by_frame
+        for number, section in enumerate(self.sections):
+            if not _is_framed(section):
+                self._draw_boxes(cluster, section, framed=False)
+                continue
+            with cluster.subgraph(name=f"cluster_{self.prefix}block_{number}") as block:
+                block.attr(label=_block_title(section), **frame("#eef2f7"))
+                self._draw_boxes(block, section, framed=True)
+                self._draw_edges(block, inner[number])
+        self._draw_edges(cluster, outer)
+
+    def box_with(self, parameter: str) -> str | None:
+        """The box that uses a parameter; of equal blocks, the one that is drawn."""
+        for section in self.sections:
+            for copy in section.copies:
+                for i, drawn in zip(copy, section.nodes, strict=True):
+                    if any(p.parameter.name == parameter for p in self.shown.nodes[i].parameters):
+                        return f"{self.prefix}{drawn}"
+        return None
+
+    @cached_property
+    def _edges_by_frame(self) -> tuple[dict[int, list[Edge]], list[Edge]]:
+        """Edges inside one frame, by its section; and all others, those without a frame first."""
+        within = {
+            i: number for number, s in enumerate(self.sections) if _is_framed(s) for i in s.nodes
+        }
+        inner: dict[int, list[Edge]] = defaultdict(list)
+        outer: list[Edge] = []
+        for source, members in _by_value(self.edges).items():
+            homes = {within.get(i, -1) for i in (source[0], *(e.target for e in members))}
+            # A reshard of one block is drawn inside it.
+            (inner[homes.pop()] if len(homes) == 1 else outer).extend(members)
+        return inner, [*inner[-1], *outer]
+
+    def _draw_boxes(self, cluster: graphviz.Digraph, section: Section, framed: bool) -> None:
+        for i in section.nodes:
+            if i not in self._across:
+                label = box_label(self.shown.nodes[i], self.program, framed)
+                cluster.node(f"{self.prefix}{i}", label=label)
+
+    def _draw_edges(self, cluster: graphviz.Digraph, edges: Sequence[Edge]) -> None:
+        drawn: set[tuple[int, int]] = set()
+        for (source, value), members in _by_value(edges).items():
+            targets = list(dict.fromkeys(e.target for e in members))
+            moves = members[0].moves
+            lines = traffic(moves, self.program)
+            if not lines:
+                for target in targets:
+                    if (source, target) not in drawn:
+                        self._connect(cluster, source, target, {})
+                    drawn.add((source, target))
+                continue
+            reshard, look = f"{self.prefix}{source}_{value}", _look(moves)
+            cluster.node(reshard, label=pill(lines, look["color"]))
+            self._connect(cluster, source, reshard, {"arrowhead": "none", **look})
+            for target in targets:
+                self._connect(cluster, reshard, target, look)
+
+    def _connect(
+        self, cluster: graphviz.Digraph, source: int | str, target: int | str, look: dict[str, str]
+    ) -> None:
+        """An edge between boxes, given by position, or reshards, given by name."""
+        is_across = source in self._across or target in self._across
+        for a in self._names(source):
+            for b in self._names(target):
+                if is_across:
+                    self.edges_across.append((a, b, CROSSING | look))
+                else:
+                    cluster.edge(a, b, **look)
+
+    def _names(self, end: int | str) -> Sequence[str]:
+        """Nodes of the graph: several where a value goes to several stages."""
+        if isinstance(end, str):
+            return [end]
+        return self._across.get(end, [f"{self.prefix}{end}"])
+
+
+def _is_framed(section: Section) -> bool:
+    """A block has a frame, unless it is one box alone."""
+    return bool(section.blocks[0].index) and len(section.nodes) + len(section.copies) > 2
+
+
+def _by_value(edges: Sequence[Edge]) -> dict[tuple[int, str], list[Edge]]:
+    """Edges that share what they carry, by its source and variable."""
+    found: dict[tuple[int, str], list[Edge]] = defaultdict(list)
+    for edge in edges:
+        found[edge.source, edge.value].append(edge)
+    return found
+
+
+def _look(moves: Sequence[MoveLine]) -> dict[str, str]:
+    if is_collective(moves):
+        return {"color": TRAFFIC, "penwidth": "1.8"}
+    return {"color": LOCAL, "style": "dashed"}
+
+
+def _block_title(section: Section) -> str:
+    first, last = section.blocks[0], section.blocks[-1]
+    if len(section.blocks) == 1:
+        return f"<<B>{escaped(first.path)}</B>>"
+    span = f"{first.path} … {last.index}"
+    return f'<{escaped(span)} <FONT POINT-SIZE="18"><B> × {len(section.blocks)}</B></FONT>>'
+
+
+def frame(fill: str) -> dict[str, str]:
+    """The look of a cluster."""
+    return {"style": "rounded,filled", "color": FRAME, "fillcolor": fill, "fontsize": "13"}
