@@ -181,13 +181,19 @@ class Options:
         options = Options(**{name: _CHECKS[name](value) for name, value in kwargs.items()})
         if options.manual is not None:
             _check_recipe(options, options.manual)
-        several = not isinstance(options.stages, str) and options.stages not in (1,)
-        if several and "pipeline" in options.forbid:
+        if _n_stages(options.stages) > 1 and "pipeline" in options.forbid:
             raise OptionError(
                 f"stages={kwargs['stages']!r} asks for what forbid='pipeline' forbids",
                 hint="give one of them",
             )
         return options
+
+
+def _n_stages(stages: int | str | tuple[StageOption, ...]) -> int:
+    """How many the user asks for; "auto" asks for none."""
+    if isinstance(stages, tuple):
+        return len(stages)
+    return stages if isinstance(stages, int) else 1
 
 
 def _check_recipe(options: Options, manual: Manual) -> None:
@@ -269,6 +275,11 @@ def _stages(value: Any) -> int | str | tuple[StageOption, ...]:
     return _check_count("stages", value)
 
 
+def _tuple(value: Any) -> tuple[Any, ...]:
+    """The items of `value`; none where it has no items."""
+    return tuple(value) if isinstance(value, Iterable) else ()
+
+
 def _stage_list(value: tuple[Any, ...]) -> tuple[StageOption, ...]:
     """(module names, submesh shape) per stage."""
     found: list[StageOption] = []
@@ -280,10 +291,10 @@ def _stage_list(value: tuple[Any, ...]) -> tuple[StageOption, ...]:
         if not isinstance(item, (tuple, list)) or len(item) != 2:
             raise OptionError(f"a stage is (module names, submesh shape), not {item!r}", hint=hint)
         names, shape = item
-        modules = (names,) if isinstance(names, str) else tuple(names)
+        modules = (names,) if isinstance(names, str) else _tuple(names)
         if not modules or not all(isinstance(m, str) and m for m in modules):
             raise OptionError(f"a stage needs names of modules, not {names!r}", hint=hint)
-        sizes = (1, shape) if _is_int(shape) else tuple(shape)
+        sizes = (1, shape) if _is_int(shape) else _tuple(shape)
         if len(sizes) != 2 or not all(_is_int(n) and n >= 1 for n in sizes):
             raise OptionError(f"{shape!r} is no submesh (nodes, devices per node)", hint=hint)
         twice = named & set(modules)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.errors import NotSupportedError, OptionError
-from autopar.options import FORBIDDABLE, Manual, Options, Pin
+from autopar.options import FORBIDDABLE, Manual, Options, Pin, StageOption
 from autopar.spec import I, Placement, R, S
 
 WEIGHT = "h.0.mlp.c_fc.weight"
@@ -42,7 +42,10 @@ class TestValues:
         [
             ("microbatches", 4),
             ("schedule", "auto"),
+            ("schedule", "gpipe"),
+            ("schedule", "1f1b"),
             ("stages", 1),
+            ("stages", 4),
             ("stages", "auto"),
             ("mesh_shape", "as-given"),
             ("optimizer", "sgd"),
@@ -51,6 +54,7 @@ class TestValues:
             ("memory_limit", 2**30),
             ("recompute", "none"),
             ("manual", Manual(dp=2, tp=4, sp=True, zero=1)),
+            ("manual", Manual(dp=2, tp=2, pp=2, microbatch_size=1)),
             ("solver", "ilp"),
             ("time_limit_s", 0.5),
             ("batch_dims", {"input_ids": 0, "temperature": None}),
@@ -110,12 +114,8 @@ class TestValues:
     @pytest.mark.parametrize(
         ("name", "value"),
         [
-            ("schedule", "gpipe"),
-            ("schedule", "1f1b"),
             ("schedule", "interleaved"),
             ("schedule", "zero-bubble"),
-            ("stages", 2),
-            ("stages", [(["h.0"], (1, 2))]),
             ("recompute", "selective"),
             ("recompute", "attention-core"),
             ("recompute", "full"),
@@ -176,6 +176,7 @@ class TestManual:
 
     def test_ranks(self) -> None:
         assert Manual(dp=2, tp=4).n_ranks == 8
+        assert Manual(dp=2, tp=4, pp=3).n_ranks == 24
 
     def test_zero_without_data_parallelism_is_allowed(self) -> None:
         assert Manual(zero=3).dp == 1
@@ -198,7 +199,7 @@ class TestManual:
         with pytest.raises(OptionError, match=message):
             Manual(**arguments)
 
-    @pytest.mark.parametrize("name", ["pp", "cp", "ep", "interleave"])
+    @pytest.mark.parametrize("name", ["cp", "ep", "interleave"])
     def test_not_built(self, name: str) -> None:
         arguments: dict[str, Any] = {name: 2}
         with pytest.raises(NotSupportedError, match=f"Manual.{name}=2 is not supported"):
@@ -222,6 +223,7 @@ class TestManual:
             (Manual(tp=2, sp=True), "sequence"),
             (Manual(dp=2, zero=1), "zero1"),
             (Manual(dp=2, zero=3), "zero3"),
+            (Manual(pp=2), "pipeline"),
         ],
     )
     def test_a_recipe_that_is_forbidden(self, manual: Manual, word: str) -> None:
@@ -232,6 +234,64 @@ class TestManual:
         manual = Manual(dp=2, sp=True, zero=1)
         forbid = {"tensor", "sequence", "zero2", "zero3", "pipeline"}
         assert Options.of(manual=manual, forbid=forbid).forbid == forbid
+
+    @pytest.mark.parametrize("stages", [1, 2, [("h.0", 1), ("h.1", 1)]])
+    @pytest.mark.parametrize("manual", [Manual(), Manual(pp=2)])
+    def test_two_cuts_of_the_model(self, manual: Manual, stages: Any) -> None:
+        with pytest.raises(OptionError, match=r"Manual\.pp=\d and stages=.* both cut the model"):
+            Options.of(manual=manual, stages=stages)
+
+
+class TestStages:
+    WANTED = (StageOption(("wte", "h.0"), (1, 2)), StageOption(("h.1",), (2, 4)))
+
+    @pytest.mark.parametrize(
+        "value",
+        [
+            [(["wte", "h.0"], (1, 2)), (["h.1"], (2, 4))],
+            ((("wte", "h.0"), [1, 2]), ["h.1", (2, 4)]),
+            [(iter(["wte", "h.0"]), 2), ("h.1", (2, 4))],
+            WANTED,
+        ],
+        ids=["a list of pairs", "tuples and lists", "one name, one number", "what was read"],
+    )
+    def test_ways_to_write_a_list(self, value: Any) -> None:
+        assert Options.of(stages=value).stages == self.WANTED
+
+    def test_ranks_of_a_stage(self) -> None:
+        assert [stage.n_ranks for stage in self.WANTED] == [2, 8]
+
+    @pytest.mark.parametrize(
+        ("value", "message"),
+        [
+            ([], r"stages=\[\] holds no stage(.|\n)*hint: stages=\["),
+            (["h.0"], r"a stage is \(module names, submesh shape\), not 'h.0'"),
+            ([(["h.0"],)], r"a stage is \(module names, submesh shape\)"),
+            ([([], (1, 2))], r"a stage needs names of modules, not \[\]"),
+            ([("", (1, 2))], "a stage needs names of modules, not ''"),
+            ([(["h.0", 1], (1, 2))], "a stage needs names of modules"),
+            ([(3, (1, 2))], "a stage needs names of modules, not 3"),
+            ([("h.0", (1, 2, 1))], r"\(1, 2, 1\) is no submesh \(nodes, devices per node\)"),
+            ([("h.0", (0, 2))], r"\(0, 2\) is no submesh"),
+            ([("h.0", 0)], "0 is no submesh"),
+            ([("h.0", (1, True))], r"\(1, True\) is no submesh"),
+            ([("h.0", None)], "None is no submesh"),
+            ([("h.0", 2.5)], "2.5 is no submesh"),
+            ([("h.0", 1), (["h.1", "h.0"], 1)], "stages= names 'h.0' twice"),
+        ],
+    )
+    def test_refused(self, value: Any, message: str) -> None:
+        with pytest.raises(OptionError, match=message):
+            Options.of(stages=value)
+
+    @pytest.mark.parametrize("stages", [2, [("h.0", 1), ("h.1", 1)]])
+    def test_stages_that_are_forbidden(self, stages: Any) -> None:
+        with pytest.raises(OptionError, match="stages=.* asks for what forbid='pipeline' forbids"):
+            Options.of(stages=stages, forbid="pipeline")
+
+    @pytest.mark.parametrize("stages", ["auto", 1, [("h", 2)]])
+    def test_one_stage_is_no_pipeline(self, stages: Any) -> None:
+        assert Options.of(stages=stages, forbid="pipeline").forbid == {"pipeline"}
 
 
 class TestForce:
