@@ -55,7 +55,7 @@ Batch = dict[str, Any]
 
 @dataclass(frozen=True)
 class Size:
-    """A GPT-2 without dropout, tied."""
+    """A GPT-2 without dropout."""
 
     n_layers: int = 4
     width: int = 256
@@ -63,6 +63,7 @@ class Size:
     vocabulary: int = 256
     n_positions: int = LENGTH
     activation: str = "gelu_pytorch_tanh"
+    tied: bool = True
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
@@ -70,7 +71,7 @@ class Size:
             "gpt2", n_layer=self.n_layers, n_embd=self.width, n_head=self.n_heads,
             vocab_size=self.vocabulary, n_positions=self.n_positions,
             activation_function=self.activation, resid_pdrop=0.0, embd_pdrop=0.0,
-            attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+            attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, tie_word_embeddings=self.tied,
         )  # fmt: skip
         model: nn.Module = AutoModelForCausalLM.from_config(config)
         return model
@@ -203,17 +204,27 @@ def timed_pairs(
     times: dict[str, list[tuple[float, float]]] = {m.name: [] for m in others}
     for index in range(n_pairs):
         for model in others:
-            order = (model, hand) if index % 2 == 0 else (hand, model)
-            found = {m.name: step_time_s(m, batch) for m in order}
-            times[model.name].append((found[model.name], found[hand.name]))
+            times[model.name].append(timed_pair(model.step, hand.step, batch, index % 2 == 1))
     return calls, times
 
 
-def step_time_s(model: Contender, batch: Batch) -> float:
+def timed_pair(
+    one: Callable[[Batch], object],
+    other: Callable[[Batch], object],
+    batch: Batch,
+    other_first: bool,
+) -> tuple[float, float]:
+    """Seconds of a step of each."""
+    if other_first:
+        return timed_pair(other, one, batch, False)[::-1]
+    return step_time_s(one, batch), step_time_s(other, batch)
+
+
+def step_time_s(step: Callable[[Batch], object], batch: Batch) -> float:
     """Of the slowest rank."""
     dist.barrier()
     begun = time.perf_counter()
-    model.step(batch)
+    step(batch)
     elapsed = torch.tensor(time.perf_counter() - begun, dtype=torch.float64)
     dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
     return elapsed.item()
@@ -232,13 +243,13 @@ def median_ratio(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, fl
     return statistics.median(ratios.tolist()), low, high
 
 
-def loss_table(found: Agreement) -> Table:
-    table = Table(title="loss per step, float64")
+def loss_table(losses: dict[str, list[float]], title: str) -> Table:
+    table = Table(title=title)
     table.add_column("step", justify="right")
-    for name in found.losses:
+    for name in losses:
         table.add_column(name, justify="right")
     table.add_column("largest difference", justify="right")
-    for index, row in enumerate(zip(*found.losses.values(), strict=True)):
+    for index, row in enumerate(zip(*losses.values(), strict=True)):
         texts = [f"{loss:.12f}" for loss in row]
         table.add_row(str(index), *texts, f"{max(row) - min(row):.1e}")
     return table
@@ -261,10 +272,11 @@ def collective_table(calls: dict[str, Counter[Call]]) -> Table:
     return table
 
 
-def time_table(times: dict[str, list[tuple[float, float]]], n_pairs: int) -> Table:
+def time_table(times: dict[str, list[tuple[float, float]]], n_pairs: int, baseline: str) -> Table:
+    """One row per contender; each of its pairs holds a time of the baseline too."""
     table = Table(title=f"step time, float32, {n_pairs} interleaved pairs")
     table.add_column("")
-    for title in ("median", "by hand", "ratio", "90% interval"):
+    for title in ("median", baseline, "ratio", "90% interval"):
         table.add_column(title, justify="right")
     for name, pairs in times.items():
         ratio, low, high = median_ratio(pairs)
@@ -299,10 +311,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     size, data = Size(activation=given.activation), batches(N_LOSSES)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     found = autopar.launch(agree, N_RANKS, size, data)[0]
-    console.print(loss_table(found))
+    console.print(loss_table(found.losses, "loss per step, float64"))
     calls, times = autopar.launch(timed_pairs, N_RANKS, size, data[0], given.pairs)[0]
     console.print(collective_table(calls))
-    console.print(time_table(times, given.pairs))
+    console.print(time_table(times, given.pairs, "by hand"))
     wrong = disagreements(found)
     for line in wrong:
         console.print(line, markup=False, soft_wrap=True)

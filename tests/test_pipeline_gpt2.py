@@ -17,6 +17,8 @@ from torch import Tensor
 
 from autopar.capture import capture, reference_step
 from autopar.runtime.launch import WorkerPool
+from examples.compare import Size
+from examples.compare_pipeline import AUTOPAR, TORCH, disagreements, stages
 from examples.pipeline_gpt2 import N_STAGES, PipelineGPT2, ScheduleName
 from tests.jobs import BATCH, HEADS, N_STEPS, SEQUENCE, gpt2, gradient, tokens
 
@@ -106,3 +108,16 @@ def refusal() -> str:
     with pytest.raises(ValueError, match="do not divide") as caught:
         PipelineGPT2(weights(), HEADS, BATCH, SEQUENCE, 3)
     return str(caught.value)
+
+
+def test_every_parameter_is_in_one_stage() -> None:
+    size = Size(n_layers=3, width=8, n_heads=2, vocabulary=8, n_positions=4, tied=False)
+    (first, _), (second, _) = stages(size)
+    for name, _ in size.model().named_parameters():
+        assert sum(name.startswith(f"{module}.") for module in (*first, *second)) == 1
+
+
+def test_disagreements_are_noticed() -> None:
+    assert disagreements({AUTOPAR: [1.0, 2.0], TORCH: [1.0, 2.0]}, 2) == []
+    for losses in ([1.0, 2.0 + 1e-9], [1.0, float("nan")], [1.0]):
+        assert len(disagreements({AUTOPAR: losses, TORCH: [1.0, 2.0]}, 2)) == 1
