@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.errors import OptionError
+from autopar.errors import MeshError, OptionError
 from autopar.mesh import LogicalMesh, Mesh
 from autopar.options import StageOption
 from autopar.passes.constraints import Constraints
@@ -138,3 +138,22 @@ def submesh_shape(mesh: Mesh, first_rank: int, n_ranks: int) -> tuple[int, int]:
     if n_ranks > per_node and first_rank % per_node == 0 and n_ranks % per_node == 0:
         return n_ranks // per_node, per_node
     return 1, n_ranks
+
+
+def check_submesh(mesh: Mesh, first_rank: int, stage: StageOption) -> None:
+    """Raises `MeshError` where the stage's ranks from `first_rank` have another shape.
+
+    Stages hold consecutive ranks: ranks of one node, or whole nodes.
+    """
+    last_rank, shape = first_rank + stage.n_ranks - 1, stage.mesh_shape
+    in_a_node = mesh.node_of(first_rank) == mesh.node_of(last_rank)
+    found = submesh_shape(mesh, first_rank, stage.n_ranks)
+    if shape == found and (found[0] > 1 or in_a_node):
+        return
+    raise MeshError(
+        f"stages= asks a submesh {shape} for {', '.join(stage.modules)}; ranks {first_rank} to "
+        f"{last_rank} of the mesh {mesh.shape} are "
+        + (f"{found}" if found[0] > 1 or in_a_node else "neither in one node nor whole nodes"),
+        hint="a stage holds consecutive ranks: (1, n) inside a node, or (nodes, "
+        f"{mesh.devices_per_node})",
+    )

@@ -28,6 +28,7 @@ from autopar.passes.layout import (
     Candidate,
     StageLayout,
     balanced_ends,
+    check_submesh,
     ends_by_modules,
     n_operators,
     submesh_shape,
@@ -75,7 +76,10 @@ class Planner:
         return self.options.memory_limit or self.hardware.memory_limit_bytes
 
     def run(self) -> Outcome:
-        """The best plan; raises `InfeasibleError` when nothing fits."""
+        """The best plan.
+
+        Raises `InfeasibleError` when nothing fits, `MeshError` where stages do not divide it.
+        """
         evaluator = Evaluator(
             self.analysis, self.options, self.hardware, self.budget_bytes, self.predict
         )
@@ -91,7 +95,10 @@ class Planner:
                 errors.append(solved)
                 notes.append(Alternative(name, None, str(solved).splitlines()[0]))
         if not found:
-            raise errors[0]
+            raise errors[0] if errors else MeshError(
+                f"stages={self.options.stages} cannot share {self.mesh.n_ranks} ranks evenly",
+                hint="use a number that divides them, or a list of (module names, submesh shape)",
+            )
         least = min(s.step_time_s for s in found)
         # Among equals the first: a search before the recipes it ties with, one stage before more.
         best = next(s for s in found if s.step_time_s <= least * (1 + 1e-9))
@@ -155,6 +162,7 @@ class Planner:
         ends = ends_by_modules(self.analysis.program, stages)
         first_rank, per_stage = 0, []
         for stage in stages:
+            check_submesh(self.mesh, first_rank, stage)
             per_stage.append(self._views(first_rank, stage.n_ranks))
             first_rank += stage.n_ranks
         for m in self._stage_counts(len(stages)):
