@@ -286,7 +286,7 @@ class TestStages:
 
     @pytest.mark.parametrize("stages", [2, [("h.0", 1), ("h.1", 1)]])
     def test_stages_that_are_forbidden(self, stages: Any) -> None:
-        with pytest.raises(OptionError, match="stages=.* asks for what forbid='pipeline' forbids"):
+        with pytest.raises(OptionError, match=r"stages=.* asks for what forbid='pipeline' forbids"):
             Options.of(stages=stages, forbid="pipeline")
 
     @pytest.mark.parametrize("stages", ["auto", 1, [("h", 2)]])
