@@ -225,7 +225,8 @@ class _Run:
             self.work(stage, action, Spent(0.0, time_s))
 
     def update(self, stage: int, time_s: float) -> None:
-        self._advance(stage, "optimizer", time_s)
+        if time_s:
+            self._advance(stage, "optimizer", time_s)
         self.totals[stage].update_s += time_s
 
     def _advance(self, stage: int, action: str, time_s: float) -> None:

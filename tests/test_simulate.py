@@ -1,0 +1,201 @@
+"""The simulator: textbook bubbles, hand-made schedules, and what must hold for any durations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from autopar.cost.simulate import Spent, StageTimes, TieTimes, Timeline, simulate
+from autopar.schedule import (
+    ORDERS,
+    Action,
+    Schedule,
+    Transfer,
+    chain,
+    lower,
+    parse_schedule,
+    start_times,
+)
+
+NOTHING = Spent()
+
+
+def stage(forward_s: float, backward_s: float, n_ranks: int = 1, comm_s: float = 0.0) -> StageTimes:
+    """A stage with nothing before or after; collectives in each of forward and backward."""
+    forward, backward = Spent(forward_s, comm_s), Spent(backward_s, comm_s)
+    return StageTimes(n_ranks, NOTHING, forward, backward, NOTHING, 0.0)
+
+
+def lowered(order: str, n_stages: int, n_microbatches: int) -> Schedule:
+    return lower(ORDERS[order](n_stages, n_microbatches), chain(n_stages))
+
+
+def adds_up(timeline: Timeline) -> None:
+    """Every second of every stage is accounted for once."""
+    for k, s in enumerate(timeline.stages):
+        parts_s = (s.compute_s, s.collectives_s, s.waited_s, s.update_s, timeline.idle_s(k))
+        assert sum(parts_s) == pytest.approx(timeline.step_time_s)
+        assert min(parts_s) >= 0
+
+
+def events_of(timeline: Timeline, action: str) -> tuple[float, float]:
+    return next((e.start_s, e.end_s) for e in timeline.events if e.action == action)
+
+
+@pytest.mark.parametrize("order", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("n_stages", "n_microbatches"), [(2, 1), (2, 4), (4, 8), (3, 2)])
+def test_the_bubble_of_the_textbook(order: str, n_stages: int, n_microbatches: int) -> None:
+    stages = [stage(1.0, 2.0)] * n_stages
+    found = simulate(lowered(order, n_stages, n_microbatches), stages)
+    assert found.step_time_s == pytest.approx(3 * (n_stages + n_microbatches - 1))
+    assert found.bubble == pytest.approx((n_stages - 1) / (n_microbatches + n_stages - 1))
+    adds_up(found)
+
+
+def test_one_stage_is_the_sum() -> None:
+    times = StageTimes(
+        2, Spent(1.0, 2.0), Spent(3.0, 4.0), Spent(5.0, 6.0), Spent(7.0, 8.0), update_s=9.0
+    )
+    found = simulate(lowered("1f1b", 1, 3), [times], loss_s=100.0)
+    compute_s, comm_s = 1 + 3 * (3 + 5) + 7, 2 + 3 * (4 + 6) + 8
+    assert found.step_time_s == compute_s + comm_s + 9
+    assert (found.compute_time_s, found.comm_time_s) == (compute_s, comm_s)
+    assert (found.exposed_comm_s, found.bubble) == (comm_s, 0.0)
+
+
+def test_messages_by_hand() -> None:
+    """F on both, the message in between; then B on both: nothing overlaps one microbatch."""
+    found = simulate(lowered("1f1b", 2, 1), [stage(1.0, 2.0)] * 2, lambda action: 0.5)
+    assert found.step_time_s == 7.0
+    assert events_of(found, "0SF0>1") == (1.0, 1.5)
+    assert events_of(found, "1B0") == (2.5, 4.5)
+    assert [s.waited_s for s in found.stages] == [0.5, 0.5]
+    assert [found.idle_s(k) for k in (0, 1)] == [3.5, 3.5]
+    assert found.bubble == 0.5
+    adds_up(found)
+
+
+def test_sends_do_not_block_the_sender() -> None:
+    found = simulate(lowered("gpipe", 2, 2), [stage(1.0, 1.0)] * 2, lambda action: 10.0)
+    assert events_of(found, "0F1") == (1.0, 2.0)
+    # The link is busy with the first until then.
+    assert events_of(found, "0SF0>1") == (1.0, 11.0)
+    assert events_of(found, "0SF1>1")[0] >= 11.0
+    adds_up(found)
+
+
+def test_a_transfer_waits_for_both_ends() -> None:
+    """Stage 1 posts its second receive after its first forward, so the transfer starts then."""
+    found = simulate(lowered("gpipe", 2, 2), [stage(1.0, 1.0), stage(5.0, 1.0)], lambda a: 0.5)
+    assert events_of(found, "1F0") == (1.5, 6.5)
+    assert events_of(found, "0SF1>1") == (6.5, 7.0)
+    assert events_of(found, "1F1") == (7.0, 12.0)
+
+
+def test_more_batches_than_stages_wait_for_the_first() -> None:
+    """Three sends may be under way on three stages; the fourth waits for the first to arrive."""
+    schedule = parse_schedule(
+        "0F0 0SF0>2 0F1 0SF1>2 0F2 0SF2>2 0F3 0SF3>2 0F4 0SF4>2\n"
+        "1F0 1F1 1F2 1F3 1F4\n"
+        "2RF0<0 2F0 2RF1<0 2F1 2RF2<0 2F2 2RF3<0 2F3 2RF4<0 2F4"
+    )
+    found = simulate(schedule, [stage(1.0, 0.0)] * 3, lambda action: 100.0)
+    assert events_of(found, "0F3") == (3.0, 4.0)
+    assert events_of(found, "0F4") == (101.0, 102.0)
+    adds_up(found)
+
+
+def test_once_a_step() -> None:
+    """Gathers, gradient sync, tied gradients between the ends, the loss, the optimizer."""
+    times = StageTimes(1, Spent(0.0, 1.0), Spent(2.0), Spent(3.0), Spent(0.0, 4.0), 5.0)
+    tie = TieTimes((0, 1), 6.0, (7.0, 0.0))
+    found = simulate(lowered("1f1b", 2, 1), [times, times], ties=[tie], loss_s=8.0)
+    # Stage 0 ends backward last, at 1 + 2 + 2 + 3 + 3.
+    assert found.step_time_s == 11 + 4 + 6 + 7 + 8 + 5
+    assert found.stages[0].collectives_s == 1 + 4 + 6 + 7 + 8
+    assert found.stages[1].collectives_s == 1 + 4 + 6 + 8
+    adds_up(found)
+
+
+def test_the_bubble_weighs_stages_by_their_ranks() -> None:
+    stages = [stage(1.0, 1.0, n_ranks=3), stage(3.0, 3.0)]
+    found = simulate(lowered("gpipe", 2, 1), stages)
+    assert found.step_time_s == 8.0
+    assert found.bubble == pytest.approx((3 * 6 + 1 * 2) / (4 * 8))
+    assert found.busiest.compute_s == 6.0
+
+
+def test_a_chrome_trace(tmp_path: Path) -> None:
+    found = simulate(lowered("1f1b", 2, 2), [stage(1.0, 2.0)] * 2, lambda action: 0.25)
+    found.to_chrome_trace(tmp_path / "trace.json")
+    entries = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = [e for e in entries if e["ph"] == "X"]
+    assert len(spans) == len(found.events)
+    assert {e["pid"] for e in spans} == {0, 1}
+    assert max(e["ts"] + e["dur"] for e in spans) == pytest.approx(found.step_time_s * 1e6)
+
+
+# -- any durations ---------------------------------------------------------------------------------
+
+# Some stages also send past their neighbour.
+SKIPS = (frozenset[Transfer](), frozenset({Transfer(0, 3)}), frozenset({Transfer(1, 3, False)}))
+SECONDS = st.floats(0.1, 10.0)
+FOUR_STAGES = st.lists(st.tuples(SECONDS, SECONDS), min_size=4, max_size=4)
+
+
+@hypothesis.settings(deadline=None, max_examples=60)
+@hypothesis.given(
+    st.sampled_from(sorted(ORDERS)), st.integers(1, 6), FOUR_STAGES, SECONDS, st.sampled_from(SKIPS)
+)
+def test_what_holds_for_any_durations(
+    order: str,
+    n_microbatches: int,
+    times: Sequence[tuple[float, float]],
+    message_s: float,
+    skips: frozenset[Transfer],
+) -> None:
+    plain = ORDERS[order](4, n_microbatches)
+    schedule = lower(plain, chain(4) | skips)
+    stages = [stage(*t, comm_s=0.1) for t in times]
+
+    def own_s(action: Action) -> float:
+        return 0.1 + times[action.stage][action.kind == "backward"]
+
+    free = simulate(schedule, stages)
+    slow = simulate(schedule, stages, lambda action: message_s)
+    starts = start_times(plain, own_s)
+    bound_s = max(
+        start + own_s(action)
+        for line, actions in zip(starts, plain.stages, strict=True)
+        for start, action in zip(line, actions, strict=True)
+    )
+    assert bound_s <= free.step_time_s + 1e-9
+    assert free.step_time_s <= slow.step_time_s + 1e-9
+    assert all(s.waited_s == 0 for s in free.stages)
+    for timeline in (free, slow):
+        adds_up(timeline)
+        assert len(timeline.events) == sum(a.is_compute or a.is_send for a in schedule)
+        # What is not waited for is hidden.
+        assert all(s.waited_s <= len(schedule.stages[0]) * message_s for s in timeline.stages)
+
+
+@pytest.mark.parametrize("order", sorted(ORDERS))
+def test_posted_sends_take_no_longer_than_blocking_ones(order: str) -> None:
+    """At backward = 2 forward, a skip connection over four stages: `schedule.lowering`."""
+    schedule = lower(ORDERS[order](4, 8), chain(4) | {Transfer(0, 3)})
+
+    def own_s(action: Action) -> float:
+        return {"forward": 1.0, "backward": 2.0}.get(action.kind, 0.0)
+
+    blocking_s = max(
+        start + own_s(action)
+        for line, actions in zip(start_times(schedule, own_s), schedule.stages, strict=True)
+        for start, action in zip(line, actions, strict=True)
+    )
+    found = simulate(schedule, [stage(1.0, 2.0)] * 4)
+    assert 33.0 <= found.step_time_s <= blocking_s
