@@ -72,11 +72,9 @@ def crossings_of(pipeline: Pipeline, value: str) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("shapes", FOUR)
 def test_skips_of_every_dtype(shapes: Shapes, order: str) -> None:
     """From the first stage to the last three: gradients of all readers add up."""
-    for seed in range(3):
+    for seed in range(2):
         analysis, pipeline = made(Skip, "b c d", Layout(shapes, 4, order), seed)
-        assert crossings_of(pipeline, "tanh") == [(0, 1), (0, 3)] or crossings_of(
-            pipeline, "tanh"
-        ) == [(0, 1), (0, 2), (0, 3)]
+        assert crossings_of(pipeline, "tanh") == [(0, 1), (0, 3)]
         from_first = {
             c.value: (c.sent.local.dtype, c.has_grad)
             for c in pipeline.crossings
@@ -298,9 +296,10 @@ def test_outputs_of_every_microbatch_on_the_last_stage(order: str) -> None:
                 assert relative_error(found[name], wanted) <= TOLERANCE
 
 
+@pytest.mark.parametrize("everywhere", [False, True])
 @pytest.mark.parametrize("model", ["side", "gpt2"])
-def test_evaluation(model: str) -> None:
-    """The loss everywhere, outputs whole on the last stage, no gradients."""
+def test_evaluation(model: str, everywhere: bool) -> None:
+    """The loss everywhere, outputs whole on the last stage or everywhere, no gradients."""
     if model == "side":
         analysis, batch = analysis_of(SideOutput, training=False), batch_of(SideOutput, 0)
     else:
@@ -316,7 +315,8 @@ def test_evaluation(model: str) -> None:
     assert loss is not None
 
     def work(rank: Rank) -> tuple[object, ...]:
-        found = rank.executor.forward(rank.stored, named_inputs(program, batch))
+        inputs = named_inputs(program, batch)
+        found = rank.executor.forward(rank.stored, inputs, everywhere=everywhere)
         assert all(p.grad is None for p in rank.stored.values())
         return found
 
@@ -324,8 +324,8 @@ def test_evaluation(model: str) -> None:
     for rank, (found, *outputs) in enumerate(run_ranks(program, forward, parameters, work)):
         assert isinstance(found, Tensor)
         assert relative_error(found, loss.detach()) <= TOLERANCE
-        if pipeline.stage_of(rank) < 2:
-            assert not any(isinstance(value, Tensor) for value in outputs)
+        if pipeline.stage_of(rank) < 2 and not everywhere:
+            assert outputs == [None] * len(tensors)
             continue
         for mine, wanted in zip(outputs, tensors, strict=True):
             assert isinstance(mine, Tensor)
