@@ -94,11 +94,13 @@ class Planner:
             else:
                 errors.append(solved)
                 notes.append(Alternative(name, None, str(solved).splitlines()[0]))
-        if not found:
-            raise errors[0] if errors else MeshError(
+        if not found and not errors:
+            raise MeshError(
                 f"stages={self.options.stages} cannot share {self.mesh.n_ranks} ranks evenly",
                 hint="use a number that divides them, or a list of (module names, submesh shape)",
             )
+        if not found:
+            raise errors[0]
         least = min(s.step_time_s for s in found)
         # Among equals the first: a search before the recipes it ties with, one stage before more.
         best = next(s for s in found if s.step_time_s <= least * (1 + 1e-9))
