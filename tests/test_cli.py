@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 import autopar
 from autopar.cli import app, doctor, shell
 from autopar.cli.models import is_plan_file
-from autopar.cli.options import parse_bytes, parse_force, parse_manual, parse_mesh
+from autopar.cli.options import parse_bytes, parse_force, parse_manual, parse_mesh, parse_stages
 from autopar.errors import OptionError
 from autopar.options import Manual
 from tests.conftest import Golden
@@ -164,7 +164,8 @@ def test_plan_prints_json_alone(run: Run, capfd: pytest.CaptureFixture[str]) -> 
     assert found["mesh"] == [1, 2]
     assert set(found["parameters"]) == {"up.weight", "up.bias", "down.weight", "down.bias"}
     assert found["predicted"]["step_time_s"] > 0
-    assert json.loads(Path("plan.json").read_text())["parameters"] == found["parameters"]
+    (saved,) = json.loads(Path("plan.json").read_text())["stages"]
+    assert saved["parameters"] == found["parameters"] == found["stages"][0]["parameters"]
     printed = capfd.readouterr()
     assert "library" in printed.err
     assert "library" not in printed.out
@@ -180,7 +181,9 @@ def test_plan_explains(run: Run) -> None:
 def test_options_reach_the_planner(run: Run) -> None:
     manual = ("--manual", "dp=1,tp=2", "--microbatches", "2", "--memory-limit", "1GiB")
     found = good(run("plan", "tiny:mlp", "--mesh", "1x2", *manual, "--json"))
-    assert found["axes"] == {"dp": 1, "tp": 2}
+    (stage,) = found["stages"]
+    assert stage["axes"] == {"dp": 1, "tp": 2}
+    assert stage["ranks"] == [0, 1] and stage["modules"] == ["up", "down"]
     assert found["microbatches"] == 2
     assert found["chosen"] == "manual recipe"
 
@@ -214,6 +217,47 @@ def test_code_is_printed_or_written(run: Run) -> None:
     written = run("code", "tiny:mlp", "--mesh", "1x2", "-o", "out")
     assert written.stdout == f"{Path('out/stage_0.py')}\n"
     assert Path("out/stage_0.py").read_text() == printed.stdout
+
+
+# -- stages ----------------------------------------------------------------------------------------
+
+STAGES = ("tiny:mlp", "--mesh", "1x2", "--stages", "up@1;down@1x1", "--microbatches", "2")
+
+
+def test_stages_are_explained_and_saved(run: Run) -> None:
+    found = good(run("plan", *STAGES, "--schedule", "gpipe", "-o", "plan.json", "--json"))
+    assert (found["schedule"], found["microbatches"]) == ("gpipe", 2)
+    assert [s["ranks"] for s in found["stages"]] == [[0], [1]]
+    assert [set(s["parameters"]) for s in found["stages"]] == [
+        {"up.weight", "up.bias"}, {"down.weight", "down.bias"},
+    ]  # fmt: skip
+    assert list(found["stages"][0]["sent"]) == list(found["stages"][1]["received"])
+    alone = run("explain", "plan.json").stdout
+    assert alone.startswith("Mlp on 2 stages (") and "stage 1, from down/" in alone
+    assert run("explain", "plan.json", "down.bias").stdout.endswith("  on stage 1\n")
+    bound = run("explain", "plan.json", "--model", "tiny:mlp").stdout
+    assert "2 microbatches, gpipe: " in bound and "0 -> 1" in bound
+
+
+def test_stages_by_number(run: Run) -> None:
+    words = ("--stages", "2", "--schedule", "1f1b", "--microbatches", "4")
+    found = good(run("plan", "tiny:mlp", "--mesh", "1x2", *words, "--json"))
+    assert (len(found["stages"]), found["schedule"], found["microbatches"]) == (2, "1f1b", 4)
+    recipe = good(run("plan", "tiny:mlp", "--mesh", "1x2", "--manual", "pp=2", "--json"))
+    assert [s["axes"] for s in recipe["stages"]] == [{"dp": 1, "tp": 1}] * 2
+
+
+def test_a_file_per_stage(run: Run) -> None:
+    found = run("code", *STAGES, "-o", "out")
+    assert found.stdout == f"{Path('out/stage_0.py')}\n{Path('out/stage_1.py')}\n"
+    printed = run("code", *STAGES).stdout
+    assert printed.count("def microbatch") == 2
+    assert good(run("report", *STAGES, "--json"))["written"] == ["plan.html", "plan.dot"]
+
+
+def test_verify_of_stages(run: Run) -> None:
+    found = good(run("verify", *STAGES, "--precision", "fp64", "--json"))
+    assert found["equal"] is True and len(found["stages"]) == 2
 
 
 # -- checks ----------------------------------------------------------------------------------------
@@ -283,7 +327,10 @@ def test_doctor_fails_on_a_problem(run: Run, monkeypatch: pytest.MonkeyPatch) ->
         (("plan", "tiny:mlp", "--mesh", "two"), "not a mesh"),
         (("plan", "tiny:mlp", "--mesh", "2x2x2"), "one or two axes"),
         (("plan", "tiny:mlp", "--mesh", "2", "--hardware", "abacus"), "abacus"),
-        (("plan", "tiny:mlp", "--mesh", "2", "--stages", "2"), "stages=2"),
+        (("plan", "tiny:mlp", "--mesh", "2", "--stages", "2", "--forbid", "pipeline"), "stages=2"),
+        (("plan", "tiny:mlp", "--mesh", "2", "--stages", "up@1;nothing@1"), "nothing"),
+        (("plan", "tiny:mlp", "--mesh", "2", "--stages", "up@1;down@x"), "not a mesh"),
+        (("plan", "tiny:mlp", "--mesh", "2", "--schedule", "interleaved"), "interleaved"),
         (("plan", "tiny:mlp", "--mesh", "2", "--forbid", "all"), "forbid"),
         (("plan", "tiny:rare", "--mesh", "2"), "special_i0e"),
         (("plan", "tiny:mlp", "--no-such-flag"), "--no-such-flag"),
@@ -325,6 +372,9 @@ def test_meshes_recipes_and_pins() -> None:
     assert parse_mesh("4") == (4,)
     assert parse_manual("dp=2, tp=4,sp,zero=1") == Manual(dp=2, tp=4, sp=True, zero=1)
     assert parse_manual("recompute=none,sp=false") == Manual()
+    stages = [(("a", "b.0"), (1, 2)), (("c",), (2, 1))]
+    assert parse_stages("a, b.0@2; c@2x1") == stages
+    assert (parse_stages("2"), parse_stages("auto")) == (2, "auto")
     assert parse_force(["a.b=S(0)@1", "a.b=I@0"]) == {"a.b": ["S(0)@1", "I@0"]}
 
 
@@ -338,6 +388,7 @@ def test_meshes_recipes_and_pins() -> None:
         (parse_manual, "dp"),
         (parse_mesh, "2x"),
         (parse_mesh, ""),
+        (parse_stages, "a@"),
         (lambda text: parse_force([text]), "h.0.weight"),
     ],
 )

@@ -23,11 +23,14 @@ import autopar
 from autopar import Manual, OptionError, Plan, PlanError
 from autopar.collective import step_calls
 from autopar.moves import COLLECTIVES
+from autopar.pipeline import Pipeline
 from autopar.report import dot, html
-from autopar.report.dot import INSTALL_HINT, escaped, render_svg
+from autopar.report.boxes import escaped
+from autopar.report.dot import INSTALL_HINT, render_svg
 from autopar.report.folding import fold
 from autopar.report.html import page
 from autopar.report.picture import Block, picture
+from autopar.stage_program import StageProgram
 from tests.conftest import Golden
 from tests.jobs import CASES
 from tests.tiny_model import Tiny, batch
@@ -82,10 +85,20 @@ def gpt2() -> Plan:
     return autopar.plan(case.model(), (2, 2), case.batch(0), **MEGATRON)
 
 
+def pipeline_of(plan: Plan) -> Pipeline:
+    assert plan.bound is not None
+    return plan.bound.pipeline
+
+
+def program_of(plan: Plan) -> StageProgram:
+    """Of a plan with one stage."""
+    (program,) = pipeline_of(plan).stages
+    return program
+
+
 def copies(plan: Plan) -> list[int]:
     """How many blocks each section of the picture stands for."""
-    assert plan.bound is not None
-    sections, _ = fold(picture(plan.bound.program))
+    sections, _ = fold(picture(program_of(plan)))
     return [len(s.copies) for s in sections if s.blocks[0].index]
 
 
@@ -136,8 +149,7 @@ def test_a_block_of_one_box_has_no_frame() -> None:
 
 def test_one_other_reshard_is_drawn_apart(gpt2: Plan) -> None:
     """The same program with other bytes in one reshard of the last block."""
-    assert gpt2.bound is not None
-    shown = picture(gpt2.bound.program)
+    shown = picture(program_of(gpt2))
     last = max(
         i for i, e in enumerate(shown.edges) if shown.nodes[e.target].block.index and e.moves
     )
@@ -151,8 +163,7 @@ def test_one_other_reshard_is_drawn_apart(gpt2: Plan) -> None:
 
 
 def test_every_edge_of_a_fold_is_between_boxes_that_are_drawn(gpt2: Plan) -> None:
-    assert gpt2.bound is not None
-    sections, edges = fold(picture(gpt2.bound.program))
+    sections, edges = fold(picture(program_of(gpt2)))
     drawn = {i for section in sections for i in section.nodes}
     assert all(edge.source in drawn and edge.target in drawn for edge in edges)
     assert {edge.target for edge in edges} | {edge.source for edge in edges} == drawn
@@ -179,15 +190,14 @@ def test_blocks_of_module_paths(module: str, path: str, relative: str) -> None:
 def test_every_collective_of_activations_is_in_the_picture(options: dict[str, Any]) -> None:
     """Unfolded edges against the calls of one microbatch."""
     plan = stack(nn.ReLU(), nn.Tanh(), **options)
-    assert plan.bound is not None
-    edges = picture(plan.bound.program).edges
+    edges = picture(program_of(plan)).edges
     drawn: Counter[tuple[str, int]] = Counter()
     for moves in {e.value: e.moves for e in edges}.values():
         for line in moves:
             drawn[line.move.forward, line.forward_bytes] += 1
             drawn[line.move.backward, line.backward_bytes] += line.has_grad
     drawn = Counter({key: n for key, n in drawn.items() if key[0] in COLLECTIVES and n})
-    calls = step_calls(plan.bound.program).microbatch
+    calls = step_calls(program_of(plan)).microbatch
     phases = ("forward", "backward", "loss")
     assert drawn == Counter((c.kind, c.size_bytes) for c in calls if c.phase in phases)
     assert drawn
@@ -195,8 +205,7 @@ def test_every_collective_of_activations_is_in_the_picture(options: dict[str, An
 
 def test_results_are_coloured_by_how_they_are_sharded() -> None:
     plan = stack(nn.ReLU(), manual=Manual(dp=2, tp=2, sp=True))
-    assert plan.bound is not None
-    nodes = {n.name: n for n in picture(plan.bound.program).nodes}
+    nodes = {n.name: n for n in picture(program_of(plan)).nodes}
     assert nodes["x"].shards[0] == "data"
     assert nodes["up"].shards == ("data", "tensor")
     assert nodes["down"].shards == ("data", "partial")
@@ -250,16 +259,16 @@ def test_a_page_loads_nothing(tiny: Plan, tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_names_are_escaped(tiny: Plan) -> None:
     """A hostile name stays text in the page and in the graph."""
-    assert tiny.bound is not None
     evil = '</td><script>"x"&\x07\ud800'
     data = replace(tiny.data, model=evil, chosen=evil)
-    program = tiny.bound.program
+    program = program_of(tiny)
     first, *rest = program.parameters
     program = replace(program, parameters=(replace(first, name=evil), *rest))
-    text = page(data, [program], tiny.predicted, tiny.collectives(), None, evil)
+    pipeline = replace(pipeline_of(tiny), stages=(program,))
+    text = page(data, pipeline, tiny.predicted, tiny.collectives(), None, evil)
     assert "<script>" not in text
     assert evil[:-2] + "??" in "".join(parsed(text).itertext())
-    graph = dot(evil, [program])
+    graph = dot(evil, pipeline)
     assert "<script>" not in graph and escaped(evil) in graph
     graph.encode()
 
@@ -274,4 +283,4 @@ def test_a_page_that_cannot_be_written(tiny: Plan, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="cannot write"):
         tiny.report(tmp_path / "nowhere" / "page.html")
     with pytest.raises(OptionError, match="own graph"):
-        html.write_report(tmp_path / "a.dot", tiny.data, [], tiny.predicted, tiny.collectives())
+        html.write_report(tmp_path / "a.dot", tiny.data, pipeline_of(tiny), tiny.predicted, [])

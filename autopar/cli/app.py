@@ -183,7 +183,7 @@ def verify(model: ModelArgument, request: PlanRequest) -> Result:
         found = verify_model(subject.model, mesh, subject.example_inputs, **options)
     data = {
         "equal": found.ok, "worst": found.worst, "tolerance": found.tolerance,
-        "errors": dict(found.errors), "axes": dict(found.plan.data.axes),
+        "errors": dict(found.errors), "stages": [dict(s.axes) for s in found.plan.stages],
         "chosen": found.plan.data.chosen, "notes": list(subject.notes),
     }  # fmt: skip
     # What was checked: a plan that shards nothing is equal without proving much.

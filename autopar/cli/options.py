@@ -7,6 +7,7 @@
     bytes    "40GiB", "40GB", "1024"           binary and decimal units
     manual   "dp=2,tp=4,sp,zero=1"             `Manual`'s fields; a bare word is True
     force    "h.0.mlp.c_fc.weight=S(0)@1"      repeated
+    stages   "2", or "wte,h.0@1x2;h.1,ln_f@1x2"   modules of each stage, and its devices
 """
 
 from __future__ import annotations
@@ -55,10 +56,8 @@ class PlanRequest:
     def options(self) -> dict[str, Any]:
         """Keyword arguments of `autopar.plan`."""
         out = dict(self.given)
-        for name in ("microbatches", "stages"):
-            if name in out and out[name].isdigit():
-                out[name] = int(out[name])
         readers: dict[str, Callable[[Any], Any]] = {
+            "microbatches": parse_count, "stages": parse_stages,
             "memory_limit": parse_bytes, "manual": parse_manual,
             "force": parse_force, "forbid": parse_forbid,
         }  # fmt: skip
@@ -72,14 +71,16 @@ def _planning_flags(
     batch: Annotated[int | None, typer.Option(help="Rows of the global batch.")] = None,
     seq: Annotated[int | None, typer.Option(help="Tokens per row.")] = None,
     microbatches: Annotated[str | None, typer.Option(help="auto, or how many.")] = None,
-    schedule: Annotated[str | None, typer.Option(help="auto, gpipe, 1f1b ...")] = None,
-    stages: Annotated[str | None, typer.Option(help="auto, or how many.")] = None,
+    schedule: Annotated[str | None, typer.Option(help="auto, gpipe or 1f1b.")] = None,
+    stages: Annotated[
+        str | None, typer.Option(help="auto, how many, or MODULES@1x2;MODULES@1x2.")
+    ] = None,
     mesh_shape: Annotated[str | None, typer.Option(help="auto, or as-given.")] = None,
     optimizer: Annotated[str | None, typer.Option(help="adamw, sgd or adam.")] = None,
     precision: Annotated[str | None, typer.Option(help="model, or fp64.")] = None,
     memory_limit: Annotated[str | None, typer.Option(help="Per device, as 40GiB.")] = None,
     recompute: Annotated[str | None, typer.Option(help="auto, or none.")] = None,
-    manual: Annotated[str | None, typer.Option(help="A recipe: dp=2,tp=4,sp,zero=1.")] = None,
+    manual: Annotated[str | None, typer.Option(help="A recipe: dp=2,tp=4,pp=2,sp,zero=1.")] = None,
     force: Annotated[
         list[str] | None, typer.Option(help="Pin a parameter: NAME=S(0)@1. Repeatable.")
     ] = None,
@@ -125,6 +126,24 @@ def parse_mesh(text: str) -> tuple[int, ...]:
             f"{text!r} is not a mesh", hint="nodes x devices per node, as --mesh 2x8 or --mesh 4"
         )
     return tuple(int(size) for size in text.split("x"))
+
+
+def parse_count(text: str) -> int | str:
+    """`4` -> 4; a word stays what it is."""
+    return int(text) if text.isdigit() else text
+
+
+def parse_stages(text: str) -> int | str | list[tuple[tuple[str, ...], tuple[int, ...]]]:
+    """`wte,h.0@1x2;h.1,ln_f@2` -> [(("wte", "h.0"), (1, 2)), (("h.1", "ln_f"), (1, 2))]."""
+    if "@" not in text:
+        return parse_count(text)
+    stages = []
+    for stage in text.split(";"):
+        modules, _, shape = stage.partition("@")
+        sizes = parse_mesh(shape.strip())
+        names = tuple(name.strip() for name in modules.split(",") if name.strip())
+        stages.append((names, (1, *sizes) if len(sizes) == 1 else sizes))
+    return stages
 
 
 def parse_bytes(text: str) -> int:

@@ -26,7 +26,8 @@ def data_json(data: PlanData) -> dict[str, Any]:
         "model": data.model,
         "mesh": list(data.mesh.shape),
         "hardware": data.mesh.hardware,
-        "axes": dict(data.axes),
+        "schedule": data.schedule,
+        "stages": _stages_json(data),
         "microbatches": data.microbatches,
         "precision": data.precision,
         "optimizer": data.optimizer,
@@ -38,34 +39,51 @@ def data_json(data: PlanData) -> dict[str, Any]:
     }
 
 
+def _stages_json(data: PlanData) -> list[dict[str, Any]]:
+    """Every stage: where it is, what it holds, and how values cross its boundaries."""
+    from autopar.planning import Plan
+
+    return [
+        {
+            "mesh_shape": list(stage.mesh_shape), "ranks": list(stage.ranks),
+            "axes": dict(stage.axes), "begins_at": record.begins_at,
+            "modules": list(stage.modules), "parameters": dict(record.parameters),
+            "received": dict(record.received), "sent": dict(record.sent),
+        }
+        for stage, record in zip(Plan(data).stages, data.stages, strict=True)
+    ]  # fmt: skip
+
+
 def data_text(data: PlanData, name: str | None = None) -> str:
     """A plan without its model: where parameters are kept, and how operators are placed.
 
     With `name`, only that parameter, operator or module. Raises `OptionError` for a name that
     the plan does not have.
     """
-    axes = " x ".join(f"{axis}={size}" for axis, size in data.axes.items())
     if name is not None:
-        found = {
-            key: text
-            for key, text in (*data.parameters.items(), *data.operators.items())
+        several = len(data.stages) > 1
+        found = [
+            f"{key}  {text}" + (f"  on stage {number}" if several else "")
+            for number, stage in enumerate(data.stages)
+            for key, text in (*stage.parameters.items(), *stage.operators.items())
             if key == name or key.startswith(f"{name}/")
-        }
+        ]
         if not found:
             raise OptionError(
                 f"the plan has no parameter, operator or module {name!r}",
                 hint="names are the keys of `parameters` and `operators` in the plan file",
             )
-        return "\n".join(f"{key}  {text}" for key, text in found.items())
-    width = max((len(key) for key in data.parameters), default=9)
-    return "\n".join(
-        [
-            f"{data.model} on ({axes}), {data.microbatches} microbatch"
-            f"{'' if data.microbatches == 1 else 'es'}: {data.chosen}",
+        return "\n".join(found)
+    from autopar.report.tables import headline
+
+    tables = []
+    for number, stage in enumerate(data.stages):
+        width = max((len(key) for key in stage.parameters), default=9)
+        tables += [
             "",
-            f"{'parameter':{width}}  stored (on {' '.join(data.axes)})",
-            *(f"{key:{width}}  {text}" for key, text in data.parameters.items()),
-            "",
-            "costs and collectives need the model: --model MODEL",
+            *([f"stage {number}, from {stage.begins_at}"] if len(data.stages) > 1 else []),
+            f"{'parameter':{width}}  stored (on {' '.join(stage.axes)})",
+            *(f"{key:{width}}  {text}" for key, text in stage.parameters.items()),
         ]
-    )
+    note = "costs and collectives need the model: --model MODEL"
+    return "\n".join([headline(data), *tables, "", note])
