@@ -109,6 +109,8 @@ class _Cutter:
             outputs=outputs,
             received=received,
             sent=sent,
+            # One of several results of an operator is named by it, which is not here.
+            keys={**whole.keys, **{n: whole.value_key(n) for n in received}},
             _by_name={},
         )
 
