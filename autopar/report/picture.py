@@ -8,7 +8,9 @@
             share their reshard: it happens once.
 
 What crosses between stages is a node of its own on both sides: `received` is read like an input,
-`sent` reads what is sent, after its reshard to the layout in which it crosses.
+`sent` reads what is sent, after its reshard to the layout in which it crosses. Reshards that every
+reader of a received value wants come first, into a node `arrived`: the stage's first block then
+reads like those that follow it.
 
 Constants, masks made of them and divisors are left out: they are made once and belong to no
 module.
@@ -16,7 +18,8 @@ module.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.report.kinds import ParameterUsed, parameter_variables, shard_kinds
@@ -64,8 +67,8 @@ class Block:
 class Node:
     """Operators drawn as one box; an input, the loss or what crosses has no lines and a `name`.
 
-    kind      input, received, sent, loss value; or projection, attention, embedding, norm, loss,
-              view, elementwise
+    kind      input, received, arrived, sent, loss value; or projection, attention, embedding,
+              norm, loss, view, elementwise
     name      of what crosses, its value: the same on both sides
     shards    per mesh axis, one of `KINDS`, of `result`
     """
@@ -124,6 +127,11 @@ def operator_name(line: CallLine) -> str:
     return parts[1].strip("_") if len(parts) > 1 else line.target
 
 
+def is_reshard(line: MoveLine) -> bool:
+    """Does it do anything, forward or backward?"""
+    return line.move.forward != "identity" or (line.has_grad and line.move.backward != "identity")
+
+
 def kind_of(lines: Iterable[CallLine]) -> str:
     """What a run of operators is, by its heaviest one."""
     names = {operator_name(line) for line in lines}
@@ -149,11 +157,13 @@ def picture(program: StageProgram, batch_size: int | None = None) -> Picture:
     groups = _joined(_runs(program, found), found)
     shards = shard_kinds(program, batch_size)
     nodes, home = _sources(program, found, shards)
+    arrivals, found = _arrivals(nodes, home, found)
     for group in groups:
         for line in group.lines:
             home.update((out.name, len(nodes)) for out in line.outs)
         nodes.append(_node(group, shards, parameters))
-    edges = [
+    edges = arrivals
+    edges += [
         Edge(home[read.root], home[line.outs[0].name], read.value, read.moves)
         for group in groups
         for line in group.lines
@@ -189,6 +199,44 @@ def _sources(
         Node(kind, name, Block(), (), local, shards[local.name]) for kind, name, local in sources
     ]
     return nodes, {local.name: i for i, (_, _, local) in enumerate(sources)}
+
+
+def _arrivals(
+    nodes: list[Node], home: dict[str, int], found: dict[str, tuple[_Read, ...]]
+) -> tuple[list[Edge], dict[str, tuple[_Read, ...]]]:
+    """The first reshard of each received value as a node, and reads that start from it.
+
+    It is the part that all readers share. Adds to `nodes` and `home`.
+    """
+    edges: list[Edge] = []
+    for position, node in enumerate(list(nodes)):
+        root = node.result.name if node.kind == "received" and node.result else ""
+        chains = [r.moves for reading in found.values() for r in reading if r.root == root]
+        common = _common(chains)
+        if not any(is_reshard(move) for move in common):
+            continue
+        value = common[-1].out.name
+        edges.append(Edge(position, len(nodes), value, common))
+        home[value] = len(nodes)
+        nodes.append(Node("arrived", node.name, Block(), (), None, ()))
+        found = {
+            key: tuple(
+                _Read(r.value, value, r.moves[len(common) :]) if r.root == root else r
+                for r in reading
+            )
+            for key, reading in found.items()
+        }
+    return edges, found
+
+
+def _common(chains: Sequence[tuple[MoveLine, ...]]) -> tuple[MoveLine, ...]:
+    """The moves that all chains begin with: the same lines, not only the same moves."""
+    if not chains:
+        return ()
+    same = itertools.takewhile(
+        lambda moves: all(move is moves[0] for move in moves), zip(*chains, strict=False)
+    )
+    return tuple(moves[0] for moves in same)
 
 
 def _reads(program: StageProgram) -> dict[str, tuple[_Read, ...]]:

@@ -90,7 +90,8 @@ class StageGraph:
 
     def _draw_boxes(self, cluster: graphviz.Digraph, section: Section, framed: bool) -> None:
         for i in section.nodes:
-            if i not in self._across:
+            # What crosses is the caller's, and what arrived is drawn as its reshard.
+            if i not in self._across and self.shown.nodes[i].kind != "arrived":
                 label = box_label(self.shown.nodes[i], self.program, framed)
                 cluster.node(f"{self.prefix}{i}", label=label)
 
@@ -107,6 +108,8 @@ class StageGraph:
                     drawn.add((source, target))
                 continue
             reshard, look = f"{self.prefix}{source}_{value}", _look(moves)
+            if self.shown.nodes[targets[0]].kind == "arrived":
+                reshard, targets = f"{self.prefix}{targets[0]}", []
             cluster.node(reshard, label=pill(lines, look["color"]))
             self._connect(cluster, source, reshard, {"arrowhead": "none", **look})
             for target in targets:
