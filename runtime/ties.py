@@ -9,15 +9,39 @@ the copies stay bit-equal.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from autopar.cross_mesh import local_factors
+from autopar.cross_mesh import Slice, local_factors
 from autopar.messages import copy_axes, tied_slices
 from autopar.pipeline import Pipeline, Tie
 from autopar.runtime.groups import Group, phase
 from autopar.runtime.p2p import Messenger
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """What this rank tells another stage of a gradient, and what it is told."""
+
+    told: tuple[Slice, ...]
+    heard: tuple[Slice, ...]
+
+
+@dataclass(frozen=True)
+class _Share:
+    """This rank's part in one tie: its own stage's name for it, and an exchange with each other.
+
+    `stages` are in the order in which their gradients are summed, `shape` is the shard's by
+    factors, and `copies` the axes along which ranks hold the same shard.
+    """
+
+    name: str
+    stages: tuple[int, ...]
+    shape: tuple[int, ...]
+    copies: tuple[int, ...]
+    exchanges: Mapping[int, _Exchange]
 
 
 class TiedGradients:
@@ -30,64 +54,80 @@ class TiedGradients:
         messenger: Messenger,
         groups: Mapping[tuple[int, ...], Group],
     ) -> None:
-        self.pipeline, self.rank, self.messenger, self.groups = pipeline, rank, messenger, groups
+        self.messenger, self.groups = messenger, groups
         self.stage = pipeline.stage_of(rank)
-        self.ties = [t for t in pipeline.ties if any(s == self.stage for s, _ in t.places)]
+        self._shares = [
+            _share(pipeline, tie, self.stage, rank)
+            for tie in pipeline.ties
+            if self.stage in dict(tie.places)
+        ]
 
     def set_aside(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         """Take the gradients of earlier steps off, which are sums already."""
         kept: dict[str, Tensor | None] = {}
-        for tie in self.ties:
-            name = dict(tie.places)[self.stage]
-            kept[name], stored[name].grad = stored[name].grad, None
+        for share in self._shares:
+            parameter = stored[share.name]
+            kept[share.name], parameter.grad = parameter.grad, None
         return kept
 
     @torch.no_grad()
     def sum(self, stored: Mapping[str, Tensor], kept: Mapping[str, Tensor | None]) -> None:
         """Replace this step's gradients by their sums, and add those of earlier steps."""
         with phase("grad_sync"):
-            for tie in self.ties:
-                name = dict(tie.places)[self.stage]
-                parameter = stored[name]
+            for share in self._shares:
+                parameter = stored[share.name]
                 if not parameter.requires_grad:
                     continue
                 own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                total = self._total(tie, own.detach())
-                earlier = kept[name]
+                total = self._total(share, own.detach())
+                earlier = kept[share.name]
                 parameter.grad = total if earlier is None else earlier + total
 
-    def _total(self, tie: Tie, own: Tensor) -> Tensor:
-        parts: dict[int, Tensor] = {self.stage: own}
-        for other, _ in tie.places:
-            if other != self.stage:
-                parts[other] = self._exchange(tie, other, own)
-        first, *rest = (parts[stage] for stage, _ in tie.places)
+    def _total(self, share: _Share, own: Tensor) -> Tensor:
+        parts = {
+            other: self._exchange(share, exchange, own)
+            for other, exchange in share.exchanges.items()
+        }
+        parts[self.stage] = own
+        first, *rest = (parts[stage] for stage in share.stages)
         total = first.clone()
         for part in rest:
             total += part
         return total
 
-    def _exchange(self, tie: Tie, other: int, own: Tensor) -> Tensor:
+    def _exchange(self, share: _Share, exchange: _Exchange, own: Tensor) -> Tensor:
         """Give the other stage this one's gradient, and return theirs in this one's layout."""
-        outward = tied_slices(self.pipeline, tie, self.stage, other)
-        inward = tied_slices(self.pipeline, tie, other, self.stage)
-        mine = self.pipeline.parameter(self.stage, dict(tie.places)[self.stage])
-        here = self.pipeline.meshes[self.stage]
-        shape = local_factors(mine.dims, mine.stored.spec, here.sizes)
-        seen = own.reshape(shape)
-        sends = [
-            (seen[s.source].contiguous(), s.target_rank)
-            for s in outward
-            if s.source_rank == self.rank
-        ]
-        wanted = [s for s in inward if s.target_rank == self.rank]
+        seen = own.reshape(share.shape)
         posted = self.messenger.post(
-            sends, [(s.shape, own.dtype, s.source_rank) for s in wanted], "grad_sync"
+            [(seen[s.source].contiguous(), s.target_rank) for s in exchange.told],
+            [(s.shape, own.dtype, s.source_rank) for s in exchange.heard],
+            "grad_sync",
         )
-        out = own.new_zeros(shape)
-        for s, piece in zip(wanted, posted.wait_received(), strict=True):
+        out = own.new_zeros(share.shape)
+        for s, piece in zip(exchange.heard, posted.wait_received(), strict=True):
             out[s.target] = piece
         posted.wait_sent()
-        copies = copy_axes(mine, here)
         whole = out.view(own.shape)
-        return self.groups[copies].all_reduce(whole) if copies else whole
+        return self.groups[share.copies].all_reduce(whole) if share.copies else whole
+
+
+def _share(pipeline: Pipeline, tie: Tie, stage: int, rank: int) -> _Share:
+    """Exchanges with the other stages, in order: so no two wait for each other in a ring."""
+    name, mesh = dict(tie.places)[stage], pipeline.meshes[stage]
+    parameter = pipeline.parameter(stage, name)
+    exchanges = {}
+    for other, _ in tie.places:
+        if other != stage:
+            told = tied_slices(pipeline, tie, stage, other)
+            heard = tied_slices(pipeline, tie, other, stage)
+            exchanges[other] = _Exchange(
+                tuple(s for s in told if s.source_rank == rank),
+                tuple(s for s in heard if s.target_rank == rank),
+            )
+    return _Share(
+        name,
+        tuple(k for k, _ in tie.places),
+        local_factors(parameter.dims, parameter.stored.spec, mesh.sizes),
+        copy_axes(parameter, mesh),
+        exchanges,
+    )
