@@ -17,8 +17,8 @@ from transformers import AutoConfig, BertForMaskedLM
 
 from autopar.capture import capture, gathers, reference_step
 from autopar.passes.constraints import Constraints
-from autopar.passes.intra_op import Analysis, choose
 from autopar.passes.evaluate import recipe_cost
+from autopar.passes.intra_op import Analysis, choose
 from autopar.program import Program
 from autopar.rules import has_rule
 from tests.harness import (

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 import autopar
 from autopar import Manual, NotPlannedError, VerificationError
 from autopar.capture import capture, reference_step
-from autopar.pipeline import Pipeline
 from autopar.runtime.executor import Environment, Executor
 from autopar.runtime.launch import WorkerPool
 from autopar.runtime.load import load_code
@@ -117,8 +116,20 @@ def replicated_rows() -> Any:
     return ready(TP).local_slice("input_ids")
 
 
-def test_a_replicated_batch_has_no_slice(workers: Pool) -> None:
-    assert workers(2).run(replicated_rows) == [None, None]
+def test_a_replicated_batch_is_read_whole(workers: Pool) -> None:
+    assert workers(2).run(replicated_rows) == [slice(0, 16), slice(0, 16)]
+
+
+def rows_by_stage() -> dict[str, slice | None]:
+    module = ready(Manual(pp=2))
+    return {name: module.local_slice(name) for name in tokens(0)}
+
+
+def test_a_stage_has_no_slice_of_what_it_does_not_read(workers: Pool) -> None:
+    """Ids are the first stage's, labels the last one's."""
+    first, last = workers(2).run(rows_by_stage)
+    assert first == {"input_ids": slice(0, 16), "labels": None}
+    assert last == {"input_ids": None, "labels": slice(0, 16)}
 
 
 def accumulate() -> dict[str, Tensor]:
@@ -338,7 +349,8 @@ def run_with(change: Callable[[str], str]) -> None:
     batch = rows(0, "x", "y")
     plan = autopar.plan(TwoBranches(), MESH, batch, manual=TP, microbatches=1)
     assert plan.bound is not None
-    stage, program, mesh = plan.bound.program, plan.bound.analysis.program, plan.bound.mesh
+    pipeline, program = plan.bound.pipeline, plan.bound.analysis.program
+    (stage,), (mesh,) = pipeline.stages, pipeline.meshes
     (source,) = plan.code().values()
     constants = {name: make() for name, make in program.constants.items()}
 
@@ -346,7 +358,7 @@ def run_with(change: Callable[[str], str]) -> None:
         code, _ = load_code("stage_0.py", change(source) if world.rank == 1 else source)
         environment = Environment(torch.device("cpu"), world.make_groups(mesh))
         stored = {p.name: torch.zeros(p.stored.shape, requires_grad=True) for p in stage.parameters}
-        executor = Executor(Pipeline.single(stage, mesh), world.rank, code, environment, constants)
+        executor = Executor(pipeline, world.rank, code, environment, constants)
         return executor.step(stored, {n: batch[i.path] for n, i in program.inputs.items()})
 
     run_threads(run, 2)
