@@ -32,7 +32,8 @@ lint: install
 golden: install
 	$(BIN)/python -m pytest --update-golden
 
-# Models x meshes x plans x microbatches on real processes against one process: 126 cells.
+# Models x meshes x plans x microbatches on real processes against one process: 126 cells of one
+# stage, 100 of pipelines.
 parity: install
 	$(BIN)/python -m tests.parity_table
 

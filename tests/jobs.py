@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -136,8 +136,23 @@ CASES: dict[str, Case] = {
 PLANS = ("auto", "megatron", "sequence", "ddp", "zero-1", "zero-2", "zero-3")
 
 
+class AnyCell(Protocol):
+    """What a rank trains, on which mesh, with which options of `parallelize`."""
+
+    @property
+    def case(self) -> Case: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def n_ranks(self) -> int: ...
+
+    def options(self) -> dict[str, Any]: ...
+
+
 class Cell(NamedTuple):
-    """One entry of the parity table."""
+    """One entry of the parity table of one stage."""
 
     model: str
     shape: tuple[int, ...]
@@ -149,6 +164,10 @@ class Cell(NamedTuple):
         return f"{self.model}, {mesh}, {self.plan}, {self.microbatches} microbatches"
 
     @property
+    def case(self) -> Case:
+        return CASES[self.model]
+
+    @property
     def n_ranks(self) -> int:
         return machine(self.shape).n_ranks
 
@@ -156,7 +175,7 @@ class Cell(NamedTuple):
         options: dict[str, Any] = {
             "precision": "fp64",
             "microbatches": self.microbatches,
-            "loss_fn": CASES[self.model].loss_fn,
+            "loss_fn": self.case.loss_fn,
         }
         if self.plan != "auto":
             options["manual"] = recipe(self.plan, self.shape)
@@ -187,17 +206,16 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE)
 
 
-def train(cell: Cell) -> Trained:
+def train(cell: AnyCell) -> Trained:
     """The job of one rank; gradients and values are on rank 0."""
-    case = CASES[cell.model]
-    mesh = machine(cell.shape)
+    case, mesh = cell.case, machine(cell.shape)
     module = autopar.parallelize(case.model(), mesh, case.batch(0), **cell.options())
     return train_module(module, case.batch)
 
 
 def train_planned(cell: Cell, plan: str) -> tuple[Trained, dict[str, str]]:
     """`train` by a plan file, without example inputs; and the code that ran."""
-    case = CASES[cell.model]
+    case = cell.case
     module = autopar.parallelize(
         case.model(), machine(cell.shape), plan=autopar.Plan.load(plan), loss_fn=case.loss_fn
     )
@@ -217,10 +235,14 @@ def train_module(module: autopar.ParallelModule, batch: Callable[[int], Batch]) 
     return Trained(tuple(losses), gradients, module.full_state_dict())
 
 
-@lru_cache
 def reference(name: str) -> Trained:
+    """`train_alone` of a case by name."""
+    return train_alone(CASES[name])
+
+
+@lru_cache
+def train_alone(case: Case) -> Trained:
     """The same steps of the captured program in float64, on this process."""
-    case = CASES[name]
     model = case.model()
     program = capture(model, case.batch(0), precision="fp64", loss_fn=case.loss_fn)
     held = dict(model.named_parameters())
