@@ -22,7 +22,7 @@ from autopar.codegen import emit, file_name
 from autopar.collective import Collective
 from autopar.cost.hardware import resolve
 from autopar.cost.model import CostModel
-from autopar.cost.predict import collectives_of, link_between, predict
+from autopar.cost.predict import collectives_of, link_between, predict, timeline_of
 from autopar.errors import NotSupportedError, PlanError
 from autopar.mesh import Mesh
 from autopar.options import Options
@@ -155,7 +155,11 @@ class Plan:
         install it. Raises `OptionError` where `path` cannot be written.
         """
         bound = self._bound("report(path)")
-        return write_report(path, self.data, bound.pipeline, bound.predicted, self.collectives())
+        between = link_between(mesh_of(self.data.mesh), bound.hardware.links)
+        timeline = timeline_of(bound.pipeline, bound.costs, self.data.optimizer, between)
+        return write_report(
+            path, self.data, bound.pipeline, bound.predicted, self.collectives(), timeline
+        )
 
     def simulate(self) -> Any:
         """The timeline of a step: not built yet."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autopar.collective import Collective
+from autopar.cost.simulate import Timeline
 from autopar.errors import OptionError
 from autopar.pipeline import Pipeline
 from autopar.plan_data import PlanData
@@ -31,6 +32,7 @@ from autopar.report.tables import (
     idle_warnings,
     traffic_rows,
 )
+from autopar.report.timeline import timeline_svg
 from autopar.units import format_bytes, format_count, format_seconds
 
 _STYLE = """
@@ -62,8 +64,11 @@ def write_report(
     pipeline: Pipeline,
     predicted: Predicted,
     collectives: Sequence[Collective],
+    timeline: Timeline | None = None,
 ) -> ReportFiles:
     """Write the page, and the graph beside it as `.dot`.
+
+    With the `timeline` of a step, that of several stages is drawn.
 
     Raises `OptionError` where that cannot be written.
     """
@@ -73,7 +78,7 @@ def write_report(
         raise OptionError(f"{target} is the page's own graph", hint="name the page plan.html")
     source = dot(data.model, pipeline)
     svg = render_svg(source)
-    text = page(data, pipeline, predicted, collectives, svg, dot_path.name)
+    text = page(data, pipeline, predicted, collectives, svg, dot_path.name, timeline)
     try:
         target.write_text(text, encoding="utf-8")
         dot_path.write_text(source, encoding="utf-8")
@@ -89,6 +94,7 @@ def page(
     collectives: Sequence[Collective],
     svg: str | None,
     dot_name: str,
+    timeline: Timeline | None = None,
 ) -> str:
     """The page; without an `svg` it says how to get one from the file `dot_name`."""
     parts = [
@@ -98,7 +104,7 @@ def page(
         "<h2>Predicted</h2>", _prediction(predicted, pipeline),
         "<h2>Alternatives considered</h2>", _alternatives(data),
         "<h2>Picture</h2>", _picture(svg, dot_name),
-        *(_stages(pipeline, predicted) if pipeline.n_stages > 1 else ()),
+        *(_stages(pipeline, predicted, timeline) if pipeline.n_stages > 1 else ()),
         "<h2>Parameters</h2>", *_parameters(pipeline),
         "<h2>Communication</h2>", _communication(collectives, pipeline.n_stages > 1),
     ]  # fmt: skip
@@ -124,7 +130,7 @@ def _picture(svg: str | None, dot_name: str) -> str:
     return f'<div class="picture">\n{svg}</div>'
 
 
-def _stages(pipeline: Pipeline, predicted: Predicted) -> list[str]:
+def _stages(pipeline: Pipeline, predicted: Predicted, timeline: Timeline | None) -> list[str]:
     """What there is to say of several stages: each of them, what crosses, when they work."""
     stages = [
         (str(r.stage), r.ranks, r.axes, format_bytes(peak_bytes), r.modules)
@@ -150,12 +156,21 @@ def _stages(pipeline: Pipeline, predicted: Predicted) -> list[str]:
             ("value", "stages", "tensor", "#forward", "#backward", "sent", "received"), crossings,
         ),
         *(f"<p>{escaped(tie_text(tie))}</p>" for tie in pipeline.ties),
-        "<h2>Schedule</h2>", _schedule(pipeline),
+        "<h2>Schedule</h2>", _schedule(pipeline), *_timeline(timeline),
     ]  # fmt: skip
 
 
+def _timeline(timeline: Timeline | None) -> list[str]:
+    if timeline is None:
+        return []
+    return [
+        "<p>The predicted step; a box tells its time where the pointer rests on it.</p>",
+        f'<div class="picture">\n{timeline_svg(timeline)}</div>',
+    ]
+
+
 def _schedule(pipeline: Pipeline) -> str:
-    """The grid, where there is no timeline."""
+    """The order of work; when it happens is the timeline's."""
     clocks = grid(pipeline)
     rows = [
         (f"stage {stage}", *("" if action is None else str(action) for action in actions))
@@ -176,10 +191,11 @@ def _prediction(predicted: Predicted, pipeline: Pipeline) -> str:
         ("communication not hidden", format_seconds(predicted.exposed_comm_s)),
         ("optimizer", format_seconds(predicted.optimizer_time_s)),
         ("pipeline bubble", f"{predicted.bubble:.1%}"),
-        ("bubble of equal stages with free messages", f"{ideal_bubble(pipeline):.1%}"),
         ("peak memory per rank", format_bytes(predicted.peak_bytes)),
         ("model FLOPs utilisation", f"{predicted.mfu:.1%}"),
     ]
+    if pipeline.n_stages > 1:
+        rows.append(("bubble of equal stages, free messages", f"{ideal_bubble(pipeline):.1%}"))
     if predicted.samples_per_s:
         rows.append(("samples/s", format_count(predicted.samples_per_s)))
     if predicted.tokens_per_s:
