@@ -19,6 +19,7 @@ from autopar.mesh import Mesh, factored_view
 from autopar.passes.cut import cut
 from autopar.passes.evaluate import compute_dtype
 from autopar.passes.intra_op import Analysis
+from autopar.passes.layout import submesh_shape
 from autopar.passes.lower import lower
 from autopar.passes.replay import replay, replay_ends
 from autopar.pipeline import Order, Pipeline
@@ -93,6 +94,12 @@ def lay_stages(
         parts = [analysis.part(p) for p in cut(analysis.program, ends, with_outputs)]
     found, first_rank = [], 0
     for part, record in zip(parts, data.stages, strict=True):
+        held_shape = submesh_shape(mesh, first_rank, record.n_ranks)
+        if record.mesh_shape != held_shape:
+            raise PlanError(
+                f"a stage's mesh shape is {record.mesh_shape}, that of its ranks is {held_shape}",
+                hint="stages hold consecutive ranks of the mesh",
+            )
         view = factored_view(mesh, hardware.links, hardware.device, record.axes, first_rank)
         if tuple(record.axes.values()) == mesh.shape:
             view = replace(view, links=hardware.links)

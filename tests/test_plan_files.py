@@ -113,23 +113,28 @@ UP, RELU, DOWN_ADD = "up/linear#0", "/relu#0", "down/add.Tensor#0"
 
 
 def operator(key: str, text: str) -> Callable[[Raw], None]:
-    return lambda raw: raw["operators"].update({key: text})
+    return lambda raw: raw["stages"][0]["operators"].update({key: text})
 
 
 def parameter(name: str, text: str) -> Callable[[Raw], None]:
-    return lambda raw: raw["parameters"].update({name: text})
+    return lambda raw: raw["stages"][0]["parameters"].update({name: text})
+
+
+def axes(**sizes: int) -> Callable[[Raw], None]:
+    return lambda raw: raw["stages"][0].update(axes=sizes)
 
 
 ILLEGAL: dict[str, tuple[Callable[[Raw], None], str]] = {
     "unknown operator": (operator("up/mm#7", "I I -> I I"), r"does not have: \['up/mm#7'\]"),
-    "missing operator": (lambda raw: raw["operators"].pop(RELU), r"plan lacks: \['/relu#0'\]"),
+    "missing operator": (
+        lambda raw: raw["stages"][0]["operators"].pop(RELU), r"plan lacks: \['/relu#0'\]"),
     "unknown parameter": (parameter("side.weight", "I I"), r"does not have: \['side.weight'\]"),
     "missing parameter": (
-        lambda raw: raw["parameters"].pop("up.bias"), r"plan lacks: \['up.bias'\]",
+        lambda raw: raw["stages"][0]["parameters"].pop("up.bias"), r"plan lacks: \['up.bias'\]",
     ),
     "a dim that does not divide": (
         lambda raw: raw.update(microbatches=8)  # of one row each
-        or raw["operators"].update({UP: "I S(0), I R -> I S(0)"}),
+        or raw["stages"][0]["operators"].update({UP: "I S(0), I R -> I S(0)"}),
         r"up/linear#0: I S\(0\) is not legal here",
     ),
     "P is no storage": (parameter("up.bias", "I P"), r"up.bias cannot be stored I P[\s\S]*I or S"),
@@ -150,17 +155,25 @@ ILLEGAL: dict[str, tuple[Callable[[Raw], None], str]] = {
     "a newline in a text": (operator(RELU, "I R ->\nI R"), r"one line of text"),
     "a newline in the model": (lambda raw: raw.update(model="A\nB"), r"model name is one line"),
     "an axis that is no name": (
-        lambda raw: raw.update(axes={"dp": 1, "t p": 2}), r"axes: 't p'",
+        lambda raw: raw["stages"][0].update(axes={"dp": 1, "t p": 2}), r"axes: 't p'",
     ),
-    "more ranks than the mesh": (lambda raw: raw.update(axes={"dp": 2, "tp": 2}), r"4 ranks"),
-    "fewer axes": (lambda raw: raw.update(axes={"tp": 2}), r"stored|axis|axes"),
+    "more ranks than the mesh": (axes(dp=2, tp=2), r"hold 4 ranks, the mesh has 2"),
+    "fewer axes": (axes(tp=2), r"stored|axis|axes"),
     "another graph": (lambda raw: raw.update(graph_hash="0" * 16), r"was made for graph 0{16}"),
     "microbatches that do not divide": (lambda raw: raw.update(microbatches=3), r"3 microbatches"),
     "no microbatch": (lambda raw: raw.update(microbatches=0), r"microbatches=0"),
     "another version": (lambda raw: raw.update(version=99), r"version 99"),
     "an unknown key": (lambda raw: raw.update(code="import os"), r"unknown keys \['code'\]"),
-    "a key that is missing": (lambda raw: raw.pop("operators"), r"missing keys \['operators'\]"),
-    "a table that is none": (lambda raw: raw.update(operators=[1]), r"malformed"),
+    "a key that is missing": (lambda raw: raw.pop("stages"), r"missing keys \['stages'\]"),
+    "a key that a stage lacks": (lambda raw: raw["stages"][0].pop("operators"), r"'operators'"),
+    "an unknown key of a stage": (lambda raw: raw["stages"][0].update(code="x"), r"'code'"),
+    "a table that is none": (lambda raw: raw["stages"][0].update(operators=[1]), r"malformed"),
+    "no stage": (lambda raw: raw["stages"].clear(), r"a plan has at least one"),
+    "stages that are none": (lambda raw: raw.update(stages=[1]), r"malformed"),
+    "another schedule": (lambda raw: raw.update(schedule="2f2b"), r"'2f2b' is none of \['1f1b'"),
+    "another part of the mesh": (
+        lambda raw: raw["stages"][0].update(mesh_shape=[2, 1]), r"\(2, 1\), that of its ranks is \(1, 2\)",
+    ),
     "an input of no dtype": (
         lambda raw: raw["inputs"][0].update(dtype="os.system"), r"os\.system",
     ),
@@ -230,14 +243,14 @@ WHOLE_TAIL = {
     "/cross_entropy_loss#0": "I I, I R -> I I",
 }
 LEGAL: dict[str, Callable[[Raw], Any]] = {
-    "stored otherwise than used": lambda raw: raw["parameters"].update(
+    "stored otherwise than used": lambda raw: raw["stages"][0]["parameters"].update(
         {"up.weight": "I S(1)", "up.bias": "I I", "down.bias": "I S(0)"}
     ),
-    "gathered at each use": lambda raw: raw["parameters"].update(
+    "gathered at each use": lambda raw: raw["stages"][0]["parameters"].update(
         {"down.bias": "I S(0); each use"}
     ),
-    "replicated work": lambda raw: raw["operators"].update(WHOLE_TAIL),
-    "a sum brought together by parts": lambda raw: raw["operators"].update(
+    "replicated work": lambda raw: raw["stages"][0]["operators"].update(WHOLE_TAIL),
+    "a sum brought together by parts": lambda raw: raw["stages"][0]["operators"].update(
         {DOWN_ADD: "I S(0), I R -> I S(0)", "/cross_entropy_loss#0": "I S(1), I R -> I I"}
     ),
     "other microbatches": lambda raw: raw.update(microbatches=4),
