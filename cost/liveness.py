@@ -18,7 +18,9 @@ kernels are not counted.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -26,6 +28,7 @@ from autopar.collective import ConversionBucket, conversion_buckets, return_buck
 from autopar.cost.ledger import Ledger
 from autopar.cost.memory import OPTIMIZERS, static_bytes_per_param
 from autopar.cost.microbatch import MicrobatchMemory
+from autopar.schedule import Schedule, in_flight
 from autopar.stage_program import StageProgram
 
 
@@ -44,7 +47,8 @@ def peak_memory(
     """Play one step of `program` and return its peak.
 
     n_in_flight   microbatches between their forward and their backward at once (`in_flight`)
-    n_under_way   messages with gradients that may not have left yet while others are computed
+    n_under_way   gradients sent back that may not have left while others are computed
+                  (`gradients_under_way`)
     """
     ledger = Ledger()
     _always(program, optimizer, ledger)
@@ -70,6 +74,27 @@ def peak_memory(
     if program.trains:
         ledger.mark("the optimizer", _update_bytes(program, optimizer))
     return PeakMemory(ledger.peak_bytes, ledger.at, ledger.parts)
+
+
+def gradients_under_way(schedule: Schedule, stage: int) -> int:
+    """The most gradient messages that a stage has sent, and may still hold while it computes
+    with the most microbatches in flight.
+
+    The runtime waits for a batch of messages when it has posted as many later ones as there are
+    stages.
+    """
+    most_in_flight, now = in_flight(schedule, stage), 0
+    most, held = 0, deque[int](maxlen=schedule.n_stages)
+    for is_compute, run in itertools.groupby(schedule.stages[stage], lambda a: a.is_compute):
+        if not is_compute:
+            sends = [action.kind for action in run if action.is_send]
+            held += [sends.count("send_backward")] if sends else []
+            continue
+        for action in run:
+            now += action.kind == "forward"
+            most = max(most, sum(held) if now == most_in_flight else 0)
+            now -= action.kind == "backward"
+    return most
 
 
 # -- once a step -----------------------------------------------------------------------------------

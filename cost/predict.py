@@ -23,7 +23,7 @@ from dataclasses import replace
 
 from autopar.collective import Collective, rank_collectives
 from autopar.cost.collectives import collective_time_s
-from autopar.cost.liveness import peak_memory
+from autopar.cost.liveness import gradients_under_way, peak_memory
 from autopar.cost.model import CostModel
 from autopar.cost.simulate import TieTimes, Timeline, simulate
 from autopar.cost.stage_times import stage_times
@@ -95,10 +95,7 @@ def predict(
         if isinstance(line, CallLine)
     )
     peak = peak_flops_per_s or costs[0].mesh.device.flops_per_s
-    peaks = tuple(
-        float(peak_memory(program, optimizer, in_flight(pipeline.schedule, k)).peak_bytes)
-        for k, program in enumerate(pipeline.stages)
-    )
+    peaks = tuple(peak_of_stage(pipeline, k, optimizer) for k in range(pipeline.n_stages))
     return Predicted(
         step_time_s=step_s,
         peak_bytes=max(peaks),
@@ -112,6 +109,14 @@ def predict(
         mfu=flops / (pipeline.n_ranks * peak * step_s) if step_s else 0.0,
         peak_bytes_per_stage=peaks,
     )
+
+
+def peak_of_stage(pipeline: Pipeline, stage: int, optimizer: str) -> float:
+    """Most bytes on a rank of a stage, with as many microbatches as its schedule keeps."""
+    schedule = pipeline.schedule
+    n_in_flight, n_under_way = in_flight(schedule, stage), gradients_under_way(schedule, stage)
+    program = pipeline.stages[stage]
+    return float(peak_memory(program, optimizer, n_in_flight, n_under_way).peak_bytes)
 
 
 def timeline_of(
