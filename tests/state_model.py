@@ -136,10 +136,12 @@ def plan(
     return tuple(out)
 
 
-def pipeline_of(shapes: Sequence[Sizes]) -> Pipeline:
-    """The model cut into a stage per shape, on consecutive ranks."""
+def pipeline_of(
+    shapes: Sequence[Sizes], cut: Sequence[Mapping[str, str | None]] | None = None
+) -> Pipeline:
+    """The model cut into a stage per shape, on consecutive ranks; as in `STAGES` unless told."""
     stages, meshes, first = [], [], 0
-    for kept, sizes in zip(STAGES[len(shapes)], shapes, strict=True):
+    for kept, sizes in zip(cut or STAGES[len(shapes)], shapes, strict=True):
         mesh = replace(mesh_of(sizes), first_rank=first)
         stages.append(
             StageProgram("tied", mesh.names, sizes, plan(sizes, kept), (), (), None, (), 1)

@@ -1,17 +1,16 @@
-"""Checkpoints: onto other stages and meshes, bitwise; interrupted saves; what is refused."""
+"""Checkpoints: onto other meshes, bitwise; interrupted saves; what is refused."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
@@ -20,24 +19,26 @@ from autopar.runtime import checkpoint
 from autopar.runtime.dtensors import dtensor_placements, state_dict
 from autopar.runtime.launch import WorkerPool
 from autopar.runtime.names import StateError
-from autopar.runtime.sharding import gather_whole, local_shard
 from autopar.runtime.state import full_state_dict
-from autopar.runtime.weights import initial_buffers, initial_shards
-from autopar.stage_program import StoredParameter
+from autopar.runtime.weights import initial_shards
+from tests.checkpoint_jobs import (
+    Rank,
+    assert_same,
+    checkpoint_values,
+    load_train_and_save,
+    train_and_save,
+)
 from tests.state_model import (
-    CPU,
     DIMS,
     ONE,
     Shapes,
     Tied,
-    gradient,
     pipeline_of,
     process_place,
     seeded_model,
 )
 
 PAIR: Shapes = ((1, 2),)
-Locals = dict[str, nn.Parameter]
 
 
 @pytest.fixture(scope="module")
@@ -50,93 +51,6 @@ def pool2() -> Iterator[WorkerPool]:
 def pool4() -> Iterator[WorkerPool]:
     with WorkerPool(4, timeout_s=200) as workers:
         yield workers
-
-
-class Rank:
-    """One rank's module, and an optimizer with two parameter groups."""
-
-    def __init__(self, shapes: Shapes, seed: int, make: Callable[..., Optimizer]) -> None:
-        self.place = process_place(pipeline_of(shapes))
-        model = seeded_model(seed)
-        # A module's buffers are constants, and the same whatever the weights.
-        self.buffers = initial_buffers(seeded_model(0), CPU)
-        self.locals = initial_shards(self.place, "rank0", model)
-        decayed = [v for n, v in self.locals.items() if "weight" in n]
-        others = [v for n, v in self.locals.items() if "weight" not in n and v.requires_grad]
-        self.optimizer = make(
-            [{"params": decayed, "weight_decay": 0.1 + seed}, {"params": others}], lr=1e-2
-        )
-
-    def train(self, first: int, n_steps: int) -> None:
-        for step in range(first, first + n_steps):
-            for p in self.place.parameters:
-                if p.requires_grad:
-                    whole = gradient(p.mirror_of or p.name, p.shape, step)
-                    self.locals[p.name].grad = self.cut(whole, p)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-    def cut(self, whole: Tensor, p: StoredParameter) -> Tensor:
-        return local_shard(whole, p, self.place.sizes, self.place.coordinate)
-
-    def save(self, path: str, step: int, extra: dict[str, Any] | None = None) -> None:
-        checkpoint.save(self.place, self.locals, self.optimizer, path, step, extra, self.buffers)
-
-    def load(self, path: str) -> tuple[int, dict[str, Any]]:
-        return checkpoint.load(self.place, self.locals, self.optimizer, path, self.buffers)
-
-    def whole(self) -> dict[str, Tensor]:
-        """Parameters and optimizer state of all stages, whole, the mirrors' apart; on rank 0."""
-        place, own = self.place, {}
-        for p in place.parameters:
-            local = self.locals[p.name]
-            kept = self.optimizer.state.get(local, {})
-            for key, value in {"value": local.detach(), **kept}.items():
-                is_shard = value.shape == local.shape
-                held = gather_whole(value, p, place.sizes, place.groups) if is_shard else value
-                own[f"{place.stage if p.mirror_of else ''}{p.name}/{key}"] = held.clone()
-        every: list[Any] = [own]
-        if dist.is_initialized():
-            every = [None] * dist.get_world_size()
-            dist.all_gather_object(every, own)
-        return {n: v for held in every for n, v in held.items()} if place.rank == 0 else {}
-
-
-def train_and_save(shapes: Shapes, path: str) -> dict[str, Tensor]:
-    rank = Rank(shapes, 0, AdamW)
-    rank.train(0, 2)
-    rank.save(path, 2, {"epoch": 1, "lr": [0.1, None], "note": {"ü": True}})
-    return rank.whole()
-
-
-def load_train_and_save(
-    shapes: Shapes, path: str, n_steps: int, onto: str
-) -> list[dict[str, Tensor]]:
-    rank = Rank(shapes, 5, AdamW)
-    step, extra = rank.load(path)
-    assert step == 2
-    assert extra == {"epoch": 1, "lr": [0.1, None], "note": {"ü": True}}
-    assert rank.optimizer.param_groups[0]["weight_decay"] == 0.1
-    assert rank.optimizer.param_groups[0]["betas"] == (0.9, 0.999)
-    loaded = rank.whole()
-    rank.save(onto, 2, extra)
-    rank.train(2, n_steps)
-    return [loaded, rank.whole()]
-
-
-def owned(whole: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What `Rank.whole` found, after a check that mirrors have what their owners have."""
-    for name, value in whole.items():
-        if name[0].isdigit():
-            owner = name[1:].replace("head.weight", "embed.weight")
-            assert torch.equal(value, whole[owner]), name
-    return {name: value for name, value in whole.items() if not name[0].isdigit()}
-
-
-def assert_same(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert ours.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(ours[name], value), name
 
 
 def test_onto_other_meshes_and_back(pool2: WorkerPool, pool4: WorkerPool, tmp_path: Path) -> None:
@@ -155,47 +69,6 @@ def test_onto_other_meshes_and_back(pool2: WorkerPool, pool4: WorkerPool, tmp_pa
         assert_same(trained, alone[1])
     assert not torch.equal(alone[1]["qkv.weight/value"], first["qkv.weight/value"])
     assert not list(tmp_path.glob(".*"))
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # read on one process too
-def test_onto_other_stages_and_back(pool2: WorkerPool, pool4: WorkerPool, tmp_path: Path) -> None:
-    """2 stages -> 2 unequal -> 3 -> 1 stage of 4 ranks -> one process -> 2 stages."""
-    paths = [str(tmp_path / f"ckpt{i}") for i in range(6)]
-    first = owned(pool2.run(train_and_save, ((1, 1), (1, 1)), paths[0])[0])
-    unequal = pool4.run(load_train_and_save, ((1, 1), (1, 3)), paths[0], 1, paths[1])[0]
-    three = pool4.run(load_train_and_save, ((1, 1), (1, 2), (1, 1)), paths[1], 1, paths[2])[0]
-    square = pool4.run(load_train_and_save, ((2, 2),), paths[2], 1, paths[3])[0]
-    alone = load_train_and_save(ONE, paths[3], 1, paths[4])
-    two = pool4.run(load_train_and_save, ((1, 2), (2, 1)), paths[4], 1, paths[5])[0]
-    for loaded, trained in (unequal, three, square, alone, two):
-        assert_same(owned(loaded), first)
-        assert_same(owned(trained), alone[1])
-    truth = load_train_and_save(ONE, paths[5], 1, paths[0])
-    assert_same(truth[1], alone[1])
-    records = [json.loads((Path(path) / "autopar.json").read_text()) for path in paths]
-    assert all(len(record["optimizer"]["groups"]) == 2 for record in records)
-    for path in paths:  # every key of the model, the tied one's value under both
-        values = checkpoint_values(path)
-        assert_same(values, {n: first.get(f"{n}/value", v) for n, v in values.items()})
-        assert torch.equal(values["head.weight"], values["embed.weight"])
-
-
-def save_with_drifting_mirror(path: str) -> str:
-    """The last stage decays the tied head, the first does not decay the embedding."""
-    rank = Rank(((1, 1), (1, 1)), 0, AdamW)
-    if rank.place.stage == 0:
-        rank.optimizer = AdamW(rank.locals.values(), weight_decay=0.0)
-    try:
-        rank.save(path, 1)
-    except StateError as error:
-        return str(error)
-    return ""
-
-
-def test_a_mirror_with_other_options_is_refused(pool2: WorkerPool, tmp_path: Path) -> None:
-    for message in pool2.run(save_with_drifting_mirror, str(tmp_path / "ckpt")):
-        assert "is tied to `qkv.weight` of an earlier stage" in message
-    assert not (tmp_path / "ckpt").exists()
 
 
 def weights_from(shapes: Shapes, path: str) -> dict[str, Tensor]:
@@ -219,13 +92,6 @@ def load_with_dcp(path: str) -> None:
     again = checkpoint_values(f"{path}-again")
     for name in (*DIMS, "head.weight"):
         assert torch.equal(again[name], original[name]), name
-
-
-def checkpoint_values(path: str) -> dict[str, Tensor]:
-    """Read by PyTorch alone, into plain whole tensors."""
-    whole: dict[str, Any] = {n: torch.zeros_like(v) for n, v in Tied().state_dict().items()}
-    dcp.load(whole, checkpoint_id=path)
-    return whole
 
 
 def test_other_readers(pool4: WorkerPool, tmp_path: Path) -> None:
