@@ -28,6 +28,7 @@ from autopar import (
     MissingRuleError,
     NotPlannedError,
     NotSupportedError,
+    OptionError,
     Plan,
 )
 from autopar import rules as rule_registry
@@ -139,14 +140,113 @@ def test_a_memory_limit_that_nothing_fits(options: dict[str, Any]) -> None:
     assert "raise memory_limit" in message
 
 
+class LossFirst(Tiny):
+    """What it returns beside the loss is made after it."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        hidden = self.up(x)
+        loss = nn.functional.cross_entropy(hidden, labels)
+        return {"loss": loss, "scores": self.down(hidden)}
+
+
+def staged(*stages: Any, shape: tuple[int, int] = (1, 4), **options: Any) -> Plan:
+    """A plan of `Tiny` with these stages; one number says how many."""
+    wanted = stages[0] if isinstance(stages[0], int) else list(stages)
+    return autopar.plan(Tiny(), machine(shape), batch(0, 16), stages=wanted, **options)
+
+
+STAGES: dict[str, tuple[Callable[[], Any], type[AutoparError], str]] = {
+    "a module that there is not": (
+        lambda: staged(("up", 2), ("side", 2)), OptionError,
+        r"stages= names 'side', which runs no operator[\s\S]*such as up, down",
+    ),
+    "a parameter in place of a module": (
+        lambda: staged(("up", 2), ("down.weight", 2)), OptionError,
+        r"names 'down\.weight', which runs no operator",
+    ),
+    "modules out of order": (
+        lambda: staged(("down", 2), ("up", 2)), OptionError,
+        r"down/linear#0 \(.*tiny_model\.py:20\) belongs to stage 0, but runs after stage 1 has "
+        r"begun[\s\S]*in running order",
+    ),
+    "submeshes that are too small": (
+        lambda: staged(("up", 1), ("down", 2)), MeshError, r"stages= hold 3 ranks, the mesh has 4",
+    ),
+    "submeshes that are too large": (
+        lambda: staged(("up", (1, 4)), ("down", (1, 1))), MeshError,
+        r"stages= hold 5 ranks, the mesh has 4[\s\S]*add up to the mesh",
+    ),
+    "a submesh across nodes": (
+        lambda: staged(("up", (2, 1)), ("down", (2, 1)), shape=(2, 2)), MeshError,
+        r"a submesh \(2, 1\) for up; ranks 0 to 1 of the mesh \(2, 2\) are \(1, 2\)"
+        r"[\s\S]*consecutive ranks",
+    ),
+    "a submesh of parts of two nodes": (
+        lambda: staged(("up", (1, 3)), ("down", (1, 1)), shape=(2, 2)), MeshError,
+        r"ranks 0 to 2 of the mesh \(2, 2\) are neither in one node nor whole nodes",
+    ),
+    "a number that does not divide the mesh": (
+        lambda: staged(3), MeshError, r"stages=3 cannot share 4 ranks[\s\S]*or a list of",
+    ),
+    "more stages than ranks": (lambda: staged(5), MeshError, r"stages=5 cannot share 4 ranks"),
+    "more stages than operators": (
+        lambda: staged(16, shape=(1, 16)), OptionError, r"16 stages of \d operators",
+    ),
+    "a recipe that is not the mesh": (
+        lambda: plan(manual=Manual(pp=3)), MeshError, r"Manual\(dp=1, tp=1, pp=3\) places 3 ranks",
+    ),
+    "microbatches that do not divide": (
+        lambda: staged(2, microbatches=3), BatchError, r"16 rows does not divide into 3 micro",
+    ),
+    "microbatches of a recipe": (
+        lambda: autopar.plan(
+            Tiny(), machine((1, 4)), batch(0, 6), manual=Manual(pp=2, dp=2), microbatches=2
+        ),
+        BatchError, r"6 rows does not divide over dp=2 ranks x 2 microbatches",
+    ),
+    "a microbatch size of a recipe": (
+        lambda: plan(n_rows=15, manual=Manual(pp=2, microbatch_size=4)), OptionError,
+        r"microbatch_size=4 does not divide the 15 rows",
+    ),
+    "a memory limit that no stage fits": (
+        lambda: staged(2, memory_limit=100), InfeasibleError, r"no plan fits in 100 B per device",
+    ),
+    "a pin on an axis that no stage has": (
+        lambda: staged(2, force={"up.weight": "S(0)@node"}), OptionError,
+        r"no axis node: the logical mesh has 0 \(dp\), 1 \(tp\)",
+    ),
+    "a loss before the last stage": (
+        lambda: autopar.plan(
+            LossFirst(), MESH, batch(), stages=[("up", 1), ("down", 1)]
+        ),
+        OptionError, r"the loss is made on stage 0 of 2[\s\S]*begin before the loss",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_stages_that_cannot_be(name: str) -> None:
+    ask, kind, message = STAGES[name]
+    with pytest.raises(kind, match=message):
+        ask()
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_fewer_microbatches_than_stages_work(schedule: str) -> None:
+    report = autopar.verify(
+        Tiny(), machine((1, 4)), batch(), precision="fp64", manual=Manual(pp=4), microbatches=2,
+        schedule=schedule,
+    )  # fmt: skip
+    report.raise_if_wrong()
+    assert (len(report.plan.stages), report.plan.microbatches) == (4, 2)
+    assert report.plan.schedule == schedule
+
+
 UNBUILT: dict[str, tuple[Callable[[], Any], str]] = {
-    "stages": (lambda: plan(stages=2), "stages=2"),
-    "stages as a list": (lambda: plan(stages=[(["up"], (1, 1))]), "stages="),
     "schedule": (lambda: plan(schedule="interleaved"), "schedule='interleaved'"),
     "optimizer": (lambda: plan(optimizer="adafactor"), "optimizer='adafactor'"),
     "precision": (lambda: plan(precision="bf16-mixed"), "precision='bf16-mixed'"),
     "recompute": (lambda: plan(recompute="full"), "recompute='full'"),
-    "pp": (lambda: plan(manual=Manual(pp=2)), r"Manual\.pp=2"),
     "cp": (lambda: plan(manual=Manual(cp=2)), r"Manual\.cp=2"),
     "ep": (lambda: plan(manual=Manual(ep=2)), r"Manual\.ep=2"),
     "interleave": (lambda: plan(manual=Manual(interleave=2)), r"Manual\.interleave=2"),
