@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from autopar.collective import Collective
 from autopar.errors import OptionError
 from autopar.pipeline import Pipeline
-from autopar.plan_data import PlanData
+from autopar.plan_data import PlanData, StageRecord
 from autopar.predicted import Predicted
 from autopar.report.stages import (
     ParameterTable,
@@ -152,7 +152,7 @@ def _explain_one(data: PlanData, pipeline: Pipeline, name: str) -> str:
     found = [
         text
         for stage, program in enumerate(pipeline.stages)
-        for text in _found_on(data, program, name, _where(pipeline, stage))
+        for text in _found_on(data.stages[stage], program, name, _where(pipeline, stage))
     ]
     if not found:
         raise OptionError(
@@ -175,20 +175,33 @@ def _where(pipeline: Pipeline, stage: int) -> str:
     return f"stage {stage}, " if pipeline.n_stages > 1 else ""
 
 
-def _found_on(data: PlanData, program: StageProgram, name: str, where: str) -> list[str]:
+def _found_on(record: StageRecord, program: StageProgram, name: str, where: str) -> list[str]:
     """What one stage has under `name`: a parameter, or operators."""
-    out = [
+    found = [
         _explain_parameter(parameter, program, where)
         for parameter in program.parameters
         if name in (parameter.name, *parameter.aliases)
     ]
-    for line in program.body if not out else ():
-        if isinstance(line, CallLine) and (line.key == name or line.key.startswith(f"{name}/")):
-            total_s = line.forward_s + line.backward_s
-            out.append(f"{line.key}  ({where}{line.where})")
-            out.append(f"  {data.operators[line.key]}")
-            out.append(f"  {format_seconds(total_s)} forward and backward per microbatch")
-    return out
+    if found:
+        return found
+    lines = {line.key: line for line in program.body if isinstance(line, CallLine)}
+    return [
+        _explain_operator(key, text, lines.get(key), where)
+        for key, text in record.operators.items()
+        if key == name or key.startswith(f"{name}/")
+    ]
+
+
+def _explain_operator(key: str, text: str, line: CallLine | None, where: str) -> str:
+    """Its placements, and what it costs; a bias may have no line of its own (`passes/fuse.py`)."""
+    if line is None:
+        place = f"  ({where.removesuffix(', ')})" if where else ""
+        return f"{key}{place}\n  {text}\n  runs inside the product that it follows"
+    total_s = line.forward_s + line.backward_s
+    return (
+        f"{key}  ({where}{line.where})\n  {text}\n"
+        f"  {format_seconds(total_s)} forward and backward per microbatch"
+    )
 
 
 def _explain_parameter(parameter: StoredParameter, program: StageProgram, where: str) -> str:
