@@ -68,6 +68,7 @@ class Folded:
     `stands_for[i]` the folded operator that stands for operator i of the whole.
     """
 
+    whole: Analysis
     analysis: Analysis
     runs: tuple[Run, ...]
     kept: tuple[int, ...]
@@ -117,7 +118,7 @@ def fold(analysis: Analysis, runs: Sequence[Run]) -> Folded:
     stands_for = tuple(
         place[dropped[i].kept_like(i) if i in dropped else i] for i in range(len(operators))
     )
-    return Folded(folded, tuple(runs), kept, stands_for)
+    return Folded(analysis, folded, tuple(runs), kept, stands_for)
 
 
 def _start(run: Run) -> int:

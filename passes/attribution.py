@@ -1,0 +1,199 @@
+"""A solved intra-operator problem, read operator by operator.
+
+Each number of the chosen placements belongs to one operator of the program:
+
+    a group         to its first operator
+    a reshard       to the first operator that reads the value so
+    a parameter     to the first operator that uses it; if operators in several places do, to
+                    all of them together (`Shared`): whoever holds one of them pays it
+
+With m microbatches, what is done once per step is kept apart from what each microbatch does.
+Of ZeRO-2, whose parameters are gathered once and scattered m times, all counts as the latter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost.model import CostModel
+from autopar.mesh import Link
+from autopar.passes.boundaries import boundary_specs
+from autopar.passes.folding import Folded
+from autopar.passes.problem import IntraOpProblem
+from autopar.passes.reshard import ReshardTable, reshard_table
+from autopar.passes.solvers.problem import Choice
+from autopar.spec import Spec, local_bytes
+
+Array = NDArray[np.float64]
+PARTS = ("time", "once", "static", "activation")
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A parameter used in several places: its values, and all operators of the whole program
+    of which one is enough to pay them."""
+
+    operators: tuple[int, ...]
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """Reads choices of one problem; `cost` is the machine that its reshards are priced on."""
+
+    folded: Folded
+    problem: IntraOpProblem
+    cost: CostModel
+    n_microbatches: int
+    no_reduce_scatter: bool
+
+    # -- what variables belong to ------------------------------------------------------------
+
+    @cached_property
+    def _places(self) -> list[tuple[int, ...]]:
+        """The folded operators that each variable belongs to: of groups their first, of others
+        those of the groups that read them."""
+        position = {o.name: f for f, o in enumerate(self.folded.analysis.operators)}
+        n_groups = len(self.problem.candidates)
+        places: list[tuple[int, ...]] = [(position[c.group.name],) for c in self.problem.candidates]
+        readers: dict[int, list[int]] = {}
+        for edge in self.problem.numbers.edges:
+            readers.setdefault(edge.u, []).append(edge.v)
+
+        def reached(v: int) -> set[int]:
+            if v < n_groups:
+                return set(places[v])
+            return {f for reader in readers.get(v, ()) for f in reached(reader)}
+
+        for v in range(n_groups, self.problem.numbers.n_variables):
+            # What nothing reads stays with the first stage (`passes/cut.py`).
+            places.append(tuple(sorted(reached(v))) or (0,))
+        return places
+
+    @cached_property
+    def _whole(self) -> dict[int, list[int]]:
+        """Folded operator -> the operators of the whole that it stands for."""
+        out: dict[int, list[int]] = {}
+        for i, f in enumerate(self.folded.stands_for):
+            out.setdefault(f, []).append(i)
+        return out
+
+    def _is_local(self, places: Sequence[int]) -> bool:
+        """Is a parameter used in one place: at one operator, or within one repeated block?"""
+        blocks = {self.folded.block_of(f) for f in places}
+        return len(places) == 1 or (len(blocks) == 1 and None not in blocks)
+
+    # -- numbers -----------------------------------------------------------------------------
+
+    def parts(self, choice: Choice) -> tuple[dict[str, Array], tuple[Shared, ...]]:
+        """Per operator of the whole program, and of parameters used in several places."""
+        n = len(self.folded.kept)
+        arrays = {part: np.zeros(n) for part in PARTS}
+        shared = []
+        for v, values in self._numbers(choice):
+            places = self._places[v]
+            if v in self._parameters and not self._is_local(places):
+                whole = sorted(i for f in places for i in self._whole[f])
+                shared.append(Shared(tuple(whole), values))
+                continue
+            for part, value in values.items():
+                arrays[part][places[0]] += value
+        at = np.array(self.folded.stands_for)
+        return {part: array[at] for part, array in arrays.items()}, tuple(shared)
+
+    @cached_property
+    def _parameters(self) -> dict[int, str]:
+        return {v: name for name, v in self.problem.parameter_variables.items()}
+
+    def _numbers(self, choice: Choice) -> Iterator[tuple[int, dict[str, float]]]:
+        """(variable, its numbers), edges with the variable that they belong to."""
+        numbers, m = self.problem.numbers, self.n_microbatches
+        n_groups = len(self.problem.candidates)
+        for v, k in enumerate(choice):
+            cost_s, size_bytes = float(numbers.cost_s[v][k]), float(numbers.bytes[v][k])
+            if v < n_groups:
+                yield v, {"time": cost_s / m, "activation": size_bytes}
+            else:
+                yield v, {"once": cost_s, "static": size_bytes}
+        for edge in numbers.edges:
+            cost_s = float(edge.cost_s[choice[edge.u], choice[edge.v]])
+            size_bytes = float(edge.bytes_or_zero()[choice[edge.u], choice[edge.v]])
+            name = self._parameters.get(edge.u)
+            if name is None:
+                if cost_s:
+                    yield edge.v, {"time": cost_s / m}
+            elif self.problem.storages[name][choice[edge.u]].period == "step":
+                yield edge.u, {"once": cost_s, "static": size_bytes}
+            else:
+                yield edge.u, {"time": cost_s / m, "static": size_bytes}
+
+    # -- boundaries --------------------------------------------------------------------------
+
+    def crossings(
+        self, choice: Choice, crossing: Sequence[Sequence[str]], hop: Link
+    ) -> tuple[Array, Array]:
+        """Per boundary: what the stages before and after it pay in each microbatch for values
+        of the whole program that cross there. The latter has what travels over `hop`."""
+        reader = _Crossings(self, choice, hop)
+        paid = [[reader.paid(self._stand_in[name]) for name in values] for values in crossing]
+        leave = np.array([sum(out for out, _ in pairs) for pairs in paid])
+        enter = np.array([sum(into for _, into in pairs) for pairs in paid])
+        return leave, enter
+
+    @cached_property
+    def _stand_in(self) -> dict[str, str]:
+        """Value of the whole program -> the folded program's value that stands for it."""
+        folded, whole = self.folded, self.folded.whole.operators
+        return {
+            name: folded.analysis.operators[f].outputs[k]
+            for i, f in enumerate(folded.stands_for)
+            for k, name in enumerate(whole[i].outputs)
+        }
+
+    def table(self, value: str) -> ReshardTable:
+        types = self.folded.analysis.microbatch_types(self.n_microbatches)
+        return reshard_table(types.tensors[value], self.cost, self.no_reduce_scatter)
+
+
+class _Crossings:
+    """Prices values of the folded program as boundaries of stages."""
+
+    def __init__(self, attribution: Attribution, choice: Choice, hop: Link) -> None:
+        self.attribution, self.choice, self.hop = attribution, choice, hop
+        self.made: dict[str, Spec] = {}
+        self.read: dict[str, dict[Spec, None]] = {}
+        self.known: dict[str, tuple[float, float]] = {}
+        for v, candidates in enumerate(attribution.problem.candidates):
+            for member in candidates.group.members:
+                for name in member.operator.outputs:
+                    self.made[name] = candidates.spec(choice[v], name)
+                for name in member.operator.inputs:
+                    spec = candidates.spec(choice[v], name)
+                    self.read.setdefault(name, {})[spec] = None
+
+    def paid(self, value: str) -> tuple[float, float]:
+        """(leaving, entering) seconds: cut into slices after its producer, which the stage that
+        reads it turns into what its operators want, in place of what the producer made."""
+        if value not in self.known:
+            self.known[value] = self._price(value)
+        return self.known[value]
+
+    def _price(self, value: str) -> tuple[float, float]:
+        table, sizes = self.attribution.table(value), self.attribution.cost.mesh.sizes
+        made = table.index[self.made[value]]
+        wanted = [table.index[spec] for spec in self.read.get(value, {})]
+        sent = boundary_specs(table.tensor, sizes, "sent")
+        received = boundary_specs(table.tensor, sizes, "received")
+        leave_s = min(float(table.time_s[made, table.index[b]]) for b in sent)
+        before_s = float(table.time_s[made, wanted].sum())
+        enter_s = min(float(table.time_s[table.index[b], wanted].sum()) for b in received)
+        # One slice each way; a gradient returns where there is one.
+        slice_bytes = local_bytes(table.tensor, received[0], sizes)
+        n_ways = 1 + table.tensor.has_grad
+        hop_s = n_ways * (self.hop.latency_s + slice_bytes * self.hop.s_per_byte)
+        return leave_s, enter_s - before_s + hop_s

@@ -1,0 +1,86 @@
+"""Cost against bytes: the corners of the lower hull of all choices.
+
+A price p (seconds per byte) makes one cost of two, and elimination solves
+
+    min over x of  cost(x) + p * bytes(x)
+
+exactly; every optimum is a corner of the lower hull of the points (bytes(x), cost(x)). Starting
+from the fastest and the leanest choice, the next price is the slope between two neighbouring
+corners: either a corner between them comes out, or they are neighbours on the hull.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import replace
+
+from autopar.passes.solvers.elimination import (
+    EliminationPlan,
+    Potentials,
+    TooWide,
+    minimise,
+    plan_elimination,
+)
+from autopar.passes.solvers.problem import FORBIDDEN, Choice, ChoiceProblem, Infeasible
+from autopar.passes.solvers.reductions import Reduced, reduce
+from autopar.passes.solvers.select import solve
+
+# Relative to the price at which all bytes cost as much as all else: so low that bytes decide
+# nothing but ties, and so high that seconds do.
+_LOW, _HIGH = 1e-7, 1e7
+# Corners closer than this (relative) are one.
+_SAME_REL = 1e-6
+
+
+def hull_corners(problem: ChoiceProblem, n_most: int) -> list[Choice] | Infeasible:
+    """Up to `n_most` corners: the fastest choice first, the leanest second, then others.
+
+    One corner, or a problem too wide to eliminate: the optimum of `solve`. The budget is not
+    read.
+    """
+    unlimited = replace(problem, budget_bytes=None)
+    if n_most > 1:
+        # A budget, however large, keeps choices that are dearer and smaller.
+        reduced = reduce(replace(problem, budget_bytes=math.inf))
+        if reduced is None:
+            return FORBIDDEN
+        try:
+            return _Walk(problem, reduced, plan_elimination(reduced.problem)).corners(n_most)
+        except TooWide:
+            pass
+    found = solve(unlimited)
+    return found if isinstance(found, Infeasible) else [found.choice]
+
+
+class _Walk:
+    """Elimination of one reduced problem at several prices."""
+
+    def __init__(self, problem: ChoiceProblem, reduced: Reduced, plan: EliminationPlan) -> None:
+        self.problem, self.reduced, self.plan = problem, reduced, plan
+
+    def corners(self, n_most: int) -> list[Choice] | Infeasible:
+        value, fastest = self._at(0.0)
+        if math.isinf(value):
+            return FORBIDDEN
+        totals = self.problem.evaluate(fastest)
+        even = totals.cost_s / totals.bytes if totals.bytes and totals.cost_s else 1.0
+        fastest, leanest = self._at(even * _LOW)[1], self._at(even * _HIGH)[1]
+        found = dict.fromkeys((fastest, leanest))
+        sides = deque([(fastest, leanest)])
+        while sides and len(found) < n_most:
+            fast, lean = sides.popleft()
+            a, b = self.problem.evaluate(fast), self.problem.evaluate(lean)
+            saved_bytes, paid_s = a.bytes - b.bytes, b.cost_s - a.cost_s
+            if saved_bytes <= _SAME_REL * a.bytes or paid_s <= _SAME_REL * a.cost_s:
+                continue
+            _, between = self._at(paid_s / saved_bytes)
+            if between not in found:
+                found[between] = None
+                sides += [(fast, between), (between, lean)]
+        return list(found)
+
+    def _at(self, s_per_byte: float) -> tuple[float, Choice]:
+        potentials = Potentials.of(self.reduced.problem, 1.0, 0.0, s_per_byte)
+        value, choice = minimise(self.plan, potentials)
+        return value, self.reduced.lift(choice)

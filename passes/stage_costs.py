@@ -1,0 +1,148 @@
+"""What any range of layers costs as a pipeline stage, on one logical view of its devices.
+
+The intra-operator problem of the whole program, folded (`folding.py`), is solved once per view
+and number of microbatches m, and its numbers are attributed to operators (`attribution.py`):
+
+    time        per microbatch: operators, reshards, and conversions of parameters that are
+                made per microbatch (ZeRO-2 and ZeRO-3)
+    once        per step: the optimizer's update, conversions made once (ZeRO-1, data parallel)
+    static      bytes of parameters, gradients, optimizer state and converted copies
+    activation  bytes that one microbatch keeps for backward
+
+    m sum(time) + sum(once) = the objective,   sum(static) + sum(activation) = the bytes
+
+of the folded program, exactly. A range of layers costs the sum of its operators, what it pays
+at its boundaries, and each parameter it uses once (`StageCosts.ranges`). That is an estimate
+of the stage's own optimum, which the planner finds later: its ends may be placed otherwise.
+
+Memory is traded for time by a price per byte (`solvers/hull.py`): placements at some corners of
+the hull, for several depths of microbatches in flight, are configurations of their own, so the
+stage search weighs both. The hull is not the whole Pareto set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from autopar.cost.model import CostModel
+from autopar.errors import InfeasibleError
+from autopar.mesh import Link, LogicalMesh
+from autopar.passes.attribution import Attribution, Shared
+from autopar.passes.constraints import Constraints
+from autopar.passes.folding import Folded
+from autopar.passes.intra_op import intra_op_problem
+from autopar.passes.layers import Layers
+from autopar.passes.problem import IntraOpProblem
+from autopar.passes.solvers import Infeasible
+from autopar.passes.solvers.hull import hull_corners
+from autopar.passes.solvers.problem import Choice
+
+Array = NDArray[np.float64]
+N_CORNERS = 5
+
+
+@dataclass(frozen=True, eq=False)
+class StageCosts:
+    """One way to place the program on a view: `parts` per operator of the whole program, and
+    per inner boundary between layers what the stages before and after it pay."""
+
+    view: LogicalMesh
+    parts: Mapping[str, Array]
+    shared: tuple[Shared, ...]
+    leave_s: Array
+    enter_s: Array
+
+    def total(self, part: str) -> float:
+        """Of the whole program as one stage."""
+        return float(self.parts[part].sum()) + sum(s.values.get(part, 0.0) for s in self.shared)
+
+    def bytes_in_flight(self, depth: int) -> float:
+        """Of the whole program as one stage, with `depth` microbatches in flight."""
+        return self.total("static") + depth * self.total("activation")
+
+    def ranges(self, layers: Layers, part: str) -> Array:
+        """[first layer, last layer] of a stage; 0 below the diagonal."""
+        n, ends = layers.n_layers, np.array(layers.ends)
+        sums = np.concatenate(([0.0], np.cumsum(self.parts[part])))
+        out = sums[ends][None, :] - sums[[0, *layers.ends[:-1]]][:, None]
+        first, last = np.arange(n)[:, None], np.arange(n)[None, :]
+        for shared in self.shared:
+            used = np.unique(np.searchsorted(ends, shared.operators, side="right"))
+            touched = np.zeros((n, n), dtype=bool)
+            for layer in used:
+                touched |= (first <= layer) & (layer <= last)
+            out = out + shared.values.get(part, 0.0) * touched
+        if part == "time":
+            out = out + np.concatenate(([0.0], self.enter_s))[:, None]
+            out = out + np.concatenate((self.leave_s, [0.0]))[None, :]
+        return np.where(first <= last, np.maximum(out, 0.0), 0.0)
+
+
+@dataclass(frozen=True)
+class CostMaker:
+    """Prices views of one program. `pricing` is the machine that placements are chosen for,
+    where that is not the one they run on (recipes)."""
+
+    folded: Folded
+    layers: Layers
+    dtype: torch.dtype
+    optimizer: str
+    pricing: Callable[[CostModel], CostModel] | None = None
+
+    def make(
+        self,
+        view: LogicalMesh,
+        hop: Link,
+        n_microbatches: int,
+        constraints: Constraints,
+        depths: Sequence[int] = (),
+        enough_bytes: float = 0.0,
+    ) -> list[StageCosts]:
+        """The fastest placements first; then leaner ones for `depths` microbatches in flight,
+        unless the fastest, of the whole program, need no more than `enough_bytes`. `hop` is
+        the link to other stages.
+
+        Raises `InfeasibleError` when the constraints leave nothing, `BatchError` when the batch
+        does not divide.
+        """
+        cost = CostModel(view, self.dtype)
+        problem = self._problem(cost, n_microbatches, constraints)
+        chosen_by = problem
+        if self.pricing is not None:
+            chosen_by = self._problem(self.pricing(cost), n_microbatches, constraints)
+        restricted = "sequence" in constraints.forbid
+        attribution = Attribution(self.folded, problem, cost, n_microbatches, restricted)
+        choices = dict.fromkeys(_corners(chosen_by, 1, 1))
+        costs = [self._costs(attribution, choice, hop) for choice in choices]
+        if depths and costs[0].bytes_in_flight(max(depths)) > enough_bytes:
+            for depth in depths:
+                choices |= dict.fromkeys(_corners(chosen_by, depth, N_CORNERS))
+            costs = [self._costs(attribution, choice, hop) for choice in choices]
+        return costs
+
+    def _problem(self, cost: CostModel, m: int, constraints: Constraints) -> IntraOpProblem:
+        analysis = self.folded.analysis
+        return intra_op_problem(analysis, cost, m, constraints, self.optimizer, budget_bytes=None)
+
+    def _costs(self, attribution: Attribution, choice: Choice, hop: Link) -> StageCosts:
+        parts, shared = attribution.parts(choice)
+        leave_s, enter_s = attribution.crossings(choice, self.layers.crossing, hop)
+        return StageCosts(attribution.cost.mesh, parts, shared, leave_s, enter_s)
+
+
+def _corners(problem: IntraOpProblem, depth: int, n_most: int) -> list[Choice]:
+    """Placements at corners of the hull when `depth` microbatches' activations are kept."""
+    n_groups = len(problem.candidates)
+    sizes = (b * depth if v < n_groups else b for v, b in enumerate(problem.numbers.bytes))
+    found = hull_corners(replace(problem.numbers, bytes=tuple(sizes)), n_most)
+    if isinstance(found, Infeasible):
+        raise InfeasibleError(
+            "no plan satisfies the constraints together",
+            hint="relax forbid, force or the recipe",
+        )
+    return found
