@@ -77,8 +77,8 @@ def peak_memory(
 
 
 def gradients_under_way(schedule: Schedule, stage: int) -> int:
-    """The most gradient messages that a stage has sent, and may still hold while it computes
-    with the most microbatches in flight.
+    """The most gradient messages that a stage has sent, and may still hold in a backward with
+    the most microbatches in flight, which is where peaks are.
 
     The runtime waits for a batch of messages when it has posted as many later ones as there are
     stages.
@@ -91,9 +91,11 @@ def gradients_under_way(schedule: Schedule, stage: int) -> int:
             held += [sends.count("send_backward")] if sends else []
             continue
         for action in run:
-            now += action.kind == "forward"
+            if action.kind == "forward":
+                now += 1
+                continue
             most = max(most, sum(held) if now == most_in_flight else 0)
-            now -= action.kind == "backward"
+            now -= 1
     return most
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Mapping
 from functools import lru_cache
@@ -14,17 +15,21 @@ from autopar.capture import capture
 from autopar.codegen import emit
 from autopar.cost.liveness import peak_memory
 from autopar.cost.model import CostModel
+from autopar.cost.predict import peak_of_stage
 from autopar.facts import Strategy
 from autopar.live_bytes import LiveBytes
 from autopar.mesh import Device, Link, LogicalMesh
 from autopar.passes.constraints import Constraints
+from autopar.passes.cut import cut
 from autopar.passes.intra_op import Analysis, choose
 from autopar.passes.lower import lower
 from autopar.pipeline import Pipeline
 from autopar.runtime.executor import Environment, Executor
-from autopar.runtime.groups import Group, make_groups
+from autopar.runtime.groups import Group, make_groups, world_group
 from autopar.runtime.launch import launch
 from autopar.runtime.load import load_code
+from autopar.runtime.p2p import DistMessenger
+from autopar.schedule import ORDERS, in_flight
 from tests.harness import (
     abstract_cost,
     free_problem,
@@ -118,6 +123,100 @@ def test_peak_memory_of_two_processes() -> None:
     for found in launch(all_cases, 2):
         for case, (measured, predicted, _) in zip(CASES, found, strict=True):
             assert predicted == pytest.approx(measured, rel=CLOSE), case
+
+
+# -- stages ----------------------------------------------------------------------------------------
+
+# Ranks of each stage, microbatches, order.
+STAGED: dict[int, list[tuple[tuple[int, ...], int, str]]] = {
+    2: [((1, 1), 1, "1f1b"), ((1, 1), 8, "1f1b"), ((1, 1), 4, "gpipe")],
+    3: [((1, 1, 1), 8, "1f1b"), ((2, 1), 2, "1f1b")],
+}
+
+
+def staged_pipeline(sizes: tuple[int, ...], n_microbatches: int, order: str) -> Pipeline:
+    """Equal numbers of operators per stage, placed by the planner."""
+    analysis, n_stages = small_gpt2(), len(sizes)
+    n = len(list(analysis.program.operators))
+    parts = cut(analysis.program, [n * (k + 1) // n_stages for k in range(n_stages)])
+    stages, meshes, first_rank = [], [], 0
+    for program, n_ranks in zip(parts, sizes, strict=True):
+        part, links = analysis.part(program), (Link(1e-6, 1e-9),)
+        device = Device(1e12, 1e11, 1e10, 1e-6)
+        mesh = LogicalMesh((n_ranks,), ("tp",), links, device, first_rank)
+        cost = CostModel(mesh, torch.float32)
+        chosen = choose(part, cost, n_microbatches, Constraints(), "adamw", None)
+        stages.append(lower(part, chosen.strategy, cost))
+        meshes.append(mesh)
+        first_rank += n_ranks
+    return Pipeline.of(stages, meshes, ORDERS[order])
+
+
+def stage_measured_and_predicted(
+    sizes: tuple[int, ...], n_microbatches: int, order: str
+) -> tuple[float, float]:
+    """(peak of live tensors over a whole step, predicted) of this process's stage."""
+    torch.set_num_threads(1)
+    pipeline = staged_pipeline(sizes, n_microbatches, order)
+    rank = torch.distributed.get_rank()
+    stage = pipeline.stage_of(rank)
+    program, device = pipeline.stages[stage], torch.device("cpu")
+    groups = [make_groups(mesh) for mesh in pipeline.meshes][stage]
+    environment = Environment(device, groups, DistMessenger(device), world_group())
+    code, _ = load_code(f"stage_{stage}.py", emit(program, stage, pipeline.n_stages))
+    constants = {name: compute() for name, compute in small_gpt2().program.constants.items()}
+    executor = Executor(pipeline, rank, code, environment, constants)
+    return whole_step(executor), peak_of_stage(pipeline, stage, "adamw")
+
+
+def whole_step(executor: Executor) -> float:
+    """The peak of live tensors over a step, the optimizer's included."""
+    ids = torch.randint(0, 256, (16, 32), generator=torch.Generator().manual_seed(0))
+    inputs = {name: ids.clone() for name in small_gpt2().program.inputs}
+    stored = {
+        p.name: (torch.randn(p.stored.shape) * 0.02).requires_grad_()
+        for p in executor.program.parameters
+    }
+    optimizer = torch.optim.AdamW(stored.values(), foreach=True)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        executor.step(stored, inputs)
+        optimizer.step()
+
+    step()
+    optimizer.zero_grad()
+    moments = [t for state in optimizer.state.values() for t in state.values()]
+    with LiveBytes([*stored.values(), *moments, *inputs.values()]) as live:
+        step()
+    return live.peak_bytes
+
+
+def all_staged(n_ranks: int) -> list[tuple[float, float]]:
+    """In a worker process: every case of that many ranks."""
+    return [stage_measured_and_predicted(*case) for case in STAGED[n_ranks]]
+
+
+@pytest.mark.parametrize("n_ranks", sorted(STAGED))
+def test_peak_memory_of_every_stage(n_ranks: int) -> None:
+    """Microbatches in flight, received tensors, and gradients that are still under way."""
+    for rank, found in enumerate(launch(all_staged, n_ranks, n_ranks)):
+        for case, (measured, predicted) in zip(STAGED[n_ranks], found, strict=True):
+            assert predicted == pytest.approx(measured, rel=CLOSE), (rank, case)
+
+
+def test_earlier_stages_hold_more_microbatches() -> None:
+    n_microbatches = 8
+    for order, schedule in ((name, ORDERS[name](4, n_microbatches)) for name in ORDERS):
+        wanted = [n_microbatches] * 4 if order == "gpipe" else [4, 3, 2, 1]
+        assert [in_flight(schedule, stage) for stage in range(4)] == wanted
+    program = staged_pipeline((1, 1), n_microbatches, "1f1b").stages[0]
+    peaks = [peak_memory(program, "adamw", n).peak_bytes for n in (1, 2, 3, 4)]
+    steps = [b - a for a, b in itertools.pairwise(peaks)]
+    assert steps == pytest.approx([steps[0]] * 3)
+    assert steps[0] > 0
+    # No more than there are.
+    assert peak_memory(program, "adamw", 99) == peak_memory(program, "adamw", n_microbatches)
 
 
 @pytest.mark.parametrize("model", ["mlp", "gpt2", "bert-chunk"])
