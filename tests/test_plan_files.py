@@ -172,7 +172,7 @@ ILLEGAL: dict[str, tuple[Callable[[Raw], None], str]] = {
     "stages that are none": (lambda raw: raw.update(stages=[1]), r"malformed"),
     "another schedule": (lambda raw: raw.update(schedule="2f2b"), r"'2f2b' is none of \['1f1b'"),
     "another part of the mesh": (
-        lambda raw: raw["stages"][0].update(mesh_shape=[2, 1]), r"\(2, 1\), that of its ranks is \(1, 2\)",
+        lambda raw: raw["stages"][0].update(mesh_shape=[2, 1]), r"\(2, 1\), that of its ranks is",
     ),
     "an input of no dtype": (
         lambda raw: raw["inputs"][0].update(dtype="os.system"), r"os\.system",
