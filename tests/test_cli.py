@@ -250,8 +250,7 @@ def test_stages_by_number(run: Run) -> None:
 def test_a_file_per_stage(run: Run) -> None:
     found = run("code", *STAGES, "-o", "out")
     assert found.stdout == f"{Path('out/stage_0.py')}\n{Path('out/stage_1.py')}\n"
-    printed = run("code", *STAGES).stdout
-    assert printed.count("def microbatch") == 2
+    assert run("code", *STAGES).stdout.count("def microbatch") == 2
     assert good(run("report", *STAGES, "--json"))["written"] == ["plan.html", "plan.dot"]
 
 
@@ -339,8 +338,7 @@ def test_doctor_fails_on_a_problem(run: Run, monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_wrong_use_is_told_on_stderr(run: Run, args: tuple[str, ...], message: str) -> None:
-    result = run(*args)
-    assert message in refused(result)
+    assert message in refused(run(*args))
 
 
 def test_an_unknown_architecture_is_refused(run: Run, tmp_path: Path) -> None:
