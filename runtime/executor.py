@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +36,7 @@ from autopar.runtime.regather import Regather
 from autopar.runtime.ties import TiedGradients
 from autopar.schedule import Action, Kind
 from autopar.stage_program import (
+    GatherLine,
     Local,
     MoveLine,
     ParameterUse,
@@ -134,6 +136,7 @@ class Executor:
             self.ties = TiedGradients(pipeline, rank, messenger, environment.groups)
         # Of several ranks with the loss and the outputs, the one that tells the others.
         self._tells = rank == pipeline.meshes[-1].first_rank
+        self._regathers = any(isinstance(line, GatherLine) for line in self.program.body)
         self._constant_parts: dict[tuple[str, int], Tensor] = {}
 
     # -- one step --------------------------------------------------------------------------
@@ -233,7 +236,7 @@ class Executor:
             received[boundary.value].requires_grad_(
                 boundary.local.has_grad and torch.is_grad_enabled()
             )
-        with self.environment.regather.hooks():
+        with self._hooks():
             loss, *results = self.code.microbatch(*self._arguments(index, step, received))
         n_sent = len(self.program.sent)
         sent = {b.value: r for b, r in zip(self.program.sent, results[:n_sent], strict=True)}
@@ -247,6 +250,10 @@ class Executor:
         if torch.is_grad_enabled():
             roots = {value: r for value, r in sent.items() if r.requires_grad}
             step.in_flight[index] = _InFlight(loss, received, roots)
+
+    def _hooks(self) -> AbstractContextManager[Any]:
+        """What autograd saves is looked at only where something is gathered for each use."""
+        return self.environment.regather.hooks() if self._regathers else nullcontext()
 
     def _arguments(
         self, index: int, step: _Step, received: Mapping[str, Tensor]
