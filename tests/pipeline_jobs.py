@@ -81,9 +81,9 @@ QUARTERS = {
 }
 
 
-# One weight of the second half, in use cut where its outputs are.
+# A weight of the second half, cut in use otherwise than a search would.
 PINNED = {
-    "mlp": ("net.4.weight", "->S(0)@device"),
+    "mlp": ("net.4.weight", "->S(1)@device"),
     "gpt2": ("transformer.h.1.mlp.c_fc.weight", "->S(1)@device"),
     "llama": ("model.layers.1.mlp.up_proj.weight", "->S(0)@device"),
     "t5": ("decoder.block.0.layer.2.DenseReluDense.wi.weight", "->S(0)@device"),

@@ -31,7 +31,7 @@ def ready(model: str, layout: str, microbatches: int = 4) -> autopar.ParallelMod
     case, place = CASES[model], LAYOUTS[layout]
     return autopar.parallelize(
         case.model(), machine(place.mesh), case.batch(0), precision="fp64",
-        microbatches=microbatches, **place.options(model),
+        microbatches=microbatches, loss_fn=case.loss_fn, **place.options(model),
     )  # fmt: skip
 
 
@@ -92,6 +92,25 @@ def test_evaluation(layout: str, workers: Pool) -> None:
             assert error(found["last"].pop("loss"), loss) <= TOLERANCE
             assert not any(isinstance(value, Tensor) for value in found["last"].values())
         assert error(found["after"], trained) <= TOLERANCE
+
+
+def predict() -> tuple[Any, Any]:
+    module = ready("mlp", "4 x (1,1)")
+    module.eval()
+    batch = CASES["mlp"].batch(1)
+    return module(**batch), module(gather="all", **batch)
+
+
+def test_evaluation_without_a_loss(workers: Pool) -> None:
+    """The loss is the user's function, which evaluation does not call."""
+    case = CASES["mlp"]
+    wanted = case.model().double()(case.batch(1)["x"].double()).detach()
+    for rank, (last, everywhere) in enumerate(workers(N_RANKS).run(predict)):
+        assert error(everywhere, wanted) <= TOLERANCE
+        if rank == N_RANKS - 1:
+            assert torch.equal(last, everywhere)
+        else:
+            assert last is None
 
 
 def see_outputs(model: str, layout: str) -> dict[str, Any]:
