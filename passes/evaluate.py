@@ -9,6 +9,7 @@ import torch
 
 from autopar.cost.hardware import Hardware
 from autopar.cost.model import CostModel
+from autopar.errors import InfeasibleError
 from autopar.mesh import Device, Link, LogicalMesh
 from autopar.options import Options
 from autopar.passes.cut import cut
@@ -108,6 +109,32 @@ class Evaluator:
         objective_s = time_s if abstract or len(stages) > 1 else stages[0].chosen.objective_s
         gap = 0.0 if abstract else max(s.chosen.gap for s in stages)
         return Solved(candidate, tuple(stages), pipeline, time_s, objective_s, gap)
+
+    def fastest(
+        self,
+        ends: tuple[int, ...],
+        choices: Sequence[Sequence[StageLayout]],
+        n_microbatches: int,
+    ) -> tuple[StageLayout, ...]:
+        """Of each stage's layouts the one that is fastest for it.
+
+        Raises `InfeasibleError` where none fits.
+        """
+        parts, name, picked = self.parts(ends), schedule_name(self.options), []
+        for k, (part, layouts) in enumerate(zip(parts, choices, strict=True)):
+            depth = n_in_flight(name, k, len(parts), n_microbatches)
+            found: list[tuple[float, int]] = []
+            failure: InfeasibleError | None = None
+            for i, layout in enumerate(layouts):
+                try:
+                    chosen = self._choose(part, layout, (ends, k), n_microbatches, depth)
+                    found.append((chosen.objective_s, i))
+                except InfeasibleError as error:
+                    failure = error
+            if failure is not None and not found:
+                raise failure
+            picked.append(layouts[min(found)[1]])
+        return tuple(picked)
 
     def _choose(
         self,

@@ -26,7 +26,7 @@ import numpy as np
 
 from autopar.cost.hardware import Hardware
 from autopar.errors import BatchError, InfeasibleError, OptionError
-from autopar.mesh import LogicalMesh, Mesh, factored_view
+from autopar.mesh import Link, LogicalMesh, Mesh, factored_view
 from autopar.options import Options
 from autopar.passes.constraints import Constraints, Pin
 from autopar.passes.evaluate import compute_dtype, schedule_name
@@ -45,7 +45,7 @@ _WITHIN = 0.02
 # Memory decides nothing where a plan of equal stages needs less than this share of the budget.
 _ROOMY = 0.5
 # Where the climb over microbatches begins: a bubble of an eighth.
-_FIRST_COUNT_PER_STAGE = 8
+FIRST_COUNT_PER_STAGE = 8
 # Plans closer than this (relative) are one.
 _ALIKE_REL = 2e-3
 # More microbatches than this per device make microbatches of next to nothing.
@@ -151,20 +151,27 @@ class JointSearch:
 
     def _costs_on(self, view: LogicalMesh, m: int) -> list[StageCosts]:
         share = view.n_ranks / self.mesh.n_ranks
-        deepest = m if self._is_gpipe else max(1, min(m, round(1 / share)))
+        deepest = self.depth(m, max(1, round(1 / share)))
         depths = sorted({1, math.ceil(deepest / 2), deepest})
-        inside = view.n_ranks < self.mesh.devices_per_node
-        hop = self.hardware.links[-1 if inside else 0]
         enough_bytes = _ROOMY * self.budget_bytes / share
         constraints = self.constraints(view)
         try:
-            return self.maker.make(view, hop, m, constraints, depths, enough_bytes)
+            return self.maker.make(view, self.hop(view), m, constraints, depths, enough_bytes)
         except (InfeasibleError, BatchError):
             return []  # this view, or this many microbatches, cannot be
 
     @property
     def _is_gpipe(self) -> bool:
         return schedule_name(self.options) == "gpipe"
+
+    def depth(self, m: int, n_left: int) -> int:
+        """Microbatches in flight on a stage when it and those after it are `n_left`."""
+        return m if self._is_gpipe else min(m, n_left)
+
+    def hop(self, view: LogicalMesh) -> Link:
+        """The link to other stages: they are on other nodes when this one fills nodes."""
+        inside = view.n_ranks < self.mesh.devices_per_node
+        return self.hardware.links[-1 if inside else 0]
 
     def constraints(self, view: LogicalMesh) -> Constraints:
         pins = pins_on(self.analysis, self.options, view)
@@ -206,7 +213,7 @@ class JointSearch:
                 found[m] = self._solve(m, n_stages)
             return found[m][0].objective_s if found[m] else math.inf
 
-        wanted = _FIRST_COUNT_PER_STAGE * (n_stages or 2)
+        wanted = FIRST_COUNT_PER_STAGE * (n_stages or 2)
         start = next((i for i, m in enumerate(counts) if m >= wanted), len(counts) - 1)
         upward, downward = counts[start:], counts[start::-1]
         if climb(upward, least_s) == upward[0] and len(downward) > 1:

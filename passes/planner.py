@@ -11,9 +11,9 @@ Every candidate's stages are solved exactly and simulated (`evaluate.py`).
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -24,17 +24,19 @@ from autopar.options import Manual, Options, StageOption
 from autopar.passes.constraints import Constraints, Pin, Role
 from autopar.passes.evaluate import Evaluator, Predict, Solved, compute_dtype
 from autopar.passes.intra_op import Analysis
+from autopar.passes.joint import joint_candidates, pins_on, stage_views, views_text
 from autopar.passes.layout import (
     Candidate,
     StageLayout,
-    balanced_ends,
     check_submesh,
     ends_by_modules,
     n_operators,
-    submesh_shape,
 )
+from autopar.passes.recipes import recipe_candidates
 from autopar.plan_data import Alternative
 
+# Candidates of several stages that are solved: of the search, of recipes.
+_N_SEARCHED, _N_RECIPES = 6, 3
 # Microbatch counts tried when memory does not allow fewer.
 _MAX_MICROBATCHES = 64
 Progress = Callable[[str], None]
@@ -75,20 +77,23 @@ class Planner:
     def budget_bytes(self) -> float:
         return self.options.memory_limit or self.hardware.memory_limit_bytes
 
+    @cached_property
+    def evaluator(self) -> Evaluator:
+        return Evaluator(
+            self.analysis, self.options, self.hardware, self.budget_bytes, self.predict
+        )
+
     def run(self) -> Outcome:
         """The best plan.
 
         Raises `InfeasibleError` when nothing fits, `MeshError` where stages do not divide it.
         """
-        evaluator = Evaluator(
-            self.analysis, self.options, self.hardware, self.budget_bytes, self.predict
-        )
         found: list[Solved] = []
         notes: list[Alternative] = []
         errors: list[InfeasibleError] = []
         for name, tries in self._candidates():
             self.report(f"planning {name}")
-            solved = _first_that_fits(evaluator, tries)
+            solved = _first_that_fits(self.evaluator, tries)
             if isinstance(solved, Solved):
                 found.append(solved)
             else:
@@ -119,42 +124,39 @@ class Planner:
         else:
             if stages in ("auto", 1):
                 yield from self._one_stage()
-            if isinstance(stages, int) and stages > 1:
-                yield from self._equal_stages(stages)
+            if stages != 1:
+                yield from self._stages(None if stages == "auto" else int(stages))
 
     def _one_stage(self) -> Iterator[_Tries]:
         views = self._views(0, self.mesh.n_ranks)
         for view in views:
-            limits = Constraints(self.options.forbid, pins=self._pins(view))
-            yield self._fewest(f"search on {axes_text(view)}", view, limits)
+            yield self._fewest(f"search on {axes_text(view)}", self._layout(view))
         if not self.options.force:
             for name, view, limits in self._recipes(views):
-                yield self._fewest(name, view, limits)
+                yield self._fewest(name, StageLayout(view, limits))
 
-    def _fewest(self, name: str, view: LogicalMesh, constraints: Constraints) -> _Tries:
+    def _fewest(self, name: str, layout: StageLayout) -> _Tries:
         """The fewest microbatches that fit: with one stage, more of them only cost time."""
-        layout, ends = StageLayout(view, constraints), (n_operators(self.analysis.program),)
-        counts = self._microbatch_counts(view, constraints)
+        ends = (n_operators(self.analysis.program),)
+        counts = self._microbatch_counts(layout.view, layout.constraints)
         return name, [Candidate(name, ends, (layout,), m) for m in counts]
 
-    def _equal_stages(self, n_stages: int) -> Iterator[_Tries]:
-        """Stages of balanced flops on equal shares of the mesh, all seen alike."""
-        each, left = divmod(self.mesh.n_ranks, n_stages)
-        if left or not each:
-            return
-        ends = balanced_ends(self.analysis, n_stages)
-        views = zip(*(self._views(k * each, each) for k in range(n_stages)), strict=True)
-        for alike in views:
-            for m in self._stage_counts(n_stages):
-                layouts = tuple(
-                    StageLayout(v, Constraints(self.options.forbid, pins=self._pins(v)))
-                    for v in alike
-                )
-                name = f"{stages_text(alike)}, m={m}"
-                yield name, [Candidate(name, ends, layouts, m)]
+    def _stages(self, n_stages: int | None) -> Iterator[_Tries]:
+        """The best of the joint search, and the best recipes of several stages."""
+        self.report("searching for stages")
+        search = (self.analysis, self.mesh, self.hardware, self.options)
+        found = joint_candidates(*search, self.budget_bytes, n_stages, _N_SEARCHED, self.report)
+        if n_stages is None:
+            found += recipe_candidates(*search, report=self.report)[:_N_RECIPES]
+        seen: Counter[str] = Counter()
+        for candidate in found:  # plans that differ in their cuts alone are told apart
+            seen[candidate.name] += 1
+            nth = seen[candidate.name]
+            name = candidate.name if nth == 1 else f"{candidate.name}, cut {nth}"
+            yield name, [replace(candidate, name=name)]
 
     def _given_stages(self, stages: Sequence[StageOption]) -> Iterator[_Tries]:
-        """The user's stages, every view of each submesh."""
+        """The user's stages, each seen as is fastest for it."""
         held = sum(s.n_ranks for s in stages)
         if held != self.mesh.n_ranks:
             raise MeshError(
@@ -162,19 +164,22 @@ class Planner:
                 hint="make the submeshes add up to the mesh",
             )
         ends = ends_by_modules(self.analysis.program, stages)
-        first_rank, per_stage = 0, []
+        first_rank, choices = 0, []
         for stage in stages:
             check_submesh(self.mesh, first_rank, stage)
-            per_stage.append(self._views(first_rank, stage.n_ranks))
+            views = self._views(first_rank, stage.n_ranks)
+            choices.append([self._layout(view) for view in views])
             first_rank += stage.n_ranks
         for m in self._stage_counts(len(stages)):
-            for views in itertools.product(*per_stage):
-                layouts = tuple(
-                    StageLayout(v, Constraints(self.options.forbid, pins=self._pins(v)))
-                    for v in views
-                )
-                name = f"{stages_text(views)}, m={m}"
-                yield name, [Candidate(name, ends, layouts, m)]
+            try:
+                layouts = self.evaluator.fastest(ends, choices, m)
+            except InfeasibleError:  # said by the candidate, of its leanest view
+                layouts = tuple(of_stage[0] for of_stage in choices)
+            name = f"{views_text([layout.view for layout in layouts])}, m={m}"
+            yield name, [Candidate(name, ends, layouts, m)]
+
+    def _layout(self, view: LogicalMesh) -> StageLayout:
+        return StageLayout(view, Constraints(self.options.forbid, pins=self._pins(view)))
 
     def _stage_counts(self, n_stages: int) -> list[int]:
         """Microbatch counts worth trying with stages."""
@@ -189,39 +194,13 @@ class Planner:
 
     def _views(self, first_rank: int, n_ranks: int) -> list[LogicalMesh]:
         """How consecutive ranks may be seen: every dp x tp, or the mesh as it is given."""
-        links, device = self.hardware.links, self.hardware.device
         if n_ranks == self.mesh.n_ranks:
+            links, device = self.hardware.links, self.hardware.device
             return logical_views(self.mesh, links, device, self.options.mesh_shape)
-        if self.options.mesh_shape == "as-given":
-            assert self.mesh.axis_names is not None
-            shape = submesh_shape(self.mesh, first_rank, n_ranks)
-            axes = dict(zip(self.mesh.axis_names, shape, strict=True))
-            return [factored_view(self.mesh, links, device, axes, first_rank)]
-        return [
-            factored_view(self.mesh, links, device, {"dp": n_ranks // tp, "tp": tp}, first_rank)
-            for tp in range(1, n_ranks + 1)
-            if n_ranks % tp == 0
-        ]
+        return list(stage_views(self.mesh, self.hardware, self.options, first_rank, n_ranks))
 
-    def _pins(self, view: LogicalMesh) -> dict[str, tuple[Pin, ...]]:
-        placeholders = {}
-        for placeholder, info in self.analysis.program.parameters.items():
-            for name in (info.name, *info.aliases):
-                placeholders[name] = placeholder
-        pins: dict[str, tuple[Pin, ...]] = {}
-        for pin in self.options.force:
-            if pin.parameter not in placeholders:
-                raise OptionError(
-                    f"force names {pin.parameter!r}, which is no parameter of the model",
-                    hint=f"parameters are such as {', '.join(list(placeholders)[:3])}",
-                )
-            axis = pin.axis_index(view.names)
-            if self.options.mesh_shape == "auto" and view.sizes[axis] == 1:
-                continue
-            made = Pin(pin.storage, pin.use, axis)
-            key = placeholders[pin.parameter]
-            pins[key] = (*pins.get(key, ()), made)
-        return pins
+    def _pins(self, view: LogicalMesh) -> Mapping[str, tuple[Pin, ...]]:
+        return pins_on(self.analysis, self.options, view)
 
     def _recipes(
         self, views: Sequence[LogicalMesh]
@@ -263,26 +242,13 @@ class Planner:
         forbid = self.options.forbid | (frozenset() if manual.sp else {"sequence"})
         limits = Constraints(forbid, ("data", "tensor"), manual.zero)
         links, device = self.hardware.links, self.hardware.device
-        axes = {"dp": manual.dp, "tp": manual.tp}
-        views = [
-            factored_view(self.mesh, links, device, axes, k * manual.dp * manual.tp)
-            for k in range(manual.pp)
-        ]
-        ends = (
-            (n_operators(self.analysis.program),)
-            if manual.pp == 1
-            else balanced_ends(self.analysis, manual.pp)
-        )
-        layouts = tuple(StageLayout(view, limits) for view in views)
-        tries = [
-            Candidate(f"manual recipe, m={m}", ends, layouts, m)
-            for m in self._microbatch_counts(views[0], limits)
-        ]
-        if manual.pp == 1:
-            tries = [replace(c, name="manual recipe") for c in tries]
-            yield "manual recipe", tries
-        else:  # more microbatches make the bubble smaller, and cost more launches
-            yield from ((c.name, [c]) for c in tries)
+        view = factored_view(self.mesh, links, device, {"dp": manual.dp, "tp": manual.tp})
+        if manual.pp > 1:  # more microbatches make the bubble smaller, and cost more launches
+            search = (self.analysis, self.mesh, self.hardware, self.options)
+            for candidate in recipe_candidates(*search, manual, self.report):
+                yield candidate.name, [candidate]
+            return
+        yield self._fewest("manual recipe", StageLayout(view, limits))
 
     def _check_rows(self, manual: Manual) -> None:
         """Refuse a batch that data parallelism and the microbatches asked for do not divide."""
@@ -337,10 +303,3 @@ def _first_that_fits(evaluator: Evaluator, tries: Sequence[Candidate]) -> Solved
 
 def axes_text(view: LogicalMesh) -> str:
     return " x ".join(f"{name}={size}" for name, size in view.axes.items())
-
-
-def stages_text(views: Sequence[LogicalMesh]) -> str:
-    """`2 stages (dp=1 x tp=2 | dp=2 x tp=1)`; equal ones once."""
-    texts = [axes_text(view) for view in views]
-    within = texts[0] if len(set(texts)) == 1 else " | ".join(texts)
-    return f"{len(views)} stages ({within})"

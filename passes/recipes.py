@@ -1,0 +1,206 @@
+"""The Megatron recipe with stages: equal submeshes, layers of balanced flops, one view for all.
+
+For S stages, each of dp x tp ranks, the batch is split over dp and products over tp
+(`constraints.py`, roles "data" and "tensor"), laid out on the abstract machine of recipes and
+priced on the real one. The number of microbatches is the best by the closed form
+
+    sum_s time_s + (m - 1) max_s time_s + max_s once_s
+
+of the estimates in `stage_costs.py`, among those that fit in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autopar.cost.hardware import Hardware
+from autopar.errors import BatchError, InfeasibleError, MeshError, OptionError
+from autopar.mesh import LogicalMesh, Mesh, factored_view
+from autopar.options import Manual, Options
+from autopar.passes.constraints import Constraints
+from autopar.passes.evaluate import recipe_cost
+from autopar.passes.intra_op import Analysis
+from autopar.passes.joint import (
+    FIRST_COUNT_PER_STAGE,
+    JointSearch,
+    Progress,
+    climb,
+    microbatch_counts,
+    view_at,
+    views_text,
+)
+from autopar.passes.layers import balanced
+from autopar.passes.layout import Candidate, StageLayout
+from autopar.passes.stage_costs import CostMaker, StageCosts
+
+
+def recipe_candidates(
+    analysis: Analysis,
+    mesh: Mesh,
+    hardware: Hardware,
+    options: Options,
+    manual: Manual | None = None,
+    report: Progress = lambda text: None,
+) -> list[Candidate]:
+    """Megatron with two stages or more, the most promising first; with `manual`, that one alone.
+
+    Those that no number of microbatches lets fit are left out, but the one asked for by `manual`
+    is not: it comes with the most microbatches.
+
+    Raises `MeshError` when `manual` does not place every rank, `OptionError` and `BatchError`
+    when the batch does not divide as it says.
+    """
+    budget_bytes = options.memory_limit or hardware.memory_limit_bytes
+    splits = list(_splits(analysis, mesh, options) if manual is None else [_split(manual, mesh)])
+    splits = [s for s in splits if s.n_stages > 1]
+    if not splits:
+        return []
+    search = JointSearch.of(
+        analysis, mesh, hardware, options, budget_bytes, max(s.n_stages for s in splits), report
+    )
+    maker = replace(search.maker, pricing=recipe_cost)
+    found = []
+    for split in splits:
+        if split.n_stages <= search.layers.n_layers:
+            found.append(_Recipe(search, maker, split, _limits(options, manual)).best(manual))
+    fitting = [(cost_s, c) for cost_s, c in found if manual or math.isfinite(cost_s)]
+    return [c for _, c in sorted(fitting, key=lambda pair: pair[0])]
+
+
+@dataclass(frozen=True)
+class _Split:
+    """Equal stages of `dp` x `tp` ranks."""
+
+    n_stages: int
+    dp: int
+    tp: int
+
+
+def _splits(analysis: Analysis, mesh: Mesh, options: Options) -> Iterator[_Split]:
+    """Every way that `forbid` allows; `force` pins what a recipe would decide."""
+    if "pipeline" in options.forbid or options.force:
+        return
+    for n_stages in (n for n in range(2, mesh.n_ranks + 1) if mesh.n_ranks % n == 0):
+        each = mesh.n_ranks // n_stages
+        for tp in (n for n in range(1, each + 1) if each % n == 0):
+            dp = each // tp
+            splits_batch = dp > 1 and ("data" in options.forbid or not analysis.batch.size)
+            if not splits_batch and not (tp > 1 and "tensor" in options.forbid):
+                yield _Split(n_stages, dp, tp)
+
+
+def _split(manual: Manual, mesh: Mesh) -> _Split:
+    if manual.pp * manual.dp * manual.tp != mesh.n_ranks:
+        sizes = f"dp={manual.dp}, tp={manual.tp}, pp={manual.pp}"
+        raise MeshError(
+            f"Manual({sizes}) places {manual.pp * manual.dp * manual.tp} ranks, "
+            f"the mesh has {mesh.n_ranks}",
+            hint="make dp * tp * pp the number of devices",
+        )
+    return _Split(manual.pp, manual.dp, manual.tp)
+
+
+def _limits(options: Options, manual: Manual | None) -> Constraints:
+    sequence = frozenset() if manual is not None and manual.sp else frozenset({"sequence"})
+    zero = manual.zero if manual is not None else 0
+    return Constraints(options.forbid | sequence, ("data", "tensor"), zero)
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """One split of the mesh, priced with any number of microbatches."""
+
+    search: JointSearch
+    maker: CostMaker
+    split: _Split
+    limits: Constraints
+
+    def best(self, manual: Manual | None) -> tuple[float, Candidate]:
+        """(estimated seconds, the candidate); infinite if it fits with no count tried."""
+        counts = self._counts(manual)
+        n_stages = self.split.n_stages
+        known: dict[int, float] = {}
+
+        def cost_s(m: int) -> float:
+            if m not in known:
+                self.search.report(f"recipe of {n_stages} stages with {m} microbatches")
+                known[m] = self._cost_s(m)
+            return known[m]
+
+        wanted = FIRST_COUNT_PER_STAGE * n_stages
+        start = next((i for i, m in enumerate(counts) if m >= wanted), len(counts) - 1)
+        if climb(counts[start:], cost_s) == counts[start]:
+            climb(counts[start::-1], cost_s)
+        m = min(known, key=lambda n: (known[n], -n))
+        return known[m], self._candidate(m)
+
+    def _counts(self, manual: Manual | None) -> list[int]:
+        """Numbers of microbatches that split the batch over dp ranks too."""
+        analysis, options = self.search.analysis, self.search.options
+        rows, dp = analysis.batch.size, self.split.dp
+        if manual is not None and manual.microbatch_size is not None:
+            if rows % (dp * manual.microbatch_size):
+                raise OptionError(
+                    f"microbatch_size={manual.microbatch_size} does not divide the {rows // dp} "
+                    f"rows of one data-parallel rank"
+                )
+            return [rows // (dp * manual.microbatch_size)]
+        counts = microbatch_counts(analysis, options, self.search.mesh.n_ranks)
+        kept = [m for m in counts if dp == 1 or rows % (m * dp) == 0]
+        if not kept and manual is not None:
+            raise BatchError(
+                f"a batch of {rows} rows does not divide over dp={dp} ranks"
+                + (f" x {counts[0]} microbatches" if counts[0] > 1 else ""),
+                hint="choose a batch size that divides, or drop_last=True in the loader",
+            )
+        return kept or counts[:1]
+
+    @property
+    def _view(self) -> LogicalMesh:
+        """Of the first stage."""
+        search, axes = self.search, {"dp": self.split.dp, "tp": self.split.tp}
+        return factored_view(search.mesh, search.hardware.links, search.hardware.device, axes)
+
+    def _cost_s(self, m: int) -> float:
+        """The closed form; infinite where a stage does not fit."""
+        view = self._view
+        try:
+            (costs,) = self.maker.make(view, self.search.hop(view), m, self.limits)
+        except (InfeasibleError, BatchError):
+            return math.inf
+        n_stages = self.split.n_stages
+        tables = self._of_stages(costs)
+        in_flight = np.array([self.search.depth(m, n_stages - s) for s in range(n_stages)])
+        sizes = tables["static"] + in_flight * tables["activation"]
+        if sizes.max() > self.search.budget_bytes:
+            return math.inf
+        times = tables["time"]
+        return float(times.sum() + (m - 1) * times.max() + tables["once"].max())
+
+    def _of_stages(self, costs: StageCosts) -> dict[str, np.ndarray]:
+        last = self._last_layers()
+        at = np.array([0, *(layer + 1 for layer in last[:-1])]), np.array(last)
+        layers = self.search.layers
+        return {
+            part: costs.ranges(layers, part)[at]
+            for part in ("time", "once", "static", "activation")
+        }
+
+    def _last_layers(self) -> Sequence[int]:
+        return balanced(self.search.layers.flops, self.split.n_stages)
+
+    def _candidate(self, m: int) -> Candidate:
+        mesh, hardware, view = self.search.mesh, self.search.hardware, self._view
+        views = [
+            view_at(mesh, hardware, view, k * view.n_ranks) for k in range(self.split.n_stages)
+        ]
+        return Candidate(
+            f"Megatron, {views_text(views)}, m={m}",
+            self.search.layers.ends_of(self._last_layers()),
+            tuple(StageLayout(v, self.limits) for v in views),
+            m,
+        )
