@@ -213,7 +213,7 @@ def train(cell: AnyCell) -> Trained:
     return train_module(module, case.batch)
 
 
-def train_planned(cell: Cell, plan: str) -> tuple[Trained, dict[str, str]]:
+def train_planned(cell: AnyCell, plan: str) -> tuple[Trained, dict[str, str]]:
     """`train` by a plan file, without example inputs; and the code that ran."""
     case = cell.case
     module = autopar.parallelize(

@@ -22,16 +22,17 @@ import autopar
 from autopar import BatchError, CaptureError, MeshError, OptionError, Plan, PlanError
 from autopar.runtime.launch import WorkerPool
 from tests.conftest import Golden
-from tests.jobs import CASES, Cell, errors, gpt2, machine, reference, train, train_planned
+from tests.jobs import CASES, AnyCell, Cell, errors, gpt2, machine, reference, train, train_planned
 from tests.parity_table import TOLERANCE
+from tests.pipeline_jobs import PipelineCell
 from tests.tiny_model import Tiny
 
 TINY = Cell("tiny", (1, 2), "megatron", 2)
 Pool = Callable[[int], WorkerPool]
 
 
-def make_plan(cell: Cell) -> Plan:
-    case = CASES[cell.model]
+def make_plan(cell: AnyCell) -> Plan:
+    case = cell.case
     return autopar.plan(case.model(), machine(cell.shape), case.batch(0), **cell.options())
 
 
@@ -45,10 +46,15 @@ def tiny() -> Plan:
 
 @pytest.mark.parametrize(
     "cell",
-    [TINY, Cell("gpt2", (1, 2), "auto", 1), Cell("mlp", (1, 2), "zero-3", 4)],
+    [
+        TINY,
+        Cell("gpt2", (1, 2), "auto", 1),
+        Cell("mlp", (1, 2), "zero-3", 4),
+        PipelineCell("gpt2", "no data", "1f1b", 4),
+    ],
     ids=str,
 )
-def test_a_saved_plan_runs_bitwise_alike(cell: Cell, tmp_path: Path, workers: Pool) -> None:
+def test_a_saved_plan_runs_bitwise_alike(cell: AnyCell, tmp_path: Path, workers: Pool) -> None:
     """Planned in the job; and loaded there from a file that was planned here."""
     plan = make_plan(cell)
     plan.save(tmp_path / "plan.json")
