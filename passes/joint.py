@@ -256,11 +256,12 @@ class JointSearch:
 def climb(counts: Sequence[int], cost_s: Callable[[int], float]) -> int:
     """The first of `counts` that the next one does not improve on; what is infinite is passed
     over, and if all are, it is the first."""
-    best = counts[0]
+    best, best_s = counts[0], cost_s(counts[0])
     for m in counts[1:]:
-        if cost_s(m) < cost_s(best):
-            best = m
-        elif math.isfinite(cost_s(best)):
+        next_s = cost_s(m)
+        if next_s < best_s:
+            best, best_s = m, next_s
+        elif math.isfinite(best_s):
             break
     return best
 

@@ -34,6 +34,7 @@ from autopar.passes.layout import (
 )
 from autopar.passes.recipes import recipe_candidates
 from autopar.plan_data import Alternative
+from autopar.units import format_bytes
 
 # Candidates of several stages that are solved: of the search, of recipes.
 _N_SEARCHED, _N_RECIPES = 6, 3
@@ -86,7 +87,8 @@ class Planner:
     def run(self) -> Outcome:
         """The best plan.
 
-        Raises `InfeasibleError` when nothing fits, `MeshError` where stages do not divide it.
+        Raises `InfeasibleError` when nothing fits, `MeshError` or `OptionError` for more stages
+        than ranks or operators.
         """
         found: list[Solved] = []
         notes: list[Alternative] = []
@@ -100,10 +102,7 @@ class Planner:
                 errors.append(solved)
                 notes.append(Alternative(name, None, str(solved).splitlines()[0]))
         if not found and not errors:
-            raise MeshError(
-                f"stages={self.options.stages} cannot share {self.mesh.n_ranks} ranks evenly",
-                hint="use a number that divides them, or a list of (module names, submesh shape)",
-            )
+            raise self._no_stages(int(self.options.stages))  # type: ignore[arg-type]
         if not found:
             raise errors[0]
         least = min(s.step_time_s for s in found)
@@ -112,6 +111,18 @@ class Planner:
         found.sort(key=lambda s: s.step_time_s)
         rows = (*(Alternative(s.candidate.name, s.step_time_s) for s in found), *notes)
         return Outcome(best, self.hardware, rows)
+
+    def _no_stages(self, n_stages: int) -> MeshError | OptionError | InfeasibleError:
+        """Why there is no candidate with this many stages."""
+        n_ranks, n_all = self.mesh.n_ranks, n_operators(self.analysis.program)
+        if n_stages > n_ranks:
+            return MeshError(f"stages={n_stages} cannot share {n_ranks} ranks")
+        if n_stages > n_all:
+            return OptionError(f"{n_stages} stages of {n_all} operators")
+        return InfeasibleError(
+            f"no plan of {n_stages} stages fits in {format_bytes(self.budget_bytes)} per device",
+            hint="use other stages, more microbatches or devices, or raise memory_limit",
+        )
 
     # -- candidates --------------------------------------------------------------------------
 
