@@ -33,15 +33,19 @@ from tests.ranks import (
 __all__ = ["generated_code"]
 
 TINY, MESH = CASES["tiny"], machine((1, 4))
-UP, ADD, RELU = "up/linear#0", "up/add.Tensor#0", "/relu#0"
+UP, UP_ADD, RELU = "up/linear#0", "up/add.Tensor#0", "/relu#0"
+DOWN, DOWN_ADD = "down/linear#0", "down/add.Tensor#0"
 Raw = dict[str, Any]
 Edit = Callable[[Raw], Any]
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "recipe": {"manual": Manual(pp=2, tp=2)},
     "equal stages": {"stages": 2, "schedule": "gpipe"},
+    "given stages": {
+        "stages": [("up", (1, 2)), ("down", (1, 2))], "mesh_shape": "as-given", "forbid": "data",
+    },
     "unequal stages": {"stages": [("up", (1, 3)), ("down", (1, 1))]},
-}
+}  # fmt: skip
 
 
 def make_plan(name: str) -> Plan:
@@ -52,12 +56,12 @@ def make_plan(name: str) -> Plan:
 
 
 @pytest.fixture(scope="module")
-def recipe() -> Plan:
-    """`up`'s product on the first two ranks, all that follows on the others."""
-    plan = make_plan("recipe")
+def given() -> Plan:
+    """`up` on the first two ranks, `down` on the others; columns cross."""
+    plan = make_plan("given stages")
     first, last = plan.data.stages
-    assert (first.begins_at, last.begins_at) == (UP, ADD)
-    assert (dict(first.sent), dict(last.received)) == ({UP: "I S(1)"}, {UP: "I S(1)"})
+    assert (first.begins_at, last.begins_at) == (UP, DOWN)
+    assert (dict(first.sent), dict(last.received)) == ({RELU: "I S(1)"}, {RELU: "I S(1)"})
     return plan
 
 
@@ -118,39 +122,40 @@ def stage(k: int, **values: Any) -> Edit:
 
 def crosses(sent: str, received: str) -> Edit:
     def edit(raw: Raw) -> None:
-        raw["stages"][0]["sent"], raw["stages"][1]["received"] = {UP: sent}, {UP: received}
+        raw["stages"][0]["sent"], raw["stages"][1]["received"] = {RELU: sent}, {RELU: received}
 
     return edit
 
 
-def add_on_the_first_stage(raw: Raw) -> None:
+def relu_on_the_last_stage(raw: Raw) -> None:
     first, last = raw["stages"]
     last["begins_at"] = RELU
-    first["operators"][ADD] = last["operators"].pop(ADD)
-    first["parameters"]["up.bias"] = last["parameters"].pop("up.bias")
-    first["sent"], last["received"] = {ADD: "I S(1)"}, {ADD: "I S(1)"}
+    last["operators"][RELU] = first["operators"].pop(RELU)
+    first["sent"], last["received"] = {UP_ADD: "I S(1)"}, {UP_ADD: "I S(1)"}
 
 
 def begin_later(raw: Raw) -> None:
-    raw["stages"][0]["begins_at"], raw["stages"][1]["begins_at"] = ADD, RELU
+    raw["stages"][0]["begins_at"] = UP_ADD
 
 
 IN_ORDER = r"stages begin at operators \[{}\][\s\S]*the first begins at the first operator"
-SENT = r"sent up/linear#0: {} is not legal here[\s\S]*crosses S\(dim\), or R"
-RECEIVED = r"received up/linear#0: {} is not legal here[\s\S]*crosses S\(dim\), or P"
+SENT = r"sent /relu#0: {} is not legal here[\s\S]*crosses S\(dim\), or R"
+RECEIVED = r"received /relu#0: {} is not legal here[\s\S]*crosses S\(dim\), or P"
 
 ILLEGAL: dict[str, tuple[Edit, str]] = {
     "begins at no operator": (
         stage(1, begins_at="side/mm#0"), r"begins at 'side/mm#0', which the captured graph does not"
     ),
     "begins where another does": (stage(1, begins_at=UP), IN_ORDER.format("0, 0")),
-    "leaves out the first operator": (begin_later, IN_ORDER.format("1, 2")),
-    "stages out of order": (lambda raw: raw["stages"].reverse(), IN_ORDER.format("1, 0")),
-    "begins without its parameters": (stage(1, begins_at=RELU), r"plan lacks: \['up\.bias'\]"),
+    "leaves out the first operator": (begin_later, IN_ORDER.format("1, 3")),
+    "stages out of order": (lambda raw: raw["stages"].reverse(), IN_ORDER.format("3, 0")),
+    "begins without its parameters": (
+        stage(1, begins_at=DOWN_ADD), r"plan lacks: \['down\.weight'\]"
+    ),
     "begins at a number": (stage(1, begins_at=3), r"malformed: begins_at=3"),
     "a parameter of another stage": (
-        lambda raw: raw["stages"][0]["parameters"].update({"up.bias": "I S(0)"}),
-        r"does not have: \['up\.bias'\]",
+        lambda raw: raw["stages"][0]["parameters"].update({"down.bias": "I I"}),
+        r"does not have: \['down\.bias'\]",
     ),
     "sent as copies of one work": (crosses("I I", "I S(1)"), SENT.format("I I")),
     "sent as parts of a sum": (crosses("I P", "I S(1)"), SENT.format("I P")),
@@ -159,15 +164,15 @@ ILLEGAL: dict[str, tuple[Edit, str]] = {
     "sent cut on an axis of one rank": (
         crosses("S(0) S(1)", "I S(1)"), SENT.format(r"S\(0\) S\(1\)")
     ),
-    "sent as nonsense": (crosses("I Q", "I S(1)"), r"sent up/linear#0: 'Q' is not a placement"),
-    "sent on two lines": (crosses("I\nR", "I S(1)"), r"sent: 'up/linear#0' must be one line"),
+    "sent as nonsense": (crosses("I Q", "I S(1)"), r"sent /relu#0: 'Q' is not a placement"),
+    "sent on two lines": (crosses("I\nR", "I S(1)"), r"sent: '/relu#0' must be one line"),
     "received by all": (crosses("I S(1)", "I R"), RECEIVED.format("I R")),
     "received as copies of one work": (crosses("I S(1)", "I I"), RECEIVED.format("I I")),
     "sends what nobody reads": (
-        stage(0, sent={UP: "I R", ADD: "I R"}), r"nothing is sent under \['up/add\.Tensor#0'\]"
+        stage(0, sent={RELU: "I R", UP: "I R"}), r"nothing is sent under \['up/linear#0'\]"
     ),
     "receives what nobody sends": (
-        stage(1, received={RELU: "I S(1)"}), r"nothing is received under \['/relu#0'\]"
+        stage(1, received={UP: "I S(1)"}), r"nothing is received under \['up/linear#0'\]"
     ),
     "a table that is none": (stage(0, sent=[UP]), r"malformed"),
     "a table that is missing": (lambda raw: raw["stages"][1].pop("received"), r"'received'"),
@@ -178,10 +183,10 @@ ILLEGAL: dict[str, tuple[Edit, str]] = {
 
 
 @pytest.mark.parametrize("name", ILLEGAL)
-def test_illegal_edits_are_refused(name: str, recipe: Plan, tmp_path: Path) -> None:
+def test_illegal_edits_are_refused(name: str, given: Plan, tmp_path: Path) -> None:
     edit, reason = ILLEGAL[name]
     with pytest.raises(PlanError, match=reason):
-        reread(recipe, tmp_path, edit)
+        reread(given, tmp_path, edit)
 
 
 LEGAL: dict[str, Edit] = {
@@ -191,7 +196,7 @@ LEGAL: dict[str, Edit] = {
     "cut by rows": crosses("I S(0)", "I S(0)"),
     "cut by rows, received by columns": crosses("I S(0)", "I S(1)"),
     "not said how": lambda raw: (stage(0, sent={})(raw), stage(1, received={})(raw)),
-    "cut elsewhere": add_on_the_first_stage,
+    "cut elsewhere": relu_on_the_last_stage,
     "another order of work": lambda raw: raw.update(schedule="gpipe"),
     "other microbatches": lambda raw: raw.update(microbatches=4),
     "fewer microbatches than stages": lambda raw: raw.update(microbatches=1),
@@ -200,9 +205,9 @@ LEGAL: dict[str, Edit] = {
 
 
 @pytest.mark.parametrize("name", LEGAL)
-def test_legal_edits_run_with_parity(name: str, recipe: Plan, tmp_path: Path) -> None:
-    plan = reread(recipe, tmp_path, LEGAL[name])
-    assert plan.data != recipe.data
+def test_legal_edits_run_with_parity(name: str, given: Plan, tmp_path: Path) -> None:
+    plan = reread(given, tmp_path, LEGAL[name])
+    assert plan.data != given.data
     assert plan.bound is not None
     program, pipeline = plan.bound.analysis.program, plan.bound.pipeline
     errors, _ = pipeline_step(program, pipeline, TINY.batch(0), seed=0)
