@@ -13,7 +13,7 @@ from autopar.errors import InfeasibleError
 from autopar.mesh import Device, Link, LogicalMesh
 from autopar.options import Options
 from autopar.passes.cut import cut
-from autopar.passes.intra_op import Analysis, Chosen, choose
+from autopar.passes.intra_op import Analysis, Chosen, choose, least_bytes
 from autopar.passes.layout import Candidate, StageLayout
 from autopar.passes.lower import lower
 from autopar.pipeline import Pipeline
@@ -109,6 +109,19 @@ class Evaluator:
         objective_s = time_s if abstract or len(stages) > 1 else stages[0].chosen.objective_s
         gap = 0.0 if abstract else max(s.chosen.gap for s in stages)
         return Solved(candidate, tuple(stages), pipeline, time_s, objective_s, gap)
+
+    def may_fit(self, candidate: Candidate) -> bool:
+        """False where a lower bound on the bytes of some stage is above the budget."""
+        m, name = candidate.n_microbatches, schedule_name(self.options)
+        parts = self.parts(candidate.ends)
+        return all(
+            least_bytes(
+                part, CostModel(layout.view, self.dtype), m, self.options.optimizer,
+                n_in_flight(name, k, len(parts), m),
+            )
+            <= self.budget_bytes
+            for k, (part, layout) in enumerate(zip(parts, candidate.stages, strict=True))
+        )  # fmt: skip
 
     def fastest(
         self,

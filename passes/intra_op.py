@@ -114,6 +114,34 @@ class Analysis:
         return self.types.with_divided(self.batch.cells, n_microbatches)
 
 
+def least_bytes(
+    analysis: Analysis, cost: CostModel, n_microbatches: int, optimizer: str, n_in_flight: int = 1
+) -> float:
+    """What a device needs at least, had every tensor a share on every rank.
+
+    Costs nothing beside solving, and rules out most numbers of microbatches that do not fit.
+    """
+    types, n_ranks = analysis.microbatch_types(n_microbatches).tensors, cost.mesh.n_ranks
+    kept: set[str] = set()
+    other_bytes = 0.0
+    for operator in analysis.operators:
+        saved = analysis.saved.get(operator.name)
+        if saved is None:
+            continue
+        kept |= {operator.inputs[i] for i in saved.inputs}
+        kept |= {operator.outputs[i] for i in saved.outputs}
+        other_bytes += saved.other_bytes / n_microbatches
+    activations = sum(types[n].size_bytes for n in kept - set(analysis.program.parameters))
+    static = static_bytes_per_param(optimizer, cost.dtype).total_bytes
+    parameters = sum(
+        types[n].size_bytes
+        / types[n].itemsize
+        * (static if types[n].has_grad else types[n].itemsize)
+        for n in analysis.program.parameters
+    )
+    return (parameters + n_in_flight * (activations + other_bytes)) / n_ranks
+
+
 @dataclass(frozen=True)
 class Chosen:
     """A solved stage: the strategy, what the solver minimised and how sure it is."""

@@ -56,7 +56,7 @@ class Outcome:
         return self.solved.candidate.stages[0].constraints.forbid
 
 
-# Candidates under one name: the first that fits is taken.
+# Candidates under one name, with ever more microbatches: the first that fits is taken.
 _Tries = tuple[str, list[Candidate]]
 
 
@@ -95,7 +95,7 @@ class Planner:
         errors: list[InfeasibleError] = []
         for name, tries in self._candidates():
             self.report(f"planning {name}")
-            solved = _first_that_fits(self.evaluator, tries)
+            solved = _fewest_that_fit(self.evaluator, tries)
             if isinstance(solved, Solved):
                 found.append(solved)
             else:
@@ -301,15 +301,30 @@ class Planner:
         return [m for m in powers if batch.size % (m * n_splits) == 0] or [1]
 
 
-def _first_that_fits(evaluator: Evaluator, tries: Sequence[Candidate]) -> Solved | InfeasibleError:
-    last: InfeasibleError | None = None
-    for candidate in tries:
+def _fewest_that_fit(evaluator: Evaluator, tries: Sequence[Candidate]) -> Solved | InfeasibleError:
+    """Of candidates with more and more microbatches, the first that fits: by bisection.
+
+    More microbatches never need more memory, so if the last does not fit, none does.
+    """
+
+    def solved(i: int) -> Solved | InfeasibleError:
         try:
-            return evaluator.solve(candidate)
+            return evaluator.solve(tries[i])
         except InfeasibleError as error:
-            last = error
-    assert last is not None
-    return last
+            return error
+
+    best = solved(len(tries) - 1)
+    low, high = 0, len(tries) - 1  # those before `low` do not fit, `high` does
+    while low < high and not evaluator.may_fit(tries[low]):
+        low += 1
+    while isinstance(best, Solved) and low < high:
+        middle = (low + high) // 2
+        found = solved(middle)
+        if isinstance(found, Solved):
+            best, high = found, middle
+        else:
+            low = middle + 1
+    return best
 
 
 def axes_text(view: LogicalMesh) -> str:
