@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from autopar.cost.model import CostModel
-from autopar.cost.predict import predict
+from autopar.cost.predict import link_between, predict
 from autopar.mesh import Device, Link, Mesh
 from autopar.options import Options
 from autopar.passes.constraints import Constraints
@@ -68,10 +68,6 @@ def test_consumers_alike_share_one_reshard() -> None:
     assert len(set(read)) == len(read), "a tensor is resharded twice to one placement"
 
 
-def step_time_s(pipeline: Pipeline, costs: Sequence[CostModel]) -> float:
-    return predict(pipeline, costs, "adamw").step_time_s
-
-
 @pytest.mark.parametrize("model", ["mlp", "bert-view"])
 @pytest.mark.parametrize("s_per_byte", [1e-12, 1e-9, 1e-6])
 def test_the_plan_is_never_worse_than_the_recipes(model: str, s_per_byte: float) -> None:
@@ -79,6 +75,10 @@ def test_the_plan_is_never_worse_than_the_recipes(model: str, s_per_byte: float)
     links = [Link(1e-6, s_per_byte)] * 2
     mesh = Mesh((1, 4), links=links, device=Device(1e12, 1e12, 1e12, 1e-6))
     options = Options.of(precision="fp64")
+
+    def step_time_s(pipeline: Pipeline, costs: Sequence[CostModel]) -> float:
+        return predict(pipeline, costs, "adamw", link_between(mesh, links)).step_time_s
+
     outcome = Planner(model_case(model).analysis, mesh, options, step_time_s).run()
     times = [a.step_time_s for a in outcome.alternatives]
     assert len(times) >= 5
