@@ -110,6 +110,13 @@ class Evaluator:
         gap = 0.0 if abstract else max(s.chosen.gap for s in stages)
         return Solved(candidate, tuple(stages), pipeline, time_s, objective_s, gap)
 
+    def stage_without_parameters(self, ends: tuple[int, ...]) -> int | None:
+        """The first stage that no optimizer could be made for; None if there is none."""
+        for k, part in enumerate(self.parts(ends)):
+            if len(ends) > 1 and not any(p.requires_grad for p in part.program.parameters.values()):
+                return k
+        return None
+
     def may_fit(self, candidate: Candidate) -> bool:
         """False where a lower bound on the bytes of some stage is above the budget."""
         m, name = candidate.n_microbatches, schedule_name(self.options)

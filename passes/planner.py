@@ -160,6 +160,7 @@ class Planner:
         if n_stages is None:
             found += recipe_candidates(*search, report=self.report)[:_N_RECIPES]
         seen: Counter[str] = Counter()
+        found = [c for c in found if self.evaluator.stage_without_parameters(c.ends) is None]
         for candidate in found:  # plans that differ in their cuts alone are told apart
             seen[candidate.name] += 1
             nth = seen[candidate.name]
@@ -175,6 +176,12 @@ class Planner:
                 hint="make the submeshes add up to the mesh",
             )
         ends = ends_by_modules(self.analysis.program, stages)
+        idle = self.evaluator.stage_without_parameters(ends)
+        if idle is not None:
+            raise OptionError(
+                f"stage {idle} of stages= has no parameter that learns, so nothing to optimise",
+                hint="give it a module with parameters",
+            )
         first_rank, choices = 0, []
         for stage in stages:
             check_submesh(self.mesh, first_rank, stage)
