@@ -89,13 +89,32 @@ class Evaluator:
 
     def solve(self, candidate: Candidate) -> Solved:
         """Raises `InfeasibleError` where a stage does not fit, `BatchError` where rows do not."""
+        return self._joined(candidate, self._stages(candidate, self.budget_bytes))
+
+    def solve_freely(self, candidate: Candidate) -> Solved | float:
+        """The optimum without a budget where it fits one; else a lower bound on the objective.
+
+        Of a recipe, whose layout is not what is fastest, the bound is 0.
+        """
+        stages = self._stages(candidate, None)
+        if all(s.chosen.size_bytes <= self.budget_bytes for s in stages):
+            return self._joined(candidate, stages)
+        is_recipe = any(layout.constraints.roles for layout in candidate.stages)
+        return 0.0 if is_recipe else max(s.chosen.objective_s for s in stages)
+
+    def _stages(self, candidate: Candidate, budget_bytes: float | None) -> list[SolvedStage]:
         parts, m = self.parts(candidate.ends), candidate.n_microbatches
         name = schedule_name(self.options)
         stages = []
         for k, (part, layout) in enumerate(zip(parts, candidate.stages, strict=True)):
             depth = n_in_flight(name, k, len(parts), m)
-            chosen = self._choose(part, layout, (candidate.ends, k), m, depth)
+            chosen = self._choose(part, layout, (candidate.ends, k), m, depth, budget_bytes)
             stages.append(SolvedStage(part, layout.view, chosen))
+        return stages
+
+    def _joined(self, candidate: Candidate, stages: Sequence[SolvedStage]) -> Solved:
+        """The stages lowered, joined and simulated."""
+        name = schedule_name(self.options)
         costs = [CostModel(s.mesh, self.dtype) for s in stages]
         programs = [
             lower(s.analysis, s.chosen.strategy, cost)
@@ -147,7 +166,9 @@ class Evaluator:
             failure: InfeasibleError | None = None
             for i, layout in enumerate(layouts):
                 try:
-                    chosen = self._choose(part, layout, (ends, k), n_microbatches, depth)
+                    chosen = self._choose(
+                        part, layout, (ends, k), n_microbatches, depth, self.budget_bytes
+                    )
                     found.append((chosen.objective_s, i))
                 except InfeasibleError as error:
                     failure = error
@@ -163,11 +184,13 @@ class Evaluator:
         place: tuple[tuple[int, ...], int],
         n_microbatches: int,
         depth: int,
+        budget_bytes: float | None,
     ) -> Chosen:
         view, (ends, k) = layout.view, place
         operators = (ends[k - 1] if k else 0, ends[k])
         seen = (view.sizes, view.names, view.links)
-        key = (operators, seen, repr(layout.constraints), n_microbatches, depth)
+        limits = repr(layout.constraints)
+        key = (operators, seen, limits, n_microbatches, depth, budget_bytes)
         if key not in self._chosen:
             cost = CostModel(view, self.dtype)
             self._chosen[key] = choose(
@@ -176,7 +199,7 @@ class Evaluator:
                 n_microbatches,
                 layout.constraints,
                 self.options.optimizer,
-                self.budget_bytes,
+                budget_bytes,
                 self.options.solver,
                 self.options.time_limit_s,
                 depth,

@@ -31,7 +31,7 @@ from autopar.workspace import Temporaries, temporaries
 GAP_GOAL = 1e-3
 # A recipe's layout under a memory budget is priced abstractly; nothing hangs on its optimum.
 RECIPE_GAP_GOAL = 5e-2
-CLOSE_GAP_S = 20.0
+CLOSE_GAP_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -144,11 +144,15 @@ def least_bytes(
 
 @dataclass(frozen=True)
 class Chosen:
-    """A solved stage: the strategy, what the solver minimised and how sure it is."""
+    """A solved stage: the strategy, what the solver minimised and how sure it is.
+
+    `size_bytes` is what it needs per device by the solver's account.
+    """
 
     strategy: Strategy
     objective_s: float
     gap: float
+    size_bytes: float
     solve_s: float
     n_variables: int
 
@@ -219,6 +223,7 @@ def choose(
         strategy,
         solution.objective_s,
         solution.gap,
+        solution.bytes,
         sum(solution.phase_s.values()),
         problem.numbers.n_variables,
     )

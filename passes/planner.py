@@ -1,7 +1,7 @@
 """The planner: candidate plans, priced alike; the best one wins.
 
     one stage     for every logical view of the mesh, the intra-operator problem, with the
-                  fewest microbatches that fit; and the plain recipes (data parallelism,
+                  best number of microbatches; and the plain recipes (data parallelism,
                   ZeRO-3, Megatron), so that the result is never worse than they are by its
                   own model
     more stages   the best of the joint search (`joint.py`) and the recipes with stages
@@ -40,6 +40,8 @@ from autopar.units import format_bytes
 _N_SEARCHED, _N_RECIPES = 6, 3
 # Microbatch counts tried when memory does not allow fewer.
 _MAX_MICROBATCHES = 64
+# A gain (relative) that is worth solving one more problem under a budget.
+_WORTH_REL = 0.01
 Progress = Callable[[str], None]
 
 
@@ -56,7 +58,7 @@ class Outcome:
         return self.solved.candidate.stages[0].constraints.forbid
 
 
-# Candidates under one name, with ever more microbatches: the first that fits is taken.
+# Candidates under one name, with ever more microbatches: the best is taken.
 _Tries = tuple[str, list[Candidate]]
 
 
@@ -95,7 +97,7 @@ class Planner:
         errors: list[InfeasibleError] = []
         for name, tries in self._candidates():
             self.report(f"planning {name}")
-            solved = _fewest_that_fit(self.evaluator, tries)
+            solved = _best_count(self.evaluator, tries)
             if isinstance(solved, Solved):
                 found.append(solved)
             else:
@@ -141,13 +143,13 @@ class Planner:
     def _one_stage(self) -> Iterator[_Tries]:
         views = self._views(0, self.mesh.n_ranks)
         for view in views:
-            yield self._fewest(f"search on {axes_text(view)}", self._layout(view))
+            yield self._any_count(f"search on {axes_text(view)}", self._layout(view))
         if not self.options.force:
             for name, view, limits in self._recipes(views):
-                yield self._fewest(name, StageLayout(view, limits))
+                yield self._any_count(name, StageLayout(view, limits))
 
-    def _fewest(self, name: str, layout: StageLayout) -> _Tries:
-        """The fewest microbatches that fit: with one stage, more of them only cost time."""
+    def _any_count(self, name: str, layout: StageLayout) -> _Tries:
+        """One stage, with every number of microbatches worth trying."""
         ends = (n_operators(self.analysis.program),)
         counts = self._microbatch_counts(layout.view, layout.constraints)
         return name, [Candidate(name, ends, (layout,), m) for m in counts]
@@ -266,7 +268,7 @@ class Planner:
             for candidate in recipe_candidates(*search, manual, self.report):
                 yield candidate.name, [candidate]
             return
-        yield self._fewest("manual recipe", StageLayout(view, limits))
+        yield self._any_count("manual recipe", StageLayout(view, limits))
 
     def _check_rows(self, manual: Manual) -> None:
         """Refuse a batch that data parallelism and the microbatches asked for do not divide."""
@@ -308,29 +310,33 @@ class Planner:
         return [m for m in powers if batch.size % (m * n_splits) == 0] or [1]
 
 
-def _fewest_that_fit(evaluator: Evaluator, tries: Sequence[Candidate]) -> Solved | InfeasibleError:
-    """Of candidates with more and more microbatches, the first that fits: by bisection.
+def _best_count(evaluator: Evaluator, tries: Sequence[Candidate]) -> Solved | InfeasibleError:
+    """The best of candidates that differ in their microbatches, given in rising order.
 
-    More microbatches never need more memory, so if the last does not fit, none does.
+    Where memory does not bind, the fewest microbatches are fastest, because more of them only
+    cost time: the first such count is found by bisection. Fewer than that are bought with slower
+    placements; they are tried one by one while they are faster, or may be.
     """
-
-    def solved(i: int) -> Solved | InfeasibleError:
-        try:
-            return evaluator.solve(tries[i])
-        except InfeasibleError as error:
-            return error
-
-    best = solved(len(tries) - 1)
-    low, high = 0, len(tries) - 1  # those before `low` do not fit, `high` does
-    while low < high and not evaluator.may_fit(tries[low]):
-        low += 1
-    while isinstance(best, Solved) and low < high:
+    start = next((i for i, c in enumerate(tries) if evaluator.may_fit(c)), len(tries) - 1)
+    low, high, best, bound_s = start, len(tries), None, 0.0
+    while low < high:
         middle = (low + high) // 2
-        found = solved(middle)
+        found = evaluator.solve_freely(tries[middle])
         if isinstance(found, Solved):
             best, high = found, middle
         else:
-            low = middle + 1
+            bound_s, low = found, middle + 1
+    for candidate in reversed(tries[start:low]):
+        if best is not None and best.step_time_s * (1 - _WORTH_REL) <= bound_s:
+            break
+        try:
+            bought = evaluator.solve(candidate)
+        except InfeasibleError as error:
+            return best or error
+        if best is not None and bought.step_time_s >= best.step_time_s:
+            break
+        best, bound_s = bought, 0.0
+    assert best is not None
     return best
 
 
