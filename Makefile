@@ -11,12 +11,18 @@ export OMP_NUM_THREADS := 1
 
 .PHONY: demo compare test lint golden parity install clean
 
+# Trains on four processes; plans a Llama of 8 layers for 16 GPUs and draws it; a short comparison.
 demo: install
 	$(BIN)/python examples/train_gpt2.py
+	$(BIN)/python -m examples.joint_plan --layers 8
+	$(BIN)/python -m examples.compare --pairs 3
+	$(BIN)/python -m examples.compare_pipeline --pairs 3 --microbatches 4
 
-# autopar beside a hand-written Megatron: losses, collectives, step times on two processes.
+# On two processes: the Megatron recipe beside tensor parallelism by hand and DTensor's, then
+# 1F1B beside torch's; losses, collectives, step times.
 compare: install
 	$(BIN)/python -m examples.compare
+	$(BIN)/python -m examples.compare_pipeline
 
 # Two workers: one core each; a file stays with one worker, so its process pools are shared.
 test: lint
