@@ -5,11 +5,11 @@ tensor types, and read alike: what one reads of operator k, the other reads of k
 read the same value. A *run* is a range of operators alike at one distance p, its period: blocks
 that differ in names only (`find_runs`; several runs if there are several stacks of layers).
 
-Folding keeps the first `KEPT` blocks of every run and lets what follows the run read the last
-of them in place of the run's last block (`fold`). Placements of the folded program stand for
-placements of the whole: each dropped block takes those of the last kept one
-(`Folded.stands_for`). That is legal where the kept block hands on its values placed as it got
-them, which the optimum of long runs does; costs read off so are estimates at the seams.
+Folding keeps the first two blocks and the last of every run; the last reads the second in place
+of the one before it (`fold`). Placements of the folded program stand for placements of the
+whole: each dropped block takes those of the second, which has its like before it and after it
+(`Folded.stands_for`). That is legal where that block hands on its values placed as it got them,
+which the optimum of long runs does; else costs read off so are estimates.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from autopar.factors import Operator
 from autopar.passes.intra_op import Analysis
 
-# The second block reads its like; the first may read something that only looks like it.
-KEPT = 2
+_BEFORE, _AFTER = 2, 1
+KEPT = _BEFORE + _AFTER
 _MIN_BLOCKS = KEPT + 1
 
 
@@ -48,14 +48,14 @@ class Run:
 
     @property
     def dropped(self) -> range:
-        return range(self.end - self.n_dropped, self.end)
+        return range(self.start + _BEFORE * self.period, self.end - _AFTER * self.period)
 
     def kept_like(self, i: int) -> int:
         """The kept operator that operator i of a dropped block is like."""
-        return self.start + self.period * (KEPT - 1) + (i - self.start) % self.period
+        return self.start + self.period * (_BEFORE - 1) + (i - self.start) % self.period
 
     def read_instead(self, i: int) -> int:
-        """What operators after the run read in place of operator i of a dropped block."""
+        """What kept operators read in place of operator i of a dropped block."""
         moved = i - self.n_dropped
         return moved if moved >= self.start else self.kept_like(i)
 

@@ -1,0 +1,82 @@
+"""Megatron with stages: which splits, what they may do, how layers are shared out."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+
+from autopar.capture import capture
+from autopar.errors import MeshError, OptionError
+from autopar.mesh import LogicalMesh
+from autopar.options import Manual, Options
+from autopar.passes.folding import find_runs
+from autopar.passes.intra_op import Analysis
+from autopar.passes.layers import find_layers
+from autopar.passes.layout import Candidate
+from autopar.passes.recipes import recipe_candidates
+from tests.harness import Mlp, random_rows
+from tests.test_joint import assert_covers, cluster, gpt2, hardware_of
+
+
+def test_recipes_are_equal_stages_in_every_split() -> None:
+    mesh = cluster(2, 2)
+    found = recipe_candidates(gpt2(), mesh, hardware_of(mesh), Options.of())
+    splits = {(len(c.ends), *c.stages[0].view.sizes) for c in found}
+    assert splits == {(2, 2, 1), (2, 1, 2), (4, 1, 1)}
+    for candidate in found:
+        assert_covers(candidate, mesh)
+        assert len({stage.view.sizes for stage in candidate.stages}) == 1
+        for stage in candidate.stages:
+            assert stage.constraints.roles == ("data", "tensor")
+            assert "sequence" in stage.constraints.forbid
+        assert 16 % (candidate.n_microbatches * candidate.stages[0].view.sizes[0]) == 0
+
+
+def test_recipes_respect_forbid() -> None:
+    mesh = cluster(4)
+    hardware = hardware_of(mesh)
+
+    def splits(*forbid: str) -> set[tuple[int, ...]]:
+        options = Options.of(forbid=forbid)
+        found = recipe_candidates(gpt2(), mesh, hardware, options)
+        return {(len(c.ends), *c.stages[0].view.sizes) for c in found}
+
+    assert splits("pipeline") == set()
+    assert splits("tensor") == {(2, 2, 1), (4, 1, 1)}
+    assert splits("data") == {(2, 1, 2), (4, 1, 1)}
+
+
+def views(candidate: Candidate) -> list[LogicalMesh]:
+    return [stage.view for stage in candidate.stages]
+
+
+def test_a_manual_recipe_is_that_one() -> None:
+    mesh = cluster(2, 4)
+    hardware, options = hardware_of(mesh), Options.of()
+    manual = Manual(dp=2, tp=2, pp=2, sp=True, zero=1, microbatch_size=2)
+    (candidate,) = recipe_candidates(gpt2(), mesh, hardware, options, manual)
+    assert [v.sizes for v in views(candidate)] == [(2, 2)] * 2
+    assert [v.first_rank for v in views(candidate)] == [0, 4]
+    assert candidate.n_microbatches == 16 // 2 // 2
+    (limits,) = {repr(stage.constraints) for stage in candidate.stages}
+    assert "zero=1" in limits and "sequence" not in limits
+    uneven, too_many = replace(manual, microbatch_size=3), replace(manual, dp=4)
+    with pytest.raises(OptionError, match="microbatch_size=3"):
+        recipe_candidates(gpt2(), mesh, hardware, options, uneven)
+    with pytest.raises(MeshError, match="places 16 ranks"):
+        recipe_candidates(gpt2(), mesh, hardware, options, too_many)
+
+
+def test_stages_of_a_recipe_have_balanced_flops() -> None:
+    rows = Analysis.of(capture(Mlp(n_layers=8), random_rows(0, "x", "y"), precision="fp64"))
+    mesh = cluster(4)
+    found = recipe_candidates(rows, mesh, hardware_of(mesh), Options.of())
+    layers = find_layers(rows, find_runs(rows), 4)
+    for candidate in found:
+        last = [layers.ends.index(end) for end in candidate.ends]
+        bounds = itertools.pairwise([-1, *last])
+        flops = [math.fsum(layers.flops[a + 1 : b + 1]) for a, b in bounds]
+        assert max(flops) <= math.fsum(flops) / len(flops) + max(layers.flops)
