@@ -29,7 +29,8 @@ from autopar.program import Program
 from autopar.rules import rule_for
 
 N_WANTED = 32
-MOST_LAYERS = 48
+# So that 32 blocks may be cut between attention and MLP too; the stage search takes a second.
+MOST_LAYERS = 72
 # Two cuts of almost the same bytes are equally thin.
 _SAME_BYTES_REL = 1e-3
 # How much more than the mean a layer's flops may be: the least that can be attained is taken.
