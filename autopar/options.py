@@ -204,7 +204,7 @@ def _check_recipe(options: Options, manual: Manual) -> None:
             f"microbatches={options.microbatches} both say how the batch is cut",
             hint="give one of them",
         )
-    if options.stages != "auto":
+    if options.stages not in ("auto", manual.pp):
         raise OptionError(
             f"Manual.pp={manual.pp} and stages={options.stages!r} both cut the model",
             hint="give one of them",

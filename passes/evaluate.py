@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 
@@ -17,7 +18,7 @@ from autopar.passes.intra_op import Analysis, Chosen, choose, least_bytes
 from autopar.passes.layout import Candidate, StageLayout
 from autopar.passes.lower import lower
 from autopar.pipeline import Pipeline
-from autopar.schedule import ORDERS
+from autopar.schedule import ORDERS, in_flight
 
 # (pipeline, the stages' costs) -> predicted seconds of a step
 Predict = Callable[[Pipeline, Sequence[CostModel]], float]
@@ -58,9 +59,10 @@ def schedule_name(options: Options) -> str:
     return "1f1b" if options.schedule == "auto" else options.schedule
 
 
+@lru_cache(maxsize=1024)
 def n_in_flight(schedule: str, stage: int, n_stages: int, n_microbatches: int) -> int:
     """How many microbatches' activations a stage keeps at once."""
-    return n_microbatches if schedule == "gpipe" else min(n_microbatches, n_stages - stage)
+    return in_flight(ORDERS[schedule](n_stages, n_microbatches), stage)
 
 
 @dataclass

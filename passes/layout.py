@@ -11,13 +11,7 @@ from autopar.mesh import LogicalMesh, Mesh
 from autopar.options import StageOption
 from autopar.passes.constraints import Constraints
 from autopar.passes.intra_op import Analysis
-from autopar.passes.solvers import Infeasible
-from autopar.passes.solvers.clustering import cluster_operators
 from autopar.program import Program
-from autopar.rules import rule_for
-
-# How much more than the mean a stage's flops may be: the least that can be attained is taken.
-_DELTAS = (0.05, 0.1, 0.2, 0.5, 1.0, 1e3)
 
 
 @dataclass(frozen=True)
@@ -89,22 +83,6 @@ def ends_by_stage(program: Program, stage_of: Mapping[str, int], n_stages: int) 
     if empty is not None:
         raise OptionError(f"stage {empty} holds no operator")
     return tuple(ends)
-
-
-def balanced_ends(analysis: Analysis, n_stages: int) -> tuple[int, ...]:
-    """Stages of about equal flops, cut where little crosses.
-
-    Raises `OptionError` for more stages than operators.
-    """
-    placed = analysis.placed_operators(1)
-    if n_stages > len(placed):
-        raise OptionError(f"{n_stages} stages of {len(placed)} operators")
-    flops = [rule_for(str(p.operator.call.op)).flops_of(p.sizes) for p in placed]
-    for delta in _DELTAS:
-        found = cluster_operators(flops, crossing_bytes(analysis), n_stages, delta)
-        if not isinstance(found, Infeasible):
-            return found.ends
-    raise AssertionError("any partition satisfies the largest delta")
 
 
 def crossing_bytes(analysis: Analysis) -> list[float]:

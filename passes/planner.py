@@ -266,7 +266,8 @@ class Planner:
         if manual.pp > 1:  # more microbatches make the bubble smaller, and cost more launches
             search = (self.analysis, self.mesh, self.hardware, self.options)
             for candidate in recipe_candidates(*search, manual, self.report):
-                yield candidate.name, [candidate]
+                name = f"manual recipe, m={candidate.n_microbatches}"
+                yield name, [replace(candidate, name=name)]
             return
         yield self._any_count("manual recipe", StageLayout(view, limits))
 

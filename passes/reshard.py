@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -198,14 +198,25 @@ class ReshardTable:
         return total
 
 
-@lru_cache(maxsize=1024)
 def reshard_table(
     tensor: TensorType, cost: CostModel, no_reduce_scatter: bool = False
 ) -> ReshardTable:
-    """The table of a tensor type under a cost model; layers alike share it."""
+    """The table of a tensor type under a cost model; layers and stages alike share it."""
+    return _table(tensor, _priced_alike(cost), no_reduce_scatter)
+
+
+@lru_cache(maxsize=1024)
+def _table(tensor: TensorType, cost: CostModel, no_reduce_scatter: bool) -> ReshardTable:
     return ReshardTable.build(
         tensor, cost.mesh.sizes, cost.primitive_time_s, no_reduce_scatter=no_reduce_scatter
     )
+
+
+@lru_cache(maxsize=1024)
+def _priced_alike(cost: CostModel) -> CostModel:
+    """A cost model that prices moves the same: neither names nor the first rank matter to it."""
+    names = tuple(f"axis_{i}" for i in range(cost.mesh.n_axes))
+    return CostModel(replace(cost.mesh, names=names, first_rank=0), cost.dtype)
 
 
 def _reduce_scatters(step: Step, has_grad: bool) -> bool:

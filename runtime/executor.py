@@ -9,9 +9,7 @@
              synchronise gradients           bucketed, once; then sums over tied parameters
              the loss to every rank
 
-Parameters the program uses as they are stored are its leaves directly, and autograd adds
-to their `.grad`. Every other use placement is a leaf of its own whose gradient is brought
-back to storage by the reverse of its moves. A microbatch is forgotten when its backward is done.
+A microbatch is forgotten when its backward is done.
 """
 
 from __future__ import annotations
@@ -25,9 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.buckets import BUCKET_BYTES
 from autopar.pipeline import Pipeline
-from autopar.runtime.bucketed import bucketed_apply
+from autopar.runtime.conversions import Conversions
 from autopar.runtime.crossings import Crossings
 from autopar.runtime.delivery import deliver
 from autopar.runtime.groups import Group, phase
@@ -38,10 +35,7 @@ from autopar.schedule import Action, Kind
 from autopar.stage_program import (
     GatherLine,
     Local,
-    MoveLine,
-    ParameterUse,
     StageProgram,
-    StoredParameter,
     outs,
 )
 
@@ -123,6 +117,7 @@ class Executor:
         self.program, self.code, self.environment = pipeline.stages[self.stage], code, environment
         self.coordinate = pipeline.meshes[self.stage].coordinate(rank)
         self.constants = constants
+        self.conversions = Conversions(self.program.parameters, environment.groups)
         self.actions = pipeline.schedule.stages[self.stage]
         self._messages: dict[tuple[Kind, int], list[Action]] = {}
         for action in self.actions:
@@ -156,9 +151,11 @@ class Executor:
         """
         kept = self.ties.set_aside(stored) if self.ties else {}
         divisors = self._divisors(inputs, is_local)
-        step = _Step(stored, self._leaves(stored), inputs, divisors, is_local, on_outputs)
+        step = _Step(
+            stored, self.conversions.leaves(stored), inputs, divisors, is_local, on_outputs
+        )
         self._run(step)
-        self._return_gradients(step.leaves, stored, "step")
+        self.conversions.return_gradients(step.leaves, stored, "step")
         if self.ties:
             self.ties.sum(stored, kept)
         last = self.pipeline.stages[-1]
@@ -182,8 +179,8 @@ class Executor:
         are wanted `everywhere`.
         """
         assert self.program.n_microbatches == 1
-        divisors = self._divisors(inputs, is_local)
-        step = _Step(stored, self._leaves(stored), inputs, divisors, is_local, None)
+        leaves, divisors = self.conversions.leaves(stored), self._divisors(inputs, is_local)
+        step = _Step(stored, leaves, inputs, divisors, is_local, None)
         self._run(step)
         if self.crossings:
             self.crossings.finish()
@@ -289,7 +286,7 @@ class Executor:
                 for value, leaf in microbatch.received.items()
                 if leaf.requires_grad
             }
-        self._return_gradients(step.leaves, step.stored, "micro")
+        self.conversions.return_gradients(step.leaves, step.stored, "micro")
 
     @torch.no_grad()
     def _from_last_stage(self, value: Tensor | None, made: Local) -> Tensor:
@@ -302,67 +299,6 @@ class Executor:
         assert self.environment.world is not None
         with phase("loss" if made.name == self.pipeline.stages[-1].loss else "output"):
             return self.environment.world.all_reduce(value)
-
-    # -- parameters ------------------------------------------------------------------------
-
-    def _leaves(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Every use placement as a tensor the program differentiates."""
-        leaves: dict[str, Tensor] = {}
-        waiting: list[tuple[StoredParameter, ParameterUse]] = []
-        for p in self.program.parameters:
-            for use in p.uses:
-                if use.moves:
-                    waiting.append((p, use))
-                else:
-                    leaves[use.local.name] = stored[p.name]
-        if waiting:
-            with phase("param_gather"):
-                values = bucketed_apply(
-                    [(stored[p.name].detach(), self._steps(use.moves)) for p, use in waiting],
-                    BUCKET_BYTES,
-                )
-            for (p, use), value in zip(waiting, values, strict=True):
-                # A value that is still the stored tensor needs a leaf of its own.
-                leaf = value.detach().view_as(value)
-                leaves[use.local.name] = leaf.requires_grad_(
-                    stored[p.name].requires_grad and torch.is_grad_enabled()
-                )
-        return leaves
-
-    def _return_gradients(
-        self, leaves: Mapping[str, Tensor], stored: Mapping[str, Tensor], period: str
-    ) -> None:
-        """Bring gradients of converted uses back to storage and add them to `.grad`."""
-        waiting: list[tuple[str, Tensor, tuple[MoveLine, ...]]] = []
-        for p in self.program.parameters:
-            for use in p.uses:
-                leaf = leaves[use.local.name]
-                if use.moves and p.period == period and leaf.grad is not None:
-                    waiting.append((p.name, leaf.grad, use.moves))
-                    leaf.grad = None
-        if not waiting:
-            return
-        with phase("grad_sync"):
-            values = bucketed_apply(
-                [(g, self._steps(moves, backward=True)) for _, g, moves in waiting], BUCKET_BYTES
-            )
-        with torch.no_grad():
-            for (name, _, _), value in zip(waiting, values, strict=True):
-                parameter = stored[name]
-                if parameter.grad is None:
-                    parameter.grad = value.clone() if value._base is not None else value
-                else:
-                    parameter.grad += value
-
-    def _steps(self, moves: Sequence[MoveLine], backward: bool = False) -> tuple[Any, ...]:
-        if backward:
-            return tuple(
-                (m.move.backward, self._group(m), m.move.splits[::-1]) for m in reversed(moves)
-            )
-        return tuple((m.move.forward, self._group(m), m.move.splits) for m in moves)
-
-    def _group(self, line: MoveLine) -> Group:
-        return self.environment.group(line.move.axes)
 
     # -- inputs ----------------------------------------------------------------------------
 
