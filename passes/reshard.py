@@ -212,6 +212,11 @@ def _table(tensor: TensorType, cost: CostModel, no_reduce_scatter: bool) -> Resh
     )
 
 
+def clear_tables() -> None:
+    """Forget all tables: tests that change how they are made need it."""
+    _table.cache_clear()
+
+
 @lru_cache(maxsize=1024)
 def _priced_alike(cost: CostModel) -> CostModel:
     """A cost model that prices moves the same: neither names nor the first rank matter to it."""

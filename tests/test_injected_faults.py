@@ -195,11 +195,11 @@ def test_strided_factor_taken_as_contiguous(monkeypatch: pytest.MonkeyPatch) -> 
 @contextmanager
 def fresh_tables() -> Iterator[None]:
     """For faults in the search of reshards: none is left in the tables that others share."""
-    reshard.reshard_table.cache_clear()
+    reshard.clear_tables()
     try:
         yield
     finally:
-        reshard.reshard_table.cache_clear()
+        reshard.clear_tables()
 
 
 def test_local_divisor(monkeypatch: pytest.MonkeyPatch) -> None:
