@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 import torch.fx
 
@@ -22,20 +21,18 @@ from autopar.factors import Operator
 from autopar.facts import OperatorStrategy, Storage, Strategy
 from autopar.passes.arguments import override, prologue_lines
 from autopar.passes.boundaries import boundary_specs
-from autopar.passes.candidates import operator_times_s
 from autopar.passes.frees import with_frees, with_regathers
 from autopar.passes.fuse import fuse_bias
 from autopar.passes.intra_op import Analysis
+from autopar.passes.line_costs import LineCosts
 from autopar.passes.lowered import (
     LOWERED,
     inner_width,
-    lowered_saved_bytes,
-    lowered_workspace,
 )
 from autopar.passes.names import group_name, identifier, reserved_names, suffix
 from autopar.passes.reshard import reshard_table, step_time_s
 from autopar.rules import rule_for
-from autopar.spec import I, R, Spec, TensorType, local_bytes, local_shape, without_gradient, written
+from autopar.spec import I, R, Spec, TensorType, local_shape, without_gradient, written
 from autopar.stage_program import (
     UNUSED,
     Boundary,
@@ -50,7 +47,6 @@ from autopar.stage_program import (
     Ref,
     StageProgram,
     StoredParameter,
-    Workspace,
 )  # fmt: skip
 
 
@@ -78,6 +74,7 @@ class _Lowering:
         self.sizes = self.cost.mesh.sizes
         self.active = self.cost.mesh.active_axes
         self.types = self.strategy.types
+        self.line_costs = LineCosts(self.analysis, self.strategy, self.cost)
         self.taken |= reserved_names(self.cost.mesh.names)
 
     def run(self) -> StageProgram:
@@ -266,7 +263,7 @@ class _Lowering:
             args, kwargs = override(node, args, kwargs, rule.localise(operator.call, *shapes))
         if chosen.lowered is not None:
             args, kwargs = self._lowered_arguments(operator, chosen, names), {}
-        flops, model_flops, forward, backward = self._times(operator, chosen, sizes)
+        flops, model_flops, forward, backward = self.line_costs.times(operator, chosen, sizes)
         inner: tuple[int, ...] = ()
         if chosen.lowered == "vocab_parallel_cross_entropy":
             rows = math.prod(inputs[1].shape) * inner_width(inputs[0].dtype)
@@ -274,13 +271,14 @@ class _Lowering:
             forward += sum(
                 self.cost.primitive_time_s("all_reduce", n, chosen.lowered_axes) for n in inner
             )
-        saved_bytes, keeps = self._kept(operator, chosen, inputs, outs)
+        saved_bytes, keeps = self.line_costs.kept(operator, chosen, inputs, outs)
         self.body.append(
             CallLine(
                 tuple(outs), str(operator.call.op), args, kwargs, self.program.keys[node.name],
                 self.program.sources.get(node.name, ""), chosen.lowered, chosen.lowered_axes, inner,
-                flops, forward, backward, saved_bytes, keeps, self._shares(operator, names),
-                model_flops, self._workspace(operator, chosen, inputs, outs),
+                flops, forward, backward, saved_bytes, keeps,
+                self.line_costs.shares(operator, names), model_flops,
+                self.line_costs.workspace(operator, chosen, inputs, outs),
             )
         )  # fmt: skip
 
@@ -312,75 +310,6 @@ class _Lowering:
         group = Ref(group_name(self.cost.mesh.names, chosen.lowered_axes))
         scalars = [operator.call.args[name] for name in wanted[2:]]
         return (Ref(names[0]), Ref(names[1]), group, *scalars)
-
-    def _times(
-        self, operator: Operator, chosen: OperatorStrategy, sizes: Mapping[str, int]
-    ) -> tuple[float, float, float, float]:
-        """(local flops, model flops with backward, forward seconds, backward seconds)."""
-        rule = rule_for(str(operator.call.op))
-        placed = (*zip(operator.inputs, chosen.inputs, strict=True),
-                  *zip(operator.outputs, chosen.outputs, strict=True))  # fmt: skip
-        moved = sum(local_bytes(self.types[v], s, self.sizes) for v, s in placed)
-        share = 1.0
-        for axis in self.active:
-            if any(s.placements[axis].is_shard for _, s in placed):
-                share /= self.sizes[axis]
-        whole = rule.flops_of(sizes)
-        flops = whole * share
-        products = 1
-        if any(self.types[v].has_grad for v in operator.outputs):
-            products += sum(self.types[v].has_grad for v in operator.inputs[:2])
-        forward, backward = operator_times_s(
-            rule, operator, self.types, self.cost, np.array([flops]), np.array([float(moved)])
-        )
-        return flops, whole * products, float(forward[0]), float(backward[0])
-
-    def _kept(
-        self, operator: Operator, chosen: OperatorStrategy,
-        inputs: Sequence[Local], outs: Sequence[Local],
-    ) -> tuple[float, tuple[str, ...]]:  # fmt: skip
-        """What autograd keeps: bytes of its own, and variables."""
-        saved = self.analysis.saved.get(operator.name)
-        if saved is None or not any(out.has_grad for out in outs):
-            return 0.0, ()
-        if chosen.lowered is not None:
-            positions = LOWERED[chosen.lowered].keeps
-            own_bytes = lowered_saved_bytes(chosen.lowered, inputs)
-            return float(own_bytes), tuple(inputs[i].name for i in positions)
-        keeps = [inputs[i].name for i in sorted(saved.inputs)]
-        keeps += [outs[i].name for i in sorted(saved.outputs) if outs[i].name != UNUSED]
-        unnamed = sum(outs[i].size_bytes for i in saved.outputs if outs[i].name == UNUSED)
-        return unnamed + saved.other_bytes * self._share(operator, chosen), tuple(keeps)
-
-    def _share(self, operator: Operator, chosen: OperatorStrategy) -> float:
-        """One rank's part in one microbatch of bytes measured on whole tensors."""
-        share = 1.0
-        for axis in self.active:
-            if any(s.placements[axis].is_shard for s in (*chosen.inputs, *chosen.outputs)):
-                share /= self.sizes[axis]
-        batch = self.strategy.batch_cells
-        if any(v in batch for v in (*operator.inputs, *operator.outputs)):
-            share /= self.strategy.n_microbatches
-        return share
-
-    def _workspace(
-        self, operator: Operator, chosen: OperatorStrategy,
-        inputs: Sequence[Local], outs: Sequence[Local],
-    ) -> Workspace:  # fmt: skip
-        if chosen.lowered is not None:
-            return lowered_workspace(chosen.lowered, inputs, outs)
-        needed, share = self.analysis.temporaries[operator.name], self._share(operator, chosen)
-        return Workspace(
-            needed.forward_bytes * share,
-            needed.backward_bytes * share,
-            tuple(inputs[i].name for i in sorted(needed.passed)),
-        )
-
-    def _shares(self, operator: Operator, names: Sequence[str]) -> tuple[str | None, ...]:
-        """Per output, the variable it is a view of."""
-        owners = self.analysis.storage_owners
-        by_owner = {owners[v]: n for v, n in zip(operator.inputs, names, strict=True)}
-        return tuple(by_owner.get(owners.get(v, v)) for v in operator.outputs)
 
     # -- other stages --------------------------------------------------------------------
 

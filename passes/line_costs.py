@@ -1,0 +1,104 @@
+"""What one lowered operator costs on one rank: time, what autograd keeps, what it needs in between.
+
+Measured on whole tensors of the global batch (`autopar/saved.py`, `autopar/workspace.py`) or
+counted by the operator's rule; a rank has the part that its placements leave it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.cost.model import CostModel
+from autopar.factors import Operator
+from autopar.facts import OperatorStrategy, Strategy
+from autopar.passes.candidates import operator_times_s
+from autopar.passes.intra_op import Analysis
+from autopar.passes.lowered import LOWERED, lowered_saved_bytes, lowered_workspace
+from autopar.rules import rule_for
+from autopar.spec import local_bytes
+from autopar.stage_program import UNUSED, Local, Workspace
+
+
+@dataclass
+class LineCosts:
+    """Prices the operators of one stage under its strategy."""
+
+    analysis: Analysis
+    strategy: Strategy
+    cost: CostModel
+
+    def __post_init__(self) -> None:
+        self.types, self.sizes = self.strategy.types, self.cost.mesh.sizes
+        self.active = self.cost.mesh.active_axes
+
+    def times(
+        self, operator: Operator, chosen: OperatorStrategy, sizes: Mapping[str, int]
+    ) -> tuple[float, float, float, float]:
+        """(local flops, model flops with backward, forward seconds, backward seconds)."""
+        rule = rule_for(str(operator.call.op))
+        placed = (*zip(operator.inputs, chosen.inputs, strict=True),
+                  *zip(operator.outputs, chosen.outputs, strict=True))  # fmt: skip
+        moved = sum(local_bytes(self.types[v], s, self.sizes) for v, s in placed)
+        share = 1.0
+        for axis in self.active:
+            if any(s.placements[axis].is_shard for _, s in placed):
+                share /= self.sizes[axis]
+        whole = rule.flops_of(sizes)
+        flops = whole * share
+        products = 1
+        if any(self.types[v].has_grad for v in operator.outputs):
+            products += sum(self.types[v].has_grad for v in operator.inputs[:2])
+        forward, backward = operator_times_s(
+            rule, operator, self.types, self.cost, np.array([flops]), np.array([float(moved)])
+        )
+        return flops, whole * products, float(forward[0]), float(backward[0])
+
+    def kept(
+        self, operator: Operator, chosen: OperatorStrategy,
+        inputs: Sequence[Local], outs: Sequence[Local],
+    ) -> tuple[float, tuple[str, ...]]:  # fmt: skip
+        """What autograd keeps: bytes of its own, and variables."""
+        saved = self.analysis.saved.get(operator.name)
+        if saved is None or not any(out.has_grad for out in outs):
+            return 0.0, ()
+        if chosen.lowered is not None:
+            positions = LOWERED[chosen.lowered].keeps
+            own_bytes = lowered_saved_bytes(chosen.lowered, inputs)
+            return float(own_bytes), tuple(inputs[i].name for i in positions)
+        keeps = [inputs[i].name for i in sorted(saved.inputs)]
+        keeps += [outs[i].name for i in sorted(saved.outputs) if outs[i].name != UNUSED]
+        unnamed = sum(outs[i].size_bytes for i in saved.outputs if outs[i].name == UNUSED)
+        return unnamed + saved.other_bytes * self._share(operator, chosen), tuple(keeps)
+
+    def _share(self, operator: Operator, chosen: OperatorStrategy) -> float:
+        """One rank's part in one microbatch of bytes measured on whole tensors."""
+        share = 1.0
+        for axis in self.active:
+            if any(s.placements[axis].is_shard for s in (*chosen.inputs, *chosen.outputs)):
+                share /= self.sizes[axis]
+        batch = self.strategy.batch_cells
+        if any(v in batch for v in (*operator.inputs, *operator.outputs)):
+            share /= self.strategy.n_microbatches
+        return share
+
+    def workspace(
+        self, operator: Operator, chosen: OperatorStrategy,
+        inputs: Sequence[Local], outs: Sequence[Local],
+    ) -> Workspace:  # fmt: skip
+        if chosen.lowered is not None:
+            return lowered_workspace(chosen.lowered, inputs, outs)
+        needed, share = self.analysis.temporaries[operator.name], self._share(operator, chosen)
+        return Workspace(
+            needed.forward_bytes * share,
+            needed.backward_bytes * share,
+            tuple(inputs[i].name for i in sorted(needed.passed)),
+        )
+
+    def shares(self, operator: Operator, names: Sequence[str]) -> tuple[str | None, ...]:
+        """Per output, the variable it is a view of."""
+        owners = self.analysis.storage_owners
+        by_owner = {owners[v]: n for v, n in zip(operator.inputs, names, strict=True)}
+        return tuple(by_owner.get(owners.get(v, v)) for v in operator.outputs)
