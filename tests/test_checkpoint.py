@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,16 +41,14 @@ from tests.state_model import (
 PAIR: Shapes = ((1, 2),)
 
 
-@pytest.fixture(scope="module")
-def pool2() -> Iterator[WorkerPool]:
-    with WorkerPool(2, timeout_s=200) as workers:
-        yield workers
+@pytest.fixture
+def pool2(workers: Callable[[int], WorkerPool]) -> WorkerPool:
+    return workers(2)
 
 
-@pytest.fixture(scope="module")
-def pool4() -> Iterator[WorkerPool]:
-    with WorkerPool(4, timeout_s=200) as workers:
-        yield workers
+@pytest.fixture
+def pool4(workers: Callable[[int], WorkerPool]) -> WorkerPool:
+    return workers(4)
 
 
 def test_onto_other_meshes_and_back(pool2: WorkerPool, pool4: WorkerPool, tmp_path: Path) -> None:

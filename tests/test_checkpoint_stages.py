@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,16 +28,14 @@ from tests.checkpoint_jobs import (
 from tests.state_model import ONE, STAGES, pipeline_of, process_place, seeded_model
 
 
-@pytest.fixture(scope="module")
-def pool2() -> Iterator[WorkerPool]:
-    with WorkerPool(2, timeout_s=200) as workers:
-        yield workers
+@pytest.fixture
+def pool2(workers: Callable[[int], WorkerPool]) -> WorkerPool:
+    return workers(2)
 
 
-@pytest.fixture(scope="module")
-def pool4() -> Iterator[WorkerPool]:
-    with WorkerPool(4, timeout_s=200) as workers:
-        yield workers
+@pytest.fixture
+def pool4(workers: Callable[[int], WorkerPool]) -> WorkerPool:
+    return workers(4)
 
 
 def owned(whole: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +64,9 @@ def counting(dims: tuple[tuple[int, ...], ...]) -> Tensor:
     return torch.arange(math.prod(shape), dtype=torch.float64).view(shape)
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    with WorkerPool(4, timeout_s=200) as workers:
-        yield workers
+@pytest.fixture
+def pool(workers: Callable[[int], WorkerPool]) -> WorkerPool:
+    return workers(4)
 
 
 # -- shards and boxes --------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,9 @@ from tests.state_model import (
 )
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    with WorkerPool(4, timeout_s=200) as workers:
-        yield workers
+@pytest.fixture
+def pool(workers: Callable[[int], WorkerPool]) -> WorkerPool:
+    return workers(4)
 
 
 # -- weights -----------------------------------------------------------------------------------
