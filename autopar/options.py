@@ -3,13 +3,6 @@
 `Options.of(**kwargs)` checks each option by its entry of `_CHECKS`, then those that speak of
 the same thing together. A value that makes no sense is an `OptionError`; one that is
 documented and not built is a `NotSupportedError`; none is ignored.
-
-The text of a pin in `force` is
-
-    pin = [storage] ["->" use] "@" axis        "S(0)@1"   "S(0)->R@dp"   "->S(1)@tp"
-
-a parameter is stored `I` or `S(d)` and used `R`, `I` or `S(d)`; the axis is a number or a name
-of the logical mesh. A side that is left out is the planner's to choose.
 """
 
 from __future__ import annotations
@@ -21,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from autopar.errors import NotSupportedError, OptionError
-from autopar.spec import Placement
+from autopar.pins import Pin, parse_pins
 
 FORBIDDABLE = tuple("data tensor sequence expert pipeline zero1 zero2 zero3 recompute".split())
 
@@ -85,57 +78,6 @@ class StageOption:
     @property
     def n_ranks(self) -> int:
         return math.prod(self.mesh_shape)
-
-
-@dataclass(frozen=True)
-class Pin:
-    """One demand of `force`: how `parameter` is stored and used on one logical axis."""
-
-    parameter: str
-    storage: Placement | None
-    use: Placement | None
-    axis: int | str
-
-    def __str__(self) -> str:
-        """The text that `parse` reads."""
-        storage = "" if self.storage is None else str(self.storage)
-        use = "" if self.use is None else f"->{self.use}"
-        return f"{storage}{use}@{self.axis}"
-
-    @staticmethod
-    def parse(parameter: str, text: str) -> Pin:
-        """The inverse of `str`.
-
-        Raises `OptionError` for other text, and for placements that no parameter has.
-        """
-        where = f"force[{parameter!r}]"
-        placements, at, axis = (part.strip() for part in text.rpartition("@"))
-        storage, arrow, use = (part.strip() for part in placements.partition("->"))
-        if not at or not placements or (arrow and not use) or not _is_axis(axis):
-            raise OptionError(
-                f"{text!r} is not a pin",
-                where=where,
-                hint='write "S(0)@1", "S(0)->R@0" or "->S(1)@tp": storage->use@axis',
-            )
-        return Pin(
-            parameter,
-            _side(where, "stored", storage, ("I", "S")),
-            _side(where, "used", use, ("R", "I", "S")),
-            int(axis) if axis.isdigit() else axis,
-        )
-
-    def axis_index(self, names: Sequence[str]) -> int:
-        """The axis among those of a logical mesh; raises `OptionError` if it has none such."""
-        if isinstance(self.axis, int) and self.axis < len(names):
-            return self.axis
-        if self.axis in names:
-            return list(names).index(str(self.axis))
-        raise OptionError(
-            f"there is no axis {self.axis}: the logical mesh has "
-            + ", ".join(f"{i} ({name})" for i, name in enumerate(names)),
-            where=f"force[{self.parameter!r}] = {str(self)!r}",
-            hint='mesh_shape="as-given" keeps the axes of the mesh',
-        )
 
 
 @dataclass(frozen=True)
@@ -226,10 +168,6 @@ def _check_recipe(options: Options, manual: Manual) -> None:
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_axis(text: str) -> bool:
-    return (text.isascii() and text.isdigit()) or text.isidentifier()
 
 
 def _closest(word: str, words: Iterable[str]) -> str | None:
@@ -334,60 +272,6 @@ def _manual(value: Any) -> Manual | None:
     )
 
 
-def _side(where: str, verb: str, text: str, kinds: Sequence[str]) -> Placement | None:
-    """One side of a pin, a placement of one of `kinds`; None where it is left out."""
-    if not text:
-        return None
-    allowed = " or ".join("S(dim)" if kind == "S" else kind for kind in kinds)
-    try:
-        placement = Placement.parse(text)
-    except OptionError as error:
-        raise OptionError(
-            f"{text!r} is not a placement", where=where, hint=f"use {allowed}; S(dim.factor) too"
-        ) from error
-    if placement.kind not in kinds:
-        raise OptionError(f"a parameter is {verb} {allowed}, not {text}", where=where)
-    return placement
-
-
-def _force(value: Any) -> tuple[Pin, ...]:
-    if value is None:
-        return ()
-    if not isinstance(value, Mapping):
-        raise OptionError(
-            f"force maps parameter names to pins, not {value!r}",
-            hint='force={"h.0.mlp.c_fc.weight": "S(0)@1"}',
-        )
-    pins: dict[tuple[str, int | str], Pin] = {}
-    for parameter, texts in value.items():
-        if not isinstance(parameter, str):
-            raise OptionError(f"force is keyed by parameter names, not {parameter!r}")
-        for pin in _pins_of(parameter, texts):
-            if (parameter, pin.axis) in pins:
-                raise OptionError(
-                    f"axis {pin.axis} is pinned twice: {pins[parameter, pin.axis]} and {pin}",
-                    where=f"force[{parameter!r}]",
-                )
-            pins[parameter, pin.axis] = pin
-    return tuple(pins.values())
-
-
-def _pins_of(parameter: str, texts: Any) -> list[Pin]:
-    items = [texts] if isinstance(texts, str) else texts
-    if not isinstance(items, (list, tuple)) or not all(isinstance(item, str) for item in items):
-        raise OptionError(
-            f"a pin is a text, or a list of texts, not {texts!r}", where=f"force[{parameter!r}]"
-        )
-    words = [word for item in items for word in item.split(";") if word.strip()]
-    if not words:
-        raise OptionError(
-            f"{texts!r} pins nothing",
-            where=f"force[{parameter!r}]",
-            hint="leave the parameter out to let the planner choose",
-        )
-    return [Pin.parse(parameter, word.strip()) for word in words]
-
-
 def _forbid(value: Any) -> frozenset[str]:
     if value is None:
         return frozenset()
@@ -445,7 +329,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "memory_limit": _memory_limit,
     "recompute": _words("recompute", "auto none", "selective attention-core full"),
     "manual": _manual,
-    "force": _force,
+    "force": parse_pins,
     "forbid": _forbid,
     "solver": _words("solver", "auto ilp"),
     "time_limit_s": lambda value: _positive("time_limit_s", value, "seconds"),

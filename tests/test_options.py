@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.errors import NotSupportedError, OptionError
-from autopar.options import FORBIDDABLE, Manual, Options, Pin, StageOption
+from autopar.options import FORBIDDABLE, Manual, Options, StageOption
+from autopar.pins import Pin
 from autopar.spec import I, Placement, R, S
 
 WEIGHT = "h.0.mlp.c_fc.weight"
