@@ -236,7 +236,11 @@ class TestManual:
         forbid = {"tensor", "sequence", "zero2", "zero3", "pipeline"}
         assert Options.of(manual=manual, forbid=forbid).forbid == forbid
 
-    @pytest.mark.parametrize("stages", [1, 2, [("h.0", 1), ("h.1", 1)]])
+    @pytest.mark.parametrize("stages", [1, 2])
+    def test_a_recipe_that_says_the_same(self, stages: int) -> None:
+        assert Options.of(manual=Manual(pp=stages), stages=stages).stages == stages
+
+    @pytest.mark.parametrize("stages", [3, [("h.0", 1), ("h.1", 1)]])
     @pytest.mark.parametrize("manual", [Manual(), Manual(pp=2)])
     def test_two_cuts_of_the_model(self, manual: Manual, stages: Any) -> None:
         with pytest.raises(OptionError, match=r"Manual\.pp=\d and stages=.* both cut the model"):
