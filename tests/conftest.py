@@ -7,10 +7,12 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import hypothesis
 import pytest
+
+from tests.distribution import PoolsTogether, uses_workers
 
 # Ranks share few cores: one thread each. Set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -35,6 +37,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden", action="store_true", help="rewrite tests/golden with what tests produce"
     )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that start processes come first, others in their order."""
+    items.sort(key=lambda item: not uses_workers(item.path))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> PoolsTogether | None:
+    """Without reordering: xdist would begin with the files of most tests, not of the longest."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    config.option.loadscopereorder = False
+    return PoolsTogether(config, log)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 
 import pytest
@@ -26,7 +26,7 @@ from autopar.passes.lower import lower
 from autopar.pipeline import Pipeline
 from autopar.runtime.executor import Environment, Executor
 from autopar.runtime.groups import Group, make_groups, world_group
-from autopar.runtime.launch import launch
+from autopar.runtime.launch import WorkerPool
 from autopar.runtime.load import load_code
 from autopar.runtime.p2p import DistMessenger
 from autopar.schedule import ORDERS, in_flight
@@ -42,6 +42,7 @@ from tests.test_predict import zero_strategy_of
 __all__ = ["generated_code"]
 
 CLOSE = 0.05
+Pool = Callable[[int], WorkerPool]
 
 
 @lru_cache
@@ -119,8 +120,8 @@ def all_cases() -> list[tuple[float, float, float]]:
     return [measured_and_predicted(m, 2, how) for how, m in CASES]
 
 
-def test_peak_memory_of_two_processes() -> None:
-    for found in launch(all_cases, 2):
+def test_peak_memory_of_two_processes(workers: Pool) -> None:
+    for found in workers(2).run(all_cases):
         for case, (measured, predicted, _) in zip(CASES, found, strict=True):
             assert predicted == pytest.approx(measured, rel=CLOSE), case
 
@@ -130,7 +131,7 @@ def test_peak_memory_of_two_processes() -> None:
 # Ranks of each stage, microbatches, order.
 STAGED: dict[int, list[tuple[tuple[int, ...], int, str]]] = {
     2: [((1, 1), 1, "1f1b"), ((1, 1), 8, "1f1b"), ((1, 1), 4, "gpipe")],
-    3: [((1, 1, 1), 8, "1f1b"), ((2, 1), 2, "1f1b")],
+    4: [((1, 1, 1, 1), 8, "1f1b"), ((2, 1, 1), 2, "1f1b")],
 }
 
 
@@ -198,9 +199,9 @@ def all_staged(n_ranks: int) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("n_ranks", sorted(STAGED))
-def test_peak_memory_of_every_stage(n_ranks: int) -> None:
+def test_peak_memory_of_every_stage(n_ranks: int, workers: Pool) -> None:
     """Microbatches in flight, received tensors, and gradients that are still under way."""
-    for rank, found in enumerate(launch(all_staged, n_ranks, n_ranks)):
+    for rank, found in enumerate(workers(n_ranks).run(all_staged, n_ranks)):
         for case, (measured, predicted) in zip(STAGED[n_ranks], found, strict=True):
             assert predicted == pytest.approx(measured, rel=CLOSE), (rank, case)
 

@@ -28,7 +28,7 @@ from autopar.runtime.groups import (
     make_groups,
     phase,
 )
-from autopar.runtime.launch import launch
+from autopar.runtime.launch import WorkerPool
 from autopar.runtime.threads import ThreadWorld, run_threads
 
 SHAPE = (12, 144, 2)
@@ -197,9 +197,9 @@ def on_gloo() -> tuple[int, list[Any], list[Tensor]]:
     return rank, rows, primitives(groups, rank)
 
 
-def test_rows_and_primitives_on_gloo_processes() -> None:
+def test_rows_and_primitives_on_gloo_processes(workers: Callable[[int], WorkerPool]) -> None:
     mesh = mesh_of(2, 2)
-    results = launch(on_gloo, 4)
+    results = workers(4).run(on_gloo)
     for axes in ((0,), (1,), (0, 1)):
         for ranks in mesh.groups(axes):
             for i, case in enumerate(CASES):

@@ -1,0 +1,29 @@
+"""Which of pytest's workers runs a file: all that use worker processes go to one, and first.
+
+A process of a `WorkerPool` imports for several seconds, so pools are started once, not once by
+each of pytest's workers. While one of those waits for its pools, the others run other files.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
+
+ROOT = Path(__file__).parents[1]
+
+
+class PoolsTogether(LoadFileScheduling):  # type: ignore[misc]
+    """`--dist loadfile`, with the files that use the fixture `workers` as one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file: str = super()._split_scope(nodeid)
+        return "workers" if uses_workers(ROOT / file) else file
+
+
+@lru_cache
+def uses_workers(file: Path) -> bool:
+    """Whether tests of this file ask for pools of processes."""
+    text = file.read_text(encoding="utf-8")
+    return "workers(" in text or '"workers"' in text
