@@ -74,7 +74,9 @@ def test_the_plan_is_never_worse_than_the_recipes(model: str, s_per_byte: float)
     """Over slow and fast links, the planner's pick is the least of all it considered."""
     links = [Link(1e-6, s_per_byte)] * 2
     mesh = Mesh((1, 4), links=links, device=Device(1e12, 1e12, 1e12, 1e-6))
-    options = Options.of(precision="fp64")
+    # Every cut of the larger one is another test's; the mlp is planned with stages too.
+    forbid = ["pipeline"] if model == "bert-view" else []
+    options = Options.of(precision="fp64", forbid=forbid)
 
     def step_time_s(pipeline: Pipeline, costs: Sequence[CostModel]) -> float:
         return predict(pipeline, costs, "adamw", link_between(mesh, links)).step_time_s

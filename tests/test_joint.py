@@ -192,7 +192,8 @@ def test_candidates_hold_every_rank_in_as_many_stages_as_asked(
     shape: tuple[int, ...], n_stages: int | None
 ) -> None:
     mesh = cluster(*shape)
-    found = candidates(gpt2(), mesh, n_stages)
+    # How many microbatches are best is searched once; it has tests of its own.
+    found = candidates(gpt2(), mesh, n_stages, microbatches="auto" if shape == (4,) else 4)
     assert 1 <= len(found) <= 6
     assert len({(c.ends, c.stages[0].view.sizes, c.name) for c in found}) == len(found)
     for candidate in found:
@@ -216,7 +217,7 @@ def test_what_may_not_be_is_not_proposed() -> None:
     assert candidates(gpt2(), cluster(1)) == []
     assert candidates(gpt2(), mesh, budget_bytes=1.0) == []
     assert candidates(gpt2(), mesh, 5) == []
-    (limits,) = {repr(s.constraints) for c in candidates(gpt2(), mesh, forbid=["tensor"])
+    (limits,) = {repr(s.constraints) for c in candidates(gpt2(), mesh, 2, forbid=["tensor"])
                  for s in c.stages}  # fmt: skip
     assert "tensor" in limits
 
