@@ -62,28 +62,40 @@ def off(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]
 # -- outputs -----------------------------------------------------------------------------------
 
 
-def evaluate(model: str, layout: str) -> dict[str, Any]:
+def outputs_of(model: str, layout: str) -> dict[str, Any]:
+    """A step that shows its outputs, then evaluation, then a step."""
     module = ready(model, layout)
+    seen: list[Any] = []
+    loss = module.step(outputs=seen.append, **CASES[model].batch(0))
+    gradients, bound = module.full_gradients(), module.plan.bound
+    assert bound is not None
     module.eval()
     batch = CASES[model].batch(1)
     last = module(**batch)
     everywhere = module(gather="all", **batch)
     module.train()
     return {
+        "seen": [dict(outputs) for outputs in seen], "loss": loss, "gradients": gradients,
+        "n_blocks": bound.pipeline.n_blocks, "ranks": module.plan.stages[-1].ranks,
         "last": {k: last[k] for k in ("loss", "logits", STATES) if k in last},
         "all": dict(everywhere), "type": type(last).__name__,
-        "ranks": module.plan.stages[-1].ranks, "after": module.step(**CASES[model].batch(0)),
+        "after": module.step(**CASES[model].batch(0)),
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", ["pp2 dp2 zero-3", "(1,1) + (1,3)"])
-def test_evaluation(layout: str, workers: Pool) -> None:
+@pytest.fixture(scope="module", params=["pp2 dp2 zero-3", "4 x (1,1)"])
+def t5_outputs(request: pytest.FixtureRequest, workers: Pool) -> list[dict[str, Any]]:
+    """`outputs_of` T5 on every rank of a layout."""
+    return workers(N_RANKS).run(outputs_of, "t5", request.param)
+
+
+def test_evaluation(t5_outputs: list[dict[str, Any]]) -> None:
     """The loss on every rank, other tensors on the last stage's; or all on all."""
     loss, outputs, _ = reference("t5", 1, training=False)
     wanted = {"loss": loss, "logits": outputs.logits, STATES: outputs[STATES]}
     wanted = {name: value.detach() for name, value in wanted.items()}
     trained, _, _ = reference("t5", 0)
-    for rank, found in enumerate(workers(N_RANKS).run(evaluate, "t5", layout)):
+    for rank, found in enumerate(t5_outputs):
         assert found["type"] == type(outputs).__name__
         assert off(found["all"], wanted) == {}
         if rank in found["ranks"]:
@@ -94,45 +106,31 @@ def test_evaluation(layout: str, workers: Pool) -> None:
         assert error(found["after"], trained) <= TOLERANCE
 
 
-def predict() -> tuple[Any, Any]:
-    module = ready("mlp", "4 x (1,1)")
+def predict(layout: str) -> tuple[Any, Any]:
+    module = ready("mlp", layout)
     module.eval()
     batch = CASES["mlp"].batch(1)
     return module(**batch), module(gather="all", **batch)
 
 
-def test_evaluation_without_a_loss(workers: Pool) -> None:
+@pytest.mark.parametrize(("layout", "n_last"), [("4 x (1,1)", 1), ("(1,1) + (1,3)", 3)])
+def test_evaluation_without_a_loss(layout: str, n_last: int, workers: Pool) -> None:
     """The loss is the user's function, which evaluation does not call."""
     case = CASES["mlp"]
     wanted = case.model().double()(case.batch(1)["x"].double()).detach()
-    for rank, (last, everywhere) in enumerate(workers(N_RANKS).run(predict)):
+    for rank, (last, everywhere) in enumerate(workers(N_RANKS).run(predict, layout)):
         assert error(everywhere, wanted) <= TOLERANCE
-        if rank == N_RANKS - 1:
+        if rank >= N_RANKS - n_last:
             assert torch.equal(last, everywhere)
         else:
             assert last is None
 
 
-def see_outputs(model: str, layout: str) -> dict[str, Any]:
-    module = ready(model, layout)
-    seen: list[Any] = []
-    loss = module.step(outputs=seen.append, **CASES[model].batch(0))
-    stages, bound = module.plan.stages, module.plan.bound
-    assert bound is not None
-    return {
-        "seen": [dict(outputs) for outputs in seen], "loss": loss,
-        "gradients": module.full_gradients(), "ranks": stages[-1].ranks,
-        "n_blocks": bound.pipeline.n_blocks,
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("layout", ["4 x (1,1)", "pp2 dp2 zero-2"])
-def test_outputs_of_each_microbatch(layout: str, workers: Pool) -> None:
+def test_outputs_of_each_microbatch(t5_outputs: list[dict[str, Any]]) -> None:
     """On the last stage alone, and in the order of the batch's rows."""
     loss, outputs, gradients = reference("t5", 0)
-    found = workers(N_RANKS).run(see_outputs, "t5", layout)
-    assert off(found[0]["gradients"], gradients) == {}
-    for rank, of_rank in enumerate(found):
+    assert off(t5_outputs[0]["gradients"], gradients) == {}
+    for rank, of_rank in enumerate(t5_outputs):
         assert error(of_rank["loss"], loss) <= TOLERANCE
         if rank not in of_rank["ranks"]:
             assert of_rank["seen"] == []
