@@ -250,6 +250,7 @@ class JointSearch:
             self.layers.ends_of(plan.last_layers),
             tuple(StageLayout(view, self.constraints(view)) for view in views),
             plan.n_microbatches,
+            plan.objective_s,
         )
 
 

@@ -24,12 +24,16 @@ class StageLayout:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Stages that end after `ends` operators (`passes.cut.cut`), with their microbatches."""
+    """Stages that end after `ends` operators (`passes.cut.cut`), with their microbatches.
+
+    `estimate_s` is the step time that whoever proposes it expects; 0 where it says nothing.
+    """
 
     name: str
     ends: tuple[int, ...]
     stages: tuple[StageLayout, ...]
     n_microbatches: int
+    estimate_s: float = 0.0
 
 
 def n_operators(program: Program) -> int:

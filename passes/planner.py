@@ -34,12 +34,14 @@ from autopar.passes.layout import (
 )
 from autopar.passes.recipes import recipe_candidates
 from autopar.plan_data import Alternative
-from autopar.units import format_bytes
+from autopar.units import format_bytes, format_seconds
 
 # Candidates of several stages that are solved: of the search, of recipes.
 _N_SEARCHED, _N_RECIPES = 6, 3
 # Microbatch counts tried when memory does not allow fewer.
 _MAX_MICROBATCHES = 64
+# A candidate that is expected to take this much longer than the best known is not solved.
+_HOPELESS = 2.0
 # A gain (relative) that is worth solving one more problem under a budget.
 _WORTH_REL = 0.01
 Progress = Callable[[str], None]
@@ -96,6 +98,11 @@ class Planner:
         notes: list[Alternative] = []
         errors: list[InfeasibleError] = []
         for name, tries in self._candidates():
+            least_s = min((s.step_time_s for s in found), default=math.inf)
+            if tries[0].estimate_s > _HOPELESS * least_s:
+                about = format_seconds(tries[0].estimate_s)
+                notes.append(Alternative(name, None, f"about {about}, not solved"))
+                continue
             self.report(f"planning {name}")
             solved = _best_count(self.evaluator, tries)
             if isinstance(solved, Solved):

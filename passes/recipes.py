@@ -136,7 +136,7 @@ class _Recipe:
         if climb(counts[start:], cost_s) == counts[start]:
             climb(counts[start::-1], cost_s)
         m = min(known, key=lambda n: (known[n], -n))
-        return known[m], self._candidate(m)
+        return known[m], replace(self._candidate(m), estimate_s=known[m])
 
     def _counts(self, manual: Manual | None) -> list[int]:
         """Numbers of microbatches that split the batch over dp ranks too."""
