@@ -126,7 +126,9 @@ def test_a_batch_that_does_not_divide(name: str) -> None:
         plan(n_rows=n_rows, **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"manual": Manual(dp=2)}, {"solver": "ilp"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"manual": Manual(dp=2)}, {"solver": "ilp", "stages": 1}], ids=str
+)
 def test_a_memory_limit_that_nothing_fits(options: dict[str, Any]) -> None:
     limit_bytes = 20_000
     with pytest.raises(InfeasibleError) as refusal:
