@@ -24,7 +24,8 @@ compare: install
 	$(BIN)/python -m examples.compare
 	$(BIN)/python -m examples.compare_pipeline
 
-# Two workers: one core each; a file stays with one worker, so its process pools are shared.
+# Two workers: one core each. A file stays with one; all files that start processes with the same
+# (tests/distribution.py), so pools are shared.
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
