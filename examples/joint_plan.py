@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import torch
+from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import autopar
@@ -47,15 +48,16 @@ def main() -> None:
     ids = torch.empty(given.batch, given.seq, dtype=torch.int64, device="meta")
     mesh = autopar.Mesh(tuple(map(int, given.mesh.split("x"))), hardware=given.hardware)
     start_s = time.monotonic()
-    plan = autopar.plan(
-        llama(given.layers), mesh, {"input_ids": ids, "labels": ids},
-        progress=lambda text: print(f"  {text}", flush=True),
-    )  # fmt: skip
-    print(plan.explain())
-    print(f"\nplanned in {format_seconds(time.monotonic() - start_s)} on this machine")
+    console = Console(highlight=False, soft_wrap=True)
+    with console.status("capturing") as status:
+        plan = autopar.plan(
+            llama(given.layers), mesh, {"input_ids": ids, "labels": ids}, progress=status.update
+        )
+    console.print(plan.explain(), markup=False)
+    console.print(f"\nplanned in {format_seconds(time.monotonic() - start_s)} on this machine")
     files = plan.report(given.report)
     drawn = "with" if files.picture else "without"
-    print(f"page {drawn} picture: {files.page}, graph: {files.dot}")
+    console.print(f"page {drawn} picture: {files.page}, graph: {files.dot}", markup=False)
 
 
 if __name__ == "__main__":
