@@ -94,7 +94,8 @@ class Program:
         has_grad     names of nodes whose tensor carries gradient
         keys         node name -> stable key "module.path/op_name#occurrence"
         sources      node name -> "file:line" of the user's code
-        received     placeholders whose values other stages make, under the names they have there
+        modules      names of the model's modules, also of those that run no operator
+    received     placeholders whose values other stages make, under the names they have there
         sent         names of nodes whose values later stages read
 
     A program of one stage (`passes/cut.py`) is a `Program` too; the captured one has nothing
@@ -116,6 +117,7 @@ class Program:
     training: bool = True
     model_name: str = "model"
     static_outputs: Mapping[int, Any] = field(default_factory=dict)
+    modules: frozenset[str] = frozenset()
     received: tuple[str, ...] = ()
     sent: tuple[str, ...] = ()
     _by_name: dict[str, torch.fx.Node] = field(default_factory=dict, repr=False, compare=False)

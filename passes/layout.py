@@ -44,23 +44,22 @@ def ends_by_modules(program: Program, stages: Sequence[StageOption]) -> tuple[in
     """Where stages end that hold these modules.
 
     An operator belongs to the stage that names the innermost module around it; one that no
-    stage names stays with the operator before it.
+    stage names stays with the operator before it. A module may run no operator (a dropout that
+    is off, tables that are constants).
 
-    Raises `OptionError` for a module without operators, and for stages out of order.
+    Raises `OptionError` for a name that is no module, and for stages out of order.
     """
     owner = {name: k for k, stage in enumerate(stages) for name in stage.modules}
     named: dict[str, int] = {}
-    found: set[str] = set()
     for key in program.keys.values():
         module = _innermost(key.rpartition("/")[0], owner)
         if module is not None:
-            found.add(module)
             named[key] = owner[module]
-    missing = [name for name in owner if name not in found]
-    if missing:
+    unknown = [name for name in owner if name not in program.modules]
+    if unknown:
         modules = dict.fromkeys(key.rpartition("/")[0] for key in program.keys.values())
         raise OptionError(
-            f"stages= names {missing[0]!r}, which runs no operator",
+            f"stages= names {unknown[0]!r}, which is no module of the model",
             hint=f"modules are such as {', '.join([m for m in modules if m][:6])}",
         )
     return ends_by_stage(program, named, len(stages))

@@ -160,11 +160,11 @@ def staged(*stages: Any, shape: tuple[int, int] = (1, 4), **options: Any) -> Pla
 STAGES: dict[str, tuple[Callable[[], Any], type[AutoparError], str]] = {
     "a module that there is not": (
         lambda: staged(("up", 2), ("side", 2)), OptionError,
-        r"stages= names 'side', which runs no operator[\s\S]*such as up, down",
+        r"stages= names 'side', which is no module of the model[\s\S]*such as up, down",
     ),
     "a parameter in place of a module": (
         lambda: staged(("up", 2), ("down.weight", 2)), OptionError,
-        r"names 'down\.weight', which runs no operator",
+        r"names 'down\.weight', which is no module of the model",
     ),
     "modules out of order": (
         lambda: staged(("down", 2), ("up", 2)), OptionError,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import autopar
 from autopar import Manual, Plan, PlanError
-from tests.harness import generated_code
+from tests.harness import generated_code, random_tokens, tiny_llama
 from tests.jobs import CASES, machine
 from tests.ranks import (
     TOLERANCE,
@@ -212,3 +212,15 @@ def test_legal_edits_run_with_parity(name: str, given: Plan, tmp_path: Path) -> 
     program, pipeline = plan.bound.analysis.program, plan.bound.pipeline
     errors, _ = pipeline_step(program, pipeline, TINY.batch(0), seed=0)
     assert {name: e for name, e in errors.items() if not e <= TOLERANCE} == {}
+
+
+def test_modules_that_run_nothing_may_be_named() -> None:
+    """A dropout that is off, and rotary tables, which are constants."""
+    model, batch = tiny_llama(2), random_tokens(0)
+    names = ["model.embed_tokens", "model.rotary_emb", "model.layers.0"]
+    rest = ["model.layers.1", "model.norm", "lm_head"]
+    plan = autopar.plan(
+        model, (1, 2), batch, stages=[(names, (1, 1)), (rest, (1, 1))], microbatches=4
+    )
+    assert "model.layers.0.mlp" in plan.stages[0].modules
+    assert "lm_head" in plan.stages[1].modules

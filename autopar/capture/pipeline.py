@@ -221,6 +221,7 @@ def _freeze(
         training=training,
         model_name=type(model).__name__,
         static_outputs=outputs.static,
+        modules=frozenset(name for name, _ in model.named_modules(remove_duplicate=False) if name),
     )
 
 
