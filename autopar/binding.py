@@ -7,22 +7,19 @@ other input shapes, and those that return outputs, are laid by the same plan (`l
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autopar.cost.hardware import Hardware, resolve
 from autopar.cost.model import CostModel
 from autopar.cost.predict import link_between, predict
 from autopar.errors import PlanError
-from autopar.facts import Strategy
 from autopar.mesh import Mesh, factored_view
 from autopar.passes.cut import cut
 from autopar.passes.evaluate import compute_dtype
 from autopar.passes.intra_op import Analysis
-from autopar.passes.layout import submesh_shape
-from autopar.passes.lower import lower
+from autopar.passes.join import LaidStage, join
 from autopar.passes.replay import replay, replay_ends
-from autopar.pipeline import Order, Pipeline
+from autopar.pipeline import Pipeline
 from autopar.pipeline_verifier import verify_pipeline
 from autopar.plan_data import PlanData
 from autopar.predicted import Predicted
@@ -30,20 +27,11 @@ from autopar.schedule import ORDERS
 
 
 @dataclass(frozen=True)
-class BoundStage:
-    """One stage laid on the captured program."""
-
-    analysis: Analysis
-    strategy: Strategy
-    cost: CostModel
-
-
-@dataclass(frozen=True)
 class Bound:
     """A plan laid on a captured program: everything that can be computed from it."""
 
     analysis: Analysis
-    stages: tuple[BoundStage, ...]
+    stages: tuple[LaidStage, ...]
     pipeline: Pipeline
     hardware: Hardware
     predicted: Predicted
@@ -66,7 +54,7 @@ def bind(data: PlanData, analysis: Analysis, mesh: Mesh) -> Bound:
         )
     hardware = resolve(mesh, compute_dtype(analysis))
     stages = lay_stages(data, analysis, mesh, hardware)
-    pipeline = join_stages(stages, ORDERS[data.schedule])
+    pipeline = join(stages, ORDERS[data.schedule])
     verify_pipeline(pipeline)
     integers = [i for i in data.inputs if i.dtype.startswith("int") and len(i.shape) == 2]
     tokens = max((math.prod(i.shape) for i in integers), default=0)
@@ -80,7 +68,7 @@ def bind(data: PlanData, analysis: Analysis, mesh: Mesh) -> Bound:
 
 def lay_stages(
     data: PlanData, analysis: Analysis, mesh: Mesh, hardware: Hardware, with_outputs: bool = False
-) -> tuple[BoundStage, ...]:
+) -> tuple[LaidStage, ...]:
     """The plan's stages on a program; `with_outputs` also for what the model returns.
 
     Raises `PlanError` where they do not fit it, or do not add up to the mesh.
@@ -94,25 +82,14 @@ def lay_stages(
         parts = [analysis.part(p) for p in cut(analysis.program, ends, with_outputs)]
     found, first_rank = [], 0
     for part, record in zip(parts, data.stages, strict=True):
-        held_shape = submesh_shape(mesh, first_rank, record.n_ranks)
+        held_shape = mesh.submesh_shape(first_rank, record.n_ranks)
         if record.mesh_shape != held_shape:
             raise PlanError(
                 f"a stage's mesh shape is {record.mesh_shape}, that of its ranks is {held_shape}",
                 hint="stages hold consecutive ranks of the mesh",
             )
         view = factored_view(mesh, hardware.links, hardware.device, record.axes, first_rank)
-        if tuple(record.axes.values()) == mesh.shape:
-            view = replace(view, links=hardware.links)
         strategy = replay(part, record, data.microbatches, data.forbid)
-        found.append(BoundStage(part, strategy, CostModel(view, compute_dtype(analysis))))
+        found.append(LaidStage(part, strategy, CostModel(view, compute_dtype(analysis))))
         first_rank += record.n_ranks
     return tuple(found)
-
-
-def join_stages(stages: Sequence[BoundStage], order: Order, with_outputs: bool = False) -> Pipeline:
-    """Lower the stages and join them."""
-    programs = [
-        lower(s.analysis, s.strategy, s.cost, with_outputs and k == len(stages) - 1)
-        for k, s in enumerate(stages)
-    ]
-    return Pipeline.of(programs, [s.cost.mesh for s in stages], order)

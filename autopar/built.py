@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from autopar.binding import Bound, BoundStage, join_stages, lay_stages
+from autopar.binding import Bound, lay_stages
 from autopar.codegen import emit, file_name
 from autopar.cost.model import CostModel
 from autopar.errors import BatchError, PlanError
@@ -23,6 +23,7 @@ from autopar.mesh import LogicalMesh, Mesh
 from autopar.passes.constraints import Constraints
 from autopar.passes.cut import cut
 from autopar.passes.intra_op import Analysis, choose
+from autopar.passes.join import LaidStage, join
 from autopar.passes.layout import ends_by_stage
 from autopar.passes.replay import replay, stage_record
 from autopar.pipeline import Pipeline
@@ -102,7 +103,7 @@ def training_pipeline(
             hint="set drop_last=True in the loader, or use a batch size that divides",
         )
     stages = lay_stages(data, analysis, mesh, bound.hardware, with_outputs)
-    pipeline = join_stages(stages, ORDERS[data.schedule], with_outputs)
+    pipeline = join(stages, ORDERS[data.schedule], with_outputs)
     verify_pipeline(pipeline)
     return pipeline
 
@@ -126,10 +127,10 @@ def evaluation_pipeline(program: Program, data: PlanData, bound: Bound) -> Pipel
 
     found = [StageRecord(**record) for record in from_rank_0(on_rank_0)]  # type: ignore[arg-type]
     stages = [
-        BoundStage(part, replay(part, record, 1), trained.cost)
+        LaidStage(part, replay(part, record, 1), trained.cost)
         for part, record, trained in zip(parts, found, bound.stages, strict=True)
     ]
-    pipeline = join_stages(stages, forward_only, with_outputs=True)
+    pipeline = join(stages, forward_only, with_outputs=True)
     verify_pipeline(pipeline)
     return pipeline
 

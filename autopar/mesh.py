@@ -115,6 +115,13 @@ class Mesh:
     def node_of(self, rank: int) -> int:
         return rank // self.devices_per_node
 
+    def submesh_shape(self, first_rank: int, n_ranks: int) -> tuple[int, int]:
+        """(nodes, devices per node) of consecutive ranks; (1, n) where they are no rectangle."""
+        each = self.devices_per_node
+        if n_ranks > each and first_rank % each == 0 and n_ranks % each == 0:
+            return n_ranks // each, each
+        return 1, n_ranks
+
     def with_links(self, links: Sequence[Link], device: Device) -> Mesh:
         """This mesh with explicit links and device instead of a profile name."""
         return Mesh(self.shape, self.axis_names, links=links, device=device)
@@ -224,22 +231,25 @@ class LogicalMesh:
 
 
 def logical_views(
-    mesh: Mesh, links: Sequence[Link], device: Device, mesh_shape: str
+    mesh: Mesh,
+    links: Sequence[Link],
+    device: Device,
+    mesh_shape: str,
+    first_rank: int = 0,
+    n_ranks: int | None = None,
 ) -> list[LogicalMesh]:
-    """The logical meshes a one-stage plan may use.
+    """How a stage may see its consecutive ranks, by default all.
 
-    `"as-given"`: the mesh's own axes. `"auto"`: every dp x tp factorisation of its ranks.
-    An axis whose groups leave a node uses the link between nodes.
+    `"as-given"`: the axes of its part of the mesh. `"auto"`: every dp x tp of its ranks.
     """
     assert mesh.axis_names is not None
+    n = mesh.n_ranks if n_ranks is None else n_ranks
     if mesh_shape == "as-given":
-        return [LogicalMesh(mesh.shape, mesh.axis_names, tuple(links), device)]
-    n = mesh.n_ranks
-    return [
-        factored_view(mesh, links, device, {"dp": n // tp, "tp": tp})
-        for tp in range(1, n + 1)
-        if n % tp == 0
-    ]
+        shape = mesh.submesh_shape(first_rank, n)[-len(mesh.axis_names) :]
+        every = [dict(zip(mesh.axis_names, shape, strict=True))]
+    else:
+        every = [{"dp": n // tp, "tp": tp} for tp in range(1, n + 1) if n % tp == 0]
+    return [factored_view(mesh, links, device, axes, first_rank) for axes in every]
 
 
 def factored_view(

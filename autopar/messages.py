@@ -56,7 +56,7 @@ class Messages:
         """The pieces of a send or of a receive, in the order in which they are posted."""
         assert action.peer is not None, f"{action} is no message"
         source, target = sorted((action.stage, action.peer))
-        is_forward = action.kind.endswith("forward")
+        is_forward = action.is_forward
         key = source, target, is_forward
         if key not in self._known:
             self._known[key] = tuple(self._pieces(source, target, is_forward))

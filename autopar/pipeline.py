@@ -31,7 +31,6 @@ from autopar.stage_program import (
     StageProgram,
     StoredParameter,
     most_batch_shards,
-    outs,
 )
 
 # (number of stages, number of microbatches) -> the order of their work
@@ -128,9 +127,7 @@ class Pipeline:
         """Of the loss that the last stage makes."""
         last = self.stages[-1]
         assert last.loss is not None, "a pipeline without a loss"
-        return next(
-            o.dtype for line in reversed(last.body) for o in outs(line) if o.name == last.loss
-        )
+        return last.made(last.loss).dtype
 
     def between(self, source: int, target: int) -> tuple[Crossing, ...]:
         """What crosses from one stage to another, in the order of their message."""

@@ -28,7 +28,6 @@ from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.passes.evaluate import Predict, compute_dtype, schedule_name
 from autopar.passes.intra_op import Analysis
-from autopar.passes.layout import submesh_shape
 from autopar.passes.planner import Planner
 from autopar.passes.replay import stage_record
 from autopar.pipeline import Pipeline
@@ -256,9 +255,9 @@ def plan_program(
         stages=tuple(
             stage_record(
                 stage.analysis,
-                stage.chosen.strategy,
-                stage.mesh,
-                submesh_shape(mesh, stage.mesh.first_rank, stage.mesh.n_ranks),
+                stage.strategy,
+                stage.cost.mesh,
+                mesh.submesh_shape(stage.cost.mesh.first_rank, stage.cost.mesh.n_ranks),
             )
             for stage in solved.stages
         ),

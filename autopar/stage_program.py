@@ -231,6 +231,11 @@ class StageProgram:
     sent: tuple[Boundary, ...] = ()
     trains: bool = True
 
+    def made(self, name: str) -> Local:
+        """A variable of the body as its last line leaves it."""
+        results = (out for line in reversed(self.body) for out in outs(line))
+        return next(out for out in results if out.name == name)
+
     def moves(self) -> Iterator[MoveLine]:
         """The moves of activations, in order."""
         for line in self.body:

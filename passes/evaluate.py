@@ -15,8 +15,8 @@ from autopar.mesh import Device, Link, LogicalMesh
 from autopar.options import Options
 from autopar.passes.cut import cut
 from autopar.passes.intra_op import Analysis, Chosen, choose, least_bytes
+from autopar.passes.join import LaidStage, join
 from autopar.passes.layout import Candidate, StageLayout
-from autopar.passes.lower import lower
 from autopar.pipeline import Pipeline
 from autopar.schedule import ORDERS, in_flight
 
@@ -25,20 +25,11 @@ Predict = Callable[[Pipeline, Sequence[CostModel]], float]
 
 
 @dataclass(frozen=True)
-class SolvedStage:
-    """One stage of a plan: its program's analysis, its ranks and its placements."""
-
-    analysis: Analysis
-    mesh: LogicalMesh
-    chosen: Chosen
-
-
-@dataclass(frozen=True)
 class Solved:
     """A candidate with every choice made. `objective_s` is what was minimised."""
 
     candidate: Candidate
-    stages: tuple[SolvedStage, ...]
+    stages: tuple[LaidStage, ...]
     pipeline: Pipeline
     step_time_s: float
     objective_s: float
@@ -91,45 +82,47 @@ class Evaluator:
 
     def solve(self, candidate: Candidate) -> Solved:
         """Raises `InfeasibleError` where a stage does not fit, `BatchError` where rows do not."""
-        return self._joined(candidate, self._stages(candidate, self.budget_bytes))
+        return self._joined(candidate, self._choices(candidate, self.budget_bytes))
 
     def solve_freely(self, candidate: Candidate) -> Solved | float:
         """The optimum without a budget where it fits one; else a lower bound on the objective.
 
         Of a recipe, whose layout is not what is fastest, the bound is 0.
         """
-        stages = self._stages(candidate, None)
-        if all(s.chosen.size_bytes <= self.budget_bytes for s in stages):
-            return self._joined(candidate, stages)
+        choices = self._choices(candidate, None)
+        if all(chosen.size_bytes <= self.budget_bytes for chosen in choices):
+            return self._joined(candidate, choices)
         is_recipe = any(layout.constraints.roles for layout in candidate.stages)
-        return 0.0 if is_recipe else max(s.chosen.objective_s for s in stages)
+        return 0.0 if is_recipe else max(chosen.objective_s for chosen in choices)
 
-    def _stages(self, candidate: Candidate, budget_bytes: float | None) -> list[SolvedStage]:
+    def _choices(self, candidate: Candidate, budget_bytes: float | None) -> list[Chosen]:
+        """Every stage's placements."""
         parts, m = self.parts(candidate.ends), candidate.n_microbatches
         name = schedule_name(self.options)
-        stages = []
-        for k, (part, layout) in enumerate(zip(parts, candidate.stages, strict=True)):
-            depth = n_in_flight(name, k, len(parts), m)
-            chosen = self._choose(part, layout, (candidate.ends, k), m, depth, budget_bytes)
-            stages.append(SolvedStage(part, layout.view, chosen))
-        return stages
+        return [
+            self._choose(
+                part, layout, (candidate.ends, k), m, n_in_flight(name, k, len(parts), m),
+                budget_bytes,
+            )
+            for k, (part, layout) in enumerate(zip(parts, candidate.stages, strict=True))
+        ]  # fmt: skip
 
-    def _joined(self, candidate: Candidate, stages: Sequence[SolvedStage]) -> Solved:
+    def _joined(self, candidate: Candidate, choices: Sequence[Chosen]) -> Solved:
         """The stages lowered, joined and simulated."""
-        name = schedule_name(self.options)
-        costs = [CostModel(s.mesh, self.dtype) for s in stages]
-        programs = [
-            lower(s.analysis, s.chosen.strategy, cost)
-            for s, cost in zip(stages, costs, strict=True)
-        ]
-        pipeline = Pipeline.of(programs, [s.mesh for s in stages], ORDERS[name])
-        time_s = self.predict(pipeline, costs)
+        stages = tuple(
+            LaidStage(part, chosen.strategy, CostModel(layout.view, self.dtype))
+            for part, layout, chosen in zip(
+                self.parts(candidate.ends), candidate.stages, choices, strict=True
+            )
+        )
+        pipeline = join(stages, ORDERS[schedule_name(self.options)])
+        time_s = self.predict(pipeline, [s.cost for s in stages])
         # A recipe is laid out on an abstract machine, and stages are joined by the simulator:
         # their cost is this one's.
         abstract = any(layout.constraints.roles for layout in candidate.stages)
-        objective_s = time_s if abstract or len(stages) > 1 else stages[0].chosen.objective_s
-        gap = 0.0 if abstract else max(s.chosen.gap for s in stages)
-        return Solved(candidate, tuple(stages), pipeline, time_s, objective_s, gap)
+        objective_s = time_s if abstract or len(stages) > 1 else choices[0].objective_s
+        gap = 0.0 if abstract else max(chosen.gap for chosen in choices)
+        return Solved(candidate, stages, pipeline, time_s, objective_s, gap)
 
     def stage_without_parameters(self, ends: tuple[int, ...]) -> int | None:
         """The first stage that no optimizer could be made for; None if there is none."""

@@ -18,7 +18,7 @@ stage on, up or down for as long as that helps (`climb`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -26,14 +26,15 @@ import numpy as np
 
 from autopar.cost.hardware import Hardware
 from autopar.errors import BatchError, InfeasibleError, OptionError
-from autopar.mesh import Link, LogicalMesh, Mesh, factored_view
+from autopar.mesh import Link, LogicalMesh, Mesh, factored_view, logical_views
 from autopar.options import Options
 from autopar.passes.constraints import Constraints, Pin
+from autopar.passes.counts import microbatch_counts
 from autopar.passes.evaluate import compute_dtype, schedule_name
 from autopar.passes.folding import Folded, find_runs, fold
 from autopar.passes.intra_op import Analysis
 from autopar.passes.layers import Layers, find_layers
-from autopar.passes.layout import Candidate, StageLayout, submesh_shape
+from autopar.passes.layout import Candidate, StageLayout
 from autopar.passes.solvers import Infeasible
 from autopar.passes.solvers.stages import StagePlan, StageProblem, solve_stages
 from autopar.passes.stage_costs import CostMaker, StageCosts
@@ -48,9 +49,6 @@ _ROOMY = 0.5
 FIRST_COUNT_PER_STAGE = 8
 # Plans closer than this (relative) are one.
 _ALIKE_REL = 2e-3
-# More microbatches than this per device make microbatches of next to nothing.
-_COUNTS_PER_DEVICE = 16
-_MIN_COUNT_LIMIT = 64
 
 
 def joint_candidates(
@@ -135,7 +133,7 @@ class JointSearch:
         """
         found: dict[object, LogicalMesh] = {}
         for size in submesh_sizes(self.mesh):
-            for view in stage_views(self.mesh, self.hardware, self.options, 0, size):
+            for view in views_of(self.mesh, self.hardware, self.options, 0, size):
                 axes = tuple((view.sizes[a], view.links[a]) for a in view.active_axes)
                 key = (view.sizes, view.names) if self.options.force else (size, axes)
                 found.setdefault(key, view)
@@ -290,22 +288,6 @@ def _nearly_alike(a: Planned, b: Planned) -> bool:
 # -- what a stage may be -------------------------------------------------------------------------
 
 
-def microbatch_counts(analysis: Analysis, options: Options, n_devices: int) -> list[int]:
-    """Divisors of the batch, each about twice the one before; or the number asked for."""
-    batch = analysis.batch
-    if isinstance(options.microbatches, int):
-        batch.check_divides(options.microbatches)
-        return [options.microbatches]
-    if batch.size == 0 or batch.broken_at is not None:
-        return [1]
-    limit = min(batch.size, max(_MIN_COUNT_LIMIT, _COUNTS_PER_DEVICE * n_devices))
-    counts = [1]
-    for m in range(2, limit + 1):
-        if batch.size % m == 0 and m >= 1.5 * counts[-1]:
-            counts.append(m)
-    return counts
-
-
 def submesh_sizes(mesh: Mesh) -> list[int]:
     """Numbers of devices of a stage among several: divisors of a node, powers of two nodes, and
     divisors of all nodes."""
@@ -315,21 +297,12 @@ def submesh_sizes(mesh: Mesh) -> list[int]:
     return [n for n in (*parts, *groups) if n < mesh.n_ranks]
 
 
-def stage_views(
+def views_of(
     mesh: Mesh, hardware: Hardware, options: Options, first_rank: int, n_ranks: int
-) -> Iterator[LogicalMesh]:
+) -> list[LogicalMesh]:
     """How a stage may see its ranks."""
-    links, device = hardware.links, hardware.device
-    if options.mesh_shape == "as-given":
-        assert mesh.axis_names is not None
-        shape = submesh_shape(mesh, first_rank, n_ranks)[-len(mesh.axis_names) :]
-        axes = dict(zip(mesh.axis_names, shape, strict=True))
-        yield factored_view(mesh, links, device, axes, first_rank)
-        return
-    for tp in range(1, n_ranks + 1):
-        if n_ranks % tp == 0:
-            axes = {"dp": n_ranks // tp, "tp": tp}
-            yield factored_view(mesh, links, device, axes, first_rank)
+    shape = options.mesh_shape
+    return logical_views(mesh, hardware.links, hardware.device, shape, first_rank, n_ranks)
 
 
 def view_at(mesh: Mesh, hardware: Hardware, view: LogicalMesh, first_rank: int) -> LogicalMesh:

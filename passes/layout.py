@@ -113,14 +113,6 @@ def _innermost(module: str, owner: dict[str, int]) -> str | None:
     return None
 
 
-def submesh_shape(mesh: Mesh, first_rank: int, n_ranks: int) -> tuple[int, int]:
-    """(nodes, devices per node) of consecutive ranks; (1, n) where they are no rectangle."""
-    per_node = mesh.devices_per_node
-    if n_ranks > per_node and first_rank % per_node == 0 and n_ranks % per_node == 0:
-        return n_ranks // per_node, per_node
-    return 1, n_ranks
-
-
 def check_submesh(mesh: Mesh, first_rank: int, stage: StageOption) -> None:
     """Raises `MeshError` where the stage's ranks from `first_rank` have another shape.
 
@@ -128,7 +120,7 @@ def check_submesh(mesh: Mesh, first_rank: int, stage: StageOption) -> None:
     """
     last_rank, shape = first_rank + stage.n_ranks - 1, stage.mesh_shape
     in_a_node = mesh.node_of(first_rank) == mesh.node_of(last_rank)
-    found = submesh_shape(mesh, first_rank, stage.n_ranks)
+    found = mesh.submesh_shape(first_rank, stage.n_ranks)
     if shape == found and (found[0] > 1 or in_a_node):
         return
     raise MeshError(

@@ -18,13 +18,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autopar.cost.hardware import Hardware, resolve
-from autopar.errors import BatchError, InfeasibleError, MeshError, OptionError
-from autopar.mesh import LogicalMesh, Mesh, factored_view, logical_views
+from autopar.errors import InfeasibleError, MeshError, OptionError
+from autopar.mesh import LogicalMesh, Mesh, factored_view
 from autopar.options import Manual, Options, StageOption
 from autopar.passes.constraints import Constraints, Pin, Role
+from autopar.passes.counts import microbatch_counts, recipe_counts
 from autopar.passes.evaluate import Evaluator, Predict, Solved, compute_dtype
 from autopar.passes.intra_op import Analysis
-from autopar.passes.joint import joint_candidates, pins_on, stage_views, views_text
+from autopar.passes.joint import joint_candidates, pins_on, views_of, views_text
 from autopar.passes.layout import (
     Candidate,
     StageLayout,
@@ -32,14 +33,12 @@ from autopar.passes.layout import (
     ends_by_modules,
     n_operators,
 )
-from autopar.passes.recipes import recipe_candidates
+from autopar.passes.recipes import check_ranks, recipe_candidates, recipe_limits
 from autopar.plan_data import Alternative
 from autopar.units import format_bytes, format_seconds
 
 # Candidates of several stages that are solved: of the search, of recipes.
 _N_SEARCHED, _N_RECIPES = 6, 3
-# Microbatch counts tried when memory does not allow fewer.
-_MAX_MICROBATCHES = 64
 # A candidate that is expected to take this much longer than the best known is not solved.
 _HOPELESS = 2.0
 # A gain (relative) that is worth solving one more problem under a budget.
@@ -150,15 +149,25 @@ class Planner:
     def _one_stage(self) -> Iterator[_Tries]:
         views = self._views(0, self.mesh.n_ranks)
         for view in views:
-            yield self._any_count(f"search on {axes_text(view)}", self._layout(view))
+            layout = self._layout(view)
+            yield self._any_count(f"search on {axes_text(view)}", layout, self._counts(layout))
         if not self.options.force:
             for name, view, limits in self._recipes(views):
-                yield self._any_count(name, StageLayout(view, limits))
+                layout = StageLayout(view, limits)
+                yield self._any_count(name, layout, self._counts(layout))
 
-    def _any_count(self, name: str, layout: StageLayout) -> _Tries:
+    def _counts(self, layout: StageLayout) -> list[int]:
+        """Of one stage; each microbatch of a recipe is split over its data axes too."""
+        n_splits = math.prod(
+            size
+            for axis, size in enumerate(layout.view.sizes)
+            if layout.constraints.role(axis) == "data"
+        )
+        return microbatch_counts(self.analysis, self.options, self.mesh.n_ranks, n_splits)
+
+    def _any_count(self, name: str, layout: StageLayout, counts: Sequence[int]) -> _Tries:
         """One stage, with every number of microbatches worth trying."""
         ends = (n_operators(self.analysis.program),)
-        counts = self._microbatch_counts(layout.view, layout.constraints)
         return name, [Candidate(name, ends, (layout,), m) for m in counts]
 
     def _stages(self, n_stages: int | None) -> Iterator[_Tries]:
@@ -197,7 +206,7 @@ class Planner:
             views = self._views(first_rank, stage.n_ranks)
             choices.append([self._layout(view) for view in views])
             first_rank += stage.n_ranks
-        for m in self._stage_counts(len(stages)):
+        for m in microbatch_counts(self.analysis, self.options, self.mesh.n_ranks):
             try:
                 layouts = self.evaluator.fastest(ends, choices, m)
             except InfeasibleError:  # said by the candidate, of its leanest view
@@ -208,23 +217,8 @@ class Planner:
     def _layout(self, view: LogicalMesh) -> StageLayout:
         return StageLayout(view, Constraints(self.options.forbid, pins=self._pins(view)))
 
-    def _stage_counts(self, n_stages: int) -> list[int]:
-        """Microbatch counts worth trying with stages."""
-        batch = self.analysis.batch
-        if isinstance(self.options.microbatches, int):
-            batch.check_divides(self.options.microbatches)
-            return [self.options.microbatches]
-        if batch.size == 0 or batch.broken_at is not None:
-            return [1]
-        limit = min(batch.size, 8 * n_stages)
-        return [m for m in (2**i for i in range(10)) if m <= limit and batch.size % m == 0]
-
     def _views(self, first_rank: int, n_ranks: int) -> list[LogicalMesh]:
-        """How consecutive ranks may be seen: every dp x tp, or the mesh as it is given."""
-        if n_ranks == self.mesh.n_ranks:
-            links, device = self.hardware.links, self.hardware.device
-            return logical_views(self.mesh, links, device, self.options.mesh_shape)
-        return list(stage_views(self.mesh, self.hardware, self.options, first_rank, n_ranks))
+        return views_of(self.mesh, self.hardware, self.options, first_rank, n_ranks)
 
     def _pins(self, view: LogicalMesh) -> Mapping[str, tuple[Pin, ...]]:
         return pins_on(self.analysis, self.options, view)
@@ -256,66 +250,20 @@ class Planner:
                 yield f"Megatron on {axes_text(view)}", view, limits
 
     def _manual(self, manual: Manual) -> Iterator[_Tries]:
-        n_ranks = manual.dp * manual.tp * manual.pp
-        if n_ranks != self.mesh.n_ranks:
-            sizes = f"dp={manual.dp}, tp={manual.tp}, pp={manual.pp}"
-            raise MeshError(
-                f"Manual({sizes}) places {n_ranks} ranks, the mesh has {self.mesh.n_ranks}",
-                hint="make dp * tp * pp the number of devices",
-            )
+        check_ranks(manual, self.mesh)
         if self.options.force:
             raise OptionError("manual is the whole recipe; force cannot be combined with it")
-        self._check_rows(manual)
-        forbid = self.options.forbid | (frozenset() if manual.sp else {"sequence"})
-        limits = Constraints(forbid, ("data", "tensor"), manual.zero)
-        links, device = self.hardware.links, self.hardware.device
-        view = factored_view(self.mesh, links, device, {"dp": manual.dp, "tp": manual.tp})
         if manual.pp > 1:  # more microbatches make the bubble smaller, and cost more launches
             search = (self.analysis, self.mesh, self.hardware, self.options)
             for candidate in recipe_candidates(*search, manual, self.report):
                 name = f"manual recipe, m={candidate.n_microbatches}"
                 yield name, [replace(candidate, name=name)]
             return
-        yield self._any_count("manual recipe", StageLayout(view, limits))
-
-    def _check_rows(self, manual: Manual) -> None:
-        """Refuse a batch that data parallelism and the microbatches asked for do not divide."""
-        given, n_rows = self.options.microbatches, self.analysis.batch.size
-        n_microbatches = given if isinstance(given, int) else 1
-        if manual.dp > 1 and n_rows == 0:
-            raise BatchError(
-                f"dp={manual.dp} splits the batch, and no input has a batch of several rows",
-                hint="give a larger batch, or say where it is with batch_dims",
-            )
-        if manual.dp > 1 and n_rows % (manual.dp * n_microbatches):
-            raise BatchError(
-                f"a batch of {n_rows} rows does not divide over dp={manual.dp} ranks"
-                + (f" x {n_microbatches} microbatches" if n_microbatches > 1 else ""),
-                hint="choose a batch size that divides, or drop_last=True in the loader",
-            )
-
-    def _microbatch_counts(self, view: LogicalMesh, constraints: Constraints) -> list[int]:
-        manual, batch = self.options.manual, self.analysis.batch
-        if manual is not None and manual.microbatch_size is not None:
-            rows = batch.size // manual.dp
-            if rows % manual.microbatch_size:
-                raise OptionError(
-                    f"microbatch_size={manual.microbatch_size} does not divide the {rows} rows "
-                    f"of one data-parallel rank"
-                )
-            return [rows // manual.microbatch_size]
-        if isinstance(self.options.microbatches, int):
-            batch.check_divides(self.options.microbatches)
-            return [self.options.microbatches]
-        if batch.size == 0 or batch.broken_at is not None:
-            return [1]
-        limit = min(batch.size, _MAX_MICROBATCHES)
-        powers = [m for m in range(1, limit + 1) if batch.size % m == 0 and m & (m - 1) == 0]
-        # Each microbatch of a recipe is split over its data axes too.
-        n_splits = math.prod(
-            size for axis, size in enumerate(view.sizes) if constraints.role(axis) == "data"
-        )
-        return [m for m in powers if batch.size % (m * n_splits) == 0] or [1]
+        counts = recipe_counts(self.analysis, self.options, manual, self.mesh.n_ranks)
+        links, device = self.hardware.links, self.hardware.device
+        view = factored_view(self.mesh, links, device, {"dp": manual.dp, "tp": manual.tp})
+        layout = StageLayout(view, recipe_limits(self.options, manual))
+        yield self._any_count("manual recipe", layout, counts)
 
 
 def _best_count(evaluator: Evaluator, tries: Sequence[Candidate]) -> Solved | InfeasibleError:
@@ -327,6 +275,8 @@ def _best_count(evaluator: Evaluator, tries: Sequence[Candidate]) -> Solved | In
     """
     start = next((i for i, c in enumerate(tries) if evaluator.may_fit(c)), len(tries) - 1)
     low, high, best, bound_s = start, len(tries), None, 0.0
+    if low == high - 1:  # nothing to choose from: the budget may as well be there at once
+        low = high
     while low < high:
         middle = (low + high) // 2
         found = evaluator.solve_freely(tries[middle])

@@ -18,10 +18,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.cost.hardware import Hardware
-from autopar.errors import BatchError, InfeasibleError, MeshError, OptionError
+from autopar.errors import BatchError, InfeasibleError, MeshError
 from autopar.mesh import LogicalMesh, Mesh, factored_view
 from autopar.options import Manual, Options
 from autopar.passes.constraints import Constraints
+from autopar.passes.counts import microbatch_counts, recipe_counts
 from autopar.passes.evaluate import recipe_cost
 from autopar.passes.intra_op import Analysis
 from autopar.passes.joint import (
@@ -29,7 +30,6 @@ from autopar.passes.joint import (
     JointSearch,
     Progress,
     climb,
-    microbatch_counts,
     view_at,
     views_text,
 )
@@ -55,7 +55,11 @@ def recipe_candidates(
     when the batch does not divide as it says.
     """
     budget_bytes = options.memory_limit or hardware.memory_limit_bytes
-    splits = list(_splits(analysis, mesh, options) if manual is None else [_split(manual, mesh)])
+    if manual is None:
+        splits = list(_splits(analysis, mesh, options))
+    else:
+        check_ranks(manual, mesh)
+        splits = [_Split(manual.pp, manual.dp, manual.tp)]
     splits = [s for s in splits if s.n_stages > 1]
     if not splits:
         return []
@@ -66,7 +70,7 @@ def recipe_candidates(
     found = []
     for split in splits:
         if split.n_stages <= search.layers.n_layers:
-            found.append(_Recipe(search, maker, split, _limits(options, manual)).best(manual))
+            found.append(_Recipe(search, maker, split, recipe_limits(options, manual)).best(manual))
     fitting = [(cost_s, c) for cost_s, c in found if manual or math.isfinite(cost_s)]
     return [c for _, c in sorted(fitting, key=lambda pair: pair[0])]
 
@@ -93,7 +97,8 @@ def _splits(analysis: Analysis, mesh: Mesh, options: Options) -> Iterator[_Split
                 yield _Split(n_stages, dp, tp)
 
 
-def _split(manual: Manual, mesh: Mesh) -> _Split:
+def check_ranks(manual: Manual, mesh: Mesh) -> None:
+    """Raises `MeshError` where the recipe does not place every rank of the mesh."""
     if manual.pp * manual.dp * manual.tp != mesh.n_ranks:
         sizes = f"dp={manual.dp}, tp={manual.tp}, pp={manual.pp}"
         raise MeshError(
@@ -101,10 +106,10 @@ def _split(manual: Manual, mesh: Mesh) -> _Split:
             f"the mesh has {mesh.n_ranks}",
             hint="make dp * tp * pp the number of devices",
         )
-    return _Split(manual.pp, manual.dp, manual.tp)
 
 
-def _limits(options: Options, manual: Manual | None) -> Constraints:
+def recipe_limits(options: Options, manual: Manual | None) -> Constraints:
+    """The Megatron layout; without `manual`, with neither ZeRO nor sequence parallelism."""
     sequence = frozenset() if manual is not None and manual.sp else frozenset({"sequence"})
     zero = manual.zero if manual is not None else 0
     return Constraints(options.forbid | sequence, ("data", "tensor"), zero)
@@ -141,23 +146,10 @@ class _Recipe:
     def _counts(self, manual: Manual | None) -> list[int]:
         """Numbers of microbatches that split the batch over dp ranks too."""
         analysis, options = self.search.analysis, self.search.options
-        rows, dp = analysis.batch.size, self.split.dp
-        if manual is not None and manual.microbatch_size is not None:
-            if rows % (dp * manual.microbatch_size):
-                raise OptionError(
-                    f"microbatch_size={manual.microbatch_size} does not divide the {rows // dp} "
-                    f"rows of one data-parallel rank"
-                )
-            return [rows // (dp * manual.microbatch_size)]
-        counts = microbatch_counts(analysis, options, self.search.mesh.n_ranks)
-        kept = [m for m in counts if dp == 1 or rows % (m * dp) == 0]
-        if not kept and manual is not None:
-            raise BatchError(
-                f"a batch of {rows} rows does not divide over dp={dp} ranks"
-                + (f" x {counts[0]} microbatches" if counts[0] > 1 else ""),
-                hint="choose a batch size that divides, or drop_last=True in the loader",
-            )
-        return kept or counts[:1]
+        n_devices = self.search.mesh.n_ranks
+        if manual is not None:
+            return recipe_counts(analysis, options, manual, n_devices)
+        return microbatch_counts(analysis, options, n_devices, self.split.dp)
 
     @property
     def _view(self) -> LogicalMesh:

@@ -49,6 +49,15 @@ class _Batch:
         return taken
 
 
+@dataclass(frozen=True)
+class _Part:
+    """A slice as one of its ends sees it: where it lies, and who has the other end."""
+
+    peer: int
+    at: tuple[slice, ...]
+    shape: tuple[int, ...]
+
+
 class Crossings:
     """Posts the messages of one rank's schedule, and puts what arrives together.
 
@@ -100,8 +109,8 @@ class Crossings:
         for route in self._of(action):
             local = _end(route.crossing, action)
             shape = local_factors(local.dims, local.spec, self._sizes())
-            mine = [(s, next(pieces)) for s in route.slices if self._receives(s, action)]
-            out[route.crossing.value] = self._together(local, shape, mine, action)
+            mine = [(part, next(pieces)) for part in self._parts(route, action)]
+            out[route.crossing.value] = self._together(local, shape, mine)
         return out
 
     def finish(self) -> None:
@@ -118,61 +127,55 @@ class Crossings:
     def _of(self, action: Action) -> list[_Route]:
         """What a message carries, of one direction."""
         assert action.peer is not None
-        is_forward = action.kind.endswith("forward")
         source, target = sorted((action.stage, action.peer))
         if (source, target) not in self._routes:
             self._routes[source, target] = tuple(
                 _Route(c, self._slices(c)) for c in self.pipeline.between(source, target)
             )
-        return [r for r in self._routes[source, target] if is_forward or r.crossing.has_grad]
+        return [r for r in self._routes[source, target] if action.is_forward or r.crossing.has_grad]
 
     def _slices(self, crossing: Crossing) -> tuple[Slice, ...]:
         found = crossing_slices(self.pipeline, crossing)
         return tuple(s for s in found if self.rank in (s.source_rank, s.target_rank))
 
-    def _receives(self, piece: Slice, action: Action) -> bool:
-        forward = action.kind.endswith("forward")
-        return self.rank == (piece.target_rank if forward else piece.source_rank)
+    def _parts(self, route: _Route, action: Action) -> list[_Part]:
+        """What of a crossing this rank sends, or receives, in an action."""
+        at_source = action.stage == route.crossing.source
+        ends = [
+            (s.source_rank, _Part(s.target_rank, s.source, s.shape))
+            if at_source
+            else (s.target_rank, _Part(s.source_rank, s.target, s.shape))
+            for s in route.slices
+        ]
+        return [part for own, part in ends if own == self.rank]
 
     def _wanted(self, action: Action) -> Receives:
-        forward = action.kind.endswith("forward")
         return [
-            (s.shape, r.crossing.sent.local.dtype, s.source_rank if forward else s.target_rank)
-            for r in self._of(action)
-            for s in r.slices
-            if self._receives(s, action)
+            (part.shape, route.crossing.sent.local.dtype, part.peer)
+            for route in self._of(action)
+            for part in self._parts(route, action)
         ]
 
     def _pieces(self, action: Action, values: Mapping[str, Tensor]) -> Sends:
-        """What this rank sends; a value that is not there is sent as zeros."""
-        forward = action.kind.endswith("forward")
+        """What this rank sends."""
         out: Sends = []
         for route in self._of(action):
             local = _end(route.crossing, action)
             shape = local_factors(local.dims, local.spec, self._sizes())
-            tensor = values[route.crossing.value].detach()
-            for s in route.slices:
-                if self.rank != (s.source_rank if forward else s.target_rank):
-                    continue
-                at = s.source if forward else s.target
-                piece = tensor.reshape(shape)[at] if at else tensor.reshape(())
-                out.append((piece.contiguous(), s.target_rank if forward else s.source_rank))
+            seen = values[route.crossing.value].detach().reshape(shape)
+            for part in self._parts(route, action):
+                out.append((seen[part.at].contiguous(), part.peer))
         return out
 
     def _together(
-        self,
-        local: Local,
-        shape: tuple[int, ...],
-        pieces: Sequence[tuple[Slice, Tensor]],
-        action: Action,
+        self, local: Local, shape: tuple[int, ...], pieces: Sequence[tuple[_Part, Tensor]]
     ) -> Tensor:
         """The local tensor made of its pieces; zeros where this rank takes no part."""
-        forward = action.kind.endswith("forward")
         if len(pieces) == 1 and pieces[0][0].shape == shape:
             return pieces[0][1].view(local.shape)
         out = torch.zeros(shape, dtype=local.dtype, device=self.device)
-        for s, piece in pieces:
-            out[s.target if forward else s.source] = piece
+        for part, piece in pieces:
+            out[part.at] = piece
         return out.view(local.shape)
 
 

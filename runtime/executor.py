@@ -35,8 +35,6 @@ from autopar.schedule import Action, Kind
 from autopar.stage_program import (
     GatherLine,
     Local,
-    StageProgram,
-    outs,
 )
 
 OutputsFn = Callable[[tuple[Tensor, ...]], None]
@@ -160,7 +158,7 @@ class Executor:
             self.ties.sum(stored, kept)
         last = self.pipeline.stages[-1]
         assert last.loss is not None, "a training program has a loss"
-        loss = self._from_last_stage(step.loss, _made(last, last.loss))
+        loss = self._from_last_stage(step.loss, last.made(last.loss))
         if self.crossings:
             self.crossings.finish()
         return loss
@@ -185,13 +183,11 @@ class Executor:
         if self.crossings:
             self.crossings.finish()
         last = self.pipeline.stages[-1]
-        loss = (
-            None if last.loss is None else self._from_last_stage(step.loss, _made(last, last.loss))
-        )
+        loss = None if last.loss is None else self._from_last_stage(step.loss, last.made(last.loss))
         outputs: list[Tensor | None] = list(step.outputs) or [None] * len(last.outputs)
         if everywhere:
             outputs = [
-                self._from_last_stage(value, _made(last, name))
+                self._from_last_stage(value, last.made(name))
                 for value, name in zip(outputs, last.outputs, strict=True)
             ]
         return (loss, *outputs)
@@ -347,9 +343,3 @@ class Executor:
             if item.source in self.program.prologue_inputs and item.batch_cell is not None:
                 return tuple(sorted(item.local.spec.axes_of(item.batch_cell)))
         return ()
-
-
-def _made(program: StageProgram, name: str) -> Local:
-    """A variable as the program leaves it."""
-    lines = (out for line in reversed(program.body) for out in outs(line))
-    return next(out for out in lines if out.name == name)

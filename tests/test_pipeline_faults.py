@@ -113,11 +113,9 @@ def test_slices_put_together_in_another_order(monkeypatch: pytest.MonkeyPatch) -
     some = chain(((2, 1), (1, 1)))
     right = Crossings._together
 
-    def shuffled(
-        self: Crossings, local: Any, shape: Any, pieces: Sequence[Any], action: Action
-    ) -> Tensor:
+    def shuffled(self: Crossings, local: Any, shape: Any, pieces: Sequence[Any]) -> Tensor:
         places, tensors = [s for s, _ in pieces], [x for _, x in pieces]
-        return right(self, local, shape, list(zip(places, tensors[::-1], strict=True)), action)
+        return right(self, local, shape, list(zip(places, tensors[::-1], strict=True)))
 
     monkeypatch.setattr(Crossings, "_together", shuffled)
     assert some.notice()

@@ -60,6 +60,11 @@ class Action:
         return self.kind not in _OTHER_END
 
     @property
+    def is_forward(self) -> bool:
+        """Of activations; else of gradients."""
+        return self.kind.endswith("forward")
+
+    @property
     def is_send(self) -> bool:
         return self.kind in ("send_forward", "send_backward")
 
