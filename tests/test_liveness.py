@@ -79,30 +79,13 @@ def measured_and_predicted(
     cost, strategy = laid_out(n_microbatches, n_ranks, how)
     program = lower(analysis, strategy, cost)
     code, _ = load_code("stage_0.py", emit(program))
-    ids = torch.randint(0, 256, (16, 32), generator=torch.Generator().manual_seed(0))
-    inputs = {name: ids.clone() for name in analysis.program.inputs}
     constants = {name: compute() for name, compute in analysis.program.constants.items()}
     groups: Mapping[tuple[int, ...], Group] = make_groups(cost.mesh) if n_ranks > 1 else {}
     rank = torch.distributed.get_rank() if n_ranks > 1 else 0
     environment = Environment(torch.device("cpu"), groups)
     executor = Executor(Pipeline.single(program, cost.mesh), rank, code, environment, constants)
-    stored = {
-        p.name: (torch.randn(p.stored.shape) * 0.02).requires_grad_() for p in program.parameters
-    }
-    optimizer = torch.optim.AdamW(stored.values(), foreach=True)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        executor.step(stored, inputs)
-        optimizer.step()
-
-    step()
-    optimizer.zero_grad()
-    moments = [t for state in optimizer.state.values() for t in state.values()]
-    with LiveBytes([*stored.values(), *moments, *inputs.values()]) as live:
-        between_bytes = live.live_bytes
-        step()
-    return live.peak_bytes, peak_memory(program, "adamw").peak_bytes, between_bytes
+    peak_bytes, between_bytes = whole_step(executor)
+    return peak_bytes, peak_memory(program, "adamw").peak_bytes, between_bytes
 
 
 @pytest.mark.parametrize("n_microbatches", [1, 4])
@@ -167,11 +150,11 @@ def stage_measured_and_predicted(
     code, _ = load_code(f"stage_{stage}.py", emit(program, stage, pipeline.n_stages))
     constants = {name: compute() for name, compute in small_gpt2().program.constants.items()}
     executor = Executor(pipeline, rank, code, environment, constants)
-    return whole_step(executor), peak_of_stage(pipeline, stage, "adamw")
+    return whole_step(executor)[0], peak_of_stage(pipeline, stage, "adamw")
 
 
-def whole_step(executor: Executor) -> float:
-    """The peak of live tensors over a step, the optimizer's included."""
+def whole_step(executor: Executor) -> tuple[float, float]:
+    """(peak of live tensors over a step, the optimizer's included; those between steps)."""
     ids = torch.randint(0, 256, (16, 32), generator=torch.Generator().manual_seed(0))
     inputs = {name: ids.clone() for name in small_gpt2().program.inputs}
     stored = {
@@ -189,8 +172,9 @@ def whole_step(executor: Executor) -> float:
     optimizer.zero_grad()
     moments = [t for state in optimizer.state.values() for t in state.values()]
     with LiveBytes([*stored.values(), *moments, *inputs.values()]) as live:
+        between_bytes = live.live_bytes
         step()
-    return live.peak_bytes
+    return live.peak_bytes, between_bytes
 
 
 def all_staged(n_ranks: int) -> list[tuple[float, float]]:
