@@ -56,7 +56,7 @@ def _root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")
     ] = False,
 ) -> None:
-    """Plan, read and check how a PyTorch model is sharded over devices."""
+    """Plan, read and check how a PyTorch model is laid out on devices."""
 
 
 @app.command()
