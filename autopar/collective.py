@@ -341,8 +341,9 @@ def _forward(program: StageProgram) -> list[Call]:
             )
         elif isinstance(line, CallLine):
             calls += [
-                Call("all_reduce", line.lowered_axes, "forward", size_bytes, line.key)
-                for size_bytes in line.inner_bytes
+                Call(c.kind, line.lowered_axes, c.phase, c.size_bytes, line.key)
+                for c in line.inner
+                if c.phase == "forward"
             ]
     return calls
 
@@ -362,6 +363,12 @@ def _backward(program: StageProgram) -> list[Call]:
             calls += _call(
                 line.move.backward, line, "backward", line.backward_bytes, origin[line.out.name]
             )
+        elif isinstance(line, CallLine):
+            calls += [
+                Call(c.kind, line.lowered_axes, c.phase, c.size_bytes, line.key)
+                for c in line.inner
+                if c.phase == "backward"
+            ]
         for gather in again.get(i, ()):
             calls += _gathered(gather)
     return calls

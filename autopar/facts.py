@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from autopar.rules.lowering import Lowering
 from autopar.spec import Spec, TensorType
 
 # How often a parameter stored in shards is gathered for use, and its gradient scattered:
@@ -29,11 +30,11 @@ class Storage:
 
 @dataclass(frozen=True)
 class OperatorStrategy:
-    """Specs of one operator's tensors, in order; `lowered` names what it shards specially."""
+    """Specs of one operator's tensors, in order; `lowered` is what replaces it over axes."""
 
     inputs: tuple[Spec, ...]
     outputs: tuple[Spec, ...]
-    lowered: str | None = None
+    lowered: Lowering | None = None
     lowered_axes: tuple[int, ...] = ()
 
 

@@ -16,7 +16,6 @@ meshes. Nothing is approximated: both sides must agree to 1e-12 of the largest e
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from autopar.errors import AutoparError, VerificationError
 from autopar.factors import Atom, Factors, leaves, name_sizes, unify
 from autopar.mesh import Device, Link, LogicalMesh
 from autopar.rules import OpCall, OpRule, check_call, find_operator, rule_for
+from autopar.rules.lowering import GROUP, Lowering
 from autopar.rules.pattern import AxisStrategy, Pattern, axis_strategies, resolve
 from autopar.runtime import lowered
 from autopar.runtime.groups import Group
@@ -109,7 +109,9 @@ class Case:
         return [Spec(p) for p in inputs], [Spec(p) for p in outputs]
 
     def fits(self, strategies: Sequence[AxisStrategy], sizes: Sequence[int]) -> bool:
-        """Do all sharded factors divide?"""
+        """Do all sharded factors divide, and is the operator replaced by one function at most?"""
+        if len({id(s.lowering) for s in strategies if s.lowering}) > 1:
+            return False
         inputs, outputs = self.specs(strategies)
         placed = zip((*self.inputs, *self.outputs), (*inputs, *outputs), strict=True)
         return all(illegal_reason(t, spec, sizes) is None for t, spec in placed)
@@ -141,8 +143,8 @@ def _factors(rule: OpRule, call: OpCall, refine: bool) -> list[tuple[tuple[int, 
     return [factors.sizes(name) for name in (*inputs, *outputs)]
 
 
-def _run(call: OpCall, tensors: Sequence[Tensor], changed: Mapping[str, Any]) -> list[Tensor]:
-    """The operator on other tensors, with some arguments changed; results as a list."""
+def _substituted(call: OpCall, tensors: Sequence[Tensor]) -> dict[str, Any]:
+    """The arguments of a call by name, on other tensors."""
     rest = iter(tensors)
 
     def substituted(value: Any) -> Any:
@@ -150,10 +152,24 @@ def _run(call: OpCall, tensors: Sequence[Tensor], changed: Mapping[str, Any]) ->
             return next(rest)
         return [substituted(v) for v in value] if isinstance(value, (list, tuple)) else value
 
-    values = {name: substituted(value) for name, value in call.args.items()} | dict(changed)
+    return {name: substituted(value) for name, value in call.args.items()}
+
+
+def _run(call: OpCall, tensors: Sequence[Tensor], changed: Mapping[str, Any]) -> list[Tensor]:
+    """The operator on other tensors, with some arguments changed; results as a list."""
+    values = _substituted(call, tensors) | dict(changed)
     by_name = [a.name for a in call.op._schema.arguments if a.kwarg_only]
     keywords = {name: values.pop(name) for name in by_name}
     out = call.op(*values.values(), **keywords)
+    return list(out) if isinstance(out, (list, tuple)) else [out]
+
+
+def _run_lowered(
+    call: OpCall, lowering: Lowering, tensors: Sequence[Tensor], group: Group | None
+) -> list[Tensor]:
+    """What replaces the operator, on other tensors; results as a list."""
+    values = _substituted(call, tensors) | {GROUP: group}
+    out = getattr(lowered, lowering.function)(*(values[name] for name in lowering.arguments))
     return list(out) if isinstance(out, (list, tuple)) else [out]
 
 
@@ -308,13 +324,11 @@ def _local_operator(
 ) -> tuple[tuple[int, ...], Callable[[Sequence[Tensor], Group | None], list[Tensor]]]:
     """What one rank runs: the operator with localised arguments, or what replaces it over a
     group of axes; `()` when there is no group."""
-    owners = [case.pattern.names[s.label] if s.label else "" for s in strategies]
-    axes = tuple(axis for axis, owner in enumerate(owners) if owner in case.rule.lower)
+    axes = tuple(axis for axis, s in enumerate(strategies) if s.lowering)
     if axes:
-        function = getattr(lowered, case.rule.lower[owners[axes[0]]])
-        accepted = inspect.signature(function).parameters
-        keywords = {k: v for k, v in case.call.args.items() if k in accepted}
-        return axes, lambda tensors, group: [function(*tensors, group, **keywords)]
+        lowering = strategies[axes[0]].lowering
+        assert lowering is not None
+        return axes, lambda tensors, group: _run_lowered(case.call, lowering, tensors, group)
     changed: dict[str, Any] = {}
     if case.rule.localise is not None:
         inputs, outputs = (

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from autopar.facts import Period
-from autopar.moves import Move
+from autopar.moves import Move, PrimitiveKind
 from autopar.spec import Spec
 
 # The variable of results that nobody takes.
@@ -83,6 +83,15 @@ class Workspace:
 
 
 @dataclass(frozen=True)
+class InnerCall:
+    """A collective inside the function that replaces an operator."""
+
+    kind: PrimitiveKind
+    phase: str
+    size_bytes: int
+
+
+@dataclass(frozen=True)
 class CallLine:
     """One operator on local tensors. `lowered` names the function that replaces it.
 
@@ -101,7 +110,7 @@ class CallLine:
     where: str
     lowered: str | None
     lowered_axes: tuple[int, ...]
-    inner_bytes: tuple[int, ...]
+    inner: tuple[InnerCall, ...]
     flops: float
     forward_s: float
     backward_s: float

@@ -29,7 +29,7 @@ def stage_times(program: StageProgram, cost: CostModel, optimizer: str) -> Stage
     """Price one stage; all its ranks take the same time."""
     calls = step_calls(program)
     converted_s, returned_s = _conversions_s(program)
-    forward_s = _forward_s(program) - _inner_s(program, cost)
+    forward_s = _forward_s(program)
     backward_s = _backward_s(program) + returned_s["micro"]
     return StageTimes(
         n_ranks=cost.mesh.n_ranks,
@@ -44,16 +44,6 @@ def stage_times(program: StageProgram, cost: CostModel, optimizer: str) -> Stage
 def calls_time_s(calls: Iterable[Call], cost: CostModel) -> float:
     """Seconds of collectives one after the other."""
     return math.fsum(cost.primitive_time_s(c.kind, c.size_bytes, c.axes) for c in calls)
-
-
-def _inner_s(program: StageProgram, cost: CostModel) -> float:
-    """Collectives inside lowered operators, which their lines include."""
-    return math.fsum(
-        cost.primitive_time_s("all_reduce", size_bytes, line.lowered_axes)
-        for line in program.body
-        if isinstance(line, CallLine)
-        for size_bytes in line.inner_bytes
-    )
 
 
 def _forward_s(program: StageProgram) -> float:

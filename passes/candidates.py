@@ -8,7 +8,6 @@ outer products and nothing is priced twice.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +21,8 @@ from autopar.facts import OperatorStrategy
 from autopar.passes.constraints import Limits
 from autopar.passes.groups import Group, JointStrategy, PlacedOperator, joint_strategies
 from autopar.rules import OpRule, rule_for
+from autopar.rules.lowering import Lowering
+from autopar.rules.pattern import AxisStrategy
 from autopar.saved import Saved
 from autopar.spec import PREFERENCE, I, Spec, TensorType, illegal_reason
 
@@ -56,20 +57,11 @@ class GroupCandidates:
         """Per operator of the group, its specs under a choice."""
         out = {}
         for position, item in enumerate(self.group.members):
-            lowered: str | None = None
-            lowered_axes: list[int] = []
-            special = rule_for(str(item.operator.call.op)).lower
-            for axis, joint in zip(self.active_axes, self.choices[choice], strict=True):
-                label = item.strategies[joint.members[position]].label
-                name = item.pattern.names[label] if label else None
-                if name is not None and name in special:
-                    lowered = special[name]
-                    lowered_axes.append(axis)
+            chosen = [item.strategies[j.members[position]] for j in self.choices[choice]]
             out[item.name] = OperatorStrategy(
                 tuple(self.spec(choice, n) for n in item.operator.inputs),
                 tuple(self.spec(choice, n) for n in item.operator.outputs),
-                lowered,
-                tuple(lowered_axes),
+                *lowered_over(chosen, self.active_axes),
             )
         return out
 
@@ -107,7 +99,7 @@ class CandidateMaker:
         index = [
             picks
             for picks in itertools.product(*(range(len(js)) for js in per_axis))
-            if self._legal([per_axis[k][i] for k, i in enumerate(picks)], active, sizes)
+            if self._legal(group, [per_axis[k][i] for k, i in enumerate(picks)], active, sizes)
         ]
         if not index:
             raise InfeasibleError(
@@ -135,11 +127,16 @@ class CandidateMaker:
         )
 
     def _legal(
-        self, joints: Sequence[JointStrategy], active: Sequence[int], sizes: Sequence[int]
-    ) -> bool:
-        """Do factors that several axes split still divide?"""
+        self, group: Group, joints: Sequence[JointStrategy], active: Sequence[int],
+        sizes: Sequence[int],
+    ) -> bool:  # fmt: skip
+        """Do factors that several axes split still divide, and is no operator replaced twice?"""
         if len(joints) < 2:
             return True
+        for position, item in enumerate(group.members):
+            chosen = [item.strategies[j.members[position]] for j in joints]
+            if len({id(s.lowering) for s in chosen if s.lowering}) > 1:
+                return False
         for name in joints[0].placements:
             placed = [j.placements[name] for j in joints]
             cells = [p.cell for p in placed if p.is_shard]
@@ -211,39 +208,35 @@ class CandidateMaker:
                 rule, item.operator, self.types, self.cost, flops, moved
             )
             time += forward + backward
-            if rule.inner_all_reduces:
-                time += self._inner_time_s(item, rule, group, per_axis, active, columns, fraction)
+            if any(lowering.inner for lowering in rule.lower.values()):
+                time += self._inner_time_s(item, position, per_axis, active, columns)
             kept_bytes += (
                 self._kept_bytes(item, labelled, fraction, first_savers) * self.n_in_flight
             )
         return time * self.n_microbatches, kept_bytes
 
     def _inner_time_s(
-        self, item: PlacedOperator, rule: OpRule, group: Group,
+        self, item: PlacedOperator, position: int,
         per_axis: Sequence[Sequence[JointStrategy]], active: Sequence[int],
-        columns: Sequence[NDArray[np.int64]], fraction: Callable[[str], Array],
+        columns: Sequence[NDArray[np.int64]],
     ) -> Array:  # fmt: skip
-        """The all_reduces inside a lowered operator: one element per row of its labels."""
-        position = group.members.index(item)
-        rows = self.types[item.operator.inputs[1]]
+        """The collectives inside a lowered operator, per choice."""
         itemsize = self.types[item.operator.inputs[0]].itemsize
-        size_bytes = math.prod(rows.shape) * itemsize * fraction(item.operator.inputs[1])
-        out = np.zeros_like(size_bytes)
+        out = np.zeros(len(columns[0]) if columns else 1)
         for c in range(len(out)):
-            axes = tuple(
-                axis
-                for k, axis in enumerate(active)
-                if self._is_inner(item, rule, per_axis[k][columns[k][c]], position)
-            )
-            if axes:
-                once = self.cost.primitive_time_s("all_reduce", int(size_bytes[c]), axes)
-                out[c] = rule.inner_all_reduces * once
+            joints = [per_axis[k][column[c]] for k, column in enumerate(columns)]
+            chosen = [item.strategies[joint.members[position]] for joint in joints]
+            lowering, axes = lowered_over(chosen, active)
+            if lowering is None:
+                continue
+            sizes = dict(item.sizes)
+            for axis, strategy in zip(active, chosen, strict=True):
+                if strategy.label is not None:
+                    sizes[item.pattern.names[strategy.label]] //= self.cost.mesh.sizes[axis]
+            for inner in lowering.inner:
+                size_bytes = int(lowering.value(inner.size_bytes, sizes, itemsize))
+                out[c] += self.cost.primitive_time_s(inner.kind, size_bytes, axes)
         return out
-
-    @staticmethod
-    def _is_inner(item: PlacedOperator, rule: OpRule, joint: JointStrategy, position: int) -> bool:
-        label = item.strategies[joint.members[position]].label
-        return label is not None and item.pattern.names[label] in rule.inner
 
     def _kept_bytes(
         self,
@@ -266,6 +259,17 @@ class CandidateMaker:
                 first_savers.add(name)
                 total = total + self.types[name].size_bytes * fraction(name)
         return total
+
+
+def lowered_over(
+    chosen: Sequence[AxisStrategy], axes: Sequence[int]
+) -> tuple[Lowering | None, tuple[int, ...]]:
+    """What replaces an operator with one strategy per axis, and the axes it communicates over.
+
+    Legal choices replace it by one function or none.
+    """
+    found = [(s.lowering, axis) for s, axis in zip(chosen, axes, strict=True) if s.lowering]
+    return (found[0][0] if found else None), tuple(axis for _, axis in found)
 
 
 def operator_times_s(

@@ -16,7 +16,7 @@ collectives are those of a hand-written Megatron: where there is a choice,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -124,16 +124,15 @@ class Limits:
         elif not strict:
             kept = _where(_shards_something, kept)
         elif rule.lower and group.members[0].operator.inputs[0] in self.parameters:
-            kept = _where(lambda j: self._cuts_vocabulary(group, rule.lower, j), kept)
+            kept = _where(lambda j: self._cuts_vocabulary(group, j), kept)
         return _where(lambda j: not self._replicates_parameter(j), kept) if strict else kept
 
-    def _cuts_vocabulary(self, group: Group, lower: Container[str], joint: JointStrategy) -> bool:
+    def _cuts_vocabulary(self, group: Group, joint: JointStrategy) -> bool:
         """Is a lookup placed as Megatron does: tokens' tables cut by rows, positions' whole?"""
         (member,), (chosen,) = group.members, joint.members
         if member.operator.inputs[1] in self.constants:
             return not _shards_something(joint)
-        label = member.strategies[chosen].label
-        return label is not None and member.pattern.names[label] in lower
+        return member.strategies[chosen].lowering is not None
 
     def _replicates_parameter(self, joint: JointStrategy) -> bool:
         return any(p.kind == "R" and n in self.parameters for n, p in joint.placements.items())

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.cost.model import CostModel
-from autopar.factors import Operator
+from autopar.factors import Operator, name_sizes
 from autopar.facts import OperatorStrategy, Strategy
 from autopar.passes.candidates import operator_times_s
 from autopar.passes.intra_op import Analysis
-from autopar.passes.lowered import LOWERED, lowered_saved_bytes, lowered_workspace
 from autopar.rules import rule_for
 from autopar.spec import local_bytes
-from autopar.stage_program import UNUSED, Local, Workspace
+from autopar.stage_program import UNUSED, InnerCall, Local, Workspace
 
 
 @dataclass
@@ -65,9 +64,8 @@ class LineCosts:
         if saved is None or not any(out.has_grad for out in outs):
             return 0.0, ()
         if chosen.lowered is not None:
-            positions = LOWERED[chosen.lowered].keeps
-            own_bytes = lowered_saved_bytes(chosen.lowered, inputs)
-            return float(own_bytes), tuple(inputs[i].name for i in positions)
+            own_bytes = self._lowered(chosen.lowered.saved_bytes, operator, chosen, inputs, outs)
+            return own_bytes, tuple(inputs[i].name for i in chosen.lowered.keeps)
         keeps = [inputs[i].name for i in sorted(saved.inputs)]
         keeps += [outs[i].name for i in sorted(saved.outputs) if outs[i].name != UNUSED]
         unnamed = sum(outs[i].size_bytes for i in saved.outputs if outs[i].name == UNUSED)
@@ -89,13 +87,42 @@ class LineCosts:
         inputs: Sequence[Local], outs: Sequence[Local],
     ) -> Workspace:  # fmt: skip
         if chosen.lowered is not None:
-            return lowered_workspace(chosen.lowered, inputs, outs)
+            return Workspace(
+                self._lowered(chosen.lowered.forward_bytes, operator, chosen, inputs, outs),
+                self._lowered(chosen.lowered.backward_bytes, operator, chosen, inputs, outs),
+            )
         needed, share = self.analysis.temporaries[operator.name], self._share(operator, chosen)
         return Workspace(
             needed.forward_bytes * share,
             needed.backward_bytes * share,
             tuple(inputs[i].name for i in sorted(needed.passed)),
         )
+
+    def inner(
+        self, operator: Operator, chosen: OperatorStrategy,
+        inputs: Sequence[Local], outs: Sequence[Local],
+    ) -> tuple[InnerCall, ...]:  # fmt: skip
+        """Collectives inside what replaces an operator; those of backward where it has one."""
+        if chosen.lowered is None:
+            return ()
+        return tuple(
+            InnerCall(
+                call.kind,
+                call.phase,
+                int(self._lowered(call.size_bytes, operator, chosen, inputs, outs)),
+            )
+            for call in chosen.lowered.inner
+            if call.phase == "forward" or any(out.has_grad for out in outs)
+        )
+
+    def _lowered(
+        self, formula: str, operator: Operator, chosen: OperatorStrategy,
+        inputs: Sequence[Local], outs: Sequence[Local],
+    ) -> float:  # fmt: skip
+        """A formula of what replaces an operator, with the sizes of one rank."""
+        assert chosen.lowered is not None
+        sizes = name_sizes(operator.notation, [i.shape for i in inputs], [o.shape for o in outs])
+        return chosen.lowered.value(formula, sizes, inputs[0].dtype.itemsize)
 
     def shares(self, operator: Operator, names: Sequence[str]) -> tuple[str | None, ...]:
         """Per output, the variable it is a view of."""

@@ -7,7 +7,6 @@ carry sizes are localised by the operator's rule.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -25,13 +24,10 @@ from autopar.passes.frees import with_frees, with_regathers
 from autopar.passes.fuse import fuse_bias
 from autopar.passes.intra_op import Analysis
 from autopar.passes.line_costs import LineCosts
-from autopar.passes.lowered import (
-    LOWERED,
-    inner_width,
-)
 from autopar.passes.names import group_name, identifier, reserved_names, suffix
 from autopar.passes.reshard import reshard_table, step_time_s
 from autopar.rules import rule_for
+from autopar.rules.lowering import GROUP
 from autopar.spec import I, R, Spec, TensorType, local_shape, without_gradient, written
 from autopar.stage_program import (
     UNUSED,
@@ -262,20 +258,16 @@ class _Lowering:
             shapes = [i.shape for i in inputs], [o.shape for o in outs]
             args, kwargs = override(node, args, kwargs, rule.localise(operator.call, *shapes))
         if chosen.lowered is not None:
-            args, kwargs = self._lowered_arguments(operator, chosen, names), {}
+            args = self._lowered_arguments(operator, chosen, args, kwargs)
+            kwargs = {}
         flops, model_flops, forward, backward = self.line_costs.times(operator, chosen, sizes)
-        inner: tuple[int, ...] = ()
-        if chosen.lowered == "vocab_parallel_cross_entropy":
-            rows = math.prod(inputs[1].shape) * inner_width(inputs[0].dtype)
-            inner = (rows,) * rule.inner_all_reduces
-            forward += sum(
-                self.cost.primitive_time_s("all_reduce", n, chosen.lowered_axes) for n in inner
-            )
+        inner = self.line_costs.inner(operator, chosen, inputs, outs)
         saved_bytes, keeps = self.line_costs.kept(operator, chosen, inputs, outs)
         self.body.append(
             CallLine(
                 tuple(outs), str(operator.call.op), args, kwargs, self.program.keys[node.name],
-                self.program.sources.get(node.name, ""), chosen.lowered, chosen.lowered_axes, inner,
+                self.program.sources.get(node.name, ""),
+                chosen.lowered.function if chosen.lowered else None, chosen.lowered_axes, inner,
                 flops, forward, backward, saved_bytes, keeps,
                 self.line_costs.shares(operator, names), model_flops,
                 self.line_costs.workspace(operator, chosen, inputs, outs),
@@ -303,13 +295,15 @@ class _Lowering:
         return args, kwargs
 
     def _lowered_arguments(
-        self, operator: Operator, chosen: OperatorStrategy, names: Sequence[str]
-    ) -> tuple[Any, ...]:
+        self, operator: Operator, chosen: OperatorStrategy,
+        args: tuple[Any, ...], kwargs: Mapping[str, Any],
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """The arguments of the function that replaces an operator; those not given by default."""
         assert chosen.lowered is not None
-        wanted = LOWERED[chosen.lowered].arguments
-        group = Ref(group_name(self.cost.mesh.names, chosen.lowered_axes))
-        scalars = [operator.call.args[name] for name in wanted[2:]]
-        return (Ref(names[0]), Ref(names[1]), group, *scalars)
+        schema = [a.name for a in operator.call.op._schema.arguments]
+        values = {**operator.call.args, **dict(zip(schema, args, strict=False)), **kwargs}
+        values[GROUP] = Ref(group_name(self.cost.mesh.names, chosen.lowered_axes))
+        return tuple(values[name] for name in chosen.lowered.arguments)
 
     # -- other stages --------------------------------------------------------------------
 

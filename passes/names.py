@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 
 from autopar.moves import TABLE
-from autopar.passes.lowered import LOWERED
+from autopar.rules import all_rules
 from autopar.spec import Spec
 from autopar.stage_program import UNUSED
 
@@ -42,4 +42,5 @@ def reserved_names(axis_names: Sequence[str]) -> frozenset[str]:
     n_axes = range(1, len(axis_names) + 1)
     subsets = (s for n in n_axes for s in itertools.combinations(range(len(axis_names)), n))
     groups = {group_name(axis_names, axes) for axes in subsets}
-    return _WORDS | groups | set(TABLE) | set(LOWERED) | set(keyword.kwlist)
+    functions = {lowering.function for rule in all_rules() for lowering in rule.lower.values()}
+    return _WORDS | groups | set(TABLE) | functions | set(keyword.kwlist)

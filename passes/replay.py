@@ -13,6 +13,7 @@ from autopar.errors import PlanError
 from autopar.facts import OperatorStrategy, Storage, Strategy
 from autopar.mesh import LogicalMesh
 from autopar.passes.boundaries import Side, is_boundary_spec
+from autopar.passes.candidates import lowered_over
 from autopar.passes.groups import PlacedOperator
 from autopar.passes.intra_op import Analysis
 from autopar.plan_data import (
@@ -24,7 +25,7 @@ from autopar.plan_data import (
     storage_text,
 )
 from autopar.program import Program
-from autopar.rules import rule_for
+from autopar.rules.pattern import AxisStrategy
 from autopar.spec import I, Placement, R, Spec, TensorType, illegal_reason
 
 
@@ -186,29 +187,27 @@ def _operator(
             reason = "operators take several axes of one factor in axis order only"
         if reason:
             raise PlanError(f"operator {key}: {spec} is not legal here: {reason}", where=where)
-    special = rule_for(str(item.operator.call.op)).lower
-    lowered: str | None = None
-    axes: list[int] = []
-    for axis, size in enumerate(sizes):
-        if size == 1:
-            continue
-        label = _match(item, axis, inputs, outputs, key, where)
-        sharded = item.pattern.names[label] if label else None
-        if sharded is not None and sharded in special:
-            lowered = special[sharded]
-            axes.append(axis)
-    return OperatorStrategy(inputs, outputs, lowered, tuple(axes))
+    axes = [axis for axis, size in enumerate(sizes) if size > 1]
+    chosen = [_match(item, axis, inputs, outputs, key, where) for axis in axes]
+    functions = {s.lowering.function for s in chosen if s.lowering}
+    if len(functions) > 1:
+        raise PlanError(
+            f"operator {key} would be replaced by {' and by '.join(sorted(functions))}",
+            where=where,
+            hint="shard one of the dims that need collectives inside the operator",
+        )
+    return OperatorStrategy(inputs, outputs, *lowered_over(chosen, axes))
 
 
 def _match(
     item: PlacedOperator, axis: int, inputs: Sequence[Spec], outputs: Sequence[Spec],
     key: str, where: str,
-) -> str | None:  # fmt: skip
-    """The label an operator shards on `axis`; raises `PlanError` when no strategy fits."""
+) -> AxisStrategy:  # fmt: skip
+    """An operator's strategy on `axis`; raises `PlanError` when no strategy fits."""
     wanted = tuple(s.placements[axis] for s in inputs), tuple(s.placements[axis] for s in outputs)
     for strategy in item.strategies:
         if (strategy.inputs, strategy.outputs) == wanted:
-            return strategy.label
+            return strategy
     allowed = "\n    ".join(str(s) for s in item.strategies)
     text = f"{', '.join(map(str, wanted[0]))} -> {', '.join(map(str, wanted[1]))}"
     reason = (

@@ -12,6 +12,7 @@ import torch
 from autopar.errors import MissingRuleError, VerificationError
 from autopar.oracle import Case, check_rule, check_strategy, combinations, report_case
 from autopar.rules import OpRule, all_rules, find_operator, rule_for
+from autopar.rules.lowering import VOCABULARY_CROSS_ENTROPY
 from autopar.rules.pattern import AxisStrategy
 from autopar.spec import I, P, R, S
 from tests.rule_samples import SAMPLES, Sample, bools, call, ints, x
@@ -93,18 +94,6 @@ PLANTED: Mapping[str, tuple[str, Sample, dict[str, Any], str]] = {
         {"linear": ((0,),)},
         "output 0 under P",
     ),
-    "a product's sum that claims to be complete": (
-        "aten.mm.default",
-        call(x(4, 8), x(8, 4)),
-        {"inner": {"k": "R"}},
-        "output 0 under R",
-    ),
-    "a product's sum that claims an invariant output": (
-        "aten.mm.default",
-        call(x(4, 8), x(8, 4)),
-        {"inner": {"k": "I"}},
-        "output 0 under I",
-    ),
     "a mean over a sharded dim": (
         "aten.mean.dim",
         call(x(4, 8), [1]),
@@ -138,7 +127,7 @@ PLANTED: Mapping[str, tuple[str, Sample, dict[str, Any], str]] = {
     "a loss that is summed twice": (
         "aten.cross_entropy_loss.default",
         call(x(4, 8), ints(8, 4), None, 2),
-        {"inner": {"v": "P"}},
+        {"lower": {"v": dataclasses.replace(VOCABULARY_CROSS_ENTROPY, outputs=("P",))}},
         "output 0 under P",
     ),
     "keys of attention sharded": (
@@ -190,6 +179,18 @@ MISPLACED: Mapping[str, tuple[str, Sample, AxisStrategy, str]] = {
         NORM,
         AxisStrategy((S(0), I, I), (S(0),)),
         "gradient of input 1 under I is wrong .*; ranks differ",
+    ),
+    "a product's sum that claims to be complete": (
+        "aten.mm.default",
+        call(x(4, 8), x(8, 4)),
+        AxisStrategy((S(1), S(0)), (R,)),
+        "output 0 under R",
+    ),
+    "a product's sum that claims an invariant output": (
+        "aten.mm.default",
+        call(x(4, 8), x(8, 4)),
+        AxisStrategy((S(1), S(0)), (I,)),
+        "output 0 under I",
     ),
     "I and R in one operator": (
         "aten.mul.Tensor",

@@ -186,9 +186,25 @@ def _call(line: CallLine, program: StageProgram) -> str:
         outs += ","
     function = line.lowered or _handle(line.target)
     types = ", ".join(dict.fromkeys(_type(o, program) for o in line.outs))
-    if line.lowered and line.inner_bytes:
-        types += f"  {len(line.inner_bytes)} all_reduces of {format_bytes(line.inner_bytes[0])}"
+    if line.inner:
+        types += f"  {_inner(line)}"
     return _commented(f"    {outs} = {function}({', '.join(words)})", types)
+
+
+def _inner(line: CallLine) -> str:
+    """Collectives inside what replaces an operator: `3 all_reduces of 64 B | 1 all_reduce ...`."""
+    by_phase = []
+    for phase in ("forward", "backward"):
+        sizes: dict[tuple[str, int], int] = {}
+        for call in line.inner:
+            if call.phase == phase:
+                sizes[call.kind, call.size_bytes] = sizes.get((call.kind, call.size_bytes), 0) + 1
+        words = [
+            f"{n} {kind}{'s' if n > 1 else ''} of {format_bytes(size_bytes)}"
+            for (kind, size_bytes), n in sizes.items()
+        ]
+        by_phase += [", ".join(words)] if words else []
+    return " | ".join(by_phase)
 
 
 def _value(value: Any) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -127,10 +126,11 @@ def _inner(node: Node, program: StageProgram) -> list[str]:
     """Collectives inside operators that have a lowering of their own."""
     out = []
     for line in node.lines:
-        if line.inner_bytes:
+        if line.inner:
             axes = "+".join(program.axis_names[axis] for axis in line.lowered_axes)
-            size = format_bytes(math.fsum(line.inner_bytes))
-            out.append(f"inside: {len(line.inner_bytes)} × all_reduce {axes}, {size}")
+            for kind in dict.fromkeys(call.kind for call in line.inner):
+                sizes = [call.size_bytes for call in line.inner if call.kind == kind]
+                out.append(f"inside: {len(sizes)} × {kind} {axes}, {format_bytes(sum(sizes))}")
     return out
 
 

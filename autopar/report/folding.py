@@ -135,7 +135,7 @@ def _signature(node: Node) -> tuple[object, ...]:
         node.shards,
         tuple(
             (operator_name(line), tuple((str(o.spec), o.shape) for o in line.outs),
-             line.lowered, line.inner_bytes)
+             line.lowered, line.inner)
             for line in node.lines
         ),
         tuple(

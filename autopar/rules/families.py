@@ -220,7 +220,7 @@ def embedding(call: OpCall) -> Notation:
     Gradients scaled by the frequency of an id need all ids and all rows in one place.
     """
     ids = call.inputs[1]
-    labels = names(len(ids))
+    labels = names(len(ids), "_")
     counts = bool(call.args.get("scale_grad_by_freq"))
     return Notation(
         (named_term(call.inputs[0], ("v", "h")), named_term(ids, labels)),

@@ -7,7 +7,7 @@ A *label* is one factor of one name. Per mesh axis an operator may
     stay invariant  all inputs I, outputs I
     replicate       all inputs R, outputs R
     be linear       one input P, the others R (or, jointly linear, all P); outputs P
-    use its inner collectives, with the output placement the rule declares
+    be replaced        where a sharded label needs more than shards (`lowering.py`)
 
 Never does I mix with R, S or P: a layer norm's scale left I under sharded activations has a
 wrong gradient while the loss is right. Tensors without gradient have no such distinction;
@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.notation import Notation
+from autopar.rules.lowering import Lowering
 from autopar.rules.rule import OpCall, OpRule
 from autopar.spec import I, P, Placement, R, S, TensorType
 
@@ -37,11 +38,15 @@ class Pattern:
 
 @dataclass(frozen=True)
 class AxisStrategy:
-    """An operator's placements on one mesh axis. `label` is what is sharded, if anything."""
+    """An operator's placements on one mesh axis.
+
+    `label` is what is sharded, if anything, and `lowering` what then replaces the operator.
+    """
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     label: str | None = None
+    lowering: Lowering | None = None
 
     def __str__(self) -> str:
         show = lambda ps: ", ".join(map(str, ps))  # noqa: E731
@@ -117,23 +122,23 @@ def axis_strategies(
     found: dict[tuple[tuple[Placement, ...], tuple[Placement, ...]], AxisStrategy] = {}
 
     def add(
-        inputs: Sequence[Placement], outputs: Sequence[Placement], label: str | None = None
-    ) -> None:
+        inputs: Sequence[Placement], outputs: Sequence[Placement], label: str | None = None,
+        lowering: Lowering | None = None,
+    ) -> None:  # fmt: skip
         ins = tuple(p if g or p != I else R for p, g in zip(inputs, input_grads, strict=True))
         outs = tuple(p if g or p != I else R for p, g in zip(outputs, output_grads, strict=True))
-        found.setdefault((ins, outs), AxisStrategy(ins, outs, label))
+        found.setdefault((ins, outs), AxisStrategy(ins, outs, label, lowering))
 
     add([I] * n_in, [I] * n_out)
     add([R] * n_in, [R] * n_out)
     for label, (in_cells, out_cells) in pattern.labels.items():
-        inputs = [S(*c) if c else R for c in in_cells]
-        name = pattern.names[label]
-        if name in rule.lower and any(cell and cell[1] for cell in in_cells):
-            continue  # lowered functions count in contiguous shards
-        if name in rule.inner:
-            add(inputs, [Placement(rule.inner[name])] * n_out, label)
-        else:
-            add(inputs, [S(*c) if c else P for c in out_cells], label)
+        lowering = rule.lower.get(pattern.names[label])
+        if lowering and lowering.contiguous and any(cell and cell[1] for cell in in_cells):
+            continue
+        outputs = [S(*c) if c else P for c in out_cells]
+        for i, kind in enumerate(lowering.outputs if lowering else ()):
+            outputs[i] = Placement(kind) if kind else outputs[i]
+        add([S(*c) if c else R for c in in_cells], outputs, label, lowering)
     for together in rule.linear_of(call):
         inputs = [P if i in together else R for i in range(n_in)]
         if all(input_grads[i] or not any(input_grads) for i in together):

@@ -6,18 +6,18 @@ actual tensors into the operator's strategies, the same way for every rule.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
-import sympy
 import torch
 import torch.fx
 
 from autopar.errors import NotationError
 from autopar.notation import ELLIPSIS, Notation
+from autopar.rules.formulas import evaluate, leading
+from autopar.rules.lowering import Lowering
 
 Shape = tuple[int, ...]
 LinearSets = tuple[tuple[int, ...], ...]
@@ -96,10 +96,7 @@ class OpRule:
                without one cost the bytes they touch
     linear     sets of inputs that may be Partial together, the others Replicate; the output
                is then Partial. A function of the call where scalars decide
-    inner      names whose sharding needs collectives inside the operator -> the placement
-               of the outputs; such a name, or one that needs masking, has a `lower`.
-               `inner_all_reduces` of them, of one element per element of the second input
-    lower      name -> function of `autopar.runtime.lowered` that replaces the operator
+    lower      name -> what replaces the operator where that name is sharded
     localise   arguments that carry sizes, rewritten for one rank
     view       costs nothing: the output shares the input's memory
     check      why a call is not covered, None if it is; a second line is the hint
@@ -109,9 +106,7 @@ class OpRule:
     notation: str | Family
     flops: str | None = None
     linear: LinearSets | Callable[[OpCall], LinearSets] = ()
-    inner: Mapping[str, str] = field(default_factory=dict)
-    inner_all_reduces: int = 0
-    lower: Mapping[str, str] = field(default_factory=dict)
+    lower: Mapping[str, Lowering] = field(default_factory=dict)
     localise: Localise | None = None
     view: bool = False
     check: Callable[[OpCall], str | None] | None = None
@@ -156,17 +151,4 @@ class OpRule:
         """The formula's value; `sizes` maps the notation's names to local sizes."""
         if self.flops is None:
             return 0.0
-        names, function = _compiled(self.flops)
-        leading = math.prod(v for k, v in sizes.items() if k.startswith("_"))
-        return float(function(**{n: sizes.get(n, 1.0) for n in names})) * leading
-
-
-@lru_cache(maxsize=256)
-def _compiled(formula: str) -> tuple[tuple[str, ...], Callable[..., float]]:
-    expression = sympy.sympify(formula, locals={n: sympy.Symbol(n) for n in _NAMES})
-    names = tuple(sorted(str(s) for s in expression.free_symbols))
-    return names, sympy.lambdify([sympy.Symbol(n) for n in names], expression, "math")
-
-
-# One-letter names that sympy would read as constants.
-_NAMES = ("E", "I", "N", "O", "Q", "S", "beta", "gamma", "zeta")
+        return evaluate(self.flops, sizes) * leading(sizes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from autopar.rules import families as f
 from autopar.rules import views as v
+from autopar.rules.lowering import VOCABULARY_CROSS_ENTROPY, VOCABULARY_EMBEDDING
 from autopar.rules.rule import Family, LinearSets, Localise, OpCall, OpRule
 
 ALONE: LinearSets = ((0,),)
@@ -141,16 +142,14 @@ NETWORK = (
         "aten.embedding.default",
         f.embedding,
         linear=ALONE,
-        lower={"v": "vocab_parallel_embedding"},
+        lower={"v": VOCABULARY_EMBEDDING},
         check=_dense_gradient,
     ),
     OpRule("aten.gather.default", f.gather, linear=ALONE),
     OpRule(
         "aten.cross_entropy_loss.default",
         f.cross_entropy,
-        inner={"v": "I"},
-        inner_all_reduces=3,
-        lower={"v": "vocab_parallel_cross_entropy"},
+        lower={"v": VOCABULARY_CROSS_ENTROPY},
         check=_only_sum,
     ),
 )

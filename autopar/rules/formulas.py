@@ -1,0 +1,35 @@
+"""Formulas over the names of a notation: flops, bytes and sizes of collectives.
+
+`lead` in a formula is the product of the names that begin with `_` (an operator's batch dims,
+however many). A name without a size counts 1: its dim has one element.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+
+import sympy
+
+LEAD = "lead"
+# One-letter names that sympy would read as constants.
+_NAMES = ("E", "I", "N", "O", "Q", "S", "beta", "gamma", "zeta")
+
+
+def evaluate(formula: str, sizes: Mapping[str, float]) -> float:
+    """The value of a formula where the names have these sizes."""
+    names, function = _compiled(formula)
+    known = {LEAD: leading(sizes), **sizes}
+    return float(function(**{n: known.get(n, 1.0) for n in names}))
+
+
+def leading(sizes: Mapping[str, float]) -> float:
+    return math.prod(size for name, size in sizes.items() if name.startswith("_"))
+
+
+@lru_cache(maxsize=256)
+def _compiled(formula: str) -> tuple[tuple[str, ...], Callable[..., float]]:
+    expression = sympy.sympify(formula, locals={n: sympy.Symbol(n) for n in _NAMES})
+    names = tuple(sorted(str(s) for s in expression.free_symbols))
+    return names, sympy.lambdify([sympy.Symbol(n) for n in names], expression, "math")
