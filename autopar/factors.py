@@ -85,7 +85,8 @@ def _skip_segment(a: list[Atom], b: list[Atom], x: int, y: int) -> None:
 def name_sizes(
     notation: Notation, inputs: Sequence[Shape], outputs: Sequence[Shape]
 ) -> dict[str, int]:
-    """The size of every name: read off single-name dims, then solved inside products."""
+    """The size of every name: written out or read off a single-name dim, then solved inside
+    products."""
     dims = [
         (dim, shape[i])
         for terms, shapes in ((notation.inputs, inputs), (notation.outputs, outputs))
@@ -93,7 +94,7 @@ def name_sizes(
         for i, dim in enumerate(term)
         if dim
     ]
-    sizes: dict[str, int] = {}
+    sizes: dict[str, int] = dict(notation.sizes)
     progress = True
     while progress:
         progress = False

@@ -4,6 +4,7 @@
     h, on inputs only        is summed over: sharding it leaves the output Partial
     h!                       frozen: never sharded by this operator
     (k g) d                  a dim that is the product of two names, outermost first
+    (g=4 c) -> (c g)         a size that the dims alone do not tell
     1                        a dim of size 1
     ...                      any number of leading dims, the same ones wherever written
 
@@ -23,16 +24,18 @@ Dim = tuple[str, ...]  # names whose product is the dim; () for a dim of size 1
 Term = tuple[Dim, ...]  # one tensor
 ELLIPSIS: Dim = ("...",)
 
-_TOKEN = re.compile(r"\s*(->|\.\.\.|[A-Za-z_][A-Za-z_0-9]*!?|1|[(),])")
+_TOKEN = re.compile(r"\s*(->|\.\.\.|[A-Za-z_][A-Za-z_0-9]*(?:=[0-9]+)?!?|1|[(),])")
 
 
 @dataclass(frozen=True)
 class Notation:
-    """Parsed notation: terms of the inputs and outputs, and the names never sharded."""
+    """Parsed notation: terms of the inputs and outputs, the names never sharded, and the
+    sizes that are written out."""
 
     inputs: tuple[Term, ...]
     outputs: tuple[Term, ...]
     frozen: frozenset[str] = frozenset()
+    sizes: frozenset[tuple[str, int]] = frozenset()
 
     @staticmethod
     def parse(text: str) -> Notation:
@@ -50,13 +53,14 @@ class Notation:
         return tuple(seen)
 
     def __str__(self) -> str:
-        marked: set[str] = set()
+        seen: set[str] = set()
+        sizes = {name: f"={size}" for name, size in self.sizes}
 
         def show_name(name: str) -> str:
-            if name in self.frozen and name not in marked:
-                marked.add(name)
-                return f"{name}!"
-            return name
+            if name in seen:
+                return name
+            seen.add(name)
+            return f"{name}{sizes.get(name, '')}{'!' if name in self.frozen else ''}"
 
         def show_dim(dim: Dim) -> str:
             if not dim:
@@ -81,6 +85,7 @@ class Notation:
             tuple(write_out(t) for t in self.inputs),
             tuple(write_out(t) for t in self.outputs),
             self.frozen,
+            self.sizes,
         )
 
 
@@ -88,6 +93,7 @@ class _Parser:
     def __init__(self, text: str) -> None:
         self.text = text
         self.frozen: set[str] = set()
+        self.sizes: dict[str, int] = {}
         self.tokens: list[tuple[str, int]] = []
         position = 0
         while position < len(text.rstrip()):
@@ -120,7 +126,7 @@ class _Parser:
         outputs = self.terms()
         if self.at < len(self.tokens):
             self.fail(self.position(), f"unexpected {self.peek()!r} after the outputs")
-        return Notation(inputs, outputs, frozenset(self.frozen))
+        return Notation(inputs, outputs, frozenset(self.frozen), frozenset(self.sizes.items()))
 
     def terms(self) -> tuple[Term, ...]:
         out = [self.term()]
@@ -157,7 +163,7 @@ class _Parser:
 
     def name(self, seen: set[str]) -> str:
         token, where = self.peek(), self.position()
-        name = token.rstrip("!")
+        name, _, size = token.rstrip("!").partition("=")
         if not (name.isidentifier() or name == "..."):
             self.fail(where, f"expected a name, found {token!r}")
         if name in seen:
@@ -165,5 +171,7 @@ class _Parser:
         seen.add(name)
         if token.endswith("!"):
             self.frozen.add(name)
+        if size and self.sizes.setdefault(name, int(size)) != int(size):
+            self.fail(where, f"{name!r} has two sizes")
         self.at += 1
         return name

@@ -52,7 +52,7 @@ def reshards(draw: st.DrawFn) -> tuple[TensorType, tuple[int, ...], Spec, Spec]:
 
 @st.composite
 def notations(draw: st.DrawFn) -> Notation:
-    """Terms of distinct names, products, dims of 1 and at most one ellipsis each."""
+    """Terms of distinct names, products, dims of 1, sizes, and at most one ellipsis each."""
 
     def term() -> Term:
         names = draw(st.lists(st.sampled_from(NAMES), unique=True))
@@ -66,9 +66,12 @@ def notations(draw: st.DrawFn) -> Notation:
 
     inputs = tuple(term() for _ in range(draw(st.integers(1, 3))))
     outputs = tuple(term() for _ in range(draw(st.integers(1, 2))))
-    used = {n for t in (*inputs, *outputs) for dim in t for n in dim} - {"..."}
-    frozen = draw(st.frozensets(st.sampled_from(sorted(used)))) if used else frozenset()
-    return Notation(inputs, outputs, frozen)
+    used = sorted({n for t in (*inputs, *outputs) for dim in t for n in dim} - {"..."})
+    if not used:
+        return Notation(inputs, outputs)
+    frozen = draw(st.frozensets(st.sampled_from(used)))
+    sizes = draw(st.dictionaries(st.sampled_from(used), st.integers(1, 12)))
+    return Notation(inputs, outputs, frozen, frozenset(sizes.items()))
 
 
 @st.composite

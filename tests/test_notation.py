@@ -39,6 +39,12 @@ def test_a_name_is_frozen_wherever_it_is_marked() -> None:
     assert Notation.parse("b s, s! -> b s") == notation
 
 
+def test_a_size_is_written_once() -> None:
+    notation = Notation.parse("b (g=4! c) -> b (c g)")
+    assert notation.sizes == {("g", 4)}
+    assert str(notation) == "b (g=4! c) -> b (c g)"
+
+
 def test_names_are_in_order_of_first_appearance() -> None:
     assert Notation.parse("b s h, f h -> b s f x").names == ("b", "s", "h", "f", "x")
 
@@ -65,6 +71,8 @@ MALFORMED = (
     "b 2 -> b",
     "b ! -> b",
     "b (s 1) -> b",
+    "b s=2 -> s=3 b",
+    "b s= -> b",
 )
 
 

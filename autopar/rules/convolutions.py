@@ -1,0 +1,286 @@
+"""Rules of convolutions, pools, resizing and the norms of images: spatial dims are trailing.
+
+    convolution      b (g i) x!, (g o) i k! -> b (g o) y!         groups g; i is summed over
+    transposed       b (g i) y!, (g i) o k! -> b (g o) x!
+    pool, resize     ... x! -> ... y!
+    group norm       b (g e!) s!, (g e!), (g e!) -> b (g e!) s!   num_groups g
+
+x, y, k and s stand for one name per spatial dim. Windows that overlap would need their
+neighbours' rows, so spatial dims are frozen, except where windows are tiles: stride = kernel,
+no padding, no dilation. There x = (y k!), and y may be sharded: the patches of a vision
+transformer, and every convolution of kernel and stride 1.
+
+Groups are localised: a rank's channels and its weight say how many it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from autopar.notation import Notation, Term
+from autopar.rules.families import named_term, names
+from autopar.rules.rule import Family, LinearSets, Localise, OpCall, OpRule, Shape
+
+ALONE: LinearSets = ((0,),)
+
+
+def _per_dim(value: Any, n: int) -> list[Any]:
+    """An argument of a window that may be given once for all dims."""
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    return values * n if len(values) == 1 else values
+
+
+def _tiles(call: OpCall, kernel: Sequence[int], whole: Shape, stride: Any) -> list[bool]:
+    """Per spatial dim: do windows of `kernel` cut `whole` into equal tiles?"""
+    padding = call.args.get("padding", 0)
+    padding = 0 if isinstance(padding, str) else padding  # `same` has stride 1
+    others = (stride, padding, call.args.get("output_padding", 0), call.args.get("dilation", 1))
+    columns = zip(kernel, whole, *(_per_dim(v, len(kernel)) for v in others), strict=True)
+    return [
+        step == k and size % k == 0 and not (before or after) and (gap == 1 or k == 1)
+        for k, size, step, before, after, gap in columns
+    ]
+
+
+def _windows(tiles: Sequence[bool]) -> tuple[Term, Term, Term, frozenset[str]]:
+    """Terms of the spatial dims of the whole, of the windows and of the kernel; frozen names."""
+    x, y, k = (names(len(tiles), prefix) for prefix in ("x", "_y", "_k"))
+    whole = tuple((y[i], k[i]) if tile else (x[i],) for i, tile in enumerate(tiles))
+    held = {name for i, tile in enumerate(tiles) if not tile for name in (x[i], y[i])}
+    return whole, tuple((i,) for i in y), tuple((i,) for i in k), frozenset({*k, *held})
+
+
+def _is_transposed(call: OpCall) -> bool:
+    return bool(call.args.get("transposed", "transpose" in call.op.name()))
+
+
+def convolution(call: OpCall) -> Notation:
+    """All names but `x` count in flops: one multiply-add per window, element of the kernel,
+    and channels in and out of a group."""
+    (source, kernel), out = call.inputs, call.outputs[0]
+    n, transposed = len(kernel) - 2, _is_transposed(call)
+    whole = (out if transposed else source)[-n:]
+    tiles = _tiles(call, kernel[2:], whole, call.args["stride"])
+    x, y, k, held = _windows(tiles)
+    batch = named_term(source[: -n - 1], ("_b",)[: len(source) - n - 1])
+    into, outof = ("_g", "_i"), ("_g", "_o")
+    weight: Term = (into, ("_o",), *k) if transposed else (outof, ("_i",), *k)
+    before, after = (y, x) if transposed else (x, y)
+    return Notation(((*batch, into, *before), weight), ((*batch, outof, *after),), held)
+
+
+def _localise_groups(
+    call: OpCall, inputs: Sequence[Shape], outputs: Sequence[Shape]
+) -> dict[str, Any]:
+    """The weight's second dim is one group's channels: in, or out of a transposed one."""
+    kernel = inputs[1]
+    grouped = outputs[0] if _is_transposed(call) else inputs[0]
+    return {"groups": grouped[1 - len(kernel)] // kernel[1]}
+
+
+def _no_bias(call: OpCall) -> str | None:
+    return "a bias inside a convolution\nadd it to the result" if len(call.inputs) > 2 else None
+
+
+def trailing(n: int) -> Family:
+    """The last `n` dims stay whole, all others are as in the input."""
+
+    def notation(call: OpCall) -> Notation:
+        held: set[str] = set()
+
+        def term(shape: Shape, prefix: str) -> Term:
+            labels = (*names(len(shape) - n), *names(n, prefix))
+            held.update(labels[-n:])
+            return named_term(shape, labels)
+
+        inputs = tuple(term(shape, f"x{i}_") for i, shape in enumerate(call.inputs))
+        outputs = tuple(term(shape, "y") for shape in call.outputs)
+        return Notation(inputs, outputs, frozenset(held))
+
+    return notation
+
+
+def pooled(n: int) -> Family:
+    """Windows over the last `n` dims, which may be tiles."""
+
+    def notation(call: OpCall) -> Notation:
+        shape, kernel = call.inputs[0], _per_dim(call.args["kernel_size"], n)
+        # An empty stride is the kernel.
+        tiles = _tiles(call, kernel, shape[-n:], call.args["stride"] or kernel)
+        x, y, _, held = _windows(tiles)
+        lead = named_term(shape[:-n], names(len(shape) - n))
+        return Notation(((*lead, *x),), ((*lead, *y),), held)
+
+    return notation
+
+
+def group_norm(call: OpCall) -> Notation:
+    """Channels are groups x the channels of one, which stay whole."""
+    shape = call.inputs[0]
+    rest = names(len(shape) - 2, "s")
+    channels = ("g", "e")
+    term = (*named_term(shape[:1], ("b",)), channels, *named_term(shape[2:], rest))
+    sizes = frozenset({("g", int(call.args["num_groups"]))})
+    affine = ((channels,),) * (len(call.inputs) - 1)
+    return Notation((term, *affine), (term,), frozenset({"e", *rest}), sizes)
+
+
+def _localise_num_groups(
+    call: OpCall, inputs: Sequence[Shape], outputs: Sequence[Shape]
+) -> dict[str, Any]:
+    channels = call.inputs[0][1]
+    return {"num_groups": call.args["num_groups"] * inputs[0][1] // channels}
+
+
+def _channelwise(call: OpCall, held: Sequence[str]) -> Notation:
+    """[b c ...] with weight, bias and statistics per channel."""
+    shape = call.inputs[0]
+    labels = ("b", "c", *names(len(shape) - 2, "s"))
+    term = named_term(shape, labels)
+    per_channel = tuple(named_term(s, ("c",)) for s in call.inputs[1:])
+    return Notation((term, *per_channel), (term,), frozenset(held))
+
+
+def batch_norm(call: OpCall) -> Notation:
+    """With statistics given it is elementwise; its own are over all but the channels."""
+    rank = len(call.inputs[0])
+    return _channelwise(call, ("b", *names(rank - 2, "s")) if call.args["training"] else ())
+
+
+def instance_norm(call: OpCall) -> Notation:
+    """Statistics of every row and channel, or given ones."""
+    rank = len(call.inputs[0])
+    return _channelwise(call, names(rank - 2, "s") if call.args["use_input_stats"] else ())
+
+
+def _updates_nothing(call: OpCall) -> str | None:
+    if call.args["use_input_stats"] and call.args["running_mean"] is not None:
+        return (
+            "an instance norm in training that keeps running statistics is not supported\n"
+            "use track_running_stats=False, or put the module in eval mode"
+        )
+    return None
+
+
+def pixel_shuffle(call: OpCall) -> Notation:
+    """Blocks of r x r pixels are channels on one side and pixels on the other."""
+    n_leading = len(call.inputs[0]) - 3
+    lead = named_term(call.inputs[0][:n_leading], names(n_leading))
+    deep: Term = (*lead, ("c", "r0", "r1"), ("h",), ("w",))
+    wide: Term = (*lead, ("c",), ("h", "r0"), ("w", "r1"))
+    before, after = (wide, deep) if "downscale_factor" in call.args else (deep, wide)
+    return Notation((before,), (after,), frozenset({"r0", "r1"}))
+
+
+def patches(call: OpCall) -> Notation:
+    """`im2col`, [... c h w] -> [... (c k) l], and `col2im` back."""
+    n_leading = len(call.outputs[0]) - 3 if "output_size" in call.args else len(call.inputs[0]) - 3
+    lead = named_term(call.inputs[0][:n_leading], names(n_leading))
+    image: Term = (*lead, ("c",), ("h",), ("w",))
+    columns: Term = (*lead, ("c", "k"), ("l",))
+    before, after = (columns, image) if "output_size" in call.args else (image, columns)
+    return Notation((before,), (after,), frozenset({"k", "l", "h", "w"}))
+
+
+def grid_sample(call: OpCall) -> Notation:
+    """Any pixels of one image at every point of a grid: `b c x!, b y 2 -> b c y`."""
+    image, grid = call.inputs
+    n = len(image) - 2
+    labels, points = ("b", "c", *names(n, "x")), names(n, "y")
+    return Notation(
+        (named_term(image, labels), named_term(grid, ("b", *points, "at"))),
+        (named_term(call.outputs[0], ("b", "c", *points)),),
+        frozenset({"at", *labels[2:]}),
+    )
+
+
+def affine_grid(call: OpCall) -> Notation:
+    """A grid of points per matrix: only the batch is common."""
+    matrix, grid = names(2, "m"), names(len(call.outputs[0]) - 1, "y")
+    return Notation(
+        (named_term(call.inputs[0], ("b", *matrix)),),
+        (named_term(call.outputs[0], ("b", *grid)),),
+        frozenset({*matrix, *grid}),
+    )
+
+
+def _localise_batch(
+    call: OpCall, inputs: Sequence[Shape], outputs: Sequence[Shape]
+) -> dict[str, Any]:
+    return {"size": [outputs[0][0], *call.args["size"][1:]]}
+
+
+def weight_norm(call: OpCall) -> Notation:
+    """`g * v / |v|`, the norm over all dims but those of g."""
+    v, g = call.inputs
+    labels = names(len(v))
+    scale = named_term(g, labels[: len(g)])
+    free = {name for dim in scale for name in dim}
+    term = named_term(v, labels)
+    return Notation((term, scale), (term,), frozenset(labels) - free)
+
+
+def _convolution(name: str) -> OpRule:
+    return OpRule(
+        f"aten.{name}",
+        convolution,
+        "2",
+        linear=((0,), (1,)),
+        localise=_localise_groups,
+        check=_no_bias,
+    )
+
+
+CONVOLUTIONS = tuple(
+    _convolution(name)
+    for name in (
+        *(f"conv{n}d.{overload}" for n in (1, 2, 3) for overload in ("default", "padding")),
+        *("conv_transpose1d.default", "conv_transpose2d.input", "conv_transpose3d.input"),
+        "convolution.default",
+    )
+)
+
+POOLS = tuple(
+    rule
+    for n in (1, 2, 3)
+    for rule in (
+        OpRule(f"aten.max_pool{n}d.default", pooled(n)),
+        OpRule(f"aten.avg_pool{n}d.default", pooled(n), linear=ALONE),
+        # Indices count within all windows of an image.
+        OpRule(f"aten.max_pool{n}d_with_indices.default", trailing(n)),
+        OpRule(f"aten.adaptive_max_pool{n}d.default", trailing(n)),
+        OpRule(f"aten.adaptive_avg_pool{n}d.default", trailing(n), linear=ALONE),
+        *([OpRule(f"aten.max_unpool{n}d.default", trailing(n), linear=ALONE)] if n > 1 else []),
+    )
+)
+
+_UPSAMPLES = (
+    *((f"upsample_nearest{n}d", n) for n in (1, 2, 3)),
+    *((f"_upsample_nearest_exact{n}d", n) for n in (1, 2, 3)),
+    *(("upsample_linear1d", 1), ("upsample_trilinear3d", 3)),
+    *((name, 2) for name in ("upsample_bilinear2d", "upsample_bicubic2d")),
+    *((name, 2) for name in ("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")),
+)
+REARRANGED = (
+    *(OpRule(f"aten.{name}.vec", trailing(n), linear=ALONE) for name, n in _UPSAMPLES),
+    OpRule("aten.pixel_shuffle.default", pixel_shuffle, linear=ALONE),
+    OpRule("aten.pixel_unshuffle.default", pixel_shuffle, linear=ALONE),
+    OpRule("aten.im2col.default", patches, linear=ALONE),
+    OpRule("aten.col2im.default", patches, linear=ALONE),
+    OpRule("aten.grid_sampler.default", grid_sample, linear=ALONE),
+    OpRule(
+        "aten.affine_grid_generator.default",
+        affine_grid,
+        linear=ALONE,
+        localise=_localise_batch,
+    ),
+)
+NORMS = (
+    OpRule("aten.group_norm.default", group_norm, localise=_localise_num_groups),
+    OpRule("aten.batch_norm.default", batch_norm),
+    OpRule("aten.instance_norm.default", instance_norm, check=_updates_nothing),
+    OpRule("aten._weight_norm.default", weight_norm, linear=((1,),)),
+)
+
+CONVOLUTIONAL = (*CONVOLUTIONS, *POOLS, *REARRANGED, *NORMS)
