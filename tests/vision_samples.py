@@ -43,11 +43,11 @@ INTO_TWO_2D = [call(x(2, 4, 4, 5), [2, 2]), call(x(4, 4, 4), [1, 1])]
 
 
 def scaled(rank: int, size: list[int], *options: bool) -> list[Sample]:
-    """An upsample to a given size, and by factors; `options` is align_corners, if there is one."""
-    shape = (2, 4, 3, 4, 2)[:rank]
+    """An upsample to a given size, and by factors; `options` is align_corners where it exists."""
+    shape, factors = (2, 4, 3, 4, 2)[:rank], [2.0] * len(size)
     return [
         call(x(*shape), size, *options, None),
-        call(x(*shape), None, *options, [2.0] * len(size)),
+        call(x(*shape), None, *options, factors),
     ]
 
 

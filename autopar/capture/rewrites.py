@@ -8,8 +8,8 @@
                   drop a dim of which a shard has one element
     writes        what in-place `copy_` and `fill_` became: the value written, expanded
     gathers       at constant places that only move dims: see `gathers.py`
-    bias          `linear(x, w, b)` = `linear(x, w) + b`, `addmm(b, x, w)` = `mm(x, w) + b`:
-                  partial sums must not add the bias once per rank
+    bias          `linear(x, w, b)` = `linear(x, w) + b`, `addmm(b, x, w)` = `mm(x, w) + b`,
+                  convolutions alike: partial sums must not add the bias once per rank
     means         mean(x) = sum(x) / n, n a Python number: a sum can be sharded
     mean losses   see `losses.py`
 
@@ -135,6 +135,16 @@ def linear(b: Builder, call: Call) -> fx.Node | None:
     return b.op(aten.add.Tensor, product, bound["bias"])
 
 
+def convolution(b: Builder, call: Call) -> fx.Node | None:
+    bound = call.bind()
+    bias, n_spatial = bound["bias"], len(bound["weight"].meta["val"].shape) - 2
+    if bias is None:
+        return None
+    product = b.op(call.target, *(bound | {"bias": None}).values())
+    channels = [bias.meta["val"].shape[0], *[1] * n_spatial]
+    return b.op(aten.add.Tensor, product, b.op(aten.reshape.default, bias, channels))
+
+
 def scaled(b: Builder, node: fx.Node, factor: Any) -> fx.Node:
     return node if factor == 1 else b.op(aten.mul.Tensor, node, factor)
 
@@ -198,6 +208,13 @@ REWRITES: dict[Any, Rewrite] = {
     aten.feature_dropout: dropout,
     aten.alpha_dropout: dropout,
     aten.linear: linear,
+    aten.conv1d: convolution,
+    aten.conv2d: convolution,
+    aten.conv3d: convolution,
+    aten.conv_transpose1d: convolution,
+    aten.conv_transpose2d: convolution,
+    aten.conv_transpose3d: convolution,
+    aten.convolution: convolution,
     aten.addmm.default: add_product(aten.mm.default, "mat1", "mat2"),
     aten.baddbmm.default: add_product(aten.bmm.default, "batch1", "batch2"),
     aten.addmv.default: add_product(aten.mv.default, "mat", "vec"),

@@ -20,7 +20,7 @@ from typing import Any
 
 from autopar.notation import Notation, Term
 from autopar.rules.families import named_term, names
-from autopar.rules.rule import Family, LinearSets, Localise, OpCall, OpRule, Shape
+from autopar.rules.rule import Family, LinearSets, OpCall, OpRule, Shape
 
 ALONE: LinearSets = ((0,),)
 
