@@ -163,16 +163,6 @@ def _updates_nothing(call: OpCall) -> str | None:
     return None
 
 
-def pixel_shuffle(call: OpCall) -> Notation:
-    """Blocks of r x r pixels are channels on one side and pixels on the other."""
-    n_leading = len(call.inputs[0]) - 3
-    lead = named_term(call.inputs[0][:n_leading], names(n_leading))
-    deep: Term = (*lead, ("c", "r0", "r1"), ("h",), ("w",))
-    wide: Term = (*lead, ("c",), ("h", "r0"), ("w", "r1"))
-    before, after = (wide, deep) if "downscale_factor" in call.args else (deep, wide)
-    return Notation((before,), (after,), frozenset({"r0", "r1"}))
-
-
 def patches(call: OpCall) -> Notation:
     """`im2col`, [... c h w] -> [... (c k) l], and `col2im` back."""
     n_leading = len(call.outputs[0]) - 3 if "output_size" in call.args else len(call.inputs[0]) - 3
@@ -209,16 +199,6 @@ def _localise_batch(
     call: OpCall, inputs: Sequence[Shape], outputs: Sequence[Shape]
 ) -> dict[str, Any]:
     return {"size": [outputs[0][0], *call.args["size"][1:]]}
-
-
-def weight_norm(call: OpCall) -> Notation:
-    """`g * v / |v|`, the norm over all dims but those of g."""
-    v, g = call.inputs
-    labels = names(len(v))
-    scale = named_term(g, labels[: len(g)])
-    free = {name for dim in scale for name in dim}
-    term = named_term(v, labels)
-    return Notation((term, scale), (term,), frozenset(labels) - free)
 
 
 def _convolution(name: str) -> OpRule:
@@ -264,8 +244,6 @@ _UPSAMPLES = (
 )
 REARRANGED = (
     *(OpRule(f"aten.{name}.vec", trailing(n), linear=ALONE) for name, n in _UPSAMPLES),
-    OpRule("aten.pixel_shuffle.default", pixel_shuffle, linear=ALONE),
-    OpRule("aten.pixel_unshuffle.default", pixel_shuffle, linear=ALONE),
     OpRule("aten.im2col.default", patches, linear=ALONE),
     OpRule("aten.col2im.default", patches, linear=ALONE),
     OpRule("aten.grid_sampler.default", grid_sample, linear=ALONE),
@@ -280,7 +258,6 @@ NORMS = (
     OpRule("aten.group_norm.default", group_norm, localise=_localise_num_groups),
     OpRule("aten.batch_norm.default", batch_norm),
     OpRule("aten.instance_norm.default", instance_norm, check=_updates_nothing),
-    OpRule("aten._weight_norm.default", weight_norm, linear=((1,),)),
 )
 
 CONVOLUTIONAL = (*CONVOLUTIONS, *POOLS, *REARRANGED, *NORMS)

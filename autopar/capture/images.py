@@ -1,0 +1,54 @@
+"""Convolutions and pools in canonical form.
+
+bias           `conv(x, w, b)` = `conv(x, w) + b`: partial sums over input channels must not
+               add the bias once per rank
+global pools   an average over all of the spatial dims is a mean, so a sum that can be sharded
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.capture.builder import Builder, Call
+from autopar.capture.losses import mean_of
+
+aten = torch.ops.aten
+
+
+def convolution(b: Builder, call: Call) -> fx.Node | None:
+    bound = call.bind()
+    bias, n_spatial = bound["bias"], len(bound["weight"].meta["val"].shape) - 2
+    if bias is None:
+        return None
+    product = b.op(call.target, *(bound | {"bias": None}).values())
+    channels = [bias.meta["val"].shape[0], *[1] * n_spatial]
+    return b.op(aten.add.Tensor, product, b.op(aten.reshape.default, bias, channels))
+
+
+def global_mean(b: Builder, call: Call) -> fx.Node | None:
+    bound = call.bind()
+    source, size = bound["self"], bound["output_size"]
+    if any(n != 1 for n in size):
+        return None
+    shape = source.meta["val"].shape
+    dims = list(range(len(shape) - len(size), len(shape)))
+    return mean_of(b, source, dims, True, math.prod(shape[d] for d in dims))
+
+
+IMAGE_REWRITES: dict[Any, Callable[[Builder, Call], fx.Node | None]] = {
+    aten.conv1d: convolution,
+    aten.conv2d: convolution,
+    aten.conv3d: convolution,
+    aten.conv_transpose1d: convolution,
+    aten.conv_transpose2d: convolution,
+    aten.conv_transpose3d: convolution,
+    aten.convolution: convolution,
+    aten.adaptive_avg_pool1d: global_mean,
+    aten.adaptive_avg_pool2d: global_mean,
+    aten.adaptive_avg_pool3d: global_mean,
+}
