@@ -121,8 +121,6 @@ VISION_SAMPLES: dict[str, list[Sample]] = {
         f"aten._upsample_{kind}2d_aa.vec": scaled(4, [2, 3], False)
         for kind in ("bilinear", "bicubic")
     },
-    "aten.pixel_shuffle.default": [call(x(2, 16, 4, 3), 2), call(x(8, 4, 4), 2)],
-    "aten.pixel_unshuffle.default": [call(x(2, 4, 4, 8), 2), call(x(4, 6, 3), 3)],
     "aten.im2col.default": [
         call(x(2, 4, 4, 5), [2, 3], [1, 1], [0, 1], [2, 1]),
         call(x(4, 4, 4), [2, 2], [1, 1], [0, 0], [1, 1]),
@@ -152,14 +150,13 @@ VISION_SAMPLES: dict[str, list[Sample]] = {
         call(*normed(4, 8), True, 0.1, 1e-5, False),
         call(x(4, 8, 2), None, None, None, None, True, 0.1, 1e-5, False),
     ],
+    "aten._native_batch_norm_legit_functional.default": [
+        call(*normed(4, 8), True, 0.1, 1e-5),
+        call(x(2, 4, 3, 2), None, None, fixed(4), positive(4).detach(), True, 0.3, 1e-5),
+    ],
     "aten.instance_norm.default": [
         call(x(2, 4, 3, 2), x(4), x(4), None, None, True, 0.1, 1e-5, False),
         call(x(2, 4, 4), None, None, None, None, True, 0.1, 1e-5, False),
         call(*normed(2, 4, 4), False, 0.1, 1e-5, False),
-    ],
-    "aten._weight_norm.default": [
-        call(x(4, 3, 2), x(4, 1, 1)),
-        call(x(4, 3, 8), x(1, 1, 8), 2),
-        call(x(4, 8), x(), -1),
     ],
 }
