@@ -1,0 +1,112 @@
+"""How much of a plan is divided over ranks, and how much every rank keeps or does alike.
+
+Over all stages; products are the operators with flops (contractions, attention, convolutions),
+in one microbatch, forward:
+
+    stored       bytes of parameters stored in shards / bytes of all parameters
+    products     flops of the model / flops that all ranks do together (1 / ranks: all do all)
+    by_weights   flops of products of a weight that is used in shards / flops of products of a
+                 weight; a weight is a parameter, or what is computed of parameters alone
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from autopar.pipeline import Pipeline
+from autopar.stage_program import (
+    CallLine,
+    Local,
+    StageProgram,
+    StoredParameter,
+    outs,
+    reads,
+)
+
+
+@dataclass(frozen=True)
+class Division:
+    """Three shares, each 1.0 at best, and where there is nothing to divide."""
+
+    stored: float
+    products: float
+    by_weights: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.stored:.0%} of parameter bytes are stored in shards; "
+            f"{self.products:.0%} of the work of products is divided over the ranks, "
+            f"{self.by_weights:.0%} of that with weights by their shards"
+        )
+
+
+@dataclass(frozen=True)
+class Product:
+    """One operator with flops: those of all its ranks' shares together, and of one rank.
+
+    `weight_is_sharded` is None where no operand is a weight.
+    """
+
+    whole_flops: float
+    rank_flops: float
+    weight_is_sharded: bool | None
+
+
+def division(pipeline: Pipeline) -> Division:
+    """The shares of a plan."""
+    parameters = [p for s in pipeline.stages for p in s.parameters if p.mirror_of is None]
+    found = [(p, mesh.n_ranks) for s, mesh in zip(pipeline.stages, pipeline.meshes, strict=True)
+             for p in products(s)]  # fmt: skip
+    weighted = [p for p, _ in found if p.weight_is_sharded is not None]
+    return Division(
+        _share(sum(_size_bytes(p) for p in parameters if is_sharded(p.stored)),
+               sum(map(_size_bytes, parameters))),
+        _share(sum(p.whole_flops for p, _ in found), sum(p.rank_flops * n for p, n in found)),
+        _share(sum(p.whole_flops for p in weighted if p.weight_is_sharded),
+               sum(p.whole_flops for p in weighted)),
+    )  # fmt: skip
+
+
+def products(program: StageProgram) -> Iterator[Product]:
+    """Every operator with flops, in order."""
+    known = {item.local.name: item.local for item in (*program.delivered, *program.received)}
+    weights: set[str] = set()
+    for parameter in program.parameters:
+        for local in (parameter.stored, *(use.local for use in parameter.uses)):
+            known[local.name] = local
+            weights.add(local.name)
+    for line in program.body:
+        operands = reads(line)
+        of_weights = bool(operands) and weights.issuperset(operands)
+        if isinstance(line, CallLine) and line.flops:
+            placed = [*(known[name] for name in operands), *line.outs]
+            own = [known[name] for name in operands if name in weights]
+            yield Product(
+                line.flops * _n_parts(placed, program.axis_sizes),
+                line.flops,
+                any(map(is_sharded, own)) if own else None,
+            )
+        for out in outs(line):
+            known[out.name] = out
+            if of_weights:
+                weights.add(out.name)
+
+
+def is_sharded(local: Local) -> bool:
+    return any(placement.is_shard for placement in local.spec.placements)
+
+
+def _n_parts(placed: Iterable[Local], sizes: Sequence[int]) -> int:
+    """Over how many ranks an operator is divided: those of every axis that cuts a tensor of it."""
+    cut = {axis for local in placed for axis, p in enumerate(local.spec.placements) if p.is_shard}
+    return math.prod(sizes[axis] for axis in cut)
+
+
+def _size_bytes(parameter: StoredParameter) -> int:
+    return math.prod(parameter.shape) * parameter.stored.dtype.itemsize
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 1.0
