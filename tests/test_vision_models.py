@@ -19,8 +19,12 @@ from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.passes.constraints import Constraints
-from autopar.passes.intra_op import Analysis, intra_op_problem
+from autopar.passes.evaluate import recipe_cost
+from autopar.passes.intra_op import Analysis, choose, intra_op_problem
+from autopar.passes.layers import operator_flops
+from autopar.passes.lower import lower
 from autopar.passes.problem import IntraOpProblem
+from autopar.stage_program import CallLine
 from tests.harness import abstract_cost, generated_code, random_strategy, thread_step
 
 __all__ = ["generated_code"]
@@ -164,7 +168,7 @@ def problem_of(model: str, sizes: tuple[int, ...], n_microbatches: int) -> Intra
     return intra_op_problem(analysis_of(model), cost, n_microbatches, Constraints(), "adamw", None)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("sizes", "n_microbatches"), [((2,), 1), ((4,), 2), ((2, 2), 1)])
 @pytest.mark.parametrize("model", MODELS)
 def test_assignment(model: str, sizes: tuple[int, ...], n_microbatches: int, seed: int) -> None:
@@ -176,3 +180,22 @@ def test_assignment(model: str, sizes: tuple[int, ...], n_microbatches: int, see
     step = thread_step(analysis, cost, strategy, images(seed), seed)
     assert step.wrong == {}
     assert Counter(step.calls) == Counter(step.foretold)
+
+
+RECIPES = {
+    "tensor": Constraints(forbid=frozenset({"data"})),
+    "zero-3": Constraints(roles=("data",), zero=3),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("model", MODELS)
+def test_plan(model: str, recipe: str) -> None:
+    """Where splitting always pays, chosen plans split every convolution and product by 4."""
+    analysis, cost, n_microbatches = analysis_of(model), abstract_cost((4,)), 2
+    pricing = recipe_cost(cost)
+    chosen = choose(analysis, pricing, n_microbatches, RECIPES[recipe], "adamw", None)
+    lines = lower(analysis, chosen.strategy, cost).body
+    flops = sum(line.flops for line in lines if isinstance(line, CallLine))
+    assert flops == sum(operator_flops(analysis)) / (4 * n_microbatches)
+    assert thread_step(analysis, cost, chosen.strategy, images(0), 0).wrong == {}
