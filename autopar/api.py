@@ -75,12 +75,15 @@ def save(
 ) -> None:
     """Write a checkpoint that any mesh and plan can load; every rank calls it."""
     checkpoint.save(
-        module._placed, module.shards, optimizer, path, step, extra, module.constant_buffers
-    )
+        module._placed, module.shards, optimizer, path, step, extra, module.persistent_buffers,
+        module.stream,
+    )  # fmt: skip
 
 
 def load(
     module: ParallelModule, optimizer: torch.optim.Optimizer | None, path: str | Path
 ) -> tuple[int, dict[str, Any]]:
     """Read a checkpoint into the module and its optimizer; returns (step, extra)."""
-    return checkpoint.load(module._placed, module.shards, optimizer, path, module.constant_buffers)
+    return checkpoint.load(
+        module._placed, module.shards, optimizer, path, module.persistent_buffers, module.stream
+    )

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from autopar.binding import Bound, lay_stages
 from autopar.codegen import emit, file_name
@@ -75,14 +76,19 @@ class Built:
     code_path: Path
 
     @staticmethod
-    def of(program: Program, pipeline: Pipeline, links: Links) -> Built:
-        """Compile this rank's stage; the pipeline is verified by whoever made it."""
+    def of(
+        program: Program, pipeline: Pipeline, links: Links, buffers: Mapping[str, Tensor]
+    ) -> Built:
+        """Compile this rank's stage; the pipeline is verified by whoever made it.
+
+        `buffers` are what the module holds, written by programs that change them.
+        """
         k = pipeline.stage_of(links.rank)
         stage = pipeline.stages[k]
         code, path = load_code(file_name(k), emit(stage, k, pipeline.n_stages))
         taken = {item.source for item in stage.delivered}
         constants = {name: make() for name, make in program.constants.items() if name in taken}
-        executor = Executor(pipeline, links.rank, code, links.environment(), constants)
+        executor = Executor(pipeline, links.rank, code, links.environment(), constants, buffers)
         return Built(program, pipeline, executor, path)
 
 
@@ -146,5 +152,12 @@ def _evaluated(part: Analysis, k: int, data: PlanData, bound: Bound) -> StageRec
                 hint="plan with stages that keep a module's operators together",
             )
         storage[placeholder] = stored[info.name]
+    changed = {b.name for b in bound.pipeline.stages[k].changed}
+    for buffer in part.program.buffers.values():
+        if buffer.name not in changed:
+            raise PlanError(
+                f"evaluation uses buffer {buffer.name} on stage {k}, which does not change it",
+                hint="plan with stages that keep a module's operators together",
+            )
     chosen = choose(part, cost, 1, Constraints(storage=storage), data.optimizer, None)
     return stage_record(part, chosen.strategy, cost.mesh, data.stages[k].mesh_shape)

@@ -43,8 +43,17 @@ from autopar.stage_program import (
 )
 
 # "output": model outputs made whole for the user; only in programs that return them.
+# "buffer": what a changed buffer holds, made whole.
 Phase = Literal[
-    "forward", "backward", "grad_sync", "param_gather", "p2p", "loss", "optimizer", "output"
+    "forward",
+    "backward",
+    "grad_sync",
+    "param_gather",
+    "p2p",
+    "loss",
+    "optimizer",
+    "output",
+    "buffer",
 ]
 
 

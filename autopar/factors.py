@@ -226,8 +226,7 @@ def tensor_types(program: Program, operators: Sequence[Operator]) -> Types:
         value = program.node(operator.name).meta["val"]
         results = value if isinstance(value, (tuple, list)) else (value,)
         for name, result in zip(operator.outputs, results, strict=True):
-            has_grad = name in program.has_grad or operator.name in program.has_grad
-            add(name, result, has_grad and result.is_floating_point())
+            add(name, result, name in program.has_grad)
         factors.join(operator.notation, operator.inputs, operator.outputs)
     numbers: dict[int, int] = {}
     classes = {

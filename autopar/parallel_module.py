@@ -30,15 +30,18 @@ from autopar.job import from_rank_0, join_process_group, own_rank
 from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.passes.intra_op import Analysis
+from autopar.passes.padding import pad
 from autopar.plan_data import PlanData
 from autopar.plan_inputs import check_mesh, example_of, has_nested_inputs
 from autopar.planning import Plan, plan_program
 from autopar.program import Program, flatten_inputs
+from autopar.random_ops import Stream
 from autopar.runtime import state
 from autopar.runtime.delivery import batch_index
 from autopar.runtime.dtensors import stage_device_mesh, state_dict
+from autopar.runtime.names import all_names, constant_buffers
 from autopar.runtime.stage_state import StageState
-from autopar.runtime.weights import initial_buffers, initial_shards
+from autopar.runtime.weights import changed_buffers, initial_buffers, initial_shards
 from autopar.stage_program import Delivered, batch_shards
 
 Signature = tuple[tuple[str, Any], ...]
@@ -55,6 +58,7 @@ class ParallelModule(nn.Module):
         self._plan: Plan | None = None
         self._dtensor_mesh: DeviceMesh | None = None
         self._built: dict[tuple[bool, bool, Signature], Built] = {}
+        self._live_buffers: frozenset[str] = frozenset()
         self.training = model.training
 
     # -- planning ------------------------------------------------------------------------------
@@ -97,27 +101,47 @@ class ParallelModule(nn.Module):
         self._adopt(data, self._capture(example, training=True))
 
     def _adopt(self, data: PlanData, program: Program) -> None:
-        analysis = Analysis.of(program, data.batch_dims or None)
+        analysis = Analysis.of(pad(program, data.padded), data.batch_dims or None)
         bound = bind(data, analysis, self._mesh)
         pipeline = bound.pipeline
         self._links = links = Links.join(pipeline.meshes, own_rank(), self._device)
         self._place = StageState(
             pipeline, links.rank, links.device, links.groups, links.messenger, links.world
         )
-        shards = initial_shards(self._place, self._weights, self._model[0])
-        for name, parameter in shards.items():
-            self._parameters[name] = parameter
-        # Persistent buffers are constants of the program: no step changes them.
-        self.constant_buffers = initial_buffers(self._model[0], torch.device("cpu"))
+        self._adopt_state(program)
+        self.stream = Stream(from_rank_0(torch.initial_seed))
         self._plan = Plan(data, bound)
         signature = _signature({i.path: _Like(i.shape) for i in data.inputs}, data.static_inputs)
-        self._built[True, False, signature] = Built.of(program, pipeline, links)
+        self._built[True, False, signature] = Built.of(
+            analysis.program, pipeline, links, self._held_buffers
+        )
+
+    def _adopt_state(self, program: Program) -> None:
+        """Shards, buffers that steps change here, and buffers that are constants of programs."""
+        model, place = self._model[0], self._place
+        changed = changed_buffers(place, model)
+        for name, parameter in initial_shards(place, self._weights, model, buffers=changed).items():
+            self._parameters[name] = parameter
+        self._live_buffers = frozenset(b.name for b in program.buffers.values())
+        persistent = initial_buffers(model, torch.device("cpu"))
+        self._buffers |= constant_buffers(persistent, place.changed_anywhere)
+        for buffer in place.changed:
+            self._buffers |= dict.fromkeys(all_names(buffer), changed[buffer.name])
+            if not buffer.persistent:
+                self._non_persistent_buffers_set |= {*all_names(buffer)}
 
     def _capture(self, batch: Mapping[str, Any] | Sequence[Any], training: bool) -> Program:
-        return capture(
+        program = capture(
             self._model[0], batch, training=training, precision=self._options.precision,
-            loss_fn=self._options.loss_fn if training else None,
+            loss_fn=self._options.loss_fn if training else None, live_buffers=self._live_buffers,
         )  # fmt: skip
+        for buffer in program.buffers.values():
+            if self._plan is not None and buffer.name not in self._live_buffers:
+                raise NotSupportedError(
+                    f"buffer `{buffer.name}` changes here, and not in the step that was planned",
+                    hint="change it in every mode and for all shapes, or never",
+                )
+        return program
 
     # -- programs ------------------------------------------------------------------------------
 
@@ -128,12 +152,13 @@ class ParallelModule(nn.Module):
         signature = _signature(tensors, {k: v for k, v in leaves.items() if k not in tensors})
         key = (self.training, with_outputs, signature)
         if key not in self._built:
-            program, data, bound = self._capture(batch, self.training), self.plan.data, self._bound
+            data, bound = self.plan.data, self._bound
+            program = pad(self._capture(batch, self.training), data.padded)
             if self.training:
                 pipeline = training_pipeline(program, data, bound, self._mesh, with_outputs)
             else:
                 pipeline = evaluation_pipeline(program, data, bound)
-            self._built[key] = Built.of(program, pipeline, self._links)
+            self._built[key] = Built.of(program, pipeline, self._links, self._held_buffers)
         return self._built[key]
 
     @property
@@ -156,7 +181,7 @@ class ParallelModule(nn.Module):
         Inputs are the global batch, the same on every rank; with `batch="local"` only the
         rows of `local_slice`. `outputs` sees each microbatch's outputs, in the model's own
         structure. Returns the loss: detached, 0-d, the same on every rank. Gradients add to
-        `.grad`.
+        `.grad`. Dropout draws anew at each call, the same whatever the plan.
 
         Raises `BatchError` when the batch does not divide.
         """
@@ -181,7 +206,9 @@ class ParallelModule(nn.Module):
             rebuild, handler = built.program.rebuild, outputs
             on_outputs = lambda tensors: handler(rebuild(tensors))  # noqa: E731
         inputs = self._inputs(built.program, given, local)
-        return built.executor.step(self.shards, inputs, local, on_outputs)
+        loss = built.executor.step(self.shards, inputs, local, on_outputs, self.stream.seed)
+        self.stream.n_steps += 1
+        return loss
 
     def forward(self, *args: Any, gather: str = "last", **kwargs: Any) -> Any:
         """The model's own output for a global batch, without gradients.
@@ -202,7 +229,8 @@ class ParallelModule(nn.Module):
             )
         built = self._program(given, True)
         inputs = self._inputs(built.program, given)
-        loss, *tensors = built.executor.forward(self.shards, inputs, everywhere=gather == "all")
+        everywhere, seed = gather == "all", self.stream.seed
+        loss, *tensors = built.executor.forward(self.shards, inputs, False, everywhere, seed)
         names = built.program.outputs
         return built.program.rebuild(
             [loss if n == built.program.loss else t for n, t in zip(names, tensors, strict=True)]
@@ -281,6 +309,17 @@ class ParallelModule(nn.Module):
         """Parameter name -> this rank's shard."""
         return {name: p for name, p in self._parameters.items() if p is not None}
 
+    @property
+    def persistent_buffers(self) -> dict[str, Tensor]:
+        """Name -> buffer, as far as state dicts have it; with stages, of this rank's stage."""
+        return {
+            n: b for n, b in self._held_buffers.items() if n not in self._non_persistent_buffers_set
+        }
+
+    @property
+    def _held_buffers(self) -> dict[str, Tensor]:
+        return {name: b for name, b in self._buffers.items() if b is not None}
+
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
@@ -294,7 +333,7 @@ class ParallelModule(nn.Module):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Whole tensors on the CPU of rank 0, under the model's own names; {} elsewhere."""
-        return state.full_state_dict(self._placed, self.shards, self.constant_buffers)
+        return state.full_state_dict(self._placed, self.shards, self.persistent_buffers)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Whole gradients on the CPU of rank 0, by parameter name; {} elsewhere.
@@ -310,14 +349,14 @@ class ParallelModule(nn.Module):
         place = self._placed
         if self._dtensor_mesh is None:
             self._dtensor_mesh = stage_device_mesh(place.pipeline, place.rank, self._device.type)
-        return state_dict(place, self.shards, self._dtensor_mesh, self.constant_buffers)
+        return state_dict(place, self.shards, self._dtensor_mesh, self.persistent_buffers)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Take values from whole tensors or `DTensor`s, under the model's own names."""
         return state.load_state_dict(
-            self._placed, self.shards, state_dict, self.constant_buffers, strict
+            self._placed, self.shards, state_dict, self.persistent_buffers, strict
         )
 
     @property

@@ -5,8 +5,8 @@ keyed by FX node name, and codegen is the only consumer that writes a program.
 
 The graph holds only placeholders, `call_function` nodes whose target is an `OpOverload`
 (or `operator.getitem` after a multi-output operator), and one output node, which returns a
-tuple: the loss first when there is one, then `Program.outputs`. Every node but the output has
-`meta["val"]` (fake tensor on cpu; a tuple for multi-output operators).
+tuple: the loss first when there is one, then `Program.outputs`, then `Program.updates`. Every
+node but the output has `meta["val"]` (fake tensor on cpu; a tuple for multi-output operators).
 """
 
 from __future__ import annotations
@@ -35,6 +35,21 @@ class ParameterInfo:
     dtype: torch.dtype
     requires_grad: bool
     mirror_of: str | None = None
+
+
+@dataclass(frozen=True)
+class BufferInfo:
+    """A buffer that steps change. `aliases` are its other names when modules share it.
+
+    `persistent` ones are part of state dicts. `update` names the value that it holds after a forward pass; None where it stays as it is.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    persistent: bool
+    update: str | None = None
 
 
 @dataclass(frozen=True)
@@ -82,11 +97,13 @@ class Prologue:
 class Program:
     """A frozen graph, normalised, with the roles of its placeholders and its outputs.
 
-        parameters   placeholder name -> parameter; `buffers` likewise (buffer's dotted name)
+        parameters   placeholder name -> parameter
+        buffers      placeholder name -> buffer that steps change; the others are constants
         inputs       placeholder name -> user input; tensors only, others are baked in
         constants    placeholder name -> function that computes the tensor (shape-only subgraphs:
                      masks, positions); called at run time only, so that planning stays cheap
         prologue     divisors of means over data-dependent counts, or None
+        seed         placeholder of the step's random seed (`random_ops.py`), None: draws nothing
         loss         node name of the scalar loss, None for a forward-only program
         outputs      node names of all tensors in the model's output, flattened
         out_spec     how to rebuild the model's own output structure: see `rebuild`
@@ -94,6 +111,7 @@ class Program:
         has_grad     names of nodes whose tensor carries gradient
         keys         node name -> stable key "module.path/op_name#occurrence"
         sources      node name -> "file:line" of the user's code
+        valid_sizes  output's node name -> {dim: the user's size} of dims that end in padding
         modules      names of the model's modules, also of those that run no operator
     received     placeholders whose values other stages make, under the names they have there
         sent         names of nodes whose values later stages read
@@ -104,7 +122,7 @@ class Program:
 
     graph: torch.fx.Graph
     parameters: Mapping[str, ParameterInfo]
-    buffers: Mapping[str, str]
+    buffers: Mapping[str, BufferInfo]
     inputs: Mapping[str, InputInfo]
     constants: Mapping[str, Callable[[], torch.Tensor]]
     prologue: Prologue | None
@@ -120,6 +138,8 @@ class Program:
     modules: frozenset[str] = frozenset()
     received: tuple[str, ...] = ()
     sent: tuple[str, ...] = ()
+    seed: str | None = None
+    valid_sizes: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
     _by_name: dict[str, torch.fx.Node] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -134,6 +154,11 @@ class Program:
         for node in self.graph.nodes:
             if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
                 yield node
+
+    @property
+    def updates(self) -> tuple[str, ...]:
+        """What changed buffers hold after a forward pass, in the order of `buffers`."""
+        return tuple(b.update for b in self.buffers.values() if b.update is not None)
 
     def value(self, node: torch.fx.Node) -> Any:
         return node.meta["val"]
@@ -152,12 +177,17 @@ class Program:
 
     def rebuild(self, tensors: Sequence[Any]) -> Any:
         """The model's own output structure around `tensors`, aligned with `outputs`."""
-        remaining = iter(tensors)
+        remaining = map(self._without_padding, self.outputs, tensors)
         leaves = [
             self.static_outputs[i] if i in self.static_outputs else next(remaining)
             for i in range(self.out_spec.num_leaves)
         ]
         return pytree.tree_unflatten(leaves, self.out_spec)
+
+    def _without_padding(self, name: str, output: Any) -> Any:
+        for dim, size in self.valid_sizes.get(name, {}).items():
+            output = output if output is None else output.narrow(dim, 0, size)
+        return output
 
     def where(self, name: str) -> str:
         """Operator and source line for error messages."""

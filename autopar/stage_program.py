@@ -187,11 +187,11 @@ class StoredParameter:
 
 @dataclass(frozen=True)
 class Delivered:
-    """A model input, constant or divisor as the program takes it.
+    """A model input, buffer, constant, divisor or seed as the program takes it.
 
-    `source` is the placeholder of the captured graph, `kind` "input", "constant" or
-    "divisor", `batch_cell` the (dim, factor) that microbatches cut, `dims` the factor sizes
-    of one microbatch over all ranks.
+    `source` is the placeholder of the captured graph, or the name of the buffer, `kind` "input",
+    "buffer", "constant", "divisor" or "seed", `batch_cell` the (dim, factor) that microbatches
+    cut, `dims` the factor sizes of one microbatch over all ranks.
     """
 
     local: Local
@@ -217,11 +217,25 @@ class Boundary:
 
 
 @dataclass(frozen=True)
+class ChangedBuffer:
+    """What a buffer of this name holds after a microbatch, whole on every rank."""
+
+    name: str
+    aliases: tuple[str, ...]
+    persistent: bool
+    local: Local
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.local.shape
+
+
+@dataclass(frozen=True)
 class StageProgram:
     """Everything one stage does in a step; the same for every rank of the stage.
 
     The generated function takes `parameters`, `delivered` and `received`, and returns the
-    loss, `sent` and `outputs`, for one microbatch.
+    loss, `sent`, what `changed` buffers now hold, and `outputs`, for one microbatch.
     """
 
     name: str
@@ -239,6 +253,7 @@ class StageProgram:
     received: tuple[Boundary, ...] = ()
     sent: tuple[Boundary, ...] = ()
     trains: bool = True
+    changed: tuple[ChangedBuffer, ...] = ()
 
     def made(self, name: str) -> Local:
         """A variable of the body as its last line leaves it."""

@@ -289,11 +289,19 @@ class _Checker:
                 raise _error(f"{local.name} is {local.spec}, not {boundary.local.spec}", where)
             self._crosses(local, "R", where)
         for name in self.program.outputs:
-            local = self._read(name, "the outputs")
-            for axis, placement in self._active(local.spec):
-                if placement.kind not in ("I", "R"):
-                    where = f"axis {self.program.axis_names[axis]}"
-                    raise _error(f"{name} ends {placement} on {where}, not whole", "the outputs")
+            self._is_whole(self._read(name, "the outputs"), "the outputs")
+        for buffer in self.program.changed:
+            where = f"buffer {buffer.name}"
+            local = self._read(buffer.local.name, where)
+            if local != buffer.local:
+                raise _error(f"{local.name} is {local.spec}, not {buffer.local.spec}", where)
+            self._is_whole(local, where)
+
+    def _is_whole(self, local: Local, where: str) -> None:
+        for axis, placement in self._active(local.spec):
+            if placement.kind not in ("I", "R"):
+                name = self.program.axis_names[axis]
+                raise _error(f"{local.name} ends {placement} on axis {name}, not whole", where)
 
     def _crosses(self, local: Local, rest: str, where: str) -> None:
         """A tensor that crosses is cut, or `rest` where one rank of an axis takes part."""

@@ -6,6 +6,7 @@ fact about the whole (types, batch, what autograd saves) holds for the stage as 
     parameters    those it uses; the first stage that uses one owns it, a later one mirrors it
     inputs,       those it uses; every stage is given the batch and computes the constants
     constants
+    buffers       those it changes, which no other stage may read before, and those it reads
     received      what it reads of earlier stages, from the stage that made it
     sent          what later stages read
     loss          on the last stage
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field, replace
 
 import torch.fx
 
-from autopar.errors import OptionError
+from autopar.errors import NotSupportedError, OptionError
 from autopar.program import ParameterInfo, Program
 
 
@@ -31,7 +32,8 @@ def cut(program: Program, ends: Sequence[int], with_outputs: bool = False) -> tu
     `ends` count `program.operators`, rise strictly, and end at their number. Without
     `with_outputs` the stages return the loss alone.
 
-    Raises `OptionError` where `ends` are not that, or the loss is made before the last stage.
+    Raises `OptionError` where `ends` are not that, or the loss is made before the last stage, and
+    `NotSupportedError` for a buffer that one stage changes and another reads.
     """
     operators = list(program.operators)
     if list(ends) != sorted(set(ends)) or not ends or ends[0] < 1 or ends[-1] != len(operators):
@@ -72,6 +74,11 @@ class _Cutter:
         self.outputs = self.program.outputs if self.with_outputs else ()
         for name in self.outputs:
             self.readers.setdefault(name, set()).add(self.n_stages - 1)
+        self.home_of = {name: self._home(name) for name in self.program.buffers}
+        for name, home in self.home_of.items():
+            update = self.program.buffers[name].update
+            if update is not None and home is not None:
+                self.readers.setdefault(update, set()).add(home)
 
     def stage(self, k: int) -> Program:
         whole, is_last = self.program, k == self.n_stages - 1
@@ -88,8 +95,10 @@ class _Cutter:
         sent = tuple(n.name for n in body if any(r > k for r in self.readers.get(n.name, ())))
         outputs = self.outputs if is_last else ()
         loss = whole.loss if is_last else None
-        returned = tuple(dict.fromkeys((*((loss,) if loss else ()), *sent, *outputs)))
         taken = frozenset(roots)
+        buffers = {n: b for n, b in whole.buffers.items() if n in taken}
+        updates = tuple(b.update for b in buffers.values() if b.update is not None)
+        returned = tuple(dict.fromkeys((*((loss,) if loss else ()), *sent, *outputs, *updates)))
         prologue = whole.prologue
         if prologue is not None and not taken & set(prologue.outputs):
             prologue = None
@@ -101,10 +110,11 @@ class _Cutter:
                 for name, info in whole.parameters.items()
                 if name in taken
             },
-            buffers={n: b for n, b in whole.buffers.items() if n in taken},
+            buffers=buffers,
             inputs={n: i for n, i in whole.inputs.items() if n in taken or _feeds(n, prologue)},
             constants={n: c for n, c in whole.constants.items() if n in taken},
             prologue=prologue,
+            seed=whole.seed if whole.seed in taken else None,
             loss=loss,
             outputs=outputs,
             received=received,
@@ -119,7 +129,22 @@ class _Cutter:
         readers = self.readers.get(name, set())
         if name in self.program.parameters:
             return k in readers or (not readers and k == 0)
-        return k in readers
+        return k in readers or self.home_of.get(name) == k
+
+    def _home(self, name: str) -> int | None:
+        """The stage that changes a buffer, if it changes; no other stage may read it."""
+        info = self.program.buffers[name]
+        if info.update is None:
+            return None
+        home = self.stage_of.get(info.update, 0)
+        others = self.readers.get(name, set()) - {home}
+        if others:
+            raise NotSupportedError(
+                f"stage {home} changes buffer `{info.name}`, which stage {min(others)} reads",
+                where=self.program.where(info.update),
+                hint="keep what reads and changes a buffer on one stage",
+            )
+        return home
 
     def _parameter(self, name: str, info: ParameterInfo, k: int) -> ParameterInfo:
         """The parameter as stage k knows it: an owner has all names that no mirror has."""

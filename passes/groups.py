@@ -107,7 +107,7 @@ def form_groups(program: Program, placed: Sequence[PlacedOperator]) -> tuple[Gro
         for item in group:
             for name in item.operator.inputs:
                 used_by.setdefault(name, set()).add(index)
-    kept = {program.loss, *program.outputs, *program.sent}
+    kept = {program.loss, *program.outputs, *program.sent, *program.updates}
     return tuple(_finish(group, index, owner, used_by, kept) for index, group in enumerate(members))
 
 

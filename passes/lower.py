@@ -26,6 +26,7 @@ from autopar.passes.intra_op import Analysis
 from autopar.passes.line_costs import LineCosts
 from autopar.passes.names import group_name, identifier, reserved_names, suffix
 from autopar.passes.reshard import reshard_table, step_time_s
+from autopar.program import BufferInfo
 from autopar.rules import rule_for
 from autopar.rules.lowering import GROUP
 from autopar.spec import I, R, Spec, TensorType, local_shape, without_gradient, written
@@ -33,6 +34,7 @@ from autopar.stage_program import (
     UNUSED,
     Boundary,
     CallLine,
+    ChangedBuffer,
     Delivered,
     DetachLine,
     GatherLine,
@@ -64,6 +66,7 @@ class _Lowering:
     variables: dict[tuple[str, Spec], str] = field(default_factory=dict)
     taken: set[str] = field(default_factory=set)
     delivered: dict[tuple[str, Spec], Delivered] = field(default_factory=dict)
+    constants: dict[tuple[Any, ...], str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.program = self.analysis.program
@@ -80,8 +83,9 @@ class _Lowering:
             self._operator(item.operator, self.strategy.operators[item.name], item.sizes)
         loss = self._loss() if self.program.loss is not None else None
         sent = tuple(self._send(n) for n in self.program.sent)
+        changed = tuple(self._changed(b) for b in self.program.buffers.values() if b.update)
         outputs = tuple(self._output(n) for n in self.program.outputs) if self.with_outputs else ()
-        kept = {loss, *outputs, *(s.local.name for s in sent)}
+        kept = {loss, *outputs, *(item.local.name for item in (*sent, *changed))}
         body = with_frees(with_regathers(fuse_bias(self.body, parameters, kept)), kept)
         prologue = self.program.prologue
         return StageProgram(
@@ -102,6 +106,7 @@ class _Lowering:
             received,
             sent,
             self.program.training,
+            changed,
         )
 
     # -- names and tensors ---------------------------------------------------------------
@@ -214,17 +219,30 @@ class _Lowering:
         return self._resharded(value, spec)
 
     def _deliver(self, value: str, spec: Spec) -> str:
+        value = self._first_equal(value)
         if (value, spec) not in self.delivered:
-            kind = "input" if value in self.program.inputs else "constant"
+            kind, source = "input" if value in self.program.inputs else "constant", value
+            if value in self.program.buffers:
+                kind, source = "buffer", self.program.buffers[value].name
             if self.program.prologue and value in self.program.prologue.outputs:
                 kind = "divisor"
+            if value == self.program.seed:
+                kind = "seed"
             first = not any(v == value for v, _ in self.delivered)
             name = self._unique(value if first else f"{value}_as_{suffix(spec, self.active)}")
             self.delivered[value, spec] = Delivered(
-                self._local(name, value, spec), value, kind, self.types[value].dims,
+                self._local(name, value, spec), source, kind, self.types[value].dims,
                 self.strategy.batch_cells.get(value),
             )  # fmt: skip
         return self.delivered[value, spec].local.name
+
+    def _first_equal(self, value: str) -> str:
+        """Of constants that are one tensor, cut alike, only the first is delivered."""
+        constant = self.program.constants.get(value)
+        if constant is None:
+            return value
+        key = (constant, self.types[value].dims, self.strategy.batch_cells.get(value))
+        return self.constants.setdefault(key, value)
 
     def _resharded(self, value: str, spec: Spec, phase: str = "forward") -> str:
         source = self.produced[value]
@@ -331,19 +349,27 @@ class _Lowering:
         goal = Spec(tuple(I if n == 1 else plain for n in self.sizes))
         return self._resharded(loss, goal, phase="loss")
 
-    def _output(self, value: str) -> str:
+    def _changed(self, buffer: BufferInfo) -> ChangedBuffer:
+        """What a buffer holds after the microbatch: whole on every rank, as it is kept."""
+        assert buffer.update is not None
+        name = self._output(buffer.update, "new", "buffer")
+        whole = Spec(tuple(I if n == 1 else R for n in self.sizes))
+        local = replace(self._local(name, buffer.update, whole), has_grad=False)
+        return ChangedBuffer(buffer.name, buffer.aliases, buffer.persistent, local)
+
+    def _output(self, value: str, ending: str = "out", phase: str = "output") -> str:
         """A model output whole on every rank, out of autograd."""
         if value not in self.produced:
             return self._deliver(value, Spec(tuple(I if n == 1 else R for n in self.sizes)))
         spec = without_gradient(self.produced[value], self.sizes)
         old = self.types[value]
         tensor = TensorType(old.dims, old.itemsize, False)
-        name = self._unique(f"{identifier(value)}_out")
+        name = self._unique(f"{identifier(value)}_{ending}")
         self.body.append(
             DetachLine(
                 self._placed(name, value, tensor, spec), self.variables[value, self.produced[value]]
             )
         )
         whole = Spec(tuple(I if n == 1 else R for n in self.sizes))
-        self.body += self._moves(value, tensor, spec, whole, name, name, "output")
+        self.body += self._moves(value, tensor, spec, whole, name, name, phase)
         return name

@@ -13,6 +13,10 @@ chain ends at a constant, which is delivered by rows, or at an operator that cre
 What is asked stays asked, and both directions repeat until nothing new is. The last pass
 then found a strategy of every operator for the final placements of all its tensors, so a
 value that one operator wants by rows and another whole breaks the batch instead of the sum.
+
+Microbatches run one after the other, so an operator that would exchange values between the parts
+of a batch (statistics of a batch norm) breaks it too, and so does a buffer that changes from rows,
+or that changes and that the loss depends on.
 """
 
 from __future__ import annotations
@@ -82,6 +86,7 @@ def find_batch(
         broken = broken or program.where(stuck)
     if program.loss is not None and placed.get(program.loss) != P:
         broken = broken or program.where(program.loss)
+    broken = broken or _changed_from_rows(program, placed)
     cells = {name: p.cell for name, p in placed.items() if p.is_shard}
     return Batch(size, cells, broken)
 
@@ -101,6 +106,23 @@ def _seed_inputs(
         same = info.shape[dim] == size and size > 1
         seeds[name] = S(dim) if same and types.tensors[name].dims[dim] else R
     return seeds, size
+
+
+def _changed_from_rows(program: Program, placed: Mapping[str, Placement]) -> str | None:
+    """Where a buffer changes such that every microbatch would see, or leave, something else."""
+    seen_by_loss: set[str] = set()
+    stack = [program.node(program.loss)] if program.loss is not None else []
+    while stack:
+        node = stack.pop()
+        if node.name not in seen_by_loss:
+            seen_by_loss.add(node.name)
+            stack.extend(node.all_input_nodes)
+    for placeholder, info in program.buffers.items():
+        if info.update is None:
+            continue
+        if placeholder in seen_by_loss or placed.get(info.update, R) != R:
+            return f"buffer `{info.name}`, changed at {program.where(info.update)}"
+    return None
 
 
 def _without_batch(
@@ -129,7 +151,8 @@ def _split_strategies(operator: Operator, types: Types) -> tuple[AxisStrategy, .
     return tuple(
         strategy
         for strategy in axis_strategies(rule, operator.call, pattern, *grads)
-        if not strategy.outputs or any(p.kind != "I" for p in strategy.outputs)
+        if strategy.lowering is None  # it would exchange values between the parts
+        and (not strategy.outputs or any(p.kind != "I" for p in strategy.outputs))
     )
 
 

@@ -123,7 +123,7 @@ class ProblemBuilder:
                 self._connect_value(value, producer[value], readers)
         for name in self.program.parameters:
             self._connect_parameter(name, consumers.get(name, []))
-        self._price_loss(producer)
+        self._price_ends(producer)
         numbers = ChoiceProblem(
             tuple(v.name for v in self.variables),
             tuple(v.cost_s for v in self.variables),
@@ -214,19 +214,20 @@ class ProblemBuilder:
         tie = np.where(np.isfinite(cost), table.tie[np.ix_(rows, columns)], 0.0) * m
         self.edges.append(Edge(source, target, cost, tie))
 
-    def _price_loss(self, producer: Mapping[str, int]) -> None:
-        """The loss ends Invariant on every axis, so that every rank seeds backward with 1."""
-        loss = self.program.loss
-        if loss is None:
-            return
-        variable, table = self.variables[producer[loss]], self.table(loss)
-        sizes = self.maker.cost.mesh.sizes
-        plain = I if self.types[loss].has_grad else R
-        goal = table.index[Spec(tuple(I if n == 1 else plain for n in sizes))]
-        rows = [table.index[s] for s in variable.specs[loss]]
-        m = self.maker.n_microbatches
-        variable.cost_s = variable.cost_s + table.time_s[rows, goal] * m
-        variable.tie = variable.tie + table.tie[rows, goal] * m
+    def _price_ends(self, producer: Mapping[str, int]) -> None:
+        """The loss ends Invariant on every axis, so that every rank seeds backward with 1; what
+        changed buffers hold ends whole.
+        """
+        sizes, m = self.maker.cost.mesh.sizes, self.maker.n_microbatches
+        for value in (self.program.loss, *self.program.updates):
+            if value is None or value not in producer:
+                continue
+            variable, table = self.variables[producer[value]], self.table(value)
+            plain = I if self.types[value].has_grad else R
+            goal = table.index[Spec(tuple(I if n == 1 else plain for n in sizes))]
+            rows = [table.index[s] for s in variable.specs[value]]
+            variable.cost_s = variable.cost_s + table.time_s[rows, goal] * m
+            variable.tie = variable.tie + table.tie[rows, goal] * m
 
     def _connect_parameter(self, name: str, readers: Sequence[Consumer]) -> None:
         members = [r.variable for r in readers]

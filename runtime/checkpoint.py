@@ -5,7 +5,8 @@ A checkpoint is a folder that `torch.distributed.checkpoint` wrote, and a record
     <name>                          each key of model.state_dict(), whole shape
     optimizer.state.<name>.<key>    optimizer state under the parameter's name: sharded as the
                                     parameter where it has the shard's shape, else plain
-    autopar.json                    step, extra, options of the parameter groups, plain values
+    autopar.json                    step, extra, the stream of random numbers, options of the
+                                    parameter groups, plain values
 
 Every rank writes and reads the boxes of its own shards, so nothing is gathered, and another
 mesh, plan or tool cuts the whole tensors anew. Of a parameter that several stages use, its
@@ -24,6 +25,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +35,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from autopar.errors import OptionError
+from autopar.random_ops import Stream
 from autopar.runtime import dcp
 from autopar.runtime.names import (
     StateError,
     all_names,
     check_buffer,
+    constant_buffers,
     match_names,
     own_rank,
     together,
@@ -66,6 +70,7 @@ def save(
     step: int,
     extra: Mapping[str, Any] | None,
     buffers: Mapping[str, Tensor] | None = None,
+    stream: Stream | None = None,
 ) -> None:
     """Write a checkpoint folder, replacing the checkpoint that is there; all ranks call it.
 
@@ -84,6 +89,7 @@ def save(
     own: dict[str, Any] | None = None
     with together():
         record = _record(step, extra)
+        record["random"] = None if stream is None else asdict(stream)
         _refuse_other_folder(folder)
         values |= _model_values(place, locals_) | dict(buffers or {})
         if optimizer is not None:
@@ -109,8 +115,9 @@ def load(
     optimizer: Optimizer | None,
     path: str | os.PathLike[str],
     buffers: Mapping[str, Tensor] | None = None,
+    stream: Stream | None = None,
 ) -> tuple[int, dict[str, Any]]:
-    """Load a checkpoint into the shards, in place, and the optimizer: (step, extra).
+    """Load a checkpoint into shards, stream and optimizer, in place: (step, extra).
 
     Stages, mesh, plan and the number of ranks may differ from those of `save`. Without an
     optimizer, the checkpoint's optimizer state is left alone.
@@ -122,12 +129,15 @@ def load(
     state: OptimizerState | None = None
     values: dict[str, Tensor] = {}
     held: dict[str, Tensor] = {}
+    constants: dict[str, Tensor] = {}
     with together():
         folder = _finished(Path(path).absolute())
         record = _read_record(folder / _RECORD)
         stored = dcp.stored_tensors(folder)
         own = {n: tuple(t.size) for n, t in stored.items() if not n.startswith(OPTIMIZER_PREFIX)}
-        found, _, _ = match_names(place.owners, own, buffers or {}, f"checkpoint {folder}")
+        constants = constant_buffers(buffers, place.changed_anywhere)
+        wanted = (*place.owners, *place.changed_anywhere)
+        found, _, _ = match_names(wanted, own, constants, f"checkpoint {folder}")
         values = {found[owner]: _on_disk(place, p, locals_) for owner, p in place.held.items()}
         held = {n: torch.empty_like(b) for n, b in (buffers or {}).items() if n in own}
         if optimizer is not None:
@@ -135,10 +145,15 @@ def load(
             values |= state.tensors
     dcp.read(values | held, folder)
     with together():
-        for name, value in held.items():
-            check_buffer(name, value, buffers or {}, f"checkpoint {folder}")
+        for name in held.keys() & constants.keys():
+            check_buffer(name, held[name], constants, f"checkpoint {folder}")
+    for name in held.keys() - constants.keys():
+        assert buffers is not None
+        buffers[name].copy_(held[name])
     if optimizer is not None and state is not None:
         optimizer.load_state_dict(state.record)
+    if stream is not None and record.get("random") is not None:
+        stream.base, stream.n_steps = (int(record["random"][k]) for k in ("base", "n_steps"))
     return int(record["step"]), dict(record["extra"])
 
 

@@ -2,14 +2,17 @@
 
     step  =  gather parameters once          (ZeRO-1, ZeRO-2, tensor-parallel conversions)
              prologue                        divisors over the whole batch
-             the schedule's actions          forward: deliver inputs, run the stage's program
+             the schedule's actions          forward: deliver inputs, run the stage's program,
+                                             take what buffers now hold
                                              backward: from the loss, or from the gradients of
                                              what was sent; scatter ZeRO-2 gradients
                                              sends and receives, posted without waiting
              synchronise gradients           bucketed, once; then sums over tied parameters
              the loss to every rank
+             store changed buffers           backwards are done with what they held before
 
-A microbatch is forgotten when its backward is done.
+A microbatch is forgotten when its backward is done. Microbatches run forward in order, each with
+the buffers that the one before left, as when one process accumulates gradients.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import torch
 from torch import Tensor
 
 from autopar.pipeline import Pipeline
+from autopar.random_ops import seed_tensor
 from autopar.runtime.conversions import Conversions
 from autopar.runtime.crossings import Crossings
 from autopar.runtime.delivery import deliver
@@ -32,10 +36,7 @@ from autopar.runtime.p2p import Messenger
 from autopar.runtime.regather import Regather
 from autopar.runtime.ties import TiedGradients
 from autopar.schedule import Action, Kind
-from autopar.stage_program import (
-    GatherLine,
-    Local,
-)
+from autopar.stage_program import Delivered, GatherLine, Local
 
 OutputsFn = Callable[[tuple[Tensor, ...]], None]
 
@@ -85,7 +86,8 @@ class _Step:
     stored: Mapping[str, Tensor]
     leaves: Mapping[str, Tensor]
     inputs: Mapping[str, Tensor]
-    divisors: Mapping[str, Tensor]
+    scalars: Mapping[str, Tensor]
+    buffers: dict[str, Tensor]
     is_local: bool
     on_outputs: OutputsFn | None
     loss: Tensor | None = None
@@ -100,7 +102,8 @@ class Executor:
     """Runs one rank of a pipeline.
 
     `rank` is the rank's number in the world; `code` its stage's; `constants` maps placeholder
-    names to whole tensors.
+    names to whole tensors, `buffers` the names of buffers to what they hold: steps write those
+    that they change.
     """
 
     def __init__(
@@ -110,11 +113,12 @@ class Executor:
         code: StageCode,
         environment: Environment,
         constants: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.pipeline, self.stage = pipeline, pipeline.stage_of(rank)
         self.program, self.code, self.environment = pipeline.stages[self.stage], code, environment
         self.coordinate = pipeline.meshes[self.stage].coordinate(rank)
-        self.constants = constants
+        self.constants, self.buffers = constants, buffers or {}
         self.conversions = Conversions(self.program.parameters, environment.groups)
         self.actions = pipeline.schedule.stages[self.stage]
         self._messages: dict[tuple[Kind, int], list[Action]] = {}
@@ -140,18 +144,21 @@ class Executor:
         inputs: Mapping[str, Tensor],
         is_local: bool = False,
         on_outputs: OutputsFn | None = None,
+        seed: int = 0,
     ) -> Tensor:
         """Forward and backward of every microbatch; gradients are added to `.grad`.
 
         `stored`: parameter name -> local shard. `inputs`: placeholder name -> the global
-        tensor, or this rank's rows of it. `on_outputs` is called on the last stage. Returns
-        the loss, detached, the same everywhere.
+        tensor, or this rank's rows of it. `on_outputs` is called on the last stage. `seed` is
+        the step's (`random_ops.step_seed`), the same on all ranks. Returns the loss, detached,
+        the same everywhere.
         """
         kept = self.ties.set_aside(stored) if self.ties else {}
-        divisors = self._divisors(inputs, is_local)
+        scalars = self._scalars(inputs, is_local, seed)
         step = _Step(
-            stored, self.conversions.leaves(stored), inputs, divisors, is_local, on_outputs
-        )
+            stored, self.conversions.leaves(stored), inputs, scalars, dict(self.buffers),
+            is_local, on_outputs,
+        )  # fmt: skip
         self._run(step)
         self.conversions.return_gradients(step.leaves, stored, "step")
         if self.ties:
@@ -161,6 +168,7 @@ class Executor:
         loss = self._from_last_stage(step.loss, last.made(last.loss))
         if self.crossings:
             self.crossings.finish()
+        self._store_buffers(step)
         return loss
 
     @torch.no_grad()
@@ -170,6 +178,7 @@ class Executor:
         inputs: Mapping[str, Tensor],
         is_local: bool = False,
         everywhere: bool = False,
+        seed: int = 0,
     ) -> tuple[Any, ...]:
         """(loss or None, *outputs), without gradients, as one microbatch.
 
@@ -177,11 +186,12 @@ class Executor:
         are wanted `everywhere`.
         """
         assert self.program.n_microbatches == 1
-        leaves, divisors = self.conversions.leaves(stored), self._divisors(inputs, is_local)
-        step = _Step(stored, leaves, inputs, divisors, is_local, None)
+        leaves, scalars = self.conversions.leaves(stored), self._scalars(inputs, is_local, seed)
+        step = _Step(stored, leaves, inputs, scalars, dict(self.buffers), is_local, None)
         self._run(step)
         if self.crossings:
             self.crossings.finish()
+        self._store_buffers(step)
         last = self.pipeline.stages[-1]
         loss = None if last.loss is None else self._from_last_stage(step.loss, last.made(last.loss))
         outputs: list[Tensor | None] = list(step.outputs) or [None] * len(last.outputs)
@@ -231,9 +241,11 @@ class Executor:
             )
         with self._hooks():
             loss, *results = self.code.microbatch(*self._arguments(index, step, received))
-        n_sent = len(self.program.sent)
+        n_sent, n_state = len(self.program.sent), len(self.program.sent) + len(self.program.changed)
         sent = {b.value: r for b, r in zip(self.program.sent, results[:n_sent], strict=True)}
-        step.outputs = tuple(results[n_sent:])
+        held = zip(self.program.changed, results[n_sent:n_state], strict=True)
+        step.buffers.update((buffer.name, value) for buffer, value in held)
+        step.outputs = tuple(results[n_state:])
         if step.on_outputs is not None and self.stage == self.pipeline.n_stages - 1:
             step.on_outputs(step.outputs)
         if self._peers("send_forward", index):
@@ -256,10 +268,7 @@ class Executor:
             if p.period == "use":
                 parameters.append(step.stored[p.name])
             parameters += [step.leaves[use.local.name] for use in p.uses]
-        delivered = [
-            self._deliver(item, step.inputs, step.divisors, index, step.is_local)
-            for item in self.program.delivered
-        ]
+        delivered = [self._deliver(item, step, index) for item in self.program.delivered]
         taken = [[received[b.value] for b in self.program.received]] if received else []
         return (parameters, delivered, *taken, self.environment)
 
@@ -296,32 +305,40 @@ class Executor:
         with phase("loss" if made.name == self.pipeline.stages[-1].loss else "output"):
             return self.environment.world.all_reduce(value)
 
+    @torch.no_grad()
+    def _store_buffers(self, step: _Step) -> None:
+        """In place, as the model itself would: others may hold the tensors."""
+        for buffer in self.program.changed:
+            self.buffers[buffer.name].copy_(step.buffers[buffer.name])
+
     # -- inputs ----------------------------------------------------------------------------
 
-    def _deliver(
-        self,
-        item: Any,
-        inputs: Mapping[str, Tensor],
-        divisors: Mapping[str, Tensor],
-        index: int,
-        is_local: bool,
-    ) -> Tensor:
-        if item.kind == "divisor":
-            return divisors[item.source]
+    def _deliver(self, item: Delivered, step: _Step, index: int) -> Tensor:
+        if item.kind in ("divisor", "seed"):
+            return step.scalars[item.source]
+        if item.kind == "buffer":
+            return self._part(step.buffers[item.source], item, index, False).contiguous()
         if item.kind == "constant":
             key = (item.local.name, index if item.batch_cell else 0)
             if key not in self._constant_parts:
                 part = self._part(self.constants[item.source], item, index, False)
                 self._constant_parts[key] = part.to(self.environment.device).contiguous()
             return self._constant_parts[key]
-        value = self._part(inputs[item.source], item, index, is_local)
+        value = self._part(step.inputs[item.source], item, index, step.is_local)
         return value.to(self.environment.device, item.local.dtype)
 
-    def _part(self, value: Tensor, item: Any, index: int, is_local: bool) -> Tensor:
+    def _part(self, value: Tensor, item: Delivered, index: int, is_local: bool) -> Tensor:
         return deliver(
             value, item, index, self.program.n_microbatches, self.pipeline.n_blocks,
             self.program.axis_sizes, self.coordinate, is_local,
         )  # fmt: skip
+
+    def _scalars(
+        self, inputs: Mapping[str, Tensor], is_local: bool, seed: int
+    ) -> dict[str, Tensor]:
+        """What a step has besides its batch: its seed, and the prologue's divisors."""
+        seeds = {d.source: seed_tensor(seed) for d in self.program.delivered if d.kind == "seed"}
+        return seeds | self._divisors(inputs, is_local)
 
     def _divisors(self, inputs: Mapping[str, Tensor], is_local: bool) -> dict[str, Tensor]:
         """The prologue's scalars over the whole batch."""

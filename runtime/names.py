@@ -8,7 +8,7 @@ a rank that stops alone leaves the others waiting in a collective.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.errors import AutoparError
-from autopar.stage_program import StoredParameter
+from autopar.stage_program import ChangedBuffer, StoredParameter
 
 _SHOWN = 8
 Shape = tuple[int, ...]
@@ -54,37 +54,37 @@ def together() -> Iterator[None]:
             raise StateError(f"rank {rank} failed: {message}")
 
 
-def all_names(parameter: StoredParameter) -> tuple[str, ...]:
+def all_names(value: StoredParameter | ChangedBuffer) -> tuple[str, ...]:
     """Every name the user's model has for it."""
-    return (parameter.name, *parameter.aliases)
+    return (value.name, *value.aliases)
 
 
 def match_names(
-    parameters: Sequence[StoredParameter],
+    wanted: Sequence[StoredParameter | ChangedBuffer],
     given: Mapping[str, Shape],
-    buffers: Mapping[str, Tensor],
+    constants: Collection[str],
     source: str,
     strict: bool = True,
 ) -> tuple[dict[str, str], list[str], list[str]]:
-    """(parameter -> the name its value is given under, missing names, unexpected names).
+    """(wanted -> the name its value is given under, missing names, unexpected names).
 
-    Raises `StateError` listing what is missing and unexpected (if `strict`) and every whole
-    shape that differs.
+    `constants` are buffers that may be given. Raises `StateError` listing what is missing and
+    unexpected (if `strict`) and every whole shape that differs.
     """
     found: dict[str, str] = {}
     missing, wrong = [], []
-    for parameter in parameters:
-        names = [name for name in all_names(parameter) if name in given]
+    for value in wanted:
+        names = [name for name in all_names(value) if name in given]
         if not names:
-            missing.append(parameter.name)
+            missing.append(value.name)
             continue
-        found[parameter.name] = names[0]
+        found[value.name] = names[0]
         wrong += [
-            f"{name}: {given[name]}, the model has {parameter.shape}"
+            f"{name}: {given[name]}, the model has {value.shape}"
             for name in names
-            if tuple(given[name]) != tuple(parameter.shape)
+            if tuple(given[name]) != tuple(value.shape)
         ]
-    known = {name for parameter in parameters for name in all_names(parameter)} | set(buffers)
+    known = {name for value in wanted for name in all_names(value)} | set(constants)
     unexpected = sorted(set(given) - known)
     lines = _listed("with another shape", wrong)
     if strict:
@@ -104,15 +104,24 @@ def _listed(what: str, names: Sequence[str]) -> list[str]:
     return [f"  {len(names)} {what}:", *(f"    {name}" for name in names[:_SHOWN]), *more]
 
 
+def constant_buffers(
+    buffers: Mapping[str, Tensor] | None, changed: Sequence[ChangedBuffer]
+) -> dict[str, Tensor]:
+    """Those of a rank's buffers that no step changes."""
+    live = {name for buffer in changed for name in all_names(buffer)}
+    return {name: value for name, value in (buffers or {}).items() if name not in live}
+
+
 def check_buffer(name: str, value: Tensor, buffers: Mapping[str, Tensor], source: str) -> None:
     """Raise `StateError` unless `value` is the model's own.
 
-    Programs hold buffers as constants, so another value would be loaded and never used.
+    Programs hold buffers that no step changes as constants, so another value would be loaded and
+    never used.
     """
     own = buffers[name]
     if value.shape != own.shape or not torch.equal(value.cpu().to(own.dtype), own.cpu()):
         raise StateError(
             f"buffer `{name}` of {source} differs from the model's",
-            hint="load it into the model before autopar.parallelize: plans hold buffers as "
-            "constants",
+            hint="load it into the model before autopar.parallelize: plans hold buffers that no "
+            "step changes as constants",
         )

@@ -26,7 +26,7 @@ from autopar.pipeline import Pipeline
 from autopar.runtime.groups import Group
 from autopar.runtime.names import all_names
 from autopar.runtime.p2p import Messenger
-from autopar.stage_program import StoredParameter
+from autopar.stage_program import ChangedBuffer, StoredParameter
 
 Groups = Mapping[tuple[int, ...], Group]
 
@@ -107,6 +107,22 @@ class StageState:
             for p in program.parameters:
                 found.setdefault(owner_name(p), {}).update(dict.fromkeys(all_names(p)))
         return {owner: tuple(names) for owner, names in found.items()}
+
+    @property
+    def changed(self) -> tuple[ChangedBuffer, ...]:
+        """The buffers that this stage's steps change."""
+        return self.pipeline.stages[self.stage].changed
+
+    @cached_property
+    def changed_anywhere(self) -> tuple[ChangedBuffer, ...]:
+        """The persistent buffers that steps change, of all stages in order."""
+        stages = self.pipeline.stages
+        return tuple(b for program in stages for b in program.changed if b.persistent)
+
+    def first_rank_that_changes(self, buffer: ChangedBuffer) -> int:
+        """The first rank of the stage that changes a buffer: no other stage holds it."""
+        stages = zip(self.pipeline.stages, self.pipeline.meshes, strict=True)
+        return next(mesh.first_rank for program, mesh in stages if buffer in program.changed)
 
     def hands_out(self, parameter: StoredParameter) -> bool:
         """Whether no earlier stage has a parameter under this one's name."""

@@ -29,6 +29,7 @@ from autopar.runtime.names import (
     StateError,
     all_names,
     check_buffer,
+    constant_buffers,
     match_names,
     own_rank,
     together,
@@ -36,7 +37,7 @@ from autopar.runtime.names import (
 )
 from autopar.runtime.sharding import gather_whole, local_shard
 from autopar.runtime.stage_state import StageState
-from autopar.stage_program import StoredParameter
+from autopar.stage_program import ChangedBuffer, StoredParameter
 
 
 class IncompatibleKeys(NamedTuple):
@@ -57,9 +58,31 @@ def full_state_dict(
     for parameter, whole in _on_rank_0(place, locals_, place.owners):
         out |= dict.fromkeys(all_names(parameter), whole)
     if place.rank == 0:
-        held_buffers = (buffers or {}).items()
-        out |= {name: value.detach().to("cpu", copy=True) for name, value in held_buffers}
+        constants = constant_buffers(buffers, place.changed_anywhere).items()
+        out |= {name: value.detach().to("cpu", copy=True) for name, value in constants}
+    for buffer in place.changed_anywhere:
+        value = _from_its_stage(place, buffer, buffers or {})
+        if value is not None:
+            out |= dict.fromkeys(all_names(buffer), value)
     return out
+
+
+def _from_its_stage(
+    place: StageState, buffer: ChangedBuffer, buffers: Mapping[str, Tensor]
+) -> Tensor | None:
+    """What a changed buffer holds, a CPU tensor of its own on rank 0; None elsewhere."""
+    source = place.first_rank_that_changes(buffer)
+    if source == 0:
+        own = buffers[buffer.name].detach() if place.rank == 0 else None
+        return None if own is None else own.to("cpu", copy=True)
+    if place.rank not in (0, source):
+        return None
+    assert place.messenger is not None, "stages without messages"
+    if place.rank == source:
+        place.messenger.post([(buffers[buffer.name].contiguous(), 0)], []).wait_sent()
+        return None
+    receive = buffer.shape, buffer.local.dtype, source
+    return place.messenger.post([], [receive]).wait_received()[0].to("cpu")
 
 
 def full_gradients(place: StageState, locals_: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -106,12 +129,13 @@ def load_state_dict(
     buffers: Mapping[str, Tensor] | None = None,
     strict: bool = True,
 ) -> IncompatibleKeys:
-    """Load whole tensors or DTensors into the shards, in place; every rank must call it.
+    """Load whole tensors or DTensors into shards and buffers, in place; every rank must call it.
 
     With the same whole tensors everywhere; with rank 0's and {} elsewhere (what
     `full_state_dict` returned): then they are broadcast one by one; or with DTensors, of which
     a rank needs those that it keeps a part of. Names are judged over all ranks together. A
-    tied parameter and its mirrors take the first of their names that is given.
+    tied parameter and its mirrors take the first of their names that is given. Of `buffers`
+    those that steps change take what is given; others must have it already.
 
     Raises `StateError` listing names and shapes that do not fit; without `strict` missing and
     unexpected names are returned instead.
@@ -123,15 +147,17 @@ def load_state_dict(
     shapes = {name: shape for name, (shape, _) in everywhere.items()}
     with together():
         own = {name: tuple(v.shape) for name, v in tensors.items()}
+        constants = constant_buffers(buffers, place.changed_anywhere)
+        wanted = (*place.owners, *place.changed_anywhere)
         found, missing, unexpected = match_names(
-            place.owners, shapes | own, buffers or {}, "the state dict", strict
+            wanted, shapes | own, constants, "the state dict", strict
         )
-        for name in sorted((buffers or {}).keys() & own.keys()):
-            check_buffer(name, _whole(tensors[name]), buffers or {}, "the state dict")
+        for name in sorted(constants.keys() & own.keys()):
+            check_buffer(name, _whole(tensors[name]), constants, "the state dict")
         if not from_rank0:
             _check_within_reach(place, tensors, found)
     with torch.no_grad():
-        for owned in place.owners:
+        for owned in wanted:
             if owned.name not in found:
                 continue
             if from_rank0:
@@ -147,6 +173,9 @@ def load_state_dict(
             if kept is not None:
                 part = local_shard(whole, kept, place.sizes, place.coordinate)
                 locals_[kept.name].copy_(part)
+            elif owned in place.changed:
+                assert buffers is not None
+                buffers[owned.name].copy_(whole)
     return IncompatibleKeys(missing, unexpected)
 
 
@@ -164,9 +193,9 @@ def _check_within_reach(
     place: StageState, values: Mapping[str, Tensor], found: Mapping[str, str]
 ) -> None:
     """Raise `StateError` for what this rank keeps and only others were given."""
-    for owned in place.owners:
-        wanted = owned.name in place.held and owned.name in found
-        if wanted and not any(name in values for name in all_names(owned)):
+    for owned in (*place.owners, *place.changed_anywhere):
+        is_held = owned.name in place.held or owned in place.changed
+        if is_held and owned.name in found and not any(name in values for name in all_names(owned)):
             raise StateError(
                 f"the state dict of rank {own_rank()} lacks `{found[owned.name]}`, which other "
                 "ranks have",

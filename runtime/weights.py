@@ -34,6 +34,7 @@ from autopar.runtime.names import (
     StateError,
     all_names,
     check_buffer,
+    constant_buffers,
     match_names,
     own_rank,
     together,
@@ -42,7 +43,7 @@ from autopar.runtime.names import (
 from autopar.runtime.optimizer_state import OPTIMIZER_PREFIX
 from autopar.runtime.sharding import boxes, local_shard
 from autopar.runtime.stage_state import StageState
-from autopar.stage_program import StoredParameter
+from autopar.stage_program import ChangedBuffer, StoredParameter
 
 _INDEX = "model.safetensors.index.json"
 
@@ -52,28 +53,31 @@ def initial_shards(
     weights: str | os.PathLike[str],
     model: nn.Module,
     seed: int | None = None,
+    buffers: Mapping[str, Tensor] | None = None,
 ) -> dict[str, nn.Parameter]:
     """This rank's shard of every parameter of its stage, by name; `requires_grad` is the model's.
 
     A mirror gets its owner's values. `seed` is that of weights="init", by default rank 0's
-    `torch.initial_seed()`. Where `torch.distributed` is initialised this is a collective of
-    the whole world.
+    `torch.initial_seed()`. `buffers` are those that the stage changes (`changed_buffers`), with
+    the model's values; from rank 0 and from a path they get new ones. Where `torch.distributed`
+    is initialised this is a collective of the whole world.
 
     Raises `StateError` on all ranks when names or shapes do not fit, listing them, or when
     there is nothing to read values from.
     """
     if weights == "rank0":
         shards = _from_rank0(place, model)
+        _buffers_from_rank0(place, model, buffers or {})
     elif weights == "init":
         shared = _shared_seed(seed)
         with together():
             shards = _initialised(place, model, shared)
     else:
         shards = {
-            p.name: torch.empty(p.stored.shape, dtype=p.stored.dtype, device=place.device)
-            for p in place.parameters
+            p.name: torch.zeros(p.stored.shape, dtype=p.stored.dtype, device=place.device)
+            for p in place.parameters  # padding is in no file
         }
-        _fill_from_path(place, shards, Path(weights), model)
+        _fill_from_path(place, shards, Path(weights), model, buffers or {})
     return {
         p.name: nn.Parameter(
             shards[p.name].to(place.device, p.stored.dtype), requires_grad=p.requires_grad
@@ -101,6 +105,20 @@ def initial_buffers(
     }
 
 
+def changed_buffers(
+    place: StageState, model: nn.Module, seed: int | None = None
+) -> dict[str, Tensor]:
+    """What the model has in the buffers that this rank's stage changes, persistent or not.
+
+    A buffer on `meta` gets the value its module's initialiser gives it.
+    """
+    held = {b.name: model.get_buffer(b.name).detach() for b in place.changed}
+    empty = [name for name, value in held.items() if value.is_meta]
+    seed = torch.initial_seed() if seed is None else seed
+    held |= dict(initial_values(model, empty, seed)) if empty else {}
+    return {b.name: held[b.name].to(place.device, b.local.dtype, copy=True) for b in place.changed}
+
+
 # -- from the model ----------------------------------------------------------------------------
 
 
@@ -124,6 +142,20 @@ def _from_rank0(place: StageState, model: nn.Module) -> dict[str, Tensor]:
         if kept is not None:
             shards[kept.name] = local_shard(whole, kept, place.sizes, place.coordinate)
     return shards
+
+
+def _buffers_from_rank0(place: StageState, model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Models of other ranks may hold other values, or none."""
+    if world_size() == 1:
+        return
+    for program in place.pipeline.stages:
+        for buffer in program.changed:
+            value = torch.empty(buffer.shape, dtype=buffer.local.dtype, device=place.device)
+            if own_rank() == 0:
+                value.copy_(model.get_buffer(buffer.name))
+            dist.broadcast(value, src=0)
+            if buffer in place.changed:
+                buffers[buffer.name].copy_(value)
 
 
 def _check_model(parameters: Sequence[StoredParameter], values: Mapping[str, Tensor]) -> None:
@@ -158,9 +190,13 @@ def _initialised(place: StageState, model: nn.Module, seed: int) -> dict[str, Te
 
 
 def _fill_from_path(
-    place: StageState, shards: Mapping[str, Tensor], path: Path, model: nn.Module
+    place: StageState,
+    shards: Mapping[str, Tensor],
+    path: Path,
+    model: nn.Module,
+    changed: Mapping[str, Tensor],
 ) -> None:
-    buffers: dict[str, Tensor] = {}
+    constants: dict[str, Tensor] = {}
     with together():
         if not path.exists():
             raise StateError(
@@ -168,11 +204,13 @@ def _fill_from_path(
                 hint='weights are "rank0", "init", a .safetensors file, a folder of them, or a '
                 "checkpoint folder",
             )
-        buffers = initial_buffers(model, torch.device("cpu"))
+        held = initial_buffers(model, torch.device("cpu"))
+        constants = constant_buffers(held, place.changed_anywhere)
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    fits = _Fits(place.owners, str(path), buffers, tuple(ignored))
+    wanted = (*place.owners, *place.changed_anywhere)
+    fits = _Fits(wanted, str(path), constants, tuple(ignored))
     if path.is_dir() and dcp.is_dcp_folder(path):
-        _fill_from_checkpoint(fits, place, shards, path)
+        _fill_from_checkpoint(fits, place, shards, path, changed)
         return
     with together(), _Safetensors(path) as files:
         names = fits.match(files.shapes)
@@ -180,32 +218,39 @@ def _fill_from_path(
             for box in boxes(kept, place.sizes, place.coordinate):
                 part = files.read(names[owner], box.of_whole)
                 shards[kept.name][box.of_shard].copy_(part)
-        for name in sorted(buffers.keys() & files.shapes.keys()):
-            check_buffer(name, files.read(name), buffers, str(path))
+        for buffer in place.changed:
+            if buffer.persistent:
+                changed[buffer.name].copy_(files.read(names[buffer.name]))
+        for name in sorted(constants.keys() & files.shapes.keys()):
+            check_buffer(name, files.read(name), constants, str(path))
 
 
 @dataclass(frozen=True)
 class _Fits:
     """What the model has, and what the source may hold beside it."""
 
-    owners: Sequence[StoredParameter]
+    wanted: Sequence[StoredParameter | ChangedBuffer]
     source: str
-    buffers: Mapping[str, Tensor]
+    constants: Mapping[str, Tensor]
     ignored: tuple[str, ...]
 
     def match(self, given: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-        """Owner -> name in the source; transformers' own list of stale keys is honoured."""
-        known = {name for p in self.owners for name in all_names(p)} | set(self.buffers)
+        """Wanted -> name in the source; transformers' own list of stale keys is honoured."""
+        known = {name for value in self.wanted for name in all_names(value)} | set(self.constants)
         kept = {
             name: shape
             for name, shape in given.items()
             if name in known or not any(re.search(pattern, name) for pattern in self.ignored)
         }
-        return match_names(self.owners, kept, self.buffers, self.source)[0]
+        return match_names(self.wanted, kept, self.constants, self.source)[0]
 
 
 def _fill_from_checkpoint(
-    fits: _Fits, place: StageState, shards: Mapping[str, Tensor], path: Path
+    fits: _Fits,
+    place: StageState,
+    shards: Mapping[str, Tensor],
+    path: Path,
+    changed: Mapping[str, Tensor],
 ) -> None:
     names: dict[str, str] = {}
     stored: dict[str, tuple[int, ...]] = {}
@@ -222,11 +267,12 @@ def _fill_from_checkpoint(
         )
         for owner, kept in place.held.items()
     }
-    held = {n: torch.empty_like(b) for n, b in fits.buffers.items() if n in stored}
+    values |= {names[b.name]: changed[b.name] for b in place.changed if b.persistent}
+    held = {n: torch.empty_like(b) for n, b in fits.constants.items() if n in stored}
     dcp.read(values | held, path)
     with together():
         for name, value in held.items():
-            check_buffer(name, value, fits.buffers, fits.source)
+            check_buffer(name, value, fits.constants, fits.source)
 
 
 class _Safetensors:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture import capture, reference_step
+from autopar.capture import capture, reference_step, whole_buffers
 from autopar.program import Program, flatten_inputs
 
 aten = torch.ops.aten
@@ -36,15 +36,16 @@ def check(
     tolerance: float = 1e-12,
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
 ) -> Program:
-    """Capture a float64 model; loss and gradients must equal eager's, up to rounding."""
+    """Capture a float64 model; loss, gradients and buffers must equal eager's, up to rounding."""
     model.double()
     program = capture(model, batch, loss_fn=loss_fn)
+    buffers = whole_buffers(program, model)
     model.zero_grad()
     outputs = model(**batch) if isinstance(batch, dict) else model(*batch)
     loss = outputs if loss_fn is None else loss_fn(outputs, batch)
     loss.backward()
     leaves = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
-    got, _ = reference_step(program, leaves, flatten_inputs(batch))
+    got, _ = reference_step(program, leaves, flatten_inputs(batch), buffers)
     assert got is not None
     got.backward()
     torch.testing.assert_close(got, loss, rtol=tolerance, atol=tolerance)
@@ -53,6 +54,9 @@ def check(
         assert (mine is None) == (parameter.grad is None), name
         if mine is not None:
             torch.testing.assert_close(mine, parameter.grad, rtol=tolerance, atol=tolerance)
+    held = dict(model.named_buffers())
+    for name, value in buffers.items():
+        torch.testing.assert_close(value, held[name], rtol=tolerance, atol=tolerance)
     return program
 
 

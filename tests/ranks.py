@@ -1,7 +1,7 @@
 """Pipelines on thread ranks, beside one process: what every test that runs a program shares.
 
     run_ranks          any work on the ranks of a pipeline, each ready to step
-    pipeline_step      one step, and the errors of its loss and its gradients
+    pipeline_step      one step, and the errors of its loss, its gradients and its buffers
 
 The parity law: max|a - b| <= 1e-10 max(1, max|b|), on every rank.
 """
@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from autopar.capture.reference import reference_step
+from autopar.capture.reference import change_buffers, reference_step
 from autopar.codegen import emit
 from autopar.pipeline import Pipeline
 from autopar.program import Program
@@ -36,31 +36,48 @@ def pipeline_step(
     program: Program, pipeline: Pipeline, batch: Batch, seed: int
 ) -> tuple[dict[str, float], list[tuple[CollectiveCall, ...]]]:
     """One step of a pipeline beside one process: errors as in `Step`, and every rank's calls."""
-    parameters = random_parameters(program, seed)
-    loss, _ = reference_step(program, parameters, batch)
+    parameters, buffers = random_parameters(program, seed), random_buffers(program, seed)
+    changed = dict(buffers)
+    loss, _ = reference_step(program, parameters, batch, changed)
     assert loss is not None
     loss.backward()
+    change_buffers(program, parameters, batch, changed, pipeline.n_microbatches - 1)
     inputs = named_inputs(program, batch)
 
-    def work(rank: Rank) -> tuple[Tensor, dict[str, Tensor], tuple[CollectiveCall, ...]]:
+    def work(rank: Rank) -> _Result:
         with Recorder() as recorder:
             found = rank.executor.step(rank.stored, inputs)
         gradients = {name: gradient_of(t) for name, t in rank.stored.items()}
-        return found, gradients, tuple(recorder.calls)
+        return _Result(found, gradients, rank.buffers, tuple(recorder.calls))
 
-    results = run_ranks(program, pipeline, parameters, work)
-    errors = {"loss": max(relative_error(found, loss.detach()) for found, *_ in results)}
+    results = run_ranks(program, pipeline, parameters, work, buffers)
+    errors = {"loss": max(relative_error(r.loss, loss.detach()) for r in results)}
     gradients = {name: gradient_of(p) for name, p in parameters.items()}
-    errors |= compare_with(pipeline, [mine for _, mine, _ in results], gradients)
-    return errors, [calls for *_, calls in results]
+    errors |= compare_with(pipeline, [r.gradients for r in results], gradients)
+    for stage, mesh in zip(pipeline.stages, pipeline.meshes, strict=True):
+        for b in stage.changed:
+            found = [results[rank].buffers[b.name] for rank in mesh.ranks]
+            errors[b.name] = max(relative_error(value, changed[b.name]) for value in found)
+    return errors, [r.calls for r in results]
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What a step gave one rank."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    calls: tuple[CollectiveCall, ...]
 
 
 @dataclass(frozen=True)
 class Rank:
-    """One thread rank of a pipeline, its parameters in place."""
+    """One thread rank of a pipeline, its parameters and buffers in place."""
 
     executor: Executor
     stored: dict[str, Tensor]
+    buffers: dict[str, Tensor]
     world: ThreadWorld
 
 
@@ -69,8 +86,12 @@ def run_ranks(
     pipeline: Pipeline,
     parameters: Mapping[str, Tensor],
     work: Callable[[Rank], T],
+    buffers: Mapping[str, Tensor] | None = None,
 ) -> list[T]:
-    """`work` on every rank of a pipeline: the stages emitted, `parameters` dealt out."""
+    """`work` on every rank of a pipeline: the stages emitted, `parameters` dealt out.
+
+    Every rank has its own copies of `buffers`.
+    """
     n_stages = pipeline.n_stages
     codes = [
         load_code(f"stage_{k}.py", emit(stage, k, n_stages))[0]
@@ -92,9 +113,9 @@ def run_ranks(
         environment = Environment(
             torch.device("cpu"), groups, world.messenger(rendezvous=True), world.world_group()
         )
-        return work(
-            Rank(Executor(pipeline, world.rank, codes[k], environment, constants), stored, world)
-        )
+        held = {name: value.clone() for name, value in (buffers or {}).items()}
+        executor = Executor(pipeline, world.rank, codes[k], environment, constants, held)
+        return work(Rank(executor, stored, held, world))
 
     return run_threads(run, pipeline.n_ranks)
 
@@ -130,6 +151,15 @@ def random_parameters(program: Program, seed: int) -> dict[str, Tensor]:
             torch.randn(p.shape, dtype=torch.float64, generator=generator) * 0.3
         ).requires_grad_(p.requires_grad)
         for p in program.parameters.values()
+    }
+
+
+def random_buffers(program: Program, seed: int) -> dict[str, Tensor]:
+    """What changed buffers hold at first, by name; positive, as variances are."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        b.name: (torch.rand(b.shape, generator=generator, dtype=torch.float64) + 0.5).to(b.dtype)
+        for b in program.buffers.values()
     }
 
 

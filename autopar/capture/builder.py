@@ -9,6 +9,7 @@ float32 of integers alone gets them as float64.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from autopar.capture.grad import carries_gradient
+from autopar.capture.grad import carries_gradient, is_differentiable, result_carries_gradient
+from autopar.random_ops import seed_tensor
 
 aten = torch.ops.aten
 _COPIED_META = ("nn_module_stack", "stack_trace")
@@ -55,8 +57,9 @@ class Call:
 class Builder:
     """The graph being built.
 
-    divisors   nodes that divide a mean by a count of labels: they must not depend on
-               parameters, and leave for the prologue
+    divisors    nodes that divide a mean by a count of labels: they must not depend on
+                parameters, and leave for the prologue
+    constants   placeholders of constants that rewrites made up, and what computes them
     """
 
     mode: FakeTensorMode
@@ -64,13 +67,20 @@ class Builder:
     graph: fx.Graph = field(default_factory=fx.Graph)
     has_grad: set[fx.Node] = field(default_factory=set)
     divisors: set[fx.Node] = field(default_factory=set)
+    constants: dict[fx.Node, Callable[[], torch.Tensor]] = field(default_factory=dict)
+    random_seed: fx.Node | None = None
+    n_random: int = 0
     grad_enabled: bool = True
     origin: fx.Node | None = None
     _detached: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def dtype(self, dtype: torch.dtype) -> torch.dtype:
         """What `dtype` is in this program."""
-        return torch.float64 if self.lift and dtype.is_floating_point else dtype
+        if not self.lift:
+            return dtype
+        if dtype.is_complex:
+            return torch.complex128
+        return torch.float64 if dtype.is_floating_point else dtype
 
     def placeholder(self, name: str, value: torch.Tensor, requires_grad: bool = False) -> fx.Node:
         node = self.graph.placeholder(name)
@@ -82,13 +92,31 @@ class Builder:
             self.has_grad.add(node)
         return node
 
+    def constant(self, name: str, compute: Callable[[], torch.Tensor]) -> fx.Node:
+        """A placeholder of a constant's own; called with one `compute`, they are one tensor."""
+        node = self.placeholder(name, compute())
+        self.constants[node] = compute
+        return node
+
+    def seed(self) -> fx.Node:
+        """The placeholder of the step's seed (`autopar/random_ops.py`)."""
+        if self.random_seed is None:
+            self.random_seed = self.placeholder("seed", seed_tensor(0))
+        return self.random_seed
+
+    def next_occurrence(self) -> int:
+        """The number of a random operator."""
+        self.n_random += 1
+        return self.n_random - 1
+
     def getitem(self, value: Any, index: int) -> Any:
         """`value[index]`; `value` is a multi-output node, or a tuple from an inlined region."""
         if not isinstance(value, fx.Node):
             return value[index]
         node = self.graph.call_function(operator.getitem, (value, index))
         result = value.meta["val"][index]
-        return self._finish(node, result, value in self.has_grad and result.is_floating_point())
+        has_grad = value in self.has_grad and result_carries_gradient(value, index)
+        return self._finish(node, result, has_grad and is_differentiable(result))
 
     def op(self, target: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
         """Emit an operator and compute its fake value."""
@@ -156,7 +184,7 @@ class Builder:
         """Integer operands as float64: their quotient or square root is float32 otherwise."""
 
         def widen(value: Any) -> Any:
-            if isinstance(value, fx.Node) and not value.meta["val"].is_floating_point():
+            if isinstance(value, fx.Node) and not is_differentiable(value.meta["val"]):
                 return self.op(aten.to.dtype, value, torch.float64)
             return value
 
@@ -166,7 +194,9 @@ class Builder:
 
 def _is_low(value: Any) -> bool:
     return any(
-        isinstance(v, torch.Tensor) and v.is_floating_point() and v.dtype != torch.float64
+        isinstance(v, torch.Tensor)
+        and is_differentiable(v)
+        and v.dtype not in (torch.float64, torch.complex128)
         for v in pytree.tree_leaves(value)
     )
 

@@ -31,6 +31,15 @@ CUTS_GRADIENT = frozenset(
         aten.new_empty,
     }
 )
+# Of several floating results, only these positions are differentiable.
+DIFFERENTIABLE_RESULTS = {
+    aten._native_batch_norm_legit_functional: frozenset({0}),
+}
+
+
+def is_differentiable(value: torch.Tensor) -> bool:
+    """Can a tensor of this dtype carry gradient?"""
+    return value.is_floating_point() or value.is_complex()
 
 
 def carries_gradient(node: fx.Node, value: Any, has_grad: Container[fx.Node]) -> bool:
@@ -40,6 +49,12 @@ def carries_gradient(node: fx.Node, value: Any, has_grad: Container[fx.Node]) ->
     if not any(source in has_grad for source in node.all_input_nodes):
         return False
     return any(
-        isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex())
+        isinstance(v, torch.Tensor) and is_differentiable(v)
         for v in pytree.tree_leaves(value)
     )
+
+
+def result_carries_gradient(node: fx.Node, index: int) -> bool:
+    """Does floating result `index` of `node`, which carries gradient, do so too?"""
+    packet = getattr(node.target, "overloadpacket", None)
+    return index in DIFFERENTIABLE_RESULTS.get(packet, (index,))

@@ -1,15 +1,21 @@
 """In-place operators become functional where that provably means the same.
 
-`y = x.add_(b)` is `y = add(x, b)` with every later use of `x` reading `y`, if no input,
-parameter or buffer shares x's memory. Other values that may alias x and are used afterwards
+`y = x.add_(b)` is `y = add(x, b)` with every later use of `x` reading `y`, if no input or
+parameter shares x's memory. `torch.add(a, b, out=x)`, and what an operator changes unseen
+(`HIDDEN_WRITES`), are writes alike. Other values that may alias x and are used afterwards
 are made anew from what was written, where they are plain views of one base (`view_writes.py`).
 Aliasing is over-approximated from the operator schemas (plus a few composites that return
 their input without saying so), by union-find over values.
+
+A buffer may be written: what it holds at the end is its content after the forward pass, a
+value like any other, and the last one that a write to it made.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -24,32 +30,133 @@ aten = torch.ops.aten
 WAS_IN_PLACE = "was_in_place"
 # Composites whose schema hides that they may return their input itself.
 MAY_RETURN_INPUT = frozenset({aten.dropout, aten.type_as, aten.feature_dropout})
-# Operators that mutate buffers without an alias annotation: (packet, training flag, buffers).
-HIDDEN_MUTATION = {
-    aten.batch_norm: ("training", ("running_mean", "running_var")),
-    aten.instance_norm: ("use_input_stats", ("running_mean", "running_var")),
+# In-place operators whose functional form is called otherwise.
+OTHER_NAMES = {
+    aten.bernoulli_.float: aten.bernoulli.p,
+    aten.normal_.default: aten.normal_functional.default,
 }
+# A batch norm's functional form in training, and which of its results are the new statistics.
+BATCH_NORM = aten._native_batch_norm_legit_functional.default
+HIDDEN_WRITES = (("running_mean", 3), ("running_var", 4))
 
 
-def functionalise(graph: fx.Graph, stored: dict[str, str]) -> None:
-    """Rewrite `graph` in place; `stored` maps placeholder names to what they hold.
+def functionalise(
+    graph: fx.Graph, stored: Mapping[str, str], buffers: Collection[str] = ()
+) -> dict[str, fx.Node]:
+    """Rewrite `graph` in place; the buffers that change -> what they hold at the end.
 
-    Raises `NotSupportedError` naming the line when a mutation is visible elsewhere.
+    `stored` says in words what placeholders hold; `buffers` are those that may change. Raises
+    `NotSupportedError` naming the line when another mutation is visible elsewhere.
     """
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    aliases = _Aliases()
-    for node in list(graph.nodes):
-        if node.op != "call_function":
-            continue
-        if isinstance(node.target, torch._ops.OpOverload):
-            _check_hidden(node, stored)
-            if node.target == aten.detach_.default:  # shares memory, changes no value
-                node.target = aten.detach.default
-            if node.target._schema.is_mutable:
-                _replace(node, order, aliases, stored)
+    return _Functionaliser(graph, stored, frozenset(buffers)).run()
+
+
+class _Functionaliser:
+    """One walk; `contents` are the values that buffers hold at this point of it."""
+
+    def __init__(self, graph: fx.Graph, stored: Mapping[str, str], buffers: frozenset[str]) -> None:
+        self.graph, self.stored = graph, stored
+        self.order = {node: i for i, node in enumerate(graph.nodes)}
+        self.aliases = _Aliases()
+        self.contents = {
+            n: n.name for n in self.order if n.op == "placeholder" and n.name in buffers
+        }
+
+    def run(self) -> dict[str, fx.Node]:
+        for node in self.order:
+            if node.op != "call_function":
                 continue
-        for source in _may_alias(node):
-            aliases.union(source, node)
+            if isinstance(node.target, torch._ops.OpOverload):
+                if node.target == aten.detach_.default:  # shares memory, changes no value
+                    node.target = aten.detach.default
+                if node.target == aten.batch_norm.default and self._keeps_statistics(node):
+                    self._batch_norm(node)
+                    continue
+                if node.target._schema.is_mutable:
+                    self._in_place(node)
+                    continue
+            for source in _may_alias(node):
+                self.aliases.union(source, node)
+        return {name: node for node, name in self.contents.items() if node.op != "placeholder"}
+
+    def _in_place(self, node: fx.Node) -> None:
+        """`add_(x, b)`, or `add.out(a, b, out=x)`."""
+        functional, written = functional_form(node.target), _written(node)
+        if functional is None or written is None:
+            raise _refusal(node, "has no functional form that autopar knows")
+        node.target = functional
+        node.kwargs = {k: v for k, v in node.kwargs.items() if k != "out"}
+        node.meta[WAS_IN_PLACE] = True
+        self._write(node, written, node)
+
+    def _batch_norm(self, node: fx.Node) -> None:
+        """The new running statistics become results; the first result is what it was."""
+        bound = _bound(node)
+        node.target = BATCH_NORM
+        node.args = tuple(bound[argument.name] for argument in BATCH_NORM._schema.arguments)
+        node.kwargs = {}
+        with torch.no_grad():
+            values = BATCH_NORM(*fx.node.map_arg(node.args, lambda n: n.meta["val"]))
+        node.meta["val"] = values
+        results = {}
+        with self.graph.inserting_before(node.next):
+            for index in (0, *(i for _, i in HIDDEN_WRITES)):
+                results[index] = self.graph.call_function(operator.getitem, (node, index))
+                results[index].meta = dict(node.meta) | {"val": values[index]}
+        node.replace_all_uses_with(results[0], delete_user_cb=lambda user: user in self.order)
+        for name, index in HIDDEN_WRITES:
+            self._write(node, bound[name], results[index])
+
+    def _keeps_statistics(self, node: fx.Node) -> bool:
+        bound = _bound(node)
+        return bool(bound["training"]) and bound["running_mean"] is not None
+
+    def _write(self, node: fx.Node, target: fx.Node, value: fx.Node) -> None:
+        """From `node` on, `target` is `value`, and what shares its memory follows."""
+        members = self.aliases.members(target)
+        for other in members:
+            if other.op != "call_function" and other not in self.contents:
+                what = self.stored.get(other.name, f"input `{other.name}`")
+                raise _refusal(node, f"changes {what}")
+
+        def is_later(user: fx.Node) -> bool:
+            return self.order.get(user, -1) > self.order[node]  # others are of earlier writes
+
+        def redirect(old: fx.Node, new: fx.Node) -> None:
+            old.replace_all_uses_with(new, delete_user_cb=is_later)
+
+        held = [m for m in members if m in self.contents]
+        wanted = [m for m in members if m in held or any(map(is_later, m.users))]
+        if all(member is target for member in wanted):
+            new = {target: value}
+        else:
+            if value.users and target not in wanted:
+                wanted.append(target)  # what the call returns
+            new = self._rebuilt(node, target, value, wanted, is_later)
+        for old, made in new.items():
+            redirect(old, made)
+        if new.get(target, value) is not value:
+            redirect(value, new[target])
+        for member in held:
+            self.contents[new[member]] = self.contents.pop(member)
+
+    def _rebuilt(
+        self,
+        node: fx.Node,
+        target: fx.Node,
+        value: fx.Node,
+        wanted: Sequence[fx.Node],
+        is_later: Callable[[fx.Node], bool],
+    ) -> dict[fx.Node, fx.Node]:
+        try:
+            new = rebuilt_after(value, target, wanted)
+        except CannotRebuild as error:
+            reader = next(filter(is_later, error.node.users), error.node)
+            why = f"changes memory that `{reader}` reads through another view"
+            raise _refusal(node, why) from error
+        for made in new.values():
+            self.aliases.union(next(iter(new.values())), made)
+        return new
 
 
 def _may_alias(node: fx.Node) -> list[fx.Node]:
@@ -57,7 +164,7 @@ def _may_alias(node: fx.Node) -> list[fx.Node]:
     if _is_fresh_output(node):
         return []
     if not isinstance(node.target, torch._ops.OpOverload):
-        return [n for n in node.all_input_nodes if n.op != "get_attr"]  # getitem, regions
+        return list(node.all_input_nodes)  # getitem
     if node.target.overloadpacket in MAY_RETURN_INPUT:
         return list(node.all_input_nodes[:1])
     found: list[fx.Node] = []
@@ -79,88 +186,58 @@ def _is_fresh_output(node: fx.Node) -> bool:
     return len(returns) > 1 and all(r.alias_info is None for r in returns)
 
 
-def _replace(
-    node: fx.Node, order: dict[fx.Node, int], aliases: _Aliases, stored: dict[str, str]
-) -> None:
-    target = node.args[0] if node.args else None
-    functional = functional_form(node.target)
-    if functional is None or not isinstance(target, fx.Node):
-        raise _refusal(node, "has no functional form that autopar knows")
-    for other in aliases.members(target):
-        if other.op != "call_function":
-            what = stored.get(other.name, f"input `{other.name}`")
-            raise _refusal(node, f"changes {what}")
-
-    def is_later(user: fx.Node) -> bool:
-        return order.get(user, -1) > order[node]  # nodes inserted so far belong to earlier writes
-
-    def redirect(old: fx.Node, value: fx.Node) -> None:
-        old.replace_all_uses_with(value, delete_user_cb=is_later)
-
-    read_later = [
-        m for m in aliases.members(target) if any(map(is_later, m.users)) and not _is_region(m)
-    ]
-    node.target = functional
-    node.meta[WAS_IN_PLACE] = True
-    if all(member is target for member in read_later):
-        redirect(target, node)
-        return
-    if node.users and target not in read_later:
-        read_later.append(target)  # what the call returns
-    try:
-        new = rebuilt_after(node, target, read_later)
-    except CannotRebuild as error:
-        reader = next(filter(is_later, error.node.users), error.node)
-        why = f"changes memory that `{reader}` reads through another view"
-        raise _refusal(node, why) from error
-    for value in new.values():
-        aliases.union(next(iter(new.values())), value)
-    for old, value in new.items():
-        redirect(old, value)
-    if new.get(target, node) is not node:
-        redirect(node, new[target])
-
-
 def functional_form(target: object) -> torch._ops.OpOverload | None:
-    """`aten.add_.Tensor` -> `aten.add.Tensor`; None if there is no counterpart."""
+    """`aten.add_.Tensor` or `aten.add.out` -> `aten.add.Tensor`; None without a counterpart."""
     if not isinstance(target, torch._ops.OpOverload):
         return None
     schema = target._schema
-    written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     name = schema.name.split("::")[1]
-    if len(written) != 1 or written[0] is not schema.arguments[0]:
+    if len([a for a in schema.arguments if _is_written(a)]) != 1:
         return None
-    if not name.endswith("_") or name.endswith("__"):
+    if schema.arguments[-1].is_out:
+        return _with_arguments(target.overloadpacket, _described(schema.arguments[:-1]))
+    if not _is_written(schema.arguments[0]) or not name.endswith("_") or name.endswith("__"):
         return None
+    if target in OTHER_NAMES:
+        return OTHER_NAMES[target]
     packet = getattr(aten, name[:-1], None)
     return getattr(packet, target._overloadname, None) if packet is not None else None
 
 
-def _check_hidden(node: fx.Node, stored: dict[str, str]) -> None:
-    rule = HIDDEN_MUTATION.get(node.target.overloadpacket)  # type: ignore[union-attr]
-    if rule is None:
-        return
-    flag, buffers = rule
-    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
-    values = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    if values.get(flag):
-        held = [values[b] for b in buffers if isinstance(values.get(b), fx.Node)]
-        if held:
-            what = ", ".join(stored.get(b.name, b.name) for b in held)
-            raise _refusal(node, f"updates {what}")
+def _with_arguments(
+    packet: torch._ops.OpOverloadPacket, wanted: Sequence[tuple[str, str]]
+) -> torch._ops.OpOverload | None:
+    overloads = (getattr(packet, name) for name in packet.overloads())
+    return next((o for o in overloads if _described(o._schema.arguments) == wanted), None)
 
 
-def _is_region(node: fx.Node) -> bool:
-    """A no-grad region: its results are read through getitem, which is in the class too."""
-    return not isinstance(node.target, torch._ops.OpOverload) and node.target != operator.getitem
+def _described(arguments: Sequence[torch.Argument]) -> list[tuple[str, str]]:
+    return [(a.name, str(a.type)) for a in arguments]
+
+
+def _is_written(argument: torch.Argument) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _written(node: fx.Node) -> fx.Node | None:
+    """The tensor that a mutable operator changes."""
+    target = node.kwargs.get("out", node.args[0] if node.args else None)
+    return target if isinstance(target, fx.Node) else None
+
+
+def _bound(node: fx.Node) -> dict[str, Any]:
+    """Every argument of a call by name, defaults filled in."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    schema = node.target._schema.arguments
+    given = dict(zip((a.name for a in schema), node.args, strict=False)) | dict(node.kwargs)
+    return {a.name: given.get(a.name, a.default_value) for a in schema}
 
 
 def _refusal(node: fx.Node, why: str) -> NotSupportedError:
     return NotSupportedError(
         f"in-place operator `{node.target}` {why}",
         where=source_line(node),
-        hint="use the out-of-place form (x = x + y), or put the module in eval mode if it keeps "
-        "running statistics",
+        hint="use the out-of-place form (x = x + y), or keep what changes in a registered buffer",
     )
 
 

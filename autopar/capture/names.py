@@ -16,6 +16,8 @@ import torch
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _REPEATED_CALL = re.compile(r"@\d+")
+# Functional forms go by the name of the operator that the model calls, in training or not.
+_CALLED = {"_native_batch_norm_legit_functional": "batch_norm"}
 _LIBRARY = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
 
@@ -42,7 +44,8 @@ def module_path(node: torch.fx.Node, prefix: str) -> str:
 def op_name(node: torch.fx.Node) -> str:
     """`aten.add.Tensor` -> `add.Tensor`, `aten.mm.default` -> `mm`."""
     if isinstance(node.target, torch._ops.OpOverload):
-        return str(node.target).removeprefix("aten.").removesuffix(".default")
+        name = str(node.target).removeprefix("aten.").removesuffix(".default")
+        return _CALLED.get(name, name)
     return getattr(node.target, "__name__", str(node.target))
 
 

@@ -1,8 +1,9 @@
-"""One walk over the traced graph: regions inlined, operators in canonical form.
+"""One walk over the traced graph: operators in canonical form.
 
-No-grad regions (`wrap_with_set_grad_enabled`) are inlined; a value that carries gradient is
-detached where it enters one, so that `has_grad` says the same as eager autograd. Assertions
-disappear. Everything else goes through the table in `rewrites.py`.
+A value that carries gradient is detached where an operator reads it with gradients off, so that
+`has_grad` says the same as eager autograd. Assertions disappear. Everything else goes through
+the table in `rewrites.py`; an operator that is made of others (`decompose.py`) is replaced by
+those, which are normalised in turn.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import torch
 from torch import fx
 
 from autopar.capture.builder import Builder, Call
+from autopar.capture.decompose import decomposition
 from autopar.capture.inplace import WAS_IN_PLACE
 from autopar.capture.names import source_line
+from autopar.capture.regions import GRAD_ENABLED
 from autopar.capture.rewrites import rewrite_of
 from autopar.errors import NotSupportedError
 
@@ -26,6 +29,7 @@ ASSERTIONS = frozenset(
         aten._assert_tensor_metadata,
         aten._assert_scalar,
         aten._assert_async,
+        aten._linalg_check_errors,
         aten.sym_constrain_range,
         aten.sym_constrain_range_for_size,
     }
@@ -35,24 +39,25 @@ RETURNS_INPUT = frozenset({aten.to, aten.type_as, aten.dropout, aten.contiguous}
 
 
 def normalise(
-    module: fx.GraphModule, builder: Builder, placeholders: Mapping[str, Any]
+    graph: fx.Graph, builder: Builder, placeholders: Mapping[str, Any]
 ) -> tuple[Any, ...]:
-    """Emit `module`'s graph into `builder`; returns its output leaves as nodes of the new graph.
+    """Emit `graph` into `builder`; returns its output leaves as nodes of the new graph.
 
     `placeholders` maps the traced placeholders to new nodes or baked-in values.
     """
     env: dict[fx.Node, Any] = {}
-    for node in module.graph.nodes:
+    grad_enabled = builder.grad_enabled
+    for node in graph.nodes:
         builder.origin = node
         if node.op == "placeholder":
             env[node] = placeholders[node.name]
-        elif node.op == "get_attr":
-            env[node] = getattr(module, str(node.target))
         elif node.op == "output":
             return tuple(fx.node.map_arg(node.args[0], lambda n: env[n]))
         else:
+            builder.grad_enabled = node.meta.get(GRAD_ENABLED, grad_enabled)
             args, kwargs = _substitute((node.args, node.kwargs), env)
             env[node] = _emit(builder, node, args, kwargs)
+            builder.grad_enabled = grad_enabled
     raise AssertionError("a graph without output")
 
 
@@ -70,14 +75,22 @@ def _substitute(value: Any, env: Mapping[fx.Node, Any]) -> Any:
 def _emit(builder: Builder, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if node.target is operator.getitem:
         return builder.getitem(args[0], args[1])
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return _inline(builder, node, args)
-    if node.target.overloadpacket in ASSERTIONS:
+    assert isinstance(node.target, torch._ops.OpOverload), node.target
+    packet = node.target.overloadpacket
+    if packet in ASSERTIONS:
         return None
-    call = Call(node.target, args, dict(kwargs), node)
     in_place = node.meta.get(WAS_IN_PLACE, False)
+    if in_place and not builder.grad_enabled and args[0] in builder.has_grad:
+        raise NotSupportedError(
+            f"`{node.target}` changes in place, without gradients, a value that carries gradient",
+            where=source_line(node),
+            hint="use the out-of-place form, on x.detach() where no gradient is wanted",
+        )
+    call = Call(node.target, args, dict(kwargs), node)
     rewrite = rewrite_of(node.target)
     result = rewrite(builder, call) if rewrite is not None else None
+    if result is None:
+        result = _decomposed(builder, call)
     if result is None:
         result = builder.emit(node.target, args, dict(kwargs), None if in_place else node)
     if in_place:  # an in-place result keeps the dtype of what it overwrites
@@ -85,48 +98,24 @@ def _emit(builder: Builder, node: fx.Node, args: tuple[Any, ...], kwargs: dict[s
         wanted = builder.dtype(node.meta["val"].dtype)
         if result.meta["val"].dtype != wanted:
             result = builder.op(aten.to.dtype, result, wanted)
+    if not builder.grad_enabled and packet not in RETURNS_INPUT:
+        return fx.node.map_aggregate(result, lambda value: _without_gradient(builder, value))
     return result
 
 
-def _inline(builder: Builder, node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Regions that only set a mode: gradients on or off, or autocast off."""
-    name = getattr(node.target, "__name__", str(node.target))
-    if name == "wrap_with_set_grad_enabled":
-        enabled, region, inputs = args[0], args[1], args[2:]
-    elif name == "wrap_with_autocast" and not args[2]:
-        enabled, region, inputs = builder.grad_enabled, args[4], args[5:]
-    else:
-        what = "torch.autocast inside the model" if "autocast" in name else f"operator `{name}`"
-        raise NotSupportedError(
-            f"{what} cannot be captured",
-            where=_region_source(node),
-            hint="give the model its dtypes directly, or use the operators it is made of",
-        )
-    names = [n.name for n in region.graph.nodes if n.op == "placeholder"]
-    outer, builder.grad_enabled = builder.grad_enabled, enabled
-    outputs = normalise(region, builder, dict(zip(names, inputs, strict=True)))
-    builder.grad_enabled, builder.origin = outer, node
-    if enabled:
-        return outputs
-    traced = next(n for n in region.graph.nodes if n.op == "output").args[0]
-    return tuple(
-        builder.detach(value) if value in builder.has_grad and not _passes_through(leaf) else value
-        for leaf, value in zip(traced, outputs, strict=True)
-    )
+def _decomposed(builder: Builder, call: Call) -> Any:
+    """The results of the operators that `call` is made of; None where it is kept."""
+    parts = decomposition(builder, call)
+    if parts is None:
+        return None
+    graph, sources = parts
+    names = [n.name for n in graph.nodes if n.op == "placeholder"]
+    outer = builder.grad_enabled
+    results = normalise(graph, builder, dict(zip(names, sources, strict=True)))
+    builder.origin, builder.grad_enabled = call.origin, outer
+    return results if isinstance(call.origin.meta["val"], (list, tuple)) else results[0]
 
 
-def _passes_through(leaf: fx.Node) -> bool:
-    """Is this result of a region its own input? A view made without gradient is not."""
-    while (
-        isinstance(leaf.target, torch._ops.OpOverload)
-        and leaf.target.overloadpacket in RETURNS_INPUT
-    ):
-        leaf = leaf.args[0]  # type: ignore[assignment]
-    return leaf.op == "placeholder"
-
-
-def _region_source(node: fx.Node) -> str | None:
-    for user in (node, *node.users):
-        if source := source_line(user):
-            return source
-    return None
+def _without_gradient(builder: Builder, value: Any) -> Any:
+    """A rewrite may return its input: a view or copy made with gradients off carries none."""
+    return builder.detach(value) if value in builder.has_grad else value

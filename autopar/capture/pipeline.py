@@ -1,6 +1,6 @@
 """From a model and a batch to a `Program`, in named steps.
 
-export       one ATen graph of a fake copy            export.py, isolate.py
+export       one ATen graph of a fake copy            export.py, isolate.py, regions.py
 functional   no mutation                              inplace.py
 normalise    canonical operators, fp64 lift           normalise.py, rewrites.py, builder.py
 cut          constants and prologue leave             dependence.py, constants.py, prologue.py
@@ -9,8 +9,8 @@ freeze       ordered placeholders, dead code gone     here
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,17 +20,18 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
+from autopar.capture.buffers import buffer_info, has_buffer, out_of_autograd, return_changes
 from autopar.capture.builder import Builder
 from autopar.capture.constants import ConstantStore, Leaf, buffer, literal
 from autopar.capture.dependence import Cut, Depends, cut, dependences, merge_equal
 from autopar.capture.export import LossFn, export_model
-from autopar.capture.inplace import functionalise
 from autopar.capture.names import operator_keys, source_line
 from autopar.capture.normalise import normalise
 from autopar.capture.outputs import Outputs, read_outputs
 from autopar.capture.prologue import find_divisors, make_prologue
+from autopar.capture.regions import inline_regions
 from autopar.errors import NotSupportedError, OptionError
-from autopar.program import InputInfo, ParameterInfo, Program, flatten_inputs
+from autopar.program import BufferInfo, InputInfo, ParameterInfo, Program, flatten_inputs
 
 PRECISIONS = ("model", "fp64")
 
@@ -41,6 +42,7 @@ class Roles:
 
     parameters: dict[fx.Node, ParameterInfo] = field(default_factory=dict)
     inputs: dict[fx.Node, InputInfo] = field(default_factory=dict)
+    buffers: dict[fx.Node, BufferInfo] = field(default_factory=dict)
     leaves: dict[fx.Node, Leaf] = field(default_factory=dict)
     traced: dict[str, Any] = field(default_factory=dict)
 
@@ -52,29 +54,39 @@ def capture(
     training: bool = True,
     precision: str = "model",
     loss_fn: LossFn | None = None,
+    live_buffers: Collection[str] = (),
 ) -> Program:
     """Trace `model` on one global batch; the model is left untouched and no weight is copied.
 
     `example_inputs`: keyword inputs (dict) or positional ones (tuple); real, meta or fake
     tensors. Other values are baked in. `training=True` keeps the model's mode and needs a loss
     (the model's, or `loss_fn(outputs, batch)`); `training=False` captures eval mode.
-    `precision="fp64"` lifts every floating dtype in the graph to float64.
+    `precision="fp64"` lifts every floating dtype in the graph to float64. Buffers that the
+    forward pass changes, and `live_buffers`, which another program of the model changes, are
+    inputs; other buffers are constants.
 
-    Raises `CaptureError` (not traceable, no loss), `NotSupportedError` (a visible mutation,
-    labels that depend on parameters), `OptionError`.
+    Raises `CaptureError` (not traceable, no loss), `NotSupportedError` (a visible mutation of
+    anything else, labels that depend on parameters), `OptionError`.
     """
     if precision not in PRECISIONS:
         raise OptionError(f"precision={precision!r} cannot be captured; it is one of {PRECISIONS}")
     exported = export_model(model, example_inputs, training=training, loss_fn=loss_fn)
     prefix = "model." if loss_fn is not None else ""
-    _functionalise(exported, prefix)
+    graph = inline_regions(exported.graph_module)
+    changed = return_changes(model, exported, graph, prefix)
     builder = Builder(_mode(exported), lift=precision == "fp64")
-    roles = _placeholders(model, exported, builder, prefix)
-    results = normalise(exported.graph_module, builder, roles.traced)
+    roles = _placeholders(model, exported, builder, prefix, {*changed}, live_buffers)
+    results = normalise(graph, builder, roles.traced)
+    n_results = len(results) - len(changed)
     outputs = read_outputs(
-        model, results, exported.call_spec.out_spec, builder.has_grad, training, loss_fn is not None
-    )
-    return _freeze(model, builder, roles, outputs, training, prefix)
+        model, results[:n_results], exported.call_spec.out_spec, builder.has_grad, training,
+        loss_fn is not None,
+    )  # fmt: skip
+    updates = {
+        roles.traced[name]: out_of_autograd(builder, value)
+        for name, value in zip(changed, results[n_results:], strict=True)
+    }
+    return _freeze(model, builder, roles, outputs, updates, training, prefix)
 
 
 def _mode(exported: ExportedProgram) -> Any:
@@ -82,26 +94,15 @@ def _mode(exported: ExportedProgram) -> Any:
     return detect_fake_mode(values)
 
 
-def _functionalise(exported: ExportedProgram, prefix: str) -> None:
-    kinds = {
-        InputKind.PARAMETER: "parameter",
-        InputKind.BUFFER: "buffer",
-        InputKind.CONSTANT_TENSOR: "constant",
-    }
-    stored = {
-        spec.arg.name: f"{kinds[spec.kind]} `{str(spec.target).removeprefix(prefix)}`"
-        for spec in exported.graph_signature.input_specs
-        if spec.kind in kinds
-    }
-    for module in exported.graph_module.modules():
-        if isinstance(module, fx.GraphModule):
-            functionalise(module.graph, stored)
-
-
 def _placeholders(
-    model: nn.Module, exported: ExportedProgram, builder: Builder, prefix: str
+    model: nn.Module,
+    exported: ExportedProgram,
+    builder: Builder,
+    prefix: str,
+    changed: Collection[str],
+    live_buffers: Collection[str],
 ) -> Roles:
-    """Parameters once each in the model's order, then inputs, then constant leaves."""
+    """Parameters once each in the model's order, then inputs, then buffers and constant leaves."""
     roles = Roles()
     specs = exported.graph_signature.input_specs
     traced = {n.name: n for n in exported.graph.nodes if n.op == "placeholder"}
@@ -117,7 +118,12 @@ def _placeholders(
         elif spec.kind in (InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
             node = builder.placeholder(name, value)
             roles.traced[name] = node
-            is_buffer = spec.kind is InputKind.BUFFER and not _is_outside(model, target)
+            is_buffer = spec.kind is InputKind.BUFFER and has_buffer(model, target)
+            if is_buffer:
+                info = buffer_info(model, target, node.meta["val"])
+                if name in changed or info.name in live_buffers:
+                    roles.buffers[node] = info
+                    continue
             held = None if is_buffer else _held_tensor(exported, str(spec.target))
             roles.leaves[node] = (
                 buffer(model, target) if held is None else literal(held, f"constant `{target}`")
@@ -126,10 +132,6 @@ def _placeholders(
             raise NotSupportedError(f"the model holds an object that is not a tensor: `{target}`")
     _add_inputs(exported, builder, roles, inputs, traced)
     return roles
-
-
-def _is_outside(model: nn.Module, name: str) -> bool:
-    return name not in dict(model.named_buffers(remove_duplicate=False))
 
 
 def _held_tensor(exported: ExportedProgram, name: str) -> torch.Tensor:
@@ -187,31 +189,42 @@ def _freeze(
     builder: Builder,
     roles: Roles,
     outputs: Outputs,
+    updates: Mapping[fx.Node, fx.Node],
     training: bool,
     prefix: str,
 ) -> Program:
+    seeds = [] if builder.random_seed is None else [builder.random_seed]
     depends = dependences(
         builder.graph,
-        dict.fromkeys(roles.parameters, Depends.ANY)
+        dict.fromkeys((*roles.parameters, *roles.buffers, *seeds), Depends.ANY)
         | dict.fromkeys(roles.inputs, Depends.INPUT)
-        | dict.fromkeys(roles.leaves, Depends.CONSTANT),
+        | dict.fromkeys((*roles.leaves, *builder.constants), Depends.CONSTANT),
     )
     merge_equal(builder.graph, depends)
     divisors = find_divisors(builder.graph, builder.divisors, depends, set(roles.leaves))
-    parts = cut(builder.graph, outputs.all, depends, divisors)
-    placeholders = [*roles.parameters, *roles.inputs, *parts.constants, *parts.divisors]
-    graph, env = _assemble(builder.graph, placeholders, parts, outputs)
-    store = ConstantStore(parts.constants, {n.name: leaf for n, leaf in roles.leaves.items()})
-    constants = store.callables()
+    results = (*outputs.all, *(updates[n] for n in roles.buffers if n in updates))
+    parts = cut(builder.graph, results, depends, divisors)
+    seeds = [node for node in seeds if node in parts.live]
+    placeholders = [
+        *roles.parameters, *roles.inputs, *roles.buffers, *parts.constants, *parts.divisors, *seeds
+    ]  # fmt: skip
+    graph, env = _assemble(builder.graph, placeholders, parts, results)
+    computed = tuple(n for n in parts.constants if n not in builder.constants)
+    store = ConstantStore(computed, {n.name: leaf for n, leaf in roles.leaves.items()})
+    constants = store.callables() | {n.name: f for n, f in builder.constants.items()}
     operators = [n for n in graph.nodes if n.op == "call_function"]
     sources = {n.name: line for n in operators if (line := source_line(n)) is not None}
     return Program(
         graph=graph,
         parameters={env[n].name: info for n, info in roles.parameters.items()},
-        buffers={},
+        buffers={
+            env[n].name: replace(info, update=env[updates[n]].name if n in updates else None)
+            for n, info in roles.buffers.items()
+        },
         inputs={env[n].name: info for n, info in roles.inputs.items()},
         constants={env[n].name: constants[n.name] for n in parts.constants},
         prologue=make_prologue(parts.divisors),
+        seed=seeds[0].name if seeds else None,
         loss=env[outputs.loss].name if outputs.loss is not None else None,
         outputs=tuple(env[n].name for n in outputs.tensors),
         out_spec=outputs.spec,
@@ -226,7 +239,7 @@ def _freeze(
 
 
 def _assemble(
-    draft: fx.Graph, placeholders: Sequence[fx.Node], parts: Cut, outputs: Outputs
+    draft: fx.Graph, placeholders: Sequence[fx.Node], parts: Cut, results: Sequence[fx.Node]
 ) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     """A fresh graph of the live operators behind `placeholders`; node names are kept."""
     graph = fx.Graph()
@@ -237,7 +250,7 @@ def _assemble(
     for node in draft.nodes:
         if node in parts.live and node not in env:
             env[node] = graph.node_copy(node, lambda n: env[n])
-    graph.output(tuple(env[n] for n in outputs.all))
+    graph.output(tuple(env[n] for n in results))
     graph.lint()
     assert all(env[n].name == n.name for n in env), "assembling must keep node names"
     return graph, env

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from autopar.capture.constants import buffer
 from autopar.errors import BatchError
 from autopar.program import Program
+from autopar.random_ops import seed_tensor
 
 
 def as_graph_module(program: Program) -> fx.GraphModule:
@@ -18,14 +20,21 @@ def as_graph_module(program: Program) -> fx.GraphModule:
 
 
 def reference_step(
-    program: Program, parameters: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]
+    program: Program,
+    parameters: Mapping[str, torch.Tensor],
+    inputs: Mapping[str, torch.Tensor],
+    buffers: MutableMapping[str, torch.Tensor] | None = None,
+    seed: int = 0,
 ) -> tuple[torch.Tensor | None, Any]:
     """(loss, the model's own output structure); differentiable in `parameters`.
 
-    `parameters` is keyed by `ParameterInfo.name`, `inputs` by `InputInfo.path`; floating
-    tensors are cast to the program's dtypes. Raises `BatchError` for missing or misshapen
+    `parameters` is keyed by `ParameterInfo.name`, `inputs` by `InputInfo.path`, `buffers` by
+    `BufferInfo.name`; floating tensors are cast to the program's dtypes. Those of `buffers` that
+    the step changes are replaced by what they hold afterwards (start from `whole_buffers`).
+    `seed` is the step's (`random_ops.step_seed`). Raises `BatchError` for missing or misshapen
     inputs.
     """
+    buffers = {} if buffers is None else buffers
     values: dict[str, torch.Tensor] = {}
     for name, parameter in program.parameters.items():
         values[name] = parameters[parameter.name].to(parameter.dtype)
@@ -38,12 +47,43 @@ def reference_step(
                 f"input `{info.path}` has shape {tuple(value.shape)}, captured with {info.shape}"
             )
         values[name] = value.to(info.dtype)
+    for name, held in program.buffers.items():
+        if held.name not in buffers:
+            raise BatchError(f"buffer `{held.name}` is missing; given: {sorted(buffers)}")
+        values[name] = buffers[held.name].to(held.dtype)
     values |= {name: compute() for name, compute in program.constants.items()}
     values |= run_prologue(program, values)
+    if program.seed is not None:
+        values[program.seed] = seed_tensor(seed)
     names = [node.name for node in program.graph.nodes if node.op == "placeholder"]
     results = fx.Interpreter(as_graph_module(program)).run(*(values[name] for name in names))
-    loss = results[0] if program.loss is not None else None
-    return loss, program.rebuild(results[len(results) - len(program.outputs) :])
+    loss, first = (results[0], 1) if program.loss is not None else (None, 0)
+    end = first + len(program.outputs)
+    changed = (b.name for b in program.buffers.values() if b.update is not None)
+    buffers.update(zip(changed, (r.detach() for r in results[end:]), strict=True))
+    return loss, program.rebuild(results[first:end])
+
+
+def change_buffers(
+    program: Program,
+    parameters: Mapping[str, torch.Tensor],
+    inputs: Mapping[str, torch.Tensor],
+    buffers: MutableMapping[str, torch.Tensor],
+    n_times: int,
+) -> None:
+    """What further microbatches leave in `buffers`, where more than one is exact: the change
+    then depends on no row, and happens once per microbatch.
+    """
+    with torch.no_grad():
+        for _ in range(n_times if program.updates else 0):
+            reference_step(program, parameters, inputs, buffers)
+
+
+def whole_buffers(program: Program, model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of what the model's own buffers hold, for those that steps change, by name."""
+    return {
+        b.name: buffer(model, b.name)().to(b.dtype, copy=True) for b in program.buffers.values()
+    }
 
 
 def run_prologue(program: Program, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

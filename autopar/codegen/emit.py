@@ -115,7 +115,11 @@ def _microbatch(program: StageProgram) -> list[str]:
                 module = here
                 out += ["", f"    # {here or program.name}  ({_short(line.where)})"]
         out += _line(line, program)
-    results = [program.loss or "None", *(s.local.name for s in program.sent), *program.outputs]
+    results = [
+        program.loss or "None",
+        *(item.local.name for item in (*program.sent, *program.changed)),
+        *program.outputs,
+    ]
     out.append(f"    return {', '.join(results)}{',' if len(results) == 1 else ''}")
     return out
 

@@ -1,0 +1,25 @@
+"""Batch norm in training, as capture writes it: its new running statistics are results.
+
+    b c s!, c, c, c, c -> b c s!, c, c, c, c    the normalised input; the batch's mean and
+                                                1 / deviation; the running mean and variance
+
+Statistics are over all but the channels, so only those may be sharded.
+"""
+
+from __future__ import annotations
+
+from autopar.notation import Notation
+from autopar.rules.convolutions import batch_norm
+from autopar.rules.families import named_term
+from autopar.rules.rule import OpCall, OpRule
+
+
+def batch_norm_with_statistics(call: OpCall) -> Notation:
+    plain = batch_norm(call)
+    statistics = tuple(named_term(shape, ("c",)) for shape in call.outputs[1:])
+    return Notation(plain.inputs, (*plain.outputs, *statistics), plain.frozen)
+
+
+NORMALISATION = (
+    OpRule("aten._native_batch_norm_legit_functional.default", batch_norm_with_statistics),
+)
