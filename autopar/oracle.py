@@ -303,7 +303,10 @@ def _worst(
     A tensor that is zero but for rounding (the gradient of a key's bias) has no scale of its
     own, so they share one.
     """
-    floats = [t for t in expected if t is not None and t.is_floating_point() and t.numel()]
+    floats = [
+        t for t in expected
+        if t is not None and (t.is_floating_point() or t.is_complex()) and t.numel()
+    ]
     scale = max((t.abs().max().item() for t in floats), default=0.0) or 1.0
     largest = 0.0
     for i, whole in enumerate(expected):

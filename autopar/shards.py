@@ -104,7 +104,7 @@ def _pieces(
         return [x] * n
     if x.dtype == torch.bool:  # a sum of bools is "or": the value is whole on one rank
         return [x, *(torch.zeros_like(x) for _ in range(n - 1))]
-    if x.is_floating_point():
+    if x.is_floating_point() or x.is_complex():
         summands = [torch.randn(x.shape, generator=random, dtype=x.dtype) for _ in range(n - 1)]
     else:
         summands = [
@@ -132,7 +132,7 @@ def difference(actual: Tensor, expected: Tensor) -> float:
         return math.inf
     if torch.equal(actual, expected) or not actual.numel():
         return 0.0
-    if not actual.is_floating_point():
+    if not (actual.is_floating_point() or actual.is_complex()):
         return math.inf
     same = (actual == expected) | (actual.isnan() & expected.isnan())
     gap = (actual - expected).abs().masked_fill(same, 0.0).max().item()

@@ -11,13 +11,18 @@ import torch
 
 from autopar.errors import MissingRuleError, VerificationError
 from autopar.oracle import Case, check_rule, check_strategy, combinations, report_case
-from autopar.rules import OpRule, all_rules, find_operator, rule_for
+from autopar.rules import OpRule, all_rules, find_operator, has_rule, rule_for
 from autopar.rules.lowering import VOCABULARY_CROSS_ENTROPY
 from autopar.rules.pattern import AxisStrategy
 from autopar.spec import I, P, R, S
-from tests.rule_samples import SAMPLES, Sample, bools, call, ints, x
+from tests.place_samples import PLACE_SAMPLES
+from tests.random_samples import RANDOM_SAMPLES
+from tests.rule_samples import SAMPLES as GENERAL_SAMPLES
+from tests.rule_samples import Sample, bools, call, ints, x
+from tests.vision_samples import VISION_SAMPLES
 
-RULES = {rule.op: rule for rule in all_rules() if rule.op.startswith("aten.")}
+SAMPLES = {**GENERAL_SAMPLES, **PLACE_SAMPLES, **VISION_SAMPLES, **RANDOM_SAMPLES}
+RULES = {rule.op: rule for rule in all_rules() if rule.op.startswith(("aten.", "autopar."))}
 
 
 def case_of(op: str, sample: Sample, refine: bool = False, **changes: Any) -> Case:
@@ -26,23 +31,24 @@ def case_of(op: str, sample: Sample, refine: bool = False, **changes: Any) -> Ca
     return Case.of(rule, find_operator(op), *sample, refine=refine)
 
 
-def test_every_rule_has_a_sample_and_no_sample_is_left_over() -> None:
-    assert set(SAMPLES) == set(RULES)
+def test_every_rule_has_a_sample_and_every_sample_a_rule() -> None:
+    assert set(RULES) <= set(SAMPLES)
+    assert all(samples and has_rule(op) for op, samples in SAMPLES.items())
 
 
-@pytest.mark.parametrize("op", RULES)
+@pytest.mark.parametrize("op", SAMPLES)
 def test_rule(op: str) -> None:
-    for sample in SAMPLES.get(op, []):
+    for sample in SAMPLES[op]:
         case = case_of(op, sample)
         for sizes in ((2,), (4,), (2, 2)):
             for strategies in combinations(case, sizes):
                 check_strategy(case, strategies, sizes)
 
 
-@pytest.mark.parametrize("op", RULES)
+@pytest.mark.parametrize("op", SAMPLES)
 def test_rule_on_strided_shards(op: str) -> None:
     """Every factor split in two; on two axes only where they meet in one dim."""
-    for sample in SAMPLES.get(op, []):
+    for sample in SAMPLES[op]:
         case = case_of(op, sample, refine=True)
         for strategies in combinations(case, (2,)):
             check_strategy(case, strategies, (2,))
@@ -267,5 +273,5 @@ class TestCheckRule:
         assert check_rule(masked, q, q, q, bools(4, 4) | torch.eye(4).bool(), scale=0.5).ok
 
     def test_an_operator_without_a_rule(self) -> None:
-        with pytest.raises(MissingRuleError, match=r"aten\.median\.default has no sharding rule"):
-            check_rule("aten::median", torch.ones(3))
+        with pytest.raises(MissingRuleError, match=r"aten\.lu_solve\.default has no sharding rule"):
+            check_rule("aten::lu_solve", torch.ones(3, 3), torch.eye(3), torch.arange(1, 4).int())

@@ -49,8 +49,7 @@ def carries_gradient(node: fx.Node, value: Any, has_grad: Container[fx.Node]) ->
     if not any(source in has_grad for source in node.all_input_nodes):
         return False
     return any(
-        isinstance(v, torch.Tensor) and is_differentiable(v)
-        for v in pytree.tree_leaves(value)
+        isinstance(v, torch.Tensor) and is_differentiable(v) for v in pytree.tree_leaves(value)
     )
 
 

@@ -2,6 +2,8 @@
 
     mean over elements     sum / n                       n a Python number
     cross-entropy, nll     sum / count(labels != ignore) the count leaves for the prologue
+    class weights          sum / sum(weight[label])      the same; it stays where it reads a buffer
+    class probabilities    sum / rows
 
 The count depends on inputs alone, so the prologue computes it once for the whole global
 batch: a mean over unevenly ignored labels is then exact over ranks and microbatches. All
@@ -91,33 +93,50 @@ def fused_elementwise(b: Builder, call: Call) -> fx.Node | None:
 
 
 def label_mean(b: Builder, call: Call) -> fx.Node | None:
-    """Cross-entropy and nll: divide by the labels that count.
-
-    Class weights weigh the divisor too: left whole, for the rules to refuse.
-    """
+    """Cross-entropy and nll: divide by the labels that count, each by its class's weight."""
     bound = call.bind()
+    labels, weight = bound["target"], bound["weight"]
+    if labels.meta["val"].is_floating_point():
+        return probability_loss(b, bound)
     if bound["reduction"] != MEAN:
-        return None
-    scores, labels = bound["self"].meta["val"], bound["target"]
-    if labels.meta["val"].is_floating_point():  # class probabilities: one row each
-        if bound["weight"] is not None:
-            return None
-        n_classes = scores.shape[1] if scores.dim() > 1 else scores.shape[0]
-        rows = scores.numel() // n_classes
-        return b.op(aten.div.Tensor, with_sum(b, call, bound), rows)
-    if bound["weight"] is not None:
         return None
     total = with_sum(b, call, bound)
     counted = b.op(aten.ne.Scalar, labels, bound["ignore_index"])
+    if weight is not None:
+        known = b.op(aten.where.ScalarOther, counted, labels, 0)
+        counted = b.op(aten.mul.Tensor, b.op(aten.index.Tensor, weight, [known]), counted)
     count = b.op(aten.to.dtype, b.op(aten.sum.default, counted), total.meta["val"].dtype)
     b.divisors.add(count)
     return b.op(aten.div.Tensor, total, count)
+
+
+def probability_loss(b: Builder, bound: dict[str, Any]) -> fx.Node:
+    """Cross-entropy against class probabilities: a mean is one over rows."""
+    scores, target, smoothing = bound["self"], bound["target"], bound["label_smoothing"]
+    shape = tuple(scores.meta["val"].shape)
+    dim = min(len(shape) - 1, 1)
+    values = b.op(aten.log_softmax.int, scores, dim)
+    if smoothing > 0:
+        kept = b.op(aten.mul.Tensor, target, 1 - smoothing)
+        target = b.op(aten.add.Scalar, kept, smoothing / shape[dim])
+    values = b.op(aten.neg.default, b.op(aten.mul.Tensor, values, target))
+    if bound["weight"] is not None:
+        per_class = [n if i == dim else 1 for i, n in enumerate(shape)]
+        weight = b.op(aten.reshape.default, bound["weight"], per_class)
+        values = b.op(aten.mul.Tensor, values, weight)
+    if bound["reduction"] == NONE:
+        return sum_of(b, values, [dim])
+    total = sum_of(b, values, None)
+    if bound["reduction"] == SUM:
+        return total
+    return b.op(aten.div.Tensor, total, math.prod(shape) // shape[dim])
 
 
 LOSS_REWRITES: dict[Any, Callable[[Builder, Call], fx.Node | None]] = {
     aten.mse_loss: elementwise(squared_difference),
     aten.l1_loss: elementwise(absolute_difference),
     aten.smooth_l1_loss: fused_elementwise,
+    aten.soft_margin_loss: fused_elementwise,
     aten.huber_loss: fused_elementwise,
     aten.binary_cross_entropy: fused_elementwise,
     aten.binary_cross_entropy_with_logits: fused_elementwise,

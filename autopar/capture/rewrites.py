@@ -1,17 +1,20 @@
 """The canonical forms: one small function per rewrite, one table of them.
 
     no-ops        casts to the same dtype, aliases, copies of values (nothing is mutated any
-                  more), dropout that drops nothing, views and slices of the whole: removed
+                  more), views and slices of the whole: removed
     casts         every remaining one is `to.dtype`
     views         `view`, `flatten`, ... are `reshape` with explicit sizes: a view of a shard or
                   of a tensor whose copy was removed may need one, and `squeeze` would also
                   drop a dim of which a shard has one element
     writes        what in-place `copy_` and `fill_` became: the value written, expanded
-    gathers       at constant places that only move dims: see `gathers.py`
-    bias          `linear(x, w, b)` = `linear(x, w) + b`, `addmm(b, x, w)` = `mm(x, w) + b`,
-                  convolutions alike: partial sums must not add the bias once per rank
+    places        repeats, look-ups, writes by mask, memory that is not initialised: `places.py`
+    bias          `linear(x, w, b)` = `linear(x, w) + b`, `addmm(b, x, w)` = `mm(x, w) + b`:
+                  partial sums must not add the bias once per rank; convolutions and global
+                  pools: `images.py`
+    experts       a product with a matrix per row, looked up: see `experts.py`
     means         mean(x) = sum(x) / n, n a Python number: a sum can be sharded
-    mean losses   see `losses.py`
+    mean losses   see `losses.py`; random operators see `randomness.py`, attention with dropout
+                  `attention.py`
 
 A rewrite returns the node that stands for the call (a tuple of them for several results), or
 None to keep the call as it is.
@@ -20,15 +23,19 @@ None to keep the call as it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
+from autopar.capture.attention import attention_by_parts
 from autopar.capture.builder import Builder, Call
-from autopar.capture.gathers import gather_as_view
+from autopar.capture.experts import product_with_experts
+from autopar.capture.images import IMAGE_REWRITES
 from autopar.capture.losses import LOSS_REWRITES, mean_of
+from autopar.capture.places import PLACE_REWRITES, expanded
+from autopar.capture.randomness import RANDOM_REWRITES
 
 aten = torch.ops.aten
 Rewrite = Callable[[Builder, Call], fx.Node | tuple[fx.Node, ...] | None]
@@ -53,19 +60,14 @@ def cast(b: Builder, call: Call) -> fx.Node | None:
 
 def reshape(b: Builder, call: Call) -> fx.Node | None:
     source = call.args[0]
-    if tuple(source.meta["val"].shape) == call.shape:
-        return source
+    for same in (source, *(source.args[:1] if source.target is aten.reshape.default else ())):
+        if tuple(same.meta["val"].shape) == call.shape:
+            return same
     return b.op(aten.reshape.default, source, list(call.shape))
 
 
 def expand(b: Builder, call: Call) -> fx.Node | None:
     return expanded(b, call.args[0], call.shape)
-
-
-def expanded(b: Builder, source: fx.Node, shape: Sequence[int]) -> fx.Node:
-    if tuple(source.meta["val"].shape) == tuple(shape):
-        return source
-    return b.op(aten.expand.default, source, list(shape))
 
 
 def broadcast_tensors(b: Builder, call: Call) -> tuple[fx.Node, ...]:
@@ -121,28 +123,12 @@ def _filled(b: Builder, target: fx.Node, value: fx.Node) -> fx.Node:
     return expanded(b, value, target.meta["val"].shape)
 
 
-def dropout(b: Builder, call: Call) -> fx.Node | None:
-    bound = call.bind()
-    drops = bound["train"] and bound["p"] > 0
-    return None if drops else call.args[0]
-
-
 def linear(b: Builder, call: Call) -> fx.Node | None:
     bound = call.bind()
     if bound["bias"] is None:
         return None
     product = b.op(aten.linear.default, bound["input"], bound["weight"])
     return b.op(aten.add.Tensor, product, bound["bias"])
-
-
-def convolution(b: Builder, call: Call) -> fx.Node | None:
-    bound = call.bind()
-    bias, n_spatial = bound["bias"], len(bound["weight"].meta["val"].shape) - 2
-    if bias is None:
-        return None
-    product = b.op(call.target, *(bound | {"bias": None}).values())
-    channels = [bias.meta["val"].shape[0], *[1] * n_spatial]
-    return b.op(aten.add.Tensor, product, b.op(aten.reshape.default, bias, channels))
 
 
 def scaled(b: Builder, node: fx.Node, factor: Any) -> fx.Node:
@@ -202,25 +188,20 @@ REWRITES: dict[Any, Rewrite] = {
     aten.slice_scatter: slice_scatter,
     aten.copy.default: copied,
     aten.fill: filled,
-    aten.index.Tensor: gather_as_view,
     aten.broadcast_tensors: broadcast_tensors,
-    aten.dropout: dropout,
-    aten.feature_dropout: dropout,
-    aten.alpha_dropout: dropout,
     aten.linear: linear,
-    aten.conv1d: convolution,
-    aten.conv2d: convolution,
-    aten.conv3d: convolution,
-    aten.conv_transpose1d: convolution,
-    aten.conv_transpose2d: convolution,
-    aten.conv_transpose3d: convolution,
-    aten.convolution: convolution,
     aten.addmm.default: add_product(aten.mm.default, "mat1", "mat2"),
     aten.baddbmm.default: add_product(aten.bmm.default, "batch1", "batch2"),
     aten.addmv.default: add_product(aten.mv.default, "mat", "vec"),
+    aten.bmm.default: product_with_experts,
+    aten.matmul.default: product_with_experts,
     aten.mean.default: mean,
     aten.mean.dim: mean,
     **LOSS_REWRITES,
+    **IMAGE_REWRITES,
+    **PLACE_REWRITES,
+    **RANDOM_REWRITES,
+    aten.scaled_dot_product_attention: attention_by_parts,
 }
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
-from autopar.errors import MissingRuleError, NotSupportedError, OptionError
+from autopar.errors import MissingRuleError, NotSupportedError
 from autopar.notation import Notation
+from autopar.rules.derived import derived_rule, is_pure
+from autopar.rules.operators import find_operator
 from autopar.rules.rule import Localise, OpCall, OpRule
 from autopar.rules.tables import RULES
 
@@ -19,6 +19,8 @@ __all__ = [
     "check_call",
     "find_operator",
     "has_rule",
+    "is_pure",
+    "own_rule",
     "register_rule",
     "rule_for",
 ]
@@ -32,12 +34,17 @@ def all_rules() -> Iterator[OpRule]:
 
 
 def has_rule(op: str) -> bool:
-    return op in _registry
+    return op in _registry or derived_rule(op) is not None
+
+
+def own_rule(op: str) -> OpRule | None:
+    """The rule written for an overload, in the tables or by `register_rule`."""
+    return _registry.get(op)
 
 
 def rule_for(op: str, where: str = "") -> OpRule:
     """The rule of an overload; raises `MissingRuleError` with the line to write."""
-    rule = _registry.get(op)
+    rule = _registry.get(op) or derived_rule(op)
     if rule is None:
         public = op.removesuffix(".default").replace(".", "::", 1)
         raise MissingRuleError(
@@ -80,26 +87,3 @@ def register_rule(
     rule = OpRule(overload, notation, flops=flops, localise=lower)
     _registry[overload] = rule
     return rule
-
-
-def find_operator(op: str | Callable[..., Any]) -> torch._ops.OpOverload:
-    """The overload meant by a name, `"ns::name"` or `"ns::name.overload"`, or by the operator.
-
-    Raises `OptionError` when torch knows no such operator.
-    """
-    if isinstance(op, torch._ops.OpOverload):
-        return op
-    if isinstance(op, torch._ops.OpOverloadPacket):
-        return op.default
-    name = op if isinstance(op, str) else getattr(op, "_qualname", None) or str(op.__name__)
-    namespace, _, rest = name.replace("::", ".", 1).partition(".")
-    packet, _, overload = rest.partition(".")
-    found = getattr(torch.ops, namespace, None) if namespace.isidentifier() else None
-    for part in (packet, overload or "default"):
-        found = getattr(found, part, None) if part.isidentifier() else None
-    if not isinstance(found, torch._ops.OpOverload):
-        raise OptionError(
-            f"no operator {name!r} is registered with torch",
-            hint='write "namespace::name", and define it with torch.library first',
-        )
-    return found

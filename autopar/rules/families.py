@@ -97,13 +97,71 @@ def reduced_whole(call: OpCall) -> Notation:
     return _reduction(call, frozen=True)
 
 
-def along_dim(call: OpCall) -> Notation:
-    """Same shape in and out, with one dim that must stay whole (softmax, cumsum)."""
-    shape = call.inputs[0]
+def along_dims(call: OpCall) -> Notation:
+    """Same dims in and out; those given, all of them by default, stay whole and may be
+    longer or shorter in a result (softmax, cumsum, topk, roll, fft)."""
+    shape, given = call.inputs[0], call.args.get("dim", call.args.get("dims"))
+    dims = given if isinstance(given, (list, tuple)) else [given]
+    along = {int(d) % max(len(shape), 1) for d in dims if d is not None} or set(range(len(shape)))
     labels = names(len(shape))
-    term = named_term(shape, labels)
-    held = frozenset({labels[call.dim()]}) if shape else frozenset()
-    return Notation((term,), (term,) * len(call.outputs), held)
+
+    def term(result: Shape) -> Term:
+        changed = (f"y{i}" if n != shape[i] else labels[i] for i, n in enumerate(result))
+        return named_term(result, tuple(changed))
+
+    held = {f"{kind}{i}" for i in along for kind in "dy"} if shape else set()
+    return Notation(
+        (named_term(shape, labels),), tuple(term(s) for s in call.outputs), frozenset(held)
+    )
+
+
+def _free_leading(call: OpCall, leading: Shape) -> Notation:
+    """Only dims `leading`, where a tensor begins with them, may be sharded."""
+    batch, n_inputs = names(len(leading)), len(call.inputs)
+    held: set[str] = set()
+    terms = []
+    for k, shape in enumerate((*call.inputs, *call.outputs)):
+        own = names(len(shape), f"x{k}_")
+        held |= set(own)
+        alike = shape[: len(leading)] == leading
+        terms.append(named_term(shape, (*batch, *own)[: len(shape)] if alike else own))
+    return Notation(tuple(terms[:n_inputs]), tuple(terms[n_inputs:]), frozenset(held))
+
+
+def whole(call: OpCall) -> Notation:
+    """Nothing may be sharded."""
+    return _free_leading(call, ())
+
+
+def matrices(call: OpCall) -> Notation:
+    """Each matrix of a batch by itself (tril, inverse, solve): only the batch is free."""
+    return _free_leading(call, call.inputs[0][:-2])
+
+
+def pointwise_along_dim(call: OpCall) -> Notation:
+    """Elementwise with broadcasting but for one dim, which stays whole; a reduction drops it
+    (cross product, cosine similarity)."""
+    shape = tuple(torch.broadcast_shapes(*call.inputs))
+    labels, along = names(len(shape)), call.dim(rank=len(shape))
+    kept = labels if len(call.outputs[0]) == len(shape) else labels[:along] + labels[along + 1 :]
+    return Notation(
+        tuple(broadcast_term(s, shape, labels) for s in call.inputs),
+        (named_term(call.outputs[0], kept),),
+        frozenset({labels[along]}),
+    )
+
+
+def outer_pairs(call: OpCall) -> Notation:
+    """Distances of all pairs of rows: `... p k!, ... r k! -> ... p r`."""
+    left, right = call.inputs
+    out = call.outputs[0]
+    labels = names(len(out) - 2)
+
+    def term(shape: Shape, row: str) -> Term:
+        return broadcast_term(shape[:-2], out[:-2], labels) + named_term(shape[-2:], (row, "k"))
+
+    result = named_term(out, (*labels, "p", "r"))
+    return Notation((term(left, "p"), term(right, "r")), (result,), frozenset({"k"}))
 
 
 def differences(call: OpCall) -> Notation:
@@ -142,25 +200,36 @@ def matmul(call: OpCall) -> Notation:
 
 
 def einsum(call: OpCall) -> Notation:
-    """The equation is the notation; `_` makes every name count in flops."""
-    left, _, right = str(call.args["equation"]).replace(" ", "").partition("->")
+    """The equation is the notation; `_` makes every name count in flops.
 
-    def term(shape: Shape, letters: str) -> Term:
-        return named_term(shape, tuple(f"_{letter}" for letter in letters))
-
-    inputs = zip(call.inputs, left.split(","), strict=True)
-    return Notation(tuple(term(*pair) for pair in inputs), (term(call.outputs[0], right),))
-
-
-def explicit_einsum(call: OpCall) -> str | None:
-    """Why an equation is no notation."""
+    `...` are dims of its own names, aligned to the right; without an output the names that
+    occur once are it, in alphabetical order. A name twice in one tensor takes a diagonal: both
+    stay whole.
+    """
     equation = str(call.args["equation"]).replace(" ", "")
     left, arrow, right = equation.partition("->")
-    if not arrow or "." in equation:
-        return f"einsum({equation!r}) does not write out all dims of its inputs and output"
-    if any(len(set(word)) < len(word) for word in (*left.split(","), right)):
-        return f"einsum({equation!r}) takes a diagonal"
-    return None
+    words = left.split(",")
+    widths = [len(s) - len(w.replace("...", "")) for s, w in zip(call.inputs, words, strict=True)]
+    dots = tuple(f"_dot{i}" for i in range(max(widths)))
+    if not arrow:
+        single = sorted(c for c in set(left) if c.isalpha() and left.count(c) == 1)
+        right = "..." * ("..." in left) + "".join(single)
+    held: set[str] = set()
+
+    def term(shape: Shape, word: str) -> Term:
+        before, ellipsis, after = word.partition("...")
+        n_dots = len(shape) - len(before) - len(after) if ellipsis else 0
+        labels = [f"_{c}" for c in before]
+        labels += dots[len(dots) - n_dots :]
+        labels += [f"_{c}" for c in after]
+        for i, label in enumerate(labels):
+            if label in labels[:i]:
+                labels[i] = f"{label}_{i}"
+                held.update((label, labels[i]))
+        return named_term(shape, tuple(labels))
+
+    inputs = tuple(term(*pair) for pair in zip(call.inputs, words, strict=True))
+    return Notation(inputs, (term(call.outputs[0], right),), frozenset(held))
 
 
 def layer_norm(call: OpCall) -> Notation:
@@ -175,8 +244,8 @@ def layer_norm(call: OpCall) -> Notation:
 
 
 def attention(call: OpCall) -> Notation:
-    """scaled_dot_product_attention: batch and heads are free, the query's sequence too
-    unless the mask is implicit; keys and head_dim stay whole.
+    """scaled_dot_product_attention: batch, heads and the query's sequence `s` are free; keys and
+    head_dim stay whole. A causal query's sequence is named `c`: its shards need their place.
 
     With enable_gqa, n x g heads of the query share n of key and value: head i uses i // g,
     so the query's are (key heads, group) and either may be sharded.
@@ -194,8 +263,9 @@ def attention(call: OpCall) -> Notation:
             term[heads] = (*kept, "g") if is_query else kept
         return tuple(term)
 
+    rows = "c" if call.args.get("is_causal") else "s"
     terms = [
-        lead(query[:-2], True) + named_term(query[-2:], ("s", "e")),
+        lead(query[:-2], True) + named_term(query[-2:], (rows, "e")),
         lead(key[:-2], False) + named_term(key[-2:], ("t", "e")),
         lead(value[:-2], False) + named_term(value[-2:], ("t", "f")),
     ]
@@ -203,15 +273,15 @@ def attention(call: OpCall) -> Notation:
     result = lead(out[:-2], True)
     for mask in call.inputs[3:]:
         offset = len(scores) - len(mask)
-        full = (*result, *named_term(scores[-2:], ("s", "t")))
+        full = (*result, *named_term(scores[-2:], (rows, "t")))
         terms.append(
             tuple(
                 full[offset + i] if size == scores[offset + i] and size != 1 else ()
                 for i, size in enumerate(mask)
             )
         )
-    held = {"t", "e", "f"} | ({"s"} if call.args.get("is_causal") else set())
-    return Notation(tuple(terms), (result + named_term(out[-2:], ("s", "f")),), frozenset(held))
+    results = (result + named_term(out[-2:], (rows, "f")),)
+    return Notation(tuple(terms), results, frozenset({"t", "e", "f"}))
 
 
 def embedding(call: OpCall) -> Notation:
@@ -229,29 +299,19 @@ def embedding(call: OpCall) -> Notation:
     )
 
 
-def gather(call: OpCall) -> Notation:
-    """`gather` along a dim, in which the source is whole; so are both where the index is
-    shorter than the source, since its rows are the source's first."""
-    source, index = call.inputs
-    along, labels, held = call.dim(), names(len(index)), names(len(source), "x")
-    same = [i != along and n == index[i] for i, n in enumerate(source)]
-    mixed = tuple(d if ok else x for ok, d, x in zip(same, labels, held, strict=True))
-    shorter = {d for i, d in enumerate(labels) if i != along and not same[i]}
-    term = named_term(index, labels)
-    return Notation((named_term(source, mixed), term), (term,), frozenset(held) | shorter)
-
-
 def cross_entropy(call: OpCall) -> Notation:
     """Class logits [n, v] or [n, v, ...] against class indices, summed or per row.
 
-    Classes may be sharded where the lowered function knows the form: a sum over [n, v].
+    Classes may be sharded where the lowered function knows the form: a sum over [n, v] without
+    class weights.
     """
     logits, labels = call.inputs[0], call.inputs[1]
     rest = names(len(logits) - 2)
     rows = ("n",) if len(logits) > 1 else ()
     term = named_term(logits, (*rows, "v", *rest))
     target = named_term(labels, (*rows, *rest))
+    weights = tuple(named_term(shape, ("v",)) for shape in call.inputs[2:])
     out = target if call.outputs[0] else ()
     is_sum = call.args["reduction"] == torch.nn._reduction.get_enum("sum")
-    lowers = is_sum and len(logits) == 2
-    return Notation((term, target), (out,), frozenset() if lowers else frozenset({"v"}))
+    lowers = is_sum and len(logits) == 2 and not weights
+    return Notation((term, target, *weights), (out,), frozenset() if lowers else frozenset({"v"}))

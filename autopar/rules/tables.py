@@ -6,9 +6,22 @@ of notation. A function from here never touches a tensor.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autopar.rules import families as f
 from autopar.rules import views as v
-from autopar.rules.lowering import VOCABULARY_CROSS_ENTROPY, VOCABULARY_EMBEDDING
+from autopar.rules.convolutions import CONVOLUTIONAL
+from autopar.rules.experts import EXPERT_PRODUCTS
+from autopar.rules.indexing import INDEXING
+from autopar.rules.losses import LOSSES
+from autopar.rules.lowering import (
+    CAUSAL_ATTENTION,
+    VOCABULARY_CROSS_ENTROPY,
+    VOCABULARY_EMBEDDING,
+)
+from autopar.rules.normalisation import NORMALISATION
+from autopar.rules.padded import PADDED
+from autopar.rules.random_ops import RANDOM
 from autopar.rules.rule import Family, LinearSets, Localise, OpCall, OpRule
 
 ALONE: LinearSets = ((0,),)
@@ -27,12 +40,10 @@ def _unless_rounding(call: OpCall) -> LinearSets:
 
 
 def _only_sum(call: OpCall) -> str | None:
-    if call.args.get("weight") is not None:
-        return "class weights in cross_entropy are not supported yet"
     if call.inputs[0][: len(call.inputs[1])] == call.inputs[1] and len(call.inputs[0]) == len(
         call.inputs[1]
     ):
-        return "class probabilities as labels of cross_entropy are not supported yet"
+        return "class probabilities as labels of cross_entropy, which capture did not rewrite"
     if call.args["reduction"] == 1:
         return "a cross_entropy mean that capture could not rewrite as sum / count"
     return None
@@ -42,64 +53,43 @@ def _dense_gradient(call: OpCall) -> str | None:
     return "sparse gradients of an embedding are not supported" if call.args["sparse"] else None
 
 
-_DROPOUT_HINT = "set the dropout probabilities of the model to 0"
+def _where_zero(call: OpCall) -> LinearSets:
+    return ((1,),) if call.args["other"] == 0 else ()
 
 
-def _no_attention_dropout(call: OpCall) -> str | None:
-    p = call.args["dropout_p"]
-    return f"attention dropout of p={p} is not supported yet\n{_DROPOUT_HINT}" if p else None
-
-
-def _no_dropout(call: OpCall) -> str | None:
-    """Ranks that hold the same tensor would need the same mask, and those of shards their own."""
-    p = call.args["p"]
-    drops = call.args["train"] and p > 0
-    return f"dropout of p={p} is not supported yet in training\n{_DROPOUT_HINT}" if drops else None
-
-
-# Elementwise functions of one tensor that are not linear.
-_UNARY = (
-    "relu gelu silu tanh sigmoid exp log sqrt rsqrt abs erf sin cos reciprocal square "
-    "leaky_relu elu softplus mish hardtanh hardswish hardsigmoid logical_not bitwise_not "
-    "sign floor ceil round isnan isinf log1p expm1 clamp nan_to_num log_sigmoid"
-).split()
-_UNARY_OVERLOADS = (
-    "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "clamp_min.default",
-    "clamp_max.default", "to.dtype", "to.dtype_layout", "to.device", "_to_copy.default",
-    "threshold.default", "zeros_like.default", "ones_like.default", "full_like.default",
-    "rsub.Scalar", "remainder.Scalar", "floor_divide.default", "masked_fill.Tensor",
-    "add.Scalar", "sub.Scalar",
-)  # fmt: skip
-# Elementwise functions of two tensors, or of a tensor and a scalar, that are not linear.
-_COMPARE = "eq ne lt le gt ge".split()
-_BINARY_OVERLOADS = (
-    "maximum.default", "minimum.default", "logical_and.default", "logical_or.default",
-    "logical_xor.default", "bitwise_and.Tensor", "bitwise_or.Tensor", "bitwise_xor.Tensor",
-    "bitwise_and.Scalar", "bitwise_or.Scalar", "__and__.Tensor", "__or__.Tensor",
-    "__xor__.Tensor", "remainder.Tensor", "atan2.default", "fmod.Scalar", "where.ScalarOther",
-    "where.ScalarSelf", "where.Scalar", "where.self",
+# Elementwise and not linear, where torch does not say so; `derived.py` has those it tags.
+_POINTWISE = (
+    "hardswish.default", "log_sigmoid.default", "to.dtype", "to.dtype_layout", "to.device",
+    "_to_copy.default", "zeros_like.default", "ones_like.default", "full_like.default",
+    "fill.Scalar", "floor_divide.default", "masked_fill.Tensor",
+    "where.ScalarSelf", "where.Scalar", "polar.default", "complex.default",
+    "_prelu_kernel.default",
 )  # fmt: skip
 
 POINTWISE = (
-    *(OpRule(f"aten.{name}.default", f.pointwise) for name in _UNARY),
-    *(OpRule(f"aten.{name}", f.pointwise) for name in (*_UNARY_OVERLOADS, *_BINARY_OVERLOADS)),
-    *(OpRule(f"aten.{name}.Tensor", f.pointwise) for name in _COMPARE),
-    *(OpRule(f"aten.{name}.Scalar", f.pointwise) for name in _COMPARE),
+    *(OpRule(f"aten.{name}", f.pointwise) for name in _POINTWISE),
     OpRule("aten.type_as.default", f.pointwise_first),
+    OpRule("aten.bucketize.Tensor", f.pointwise_first),
+    OpRule("aten.isin.Tensor_Tensor", f.pointwise_first),
     OpRule("aten.neg.default", f.pointwise, linear=ALONE),
     OpRule("aten.clone.default", f.pointwise, linear=ALONE),
     OpRule("aten.contiguous.default", f.pointwise, linear=ALONE),
     OpRule("aten.detach.default", f.pointwise, linear=ALONE, view=True),
-    OpRule("aten.dropout.default", f.pointwise, linear=ALONE, check=_no_dropout),
     OpRule("aten.alias.default", f.pointwise, linear=ALONE, view=True),
+    OpRule("aten._conj.default", f.pointwise, linear=ALONE, view=True),
     OpRule("aten.add.Tensor", f.pointwise, linear=f.tensors_linear_jointly),
     OpRule("aten.sub.Tensor", f.pointwise, linear=f.tensors_linear_jointly),
+    OpRule("aten.rsub.Tensor", f.pointwise, linear=f.tensors_linear_jointly),
     OpRule("aten.mul.Tensor", f.pointwise, linear=f.tensors_linear_alone),
     OpRule("aten.mul.Scalar", f.pointwise, linear=ALONE),
     OpRule("aten.div.Tensor", f.pointwise, linear=ALONE),
     OpRule("aten.div.Scalar", f.pointwise, linear=ALONE),
     OpRule("aten.div.Tensor_mode", f.pointwise, linear=_unless_rounding),
     OpRule("aten.masked_fill.Scalar", f.pointwise, linear=_scalar_or_mask_keeps_zero),
+    OpRule("aten.where.self", f.pointwise, linear=((1, 2),)),
+    OpRule("aten.where.ScalarOther", f.pointwise, linear=_where_zero),
+    OpRule("aten.view_as_real.default", "... -> ... c!", linear=ALONE, view=True),
+    OpRule("aten.view_as_complex.default", "... c! -> ...", linear=ALONE, view=True),
 )  # fmt: skip
 
 REDUCTIONS = (
@@ -108,17 +98,53 @@ REDUCTIONS = (
     *(
         OpRule(f"aten.{name}", f.reduced_whole)
         for name in (
-            "mean.dim", "mean.default", "amax.default", "amin.default", "max.dim", "min.dim",
-            "max.default", "min.default", "argmax.default", "argmin.default", "any.dim", "all.dim",
-            "var.correction", "std.correction", "var.dim", "std.dim", "logsumexp.default",
-            "prod.dim_int", "linalg_vector_norm.default",
+            "mean.dim", "mean.default", "nansum.default", "amax.default", "amin.default",
+            "aminmax.default", "max.dim", "min.dim", "max.default", "min.default",
+            "argmax.default", "argmin.default", "median.dim", "median.default", "mode.default",
+            "kthvalue.default", "any.dim", "any.dims", "any.default", "all.dim", "all.dims",
+            "all.default", "var.correction", "std.correction", "var.dim", "std.dim",
+            "var_mean.correction", "std_mean.correction", "logsumexp.default", "prod.dim_int",
+            "prod.default", "count_nonzero.dim_IntList", "count_nonzero.default",
+            "linalg_vector_norm.default", "norm.Scalar", "norm.ScalarOpt_dim", "trace.default",
         )
     ),
-    OpRule("aten.softmax.int", f.along_dim),
-    OpRule("aten._softmax.default", f.along_dim),
-    OpRule("aten.log_softmax.int", f.along_dim),
-    OpRule("aten.cumsum.default", f.along_dim),
+    *(
+        OpRule(f"aten.{name}", f.along_dims)
+        for name in (
+            "softmax.int", "_softmax.default", "_safe_softmax.default", "log_softmax.int",
+            "_log_softmax.default", "cumprod.default", "cummax.default", "cummin.default",
+            "logcumsumexp.default", "sort.default", "sort.stable", "topk.default",
+        )
+    ),
+    *(
+        OpRule(f"aten.{name}", f.along_dims, linear=ALONE)
+        for name in (
+            "cumsum.default", "flip.default", "roll.default", "_fft_c2c.default",
+            "_fft_r2c.default", "_fft_c2r.default",
+        )
+    ),
     OpRule("aten.diff.default", f.differences, linear=_all_jointly),
+    OpRule("aten.cosine_similarity.default", f.pointwise_along_dim),
+    OpRule("aten.linalg_cross.default", f.pointwise_along_dim, linear=f.tensors_linear_alone),
+    OpRule("aten._cdist_forward.default", f.outer_pairs),
+    OpRule("aten._euclidean_dist.default", f.outer_pairs),
+    *(
+        OpRule(f"aten.{name}.default", f.whole)
+        for name in ("histc", "bincount", "dist")
+    ),
+    OpRule("aten.repeat_interleave.Tensor", f.whole),
+)  # fmt: skip
+
+MATRICES = (
+    *(
+        OpRule(f"aten.{name}.default", f.matrices)
+        for name in (
+            "linalg_inv_ex", "linalg_cholesky_ex", "linalg_qr", "linalg_matrix_exp",
+            "_linalg_det", "_linalg_slogdet", "_linalg_eigh", "_linalg_svd", "_linalg_solve_ex",
+        )
+    ),
+    OpRule("aten.tril.default", f.matrices, linear=ALONE),
+    OpRule("aten.triu.default", f.matrices, linear=ALONE),
 )  # fmt: skip
 
 PRODUCTS = (
@@ -126,12 +152,13 @@ PRODUCTS = (
     OpRule("aten.bmm.default", "b m k, b k n -> b m n", "2*b*m*k*n", ((0,), (1,))),
     OpRule("aten.linear.default", "... i, o i -> ... o", "2*i*o", ((0,), (1,))),
     OpRule("aten.matmul.default", f.matmul, "2*m*k*n", ((0,), (1,))),
+    OpRule("aten.mv.default", "m k, k -> m", "2*m*k", ((0,), (1,))),
+    OpRule("aten.dot.default", "k, k ->", "2*k", ((0,), (1,))),
+    OpRule("aten.vdot.default", "k, k ->", "2*k", ((0,), (1,))),
+    OpRule("aten.einsum.default", f.einsum, "2", f.tensors_linear_alone),
     OpRule(
-        "aten.einsum.default", f.einsum, "2", f.tensors_linear_alone, check=f.explicit_einsum
-    ),
-    OpRule(
-        "aten.scaled_dot_product_attention.default", f.attention, "4*s*t*e*g",
-        check=_no_attention_dropout,
+        "aten.scaled_dot_product_attention.default", f.attention, "4*s*c*t*e*g",
+        lower={"c": CAUSAL_ATTENTION},
     ),
 )  # fmt: skip
 
@@ -145,13 +172,19 @@ NETWORK = (
         lower={"v": VOCABULARY_EMBEDDING},
         check=_dense_gradient,
     ),
-    OpRule("aten.gather.default", f.gather, linear=ALONE),
     OpRule(
         "aten.cross_entropy_loss.default",
         f.cross_entropy,
         lower={"v": VOCABULARY_CROSS_ENTROPY},
         check=_only_sum,
     ),
+)
+
+
+OVER_PADDING = tuple(
+    replace(rule, op=str(PADDED[rule.op][0]), lower={"v": PADDED[rule.op][1]})
+    for rule in NETWORK
+    if rule.op in PADDED
 )
 
 
@@ -179,6 +212,8 @@ VIEWS = (
     _view("split.Tensor", v.split, v.localise_split),
     _view("split_with_sizes.default", v.split, v.localise_split),
     _view("chunk.default", v.split),
+    _view("diagonal.default", v.diagonal),
+    _view("unfold.default", v.unfold),
     _view("unbind.int", v.unbind),
     _view("select.int", v.select),
     _view("slice.Tensor", v.slice_, v.localise_slice),
@@ -186,6 +221,7 @@ VIEWS = (
     OpRule("aten.select_scatter.default", v.scattered, linear=_all_jointly),
     OpRule("aten.pad.default", v.pad),
     OpRule("aten.constant_pad_nd.default", v.pad),
+    OpRule("aten.diag_embed.default", v.diagonal_embedded, linear=ALONE),
     OpRule("aten.cat.default", v.cat, linear=_all_jointly),
     OpRule("aten.stack.default", v.stack, linear=_all_jointly),
     *(
@@ -198,4 +234,7 @@ VIEWS = (
     ),
 )  # fmt: skip
 
-RULES = (*POINTWISE, *REDUCTIONS, *PRODUCTS, *NETWORK, *VIEWS)
+RULES = (
+    *POINTWISE, *REDUCTIONS, *MATRICES, *PRODUCTS, *NETWORK, *OVER_PADDING, *LOSSES, *INDEXING,
+    *VIEWS, *CONVOLUTIONAL, *NORMALISATION, *EXPERT_PRODUCTS, *RANDOM,
+)  # fmt: skip

@@ -283,3 +283,37 @@ def pad(call: OpCall) -> Notation:
     )
     held = {n for i, changed in enumerate(padded) if changed for n in (labels[i], after[i])}
     return Notation((source,), (target,), frozenset(held))
+
+
+def diagonal(call: OpCall) -> Notation:
+    """The diagonal of two dims, which stay whole, comes last."""
+    shape = call.inputs[0]
+    taken = {call.dim("dim1"), call.dim("dim2")}
+    labels = names(len(shape))
+    source = named_term(shape, labels)
+    rest = tuple(dim for i, dim in enumerate(source) if i not in taken)
+    last: Dim = ("x",) if call.outputs[0][-1] != 1 else ()
+    return Notation((source,), ((*rest, last),), frozenset({"x", *(labels[i] for i in taken)}))
+
+
+def diagonal_embedded(call: OpCall) -> Notation:
+    """The last dim, which stays whole, becomes the diagonal of two."""
+    out = call.outputs[0]
+    new = [call.dim("dim1", len(out)), call.dim("dim2", len(out))]
+    labels = names(len(out))
+    target = named_term(out, labels)
+    rest = tuple(dim for i, dim in enumerate(target) if i not in new)
+    last: Dim = ("x",) if call.inputs[0][-1] != 1 else ()
+    return Notation(((*rest, last),), (target,), frozenset({"x", *(labels[i] for i in new)}))
+
+
+def unfold(call: OpCall) -> Notation:
+    """Windows along a dim: it stays whole, and their elements come last."""
+    shape, out, dim = call.inputs[0], call.outputs[0], call.dim("dimension")
+    labels = names(len(shape))
+    windows = (*labels[:dim], "w", *labels[dim + 1 :], "x") if shape else ("x",)
+    return Notation(
+        (named_term(shape, labels),),
+        (named_term(out, windows),),
+        frozenset({"w", "x", *labels[dim : dim + 1]}),
+    )

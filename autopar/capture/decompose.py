@@ -1,0 +1,123 @@
+"""Operators that are made of others: the graph of one call, one level down.
+
+An operator that torch itself composes of differentiable ones (`CompositeImplicitAutograd`:
+`movedim`, `outer`, `fft_fftn`, `gru`) needs no rule of its own: what it is made of has them. A
+few others have a decomposition in torch's tables that computes what their kernel does
+(`PYTHON_DECOMPOSITIONS`). An operator with a rule is kept whole: its rule knows more than the
+sum of its parts.
+
+Parts that run under a no-grad guard of the C++ code would look differentiable in the graph, so
+an operator that has such parts is left whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._decomp import decomposition_table
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.capture.builder import Builder, Call
+from autopar.capture.grad import is_differentiable
+from autopar.capture.inplace import functionalise
+from autopar.capture.regions import GRAD_ENABLED
+from autopar.rules import own_rule
+
+aten = torch.ops.aten
+
+PYTHON_DECOMPOSITIONS = frozenset(
+    {
+        aten._weight_norm_interface.default,
+        aten.addr.default,
+        aten.block_diag.default,
+        aten.channel_shuffle.default,
+        aten.glu.default,
+        aten.pixel_shuffle.default,
+        aten.pixel_unshuffle.default,
+        aten.rot90.default,
+        aten.take.default,
+    }
+)
+_INHERITED_META = ("nn_module_stack", "stack_trace", GRAD_ENABLED)
+
+
+def decomposition(b: Builder, call: Call) -> tuple[fx.Graph, list[fx.Node]] | None:
+    """The graph of the operators that `call` is made of, and the tensors it reads in order.
+
+    None where it has a rule of its own, or is made of nothing simpler.
+    """
+    function = None if own_rule(str(call.target)) else _function(call.target)
+    if function is None:
+        return None
+    leaves, spec = pytree.tree_flatten((call.args, call.kwargs))
+    sources = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
+    watch = _NoGradWatch()
+
+    def run(*tensors: torch.Tensor) -> list[Any]:
+        rest = iter(tensors)
+        filled = [next(rest) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
+        args, kwargs = pytree.tree_unflatten(filled, spec)
+        # Torch functions are intercepted while tracing: this call is to be run, not recorded.
+        with torch._C.DisableTorchFunction(), watch:
+            return pytree.tree_leaves(function(*args, **kwargs))
+
+    try:
+        with b.mode, torch.enable_grad():
+            graph = make_fx(run, pre_dispatch=True)(*map(_differentiable, sources)).graph
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        return None
+    if watch.seen or any(n.op == "get_attr" or n.target == call.target for n in graph.nodes):
+        return None
+    functionalise(graph, {}, ())
+    for node in graph.nodes:
+        node.meta |= {k: call.origin.meta[k] for k in _INHERITED_META if k in call.origin.meta}
+    return graph, sources
+
+
+def _function(target: torch._ops.OpOverload) -> Callable[..., Any] | None:
+    if target in PYTHON_DECOMPOSITIONS:
+        return decomposition_table[target]
+    name = target._schema.name.removeprefix("aten::")
+    if name.endswith("_copy") and own_rule(f"aten.{name[:-5]}.{target._overloadname}"):
+        return getattr(getattr(aten, name[:-5]), target._overloadname)  # a view, and nothing writes
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    if composite in target.py_kernels or torch._C._dispatch_has_kernel_for_dispatch_key(
+        target.name(), "CompositeImplicitAutograd"
+    ):
+        return target.decompose
+    return None
+
+
+def _differentiable(source: fx.Node) -> torch.Tensor:
+    """A tensor like a value, with gradient where one can be: kernels that forward alone would
+    take have no derivative."""
+    value = source.meta["val"]
+    leaf = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return leaf.requires_grad_(is_differentiable(value))
+
+
+class _NoGradWatch(TorchDispatchMode):
+    """Notices operators that run with gradients off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        self.seen |= not torch.is_grad_enabled()
+        return func(*args, **(kwargs or {}))

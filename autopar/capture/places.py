@@ -1,0 +1,104 @@
+"""Canonical forms of operators that look up, repeat and write by place.
+
+repeats       `repeat` is an expansion and a reshape
+look-ups      `index_select` is `index`; at constant places that only move dims it is a view
+              (`gathers.py`)
+masks         a number written where a mask is set is `where`
+bilinear      forms of two vectors are an einsum
+memory        that is not initialised is zero: what one rank would find there is not what
+              another finds
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.capture.builder import Builder, Call
+from autopar.capture.gathers import gather_as_view
+
+aten = torch.ops.aten
+
+
+def expanded(b: Builder, source: fx.Node, shape: Sequence[int]) -> fx.Node:
+    if tuple(source.meta["val"].shape) == tuple(shape):
+        return source
+    return b.op(aten.expand.default, source, list(shape))
+
+
+def repeat(b: Builder, call: Call) -> fx.Node | None:
+    """Every dim n that is repeated r times is (1 n), expanded to (r n)."""
+    source, repeats = call.args[0], call.bind()["repeats"]
+    shape = tuple(source.meta["val"].shape)
+    sizes = (1,) * (len(repeats) - len(shape)) + shape
+    pairs = list(zip(repeats, sizes, strict=True))
+    apart = [n for pair in pairs for n in ((1, pair[1]) if pair[0] != 1 else pair[1:])]
+    wide = [n for pair in pairs for n in (pair if pair[0] != 1 else pair[1:])]
+    if apart != list(shape):
+        source = b.op(aten.reshape.default, source, apart)
+    source = expanded(b, source, wide)
+    if wide == list(call.shape):
+        return source
+    return b.op(aten.reshape.default, source, list(call.shape))
+
+
+def index_select(b: Builder, call: Call) -> fx.Node | None:
+    bound, rank = call.bind(), len(call.shape)
+    index = bound["index"]
+    if rank == 0:
+        return bound["self"]
+    if index.meta["val"].dim() == 0:
+        index = b.op(aten.reshape.default, index, [1])
+    dim = bound["dim"] % rank
+    return b.op(aten.index.Tensor, bound["self"], [*[None] * dim, index])
+
+
+def index_put(b: Builder, call: Call) -> fx.Node | None:
+    """`x[mask] = number`: the mask covers the leading dims of x."""
+    bound = call.bind()
+    source, (mask, *others), value = bound["self"], bound["indices"], bound["values"]
+    written = value.meta["val"]
+    is_number = written.numel() == 1 and written.dim() <= 1
+    if others or mask is None or mask.meta["val"].dtype != torch.bool or not is_number:
+        return None
+    if bound["accumulate"]:
+        return None
+    shape, rank = tuple(source.meta["val"].shape), mask.meta["val"].dim()
+    if len(shape) > rank:
+        mask = b.op(aten.reshape.default, mask, [*shape[:rank], *[1] * (len(shape) - rank)])
+    if written.dim():
+        value = b.op(aten.reshape.default, value, [])
+    return b.op(aten.where.self, mask, value, source)
+
+
+def bilinear(b: Builder, call: Call) -> fx.Node | None:
+    """`bilinear` of two inputs [... i] and [... j] and a weight [o i j]."""
+    bound = call.bind()
+    operands = [bound["input1"], bound["weight"], bound["input2"]]
+    result = b.op(aten.einsum.default, "...i,oij,...j->...o", operands)
+    return result if bound["bias"] is None else b.op(aten.add.Tensor, result, bound["bias"])
+
+
+def zeros(b: Builder, call: Call) -> fx.Node | None:
+    return b.op(aten.zeros.default, list(call.shape), dtype=call.origin.meta["val"].dtype)
+
+
+def zeros_like(b: Builder, call: Call) -> fx.Node | None:
+    return b.op(aten.zeros_like.default, call.args[0], dtype=call.origin.meta["val"].dtype)
+
+
+PLACE_REWRITES: dict[Any, Callable[[Builder, Call], fx.Node | None]] = {
+    aten.repeat: repeat,
+    aten.index.Tensor: gather_as_view,
+    aten.index_select: index_select,
+    aten.index_put: index_put,
+    aten.bilinear: bilinear,
+    aten.empty: zeros,
+    aten.empty_strided: zeros,
+    aten.new_empty: zeros,
+    aten.new_empty_strided: zeros,
+    aten.empty_like: zeros_like,
+}

@@ -1,0 +1,172 @@
+"""Rules of operators that read or write at places given by tensors.
+
+    index        x[i, j, :]     a! b! c, (p q), (p q) -> p q c
+    index put    x[i, j] = v    a! b! c, p!, p!, (p! c) -> a! b! c
+    scatter      along a dim    a! c, i! c, s! c -> a! c
+    index add    along a dim    a! c, i!, s! c -> a! c
+
+Dims that are addressed stay whole, on the tensor they are dims of. What is left alone may be
+sharded, and so may the places that are read: every rank reads the whole source at its own
+places, and gradients of the source are then partial sums. Places that are written may not: a
+rank would know of its own writes only. With the places fixed, all are linear in the tensors
+that are read and written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.notation import Notation, Term
+from autopar.rules.families import broadcast_term, named_term, names, whole
+from autopar.rules.rule import LinearSets, OpCall, OpRule, Shape
+
+SUMS = ("sum", "mean")
+
+
+def _is_mask(index: Any) -> bool:
+    value = index.meta["val"] if isinstance(index, fx.Node) else index
+    return value.dtype in (torch.bool, torch.uint8)
+
+
+@dataclass(frozen=True)
+class _Places:
+    """`x[indices]` in notation: names of the source, of the index tensors and of what is read."""
+
+    source: Term
+    indices: tuple[Term, ...]
+    read: Term
+    read_shape: Shape
+    addressed: frozenset[str]
+    block: frozenset[str]
+
+    @staticmethod
+    def of(call: OpCall) -> _Places:
+        shape = call.inputs[0]
+        dims = [i for i, index in enumerate(call.args["indices"]) if index is not None]
+        index_shapes = call.inputs[1 : 1 + len(dims)]
+        block_shape = torch.broadcast_shapes(*index_shapes)
+        labels, block = names(len(shape)), names(len(block_shape), "p")
+        source = named_term(shape, labels)
+        # Adjacent addressed dims are replaced by the block where they stand; else it comes first.
+        adjacent = dims[-1] - dims[0] + 1 == len(dims)
+        start = dims[0] if adjacent else 0
+        rest = [i for i in range(len(shape)) if i not in dims]
+        before, after = [i for i in rest if i < start], [i for i in rest if i >= start]
+        middle = named_term(tuple(block_shape), block)
+        return _Places(
+            source,
+            tuple(broadcast_term(s, tuple(block_shape), block) for s in index_shapes),
+            (*(source[i] for i in before), *middle, *(source[i] for i in after)),
+            (*(shape[i] for i in before), *block_shape, *(shape[i] for i in after)),
+            frozenset(labels[i] for i in dims),
+            frozenset(block),
+        )
+
+
+def index(call: OpCall) -> Notation:
+    """`x[i, j]` with integer tensors."""
+    places = _Places.of(call)
+    return Notation((places.source, *places.indices), (places.read,), places.addressed)
+
+
+def refuse_masks(call: OpCall) -> str | None:
+    if any(_is_mask(i) for i in call.args["indices"] if i is not None):
+        return "x[mask] has a shape that depends on the data\nuse torch.where or masked_fill"
+    return None
+
+
+def index_put(call: OpCall) -> Notation:
+    """`x[i, j] = v`, v broadcast to what is read there; masks address all dims."""
+    if any(_is_mask(i) for i in call.args["indices"] if i is not None):
+        return whole(call)
+    places = _Places.of(call)
+    shape, offset = call.inputs[-1], len(places.read_shape) - len(call.inputs[-1])
+    values = tuple(
+        places.read[offset + i] if size == places.read_shape[offset + i] else ()
+        for i, size in enumerate(shape)
+    )
+    return Notation(
+        (places.source, *places.indices, values),
+        (places.source,),
+        places.addressed | places.block,
+    )
+
+
+def gather(call: OpCall) -> Notation:
+    """`gather` along a dim, in which the source is whole; so are both where the index is
+    shorter than the source, since its rows are the source's first."""
+    source, places = call.inputs
+    along, labels, held = call.dim(), names(len(places)), names(len(source), "x")
+    same = [i != along and n == places[i] for i, n in enumerate(source)]
+    mixed = tuple(d if ok else x for ok, d, x in zip(same, labels, held, strict=True))
+    shorter = {d for i, d in enumerate(labels) if i != along and not same[i]}
+    term = named_term(places, labels)
+    return Notation((named_term(source, mixed), term), (term,), frozenset(held) | shorter)
+
+
+def scatter(call: OpCall) -> Notation:
+    """`scatter` along a dim: dims that all tensors have alike are free."""
+    along, rank = call.dim(), len(call.inputs[0])
+    alike = [
+        i != along and len({shape[i] for shape in call.inputs if shape}) == 1 for i in range(rank)
+    ]
+    terms, held = [], set()
+    for k, shape in enumerate(call.inputs):
+        own = names(len(shape), f"x{k}_")
+        held |= set(own)
+        labels = tuple(f"d{i}" if alike[i] else own[i] for i in range(len(shape)))
+        terms.append(named_term(shape, labels))
+    return Notation(tuple(terms), (terms[0],), frozenset(held))
+
+
+def along_index(call: OpCall) -> Notation:
+    """`index_add`, `index_copy`, `index_fill`: the index is a list of rows of one dim."""
+    along, labels = call.dim(), names(len(call.inputs[0]))
+
+    def term(shape: Shape, name: str) -> Term:
+        return named_term(shape, tuple(name if i == along else d for i, d in enumerate(labels)))
+
+    target, places, *values = call.inputs
+    return Notation(
+        (
+            term(target, "a"),
+            named_term(places, names(len(places), "i")),
+            *(term(shape, "s") if shape else () for shape in values),
+        ),
+        (term(target, "a"),),
+        frozenset({"a", "s", "i0"}),
+    )
+
+
+def _ends_jointly(call: OpCall) -> LinearSets:
+    """In what is written over and in what is written: the first tensor and the last."""
+    return ((0, len(call.inputs) - 1),)
+
+
+def _reduces_jointly(call: OpCall) -> LinearSets:
+    return _ends_jointly(call) if call.args.get("reduce", "sum") in SUMS else ()
+
+
+def _writes_zero(call: OpCall) -> LinearSets:
+    return ((0,),) if call.args["value"] == 0 else ()
+
+
+INDEXING = (
+    OpRule("aten.index.Tensor", index, linear=((0,),), check=refuse_masks),
+    OpRule("aten.index_put.default", index_put, linear=_ends_jointly),
+    OpRule("aten.gather.default", gather, linear=((0,),)),
+    OpRule("aten.scatter.src", scatter, linear=_ends_jointly),
+    OpRule("aten.scatter.value", scatter, linear=_writes_zero),
+    OpRule("aten.scatter_add.default", scatter, linear=_ends_jointly),
+    OpRule("aten.scatter_reduce.two", scatter, linear=_reduces_jointly),
+    OpRule("aten.index_add.default", along_index, linear=_ends_jointly),
+    OpRule("aten.index_copy.default", along_index, linear=_ends_jointly),
+    OpRule("aten.index_fill.int_Scalar", along_index, linear=_writes_zero),
+    OpRule("aten.index_fill.int_Tensor", along_index, linear=_ends_jointly),
+    OpRule("aten._embedding_bag.default", whole),
+    OpRule("aten.masked_scatter.default", whole, linear=((0, 2),)),
+)

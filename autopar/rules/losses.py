@@ -1,0 +1,66 @@
+"""Rules of losses that torch computes in one operator.
+
+A loss of elements is pointwise, and its sum is Partial wherever it is sharded. Means have left
+with capture (`capture/losses.py`): they are sums divided by the number of elements, or of
+labels that count.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from autopar.notation import Notation
+from autopar.rules.families import broadcast_term, named_term, names, pointwise
+from autopar.rules.rule import LinearSets, OpCall, OpRule
+
+MEAN = torch.nn._reduction.get_enum("mean")
+
+
+def elementwise(call: OpCall) -> Notation:
+    """A loss of inputs that broadcast, per element or summed."""
+    if not call.args["reduction"]:
+        return pointwise(call)
+    shape = tuple(torch.broadcast_shapes(*call.inputs))
+    labels = names(len(shape))
+    return Notation(tuple(broadcast_term(s, shape, labels) for s in call.inputs), ((),))
+
+
+def refuse_mean(call: OpCall) -> str | None:
+    """Capture leaves none."""
+    return (
+        "a mean that capture did not write as sum / count"
+        if call.args["reduction"] == MEAN
+        else None
+    )
+
+
+def negative_log_likelihood(call: OpCall) -> Notation:
+    """Scores [n, v] or [n, v, ...] of class indices: every class must be there to be found.
+
+    Class weights are one per class.
+    """
+    scores, labels = call.inputs[:2]
+    rest = names(len(scores) - 2)
+    rows = ("n",) if len(scores) > 1 else ()
+    target = named_term(labels, (*rows, *rest))
+    weights = tuple(named_term(s, ("v",)) for s in call.inputs[2:])
+    out = target if call.outputs[0] else ()
+    return Notation(
+        (named_term(scores, (*rows, "v", *rest)), target, *weights), (out,), frozenset({"v"})
+    )
+
+
+LINEAR: LinearSets = ((0,),)
+LOSSES = (
+    *(
+        OpRule(f"aten.{name}.default", elementwise, check=refuse_mean)
+        for name in (
+            "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy",
+            "binary_cross_entropy_with_logits", "kl_div",
+        )
+    ),
+    *(
+        OpRule(f"aten.{name}.default", negative_log_likelihood, linear=LINEAR, check=refuse_mean)
+        for name in ("nll_loss", "nll_loss_nd")
+    ),
+)  # fmt: skip
