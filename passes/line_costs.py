@@ -6,6 +6,7 @@ counted by the operator's rule; a rank has the part that its placements leave it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -63,13 +64,15 @@ class LineCosts:
         saved = self.analysis.saved.get(operator.name)
         if saved is None or not any(out.has_grad for out in outs):
             return 0.0, ()
+        own_bytes = 0.0
         if chosen.lowered is not None:
             own_bytes = self._lowered(chosen.lowered.saved_bytes, operator, chosen, inputs, outs)
-            return own_bytes, tuple(inputs[i].name for i in chosen.lowered.keeps)
+            if not chosen.lowered.wraps:
+                return own_bytes, tuple(inputs[i].name for i in chosen.lowered.keeps)
         keeps = [inputs[i].name for i in sorted(saved.inputs)]
         keeps += [outs[i].name for i in sorted(saved.outputs) if outs[i].name != UNUSED]
-        unnamed = sum(outs[i].size_bytes for i in saved.outputs if outs[i].name == UNUSED)
-        return unnamed + saved.other_bytes * self._share(operator, chosen), tuple(keeps)
+        own_bytes += sum(outs[i].size_bytes for i in saved.outputs if outs[i].name == UNUSED)
+        return own_bytes + saved.other_bytes * self._share(operator, chosen), tuple(keeps)
 
     def _share(self, operator: Operator, chosen: OperatorStrategy) -> float:
         """One rank's part in one microbatch of bytes measured on whole tensors."""
@@ -86,15 +89,18 @@ class LineCosts:
         self, operator: Operator, chosen: OperatorStrategy,
         inputs: Sequence[Local], outs: Sequence[Local],
     ) -> Workspace:  # fmt: skip
+        forward_bytes = backward_bytes = 0.0
         if chosen.lowered is not None:
-            return Workspace(
-                self._lowered(chosen.lowered.forward_bytes, operator, chosen, inputs, outs),
-                self._lowered(chosen.lowered.backward_bytes, operator, chosen, inputs, outs),
+            formulas = chosen.lowered.forward_bytes, chosen.lowered.backward_bytes
+            forward_bytes, backward_bytes = (
+                self._lowered(formula, operator, chosen, inputs, outs) for formula in formulas
             )
+            if not chosen.lowered.wraps:
+                return Workspace(forward_bytes, backward_bytes)
         needed, share = self.analysis.temporaries[operator.name], self._share(operator, chosen)
         return Workspace(
-            needed.forward_bytes * share,
-            needed.backward_bytes * share,
+            forward_bytes + needed.forward_bytes * share,
+            backward_bytes + needed.backward_bytes * share,
             tuple(inputs[i].name for i in sorted(needed.passed)),
         )
 
@@ -112,7 +118,7 @@ class LineCosts:
                 int(self._lowered(call.size_bytes, operator, chosen, inputs, outs)),
             )
             for call in chosen.lowered.inner
-            if call.phase == "forward" or any(out.has_grad for out in outs)
+            if call.runs([i.has_grad for i in inputs])
         )
 
     def _lowered(
@@ -122,7 +128,8 @@ class LineCosts:
         """A formula of what replaces an operator, with the sizes of one rank."""
         assert chosen.lowered is not None
         sizes = name_sizes(operator.notation, [i.shape for i in inputs], [o.shape for o in outs])
-        return chosen.lowered.value(formula, sizes, inputs[0].dtype.itemsize)
+        n_ranks = math.prod(self.sizes[axis] for axis in chosen.lowered_axes)
+        return chosen.lowered.value(formula, sizes, inputs[0].dtype.itemsize, n_ranks)
 
     def shares(self, operator: Operator, names: Sequence[str]) -> tuple[str | None, ...]:
         """Per output, the variable it is a view of."""

@@ -97,8 +97,14 @@ def attention(
 ATTENTIONS = [
     attention((4, 4, 4, 2), (4, 4, 8, 2)),
     attention((2, 4, 4, 2), (2, 4, 4, 2), is_causal=True),
+    attention((2, 4, 4, 2), (2, 4, 8, 2), is_causal=True, scale=0.3),
+    attention((4, 8, 2), (4, 4, 2), is_causal=True),  # the last ranks' rows see all keys
+    attention((4, 2), (4, 2), is_causal=True),
     attention((2, 4, 4, 2), (2, 4, 4, 2), bools(4, 4) | torch.eye(4, dtype=torch.bool)),
     attention((2, 4, 4, 2), (2, 4, 4, 2), fixed(2, 1, 1, 4)),
+    attention((2, 4, 4, 2), (2, 4, 4, 2), bools(2, 1, 4, 4) | torch.eye(4, dtype=torch.bool)),
+    attention((2, 4, 4, 2), (2, 4, 4, 2), x(1, 4, 4, 4)),  # a learned bias per head
+    attention((2, 4, 4, 2), (2, 4, 8, 2), x(4, 8)),
     attention((4, 4, 2), (4, 8, 2), x(4, 4, 8), scale=0.3),
     attention((4, 2), (8, 2), fixed(4, 8)),
     attention((1, 4, 4, 2), (4, 4, 4, 2), bools(4, 1, 1, 4) | torch.eye(4, dtype=torch.bool)),
@@ -129,7 +135,6 @@ SAMPLES: dict[str, list[Sample]] = {
     **{f"aten.{n}.default": [call(positive(4, 8))] for n in ("log", "sqrt", "rsqrt", "log1p")},
     **{f"aten.{n}.default": LOGICAL for n in ("logical_and", "logical_or", "logical_xor")},
     **{f"aten.{n}.Tensor": LOGICAL for n in ("bitwise_and", "bitwise_or", "bitwise_xor")},
-    **{f"aten.__{n}__.Tensor": LOGICAL for n in ("and", "or", "xor")},
     **{f"aten.{n}.Tensor": COMPARED for n in ("eq", "ne", "lt", "le", "gt", "ge")},
     **{f"aten.{n}.Scalar": [call(ints(3, 4, 8), 1)] for n in ("eq", "ne", "lt", "le", "gt", "ge")},
     "aten.logical_not.default": [call(bools(4, 8))],
@@ -286,6 +291,15 @@ SAMPLES: dict[str, list[Sample]] = {
         call(x(4, 8, 2), holes(ints(8, 4, 2)), None, 2, -100, 0.1),
         call(x(4, 8, 2), ints(8, 4, 2), None, 0),
         call(x(8), ints(8).view(()), None, 2),
+    ],
+    "autopar.padded_embedding.default": [
+        call(x(8, 4), ints(7, 4, 2), n_valid=7),
+        call(x(8, 4), ints(3, 8) + 2, 3, n_valid=5),  # the last of 4 ranks has only padding
+    ],
+    "autopar.padded_cross_entropy.default": [
+        call(x(8, 8), holes(ints(7, 8)), None, 2, n_valid=7),
+        call(x(8, 8), holes(ints(5, 8)), None, 2, -100, 0.1, n_valid=5),
+        call(x(4, 8, 2), holes(ints(7, 4, 2)), None, 0, n_valid=7),
     ],
     "aten.view.default": VIEWED,
     "aten.reshape.default": VIEWED,

@@ -1,0 +1,40 @@
+"""Causal attention over a query whose sequence is sharded contiguously on a group.
+
+Rank r of n holds rows [r·s, (r+1)·s) of the query, and all keys and values. The mask of torch's
+`is_causal` counts from the first row and the first key, row i sees keys [0, i], so its slice is
+
+    row i of rank r sees keys j ≤ r·s + i
+
+and no key from (r+1)·s on is seen by any row of the rank: those are cut off, which is exact and
+saves their part of the products. Nothing is communicated; the keys' gradients are the ranks'
+parts of a sum (a Replicate's gradient), and autograd's are right as they are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from autopar.runtime.groups import Group
+
+
+def causal_attention(
+    query_local: Tensor, key: Tensor, value: Tensor, g: Group, scale: float | None, grouped: bool
+) -> Tensor:
+    """Rows of `aten.scaled_dot_product_attention(is_causal=True)`: * c e, * t e, * t f -> * c f.
+
+    `grouped` is its `enable_gqa`.
+    """
+    n_rows, n_keys = query_local.shape[-2], key.shape[-2]
+    first_row = g.rank * n_rows
+    n_seen = min(first_row + n_rows, n_keys)
+    if n_seen < n_keys:
+        key, value = key.narrow(-2, 0, n_seen), value.narrow(-2, 0, n_seen)
+    mask = None
+    if first_row:
+        rows = torch.arange(first_row, first_row + n_rows, device=key.device)
+        mask = rows.unsqueeze(1) >= torch.arange(n_seen, device=key.device)
+    out: Tensor = torch.ops.aten.scaled_dot_product_attention.default(
+        query_local, key, value, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
+    return out
