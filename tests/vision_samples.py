@@ -149,6 +149,8 @@ VISION_SAMPLES: dict[str, list[Sample]] = {
         call(x(2, 4, 2), None, None, fixed(4), positive(4).detach(), False, 0.1, 1e-5, False),
         call(*normed(4, 8), True, 0.1, 1e-5, False),
         call(x(4, 8, 2), None, None, None, None, True, 0.1, 1e-5, False),
+        call(x(8, 4, 3, 2), x(4), x(4), None, None, True, 0.1, 1e-5, False),
+        call(fixed(4, 8), x(8), x(8), None, None, True, 0.1, 1e-5, False),  # an input
     ],
     "aten._native_batch_norm_legit_functional.default": [
         call(*normed(4, 8), True, 0.1, 1e-5),

@@ -20,6 +20,7 @@ from typing import Any
 
 from autopar.notation import Notation, Term
 from autopar.rules.families import named_term, names
+from autopar.rules.lowering import BATCH_NORM
 from autopar.rules.rule import Family, LinearSets, OpCall, OpRule, Shape
 
 ALONE: LinearSets = ((0,),)
@@ -133,25 +134,27 @@ def _localise_num_groups(
     return {"num_groups": call.args["num_groups"] * inputs[0][1] // channels}
 
 
-def _channelwise(call: OpCall, held: Sequence[str]) -> Notation:
+def _channelwise(call: OpCall, held: Sequence[str], batch: str = "b") -> Notation:
     """[b c ...] with weight, bias and statistics per channel."""
     shape = call.inputs[0]
-    labels = ("b", "c", *names(len(shape) - 2, "s"))
+    labels = (batch, "c", *names(len(shape) - 2, "_"))
     term = named_term(shape, labels)
     per_channel = tuple(named_term(s, ("c",)) for s in call.inputs[1:])
     return Notation((term, *per_channel), (term,), frozenset(held))
 
 
 def batch_norm(call: OpCall) -> Notation:
-    """With statistics given it is elementwise; its own are over all but the channels."""
-    rank = len(call.inputs[0])
-    return _channelwise(call, ("b", *names(rank - 2, "s")) if call.args["training"] else ())
+    """With statistics given it is elementwise; its own are over all but the channels, and
+    over a sharded batch, `n`, by a lowering."""
+    if not call.args["training"]:
+        return _channelwise(call, ())
+    return _channelwise(call, names(len(call.inputs[0]) - 2, "_"), batch="n")
 
 
 def instance_norm(call: OpCall) -> Notation:
     """Statistics of every row and channel, or given ones."""
-    rank = len(call.inputs[0])
-    return _channelwise(call, names(rank - 2, "s") if call.args["use_input_stats"] else ())
+    spatial = names(len(call.inputs[0]) - 2, "_")
+    return _channelwise(call, spatial if call.args["use_input_stats"] else ())
 
 
 def _updates_nothing(call: OpCall) -> str | None:
@@ -256,7 +259,7 @@ REARRANGED = (
 )
 NORMS = (
     OpRule("aten.group_norm.default", group_norm, localise=_localise_num_groups),
-    OpRule("aten.batch_norm.default", batch_norm),
+    OpRule("aten.batch_norm.default", batch_norm, lower={"n": BATCH_NORM}),
     OpRule("aten.instance_norm.default", instance_norm, check=_updates_nothing),
 )
 

@@ -76,9 +76,7 @@ class Lowering:
     contiguous: bool = True
     wraps: bool = False
 
-    def value(
-        self, formula: str, sizes: Mapping[str, float], itemsize: int, n_ranks: int
-    ) -> float:
+    def value(self, formula: str, sizes: Mapping[str, float], itemsize: int, n_ranks: int) -> float:
         """A formula of this lowering; `sizes` are those of one of `n_ranks`."""
         widths = {"item": itemsize, "width": width_bytes(itemsize)}
         return evaluate(formula, {**sizes, **widths, "ranks": n_ranks})

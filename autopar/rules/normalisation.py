@@ -1,9 +1,9 @@
 """Batch norm in training, as capture writes it: its new running statistics are results.
 
-    b c s!, c, c, c, c -> b c s!, c, c, c, c    the normalised input; the batch's mean and
+    n c s!, c, c, c, c -> n c s!, c, c, c, c    the normalised input; the batch's mean and
                                                 1 / deviation; the running mean and variance
 
-Statistics are over all but the channels, so only those may be sharded.
+Statistics are over all but the channels: those may be sharded, and the batch by a lowering.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from autopar.notation import Notation
 from autopar.rules.convolutions import batch_norm
 from autopar.rules.families import named_term
+from autopar.rules.lowering import BATCH_NORM_WITH_STATISTICS
 from autopar.rules.rule import OpCall, OpRule
 
 
@@ -21,5 +22,9 @@ def batch_norm_with_statistics(call: OpCall) -> Notation:
 
 
 NORMALISATION = (
-    OpRule("aten._native_batch_norm_legit_functional.default", batch_norm_with_statistics),
+    OpRule(
+        "aten._native_batch_norm_legit_functional.default",
+        batch_norm_with_statistics,
+        lower={"n": BATCH_NORM_WITH_STATISTICS},
+    ),
 )
