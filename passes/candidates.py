@@ -8,6 +8,7 @@ outer products and nothing is priced twice.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -222,6 +223,7 @@ class CandidateMaker:
     ) -> Array:  # fmt: skip
         """The collectives inside a lowered operator, per choice."""
         itemsize = self.types[item.operator.inputs[0]].itemsize
+        grads = [self.types[n].has_grad for n in item.operator.inputs]
         out = np.zeros(len(columns[0]) if columns else 1)
         for c in range(len(out)):
             joints = [per_axis[k][column[c]] for k, column in enumerate(columns)]
@@ -231,11 +233,13 @@ class CandidateMaker:
                 continue
             sizes = dict(item.sizes)
             for axis, strategy in zip(active, chosen, strict=True):
-                if strategy.label is not None:
-                    sizes[item.pattern.names[strategy.label]] //= self.cost.mesh.sizes[axis]
+                for label in (strategy.label or "").split():
+                    sizes[item.pattern.names[label]] //= self.cost.mesh.sizes[axis]
+            n_ranks = math.prod(self.cost.mesh.sizes[axis] for axis in axes)
             for inner in lowering.inner:
-                size_bytes = int(lowering.value(inner.size_bytes, sizes, itemsize))
-                out[c] += self.cost.primitive_time_s(inner.kind, size_bytes, axes)
+                if inner.runs(grads):
+                    size_bytes = int(lowering.value(inner.size_bytes, sizes, itemsize, n_ranks))
+                    out[c] += self.cost.primitive_time_s(inner.kind, size_bytes, axes)
         return out
 
     def _kept_bytes(

@@ -197,6 +197,23 @@ class Group(ABC):
         self._record("all_to_all", x.nbytes)
         return join(self._all_to_all(stack, source, target), source)
 
+    def send_rows(self, rows: Tensor, n_sent: Sequence[int], n_received: Sequence[int]) -> Tensor:
+        """`rows` in the order of the ranks they go to, `n_sent[r]` to rank r; those that come.
+
+        The numbers differ among ranks, and each must know how many it gets from every other.
+        """
+        self._record("all_to_all", rows.nbytes)
+        return self._all_to_all_rows(rows.detach().contiguous(), n_sent, n_received)
+
+    def return_rows(self, rows: Tensor, n_sent: Sequence[int], n_received: Sequence[int]) -> Tensor:
+        """One row for each that `send_rows` brought, back to where that came from.
+
+        Counted by what comes back to this rank, so that both ways are counted by its own rows.
+        """
+        returned = self._all_to_all_rows(rows.detach().contiguous(), n_received, n_sent)
+        self._record("all_to_all", returned.nbytes)
+        return returned
+
     def slice(self, x: Tensor, split: Split) -> Tensor:
         """This rank's piece of `x` along `split`; no communication."""
         dim, rest = split.dim, _rest(x, split, self.size)
@@ -242,6 +259,12 @@ class Group(ABC):
     def _all_to_all(self, stack: Tensor, source: Split, target: Split) -> Tensor:
         """[n, *piece], one for each rank -> [n, *piece], one from each rank."""
 
+    @abstractmethod
+    def _all_to_all_rows(
+        self, rows: Tensor, n_sent: Sequence[int], n_received: Sequence[int]
+    ) -> Tensor:
+        """[sum(n_sent), *row], in the order of ranks -> [sum(n_received), *row], likewise."""
+
 
 class DistGroup(Group):
     """A group over `torch.distributed`: NCCL, gloo, or what the user initialised.
@@ -277,6 +300,13 @@ class DistGroup(Group):
     def _all_to_all(self, stack: Tensor, source: Split, target: Split) -> Tensor:
         out = torch.empty_like(stack)
         dist.all_to_all_single(out.view(-1), stack.view(-1), group=self.process_group)
+        return out
+
+    def _all_to_all_rows(
+        self, rows: Tensor, n_sent: Sequence[int], n_received: Sequence[int]
+    ) -> Tensor:
+        out = rows.new_empty(sum(n_received), *rows.shape[1:])
+        dist.all_to_all_single(out, rows, list(n_received), list(n_sent), self.process_group)
         return out
 
 

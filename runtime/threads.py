@@ -240,6 +240,26 @@ class ThreadGroup(Group):
 
         return self._meet("all_to_all", (source, target), stack, compute)
 
+    def _all_to_all_rows(
+        self, rows: Tensor, n_sent: Sequence[int], n_received: Sequence[int]
+    ) -> Tensor:
+        # Members may bring any number of rows, so they meet over the numbers first.
+        along = (Split(0, 1),)
+        sent = self._all_gather(torch.tensor(n_sent), *along)
+        if sent[:, self.rank].tolist() != list(n_received):
+            raise VerificationError(
+                f"rank {self.ranks[self.rank]} expects {list(n_received)} rows of ranks "
+                f"{list(self.ranks)}, which send it {sent[:, self.rank].tolist()}",
+                hint="exchange the numbers of rows before the rows",
+            )
+
+        def compute(all_rows: list[Tensor]) -> list[Tensor]:
+            parts = [x.split(n.tolist()) for x, n in zip(all_rows, sent, strict=True)]
+            return [torch.cat(column) for column in zip(*parts, strict=True)]
+
+        call = _Call("all_to_all_rows", self.label, along, tuple(rows.shape[1:]), rows.dtype)
+        return self._meeting.meet(self._world_rank, call, rows, compute)
+
 
 def _reduced(xs: Sequence[Tensor], op: ReduceOp) -> Tensor:
     """The reduction in list order, in the tensors' own dtype."""

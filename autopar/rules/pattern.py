@@ -16,7 +16,8 @@ their I is written R.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.notation import Notation
@@ -40,7 +41,8 @@ class Pattern:
 class AxisStrategy:
     """An operator's placements on one mesh axis.
 
-    `label` is what is sharded, if anything, and `lowering` what then replaces the operator.
+    `label` is what is sharded, if anything (two names apart by a space where that is a pair),
+    and `lowering` what then replaces the operator.
     """
 
     inputs: tuple[Placement, ...]
@@ -110,6 +112,27 @@ def _distribute(
     return out
 
 
+def _sharded_together(rule: OpRule, pattern: Pattern) -> Iterator[tuple[str, ...]]:
+    """Every label alone, and pairs of which the rule says what replaces the operator."""
+    yield from ((label,) for label in pattern.labels)
+    for pair in (key.split() for key in rule.lower if " " in key):
+        yield from itertools.product(
+            *([label for label in pattern.labels if pattern.names[label] == n] for n in pair)
+        )
+
+
+def _cells(pattern: Pattern, labels: Sequence[str]) -> tuple[list[Cell | None], list[Cell | None]]:
+    """Where inputs and outputs carry one of the labels; no tensor carries two."""
+    inputs, outputs = zip(*(pattern.labels[label] for label in labels), strict=True)
+
+    def either(per_label: Sequence[Sequence[Cell | None]]) -> list[Cell | None]:
+        found = [[cell for cell in cells if cell] for cells in zip(*per_label, strict=True)]
+        assert all(len(cells) < 2 for cells in found), f"{labels} are of one tensor"
+        return [cells[0] if cells else None for cells in found]
+
+    return either(inputs), either(outputs)
+
+
 def axis_strategies(
     rule: OpRule,
     call: OpCall,
@@ -131,14 +154,16 @@ def axis_strategies(
 
     add([I] * n_in, [I] * n_out)
     add([R] * n_in, [R] * n_out)
-    for label, (in_cells, out_cells) in pattern.labels.items():
-        lowering = rule.lower.get(pattern.names[label])
-        if lowering and lowering.contiguous and any(cell and cell[1] for cell in in_cells):
+    for labels in _sharded_together(rule, pattern):
+        lowering = rule.lower.get(" ".join(pattern.names[label] for label in labels))
+        counted = pattern.labels[labels[-1]][0]
+        if lowering and lowering.contiguous and any(cell and cell[1] for cell in counted):
             continue
+        in_cells, out_cells = _cells(pattern, labels)
         outputs = [S(*c) if c else P for c in out_cells]
         for i, kind in enumerate(lowering.outputs if lowering else ()):
             outputs[i] = Placement(kind) if kind else outputs[i]
-        add([S(*c) if c else R for c in in_cells], outputs, label, lowering)
+        add([S(*c) if c else R for c in in_cells], outputs, " ".join(labels), lowering)
     for together in rule.linear_of(call):
         inputs = [P if i in together else R for i in range(n_in)]
         if all(input_grads[i] or not any(input_grads) for i in together):
