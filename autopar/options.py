@@ -86,7 +86,8 @@ class Options:
 
     `memory_limit` is in bytes per device (None: the hardware's less a margin), `time_limit_s`
     bounds the planner, `batch_dims` maps an input's path to the dim that counts samples, or to
-    None where there is none (an input that it does not name is inferred).
+    None where there is none (an input that it does not name is inferred). `fallback` says what
+    becomes of an operator without a sharding rule (`passes/fallback.py`).
     """
 
     microbatches: int | str = "auto"
@@ -100,6 +101,7 @@ class Options:
     manual: Manual | None = None
     force: tuple[Pin, ...] = ()
     forbid: frozenset[str] = frozenset()
+    fallback: Literal["error", "replicate"] = "error"
     solver: Literal["auto", "ilp"] = "auto"
     time_limit_s: float | None = None
     batch_dims: Mapping[str, int | None] = field(default_factory=dict)
@@ -331,6 +333,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "manual": _manual,
     "force": parse_pins,
     "forbid": _forbid,
+    "fallback": _words("fallback", "error replicate"),
     "solver": _words("solver", "auto ilp"),
     "time_limit_s": lambda value: _positive("time_limit_s", value, "seconds"),
     "batch_dims": _batch_dims,

@@ -30,6 +30,7 @@ from autopar.job import from_rank_0, join_process_group, own_rank
 from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.passes.intra_op import Analysis
+from autopar.passes.fallback import accept_again
 from autopar.passes.padding import pad
 from autopar.plan_data import PlanData
 from autopar.plan_inputs import check_mesh, example_of, has_nested_inputs
@@ -101,6 +102,7 @@ class ParallelModule(nn.Module):
         self._adopt(data, self._capture(example, training=True))
 
     def _adopt(self, data: PlanData, program: Program) -> None:
+        accept_again(data.kept_whole)
         analysis = Analysis.of(pad(program, data.padded), data.batch_dims or None)
         bound = bind(data, analysis, self._mesh)
         pipeline = bound.pipeline

@@ -87,6 +87,9 @@ def _planning_flags(
     forbid: Annotated[
         list[str] | None, typer.Option(help="data, tensor, sequence, zero3 ... Repeatable.")
     ] = None,
+    fallback: Annotated[
+        str | None, typer.Option(help="Operators without a rule: error, or replicate.")
+    ] = None,
     solver: Annotated[str | None, typer.Option(help="auto, or ilp.")] = None,
     time_limit_s: Annotated[float | None, typer.Option(help="Seconds for each solve.")] = None,
 ) -> PlanRequest:
@@ -94,8 +97,8 @@ def _planning_flags(
         "microbatches": microbatches, "schedule": schedule, "stages": stages,
         "mesh_shape": mesh_shape, "optimizer": optimizer, "precision": precision,
         "memory_limit": memory_limit, "recompute": recompute, "manual": manual,
-        "force": force or None, "forbid": forbid or None, "solver": solver,
-        "time_limit_s": time_limit_s,
+        "force": force or None, "forbid": forbid or None, "fallback": fallback,
+        "solver": solver, "time_limit_s": time_limit_s,
     }  # fmt: skip
     set_by_user = {name: value for name, value in given.items() if value is not None}
     return PlanRequest(mesh, hardware, batch, seq, set_by_user)

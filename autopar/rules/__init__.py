@@ -8,6 +8,7 @@ from typing import Any
 from autopar.errors import MissingRuleError, NotSupportedError
 from autopar.notation import Notation
 from autopar.rules.derived import derived_rule, is_pure
+from autopar.rules.families import whole
 from autopar.rules.operators import find_operator
 from autopar.rules.rule import Localise, OpCall, OpRule
 from autopar.rules.tables import RULES
@@ -20,12 +21,15 @@ __all__ = [
     "find_operator",
     "has_rule",
     "is_pure",
+    "keep_whole",
+    "missing_rule",
     "own_rule",
     "register_rule",
     "rule_for",
 ]
 
 _registry: dict[str, OpRule] = {rule.op: rule for rule in RULES}
+_kept_whole: dict[str, OpRule] = {}
 assert len(_registry) == len(RULES), "an operator has two rules"
 
 
@@ -44,16 +48,31 @@ def own_rule(op: str) -> OpRule | None:
 
 def rule_for(op: str, where: str = "") -> OpRule:
     """The rule of an overload; raises `MissingRuleError` with the line to write."""
-    rule = _registry.get(op) or derived_rule(op)
+    rule = _registry.get(op) or derived_rule(op) or _kept_whole.get(op)
     if rule is None:
-        public = op.removesuffix(".default").replace(".", "::", 1)
-        raise MissingRuleError(
-            f"operator {op} has no sharding rule",
-            where=where,
-            hint=f'autopar.register_rule("{public}", "b s h, h f -> b s f") '
-            "with the notation of its tensors in order",
-        )
+        raise missing_rule(op, where)
     return rule
+
+
+def missing_rule(op: str, where: str = "") -> MissingRuleError:
+    public = op.removesuffix(".default").replace(".", "::", 1)
+    return MissingRuleError(
+        f"operator {op} has no sharding rule",
+        where=where,
+        hint=f'autopar.register_rule("{public}", "b s h, h f -> b s f") '
+        "with the notation of its tensors in order",
+    )
+
+
+def keep_whole(op: str, where: str = "") -> None:
+    """From now on an operator without a rule has one: it is never sharded.
+
+    Raises `MissingRuleError` for one that writes to its arguments or draws random numbers:
+    running it on every rank would not be the same.
+    """
+    if not is_pure(find_operator(op)):
+        raise missing_rule(op, where)
+    _kept_whole[op] = OpRule(op, whole)
 
 
 def check_call(rule: OpRule, call: OpCall, where: str = "") -> None:

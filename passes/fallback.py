@@ -1,0 +1,50 @@
+"""Operators without a rule: refused, or kept whole where the user accepts what that costs.
+
+    fallback="error"       `MissingRuleError`, with the line to write
+    fallback="replicate"   every rank runs all of the operator on whole tensors: right, and as
+                           slow as on one device. A warning per operator says so
+
+Only operators that write to nothing and draw no random numbers can be kept whole. The batch
+does not pass through one, so there is one microbatch.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Literal
+
+from autopar.program import Program
+from autopar.rules import has_rule, keep_whole, missing_rule
+
+Fallback = Literal["error", "replicate"]
+
+
+def accept_missing(program: Program, fallback: Fallback) -> tuple[str, ...]:
+    """The operators that are kept whole.
+
+    Raises `MissingRuleError` for an operator without a rule that may not be.
+    """
+    places: dict[str, list[str]] = {}
+    for node in program.operators:
+        if not has_rule(str(node.target)):
+            places.setdefault(str(node.target), []).append(program.where(node.name))
+    for op, where in places.items():
+        if fallback == "error":
+            raise missing_rule(op, where[0])
+        keep_whole(op, where[0])
+        more = f" and {len(where) - 1} more" if len(where) > 1 else ""
+        warnings.warn(
+            f"operator {op} has no sharding rule and is kept whole: every rank gathers its inputs "
+            "and spends the full time on it, and the batch is not split into microbatches\n"
+            f"  at {where[0]}{more}\n"
+            "  hint: autopar.register_rule says how it may be sharded",
+            stacklevel=2,
+        )
+    return tuple(places)
+
+
+def accept_again(kept_whole: Iterable[str]) -> None:
+    """What a plan accepted, on the ranks and in the processes that run it."""
+    for op in kept_whole:
+        keep_whole(op)
