@@ -7,6 +7,9 @@ stage's; its ranks follow those of the stage before. Each operator's entry is
 `inputs -> outputs`, one spec per tensor, one placement per logical axis; a parameter's entry is
 its storage and, when it is gathered for use, how often; `received` and `sent` say how the
 values are cut that cross from and to other stages, by the key of the operator that made them.
+`padded` are the shapes of parameters that are stored longer than they are (`passes/padding.py`);
+`comments` are what the planner has to say of a parameter; `kept_whole` are the operators
+without a rule that the user accepted (`passes/fallback.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from autopar.schedule import ORDERS
 from autopar.spec import Spec
 
 VERSION = 2
+_MAY_BE_MISSING = frozenset({"comments", "kept_whole", "padded"})
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,8 @@ class PlanData:
     alternatives: tuple[Alternative, ...] = ()
     version: int = VERSION
     comments: Mapping[str, str] = field(default_factory=dict)
+    padded: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    kept_whole: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> dict[str, str]:
@@ -131,7 +137,7 @@ class PlanData:
                 hint="plan again with this version",
             )
         known = {f.name for f in fields(PlanData)}
-        unknown, missing = sorted(set(raw) - known), sorted(known - set(raw) - {"comments"})
+        unknown, missing = sorted(set(raw) - known), sorted(known - set(raw) - _MAY_BE_MISSING)
         if unknown or missing:
             raise PlanError(f"{where}: unknown keys {unknown}, missing keys {missing}")
         try:
@@ -158,6 +164,10 @@ def _from_dict(raw: dict[str, Any]) -> PlanData:
         {k: float(v) for k, v in mesh["device"].items()},
     )
     values["forbid"] = tuple(raw["forbid"])
+    values["padded"] = {
+        name: tuple(int(n) for n in shape) for name, shape in raw.get("padded", {}).items()
+    }
+    values["kept_whole"] = tuple(raw.get("kept_whole", ()))
     values["inputs"] = tuple(
         InputSignature(i["path"], tuple(i["shape"]), i["dtype"]) for i in raw["inputs"]
     )

@@ -27,7 +27,9 @@ from autopar.errors import NotSupportedError, PlanError
 from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.passes.evaluate import Predict, compute_dtype, schedule_name
+from autopar.passes.fallback import accept_again, accept_missing
 from autopar.passes.intra_op import Analysis
+from autopar.passes.padding import find_paddings, pad
 from autopar.passes.planner import Planner
 from autopar.passes.replay import stage_record
 from autopar.pipeline import Pipeline
@@ -194,7 +196,8 @@ class Plan:
         program = capture(
             model, example_of(self.data), precision=self.data.precision, loss_fn=loss_fn
         )
-        analysis = Analysis.of(program, self.data.batch_dims)
+        accept_again(self.data.kept_whole)
+        analysis = Analysis.of(pad(program, self.data.padded), self.data.batch_dims)
         return Plan(self.data, bind(self.data, analysis, machine))
 
     def _bound(self, what: str) -> Bound:
@@ -234,14 +237,19 @@ def plan_program(
     program: Program, mesh: Mesh, example_inputs: ExampleInputs, options: Options
 ) -> Plan:
     """`plan`, for a program that is already captured."""
-    analysis = Analysis.of(program, options.batch_dims or None)
+    kept_whole = accept_missing(program, options.fallback)
+    paddings = find_paddings(program, mesh.n_ranks)
+    analysis = Analysis.of(pad(program, paddings.shapes), options.batch_dims or None)
     report = options.progress if callable(options.progress) else lambda text: None
     outcome = Planner(analysis, mesh, options, _predict_on(mesh, analysis, options), report).run()
     solved = outcome.solved
+    padded = paddings.used(item for stage in solved.stages for item in stage.specs())
+    if padded != paddings.shapes:
+        analysis = Analysis.of(pad(program, padded), options.batch_dims or None)
     inputs, static = signature_of(program, example_inputs)
     data = PlanData(
         model=program.model_name,
-        graph_hash=program.hash(),
+        graph_hash=analysis.program.hash(),
         mesh=record_of(mesh, outcome.hardware),
         microbatches=solved.candidate.n_microbatches,
         precision=options.precision,
@@ -265,6 +273,9 @@ def plan_program(
         gap=solved.gap,
         chosen=solved.candidate.name,
         alternatives=outcome.alternatives,
+        comments=paddings.refused,
+        padded=padded,
+        kept_whole=kept_whole,
     )
     return Plan(data, bind(data, analysis, mesh))
 

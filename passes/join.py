@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.cost.model import CostModel
@@ -10,6 +10,7 @@ from autopar.facts import Strategy
 from autopar.passes.intra_op import Analysis
 from autopar.passes.lower import lower
 from autopar.pipeline import Order, Pipeline
+from autopar.spec import Spec
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,16 @@ class LaidStage:
     analysis: Analysis
     strategy: Strategy
     cost: CostModel
+
+    def specs(self) -> Iterator[tuple[str, Spec]]:
+        """Where every value is, wherever an operator, storage or another stage has it."""
+        for operator in self.analysis.operators:
+            chosen = self.strategy.operators[operator.name]
+            yield from zip(operator.inputs, chosen.inputs, strict=True)
+            yield from zip(operator.outputs, chosen.outputs, strict=True)
+        yield from ((name, storage.spec) for name, storage in self.strategy.storage.items())
+        yield from self.strategy.received.items()
+        yield from self.strategy.sent.items()
 
 
 def join(stages: Sequence[LaidStage], order: Order, with_outputs: bool = False) -> Pipeline:

@@ -13,6 +13,10 @@ DTensor undoes a strided cut only where it is the last on its dim, or stands for
 in another order (n = the size of the one axis after it, which is a plain Shard): two strided
 cuts of one dim come back permuted, without an error (measured on torch 2.13). Such a dim is
 exported whole: gathered, Replicate.
+
+A padded dim is exported without its padding. DTensor cuts it unevenly, as `torch.chunk` does:
+shards of ceil(size / ranks), the last ones shorter. Where ours end elsewhere, because the dim is
+padded for more ranks than cut it, it is exported whole too.
 """
 
 from __future__ import annotations
@@ -29,7 +33,13 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from autopar.pipeline import Pipeline
 from autopar.runtime.dcp import BoxedLocal
 from autopar.runtime.names import all_names, world_size
-from autopar.runtime.sharding import axis_groups, boxes, gather_whole
+from autopar.runtime.sharding import (
+    axis_groups,
+    boxes,
+    gather_whole,
+    padding,
+    without_padding,
+)
 from autopar.runtime.stage_state import StageState
 from autopar.stage_program import StoredParameter
 
@@ -53,7 +63,12 @@ def dtensor_placements(
         out.append(Shard(dim) if n_blocks == 1 else _StridedShard(dim, split_factor=n_blocks))
         left[dim][factor] //= sizes[axis]
         by_dim.setdefault(dim, []).append(axis)
-    whole = frozenset(d for d, axes in by_dim.items() if not _is_expressible(out, axes, sizes))
+    whole = frozenset(
+        dim
+        for dim, axes in by_dim.items()
+        if not _is_expressible(out, axes, sizes)
+        or not _is_chunked(parameter, dim, [sizes[a] for a in axes])
+    )
     for dim in whole:
         for axis in by_dim[dim]:
             out[axis] = Replicate()
@@ -73,6 +88,14 @@ def _is_expressible(
     return int(first[0].split_factor) == sizes[axes[-1]]
 
 
+def _is_chunked(parameter: StoredParameter, dim: int, n_parts: Sequence[int]) -> bool:
+    """Whether the shards of a dim over axes of these sizes are `torch.chunk`'s."""
+    more, size = padding(parameter)[dim], parameter.shape[dim]
+    if not more:
+        return True
+    return len(n_parts) == 1 and math.ceil(size / n_parts[0]) * n_parts[0] == size + more
+
+
 def dtensor_of(
     parameter: StoredParameter, local: Tensor, device_mesh: DeviceMesh, is_written: bool = True
 ) -> DTensor:
@@ -89,6 +112,10 @@ def dtensor_of(
     held = local.detach()
     if whole_dims:
         held = gather_whole(held, parameter, sizes, axis_groups(device_mesh), whole_dims)
+    coordinate = device_mesh.get_coordinate()
+    assert coordinate is not None
+    own = boxes(parameter, sizes, coordinate, whole_dims)
+    held = without_padding(held, parameter, sizes, coordinate, whole_dims)
     shape = torch.Size(parameter.shape)
     out = DTensor.from_local(
         held,
@@ -98,10 +125,7 @@ def dtensor_of(
         shape=shape,
         stride=torch.empty(shape, device="meta").stride(),
     )
-    coordinate = device_mesh.get_coordinate()
-    assert coordinate is not None
-    own = boxes(parameter, sizes, coordinate, whole_dims)
-    if len(own) > 1 or not is_written:
+    if len(own) != 1 or not is_written:
         out._local_tensor = BoxedLocal.of(held, own, parameter.shape, is_written)
     return out
 

@@ -217,7 +217,7 @@ def _empty(
     if kind == _SHARD:
         if shape != tuple(p.shape):
             raise StateError(f"optimizer state `{key}` of `{p.name}` is {shape}, not {p.shape}")
-        value = torch.empty(local.shape, dtype=dtype, device=local.device)
+        value = torch.zeros(local.shape, dtype=dtype, device=local.device)  # also of padding
         return value, WholeOnDisk(value, boxes(p, place.sizes, place.coordinate), p.shape)
     if math.prod(shape) != 1 and is_sharded(p):
         raise _no_shard(p, key, shape)

@@ -9,6 +9,10 @@ f_0 x f_1 x ... is cut along one factor per axis, outermost axis first (`deliver
 
 A dim cut along factor k > 0 keeps f_0 ... f_(k-1) runs of indices; a shard is the product of
 its dims' runs, a set of boxes that lie in it in increasing order.
+
+A dim may be padded at its end (`passes/padding.py`): its factors' product is then more than the
+user's size. Whole tensors have the user's shape, padding comes in as zeros and never leaves:
+boxes end where the user's tensor does.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -52,11 +57,29 @@ def is_sharded(parameter: StoredParameter) -> bool:
     return any(p.is_shard for p in parameter.stored.spec.placements)
 
 
+def padding(parameter: StoredParameter) -> tuple[int, ...]:
+    """How much longer each dim is in storage than the user's."""
+    stored = (math.prod(factors) for factors in parameter.dims)
+    return tuple(a - b for a, b in zip(stored, parameter.shape, strict=True))
+
+
+def extended(whole: Tensor, parameter: StoredParameter) -> Tensor:
+    """A whole tensor of the user's shape with zeros for padding."""
+    more = padding(parameter)
+    return F.pad(whole, [n for m in reversed(more) for n in (0, m)]) if any(more) else whole
+
+
 def local_shard(
     whole: Tensor, parameter: StoredParameter, sizes: Sequence[int], coordinate: Sequence[int]
 ) -> Tensor:
     """The part of `whole` that the rank at `coordinate` keeps; contiguous, in memory of its own."""
-    part = shard(whole.detach(), parameter.dims, parameter.stored.spec, sizes, coordinate)
+    part = shard(
+        extended(whole.detach(), parameter),
+        parameter.dims,
+        parameter.stored.spec,
+        sizes,
+        coordinate,
+    )
     memory = part.untyped_storage()
     is_view = memory.data_ptr() == whole.untyped_storage().data_ptr()
     # Two strided cuts leave a view of an intermediate copy.
@@ -89,6 +112,24 @@ def boxes(
     )
 
 
+def without_padding(
+    local: Tensor,
+    parameter: StoredParameter,
+    sizes: Sequence[int],
+    coordinate: Sequence[int],
+    whole_dims: frozenset[int] = frozenset(),
+) -> Tensor:
+    """The part of a shard that the user's tensor has: a view. Arguments are those of `boxes`."""
+    out = local
+    for dim, more in enumerate(padding(parameter)):
+        if more and dim in whole_dims:
+            out = out.narrow(dim, 0, parameter.shape[dim])
+        elif more:
+            runs = _runs(parameter, dim, sizes, coordinate)
+            out = out.narrow(dim, 0, sum(length for *_, length in runs))
+    return out
+
+
 def _runs(
     parameter: StoredParameter, dim: int, sizes: Sequence[int], coordinate: Sequence[int]
 ) -> list[tuple[int, int, int]]:
@@ -97,9 +138,11 @@ def _runs(
     if not any(p.is_shard and p.dim == dim for p in spec.placements):
         return [(0, 0, size)]
     alone = tuple(S(0, p.factor) if p.is_shard and p.dim == dim else I for p in spec.placements)
-    kept = shard(
-        torch.arange(size), (parameter.dims[dim],), Spec(alone, spec.order), sizes, coordinate
-    )
+    whole = torch.arange(size + padding(parameter)[dim])
+    kept = shard(whole, (parameter.dims[dim],), Spec(alone, spec.order), sizes, coordinate)
+    kept = kept[kept < size]  # padding is at the end of the whole, so of a shard too
+    if not len(kept):
+        return []
     cuts = (kept.diff() != 1).nonzero().flatten().add(1).tolist()
     begins, ends = [0, *cuts], [*cuts, len(kept)]
     return [(int(kept[a]), a, b - a) for a, b in zip(begins, ends, strict=True)]
@@ -114,8 +157,8 @@ def gather_whole(
 ) -> Tensor:
     """The whole tensor from its shards, or just `only_dims` of it whole; on every rank.
 
-    The inverse of `local_shard`; every rank of the stage must call it. `groups` holds a group
-    for each single axis that shards the parameter.
+    Whole dims are without padding. The inverse of `local_shard`; every rank of the stage must
+    call it. `groups` holds a group for each single axis that shards the parameter.
     """
     spec = parameter.stored.spec
     dims = [list(factors) for factors in parameter.dims]
@@ -131,7 +174,11 @@ def gather_whole(
         outer = math.prod(dims[dim][:factor])
         out = groups[(axis,)].all_gather(out, Split(dim, outer))
         dims[dim][factor] *= sizes[axis]
-    return out
+    more = padding(parameter)
+    padded = [d for d, n in enumerate(parameter.shape) if more[d] and out.shape[d] == n + more[d]]
+    for dim in padded:
+        out = out.narrow(dim, 0, parameter.shape[dim])
+    return out.clone() if padded else out  # a view would be saved with the padding
 
 
 def axis_groups(mesh: DeviceMesh) -> dict[tuple[int, ...], Group]:

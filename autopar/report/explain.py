@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from autopar.collective import Collective
@@ -48,6 +49,7 @@ def explain(
             (f"{table.title}\n" if several else "") + _parameters(table)
             for table in parameter_tables(pipeline)
         ),
+        "\n".join(f"{name}: {text}" for name, text in data.comments.items()),
         _crossings(pipeline),
         "\n".join(tie_text(tie) for tie in pipeline.ties),
         _communication(collectives, several),
@@ -168,7 +170,8 @@ def _explain_one(data: PlanData, pipeline: Pipeline, name: str) -> str:
             for p in [pipeline.parameter(stage, held)]
         )
     ]
-    return "\n".join([*found, *ties])
+    comment = [f"  {data.comments[name]}"] if name in data.comments else []
+    return "\n".join([*found, *comment, *ties])
 
 
 def _where(pipeline: Pipeline, stage: int) -> str:
@@ -206,8 +209,10 @@ def _explain_operator(key: str, text: str, line: CallLine | None, where: str) ->
 
 def _explain_parameter(parameter: StoredParameter, program: StageProgram, where: str) -> str:
     stored = parameter.stored
+    whole = [math.prod(factors) for factors in parameter.dims]
+    padded = "" if whole == list(parameter.shape) else f", padded to {whole}"
     out = [
-        f"{parameter.name} {list(parameter.shape)}: {where}stored {stored.spec} as "
+        f"{parameter.name} {list(parameter.shape)}{padded}: {where}stored {stored.spec} as "
         f"{list(stored.shape)} on ({', '.join(program.axis_names)})",
     ]
     for use in parameter.uses:

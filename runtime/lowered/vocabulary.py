@@ -17,6 +17,9 @@ with ε the label smoothing. Three all_reduces of one number per row: m (a maxim
 
 is local. This is Megatron-LM's vocabulary-parallel cross-entropy (Shoeybi et al.,
 arXiv:1909.08053), with its label smoothing term made exact.
+
+Rows and columns from `n_valid` on are padding, on the last ranks: V and the sums leave them out,
+and their gradient is 0.
 """
 
 from __future__ import annotations
@@ -30,28 +33,32 @@ from torch.autograd.function import once_differentiable
 from autopar.runtime.groups import Group
 
 
-def _localised(ids: Tensor, n_local: int, g: Group) -> tuple[Tensor, Tensor]:
+def _localised(ids: Tensor, n_local: int, n_valid: int, g: Group) -> tuple[Tensor, Tensor]:
     """Ids as local rows, and which of them are another rank's (those become 0).
 
-    Ids outside the whole vocabulary stay out of range, so that the operator that indexes
-    with them fails as it does unsharded.
+    Ids outside the whole vocabulary, or in its padding, are out of range on every rank, so
+    that the operator that indexes with them fails as it does unsharded.
     """
     start = g.rank * n_local
     mine = (ids >= start) & (ids < start + n_local)
-    others = (ids >= 0) & (ids < g.size * n_local) & ~mine
-    return (ids - start).masked_fill(others, 0), others
+    others = (ids >= 0) & (ids < n_valid) & ~mine
+    local = (ids - start).masked_fill(others, 0)
+    if n_valid < g.size * n_local:
+        local = local.masked_fill(ids >= n_valid, n_local)
+    return local, others
 
 
 def vocab_parallel_embedding(
-    weight_local: Tensor, ids: Tensor, g: Group, padding_idx: int = -1
+    weight_local: Tensor, ids: Tensor, g: Group, padding_idx: int = -1, n_valid: int | None = None
 ) -> Tensor:
     """Rows of the table at `ids`, as a Partial: v h, * -> * h.
 
     `ids` and `padding_idx` count in the whole vocabulary; rows at `padding_idx` take no
-    gradient, as in `aten.embedding` (-1: none).
+    gradient, as in `aten.embedding` (-1: none). Rows from `n_valid` on are padding.
     """
     n_local = weight_local.shape[0]
-    local, others = _localised(ids, n_local, g)
+    n_valid = n_local * g.size if n_valid is None else n_valid
+    local, others = _localised(ids, n_local, n_valid, g)
     padding = padding_idx - g.rank * n_local
     if padding_idx < 0 or not 0 <= padding < n_local:
         padding = -1
@@ -66,14 +73,17 @@ def vocab_parallel_cross_entropy(
     g: Group,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
+    n_valid: int | None = None,
 ) -> Tensor:
     """The sum of the rows' losses, Invariant: n v, n -> scalar.
 
     Rows whose label is `ignore_index` count 0. Half-precision logits are computed in float32,
-    and the result has the logits' dtype, as in `aten.cross_entropy_loss`.
+    and the result has the logits' dtype, as in `aten.cross_entropy_loss`. Columns from `n_valid`
+    on are padding.
     """
+    n_valid = logits_local.shape[1] * g.size if n_valid is None else n_valid
     loss: Tensor = _VocabParallelCrossEntropy.apply(
-        logits_local, labels, g, ignore_index, label_smoothing
+        logits_local, labels, g, ignore_index, label_smoothing, n_valid
     )
     return loss
 
@@ -87,36 +97,42 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         g: Group,
         ignore_index: int,
         smoothing: float,
+        n_valid: int,
     ) -> Tensor:
         n_local = logits.shape[1]
-        z = _widened(logits)
         counted = labels != ignore_index
         # Ignored labels look like label 0, so that only real mistakes are out of range.
-        local, others = _localised(labels.where(counted, 0), n_local, g)
+        local, others = _localised(labels.where(counted, 0), n_local, n_valid, g)
         local = local.unsqueeze(1)
 
-        peak = g.all_reduce(z.amax(dim=1), op="max")
+        n_own = min(max(n_valid - g.rank * n_local, 0), n_local)
+        wide = _widened(logits)
+        z = wide[:, :n_own]
+        # A rank may have nothing but padding.
+        highest = z.amax(dim=1) if n_own else wide.new_full((len(wide),), -torch.inf)
+        peak = g.all_reduce(highest, op="max")
         lse = peak + g.all_reduce((z - peak.unsqueeze(1)).exp().sum(dim=1)).log()
-        picked = z.gather(1, local).squeeze(1).masked_fill(others, 0) * (1 - smoothing)
+        picked = wide.gather(1, local).squeeze(1).masked_fill(others, 0) * (1 - smoothing)
         if smoothing:
-            picked = picked + z.sum(dim=1) * (smoothing / (n_local * g.size))
+            picked = picked + z.sum(dim=1) * (smoothing / n_valid)
         losses = lse - g.all_reduce(picked)
 
         ctx.save_for_backward(logits, lse, local, others, counted)
-        ctx.smoothing, ctx.n_global = smoothing, n_local * g.size
+        ctx.smoothing, ctx.n_valid, ctx.n_own = smoothing, n_valid, n_own
         return losses.masked_fill(~counted, 0).sum().to(logits.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         logits, lse, local, others, counted = ctx.saved_tensors
         out = (_widened(logits) - lse.unsqueeze(1)).exp_()
         hit = (~others).to(out.dtype).unsqueeze(1) * (1 - ctx.smoothing)
         out.scatter_add_(1, local, -hit)
         if ctx.smoothing:
-            out.sub_(ctx.smoothing / ctx.n_global)
+            out.sub_(ctx.smoothing / ctx.n_valid)
         out.mul_(gradient.to(out.dtype)).masked_fill_(~counted.unsqueeze(1), 0)
-        return out.to(logits.dtype), None, None, None, None
+        out[:, ctx.n_own :] = 0
+        return out.to(logits.dtype), None, None, None, None, None
 
 
 def _widened(logits: Tensor) -> Tensor:
