@@ -25,9 +25,9 @@ from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.planning import Plan, plan_program
 from autopar.program import Program, flatten_inputs
-from autopar.runtime.delivery import shard
 from autopar.runtime.executor import Environment, Executor
 from autopar.runtime.load import load_code
+from autopar.runtime.sharding import extended, local_shard
 from autopar.runtime.threads import ThreadWorld, run_threads
 from autopar.shards import gather
 from autopar.spec import TensorType
@@ -144,14 +144,11 @@ def _thread_errors(
         coordinate = mesh.coordinate(world.rank)
         groups = [world.make_groups(m) for m in pipeline.meshes][k]
         stored = {
-            p.name: shard(
-                parameters[p.mirror_of or p.name].detach(),
-                p.dims, p.stored.spec, mesh.sizes, coordinate,
-            )
-            .clone()
-            .requires_grad_(p.requires_grad)
+            p.name: local_shard(
+                parameters[p.mirror_of or p.name], p, mesh.sizes, coordinate
+            ).requires_grad_(p.requires_grad)
             for p in pipeline.stages[k].parameters
-        }  # fmt: skip
+        }
         environment = Environment(
             torch.device("cpu"), groups, world.messenger(rendezvous=True), world.world_group()
         )
@@ -169,7 +166,8 @@ def _thread_errors(
             tensor = TensorType(p.dims, p.stored.dtype.itemsize, True)
             locals_ = [results[rank][1][p.name] for rank in mesh.ranks]
             whole, spread = gather(locals_, tensor, p.stored.spec, mesh.sizes)
-            error = max(relative_error(whole, wanted[1][p.mirror_of or p.name]), spread)
+            expected = extended(wanted[1][p.mirror_of or p.name], p)
+            error = max(relative_error(whole, expected), spread)
             errors[p.name] = max(error, errors.get(p.name, 0.0))
     return errors
 
