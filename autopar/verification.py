@@ -3,7 +3,8 @@
     captured program on one process   ==  the model itself        (tracing is right)
     sharded program on all ranks      ==  captured program        (sharding is right)
 
-Errors are max|a - b| / max(1, max|b|), of the loss and of every gradient, on every rank.
+Errors are max|a - b| / max(1, max|b|), of the loss, of every gradient and of every buffer that
+the step changes, on every rank.
 Inside a torchrun or `autopar.launch` job the ranks are its processes; elsewhere they are
 threads of this process, which run the same generated program.
 """
@@ -12,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.api import parallelize
-from autopar.capture import capture, reference_step
+from autopar.capture import capture, change_buffers, reference_step, whole_buffers
 from autopar.errors import VerificationError
 from autopar.mesh import Mesh
 from autopar.options import Options
@@ -34,7 +35,14 @@ from autopar.spec import TensorType
 
 # Parity is the law in float64; in a model's own dtypes casts and sums round.
 TOLERANCE = {"fp64": 1e-10, "model": 1e-6}
-Gradients = dict[str, Tensor]
+
+
+class Step(NamedTuple):
+    """What one step gives; gradients and buffers by name."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -83,7 +91,7 @@ def relative_error(value: Tensor, wanted: Tensor) -> float:
 def verify(
     model: nn.Module, mesh: Any, example_inputs: Mapping[str, Any] | Sequence[Any], **options: Any
 ) -> Report:
-    """Run one sharded step of `model` and compare loss and gradients with one process.
+    """Run one sharded step of `model`; compare loss, gradients and buffers with one process.
 
     Options are those of `plan`; `precision="fp64"` holds sharding to 1e-10. The inputs must
     be real tensors. In a job, call it on every rank; every rank gets the report.
@@ -95,9 +103,9 @@ def verify(
     if dist.is_initialized():
         return _verify_in_job(model, mesh, program, example_inputs, inputs, tolerance, options)
     plan = plan_program(program, Mesh.of(mesh), example_inputs, checked)
-    parameters = whole_parameters(program, model)
-    wanted = reference_gradients(program, parameters, inputs)
-    return Report(_thread_errors(plan, parameters, inputs, wanted), tolerance, plan)
+    parameters, buffers = whole_parameters(program, model), whole_buffers(program, model)
+    wanted = reference(program, parameters, inputs, buffers, plan.data.microbatches)
+    return Report(_thread_errors(plan, parameters, buffers, inputs, wanted), tolerance, plan)
 
 
 def whole_parameters(program: Program, model: nn.Module) -> dict[str, Tensor]:
@@ -113,14 +121,25 @@ def whole_parameters(program: Program, model: nn.Module) -> dict[str, Tensor]:
     return out
 
 
-def reference_gradients(
-    program: Program, parameters: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
-) -> tuple[Tensor, Gradients]:
-    """Loss and gradients of the captured program on one process."""
-    loss, _ = reference_step(program, parameters, inputs)
+def reference(
+    program: Program,
+    parameters: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    n_microbatches: int = 1,
+    seed: int = 0,
+) -> Step:
+    """The step of the captured program on one process; it starts from `buffers`."""
+    changed = dict(buffers)
+    loss, _ = reference_step(program, parameters, inputs, changed, seed)
     assert loss is not None
     loss.backward()
-    return loss.detach(), {
+    change_buffers(program, parameters, inputs, changed, n_microbatches - 1)
+    return Step(loss.detach(), _gradients(parameters), changed)
+
+
+def _gradients(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {
         name: p.grad if p.grad is not None else torch.zeros_like(p)
         for name, p in parameters.items()
     }
@@ -129,8 +148,9 @@ def reference_gradients(
 def _thread_errors(
     plan: Plan,
     parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
     inputs: Mapping[str, Tensor],
-    wanted: tuple[Tensor, Gradients],
+    wanted: Step,
 ) -> dict[str, float]:
     assert plan.bound is not None
     pipeline, program = plan.bound.pipeline, plan.bound.analysis.program
@@ -138,7 +158,7 @@ def _thread_errors(
     constants = {k: make() for k, make in program.constants.items()}
     given = {n: inputs[info.path] for n, info in program.inputs.items()}
 
-    def run(world: ThreadWorld) -> tuple[Tensor, Gradients]:
+    def run(world: ThreadWorld) -> Step:
         k = pipeline.stage_of(world.rank)
         mesh = pipeline.meshes[k]
         coordinate = mesh.coordinate(world.rank)
@@ -152,23 +172,25 @@ def _thread_errors(
         environment = Environment(
             torch.device("cpu"), groups, world.messenger(rendezvous=True), world.world_group()
         )
-        executor = Executor(pipeline, world.rank, codes[k], environment, constants)
-        return executor.step(stored, given), {
-            n: t.grad if t.grad is not None else torch.zeros_like(t) for n, t in stored.items()
-        }
+        held = {name: value.clone() for name, value in buffers.items()}
+        executor = Executor(pipeline, world.rank, codes[k], environment, constants, held)
+        return Step(executor.step(stored, given), _gradients(stored), held)
 
     results = run_threads(run, pipeline.n_ranks)
-    errors = {"loss": max(relative_error(loss, wanted[0]) for loss, _ in results)}
+    errors = {"loss": max(relative_error(found.loss, wanted.loss) for found in results)}
     for stage, mesh in zip(pipeline.stages, pipeline.meshes, strict=True):
         for p in stage.parameters:
             if not p.requires_grad:
                 continue
             tensor = TensorType(p.dims, p.stored.dtype.itemsize, True)
-            locals_ = [results[rank][1][p.name] for rank in mesh.ranks]
+            locals_ = [results[rank].gradients[p.name] for rank in mesh.ranks]
             whole, spread = gather(locals_, tensor, p.stored.spec, mesh.sizes)
-            expected = extended(wanted[1][p.mirror_of or p.name], p)
+            expected = extended(wanted.gradients[p.mirror_of or p.name], p)
             error = max(relative_error(whole, expected), spread)
             errors[p.name] = max(error, errors.get(p.name, 0.0))
+        for b in stage.changed:
+            found = [results[rank].buffers[b.name] for rank in mesh.ranks]
+            errors[b.name] = max(relative_error(value, wanted.buffers[b.name]) for value in found)
     return errors
 
 
@@ -182,7 +204,7 @@ def _verify_in_job(
     options: Mapping[str, Any],
 ) -> Report:
     module = parallelize(model, mesh, example_inputs, **options)
-    batch = example_inputs
+    batch, seed, before = example_inputs, module.stream.seed, module.full_state_dict()
     loss = module.step(**batch) if isinstance(batch, Mapping) else module.step(*batch)
     values = module.full_state_dict()
     gradients = module.full_gradients()
@@ -192,10 +214,15 @@ def _verify_in_job(
             info.name: values[info.name].to(info.dtype).requires_grad_(info.requires_grad)
             for info in program.parameters.values()
         }
-        wanted = reference_gradients(program, parameters, inputs)
-        errors["loss"] = relative_error(loss.cpu(), wanted[0])
+        buffers = whole_buffers(program, model)
+        buffers |= {name: before[name] for name in buffers.keys() & before.keys()}
+        n_microbatches = module.plan.data.microbatches
+        wanted = reference(program, parameters, inputs, buffers, n_microbatches, seed)
+        errors["loss"] = relative_error(loss.cpu(), wanted.loss)
         for name, gradient in gradients.items():
-            errors[name] = relative_error(gradient, wanted[1][name])
+            errors[name] = relative_error(gradient, wanted.gradients[name])
+        for name in buffers.keys() & values.keys():
+            errors[name] = relative_error(values[name], wanted.buffers[name])
     box = [errors]
     dist.broadcast_object_list(box, src=0)
     return Report(box[0], tolerance, module.plan)
