@@ -199,9 +199,11 @@ def _stretches(marks: NDArray[np.bool_]) -> list[tuple[int, int]]:
 def _signature(operator: Operator, analysis: Analysis) -> tuple[Any, ...]:
     """All that decides an operator's placements and costs but its wiring."""
     names = (*operator.inputs, *operator.outputs)
+    # Blocks that draw differ in which draw it is, which decides nothing here.
+    args = {name: v for name, v in operator.call.args.items() if name != "occurrence"}
     return (
         str(operator.call.op),
-        _without_names(dict(operator.call.args)),
+        _without_names(args),
         tuple(analysis.types.tensors[n] for n in names),
         tuple(analysis.batch.cells.get(n) for n in names),
         repr(analysis.saved.get(operator.name)),

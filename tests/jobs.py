@@ -22,7 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import autopar
 from autopar import Device, Link, Manual, Mesh
-from autopar.capture import capture, reference_step
+from autopar.capture import capture, reference_step, whole_buffers
+from autopar.random_ops import Stream
 from tests import tiny_model
 
 BATCH, SEQUENCE, WIDTH, HEADS, VOCABULARY = 16, 8, 32, 4, 32
@@ -195,7 +196,9 @@ def recipe(plan: str, shape: Sequence[int]) -> Manual:
 
 @dataclass(frozen=True)
 class Trained:
-    """`losses` per step; `gradients` of the first step and `values` after the last, whole."""
+    """`losses` per step; `gradients` of the first step, and `values` of parameters and of buffers
+    that steps change after the last, whole.
+    """
 
     losses: tuple[float, ...]
     gradients: dict[str, Tensor]
@@ -243,15 +246,17 @@ def reference(name: str) -> Trained:
 @lru_cache
 def train_alone(case: Case) -> Trained:
     """The same steps of the captured program in float64, on this process."""
-    model = case.model()
+    model, stream = case.model(), Stream(torch.initial_seed())
     program = capture(model, case.batch(0), precision="fp64", loss_fn=case.loss_fn)
     held = dict(model.named_parameters())
     values = {n: p.detach().to(torch.float64).requires_grad_() for n, p in held.items()}
+    buffers = whole_buffers(program, model)
     optimizer = adamw(values.values())
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
     for step in range(N_STEPS):
-        loss, _ = reference_step(program, values, case.batch(step))
+        loss, _ = reference_step(program, values, case.batch(step), buffers, stream.seed)
+        stream.n_steps += 1
         assert loss is not None
         loss.backward()
         losses.append(loss.item())
@@ -259,7 +264,8 @@ def train_alone(case: Case) -> Trained:
             gradients = {n: gradient(p).clone() for n, p in values.items()}
         optimizer.step()
         optimizer.zero_grad()
-    return Trained(tuple(losses), gradients, {n: p.detach() for n, p in values.items()})
+    kept = {b.name: buffers[b.name] for b in program.buffers.values() if b.persistent}
+    return Trained(tuple(losses), gradients, {n: p.detach() for n, p in values.items()} | kept)
 
 
 def gradient(parameter: Tensor) -> Tensor:

@@ -263,15 +263,6 @@ def test_options_that_are_not_built_are_named(name: str) -> None:
         ask()
 
 
-@pytest.mark.parametrize("where", ["resid_pdrop", "embd_pdrop", "attn_pdrop"])
-def test_dropout_in_training(where: str) -> None:
-    with pytest.raises(NotSupportedError, match=r"dropout of p=0\.1 is not") as refusal:
-        autopar.plan(gpt2(2, **{where: 0.1}), MESH, tokens(0))
-    message = str(refusal.value)
-    assert "modeling_gpt2.py:" in message
-    assert "set the dropout probabilities of the model to 0" in message
-
-
 def test_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(MeshError, match=r"torchrun --nproc-per-node[\s\S]*autopar\.launch\(fn, N"):

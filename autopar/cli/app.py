@@ -70,12 +70,12 @@ def plan(
     """Choose how to run MODEL on a mesh, and explain it."""
     from autopar.cli.summary import plan_json
 
-    made, notes = _plan(model, request)
+    made = _plan(model, request)
     if output is not None:
         made.save(output)
         note(f"saved {output}")
     saved = None if output is None else str(output)
-    return Result(made.explain(), plan_json(made) | {"notes": list(notes), "saved": saved})
+    return Result(made.explain(), plan_json(made) | {"saved": saved})
 
 
 @app.command()
@@ -100,9 +100,9 @@ def explain(
         data = Plan.load(subject).data
         text = data_text(data, name)
         return Result(text, data_json(data) | {"text": text})
-    made, notes = _plan_of(subject, model, request)
+    made = _plan_of(subject, model, request)
     text = made.explain(name)
-    return Result(text, plan_json(made) | {"text": text, "notes": list(notes)})
+    return Result(text, plan_json(made) | {"text": text})
 
 
 @app.command()
@@ -121,7 +121,7 @@ def code(
         raise OptionError(
             "code is made from a plan and its model", hint=f"autopar code {subject} --model MODEL"
         )
-    made, notes = _plan_of(subject, model, request)
+    made = _plan_of(subject, model, request)
     files, written = made.code(), []
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
@@ -129,7 +129,7 @@ def code(
             (output / name).write_text(source)
             written.append(str(output / name))
     text = "\n".join(written) if written else "\n".join(files.values()).rstrip("\n")
-    return Result(text, {"files": files, "written": written, "notes": list(notes)})
+    return Result(text, {"files": files, "written": written})
 
 
 @app.command()
@@ -155,12 +155,12 @@ def report(
             "a report is made from a plan and its model",
             hint=f"autopar report {subject} --model MODEL",
         )
-    made, notes = _plan_of(subject, model, request)
+    made = _plan_of(subject, model, request)
     files = made.report(output)
     if not files.picture:
         note(f"{INSTALL_HINT}; its graph is in {files.dot}")
     written = [str(files.page), str(files.dot)]
-    data = {"written": written, "picture": files.picture, "notes": list(notes)}
+    data = {"written": written, "picture": files.picture}
     return Result("\n".join(written), plan_json(made) | data)
 
 
@@ -184,7 +184,7 @@ def verify(model: ModelArgument, request: PlanRequest) -> Result:
     data = {
         "equal": found.ok, "worst": found.worst, "tolerance": found.tolerance,
         "errors": dict(found.errors), "stages": [dict(s.axes) for s in found.plan.stages],
-        "chosen": found.plan.data.chosen, "notes": list(subject.notes),
+        "chosen": found.plan.data.chosen,
     }  # fmt: skip
     # What was checked: a plan that shards nothing is equal without proving much.
     header = found.plan.explain().split("\n\n")[0]
@@ -210,8 +210,6 @@ def ops(
 
         report("capturing")
         uses = operator_uses(capture(subject.model, subject.example_inputs))
-    for text in subject.notes:
-        note(text)
     return ops_result(uses)
 
 
@@ -252,13 +250,10 @@ for _name, _purpose in {
 
 
 def _load(model: str, request: PlanRequest, *, real: bool = False) -> Subject:
-    subject = load_subject(model, request.batch, request.seq, real=real)
-    for text in subject.notes:
-        note(text)
-    return subject
+    return load_subject(model, request.batch, request.seq, real=real)
 
 
-def _plan(model: str, request: PlanRequest) -> tuple[Plan, tuple[str, ...]]:
+def _plan(model: str, request: PlanRequest) -> Plan:
     """A new plan, with a progress bar that names the planner's phases."""
     mesh, options = request.machine(), request.options()
     with progress("loading the model") as report:
@@ -267,10 +262,10 @@ def _plan(model: str, request: PlanRequest) -> tuple[Plan, tuple[str, ...]]:
 
         report("capturing")
         made = make_plan(subject.model, mesh, subject.example_inputs, progress=report, **options)
-    return made, subject.notes
+    return made
 
 
-def _plan_of(subject: str, model: str | None, request: PlanRequest) -> tuple[Plan, tuple[str, ...]]:
+def _plan_of(subject: str, model: str | None, request: PlanRequest) -> Plan:
     """A saved plan laid on its model, or a new plan of a model."""
     if not is_plan_file(subject):
         if model is not None:
@@ -282,7 +277,7 @@ def _plan_of(subject: str, model: str | None, request: PlanRequest) -> tuple[Pla
     _refuse_planning_flags(request)
     loaded = Plan.load(subject)
     found = _load(model, request)
-    return loaded.bind(found.model), found.notes
+    return loaded.bind(found.model)
 
 
 def _refuse_planning_flags(request: PlanRequest) -> None:

@@ -5,9 +5,6 @@
     path/to/config.json      a Hugging Face configuration, with --batch and --seq: the model
                              of its architecture, on torch.device("meta"), and a batch of
                              input_ids and labels
-
-A configuration is planned with its dropout switched off, and a note says so: dropout is not
-supported yet, and most published configurations have some.
 """
 
 from __future__ import annotations
@@ -33,11 +30,10 @@ _FACTORY_HINT = "package.module:factory, where factory() returns (model, example
 
 @dataclass(frozen=True)
 class Subject:
-    """What a command works on; `notes` say how it differs from what was named."""
+    """What a command works on."""
 
     model: nn.Module
     example_inputs: Any
-    notes: tuple[str, ...] = ()
 
 
 def load_subject(
@@ -148,7 +144,6 @@ def _from_config(path: Path, batch: int | None, seq: int | None, real: bool) -> 
     import torch
 
     config = transformers.AutoConfig.from_pretrained(path)
-    notes = _without_dropout(config)
     make = _model_class(transformers, config)
     torch.manual_seed(0)
     with torch.device("cpu" if real else "meta"):
@@ -157,26 +152,11 @@ def _from_config(path: Path, batch: int | None, seq: int | None, real: bool) -> 
     if real:
         size = config.get_text_config().vocab_size
         ids = torch.randint(size, shape)
-        return Subject(model, {"input_ids": ids, "labels": ids.clone()}, notes)
+        return Subject(model, {"input_ids": ids, "labels": ids.clone()})
     inputs = {
         key: torch.empty(shape, dtype=torch.int64, device="meta") for key in ("input_ids", "labels")
     }
-    return Subject(model, inputs, notes)
-
-
-def _without_dropout(config: Any) -> tuple[str, ...]:
-    """Switch dropout off; returns the note that says so."""
-    found = {
-        key: value
-        for key, value in config.to_dict().items()
-        if "drop" in key and isinstance(value, float) and value > 0
-    }
-    for key in found:
-        setattr(config, key, 0.0)
-    if not found:
-        return ()
-    words = ", ".join(f"{key}={value}" for key, value in found.items())
-    return (f"dropout is not supported yet and is off: {words}",)
+    return Subject(model, inputs)
 
 
 def _model_class(transformers: Any, config: Any) -> Any:

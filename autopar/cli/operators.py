@@ -1,7 +1,8 @@
 """`autopar ops`: which operators of a model have a sharding rule.
 
 An operator is *covered* when it has a rule that takes all its calls, *missing* when it has
-none, *refused* when its rule does not take the arguments of a call (attention with dropout).
+none, *refused* when its rule does not take the arguments of a call (cross-entropy of
+class probabilities).
 """
 
 from __future__ import annotations

@@ -1,0 +1,67 @@
+"""Attention with dropout, as the operators it is made of.
+
+    scores = q k^T scale              in float32 where the model's dtype is shorter
+    masked by -inf, or by adding      rows that see nothing give 0, as in the fused operator
+    softmax, dropout, times v
+
+Its mask of dropout is a tensor of its own only so, and each part has a rule that shards it.
+Attention without dropout stays whole.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import fx
+
+from autopar.capture.builder import Builder, Call
+from autopar.capture.randomness import cast, dropped
+
+aten = torch.ops.aten
+_SHORT = (torch.float16, torch.bfloat16)
+
+
+def attention_by_parts(b: Builder, call: Call) -> fx.Node | None:
+    bound = call.bind()
+    query, key, value, mask = (bound[n] for n in ("query", "key", "value", "attn_mask"))
+    if bound["dropout_p"] == 0:
+        return None
+    dtype, width = query.meta["val"].dtype, query.meta["val"].shape[-1]
+    scale = 1 / math.sqrt(width) if bound["scale"] is None else bound["scale"]
+    last = key.meta["val"].dim() - 1
+    turned = b.op(aten.transpose.int, key, last - 1, last)
+    scores = _product(b, b.op(aten.mul.Tensor, query, scale), turned, bound["enable_gqa"])
+    scores = cast(b, scores, torch.float32 if dtype in _SHORT else dtype)
+    if bound["is_causal"]:
+        mask = _causal(b, *scores.meta["val"].shape[-2:])
+    rank = scores.meta["val"].dim()
+    if mask is None:
+        weights = b.op(aten.softmax.int, scores, rank - 1)
+    else:
+        weights = b.op(aten._safe_softmax.default, _masked(b, scores, mask), rank - 1)
+    weights = cast(b, weights, dtype)
+    kept = dropped(b, weights, bound["dropout_p"], weights.meta["val"].shape)
+    return _product(b, kept, value, bound["enable_gqa"])
+
+
+def _product(b: Builder, left: fx.Node, right: fx.Node, grouped: bool) -> fx.Node:
+    """left @ right; a head of `right` serves a group of `left`'s, as more rows of one product."""
+    *batch, heads, rows, inner = left.meta["val"].shape
+    n_heads, columns = right.meta["val"].shape[-3], right.meta["val"].shape[-1]
+    if not grouped or heads == n_heads:
+        return b.op(aten.matmul.default, left, right)
+    folded = [*batch, n_heads, heads // n_heads * rows, inner]
+    product = b.op(aten.matmul.default, b.op(aten.reshape.default, left, folded), right)
+    return b.op(aten.reshape.default, product, [*batch, heads, rows, columns])
+
+
+def _causal(b: Builder, rows: int, columns: int) -> fx.Node:
+    whole = b.op(aten.ones.default, [rows, columns], dtype=torch.bool, device=torch.device("cpu"))
+    return b.op(aten.tril.default, whole)
+
+
+def _masked(b: Builder, scores: fx.Node, mask: fx.Node) -> fx.Node:
+    if mask.meta["val"].dtype == torch.bool:
+        return b.op(aten.where.ScalarOther, mask, scores, -math.inf)
+    return b.op(aten.add.Tensor, scores, mask)

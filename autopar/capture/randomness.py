@@ -1,0 +1,247 @@
+"""Random operators of the traced graph, by the two of `autopar/random_ops.py`.
+
+    dropout                x / (1 - p) where kept; of whole channels (`dropout2d`): positions of
+                           length 1 in the dims they span
+    rand, rand_like,       u, a + (b - a) u, floor of it, u < p                u = `uniform`
+    uniform_, randint,
+    bernoulli
+    randn, normal_         sqrt(-2 log(1 - u)) cos(2 pi v)                     (Box, Muller 1958)
+    exponential_           -log(1 - u) / lambda
+    randperm               the order that sorts u
+    alpha_dropout          a x m + a alpha (m - 1 + p), m = u < 1 - p        (Klambauer et al. 2017)
+    rrelu                  x or, where negative, x (a + (b - a) u)
+
+Every operator gets a number of its own, its `occurrence`, in the order of the trace, so that
+no two draw the same bits. Seed and positions are placeholders of the program: the runtime
+supplies one seed per step, and positions are constants, delivered by rows and shards like any.
+They are one constant per operator and dim: a vector that one operator wants by rows of the
+batch and another whole is not one value of the program. All of one length are the same
+function, so the runtime makes and delivers them once.
+
+Other random operators stay as they are, and have no rule.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.capture.builder import Builder, Call
+from autopar.random_ops import DROPOUT, UNIFORM
+
+aten = torch.ops.aten
+Rewrite = Callable[[Builder, Call], fx.Node | None]
+
+
+@functools.cache
+def positions_of(size: int) -> Callable[[], torch.Tensor]:
+    """0, 1, ... as a constant; the same function for all of one length."""
+    return functools.cache(functools.partial(torch.arange, size))
+
+
+def _place(b: Builder, shape: Sequence[int]) -> list[fx.Node]:
+    """Positions of a tensor's dims."""
+    return [b.constant("position", positions_of(n)) for n in shape]
+
+
+def uniform(b: Builder, shape: Sequence[int], dtype: torch.dtype) -> fx.Node:
+    """Uniform numbers in [0, 1), a new draw."""
+    drawn = b.op(
+        UNIFORM,
+        b.seed(),
+        _place(b, shape or (1,)),
+        b.next_occurrence(),
+        dtype,
+    )
+    return drawn if shape else b.op(aten.reshape.default, drawn, [])
+
+
+def _logarithm(b: Builder, shape: Sequence[int], dtype: torch.dtype) -> fx.Node:
+    """Of numbers in (0, 1], so that it is finite."""
+    upper = b.op(aten.rsub.Scalar, uniform(b, shape, dtype), 1)
+    return b.op(aten.log.default, upper)
+
+
+def _normal(b: Builder, shape: Sequence[int], dtype: torch.dtype) -> fx.Node:
+    log = _logarithm(b, shape, dtype)
+    radius = b.op(aten.sqrt.default, b.op(aten.mul.Tensor, log, -2.0))
+    angle = b.op(aten.mul.Tensor, uniform(b, shape, dtype), 2 * math.pi)
+    return b.op(aten.mul.Tensor, radius, b.op(aten.cos.default, angle))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What functions of uniform numbers are computed in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def cast(b: Builder, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    return node if node.meta["val"].dtype == dtype else b.op(aten.to.dtype, node, dtype)
+
+
+def _linear(b: Builder, node: fx.Node, factor: Any, summand: Any) -> fx.Node:
+    """factor * node + summand; either may be a number or a tensor."""
+    if not (isinstance(factor, float) and factor == 1):
+        node = b.op(aten.mul.Tensor, node, factor)
+    if not (isinstance(summand, float) and summand == 0):
+        node = b.op(aten.add.Tensor, node, summand)
+    return node
+
+
+# -- rewrites ----------------------------------------------------------------------------------
+
+
+def dropout(b: Builder, call: Call) -> fx.Node | None:
+    return _dropped(b, call, lambda shape: shape)
+
+
+def feature_dropout(b: Builder, call: Call) -> fx.Node | None:
+    """Whole channels: one draw for each of the first two dims."""
+    return _dropped(b, call, _channels)
+
+
+def _channels(shape: Sequence[int]) -> Sequence[int]:
+    return [n if k < 2 else 1 for k, n in enumerate(shape)]
+
+
+def _dropped(
+    b: Builder, call: Call, drawn: Callable[[Sequence[int]], Sequence[int]]
+) -> fx.Node | None:
+    bound = call.bind()
+    source, p = call.args[0], bound["p"]
+    if not bound["train"] or p == 0:
+        return source
+    return dropped(b, source, p, drawn(source.meta["val"].shape))
+
+
+def dropped(b: Builder, source: fx.Node, p: float, drawn: Sequence[int]) -> fx.Node:
+    """Dropout with one draw per element of a tensor of shape `drawn`."""
+    if p == 1:
+        return b.op(aten.mul.Tensor, source, 0)
+    return b.op(
+        DROPOUT,
+        source,
+        b.seed(),
+        _place(b, drawn),
+        p,
+        b.next_occurrence(),
+    )
+
+
+def alpha_dropout(b: Builder, call: Call) -> fx.Node | None:
+    return _alpha_dropped(b, call, lambda shape: shape)
+
+
+def feature_alpha_dropout(b: Builder, call: Call) -> fx.Node | None:
+    return _alpha_dropped(b, call, _channels)
+
+
+def _alpha_dropped(
+    b: Builder, call: Call, drawn: Callable[[Sequence[int]], Sequence[int]]
+) -> fx.Node | None:
+    """Keeps mean and variance of what SELU makes; the number is torch's."""
+    bound = call.bind()
+    source, p = call.args[0], bound["p"]
+    if not bound["train"] or p == 0:
+        return source
+    if p == 1:
+        return b.op(aten.mul.Tensor, source, 0)
+    value = source.meta["val"]
+    alpha = 1.7580993408473766
+    a = 1 / math.sqrt((alpha * alpha * p + 1) * (1 - p))
+    kept = _kept(b, drawn(value.shape), 1 - p, value.dtype)
+    scaled = b.op(aten.mul.Tensor, source, b.op(aten.mul.Tensor, kept, a))
+    return b.op(aten.add.Tensor, scaled, _linear(b, kept, alpha * a, alpha * a * (p - 1)))
+
+
+def _kept(b: Builder, shape: Sequence[int], probability: Any, dtype: torch.dtype) -> fx.Node:
+    """1 with a probability, a number or a tensor of them, else 0."""
+    compare = aten.lt.Tensor if isinstance(probability, fx.Node) else aten.lt.Scalar
+    return cast(b, b.op(compare, uniform(b, shape, _wide(dtype)), probability), dtype)
+
+
+def bernoulli(b: Builder, call: Call) -> fx.Node | None:
+    """Of a tensor of probabilities, or with one for a tensor of the same shape."""
+    bound = call.bind()
+    p = bound.get("p", call.args[0])
+    return _kept(b, call.shape, 0.5 if p is None else p, _dtype(b, call))
+
+
+def rrelu(b: Builder, call: Call) -> fx.Node | None:
+    """The mean slope outside training, as torch takes it."""
+    bound, source = call.bind(), call.args[0]
+    value = source.meta["val"]
+    low, high = bound["lower"], bound["upper"]
+    if not bound["training"]:
+        return b.op(aten.leaky_relu.default, source, (low + high) / 2)
+    slope = _linear(b, uniform(b, value.shape, value.dtype), float(high - low), float(low))
+    negative = b.op(aten.mul.Tensor, source, slope)
+    return b.op(aten.where.self, b.op(aten.ge.Scalar, source, 0), source, negative)
+
+
+def rand(b: Builder, call: Call) -> fx.Node | None:
+    return uniform(b, call.shape, _dtype(b, call))
+
+
+def between(b: Builder, call: Call) -> fx.Node | None:
+    """`uniform_(a, b)`."""
+    bound = call.bind()
+    drawn = uniform(b, call.shape, _dtype(b, call))
+    return _linear(b, drawn, float(bound["to"] - bound["from"]), float(bound["from"]))
+
+
+def gaussian(b: Builder, call: Call) -> fx.Node | None:
+    """`randn`, `normal_(mean, std)`, and `torch.normal` of tensors."""
+    bound, dtype = call.bind(), _dtype(b, call)
+    drawn = cast(b, _normal(b, call.shape, _wide(dtype)), dtype)
+    return _linear(b, drawn, bound.get("std", 1.0), bound.get("mean", 0.0))
+
+
+def exponential(b: Builder, call: Call) -> fx.Node | None:
+    bound, dtype = call.bind(), _dtype(b, call)
+    log = _logarithm(b, call.shape, _wide(dtype))
+    return cast(b, b.op(aten.mul.Tensor, log, -1 / bound["lambd"]), dtype)
+
+
+def randint(b: Builder, call: Call) -> fx.Node | None:
+    bound = call.bind()
+    low, high = bound.get("low", 0), bound["high"]
+    if isinstance(high, fx.Node):
+        return None
+    scaled = b.op(aten.mul.Tensor, uniform(b, call.shape, torch.float64), high - low)
+    whole = cast(b, b.op(aten.floor.default, scaled), _dtype(b, call))
+    return whole if low == 0 else b.op(aten.add.Tensor, whole, low)
+
+
+def randperm(b: Builder, call: Call) -> fx.Node | None:
+    return b.op(aten.argsort.default, uniform(b, call.shape, torch.float64))
+
+
+def _dtype(b: Builder, call: Call) -> torch.dtype:
+    """Of the traced result, as this program has it."""
+    return b.dtype(call.origin.meta["val"].dtype)
+
+
+RANDOM_REWRITES: dict[Any, Rewrite] = {
+    aten.dropout: dropout,
+    aten.feature_dropout: feature_dropout,
+    aten.alpha_dropout: alpha_dropout,
+    aten.feature_alpha_dropout: feature_alpha_dropout,
+    aten.bernoulli: bernoulli,
+    aten.rrelu: rrelu,
+    aten.rand: rand,
+    aten.rand_like: rand,
+    aten.randn: gaussian,
+    aten.randn_like: gaussian,
+    aten.uniform: between,
+    aten.normal: gaussian,
+    aten.normal_functional: gaussian,
+    aten.exponential: exponential,
+    aten.randint: randint,
+    aten.randint_like: randint,
+    aten.randperm: randperm,
+}

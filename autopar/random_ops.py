@@ -1,0 +1,164 @@
+"""Random numbers that are a function of where they are, not of who draws them.
+
+An element's 64 random bits are a hash of the step's seed, of which random operator of the
+program draws (`occurrence`), and of the element's index (i_0, ..., i_n) in the *global* tensor:
+
+    bits = mix(key + Σ_k γ_k i_k)          key and odd γ_k from seed and occurrence
+
+So ranks that hold the same element draw the same bits, ranks of different shards draw
+independent ones, and neither mesh, stages nor microbatches change a step. Operators get the
+indices as `positions`, one vector of int64 per dim: a rank's are the slices of 0, 1, ... that
+it holds. A vector of length 1 draws once for the whole dim.
+
+In one dim this is SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number
+generators", OOPSLA 2014); `mix` is its finalizer, a bijection in which every input bit changes
+half of the output's. What its last step does to the lower half is left out for elements: only
+the leading bits are used.
+
+Nothing is kept for backward but the positions: the gradient of dropout is dropout of the
+gradient, with the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_WORD = 64
+_ALL = (1 << _WORD) - 1
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: keys of consecutive numbers lie far apart
+_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+_LAST_SHIFT = 31
+
+# Bits are made for so many elements at a time: 8 bytes each, twice, stay in a core's cache. A
+# GPU runs one kernel per operation instead, and needs blocks that fill it.
+_BLOCK_ON_CPU = 1 << 15
+_BLOCK_ON_GPU = 1 << 24
+
+
+@dataclass
+class Stream:
+    """The seeds of a run's steps: `base` is the user's, `n_steps` are done."""
+
+    base: int
+    n_steps: int = 0
+
+    @property
+    def seed(self) -> int:
+        """Of the next step."""
+        return step_seed(self.base, self.n_steps)
+
+
+def step_seed(base: int, step: int) -> int:
+    """The seed of one step: an int64; neighbouring steps and bases have unrelated ones."""
+    return _signed(_mix(_mix(base + _GOLDEN) + step * _GOLDEN))
+
+
+def seed_tensor(seed: int) -> Tensor:
+    """What the operators take; on the CPU, where reading it waits for nothing."""
+    return torch.tensor(seed, dtype=torch.int64)
+
+
+@torch.library.custom_op("autopar::dropout", mutates_args=())
+def dropout(x: Tensor, seed: Tensor, positions: list[Tensor], p: float, occurrence: int) -> Tensor:
+    """x / (1 - p) where kept, with probability 1 - p; else 0."""
+    kept = x.new_empty([len(vector) for vector in positions], dtype=torch.bool)
+    flat, limit = kept.view(-1), _limit(1 - p)
+    for block, bits in _blocks(seed, positions, occurrence, x.device):
+        torch.lt(bits, limit, out=flat[block])
+    return (x * kept).mul_(1 / (1 - p))
+
+
+@dropout.register_fake
+def _(x: Tensor, seed: Tensor, positions: list[Tensor], p: float, occurrence: int) -> Tensor:
+    return x * x.new_empty([len(vector) for vector in positions], dtype=torch.bool)
+
+
+def _keep_positions(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, seed, positions, ctx.p, ctx.occurrence = inputs
+    ctx.save_for_backward(seed, *positions)
+
+
+def _dropout_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    seed, *positions = ctx.saved_tensors
+    result = dropout(gradient, seed, positions, ctx.p, ctx.occurrence)
+    return result, None, [None] * len(positions), None, None
+
+
+dropout.register_autograd(_dropout_backward, setup_context=_keep_positions)
+
+
+@torch.library.custom_op("autopar::uniform", mutates_args=())
+def uniform(seed: Tensor, positions: list[Tensor], occurrence: int, dtype: torch.dtype) -> Tensor:
+    """Multiples of `dtype`'s precision in [0, 1), all equally likely; one dim per vector."""
+    n_bits = min(round(1 - math.log2(torch.finfo(dtype).eps)), _WORD - 1)
+    out = positions[0].new_empty([len(vector) for vector in positions], dtype=dtype)
+    flat = out.view(-1)
+    for block, bits in _blocks(seed, positions, occurrence, out.device):
+        whole = bits.bitwise_right_shift_(_WORD - n_bits).bitwise_and_((1 << n_bits) - 1)
+        torch.mul(whole, 2.0**-n_bits, out=flat[block])
+    return out
+
+
+@uniform.register_fake
+def _(seed: Tensor, positions: list[Tensor], occurrence: int, dtype: torch.dtype) -> Tensor:
+    return positions[0].new_empty([len(vector) for vector in positions], dtype=dtype)
+
+
+DROPOUT = torch.ops.autopar.dropout.default
+UNIFORM = torch.ops.autopar.uniform.default
+
+
+# -- bits --------------------------------------------------------------------------------------
+
+
+def _blocks(
+    seed: Tensor, positions: Sequence[Tensor], occurrence: int, device: torch.device
+) -> Iterator[tuple[slice, Tensor]]:
+    """Ranges of the flattened result and their bits, some rows of its last dim at a time."""
+    key = _mix(int(seed) + (occurrence + 1) * _GOLDEN)
+    rows = torch.full((1,), _signed(key), device=device)
+    columns = torch.zeros(1, dtype=torch.int64, device=device)
+    for k, vector in enumerate(positions):
+        rows = (rows[:, None] + columns).flatten()
+        columns = vector * _signed(_mix(key + (k + 1) * _GOLDEN) | 1)
+    size = _BLOCK_ON_CPU if device.type == "cpu" else _BLOCK_ON_GPU
+    width = len(columns)
+    n_rows = max(size // max(width, 1), 1)
+    for first in range(0, len(rows), n_rows):
+        some = rows[first : first + n_rows, None] + columns
+        yield slice(first * width, first * width + some.numel()), _mixed(some.view(-1))
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """The leading bits of `_mix`, in place; int64 arithmetic wraps around."""
+    scratch = torch.empty_like(x)
+    for shift, multiplier in _ROUNDS:
+        torch.bitwise_right_shift(x, shift, out=scratch)
+        x ^= scratch.bitwise_and_(_ALL >> shift)  # the shift copies the sign; this clears it
+        x *= _signed(multiplier)
+    return x
+
+
+def _mix(x: int) -> int:
+    """SplitMix64's finalizer of an unsigned number."""
+    x &= _ALL
+    for shift, multiplier in _ROUNDS:
+        x = (x ^ (x >> shift)) * multiplier & _ALL
+    return x ^ (x >> _LAST_SHIFT)
+
+
+def _signed(x: int) -> int:
+    """The int64 with the bits of an unsigned number."""
+    return x - (1 << _WORD) if x >> (_WORD - 1) else x
+
+
+def _limit(probability: float) -> int:
+    """Bits, as int64, are below it with this probability."""
+    half = 1 << (_WORD - 1)
+    return min(round(probability * (1 << _WORD)), _ALL) - half
