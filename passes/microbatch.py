@@ -22,7 +22,7 @@ or that changes and that the loss depends on.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.errors import BatchError, NotSupportedError
 from autopar.factors import Operator, Types, name_sizes
@@ -73,20 +73,17 @@ def find_batch(
     default it is dim 0 of every input as long as the first one.
     """
     seeds, size = _seed_inputs(program, types, batch_dims or {})
-    followed = [_Followed(o, _split_strategies(o, types)) for o in operators]
-    walk = _Walk(seeds, _without_batch(program, operators, seeds))
-    while True:
-        n_asked = len(walk.asked)
-        placed, stuck = walk.forward(followed)
-        walk.backward(followed)
-        if len(walk.asked) == n_asked:
-            break
+    every = [_Followed(o, _split_strategies(o, types)) for o in operators]
+    alone = [f.without_lowerings() for f in every]
+    placed, stuck = _Walk(seeds, _without_batch(program, operators, seeds)).run(alone)
     broken: str | None = None if size else "the inputs, which have no batch dim"
     if stuck is not None:
         broken = broken or program.where(stuck)
     if program.loss is not None and placed.get(program.loss) != P:
         broken = broken or program.where(program.loss)
     broken = broken or _changed_from_rows(program, placed)
+    if broken is not None:  # ranks may exchange what microbatches may not: a batch's statistics
+        placed, _ = _Walk(seeds, _without_batch(program, operators, seeds)).run(every)
     cells = {name: p.cell for name, p in placed.items() if p.is_shard}
     return Batch(size, cells, broken)
 
@@ -151,8 +148,7 @@ def _split_strategies(operator: Operator, types: Types) -> tuple[AxisStrategy, .
     return tuple(
         strategy
         for strategy in axis_strategies(rule, operator.call, pattern, *grads)
-        if strategy.lowering is None  # it would exchange values between the parts
-        and (not strategy.outputs or any(p.kind != "I" for p in strategy.outputs))
+        if not strategy.outputs or any(p.kind != "I" for p in strategy.outputs)
     )
 
 
@@ -162,6 +158,11 @@ class _Followed:
 
     operator: Operator
     strategies: tuple[AxisStrategy, ...]
+
+    def without_lowerings(self) -> _Followed:
+        """How it may pass where the parts cannot exchange values."""
+        plain = tuple(s for s in self.strategies if s.lowering is None)
+        return replace(self, strategies=plain)
 
 
 @dataclass
@@ -176,6 +177,15 @@ class _Walk:
     seeds: Mapping[str, Placement]
     open: frozenset[str]
     asked: dict[str, Placement] = field(default_factory=dict)
+
+    def run(self, followed: Sequence[_Followed]) -> tuple[dict[str, Placement], str | None]:
+        """Both directions until nothing new is asked for: placements, and where it is stuck."""
+        while True:
+            n_asked = len(self.asked)
+            placed, stuck = self.forward(followed)
+            self.backward(followed)
+            if len(self.asked) == n_asked:
+                return placed, stuck
 
     def forward(self, followed: Sequence[_Followed]) -> tuple[dict[str, Placement], str | None]:
         """Placements of all values, and the first operator that has no strategy for them."""
