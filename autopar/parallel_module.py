@@ -28,15 +28,15 @@ from autopar.errors import (
 )  # fmt: skip
 from autopar.job import from_rank_0, join_process_group, own_rank
 from autopar.mesh import Mesh
+from autopar.operators.random import Stream
 from autopar.options import Options
-from autopar.passes.intra_op import Analysis
 from autopar.passes.fallback import accept_again
+from autopar.passes.intra_op import Analysis
 from autopar.passes.padding import pad
 from autopar.plan_data import PlanData
 from autopar.plan_inputs import check_mesh, example_of, has_nested_inputs
 from autopar.planning import Plan, plan_program
 from autopar.program import Program, flatten_inputs
-from autopar.random_ops import Stream
 from autopar.runtime import state
 from autopar.runtime.delivery import batch_index
 from autopar.runtime.dtensors import stage_device_mesh, state_dict
@@ -328,6 +328,17 @@ class ParallelModule(nn.Module):
         """This rank's shards under the user's names; raises `NotPlannedError` before a plan."""
         _ = self.plan
         yield from super().named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """What this rank holds of the model's buffers: constants, and what its stage changes.
+
+        Constants that are not persistent are in no state dict, and not here either. Raises
+        `NotPlannedError` before a plan.
+        """
+        _ = self.plan
+        yield from super().named_buffers(prefix, recurse, remove_duplicate)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients to at most `max_norm`, over all shards; returns the norm before."""

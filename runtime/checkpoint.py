@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from autopar.errors import OptionError
-from autopar.random_ops import Stream
+from autopar.operators.random import Stream
 from autopar.runtime import dcp
 from autopar.runtime.names import (
     StateError,
@@ -136,8 +136,7 @@ def load(
         stored = dcp.stored_tensors(folder)
         own = {n: tuple(t.size) for n, t in stored.items() if not n.startswith(OPTIMIZER_PREFIX)}
         constants = constant_buffers(buffers, place.changed_anywhere)
-        wanted = (*place.owners, *place.changed_anywhere)
-        found, _, _ = match_names(wanted, own, constants, f"checkpoint {folder}")
+        found, _, _ = match_names(place.entries, own, constants, f"checkpoint {folder}")
         values = {found[owner]: _on_disk(place, p, locals_) for owner, p in place.held.items()}
         held = {n: torch.empty_like(b) for n, b in (buffers or {}).items() if n in own}
         if optimizer is not None:

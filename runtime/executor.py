@@ -20,14 +20,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from autopar.operators.random import seed_tensor, step_seed
 from autopar.pipeline import Pipeline
-from autopar.random_ops import seed_tensor
+from autopar.program import Accumulation
 from autopar.runtime.conversions import Conversions
 from autopar.runtime.crossings import Crossings
 from autopar.runtime.delivery import deliver
@@ -88,6 +89,7 @@ class _Step:
     inputs: Mapping[str, Tensor]
     scalars: Mapping[str, Tensor]
     buffers: dict[str, Tensor]
+    seed: int
     is_local: bool
     on_outputs: OutputsFn | None
     loss: Tensor | None = None
@@ -150,13 +152,13 @@ class Executor:
 
         `stored`: parameter name -> local shard. `inputs`: placeholder name -> the global
         tensor, or this rank's rows of it. `on_outputs` is called on the last stage. `seed` is
-        the step's (`random_ops.step_seed`), the same on all ranks. Returns the loss, detached,
-        the same everywhere.
+        the step's (`Stream.seed`), the same on all ranks. Returns the loss, detached, the same
+        everywhere.
         """
         kept = self.ties.set_aside(stored) if self.ties else {}
-        scalars = self._scalars(inputs, is_local, seed)
+        scalars = {} if self.program.accumulation else self._scalars(inputs, is_local, seed)
         step = _Step(
-            stored, self.conversions.leaves(stored), inputs, scalars, dict(self.buffers),
+            stored, self.conversions.leaves(stored), inputs, scalars, dict(self.buffers), seed,
             is_local, on_outputs,
         )  # fmt: skip
         self._run(step)
@@ -187,7 +189,7 @@ class Executor:
         """
         assert self.program.n_microbatches == 1
         leaves, scalars = self.conversions.leaves(stored), self._scalars(inputs, is_local, seed)
-        step = _Step(stored, leaves, inputs, scalars, dict(self.buffers), is_local, None)
+        step = _Step(stored, leaves, inputs, scalars, dict(self.buffers), seed, is_local, None)
         self._run(step)
         if self.crossings:
             self.crossings.finish()
@@ -268,6 +270,8 @@ class Executor:
             if p.period == "use":
                 parameters.append(step.stored[p.name])
             parameters += [step.leaves[use.local.name] for use in p.uses]
+        if self.program.accumulation is not None:
+            step = self._of_microbatch(step, index, self.program.accumulation)
         delivered = [self._deliver(item, step, index) for item in self.program.delivered]
         taken = [[received[b.value] for b in self.program.received]] if received else []
         return (parameters, delivered, *taken, self.environment)
@@ -327,9 +331,15 @@ class Executor:
         value = self._part(step.inputs[item.source], item, index, step.is_local)
         return value.to(self.environment.device, item.local.dtype)
 
+    def _of_microbatch(self, step: _Step, index: int, accumulation: Accumulation) -> _Step:
+        """The step on the rows of one microbatch, with divisors and randomness of its own."""
+        inputs, seed = accumulation.rows(step.inputs, index), step_seed(step.seed, index)
+        return replace(step, inputs=inputs, scalars=self._scalars(inputs, False, seed))
+
     def _part(self, value: Tensor, item: Delivered, index: int, is_local: bool) -> Tensor:
+        n_parts = 1 if self.program.accumulation else self.program.n_microbatches
         return deliver(
-            value, item, index, self.program.n_microbatches, self.pipeline.n_blocks,
+            value, item, index, n_parts, self.pipeline.n_blocks,
             self.program.axis_sizes, self.coordinate, is_local,
         )  # fmt: skip
 

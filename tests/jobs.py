@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import autopar
 from autopar import Device, Link, Manual, Mesh
 from autopar.capture import capture, reference_step, whole_buffers
-from autopar.random_ops import Stream
+from autopar.operators.random import Stream
 from tests import tiny_model
 
 BATCH, SEQUENCE, WIDTH, HEADS, VOCABULARY = 16, 8, 32, 4, 32

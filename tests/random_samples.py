@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from autopar.random_ops import seed_tensor
+from autopar.operators.random import seed_tensor
 from tests.rule_samples import Sample, call, fixed, x
 
 

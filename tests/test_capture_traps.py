@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from autopar.capture import capture, reference_step
 from autopar.errors import BatchError, CaptureError, NotSupportedError
+from autopar.operators.random import DROPOUT, UNIFORM
 from autopar.program import flatten_inputs
-from autopar.random_ops import DROPOUT, UNIFORM
 from tests.capture_harness import Module, check, targets, x
 
 aten = torch.ops.aten

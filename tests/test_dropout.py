@@ -18,9 +18,9 @@ import autopar
 from autopar.capture import capture, reference_step
 from autopar.errors import MissingRuleError, NotSupportedError
 from autopar.facts import Period
+from autopar.operators.random import DROPOUT, Stream
 from autopar.passes.constraints import Constraints
 from autopar.passes.intra_op import Analysis, intra_op_problem
-from autopar.random_ops import DROPOUT, Stream
 from autopar.runtime.launch import WorkerPool
 from tests.capture_harness import Module
 from tests.dropout_models import (

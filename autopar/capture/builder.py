@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from autopar.capture.grad import carries_gradient, is_differentiable, result_carries_gradient
-from autopar.random_ops import seed_tensor
+from autopar.operators.random import seed_tensor
 
 aten = torch.ops.aten
 _COPIED_META = ("nn_module_stack", "stack_trace")
@@ -99,7 +99,7 @@ class Builder:
         return node
 
     def seed(self) -> fx.Node:
-        """The placeholder of the step's seed (`autopar/random_ops.py`)."""
+        """The placeholder of the step's seed (`autopar/operators/random.py`)."""
         if self.random_seed is None:
             self.random_seed = self.placeholder("seed", seed_tensor(0))
         return self.random_seed

@@ -10,8 +10,8 @@ from torch import fx, nn
 
 from autopar.capture.constants import buffer
 from autopar.errors import BatchError
+from autopar.operators.random import seed_tensor
 from autopar.program import Program
-from autopar.random_ops import seed_tensor
 
 
 def as_graph_module(program: Program) -> fx.GraphModule:
@@ -31,8 +31,7 @@ def reference_step(
     `parameters` is keyed by `ParameterInfo.name`, `inputs` by `InputInfo.path`, `buffers` by
     `BufferInfo.name`; floating tensors are cast to the program's dtypes. Those of `buffers` that
     the step changes are replaced by what they hold afterwards (start from `whole_buffers`).
-    `seed` is the step's (`random_ops.step_seed`). Raises `BatchError` for missing or misshapen
-    inputs.
+    `seed` is the step's (`Stream.seed`). Raises `BatchError` for missing or misshapen inputs.
     """
     buffers = {} if buffers is None else buffers
     values: dict[str, torch.Tensor] = {}

@@ -13,7 +13,7 @@
                   pools: `images.py`
     experts       a product with a matrix per row, looked up: see `experts.py`
     means         mean(x) = sum(x) / n, n a Python number: a sum can be sharded
-    mean losses   see `losses.py`; random operators see `randomness.py`, attention with dropout
+    mean losses   see `losses.py`; random operators see `random.py`, attention with dropout
                   `attention.py`
 
 A rewrite returns the node that stands for the call (a tuple of them for several results), or
@@ -35,7 +35,7 @@ from autopar.capture.experts import product_with_experts
 from autopar.capture.images import IMAGE_REWRITES
 from autopar.capture.losses import LOSS_REWRITES, mean_of
 from autopar.capture.places import PLACE_REWRITES, expanded
-from autopar.capture.randomness import RANDOM_REWRITES
+from autopar.capture.random import RANDOM_REWRITES
 
 aten = torch.ops.aten
 Rewrite = Callable[[Builder, Call], fx.Node | tuple[fx.Node, ...] | None]

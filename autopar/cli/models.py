@@ -1,10 +1,10 @@
 """MODEL: where a command's model and example batch come from.
 
-    package.module:factory   `factory()` returns (model, example_inputs); the current folder
-                             is on the import path
-    path/to/config.json      a Hugging Face configuration, with --batch and --seq: the model
-                             of its architecture, on torch.device("meta"), and a batch of
-                             input_ids and labels
+package.module:factory   `factory()` returns (model, example_inputs); the current folder
+                         is on the import path
+path/to/config.json      a Hugging Face configuration, with --batch and --seq: the model
+                         of its architecture, on torch.device("meta"), and a batch of
+                         input_ids and labels
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from autopar.rules.lowering import (
 )
 from autopar.rules.normalisation import NORMALISATION
 from autopar.rules.padded import PADDED
-from autopar.rules.random_ops import RANDOM
+from autopar.rules.random import RANDOM
 from autopar.rules.rule import Family, LinearSets, Localise, OpCall, OpRule
 
 ALONE: LinearSets = ((0,),)

@@ -1,4 +1,4 @@
-"""Rules of the random operators (`autopar/random_ops.py`).
+"""Rules of the random operators (`autopar/operators/random.py`).
 
 Each element's bits follow from its global index, which the operators get as one vector of
 positions per dim. So every dim may be sharded, its vector with it, and nothing is localised.

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar import random_ops
-from autopar.random_ops import DROPOUT, UNIFORM, Stream, seed_tensor, step_seed
+from autopar.operators import random
+from autopar.operators.random import DROPOUT, UNIFORM, Stream, seed_tensor, step_seed
 
 # 2^18 numbers: a mean or a correlation of independent ones is off by 1 / sqrt(n) = 0.002.
 SHAPE = (8, 32, 1024)
@@ -81,17 +81,17 @@ def test_every_bit_of_the_index_matters() -> None:
 def test_bits_are_splitmix64() -> None:
     """In one dim, against the published algorithm in Python's integers."""
     seed, occurrence, n = 7, 3, 100
-    key = random_ops._mix(seed + (occurrence + 1) * random_ops._GOLDEN)
-    gamma = random_ops._mix(key + random_ops._GOLDEN) | 1
-    wanted = [random_ops._mix(key + i * gamma) >> 40 for i in range(n)]
+    key = random._mix(seed + (occurrence + 1) * random._GOLDEN)
+    gamma = random._mix(key + random._GOLDEN) | 1
+    wanted = [random._mix(key + i * gamma) >> 40 for i in range(n)]
     u = UNIFORM(seed_tensor(seed), positions(n), occurrence, torch.float32)
     assert (u * 2**24).to(torch.int64).tolist() == wanted
 
 
 def test_mix_is_the_published_one() -> None:
     """The first numbers of SplitMix64 from seed 1234567, as its reference program prints them."""
-    states = [1234567 + k * random_ops._GOLDEN for k in (1, 2, 3)]
-    assert [random_ops._mix(s) for s in states] == [
+    states = [1234567 + k * random._GOLDEN for k in (1, 2, 3)]
+    assert [random._mix(s) for s in states] == [
         6457827717110365317, 3203168211198807973, 9817491932198370423,
     ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Random operators of the traced graph, by the two of `autopar/random_ops.py`.
+"""Random operators of the traced graph, by the two of `autopar/operators/random.py`.
 
     dropout                x / (1 - p) where kept; of whole channels (`dropout2d`): positions of
                            length 1 in the dims they span
@@ -32,7 +32,7 @@ import torch
 from torch import fx
 
 from autopar.capture.builder import Builder, Call
-from autopar.random_ops import DROPOUT, UNIFORM
+from autopar.operators.random import DROPOUT, UNIFORM
 
 aten = torch.ops.aten
 Rewrite = Callable[[Builder, Call], fx.Node | None]
