@@ -114,10 +114,19 @@ def _least_largest(weights: Sequence[float], n_parts: int) -> float:
 
 
 def _allowed(analysis: Analysis, bytes_after: Sequence[float]) -> list[float]:
-    """The loss is made on the last stage: nothing is cut after it."""
-    loss = analysis.program.loss
-    made = next((i for i, o in enumerate(analysis.operators) if loss in o.outputs), math.inf)
-    return [size if b < made else math.inf for b, size in enumerate(bytes_after)]
+    """The loss is made on the last stage: nothing is cut after it. One stage reads and changes a
+    buffer: nothing is cut between.
+    """
+    program = analysis.program
+    place = {v: i for i, o in enumerate(analysis.operators) for v in (o.name, *o.outputs)}
+    made = place.get(program.loss, math.inf) if program.loss is not None else math.inf
+    closed = {b for b in range(len(bytes_after)) if b >= made}
+    for placeholder, buffer in program.buffers.items():
+        if buffer.update in place:
+            users = (user.name for user in program.node(placeholder).users)
+            places = [place[buffer.update], *(place[u] for u in users if u in place)]
+            closed.update(range(min(places), max(places)))
+    return [math.inf if b in closed else size for b, size in enumerate(bytes_after)]
 
 
 def _block_limit(bytes_after: Sequence[float], runs: Sequence[Run]) -> float:

@@ -85,7 +85,7 @@ class _Lowering:
         sent = tuple(self._send(n) for n in self.program.sent)
         changed = tuple(self._changed(b) for b in self.program.buffers.values() if b.update)
         outputs = tuple(self._output(n) for n in self.program.outputs) if self.with_outputs else ()
-        kept = {loss, *outputs, *(item.local.name for item in (*sent, *changed))}
+        kept = {loss, *outputs, *(s.local.name for s in sent), *(b.local.name for b in changed)}
         body = with_frees(with_regathers(fuse_bias(self.body, parameters, kept)), kept)
         prologue = self.program.prologue
         return StageProgram(
@@ -107,6 +107,7 @@ class _Lowering:
             sent,
             self.program.training,
             changed,
+            self.program.accumulation,
         )
 
     # -- names and tensors ---------------------------------------------------------------

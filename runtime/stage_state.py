@@ -119,6 +119,11 @@ class StageState:
         stages = self.pipeline.stages
         return tuple(b for program in stages for b in program.changed if b.persistent)
 
+    @cached_property
+    def entries(self) -> tuple[StoredParameter | ChangedBuffer, ...]:
+        """What of a state dict steps change, over all stages; the rest of it is constant."""
+        return (*self.owners, *self.changed_anywhere)
+
     def first_rank_that_changes(self, buffer: ChangedBuffer) -> int:
         """The first rank of the stage that changes a buffer: no other stage holds it."""
         stages = zip(self.pipeline.stages, self.pipeline.meshes, strict=True)

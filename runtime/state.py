@@ -148,16 +148,15 @@ def load_state_dict(
     with together():
         own = {name: tuple(v.shape) for name, v in tensors.items()}
         constants = constant_buffers(buffers, place.changed_anywhere)
-        wanted = (*place.owners, *place.changed_anywhere)
         found, missing, unexpected = match_names(
-            wanted, shapes | own, constants, "the state dict", strict
+            place.entries, shapes | own, constants, "the state dict", strict
         )
         for name in sorted(constants.keys() & own.keys()):
             check_buffer(name, _whole(tensors[name]), constants, "the state dict")
         if not from_rank0:
             _check_within_reach(place, tensors, found)
     with torch.no_grad():
-        for owned in wanted:
+        for owned in place.entries:
             if owned.name not in found:
                 continue
             if from_rank0:
@@ -193,7 +192,7 @@ def _check_within_reach(
     place: StageState, values: Mapping[str, Tensor], found: Mapping[str, str]
 ) -> None:
     """Raise `StateError` for what this rank keeps and only others were given."""
-    for owned in (*place.owners, *place.changed_anywhere):
+    for owned in place.entries:
         is_held = owned.name in place.held or owned in place.changed
         if is_held and owned.name in found and not any(name in values for name in all_names(owned)):
             raise StateError(

@@ -207,8 +207,7 @@ def _fill_from_path(
         held = initial_buffers(model, torch.device("cpu"))
         constants = constant_buffers(held, place.changed_anywhere)
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    wanted = (*place.owners, *place.changed_anywhere)
-    fits = _Fits(wanted, str(path), constants, tuple(ignored))
+    fits = _Fits(place.entries, str(path), constants, tuple(ignored))
     if path.is_dir() and dcp.is_dcp_folder(path):
         _fill_from_checkpoint(fits, place, shards, path, changed)
         return

@@ -16,6 +16,7 @@ from autopar.errors import NotSupportedError
 from autopar.passes.constraints import Constraints
 from autopar.passes.cut import cut
 from autopar.passes.intra_op import Analysis, intra_op_problem
+from autopar.passes.layers import find_layers
 from tests.harness import abstract_cost, generated_code, random_strategy, thread_step
 from tests.pipeline_harness import Layout, ends_before, random_pipeline
 from tests.ranks import TOLERANCE, pipeline_step
@@ -58,6 +59,9 @@ class Normed(nn.Module):
 class Counting(nn.Module):
     """A count that the loss does not see, and a history of the weights."""
 
+    count: Tensor
+    history: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
@@ -74,6 +78,8 @@ class Counting(nn.Module):
 
 class Averaging(nn.Module):
     """A moving average of the rows, which the loss reads."""
+
+    average: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +165,8 @@ class Scheduled(Counting):
     """The loss reads the count."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return super().forward(x, y) / self.count
+        loss: Tensor = super().forward(x, y)
+        return loss / self.count
 
 
 class Summing(Averaging):
@@ -178,3 +185,16 @@ def test_a_change_that_each_microbatch_would_see_allows_one(
     with pytest.raises(NotSupportedError) as error:
         analysis.batch.check_divides(2)
     assert f"buffer `{buffer}`" in str(error.value)
+
+
+def test_no_layer_ends_between_reading_and_changing_a_buffer() -> None:
+    analysis = analysis_of("averaging")
+    program = analysis.program
+    ((placeholder, buffer),) = program.buffers.items()
+    names = [node.name for node in program.operators]
+    (reader,) = (names.index(user.name) for user in program.node(placeholder).users)
+    update = names.index(buffer.update or "")
+    assert reader < update
+    found = find_layers(analysis, (), n_least=len(names)).ends
+    assert not set(found) & set(range(reader + 1, update + 1))
+    assert {reader, update + 1} <= set(found)

@@ -43,6 +43,10 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Two blocks and a head on centred features; it counts its calls in training."""
 
+    calls: Tensor
+    centre: Tensor
+    scale: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = Block(), Block()

@@ -55,5 +55,5 @@ def carries_gradient(node: fx.Node, value: Any, has_grad: Container[fx.Node]) ->
 
 def result_carries_gradient(node: fx.Node, index: int) -> bool:
     """Does floating result `index` of `node`, which carries gradient, do so too?"""
-    packet = getattr(node.target, "overloadpacket", None)
-    return index in DIFFERENTIABLE_RESULTS.get(packet, (index,))
+    assert isinstance(node.target, torch._ops.OpOverload)
+    return index in DIFFERENTIABLE_RESULTS.get(node.target.overloadpacket, (index,))

@@ -2,24 +2,23 @@
 
 The model is deep-copied with a memo that maps every parameter and buffer to a fake tensor of
 the same shape on cpu, so an 8B model on `meta`, or one whose weights fill the memory, costs
-nothing. Only the copy is changed: caches off, experts and cumulative averages of batch norms to
-a traceable form, recomputation off (it is the planner's choice).
+nothing. Only the copy is changed: caches off, experts and some norms (`norms.py`) to a traceable
+form, recomputation off (it is the planner's choice).
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from types import MethodType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
+
+from autopar.capture.norms import make_norm_traceable
 
 # Expert loops choose rows by data; this form is one batched product (transformers' name).
 TRACEABLE_EXPERTS = "batched_mm"
@@ -56,8 +55,7 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, training: bool) -> nn.Modu
 def _make_traceable(module: nn.Module) -> None:
     if isinstance(getattr(module, "gradient_checkpointing", None), bool):
         module.gradient_checkpointing = False  # type: ignore[assignment]
-    if isinstance(module, _BatchNorm) and module.momentum is None and module.track_running_stats:
-        module.forward = MethodType(_cumulative_batch_norm, module)  # type: ignore[method-assign]
+    make_norm_traceable(module)
     config = getattr(module, "config", None)
     if config is None:
         return
@@ -65,24 +63,6 @@ def _make_traceable(module: nn.Module) -> None:
         config.use_cache = False
     if getattr(config, "_experts_implementation", None) in OTHER_EXPERTS:
         config._experts_implementation = TRACEABLE_EXPERTS
-
-
-def _cumulative_batch_norm(module: _BatchNorm, x: Tensor) -> Tensor:
-    """`momentum=None` without reading the count as a Python number.
-
-    With momentum 1 the operator writes the statistics of the batch itself; the mean over n
-    batches is then  old + (batch's - old) / n.
-    """
-    if not module.training:
-        return type(module).forward(module, x)
-    module._check_input_dim(x)
-    held = (module.running_mean, module.running_var)
-    mean, var = (torch.zeros_like(buffer) for buffer in held)
-    out = F.batch_norm(x, mean, var, module.weight, module.bias, True, 1.0, module.eps)
-    module.num_batches_tracked.add_(1)
-    for buffer, value in zip(held, (mean, var), strict=True):
-        buffer.add_((value - buffer) / module.num_batches_tracked)
-    return out
 
 
 def fake_inputs(

@@ -117,7 +117,8 @@ def _microbatch(program: StageProgram) -> list[str]:
         out += _line(line, program)
     results = [
         program.loss or "None",
-        *(item.local.name for item in (*program.sent, *program.changed)),
+        *(boundary.local.name for boundary in program.sent),
+        *(buffer.local.name for buffer in program.changed),
         *program.outputs,
     ]
     out.append(f"    return {', '.join(results)}{',' if len(results) == 1 else ''}")
