@@ -130,6 +130,7 @@ PLACE_SAMPLES: dict[str, list[Sample]] = {
     "aten.cumprod.default": [call(x(4, 8), 1)],
     "aten.logcumsumexp.default": [call(x(4, 8), 1)],
     "aten._log_softmax.default": [call(x(4, 8), -1, False)],
+    "aten._safe_softmax.default": [call(x(4, 8), -1), call(x(8, 4), 0)],
     "aten.flip.default": [call(x(4, 2, 8), [1]), call(x(4, 8), [0, 1])],
     "aten.roll.default": ROLLED,
     "aten.diagonal.default": [call(x(4, 8)), call(x(4, 2, 8), 1, 2, 0), call(x(4, 2), 1)],

@@ -179,7 +179,6 @@ SAMPLES: dict[str, list[Sample]] = {
     "aten.contiguous.default": [call(x(4, 8))],
     "aten.detach.default": [call(x(4, 8))],
     "aten.alias.default": [call(x(4, 8))],
-    "aten.dropout.default": [call(x(4, 8), 0.0, True), call(x(4, 8), 0.5, False)],
     "aten.add.Tensor": [
         *ROW_AND_SCALAR,
         call(x(4, 1, 8), x(2, 1), alpha=2),

@@ -12,20 +12,16 @@ from autopar.errors import VerificationError
 from autopar.oracle import Case, report_case
 from autopar.rules import has_rule, own_rule, rule_for
 from autopar.rules.derived import derived_rule
+from autopar.rules.operators import lookup
 from tests.rule_samples import bools, fixed, ints, positive, x
-
-aten = torch.ops.aten
 
 
 def tagged() -> Iterator[torch._ops.OpOverload]:
     """Every overload of ATen that the derived rule is for."""
-    for name in dir(aten):
-        packet = getattr(aten, name)
-        if isinstance(packet, torch._ops.OpOverloadPacket):
-            for overload in packet.overloads():
-                op = getattr(packet, overload)
-                if derived_rule(str(op)) is not None and "backward" not in name:
-                    yield op
+    for name in torch._C._dispatch_get_all_op_names():
+        op = lookup(name) if name.startswith("aten::") else None
+        if op is not None and "backward" not in name and derived_rule(str(op)) is not None:
+            yield op
 
 
 def arguments(op: torch._ops.OpOverload, tensors: Iterator[Any]) -> list[Any] | None:

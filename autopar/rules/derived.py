@@ -20,9 +20,11 @@ from autopar.rules.rule import OpRule
 def derived_rule(op: str) -> OpRule | None:
     """The rule of a pointwise operator; None for one that is not, or draws random numbers."""
     operator = lookup(op)
-    if operator is None or torch.Tag.pointwise not in operator.tags:
+    if operator is None or torch.Tag.pointwise not in operator.tags or not is_pure(operator):
         return None
-    return OpRule(op, pointwise) if is_pure(operator) else None
+    # Python scalars have overloads too: `eq.int` gives a bool.
+    of_tensors = all(str(result.type) == "Tensor" for result in operator._schema.returns)
+    return OpRule(op, pointwise) if of_tensors else None
 
 
 def is_pure(operator: torch._ops.OpOverload) -> bool:
