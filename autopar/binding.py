@@ -61,7 +61,8 @@ def bind(data: PlanData, analysis: Analysis, mesh: Mesh) -> Bound:
     predicted = predict(
         pipeline, [s.cost for s in stages], data.optimizer, link_between(mesh, hardware.links),
         peak_flops_per_s=hardware.peak_flops_per_s,
-        n_samples=analysis.batch.size or None, n_tokens=tokens or None,
+        n_samples=analysis.batch.size * analysis.batch.n_accumulated or None,
+        n_tokens=tokens or None,
     )  # fmt: skip
     return Bound(analysis, stages, pipeline, hardware, predicted)
 

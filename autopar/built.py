@@ -101,11 +101,12 @@ def training_pipeline(
     """
     analysis = Analysis.of(program, data.batch_dims or None)
     n_blocks = bound.pipeline.n_blocks
-    n = data.microbatches * n_blocks
+    n_splits = analysis.batch.n_splits(data.microbatches)
+    n = n_splits * n_blocks
     if analysis.batch.size % n:
         raise BatchError(
             f"a batch of {analysis.batch.size} rows does not divide by {n}: "
-            f"{data.microbatches} microbatches x {n_blocks} ranks that split the batch",
+            f"{n_splits} microbatches x {n_blocks} ranks that split the batch",
             hint="set drop_last=True in the loader, or use a batch size that divides",
         )
     stages = lay_stages(data, analysis, mesh, bound.hardware, with_outputs)

@@ -44,6 +44,7 @@ from autopar.runtime.names import all_names, constant_buffers
 from autopar.runtime.stage_state import StageState
 from autopar.runtime.weights import changed_buffers, initial_buffers, initial_shards
 from autopar.stage_program import Delivered, batch_shards
+from autopar.step_capture import accumulated_by, capture_step
 
 Signature = tuple[tuple[str, Any], ...]
 
@@ -99,7 +100,7 @@ class ParallelModule(nn.Module):
         data = from_rank_0(lambda: plan.data)
         check_mesh(data, self._mesh)
         example = batch if has_nested_inputs(data) and batch is not None else example_of(data)
-        self._adopt(data, self._capture(example, training=True))
+        self._adopt(data, self._capture(example, training=True, data=data))
 
     def _adopt(self, data: PlanData, program: Program) -> None:
         accept_again(data.kept_whole)
@@ -132,10 +133,20 @@ class ParallelModule(nn.Module):
             if not buffer.persistent:
                 self._non_persistent_buffers_set |= {*all_names(buffer)}
 
-    def _capture(self, batch: Mapping[str, Any] | Sequence[Any], training: bool) -> Program:
+    def _capture(
+        self,
+        batch: Mapping[str, Any] | Sequence[Any],
+        training: bool,
+        data: PlanData | None = None,
+    ) -> Program:
+        """The graph of a mode; `data` is the plan, where it is not in force yet."""
+        if training and self._plan is None and data is None:
+            return capture_step(self._model[0], batch, self._options)
+        data = self._plan.data if self._plan is not None else data
         program = capture(
             self._model[0], batch, training=training, precision=self._options.precision,
             loss_fn=self._options.loss_fn if training else None, live_buffers=self._live_buffers,
+            accumulate=accumulated_by(data) if training and data is not None else None,
         )  # fmt: skip
         for buffer in program.buffers.values():
             if self._plan is not None and buffer.name not in self._live_buffers:
@@ -200,6 +211,11 @@ class ParallelModule(nn.Module):
                 )
             self.prepare(*args, **kwargs)
         local = batch == "local"
+        if local and self.plan.data.accumulates:
+            raise NotSupportedError(
+                "a local batch of microbatches that are parts of the whole batch",
+                hint="pass the global batch, or plan with microbatches=1",
+            )
         self._inputs(self._bound.analysis.program, given, local)  # before a trace fails on it
         whole = self._globalised(given) if local else given
         built = self._program(whole, outputs is not None)
@@ -266,8 +282,11 @@ class ParallelModule(nn.Module):
         items, sizes = self._delivered(paths[name]), self._place.sizes
         if not self._takes(paths[name]):
             return None
+        accumulation = program.accumulation
         shape = program.inputs[paths[name]].shape
-        n_rows = shape[0] if shape else 1
+        n_rows = (shape[0] if shape else 1) * (accumulation.n if accumulation else 1)
+        if accumulation is not None:
+            return slice(0, n_rows)
         counts = {batch_shards(d, sizes) for d in items}
         if counts in (set(), {1}) or len(counts) > 1:
             return slice(0, n_rows)

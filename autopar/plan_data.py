@@ -27,7 +27,7 @@ from autopar.schedule import ORDERS
 from autopar.spec import Spec
 
 VERSION = 2
-_MAY_BE_MISSING = frozenset({"comments", "kept_whole", "padded"})
+_MAY_BE_MISSING = frozenset({"accumulates", "comments", "kept_whole", "padded"})
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,7 @@ class PlanData:
     comments: Mapping[str, str] = field(default_factory=dict)
     padded: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     kept_whole: tuple[str, ...] = ()
+    accumulates: bool = False
 
     @property
     def parameters(self) -> dict[str, str]:
@@ -167,6 +168,7 @@ def _from_dict(raw: dict[str, Any]) -> PlanData:
     values["padded"] = {
         name: tuple(int(n) for n in shape) for name, shape in raw.get("padded", {}).items()
     }
+    values["accumulates"] = bool(raw.get("accumulates", False))
     values["kept_whole"] = tuple(raw.get("kept_whole", ()))
     values["inputs"] = tuple(
         InputSignature(i["path"], tuple(i["shape"]), i["dtype"]) for i in raw["inputs"]

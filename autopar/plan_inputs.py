@@ -21,12 +21,13 @@ def signature_of(
     program: Program, example_inputs: ExampleInputs
 ) -> tuple[tuple[InputSignature, ...], dict[str, Any]]:
     """Tensor inputs by path, and the other leaves, which the graph has baked in."""
+    leaves = flatten_inputs(example_inputs)
     tensors = tuple(
-        InputSignature(i.path, i.shape, str(i.dtype).removeprefix("torch."))
+        InputSignature(i.path, tuple(leaves[i.path].shape), str(i.dtype).removeprefix("torch."))
         for i in program.inputs.values()
     )
     static: dict[str, Any] = {}
-    for path, leaf in flatten_inputs(example_inputs).items():
+    for path, leaf in leaves.items():
         if isinstance(leaf, torch.Tensor):
             continue
         if not isinstance(leaf, (bool, int, float, str, type(None))):

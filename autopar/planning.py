@@ -45,6 +45,7 @@ from autopar.plan_inputs import (
 from autopar.predicted import Predicted
 from autopar.program import Program
 from autopar.report import ReportFiles, dot, explain, write_report
+from autopar.step_capture import accumulated_by, capture_step, options_for
 
 
 @dataclass(frozen=True)
@@ -194,8 +195,9 @@ class Plan:
         machine = Mesh.of(mesh) if mesh is not None else mesh_of(self.data.mesh)
         check_mesh(self.data, machine)
         program = capture(
-            model, example_of(self.data), precision=self.data.precision, loss_fn=loss_fn
-        )
+            model, example_of(self.data), precision=self.data.precision, loss_fn=loss_fn,
+            accumulate=accumulated_by(self.data),
+        )  # fmt: skip
         accept_again(self.data.kept_whole)
         analysis = Analysis.of(pad(program, self.data.padded), self.data.batch_dims)
         return Plan(self.data, bind(self.data, analysis, machine))
@@ -229,7 +231,7 @@ def plan(model: nn.Module, mesh: Any, example_inputs: ExampleInputs, **options: 
     """
     checked = Options.of(**options)
     machine = Mesh.of(mesh)
-    program = capture(model, example_inputs, precision=checked.precision, loss_fn=checked.loss_fn)
+    program = capture_step(model, example_inputs, checked)
     return plan_program(program, machine, example_inputs, checked)
 
 
@@ -237,6 +239,7 @@ def plan_program(
     program: Program, mesh: Mesh, example_inputs: ExampleInputs, options: Options
 ) -> Plan:
     """`plan`, for a program that is already captured."""
+    options = options_for(program, options)
     kept_whole = accept_missing(program, options.fallback)
     paddings = find_paddings(program, mesh.n_ranks)
     analysis = Analysis.of(pad(program, paddings.shapes), options.batch_dims or None)
@@ -276,6 +279,7 @@ def plan_program(
         comments=paddings.refused,
         padded=padded,
         kept_whole=kept_whole,
+        accumulates=program.accumulation is not None,
     )
     return Plan(data, bind(data, analysis, mesh))
 

@@ -72,6 +72,26 @@ def flatten_inputs(batch: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
     return {".".join(_key_text(k) for k in path): leaf for path, leaf in leaves}
 
 
+def row_dims(
+    shapes: Mapping[str, tuple[int, ...]], batch_dims: Mapping[str, int | None]
+) -> tuple[dict[str, int], int]:
+    """Input path -> the dim of its rows, and how many rows the batch has; 0: there is no batch.
+
+    `batch_dims` says which dim that is (None: none); by default it is dim 0. The first input that
+    has one decides how many rows there are, and others as long have them too.
+    """
+    dims: dict[str, int] = {}
+    size = 0
+    for path, shape in shapes.items():
+        dim = batch_dims.get(path, 0 if shape else None)
+        if dim is None:
+            continue
+        size = size or shape[dim]
+        if shape[dim] == size and size > 1:
+            dims[path] = dim
+    return dims, size
+
+
 def _key_text(key: Any) -> str:
     for attribute in ("key", "idx", "name"):
         if hasattr(key, attribute):
@@ -94,6 +114,24 @@ class Prologue:
 
 
 @dataclass(frozen=True)
+class Accumulation:
+    """The program is one of `n` microbatches: `dims` maps inputs to the dim of their rows, of
+    which microbatch i takes the i-th part. The loss is the sum of theirs."""
+
+    n: int
+    dims: Mapping[str, int]
+
+    def rows(self, inputs: Mapping[str, torch.Tensor], index: int) -> dict[str, torch.Tensor]:
+        """What microbatch `index` takes of the batch; keys as in `dims`."""
+        out = dict(inputs)
+        for name, dim in self.dims.items():
+            if name in out:
+                n_rows = out[name].shape[dim] // self.n
+                out[name] = out[name].narrow(dim, index * n_rows, n_rows)
+        return out
+
+
+@dataclass(frozen=True)
 class Program:
     """A frozen graph, normalised, with the roles of its placeholders and its outputs.
 
@@ -103,7 +141,7 @@ class Program:
         constants    placeholder name -> function that computes the tensor (shape-only subgraphs:
                      masks, positions); called at run time only, so that planning stays cheap
         prologue     divisors of means over data-dependent counts, or None
-        seed         placeholder of the step's random seed (`random_ops.py`), None: draws nothing
+        seed         placeholder of the step's seed (`operators/random.py`); None: draws nothing
         loss         node name of the scalar loss, None for a forward-only program
         outputs      node names of all tensors in the model's output, flattened
         out_spec     how to rebuild the model's own output structure: see `rebuild`
@@ -113,7 +151,8 @@ class Program:
         sources      node name -> "file:line" of the user's code
         valid_sizes  output's node name -> {dim: the user's size} of dims that end in padding
         modules      names of the model's modules, also of those that run no operator
-    received     placeholders whose values other stages make, under the names they have there
+        accumulation  how microbatches make the batch where the loss is no sum over its rows
+        received     placeholders whose values other stages make, under the names they have there
         sent         names of nodes whose values later stages read
 
     A program of one stage (`passes/cut.py`) is a `Program` too; the captured one has nothing
@@ -140,6 +179,7 @@ class Program:
     sent: tuple[str, ...] = ()
     seed: str | None = None
     valid_sizes: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    accumulation: Accumulation | None = None
     _by_name: dict[str, torch.fx.Node] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from autopar.facts import Period
 from autopar.moves import Move, PrimitiveKind
+from autopar.program import Accumulation
 from autopar.spec import Spec
 
 # The variable of results that nobody takes.
@@ -235,7 +236,8 @@ class StageProgram:
     """Everything one stage does in a step; the same for every rank of the stage.
 
     The generated function takes `parameters`, `delivered` and `received`, and returns the
-    loss, `sent`, what `changed` buffers now hold, and `outputs`, for one microbatch.
+    loss, `sent`, what `changed` buffers now hold, and `outputs`, for one microbatch. With
+    `accumulation`, microbatches are parts of the inputs from which everything starts anew.
     """
 
     name: str
@@ -254,6 +256,7 @@ class StageProgram:
     sent: tuple[Boundary, ...] = ()
     trains: bool = True
     changed: tuple[ChangedBuffer, ...] = ()
+    accumulation: Accumulation | None = None
 
     def made(self, name: str) -> Local:
         """A variable of the body as its last line leaves it."""

@@ -20,7 +20,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.api import parallelize
-from autopar.capture import capture, change_buffers, reference_step, whole_buffers
+from autopar.capture import (
+    change_buffers,
+    microbatch_inputs,
+    reference_step,
+    whole_buffers,
+)
 from autopar.errors import VerificationError
 from autopar.mesh import Mesh
 from autopar.options import Options
@@ -32,6 +37,7 @@ from autopar.runtime.sharding import extended, local_shard
 from autopar.runtime.threads import ThreadWorld, run_threads
 from autopar.shards import gather
 from autopar.spec import TensorType
+from autopar.step_capture import capture_step
 
 # Parity is the law in float64; in a model's own dtypes casts and sums round.
 TOLERANCE = {"fp64": 1e-10, "model": 1e-6}
@@ -98,7 +104,7 @@ def verify(
     """
     checked = Options.of(**options)
     tolerance = TOLERANCE.get(checked.precision, TOLERANCE["model"])
-    program = capture(model, example_inputs, precision=checked.precision, loss_fn=checked.loss_fn)
+    program = capture_step(model, example_inputs, checked)
     inputs = {k: v for k, v in flatten_inputs(example_inputs).items() if isinstance(v, Tensor)}
     if dist.is_initialized():
         return _verify_in_job(model, mesh, program, example_inputs, inputs, tolerance, options)
@@ -131,11 +137,15 @@ def reference(
 ) -> Step:
     """The step of the captured program on one process; it starts from `buffers`."""
     changed = dict(buffers)
-    loss, _ = reference_step(program, parameters, inputs, changed, seed)
-    assert loss is not None
-    loss.backward()
-    change_buffers(program, parameters, inputs, changed, n_microbatches - 1)
-    return Step(loss.detach(), _gradients(parameters), changed)
+    total = torch.zeros(())
+    for rows, of_rows in microbatch_inputs(program, inputs, seed):
+        loss, _ = reference_step(program, parameters, rows, changed, of_rows)
+        assert loss is not None
+        loss.backward()
+        total = total + loss.detach()
+    if program.accumulation is None:
+        change_buffers(program, parameters, inputs, changed, n_microbatches - 1)
+    return Step(total, _gradients(parameters), changed)
 
 
 def _gradients(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -71,7 +71,8 @@ class GroupCandidates:
 class CandidateMaker:
     """Prices groups on one logical mesh.
 
-    `n_in_flight` microbatches keep their activations at once.
+    `n_in_flight` microbatches keep their activations at once; `n_splits` parts are what the
+    rows of the graph make.
     """
 
     cost: CostModel
@@ -79,7 +80,8 @@ class CandidateMaker:
     saved: Mapping[str, Saved]
     limits: Limits
     n_microbatches: int
-    n_in_flight: int = 1
+    n_in_flight: int
+    n_splits: int
 
     def make(self, group: Group, first_savers: set[str]) -> GroupCandidates:
         """All legal choices of `group`; raises `InfeasibleError` when constraints leave none.
@@ -257,7 +259,7 @@ class CandidateMaker:
         batch = self.limits.batch_cells
         total = saved.other_bytes * labelled
         if any(n in batch for n in item.operator.outputs + item.operator.inputs):
-            total = total / self.n_microbatches
+            total = total / self.n_splits
         for name in names:
             if name not in first_savers and name not in self.limits.parameters:
                 first_savers.add(name)

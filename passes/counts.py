@@ -42,7 +42,7 @@ def recipe_counts(
     its microbatch size does not divide the rows of a rank.
     """
     n_rows, given = analysis.batch.size, options.microbatches
-    n_microbatches = given if isinstance(given, int) else 1
+    n_microbatches = analysis.batch.n_splits(given) if isinstance(given, int) else 1
     if manual.dp > 1 and n_rows == 0:
         raise BatchError(
             f"dp={manual.dp} splits the batch, and no input has a batch of several rows",
@@ -54,7 +54,7 @@ def recipe_counts(
             + (f" x {n_microbatches} microbatches" if n_microbatches > 1 else ""),
             hint="choose a batch size that divides, or drop_last=True in the loader",
         )
-    if manual.microbatch_size is None:
+    if manual.microbatch_size is None or analysis.batch.n_accumulated > 1:
         return microbatch_counts(analysis, options, n_devices, manual.dp)
     of_rank = n_rows // manual.dp
     if of_rank % manual.microbatch_size:

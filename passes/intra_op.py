@@ -102,6 +102,8 @@ class Analysis:
         if n_microbatches == 1:
             return self.types
         self.batch.check_divides(n_microbatches)
+        if self.batch.n_splits(n_microbatches) == 1:
+            return self.types
         for name, (dim, factor) in self.batch.cells.items():
             size = self.types.tensors[name].dims[dim][factor]
             if size % n_microbatches:
@@ -130,7 +132,7 @@ def least_bytes(
             continue
         kept |= {operator.inputs[i] for i in saved.inputs}
         kept |= {operator.outputs[i] for i in saved.outputs}
-        other_bytes += saved.other_bytes / n_microbatches
+        other_bytes += saved.other_bytes / analysis.batch.n_splits(n_microbatches)
     activations = sum(types[n].size_bytes for n in kept - set(analysis.program.parameters))
     static = static_bytes_per_param(optimizer, cost.dtype).total_bytes
     parameters = sum(
@@ -172,7 +174,10 @@ def intra_op_problem(
     cost = cost.for_parameters(sum(types.tensors[n].size_bytes for n in program.parameters))
     groups = form_groups(program, analysis.placed_operators(n_microbatches))
     limits = Limits.of(constraints, program, analysis.batch.cells, types.classes)
-    maker = CandidateMaker(cost, types.tensors, analysis.saved, limits, n_microbatches, n_in_flight)
+    n_splits = analysis.batch.n_splits(n_microbatches)
+    maker = CandidateMaker(
+        cost, types.tensors, analysis.saved, limits, n_microbatches, n_in_flight, n_splits
+    )
     savers: set[str] = set()
     candidates = [maker.make(group, savers) for group in groups]
     static = static_bytes_per_param(optimizer, cost.dtype)

@@ -82,7 +82,7 @@ class LineCosts:
                 share /= self.sizes[axis]
         batch = self.strategy.batch_cells
         if any(v in batch for v in (*operator.inputs, *operator.outputs)):
-            share /= self.strategy.n_microbatches
+            share /= self.analysis.batch.n_splits(self.strategy.n_microbatches)
         return share
 
     def workspace(

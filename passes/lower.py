@@ -230,9 +230,10 @@ class _Lowering:
             if value == self.program.seed:
                 kind = "seed"
             first = not any(v == value for v, _ in self.delivered)
-            name = self._unique(value if first else f"{value}_as_{suffix(spec, self.active)}")
+            name = source if first else f"{source}_as_{suffix(spec, self.active)}"
             self.delivered[value, spec] = Delivered(
-                self._local(name, value, spec), source, kind, self.types[value].dims,
+                self._local(self._unique(name), value, spec), source, kind,
+                self.types[value].dims,
                 self.strategy.batch_cells.get(value),
             )  # fmt: skip
         return self.delivered[value, spec].local.name
@@ -352,25 +353,29 @@ class _Lowering:
 
     def _changed(self, buffer: BufferInfo) -> ChangedBuffer:
         """What a buffer holds after the microbatch: whole on every rank, as it is kept."""
-        assert buffer.update is not None
-        name = self._output(buffer.update, "new", "buffer")
+        value = buffer.update
+        assert value is not None and not self.types[value].has_grad
         whole = Spec(tuple(I if n == 1 else R for n in self.sizes))
-        local = replace(self._local(name, buffer.update, whole), has_grad=False)
+        if value in self.produced:
+            name = self._resharded(value, whole, "buffer")
+        else:
+            name = self._deliver(value, whole)
+        local = self._local(name, value, whole)
         return ChangedBuffer(buffer.name, buffer.aliases, buffer.persistent, local)
 
-    def _output(self, value: str, ending: str = "out", phase: str = "output") -> str:
+    def _output(self, value: str) -> str:
         """A model output whole on every rank, out of autograd."""
         if value not in self.produced:
             return self._deliver(value, Spec(tuple(I if n == 1 else R for n in self.sizes)))
         spec = without_gradient(self.produced[value], self.sizes)
         old = self.types[value]
         tensor = TensorType(old.dims, old.itemsize, False)
-        name = self._unique(f"{identifier(value)}_{ending}")
+        name = self._unique(f"{identifier(value)}_out")
         self.body.append(
             DetachLine(
                 self._placed(name, value, tensor, spec), self.variables[value, self.produced[value]]
             )
         )
         whole = Spec(tuple(I if n == 1 else R for n in self.sizes))
-        self.body += self._moves(value, tensor, spec, whole, name, name, phase)
+        self.body += self._moves(value, tensor, spec, whole, name, name, "output")
         return name

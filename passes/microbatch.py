@@ -25,8 +25,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import BatchError, NotSupportedError
-from autopar.factors import Operator, Types, name_sizes
-from autopar.program import Program
+from autopar.factors import Operator, Types, name_sizes, operators_of, tensor_types
+from autopar.program import Program, row_dims
 from autopar.rules import rule_for
 from autopar.rules.pattern import AxisStrategy, axis_strategies, resolve
 from autopar.spec import P, Placement, R, S
@@ -40,13 +40,27 @@ class Batch:
     cells         value name -> its batch factor
     broken_at     operator at which the batch stops being one (None: the loss is a sum over
                   rows); then only one microbatch is exact
+    n_accumulated  microbatches of a program that is one of them (`Program.accumulation`)
     """
 
     size: int
     cells: Mapping[str, tuple[int, int]]
     broken_at: str | None
+    n_accumulated: int = 1
+
+    def n_splits(self, n_microbatches: int) -> int:
+        """Into how many parts the graph's rows are split by so many microbatches."""
+        return n_microbatches // self.n_accumulated
 
     def check_divides(self, n_microbatches: int, where: str = "") -> None:
+        if self.n_accumulated > 1:
+            if n_microbatches != self.n_accumulated:
+                raise BatchError(
+                    f"the program is one of {self.n_accumulated} microbatches, not of "
+                    f"{n_microbatches}",
+                    where=where or None,
+                )
+            return
         if self.size % n_microbatches:
             raise BatchError(
                 f"a batch of {self.size} rows does not divide into {n_microbatches} microbatches",
@@ -85,23 +99,26 @@ def find_batch(
     if broken is not None:  # ranks may exchange what microbatches may not: a batch's statistics
         placed, _ = _Walk(seeds, _without_batch(program, operators, seeds)).run(every)
     cells = {name: p.cell for name, p in placed.items() if p.is_shard}
-    return Batch(size, cells, broken)
+    accumulation = program.accumulation
+    return Batch(size, cells, broken, accumulation.n if accumulation else 1)
+
+
+def batch_of(program: Program, batch_dims: Mapping[str, int | None] | None = None) -> Batch:
+    """The batch of a program of which nothing else is known."""
+    operators = operators_of(program)
+    return find_batch(program, operators, tensor_types(program, operators), batch_dims)
 
 
 def _seed_inputs(
     program: Program, types: Types, batch_dims: Mapping[str, int | None]
 ) -> tuple[dict[str, Placement], int]:
     """The placement of every input, and the size of the batch."""
+    dims, size = row_dims({i.path: i.shape for i in program.inputs.values()}, batch_dims)
     seeds: dict[str, Placement] = {}
-    size = 0
     for name, info in program.inputs.items():
-        dim = batch_dims.get(info.path, 0 if info.shape else None)
-        if dim is None:
-            seeds[name] = R
-            continue
-        size = size or info.shape[dim]
-        same = info.shape[dim] == size and size > 1
-        seeds[name] = S(dim) if same and types.tensors[name].dims[dim] else R
+        dim = dims.get(info.path)
+        has_rows = dim is not None and types.tensors[name].dims[dim]
+        seeds[name] = S(dim) if dim is not None and has_rows else R
     return seeds, size
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -10,8 +10,8 @@ from torch import fx, nn
 
 from autopar.capture.constants import buffer
 from autopar.errors import BatchError
-from autopar.operators.random import seed_tensor
-from autopar.program import Program
+from autopar.operators.random import seed_tensor, step_seed
+from autopar.program import Accumulation, Program
 
 
 def as_graph_module(program: Program) -> fx.GraphModule:
@@ -61,6 +61,22 @@ def reference_step(
     changed = (b.name for b in program.buffers.values() if b.update is not None)
     buffers.update(zip(changed, (r.detach() for r in results[end:]), strict=True))
     return loss, program.rebuild(results[first:end])
+
+
+def microbatch_inputs(
+    program: Program, inputs: Mapping[str, torch.Tensor], seed: int = 0
+) -> Iterator[tuple[Mapping[str, torch.Tensor], int]]:
+    """The inputs, by path, and the seed of every run that makes a step on one process.
+
+    That is one on the whole batch, or one for each part of it where they are accumulated.
+    """
+    if program.accumulation is None:
+        yield inputs, seed
+        return
+    by_path = {program.inputs[n].path: dim for n, dim in program.accumulation.dims.items()}
+    parts = Accumulation(program.accumulation.n, by_path)
+    for i in range(parts.n):
+        yield parts.rows(inputs, i), step_seed(seed, i)
 
 
 def change_buffers(
