@@ -8,7 +8,6 @@ their own (`capture/accumulate.py`).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
 from dataclasses import replace
 
 from torch import nn
@@ -22,12 +21,7 @@ from autopar.plan_inputs import ExampleInputs
 from autopar.program import Program
 
 
-def capture_step(
-    model: nn.Module,
-    example_inputs: ExampleInputs,
-    options: Options,
-    live_buffers: Collection[str] = (),
-) -> Program:
+def capture_step(model: nn.Module, example_inputs: ExampleInputs, options: Options) -> Program:
     """The program of a training step, before there is a plan.
 
     Warns where the microbatches asked for are gradient accumulation, which another number of
@@ -37,7 +31,7 @@ def capture_step(
     def captured(accumulate: Accumulate | None = None) -> Program:
         return capture(
             model, example_inputs, precision=options.precision, loss_fn=options.loss_fn,
-            live_buffers=live_buffers, accumulate=accumulate,
+            accumulate=accumulate,
         )  # fmt: skip
 
     program = captured()
