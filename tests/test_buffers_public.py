@@ -21,7 +21,7 @@ from autopar.capture import capture, reference_step, whole_buffers
 from autopar.runtime.launch import WorkerPool
 from autopar.runtime.names import StateError
 from tests.jobs import Batch, Case, Trained, error, errors, machine, train_alone, train_module
-from tests.parity_table import TOLERANCE
+from tests.ranks import TOLERANCE
 
 Pool = Callable[[int], WorkerPool]
 ROWS, CHANNELS, CLASSES = 8, 4, 4

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from autopar.capture.grad import carries_gradient, is_differentiable, result_carries_gradient
+from autopar.capture.names import result_name
 from autopar.operators.random import seed_tensor
 
 aten = torch.ops.aten
@@ -113,7 +114,8 @@ class Builder:
         """`value[index]`; `value` is a multi-output node, or a tuple from an inlined region."""
         if not isinstance(value, fx.Node):
             return value[index]
-        node = self.graph.call_function(operator.getitem, (value, index))
+        name = result_name(value, index)
+        node = self.graph.create_node("call_function", operator.getitem, (value, index), name=name)
         result = value.meta["val"][index]
         has_grad = value in self.has_grad and result_carries_gradient(value, index)
         return self._finish(node, result, has_grad and is_differentiable(result))

@@ -18,6 +18,8 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _REPEATED_CALL = re.compile(r"@\d+")
 # Functional forms go by the name of the operator that the model calls, in training or not.
 _CALLED = {"_native_batch_norm_legit_functional": "batch_norm"}
+# What to call the results of operators that make unlike ones.
+_RESULTS = {"batch_norm": ("batch_norm", "mean", "rstd", "running_mean", "running_var")}
 _LIBRARY = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
 
@@ -47,6 +49,12 @@ def op_name(node: torch.fx.Node) -> str:
         name = str(node.target).removeprefix("aten.").removesuffix(".default")
         return _CALLED.get(name, name)
     return getattr(node.target, "__name__", str(node.target))
+
+
+def result_name(node: torch.fx.Node, index: int) -> str:
+    """A wanted name for one of an operator's results."""
+    names = _RESULTS.get(op_name(node))
+    return names[index] if names else "getitem"
 
 
 def operator_keys(nodes: Iterable[torch.fx.Node], prefix: str) -> dict[str, str]:
