@@ -108,4 +108,4 @@ def _parts(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
     """Cut the last dim of `flat` back into tensors of `shapes` (after a leading dim, if any)."""
     parts = flat.split([prod(shape) for shape in shapes], dim=-1)
     lead = flat.shape[:-1]
-    return [p.reshape(*lead, *shape) for p, shape in zip(parts, shapes, strict=True)]
+    return [p.reshape((*lead, *shape)) for p, shape in zip(parts, shapes, strict=True)]

@@ -84,3 +84,16 @@ def test_rounds_fuse_equal_steps_and_run_local_ones_directly() -> None:
         ("all_reduce", "tp", 8 * 16),
     ]
     assert run_threads(work, 4) == [calls] * 4
+
+
+def test_a_number_is_fused_with_a_tensor() -> None:
+    """The gradient of a learned temperature has no dims."""
+
+    def work(world: ThreadWorld) -> None:
+        g = world.make_groups(mesh_of(2))[(0,)]
+        xs = [random(world.rank), random(world.rank + 2, 3)]
+        got = bucketed_apply([(x, (("all_reduce", g, ()),)) for x in xs], 1 << 20)
+        for found, x in zip(got, xs, strict=True):
+            assert torch.equal(found, g.all_reduce(x))
+
+    run_threads(work, 2)
