@@ -502,3 +502,26 @@ def test_training_and_checkpoints_on_processes(workers: Pool, tmp_path: Path) ->
     for n_steps, results in ((2, first), (4, second), (6, third)):
         assert set(results[0]["whole"]) == set(alone(n_steps)["whole"])
         assert [off(found, alone(n_steps)) for found in results] == [[], []]
+
+
+def evaluated() -> tuple[dict[str, Any], Tensor]:
+    torch.manual_seed(0)
+    make = SoftmaxWhenEvaluated
+    module = autopar.parallelize(
+        make(), machine((1, 2)), batch(make), precision="fp64", manual=Manual(tp=2)
+    )
+    module.eval()
+    return dict(module.plan.data.padded), module(**batch(make))["logits"]
+
+
+def test_evaluation_that_training_did_not_foresee(workers: Pool) -> None:
+    """The plan pads for training; the softmax of evaluation is over the classes there are."""
+    torch.manual_seed(0)
+    model, given = SoftmaxWhenEvaluated(), batch(SoftmaxWhenEvaluated)
+    program = capture(model, given, training=False, precision="fp64")
+    values = {n: p.detach().double() for n, p in model.named_parameters()}
+    _, outputs = reference_step(program, values, given)
+    for padded, logits in workers(2).run(evaluated):
+        assert padded == {"embed.weight": (62, WIDTH)}
+        assert logits.shape == outputs["logits"].shape
+        assert error(logits, outputs["logits"]) <= TOLERANCE
