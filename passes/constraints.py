@@ -16,15 +16,15 @@ collectives are those of a hand-written Megatron: where there is a choice,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from autopar.facts import Storage
-from autopar.passes.groups import Group, JointStrategy
+from autopar.passes.groups import Group, JointStrategy, PlacedOperator
 from autopar.program import Program
 from autopar.rules import rule_for
-from autopar.spec import Placement, Spec
+from autopar.spec import Placement, S, Spec
 
 Role = Literal["any", "data", "tensor"]
 
@@ -68,6 +68,7 @@ class Limits:
     parameter_classes: frozenset[int]
     whole: frozenset[str]  # model inputs and constants
     constants: frozenset[str]
+    matrices: frozenset[str]  # parameters and views of them
 
     @staticmethod
     def of(
@@ -87,6 +88,7 @@ class Limits:
             - parameters
             - set(program.received),
             frozenset(program.constants),
+            _with_views(program),
         )
 
     def allowed(
@@ -101,6 +103,8 @@ class Limits:
             kept = [j for j in kept if not self._shards_parameter(j)]
         if "sequence" in forbid:
             kept = [j for j in kept if not self._shards_other(j)]
+        if "expert" in forbid:
+            kept = [j for j in kept if not self._shards_experts(group, j)]
         if role == "data":
             batch = [j for j in kept if self._shards_batch(j)]
             kept = batch or [j for j in kept if not _shards_something(j)]
@@ -157,6 +161,37 @@ class Limits:
             for n, p in joint.placements.items()
         )
 
+    def _shards_experts(self, group: Group, joint: JointStrategy) -> bool:
+        return any(
+            joint.placements[name] == S(*cell)
+            for member in group.members
+            for name, cell in self._expert_cells(member)
+        )
+
+    def _expert_cells(self, member: PlacedOperator) -> Iterator[tuple[str, tuple[int, int]]]:
+        """Dims of a product's parameters that count matrices: experts.
+
+        A feature is either in the other factor (and summed over) or in the result. What is in
+        both (an einsum over experts) or in neither (rows name theirs by ids) has one matrix
+        per element.
+        """
+        operator, notation = member.operator, member.operator.notation
+        if rule_for(str(operator.call.op)).flops is None:
+            return
+        for i, name in enumerate(operator.inputs):
+            if name not in self.matrices:
+                continue
+            others = [t for k, t in enumerate(notation.inputs) if k != i]
+            counting = {
+                n
+                for (n,) in (dim for dim in notation.inputs[i] if len(dim) == 1)
+                if any((n,) in t for t in others) == any((n,) in t for t in notation.outputs)
+            }
+            for label, (cells, _) in member.pattern.labels.items():
+                cell = cells[i]
+                if cell and member.pattern.names[label] in counting:
+                    yield name, cell
+
     def _respects_pins(self, group: Group, joint: JointStrategy, axis: int) -> bool:
         return all(
             pin.use is None or joint.placements[name] == pin.use
@@ -191,6 +226,16 @@ class Limits:
                 zip(storage.spec.placements, use.placements, strict=True)
             )
         )
+
+
+def _with_views(program: Program) -> frozenset[str]:
+    """Parameters, and what only shows them in another shape."""
+    found = set(program.parameters)
+    for node in program.operators:
+        sources = [n.name for n in node.all_input_nodes]
+        if rule_for(str(node.target)).view and found.issuperset(sources):
+            found.add(node.name)
+    return frozenset(found)
 
 
 def _shards_something(joint: JointStrategy) -> bool:

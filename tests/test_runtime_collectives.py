@@ -162,6 +162,14 @@ def test_row_on_threads(case: Case) -> None:
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool)
 
 
+def numbers_of_rows(g: Group) -> tuple[list[int], list[int]]:
+    """Sent to and received from every member; some ranks get none of another."""
+    return (
+        [(2 * g.rank + r) % 3 for r in range(g.size)],
+        [(2 * r + g.rank) % 3 for r in range(g.size)],
+    )
+
+
 def primitives(groups: Groups, rank: int) -> list[Tensor]:
     """Every primitive on every dtype, on strided inputs and scalars; sums are exact."""
     outs = []
@@ -169,7 +177,14 @@ def primitives(groups: Groups, rank: int) -> list[Tensor]:
         for dtype in DTYPES:
             x = (torch.arange(96).reshape(8, 12) * (rank + 1) % 5 - 1).to(dtype).t()
             scalar = x[3, 3]
+            sent, received = numbers_of_rows(g)
+            rows = x[: sum(sent)]
+            came = g.send_rows(rows, sent, received)
+            returned = g.return_rows(came, sent, received)
+            assert torch.equal(returned, rows)
             outs += [
+                came,
+                returned,
                 g.all_reduce(x),
                 g.all_reduce(x, op="max"),
                 g.all_reduce(scalar),
@@ -206,7 +221,7 @@ def test_rows_and_primitives_on_gloo_processes(workers: Callable[[int], WorkerPo
                 check_case(case, {r: results[r][1][i][axes] for r in ranks}, ranks)
     threads = run_threads(lambda w: primitives(w.make_groups(mesh), w.rank), 4)
     for rank, (_, _, got) in enumerate(results):
-        assert len(got) == len(threads[rank]) == 3 * len(DTYPES) * 9
+        assert len(got) == len(threads[rank]) == 3 * len(DTYPES) * 11
         for a, b in zip(got, threads[rank], strict=True):
             assert a.dtype == b.dtype
             assert torch.equal(a, b)
