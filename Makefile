@@ -40,7 +40,8 @@ golden: install
 	$(BIN)/python -m pytest --update-golden
 
 # Models x meshes x plans x microbatches on real processes against one process: 126 cells of one
-# stage, 100 of pipelines.
+# stage, 100 of pipelines; then the families of tests/zoo x meshes x plans. Words choose cells:
+# .venv/bin/python -m tests.parity_table zoo bert tensor
 parity: install
 	$(BIN)/python -m tests.parity_table
 

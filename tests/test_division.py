@@ -54,8 +54,9 @@ def test_tensor_parallel() -> None:
     whole = sum(p.stored.shape[0] for p in stage.parameters if not is_sharded(p.stored))
     n_elements = 3 * (WIDTH * WIDTH + WIDTH)
     assert 0 < whole <= 2 * WIDTH
-    stored = pytest.approx(1 - whole / n_elements)
-    assert division(pipeline) == Division(stored, products=1.0, by_weights=1.0)
+    found = division(pipeline)
+    assert found == Division(found.stored, products=1.0, by_weights=1.0)
+    assert found.stored == pytest.approx(1 - whole / n_elements)
 
 
 def test_a_tied_parameter_counts_once() -> None:

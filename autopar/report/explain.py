@@ -10,6 +10,7 @@ from autopar.errors import OptionError
 from autopar.pipeline import Pipeline
 from autopar.plan_data import PlanData, StageRecord
 from autopar.predicted import Predicted
+from autopar.report.division import division
 from autopar.report.stages import (
     ParameterTable,
     crossing_rows,
@@ -52,6 +53,7 @@ def explain(
         "\n".join(f"{name}: {text}" for name, text in data.comments.items()),
         _crossings(pipeline),
         "\n".join(tie_text(tie) for tie in pipeline.ties),
+        str(division(pipeline)) if pipeline.n_ranks > 1 else "",
         _communication(collectives, several),
         _prediction(predicted, pipeline),
         _alternatives(data),
