@@ -15,7 +15,7 @@ depend on the same shards of inputs. (2) is 0 times a derivative, so it holds fo
 and for functions whose derivatives are finite (`_FINITE`). Two operators end the class: their
 padded forms (`rules/padded.py`) read no row and no class beyond V. Any other operator is an
 obstacle, and the class stays as it is (`Paddings.refused`); so does one that padding would
-lengthen by more than 1/`_MOST`.
+lengthen by more than `_MOST_ADDED`.
 
 Parameters begin with zeros beyond V and their gradient there is exactly 0, so an elementwise
 optimizer keeps the zeros, and a norm over gradients does not see them. State leaves and enters
@@ -39,6 +39,7 @@ import torch
 import torch.fx
 import torch.nn.functional as F
 
+from autopar.errors import PlanError
 from autopar.factors import Operator, operators_of, tensor_types
 from autopar.passes.arguments import override
 from autopar.program import Program
@@ -50,8 +51,8 @@ from autopar.spec import Spec
 Shape = tuple[int, ...]
 Cell = tuple[str, int]  # a value and one of its dims
 
-# Padding may lengthen a dim by this part of it at most: 3 classes on 8 ranks stay 3.
-_MOST = 8
+# Padding may lengthen a dim by this part of it: 3 classes on 8 ranks stay 3.
+_MOST_ADDED = 0.125
 
 _SLICE = torch.ops.aten.slice.Tensor
 _DIVISION = "aten.div.Tensor"
@@ -102,8 +103,8 @@ def find_paddings(program: Program, n_ranks: int) -> Paddings:
             continue
         padded = math.ceil(size / n_ranks) * n_ranks
         obstacle = classes.obstacle(number)
-        if (padded - size) * _MOST > size:
-            obstacle = f"padding it to {padded} costs more than 1/{_MOST} of it"
+        if padded - size > _MOST_ADDED * size:
+            obstacle = f"padding it to {padded} adds more than {_MOST_ADDED:.1%}"
         for value, dim in classes.parameters(number):
             info = program.parameters[value]
             if obstacle is None:
@@ -123,14 +124,16 @@ def find_paddings(program: Program, n_ranks: int) -> Paddings:
 def pad(program: Program, shapes: Mapping[str, Sequence[int]]) -> Program:
     """The program over parameters of these shapes; the same results and gradients.
 
-    `ParameterInfo.shape` stays the user's.
+    `ParameterInfo.shape` stays the user's. Raises `PlanError` for a shape that is not longer.
     """
-    wanted = {
-        (value, dim): size
-        for value, info in program.parameters.items()
-        for dim, size in enumerate(shapes.get(info.name, ()))
-        if size != info.shape[dim]
-    }
+    wanted: dict[Cell, int] = {}
+    for value, info in program.parameters.items():
+        shape = shapes.get(info.name, info.shape)
+        shorter = any(new < old for new, old in zip(shape, info.shape, strict=False))
+        if shorter or len(shape) != len(info.shape):
+            raise PlanError(f"{info.name} {list(info.shape)} cannot be padded to {list(shape)}")
+        added = [dim for dim, size in enumerate(shape) if size > info.shape[dim]]
+        wanted |= {(value, dim): shape[dim] for dim in added}
     if not wanted:
         return program
     classes = _Classes(program)
@@ -223,10 +226,12 @@ def _lets_pass(operator: Operator, cells: Collection[Cell]) -> bool:
     if not met or {cell for name, cell in named if name in met} == {*_vocabulary_cells(operator)}:
         return True
     op, notation = str(operator.call.op), operator.notation
+    communicates = met & rule_for(op).lower.keys()
     divisor = notation.inputs[1] if op == _DIVISION and len(notation.inputs) > 1 else ()
     return (
         op in _FINITE
         and not met & notation.frozen
+        and not communicates
         and not any(met & set(names) for names in divisor)
         and all(cell in cells for name, cell in named if name in met)
         and all(met <= {n for names in term for n in names} for term in notation.outputs)
