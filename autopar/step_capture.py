@@ -37,7 +37,9 @@ def capture_step(model: nn.Module, example_inputs: ExampleInputs, options: Optio
     program = captured()
     if not _asks_for_several(options):
         return program
-    accept_missing(program, options.fallback)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the planner warns
+        accept_missing(program, options.fallback)
     batch = batch_of(program, options.batch_dims)
     n = _asked(options, batch.size)
     if n == 1 or batch.broken_at is None:
