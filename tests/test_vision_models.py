@@ -113,9 +113,10 @@ class Bottleneck(nn.Module):
         )
         for layer in self.layers:
             if isinstance(layer, nn.BatchNorm2d):
-                nn.init.uniform_(layer.running_mean, -1, 1)
-                nn.init.uniform_(layer.running_var, 0.5, 2)
                 layer.eval()
+                for name, statistic in layer.named_buffers():
+                    if name != "num_batches_tracked":
+                        nn.init.uniform_(statistic, 0.5, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(x + self.layers(x))
