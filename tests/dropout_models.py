@@ -65,10 +65,10 @@ def rows(seed: int) -> dict[str, Tensor]:
 # -- jobs --------------------------------------------------------------------------------------
 
 
-def dropped_gpt2() -> nn.Module:
+def dropped_gpt2(n_layers: int = 2) -> nn.Module:
     """With the probabilities of its published configuration."""
     torch.manual_seed(0)
-    return gpt2(2, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
+    return gpt2(n_layers, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
 
 
 def train_gpt2() -> Trained:

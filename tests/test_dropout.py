@@ -20,6 +20,7 @@ from autopar.errors import MissingRuleError, NotSupportedError
 from autopar.facts import Period
 from autopar.operators.random import DROPOUT, Stream
 from autopar.passes.constraints import Constraints
+from autopar.passes.folding import find_runs
 from autopar.passes.intra_op import Analysis, intra_op_problem
 from autopar.runtime.launch import WorkerPool
 from tests.capture_harness import Module
@@ -89,12 +90,19 @@ def test_equal_positions_are_delivered_once() -> None:
     assert len(set(lengths)) == len(lengths) <= 5
 
 
+def test_layers_with_dropout_are_alike() -> None:
+    """Each draws its own bits; the joint search plans one of them all the same."""
+    model = dropped_gpt2(6)
+    (run,) = find_runs(Analysis.of(capture(model, tokens(0), precision="fp64")))
+    assert run.count == 6
+
+
 # -- what is drawn -----------------------------------------------------------------------------
 
 
-def drawn(body: Callable[[Any, Tensor], Any], seed: int = 0, x: Tensor | None = None) -> Any:
-    """What a function makes of an input, by the captured program."""
-    model = Module(body)
+def drawn(body: Callable[[Tensor], Any], seed: int = 0, x: Tensor | None = None) -> Any:
+    """What a function makes of an input, ones by default, in the captured program."""
+    model = Module(lambda self, x: body(x))
     x = torch.ones(BATCH, 8, 512) if x is None else x
     program = capture(model, (x,), training=False)
     _, outputs = reference_step(program, dict(model.named_parameters()), {"0": x}, seed=seed)
@@ -106,13 +114,13 @@ def share_of_zeros(y: Tensor) -> float:
 
 
 def test_dropout_scales_what_it_keeps() -> None:
-    y = drawn(lambda self, x: F.dropout(x, P))
+    y = drawn(lambda x: F.dropout(x, P))
     assert abs(share_of_zeros(y) - P) < 0.01
     assert set(y.unique().tolist()) == {0.0, torch.tensor(1 / (1 - P)).item()}
 
 
 def test_masks_differ_between_steps_layers_and_rows() -> None:
-    def body(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    def body(x: Tensor) -> tuple[Tensor, Tensor]:
         return F.dropout(x, 0.5), F.dropout(x, 0.5)
 
     stream, later = Stream(3), Stream(3, 1)
@@ -125,20 +133,20 @@ def test_masks_differ_between_steps_layers_and_rows() -> None:
 
 @pytest.mark.parametrize("p", [0.0, 1.0])
 def test_nothing_or_all(p: float) -> None:
-    y = drawn(lambda self, x: F.dropout(x, p))
+    y = drawn(lambda x: F.dropout(x, p))
     assert share_of_zeros(y) == p
 
 
 def test_whole_channels() -> None:
-    y = drawn(lambda self, x: F.dropout1d(x, P))
+    y = drawn(lambda x: F.dropout1d(x, P))
     assert torch.equal(y, y[..., :1].expand_as(y)) and 0 < share_of_zeros(y) < 0.6
 
 
 def test_alpha_dropout_keeps_mean_and_variance() -> None:
     x = torch.randn(BATCH, 8, 512, generator=torch.Generator().manual_seed(0))
-    for dropped in (F.alpha_dropout, F.feature_alpha_dropout):
-        y = drawn(lambda self, x, f=dropped: f(x, P, True), x=x)
-        n = y.numel() if dropped is F.alpha_dropout else y.shape[:2].numel()
+    elements = drawn(lambda x: F.alpha_dropout(x, P, True), x=x)
+    channels = drawn(lambda x: F.feature_alpha_dropout(x, P, True), x=x)
+    for y, n in ((elements, x.numel()), (channels, x.shape[:2].numel())):
         assert abs(y.mean()) < 5 / n**0.5 and abs(y.var() - 1) < 20 / n**0.5
 
 
@@ -157,22 +165,22 @@ def test_noise_has_the_moments_it_is_asked_for() -> None:
         "randint": (lambda x: torch.randint_like(x, 6), 2.5, 35 / 12),
     }
     for name, (draw, mean, variance) in wanted.items():
-        y = drawn(lambda self, x, f=draw: x * f(x)).double()
+        y = drawn(draw).double()
         sigma = math.sqrt(variance)
         assert abs(y.mean() - mean) < 5 * sigma / 256, name
         assert abs(y.var() / variance - 1) < 0.05, name
 
 
 def test_integers() -> None:
-    y = drawn(lambda self, x: x * torch.randint(-2, 3, x.shape))
+    y = drawn(lambda x: x * torch.randint(-2, 3, x.shape))
     assert set(y.unique().tolist()) == {-2.0, -1.0, 0.0, 1.0, 2.0}
-    order = drawn(lambda self, x: (x.sum(), torch.randperm(64)))[1]
+    order = drawn(lambda x: (x.sum(), torch.randperm(64)))[1]
     assert sorted(order.tolist()) == list(range(64)) != order.tolist()
 
 
 def test_a_scalar_and_rrelu() -> None:
-    assert 0 < drawn(lambda self, x: x[0, 0, 0] * torch.rand([])).item() < 1
-    y = -drawn(lambda self, x: F.rrelu(-x, 0.2, 0.4, training=True))
+    assert 0 < drawn(lambda x: x[0, 0, 0] * torch.rand([])).item() < 1
+    y = -drawn(lambda x: F.rrelu(-x, 0.2, 0.4, training=True))
     assert 0.2 <= y.min() < 0.21 and 0.39 < y.max() <= 0.4
 
 
@@ -184,7 +192,7 @@ def test_evaluation_draws_nothing() -> None:
 def test_what_cannot_be_drawn_is_refused() -> None:
     mine = torch.Generator()
     with pytest.raises(NotSupportedError, match="object that is not a tensor"):
-        drawn(lambda self, x: x * torch.rand(x.shape, generator=mine))
+        drawn(lambda x: x * torch.rand(x.shape, generator=mine))
     with pytest.raises(MissingRuleError, match="multinomial"):
         autopar.plan(
             Module(lambda self, x: (self.linear(x) * torch.multinomial(x, 4)).sum()),

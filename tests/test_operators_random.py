@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -107,7 +108,7 @@ def test_a_slice_draws_what_the_whole_draws() -> None:
     """Of any dims at once, however many elements are drawn at a time."""
     x = torch.randn(6, 40, 300)
     whole = DROPOUT(x, seed_tensor(5), positions(*x.shape), 0.3, 2)
-    at = (slice(2, 4), torch.tensor([3, 39, 0]), slice(100, None, 7))
+    at: tuple[Any, ...] = (slice(2, 4), torch.tensor([3, 39, 0]), slice(100, None, 7))
     parts = [vector[index] for vector, index in zip(positions(*x.shape), at, strict=True)]
     assert torch.equal(DROPOUT(x[at], seed_tensor(5), parts, 0.3, 2), whole[at])
 

@@ -22,7 +22,7 @@ from tests.rule_samples import Sample, bools, call, ints, x
 from tests.vision_samples import VISION_SAMPLES
 
 SAMPLES = {**GENERAL_SAMPLES, **PLACE_SAMPLES, **VISION_SAMPLES, **RANDOM_SAMPLES}
-RULES = {rule.op: rule for rule in all_rules() if rule.op.startswith(("aten.", "autopar."))}
+RULES = {rule.op: rule for rule in all_rules() if rule.op.startswith("aten.")}
 
 
 def case_of(op: str, sample: Sample, refine: bool = False, **changes: Any) -> Case:
