@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -141,7 +142,7 @@ class TestCapture:
     @pytest.mark.parametrize("family", FAMILIES)
     def test_a_block_of_transformers_equals_eager(self, family: str) -> None:
         """Of the form with a loop over experts, which is not traceable; no matrix is gathered."""
-        model = moe_model(family)
+        model: Any = moe_model(family)
         model.set_experts_implementation("eager")
         block = model.model.layers[0].mlp
         hidden = torch.randn(4, 4, 16, dtype=torch.float64)

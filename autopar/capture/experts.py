@@ -10,7 +10,9 @@ thousand tokens take the memory of a thousand experts. The lookup is dead afterw
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -34,29 +36,35 @@ def product_with_experts(b: Builder, call: Call) -> fx.Node | None:
         rows = _shape(ids)
         if _shape(vectors)[:-2] != rows:
             continue
-        x = _reshaped(b, vectors, (ids.meta["val"].numel(), _shape(vectors)[-3 - dim]))
+        n_rows = math.prod(rows)
+        x = _reshaped(b, vectors, (n_rows, _shape(vectors)[-3 - dim]))
         # A vector on the left multiplies the columns.
-        y = b.op(expert_linear, x, weight, _reshaped(b, ids, (-1,)), transposed != (dim == -2))
+        by_columns = transposed != (dim == -2)
+        y = b.op(expert_linear, x, weight, _reshaped(b, ids, (n_rows,)), by_columns)
         return b.op(aten.reshape.default, y, list(call.shape))
     return None
 
 
 def _looked_up(matrices: fx.Node) -> tuple[fx.Node, fx.Node, bool] | None:
     """The weight and the ids of `weight[ids]`, and whether its matrices are transposed after."""
-    transposed = False
+    transposed, args = False, _arguments(matrices)
     while matrices.target in _TRANSPOSES and _swaps_last_two(matrices):
-        matrices, transposed = matrices.args[0], not transposed
+        matrices, transposed = args[0], not transposed
+        args = _arguments(matrices)
     if matrices.target is not aten.index.Tensor:
         return None
-    weight, indices = matrices.args
+    weight, indices = args
     if len(indices) != 1 or len(_shape(weight)) != 3 or not _counts(indices[0]):
         return None
     return weight, indices[0], transposed
 
 
+def _arguments(node: fx.Node) -> tuple[Any, ...]:
+    return node.args
+
+
 def _swaps_last_two(node: fx.Node) -> bool:
-    rank = len(_shape(node))
-    dims = node.args[1:] or (-2, -1)
+    rank, dims = len(_shape(node)), _arguments(node)[1:] or (-2, -1)
     return {dim % rank for dim in dims} == {rank - 2, rank - 1}
 
 
@@ -70,9 +78,7 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 
 def _reshaped(b: Builder, node: fx.Node, shape: Sequence[int]) -> fx.Node:
     """A reshape, or what the node is a view of where that has the shape."""
-    value = node.meta["val"]
-    size = value.numel()
-    wanted = tuple(size if n == -1 else n for n in shape)
-    if node.target is aten.unsqueeze.default and _shape(node.args[0]) == wanted:
-        return node.args[0]
-    return node if _shape(node) == wanted else b.op(aten.reshape.default, node, list(wanted))
+    for same in (node, *(_arguments(node)[:1] if node.target is aten.unsqueeze.default else ())):
+        if _shape(same) == tuple(shape):
+            return same
+    return b.op(aten.reshape.default, node, list(shape))

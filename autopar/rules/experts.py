@@ -25,8 +25,8 @@ EXPERTS = Lowering(
     ARGUMENTS,
     keeps=(0, 1),
     saved_bytes="8*n",  # localised ids (int64)
-    forward_bytes="n*(i + o)*item/ranks",  # the rows of its experts, and their products
-    backward_bytes="n*(i + o)*item/ranks",
+    forward_bytes="n*(i + o)*item/(e*ranks)",  # the rows of one expert, and their products
+    backward_bytes="n*(i + o)*item/(e*ranks)",
 )
 
 # Rows are sent as x has them; what is sent and received back are a rank's own rows.
@@ -43,8 +43,8 @@ ROWS_AND_EXPERTS = Lowering(
     ),
     keeps=(1,),
     saved_bytes="n*i*item + 24*n",  # received rows, their ids, the order of those sent
-    forward_bytes="n*(i + 2*o)*item",
-    backward_bytes="n*(2*i + o)*item",
+    forward_bytes="n*Max(i, 2*o)*item",  # rows sent; then products made and received
+    backward_bytes="2*n*Max(i, o)*item",
 )
 
 
