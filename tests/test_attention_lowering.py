@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from random import Random
 
 import pytest
 import torch
@@ -21,12 +22,12 @@ from autopar.cost.model import CostModel
 from autopar.facts import OperatorStrategy, Strategy
 from autopar.moves import Split
 from autopar.passes.constraints import Constraints
-from autopar.passes.intra_op import Analysis, choose
+from autopar.passes.intra_op import Analysis, choose, intra_op_problem
 from autopar.rules.lowering import CAUSAL_ATTENTION
 from autopar.runtime.groups import Group, Recorder
 from autopar.runtime.lowered import causal_attention
 from autopar.runtime.threads import ThreadWorld, run_threads
-from tests.harness import abstract_cost, generated_code, thread_step
+from tests.harness import abstract_cost, generated_code, model_case, random_strategy, thread_step
 from tests.test_runtime_collectives import mesh_of, random
 
 __all__ = ["generated_code"]
@@ -49,12 +50,16 @@ def group(world: ThreadWorld) -> Group:
 def test_rows_beside_torch(n_ranks: int, n_keys: int, n_key_heads: int) -> None:
     q, upstream = random(0, 2, 4, 12, 4), random(3, 2, 4, 12, 4)
     k, v = (random(i, 2, n_key_heads, n_keys, 4) for i in (1, 2))
-    whole = [t.clone().requires_grad_() for t in (q, k, v)]
+    whole_q, whole_k, whole_v = (t.clone().requires_grad_() for t in (q, k, v))
     grouped = n_key_heads < 4
-    expected = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=grouped)
+    expected = F.scaled_dot_product_attention(
+        whole_q, whole_k, whole_v, is_causal=True, enable_gqa=grouped
+    )
     expected.backward(upstream)
+    assert whole_q.grad is not None
+    of_rows = whole_q.grad
 
-    def work(world: ThreadWorld) -> list[Tensor]:
+    def work(world: ThreadWorld) -> tuple[Tensor, Tensor]:
         g = group(world)
         rows = g.slice(q, Split(2)).requires_grad_()
         keys, values = k.clone().requires_grad_(), v.clone().requires_grad_()
@@ -63,16 +68,14 @@ def test_rows_beside_torch(n_ranks: int, n_keys: int, n_key_heads: int) -> None:
             out.backward(g.slice(upstream, Split(2)))
         assert recorder.calls == []
         torch.testing.assert_close(out, g.slice(expected, Split(2)), rtol=0, atol=1e-14)
-        assert whole[0].grad is not None
-        torch.testing.assert_close(rows.grad, g.slice(whole[0].grad, Split(2)), rtol=0, atol=1e-14)
+        torch.testing.assert_close(rows.grad, g.slice(of_rows, Split(2)), rtol=0, atol=1e-14)
         assert keys.grad is not None
         assert values.grad is not None
-        return [keys.grad, values.grad]
+        return keys.grad, values.grad
 
-    for gradient, parts in zip(
-        (t.grad for t in whole[1:]), zip(*run_threads(work, n_ranks), strict=True), strict=True
-    ):
-        torch.testing.assert_close(sum(parts), gradient, rtol=0, atol=1e-13)
+    of_keys, of_values = zip(*run_threads(work, n_ranks), strict=True)
+    torch.testing.assert_close(sum(of_keys), whole_k.grad, rtol=0, atol=1e-13)
+    torch.testing.assert_close(sum(of_values), whole_v.grad, rtol=0, atol=1e-13)
 
 
 def test_keys_that_no_row_sees_are_not_read() -> None:
@@ -88,7 +91,7 @@ def test_keys_that_no_row_sees_are_not_read() -> None:
     run_threads(work, 2)
 
 
-def own_kept_bytes(inputs: Sequence[Tensor], g: Group | None) -> int:
+def own_kept_bytes(q: Tensor, k: Tensor, v: Tensor, g: Group | None) -> int:
     """What autograd keeps of attention besides its inputs and its result."""
     kept: dict[int, int] = {}
 
@@ -98,17 +101,17 @@ def own_kept_bytes(inputs: Sequence[Tensor], g: Group | None) -> int:
 
     with saved_tensors_hooks(pack, lambda t: t):
         if g is None:
-            out = F.scaled_dot_product_attention(*inputs, is_causal=True)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
-            out = causal_attention(inputs[0], inputs[1], inputs[2], g, None, False)
-    named = {t.untyped_storage()._cdata for t in (*inputs, out)}
+            out = causal_attention(q, k, v, g, None, False)
+    named = {t.untyped_storage()._cdata for t in (q, k, v, out)}
     return sum(size_bytes for storage, size_bytes in kept.items() if storage not in named)
 
 
 def test_what_it_keeps_besides_the_operators_part() -> None:
     """The mask of the last rank, which sees all keys; the first one needs none."""
     q, k, v = (random(i, 2, 4, 12, 4).requires_grad_() for i in range(3))
-    whole_bytes = own_kept_bytes((q, k, v), None)
+    whole_bytes = own_kept_bytes(q, k, v, None)
     mask_bytes = CAUSAL_ATTENTION.value(
         CAUSAL_ATTENTION.saved_bytes, {"c": 4, "t": 12}, itemsize=8, n_ranks=3
     )
@@ -116,7 +119,7 @@ def test_what_it_keeps_besides_the_operators_part() -> None:
     def work(world: ThreadWorld) -> float:
         g = group(world)
         rows = g.slice(q.detach(), Split(2)).requires_grad_()
-        return own_kept_bytes((rows, k, v), g) - whole_bytes / 3
+        return own_kept_bytes(rows, k, v, g) - whole_bytes / 3
 
     first, middle, last = run_threads(work, 3)
     assert (first, last) == (0, mask_bytes)
@@ -225,6 +228,31 @@ def test_heads_of_grouped_queries(
     placed = Placed.of((8, n_key_heads), sizes, n_rows, forbid=["sequence"])
     assert [str(s) for s in placed.attention.inputs] == [query, key, key]
     assert placed.wrong() == {}
+
+
+def test_keys_that_the_model_repeats() -> None:
+    """A Llama whose keys are expanded to its heads: keys over one axis, groups over the other."""
+    analysis, cost = model_case("llama").analysis, abstract_cost((2, 2))
+    limits = Constraints(frozenset({"sequence", "data"}))
+    strategy = choose(analysis, cost, 1, limits, "adamw", None).strategy
+    placed = Placed(analysis, cost, strategy, model_case("llama").batch(0))
+    assert [str(s) for s in placed.attention.inputs[:3]] == ["S(1) S(1.1)"] * 3
+    assert placed.wrong() == {}
+
+
+@pytest.mark.parametrize("sizes", [(4,), (2, 2)])
+def test_random_assignments(sizes: tuple[int, ...]) -> None:
+    """Legal ones whatever they cost, some of them with rows on shards."""
+    batch = {"x": random(0, 4, 8, 32)}
+    analysis = Analysis.of(capture(Attends(32, 8, 2), batch, precision="fp64"))
+    cost = abstract_cost(sizes)
+    problem = intra_op_problem(analysis, cost, 1, Constraints(), "adamw", None)
+    placed = [
+        Placed(analysis, cost, random_strategy(analysis, problem, 1, Random(seed)), batch)
+        for seed in range(6)
+    ]
+    assert any(p.attention.lowered for p in placed)
+    assert [p.wrong() for p in placed] == [{}] * 6
 
 
 def test_rows_are_chosen_on_a_real_machine() -> None:
