@@ -38,7 +38,7 @@ _LAST_SHIFT = 31
 # Bits are made for so many elements at a time: 8 bytes each, twice, stay in a core's cache. A
 # GPU runs one kernel per operation instead, and needs blocks that fill it.
 _BLOCK_ON_CPU = 1 << 15
-_BLOCK_ON_GPU = 1 << 24
+_BLOCK_ON_GPU = 1 << 22
 
 
 @dataclass
