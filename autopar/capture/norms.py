@@ -23,7 +23,7 @@ def make_norm_traceable(module: nn.Module) -> None:
     elif isinstance(module, nn.SyncBatchNorm):
         module.forward = MethodType(_BatchNorm.forward, module)  # type: ignore[method-assign]
     elif isinstance(module, _InstanceNorm) and module.track_running_stats:
-        module._apply_instance_norm = MethodType(_tracking_instance_norm, module)
+        module._apply_instance_norm = MethodType(_tracking_instance_norm, module)  # type: ignore[method-assign]
 
 
 def _cumulative_batch_norm(module: _BatchNorm, x: Tensor) -> Tensor:
