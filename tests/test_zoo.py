@@ -30,13 +30,13 @@ from tests.zoo.entries import (
 )
 
 SAMPLE = (
-    ZooCell("bloom", "1x2", "tensor"),
-    ZooCell("gemma2", "1x2", "zero3"),
+    ZooCell("resnet", "1x2", "tensor"),
+    ZooCell("mixtral", "1x2", "zero3"),
     ZooCell("attention-by-position", "1x4", "auto"),
     ZooCell("cross-attention", "2x2", "tensor"),
     ZooCell("bert-classifier", "2x2", "no-data"),
     ZooCell("distilbert", "2-stages", "tensor"),
-    ZooCell("encoder-norm-first", "2-stages", "auto"),
+    ZooCell("encoder-dropout", "2-stages", "auto"),
     ZooCell("decoder", "2-stages", "zero3"),
 )
 NO_SUM = Entry(Mlp, lambda seed: rows(seed, "x"), microbatches=1, why="for a test")
@@ -122,7 +122,7 @@ def test_listed_cells() -> None:
 def test_summary_by_family() -> None:
     cell = SAMPLE[0]
     found = [Verdict(cell, 0.0, None, 1.0), Verdict(cell, 1.0, "off", 1.0)]
-    assert [line.split(None, 1) for line in by_family(found)] == [["bloom", "1 failed, 1 passed"]]
+    assert [line.split(None, 1) for line in by_family(found)] == [["resnet", "1 failed, 1 passed"]]
 
 
 def test_the_worst_errors_are_told() -> None:

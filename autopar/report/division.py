@@ -78,7 +78,7 @@ def products(program: StageProgram) -> Iterator[Product]:
             known[local.name] = local
             weights.add(local.name)
     for line in program.body:
-        operands = reads(line)
+        operands = [name for name in reads(line) if name in known]  # not the groups of ranks
         of_weights = bool(operands) and weights.issuperset(operands)
         if isinstance(line, CallLine) and line.flops:
             placed = [*(known[name] for name in operands), *line.outs]
