@@ -70,12 +70,11 @@ class TestRule:
     @pytest.mark.parametrize("refine", [False, True], ids=["whole", "strided"])
     @pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2)])
     def test_every_strategy(self, sizes: tuple[int, ...], refine: bool) -> None:
-        if refine and sizes == (2, 2):
-            sizes = (2,)  # the strided shards of two axes are those of products
         for sample in (call(x(8, 4), x(4, 4, 4), IDS), call(x(8, 4), x(4, 4, 8), IDS, True)):
             case = OracleCase.of(rule_for(str(expert_linear)), expert_linear, *sample, refine)
             for strategies in combinations(case, sizes):
-                check_strategy(case, strategies, sizes)
+                if not refine or any(s.lowering for s in strategies):
+                    check_strategy(case, strategies, sizes)
 
 
 def exchanged(world: ThreadWorld, n_received: Callable[[int], int]) -> list[CollectiveCall]:

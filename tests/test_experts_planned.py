@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 
 import pytest
 import torch
@@ -72,26 +73,24 @@ def lowered(strategy: Strategy) -> set[str]:
     return {o.lowered.function for o in strategy.operators.values() if o.lowered}
 
 
-@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_any_placement_of_experts_is_right(family: str) -> None:
     case, found = moe_case(family), set[str]()
-    for seed in range(3):
+    for seed in range(2):
         found |= random_step(case, (2,), 2, seed, on_axis(case, 0))
     assert found >= {EXCHANGE, OWN_ROWS}
     random_step(case, (4,), 1, 0)
 
 
 def test_any_placement_on_two_axes_is_right() -> None:
-    for seed in range(2):
-        random_step(moe_case("mixtral"), (2, 2), 2, seed, on_axis(moe_case("mixtral"), 1))
+    random_step(moe_case("mixtral"), (2, 2), 2, 0, on_axis(moe_case("mixtral"), 1))
 
 
 def test_a_balancing_loss_is_exact_in_one_microbatch() -> None:
     """It is a product of means over the batch: partial sums are exact, a sum over rows is not."""
     model = moe_model("mixtral", output_router_logits=True)
     case = Case(Analysis.of(capture(model, random_tokens(0), precision="fp64")), random_tokens)
-    for seed in range(3):
-        random_step(case, (2,), 1, seed)
+    random_step(case, (2,), 1, 0)
     with pytest.raises(NotSupportedError, match="not a sum or mean over rows"):
         case.analysis.batch.check_divides(2)
 
@@ -146,32 +145,45 @@ class Planned:
         return {str(use.local.spec.placements[1]) for use in parameter.uses}
 
 
-def plan(model: nn.Module, x: Tensor, n_ranks: int, *forbid: str, by: int | None = None) -> Planned:
+def plan(case: Case, n_ranks: int, *forbid: str, by: int | None = None) -> Planned:
     """The optimum without ZeRO on n ranks, which computes what one process does.
 
     `by` = 1: the experts' matrices must be sharded by experts.
     """
     device = Device(1, 1e30, 1e15, 0)
     mesh = LogicalMesh((1, n_ranks), ("node", "device"), (Link(1, 1),) * 2, device)
-    analysis, cost = Analysis.of(capture(model, (x,))), CostModel(mesh, torch.float64)
-    (name,) = (info.path for info in analysis.program.inputs.values())
-    case = Case(analysis, lambda seed: {name: x})
+    cost = CostModel(mesh, torch.float64)
     pins = on_axis(case, by).pins if by is not None else {}
     limits = Constraints(NO_ZERO | set(forbid), pins=pins)
-    strategy = choose(analysis, cost, 1, limits, "adamw", None).strategy
-    step = thread_step(analysis, cost, strategy, case.batch(0), seed=0)
+    strategy = choose(case.analysis, cost, 1, limits, "adamw", None).strategy
+    step = thread_step(case.analysis, cost, strategy, case.batch(0), seed=0)
     assert step.wrong == {}
     assert Counter(step.calls) == Counter(step.foretold)
-    return Planned(strategy, lower(analysis, strategy, cost))
+    return Planned(strategy, lower(case.analysis, strategy, cost))
 
 
-def rows(n: int, *width: int) -> Tensor:
-    return torch.randn(n, *width, dtype=torch.float64)
+def case_of(model: nn.Module, *shape: int) -> Case:
+    """A model of one input."""
+    x = torch.randn(shape, dtype=torch.float64)
+    analysis = Analysis.of(capture(model.double(), (x,)))
+    (name,) = (info.path for info in analysis.program.inputs.values())
+    return Case(analysis, lambda seed: {name: x})
+
+
+@lru_cache
+def few_experts() -> Case:
+    """3 and 9 features, which no number of ranks here divides."""
+    return case_of(Experts(9, 3, 8), 16, 9)
+
+
+@lru_cache
+def gated_experts() -> Case:
+    return case_of(Gated(), 8, 8, 32)
 
 
 def test_many_small_experts_are_sent_their_rows() -> None:
     """Both products exchange numbers, rows and results, and gradients of the last two."""
-    planned = plan(Experts(32, 8, 32).double(), rows(64, 32), 8)
+    planned = plan(case_of(Experts(32, 8, 32), 64, 32), 8)
     assert lowered(planned.strategy) == {EXCHANGE}
     assert planned.uses("up") == planned.uses("down") == {"S(0)"}
     assert planned.calls("expert_linear") == {
@@ -180,21 +192,20 @@ def test_many_small_experts_are_sent_their_rows() -> None:
 
 
 def test_experts_that_no_feature_divides_compute_their_own_rows() -> None:
-    planned = plan(Experts(9, 3, 8).double(), rows(16, 9), 4, "data", "sequence")
+    planned = plan(few_experts(), 4, "data", "sequence")
     assert OWN_ROWS in lowered(planned.strategy)
     assert EXCHANGE not in lowered(planned.strategy)
 
 
 @pytest.mark.parametrize("n_ranks", [4, 8])
 def test_experts_are_whole_where_that_is_asked_for(n_ranks: int) -> None:
-    planned = plan(Experts(9, 3, 8).double(), rows(16, 9), n_ranks, "expert")
+    planned = plan(few_experts(), n_ranks, "expert")
     assert lowered(planned.strategy) == set()
     assert "S(0)" not in planned.uses("up") | planned.uses("down")
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
-def test_without_data_parallelism_the_matrices_are_sharded(family: str) -> None:
-    case = moe_case(family)
+def test_without_data_parallelism_the_matrices_are_sharded() -> None:
+    case = moe_case("mixtral")
     cost = abstract_cost((2,), Device(1e-3, 1e30, 1e15, 0.0))
     limits = Constraints(frozenset({"data", "sequence"}))
     chosen = choose(case.analysis, cost, 1, limits, "adamw", None)
@@ -207,7 +218,7 @@ def test_without_data_parallelism_the_matrices_are_sharded(family: str) -> None:
 
 def test_einsums_over_experts_are_reached_by_all_to_all() -> None:
     """From tokens sharded to experts sharded and back, forward and backward."""
-    planned = plan(Gated().double(), rows(8, 8, 32), 4, by=1)
+    planned = plan(gated_experts(), 4, by=1)
     assert planned.uses("experts.up") == planned.uses("experts.down") == {"S(0)"}
     assert planned.calls("experts/einsum") == {
         ("all_to_all", "forward"): 2, ("all_to_all", "backward"): 2,
@@ -215,7 +226,7 @@ def test_einsums_over_experts_are_reached_by_all_to_all() -> None:
 
 
 def test_experts_of_einsums_are_whole_where_that_is_asked_for() -> None:
-    free = plan(Gated().double(), rows(8, 8, 32), 4, "data", "sequence")
-    whole = plan(Gated().double(), rows(8, 8, 32), 4, "data", "sequence", "expert")
+    free = plan(gated_experts(), 4, "data", "sequence")
+    whole = plan(gated_experts(), 4, "data", "sequence", "expert")
     assert free.uses("experts.up") == free.uses("experts.down") == {"S(0)"}
     assert "S(0)" not in whole.uses("experts.up") | whole.uses("experts.down")
