@@ -54,7 +54,7 @@ class Normalised(nn.Module):
         return F.cross_entropy(self.layers(x), y)
 
 
-def contrastive() -> tuple[nn.Module, dict[str, Tensor]]:
+def contrastive() -> tuple[nn.Module, dict[str, Any]]:
     torch.manual_seed(0)
     return Contrastive().double(), {
         "image": torch.randn(8, 6, dtype=torch.float64),
@@ -62,7 +62,7 @@ def contrastive() -> tuple[nn.Module, dict[str, Tensor]]:
     }
 
 
-def normalised() -> tuple[nn.Module, dict[str, Tensor]]:
+def normalised() -> tuple[nn.Module, dict[str, Any]]:
     torch.manual_seed(0)
     labels = torch.randint(0, 4, (8,))
     labels[[1, 4]] = -100
@@ -87,9 +87,7 @@ def loop(model: nn.Module, batch: dict[str, Tensor], n: int) -> tuple[Tensor, nn
 @pytest.mark.parametrize("case", CASES)
 def test_one_process_with_as_many_parts(case: str, plan: str) -> None:
     model, batch = CASES[case]()
-    with pytest.warns(
-        UserWarning, match="the mean of the losses of 4 parts"
-    ):
+    with pytest.warns(UserWarning, match="the mean of the losses of 4 parts"):
         report = autopar.verify(model, MESH, batch, microbatches=4, **PLANS[plan])
     assert report.plan is not None and report.plan.microbatches == 4
     report.raise_if_wrong()
@@ -146,7 +144,8 @@ def test_parts_that_do_not_divide() -> None:
 
 
 def _train(rank_case: str) -> tuple[list[Tensor], dict[str, Tensor]]:
-    model, batch = CASES[rank_case]()
+    model, made = CASES[rank_case]()
+    batch: dict[str, Any] = dict(made)
     with pytest.warns(UserWarning, match="gradient accumulation"):
         module = autopar.parallelize(model, (1, 2), batch, microbatches=2, manual=Manual(dp=2))
     with pytest.raises(NotSupportedError, match="a local batch of microbatches"):

@@ -37,6 +37,8 @@ class Places(nn.Module):
 
 
 class Model(nn.Module):
+    weights: Tensor
+
     def __init__(self, middle: type[nn.Module]) -> None:
         super().__init__()
         self.embed, self.middle = nn.Embedding(16, 16), middle()

@@ -71,7 +71,8 @@ def division(pipeline: Pipeline) -> Division:
 
 def products(program: StageProgram) -> Iterator[Product]:
     """Every operator with flops, in order."""
-    known = {item.local.name: item.local for item in (*program.delivered, *program.received)}
+    known = {item.local.name: item.local for item in program.delivered}
+    known |= {item.local.name: item.local for item in program.received}
     weights: set[str] = set()
     for parameter in program.parameters:
         for local in (parameter.stored, *(use.local for use in parameter.uses)):
