@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from autopar import rules as rule_registry
+from autopar.capture import capture
 from autopar.errors import (
     AutoparError,
     MissingRuleError,
@@ -17,7 +19,10 @@ from autopar.errors import (
     OptionError,
     VerificationError,
 )
+from autopar.mesh import Mesh
+from autopar.options import Manual, Options
 from autopar.oracle import Case, check_rule, report_case
+from autopar.planning import plan_program
 from autopar.rules import (
     OpCall,
     OpRule,
@@ -47,6 +52,37 @@ def row_blocks(table: Tensor, n_rows: int) -> Tensor:
     return table + 1.0
 
 
+@torch.library.custom_op("autopar_tests::shifted_peak", mutates_args=())
+def shifted_peak(
+    table: Tensor, rows: Tensor, shift: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of a table, shifted; the largest element of each, and where it is."""
+    taken = table[rows] if shift is None else table[rows] + shift
+    values, places = taken.max(1)
+    return taken, values, places
+
+
+def _shifted_peak_backward(ctx: Any, of_taken: Tensor, of_values: Tensor, _: Any) -> Any:
+    rows, places = ctx.saved_tensors
+    total = of_taken.scatter_add(1, places[:, None], of_values[:, None])
+    return (
+        total.new_zeros(ctx.shape).index_add(0, rows, total),
+        None,
+        total.sum(0) if ctx.needs_input_grad[2] else None,
+    )
+
+
+def _keep_places(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.mark_non_differentiable(output[2])
+    ctx.save_for_backward(inputs[1], output[2])
+    ctx.shape = inputs[0].shape
+
+
+shifted_peak.register_autograd(_shifted_peak_backward, setup_context=_keep_places)
+PEAK = "autopar_tests.shifted_peak.default"
+PEAK_RULE = "v! h!, b, h -> b h, b, b"
+
+
 def test_operators_of_the_table_exist_and_are_found_by_name() -> None:
     for rule in all_rules():
         assert str(find_operator(rule.op)) == rule.op
@@ -72,6 +108,12 @@ def test_every_notation_in_text_is_canonical() -> None:
         (aten.add.Tensor, "aten.add.Tensor"),
         (scaled_rows, "autopar_tests.scaled_rows.default"),
         ("autopar_tests::scaled_rows", "autopar_tests.scaled_rows.default"),
+        ("autopar_tests::scaled_rows.default", "autopar_tests.scaled_rows.default"),
+        ("aten::squeeze", "aten.squeeze.default"),
+        ("aten::addcmul_", "aten.addcmul_.default"),
+        ("aten::softmax.int", "aten.softmax.int"),
+        (aten.nll_loss2d, "aten.nll_loss2d.default"),
+        (aten.upsample_nearest2d.vec, "aten.upsample_nearest2d.vec"),
     ],
 )
 def test_find_operator(op: Any, found: str) -> None:
@@ -102,6 +144,78 @@ class TestRegister:
         assert failure == "autopar_tests.row_blocks.default: 2 rows, not 4"
         right = register_rule(row_blocks, "b h -> b h", lower=localise)
         assert report_case(Case.of(right, operator, (values, 4)), [(2,)]).ok
+
+    def test_several_results_integers_and_an_optional_tensor(self) -> None:
+        """Terms of tensors that a call leaves out fall away; integers have no gradient."""
+        register_rule(shifted_peak, PEAK_RULE)
+        table, rows, shift = torch.randn(6, 8), torch.randint(6, (4,)), torch.randn(8)
+        for call in ((table, rows, shift), (table, rows, None)):
+            report = check_rule(shifted_peak, *call)
+            assert report.ok, report.text()
+            given = ", R" * (call[2] is not None)
+            assert f"   2  R, S(0){given} -> S(0), S(0), S(0)  value" in report.text()
+
+    @pytest.mark.parametrize(
+        ("notation", "wrong"),
+        [
+            ("v! h, b, h -> b h, b, b", "output 1 under P"),  # a maximum is no sum
+            ("v h!, b, h -> b h, b, b", "index"),  # rows of another rank
+        ],
+    )
+    def test_a_wrong_line_is_found(self, notation: str, wrong: str) -> None:
+        register_rule(shifted_peak, notation)
+        table, rows = torch.randn(6, 8), torch.tensor([5, 4, 0, 1])
+        report = check_rule(shifted_peak, table, rows, torch.randn(8))
+        assert not report.ok
+        assert any(wrong in (line.failure or "") for line in report.lines), report.text()
+
+    def test_a_linear_claim_is_checked(self) -> None:
+        """Rules registered by a line claim none; those of the tables are held to theirs."""
+        assert register_rule(scaled_rows, "b h, b -> b h").linear == ()
+        rule = OpRule("aten.square.default", "b h -> b h", linear=((0,),))
+        report = report_case(Case.of(rule, aten.square.default, (x(4, 8),)), [(2,)])
+        (failure,) = [line.failure for line in report.lines if line.failure]
+        assert failure.startswith("aten.square.default: output 0 under P is wrong by")
+
+    def test_the_second_rule_replaces_the_first(self) -> None:
+        first = register_rule(scaled_rows, "b! h, b -> b h")
+        second = register_rule("autopar_tests::scaled_rows.default", "b h, b -> b h")
+        assert rule_for("autopar_tests.scaled_rows.default") is second != first
+
+    def test_a_rule_may_come_after_capture(self) -> None:
+        """The graph of a model that was captured has the operator; plans look its rule up."""
+
+        class Peaks(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.table = torch.nn.Parameter(torch.randn(6, 8))
+
+            def forward(self, rows: Tensor) -> Tensor:
+                return shifted_peak(self.table, rows, None)[1].sum()
+
+        shifted_peak.register_fake(
+            lambda table, rows, shift: (
+                table.new_empty(len(rows), table.shape[1]),
+                table.new_empty(len(rows)),
+                rows.new_empty(len(rows)),
+            )
+        )
+        inputs = {"rows": torch.randint(6, (4,))}
+        forget(PEAK)
+        program = capture(Peaks(), inputs)
+        mesh, options = Mesh((1, 2)), Options.of(manual=Manual(dp=2))
+        with pytest.raises(MissingRuleError, match="shifted_peak"):
+            plan_program(program, mesh, inputs, options)
+        register_rule(shifted_peak, PEAK_RULE)
+        chosen = plan_program(program, mesh, inputs, options)
+        (operator,) = [
+            spec for key, spec in chosen.data.stages[0].operators.items() if "peak" in key
+        ]
+        assert operator == "R I, S(0) I -> S(0) I, S(0) I, S(0) I"
+
+
+def forget(op: str) -> None:
+    rule_registry._registry.pop(op, None)
 
 
 def test_flops_count_leading_dims_and_ignore_names_that_are_not_there() -> None:
@@ -136,6 +250,16 @@ FAILURES: tuple[tuple[type[AutoparError], Callable[[], object]], ...] = (
     (OptionError, lambda: register_rule("mm", "m k, k n -> m n")),
     (OptionError, lambda: register_rule("aten::mm.out_of_place", "m k, k n -> m n")),
     (OptionError, lambda: register_rule(torch.nn.functional.relu, "b -> b")),
+    (OptionError, lambda: register_rule(torch.nn.ReLU(), "b -> b")),
+    (OptionError, lambda: register_rule("aten::scatter", "b -> b")),
+    (OptionError, lambda: register_rule(aten.index_fill, "b -> b")),
+    (OptionError, lambda: register_rule(scaled_rows, "b h, b -> b h", flops="2*b*g")),
+    (OptionError, lambda: register_rule(scaled_rows, "b h, b -> b h", flops="2*b*")),
+    (NotSupportedError, lambda: register_rule("aten::relu_", "b -> b")),
+    (NotSupportedError, lambda: register_rule("aten::poisson", "b -> b")),
+    (NotationError, lambda: register_rule(scaled_rows, "b h -> b h")),
+    (NotationError, lambda: register_rule(scaled_rows, "b h, b -> b h, b")),
+    (NotationError, lambda: register_rule(shifted_peak, "v h, b, h, h -> b h, b, b")),
     (NotationError, lambda: register_rule("aten::mm", "m k, k n")),
     (NotationError, lambda: notation_of(OpRule("aten.mm.default", "m k -> m"), x(2, 3), x(3, 4))),
     (NotationError, lambda: notation_of(rule_for("aten.linear.default"), x(2, 3), x(4, 3), x(4))),

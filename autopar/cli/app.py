@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from autopar.cli.models import is_plan_file, load_subject
-from autopar.cli.options import PlanRequest, takes_planning_options
+from autopar.cli.options import PlanRequest, parse_mesh, takes_planning_options
 from autopar.cli.shell import ErrorGroup, Result, note, prints_result, progress
 from autopar.errors import NotSupportedError, OptionError
 
@@ -197,20 +198,34 @@ def ops(
     model: ModelArgument,
     batch: Annotated[int | None, typer.Option(help="Rows of the global batch.")] = None,
     seq: Annotated[int | None, typer.Option(help="Tokens per row.")] = None,
+    mesh: Annotated[
+        str | None, typer.Option(help="Also list dims of parameters that it cannot share.")
+    ] = None,
+    fallback: Annotated[
+        str, typer.Option(help="Operators without a rule: error, or replicate.")
+    ] = "error",
 ) -> Result:
     """List MODEL's operators that have, or lack, a rule.
 
-    Prints counts, and the source lines of what has no rule.
+    Prints counts, the source lines of what has no rule, and what is replaced when it is sharded.
     """
-    from autopar.cli.operators import operator_uses, ops_result
+    from autopar.cli.operators import BAD, operator_uses, ops_result, uneven_dims
 
+    n_ranks = math.prod(parse_mesh(mesh)) if mesh is not None else 0
     with progress("loading the model") as report:
-        subject = load_subject(model, batch, seq)
-        from autopar.capture import capture
+        from autopar.options import Options
+        from autopar.step_capture import capture_step
 
+        options = Options.of(fallback=fallback)
+        subject = load_subject(model, batch, seq)
         report("capturing")
-        uses = operator_uses(capture(subject.model, subject.example_inputs))
-    return ops_result(uses)
+        program = capture_step(subject.model, subject.example_inputs, options)
+        uses = operator_uses(program, fallback)
+        dims = None
+        if n_ranks and not any(use.status in BAD for use in uses):
+            replicated = [use.op for use in uses if use.status == "replicated"]
+            dims = uneven_dims(program, n_ranks, replicated)
+    return ops_result(uses, dims, n_ranks)
 
 
 @app.command()

@@ -1,79 +1,265 @@
-"""`autopar ops`: which operators of a model have a sharding rule.
+"""`autopar ops`: which operators of a model have a sharding rule, and what that rule cannot shard.
 
-An operator is *covered* when it has a rule that takes all its calls, *missing* when it has
-none, *refused* when its rule does not take the arguments of a call (cross-entropy of
-class probabilities).
+    covered      its own rule takes all its calls, or one derived from torch's tag of pointwise
+                 operators
+    replicated   it has none, and every rank runs it whole: `--fallback replicate`
+    missing      it has none
+    refused      its rule does not take the arguments of a call (a sparse embedding)
+
+Where a rule says so, an operator is replaced when a name of its notation is sharded: by a function
+that communicates. On a mesh, `uneven_dims` lists the dims of parameters that all its ranks cannot
+share: no factor of the dim, nor two of them on two axes, is a multiple of the ranks. A vocabulary
+may be padded instead (`passes/padding.py`).
 """
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from autopar.cli.shell import Result
 
 if TYPE_CHECKING:
     from autopar.program import Program
+    from autopar.rules import OpCall
 
-Status = Literal["covered", "missing", "refused"]
+Status = Literal["covered", "replicated", "missing", "refused"]
+BAD = ("missing", "refused")
 SHOWN_SOURCES = 3
 
 
 @dataclass(frozen=True)
+class Replacement:
+    """A function that replaces an operator where `names` of its notation are sharded."""
+
+    names: str
+    notation: str
+    function: str
+    collectives: tuple[str, ...]
+
+    def __str__(self) -> str:
+        inner = ", ".join(self.collectives) or "no collective inside"
+        return f'{self.names} of "{self.notation}": {self.function} ({inner})'
+
+
+@dataclass(frozen=True)
 class OperatorUse:
-    """One operator: how often a model calls it, and the lines that do."""
+    """One operator: how often a model calls it, the lines that do, what replaces it.
+
+    `rule` is "own", "derived", or "" where there is none.
+    """
 
     op: str
     status: Status
+    rule: str
     count: int
     sources: tuple[str, ...]
     reason: str = ""
+    replaced: tuple[Replacement, ...] = ()
 
 
-def operator_uses(program: Program) -> list[OperatorUse]:
+@dataclass(frozen=True)
+class UnevenDim:
+    """A dim of a parameter that all ranks cannot share; `padded_to` None: it stays as it is.
+
+    `factors` are the sizes it is a product of, `most_ranks` how many of the ranks can share it.
+    """
+
+    parameter: str
+    dim: int
+    size: int
+    factors: tuple[int, ...]
+    most_ranks: int
+    padded_to: int | None = None
+    reason: str = ""
+
+    def __str__(self) -> str:
+        if self.padded_to is not None:
+            return f"padded to {self.padded_to}"
+        at_most = f", shared by {self.most_ranks}" if self.most_ranks > 1 else ", whole"
+        return f"{self.reason}{at_most}"
+
+
+# -- operators -------------------------------------------------------------------------------------
+
+
+def operator_uses(program: Program, fallback: str = "error") -> list[OperatorUse]:
     """Every operator of a captured program: the uncovered ones first, then by count."""
-    from autopar.rules import OpCall, has_rule, rule_for
+    from autopar.rules import OpCall
 
-    counts: dict[str, int] = {}
+    calls: dict[str, list[OpCall]] = {}
     sources: dict[str, dict[str, None]] = {}
-    reasons: dict[str, str] = {}
     for node in program.operators:
         op = str(node.target)
-        counts[op] = counts.get(op, 0) + 1
+        calls.setdefault(op, []).append(OpCall.of_node(node))
         sources.setdefault(op, {}).setdefault(program.sources.get(node.name, "unknown source"))
-        check = rule_for(op).check if has_rule(op) else None
-        reason = check(OpCall.of_node(node)) if check else None
-        if reason is not None:
-            reasons.setdefault(op, reason.replace("\n", ": "))
-
-    def status(op: str) -> Status:
-        if not has_rule(op):
-            return "missing"
-        return "refused" if op in reasons else "covered"
-
-    uses = [
-        OperatorUse(op, status(op), count, tuple(sources[op]), reasons.get(op, ""))
-        for op, count in counts.items()
-    ]
+    uses = [_use(op, found, tuple(sources[op]), fallback) for op, found in calls.items()]
     return sorted(uses, key=lambda use: (use.status == "covered", -use.count, use.op))
 
 
-def ops_result(uses: Sequence[OperatorUse]) -> Result:
-    """A table, the lines of what is not covered, and what to do."""
-    bad = [use for use in uses if use.status != "covered"]
-    width = max((len(use.op) for use in uses), default=8)
-    lines = [f"{'operator':{width}}  calls  rule"]
-    for use in uses:
-        lines.append(f"{use.op:{width}}  {use.count:5}  {use.status}")
-    for use in bad:
-        more = len(use.sources) - SHOWN_SOURCES
-        shown = [*use.sources[:SHOWN_SOURCES], *([f"... {more} more lines"] if more > 0 else [])]
-        lines += ["", f"{use.op}: {use.reason or 'no rule'}", *(f"  at {line}" for line in shown)]
+def _use(op: str, calls: Sequence[OpCall], sources: tuple[str, ...], fallback: str) -> OperatorUse:
+    from autopar.rules import has_rule, is_pure, own_rule, rule_for
+
+    if not has_rule(op):
+        keeps = fallback == "replicate" and is_pure(calls[0].op)
+        status: Status = "replicated" if keeps else "missing"
+        return OperatorUse(op, status, "", len(calls), sources)
+    kind = "own" if own_rule(op) else "derived"
+    covered = OperatorUse(op, "covered", kind, len(calls), sources)
+    check = rule_for(op).check
+    reasons = [reason for call in calls if check and (reason := check(call)) is not None]
+    if reasons:
+        return replace(covered, status="refused", reason=reasons[0].replace("\n", ": "))
+    return replace(covered, replaced=_replacements(calls))
+
+
+def _replacements(calls: Sequence[OpCall]) -> tuple[Replacement, ...]:
+    """What replaces an operator where a name is sharded; each function once."""
+    from autopar.rules import rule_for
+
+    rule = rule_for(str(calls[0].op))
+    found: dict[str, Replacement] = {}
+    for notation in map(rule.notation_of, calls if rule.lower else ()):
+        free = set(notation.names) - notation.frozen
+        for names, lowering in rule.lower.items():
+            if set(names.split()) <= free:
+                counts = Counter(f"{inner.kind} {inner.phase}" for inner in lowering.inner)
+                inner = tuple(f"{n} {text}" for text, n in counts.items())
+                made = Replacement(names, str(notation), lowering.function, inner)
+                found.setdefault(lowering.function, made)
+    return tuple(found.values())
+
+
+# -- parameters on a mesh --------------------------------------------------------------------------
+
+
+def uneven_dims(program: Program, n_ranks: int, kept_whole: Sequence[str] = ()) -> list[UnevenDim]:
+    """The dims of parameters that `n_ranks` cannot share, and why.
+
+    Dims of fewer elements than ranks are left out, but for vocabularies. All operators have a
+    rule, or are in `kept_whole`.
+    """
+    from autopar.factors import operators_of, tensor_types
+    from autopar.passes.fallback import accept_again
+    from autopar.passes.padding import find_paddings
+
+    accept_again(kept_whole)
+    paddings = find_paddings(program, n_ranks)
+    types = tensor_types(program, operators_of(program)).tensors
+    found = []
+    for value, info in program.parameters.items():
+        padded = paddings.shapes.get(info.name, info.shape)
+        refused = paddings.refused.get(info.name, "")
+        for dim, (size, factors) in enumerate(zip(info.shape, types[value].dims, strict=True)):
+            if _share(factors, n_ranks):
+                continue
+            most = max(n for n in _divisors(n_ranks) if _share(factors, n))
+            row = UnevenDim(info.name, dim, size, factors, most)
+            if padded[dim] != size:
+                found.append(replace(row, padded_to=padded[dim]))
+            elif refused.startswith(f"dim {dim} "):
+                found.append(replace(row, reason=refused.partition(": ")[2]))
+            elif size >= n_ranks:
+                found.append(replace(row, reason=_indivisible(size, factors, n_ranks)))
+    return found
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _share(factors: Sequence[int], n_ranks: int) -> bool:
+    """Can so many ranks share a dim: by one factor on one axis, or two on two?"""
+    if n_ranks == 1 or any(factor % n_ranks == 0 for factor in factors):
+        return True
+    return any(
+        one % n == 0 and other % (n_ranks // n) == 0
+        for n in _divisors(n_ranks)
+        for one, other in itertools.permutations(factors, 2)
+    )
+
+
+def _indivisible(size: int, factors: Sequence[int], n_ranks: int) -> str:
+    if size % n_ranks:
+        return f"{n_ranks} ranks do not divide {size}"
+    return f"{n_ranks} ranks divide no factor of {' x '.join(map(str, factors))}"
+
+
+# -- text ------------------------------------------------------------------------------------------
+
+
+def ops_result(
+    uses: Sequence[OperatorUse], dims: Sequence[UnevenDim] | None = None, n_ranks: int = 0
+) -> Result:
+    """A table, what is replaced, the lines of what is not covered, and what to do.
+
+    `dims` is None where no mesh was given, or its parameters could not be examined.
+    """
+    bad = [use for use in uses if use.status in BAD]
+    text = "\n\n".join(
+        "\n".join(block)
+        for block in (_table(uses), *map(_where, bad), _lowered(uses), _uneven(dims, n_ranks, bad))
+        if block
+    )
     verdict = f"{len(uses)} operators, {sum(use.count for use in uses)} calls: "
     if bad:
         verdict += f"{len(bad)} not covered; see autopar.register_rule"
     else:
-        verdict += "all covered"
-    data = {"operators": [asdict(use) for use in uses], "missing": [use.op for use in bad]}
-    return Result("\n".join([*lines, "", verdict]), data, ok=not bad)
+        kept = sum(use.status == "replicated" for use in uses)
+        verdict += f"{len(uses) - kept} covered, {kept} replicated" if kept else "all covered"
+    data = {
+        "operators": [asdict(use) for use in uses],
+        "missing": [use.op for use in bad],
+        "replicated": [use.op for use in uses if use.status == "replicated"],
+        "uneven_dims": None if dims is None else [asdict(dim) for dim in dims],
+    }
+    return Result(f"{text}\n\n{verdict}", data, ok=not bad)
+
+
+def _table(uses: Sequence[OperatorUse]) -> list[str]:
+    width = max((len(use.op) for use in uses), default=8)
+    lines = [f"{'operator':{width}}  calls  rule"]
+    for use in uses:
+        shown = use.rule if use.status == "covered" else use.status
+        lines.append(f"{use.op:{width}}  {use.count:5}  {shown}")
+    return lines
+
+
+def _where(use: OperatorUse) -> list[str]:
+    more = len(use.sources) - SHOWN_SOURCES
+    shown = [*use.sources[:SHOWN_SOURCES], *([f"... {more} more lines"] if more > 0 else [])]
+    return [f"{use.op}: {use.reason or 'no rule'}", *(f"  at {line}" for line in shown)]
+
+
+def _lowered(uses: Sequence[OperatorUse]) -> list[str]:
+    lines = []
+    for use in uses:
+        if use.replaced:
+            lines += [f"  {use.op}", *(f"    {replacement}" for replacement in use.replaced)]
+    return ["replaced by a function that communicates, where sharded", *lines] if lines else []
+
+
+def _uneven(
+    dims: Sequence[UnevenDim] | None, n_ranks: int, bad: Sequence[OperatorUse]
+) -> list[str]:
+    if not n_ranks:
+        return []
+    if dims is None:
+        return [f"parameters on {n_ranks} ranks: not examined, {len(bad)} operators lack a rule"]
+    if not dims:
+        return [f"all {n_ranks} ranks can share every dim of a parameter with as many elements"]
+    rows = Counter((_pattern(d.parameter), d.dim, d.size, str(d)) for d in dims)
+    width = max(len(name) for name, *_ in rows)
+    lines = [f"dims of parameters that {n_ranks} ranks cannot share as they are"]
+    lines += [f"  {'parameter':{width}}  count  dim     size"]
+    for (name, dim, size, text), count in rows.items():
+        lines.append(f"  {name:{width}}  {count:5}  {dim:3}  {size:7}  {text}")
+    return lines
+
+
+def _pattern(name: str) -> str:
+    """`h.3.mlp.weight` -> `h.*.mlp.weight`: layers are listed together."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))

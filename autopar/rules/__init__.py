@@ -11,6 +11,7 @@ from autopar.rules.derived import derived_rule, is_pure
 from autopar.rules.families import whole
 from autopar.rules.operators import find_operator
 from autopar.rules.rule import Localise, OpCall, OpRule
+from autopar.rules.signature import check_flops, check_notation, check_operator
 from autopar.rules.tables import RULES
 
 __all__ = [
@@ -93,16 +94,25 @@ def register_rule(
     """Teach autopar how an operator may be sharded.
 
     op: `"namespace::name"` (or `"namespace::name.overload"`), or the operator itself.
-    notation: its tensor arguments and results, `"b s h, h f -> b s f"`.
+    notation: its tensor arguments and results, `"b s h, h f -> b s f"`; terms of optional
+    tensors fall away in calls without them.
     flops: a formula over the notation's names, `"2*b*s*h*f"`; without one the operator
     costs the bytes it touches. lower: `(call, local_inputs, local_outputs) -> {argument:
     value}` for arguments that carry sizes.
 
-    Raises `NotationError` for a malformed notation, `OptionError` for an operator that does
-    not exist.
+    A second rule of an operator replaces the first. Plans that are made from then on use it,
+    also of models that were captured before.
+
+    Raises `NotationError` for a notation that is malformed or has not the operator's tensors,
+    `OptionError` for an operator that does not exist or flops of other names,
+    `NotSupportedError` for an operator that writes to its arguments or draws random numbers.
     """
-    overload = str(find_operator(op))
-    Notation.parse(notation)
-    rule = OpRule(overload, notation, flops=flops, localise=lower)
-    _registry[overload] = rule
+    overload = find_operator(op)
+    parsed = Notation.parse(notation)
+    check_operator(overload)
+    check_notation(parsed, overload)
+    if flops is not None:
+        check_flops(flops, parsed, overload)
+    rule = OpRule(str(overload), notation, flops=flops, localise=lower)
+    _registry[rule.op] = rule
     return rule

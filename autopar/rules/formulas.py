@@ -24,6 +24,11 @@ def evaluate(formula: str, sizes: Mapping[str, float]) -> float:
     return float(function(**{n: known.get(n, 1.0) for n in names}))
 
 
+def names_of(formula: str) -> tuple[str, ...]:
+    """The names a formula speaks of; raises what sympy raises for one that is malformed."""
+    return _compiled(formula)[0]
+
+
 def leading(sizes: Mapping[str, float]) -> float:
     return math.prod(size for name, size in sizes.items() if name.startswith("_"))
 

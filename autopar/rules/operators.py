@@ -13,20 +13,51 @@ from autopar.errors import OptionError
 def find_operator(op: str | Callable[..., Any]) -> torch._ops.OpOverload:
     """The overload meant by a name, `"ns::name"` or `"ns::name.overload"`, or by the operator.
 
-    Raises `OptionError` when torch knows no such operator.
+    Without an overload it is `default`, or the only one. Raises `OptionError` when torch knows
+    no such operator, or several.
     """
     if isinstance(op, torch._ops.OpOverload):
         return op
     if isinstance(op, torch._ops.OpOverloadPacket):
-        return op.default
-    name = op if isinstance(op, str) else getattr(op, "_qualname", None) or str(op.__name__)
+        return _only_overload(op)
+    name = op if isinstance(op, str) else _name_of(op)
     found = lookup(name)
+    packet = None if found else _packet(name)
+    if packet is not None:
+        return _only_overload(packet)
     if found is None:
         raise OptionError(
             f"no operator {name!r} is registered with torch",
             hint='write "namespace::name", and define it with torch.library first',
         )
     return found
+
+
+def _name_of(op: Callable[..., Any]) -> str:
+    """Of what `torch.library.custom_op` returns; else of a function, for the message."""
+    return getattr(op, "_qualname", None) or getattr(op, "__name__", None) or repr(op)
+
+
+def _only_overload(packet: torch._ops.OpOverloadPacket) -> torch._ops.OpOverload:
+    names = packet.overloads()
+    if "default" not in names and len(names) > 1:
+        public = str(packet).replace(".", "::", 1)
+        raise OptionError(
+            f"{public} has several overloads: {', '.join(names)}",
+            hint=f'write "{public}.{names[0]}"',
+        )
+    overload = getattr(packet, "default" if "default" in names else names[0])
+    assert isinstance(overload, torch._ops.OpOverload)
+    return overload
+
+
+def _packet(name: str) -> torch._ops.OpOverloadPacket | None:
+    """All overloads of `"namespace::name"`; None for a name of one overload, or of none."""
+    namespace, _, rest = name.replace("::", ".", 1).partition(".")
+    if not namespace.isidentifier() or not rest.isidentifier():
+        return None
+    found = getattr(getattr(torch.ops, namespace), rest, None)
+    return found if isinstance(found, torch._ops.OpOverloadPacket) else None
 
 
 def lookup(name: str) -> torch._ops.OpOverload | None:

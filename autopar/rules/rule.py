@@ -18,6 +18,7 @@ from autopar.errors import NotationError
 from autopar.notation import ELLIPSIS, Notation
 from autopar.rules.formulas import evaluate, leading
 from autopar.rules.lowering import Lowering
+from autopar.rules.signature import without_absent
 
 Shape = tuple[int, ...]
 LinearSets = tuple[tuple[int, ...], ...]
@@ -118,7 +119,7 @@ class OpRule:
         """
         if callable(self.notation):
             return self.notation(call)
-        parsed = self._parsed
+        parsed = without_absent(self._parsed, call.op, call.args)
         n_leading = [
             len(shape) - (len(term) - 1)
             for term, shape in zip(

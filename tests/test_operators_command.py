@@ -1,0 +1,183 @@
+"""`autopar ops`: what it says of operators, and of the dims that a mesh cannot share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+from autopar.capture import capture
+from autopar.cli import app, shell
+from autopar.cli.operators import Status, UnevenDim, operator_uses, ops_result, uneven_dims
+
+N_IDS, WIDTH = 97, 12
+
+
+class Words(nn.Module):
+    """A vocabulary of 97, tied in a head without bias; 10 features; batch statistics."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor] = torch.tanh) -> None:
+        super().__init__()
+        self.table = nn.Embedding(N_IDS, WIDTH)
+        self.up, self.norm = nn.Linear(WIDTH, 10), nn.BatchNorm1d(10)
+        self.down, self.head = nn.Linear(10, WIDTH), nn.Linear(WIDTH, N_IDS, bias=False)
+        self.head.weight = self.table.weight
+        self.between = between
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = self.norm(self.up(self.table(ids)).flatten(0, 1))
+        logits = self.head(self.down(self.between(rows)))
+        return nn.functional.cross_entropy(logits, ids.flatten())
+
+
+def renormed(x: Tensor) -> Tensor:
+    return torch.renorm(x, 2, 0, 1.0)
+
+
+def words() -> tuple[nn.Module, dict[str, Tensor]]:
+    """A factory of the command line."""
+    return Words(), {"ids": torch.arange(32).view(8, 4)}
+
+
+def rare_words() -> tuple[nn.Module, dict[str, Tensor]]:
+    return Words(renormed), words()[1]
+
+
+def run(*words: str) -> Any:
+    return CliRunner().invoke(app, ["ops", *words])
+
+
+def of(factory: str) -> str:
+    return f"{__name__}:{factory}"
+
+
+@pytest.fixture(scope="module")
+def answer() -> Any:
+    """All of `autopar ops` on four ranks."""
+    result = run(of("words"), "--mesh", "1x4", "--json")
+    assert result.exit_code == shell.GOOD, result.output
+    return json.loads(result.stdout)
+
+
+def test_rules_are_own_or_derived(answer: Any) -> None:
+    rules = {use["op"]: (use["status"], use["rule"]) for use in answer["operators"]}
+    assert rules["aten.linear.default"] == ("covered", "own")
+    assert rules["aten.tanh.default"] == ("covered", "derived")
+    assert answer["missing"] == answer["replicated"] == []
+    counts = {use["op"]: use["count"] for use in answer["operators"]}
+    assert counts["aten.linear.default"] == 3
+
+
+def test_what_is_replaced_when_sharded(answer: Any) -> None:
+    replaced = {
+        r["function"]: (r["names"], r["collectives"])
+        for use in answer["operators"]
+        for r in use["replaced"]
+    }
+    assert replaced == {
+        "vocab_parallel_embedding": ("v", []),
+        "vocab_parallel_cross_entropy": ("v", ["3 all_reduce forward"]),
+        "synchronised_batch_norm_with_statistics": (
+            "n",
+            ["1 all_gather forward", "1 all_reduce backward"],
+        ),
+    }
+
+
+def test_dims_that_four_ranks_cannot_share(answer: Any) -> None:
+    dims = {(d["parameter"], d["dim"]): d for d in answer["uneven_dims"]}
+    assert dims["table.weight", 0]["padded_to"] == 100
+    names = {name for name, _ in dims}
+    assert names == {
+        "table.weight", "up.weight", "up.bias", "norm.weight", "norm.bias", "down.weight",
+    }  # fmt: skip
+    assert dims["down.weight", 1]["reason"] == "4 ranks do not divide 10"
+    assert dims["down.weight", 1]["most_ranks"] == 2
+
+
+def test_a_vocabulary_that_is_not_padded_says_why() -> None:
+    class Summed(Words):
+        def forward(self, ids: Tensor) -> Tensor:
+            return super().forward(ids) + torch.logsumexp(self.head.weight, 0).mean()
+
+    (row,) = [
+        d
+        for d in uneven_dims(capture(Summed(), words()[1]), 4)
+        if (d.parameter, d.dim) == ("table.weight", 0)
+    ]
+    assert row.padded_to is None
+    assert row.reason.startswith("aten.logsumexp.default meets it at ")
+
+
+def test_two_axes_can_share_what_one_cannot() -> None:
+    """Two factors of 2 and 6 are for 2 x 2 ranks, and for no axis of 4."""
+    kept = nn.Linear(12, 2 * 6)
+
+    class Split(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj = kept
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.proj(x).unflatten(-1, (2, 6)).sum()
+
+    program = capture(Split(), {"x": torch.ones(8, 12)})
+    assert uneven_dims(program, 4) == []
+    assert uneven_dims(program, 8) == [
+        UnevenDim("proj.weight", 0, 12, (2, 6), 4, None, "8 ranks do not divide 12"),
+        UnevenDim("proj.weight", 1, 12, (12,), 4, None, "8 ranks do not divide 12"),
+        UnevenDim("proj.bias", 0, 12, (2, 6), 4, None, "8 ranks do not divide 12"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fallback", "status", "code"),
+    [("error", "missing", shell.FAILED_CHECK), ("replicate", "replicated", shell.GOOD)],
+)
+def test_an_operator_without_a_rule(fallback: str, status: Status, code: int) -> None:
+    result = run(of("rare_words"), "--fallback", fallback, "--mesh", "4")
+    assert result.exit_code == code
+    assert result.stdout.splitlines()[1].split() == ["aten.renorm.default", "1", status]
+    if fallback == "error":
+        assert "parameters on 4 ranks: not examined" in result.stdout
+        assert f"no rule\n  at {__file__}:" in result.stdout
+    else:
+        assert result.stdout.endswith(" covered, 1 replicated\n")
+
+
+def test_a_random_operator_is_not_replicated() -> None:
+    """Every rank would draw numbers of its own."""
+
+    def poisson(x: Tensor) -> Tensor:
+        return torch.poisson(x.abs())
+
+    program = capture(Words(poisson), words()[1])
+    statuses = {use.op: use.status for use in operator_uses(program, "replicate")}
+    assert statuses["aten.poisson.default"] == "missing"
+
+
+def test_a_call_that_its_rule_refuses() -> None:
+    class Sparse(Words):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table.sparse = True
+
+    result = ops_result(operator_uses(capture(Sparse(), words()[1])))
+    assert not result.ok
+    assert result.data["missing"] == ["aten.embedding.default"]
+    assert "sparse gradients of an embedding are not supported" in result.text
+
+
+def test_wrong_use() -> None:
+    for flags, message in (
+        (("--fallback", "hope"), "fallback is one of"),
+        (("--mesh", "two"), "'two' is not a mesh"),
+    ):
+        result = run(of("words"), *flags)
+        assert result.exit_code == shell.WRONG_USE
+        assert message in result.stderr
