@@ -9,7 +9,7 @@ STAMP  := $(VENV)/.autopar-installed
 # One thread per rank: ranks that share cores are several times slower with more.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo compare test lint golden parity install clean
+.PHONY: demo compare test lint golden docs parity install clean
 
 # Trains on four processes; plans a Llama of 8 layers for 16 GPUs and draws it; a short comparison.
 demo: install
@@ -38,6 +38,10 @@ lint: install
 # Rewrites tests/golden; read the diff before committing it.
 golden: install
 	$(BIN)/python -m pytest --update-golden
+
+# Writes docs/rules.md from the rules; a test fails where it is stale.
+docs: install
+	$(BIN)/python -m tests.rules_page
 
 # Models x meshes x plans x microbatches on real processes against one process: 126 cells of one
 # stage, 100 of pipelines; then the families of tests/zoo x meshes x plans. Words choose cells:
