@@ -16,7 +16,13 @@ import torch
 from autopar.capture.decompose import PYTHON_DECOMPOSITIONS
 from autopar.notation import Notation
 from autopar.rules import OpCall, OpRule, find_operator, own_rule, rule_for, tables
+from autopar.rules.convolutions import CONVOLUTIONAL
+from autopar.rules.experts import EXPERT_PRODUCTS
+from autopar.rules.indexing import INDEXING
+from autopar.rules.losses import LOSSES
 from autopar.rules.lowering import Lowering
+from autopar.rules.normalisation import NORMALISATION
+from autopar.rules.random import RANDOM
 from tests.place_samples import PLACE_SAMPLES
 from tests.random_samples import RANDOM_SAMPLES
 from tests.rule_samples import SAMPLES as GENERAL_SAMPLES
@@ -68,12 +74,12 @@ SECTIONS = (
     ),
     Section(
         "Losses",
-        tables.LOSSES,
+        LOSSES,
         "A loss of elements is elementwise, its sum partial where it is sharded.",
     ),
     Section(
         "Reading and writing at places",
-        tables.INDEXING,
+        INDEXING,
         "Dims that are addressed stay whole; places that are read may be sharded, those that are "
         "written may not.",
     ),
@@ -85,24 +91,24 @@ SECTIONS = (
     ),
     Section(
         "Convolutions, pools, resizing, norms of images",
-        tables.CONVOLUTIONAL,
+        CONVOLUTIONAL,
         "Batch, channels and groups are free. Windows that overlap keep spatial dims whole; "
         "windows that are tiles (patches) do not.",
     ),
     Section(
         "Batch norm that keeps statistics",
-        tables.NORMALISATION,
+        NORMALISATION,
         "Over a sharded batch, statistics are those of the whole batch.",
     ),
     Section(
         "Experts",
-        tables.EXPERT_PRODUCTS,
+        EXPERT_PRODUCTS,
         "Each row times the matrix of its own expert. Experts may be sharded with all rows on "
         "every rank, or together with the rows, which then travel to their expert and back.",
     ),
     Section(
         "Random numbers",
-        tables.RANDOM,
+        RANDOM,
         "Bits are a function of the step's seed and of each element's global index: shards draw "
         "what the whole would.",
     ),
@@ -231,8 +237,8 @@ def describe(lowering: Lowering) -> str:
     for inner in lowering.inner:
         text = inner.kind if inner.phase == "forward" else f"{inner.kind} in backward"
         counts[text] = counts.get(text, 0) + 1
-    inner = ", ".join(f"{n} {text}" for text, n in counts.items())
-    return f"`{lowering.function}`" + (f" ({inner})" if inner else "")
+    collectives = ", ".join(f"{n} {text}" for text, n in counts.items())
+    return f"`{lowering.function}`" + (f" ({collectives})" if collectives else "")
 
 
 # -- the page --------------------------------------------------------------------------------------
