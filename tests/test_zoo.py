@@ -34,7 +34,7 @@ SAMPLE = (
     ZooCell("mixtral", "1x2", "zero3"),
     ZooCell("attention-by-position", "1x4", "auto"),
     ZooCell("cross-attention", "2x2", "tensor"),
-    ZooCell("bert-classifier", "2x2", "no-data"),
+    ZooCell("bert-classifier", "2x2", "tensor"),
     ZooCell("distilbert", "2-stages", "tensor"),
     ZooCell("encoder-dropout", "2-stages", "auto"),
     ZooCell("decoder", "2-stages", "zero3"),

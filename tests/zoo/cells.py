@@ -1,8 +1,7 @@
 """Cells of the parity table for the zoo: family x mesh x plan.
 
     auto      the search
-    no-data   the search, but rows may not be split: weights are, or sequences
-    tensor    nor may sequences: weights must be split
+    tensor    the search, but rows may not be split: weights are
     zero3     the recipe
 
 The machine computes slowly and has quick links (slower between nodes than inside), so that no
@@ -25,7 +24,6 @@ from tests.jobs import Case, Trained, errors, train_alone, train_module
 from tests.zoo import FAMILIES
 from tests.zoo.entries import Entry
 
-FORBIDDEN = {"no-data": ["data"], "tensor": ["data", "sequence"]}
 LEAST = 0.8
 # Of a step of two stages: each row block of a stage of two ranks has one row of a microbatch.
 PIPELINE_MICROBATCHES = 4
@@ -92,7 +90,7 @@ class ZooCell(NamedTuple):
         if self.plan == "zero3":
             return options | {"manual": Manual(pp=n_stages, dp=self.n_ranks // n_stages, zero=3)}
         options |= {"stages": n_stages, "mesh_shape": "as-given"}
-        return options | ({"forbid": FORBIDDEN[self.plan]} if self.plan in FORBIDDEN else {})
+        return options | ({"forbid": ["data"]} if self.plan == "tensor" else {})
 
 
 def zoo_cells() -> list[ZooCell]:

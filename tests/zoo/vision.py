@@ -79,15 +79,15 @@ FAMILIES = {
     ),
     "convnext": Entry(
         partial(
-            classifier, "convnext", hidden_sizes=[16, 32], depths=[1, 1], num_stages=2,
-            patch_size=2,
+            classifier, "convnext", hidden_sizes=[64, 128], depths=[1, 1], num_stages=2,
+            patch_size=PATCH,
         ),
         images,
     ),
     "swin": Entry(
         partial(
-            classifier, "swin", image_size=IMAGE, patch_size=2, embed_dim=16, depths=[2, 1],
-            num_heads=[4, 4], window_size=4,
+            classifier, "swin", image_size=IMAGE, patch_size=PATCH, embed_dim=64, depths=[2, 1],
+            num_heads=[4, 4], window_size=2,
         ),
         images,
     ),
