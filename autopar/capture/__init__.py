@@ -1,8 +1,8 @@
 """Capture: an ordinary PyTorch model and a batch -> one frozen, normalised `Program`.
 
 Reading order: `pipeline`, `accumulate`, `isolate`, `export`, `regions`, `inplace` with
-`view_writes`, `buffers`, `normalise` with its table `rewrites` and `losses`, `dependence`,
-`constants`, `prologue`; `reference` runs the result.
+`view_writes`, `buffers`, `normalise` with `rewrites/`, `dependence`, `constants`, `prologue`;
+`reference` runs the result.
 """
 
 from autopar.capture.accumulate import Accumulate

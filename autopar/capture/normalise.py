@@ -16,11 +16,10 @@ import torch
 from torch import fx
 
 from autopar.capture.builder import Builder, Call
-from autopar.capture.decompose import decomposition
 from autopar.capture.inplace import WAS_IN_PLACE
 from autopar.capture.names import source_line
 from autopar.capture.regions import GRAD_ENABLED
-from autopar.capture.rewrites import rewrite_of
+from autopar.capture.rewrites import decomposition, rewrite_of
 from autopar.errors import NotSupportedError
 
 aten = torch.ops.aten

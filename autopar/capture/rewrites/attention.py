@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from autopar.capture.builder import Builder, Call
-from autopar.capture.random import cast, dropped
+from autopar.capture.rewrites.random import cast, dropped
 
 aten = torch.ops.aten
 _SHORT = (torch.float16, torch.bfloat16)

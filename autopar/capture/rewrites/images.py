@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from autopar.capture.builder import Builder, Call
-from autopar.capture.losses import mean_of
+from autopar.capture.rewrites.losses import mean_of
 
 aten = torch.ops.aten
 

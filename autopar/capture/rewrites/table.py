@@ -29,13 +29,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.attention import attention_by_parts
 from autopar.capture.builder import Builder, Call
-from autopar.capture.experts import product_with_experts
-from autopar.capture.images import IMAGE_REWRITES
-from autopar.capture.losses import LOSS_REWRITES, mean_of
-from autopar.capture.places import PLACE_REWRITES, expanded
-from autopar.capture.random import RANDOM_REWRITES
+from autopar.capture.rewrites.attention import attention_by_parts
+from autopar.capture.rewrites.experts import product_with_experts
+from autopar.capture.rewrites.images import IMAGE_REWRITES
+from autopar.capture.rewrites.losses import LOSS_REWRITES, mean_of
+from autopar.capture.rewrites.places import PLACE_REWRITES, expanded
+from autopar.capture.rewrites.random import RANDOM_REWRITES
 
 aten = torch.ops.aten
 Rewrite = Callable[[Builder, Call], fx.Node | tuple[fx.Node, ...] | None]

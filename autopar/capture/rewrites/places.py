@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from autopar.capture.builder import Builder, Call
-from autopar.capture.gathers import gather_as_view
+from autopar.capture.rewrites.gathers import gather_as_view
 
 aten = torch.ops.aten
 
