@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     )
     from autopar.mesh import Device, Link, Mesh
     from autopar.options import Manual
-    from autopar.oracle import check_rule
     from autopar.parallel_module import ParallelModule
     from autopar.planning import Plan, compare, plan
+    from autopar.rule_report import check_rule
     from autopar.rules import register_rule
     from autopar.runtime.launch import launch
     from autopar.verification import Report, verify
@@ -93,7 +93,7 @@ _HOMES = {
     "PlanError": "autopar.errors",
     "Report": "autopar.verification",
     "VerificationError": "autopar.errors",
-    "check_rule": "autopar.oracle",
+    "check_rule": "autopar.rule_report",
     "compare": "autopar.planning",
     "launch": "autopar.runtime.launch",
     "load": "autopar.api",

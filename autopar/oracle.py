@@ -10,8 +10,8 @@ placements, in float64, on ranks that are threads of this process where they com
     g_r = scatter(g)     with the placements of gradients: R -> P, P -> R, I -> I, S -> S
     gather(dx_r) = dx    with those of the inputs' gradients
 
-`check_strategy` checks one strategy, `check_rule` all strategies of one call on several
-meshes. Nothing is approximated: both sides must agree to 1e-12 of the largest element.
+`check_strategy` checks one strategy, `rule_report.py` all strategies of one call. Nothing is
+approximated: both sides must agree to 1e-12 of the largest element.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 from autopar.errors import AutoparError, VerificationError
 from autopar.factors import Atom, Factors, leaves, name_sizes, unify
 from autopar.mesh import Device, Link, LogicalMesh
-from autopar.rules import OpCall, OpRule, check_call, find_operator, rule_for
+from autopar.rules import OpCall, OpRule, check_call
 from autopar.rules.lowering import GROUP, Lowering
 from autopar.rules.pattern import AxisStrategy, Pattern, axis_strategies, resolve
 from autopar.runtime import lowered
@@ -38,7 +38,7 @@ from autopar.shards import difference, gather, gradient_spec, scatter
 from autopar.spec import Spec, TensorType, illegal_reason, local_shape
 
 TOLERANCE = 1e-12  # of the largest element; float64 sums of a few hundred terms stay below it
-MESHES: tuple[tuple[int, ...], ...] = ((2,), (4,), (2, 2))
+MESHES: tuple[tuple[int, ...], ...] = ((2,), (4,), (2, 2))  # what a rule is checked on
 
 
 @dataclass(frozen=True)
@@ -304,7 +304,8 @@ def _worst(
     own, so they share one.
     """
     floats = [
-        t for t in expected
+        t
+        for t in expected
         if t is not None and (t.is_floating_point() or t.is_complex()) and t.numel()
     ]
     scale = max((t.abs().max().item() for t in floats), default=0.0) or 1.0
@@ -344,72 +345,8 @@ def _local_operator(
     return (), lambda tensors, group: _run(case.call, tensors, changed)
 
 
-@dataclass(frozen=True)
-class Line:
-    """One strategy on one mesh: its errors, or why it is wrong."""
-
-    strategies: str
-    sizes: tuple[int, ...]
-    errors: Errors
-    failure: str | None = None
-
-    def __str__(self) -> str:
-        head = f"{'x'.join(map(str, self.sizes)):>4}  {self.strategies}"
-        if self.failure is not None:
-            return f"{head}  WRONG: {self.failure}"
-        return f"{head}  value {self.errors.value:.1e}, gradients {self.errors.gradient:.1e}"
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a check found, one line per strategy and mesh."""
-
-    title: str
-    lines: tuple[Line, ...]
-
-    @property
-    def ok(self) -> bool:
-        return all(line.failure is None for line in self.lines)
-
-    def text(self) -> str:
-        verdict = "holds" if self.ok else "is WRONG"
-        return "\n".join([f"{self.title} {verdict}", *map(str, self.lines)])
-
-
 def combinations(case: Case, sizes: Sequence[int]) -> Iterator[tuple[AxisStrategy, ...]]:
     """One strategy per axis in all ways that divide."""
     for strategies in itertools.product(case.strategies(), repeat=len(sizes)):
         if case.fits(strategies, sizes):
             yield strategies
-
-
-def report_case(case: Case, meshes: Sequence[tuple[int, ...]] = MESHES) -> Report:
-    """Check all strategies of one call on several meshes."""
-    lines = []
-    for sizes in meshes:
-        for strategies in combinations(case, sizes):
-            text = " | ".join(map(str, strategies))
-            try:
-                lines.append(Line(text, sizes, check_strategy(case, strategies, sizes)))
-            except VerificationError as error:
-                lines.append(Line(text, sizes, Errors(), str(error).partition("\n")[0]))
-    return Report(f"rule of {case.rule.op}", tuple(lines))
-
-
-def check_rule(op: str | Callable[..., Any], *inputs: Any, **options: Any) -> Report:
-    """Check an operator's rule on real inputs: every strategy, on 2, 4 and 2 x 2 ranks.
-
-    op: the operator or its name, as in `register_rule`. inputs, options: its arguments;
-    floating tensors are taken in float64 and with gradient.
-
-    Raises `MissingRuleError` for an operator without a rule.
-    """
-    overload = find_operator(op)
-    args, kwargs = torch.utils._pytree.tree_map(_lifted, (inputs, options))
-    return report_case(Case.of(rule_for(str(overload)), overload, args, kwargs))
-
-
-def _lifted(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.is_floating_point():
-        return value.detach().double().requires_grad_()
-    return value

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from autopar.errors import VerificationError
-from autopar.oracle import Case, report_case
+from autopar.oracle import Case
+from autopar.rule_report import report_case
 from autopar.rules import has_rule, own_rule, rule_for
 from autopar.rules.derived import derived_rule
 from autopar.rules.operators import lookup

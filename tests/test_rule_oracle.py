@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from autopar.errors import MissingRuleError, VerificationError
-from autopar.oracle import Case, check_rule, check_strategy, combinations, report_case
+from autopar.oracle import Case, check_strategy, combinations
+from autopar.rule_report import check_rule, report_case
 from autopar.rules import OpRule, all_rules, find_operator, has_rule, rule_for
 from autopar.rules.lowering import VOCABULARY_CROSS_ENTROPY
 from autopar.rules.pattern import AxisStrategy

@@ -21,8 +21,9 @@ from autopar.errors import (
 )
 from autopar.mesh import Mesh
 from autopar.options import Manual, Options
-from autopar.oracle import Case, check_rule, report_case
+from autopar.oracle import Case
 from autopar.planning import plan_program
+from autopar.rule_report import check_rule, report_case
 from autopar.rules import (
     OpCall,
     OpRule,
@@ -154,6 +155,14 @@ class TestRegister:
             assert report.ok, report.text()
             given = ", R" * (call[2] is not None)
             assert f"   2  R, S(0){given} -> S(0), S(0), S(0)  value" in report.text()
+
+    def test_what_no_mesh_divides_is_told(self) -> None:
+        """Three rows on two ranks prove nothing of rows."""
+        register_rule(shifted_peak, PEAK_RULE)
+        report = check_rule(shifted_peak, torch.randn(6, 8), torch.tensor([1, 0, 5]), None)
+        assert report.ok
+        assert report.unchecked == ("b of 3",)
+        assert report.text().endswith("\nnot checked, as no mesh divides them: b of 3")
 
     @pytest.mark.parametrize(
         ("notation", "wrong"),

@@ -11,7 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.factors import name_sizes
 from autopar.notation import Notation
-from autopar.oracle import Case, report_case
+from autopar.oracle import Case
+from autopar.rule_report import report_case
 from autopar.rules import OpCall, find_operator, rule_for
 from autopar.rules.convolutions import CONVOLUTIONS
 from tests.rule_samples import Sample, call, x
