@@ -41,7 +41,8 @@ class ParameterInfo:
 class BufferInfo:
     """A buffer that steps change. `aliases` are its other names when modules share it.
 
-    `persistent` ones are part of state dicts. `update` names the value that it holds after a forward pass; None where it stays as it is.
+    `persistent` ones are part of state dicts. `update` names the value that it holds after a
+    forward pass; None where it stays as it is.
     """
 
     name: str
