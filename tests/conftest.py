@@ -63,6 +63,17 @@ def golden(request: pytest.FixtureRequest) -> Golden:
     return compare
 
 
+@pytest.fixture
+def registry() -> Iterator[None]:
+    """Rules that a test registers are forgotten after it."""
+    from autopar import rules
+
+    before = dict(rules._registry)
+    yield
+    rules._registry.clear()
+    rules._registry.update(before)
+
+
 @pytest.fixture(scope="session")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], WorkerPool]]:
     """Number of ranks -> its worker processes, started once for all tests."""

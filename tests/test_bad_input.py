@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import multiprocessing
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,7 +31,6 @@ from autopar import (
     OptionError,
     Plan,
 )
-from autopar import rules as rule_registry
 from autopar.runtime.launch import WorkerPool
 from tests.jobs import gpt2, machine, tokens
 from tests.tiny_model import Tiny, batch
@@ -63,15 +62,6 @@ halve.register_autograd(lambda ctx, grad: grad / 2)
 class Halving(Tiny):
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         return super().forward(halve(self.down.bias.sum() * x), labels)
-
-
-@pytest.fixture
-def registry() -> Iterator[None]:
-    """Rules that a test registers are forgotten after it."""
-    before = dict(rule_registry._registry)
-    yield
-    rule_registry._registry.clear()
-    rule_registry._registry.update(before)
 
 
 def test_an_operator_without_a_rule(registry: None) -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from autopar import rules as rule_registry
 from tests import rules_page
 
 ROOT = Path(__file__).parents[1]
@@ -19,15 +17,6 @@ _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Errors of rounding are another machine's to choose; 1e-12 is what `check_rule` allows.
 _ROUNDING = re.compile(r"\b(?:0\.0e\+00|\d\.\de-(?:1[2-9]|[2-9]\d))\b")
 _LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
-
-
-@pytest.fixture
-def registry() -> Iterator[None]:
-    """Rules that a page registers are forgotten after it."""
-    before = dict(rule_registry._registry)
-    yield
-    rule_registry._registry.clear()
-    rule_registry._registry.update(before)
 
 
 def test_the_rules_in_print_are_the_rules() -> None:

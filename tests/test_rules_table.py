@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar import rules as rule_registry
 from autopar.capture import capture
 from autopar.errors import (
     AutoparError,
@@ -38,6 +37,7 @@ from tests.conftest import Golden
 from tests.rule_samples import ints, x
 
 aten = torch.ops.aten
+pytestmark = pytest.mark.usefixtures("registry")
 
 
 @torch.library.custom_op("autopar_tests::scaled_rows", mutates_args=())
@@ -80,7 +80,6 @@ def _keep_places(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
 
 
 shifted_peak.register_autograd(_shifted_peak_backward, setup_context=_keep_places)
-PEAK = "autopar_tests.shifted_peak.default"
 PEAK_RULE = "v! h!, b, h -> b h, b, b"
 
 
@@ -210,7 +209,6 @@ class TestRegister:
             )
         )
         inputs = {"rows": torch.randint(6, (4,))}
-        forget(PEAK)
         program = capture(Peaks(), inputs)
         mesh, options = Mesh((1, 2)), Options.of(manual=Manual(dp=2))
         with pytest.raises(MissingRuleError, match="shifted_peak"):
@@ -221,10 +219,6 @@ class TestRegister:
             spec for key, spec in chosen.data.stages[0].operators.items() if "peak" in key
         ]
         assert operator == "R I, S(0) I -> S(0) I, S(0) I, S(0) I"
-
-
-def forget(op: str) -> None:
-    rule_registry._registry.pop(op, None)
 
 
 def test_flops_count_leading_dims_and_ignore_names_that_are_not_there() -> None:
