@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from autopar.runtime.launch import launch
     from autopar.verification import Report, verify
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "AutoparError",
