@@ -68,7 +68,9 @@ class LineCosts:
         if chosen.lowered is not None:
             own_bytes = self._lowered(chosen.lowered.saved_bytes, operator, chosen, inputs, outs)
             if not chosen.lowered.wraps:
-                return own_bytes, tuple(inputs[i].name for i in chosen.lowered.keeps)
+                values = (operator.call.args[name] for name in chosen.lowered.keeps)
+                positions = (operator.call.tensors.index(v) for v in values if v is not None)
+                return own_bytes, tuple(inputs[i].name for i in positions)
         keeps = [inputs[i].name for i in sorted(saved.inputs)]
         keeps += [outs[i].name for i in sorted(saved.outputs) if outs[i].name != UNUSED]
         own_bytes += sum(outs[i].size_bytes for i in saved.outputs if outs[i].name == UNUSED)

@@ -16,6 +16,11 @@ Sample = tuple[tuple[Any, ...], dict[str, Any]]
 _random = torch.Generator().manual_seed(0)
 
 
+def restart() -> None:
+    """What is drawn after this is always the same."""
+    _random.manual_seed(0)
+
+
 def call(*args: Any, **kwargs: Any) -> Sample:
     return args, kwargs
 

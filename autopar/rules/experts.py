@@ -23,7 +23,7 @@ ARGUMENTS = ("x", "weight", "ids", GROUP, "transposed")
 EXPERTS = Lowering(
     "expert_parallel_linear",
     ARGUMENTS,
-    keeps=(0, 1),
+    keeps=("x", "weight"),
     saved_bytes="8*n",  # localised ids (int64)
     forward_bytes="n*(i + o)*item/(e*ranks)",  # the rows of one expert, and their products
     backward_bytes="n*(i + o)*item/(e*ranks)",
@@ -41,7 +41,7 @@ ROWS_AND_EXPERTS = Lowering(
         Inner("all_to_all", _RETURNED, "backward"),
         Inner("all_to_all", _SENT, "backward", gradient_of=0),
     ),
-    keeps=(1,),
+    keeps=("weight",),
     saved_bytes="n*i*item + 24*n",  # received rows, their ids, the order of those sent
     forward_bytes="n*Max(i, 2*o)*item",  # rows sent; then products made and received
     backward_bytes="2*n*Max(i, o)*item",

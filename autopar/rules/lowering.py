@@ -57,7 +57,7 @@ class Lowering:
     arguments       names of the operator's arguments that it takes, in order; `GROUP` among them
     outputs         placement of each result, None where the notation says it
     inner           its collectives, in the order of execution
-    keeps           positions of the operator's tensors that autograd keeps
+    keeps           names of the operator's tensors that autograd keeps
     saved_bytes     what it keeps besides
     forward_bytes, backward_bytes   temporaries
     contiguous      it counts in contiguous shards: only the outermost factor of a dim will do
@@ -69,7 +69,7 @@ class Lowering:
     arguments: tuple[str, ...]
     outputs: tuple[str | None, ...] = ()
     inner: tuple[Inner, ...] = ()
-    keeps: tuple[int, ...] = ()
+    keeps: tuple[str, ...] = ()
     saved_bytes: str = "0"
     forward_bytes: str = "0"
     backward_bytes: str = "0"
@@ -105,7 +105,7 @@ VOCABULARY_CROSS_ENTROPY = Lowering(
     ("self", "target", GROUP, "ignore_index", "label_smoothing"),
     outputs=("I",),
     inner=(_PER_ROW, _PER_ROW, _PER_ROW),
-    keeps=(0,),
+    keeps=("self",),
     saved_bytes="n*(width + 10)",  # per row: log-sum-exp, the localised label, two flags
     forward_bytes="2*n*v*width",  # shifted logits and their exponentials
 )
@@ -117,7 +117,7 @@ BATCH_NORM = Lowering(
         Inner("all_gather", "2*c*width*ranks"),  # every rank's means and squares
         Inner("all_reduce", "2*c*width", "backward", gradient_of=0),
     ),
-    keeps=(0,),
+    keeps=("input", "weight"),
     saved_bytes="2*c*width",
     forward_bytes="n*c*lead*width",  # deviations, before they are scaled
     backward_bytes="2*n*c*lead*width",  # normalised input, and its product with the gradient
