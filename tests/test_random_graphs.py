@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
@@ -32,12 +33,14 @@ MESHES = ((2,), (4,), (2, 2))
 STAGES = (((1, 2), (1, 2)), ((1, 1), (2, 1)), ((2, 1), (1, 1)))
 COUNTS = (1, 2, 4)
 EXTRA = os.environ.get("AUTOPAR_GRAPHS")
-N_GRAPHS, N_ASSIGNMENTS = 12, 2
+N_ASSIGNMENTS = 2
+# 85: a batch norm over ranks keeps a scale that ZeRO-3 gathers, and gathers it again in backward.
+SEEDS = (0, 1, 2, 3, 4, 5, 85)
 
 
-def seeds() -> range:
+def seeds() -> Sequence[int]:
     if not EXTRA:
-        return range(N_GRAPHS)
+        return SEEDS
     first, _, last = EXTRA.rpartition(":")
     return range(int(first or 0), int(last))
 
