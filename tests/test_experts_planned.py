@@ -38,6 +38,7 @@ from tests.harness import (
     thread_step,
 )
 from tests.moe_models import moe_case, moe_model
+from tests.zoo.entries import HIDDEN, ROWS, SEQUENCE
 from tests.zoo.plain import GatedExperts
 
 __all__ = ["generated_code"]
@@ -122,7 +123,7 @@ class Gated(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(32, 32)
+        self.first = nn.Linear(HIDDEN, HIDDEN)
         self.experts = GatedExperts()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -178,7 +179,7 @@ def few_experts() -> Case:
 
 @lru_cache
 def gated_experts() -> Case:
-    return case_of(Gated(), 8, 8, 32)
+    return case_of(Gated(), ROWS, SEQUENCE, HIDDEN)
 
 
 def test_many_small_experts_are_sent_their_rows() -> None:
