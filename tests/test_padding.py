@@ -6,19 +6,13 @@ The reference is always the program without padding, on one process.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import lru_cache
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 import autopar
 from autopar import Manual, PlanError
@@ -26,122 +20,25 @@ from autopar.capture import capture, reference_step
 from autopar.passes.padding import find_paddings, pad
 from autopar.plan_data import PlanData
 from autopar.program import Program
-from autopar.runtime.dtensors import dtensor_of
-from autopar.runtime.launch import WorkerPool
 from autopar.runtime.lowered import vocab_parallel_cross_entropy, vocab_parallel_embedding
-from autopar.runtime.sharding import boxes, gather_whole, local_shard
 from autopar.runtime.threads import ThreadWorld, run_threads
-from autopar.spec import I, S, Spec
-from autopar.stage_program import StoredParameter
 from tests.harness import generated_code  # noqa: F401
-from tests.jobs import adamw, error, machine
-from tests.state_model import mesh_of, stored
-
-VOCABULARY, WIDTH, LENGTH, N_ROWS = 61, 16, 4, 8
-TOLERANCE = 1e-10
-Pool = Callable[[int], WorkerPool]
-Model = Callable[[], nn.Module]
-
-
-def gpt2() -> nn.Module:
-    """The head is tied to the embedding."""
-    probabilities = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    config = AutoConfig.for_model(
-        "gpt2", n_layer=1, n_embd=WIDTH, n_head=4, vocab_size=VOCABULARY, n_positions=LENGTH,
-        bos_token_id=0, eos_token_id=0, **probabilities,
-    )  # fmt: skip
-    return seeded(AutoModelForCausalLM, config)
-
-
-def llama() -> nn.Module:
-    """The head is a table of its own."""
-    config = AutoConfig.for_model(
-        "llama", num_hidden_layers=1, hidden_size=WIDTH, intermediate_size=2 * WIDTH,
-        num_attention_heads=4, num_key_value_heads=2, vocab_size=VOCABULARY,
-        max_position_embeddings=LENGTH,
-    )  # fmt: skip
-    return seeded(AutoModelForCausalLM, config)
-
-
-def bert() -> nn.Module:
-    """The tied head has a bias of the vocabulary's size."""
-    config = AutoConfig.for_model(
-        "bert", num_hidden_layers=1, hidden_size=WIDTH, num_attention_heads=4,
-        intermediate_size=2 * WIDTH, vocab_size=VOCABULARY, max_position_embeddings=LENGTH,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    return seeded(AutoModelForMaskedLM, config)
-
-
-class Smoothed(nn.Module):
-    """Capped logits with a constant bias, smoothed labels, and another label that is ignored."""
-
-    bias: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH, padding_idx=3)
-        self.register_buffer("bias", torch.linspace(-1, 1, VOCABULARY))
-
-    def logits(self, ids: Tensor) -> Tensor:
-        scores = torch.einsum("bsh,vh->bsv", self.embed(ids), self.embed.weight)
-        return 3 * torch.tanh(scores / 3) + self.bias
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        logits = self.logits(input_ids)
-        rows = logits.view(-1, VOCABULARY), labels.view(-1)
-        loss = F.cross_entropy(*rows, ignore_index=5, label_smoothing=0.1)
-        return {"loss": loss, "logits": logits}
-
-
-class Softmax(Smoothed):
-    """Reads the probabilities of all classes, in training too."""
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        found = super().forward(input_ids, labels)
-        entropy = found["logits"].softmax(-1).square().sum()
-        return {**found, "loss": found["loss"] + 0.1 * entropy}
-
-
-class SoftmaxWhenEvaluated(Smoothed):
-    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        found = super().forward(input_ids, labels)
-        return found if self.training else {**found, "logits": found["logits"].softmax(-1)}
-
-
-def seeded(kind: Any, config: Any) -> nn.Module:
-    """The same weights on every process, large enough that logits differ."""
-    torch.manual_seed(0)
-    model: nn.Module = kind.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn(parameter.shape))
-    return model
-
-
-def batch(make: Model, seed: int = 0) -> dict[str, Any]:
-    """The last id is among ids and labels; labels are ignored unevenly."""
-    ignored = 5 if make in (Smoothed, Softmax, SoftmaxWhenEvaluated) else -100
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, VOCABULARY, (N_ROWS, LENGTH), generator=generator)
-    labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.4, ignored)
-    ids[0, 0], labels[1], labels[2] = VOCABULARY - 1, ignored, VOCABULARY - 1
-    return {"input_ids": ids, "labels": labels}
-
-
-EMBEDDING = "transformer.wte.weight"
-PADDED: dict[Model, dict[str, tuple[int, ...]]] = {
-    gpt2: {EMBEDDING: (64, WIDTH)},
-    llama: {"model.embed_tokens.weight": (64, WIDTH), "lm_head.weight": (64, WIDTH)},
-    bert: {
-        "bert.embeddings.word_embeddings.weight": (64, WIDTH),
-        "cls.predictions.bias": (64,),
-    },
-    Smoothed: {"embed.weight": (64, WIDTH)},
-}
-
-
-# -- the padded program ----------------------------------------------------------------------------
+from tests.jobs import error, machine
+from tests.padding_models import (
+    N_ROWS,
+    PADDED,
+    VOCABULARY,
+    WIDTH,
+    Model,
+    Smoothed,
+    Softmax,
+    SoftmaxWhenEvaluated,
+    batch,
+    bert,
+    gpt2,
+    llama,
+)
+from tests.state_model import mesh_of
 
 
 def drawn(program: Program) -> dict[str, Tensor]:
@@ -362,173 +259,3 @@ def test_ids_in_the_padding_fail_as_in_torch(wrong: int) -> None:
         torch.ops.autopar.padded_embedding(table, ids, n_valid=10)
     with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
         torch.ops.autopar.padded_cross_entropy(torch.ones(1, 12), ids, n_valid=10)
-
-
-# -- state -----------------------------------------------------------------------------------------
-
-
-def kept(spec: Spec, sizes: tuple[int, ...], size: int = 61, padded: int = 64) -> StoredParameter:
-    return replace(stored("p", ((padded,), (3,)), spec, sizes, torch.float64), shape=(size, 3))
-
-
-def counting(size: int) -> Tensor:
-    return torch.arange(1.0, 3 * size + 1, dtype=torch.float64).view(size, 3)
-
-
-CUT: dict[str, tuple[tuple[int, ...], StoredParameter]] = {
-    "over one axis": ((2,), kept(Spec((S(0),)), (2,), padded=62)),
-    "over one of two": ((1, 2), kept(Spec((I, S(0))), (1, 2), padded=62)),
-    "padded for more ranks": ((2,), kept(Spec((S(0),)), (2,), padded=64)),
-    "over two axes": ((2, 2), kept(Spec((S(0), S(0))), (2, 2))),
-    "in another order": ((2, 2), kept(Spec.of((S(0), S(0)), (1, 0)), (2, 2))),
-    "along the other dim": ((3,), kept(Spec((S(1),)), (3,))),
-    "not at all": ((2,), kept(Spec((I,)), (2,))),
-    "ranks without any": ((4,), kept(Spec((S(0),)), (4,), size=5, padded=8)),
-    "one without any": ((2,), kept(Spec((S(0),)), (2,), size=1, padded=2)),
-}
-
-
-@pytest.mark.parametrize("case", CUT)
-def test_padding_comes_in_as_zeros_and_never_leaves(case: str) -> None:
-    sizes, p = CUT[case]
-    whole = counting(p.shape[0])
-
-    def work(world: ThreadWorld) -> None:
-        mesh = mesh_of(sizes)
-        at = mesh.coordinate(world.rank)
-        local = local_shard(whole, p, sizes, at)
-        assert local.shape == p.stored.shape
-        assert local.is_contiguous()
-        filled = torch.zeros_like(local)
-        for box in boxes(p, sizes, at):
-            filled[box.of_shard] = whole[box.of_whole]
-        assert torch.equal(filled, local)
-        back = gather_whole(local + (local == 0) * 9, p, sizes, world.make_groups(mesh))
-        assert torch.equal(back, whole)
-        assert back.untyped_storage().nbytes() == whole.untyped_storage().nbytes()
-
-    run_threads(work, mesh_of(sizes).n_ranks)
-
-
-def export() -> dict[str, tuple[bool, bool]]:
-    """Case -> is the DTensor right, and does it share the shard's memory."""
-    found = {}
-    for case, (sizes, p) in CUT.items():
-        if mesh_of(sizes).n_ranks == 2:
-            mesh, whole = init_device_mesh("cpu", sizes), counting(p.shape[0])
-            local = local_shard(whole, p, sizes, mesh.get_coordinate() or ())
-            made = dtensor_of(p, local, mesh)
-            part, is_right = made.to_local(), torch.equal(made.full_tensor(), whole)
-            found[case] = is_right, not part.numel() or part.data_ptr() == local.data_ptr()
-    return found
-
-
-def test_dtensors_are_uneven(workers: Pool) -> None:
-    """In place where shards are `torch.chunk`'s; padded for 4 ranks and cut by 2 they are not."""
-    for found in workers(2).run(export):
-        assert all(is_right for is_right, _ in found.values()), found
-        copied = [case for case, (_, shares) in found.items() if not shares]
-        assert copied == ["padded for more ranks"]
-
-
-# -- on processes, by the public API ---------------------------------------------------------------
-
-
-def trained(folder: str, manual: Manual, first: str | None, last: str | None) -> dict[str, Any]:
-    """Two steps between checkpoints; evaluation where nothing is saved."""
-    module = autopar.parallelize(
-        gpt2(), machine((1, 2)), batch(gpt2), precision="fp64", microbatches=2, manual=manual
-    )
-    optimizer = adamw(module.parameters())
-    if first is not None:
-        autopar.load(module, optimizer, f"{folder}/{first}")
-    losses = []
-    for step in range(2):
-        losses.append(module.step(**batch(gpt2, step)).item())
-        norm = module.clip_grad_norm_(1e3)
-        optimizer.step()
-        optimizer.zero_grad()
-    if last is not None:
-        autopar.save(module, optimizer, f"{folder}/{last}")
-    whole = module.full_state_dict()
-    module.load_state_dict(whole)
-    held = {n: v.full_tensor() for n, v in module.state_dict().items() if isinstance(v, DTensor)}
-    local = module.shards[EMBEDDING].detach().clone()
-    found = {"losses": losses, "norm": norm, "whole": whole, "held": held, "local": local}
-    if last is None:
-        module.eval()
-        found["logits"] = module(input_ids=batch(gpt2)["input_ids"]).logits
-    return found | {"padded": module.plan.data.padded}
-
-
-@lru_cache
-def alone(n_steps: int) -> dict[str, Any]:
-    """The last two of some steps of the captured program on one process."""
-    model, given = gpt2(), batch(gpt2)
-    program = capture(model, given, precision="fp64")
-    values = {n: p.detach().double().requires_grad_() for n, p in model.named_parameters()}
-    optimizer = adamw(values.values())
-    losses = []
-    for step in range(n_steps):
-        loss, _ = reference_step(program, values, batch(gpt2, step % 2))
-        assert loss is not None
-        loss.backward()
-        losses.append(loss.item())
-        norm = torch.nn.utils.clip_grad_norm_(values.values(), 1e3)
-        optimizer.step()
-        optimizer.zero_grad()
-    whole = {n: v.detach() for n, v in values.items()}
-    whole["lm_head.weight"] = whole[EMBEDDING]
-    _, outputs = reference_step(program, values, given)
-    return {"losses": losses[-2:], "norm": norm, "whole": whole, "logits": outputs.logits.detach()}
-
-
-def off(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """What differs from one process, in shape or value."""
-    compared = [name for name in ("norm", "logits") if name in found]
-    pairs = {name: (found[name], wanted[name]) for name in compared}
-    pairs["losses"] = torch.tensor(found["losses"]), torch.tensor(wanted["losses"])
-    for kind in ("whole", "held"):
-        for name, value in found[kind].items():
-            pairs[f"{kind} {name}"] = value, wanted["whole"][name]
-    return [n for n, (a, b) in pairs.items() if a.shape != b.shape or not error(a, b) <= TOLERANCE]
-
-
-def test_training_and_checkpoints_on_processes(workers: Pool, tmp_path: Path) -> None:
-    """Saved by a plan that pads, read by one that cuts nothing, and then by ZeRO-3."""
-    folder = str(tmp_path)
-    first = workers(2).run(trained, folder, Manual(tp=2), None, "a")
-    second = workers(2).run(trained, folder, Manual(dp=2), "a", "b")
-    third = workers(2).run(trained, folder, Manual(dp=2, zero=3), "b", None)
-    padded = {EMBEDDING: (62, WIDTH)}
-    assert [results[0]["padded"] for results in (first, second, third)] == [padded, {}, padded]
-    for results in (first, third):
-        assert [r["local"].shape for r in results] == [(31, WIDTH)] * 2
-        assert not results[1]["local"][30].any()
-    assert all("logits" in found for found in third)
-    for n_steps, results in ((2, first), (4, second), (6, third)):
-        assert set(results[0]["whole"]) == set(alone(n_steps)["whole"])
-        assert [off(found, alone(n_steps)) for found in results] == [[], []]
-
-
-def evaluated() -> tuple[dict[str, Any], Tensor]:
-    torch.manual_seed(0)
-    make = SoftmaxWhenEvaluated
-    module = autopar.parallelize(
-        make(), machine((1, 2)), batch(make), precision="fp64", manual=Manual(tp=2)
-    )
-    module.eval()
-    return dict(module.plan.data.padded), module(**batch(make))["logits"]
-
-
-def test_evaluation_that_training_did_not_foresee(workers: Pool) -> None:
-    """The plan pads for training; the softmax of evaluation is over the classes there are."""
-    torch.manual_seed(0)
-    model, given = SoftmaxWhenEvaluated(), batch(SoftmaxWhenEvaluated)
-    program = capture(model, given, training=False, precision="fp64")
-    values = {n: p.detach().double() for n, p in model.named_parameters()}
-    _, outputs = reference_step(program, values, given)
-    for padded, logits in workers(2).run(evaluated):
-        assert padded == {"embed.weight": (62, WIDTH)}
-        assert logits.shape == outputs["logits"].shape
-        assert error(logits, outputs["logits"]) <= TOLERANCE
