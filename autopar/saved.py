@@ -92,12 +92,15 @@ def storage_owners(program: Program) -> dict[str, str]:
 def activation_bytes(program: Program) -> int:
     """Bytes that the whole program keeps for its backward, parameters excepted, unsharded."""
     owners = storage_owners(program)
+    first: dict[Any, str] = {}  # constants made by one function are one tensor
+    same = {name: first.setdefault(make, name) for name, make in program.constants.items()}
     kept_bytes: dict[str, int] = {}
     other_bytes = 0
     for name, saved in saved_for_backward(program).items():
         node = program.node(name)
         tensors = OpCall.of_node(node).tensors
         for owner in (owners[tensors[i].name] for i in saved.inputs):
+            owner = same.get(owner, owner)
             kept_bytes[owner] = _storage_bytes(program.node(owner).meta["val"])
         results = [(i, r) for i, r in enumerate(as_list(node.meta["val"])) if r is not None]
         for i, result in (results[k] for k in saved.outputs):

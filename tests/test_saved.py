@@ -375,7 +375,10 @@ class TestModel:
         )
         assert predicted_bytes == captured_bytes
         eager_bytes = really_kept_bytes(model, lambda: model(**inputs))
-        assert predicted_bytes == pytest.approx(eager_bytes, rel=0.02)
+        if dropout:  # torch keeps masks, where the captured operator draws them again
+            assert predicted_bytes < eager_bytes
+        else:
+            assert predicted_bytes == pytest.approx(eager_bytes, rel=0.02)
 
     def test_repeated_layers_are_run_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         run, runs = autopar.saved._run, []
