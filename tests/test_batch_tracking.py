@@ -14,7 +14,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, BertForMaskedLM, T5ForConditionalGeneration
+from transformers import (
+    AutoConfig,
+    BertForMaskedLM,
+    GPT2ForSequenceClassification,
+    T5ForConditionalGeneration,
+)
 
 from autopar.capture import capture
 from autopar.errors import NotSupportedError
@@ -94,6 +99,25 @@ class Made(nn.Module):
         return self.body(self, self.linear(x)).pow(2).mean()
 
 
+def tiny_classifier() -> nn.Module:
+    """It reads every sequence at its last token that is not padding."""
+    config = AutoConfig.for_model(
+        "gpt2", n_layer=1, n_embd=WIDTH, n_head=HEADS, vocab_size=VOCABULARY, n_positions=SEQUENCE,
+        resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, num_labels=4, pad_token_id=0, bos_token_id=0,
+        eos_token_id=0,
+    )  # fmt: skip
+    return GPT2ForSequenceClassification(config)
+
+
+def labelled_sequences(seed: int) -> dict[str, Tensor]:
+    """Sequences of unlike lengths, and their classes."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, VOCABULARY, (BATCH, SEQUENCE), generator=generator)
+    lengths = torch.randint(1, SEQUENCE + 1, (BATCH, 1), generator=generator)
+    labels = torch.randint(0, 4, (BATCH,), generator=generator)
+    return {"input_ids": ids.where(torch.arange(SEQUENCE) < lengths, 0), "labels": labels}
+
+
 def row_ids() -> Tensor:
     """Another number in every row: rows dealt in a wrong order would be noticed."""
     return torch.arange(BATCH, dtype=torch.float64)
@@ -111,6 +135,9 @@ BODIES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "chain that ends in a sum": lambda m, x: x + looked_up(m).expand(2, -1, -1, -1).sum(0),
     "two readers": lambda m, x: (x + (rows := looked_up(m))) * torch.cos(rows),
     "two constants, one whole": lambda m, x: (x + looked_up(m)) * looked_up(m, 2).amax(0),
+    "tokens of every row": lambda m, x: x[
+        torch.arange(BATCH)[:, None], x[..., 0].argsort(1)[:, :2] - SEQUENCE // 2
+    ],
     "bias of batch one": lambda m, x: torch.where(row_ids()[:, None, None] > 4, m.token, x),
 }
 
@@ -121,6 +148,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tensor
     "t5-gated": (lambda: tiny_t5("gated-gelu"), sequences),
     "t5-padded": (tiny_t5, padded_sequences),
     "t5-labels": (tiny_t5, only_labels),
+    "gpt2-classifier": (tiny_classifier, labelled_sequences),
     **{
         name: (partial(Made, body), lambda seed: random_rows(seed, "x"))
         for name, body in BODIES.items()

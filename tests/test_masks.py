@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, BertForMaskedLM
 
-from autopar.capture import capture, gathers, reference_step
+from autopar.capture import capture, reference_step
+from autopar.capture.rewrites import gathers
 from autopar.passes.constraints import Constraints
 from autopar.passes.evaluate import recipe_cost
 from autopar.passes.intra_op import Analysis, choose
@@ -230,12 +231,19 @@ def test_a_gather_that_only_moves_dims_is_a_view(case: str) -> None:
     assert captured(gather) == expected
 
 
+def order(x: Tensor) -> Tensor:
+    return x[..., 0].argsort(1)
+
+
 GATHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "reversed": lambda x: x[3 - rows(4)],
     "a part": lambda x: x[torch.arange(3)],
     "repeated": lambda x: x[rows(4, 1).expand(4, 2)],
-    "a diagonal": lambda x: x[:3][columns(3), columns(3)],
     "negative": lambda x: x[rows(4) - 4],
+    "rows in another order": lambda x: x[3 - rows(4), order(x)[:, 0]],
+    "rows along another dim": lambda x: x[rows(4), order(x)[:, :1]],
+    "a part of the rows": lambda x: x[columns(3), order(x)[:3, 0]],
+    "of every row, and later": lambda x: x[rows(4), order(x)[:, 0], order(x)[:, 1]],
     "from the data": lambda x: x[x[:, 0, 0].argsort()],
 }
 
@@ -243,6 +251,24 @@ GATHERS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("case", GATHERS)
 def test_a_gather_that_does_more_stays(case: str) -> None:
     assert INDEX in captured(GATHERS[case])
+
+
+OF_EVERY_ROW: dict[str, Callable[[Tensor], Tensor]] = {
+    "one place": lambda x: x[rows(4), order(x)[:, 0]],
+    "counted from the end": lambda x: x[rows(4), order(x)[:, 0] - 2],
+    "in 32 bits": lambda x: x[rows(4).int(), order(x)[:, 0].int()],
+    "some places": lambda x: x[rows(4, 1), order(x)[:, :2]],
+    "a place twice": lambda x: x[rows(4, 1), order(x)[:, :1].expand(4, 2)],
+    "a block of places": lambda x: x[rows(4, 1, 1), order(x).view(4, 1, 3) - 1],
+    "the same in all rows": lambda x: x[rows(4, 1), order(x)[0, :2]],
+    "of numbers": lambda x: x[..., 0][rows(4), order(x)[:, 0]],
+    "a diagonal": lambda x: x[:3][columns(3), columns(3)],
+}
+
+
+@pytest.mark.parametrize("case", OF_EVERY_ROW)
+def test_a_gather_of_every_row_at_its_own_places_keeps_the_rows_apart(case: str) -> None:
+    assert INDEX not in captured(OF_EVERY_ROW[case])
 
 
 def test_a_gather_at_a_buffers_places_stays() -> None:
@@ -253,7 +279,7 @@ def test_a_gather_at_a_buffers_places_stays() -> None:
 
 
 def test_a_large_gather_is_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathers, "MAX_ELEMENTS", 6)
-    assert captured(lambda x: x[rows(4, 1), columns(3)]) == [INDEX]
     monkeypatch.setattr(gathers, "MAX_ELEMENTS", 7)
-    assert captured(lambda x: x[rows(4, 1), columns(3)]) == []
+    assert captured(lambda x: x[:, columns(3), layers(5, 1)]) == [INDEX]
+    monkeypatch.setattr(gathers, "MAX_ELEMENTS", 8)
+    assert captured(lambda x: x[:, columns(3), layers(5, 1)]) == [PERMUTE]

@@ -42,7 +42,7 @@ def gather_as_view(b: Builder, call: Call) -> fx.Node | None:
 def _dims_in_result(shape: tuple[int, ...], indices: Sequence[fx.Node | None]) -> list[int] | None:
     """The dims of the source as the result has them in order; None if it is not a view."""
     indexed = {dim: index for dim, index in enumerate(indices) if index is not None}
-    values = _values(tuple(indexed.values()))
+    values = constant_values(tuple(indexed.values()))
     if not values:
         return None
     rank = max(value.dim() for value in values)
@@ -71,7 +71,7 @@ def _with_unit_dims(moved: list[int], shape: tuple[int, ...]) -> list[int]:
     return [dim if size == 1 else next(large) for dim, size in enumerate(shape)]
 
 
-def _values(indices: tuple[fx.Node, ...]) -> tuple[torch.Tensor, ...] | None:
+def constant_values(indices: tuple[fx.Node, ...]) -> tuple[torch.Tensor, ...] | None:
     """The index tensors, if they are small and depend on nothing."""
     graph, leaves = subgraph(indices)
     operators = [node for node in graph.nodes if node.op == "call_function"]

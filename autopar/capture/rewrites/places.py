@@ -2,7 +2,8 @@
 
 repeats       `repeat` is an expansion and a reshape
 look-ups      `index_select` is `index`; at constant places that only move dims it is a view
-              (`gathers.py`)
+              (`gathers.py`); where every row looks up places of its own it is `gather`, which
+              keeps the rows apart
 masks         a number written where a mask is set is `where`
 bilinear      forms of two vectors are an einsum
 memory        that is not initialised is zero: what one rank would find there is not what
@@ -11,6 +12,7 @@ memory        that is not initialised is zero: what one rank would find there is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,9 +20,11 @@ import torch
 from torch import fx
 
 from autopar.capture.builder import Builder, Call
-from autopar.capture.rewrites.gathers import gather_as_view
+from autopar.capture.rewrites.gathers import constant_values, gather_as_view
 
 aten = torch.ops.aten
+
+INTEGERS = (torch.int32, torch.int64)
 
 
 def expanded(b: Builder, source: fx.Node, shape: Sequence[int]) -> fx.Node:
@@ -54,6 +58,44 @@ def index_select(b: Builder, call: Call) -> fx.Node | None:
         index = b.op(aten.reshape.default, index, [1])
     dim = bound["dim"] % rank
     return b.op(aten.index.Tensor, bound["self"], [*[None] * dim, index])
+
+
+def index(b: Builder, call: Call) -> fx.Node | None:
+    return gather_as_view(b, call) or gather_of_rows(b, call)
+
+
+def gather_of_rows(b: Builder, call: Call) -> fx.Node | None:
+    """`x[arange(n_rows), j]` and `x[arange(n_rows)[:, None], j]`: row r of j is about row r of x.
+
+    So a classifier of sequences reads the token it has pooled.
+    """
+    source, indices = call.args
+    if len(indices) < 2 or None in indices[:2] or any(indices[2:]):
+        return None
+    rows, places = indices[:2]
+    if any(index.meta["val"].dtype not in INTEGERS for index in (rows, places)):
+        return None
+    n_rows, n_places, *rest = source.meta["val"].shape
+    block = torch.broadcast_shapes(rows.meta["val"].shape, places.meta["val"].shape)
+    if block[:1] != (n_rows,) or not _numbers_rows(rows, (n_rows, *[1] * len(block[1:]))):
+        return None
+    if places.meta["val"].dtype != torch.int64:
+        places = b.op(aten.to.dtype, places, torch.int64)
+    # Places below 0 count from the end, for `gather` they do not.
+    below, from_end = b.op(aten.lt.Scalar, places, 0), b.op(aten.add.Tensor, places, n_places)
+    places = expanded(b, b.op(aten.where.self, below, from_end, places), block)
+    n_read = math.prod(block[1:])
+    places = b.op(aten.reshape.default, places, [n_rows, n_read, *[1] * len(rest)])
+    read = b.op(aten.gather.default, source, 1, expanded(b, places, (n_rows, n_read, *rest)))
+    return b.op(aten.reshape.default, read, list(call.shape))
+
+
+def _numbers_rows(rows: fx.Node, shape: tuple[int, ...]) -> bool:
+    """The rows in their order, along the first dim of the block."""
+    if tuple(rows.meta["val"].shape) != shape:
+        return False
+    found = constant_values((rows,))
+    return found is not None and found[0].flatten().tolist() == list(range(shape[0]))
 
 
 def index_put(b: Builder, call: Call) -> fx.Node | None:
@@ -92,7 +134,7 @@ def zeros_like(b: Builder, call: Call) -> fx.Node | None:
 
 PLACE_REWRITES: dict[Any, Callable[[Builder, Call], fx.Node | None]] = {
     aten.repeat: repeat,
-    aten.index.Tensor: gather_as_view,
+    aten.index.Tensor: index,
     aten.index_select: index_select,
     aten.index_put: index_put,
     aten.bilinear: bilinear,
