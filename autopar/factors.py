@@ -16,11 +16,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch.fx
 
 from autopar.notation import Dim, Notation
-from autopar.program import Program
+from autopar.program import Program, row_dims
 from autopar.rules import OpCall, check_call, rule_for
 from autopar.spec import TensorType
 
@@ -210,8 +211,16 @@ class Types:
         return Types(tensors, self.classes)
 
 
-def tensor_types(program: Program, operators: Sequence[Operator]) -> Types:
-    """Factor-refined types of every value of the graph."""
+def tensor_types(
+    program: Program,
+    operators: Sequence[Operator],
+    batch_dims: Mapping[str, int | None] | None = None,
+) -> Types:
+    """Factor-refined types of every value of the graph; `batch_dims` as in `row_dims`.
+
+    The rows of all inputs are one class: they are dealt together, so where the model views
+    those of one input as (2 4), a rank that has half of them must have half of the others'.
+    """
     factors = Factors()
     facts: dict[str, tuple[int, bool]] = {}
 
@@ -222,6 +231,10 @@ def tensor_types(program: Program, operators: Sequence[Operator]) -> Types:
     for node in program.graph.nodes:
         if node.op == "placeholder":
             add(node.name, node.meta["val"], node.name in program.has_grad)
+    dims, _ = row_dims({i.path: i.shape for i in program.inputs.values()}, batch_dims or {})
+    rows = [factors.atoms[n][dims[i.path]] for n, i in program.inputs.items() if i.path in dims]
+    for one, other in pairwise(atom for atom in rows if atom):
+        unify([one], [other])
     for operator in operators:
         value = program.node(operator.name).meta["val"]
         results = value if isinstance(value, (tuple, list)) else (value,)

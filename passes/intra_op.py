@@ -53,7 +53,7 @@ class Analysis:
     def of(program: Program, batch_dims: Mapping[str, int | None] | None = None) -> Analysis:
         """Raises `MissingRuleError` for an operator without a rule."""
         operators = operators_of(program)
-        types = tensor_types(program, operators)
+        types = tensor_types(program, operators, batch_dims)
         batch = find_batch(program, operators, types, batch_dims)
         saved = saved_for_backward(program) if program.training else {}
         return Analysis(program, operators, types, batch, saved)

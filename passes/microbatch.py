@@ -106,7 +106,7 @@ def find_batch(
 def batch_of(program: Program, batch_dims: Mapping[str, int | None] | None = None) -> Batch:
     """The batch of a program of which nothing else is known."""
     operators = operators_of(program)
-    return find_batch(program, operators, tensor_types(program, operators), batch_dims)
+    return find_batch(program, operators, tensor_types(program, operators, batch_dims), batch_dims)
 
 
 def _seed_inputs(
