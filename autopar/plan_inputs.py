@@ -20,11 +20,13 @@ ExampleInputs = Mapping[str, Any] | Sequence[Any]
 def signature_of(
     program: Program, example_inputs: ExampleInputs
 ) -> tuple[tuple[InputSignature, ...], dict[str, Any]]:
-    """Tensor inputs by path, and the other leaves, which the graph has baked in."""
+    """Tensor inputs by path, as the user has them, and the other leaves, which the graph has
+    baked in."""
     leaves = flatten_inputs(example_inputs)
+    given = {i.path: leaves[i.path] for i in program.inputs.values()}
     tensors = tuple(
-        InputSignature(i.path, tuple(leaves[i.path].shape), str(i.dtype).removeprefix("torch."))
-        for i in program.inputs.values()
+        InputSignature(path, tuple(leaf.shape), str(leaf.dtype).removeprefix("torch."))
+        for path, leaf in given.items()
     )
     static: dict[str, Any] = {}
     for path, leaf in leaves.items():

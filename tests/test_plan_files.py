@@ -273,3 +273,13 @@ def test_legal_edits_run_with_parity(name: str, tiny: Plan, tmp_path: Path, work
     found = workers(2).run(train_planned, TINY, str(file))
     wrong = errors([trained for trained, _ in found], reference("tiny"))
     assert {name: e for name, e in wrong.items() if not e <= TOLERANCE} == {}
+
+
+def test_a_plan_in_float64_is_laid_on_the_users_model(tmp_path: Path) -> None:
+    """The program's inputs are float64 then, the user's are not."""
+    model = nn.Sequential(nn.Conv1d(2, 4, 1), nn.Flatten(), nn.Linear(8, 4))
+    inputs, loss = (torch.randn(4, 2, 2),), lambda out, _: out.square().mean()
+    plan = autopar.plan(model, (1, 2), inputs, precision="fp64", stages=1, loss_fn=loss)
+    plan.save(tmp_path / "plan.json")
+    again = autopar.Plan.load(tmp_path / "plan.json").bind(model, loss_fn=loss)
+    assert again.code() == plan.code()
