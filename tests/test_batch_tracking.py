@@ -221,11 +221,15 @@ def test_what_must_stay_whole_breaks_the_batch(name: str) -> None:
 def test_rows_of_inputs_that_never_meet_are_dealt_alike() -> None:
     """A rank must have the same rows of both, though the model groups those of one only."""
 
-    class Apart(nn.Linear):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            grouped = super().forward(x).view(2, BATCH // 2, WIDTH)
-            return grouped.pow(2).mean() + super().forward(y).pow(2).mean()
+    class Apart(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
 
-    program = capture(Apart(WIDTH, WIDTH), random_rows(0, "x", "y"), precision="fp64")
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            grouped = self.layer(x).view(2, BATCH // 2, WIDTH)
+            return grouped.pow(2).mean() + self.layer(y).pow(2).mean()
+
+    program = capture(Apart(), random_rows(0, "x", "y"), precision="fp64")
     tensors = Analysis.of(program).types.tensors
     assert {tensors[name].dims[0] for name in program.inputs} == {(2, BATCH // 2)}
