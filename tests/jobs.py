@@ -206,7 +206,9 @@ class Trained:
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=LEARNING_RATE)
+    """AdamW divides a gradient that is 0 but for rounding (1e-17: of a key's bias, of a bias that a
+    layer norm takes away) by `eps`; torch's default of 1e-8 would make 1e-10 of it."""
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, eps=1e-6)
 
 
 def train(cell: AnyCell) -> Trained:
@@ -249,9 +251,12 @@ def train_alone(case: Case) -> Trained:
     model, stream = case.model(), Stream(torch.initial_seed())
     program = capture(model, case.batch(0), precision="fp64", loss_fn=case.loss_fn)
     held = dict(model.named_parameters())
-    values = {n: p.detach().to(torch.float64).requires_grad_() for n, p in held.items()}
+    values = {
+        n: p.detach().to(torch.float64).requires_grad_(p.requires_grad) for n, p in held.items()
+    }
+    learned = {n: p for n, p in values.items() if p.requires_grad}
     buffers = whole_buffers(program, model)
-    optimizer = adamw(values.values())
+    optimizer = adamw(learned.values())
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
     for step in range(N_STEPS):
@@ -261,7 +266,7 @@ def train_alone(case: Case) -> Trained:
         loss.backward()
         losses.append(loss.item())
         if step == 0:
-            gradients = {n: gradient(p).clone() for n, p in values.items()}
+            gradients = {n: gradient(p).clone() for n, p in learned.items()}
         optimizer.step()
         optimizer.zero_grad()
     kept = {b.name: buffers[b.name] for b in program.buffers.values() if b.persistent}
