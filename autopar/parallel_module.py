@@ -44,7 +44,7 @@ from autopar.runtime.names import all_names, constant_buffers
 from autopar.runtime.stage_state import StageState
 from autopar.runtime.weights import changed_buffers, initial_buffers, initial_shards
 from autopar.stage_program import Delivered, batch_shards
-from autopar.step_capture import accumulated_by, capture_step
+from autopar.step_capture import capture_step, planned_accumulation
 
 Signature = tuple[tuple[str, Any], ...]
 
@@ -146,7 +146,7 @@ class ParallelModule(nn.Module):
         program = capture(
             self._model[0], batch, training=training, precision=self._options.precision,
             loss_fn=self._options.loss_fn if training else None, live_buffers=self._live_buffers,
-            accumulate=accumulated_by(data) if training and data is not None else None,
+            accumulation=planned_accumulation(data, batch) if training and data else None,
         )  # fmt: skip
         for buffer in program.buffers.values():
             if self._plan is not None and buffer.name not in self._live_buffers:

@@ -45,7 +45,7 @@ from autopar.plan_inputs import (
 from autopar.predicted import Predicted
 from autopar.program import Program
 from autopar.report import ReportFiles, dot, explain, write_report
-from autopar.step_capture import accumulated_by, capture_step, options_for
+from autopar.step_capture import capture_step, options_for, planned_accumulation
 
 
 @dataclass(frozen=True)
@@ -194,9 +194,10 @@ class Plan:
         """
         machine = Mesh.of(mesh) if mesh is not None else mesh_of(self.data.mesh)
         check_mesh(self.data, machine)
+        batch = example_of(self.data)
         program = capture(
-            model, example_of(self.data), precision=self.data.precision, loss_fn=loss_fn,
-            accumulate=accumulated_by(self.data),
+            model, batch, precision=self.data.precision, loss_fn=loss_fn,
+            accumulation=planned_accumulation(self.data, batch),
         )  # fmt: skip
         accept_again(self.data.kept_whole)
         analysis = Analysis.of(pad(program, self.data.padded), self.data.batch_dims)

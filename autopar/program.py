@@ -117,12 +117,15 @@ class Prologue:
 @dataclass(frozen=True)
 class Accumulation:
     """The program is one of `n` microbatches: `dims` maps inputs to the dim of their rows, of
-    which microbatch i takes the i-th part. The loss is the sum of theirs."""
+    which microbatch i takes the i-th part. The loss is the sum of theirs.
+
+    Inputs are named by path, in a `StageProgram` by placeholder.
+    """
 
     n: int
     dims: Mapping[str, int]
 
-    def rows(self, inputs: Mapping[str, torch.Tensor], index: int) -> dict[str, torch.Tensor]:
+    def rows(self, inputs: Mapping[str, Any], index: int) -> dict[str, Any]:
         """What microbatch `index` takes of the batch; keys as in `dims`."""
         out = dict(inputs)
         for name, dim in self.dims.items():

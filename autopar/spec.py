@@ -129,6 +129,11 @@ class Spec:
                 canonical[slot] = axis
         return Spec(placements, tuple(canonical))
 
+    @staticmethod
+    def everywhere(placement: Placement, sizes: Sequence[int]) -> Spec:
+        """`placement` on every mesh axis; where the axis has one device, that is I."""
+        return Spec(tuple(I if n == 1 else placement for n in sizes))
+
     def axes_of(self, cell: tuple[int, int]) -> tuple[int, ...]:
         """The axes that split `cell`, outermost first."""
         order = self.order or range(len(self.placements))

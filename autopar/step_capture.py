@@ -12,13 +12,13 @@ from dataclasses import replace
 
 from torch import nn
 
-from autopar.capture import Accumulate, capture
+from autopar.capture import accumulation_of, capture
 from autopar.options import Options
 from autopar.passes.fallback import accept_missing
 from autopar.passes.microbatch import batch_of
 from autopar.plan_data import PlanData
 from autopar.plan_inputs import ExampleInputs
-from autopar.program import Program
+from autopar.program import Accumulation, Program
 
 
 def capture_step(model: nn.Module, example_inputs: ExampleInputs, options: Options) -> Program:
@@ -28,10 +28,10 @@ def capture_step(model: nn.Module, example_inputs: ExampleInputs, options: Optio
     microbatches would not repeat.
     """
 
-    def captured(accumulate: Accumulate | None = None) -> Program:
+    def captured(accumulation: Accumulation | None = None) -> Program:
         return capture(
             model, example_inputs, precision=options.precision, loss_fn=options.loss_fn,
-            accumulate=accumulate,
+            accumulation=accumulation,
         )  # fmt: skip
 
     program = captured()
@@ -44,7 +44,7 @@ def capture_step(model: nn.Module, example_inputs: ExampleInputs, options: Optio
     n = _asked(options, batch.size)
     if n == 1 or batch.broken_at is None:
         return program
-    part = captured(Accumulate(n, options.batch_dims or {}))
+    part = captured(accumulation_of(example_inputs, n, options.batch_dims or {}))
     warnings.warn(
         f"microbatches={n}: the loss is not a sum over rows ({batch.broken_at}), so this is "
         f"gradient accumulation: the mean of the losses of {n} parts of the batch",
@@ -53,9 +53,11 @@ def capture_step(model: nn.Module, example_inputs: ExampleInputs, options: Optio
     return part
 
 
-def accumulated_by(data: PlanData) -> Accumulate | None:
+def planned_accumulation(data: PlanData, example_inputs: ExampleInputs) -> Accumulation | None:
     """How a plan's graph is captured, where microbatches have a graph of their own."""
-    return Accumulate(data.microbatches, data.batch_dims) if data.accumulates else None
+    if not data.accumulates:
+        return None
+    return accumulation_of(example_inputs, data.microbatches, data.batch_dims)
 
 
 def options_for(program: Program, options: Options) -> Options:

@@ -26,7 +26,7 @@ from autopar.passes.intra_op import Analysis
 from autopar.passes.line_costs import LineCosts
 from autopar.passes.names import group_name, identifier, reserved_names, suffix
 from autopar.passes.reshard import reshard_table, step_time_s
-from autopar.program import BufferInfo
+from autopar.program import Accumulation, BufferInfo
 from autopar.rules import rule_for
 from autopar.rules.lowering import GROUP
 from autopar.spec import I, R, Spec, TensorType, local_shape, without_gradient, written
@@ -107,8 +107,16 @@ class _Lowering:
             sent,
             self.program.training,
             changed,
-            self.program.accumulation,
+            self._accumulation(),
         )
+
+    def _accumulation(self) -> Accumulation | None:
+        """With inputs by placeholder, which is how a stage is given them."""
+        if self.program.accumulation is None:
+            return None
+        dims, inputs = self.program.accumulation.dims, self.program.inputs
+        by_placeholder = {n: dims[i.path] for n, i in inputs.items() if i.path in dims}
+        return Accumulation(self.program.accumulation.n, by_placeholder)
 
     # -- names and tensors ---------------------------------------------------------------
 
@@ -348,14 +356,14 @@ class _Lowering:
         loss = self.program.loss
         assert loss is not None
         plain = I if self.types[loss].has_grad else R
-        goal = Spec(tuple(I if n == 1 else plain for n in self.sizes))
+        goal = Spec.everywhere(plain, self.sizes)
         return self._resharded(loss, goal, phase="loss")
 
     def _changed(self, buffer: BufferInfo) -> ChangedBuffer:
         """What a buffer holds after the microbatch: whole on every rank, as it is kept."""
         value = buffer.update
         assert value is not None and not self.types[value].has_grad
-        whole = Spec(tuple(I if n == 1 else R for n in self.sizes))
+        whole = Spec.everywhere(R, self.sizes)
         if value in self.produced:
             name = self._resharded(value, whole, "buffer")
         else:
@@ -366,7 +374,7 @@ class _Lowering:
     def _output(self, value: str) -> str:
         """A model output whole on every rank, out of autograd."""
         if value not in self.produced:
-            return self._deliver(value, Spec(tuple(I if n == 1 else R for n in self.sizes)))
+            return self._deliver(value, Spec.everywhere(R, self.sizes))
         spec = without_gradient(self.produced[value], self.sizes)
         old = self.types[value]
         tensor = TensorType(old.dims, old.itemsize, False)
@@ -376,6 +384,6 @@ class _Lowering:
                 self._placed(name, value, tensor, spec), self.variables[value, self.produced[value]]
             )
         )
-        whole = Spec(tuple(I if n == 1 else R for n in self.sizes))
+        whole = Spec.everywhere(R, self.sizes)
         self.body += self._moves(value, tensor, spec, whole, name, name, "output")
         return name

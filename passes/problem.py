@@ -224,7 +224,7 @@ class ProblemBuilder:
                 continue
             variable, table = self.variables[producer[value]], self.table(value)
             plain = I if self.types[value].has_grad else R
-            goal = table.index[Spec(tuple(I if n == 1 else plain for n in sizes))]
+            goal = table.index[Spec.everywhere(plain, sizes)]
             rows = [table.index[s] for s in variable.specs[value]]
             variable.cost_s = variable.cost_s + table.time_s[rows, goal] * m
             variable.tie = variable.tie + table.tie[rows, goal] * m

@@ -17,8 +17,12 @@ from tests.distribution import PoolsTogether, uses_workers
 # Ranks share few cores: one thread each. Set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Wall time is never asserted, so no example has a deadline.
-hypothesis.settings.register_profile("autopar", deadline=None, print_blob=True)
+# Wall time is never asserted, so no example has a deadline. The same examples each time: a run
+# tells of the change it tests, not of its luck. `--hypothesis-profile=explore` draws others.
+hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)
+hypothesis.settings.register_profile(
+    "autopar", hypothesis.settings.get_profile("explore"), derandomize=True
+)
 hypothesis.settings.load_profile("autopar")
 
 if TYPE_CHECKING:

@@ -57,11 +57,13 @@ def notations(draw: st.DrawFn) -> Notation:
     def term() -> Term:
         names = draw(st.lists(st.sampled_from(NAMES), unique=True))
         dims: list[Dim] = []
-        while names:
-            n = draw(st.integers(0, min(3, len(names))))
-            dims.append(tuple(names.pop() for _ in range(n)))
-        if draw(st.booleans()):
-            dims.insert(draw(st.integers(0, len(dims))), ELLIPSIS)
+        for name in names:
+            if dims and len(dims[-1]) < 3 and draw(st.booleans()):
+                dims[-1] = (*dims[-1], name)
+            else:
+                dims.append((name,))
+        for dim in draw(st.sampled_from(((), ((),), ((), ()), (ELLIPSIS,), (ELLIPSIS, ())))):
+            dims.insert(draw(st.integers(0, len(dims))), dim)
         return tuple(dims)
 
     inputs = tuple(term() for _ in range(draw(st.integers(1, 3))))

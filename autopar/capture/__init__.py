@@ -5,7 +5,7 @@ Reading order: `pipeline`, `accumulate`, `isolate`, `export`, `regions`, `inplac
 `reference` runs the result.
 """
 
-from autopar.capture.accumulate import Accumulate
+from autopar.capture.accumulate import accumulation_of
 from autopar.capture.pipeline import capture
 from autopar.capture.reference import (
     as_graph_module,
@@ -16,7 +16,7 @@ from autopar.capture.reference import (
 )
 
 __all__ = [
-    "Accumulate",
+    "accumulation_of",
     "as_graph_module",
     "capture",
     "change_buffers",

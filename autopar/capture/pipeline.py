@@ -20,7 +20,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from autopar.capture.accumulate import Accumulate
+from autopar.capture.accumulate import first_rows, mean_loss
 from autopar.capture.buffers import buffer_info, has_buffer, out_of_autograd, return_changes
 from autopar.capture.builder import Builder
 from autopar.capture.constants import ConstantStore, Leaf, buffer, literal
@@ -63,7 +63,7 @@ def capture(
     precision: str = "model",
     loss_fn: LossFn | None = None,
     live_buffers: Collection[str] = (),
-    accumulate: Accumulate | None = None,
+    accumulation: Accumulation | None = None,
 ) -> Program:
     """Trace `model` on one global batch; the model is left untouched and no weight is copied.
 
@@ -72,14 +72,14 @@ def capture(
     (the model's, or `loss_fn(outputs, batch)`); `training=False` captures eval mode.
     `precision="fp64"` lifts every floating dtype in the graph to float64. Buffers that the
     forward pass changes, and `live_buffers`, which another program of the model changes, are
-    inputs; other buffers are constants. `accumulate` captures one microbatch of the batch.
+    inputs; other buffers are constants. `accumulation` captures one microbatch of the batch.
 
     Raises `CaptureError` (not traceable, no loss), `NotSupportedError` (a visible mutation of
     anything else, labels that depend on parameters), `OptionError`.
     """
     if precision not in PRECISIONS:
         raise OptionError(f"precision={precision!r} cannot be captured; it is one of {PRECISIONS}")
-    rows = accumulate.rows(example_inputs) if accumulate else example_inputs
+    rows = first_rows(example_inputs, accumulation) if accumulation else example_inputs
     exported = export_model(model, rows, training=training, loss_fn=loss_fn)
     prefix = "model." if loss_fn is not None else ""
     graph = inline_regions(exported.graph_module)
@@ -92,18 +92,14 @@ def capture(
         model, results[:n_results], exported.call_spec.out_spec, builder.has_grad, training,
         loss_fn is not None,
     )  # fmt: skip
-    if accumulate:
-        outputs = accumulate.mean(builder, outputs)
+    if accumulation:
+        outputs = mean_loss(builder, outputs, accumulation.n)
     updates = {
         roles.traced[name]: out_of_autograd(builder, value)
         for name, value in zip(changed, results[n_results:], strict=True)
     }
     program = _freeze(model, builder, roles, outputs, updates, training, prefix)
-    if accumulate is None:
-        return program
-    dims, paths = accumulate.dims(example_inputs), program.inputs
-    by_placeholder = {n: dims[i.path] for n, i in paths.items() if i.path in dims}
-    return replace(program, accumulation=Accumulation(accumulate.n, by_placeholder))
+    return replace(program, accumulation=accumulation)
 
 
 def _mode(exported: ExportedProgram) -> Any:

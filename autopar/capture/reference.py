@@ -11,7 +11,7 @@ from torch import fx, nn
 from autopar.capture.constants import buffer
 from autopar.errors import BatchError
 from autopar.operators.random import seed_tensor, step_seed
-from autopar.program import Accumulation, Program
+from autopar.program import Program
 
 
 def as_graph_module(program: Program) -> fx.GraphModule:
@@ -73,10 +73,8 @@ def microbatch_inputs(
     if program.accumulation is None:
         yield inputs, seed
         return
-    by_path = {program.inputs[n].path: dim for n, dim in program.accumulation.dims.items()}
-    parts = Accumulation(program.accumulation.n, by_path)
-    for i in range(parts.n):
-        yield parts.rows(inputs, i), step_seed(seed, i)
+    for i in range(program.accumulation.n):
+        yield program.accumulation.rows(inputs, i), step_seed(seed, i)
 
 
 def change_buffers(
