@@ -2,8 +2,8 @@
 
 A value that carries gradient is detached where an operator reads it with gradients off, so that
 `has_grad` says the same as eager autograd. Assertions disappear. Everything else goes through
-the table in `rewrites.py`; an operator that is made of others (`decompose.py`) is replaced by
-those, which are normalised in turn.
+the table of `rewrites/`; an operator that is made of others (`decompose.py` there) is replaced
+by those, which are normalised in turn.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import fx
 from autopar.capture.builder import Builder, Call
 from autopar.capture.inplace import WAS_IN_PLACE
 from autopar.capture.names import source_line
-from autopar.capture.regions import GRAD_ENABLED
+from autopar.capture.regions import GRAD_ENABLED, substitute
 from autopar.capture.rewrites import decomposition, rewrite_of
 from autopar.errors import NotSupportedError
 
@@ -54,21 +54,10 @@ def normalise(
             return tuple(fx.node.map_arg(node.args[0], lambda n: env[n]))
         else:
             builder.grad_enabled = node.meta.get(GRAD_ENABLED, grad_enabled)
-            args, kwargs = _substitute((node.args, node.kwargs), env)
+            args, kwargs = substitute((node.args, node.kwargs), env)
             env[node] = _emit(builder, node, args, kwargs)
             builder.grad_enabled = grad_enabled
     raise AssertionError("a graph without output")
-
-
-def _substitute(value: Any, env: Mapping[fx.Node, Any]) -> Any:
-    """Like `fx.node.map_arg`, but values may be tuples and modules."""
-    if isinstance(value, fx.Node):
-        return env[value]
-    if isinstance(value, (list, tuple)):
-        return type(value)(_substitute(v, env) for v in value)
-    if isinstance(value, dict):
-        return {k: _substitute(v, env) for k, v in value.items()}
-    return value
 
 
 def _emit(builder: Builder, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

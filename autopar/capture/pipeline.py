@@ -2,7 +2,7 @@
 
 export       one ATen graph of a fake copy            export.py, isolate.py, regions.py
 functional   no mutation                              inplace.py
-normalise    canonical operators, fp64 lift           normalise.py, rewrites.py, builder.py
+normalise    canonical operators, fp64 lift           normalise.py, rewrites/, builder.py
 cut          constants and prologue leave             dependence.py, constants.py, prologue.py
 freeze       ordered placeholders, dead code gone     here
 """

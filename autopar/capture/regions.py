@@ -43,7 +43,7 @@ def _copy(
     """Copy the operators of `module` into `graph`; what its output node returns."""
     for node in module.graph.nodes:
         if node.op == "output":
-            return _substitute(node.args[0], env)
+            return substitute(node.args[0], env)
         if node.op == "get_attr":
             env[node] = getattr(module, str(node.target))
         elif node.op == "call_function":
@@ -52,7 +52,7 @@ def _copy(
 
 
 def _copied(graph: fx.Graph, node: fx.Node, env: Mapping[fx.Node, Any], grad_enabled: bool) -> Any:
-    args = _substitute(node.args, env)
+    args = substitute(node.args, env)
     if node.target is operator.getitem and not isinstance(args[0], fx.Node):
         return args[0][args[1]]  # a result of a region
     if node.target is operator.getitem or isinstance(node.target, torch._ops.OpOverload):
@@ -75,12 +75,14 @@ def _copied(graph: fx.Graph, node: fx.Node, env: Mapping[fx.Node, Any], grad_ena
     return _copy(region, graph, inner, grad_enabled)
 
 
-def _substitute(value: Any, env: Mapping[fx.Node, Any]) -> Any:
-    """Like `fx.node.map_arg`, but values may be tuples and modules."""
+def substitute(value: Any, env: Mapping[fx.Node, Any]) -> Any:
+    """Like `fx.node.map_arg`, but what replaces a node may be a tuple or a module."""
     if isinstance(value, fx.Node):
         return env[value]
     if isinstance(value, (list, tuple)):
-        return type(value)(_substitute(v, env) for v in value)
+        return type(value)(substitute(v, env) for v in value)
+    if isinstance(value, dict):
+        return {k: substitute(v, env) for k, v in value.items()}
     return value
 
 

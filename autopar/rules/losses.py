@@ -1,7 +1,7 @@
 """Rules of losses that torch computes in one operator.
 
 A loss of elements is pointwise, and its sum is Partial wherever it is sharded. Means have left
-with capture (`capture/losses.py`): they are sums divided by the number of elements, or of
+with capture (`capture/rewrites/losses.py`): they are sums divided by the number of elements, or of
 labels that count.
 """
 
@@ -27,11 +27,8 @@ def elementwise(call: OpCall) -> Notation:
 
 def refuse_mean(call: OpCall) -> str | None:
     """Capture leaves none."""
-    return (
-        "a mean that capture did not write as sum / count"
-        if call.args["reduction"] == MEAN
-        else None
-    )
+    mean = call.args["reduction"] == MEAN
+    return "a mean that capture did not write as sum / count" if mean else None
 
 
 def negative_log_likelihood(call: OpCall) -> Notation:

@@ -7,7 +7,7 @@ A *label* is one factor of one name. Per mesh axis an operator may
     stay invariant  all inputs I, outputs I
     replicate       all inputs R, outputs R
     be linear       one input P, the others R (or, jointly linear, all P); outputs P
-    be replaced        where a sharded label needs more than shards (`lowering.py`)
+    be replaced     where a sharded label needs more than shards (`lowering.py`)
 
 Never does I mix with R, S or P: a layer norm's scale left I under sharded activations has a
 wrong gradient while the loss is right. Tensors without gradient have no such distinction;

@@ -13,7 +13,7 @@ from autopar.rules import views as v
 from autopar.rules.convolutions import CONVOLUTIONAL
 from autopar.rules.experts import EXPERT_PRODUCTS
 from autopar.rules.indexing import INDEXING
-from autopar.rules.losses import LOSSES
+from autopar.rules.losses import LOSSES, refuse_mean
 from autopar.rules.lowering import (
     CAUSAL_ATTENTION,
     VOCABULARY_CROSS_ENTROPY,
@@ -39,14 +39,11 @@ def _unless_rounding(call: OpCall) -> LinearSets:
     return () if call.args.get("rounding_mode") else ((0,),)
 
 
-def _only_sum(call: OpCall) -> str | None:
-    if call.inputs[0][: len(call.inputs[1])] == call.inputs[1] and len(call.inputs[0]) == len(
-        call.inputs[1]
-    ):
+def _sum_over_classes(call: OpCall) -> str | None:
+    scores, labels = call.inputs[:2]
+    if scores == labels:
         return "class probabilities as labels of cross_entropy, which capture did not rewrite"
-    if call.args["reduction"] == 1:
-        return "a cross_entropy mean that capture could not rewrite as sum / count"
-    return None
+    return refuse_mean(call)
 
 
 def _dense_gradient(call: OpCall) -> str | None:
@@ -176,7 +173,7 @@ NETWORK = (
         "aten.cross_entropy_loss.default",
         f.cross_entropy,
         lower={"v": VOCABULARY_CROSS_ENTROPY},
-        check=_only_sum,
+        check=_sum_over_classes,
     ),
 )
 

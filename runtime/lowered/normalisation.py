@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from autopar.moves import Split
+from autopar.precision import working_dtype
 from autopar.runtime.groups import Group, phase
 
 Statistics = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -74,7 +75,7 @@ class _BatchNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, g: Group, eps: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        wide = _widened(x)
+        wide = x.to(working_dtype(x.dtype))
         dims = [d for d in range(x.dim()) if d != 1]
         n = x.numel() // x.shape[1]
         mean = wide.mean(dims)
@@ -98,7 +99,7 @@ class _BatchNorm(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         x, weight, mean, scale = ctx.saved_tensors
         g: Group = ctx.g
-        wide, dy = _widened(x), _widened(gradient)
+        wide, dy = x.to(working_dtype(x.dtype)), gradient.to(working_dtype(x.dtype))
         dims = [d for d in range(x.dim()) if d != 1]
         normal = (wide - _per_channel(mean, x)) * _per_channel(scale, x)
         sums = torch.stack([dy.sum(dims), (dy * normal).sum(dims)])
@@ -112,7 +113,3 @@ class _BatchNorm(torch.autograd.Function):
             moved = dy - _per_channel(shift, x) - normal * _per_channel(slope, x)
             x_gradient = (moved * _per_channel(factor, x)).to(x.dtype)
         return x_gradient, weight_gradient, bias_gradient, None, None
-
-
-def _widened(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from autopar.precision import working_dtype
 from autopar.runtime.groups import Group
 
 
@@ -106,7 +107,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         local = local.unsqueeze(1)
 
         n_own = min(max(n_valid - g.rank * n_local, 0), n_local)
-        wide = _widened(logits)
+        wide = logits.to(working_dtype(logits.dtype))
         z = wide[:, :n_own]
         # A rank may have nothing but padding.
         highest = z.amax(dim=1) if n_own else wide.new_full((len(wide),), -torch.inf)
@@ -125,7 +126,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         logits, lse, local, others, counted = ctx.saved_tensors
-        out = (_widened(logits) - lse.unsqueeze(1)).exp_()
+        out = (logits.to(lse.dtype) - lse.unsqueeze(1)).exp_()
         hit = (~others).to(out.dtype).unsqueeze(1) * (1 - ctx.smoothing)
         out.scatter_add_(1, local, -hit)
         if ctx.smoothing:
@@ -133,8 +134,3 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         out.mul_(gradient.to(out.dtype)).masked_fill_(~counted.unsqueeze(1), 0)
         out[:, ctx.n_own :] = 0
         return out.to(logits.dtype), None, None, None, None, None
-
-
-def _widened(logits: Tensor) -> Tensor:
-    half = logits.dtype in (torch.float16, torch.bfloat16)
-    return logits.float() if half else logits

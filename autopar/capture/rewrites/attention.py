@@ -17,9 +17,9 @@ from torch import fx
 
 from autopar.capture.builder import Builder, Call
 from autopar.capture.rewrites.random import cast, dropped
+from autopar.precision import working_dtype
 
 aten = torch.ops.aten
-_SHORT = (torch.float16, torch.bfloat16)
 
 
 def attention_by_parts(b: Builder, call: Call) -> fx.Node | None:
@@ -32,7 +32,7 @@ def attention_by_parts(b: Builder, call: Call) -> fx.Node | None:
     last = key.meta["val"].dim() - 1
     turned = b.op(aten.transpose.int, key, last - 1, last)
     scores = _product(b, b.op(aten.mul.Tensor, query, scale), turned, bound["enable_gqa"])
-    scores = cast(b, scores, torch.float32 if dtype in _SHORT else dtype)
+    scores = cast(b, scores, working_dtype(dtype))
     if bound["is_causal"]:
         mask = _causal(b, *scores.meta["val"].shape[-2:])
     rank = scores.meta["val"].dim()

@@ -20,10 +20,10 @@ import torch
 from torch import fx
 
 from autopar.capture.builder import Builder, Call
+from autopar.precision import working_dtype
 
 aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2  # torch's at::Reduction
-_LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 def sum_of(b: Builder, x: fx.Node, dims: list[int] | None, keepdim: bool = False) -> fx.Node:
@@ -42,7 +42,7 @@ def mean_of(
 ) -> fx.Node:
     """`sum / count`; half precision sums in float32, as torch's mean does inside."""
     wanted = b.dtype(dtype) if dtype is not None else x.meta["val"].dtype
-    working = torch.float32 if wanted in _LOW_PRECISION else wanted
+    working = working_dtype(wanted)
     if x.meta["val"].dtype != working:
         x = b.op(aten.to.dtype, x, working)
     result = b.op(aten.div.Tensor, sum_of(b, x, dims, keepdim), count)

@@ -36,6 +36,7 @@ from autopar.operators.random import DROPOUT, UNIFORM
 
 aten = torch.ops.aten
 Rewrite = Callable[[Builder, Call], fx.Node | None]
+Drop = Callable[[Builder, fx.Node, float, Sequence[int]], fx.Node]
 
 
 @functools.cache
@@ -51,13 +52,7 @@ def _place(b: Builder, shape: Sequence[int]) -> list[fx.Node]:
 
 def uniform(b: Builder, shape: Sequence[int], dtype: torch.dtype) -> fx.Node:
     """Uniform numbers in [0, 1), a new draw."""
-    drawn = b.op(
-        UNIFORM,
-        b.seed(),
-        _place(b, shape or (1,)),
-        b.next_occurrence(),
-        dtype,
-    )
+    drawn = b.op(UNIFORM, b.seed(), _place(b, shape or (1,)), b.next_occurrence(), dtype)
     return drawn if shape else b.op(aten.reshape.default, drawn, [])
 
 
@@ -95,65 +90,35 @@ def _linear(b: Builder, node: fx.Node, factor: Any, summand: Any) -> fx.Node:
 # -- rewrites ----------------------------------------------------------------------------------
 
 
-def dropout(b: Builder, call: Call) -> fx.Node | None:
-    return _dropped(b, call, lambda shape: shape)
+def _dropout(drop: Drop, *, whole_channels: bool) -> Rewrite:
+    """Drops elements, or whole channels by one draw for each of the first two dims."""
 
+    def rewrite(b: Builder, call: Call) -> fx.Node | None:
+        bound = call.bind()
+        source, p = call.args[0], bound["p"]
+        if not bound["train"] or p == 0:
+            return source
+        shape = source.meta["val"].shape
+        drawn = [n if k < 2 else 1 for k, n in enumerate(shape)] if whole_channels else shape
+        return drop(b, source, p, drawn)
 
-def feature_dropout(b: Builder, call: Call) -> fx.Node | None:
-    """Whole channels: one draw for each of the first two dims."""
-    return _dropped(b, call, _channels)
-
-
-def _channels(shape: Sequence[int]) -> Sequence[int]:
-    return [n if k < 2 else 1 for k, n in enumerate(shape)]
-
-
-def _dropped(
-    b: Builder, call: Call, drawn: Callable[[Sequence[int]], Sequence[int]]
-) -> fx.Node | None:
-    bound = call.bind()
-    source, p = call.args[0], bound["p"]
-    if not bound["train"] or p == 0:
-        return source
-    return dropped(b, source, p, drawn(source.meta["val"].shape))
+    return rewrite
 
 
 def dropped(b: Builder, source: fx.Node, p: float, drawn: Sequence[int]) -> fx.Node:
     """Dropout with one draw per element of a tensor of shape `drawn`."""
     if p == 1:
         return b.op(aten.mul.Tensor, source, 0)
-    return b.op(
-        DROPOUT,
-        source,
-        b.seed(),
-        _place(b, drawn),
-        p,
-        b.next_occurrence(),
-    )
+    return b.op(DROPOUT, source, b.seed(), _place(b, drawn), p, b.next_occurrence())
 
 
-def alpha_dropout(b: Builder, call: Call) -> fx.Node | None:
-    return _alpha_dropped(b, call, lambda shape: shape)
-
-
-def feature_alpha_dropout(b: Builder, call: Call) -> fx.Node | None:
-    return _alpha_dropped(b, call, _channels)
-
-
-def _alpha_dropped(
-    b: Builder, call: Call, drawn: Callable[[Sequence[int]], Sequence[int]]
-) -> fx.Node | None:
+def alpha_dropped(b: Builder, source: fx.Node, p: float, drawn: Sequence[int]) -> fx.Node:
     """Keeps mean and variance of what SELU makes; the number is torch's."""
-    bound = call.bind()
-    source, p = call.args[0], bound["p"]
-    if not bound["train"] or p == 0:
-        return source
     if p == 1:
         return b.op(aten.mul.Tensor, source, 0)
-    value = source.meta["val"]
     alpha = 1.7580993408473766
     a = 1 / math.sqrt((alpha * alpha * p + 1) * (1 - p))
-    kept = _kept(b, drawn(value.shape), 1 - p, value.dtype)
+    kept = _kept(b, drawn, 1 - p, source.meta["val"].dtype)
     scaled = b.op(aten.mul.Tensor, source, b.op(aten.mul.Tensor, kept, a))
     return b.op(aten.add.Tensor, scaled, _linear(b, kept, alpha * a, alpha * a * (p - 1)))
 
@@ -227,10 +192,10 @@ def _dtype(b: Builder, call: Call) -> torch.dtype:
 
 
 RANDOM_REWRITES: dict[Any, Rewrite] = {
-    aten.dropout: dropout,
-    aten.feature_dropout: feature_dropout,
-    aten.alpha_dropout: alpha_dropout,
-    aten.feature_alpha_dropout: feature_alpha_dropout,
+    aten.dropout: _dropout(dropped, whole_channels=False),
+    aten.feature_dropout: _dropout(dropped, whole_channels=True),
+    aten.alpha_dropout: _dropout(alpha_dropped, whole_channels=False),
+    aten.feature_alpha_dropout: _dropout(alpha_dropped, whole_channels=True),
     aten.bernoulli: bernoulli,
     aten.rrelu: rrelu,
     aten.rand: rand,
