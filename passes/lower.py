@@ -24,8 +24,9 @@ from autopar.passes.frees import with_frees, with_regathers
 from autopar.passes.fuse import fuse_bias
 from autopar.passes.intra_op import Analysis
 from autopar.passes.line_costs import LineCosts
+from autopar.passes.move_graph import step_time_s
 from autopar.passes.names import group_name, identifier, reserved_names, suffix
-from autopar.passes.reshard import reshard_table, step_time_s
+from autopar.passes.reshard import reshard_table
 from autopar.program import Accumulation, BufferInfo
 from autopar.rules import rule_for
 from autopar.rules.lowering import GROUP

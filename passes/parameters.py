@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from autopar.cost.memory import StaticBytes
 from autopar.cost.model import CostModel
 from autopar.facts import Period, Storage
-from autopar.moves import COLLECTIVES
 from autopar.passes.constraints import Limits
-from autopar.passes.reshard import ReshardTable, step_time_s
+from autopar.passes.reshard import ReshardTable, primitive_calls, primitive_times_s
 from autopar.spec import PREFERENCE, I, S, Spec, TensorType, illegal_reason, local_bytes, written
 
 PERIODS: tuple[Period, ...] = ("step", "micro", "use")
@@ -172,21 +171,20 @@ def path_costs(table: ReshardTable, cost: CostModel) -> PathCosts:
 
 
 def _path_costs(table: ReshardTable, cost: CostModel) -> PathCosts:
-    n, has_grad = len(table.specs), table.tensor.has_grad
-    values = {name: np.zeros((n, n)) for name in PathCosts.__annotations__}
-    for at, step in table.steps.items():
-        move, axes = step.move, step.move.axes
-        forward, backward = step_time_s(step, has_grad, cost.primitive_time_s)
-        values["forward_s"][at], values["backward_s"][at] = forward, backward
-        values["bucketed_s"][at] = cost.bucketed_time_s(move.forward, step.forward_bytes, axes)
-        if has_grad:
-            values["bucketed_s"][at] += cost.bucketed_time_s(
-                move.backward, step.backward_bytes, axes
-            )
-        values["calls"][at] = (move.forward in COLLECTIVES) + (
-            has_grad and move.backward in COLLECTIVES
-        )
-        values["moves"][at] = 1.0
-        values["copies"][at] = move.forward != "identity"
-        values["gathers"][at] = move.forward == "all_gather"
-    return PathCosts(**{name: table.along_paths(value) for name, value in values.items()})
+    graph, size_bytes = table.graph, table.tensor.size_bytes
+    seconds = primitive_times_s(graph, size_bytes, cost.primitive_time_s)
+    bucketed = primitive_times_s(graph, size_bytes, cost.bucketed_time_s)
+    calls, kinds = primitive_calls(graph), np.array([p.kind for p in graph.primitives])
+    copies, gathers = kinds != "identity", kinds == "all_gather"
+    forward, backward = graph.forward, graph.backward
+    values = {
+        "forward_s": seconds[forward],
+        "backward_s": seconds[backward],
+        "bucketed_s": bucketed[forward] + bucketed[backward],
+        "calls": calls[forward] + calls[backward],
+        "moves": np.ones(len(forward)),
+        "copies": copies[forward].astype(float),
+        "gathers": gathers[forward].astype(float),
+    }
+    sums = table.along_paths(np.stack([*values.values()]))
+    return PathCosts(**dict(zip(values, sums, strict=True)))

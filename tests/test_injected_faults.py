@@ -18,7 +18,7 @@ from torch import Tensor
 
 from autopar.facts import Strategy
 from autopar.moves import TABLE, PrimitiveKind, Split
-from autopar.passes import reshard
+from autopar.passes import move_graph, reshard
 from autopar.runtime import collectives, delivery, executor
 from autopar.spec import I, R, Spec, TensorType
 from autopar.stage_program import Delivered, batch_shards
@@ -173,7 +173,7 @@ def test_outer_axis_moved_first(monkeypatch: pytest.MonkeyPatch) -> None:
     some = Assignments("mlp", (2, 2), range(3))
     assert some.are_right()
     with monkeypatch.context() as faulty, fresh_tables():
-        faulty.setattr(reshard, "_is_innermost", lambda spec, axes: True)
+        faulty.setattr(move_graph, "_is_innermost", lambda spec, axes: True)
         assert some.notice()
 
 
@@ -188,7 +188,7 @@ def test_strided_factor_taken_as_contiguous(monkeypatch: pytest.MonkeyPatch) -> 
         return Split(cell[0])
 
     with monkeypatch.context() as faulty, fresh_tables():
-        faulty.setattr(reshard, "_split", contiguous)
+        faulty.setattr(move_graph, "_split", contiguous)
         assert some.notice()
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from autopar.mesh import Device, Link, LogicalMesh
 from autopar.moves import COLLECTIVES, TABLE, Move, PrimitiveKind
-from autopar.passes.reshard import ReshardTable, Step, moves_from, step_time_s
+from autopar.passes.move_graph import Step, moves_from, step_time_s
+from autopar.passes.reshard import ReshardTable
 from autopar.runtime import collectives
 from autopar.runtime.groups import Group, Recorder
 from autopar.runtime.threads import ThreadWorld, run_threads

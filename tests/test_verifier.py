@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from autopar.errors import VerificationError
 from autopar.moves import Split
 from autopar.passes.lower import lower
-from autopar.passes.reshard import moves_from
+from autopar.passes.move_graph import moves_from
 from autopar.rendezvous import GroupCall, check_rendezvous
 from autopar.spec import I, P, R, Spec, TensorType, all_specs
 from autopar.stage_program import (
