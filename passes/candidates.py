@@ -20,12 +20,13 @@ from autopar.errors import InfeasibleError
 from autopar.factors import Operator
 from autopar.facts import OperatorStrategy
 from autopar.passes.constraints import Limits
-from autopar.passes.groups import Group, JointStrategy, PlacedOperator, joint_strategies
+from autopar.passes.groups import Group, JointStrategy, PlacedOperator
+from autopar.passes.spec_column import SpecColumn
 from autopar.rules import OpRule, rule_for
 from autopar.rules.lowering import Lowering
 from autopar.rules.pattern import AxisStrategy
 from autopar.saved import Saved
-from autopar.spec import PREFERENCE, I, Spec, TensorType, illegal_reason
+from autopar.spec import PREFERENCE, I, Placement, Spec, TensorType, illegal_reason
 
 Array = NDArray[np.float64]
 
@@ -51,8 +52,21 @@ class GroupCandidates:
             placements[axis] = joint.placements[value]
         return Spec(tuple(placements))
 
-    def specs(self, value: str) -> tuple[Spec, ...]:
-        return tuple(self.spec(c, value) for c in range(len(self.choices)))
+    def specs(self, value: str) -> SpecColumn:
+        """How each choice places a value that the group touches."""
+        if not self.active_axes:
+            return SpecColumn.of([self.spec(0, value)])
+        codes, kinds = [], []
+        for k in range(len(self.active_axes)):
+            numbers: dict[Placement, int] = {}
+            of_axis = (joints[k].placements[value] for joints in self.choices)
+            codes.append([numbers.setdefault(p, len(numbers)) for p in of_axis])
+            kinds.append(len(numbers))
+        joint = np.ravel_multi_index(codes, kinds)
+        _, first, code = np.unique(joint, return_index=True, return_inverse=True)
+        order = np.argsort(first)
+        distinct = tuple(self.spec(int(c), value) for c in first[order])
+        return SpecColumn(distinct, np.argsort(order)[code])
 
     def strategies(self, choice: int) -> dict[str, OperatorStrategy]:
         """Per operator of the group, its specs under a choice."""
@@ -90,7 +104,7 @@ class CandidateMaker:
         """
         sizes = self.cost.mesh.sizes
         active = self.cost.mesh.active_axes
-        joints = joint_strategies(group)
+        joints = group.strategies
         per_axis = [
             self.limits.preferred(
                 group,

@@ -114,7 +114,7 @@ def fold(analysis: Analysis, runs: Sequence[Run]) -> Folded:
         outputs=tuple(instead.get(n, n) for n in program.outputs),
         _by_name={},
     )
-    folded = replace(analysis, program=smaller, operators=remaining, _placed={}, whole=None)
+    folded = replace(analysis, program=smaller, operators=remaining, whole=None)
     stands_for = tuple(
         place[dropped[i].kept_like(i) if i in dropped else i] for i in range(len(operators))
     )

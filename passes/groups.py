@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from autopar.factors import Operator, name_sizes
 from autopar.program import Program
@@ -57,6 +58,18 @@ class Group:
     @property
     def name(self) -> str:
         return self.members[0].name
+
+    @cached_property
+    def strategies(self) -> tuple[JointStrategy, ...]:
+        """All ways to place the group on one axis with no reshard inside it."""
+        partial: list[tuple[dict[str, Placement], tuple[int, ...]]] = [({}, ())]
+        for item in self.members:
+            partial = [
+                (known | added, (*chosen, index))
+                for known, chosen in partial
+                for index, added in _consistent(item, known)
+            ]
+        return tuple(JointStrategy(known, chosen) for known, chosen in partial)
 
 
 def place_operators(
@@ -128,18 +141,6 @@ def _finish(
             if used_by.get(name, set()) - {index} or name in kept:
                 outputs.setdefault(name)
     return Group(tuple(group), tuple(inputs), tuple(outputs))
-
-
-def joint_strategies(group: Group) -> tuple[JointStrategy, ...]:
-    """All ways to place the group on one axis with no reshard inside it."""
-    partial: list[tuple[dict[str, Placement], tuple[int, ...]]] = [({}, ())]
-    for item in group.members:
-        partial = [
-            (known | added, (*chosen, index))
-            for known, chosen in partial
-            for index, added in _consistent(item, known)
-        ]
-    return tuple(JointStrategy(known, chosen) for known, chosen in partial)
 
 
 def _consistent(

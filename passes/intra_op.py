@@ -17,7 +17,7 @@ from autopar.factors import Operator, Types, operators_of, tensor_types
 from autopar.facts import Strategy
 from autopar.passes.candidates import CandidateMaker
 from autopar.passes.constraints import Constraints, Limits
-from autopar.passes.groups import PlacedOperator, form_groups, place_operators
+from autopar.passes.groups import Group, PlacedOperator, form_groups, place_operators
 from autopar.passes.microbatch import Batch, find_batch
 from autopar.passes.parameters import ParameterMaker
 from autopar.passes.problem import IntraOpProblem, ProblemBuilder
@@ -44,8 +44,12 @@ class Analysis:
     batch: Batch
     saved: Mapping[str, Saved]
     _types: dict[int, Types] = field(default_factory=dict, repr=False, compare=False)
+    # Of these operators alone, so never handed on to a part.
     _placed: dict[int, tuple[PlacedOperator, ...]] = field(
-        default_factory=dict, repr=False, compare=False
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _groups: dict[int, tuple[Group, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
     )
     whole: Analysis | None = field(default=None, repr=False, compare=False)
 
@@ -65,7 +69,6 @@ class Analysis:
             self,
             program=program,
             operators=tuple(o for o in self.operators if o.name in names),
-            _placed={},
             whole=self,
         )
 
@@ -90,6 +93,13 @@ class Analysis:
         if n_microbatches not in self._placed:
             self._placed[n_microbatches] = self._place(n_microbatches)
         return self._placed[n_microbatches]
+
+    def groups(self, n_microbatches: int) -> tuple[Group, ...]:
+        """The planning nodes, at the sizes of one microbatch."""
+        if n_microbatches not in self._groups:
+            placed = self.placed_operators(n_microbatches)
+            self._groups[n_microbatches] = form_groups(self.program, placed)
+        return self._groups[n_microbatches]
 
     def _place(self, n_microbatches: int) -> tuple[PlacedOperator, ...]:
         if self.whole is None:
@@ -172,14 +182,13 @@ def intra_op_problem(
     program = analysis.program
     types = analysis.microbatch_types(n_microbatches)
     cost = cost.for_parameters(sum(types.tensors[n].size_bytes for n in program.parameters))
-    groups = form_groups(program, analysis.placed_operators(n_microbatches))
     limits = Limits.of(constraints, program, analysis.batch.cells, types.classes)
     n_splits = analysis.batch.n_splits(n_microbatches)
     maker = CandidateMaker(
         cost, types.tensors, analysis.saved, limits, n_microbatches, n_in_flight, n_splits
     )
     savers: set[str] = set()
-    candidates = [maker.make(group, savers) for group in groups]
+    candidates = [maker.make(group, savers) for group in analysis.groups(n_microbatches)]
     static = static_bytes_per_param(optimizer, cost.dtype)
     itemsize = cost.dtype.itemsize
     update = optimizer_time_s(10**6, optimizer, cost.dtype, cost.mesh.device) / 1e6 / itemsize

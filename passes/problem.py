@@ -30,6 +30,7 @@ from autopar.passes.candidates import GroupCandidates
 from autopar.passes.parameters import ParameterMaker
 from autopar.passes.reshard import ReshardTable, reshard_table
 from autopar.passes.solvers import ChoiceProblem, Edge
+from autopar.passes.spec_column import SpecColumn, all_alike
 from autopar.program import Program
 from autopar.spec import PREFERENCE, I, R, Spec, TensorType
 
@@ -53,7 +54,7 @@ class Variable:
     cost_s: Array
     tie: Array
     size_bytes: Array
-    specs: dict[str, tuple[Spec, ...]] = field(default_factory=dict)
+    specs: dict[str, SpecColumn] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class IntraOpProblem:
     storages: Mapping[str, tuple[Storage, ...]]
     parameter_variables: Mapping[str, int]
     boundary_variables: Mapping[tuple[Side, str], int] = field(default_factory=dict)
-    boundary_choices: Mapping[tuple[Side, str], tuple[Spec, ...]] = field(default_factory=dict)
+    boundary_choices: Mapping[tuple[Side, str], SpecColumn] = field(default_factory=dict)
 
     def boundaries(self, choice: Sequence[int], side: Side) -> dict[str, Spec]:
         """Value -> how it crosses, of the values on one side."""
@@ -144,7 +145,7 @@ class ProblemBuilder:
     def _add_boundary(self, value: str, side: Side) -> int:
         """A variable for how a value crosses; the crossing itself costs the same however cut."""
         specs = boundary_specs(self.types[value], self.maker.cost.mesh.sizes, side)
-        index = self._add_variable(f"{value} {side}", {value: specs})
+        index = self._add_variable(f"{value} {side}", {value: SpecColumn.of(specs)})
         self.boundary_variables[side, value] = index
         self.variables[index].tie = np.linspace(0.0, 1e-6, len(specs))
         return index
@@ -180,35 +181,34 @@ class ProblemBuilder:
 
     def _add_reuse(self, value: str, members: Sequence[int]) -> int:
         """A variable for the placement that `members` share; they must equal it."""
-        options = dict.fromkeys(self.variables[members[0]].specs[value])
+        options = dict.fromkeys(self.variables[members[0]].specs[value].distinct)
         for member in members[1:]:
-            available = set(self.variables[member].specs[value])
+            available = set(self.variables[member].specs[value].distinct)
             options = {s: None for s in options if s in available}
         if not options:
             raise InfeasibleError(f"the consumers of {value} have no placement in common")
-        specs = tuple(options)
+        specs = SpecColumn.of(tuple(options))
         shared = self._add_variable(f"{value} reused", {value: specs})
         for member in members:
-            theirs = self.variables[member].specs[value]
-            self._equality_edge(shared, specs, member, theirs)
+            self._equality_edge(shared, specs, member, self.variables[member].specs[value])
         return shared
 
-    def _add_variable(self, name: str, specs: dict[str, tuple[Spec, ...]]) -> int:
+    def _add_variable(self, name: str, specs: dict[str, SpecColumn]) -> int:
         n = len(next(iter(specs.values())))
         zero = np.zeros(n)
         self.variables.append(Variable(name, zero, zero.copy(), zero.copy(), specs))
         return len(self.variables) - 1
 
     def _equality_edge(
-        self, shared: int, mine: tuple[Spec, ...], member: int, theirs: tuple[Spec, ...]
+        self, shared: int, mine: SpecColumn, member: int, theirs: SpecColumn
     ) -> None:
-        cost = np.array([[0.0 if a == b else np.inf for b in theirs] for a in mine])
+        cost = np.where(mine.equals(theirs), 0.0, np.inf)
         self.edges.append(Edge(shared, member, cost, np.zeros_like(cost)))
 
     def _reshard_edge(self, value: str, source: int, target: int) -> None:
         table = self.table(value)
-        rows = [table.index[s] for s in self.variables[source].specs[value]]
-        columns = [table.index[s] for s in self.variables[target].specs[value]]
+        rows = self.variables[source].specs[value].looked_up(table.index)
+        columns = self.variables[target].specs[value].looked_up(table.index)
         m = self.maker.n_microbatches
         cost = table.time_s[np.ix_(rows, columns)] * m
         tie = np.where(np.isfinite(cost), table.tie[np.ix_(rows, columns)], 0.0) * m
@@ -225,13 +225,14 @@ class ProblemBuilder:
             variable, table = self.variables[producer[value]], self.table(value)
             plain = I if self.types[value].has_grad else R
             goal = table.index[Spec.everywhere(plain, sizes)]
-            rows = [table.index[s] for s in variable.specs[value]]
+            rows = variable.specs[value].looked_up(table.index)
             variable.cost_s = variable.cost_s + table.time_s[rows, goal] * m
             variable.tie = variable.tie + table.tie[rows, goal] * m
 
     def _connect_parameter(self, name: str, readers: Sequence[Consumer]) -> None:
         members = [r.variable for r in readers]
-        used = tuple(dict.fromkeys(s for m in members for s in self.variables[m].specs[name]))
+        read_as = (self.variables[m].specs[name].distinct for m in members)
+        used = tuple(dict.fromkeys(itertools.chain.from_iterable(read_as)))
         storages = self.maker.storages(name, self.types[name], used)
         if not storages:
             raise InfeasibleError(f"no allowed storage is left for {name}", hint="relax force")
@@ -252,20 +253,22 @@ class ProblemBuilder:
         for reader in readers:
             alike.setdefault(reader.kind, []).append(reader.variable)
         clusters = list(alike.values())
-        domains = [tuple(dict.fromkeys(self.variables[c[0]].specs[name])) for c in clusters]
+        domains = [self.variables[c[0]].specs[name].distinct for c in clusters]
         if len(clusters) == 2 and len(domains[0]) * len(domains[1]) <= MAX_PAIRS:
             pairs = tuple(itertools.product(*domains))
-            columns = [tuple(p[k] for p in pairs) for k in range(2)]
+            columns = [SpecColumn.of([p[k] for p in pairs]) for k in range(2)]
         else:
             common = [s for s in domains[0] if all(s in d for d in domains[1:])]
             if not common:
                 raise InfeasibleError(f"the uses of {name} have no placement in common")
-            columns = [tuple(common)] * len(clusters)
+            columns = [SpecColumn.of(common)] * len(clusters)
         shared = self._add_variable(
             f"{name} used", {f"{name}:{k}": c for k, c in enumerate(columns)}
         )
-        preference = [sum(PREFERENCE[p.kind] for p in s.placements) * 1e-5 for s in columns[0]]
-        self.variables[shared].tie = np.array(preference)
+        preference = [
+            sum(PREFERENCE[p.kind] for p in s.placements) * 1e-5 for s in columns[0].distinct
+        ]
+        self.variables[shared].tie = np.array(preference)[columns[0].code]
         for column, cluster in zip(columns, clusters, strict=True):
             for member in cluster:
                 self._equality_edge(shared, column, member, self.variables[member].specs[name])
@@ -273,14 +276,14 @@ class ProblemBuilder:
 
     def _conversion_edge(
         self, name: str, index: int, target: int,
-        columns: Sequence[tuple[Spec, ...]], n_uses: Sequence[int],
+        columns: Sequence[SpecColumn], n_uses: Sequence[int],
     ) -> None:  # fmt: skip
         """Storage -> use(s): every distinct use placement is converted once."""
         table, storages = self.table(name), self.storages[name]
         if len(columns) == 1:
             cost, tie, size_bytes = self._conversions(table, storages, columns[0], n_uses[0])
         else:
-            alike = np.array([len(set(uses)) == 1 for uses in zip(*columns, strict=True)])
+            alike = all_alike(columns)
             shared = self._conversions(table, storages, columns[0], sum(n_uses))
             apart = [
                 self._conversions(table, storages, c, n)
@@ -296,11 +299,12 @@ class ProblemBuilder:
         self,
         table: ReshardTable,
         storages: tuple[Storage, ...],
-        uses: tuple[Spec, ...],
+        uses: SpecColumn,
         n_uses: int,
     ) -> tuple[Array, Array, Array]:
         """Costs of converting every storage to every use; parameters alike share them."""
-        key = (id(table), storages, uses, n_uses)
+        key = (id(table), storages, uses.distinct, n_uses)
         if key not in self.conversions:
-            self.conversions[key] = self.maker.conversions(table, storages, uses, n_uses)
-        return self.conversions[key]
+            self.conversions[key] = self.maker.conversions(table, storages, uses.distinct, n_uses)
+        cost, tie, size_bytes = self.conversions[key]
+        return cost[:, uses.code], tie[:, uses.code], size_bytes[:, uses.code]

@@ -1,0 +1,58 @@
+"""How the choices of a variable place one value: few distinct specs, and a number per choice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.spec import Spec
+
+
+@dataclass(frozen=True, eq=False)
+class SpecColumn:
+    """Choice c places the value as `distinct[code[c]]`."""
+
+    distinct: tuple[Spec, ...]
+    code: NDArray[np.int64]
+
+    @staticmethod
+    def of(specs: Sequence[Spec]) -> SpecColumn:
+        """One choice per spec."""
+        numbers: dict[Spec, int] = {}
+        code = [numbers.setdefault(spec, len(numbers)) for spec in specs]
+        return SpecColumn(tuple(numbers), np.array(code, dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.code)
+
+    def __getitem__(self, choice: int) -> Spec:
+        return self.distinct[self.code[choice]]
+
+    def looked_up(self, index: Mapping[Spec, int]) -> NDArray[np.int64]:
+        """The number of every choice's spec in `index`, which has them all."""
+        return np.array([index[spec] for spec in self.distinct], dtype=np.int64)[self.code]
+
+    def equals(self, other: SpecColumn) -> NDArray[np.bool_]:
+        """[choices of this, choices of the other]: do they place the value alike?"""
+        mine, theirs = _numbers((self, other))
+        alike: NDArray[np.bool_] = mine[:, None] == theirs[None, :]
+        return alike
+
+
+def all_alike(columns: Sequence[SpecColumn]) -> NDArray[np.bool_]:
+    """Of columns over the same choices: which choices place the value alike in all of them?"""
+    first, *others = _numbers(columns)
+    alike: NDArray[np.bool_] = np.logical_and.reduce([first == other for other in others])
+    return alike
+
+
+def _numbers(columns: Sequence[SpecColumn]) -> list[NDArray[np.int64]]:
+    """Per column, a number per choice: the same one for the same spec."""
+    index: dict[Spec, int] = {}
+    for column in columns:
+        for spec in column.distinct:
+            index.setdefault(spec, len(index))
+    return [column.looked_up(index) for column in columns]
