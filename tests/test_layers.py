@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 
 import numpy as np
 import pytest
@@ -88,19 +89,19 @@ def analysis_of(model: nn.Module) -> Analysis:
     return Analysis.of(capture(model, random_rows(0, "x"), precision="fp64"))
 
 
-def language_model(model: nn.Module) -> Analysis:
-    return Analysis.of(capture(model, random_tokens(0), precision="fp64"))
+@cache
+def language_model(make: Callable[[int], nn.Module], n_blocks: int) -> Analysis:
+    return Analysis.of(capture(make(n_blocks), random_tokens(0), precision="fp64"))
 
 
 # -- runs ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [tiny_gpt2, tiny_llama])
-def test_transformer_blocks_are_one_run(make: object) -> None:
-    assert callable(make)
-    analysis = language_model(make(N_BLOCKS))
+def test_transformer_blocks_are_one_run(make: Callable[[int], nn.Module]) -> None:
+    analysis = language_model(make, N_BLOCKS)
     (run,) = find_runs(analysis)
-    deeper = find_runs(language_model(make(N_BLOCKS + 1)))
+    deeper = find_runs(language_model(make, N_BLOCKS + 1))
     assert run.count == N_BLOCKS and deeper[0].period == run.period
     folded = fold(analysis, [run])
     assert len(folded.kept) == len(analysis.operators) - (N_BLOCKS - KEPT) * run.period
@@ -188,10 +189,11 @@ def layers_of(analysis: Analysis, n_least: int = 2, n_most: int = 48) -> Layers:
 
 
 @pytest.mark.parametrize("make", [tiny_gpt2, tiny_llama])
-def test_layers_end_where_the_residual_stream_alone_crosses(make: object) -> None:
+def test_layers_end_where_the_residual_stream_alone_crosses(
+    make: Callable[[int], nn.Module],
+) -> None:
     """Attention and MLP of every block, and the head."""
-    assert callable(make)
-    analysis = language_model(make(N_BLOCKS))
+    analysis = language_model(make, N_BLOCKS)
     layers = layers_of(analysis)
     assert layers.n_layers == 2 * N_BLOCKS + 1
     assert all(len(values) == 1 for values in layers.crossing)
@@ -202,7 +204,7 @@ def test_layers_end_where_the_residual_stream_alone_crosses(make: object) -> Non
 
 
 def test_fewer_layers_keep_the_boundaries_between_blocks() -> None:
-    analysis = language_model(tiny_gpt2(N_BLOCKS))
+    analysis = language_model(tiny_gpt2, N_BLOCKS)
     every, blocks = layers_of(analysis), layers_of(analysis, n_most=N_BLOCKS + 1)
     assert blocks.n_layers == N_BLOCKS + 1
     assert set(blocks.ends) < set(every.ends)

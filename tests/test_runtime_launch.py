@@ -181,7 +181,7 @@ def test_workers_end_with_their_caller(tmp_path: Path, end: signal.Signals) -> N
             pids = [int(path.name) for path in pid_dir.iterdir()]
             assert len(pids) == 1
             caller.send_signal(end)
-            _, stderr = caller.communicate(timeout=30)
+            _, stderr = caller.communicate(timeout=120)
         finally:
             caller.kill()
     assert caller.returncode == -end
