@@ -13,8 +13,7 @@ shapes, strides and `requires_grad`, and each tensor that autograd packs is trac
 
 A storage counts once however many operators keep it: `storage_owners` says which value each
 value shares its storage with. The operators decompose as they do on the device of the fake
-tensors. Calls that differ in no argument, shape, stride, dtype or gradient (repeated layers)
-are run once.
+tensors.
 
 One fake kernel is known to err (torch 2.13, tried against real runs): a layer norm of bf16 or
 fp16 activations with float32 scales keeps float32 statistics on CPU, and is counted at half.
@@ -31,7 +30,7 @@ import torch.fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from autopar.errors import NotSupportedError
+from autopar.fake_calls import PerCall, as_list, fresh_like
 from autopar.program import Program
 from autopar.rules.rule import OpCall
 
@@ -62,9 +61,8 @@ def saved_for_backward(program: Program) -> dict[str, Saved]:
 
     Raises `NotSupportedError` for an operator that does not run on fake tensors.
     """
-    runner = _Runner(program)
     return {
-        node.name: runner.effect(node).saved if node.name in program.has_grad else Saved()
+        node.name: _effects.of(program, node).saved if node.name in program.has_grad else Saved()
         for node in program.operators
     }
 
@@ -74,7 +72,6 @@ def storage_owners(program: Program) -> dict[str, str]:
 
     Raises `NotSupportedError` for an operator that does not run on fake tensors.
     """
-    runner = _Runner(program)
     owners: dict[str, str] = {}
     for node in program.graph.nodes:
         if not isinstance(node.meta.get("val"), torch.Tensor):
@@ -82,7 +79,7 @@ def storage_owners(program: Program) -> dict[str, str]:
         source, position = node.args if node.target is operator.getitem else (node, 0)
         owner = _result_name(source, position)
         if source.op == "call_function":
-            shared = runner.effect(source).shares[position]
+            shared = _effects.of(program, source).shares[position]
             if shared is not None:
                 owner = owners[OpCall.of_node(source).tensors[shared].name]
         owners[node.name] = owner
@@ -119,41 +116,6 @@ def _result_name(node: torch.fx.Node, position: int) -> str:
     return next(takers, f"{node.name}.{position}")
 
 
-def as_list(result: Any) -> list[torch.Tensor | None]:
-    """An operator's results as a list, whether it has one or several."""
-    return list(result) if isinstance(result, (list, tuple)) else [result]
-
-
-class _Runner:
-    """Finds the effect of a program's operators; equal calls are run once."""
-
-    def __init__(self, program: Program) -> None:
-        self._program = program
-        self._mode = FakeTensorMode()
-        self._known: dict[tuple[Any, ...], _Effect] = {}
-
-    def effect(self, node: torch.fx.Node) -> _Effect:
-        key = call_key(self._program, node)
-        if key not in self._known:
-            self._known[key] = _run(self._program, node, self._mode)
-        return self._known[key]
-
-
-def call_key(program: Program, node: torch.fx.Node) -> tuple[Any, ...]:
-    """What decides the effect of a call: its arguments, with a description of each tensor."""
-    first_use: dict[torch.fx.Node, int] = {}
-
-    def describe(source: torch.fx.Node) -> Any:
-        value = source.meta["val"]
-        index = first_use.setdefault(source, len(first_use))
-        grad = source.name in program.has_grad
-        return (index, tuple(value.shape), value.stride(), value.dtype, value.device, grad)
-
-    # By text: as dictionary keys 1, 1.0 and True would be one argument.
-    arguments = torch.fx.node.map_arg((node.args, node.kwargs), describe)
-    return (node.target, node.name in program.has_grad, repr(arguments))
-
-
 def _run(program: Program, node: torch.fx.Node, mode: FakeTensorMode) -> _Effect:
     """Runs one operator on fresh fake tensors and watches what autograd packs."""
     with mode:
@@ -168,30 +130,13 @@ def _run(program: Program, node: torch.fx.Node, mode: FakeTensorMode) -> _Effect
     assert callable(node.target)
     has_grad = node.name in program.has_grad
     hooks = saved_tensors_hooks(pack, lambda tensor: tensor)
-    try:
-        with mode, torch.set_grad_enabled(has_grad), hooks:
-            result = node.target(*args, **kwargs)
-    except Exception as error:
-        raise NotSupportedError(
-            f"{node.target} does not run on fake tensors, so what it keeps for backward is "
-            f"unknown: {error}",
-            where=program.where(node.name),
-            hint="give a custom operator a fake kernel: torch.library.register_fake",
-        ) from error
+    with mode, torch.set_grad_enabled(has_grad), hooks:
+        result = node.target(*args, **kwargs)
     inputs = [fakes[source] for source in OpCall.of_node(node).tensors]
     return _attribute(inputs, as_list(result), packed)
 
 
-def fresh_like(program: Program, source: torch.fx.Node) -> torch.Tensor:
-    """A new leaf like the value of a node; call it under a fake mode."""
-    value = source.meta["val"]
-    return torch.empty_strided(
-        tuple(value.shape),
-        value.stride(),
-        dtype=value.dtype,
-        device=value.device,
-        requires_grad=source.name in program.has_grad,
-    )
+_effects = PerCall(_run, "what it keeps for backward")
 
 
 def _attribute(

@@ -20,11 +20,10 @@ import torch
 import torch.fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.errors import NotSupportedError
+from autopar.fake_calls import PerCall, as_list, fresh_like
 from autopar.live_bytes import LiveBytes
 from autopar.program import Program
 from autopar.rules.rule import OpCall
-from autopar.saved import as_list, call_key, fresh_like
 
 
 @dataclass(frozen=True)
@@ -44,23 +43,7 @@ def temporaries(program: Program) -> dict[str, Temporaries]:
 
     Raises `NotSupportedError` for an operator that does not run on fake tensors.
     """
-    known: dict[object, Temporaries] = {}
-    found: dict[str, Temporaries] = {}
-    mode = FakeTensorMode()
-    for node in program.operators:
-        key = call_key(program, node)
-        if key not in known:
-            try:
-                known[key] = _measure(program, node, mode)
-            except Exception as error:
-                raise NotSupportedError(
-                    f"{node.target} does not run on fake tensors, so its memory is unknown: "
-                    f"{error}",
-                    where=program.where(node.name),
-                    hint="give a custom operator a fake kernel: torch.library.register_fake",
-                ) from error
-        found[node.name] = known[key]
-    return found
+    return {node.name: _measured.of(program, node) for node in program.operators}
 
 
 def _measure(program: Program, node: torch.fx.Node, mode: FakeTensorMode) -> Temporaries:
@@ -92,6 +75,9 @@ def _measure(program: Program, node: torch.fx.Node, mode: FakeTensorMode) -> Tem
     inputs = (fakes[source] for source in OpCall.of_node(node).tensors)
     passed = frozenset(i for i, t in enumerate(inputs) if id(t) in passing)
     return Temporaries(forward_bytes, backward_bytes, passed)
+
+
+_measured = PerCall(_measure, "its memory")
 
 
 def _passing(
