@@ -151,7 +151,7 @@ def test_init_without_torchrun_names_it(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 CALLER = """
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
 from autopar.runtime.launch import launch
 
@@ -160,6 +160,8 @@ def wait(pid_dir):
     time.sleep(600)
 
 if __name__ == "__main__":
+    # Where a script's shell runs the tests in the background, they inherit that it is ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     launch(wait, 1, sys.argv[1])
 """
 
@@ -181,7 +183,7 @@ def test_workers_end_with_their_caller(tmp_path: Path, end: signal.Signals) -> N
             pids = [int(path.name) for path in pid_dir.iterdir()]
             assert len(pids) == 1
             caller.send_signal(end)
-            _, stderr = caller.communicate(timeout=120)
+            _, stderr = caller.communicate(timeout=30)
         finally:
             caller.kill()
     assert caller.returncode == -end
