@@ -27,12 +27,8 @@ from autopar.passes.solvers import (
     solve_by_elimination,
     solve_ilp,
 )
-from autopar.passes.solvers.elimination import (
-    Potentials,
-    min_marginals,
-    minimise,
-    plan_elimination,
-)
+from autopar.passes.solvers.elimination import Potentials, Weights, min_marginals, minimise
+from autopar.passes.solvers.elimination_order import plan_elimination
 from autopar.passes.solvers.problem import make_solution
 from autopar.passes.solvers.reductions import reduce
 from tests.strategies import choice_problems
@@ -196,7 +192,7 @@ def test_too_wide_is_raised_and_then_solved_by_the_ilp() -> None:
 def test_min_marginals_are_the_least_totals_with_each_choice(limits: Limits | None) -> None:
     problems = [replace(random_problem(s), budget_bytes=None) for s in range(60)]
     for problem in (p.merged() for p in [*problems, clique(6, 4, seed=2)]):
-        potentials = Potentials.of(problem, 1.0, 0.0, 0.0)
+        potentials = Potentials.of(problem, Weights())
         marginals = min_marginals(plan_elimination(problem, limits), potentials)
         for v, marginal in enumerate(marginals):
             for k, least in enumerate(marginal):
@@ -209,7 +205,7 @@ def test_min_marginals_are_the_least_totals_with_each_choice(limits: Limits | No
 
 def test_elimination_in_blocks_is_elimination() -> None:
     problem = clique(4, 30, seed=3)  # one joint table of 810,000 entries
-    value, choice = minimise(plan_elimination(problem), Potentials.of(problem, 1.0, 0.0, 0.0))
+    value, choice = minimise(plan_elimination(problem), Potentials.of(problem, Weights()))
     check_same(problem, solve(problem))
     assert value == pytest.approx(problem.evaluate(choice).cost_s, rel=1e-12)
 

@@ -5,7 +5,7 @@ both are tested against on small problems.
 """
 
 from autopar.passes.solvers.brute_force import solve_brute_force
-from autopar.passes.solvers.elimination import Limits, TooWide
+from autopar.passes.solvers.elimination_order import Limits, TooWide
 from autopar.passes.solvers.ilp import solve_ilp
 from autopar.passes.solvers.problem import (
     SAME_OPTIMUM_REL,

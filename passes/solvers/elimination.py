@@ -7,11 +7,10 @@ S_v, the other variables they mention (`_project`):
 
 until a constant, the optimum, is left; walking back, v takes the argmin of the same sum at
 the chosen values of S_v (`_walk_back`), which is one vector: keeping the tables instead of
-argmins makes the inner loop a plain minimum, three times faster. Work and memory are products
-of sizes over {v} and S_v, so the order decides: least table first, or least fill-in,
-whichever does less work in all (`plan_elimination`). Where a table would be too large, hubs
-are *conditioned* on: each of their values is tried with the hub's edges folded into its
-neighbours, best bound first (`minimise`).
+argmins makes the inner loop a plain minimum, three times faster. The order is planned in
+`elimination_order.py`; each value of its hubs is tried with the hub's tables folded into those
+of its neighbours, best bound first (`minimise`). Where variables remain, what is left is one
+table over them (`project`).
 
 `min_marginals` gives for every choice of every variable the least total that uses it, by a
 second, downward pass. The messages are added up afresh instead of subtracting a variable's own
@@ -23,184 +22,85 @@ Infinite entries need no care: nothing here subtracts them. Bucket elimination: 
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from autopar.errors import AutoparError
+from autopar.passes.solvers.elimination_order import EliminationPlan, Limits, Scope, TooWide
 from autopar.passes.solvers.problem import Choice, ChoiceProblem, FloatArray
 
-Scope = tuple[int, ...]
 Factor = tuple[Scope, FloatArray]
 # Tables are added up in blocks of this many entries, which stay in a CPU's cache.
 BLOCK_ENTRIES = 2**16
-HUBS_TRIED = 4
-MAX_HUBS = 3
 
 
-class TooWide(AutoparError):
-    """No elimination order keeps the tables within the limits."""
+class Weights(NamedTuple):
+    """What is minimised: cost * cost_s + tie * ties + size * bytes."""
 
+    cost: float = 1.0
+    tie: float = 0.0
+    size: float = 0.0
 
-@dataclass(frozen=True)
-class Limits:
-    """What elimination may use: entries of one joint table, kept in memory, and in all.
-
-    At 2e8 to 1e9 entries per second the defaults allow about ten seconds, and 1 GB.
-    """
-
-    table_entries: int = 2**28
-    kept_entries: int = 2**27
-    total_entries: int = 2**32
-    branches: int = 4096
-    marginal_entries: int = 2**24
+    def total(
+        self, cost_s: FloatArray, ties: FloatArray, size_bytes: FloatArray | None
+    ) -> FloatArray:
+        """Of one table; what is forbidden stays infinite."""
+        if self.cost == 0:  # 0 * inf is NaN
+            out = np.where(np.isfinite(cost_s), 0.0, np.inf)
+        else:
+            out = cost_s * self.cost
+        if self.tie != 0:
+            out += ties * self.tie
+        if self.size != 0 and size_bytes is not None:
+            out += size_bytes * self.size
+        return out
 
 
 @dataclass(frozen=True, eq=False)
 class Potentials:
-    """One weighted sum of a problem's costs: [K_v] per variable, [K_u, K_v] per pair u < v."""
+    """One weighted sum of a problem's costs: [K_v] per variable, and a table per scope of two or
+    more variables, in rising order."""
 
     unary: tuple[FloatArray, ...]
-    pairs: dict[tuple[int, int], FloatArray]
+    tables: Mapping[Scope, FloatArray]
 
     @staticmethod
-    def of(problem: ChoiceProblem, cost: float, tie: float, size: float) -> Potentials:
-        """cost * cost_s + tie * tie + size * bytes; forbidden stays infinite.
-
-        `problem` must be merged: one edge per pair.
-        """
-
-        def mix(cost_s: FloatArray, ties: FloatArray, sizes: FloatArray | None) -> FloatArray:
-            if cost == 0:  # 0 * inf is NaN
-                out = np.where(np.isfinite(cost_s), 0.0, np.inf)
-            else:
-                out = cost_s * cost
-            if tie != 0:
-                out += ties * tie
-            if size != 0 and sizes is not None:
-                out += sizes * size
-            return out
-
+    def of(problem: ChoiceProblem, weights: Weights) -> Potentials:
+        """`problem` must be merged: one edge per pair."""
         nodes = zip(problem.cost_s, problem.tie, problem.bytes, strict=True)
-        unary = tuple(mix(c, t, b) for c, t, b in nodes)
-        pairs = {(e.u, e.v): mix(e.cost_s, e.tie, e.bytes) for e in problem.edges}
-        assert len(pairs) == len(problem.edges), "merge parallel edges first"
-        return Potentials(unary, pairs)
+        unary = tuple(weights.total(*node) for node in nodes)
+        tables: dict[Scope, FloatArray] = {
+            (e.u, e.v): weights.total(e.cost_s, e.tie, e.bytes) for e in problem.edges
+        }
+        assert len(tables) == len(problem.edges), "merge parallel edges first"
+        return Potentials(unary, tables)
 
 
-@dataclass(frozen=True)
-class EliminationPlan:
-    """The order, each variable's separator (in that order), and the hubs.
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """What a plan leaves: [K of each remaining variable], the least total of all others."""
 
-    `entries` counts the joint tables' entries in one branch, `largest` those of the largest
-    table, `kept` those of the messages, which stay in memory.
-    """
+    plan: EliminationPlan
+    table: FloatArray
+    buckets: Mapping[int, list[Factor]]
 
-    sizes: tuple[int, ...]
-    order: tuple[int, ...]
-    separators: tuple[Scope, ...]
-    hubs: tuple[int, ...]
-    entries: int
-    largest: int
-    kept: int
-
-    @property
-    def branches(self) -> int:
-        return math.prod(self.sizes[h] for h in self.hubs)
-
-    def within(self, limits: Limits) -> bool:
-        return (
-            self.largest <= limits.table_entries
-            and self.kept <= limits.kept_entries
-            and self.entries * self.branches <= limits.total_entries
-            and self.branches <= limits.branches
+    def choice_at(self, values: Choice) -> Choice:
+        """The choice of all variables that attains the table's entry at `values`."""
+        return _walk_back(
+            self.plan, self.buckets, dict(zip(self.plan.remaining, values, strict=True))
         )
 
 
-def plan_elimination(problem: ChoiceProblem, limits: Limits | None = None) -> EliminationPlan:
-    """The cheapest order found, with up to `MAX_HUBS` hubs conditioned on if need be.
-
-    Raises `TooWide` when every plan found exceeds `limits`.
-    """
-    limits = limits or Limits()
-    sizes = problem.sizes
-    neighbours: list[set[int]] = [set() for _ in sizes]
-    for e in problem.edges:
-        neighbours[e.u].add(e.v)
-        neighbours[e.v].add(e.u)
-    plan = _best_order(sizes, neighbours, ())
-    while not plan.within(limits):
-        if len(plan.hubs) == MAX_HUBS:
-            raise TooWide(
-                f"elimination needs a table of {plan.largest:.3g} entries, {plan.entries:.3g} in"
-                f" all, {plan.branches} times; the limits are {limits}",
-                hint="solve the ILP instead",
-            )
-        free = [v for v in range(len(sizes)) if v not in plan.hubs and neighbours[v]]
-        free.sort(key=lambda v: (-len(neighbours[v]), v))
-        tried = [_best_order(sizes, neighbours, (*plan.hubs, h)) for h in free[:HUBS_TRIED]]
-        if not tried:
-            raise TooWide(f"one variable has {max(sizes)} choices", hint="solve the ILP instead")
-        plan = min(tried, key=lambda p: (p.entries * p.branches, p.hubs))
-    return plan
-
-
-def _best_order(
-    sizes: tuple[int, ...], neighbours: Sequence[set[int]], hubs: tuple[int, ...]
-) -> EliminationPlan:
-    plans = [_greedy_order(sizes, neighbours, hubs, by_fill) for by_fill in (False, True)]
-    return min(plans, key=lambda p: p.entries)
-
-
-def _greedy_order(
-    sizes: tuple[int, ...], neighbours: Sequence[set[int]], hubs: tuple[int, ...], by_fill: bool
-) -> EliminationPlan:
-    """Eliminate by least (table, fill-in), or (fill-in, table); a heap with stale entries."""
-    graph = {v: neighbours[v] - set(hubs) for v in range(len(sizes)) if v not in hubs}
-
-    def key(v: int) -> tuple[int, int, int]:
-        around = graph[v]
-        table = sizes[v] * math.prod(sizes[w] for w in around)
-        # Each pair of neighbours not yet adjacent is counted from both ends.
-        fill = sum(len(around) - 1 - len(graph[w] & around) for w in around)
-        return (fill, table, v) if by_fill else (table, fill, v)
-
-    current = {v: key(v) for v in graph}
-    heap = list(current.values())
-    heapq.heapify(heap)
-    order: list[int] = []
-    cliques: dict[int, set[int]] = {}
-    while heap:
-        entry = heapq.heappop(heap)
-        v = entry[-1]
-        if current.get(v) != entry:
-            continue
-        del current[v]
-        around = cliques[v] = graph.pop(v)
-        order.append(v)
-        touched = set(around)
-        for w in around:
-            graph[w].discard(v)
-            if not around - {w} <= graph[w]:
-                graph[w] |= around - {w}
-                touched |= graph[w]
-        for w in touched:
-            new = key(w)
-            if new != current[w]:
-                current[w] = new
-                heapq.heappush(heap, new)
-    position = {v: i for i, v in enumerate(order)}
-    separators = tuple(tuple(sorted(cliques[v], key=lambda w: position[w])) for v in order)
-    kept = [math.prod(sizes[w] for w in separator) for separator in separators]
-    tables = [sizes[v] * entries for v, entries in zip(order, kept, strict=True)]
-    return EliminationPlan(
-        sizes, tuple(order), separators, hubs, sum(tables), max(tables, default=1), sum(kept)
-    )
+def project(plan: EliminationPlan, potentials: Potentials) -> Projection:
+    """Eliminate all but the remaining variables."""
+    constant, buckets = _upward(plan, potentials)
+    factors = [factor for v in plan.remaining for factor in buckets[v]]
+    table = _joint(factors, plan.remaining, plan.sizes) + constant
+    return Projection(plan, table, buckets)
 
 
 def minimise(plan: EliminationPlan, potentials: Potentials) -> tuple[float, Choice]:
@@ -213,7 +113,7 @@ def minimise(plan: EliminationPlan, potentials: Potentials) -> tuple[float, Choi
         value, tables = _upward(plan, branch)
         if constant + value < best:
             best = constant + value
-            best_choice = _walk_back(plan, tables, values)
+            best_choice = _walk_back(plan, tables, dict(zip(plan.hubs, values, strict=True)))
     return best, best_choice
 
 
@@ -248,7 +148,7 @@ def _branches(plan: EliminationPlan, potentials: Potentials) -> list[tuple[float
         constant, branch = _condition(potentials, plan.hubs, values)
         bound = constant + sum(float(branch.unary[v].min()) for v in plan.order)
         out.append((bound, values))
-    inner = [t for uv, t in potentials.pairs.items() if not set(uv) & set(plan.hubs)]
+    inner = [t for scope, t in potentials.tables.items() if not set(scope) & set(plan.hubs)]
     rest = sum(float(t.min()) for t in inner)
     return sorted((bound + rest, values) for bound, values in out)
 
@@ -261,29 +161,30 @@ def _condition(
         return 0.0, potentials
     fixed = dict(zip(hubs, values, strict=True))
     constant = sum(float(potentials.unary[h][k]) for h, k in fixed.items())
-    unary, pairs = list(potentials.unary), {}
-    for (u, v), table in potentials.pairs.items():
-        if u in fixed and v in fixed:
-            constant += float(table[fixed[u], fixed[v]])
-        elif u in fixed:
-            unary[v] = unary[v] + table[fixed[u]]
-        elif v in fixed:
-            unary[u] = unary[u] + table[:, fixed[v]]
+    unary = list(potentials.unary)
+    tables: dict[Scope, FloatArray] = {}
+    for scope, table in potentials.tables.items():
+        at: Any = tuple(fixed.get(v, slice(None)) for v in scope)
+        left = tuple(v for v in scope if v not in fixed)
+        if not left:
+            constant += float(table[at])
+        elif len(left) == 1:
+            unary[left[0]] = unary[left[0]] + table[at]
         else:
-            pairs[u, v] = table
-    return constant, Potentials(tuple(unary), pairs)
+            tables[left] = tables[left] + table[at] if left in tables else table[at]
+    return constant, Potentials(tuple(unary), tables)
 
 
 def _buckets(plan: EliminationPlan, potentials: Potentials) -> dict[int, list[Factor]]:
     """Each table with the first of its variables to be eliminated, which is its first axis."""
-    position = {v: i for i, v in enumerate(plan.order)}
-    buckets: dict[int, list[Factor]] = {v: [((v,), potentials.unary[v])] for v in plan.order}
-    for (u, v), table in potentials.pairs.items():
-        if position[u] < position[v]:
-            buckets[u].append(((u, v), table))
-        else:
-            # Contiguous, because the sums run along the last axis.
-            buckets[v].append(((v, u), np.ascontiguousarray(table.T)))
+    every = (*plan.order, *plan.remaining)
+    position = {v: i for i, v in enumerate(every)}
+    buckets: dict[int, list[Factor]] = {v: [((v,), potentials.unary[v])] for v in every}
+    for scope, table in potentials.tables.items():
+        axes = sorted(range(len(scope)), key=lambda k: position[scope[k]])
+        ordered = tuple(scope[k] for k in axes)
+        # Contiguous, because the sums run along the last axis.
+        buckets[ordered[0]].append((ordered, np.ascontiguousarray(table.transpose(axes))))
     return buckets
 
 
@@ -344,8 +245,11 @@ def _upward(plan: EliminationPlan, potentials: Potentials) -> tuple[float, dict[
     return constant, buckets
 
 
-def _walk_back(plan: EliminationPlan, buckets: dict[int, list[Factor]], values: Choice) -> Choice:
-    chosen = dict(zip(plan.hubs, values, strict=True))
+def _walk_back(
+    plan: EliminationPlan, buckets: Mapping[int, list[Factor]], known: Mapping[int, int]
+) -> Choice:
+    """Every variable's argmin, the last eliminated first; hubs and remaining are `known`."""
+    chosen = dict(known)
     for v in reversed(plan.order):
         total = np.zeros(plan.sizes[v])
         for scope, table in buckets[v]:

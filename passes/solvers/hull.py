@@ -15,13 +15,8 @@ import math
 from collections import deque
 from dataclasses import replace
 
-from autopar.passes.solvers.elimination import (
-    EliminationPlan,
-    Potentials,
-    TooWide,
-    minimise,
-    plan_elimination,
-)
+from autopar.passes.solvers.elimination import Potentials, Weights, minimise
+from autopar.passes.solvers.elimination_order import EliminationPlan, TooWide, plan_elimination
 from autopar.passes.solvers.problem import FORBIDDEN, Choice, ChoiceProblem, Infeasible
 from autopar.passes.solvers.reductions import Reduced, reduce
 from autopar.passes.solvers.select import solve
@@ -81,6 +76,6 @@ class _Walk:
         return list(found)
 
     def _at(self, s_per_byte: float) -> tuple[float, Choice]:
-        potentials = Potentials.of(self.reduced.problem, 1.0, 0.0, s_per_byte)
+        potentials = Potentials.of(self.reduced.problem, Weights(size=s_per_byte))
         value, choice = minimise(self.plan, potentials)
         return value, self.reduced.lift(choice)

@@ -19,12 +19,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from autopar.passes.solvers.elimination import (
-    EliminationPlan,
-    Potentials,
-    min_marginals,
-    minimise,
-)
+from autopar.passes.solvers.elimination import Potentials, Weights, min_marginals, minimise
+from autopar.passes.solvers.elimination_order import EliminationPlan
 from autopar.passes.solvers.problem import (
     SAME_OPTIMUM_REL,
     BoolArray,
@@ -59,7 +55,7 @@ class Bracket:
 
 def leanest(problem: ChoiceProblem, plan: EliminationPlan) -> Point:
     """A choice of least bytes."""
-    _, choice = minimise(plan, Potentials.of(problem, 0.0, 0.0, 1.0))
+    _, choice = minimise(plan, Potentials.of(problem, Weights(0.0, size=1.0)))
     return Point(choice, problem.evaluate(choice))
 
 
@@ -75,7 +71,7 @@ def search(
         if saved_s <= 0 or time.perf_counter() > deadline:
             break
         price = saved_s / (over.totals.bytes - under.totals.bytes)
-        value, choice = minimise(plan, Potentials.of(problem, 1.0, 0.0, price))
+        value, choice = minimise(plan, Potentials.of(problem, Weights(size=price)))
         point = Point(choice, problem.evaluate(choice))
         if value - price * problem.budget_bytes > bound_s:
             bound_s, best_price = value - price * problem.budget_bytes, price
@@ -100,5 +96,5 @@ def keep_marks(problem: ChoiceProblem, plan: EliminationPlan, bracket: Bracket) 
     cutoff = bracket.best.totals.cost_s + paid_s
     # Rounding in sums of this size, and choices that are the same optimum, stay.
     cutoff += SAME_OPTIMUM_REL * (abs(cutoff) + paid_s)
-    marginals = min_marginals(plan, Potentials.of(problem, 1.0, 0.0, price))
+    marginals = min_marginals(plan, Potentials.of(problem, Weights(size=price)))
     return [m <= cutoff for m in marginals]

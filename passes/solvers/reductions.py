@@ -8,6 +8,10 @@
   so this holds under a budget and for the tie-breaking optimum too.
 
 `reduce` returns the smaller problem and, per variable, the original index of each choice.
+
+Variables of one *class* lose the same choices: those that are impossible for every one of them, or
+dominated for all by the same choice. Copies of one variable that stand for more copies
+(`repeats.py`) stay alike so.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from numpy.typing import NDArray
 
 from autopar.passes.solvers.problem import BoolArray, Choice, ChoiceProblem, FloatArray
 
+Classes = Sequence[Sequence[int]]
 # Dominance drops make further choices dominated; few rounds get nearly all of it.
 MAX_ROUNDS = 3
 
@@ -41,16 +46,16 @@ class Reduced:
         return tuple(int(np.searchsorted(kept, k)) for kept, k in pairs)
 
 
-def reduce(problem: ChoiceProblem) -> Reduced | None:
+def reduce(problem: ChoiceProblem, classes: Classes | None = None) -> Reduced | None:
     """Drop impossible and dominated choices and merge parallel edges; None: nothing is left."""
     problem = problem.merged()
     all_kept = tuple(np.arange(k) for k in problem.sizes)
-    reduced = drop_forbidden(Reduced(problem, all_kept))
+    reduced = drop_forbidden(Reduced(problem, all_kept), classes)
     for _ in range(MAX_ROUNDS):
         if reduced is None:
             return None
         before = sum(reduced.problem.sizes)
-        reduced = drop_dominated(reduced)
+        reduced = drop_dominated(reduced, classes)
         if sum(reduced.problem.sizes) == before:
             break
     return reduced
@@ -62,27 +67,32 @@ def restrict(reduced: Reduced, keep: Sequence[BoolArray]) -> Reduced:
     return Reduced(reduced.problem.restrict(keep), kept)
 
 
-def drop_forbidden(reduced: Reduced) -> Reduced | None:
+def drop_forbidden(reduced: Reduced, classes: Classes | None = None) -> Reduced | None:
     """Remove impossible choices until none is left; None when a variable loses them all."""
     problem = reduced.problem
+    classes = classes or [(v,) for v in range(problem.n_variables)]
     keep = [np.isfinite(c) for c in problem.cost_s]
     allowed = [np.isfinite(e.cost_s) for e in problem.edges]
     hard = [(e.u, e.v, a) for e, a in zip(problem.edges, allowed, strict=True) if not a.all()]
     changed = True
     while changed:
         changed = False
+        alive = [mask.copy() for mask in keep]
         for u, v, pairs in hard:
             for here, there, table in ((u, v, pairs), (v, u, pairs.T)):
-                alive = keep[here] & (table & keep[there]).any(axis=1)
-                if alive.sum() < keep[here].sum():
-                    keep[here], changed = alive, True
+                alive[here] &= (table & keep[there]).any(axis=1)
+        for members in classes:
+            left = np.logical_or.reduce([alive[v] for v in members])
+            changed |= any(left.sum() < keep[v].sum() for v in members)
+            for v in members:
+                keep[v] = left
     if not all(mask.any() for mask in keep):
         return None
     return reduced if all(mask.all() for mask in keep) else restrict(reduced, keep)
 
 
-def drop_dominated(reduced: Reduced) -> Reduced:
-    """One pass over the variables, each seeing what the earlier ones kept."""
+def drop_dominated(reduced: Reduced, classes: Classes | None = None) -> Reduced:
+    """One pass over the classes, each seeing what the earlier ones kept."""
     problem = reduced.problem
     incident: list[list[int]] = [[] for _ in problem.names]
     for i, e in enumerate(problem.edges):
@@ -90,18 +100,22 @@ def drop_dominated(reduced: Reduced) -> Reduced:
         incident[e.v].append(i)
     with_bytes = problem.budget_bytes is not None
     keep: list[BoolArray] = [np.ones(k, dtype=bool) for k in problem.sizes]
-    for v in range(problem.n_variables):
-        if problem.sizes[v] == 1:
+    for members in classes or [(v,) for v in range(problem.n_variables)]:
+        if problem.sizes[members[0]] == 1:
             continue
-        columns: list[FloatArray] = [problem.cost_s[v][:, None], problem.tie[v][:, None]]
-        if with_bytes:
-            columns.append(problem.bytes[v][:, None])
-        for i in incident[v]:
-            e = problem.edges[i]
-            tables = [e.cost_s, e.tie, *([e.bytes_or_zero()] if with_bytes else [])]
-            other = e.v if e.u == v else e.u
-            columns += [(t if e.u == v else t.T)[:, keep[other]] for t in tables]
-        keep[v] = _undominated(columns)
+        columns: list[FloatArray] = []
+        for v in members:
+            columns += [problem.cost_s[v][:, None], problem.tie[v][:, None]]
+            if with_bytes:
+                columns.append(problem.bytes[v][:, None])
+            for i in incident[v]:
+                e = problem.edges[i]
+                tables = [e.cost_s, e.tie, *([e.bytes_or_zero()] if with_bytes else [])]
+                other = e.v if e.u == v else e.u
+                columns += [(t if e.u == v else t.T)[:, keep[other]] for t in tables]
+        left = _undominated(columns)
+        for v in members:
+            keep[v] = left
     return reduced if all(mask.all() for mask in keep) else restrict(reduced, keep)
 
 

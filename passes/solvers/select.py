@@ -27,12 +27,11 @@ from typing import Literal
 import numpy as np
 
 from autopar.errors import OptionError
-from autopar.passes.solvers.elimination import (
+from autopar.passes.solvers.elimination import Potentials, Weights, minimise
+from autopar.passes.solvers.elimination_order import (
     EliminationPlan,
     Limits,
-    Potentials,
     TooWide,
-    minimise,
     plan_elimination,
 )
 from autopar.passes.solvers.ilp import minimise_cost, minimise_tie, solve_ilp
@@ -132,7 +131,7 @@ def solve_by_elimination(
 
 
 def _eliminate(problem: ChoiceProblem, plan: EliminationPlan) -> Point | None:
-    value, choice = minimise(plan, Potentials.of(problem, 1.0, 0.0, 0.0))
+    value, choice = minimise(plan, Potentials.of(problem, Weights()))
     return Point(choice, problem.evaluate(choice)) if math.isfinite(value) else None
 
 
@@ -144,7 +143,7 @@ def break_ties(problem: ChoiceProblem, plan: EliminationPlan, fastest: Point) ->
     weight = _tie_weight(problem, cost_s)
     # Each round shrinks the perturbation tenfold; below float64 resolution it means nothing.
     while weight > cost_s * 1e-17:
-        _, choice = minimise(plan, Potentials.of(problem, 1.0, weight, 0.0))
+        _, choice = minimise(plan, Potentials.of(problem, Weights(tie=weight)))
         point = Point(choice, problem.evaluate(choice))
         if point.totals.cost_s <= cost_s * (1 + SAME_OPTIMUM_REL):
             return min(point, fastest, key=lambda p: p.totals.tie)

@@ -1,0 +1,386 @@
+"""Choice problems with repeated blocks: many copies of some variables, written down once.
+
+A problem of N alike layers has N copies of one block of variables. Copy k is joined to copy k - 1
+as the first is to what comes before it, so one block and its number of copies say all
+(`RepeatedProblem`). Per copy, elimination leaves one table over what the copy before it hands on,
+what it hands on itself, and what all copies are joined to (outer variables o):
+
+    T[o, x, y]      least total of a copy that gets x and hands on y
+
+N copies are the N-th power of T in the algebra of min and +, by repeated squaring (`powers.py`);
+one more table of an ordinary problem, which elimination solves. Walking back, every copy gets
+choices of its own: nothing is assumed alike but the numbers, so the optimum is that of the
+problem written out (`RepeatedProblem.unrolled`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.passes.solvers.elimination import (
+    Potentials,
+    Projection,
+    Weights,
+    minimise,
+    project,
+)
+from autopar.passes.solvers.elimination_order import Limits, Scope, TooWide, plan_order
+from autopar.passes.solvers.powers import Power
+from autopar.passes.solvers.problem import (
+    Choice,
+    ChoiceProblem,
+    Edge,
+    FloatArray,
+    ProblemError,
+    Totals,
+)
+from autopar.passes.solvers.reductions import reduce
+
+# So many copies show all there is: the first, the last, and one between its likes.
+_TELLING = 3
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """`count` copies of the variables `block`.
+
+    `like` maps each variable before the block that is joined to it, but to later copies only
+    through its like, to that like, a variable of the block. Variables `after` it are joined to the
+    last copy alone, and only to likes. Whatever else the block is joined to, every copy is.
+    """
+
+    block: tuple[int, ...]
+    like: Mapping[int, int]
+    after: frozenset[int]
+    count: int
+
+
+@dataclass(frozen=True)
+class RepeatedChoice:
+    """`base` for every variable, where those of blocks are the last copy's; and of each repeat,
+    per copy, the choices of `block`."""
+
+    base: Choice
+    copies: tuple[tuple[Choice, ...], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class RepeatedProblem:
+    """A choice problem, of which some blocks stand for several copies; parallel edges are merged.
+
+    Raises `ProblemError` where a block is joined otherwise than `Repeat` says.
+    """
+
+    numbers: ChoiceProblem
+    repeats: tuple[Repeat, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numbers", self.numbers.merged())
+        sizes, owner = self.numbers.sizes, self._owner
+        if len(owner) < sum(len(r.block) for r in self.repeats):
+            raise ProblemError("a variable is in two repeated blocks")
+        for repeat in self.repeats:
+            for u, v in repeat.like.items():
+                if u in owner or v not in repeat.block or sizes[u] != sizes[v]:
+                    raise ProblemError(f"variable {v} cannot be the like of {u}")
+        for edge in self.numbers.edges:
+            for inside, outside in ((edge.u, edge.v), (edge.v, edge.u)):
+                r, other = owner.get(inside), owner.get(outside)
+                if r is None or r == other:
+                    continue
+                repeat = self.repeats[r]
+                last = outside in repeat.after
+                if other is not None or (last and inside not in repeat.like.values()):
+                    raise ProblemError(f"variables {inside} and {outside} cannot be joined")
+
+    @cached_property
+    def _owner(self) -> dict[int, int]:
+        """Variable of a block -> the number of its repeat."""
+        return {v: r for r, repeat in enumerate(self.repeats) for v in repeat.block}
+
+    @property
+    def n_unrolled(self) -> int:
+        """Variables of the problem written out."""
+        more = sum(len(r.block) * (r.count - 1) for r in self.repeats)
+        return self.numbers.n_variables + more
+
+    # -- written out -------------------------------------------------------------------------
+
+    def unrolled(self, n_most: int | None = None) -> tuple[ChoiceProblem, list[list[int]]]:
+        """The problem with every copy, or at most `n_most` of each, written out; and per variable
+        the numbers of its copies there."""
+        numbers, counts = self.numbers, [min(r.count, n_most or r.count) for r in self.repeats]
+        n_copies = [
+            counts[self._owner[v]] if v in self._owner else 1 for v in range(len(numbers.names))
+        ]
+        ends = np.cumsum([0, *n_copies])
+        where = [list(range(a, b)) for a, b in itertools.pairwise(ends)]
+        origin = [v for v, copies in enumerate(where) for _ in copies]
+        edges = [
+            replace(edge, u=u, v=v) for edge in numbers.edges for u, v in self._joined(edge, where)
+        ]
+        written = ChoiceProblem(
+            tuple(f"{numbers.names[v]} {i}" for i, v in enumerate(origin)),
+            tuple(numbers.cost_s[v] for v in origin),
+            tuple(numbers.tie[v] for v in origin),
+            tuple(numbers.bytes[v] for v in origin),
+            tuple(edges),
+            numbers.budget_bytes,
+        )
+        return written, where
+
+    def _joined(self, edge: Edge, where: list[list[int]]) -> Iterator[tuple[int, int]]:
+        """The pairs of copies that an edge joins."""
+        r = self._owner.get(edge.u, self._owner.get(edge.v))
+        if r is None:
+            yield where[edge.u][0], where[edge.v][0]
+            return
+        repeat = self.repeats[r]
+        for k in range(max(len(where[edge.u]), len(where[edge.v]))):
+            ends = [self._at_copy(v, k, repeat, where) for v in (edge.u, edge.v)]
+            if not {edge.u, edge.v} & repeat.after or k + 1 == len(where[repeat.block[0]]):
+                yield ends[0], ends[1]
+
+    @staticmethod
+    def _at_copy(v: int, k: int, repeat: Repeat, where: list[list[int]]) -> int:
+        """What copy k of a block is joined to, where the block is joined to v."""
+        if v in repeat.block:
+            return where[v][k]
+        return where[repeat.like[v]][k - 1] if v in repeat.like and k > 0 else where[v][0]
+
+    def written_out(self, choice: RepeatedChoice) -> Choice:
+        """A choice of the problem written out."""
+        out: list[int] = []
+        for v, k in enumerate(choice.base):
+            if v not in self._owner:
+                out.append(k)
+                continue
+            r = self._owner[v]
+            column = self.repeats[r].block.index(v)
+            out += [copy[column] for copy in choice.copies[r]]
+        return tuple(out)
+
+    def evaluate(self, choice: RepeatedChoice) -> Totals:
+        """What a choice sums to, over all copies; equal copies are added up once."""
+        numbers, base = self.numbers, list(choice.base)
+        terms: list[tuple[float, float, float]] = []
+
+        def add(variables: Iterable[int], edges: Iterable[Edge], n: int) -> None:
+            for v in variables:
+                k = base[v]
+                cost_s, tie, size_bytes = numbers.cost_s[v], numbers.tie[v], numbers.bytes[v]
+                terms.append((n * cost_s[k], n * tie[k], n * size_bytes[k]))
+            for e in edges:
+                at = (base[e.u], base[e.v])
+                of_bytes = 0.0 if e.bytes is None else e.bytes[at]
+                terms.append((n * e.cost_s[at], n * e.tie[at], n * of_bytes))
+
+        add((v for v in range(numbers.n_variables) if v not in self._owner), self.once, 1)
+        for repeat, rows, edges in zip(self.repeats, choice.copies, self.of_copies, strict=True):
+            ins = tuple(repeat.like)
+            handed_on = [repeat.block.index(repeat.like[u]) for u in ins]
+            first = tuple(base[u] for u in ins)
+            given = [first, *(tuple(row[c] for c in handed_on) for row in rows[:-1])]
+            for (state, row), n in Counter(zip(given, rows, strict=True)).items():
+                for v, k in (*zip(ins, state, strict=True), *zip(repeat.block, row, strict=True)):
+                    base[v] = k
+                add(repeat.block, edges, n)
+            for v, k in zip(ins, first, strict=True):
+                base[v] = k
+        return Totals(*(math.fsum(column) for column in zip(*terms, strict=True)))
+
+    @cached_property
+    def of_copies(self) -> tuple[tuple[Edge, ...], ...]:
+        """Per repeat, the edges that every copy has."""
+        return tuple(
+            tuple(
+                e
+                for e in self.numbers.edges
+                if {e.u, e.v} & {*repeat.block} and not {e.u, e.v} & repeat.after
+            )
+            for repeat in self.repeats
+        )
+
+    @cached_property
+    def once(self) -> tuple[Edge, ...]:
+        """The edges that are there once: of no copy, or of the last one alone."""
+        repeated = {id(e) for edges in self.of_copies for e in edges}
+        return tuple(e for e in self.numbers.edges if id(e) not in repeated)
+
+    # -- made smaller ------------------------------------------------------------------------
+
+    def reduced(self) -> tuple[RepeatedProblem, tuple[NDArray[np.intp], ...]] | None:
+        """Without choices that cannot matter, and what is left of each variable; None: nothing."""
+        written, where = self.unrolled(_TELLING)
+        found = reduce(written, self._classes(where))
+        if found is None:
+            return None
+        kept = tuple(found.kept[copies[0]] for copies in where)
+        masks = [
+            np.isin(np.arange(k), left) for k, left in zip(self.numbers.sizes, kept, strict=True)
+        ]
+        return RepeatedProblem(self.numbers.restrict(masks), self.repeats), kept
+
+    def _classes(self, where: list[list[int]]) -> list[list[int]]:
+        """Copies of one variable, with what they are the likes of."""
+        before: dict[int, list[int]] = {}
+        for repeat in self.repeats:
+            for u, v in repeat.like.items():
+                before.setdefault(v, []).append(u)
+        taken = {u for users in before.values() for u in users}
+        return [
+            [*copies, *(where[u][0] for u in before.get(v, ()))]
+            for v, copies in enumerate(where)
+            if v not in taken
+        ]
+
+
+class RepeatedEliminator:
+    """Elimination of a problem with repeats: planned once, for any weights.
+
+    Raises `TooWide` where a table over what one copy hands on would be too large.
+    """
+
+    def __init__(self, problem: RepeatedProblem, limits: Limits | None = None) -> None:
+        self.problem = problem
+        self._blocks = [_Block(problem, r, limits or Limits()) for r in range(len(problem.repeats))]
+        inside = {v for repeat in problem.repeats for v in repeat.block}
+        inside -= {v for repeat in problem.repeats for v in repeat.like.values()}
+        numbers = problem.numbers
+        self._variables = [v for v in range(numbers.n_variables) if v not in inside]
+        self._place = {v: i for i, v in enumerate(self._variables)}
+        self._edges = problem.once
+        sizes = [numbers.sizes[v] for v in self._variables]
+        scopes = [self._placed((e.u, e.v)) for e in self._edges]
+        scopes += [self._placed(block.scope) for block in self._blocks]
+        self._plan = plan_order(sizes, scopes, limits=limits)
+
+    def _placed(self, scope: Scope) -> Scope:
+        return tuple(self._place[v] for v in scope)
+
+    def minimise(self, weights: Weights) -> tuple[float, RepeatedChoice]:
+        """The least total and a choice that attains it (infinite: none is allowed)."""
+        numbers, solved = self.problem.numbers, [block.solved(weights) for block in self._blocks]
+        of_blocks = {v for repeat in self.problem.repeats for v in repeat.block}
+        unary = tuple(
+            np.zeros(numbers.sizes[v])
+            if v in of_blocks
+            else weights.total(numbers.cost_s[v], numbers.tie[v], numbers.bytes[v])
+            for v in self._variables
+        )
+        tables: dict[Scope, FloatArray] = {}
+        constant = 0.0
+        edges = (((e.u, e.v), weights.total(e.cost_s, e.tie, e.bytes)) for e in self._edges)
+        copies = ((s.block.scope, s.table) for s in solved)
+        for scope, table in (*edges, *copies):
+            placed = self._placed(scope)
+            axes = sorted(range(len(placed)), key=lambda k: placed[k])
+            at, table = tuple(placed[k] for k in axes), table.transpose(axes)
+            if not at:
+                constant += float(table)
+                continue
+            tables[at] = tables[at] + table if at in tables else table
+        value, choice = minimise(self._plan, Potentials(unary, tables))
+        base = [0] * numbers.n_variables
+        for v, k in zip(self._variables, choice, strict=True):
+            base[v] = k
+        value += constant
+        if math.isinf(value):
+            return value, RepeatedChoice(tuple(base), ())
+        every = []
+        for s in solved:
+            rows = s.copies(base)
+            every.append(rows)
+            for v, k in zip(s.block.repeat.block, rows[-1], strict=True):
+                base[v] = k
+        return value, RepeatedChoice(tuple(base), tuple(every))
+
+
+class _Block:
+    """One repeat as a problem of its own: `ins` of the copy before, `outs`, and `outer`."""
+
+    def __init__(self, problem: RepeatedProblem, r: int, limits: Limits) -> None:
+        numbers, self.repeat, self.edges = problem.numbers, problem.repeats[r], problem.of_copies[r]
+        self.ins = tuple(sorted(self.repeat.like))
+        self.outs = tuple(self.repeat.like[u] for u in self.ins)
+        inside = set(self.repeat.block)
+        around = {w for e in self.edges for w in (e.u, e.v)} - inside - set(self.ins)
+        self.outer = tuple(sorted(around))
+        self.scope = (*self.outer, *self.ins, *self.outs)
+        inner = [v for v in self.repeat.block if v not in self.outs]
+        self.variables = [*inner, *self.scope]
+        place = {v: i for i, v in enumerate(self.variables)}
+        self.scopes = [(place[e.u], place[e.v]) for e in self.edges]
+        self.n_inner, self.numbers = len(inner), numbers
+        sizes = [numbers.sizes[v] for v in self.variables]
+        remaining = tuple(range(len(inner), len(sizes)))
+        self.shape = tuple(sizes[i] for i in remaining)
+        self.n_states = math.prod(numbers.sizes[v] for v in self.ins)
+        if math.prod(self.shape) * self.n_states > limits.table_entries:
+            raise TooWide(
+                f"a repeated block hands on {self.n_states} placements, beside tables of "
+                f"{math.prod(self.shape)} entries; the limits are {limits}",
+                hint="solve the ILP instead",
+            )
+        self.plan = plan_order(sizes, self.scopes, remaining, limits)
+
+    def solved(self, weights: Weights) -> _Solved:
+        """One copy eliminated, and its power."""
+        numbers, inside = self.numbers, set(self.repeat.block)
+        unary = tuple(
+            weights.total(numbers.cost_s[v], numbers.tie[v], numbers.bytes[v])
+            if v in inside
+            else np.zeros(numbers.sizes[v])
+            for v in self.variables
+        )
+        tables: dict[Scope, FloatArray] = {}
+        for e, (u, v) in zip(self.edges, self.scopes, strict=True):
+            table = weights.total(e.cost_s, e.tie, e.bytes)
+            tables[min(u, v), max(u, v)] = table if u < v else table.T
+        one = project(self.plan, Potentials(unary, tables))
+        states = one.table.reshape(-1, self.n_states, self.n_states)
+        return _Solved(self, one, Power.of(states, self.repeat.count))
+
+
+@dataclass(frozen=True, eq=False)
+class _Solved:
+    """A block at some weights: the table of one copy, and that of all."""
+
+    block: _Block
+    one: Projection
+    power: Power
+
+    @property
+    def table(self) -> FloatArray:
+        return self.power.table.reshape(self.block.shape)
+
+    def copies(self, base: list[int]) -> tuple[Choice, ...]:
+        """The choices of `block` in every copy, given those around all copies."""
+        block, sizes = self.block, self.block.numbers.sizes
+        outer = tuple(base[v] for v in block.outer)
+        state_sizes = tuple(sizes[v] for v in block.ins)
+        outer_sizes = tuple(sizes[v] for v in block.outer)
+
+        def state(of: Scope) -> int:
+            return int(np.ravel_multi_index([base[v] for v in of], state_sizes)) if of else 0
+
+        at = int(np.ravel_multi_index(outer, outer_sizes)) if outer else 0
+        path = self.power.path(at, state(block.ins), state(block.outs))
+        known: dict[tuple[int, int], Choice] = {}
+        rows = []
+        for pair in itertools.pairwise(path):
+            if pair not in known:
+                ends = [np.unravel_index(s, state_sizes) if state_sizes else () for s in pair]
+                values = (*outer, *(int(k) for end in ends for k in end))
+                chosen = dict(zip(block.variables, self.one.choice_at(values), strict=True))
+                known[pair] = tuple(chosen[v] for v in block.repeat.block)
+            rows.append(known[pair])
+        return tuple(rows)

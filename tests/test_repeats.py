@@ -1,0 +1,194 @@
+"""Problems with repeated blocks: the same optimum as written out, at any weights."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from autopar.passes.solvers import ChoiceProblem, Edge, Infeasible, ProblemError, solve_brute_force
+from autopar.passes.solvers.elimination import Potentials, Weights, minimise
+from autopar.passes.solvers.elimination_order import Limits, TooWide, plan_elimination
+from autopar.passes.solvers.powers import Power
+from autopar.passes.solvers.repeats import Repeat, RepeatedEliminator, RepeatedProblem
+
+REL = 1e-9
+WEIGHTS = (Weights(), Weights(1.0, 1e-5), Weights(1.0, 0.0, 2e-4), Weights(0.0, 0.0, 1.0))
+
+
+def random_repeated(seed: int) -> RepeatedProblem:
+    """Before, a block (sometimes two blocks, one after the other), after, and outer variables.
+
+    Whole and zero costs make ties; up to a fifth of all entries are forbidden.
+    """
+    rng = np.random.default_rng(seed)
+    forbidden = rng.choice([0.0, 0.1, 0.2])
+    sizes: list[int] = []
+    edges: list[Edge] = []
+    repeats: list[Repeat] = []
+
+    def cost(*shape: int) -> np.ndarray:
+        whole = rng.integers(0, 6, shape).astype(float)
+        out = (whole, rng.random(shape), np.zeros(shape))[rng.integers(0, 3)] * 1e-3
+        out[rng.random(shape) < forbidden] = np.inf
+        return out
+
+    def variables(n: int, like: list[int] | None = None) -> list[int]:
+        """`n` new ones; the first are as large as `like`."""
+        wanted = [sizes[u] for u in like or []]
+        sizes.extend([*wanted, *(int(k) for k in rng.integers(1, 4, n - len(wanted)))])
+        return list(range(len(sizes) - n, len(sizes)))
+
+    def join(u: int, v: int) -> None:
+        shape = (sizes[u], sizes[v])
+        size = rng.integers(0, 4, shape).astype(float) if rng.random() < 0.5 else None
+        edges.append(Edge(u, v, cost(*shape), rng.integers(0, 4, shape).astype(float), size))
+
+    def some(of: list[int], least: int = 0) -> list[int]:
+        n = int(rng.integers(least, len(of) + 1))
+        return [int(v) for v in rng.choice(of, n, replace=False)]
+
+    outer = variables(int(rng.integers(0, 3)))
+    before = variables(int(rng.integers(1, 3)))
+    for _ in range(int(rng.integers(1, 3))):
+        ins = some(before, 1)
+        block = variables(len(ins) + int(rng.integers(0, 3)), ins)
+        like = dict(zip(ins, block, strict=False))
+        after = variables(int(rng.integers(1, 3)))
+        for u in ins:
+            join(u, int(rng.choice(block)))
+            join(like[u], int(rng.choice(after)))
+        for u, v in itertools.pairwise(block):
+            join(u, v)
+        for u in some(outer):
+            join(u, int(rng.choice(block)))
+            join(u, int(rng.choice(after)))
+        repeats.append(Repeat(tuple(block), like, frozenset(after), int(rng.integers(1, 6))))
+        before = after
+    numbers = ChoiceProblem(
+        tuple(f"v{i}" for i in range(len(sizes))),
+        tuple(cost(k) for k in sizes),
+        tuple(rng.integers(0, 4, k).astype(float) for k in sizes),
+        tuple(rng.integers(0, 4, k).astype(float) for k in sizes),
+        tuple(edges),
+    )
+    return RepeatedProblem(numbers, tuple(repeats))
+
+
+def least(problem: ChoiceProblem, weights: Weights) -> float:
+    merged = problem.merged()
+    return minimise(plan_elimination(merged), Potentials.of(merged, weights))[0]
+
+
+@pytest.mark.parametrize("first", range(0, 200, 20))
+def test_the_optimum_is_that_of_the_problem_written_out(first: int) -> None:
+    for seed in range(first, first + 20):
+        problem = random_repeated(seed)
+        written, where = problem.unrolled()
+        assert written.n_variables == problem.n_unrolled == sum(map(len, where))
+        eliminator = RepeatedEliminator(problem)
+        for weights in WEIGHTS:
+            value, choice = eliminator.minimise(weights)
+            expected = least(written, weights)
+            assert value == pytest.approx(expected, rel=REL, abs=1e-15), seed
+            if math.isinf(value):
+                continue
+            totals = problem.evaluate(choice)
+            flat = written.evaluate(problem.written_out(choice))
+            assert (totals.tie, totals.bytes) == (flat.tie, flat.bytes)
+            assert totals.cost_s == pytest.approx(flat.cost_s, rel=REL)
+            summed = weights.cost * flat.cost_s + weights.tie * flat.tie
+            summed += weights.size * flat.bytes
+            assert summed == pytest.approx(value, rel=REL, abs=1e-15)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_dropped_does_not_matter(seed: int) -> None:
+    problem = random_repeated(seed)
+    written, _ = problem.unrolled()
+    reduced = problem.reduced()
+    if reduced is None:
+        assert math.isinf(least(written, Weights()))
+        return
+    smaller, kept = reduced
+    assert smaller.numbers.sizes == tuple(map(len, kept))
+    for weights in WEIGHTS[:2]:
+        value, _ = RepeatedEliminator(smaller).minimise(weights)
+        assert value == pytest.approx(least(written, weights), rel=REL, abs=1e-15)
+
+
+def test_small_ones_against_every_choice() -> None:
+    n_counted = 0
+    for seed in range(60):
+        problem = random_repeated(1000 + seed)
+        written, _ = problem.unrolled()
+        if math.prod(written.sizes) > 20_000:
+            continue
+        n_counted += 1
+        value, _ = RepeatedEliminator(problem).minimise(Weights())
+        counted = solve_brute_force(written)
+        if isinstance(counted, Infeasible):
+            assert math.isinf(value)
+        else:
+            assert value == pytest.approx(counted.objective_s, rel=REL, abs=1e-15)
+    assert n_counted > 15
+
+
+def test_many_copies() -> None:
+    n_feasible = 0
+    for seed in range(12):
+        problem = random_repeated(seed)
+        many = tuple(replace(repeat, count=40 + seed) for repeat in problem.repeats)
+        longer = RepeatedProblem(problem.numbers, many)
+        value, choice = RepeatedEliminator(longer).minimise(Weights())
+        assert value == pytest.approx(least(longer.unrolled()[0], Weights()), rel=REL, abs=1e-15)
+        if math.isfinite(value):
+            n_feasible += 1
+            assert [len(rows) for rows in choice.copies] == [40 + seed] * len(many)
+    assert n_feasible > 3
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 6, 7, 80])
+def test_powers(n: int) -> None:
+    rng = np.random.default_rng(n)
+    table = rng.integers(0, 9, (2, 5, 5)).astype(float)
+    table[rng.random(table.shape) < 0.3] = np.inf
+    wanted = np.where(np.eye(5, dtype=bool), 0.0, np.inf)[None].repeat(2, axis=0)
+    for _ in range(n):
+        wanted = (wanted[:, :, :, None] + table[:, None]).min(axis=2)
+    power = Power.of(table, n)
+    assert np.array_equal(power.table, wanted)
+    for case, start, end in np.ndindex(2, 5, 5):
+        if math.isinf(wanted[case, start, end]):
+            continue
+        path = power.path(case, start, end)
+        assert len(path) == n + 1 and (path[0], path[-1]) == (start, end)
+        steps = [table[case, a, b] for a, b in itertools.pairwise(path)]
+        assert sum(steps) == wanted[case, start, end]
+
+
+def chain(*edges: tuple[int, int]) -> ChoiceProblem:
+    two = np.zeros(2)
+    made = tuple(Edge(u, v, np.zeros((2, 2)), np.zeros((2, 2))) for u, v in edges)
+    return ChoiceProblem(("a", "b", "c"), (two,) * 3, (two,) * 3, (two,) * 3, made)
+
+
+def test_blocks_that_are_joined_otherwise_are_refused() -> None:
+    with pytest.raises(ProblemError, match="cannot be joined"):
+        RepeatedProblem(chain((0, 1), (1, 2)), (Repeat((1,), {}, frozenset({2}), 2),))
+    with pytest.raises(ProblemError, match="cannot be the like"):
+        RepeatedProblem(chain((0, 1)), (Repeat((1,), {0: 2}, frozenset(), 2),))
+    with pytest.raises(ProblemError, match="two repeated blocks"):
+        RepeatedProblem(chain(), (Repeat((1,), {}, frozenset(), 2),) * 2)
+    joined = (Repeat((1,), {}, frozenset(), 2), Repeat((2,), {}, frozenset(), 2))
+    with pytest.raises(ProblemError, match="cannot be joined"):
+        RepeatedProblem(chain((1, 2)), joined)
+
+
+def test_blocks_that_hand_on_too_much_are_refused() -> None:
+    problem = random_repeated(3)
+    with pytest.raises(TooWide):
+        RepeatedEliminator(problem, Limits(table_entries=1))
