@@ -9,11 +9,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autopar.passes.solvers import ChoiceProblem, Edge, Infeasible, ProblemError, solve_brute_force
+from autopar.passes.solvers import (
+    ChoiceProblem,
+    Edge,
+    Infeasible,
+    ProblemError,
+    solve,
+    solve_brute_force,
+)
 from autopar.passes.solvers.elimination import Potentials, Weights, minimise
 from autopar.passes.solvers.elimination_order import Limits, TooWide, plan_elimination
 from autopar.passes.solvers.powers import Power
-from autopar.passes.solvers.repeats import Repeat, RepeatedEliminator, RepeatedProblem
+from autopar.passes.solvers.repeats import Repeat, RepeatedProblem
+from autopar.passes.solvers.repeats_elimination import RepeatedElimination
+from autopar.passes.solvers.repeats_select import solve_repeated
 
 REL = 1e-9
 WEIGHTS = (Weights(), Weights(1.0, 1e-5), Weights(1.0, 0.0, 2e-4), Weights(0.0, 0.0, 1.0))
@@ -89,14 +98,14 @@ def test_the_optimum_is_that_of_the_problem_written_out(first: int) -> None:
         problem = random_repeated(seed)
         written, where = problem.unrolled()
         assert written.n_variables == problem.n_unrolled == sum(map(len, where))
-        eliminator = RepeatedEliminator(problem)
+        elimination = RepeatedElimination(problem)
         for weights in WEIGHTS:
-            value, choice = eliminator.minimise(weights)
+            value, point = elimination.at(weights)
+            choice, totals = point.choice, point.totals
             expected = least(written, weights)
             assert value == pytest.approx(expected, rel=REL, abs=1e-15), seed
             if math.isinf(value):
                 continue
-            totals = problem.evaluate(choice)
             flat = written.evaluate(problem.written_out(choice))
             assert (totals.tie, totals.bytes) == (flat.tie, flat.bytes)
             assert totals.cost_s == pytest.approx(flat.cost_s, rel=REL)
@@ -116,7 +125,7 @@ def test_what_is_dropped_does_not_matter(seed: int) -> None:
     smaller, kept = reduced
     assert smaller.numbers.sizes == tuple(map(len, kept))
     for weights in WEIGHTS[:2]:
-        value, _ = RepeatedEliminator(smaller).minimise(weights)
+        value, _ = RepeatedElimination(smaller).at(weights)
         assert value == pytest.approx(least(written, weights), rel=REL, abs=1e-15)
 
 
@@ -128,7 +137,7 @@ def test_small_ones_against_every_choice() -> None:
         if math.prod(written.sizes) > 20_000:
             continue
         n_counted += 1
-        value, _ = RepeatedEliminator(problem).minimise(Weights())
+        value, _ = RepeatedElimination(problem).at(Weights())
         counted = solve_brute_force(written)
         if isinstance(counted, Infeasible):
             assert math.isinf(value)
@@ -143,11 +152,11 @@ def test_many_copies() -> None:
         problem = random_repeated(seed)
         many = tuple(replace(repeat, count=40 + seed) for repeat in problem.repeats)
         longer = RepeatedProblem(problem.numbers, many)
-        value, choice = RepeatedEliminator(longer).minimise(Weights())
+        value, point = RepeatedElimination(longer).at(Weights())
         assert value == pytest.approx(least(longer.unrolled()[0], Weights()), rel=REL, abs=1e-15)
         if math.isfinite(value):
             n_feasible += 1
-            assert [len(rows) for rows in choice.copies] == [40 + seed] * len(many)
+            assert [len(rows) for rows in point.choice.copies] == [40 + seed] * len(many)
     assert n_feasible > 3
 
 
@@ -191,4 +200,30 @@ def test_blocks_that_are_joined_otherwise_are_refused() -> None:
 def test_blocks_that_hand_on_too_much_are_refused() -> None:
     problem = random_repeated(3)
     with pytest.raises(TooWide):
-        RepeatedEliminator(problem, Limits(table_entries=1))
+        RepeatedElimination(problem, Limits(table_entries=1))
+
+
+@pytest.mark.parametrize("first", range(0, 100, 20))
+def test_under_a_budget(first: int) -> None:
+    """The gap is honest: the optimum of the problem written out lies within it."""
+    n_more_tie = 0
+    for seed in range(first, first + 20):
+        problem = random_repeated(seed)
+        budget_bytes = float(np.random.default_rng(seed).integers(0, 4 * problem.n_unrolled))
+        numbers = replace(problem.numbers, budget_bytes=budget_bytes)
+        problem = RepeatedProblem(numbers, problem.repeats)
+        written, _ = problem.unrolled()
+        found, wanted = solve_repeated(problem), solve(written)
+        if isinstance(wanted, Infeasible):
+            assert isinstance(found, Infeasible)
+            assert found.min_bytes == wanted.min_bytes
+            continue
+        assert not isinstance(found, Infeasible)
+        flat = written.evaluate(problem.written_out(found.choice))
+        assert flat.bytes == found.totals.bytes <= budget_bytes
+        assert flat.cost_s == pytest.approx(found.totals.cost_s, rel=REL)
+        low = found.totals.cost_s * (1 - found.gap) * (1 - REL)
+        assert low <= wanted.objective_s <= found.totals.cost_s * (1 + REL)
+        if found.gap == 0:
+            n_more_tie += found.totals.tie > wanted.tie
+    assert n_more_tie <= 2  # the tie of one of two equal optima may be the other's

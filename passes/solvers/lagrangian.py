@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 from autopar.passes.solvers.elimination import Potentials, Weights, min_marginals, minimise
 from autopar.passes.solvers.elimination_order import EliminationPlan
@@ -27,24 +28,46 @@ from autopar.passes.solvers.problem import (
     Choice,
     ChoiceProblem,
     Totals,
+    within,
 )
 
 MAX_STEPS = 60
 
 
+C = TypeVar("C")
+
+
 @dataclass(frozen=True)
-class Point:
+class Point(Generic[C]):
     """A choice and what it sums to."""
 
-    choice: Choice
+    choice: C
     totals: Totals
 
 
+class Minimiser(Protocol[C]):
+    """Finds, at any weights, the least total and a choice of it (infinite: none is allowed)."""
+
+    def at(self, weights: Weights) -> tuple[float, Point[C]]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Elimination:
+    """A `Minimiser`: of a merged problem, by a plan."""
+
+    problem: ChoiceProblem
+    plan: EliminationPlan
+
+    def at(self, weights: Weights) -> tuple[float, Point[Choice]]:
+        value, choice = minimise(self.plan, Potentials.of(self.problem, weights))
+        return value, Point(choice, self.problem.evaluate(choice))
+
+
 @dataclass(frozen=True)
-class Bracket:
+class Bracket(Generic[C]):
     """The end of the search: the best feasible point, the bound, and the price that gave it."""
 
-    best: Point
+    best: Point[C]
     bound_s: float
     s_per_byte: float
 
@@ -53,17 +76,19 @@ class Bracket:
         return self.best.totals.cost_s <= self.bound_s * (1 + SAME_OPTIMUM_REL)
 
 
-def leanest(problem: ChoiceProblem, plan: EliminationPlan) -> Point:
+def leanest(minimiser: Minimiser[C]) -> Point[C]:
     """A choice of least bytes."""
-    _, choice = minimise(plan, Potentials.of(problem, Weights(0.0, size=1.0)))
-    return Point(choice, problem.evaluate(choice))
+    return minimiser.at(Weights(0.0, size=1.0))[1]
 
 
 def search(
-    problem: ChoiceProblem, plan: EliminationPlan, fastest: Point, lean: Point, deadline: float
-) -> Bracket:
+    minimiser: Minimiser[C],
+    budget_bytes: float,
+    fastest: Point[C],
+    lean: Point[C],
+    deadline: float,
+) -> Bracket[C]:
     """Walk along the hull from `fastest`, optimal but over the budget, and `lean`, which fits."""
-    assert problem.budget_bytes is not None
     over, under = fastest, lean
     best, bound_s, best_price = lean, fastest.totals.cost_s, 0.0
     for _ in range(MAX_STEPS):
@@ -71,11 +96,10 @@ def search(
         if saved_s <= 0 or time.perf_counter() > deadline:
             break
         price = saved_s / (over.totals.bytes - under.totals.bytes)
-        value, choice = minimise(plan, Potentials.of(problem, Weights(size=price)))
-        point = Point(choice, problem.evaluate(choice))
-        if value - price * problem.budget_bytes > bound_s:
-            bound_s, best_price = value - price * problem.budget_bytes, price
-        fits = problem.fits(point.totals.bytes)
+        value, point = minimiser.at(Weights(size=price))
+        if value - price * budget_bytes > bound_s:
+            bound_s, best_price = value - price * budget_bytes, price
+        fits = within(budget_bytes, point.totals.bytes)
         if fits and point.totals.cost_s < best.totals.cost_s:
             best = point
         line = over.totals.cost_s + price * over.totals.bytes
@@ -85,7 +109,9 @@ def search(
     return Bracket(best, bound_s, best_price)
 
 
-def keep_marks(problem: ChoiceProblem, plan: EliminationPlan, bracket: Bracket) -> list[BoolArray]:
+def keep_marks(
+    problem: ChoiceProblem, plan: EliminationPlan, bracket: Bracket[Choice]
+) -> list[BoolArray]:
     """Which choices may be in a solution no dearer than the best known one.
 
     Raises `TooWide` where min-marginals need too much memory.

@@ -121,7 +121,7 @@ class ChoiceProblem:
 
     def fits(self, size_bytes: float) -> bool:
         """Is `size_bytes` within the budget (to `BUDGET_REL`)?"""
-        return self.budget_bytes is None or size_bytes <= self.budget_bytes * (1 + BUDGET_REL)
+        return within(self.budget_bytes, size_bytes)
 
     def restrict(self, keep: Sequence[BoolArray]) -> ChoiceProblem:
         """The same problem with only the choices that `keep[v]` marks."""
@@ -156,6 +156,11 @@ class ChoiceProblem:
     def has_ties(self) -> bool:
         """Is any tie not zero, so that breaking ties means anything?"""
         return any(np.any(t) for t in self.tie) or any(np.any(e.tie) for e in self.edges)
+
+
+def within(budget_bytes: float | None, size_bytes: float) -> bool:
+    """Do `size_bytes` fit in a budget (to `BUDGET_REL`)?"""
+    return budget_bytes is None or size_bytes <= budget_bytes * (1 + BUDGET_REL)
 
 
 def _check(name: str, shape: tuple[int, ...], cost: FloatArray, *others: FloatArray | None) -> None:

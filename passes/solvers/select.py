@@ -22,12 +22,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 
 from autopar.errors import OptionError
-from autopar.passes.solvers.elimination import Potentials, Weights, minimise
+from autopar.passes.solvers.elimination import Weights
 from autopar.passes.solvers.elimination_order import (
     EliminationPlan,
     Limits,
@@ -35,7 +35,15 @@ from autopar.passes.solvers.elimination_order import (
     plan_elimination,
 )
 from autopar.passes.solvers.ilp import minimise_cost, minimise_tie, solve_ilp
-from autopar.passes.solvers.lagrangian import Bracket, Point, keep_marks, leanest, search
+from autopar.passes.solvers.lagrangian import (
+    Bracket,
+    Elimination,
+    Minimiser,
+    Point,
+    keep_marks,
+    leanest,
+    search,
+)
 from autopar.passes.solvers.problem import (
     FORBIDDEN,
     SAME_OPTIMUM_REL,
@@ -49,6 +57,7 @@ from autopar.passes.solvers.problem import (
 from autopar.passes.solvers.reductions import Reduced, drop_forbidden, reduce, restrict
 
 Solver = Literal["auto", "ilp"]
+C = TypeVar("C")
 TIE_WEIGHT_REL = 1e-11
 
 
@@ -103,11 +112,12 @@ def solve(
     except TooWide:
         return _by_ilp(problem, reduced, clock)
     with clock.phase("eliminate"):
-        fastest = _eliminate(reduced.problem, plan)
-    if fastest is None:
+        elimination = Elimination(reduced.problem, plan)
+        value, fastest = elimination.at(Weights())
+    if math.isinf(value):
         return FORBIDDEN
     with clock.phase("ties"):
-        chosen = break_ties(reduced.problem, plan, fastest)
+        chosen = break_ties(reduced.problem, elimination, fastest)
     if problem.fits(chosen.totals.bytes):
         return _finish(problem, reduced, chosen.choice, None, "elimination", clock)
     return _within_budget(problem, reduced, plan, fastest, clock, gap_goal)
@@ -123,35 +133,35 @@ def solve_by_elimination(
     assert problem.budget_bytes is None, "elimination alone knows no budget"
     merged = problem.merged()
     plan = plan_elimination(merged, limits)
-    fastest = _eliminate(merged, plan)
-    if fastest is None:
+    elimination = Elimination(merged, plan)
+    value, fastest = elimination.at(Weights())
+    if math.isinf(value):
         return FORBIDDEN
-    chosen = break_ties(merged, plan, fastest)
+    chosen = break_ties(merged, elimination, fastest)
     return make_solution(problem, chosen.choice, None, "elimination")
 
 
-def _eliminate(problem: ChoiceProblem, plan: EliminationPlan) -> Point | None:
-    value, choice = minimise(plan, Potentials.of(problem, Weights()))
-    return Point(choice, problem.evaluate(choice)) if math.isfinite(value) else None
+def break_ties(
+    problem: ChoiceProblem, minimiser: Minimiser[C], fastest: Point[C], n_copies: int = 1
+) -> Point[C]:
+    """Among choices as cheap as `fastest`, an optimum, one of least tie.
 
-
-def break_ties(problem: ChoiceProblem, plan: EliminationPlan, fastest: Point) -> Point:
-    """Among choices as cheap as `fastest`, an optimum, one of least tie."""
+    `minimiser` is of the problem, or of one where variables stand for up to `n_copies`.
+    """
     if not problem.has_ties():
         return fastest
     cost_s = fastest.totals.cost_s
-    weight = _tie_weight(problem, cost_s)
+    weight = _tie_weight(problem, cost_s, n_copies)
     # Each round shrinks the perturbation tenfold; below float64 resolution it means nothing.
     while weight > cost_s * 1e-17:
-        _, choice = minimise(plan, Potentials.of(problem, Weights(tie=weight)))
-        point = Point(choice, problem.evaluate(choice))
+        _, point = minimiser.at(Weights(tie=weight))
         if point.totals.cost_s <= cost_s * (1 + SAME_OPTIMUM_REL):
             return min(point, fastest, key=lambda p: p.totals.tie)
         weight /= 10
     return fastest
 
 
-def _tie_weight(problem: ChoiceProblem, optimum_s: float) -> float:
+def _tie_weight(problem: ChoiceProblem, optimum_s: float, n_copies: int) -> float:
     if optimum_s > 0:
         return TIE_WEIGHT_REL * optimum_s
     most = sum(float(t.max()) for t in problem.tie)
@@ -159,28 +169,30 @@ def _tie_weight(problem: ChoiceProblem, optimum_s: float) -> float:
     tables = [*problem.cost_s, *(e.cost_s for e in problem.edges)]
     costs = np.concatenate([table.ravel() for table in tables])
     positive = costs[(costs > 0) & np.isfinite(costs)]
-    return float(positive.min(initial=1.0)) / (2 * most)
+    return float(positive.min(initial=1.0)) / (2 * most * n_copies)
 
 
 def _within_budget(
     problem: ChoiceProblem,
     reduced: Reduced,
     plan: EliminationPlan,
-    fastest: Point,
+    fastest: Point[Choice],
     clock: _Clock,
     gap_goal: float,
 ) -> Solution | Infeasible:
     """Step 3: the bound, the choices it leaves, and the ILP on those."""
+    assert problem.budget_bytes is not None
+    elimination = Elimination(reduced.problem, plan)
     if problem.fits(fastest.totals.bytes):
         # Only its cheaper-tie rival was too large.
         bracket = Bracket(fastest, fastest.totals.cost_s, 0.0)
     else:
         with clock.phase("leanest"):
-            lean = leanest(reduced.problem, plan)
+            lean = leanest(elimination)
         if not problem.fits(lean.totals.bytes):
             return over_budget(problem, lean.totals.bytes)
         with clock.phase("lagrangian"):
-            bracket = search(reduced.problem, plan, fastest, lean, clock.deadline)
+            bracket = search(elimination, problem.budget_bytes, fastest, lean, clock.deadline)
     method, best, bound_s = "lagrangian", bracket.best, bracket.bound_s
     content = best.totals.cost_s * (1 - gap_goal) <= bound_s
     if not (bracket.closed or content) and clock.left_s() != 0:
@@ -203,11 +215,11 @@ def _within_budget(
     return _finish(problem, reduced, choice, None if proven else bound_s, method, clock)
 
 
-def _rank(point: Point) -> tuple[float, float]:
+def _rank(point: Point[Choice]) -> tuple[float, float]:
     return point.totals.cost_s, point.totals.tie
 
 
-def _core(problem: ChoiceProblem, plan: EliminationPlan, bracket: Bracket) -> Reduced:
+def _core(problem: ChoiceProblem, plan: EliminationPlan, bracket: Bracket[Choice]) -> Reduced:
     """What of `problem` may be in a solution no dearer than the bracket's best; all if unknown."""
     whole = Reduced(problem, tuple(np.arange(k) for k in problem.sizes))
     try:

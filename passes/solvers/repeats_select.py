@@ -1,0 +1,91 @@
+"""Which choices a problem with repeated blocks takes: the optimum, or nearly so under a budget.
+
+Without a budget that binds, elimination finds the optimum, and of equals one of least tie, as
+`select.py` does of a problem written out. Under one, the price of bytes gives a bound and a choice
+that fits (`lagrangian.py`); their distance is the gap.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.passes.solvers.elimination import Weights
+from autopar.passes.solvers.lagrangian import Bracket, Point, leanest, search
+from autopar.passes.solvers.problem import (
+    FORBIDDEN,
+    SAME_OPTIMUM_REL,
+    Infeasible,
+    Totals,
+    over_budget,
+    within,
+)
+from autopar.passes.solvers.repeats import RepeatedChoice, RepeatedProblem
+from autopar.passes.solvers.repeats_elimination import RepeatedElimination
+from autopar.passes.solvers.select import break_ties
+
+
+@dataclass(frozen=True)
+class RepeatedSolution:
+    """A choice within the budget, and how far (relative) it may be from the cheapest."""
+
+    choice: RepeatedChoice
+    totals: Totals
+    gap: float
+
+
+def solve_repeated(
+    problem: RepeatedProblem, time_limit_s: float | None = None
+) -> RepeatedSolution | Infeasible:
+    """The cheapest choice within the budget of `problem.numbers`, or near it.
+
+    Raises `TooWide` where a table would be too large.
+    """
+    deadline = time.perf_counter() + (math.inf if time_limit_s is None else time_limit_s)
+    reduced = problem.reduced()
+    if reduced is None:
+        return FORBIDDEN
+    smaller, kept = reduced
+    numbers, elimination = smaller.numbers, RepeatedElimination(smaller)
+    value, fastest = elimination.at(Weights())
+    if math.isinf(value):
+        return FORBIDDEN
+    most = max((repeat.count for repeat in problem.repeats), default=1)
+    chosen = break_ties(numbers, elimination, fastest, most)
+    budget_bytes = numbers.budget_bytes
+    if budget_bytes is None or within(budget_bytes, chosen.totals.bytes):
+        return _solution(problem, kept, chosen, 0.0)
+    lean = fastest
+    if not within(budget_bytes, fastest.totals.bytes):
+        lean = leanest(elimination)
+        if not within(budget_bytes, lean.totals.bytes):
+            return over_budget(numbers, lean.totals.bytes)
+    bracket = search(elimination, budget_bytes, fastest, lean, deadline)
+    return _solution(problem, kept, bracket.best, _gap(bracket))
+
+
+def _gap(bracket: Bracket[RepeatedChoice]) -> float:
+    cost_s = bracket.best.totals.cost_s
+    proven = cost_s <= bracket.bound_s * (1 + SAME_OPTIMUM_REL)
+    return 0.0 if proven else 1 - max(bracket.bound_s, 0.0) / cost_s
+
+
+def _solution(
+    problem: RepeatedProblem,
+    kept: tuple[NDArray[np.intp], ...],
+    point: Point[RepeatedChoice],
+    gap: float,
+) -> RepeatedSolution:
+    """In the indices of the problem before it was reduced."""
+    base = tuple(int(of_v[k]) for of_v, k in zip(kept, point.choice.base, strict=True))
+    copies = tuple(
+        tuple(
+            tuple(int(kept[v][k]) for v, k in zip(repeat.block, row, strict=True)) for row in rows
+        )
+        for repeat, rows in zip(problem.repeats, point.choice.copies, strict=True)
+    )
+    return RepeatedSolution(RepeatedChoice(base, copies), point.totals, gap)
