@@ -14,9 +14,9 @@ from autopar.cost.model import CostModel
 from autopar.cost.predict import link_between, predict
 from autopar.errors import PlanError
 from autopar.mesh import Mesh, factored_view
+from autopar.passes.analysis import Analysis
 from autopar.passes.cut import cut
 from autopar.passes.evaluate import compute_dtype
-from autopar.passes.intra_op import Analysis
 from autopar.passes.join import LaidStage, join
 from autopar.passes.replay import replay, replay_ends
 from autopar.pipeline import Pipeline

@@ -21,9 +21,10 @@ from autopar.errors import BatchError, PlanError
 from autopar.facts import Storage
 from autopar.job import from_rank_0
 from autopar.mesh import LogicalMesh, Mesh
+from autopar.passes.analysis import Analysis
 from autopar.passes.constraints import Constraints
 from autopar.passes.cut import cut
-from autopar.passes.intra_op import Analysis, choose
+from autopar.passes.intra_op import choose
 from autopar.passes.join import LaidStage, join
 from autopar.passes.layout import ends_by_stage
 from autopar.passes.replay import replay, stage_record

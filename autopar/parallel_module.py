@@ -30,8 +30,8 @@ from autopar.job import from_rank_0, join_process_group, own_rank
 from autopar.mesh import Mesh
 from autopar.operators.random import Stream
 from autopar.options import Options
+from autopar.passes.analysis import Analysis
 from autopar.passes.fallback import accept_again
-from autopar.passes.intra_op import Analysis
 from autopar.passes.padding import pad
 from autopar.plan_data import PlanData
 from autopar.plan_inputs import check_mesh, example_of, has_nested_inputs

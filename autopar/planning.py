@@ -26,9 +26,9 @@ from autopar.cost.predict import collectives_of, link_between, predict, timeline
 from autopar.errors import NotSupportedError, PlanError
 from autopar.mesh import Mesh
 from autopar.options import Options
+from autopar.passes.analysis import Analysis
 from autopar.passes.evaluate import Predict, compute_dtype, schedule_name
 from autopar.passes.fallback import accept_again, accept_missing
-from autopar.passes.intra_op import Analysis
 from autopar.passes.padding import find_paddings, pad
 from autopar.passes.planner import Planner
 from autopar.passes.replay import stage_record

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar.errors import BatchError, OptionError
 from autopar.options import Manual, Options
-from autopar.passes.intra_op import Analysis
+from autopar.passes.analysis import Analysis
 
 # More microbatches than this per device make microbatches of next to nothing.
 _PER_DEVICE = 16

@@ -13,8 +13,10 @@ from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError
 from autopar.mesh import Device, Link, LogicalMesh
 from autopar.options import Options
+from autopar.passes.analysis import Analysis
 from autopar.passes.cut import cut
-from autopar.passes.intra_op import Analysis, Chosen, choose, least_bytes
+from autopar.passes.folding import Folded, find_runs, fold
+from autopar.passes.intra_op import Chosen, choose_folded, least_bytes
 from autopar.passes.join import LaidStage, join
 from autopar.passes.layout import Candidate, StageLayout
 from autopar.pipeline import Pipeline
@@ -66,6 +68,7 @@ class Evaluator:
     budget_bytes: float
     predict: Predict
     _chosen: dict[object, Chosen] = field(default_factory=dict)
+    _folds: dict[int, Folded] = field(default_factory=dict)
     _parts: dict[tuple[int, ...], tuple[Analysis, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -172,6 +175,11 @@ class Evaluator:
             picked.append(layouts[min(found)[1]])
         return tuple(picked)
 
+    def _folded(self, part: Analysis) -> Folded:
+        if id(part) not in self._folds:  # parts live as long as this
+            self._folds[id(part)] = fold(part, find_runs(part))
+        return self._folds[id(part)]
+
     def _choose(
         self,
         part: Analysis,
@@ -188,8 +196,8 @@ class Evaluator:
         key = (operators, seen, limits, n_microbatches, depth, budget_bytes)
         if key not in self._chosen:
             cost = CostModel(view, self.dtype)
-            self._chosen[key] = choose(
-                part,
+            self._chosen[key] = choose_folded(
+                self._folded(part),
                 recipe_cost(cost) if layout.constraints.roles else cost,
                 n_microbatches,
                 layout.constraints,

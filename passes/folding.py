@@ -23,7 +23,7 @@ import torch.fx
 from numpy.typing import NDArray
 
 from autopar.factors import Operator
-from autopar.passes.intra_op import Analysis
+from autopar.passes.analysis import Analysis
 
 _BEFORE, _AFTER = 2, 1
 KEPT = _BEFORE + _AFTER
@@ -114,7 +114,13 @@ def fold(analysis: Analysis, runs: Sequence[Run]) -> Folded:
         outputs=tuple(instead.get(n, n) for n in program.outputs),
         _by_name={},
     )
-    folded = replace(analysis, program=smaller, operators=remaining, whole=None)
+    folded = replace(
+        analysis,
+        program=smaller,
+        operators=remaining,
+        whole=None,
+        parameter_names=analysis.parameter_names or frozenset(program.parameters),
+    )
     stands_for = tuple(
         place[dropped[i].kept_like(i) if i in dropped else i] for i in range(len(operators))
     )

@@ -1,129 +1,36 @@
 """Intra-operator parallelism: the fastest placements of one stage that fit in memory.
 
-analyse   notation, factors, batch and groups of the captured program (once; stages take part)
-choose    candidates -> problem -> solver -> `Strategy` (per logical mesh and microbatches)
+    candidates -> problem -> solver -> `Strategy`      per logical mesh and number of microbatches
+
+`choose_folded` solves the problem of a program with repeated blocks from that of the same with few
+of them: the same optimum, in a time that does not grow with depth.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+import time
+from dataclasses import dataclass, replace
 
 from autopar.cost.memory import optimizer_time_s, static_bytes_per_param
 from autopar.cost.model import CostModel
-from autopar.errors import BatchError, InfeasibleError
-from autopar.factors import Operator, Types, operators_of, tensor_types
+from autopar.errors import InfeasibleError
 from autopar.facts import Strategy
+from autopar.passes.analysis import Analysis
 from autopar.passes.candidates import CandidateMaker
 from autopar.passes.constraints import Constraints, Limits
-from autopar.passes.groups import Group, PlacedOperator, form_groups, place_operators
-from autopar.passes.microbatch import Batch, find_batch
+from autopar.passes.folding import Folded
 from autopar.passes.parameters import ParameterMaker
 from autopar.passes.problem import IntraOpProblem, ProblemBuilder
-from autopar.passes.solvers import Infeasible, Solver, solve
-from autopar.program import Program
-from autopar.saved import Saved, saved_for_backward, storage_owners
+from autopar.passes.repeated import repeated_problem
+from autopar.passes.solvers import Infeasible, Solver, TooWide, solve
+from autopar.passes.solvers.repeats_select import solve_repeated
 from autopar.units import format_bytes
-from autopar.workspace import Temporaries, temporaries
 
 # A plan proven this close to the optimum is good enough: predictions are far coarser.
 GAP_GOAL = 1e-3
 # A recipe's layout under a memory budget is priced abstractly; nothing hangs on its optimum.
 RECIPE_GAP_GOAL = 5e-2
 CLOSE_GAP_S = 10.0
-
-
-@dataclass(frozen=True)
-class Analysis:
-    """What is known of a program before any mesh: shared by every plan of it."""
-
-    program: Program
-    operators: tuple[Operator, ...]
-    types: Types
-    batch: Batch
-    saved: Mapping[str, Saved]
-    _types: dict[int, Types] = field(default_factory=dict, repr=False, compare=False)
-    # Of these operators alone, so never handed on to a part.
-    _placed: dict[int, tuple[PlacedOperator, ...]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    _groups: dict[int, tuple[Group, ...]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    whole: Analysis | None = field(default=None, repr=False, compare=False)
-
-    @staticmethod
-    def of(program: Program, batch_dims: Mapping[str, int | None] | None = None) -> Analysis:
-        """Raises `MissingRuleError` for an operator without a rule."""
-        operators = operators_of(program)
-        types = tensor_types(program, operators, batch_dims)
-        batch = find_batch(program, operators, types, batch_dims)
-        saved = saved_for_backward(program) if program.training else {}
-        return Analysis(program, operators, types, batch, saved)
-
-    def part(self, program: Program) -> Analysis:
-        """What is known of one stage of this program (`passes/cut.py`): the same facts."""
-        names = {node.name for node in program.operators}
-        return replace(
-            self,
-            program=program,
-            operators=tuple(o for o in self.operators if o.name in names),
-            whole=self,
-        )
-
-    @cached_property
-    def storage_owners(self) -> Mapping[str, str]:
-        """Value -> the value whose storage it has, itself unless it is a view."""
-        return self.whole.storage_owners if self.whole else storage_owners(self.program)
-
-    @cached_property
-    def temporaries(self) -> Mapping[str, Temporaries]:
-        """Operator -> what it needs while it runs."""
-        return self.whole.temporaries if self.whole else temporaries(self.program)
-
-    def microbatch_types(self, n_microbatches: int) -> Types:
-        """Types of one microbatch; raises `BatchError` when the batch does not divide."""
-        if n_microbatches not in self._types:
-            self._types[n_microbatches] = self._divided(n_microbatches)
-        return self._types[n_microbatches]
-
-    def placed_operators(self, n_microbatches: int) -> tuple[PlacedOperator, ...]:
-        """Every operator's strategies on one axis, at the sizes of one microbatch."""
-        if n_microbatches not in self._placed:
-            self._placed[n_microbatches] = self._place(n_microbatches)
-        return self._placed[n_microbatches]
-
-    def groups(self, n_microbatches: int) -> tuple[Group, ...]:
-        """The planning nodes, at the sizes of one microbatch."""
-        if n_microbatches not in self._groups:
-            placed = self.placed_operators(n_microbatches)
-            self._groups[n_microbatches] = form_groups(self.program, placed)
-        return self._groups[n_microbatches]
-
-    def _place(self, n_microbatches: int) -> tuple[PlacedOperator, ...]:
-        if self.whole is None:
-            tensors = self.microbatch_types(n_microbatches).tensors
-            return place_operators(self.operators, tensors)
-        names = {o.name for o in self.operators}
-        return tuple(p for p in self.whole.placed_operators(n_microbatches) if p.name in names)
-
-    def _divided(self, n_microbatches: int) -> Types:
-        if n_microbatches == 1:
-            return self.types
-        self.batch.check_divides(n_microbatches)
-        if self.batch.n_splits(n_microbatches) == 1:
-            return self.types
-        for name, (dim, factor) in self.batch.cells.items():
-            size = self.types.tensors[name].dims[dim][factor]
-            if size % n_microbatches:
-                raise BatchError(
-                    f"the model views its batch as factors of {size}, "
-                    f"which {n_microbatches} microbatches do not divide",
-                    where=name,
-                    hint="choose fewer microbatches",
-                )
-        return self.types.with_divided(self.batch.cells, n_microbatches)
 
 
 def least_bytes(
@@ -181,7 +88,7 @@ def intra_op_problem(
     """The choice problem of a program, whole or of one stage, on one logical mesh."""
     program = analysis.program
     types = analysis.microbatch_types(n_microbatches)
-    cost = cost.for_parameters(sum(types.tensors[n].size_bytes for n in program.parameters))
+    cost = cost.for_parameters(analysis.parameter_bytes)
     limits = Limits.of(constraints, program, analysis.batch.cells, types.classes)
     n_splits = analysis.batch.n_splits(n_microbatches)
     maker = CandidateMaker(
@@ -222,25 +129,90 @@ def choose(
     solution = solve(problem.numbers, solver, limit_s, gap_goal=goal)
     if isinstance(solution, Infeasible):
         raise _infeasible(solution, budget_bytes, cost)
-    strategy = Strategy(
-        problem.operators(solution.choice),
-        problem.storage(solution.choice),
-        analysis.microbatch_types(n_microbatches).tensors,
-        analysis.batch.cells,
-        analysis.batch.size,
-        n_microbatches,
-        "sequence" in constraints.forbid,
-        problem.boundaries(solution.choice, "received"),
-        problem.boundaries(solution.choice, "sent"),
-    )
     return Chosen(
-        strategy,
+        Strategy(
+            problem.operators(solution.choice),
+            problem.storage(solution.choice),
+            analysis.microbatch_types(n_microbatches).tensors,
+            analysis.batch.cells,
+            analysis.batch.size,
+            n_microbatches,
+            "sequence" in constraints.forbid,
+            problem.boundaries(solution.choice, "received"),
+            problem.boundaries(solution.choice, "sent"),
+        ),
         solution.objective_s,
         solution.gap,
         solution.bytes,
         sum(solution.phase_s.values()),
         problem.numbers.n_variables,
     )
+
+
+def choose_folded(
+    folded: Folded,
+    cost: CostModel,
+    n_microbatches: int,
+    constraints: Constraints,
+    optimizer: str,
+    budget_bytes: float | None,
+    solver: Solver = "auto",
+    time_limit_s: float | None = None,
+    n_in_flight: int = 1,
+) -> Chosen:
+    """`choose` of the whole program, by its folded one where that is exact and closes the gap.
+
+    Pins are of single parameters, which other blocks do not have.
+    """
+    start_s = time.perf_counter()
+    if solver == "auto" and not constraints.pins:
+        problem = intra_op_problem(
+            folded.analysis, cost, n_microbatches, constraints, optimizer, budget_bytes, n_in_flight
+        )
+        chosen = _by_copies(folded, problem, n_microbatches, constraints, time_limit_s)
+        if isinstance(chosen, Infeasible):
+            raise _infeasible(chosen, budget_bytes, cost)
+        if chosen is not None:
+            return replace(chosen, solve_s=time.perf_counter() - start_s)
+    return choose(
+        folded.whole, cost, n_microbatches, constraints, optimizer, budget_bytes, solver,
+        time_limit_s, n_in_flight,
+    )  # fmt: skip
+
+
+def _by_copies(
+    folded: Folded,
+    problem: IntraOpProblem,
+    n_microbatches: int,
+    constraints: Constraints,
+    time_limit_s: float | None,
+) -> Chosen | Infeasible | None:
+    """None: the blocks are not alike enough, or a gap is left."""
+    repeated = repeated_problem(folded, problem)
+    if repeated is None:
+        return None
+    try:
+        solution = solve_repeated(repeated.problem, time_limit_s)
+    except TooWide:
+        return None
+    if isinstance(solution, Infeasible):
+        return solution
+    if solution.gap > (RECIPE_GAP_GOAL if constraints.roles else GAP_GOAL):
+        return None
+    whole, choice = folded.whole, solution.choice
+    strategy = Strategy(
+        repeated.operators(choice),
+        repeated.storage(choice),
+        whole.microbatch_types(n_microbatches).tensors,
+        whole.batch.cells,
+        whole.batch.size,
+        n_microbatches,
+        "sequence" in constraints.forbid,
+        problem.boundaries(choice.base, "received"),
+        problem.boundaries(choice.base, "sent"),
+    )
+    n_variables, totals = problem.numbers.n_variables, solution.totals
+    return Chosen(strategy, totals.cost_s, solution.gap, totals.bytes, 0.0, n_variables)
 
 
 def _infeasible(found: Infeasible, budget_bytes: float | None, cost: CostModel) -> InfeasibleError:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autopar.cost.model import CostModel
 from autopar.facts import Strategy
-from autopar.passes.intra_op import Analysis
+from autopar.passes.analysis import Analysis
 from autopar.passes.lower import lower
 from autopar.pipeline import Order, Pipeline
 from autopar.spec import Spec

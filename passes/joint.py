@@ -28,11 +28,11 @@ from autopar.cost.hardware import Hardware
 from autopar.errors import BatchError, InfeasibleError, OptionError
 from autopar.mesh import Link, LogicalMesh, Mesh, factored_view, logical_views
 from autopar.options import Options
+from autopar.passes.analysis import Analysis
 from autopar.passes.constraints import Constraints, Pin
 from autopar.passes.counts import microbatch_counts
 from autopar.passes.evaluate import compute_dtype, schedule_name
 from autopar.passes.folding import Folded, find_runs, fold
-from autopar.passes.intra_op import Analysis
 from autopar.passes.layers import Layers, find_layers
 from autopar.passes.layout import Candidate, StageLayout
 from autopar.passes.solvers import Infeasible

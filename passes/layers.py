@@ -20,8 +20,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from autopar.passes.analysis import Analysis
 from autopar.passes.folding import Run
-from autopar.passes.intra_op import Analysis
 from autopar.passes.layout import crossing_bytes
 from autopar.passes.solvers import Infeasible
 from autopar.passes.solvers.clustering import cluster_operators

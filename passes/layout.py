@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from autopar.errors import MeshError, OptionError
 from autopar.mesh import LogicalMesh, Mesh
 from autopar.options import StageOption
+from autopar.passes.analysis import Analysis
 from autopar.passes.constraints import Constraints
-from autopar.passes.intra_op import Analysis
 from autopar.program import Program
 
 

@@ -15,8 +15,8 @@ import numpy as np
 from autopar.cost.model import CostModel
 from autopar.factors import Operator, name_sizes
 from autopar.facts import OperatorStrategy, Strategy
+from autopar.passes.analysis import Analysis
 from autopar.passes.candidates import operator_times_s
-from autopar.passes.intra_op import Analysis
 from autopar.rules import rule_for
 from autopar.spec import local_bytes
 from autopar.stage_program import UNUSED, InnerCall, Local, Workspace

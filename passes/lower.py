@@ -18,11 +18,11 @@ import torch.fx
 from autopar.cost.model import CostModel
 from autopar.factors import Operator
 from autopar.facts import OperatorStrategy, Storage, Strategy
+from autopar.passes.analysis import Analysis
 from autopar.passes.arguments import override, prologue_lines
 from autopar.passes.boundaries import boundary_specs
 from autopar.passes.frees import with_frees, with_regathers
 from autopar.passes.fuse import fuse_bias
-from autopar.passes.intra_op import Analysis
 from autopar.passes.line_costs import LineCosts
 from autopar.passes.move_graph import step_time_s
 from autopar.passes.names import group_name, identifier, reserved_names, suffix

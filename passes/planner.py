@@ -21,10 +21,10 @@ from autopar.cost.hardware import Hardware, resolve
 from autopar.errors import InfeasibleError, MeshError, OptionError
 from autopar.mesh import LogicalMesh, Mesh, factored_view
 from autopar.options import Manual, Options, StageOption
+from autopar.passes.analysis import Analysis
 from autopar.passes.constraints import Constraints, Pin, Role
 from autopar.passes.counts import microbatch_counts, recipe_counts
 from autopar.passes.evaluate import Evaluator, Predict, Solved, compute_dtype
-from autopar.passes.intra_op import Analysis
 from autopar.passes.joint import joint_candidates, pins_on, views_of, views_text
 from autopar.passes.layout import (
     Candidate,

@@ -21,10 +21,10 @@ from autopar.cost.hardware import Hardware
 from autopar.errors import BatchError, InfeasibleError, MeshError
 from autopar.mesh import LogicalMesh, Mesh, factored_view
 from autopar.options import Manual, Options
+from autopar.passes.analysis import Analysis
 from autopar.passes.constraints import Constraints
 from autopar.passes.counts import microbatch_counts, recipe_counts
 from autopar.passes.evaluate import recipe_cost
-from autopar.passes.intra_op import Analysis
 from autopar.passes.joint import (
     FIRST_COUNT_PER_STAGE,
     JointSearch,

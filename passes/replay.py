@@ -12,10 +12,10 @@ from collections.abc import Collection, Mapping, Sequence
 from autopar.errors import PlanError
 from autopar.facts import OperatorStrategy, Storage, Strategy
 from autopar.mesh import LogicalMesh
+from autopar.passes.analysis import Analysis
 from autopar.passes.boundaries import Side, is_boundary_spec
 from autopar.passes.candidates import lowered_over
 from autopar.passes.groups import PlacedOperator
-from autopar.passes.intra_op import Analysis
 from autopar.plan_data import (
     StageRecord,
     operator_text,

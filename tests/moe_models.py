@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from autopar.capture import capture
-from autopar.passes.intra_op import Analysis
+from autopar.passes.analysis import Analysis
 from tests.harness import HEADS, SEQUENCE, VOCABULARY, WIDTH, Case, random_tokens
 
 N_EXPERTS = 4

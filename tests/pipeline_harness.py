@@ -16,10 +16,11 @@ import torch
 from autopar.cost.model import CostModel
 from autopar.facts import Period, Strategy
 from autopar.mesh import Device, Link, LogicalMesh
+from autopar.passes.analysis import Analysis
 from autopar.passes.boundaries import boundary_specs
 from autopar.passes.constraints import Constraints
 from autopar.passes.cut import cut
-from autopar.passes.intra_op import Analysis, intra_op_problem
+from autopar.passes.intra_op import intra_op_problem
 from autopar.passes.lower import lower
 from autopar.passes.problem import IntraOpProblem
 from autopar.pipeline import Pipeline

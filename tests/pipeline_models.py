@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.passes.intra_op import Analysis
+from autopar.passes.analysis import Analysis
 
 N_ROWS, WIDTH = 16, 8
 

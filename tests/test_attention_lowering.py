@@ -21,8 +21,9 @@ from autopar.capture import capture
 from autopar.cost.model import CostModel
 from autopar.facts import OperatorStrategy, Strategy
 from autopar.moves import Split
+from autopar.passes.analysis import Analysis
 from autopar.passes.constraints import Constraints
-from autopar.passes.intra_op import Analysis, choose, intra_op_problem
+from autopar.passes.intra_op import choose, intra_op_problem
 from autopar.rules.lowering import CAUSAL_ATTENTION
 from autopar.runtime.groups import Group, Recorder
 from autopar.runtime.lowered import causal_attention

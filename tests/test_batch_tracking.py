@@ -23,8 +23,9 @@ from transformers import (
 
 from autopar.capture import capture
 from autopar.errors import NotSupportedError
+from autopar.passes.analysis import Analysis
 from autopar.passes.constraints import Constraints
-from autopar.passes.intra_op import Analysis, choose, intra_op_problem
+from autopar.passes.intra_op import choose, intra_op_problem
 from tests.harness import (
     BATCH,
     HEADS,

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.errors import NotSupportedError
+from autopar.passes.analysis import Analysis
 from autopar.passes.constraints import Constraints
 from autopar.passes.cut import cut
-from autopar.passes.intra_op import Analysis, intra_op_problem
+from autopar.passes.intra_op import intra_op_problem
 from autopar.passes.layers import find_layers
 from tests.harness import abstract_cost, generated_code, random_strategy, thread_step
 from tests.pipeline_harness import Layout, ends_before, random_pipeline

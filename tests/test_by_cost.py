@@ -26,8 +26,9 @@ from autopar.collective import step_calls
 from autopar.cost.model import CostModel
 from autopar.facts import Strategy
 from autopar.mesh import Device, Link, LogicalMesh
+from autopar.passes.analysis import Analysis
 from autopar.passes.constraints import Constraints
-from autopar.passes.intra_op import Analysis, choose
+from autopar.passes.intra_op import choose
 from autopar.passes.lower import lower
 from autopar.spec import I, Placement, R, S
 from autopar.stage_program import StageProgram

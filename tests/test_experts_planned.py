@@ -24,8 +24,9 @@ from autopar.cost.model import CostModel
 from autopar.errors import NotSupportedError
 from autopar.facts import Strategy
 from autopar.mesh import Device, Link, LogicalMesh
+from autopar.passes.analysis import Analysis
 from autopar.passes.constraints import Constraints, Pin
-from autopar.passes.intra_op import Analysis, choose, intra_op_problem
+from autopar.passes.intra_op import choose, intra_op_problem
 from autopar.passes.lower import lower
 from autopar.spec import S
 from autopar.stage_program import StageProgram

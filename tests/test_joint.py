@@ -17,11 +17,12 @@ from autopar.cost.predict import link_between, predict
 from autopar.errors import BatchError, OptionError
 from autopar.mesh import Link, Mesh, factored_view
 from autopar.options import Options
+from autopar.passes.analysis import Analysis
 from autopar.passes.constraints import Constraints
 from autopar.passes.cut import cut
 from autopar.passes.evaluate import Evaluator
 from autopar.passes.folding import find_runs, fold
-from autopar.passes.intra_op import Analysis, intra_op_problem
+from autopar.passes.intra_op import intra_op_problem
 from autopar.passes.joint import JointSearch, climb, joint_candidates, submesh_sizes
 from autopar.passes.layers import find_layers
 from autopar.passes.layout import Candidate

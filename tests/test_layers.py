@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.capture import capture
+from autopar.passes.analysis import Analysis
 from autopar.passes.cut import cut
 from autopar.passes.folding import KEPT, find_runs, fold
-from autopar.passes.intra_op import Analysis
 from autopar.passes.layers import Layers, balanced, find_layers, operator_flops
 from tests.harness import (
     MODELS,

@@ -19,9 +19,10 @@ from autopar.cost.predict import peak_of_stage
 from autopar.facts import Strategy
 from autopar.live_bytes import LiveBytes
 from autopar.mesh import Device, Link, LogicalMesh
+from autopar.passes.analysis import Analysis
 from autopar.passes.constraints import Constraints
 from autopar.passes.cut import cut
-from autopar.passes.intra_op import Analysis, choose
+from autopar.passes.intra_op import choose
 from autopar.passes.lower import lower
 from autopar.pipeline import Pipeline
 from autopar.runtime.executor import Environment, Executor

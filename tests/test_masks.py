@@ -17,9 +17,10 @@ from transformers import AutoConfig, BertForMaskedLM
 
 from autopar.capture import capture, reference_step
 from autopar.capture.rewrites import gathers
+from autopar.passes.analysis import Analysis
 from autopar.passes.constraints import Constraints
 from autopar.passes.evaluate import recipe_cost
-from autopar.passes.intra_op import Analysis, choose
+from autopar.passes.intra_op import choose
 from autopar.program import Program
 from autopar.rules import has_rule
 from tests.harness import (

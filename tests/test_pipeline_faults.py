@@ -18,7 +18,7 @@ from autopar import cross_mesh
 from autopar.capture.reference import reference_step
 from autopar.errors import VerificationError
 from autopar.mesh import LogicalMesh
-from autopar.passes.intra_op import Analysis
+from autopar.passes.analysis import Analysis
 from autopar.pipeline import Pipeline
 from autopar.runtime.crossings import Crossings
 from autopar.runtime.executor import Executor

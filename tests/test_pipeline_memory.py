@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.passes.intra_op import Analysis
+from autopar.passes.analysis import Analysis
 from autopar.pipeline import Pipeline
 from autopar.runtime.executor import Executor
 from tests.harness import generated_code, model_case

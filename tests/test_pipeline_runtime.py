@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from autopar.capture.reference import reference_step
 from autopar.facts import Period
-from autopar.passes.intra_op import Analysis
+from autopar.passes.analysis import Analysis
 from autopar.pipeline import Pipeline
 from autopar.program import Program
 from autopar.runtime.executor import Executor

@@ -22,8 +22,9 @@ from autopar.cost.predict import collectives_of, predict
 from autopar.errors import NotSupportedError
 from autopar.facts import Period, Storage, Strategy
 from autopar.mesh import LogicalMesh
+from autopar.passes.analysis import Analysis
 from autopar.passes.constraints import Constraints
-from autopar.passes.intra_op import Analysis, choose, intra_op_problem
+from autopar.passes.intra_op import choose, intra_op_problem
 from autopar.passes.lower import lower
 from autopar.pipeline import Pipeline
 from autopar.predicted import Predicted

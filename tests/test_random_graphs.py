@@ -19,8 +19,9 @@ import pytest
 
 from autopar.capture import capture, reference_step, whole_buffers
 from autopar.errors import BatchError, NotSupportedError
+from autopar.passes.analysis import Analysis
 from autopar.passes.constraints import Constraints
-from autopar.passes.intra_op import Analysis, intra_op_problem
+from autopar.passes.intra_op import intra_op_problem
 from autopar.verification import whole_parameters
 from tests.harness import abstract_cost, generated_code, random_strategy, thread_step
 from tests.pipeline_harness import Layout, random_ends, random_pipeline

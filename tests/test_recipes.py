@@ -12,8 +12,8 @@ from autopar.capture import capture
 from autopar.errors import MeshError, OptionError
 from autopar.mesh import LogicalMesh
 from autopar.options import Manual, Options
+from autopar.passes.analysis import Analysis
 from autopar.passes.folding import find_runs
-from autopar.passes.intra_op import Analysis
 from autopar.passes.layers import find_layers
 from autopar.passes.layout import Candidate
 from autopar.passes.recipes import recipe_candidates

@@ -23,8 +23,9 @@ from autopar.capture import capture
 from autopar.cost.model import CostModel
 from autopar.facts import Strategy
 from autopar.mesh import Device
+from autopar.passes.analysis import Analysis
 from autopar.passes.constraints import Constraints
-from autopar.passes.intra_op import Analysis, choose
+from autopar.passes.intra_op import choose
 from autopar.planning import Plan
 from autopar.spec import S, Spec
 from tests.harness import (

@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.capture import capture
+from autopar.passes.analysis import Analysis
 from autopar.passes.constraints import Constraints
 from autopar.passes.evaluate import recipe_cost
-from autopar.passes.intra_op import Analysis, choose, intra_op_problem
+from autopar.passes.intra_op import choose, intra_op_problem
 from autopar.passes.layers import operator_flops
 from autopar.passes.lower import lower
 from autopar.passes.problem import IntraOpProblem

@@ -1,0 +1,118 @@
+"""What is known of a program before any mesh: notation, factors, batch, groups, what is saved.
+
+Found once; stages (`cut.py`) and programs with fewer blocks (`folding.py`) take part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from autopar.errors import BatchError
+from autopar.factors import Operator, Types, operators_of, tensor_types
+from autopar.passes.groups import Group, PlacedOperator, form_groups, place_operators
+from autopar.passes.microbatch import Batch, find_batch
+from autopar.program import Program
+from autopar.saved import Saved, saved_for_backward, storage_owners
+from autopar.workspace import Temporaries, temporaries
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What is known of a program before any mesh: shared by every plan of it."""
+
+    program: Program
+    operators: tuple[Operator, ...]
+    types: Types
+    batch: Batch
+    saved: Mapping[str, Saved]
+    _types: dict[int, Types] = field(default_factory=dict, repr=False, compare=False)
+    # Of these operators alone, so never handed on to a part.
+    _placed: dict[int, tuple[PlacedOperator, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _groups: dict[int, tuple[Group, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    whole: Analysis | None = field(default=None, repr=False, compare=False)
+    # Of a program with fewer blocks, those of all blocks: they fill buckets together.
+    parameter_names: frozenset[str] | None = field(default=None, repr=False, compare=False)
+
+    @staticmethod
+    def of(program: Program, batch_dims: Mapping[str, int | None] | None = None) -> Analysis:
+        """Raises `MissingRuleError` for an operator without a rule."""
+        operators = operators_of(program)
+        types = tensor_types(program, operators, batch_dims)
+        batch = find_batch(program, operators, types, batch_dims)
+        saved = saved_for_backward(program) if program.training else {}
+        return Analysis(program, operators, types, batch, saved)
+
+    def part(self, program: Program) -> Analysis:
+        """What is known of one stage of this program (`passes/cut.py`): the same facts."""
+        names = {node.name for node in program.operators}
+        return replace(
+            self,
+            program=program,
+            operators=tuple(o for o in self.operators if o.name in names),
+            whole=self,
+        )
+
+    @cached_property
+    def storage_owners(self) -> Mapping[str, str]:
+        """Value -> the value whose storage it has, itself unless it is a view."""
+        return self.whole.storage_owners if self.whole else storage_owners(self.program)
+
+    @cached_property
+    def temporaries(self) -> Mapping[str, Temporaries]:
+        """Operator -> what it needs while it runs."""
+        return self.whole.temporaries if self.whole else temporaries(self.program)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Of all parameters, unsharded."""
+        names = self.parameter_names or self.program.parameters
+        return sum(self.types.tensors[n].size_bytes for n in names)
+
+    def microbatch_types(self, n_microbatches: int) -> Types:
+        """Types of one microbatch; raises `BatchError` when the batch does not divide."""
+        if n_microbatches not in self._types:
+            self._types[n_microbatches] = self._divided(n_microbatches)
+        return self._types[n_microbatches]
+
+    def placed_operators(self, n_microbatches: int) -> tuple[PlacedOperator, ...]:
+        """Every operator's strategies on one axis, at the sizes of one microbatch."""
+        if n_microbatches not in self._placed:
+            self._placed[n_microbatches] = self._place(n_microbatches)
+        return self._placed[n_microbatches]
+
+    def groups(self, n_microbatches: int) -> tuple[Group, ...]:
+        """The planning nodes, at the sizes of one microbatch."""
+        if n_microbatches not in self._groups:
+            placed = self.placed_operators(n_microbatches)
+            self._groups[n_microbatches] = form_groups(self.program, placed)
+        return self._groups[n_microbatches]
+
+    def _place(self, n_microbatches: int) -> tuple[PlacedOperator, ...]:
+        if self.whole is None:
+            tensors = self.microbatch_types(n_microbatches).tensors
+            return place_operators(self.operators, tensors)
+        names = {o.name for o in self.operators}
+        return tuple(p for p in self.whole.placed_operators(n_microbatches) if p.name in names)
+
+    def _divided(self, n_microbatches: int) -> Types:
+        if n_microbatches == 1:
+            return self.types
+        self.batch.check_divides(n_microbatches)
+        if self.batch.n_splits(n_microbatches) == 1:
+            return self.types
+        for name, (dim, factor) in self.batch.cells.items():
+            size = self.types.tensors[name].dims[dim][factor]
+            if size % n_microbatches:
+                raise BatchError(
+                    f"the model views its batch as factors of {size}, "
+                    f"which {n_microbatches} microbatches do not divide",
+                    where=name,
+                    hint="choose fewer microbatches",
+                )
+        return self.types.with_divided(self.batch.cells, n_microbatches)
