@@ -1,0 +1,123 @@
+"""Programs with repeated blocks, planned by three of them: the optimum of the whole program."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from autopar.capture import capture
+from autopar.passes.analysis import Analysis
+from autopar.passes.constraints import Constraints
+from autopar.passes.folding import Folded, find_runs, fold
+from autopar.passes.intra_op import choose, choose_folded, intra_op_problem
+from autopar.passes.repeated import Repeated, repeated_problem
+from tests.harness import (
+    WIDTH,
+    abstract_cost,
+    random_rows,
+    random_tokens,
+    thread_step,
+    tiny_gpt2,
+    tiny_llama,
+)
+from tests.test_layers import Block, Chain, TwoStacks
+
+REL = 1e-6
+N_BLOCKS = 6
+NO_ZERO = frozenset({"zero1", "zero2", "zero3"})
+
+
+def tiny_mixtral(n_layers: int) -> nn.Module:
+    """With the load-balancing loss, which reads every block's router."""
+    config = AutoConfig.for_model(
+        "mixtral", num_hidden_layers=n_layers, hidden_size=32, intermediate_size=64,
+        num_attention_heads=4, num_key_value_heads=2, vocab_size=32, num_local_experts=4,
+        output_router_logits=True,
+    )  # fmt: skip
+    model: nn.Module = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+class Shared(Chain):
+    """One block's weights, applied over and over."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(N_BLOCKS):
+            x = self.blocks[0](x)
+        return x.pow(2).mean()
+
+
+@cache
+def folded(name: str) -> Folded:
+    torch.manual_seed(0)
+    rows = {
+        "chain": lambda: Chain([Block(WIDTH) for _ in range(N_BLOCKS)]),
+        "two stacks": TwoStacks,
+        "shared": lambda: Shared([Block(WIDTH)]),
+    }
+    tokens = {"gpt2": tiny_gpt2, "llama": tiny_llama, "mixtral": tiny_mixtral}
+    if name in rows:
+        program = capture(rows[name](), random_rows(0, "x"), precision="fp64")
+    else:
+        program = capture(tokens[name](N_BLOCKS), random_tokens(0), precision="fp64")
+    analysis = Analysis.of(program)
+    return fold(analysis, find_runs(analysis))
+
+
+def repeated(name: str, sizes: tuple[int, ...], limits: Constraints) -> Repeated | None:
+    found = folded(name)
+    problem = intra_op_problem(found.analysis, abstract_cost(sizes), 1, limits, "adamw", None)
+    return repeated_problem(found, problem)
+
+
+@pytest.mark.parametrize(
+    "forbid", [frozenset(), NO_ZERO, frozenset({"data"})], ids=["", "zero", "data"]
+)
+@pytest.mark.parametrize("sizes", [(4,), (2, 2)])
+@pytest.mark.parametrize("name", ["chain", "two stacks", "gpt2", "llama", "mixtral"])
+def test_the_optimum_is_that_of_the_whole_program(
+    name: str, sizes: tuple[int, ...], forbid: frozenset[str]
+) -> None:
+    found, cost, limits = folded(name), abstract_cost(sizes), Constraints(forbid)
+    assert repeated(name, sizes, limits) is not None
+    whole = choose(found.whole, cost, 1, limits, "adamw", None)
+    chosen = choose_folded(found, cost, 1, limits, "adamw", None)
+    assert chosen.objective_s == pytest.approx(whole.objective_s, rel=REL)
+    assert chosen.size_bytes == pytest.approx(whole.size_bytes, rel=REL)
+    assert chosen.n_variables < whole.n_variables
+    assert chosen.strategy.operators.keys() == whole.strategy.operators.keys()
+    assert chosen.strategy.storage.keys() == whole.strategy.storage.keys()
+
+
+@pytest.mark.parametrize("share", [0.9, 0.7])
+def test_within_a_budget(share: float) -> None:
+    """Blocks that store or keep unlike things, where that is what fits."""
+    found, cost, limits = folded("gpt2"), abstract_cost((2, 2)), Constraints()
+    free = choose_folded(found, cost, 1, limits, "adamw", None)
+    budget_bytes = share * free.size_bytes
+    chosen = choose_folded(found, cost, 1, limits, "adamw", budget_bytes, time_limit_s=2.0)
+    assert chosen.size_bytes <= budget_bytes * (1 + REL)
+    assert chosen.objective_s >= free.objective_s
+    step = thread_step(found.whole, cost, chosen.strategy, random_tokens(1), 1)
+    assert step.wrong == {}
+
+
+def test_blocks_that_share_weights_are_not_copies() -> None:
+    assert folded("shared").runs
+    assert repeated("shared", (4,), Constraints()) is None
+    whole = choose(folded("shared").whole, abstract_cost((4,)), 1, Constraints(), "adamw", None)
+    chosen = choose_folded(folded("shared"), abstract_cost((4,)), 1, Constraints(), "adamw", None)
+    assert chosen.strategy == whole.strategy
+
+
+@pytest.mark.parametrize("name", ["two stacks", "llama", "mixtral"])
+def test_a_step_of_the_whole_program(name: str) -> None:
+    found, cost = folded(name), abstract_cost((2, 2))
+    chosen = choose_folded(found, cost, 1, Constraints(), "adamw", None)
+    batch = random_rows(1, "x") if name == "two stacks" else random_tokens(1)
+    step = thread_step(found.whole, cost, chosen.strategy, batch, 1)
+    assert step.wrong == {}
