@@ -87,14 +87,19 @@ class Evaluator:
         """Raises `InfeasibleError` where a stage does not fit, `BatchError` where rows do not."""
         return self._joined(candidate, self._choices(candidate, self.budget_bytes))
 
-    def solve_freely(self, candidate: Candidate) -> Solved | float:
-        """The optimum without a budget where it fits one; else a lower bound on the objective.
+    def solve_freely(self, candidate: Candidate) -> Solved:
+        """The optimum without a budget."""
+        return self._joined(candidate, self._choices(candidate, None))
+
+    def bound_over_budget_s(self, candidate: Candidate) -> float | None:
+        """A lower bound on the objective where the optimum without a budget exceeds it; None
+        where it fits.
 
         Of a recipe, whose layout is not what is fastest, the bound is 0.
         """
         choices = self._choices(candidate, None)
         if all(chosen.size_bytes <= self.budget_bytes for chosen in choices):
-            return self._joined(candidate, choices)
+            return None
         is_recipe = any(layout.constraints.roles for layout in candidate.stages)
         return 0.0 if is_recipe else max(chosen.objective_s for chosen in choices)
 

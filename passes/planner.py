@@ -274,16 +274,17 @@ def _best_count(evaluator: Evaluator, tries: Sequence[Candidate]) -> Solved | In
     placements; they are tried one by one while they are faster, or may be.
     """
     start = next((i for i, c in enumerate(tries) if evaluator.may_fit(c)), len(tries) - 1)
-    low, high, best, bound_s = start, len(tries), None, 0.0
+    low, high, bound_s = start, len(tries), 0.0
     if low == high - 1:  # nothing to choose from: the budget may as well be there at once
         low = high
     while low < high:
         middle = (low + high) // 2
-        found = evaluator.solve_freely(tries[middle])
-        if isinstance(found, Solved):
-            best, high = found, middle
+        over_s = evaluator.bound_over_budget_s(tries[middle])
+        if over_s is None:
+            high = middle
         else:
-            bound_s, low = found, middle + 1
+            bound_s, low = over_s, middle + 1
+    best = evaluator.solve_freely(tries[low]) if low < len(tries) else None
     for candidate in reversed(tries[start:low]):
         if best is not None and best.step_time_s * (1 - _WORTH_REL) <= bound_s:
             break
