@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,7 +86,7 @@ class CandidateMaker:
     """Prices groups on one logical mesh.
 
     `n_in_flight` microbatches keep their activations at once; `n_splits` parts are what the
-    rows of the graph make.
+    rows of the graph make. Some operators stand for `n_like` alike in one group (`repeated.py`).
     """
 
     cost: CostModel
@@ -96,6 +96,7 @@ class CandidateMaker:
     n_microbatches: int
     n_in_flight: int
     n_splits: int
+    n_like: Mapping[str, int] = field(default_factory=dict)
 
     def make(self, group: Group, first_savers: set[str]) -> GroupCandidates:
         """All legal choices of `group`; raises `InfeasibleError` when constraints leave none.
@@ -224,11 +225,12 @@ class CandidateMaker:
             forward, backward = operator_times_s(
                 rule, item.operator, self.types, self.cost, flops, moved
             )
-            time += forward + backward
+            n_like = self.n_like.get(item.name, 1)
+            time += n_like * (forward + backward)
             if any(lowering.inner for lowering in rule.lower.values()):
-                time += self._inner_time_s(item, position, per_axis, active, columns)
+                time += n_like * self._inner_time_s(item, position, per_axis, active, columns)
             kept_bytes += (
-                self._kept_bytes(item, labelled, fraction, first_savers) * self.n_in_flight
+                self._kept_bytes(item, labelled, fraction, first_savers) * self.n_in_flight * n_like
             )
         return time * self.n_microbatches, kept_bytes
 

@@ -9,6 +9,7 @@ of them: the same optimum, in a time that does not grow with depth.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from autopar.cost.memory import optimizer_time_s, static_bytes_per_param
@@ -21,7 +22,7 @@ from autopar.passes.constraints import Constraints, Limits
 from autopar.passes.folding import Folded
 from autopar.passes.parameters import ParameterMaker
 from autopar.passes.problem import IntraOpProblem, ProblemBuilder
-from autopar.passes.repeated import repeated_problem
+from autopar.passes.repeated import placed_once, repeated_problem
 from autopar.passes.solvers import Infeasible, Solver, TooWide, solve
 from autopar.passes.solvers.repeats_select import solve_repeated
 from autopar.units import format_bytes
@@ -84,16 +85,21 @@ def intra_op_problem(
     optimizer: str,
     budget_bytes: float | None,
     n_in_flight: int = 1,
+    n_like: Mapping[str, int] | None = None,
 ) -> IntraOpProblem:
-    """The choice problem of a program, whole or of one stage, on one logical mesh."""
+    """The choice problem of a program, whole or of one stage, on one logical mesh.
+
+    `n_like` counts operators that some stand for within their group (`placed_once`).
+    """
     program = analysis.program
     types = analysis.microbatch_types(n_microbatches)
     cost = cost.for_parameters(analysis.parameter_bytes)
     limits = Limits.of(constraints, program, analysis.batch.cells, types.classes)
     n_splits = analysis.batch.n_splits(n_microbatches)
     maker = CandidateMaker(
-        cost, types.tensors, analysis.saved, limits, n_microbatches, n_in_flight, n_splits
-    )
+        cost, types.tensors, analysis.saved, limits, n_microbatches, n_in_flight, n_splits,
+        n_like or {},
+    )  # fmt: skip
     savers: set[str] = set()
     candidates = [maker.make(group, savers) for group in analysis.groups(n_microbatches)]
     static = static_bytes_per_param(optimizer, cost.dtype)
@@ -167,8 +173,9 @@ def choose_folded(
     start_s = time.perf_counter()
     if solver == "auto" and not constraints.pins:
         problem = intra_op_problem(
-            folded.analysis, cost, n_microbatches, constraints, optimizer, budget_bytes, n_in_flight
-        )
+            folded.analysis, cost, n_microbatches, constraints, optimizer, budget_bytes,
+            n_in_flight, placed_once(folded, n_microbatches),
+        )  # fmt: skip
         chosen = _by_copies(folded, problem, n_microbatches, constraints, time_limit_s)
         if isinstance(chosen, Infeasible):
             raise _infeasible(chosen, budget_bytes, cost)

@@ -110,6 +110,21 @@ def places_of(folded: Folded, run: Run, offset: int) -> tuple[int, int, int]:
     return first, first + run.period, first + 2 * run.period
 
 
+def placed_once(folded: Folded, n_microbatches: int) -> dict[str, int]:
+    """Operators of copied blocks in groups that begin outside all runs (each block masks one
+    tensor, say): such a group has the like of every block, and is no copy's."""
+    blocks = {o.name: folded.block_of(f) for f, o in enumerate(folded.analysis.operators)}
+    out = {}
+    for group in folded.analysis.groups(n_microbatches):
+        if blocks[group.name] is not None:
+            continue
+        for member in group.members:
+            place = blocks[member.name]
+            if place is not None and place[1] == _COPIED:
+                out[member.name] = folded.runs[place[0]].count - 2
+    return out
+
+
 class _Maker:
     def __init__(self, folded: Folded, problem: IntraOpProblem) -> None:
         self.folded, self.problem = folded, problem
@@ -136,12 +151,14 @@ class _Maker:
         return Repeated(self.folded, self.problem, whole, self.group_of)
 
     def _groups_repeat(self) -> bool:
-        """Are the groups of the copied block's operators those of the first or of the copies, and
-        no parameter or group shared by blocks?"""
+        """Are the groups of the copied block's operators those of the first, of the copies, or one
+        for all blocks, and is no parameter shared by blocks?"""
         for r, run in enumerate(self.folded.runs):
             for offset in range(run.period):
                 _, copied, last = places_of(self.folded, run, offset)
                 place = self.places[self.group_of[copied]]
+                if place is None and self.group_of[copied] == self.group_of[last]:
+                    continue
                 if place not in ((r, _COPIED), (r, _FIRST)):
                     return False
                 if place == (r, _FIRST) and self.places[self.group_of[last]] != (r, _COPIED):

@@ -7,14 +7,14 @@ from functools import cache
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from autopar.capture import capture
 from autopar.passes.analysis import Analysis
 from autopar.passes.constraints import Constraints
 from autopar.passes.folding import Folded, find_runs, fold
 from autopar.passes.intra_op import choose, choose_folded, intra_op_problem
-from autopar.passes.repeated import Repeated, repeated_problem
+from autopar.passes.repeated import Repeated, placed_once, repeated_problem
 from tests.harness import (
     WIDTH,
     abstract_cost,
@@ -42,6 +42,16 @@ def tiny_mixtral(n_layers: int) -> nn.Module:
     return model
 
 
+def tiny_t5(n_layers: int) -> nn.Module:
+    """Every block masks the same tensors, in a group that begins outside all blocks."""
+    config = AutoConfig.for_model(
+        "t5", num_layers=n_layers, num_decoder_layers=n_layers, d_model=32, d_ff=64, d_kv=8,
+        num_heads=4, vocab_size=32, dropout_rate=0.0, decoder_start_token_id=0,
+    )  # fmt: skip
+    model: nn.Module = AutoModelForSeq2SeqLM.from_config(config)
+    return model
+
+
 @cache
 def folded(name: str) -> Folded:
     torch.manual_seed(0)
@@ -50,7 +60,7 @@ def folded(name: str) -> Folded:
         "two stacks": TwoStacks,
         "shared": SharedBlock,
     }
-    tokens = {"gpt2": tiny_gpt2, "llama": tiny_llama, "mixtral": tiny_mixtral}
+    tokens = {"gpt2": tiny_gpt2, "llama": tiny_llama, "mixtral": tiny_mixtral, "t5": tiny_t5}
     if name in rows:
         program = capture(rows[name](), random_rows(0, "x"), precision="fp64")
     else:
@@ -61,13 +71,15 @@ def folded(name: str) -> Folded:
 
 def repeated(name: str, sizes: tuple[int, ...], limits: Constraints) -> Repeated | None:
     found = folded(name)
-    problem = intra_op_problem(found.analysis, abstract_cost(sizes), 1, limits, "adamw", None)
+    once, cost = placed_once(found, 1), abstract_cost(sizes)
+    problem = intra_op_problem(found.analysis, cost, 1, limits, "adamw", None, 1, once)
     return repeated_problem(found, problem)
 
 
 CASES = [
     *((name, sizes, "") for name in ("chain", "two stacks", "gpt2", "llama", "mixtral")
       for sizes in ((4,), (2, 2))),
+    ("t5", (4,), ""),
     ("gpt2", (2, 2), "zero1 zero2 zero3"),
     ("llama", (2, 2), "data"),
     ("llama", (4,), "tensor"),
