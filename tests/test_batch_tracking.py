@@ -180,10 +180,9 @@ def test_parity_of_random_assignments(
     found, cost = analysis(name), abstract_cost(sizes)
     problem = intra_op_problem(found, cost, n_microbatches, Constraints(), "adamw", None)
     rng = random.Random(f"{name} {sizes} {n_microbatches}")
-    for seed in range(2):
-        strategy = random_strategy(found, problem, n_microbatches, rng)
-        step = thread_step(found, cost, strategy, CASES[name][1](seed), seed)
-        assert step.wrong == {}
+    strategy = random_strategy(found, problem, n_microbatches, rng)
+    step = thread_step(found, cost, strategy, CASES[name][1](0), 0)
+    assert step.wrong == {}
 
 
 @pytest.mark.parametrize("name", ["bert", "t5", "t5-gated", "t5-padded", "t5-labels"])

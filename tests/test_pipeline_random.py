@@ -37,8 +37,8 @@ MESHES: tuple[Shapes, ...] = (
 COUNTS = (1, 2, 4, 8)
 ORDERS = ("gpipe", "1f1b")
 # Of the other models, which add no new shape of a pipeline, a few.
-N_SAMPLED = {"mlp": 14, "gpt2": 16, "llama": 10, "t5": 10}
-N_SAMPLED_OTHERS = 4
+N_SAMPLED = {"mlp": 12, "gpt2": 10, "llama": 8, "t5": 8}
+N_SAMPLED_OTHERS = 3
 Combination = tuple[str, Shapes, int, str, int]
 
 

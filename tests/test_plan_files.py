@@ -48,7 +48,6 @@ def tiny() -> Plan:
     "cell",
     [
         TINY,
-        Cell("gpt2", (1, 2), "auto", 1),
         Cell("mlp", (1, 2), "zero-3", 4),
         PipelineCell("gpt2", "no data", "1f1b", 4),
     ],

@@ -77,12 +77,10 @@ def repeated(name: str, sizes: tuple[int, ...], limits: Constraints) -> Repeated
 
 
 CASES = [
-    *((name, sizes, "") for name in ("chain", "two stacks", "gpt2", "llama", "mixtral")
-      for sizes in ((4,), (2, 2))),
-    ("t5", (4,), ""),
+    *((name, (2, 2), "") for name in ("chain", "two stacks", "gpt2", "llama", "mixtral")),
+    *((name, (4,), "") for name in ("two stacks", "llama", "t5")),
     ("gpt2", (2, 2), "zero1 zero2 zero3"),
-    ("llama", (2, 2), "data"),
-    ("llama", (4,), "tensor"),
+    ("llama", (4,), "data"),
 ]  # fmt: skip
 
 
@@ -101,7 +99,7 @@ def test_the_optimum_is_that_of_the_whole_program(
     assert chosen.strategy.storage.keys() == whole.strategy.storage.keys()
 
 
-@pytest.mark.parametrize("share", [0.9, 0.7])
+@pytest.mark.parametrize("share", [0.9, 0.75])
 def test_within_a_budget(share: float) -> None:
     """Blocks that store or keep unlike things, where that is what fits."""
     found, cost, limits = folded("gpt2"), abstract_cost((2, 2)), Constraints()

@@ -83,12 +83,6 @@ class RepeatedProblem:
         """Variable of a block -> the number of its repeat."""
         return {v: r for r, repeat in enumerate(self.repeats) for v in repeat.block}
 
-    @property
-    def n_unrolled(self) -> int:
-        """Variables of the problem written out."""
-        more = sum(len(r.block) * (r.count - 1) for r in self.repeats)
-        return self.numbers.n_variables + more
-
     # -- written out -------------------------------------------------------------------------
 
     def unrolled(self, n_most: int | None = None) -> tuple[ChoiceProblem, list[list[int]]]:
