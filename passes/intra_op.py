@@ -11,12 +11,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
 from autopar.cost.memory import optimizer_time_s, static_bytes_per_param
 from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError
-from autopar.facts import Strategy
+from autopar.facts import OperatorStrategy, Storage, Strategy
 from autopar.passes.analysis import Analysis
+from autopar.passes.boundaries import Side
 from autopar.passes.candidates import CandidateMaker
 from autopar.passes.constraints import Constraints, Limits
 from autopar.passes.folding import Folded
@@ -25,6 +27,7 @@ from autopar.passes.problem import IntraOpProblem, ProblemBuilder
 from autopar.passes.repeated import placed_once, repeated_problem
 from autopar.passes.solvers import Infeasible, Solver, TooWide, solve
 from autopar.passes.solvers.repeats_select import solve_repeated
+from autopar.spec import Spec
 from autopar.units import format_bytes
 
 # A plan proven this close to the optimum is good enough: predictions are far coarser.
@@ -32,6 +35,7 @@ GAP_GOAL = 1e-3
 # A recipe's layout under a memory budget is priced abstractly; nothing hangs on its optimum.
 RECIPE_GAP_GOAL = 5e-2
 CLOSE_GAP_S = 10.0
+C = TypeVar("C", contravariant=True)
 
 
 def least_bytes(
@@ -60,6 +64,14 @@ def least_bytes(
         for n in analysis.program.parameters
     )
     return (parameters + n_in_flight * (activations + other_bytes)) / n_ranks
+
+
+class _Readable(Protocol[C]):
+    """A problem whose choices can be read: of a program written out, or by its repeated blocks."""
+
+    def operators(self, choice: C) -> Mapping[str, OperatorStrategy]: ...
+    def storage(self, choice: C) -> Mapping[str, Storage]: ...
+    def boundaries(self, choice: C, side: Side) -> Mapping[str, Spec]: ...
 
 
 @dataclass(frozen=True)
@@ -136,17 +148,7 @@ def choose(
     if isinstance(solution, Infeasible):
         raise _infeasible(solution, budget_bytes, cost)
     return Chosen(
-        Strategy(
-            problem.operators(solution.choice),
-            problem.storage(solution.choice),
-            analysis.microbatch_types(n_microbatches).tensors,
-            analysis.batch.cells,
-            analysis.batch.size,
-            n_microbatches,
-            "sequence" in constraints.forbid,
-            problem.boundaries(solution.choice, "received"),
-            problem.boundaries(solution.choice, "sent"),
-        ),
+        _strategy(analysis, problem, solution.choice, n_microbatches, constraints),
         solution.objective_s,
         solution.gap,
         solution.bytes,
@@ -171,7 +173,7 @@ def choose_folded(
     Pins are of single parameters, which other blocks do not have.
     """
     start_s = time.perf_counter()
-    if solver == "auto" and not constraints.pins:
+    if folded.runs and solver == "auto" and not constraints.pins:
         problem = intra_op_problem(
             folded.analysis, cost, n_microbatches, constraints, optimizer, budget_bytes,
             n_in_flight, placed_once(folded, n_microbatches),
@@ -206,20 +208,30 @@ def _by_copies(
         return solution
     if solution.gap > (RECIPE_GAP_GOAL if constraints.roles else GAP_GOAL):
         return None
-    whole, choice = folded.whole, solution.choice
-    strategy = Strategy(
-        repeated.operators(choice),
-        repeated.storage(choice),
-        whole.microbatch_types(n_microbatches).tensors,
-        whole.batch.cells,
-        whole.batch.size,
-        n_microbatches,
-        "sequence" in constraints.forbid,
-        problem.boundaries(choice.base, "received"),
-        problem.boundaries(choice.base, "sent"),
-    )
+    strategy = _strategy(folded.whole, repeated, solution.choice, n_microbatches, constraints)
     n_variables, totals = problem.numbers.n_variables, solution.totals
     return Chosen(strategy, totals.cost_s, solution.gap, totals.bytes, 0.0, n_variables)
+
+
+def _strategy(
+    analysis: Analysis,
+    problem: _Readable[C],
+    choice: C,
+    n_microbatches: int,
+    constraints: Constraints,
+) -> Strategy:
+    """What a choice of a program's problem says."""
+    return Strategy(
+        problem.operators(choice),
+        problem.storage(choice),
+        analysis.microbatch_types(n_microbatches).tensors,
+        analysis.batch.cells,
+        analysis.batch.size,
+        n_microbatches,
+        "sequence" in constraints.forbid,
+        problem.boundaries(choice, "received"),
+        problem.boundaries(choice, "sent"),
+    )
 
 
 def _infeasible(found: Infeasible, budget_bytes: float | None, cost: CostModel) -> InfeasibleError:

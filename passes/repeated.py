@@ -17,11 +17,13 @@ from functools import cached_property
 import numpy as np
 
 from autopar.facts import OperatorStrategy, Storage
+from autopar.passes.boundaries import Side
 from autopar.passes.folding import Folded, Run
 from autopar.passes.groups import Group
 from autopar.passes.problem import IntraOpProblem
 from autopar.passes.solvers.problem import ProblemError
 from autopar.passes.solvers.repeats import Repeat, RepeatedChoice, RepeatedProblem
+from autopar.spec import Spec
 
 # (run, block) of a folded operator or of a variable; None: outside all runs, or in several blocks.
 Place = tuple[int, int] | None
@@ -66,6 +68,10 @@ class Repeated:
                 if name in parameters:
                     out[name] = storages[like][self._chosen(choice, variables[like], copy)]
         return {name: out[name] for name in parameters}
+
+    def boundaries(self, choice: RepeatedChoice, side: Side) -> dict[str, Spec]:
+        """Value -> how it crosses, of the values on one side."""
+        return self.folded_problem.boundaries(choice.base, side)
 
     def _chosen(self, choice: RepeatedChoice, v: int, copy: int | None) -> int:
         """What variable v chooses in a copy of its block; outside blocks there is but one."""
@@ -136,7 +142,7 @@ class _Maker:
         self.group_of = {f: v for v, members in enumerate(self.members) for f in members}
 
     def make(self) -> Repeated | None:
-        if not self.folded.runs or not self._groups_repeat():
+        if not self._groups_repeat():
             return None
         repeats = []
         for r, run in enumerate(self.folded.runs):
