@@ -15,8 +15,9 @@ import math
 from collections import deque
 from dataclasses import replace
 
-from autopar.passes.solvers.elimination import Potentials, Weights, minimise
+from autopar.passes.solvers.elimination import Weights
 from autopar.passes.solvers.elimination_order import EliminationPlan, TooWide, plan_elimination
+from autopar.passes.solvers.lagrangian import Elimination, Point
 from autopar.passes.solvers.problem import FORBIDDEN, Choice, ChoiceProblem, Infeasible
 from autopar.passes.solvers.reductions import Reduced, reduce
 from autopar.passes.solvers.select import solve
@@ -41,7 +42,7 @@ def hull_corners(problem: ChoiceProblem, n_most: int) -> list[Choice] | Infeasib
         if reduced is None:
             return FORBIDDEN
         try:
-            return _Walk(problem, reduced, plan_elimination(reduced.problem)).corners(n_most)
+            return _Walk(reduced, plan_elimination(reduced.problem)).corners(n_most)
         except TooWide:
             pass
     found = solve(unlimited)
@@ -51,31 +52,29 @@ def hull_corners(problem: ChoiceProblem, n_most: int) -> list[Choice] | Infeasib
 class _Walk:
     """Elimination of one reduced problem at several prices."""
 
-    def __init__(self, problem: ChoiceProblem, reduced: Reduced, plan: EliminationPlan) -> None:
-        self.problem, self.reduced, self.plan = problem, reduced, plan
+    def __init__(self, reduced: Reduced, plan: EliminationPlan) -> None:
+        self.reduced, self.elimination = reduced, Elimination(reduced.problem, plan)
 
     def corners(self, n_most: int) -> list[Choice] | Infeasible:
-        value, fastest = self._at(0.0)
+        value, fastest = self.elimination.at(Weights())
         if math.isinf(value):
             return FORBIDDEN
-        totals = self.problem.evaluate(fastest)
+        totals = fastest.totals
         even = totals.cost_s / totals.bytes if totals.bytes and totals.cost_s else 1.0
-        fastest, leanest = self._at(even * _LOW)[1], self._at(even * _HIGH)[1]
-        found = dict.fromkeys((fastest, leanest))
+        fastest, leanest = self._at(even * _LOW), self._at(even * _HIGH)
+        found = dict.fromkeys((fastest.choice, leanest.choice))
         sides = deque([(fastest, leanest)])
         while sides and len(found) < n_most:
             fast, lean = sides.popleft()
-            a, b = self.problem.evaluate(fast), self.problem.evaluate(lean)
+            a, b = fast.totals, lean.totals
             saved_bytes, paid_s = a.bytes - b.bytes, b.cost_s - a.cost_s
             if saved_bytes <= _SAME_REL * a.bytes or paid_s <= _SAME_REL * a.cost_s:
                 continue
-            _, between = self._at(paid_s / saved_bytes)
-            if between not in found:
-                found[between] = None
+            between = self._at(paid_s / saved_bytes)
+            if between.choice not in found:
+                found[between.choice] = None
                 sides += [(fast, between), (between, lean)]
-        return list(found)
+        return [self.reduced.lift(choice) for choice in found]
 
-    def _at(self, s_per_byte: float) -> tuple[float, Choice]:
-        potentials = Potentials.of(self.reduced.problem, Weights(size=s_per_byte))
-        value, choice = minimise(self.plan, potentials)
-        return value, self.reduced.lift(choice)
+    def _at(self, s_per_byte: float) -> Point[Choice]:
+        return self.elimination.at(Weights(size=s_per_byte))[1]
