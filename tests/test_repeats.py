@@ -20,7 +20,8 @@ from autopar.passes.solvers import (
 from autopar.passes.solvers.elimination import Potentials, Weights, minimise
 from autopar.passes.solvers.elimination_order import Limits, TooWide, plan_elimination
 from autopar.passes.solvers.powers import Power
-from autopar.passes.solvers.repeats import Repeat, RepeatedProblem
+from autopar.passes.solvers.problem import Choice
+from autopar.passes.solvers.repeats import Repeat, RepeatedChoice, RepeatedProblem
 from autopar.passes.solvers.repeats_elimination import RepeatedElimination
 from autopar.passes.solvers.repeats_select import solve_repeated
 
@@ -87,6 +88,15 @@ def random_repeated(seed: int) -> RepeatedProblem:
     return RepeatedProblem(numbers, tuple(repeats))
 
 
+def written_out(problem: RepeatedProblem, choice: RepeatedChoice) -> Choice:
+    """A choice in the numbering of `problem.unrolled()`."""
+    out = [(k,) for k in choice.base]
+    for repeat, rows in zip(problem.repeats, choice.copies, strict=True):
+        for v, column in zip(repeat.block, zip(*rows, strict=True), strict=True):
+            out[v] = column
+    return tuple(itertools.chain.from_iterable(out))
+
+
 def least(problem: ChoiceProblem, weights: Weights) -> float:
     merged = problem.merged()
     return minimise(plan_elimination(merged), Potentials.of(merged, weights))[0]
@@ -106,7 +116,7 @@ def test_the_optimum_is_that_of_the_problem_written_out(first: int) -> None:
             assert value == pytest.approx(expected, rel=REL, abs=1e-15), seed
             if math.isinf(value):
                 continue
-            flat = written.evaluate(problem.written_out(choice))
+            flat = written.evaluate(written_out(problem, choice))
             assert (totals.tie, totals.bytes) == (flat.tie, flat.bytes)
             assert totals.cost_s == pytest.approx(flat.cost_s, rel=REL)
             summed = weights.cost * flat.cost_s + weights.tie * flat.tie
@@ -220,7 +230,7 @@ def test_under_a_budget(first: int) -> None:
             assert found.min_bytes == wanted.min_bytes
             continue
         assert not isinstance(found, Infeasible)
-        flat = written.evaluate(problem.written_out(found.choice))
+        flat = written.evaluate(written_out(problem, found.choice))
         assert flat.bytes == found.totals.bytes <= budget_bytes
         assert flat.cost_s == pytest.approx(found.totals.cost_s, rel=REL)
         low = found.totals.cost_s * (1 - found.gap) * (1 - REL)

@@ -127,18 +127,6 @@ class RepeatedProblem:
             return where[v][k]
         return where[repeat.like[v]][k - 1] if v in repeat.like and k > 0 else where[v][0]
 
-    def written_out(self, choice: RepeatedChoice) -> Choice:
-        """A choice of the problem written out."""
-        out: list[int] = []
-        for v, k in enumerate(choice.base):
-            if v not in self._owner:
-                out.append(k)
-                continue
-            r = self._owner[v]
-            column = self.repeats[r].block.index(v)
-            out += [copy[column] for copy in choice.copies[r]]
-        return tuple(out)
-
     def evaluate(self, choice: RepeatedChoice) -> Totals:
         """What a choice sums to, over all copies; equal copies are added up once."""
         numbers, base = self.numbers, list(choice.base)
