@@ -1,30 +1,72 @@
-"""How long one operator takes on one device: a roofline with a floor.
+"""How long one operator takes on one device: a roofline with a floor, one law for all operators.
 
-    time = max(flops / achievable flops_per_s, bytes / bytes_per_s) + launch_s
+    product     max(flops / rate + u bytes / bytes_per_s, bytes / bytes_per_s) + launch_s
+    attention   the same with the rates of a fused kernel, which differ forward and backward
+    memory      bytes / bytes_per_s + launch_s
 
-`flops` counts contractions, attention and convolutions (one multiply-add is 2); every other
-operator costs only its bytes. Replicated work is charged in full on every rank. Views launch
-nothing and are free; callers do not ask for them.
+u is the share of a product's memory time that its arithmetic does not hide
+(`product_traffic_fraction`). As 2mkn flops touch mk + kn + mn elements, it makes the efficiency of
+a product depend on its sizes (`product_efficiency`): small m, n or k, and the launch, each take
+their part. Replicated work is charged in full on every rank. Views launch nothing and are free;
+callers do not ask for them.
 """
 
 from __future__ import annotations
 
-import torch
+from typing import Literal, overload
 
-from autopar.cost.hardware import flops_per_s
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from autopar.cost.hardware import ProfiledDevice, attention_flops_per_s, flops_per_s
 from autopar.mesh import Device
 
+Kind = Literal["product", "attention", "memory"]
+Array = NDArray[np.float64]
 
+
+@overload
 def op_time_s(
-    flops: float, bytes_moved: float, device: Device, dtype: torch.dtype | None = None
-) -> float:
+    flops: float, bytes_moved: float, device: Device, dtype: torch.dtype | None = None,
+    kind: Kind = "product", *, is_backward: bool = False,
+) -> float: ...  # fmt: skip
+@overload
+def op_time_s(
+    flops: Array, bytes_moved: Array, device: Device, dtype: torch.dtype | None = None,
+    kind: Kind = "product", *, is_backward: bool = False,
+) -> Array: ...  # fmt: skip
+def op_time_s(
+    flops: float | Array,
+    bytes_moved: float | Array,
+    device: Device,
+    dtype: torch.dtype | None = None,
+    kind: Kind = "product",
+    *,
+    is_backward: bool = False,
+) -> float | Array:
     """Seconds of one operator that computes `flops` and reads and writes `bytes_moved`.
 
-    `dtype` is the operator's; None means the one the device was resolved for.
+    Arrays give one time per choice. `dtype` is the operator's; None means the one the device was
+    resolved for. `kind` is looked at where there are flops.
 
     Raises:
         NotSupportedError: there are flops, and the profile has no rate for `dtype`.
     """
-    assert flops >= 0 and bytes_moved >= 0, (flops, bytes_moved)
-    compute_s = flops / flops_per_s(device, dtype) if flops else 0.0
-    return max(compute_s, bytes_moved / device.bytes_per_s) + device.launch_s
+    memory_s = bytes_moved / device.bytes_per_s
+    if kind == "memory" or not np.any(flops):
+        return memory_s + device.launch_s
+    if kind == "attention":
+        rate = attention_flops_per_s(device, dtype)[is_backward]
+    else:
+        rate = flops_per_s(device, dtype)
+    exposed = device.product_traffic_fraction if isinstance(device, ProfiledDevice) else 0.0
+    busy_s = np.maximum(flops / rate + exposed * memory_s, memory_s) + device.launch_s
+    return busy_s if isinstance(busy_s, np.ndarray) else float(busy_s)
+
+
+def product_efficiency(m: int, n: int, k: int, device: Device, dtype: torch.dtype) -> float:
+    """Achieved rate of an m x k by k x n product / the rate of an endlessly large one."""
+    flops, n_elements = 2.0 * m * n * k, m * k + k * n + m * n
+    time_s = op_time_s(flops, float(n_elements * dtype.itemsize), device, dtype)
+    return flops / flops_per_s(device, dtype) / time_s

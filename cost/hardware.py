@@ -6,7 +6,18 @@ in its unit (`_s`, `_per_s`, `_per_byte`, `_bytes`, `_fraction`), and everything
     [device]  memory_bytes, memory_margin_fraction, peak_bytes_per_s,
               achieved_bandwidth_fraction, launch_s,
               peak_flops_per_s.<dtype>, achieved_flops_fraction.<dtype>
-    [link.intra_node], [link.inter_node]   latency_s, s_per_byte
+    [link.intra_node], [link.inter_node]   latency_s, s_per_byte       of one device's own port
+
+What a profile may leave out, and what then holds (`DEFAULTS`):
+
+    device.product_traffic_fraction      share of a product's memory time that its arithmetic
+                                         does not hide                             0
+    device.attention_fraction.forward    rate of fused attention / peak flops_per_s; and
+    device.attention_fraction.backward   .backward                                 as products
+    device.host_s                        the interpreter's time to issue one operator  0
+    device.overlap_slowdown_fraction     how much longer compute takes while a collective
+                                         runs beside it                            0
+    link.intra_node.in_switch_s_per_byte all_reduce summed in the switch           there is none
 
 Rates used for planning are peak x achieved fraction; MFU divides by the peak. `resolve` turns
 a mesh into numbers: its own links and device, or those of a named, given or detected profile.
@@ -56,6 +67,15 @@ _SCALARS = (
     "link.inter_node.latency_s",
     "link.inter_node.s_per_byte",
 )
+# Optional quantities, and the value that stands for "nothing is known of it".
+DEFAULTS: dict[str, float | None] = {
+    "device.product_traffic_fraction": 0.0,
+    "device.attention_fraction.forward": None,
+    "device.attention_fraction.backward": None,
+    "device.host_s": 0.0,
+    "device.overlap_slowdown_fraction": 0.0,
+    "link.intra_node.in_switch_s_per_byte": None,
+}
 _PER_DTYPE = ("device.peak_flops_per_s", "device.achieved_flops_fraction")
 
 
@@ -81,6 +101,11 @@ class Profile:
     def value(self, key: str) -> float:
         return self.quantities[key].value
 
+    def optional(self, key: str) -> float | None:
+        """The value of a key that may be left out; its neutral default where it is."""
+        found = self.quantities.get(key)
+        return DEFAULTS[key] if found is None else found.value
+
     def link(self, name: str) -> Link:
         """`name` is `intra_node` or `inter_node`."""
         return Link(self.value(f"link.{name}.latency_s"), self.value(f"link.{name}.s_per_byte"))
@@ -97,9 +122,16 @@ class Profile:
 
 @dataclass(frozen=True)
 class ProfiledDevice(Device):
-    """A device that knows the rate of every dtype; `flops_per_s` is that of the resolved one."""
+    """A device that knows the rate of every dtype; `flops_per_s` is that of the resolved one.
+
+    Rates are those of products, of fused attention's forward, and of its backward.
+    """
 
     rates_flops_per_s: tuple[tuple[torch.dtype, float], ...] = ()
+    attention_rates: tuple[tuple[torch.dtype, tuple[float, float]], ...] = ()
+    product_traffic_fraction: float = 0.0
+    host_s: float = 0.0
+    overlap_slowdown_fraction: float = 0.0
     profile_name: str = ""
 
 
@@ -150,6 +182,10 @@ def resolve(mesh: Mesh, dtype: torch.dtype = torch.float32) -> Hardware:
         memory_bytes=profile.value("device.memory_bytes"),
         launch_s=profile.value("device.launch_s"),
         rates_flops_per_s=tuple(achieved.items()),
+        attention_rates=tuple(_attention_rates(profile, achieved, peak).items()),
+        product_traffic_fraction=profile.optional("device.product_traffic_fraction") or 0.0,
+        host_s=profile.optional("device.host_s") or 0.0,
+        overlap_slowdown_fraction=profile.optional("device.overlap_slowdown_fraction") or 0.0,
         profile_name=profile.name,
     )
     margin = profile.value("device.memory_margin_fraction")
@@ -164,6 +200,17 @@ def flops_per_s(device: Device, dtype: torch.dtype | None) -> float:
         if known == dtype:
             return rate
     raise _no_rate(device.profile_name, dtype, dict(device.rates_flops_per_s))
+
+
+def attention_flops_per_s(device: Device, dtype: torch.dtype | None) -> tuple[float, float]:
+    """The rates of fused attention's forward and backward; those of products where none are known.
+
+    Raises `NotSupportedError` as `flops_per_s` does.
+    """
+    rate = flops_per_s(device, dtype)
+    if isinstance(device, ProfiledDevice) and dtype is not None:
+        return dict(device.attention_rates).get(dtype, (rate, rate))
+    return rate, rate
 
 
 def detect() -> str:
@@ -260,8 +307,9 @@ def _check_keys(quantities: Mapping[str, Quantity], path: Path) -> None:
     expected = {*_SCALARS, *(f"{key}.{dtype}" for key in _PER_DTYPE for dtype in dtypes)}
     if missing := sorted(expected - set(quantities)):
         raise _malformed(path, f"missing {', '.join(missing)}")
-    if unknown := sorted(set(quantities) - expected):
-        raise _malformed(path, f"unknown {', '.join(unknown)}; known are {', '.join(_SCALARS)}")
+    if unknown := sorted(set(quantities) - expected - set(DEFAULTS)):
+        known = ", ".join((*_SCALARS, *DEFAULTS))
+        raise _malformed(path, f"unknown {', '.join(unknown)}; known are {known}")
     if not dtypes:
         raise _malformed(path, f"no {_PER_DTYPE[0]}.<dtype>, for any of {', '.join(DTYPES)}")
     nonzero = expected - {key for key in expected if key.endswith(("launch_s", "margin_fraction"))}
@@ -280,6 +328,22 @@ def _rates(profile: Profile, *, peak: bool = False) -> dict[torch.dtype, float]:
     if tensor_float_32 is not None and torch.get_float32_matmul_precision() != "highest":
         rates["float32"] = tensor_float_32
     return {getattr(torch, name): rate for name, rate in rates.items()}
+
+
+def _attention_rates(
+    profile: Profile, achieved: Mapping[torch.dtype, float], peak: Mapping[torch.dtype, float]
+) -> dict[torch.dtype, tuple[float, float]]:
+    """Forward and backward by dtype; no fused kernel computes float32 or float64 in tensor cores,
+    so those have the rate of products."""
+    shares = [profile.optional(f"device.attention_fraction.{p}") for p in ("forward", "backward")]
+    rates = {}
+    for dtype in (torch.float16, torch.bfloat16):
+        if dtype in achieved:
+            forward, backward = (
+                achieved[dtype] if share is None else peak[dtype] * share for share in shares
+            )
+            rates[dtype] = (forward, backward)
+    return rates
 
 
 def _no_rate(

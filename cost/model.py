@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from autopar.buckets import BUCKET_BYTES
 from autopar.cost.collectives import collective_time_s
-from autopar.cost.compute import op_time_s
-from autopar.cost.hardware import flops_per_s
+from autopar.cost.compute import Kind, op_time_s
 from autopar.mesh import LogicalMesh
 from autopar.moves import COLLECTIVES, PrimitiveKind
 
@@ -43,15 +42,16 @@ class CostModel:
         return replace(self, bucket_bytes=max(min(BUCKET_BYTES, size_bytes), 1))
 
     def op_times_s(
-        self, flops: NDArray[np.float64], size_bytes: NDArray[np.float64]
+        self,
+        flops: NDArray[np.float64],
+        size_bytes: NDArray[np.float64],
+        kind: Kind = "product",
+        *,
+        is_backward: bool = False,
     ) -> NDArray[np.float64]:
         """`op_time_s` over arrays of choices."""
-        device = self.mesh.device
-        compute = flops / flops_per_s(device, self.dtype) if flops.any() else flops
-        return np.maximum(compute, size_bytes / device.bytes_per_s) + device.launch_s
-
-    def op_time_s(self, flops: float, size_bytes: float) -> float:
-        return op_time_s(flops, size_bytes, self.mesh.device, self.dtype)
+        device, dtype = self.mesh.device, self.dtype
+        return op_time_s(flops, size_bytes, device, dtype, kind, is_backward=is_backward)
 
 
 @lru_cache(maxsize=1 << 16)

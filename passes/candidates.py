@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.cost.compute import Kind
 from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError
 from autopar.factors import Operator
@@ -300,15 +301,19 @@ def operator_times_s(
 ) -> tuple[Array, Array]:  # fmt: skip
     """Forward and backward seconds of one operator in one microbatch.
 
-    The backward of a contraction is one more of it per input with gradient; that of any
+    The backward of a contraction is one more of it per input with gradient; that of fused
+    attention is five products for the forward's two, as it makes the scores again; that of any
     other operator touches its tensors once more, for the gradients in and out.
     """
     if rule.view:
         return np.zeros_like(moved_bytes), np.zeros_like(moved_bytes)
-    forward = cost.op_times_s(flops, moved_bytes)
+    kind: Kind = "memory" if rule.flops is None else "attention" if rule.fused else "product"
+    forward = cost.op_times_s(flops, moved_bytes, kind)
     if not any(types[n].has_grad for n in operator.outputs):
         return forward, np.zeros_like(forward)
     if rule.flops is None:
-        return forward, cost.op_times_s(flops, 1.5 * moved_bytes)
+        return forward, cost.op_times_s(flops, 1.5 * moved_bytes, kind)
+    if rule.fused:
+        return forward, cost.op_times_s(2.5 * flops, 2.0 * moved_bytes, kind, is_backward=True)
     n_products = sum(types[n].has_grad for n in operator.inputs[:2])
     return forward, n_products * cost.op_times_s(flops, moved_bytes)

@@ -99,6 +99,7 @@ class OpRule:
                is then Partial. A function of the call where scalars decide
     lower      name -> what replaces the operator where that name is sharded
     localise   arguments that carry sizes, rewritten for one rank
+    fused      a fused attention, which has rates of its own
     view       costs nothing: the output shares the input's memory
     check      why a call is not covered, None if it is; a second line is the hint
     """
@@ -109,6 +110,7 @@ class OpRule:
     linear: LinearSets | Callable[[OpCall], LinearSets] = ()
     lower: Mapping[str, Lowering] = field(default_factory=dict)
     localise: Localise | None = None
+    fused: bool = False
     view: bool = False
     check: Callable[[OpCall], str | None] | None = None
 

@@ -155,7 +155,7 @@ PRODUCTS = (
     OpRule("aten.einsum.default", f.einsum, "2", f.tensors_linear_alone),
     OpRule(
         "aten.scaled_dot_product_attention.default", f.attention, "4*s*c*t*e*g",
-        lower={"c": CAUSAL_ATTENTION},
+        lower={"c": CAUSAL_ATTENTION}, fused=True,
     ),
 )  # fmt: skip
 
