@@ -18,13 +18,18 @@ from autopar.errors import MeshError
 
 @dataclass(frozen=True)
 class Link:
-    """An alpha-beta link: one message of n bytes takes `latency_s + n * s_per_byte`."""
+    """An alpha-beta link: one message of n bytes takes `latency_s + n * s_per_byte`.
+
+    `in_switch_s_per_byte`: of one port while the switch sums what all ranks send (NVLS), where it
+    can: an all_reduce of n bytes over p ranks keeps each port busy for (1 + 1/p) n of them.
+    """
 
     latency_s: float
     s_per_byte: float
+    in_switch_s_per_byte: float | None = None
 
     def __post_init__(self) -> None:
-        if self.latency_s < 0 or self.s_per_byte < 0:
+        if self.latency_s < 0 or self.s_per_byte < 0 or (self.in_switch_s_per_byte or 0.0) < 0:
             raise MeshError(f"a link cannot have negative latency or s_per_byte: {self}")
 
 
@@ -160,10 +165,20 @@ class Mesh:
 
 
 @dataclass(frozen=True)
+class Nodes:
+    """The nodes of a machine: `n_ranks` consecutive ranks each, the links inside and across."""
+
+    n_ranks: int
+    inside: Link
+    across: Link
+
+
+@dataclass(frozen=True)
 class LogicalMesh:
     """Named axes over the ranks of one stage, row-major: the last axis varies fastest.
 
-    `links[i]` is the link of axis i's groups.
+    `links[i]` is the slowest link that axis i's groups cross. What their collectives cost depends
+    on how they lie on `nodes` (`cost/topology.py`); None: on links alone.
     """
 
     sizes: tuple[int, ...]
@@ -171,6 +186,7 @@ class LogicalMesh:
     links: tuple[Link, ...]
     device: Device
     first_rank: int = 0
+    nodes: Nodes | None = None
 
     def __post_init__(self) -> None:
         assert len(self.sizes) == len(self.names) == len(self.links), self
@@ -224,10 +240,11 @@ class LogicalMesh:
     def group_size(self, axes: Sequence[int]) -> int:
         return math.prod(self.sizes[i] for i in axes)
 
-    def group_link(self, axes: Sequence[int]) -> Link:
-        """The link of a group over `axes`: the slowest one it crosses."""
-        links = [self.links[i] for i in axes if self.sizes[i] > 1] or [self.links[axes[0]]]
-        return Link(max(k.latency_s for k in links), max(k.s_per_byte for k in links))
+    @property
+    def placement(self) -> LogicalMesh:
+        """This view as near the first rank as it lies on nodes alike: what it costs is the same."""
+        first_rank = 0 if self.nodes is None else self.first_rank % self.nodes.n_ranks
+        return replace(self, first_rank=first_rank)
 
 
 def logical_views(
@@ -261,8 +278,9 @@ def factored_view(
 ) -> LogicalMesh:
     """Consecutive ranks of `mesh` from `first_rank`, seen as `axes` (outermost first).
 
-    An axis has the link between nodes if one of its groups leaves a node. Raises `MeshError`
-    for more ranks than the mesh has.
+    An axis has the link between nodes if one of its groups leaves a node; the view keeps the
+    machine's nodes, so that costs follow from how groups lie on them. Raises `MeshError` for more
+    ranks than the mesh has.
     """
     n_ranks = math.prod(axes.values())
     if first_rank + n_ranks > mesh.n_ranks:
@@ -270,8 +288,9 @@ def factored_view(
             f"axes {dict(axes)} hold {n_ranks} ranks from rank {first_rank}, "
             f"the mesh has {mesh.n_ranks}"
         )
+    nodes = Nodes(mesh.devices_per_node, links[-1], links[0])
     view = LogicalMesh(
-        tuple(axes.values()), tuple(axes), (links[-1],) * len(axes), device, first_rank
+        tuple(axes.values()), tuple(axes), (links[-1],) * len(axes), device, first_rank, nodes
     )
     chosen = []
     for axis in range(view.n_axes):

@@ -46,7 +46,7 @@ class MeshRecord:
     shape: tuple[int, ...]
     axis_names: tuple[str, ...]
     hardware: str
-    links: tuple[tuple[float, float], ...]
+    links: tuple[tuple[float, ...], ...]
     device: Mapping[str, float]
 
 
@@ -161,7 +161,7 @@ def _from_dict(raw: dict[str, Any]) -> PlanData:
         tuple(mesh["shape"]),
         tuple(mesh["axis_names"]),
         mesh["hardware"],
-        tuple((float(a), float(b)) for a, b in mesh["links"]),
+        tuple(_link_numbers(link) for link in mesh["links"]),
         {k: float(v) for k, v in mesh["device"].items()},
     )
     values["forbid"] = tuple(raw["forbid"])
@@ -184,6 +184,13 @@ def _from_dict(raw: dict[str, Any]) -> PlanData:
     if "\n" in values["model"]:
         raise ValueError("a model name is one line")
     return PlanData(**values)
+
+
+def _link_numbers(link: Sequence[float]) -> tuple[float, ...]:
+    """The fields of a `Link`; the last only where the switch sums."""
+    if len(link) not in (2, 3):
+        raise ValueError(f"a link has two or three numbers, not {link}")
+    return tuple(float(number) for number in link)
 
 
 def _stage_from_dict(raw: dict[str, Any]) -> StageRecord:

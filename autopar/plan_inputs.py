@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ def record_of(mesh: Mesh, hardware: Hardware) -> MeshRecord:
         mesh.shape,
         mesh.axis_names,
         hardware.profile_name,
-        tuple((k.latency_s, k.s_per_byte) for k in hardware.links),
+        tuple(tuple(v for v in astuple(link) if v is not None) for link in hardware.links),
         {
             "flops_per_s": device.flops_per_s,
             "bytes_per_s": device.bytes_per_s,
@@ -100,5 +101,5 @@ def record_of(mesh: Mesh, hardware: Hardware) -> MeshRecord:
 def mesh_of(record: MeshRecord) -> Mesh:
     if record.hardware != "explicit":
         return Mesh(record.shape, record.axis_names, hardware=record.hardware)
-    links = [Link(a, b) for a, b in record.links]
+    links = [Link(*numbers) for numbers in record.links]
     return Mesh(record.shape, record.axis_names, links=links, device=Device(**record.device))

@@ -1,90 +1,117 @@
 """How long a collective takes: the formula table, compiled to plain float functions.
 
-    time(kind, n, p, link) = min over algorithms valid for p of formula(n, p, alpha, beta, gamma)
+    time(kind, n, group) = min over algorithms that the group can run of formula(n, group)
 
-with alpha and beta of the link. gamma defaults to 0: bandwidths measured on real collectives
-already contain the summing. Planning asks for about 1e5 times, so sympy runs once per
-collective, when it is first asked for.
+with what the formulas need of a group from `topology.Group.numbers`. gamma defaults to 0:
+bandwidths measured on real collectives already contain the summing. Planning asks for about 1e5
+times, so sympy runs once per algorithm, when it is first asked for.
+
+What nccl-tests calls bus bandwidth is bytes / time x a factor that makes it the speed of a link
+in a ring, whatever the number of ranks (`bus_bytes_per_s`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, lru_cache
 
 import sympy
 
-from autopar.cost.formulas import FORMULAS, SYMBOLS, algorithms, require_kind
-from autopar.mesh import Link
-from autopar.units import format_seconds
+from autopar.cost.formulas import (
+    FORMULAS,
+    SYMBOLS,
+    Formula,
+    algorithms,
+    on_one_level,
+    require_kind,
+)
+from autopar.cost.topology import Group
 
-# (p, ceil(log2 p), n, alpha, beta, gamma) -> seconds
-TimeFunction = Callable[[int, int, float, float, float, float], float]
+# (n, *Group.numbers, gamma) -> seconds
+TimeFunction = Callable[..., float]
+
+# nccl-tests doc/PERFORMANCE.md: a ring sends this many times (p - 1) / p of the buffer.
+_BUS_TURNS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 
 
 def collective_time_s(
-    kind: str, size_bytes: float, n_ranks: int, link: Link, gamma_s_per_byte: float = 0.0
+    kind: str, size_bytes: float, group: Group, gamma_s_per_byte: float = 0.0
 ) -> float:
-    """Seconds of one `kind` of NCCL size `size_bytes` over `n_ranks`; 0.0 for one rank.
+    """Seconds of one `kind` of NCCL size `size_bytes` over `group`; 0.0 for one rank.
 
     Raises:
         OptionError: `kind` is no collective.
     """
-    candidates = _candidates(kind, n_ranks)
-    if n_ranks == 1:
+    candidates = _candidates(kind, group)
+    if group.n_ranks == 1:
         return 0.0
     assert size_bytes >= 0, (kind, size_bytes)
-    levels = (n_ranks - 1).bit_length()
-    latency_s, s_per_byte = link.latency_s, link.s_per_byte
-    return min(
-        time_s(n_ranks, levels, size_bytes, latency_s, s_per_byte, gamma_s_per_byte)
-        for _, time_s in candidates
-    )
+    numbers = group.numbers
+    return min(time_s(size_bytes, *numbers, gamma_s_per_byte) for _, time_s in candidates)
 
 
-def cheapest_algorithm(kind: str, size_bytes: float, n_ranks: int, link: Link) -> str:
+def cheapest_algorithm(kind: str, size_bytes: float, group: Group) -> str:
     """The algorithm whose time `collective_time_s` returns; the first one among equals."""
-    levels = (n_ranks - 1).bit_length()
-    return min(
-        _candidates(kind, n_ranks),
-        key=lambda c: c[1](n_ranks, levels, size_bytes, link.latency_s, link.s_per_byte, 0.0),
-    )[0]
+    numbers = group.numbers
+    return min(_candidates(kind, group), key=lambda c: c[1](size_bytes, *numbers, 0.0))[0]
 
 
-def explain(
-    kind: str, n_ranks: int, size_bytes: float | None = None, link: Link | None = None
-) -> str:
-    """Every formula of `kind` with its source, and whether it counts for `n_ranks`.
+def algorithms_of(kind: str, group: Group) -> tuple[str, ...]:
+    """The algorithms that the minimum over `group` ranges over."""
+    return tuple(name for name, _ in _candidates(kind, group))
 
-    With a size and a link, the times too.
-    """
+
+def bus_bytes_per_s(kind: str, size_bytes: float, n_ranks: int, time_s: float) -> float:
+    """Bus bandwidth as nccl-tests prints it."""
+    turns = _BUS_TURNS.get(kind)
+    factor = 1.0 if turns is None else turns * (n_ranks - 1) / n_ranks
+    return factor * size_bytes / time_s
+
+
+@dataclass(frozen=True)
+class Explained:
+    """One algorithm for a group: its formula, and why it does not count, empty where it does."""
+
+    algorithm: str
+    formula: str
+    source: str
+    left_out: str
+    note: str
+
+
+def explain(kind: str, group: Group) -> tuple[Explained, ...]:
+    """Every algorithm of `kind`, as it reads for `group`."""
     require_kind(kind)
-    counted = algorithms(kind, n_ranks)
-    lines = [f"{kind} over {n_ranks} ranks: the least of {', '.join(counted)}"]
-    levels = (n_ranks - 1).bit_length()
+    rows = []
     for name in algorithms(kind):
         entry = FORMULAS[kind, name]
-        line = f"  {name}: {entry.expression}"
-        if size_bytes is not None and link is not None:
-            time_s = _compiled(kind, name)(
-                n_ranks, levels, size_bytes, link.latency_s, link.s_per_byte, 0.0
-            )
-            line += f" = {format_seconds(time_s)}"
-        lines.append(line)
-        if entry.printed_only:
-            lines.append(f"    {entry.printed_only}")
-        elif name not in counted:
-            lines.append(f"    not in the minimum: {n_ranks} is not a power of two")
-        lines.append(f"    source: {entry.source}")
-    lines.append("  p ranks, L = ceil(log2 p), n bytes, alpha s, beta and gamma s per byte")
-    return "\n".join(lines)
+        expression = entry.expression
+        if group.is_one_level and entry.placement != "two levels":
+            expression = on_one_level(expression)
+        text = str(expression)
+        rows.append(Explained(name, text, entry.source, _left_out(entry, group), entry.note))
+    return tuple(rows)
 
 
-@cache
-def _candidates(kind: str, n_ranks: int) -> tuple[tuple[str, TimeFunction], ...]:
+def _left_out(entry: Formula, group: Group) -> str:
+    """Why an algorithm does not count for a group; empty where it does."""
+    if entry.printed_only:
+        return entry.printed_only
+    if entry.in_switch and group.in_switch_s_per_byte is None:
+        return "no switch that sums links these ranks"
+    if entry.placement == "one level" and not group.is_one_level:
+        return "the ranks are linked in two ways, inside nodes and across"
+    if entry.placement == "two levels" and not group.is_two_levels:
+        return "it needs several nodes with as many of the ranks in each, and more than one"
+    return ""
+
+
+@lru_cache(maxsize=1 << 12)
+def _candidates(kind: str, group: Group) -> tuple[tuple[str, TimeFunction], ...]:
     require_kind(kind)
-    assert n_ranks >= 1, n_ranks
-    return tuple((name, _compiled(kind, name)) for name in algorithms(kind, n_ranks))
+    names = [name for name in algorithms(kind) if not _left_out(FORMULAS[kind, name], group)]
+    return tuple((name, _compiled(kind, name)) for name in names)
 
 
 @cache

@@ -1,20 +1,26 @@
 """What each collective costs: symbolic formulas, one table, each with its source.
 
 The alpha-beta-gamma model: a message of n bytes takes alpha + n beta, summing n bytes takes
-n gamma. Symbols: `p` ranks, `L` = ceil(log2 p), `n` bytes, `alpha` seconds, `beta` and
-`gamma` seconds per byte. n is NCCL's size: all_reduce its buffer, all_gather its output,
-reduce_scatter its input, all_to_all the local send buffer; broadcast, reduce, scatter and
-gather the root's whole buffer; send_recv the message.
+n gamma. n is NCCL's size: all_reduce its buffer, all_gather its output, reduce_scatter its
+input, all_to_all the local send buffer; broadcast, reduce, scatter and gather the root's whole
+buffer; send_recv the message. `LEGEND` says what the symbols are.
 
-`collectives.py` compiles the table and takes the least time over the algorithms that are
-valid for p. The minimum keeps, for every link, size and p,
+A group of p ranks lies on N nodes, at least g of them in each (`topology.Group`). alpha and beta
+are those of one port on the slowest link that the group crosses, alpha_in and beta_in those
+inside a node; in one node they are the same. A ring enters and leaves a node once for each
+member there, so that g ports share what crosses, and its step takes max(beta_in, beta / g) per
+byte. Hierarchical algorithms do inside a node what can be done there, then go across with what
+is left, every rank through its own port.
+
+`collectives.py` compiles the table and takes the least time over the algorithms that a group
+can run. The minimum keeps, for every link, size and group,
 
     all_reduce(n) = reduce_scatter(n) + all_gather(n)
 
-because all three are offered by the same two algorithms (ring, recursive halving/doubling).
-The planner breaks ties by it: a reduce_scatter and an all_gather must never look dearer or
-cheaper than the all_reduce that they replace. All-reduce algorithms without such halves are
-therefore `printed_only`.
+because all three are offered by the same algorithms. The planner breaks ties by it: a
+reduce_scatter and an all_gather must never look dearer or cheaper than the all_reduce that they
+replace. All-reduce algorithms without such halves are therefore `printed_only`. Summing in the
+switch has halves in both directions at once; each is charged half of the whole (`_PAIRED`).
 """
 
 from __future__ import annotations
@@ -39,23 +45,63 @@ CollectiveKind = Literal[
 ]
 KINDS: tuple[str, ...] = get_args(CollectiveKind)
 
-p, L, n, alpha, beta, gamma = SYMBOLS = sympy.symbols("p L n alpha beta gamma", positive=True)
+LEGEND = {
+    "n": "bytes",
+    "p": "ranks",
+    "N": "nodes that hold them",
+    "g": "ranks in each node",
+    "L, L_N, L_g": "ceil(log2 p), ceil(log2 N), ceil(log2 g)",
+    "alpha, beta": "s, s per byte of one port; between nodes, where there are several",
+    "alpha_in, beta_in": "the same inside a node",
+    "sigma": "s per byte of one port while the switch sums",
+    "gamma": "s per byte of summing on the device",
+}
+SYMBOLS = sympy.symbols("n p N g L L_N L_g alpha beta alpha_in beta_in sigma gamma", positive=True)
+n, p, N, g, L, L_N, L_g, alpha, beta, alpha_in, beta_in, sigma, gamma = SYMBOLS
+
+# Where the members of a group may lie for an algorithm to run as its formula says.
+Placement = Literal["any", "one level", "two levels"]
 
 _THAKUR = (
     "R. Thakur, R. Rabenseifner, W. Gropp: Optimization of Collective Communication "
     "Operations in MPICH, Int. J. High Performance Computing Applications 19(1), 2005"
 )
+_RING = (
+    f"{_THAKUR}; over nodes, steps as in NCCL src/graph/tuning.cc (nInterSteps), and as many "
+    "rings as members in a node, each through a port of its own"
+)
+_ANY_RANKS = (
+    f"{_THAKUR}; as many rounds and bytes where p is no power of two: J. L. Träff: Optimal, "
+    "Non-pipelined Reduce-scatter and Allreduce Algorithms, arXiv 2410.14234"
+)
 _RABENSEIFNER = (
     "R. Rabenseifner: Optimization of Collective Reduction Operations, ICCS 2004; also in "
-    + _THAKUR
 )
 _SANDERS = (
     "P. Sanders, J. Speck, J. L. Träff: Two-tree algorithms for full bandwidth broadcast, "
     "reduction and scan, Parallel Computing 35, 2009"
 )
+_BLUECONNECT = (
+    "M. Cho, U. Finkler, D. Kung, H. Hunter: BlueConnect: Decomposing All-Reduce for Deep Learning "
+    "on Heterogeneous Network Hierarchy, MLSys 2019; each level by halving or doubling"
+)
+_BRUCK = (
+    "J. Bruck et al., IEEE Trans. Parallel and Distributed Systems 8(11), 1997; also in " + _THAKUR
+)
+_TWO_EXCHANGES = "X. Nie et al.: HetuMoE, arXiv 2203.14685, hierarchical all_to_all"
+_SWITCH = (
+    "NVLS of NCCL >= 2.17; a rank sends n and receives n/p, then sends n/p and receives n: "
+    "NVIDIA/nccl issue 1083; (1 + 1/p) n of all_reduce is what issue 1455 measures on 5 to 8 "
+    "H100s, algorithm bandwidths of 258, 265, 270 and 273 GB/s; 23 us, or 7 steps of a ring of "
+    "3.4 us: src/graph/tuning.cc, hwLat"
+)
 _NO_HALVES = (
-    "not in the minimum: it is no reduce_scatter followed by an all_gather, and would break "
+    "it is no reduce_scatter followed by an all_gather, and would break "
     "all_reduce(n) = reduce_scatter(n) + all_gather(n)"
+)
+_PAIRED = (
+    "half of the all_reduce that it is part of; alone it would take n sigma and lose to a ring "
+    "(NVIDIA/nccl issue 1083)"
 )
 
 
@@ -63,50 +109,95 @@ _NO_HALVES = (
 class Formula:
     """One algorithm: its time in the symbols above, where it comes from, when it is valid.
 
-    `printed_only` is empty, or says why `collectives.py` leaves the algorithm out.
+    placement      "one level": in one node, or with one member in each; "two levels": as many
+                   members in each of several nodes
+    in_switch      needs a switch that sums
+    printed_only   empty, or why `collectives.py` leaves the algorithm out
+    note           what else a reader of the number should know
     """
 
     expression: sympy.Expr
     source: str
-    power_of_two: bool = False
+    placement: Placement = "any"
+    in_switch: bool = False
     printed_only: str = ""
+    note: str = ""
 
 
 _SHARE = (p - 1) / p  # the part of a buffer that is not already in place
+_SHARE_IN, _SHARE_ACROSS = (g - 1) / g, (N - 1) / (g * N)  # together _SHARE, as p = g N
+_RING_BETA = sympy.Max(beta_in, beta / g)
+_RING_HOPS = (p - N) * alpha_in + (N - 1) * alpha
+_SUMS = _SHARE * n * gamma
+
+_ring = _RING_HOPS + _SHARE * n * _RING_BETA
+_rounds = L * alpha + _SHARE * n * beta
+_across = L_N * alpha + _SHARE_ACROSS * n * beta
+_two_levels = L_g * alpha_in + _SHARE_IN * n * beta_in + _across
 # k blocks on each of two trees of height L: (2L + 2k)(alpha + n beta / 2k), at the best k.
 _TWO_TREE = (sympy.sqrt(2 * L * alpha) + sympy.sqrt(n * beta)) ** 2
 
+
+def _in_switch(members: sympy.Expr) -> sympy.Expr:
+    """The all_reduce of one node's members, summed in the switch."""
+    return 7 * alpha_in + (1 + 1 / members) * n * sigma
+
+
 FORMULAS: dict[tuple[str, str], Formula] = {
-    ("all_reduce", "ring"): Formula(
-        2 * (p - 1) * alpha + 2 * _SHARE * n * beta + _SHARE * n * gamma, _THAKUR
-    ),
+    ("all_reduce", "ring"): Formula(2 * _ring + _SUMS, _RING),
     ("all_reduce", "halving_doubling"): Formula(
-        2 * L * alpha + 2 * _SHARE * n * beta + _SHARE * n * gamma,
-        _RABENSEIFNER,
-        power_of_two=True,
+        2 * _rounds + _SUMS, f"{_RABENSEIFNER}{_ANY_RANKS}", "one level"
+    ),
+    ("all_reduce", "hierarchical"): Formula(2 * _two_levels + _SUMS, _BLUECONNECT, "two levels"),
+    ("all_reduce", "in_switch"): Formula(_in_switch(p), _SWITCH, "one level", True),
+    ("all_reduce", "hierarchical_in_switch"): Formula(
+        _in_switch(g) + 2 * _across + _SHARE_ACROSS * n * gamma,
+        f"{_SWITCH}; then across as in {_BLUECONNECT}",
+        "two levels",
+        True,
     ),
     ("all_reduce", "recursive_doubling"): Formula(
-        L * (alpha + n * beta + n * gamma), _THAKUR, power_of_two=True, printed_only=_NO_HALVES
+        L * (alpha + n * beta + n * gamma), _THAKUR, "one level", printed_only=_NO_HALVES
     ),
     ("all_reduce", "double_tree"): Formula(
         2 * _TWO_TREE + n * gamma, _SANDERS, printed_only=_NO_HALVES
     ),
-    ("all_gather", "ring"): Formula((p - 1) * alpha + _SHARE * n * beta, _THAKUR),
-    ("all_gather", "recursive_doubling"): Formula(
-        L * alpha + _SHARE * n * beta, _THAKUR, power_of_two=True
+    ("all_gather", "ring"): Formula(_ring, _RING),
+    ("all_gather", "recursive_doubling"): Formula(_rounds, _ANY_RANKS, "one level"),
+    ("all_gather", "hierarchical"): Formula(_two_levels, _BLUECONNECT, "two levels"),
+    ("all_gather", "in_switch"): Formula(
+        _in_switch(p) / 2, _SWITCH, "one level", True, note=_PAIRED
     ),
-    ("reduce_scatter", "ring"): Formula(
-        (p - 1) * alpha + _SHARE * n * beta + _SHARE * n * gamma, _THAKUR
+    ("all_gather", "hierarchical_in_switch"): Formula(
+        _in_switch(g) / 2 + _across, f"{_SWITCH}; {_BLUECONNECT}", "two levels", True, note=_PAIRED
     ),
-    ("reduce_scatter", "recursive_halving"): Formula(
-        L * alpha + _SHARE * n * beta + _SHARE * n * gamma, _THAKUR, power_of_two=True
+    ("reduce_scatter", "ring"): Formula(_ring + _SUMS, _RING),
+    ("reduce_scatter", "recursive_halving"): Formula(_rounds + _SUMS, _ANY_RANKS, "one level"),
+    ("reduce_scatter", "hierarchical"): Formula(_two_levels + _SUMS, _BLUECONNECT, "two levels"),
+    ("reduce_scatter", "in_switch"): Formula(
+        _in_switch(p) / 2, _SWITCH, "one level", True, note=_PAIRED
     ),
-    ("all_to_all", "pairwise"): Formula((p - 1) * alpha + _SHARE * n * beta, _THAKUR),
-    ("all_to_all", "bruck"): Formula(
-        L * alpha + L * n / 2 * beta,
-        "J. Bruck et al., IEEE Trans. Parallel and Distributed Systems 8(11), 1997; also in "
-        + _THAKUR,
-        power_of_two=True,
+    ("reduce_scatter", "hierarchical_in_switch"): Formula(
+        _in_switch(g) / 2 + _across + _SHARE_ACROSS * n * gamma,
+        f"{_SWITCH}; {_BLUECONNECT}",
+        "two levels",
+        True,
+        note=_PAIRED,
+    ),
+    ("all_to_all", "pairwise"): Formula(
+        (g - 1) * (alpha_in + n / p * beta_in) + (p - g) * (alpha + n / p * beta),
+        f"{_THAKUR}; each of the p - 1 messages over its own link",
+    ),
+    ("all_to_all", "bruck"): Formula(L * alpha + L * n / 2 * beta, _BRUCK, "one level"),
+    ("all_to_all", "hierarchical"): Formula(
+        (g - 1) * (alpha_in + n / g * beta_in) + (N - 1) * (alpha + n / N * beta),
+        _TWO_EXCHANGES,
+        "two levels",
+    ),
+    ("all_to_all", "hierarchical_bruck"): Formula(
+        L_g * (alpha_in + n / 2 * beta_in) + L_N * (alpha + n / 2 * beta),
+        f"{_TWO_EXCHANGES}; each exchange as in {_BRUCK}",
+        "two levels",
     ),
     ("broadcast", "binomial_tree"): Formula(L * (alpha + n * beta), _THAKUR),
     ("broadcast", "scatter_all_gather"): Formula(
@@ -115,7 +206,7 @@ FORMULAS: dict[tuple[str, str], Formula] = {
     ("broadcast", "double_tree"): Formula(_TWO_TREE, _SANDERS),
     ("reduce", "binomial_tree"): Formula(L * (alpha + n * beta + n * gamma), _THAKUR),
     ("reduce", "reduce_scatter_gather"): Formula(
-        (L + p - 1) * alpha + 2 * _SHARE * n * beta + _SHARE * n * gamma, _RABENSEIFNER
+        (L + p - 1) * alpha + 2 * _SHARE * n * beta + _SUMS, _RABENSEIFNER + _THAKUR
     ),
     ("reduce", "double_tree"): Formula(_TWO_TREE + n * gamma, _SANDERS),
     ("scatter", "binomial_tree"): Formula(L * alpha + _SHARE * n * beta, _THAKUR),
@@ -128,7 +219,7 @@ FORMULAS: dict[tuple[str, str], Formula] = {
 
 
 def formula(kind: str, algorithm: str) -> sympy.Expr:
-    """The time of `algorithm` for `kind`, in `p`, `L`, `n`, `alpha`, `beta`, `gamma`.
+    """The time of `algorithm` for `kind`, in `SYMBOLS`.
 
     Raises:
         OptionError: there is no such collective, or it has no such algorithm.
@@ -141,15 +232,16 @@ def formula(kind: str, algorithm: str) -> sympy.Expr:
     return FORMULAS[kind, algorithm].expression
 
 
-def algorithms(kind: str, n_ranks: int | None = None) -> tuple[str, ...]:
-    """The algorithms of `kind`; with `n_ranks`, those that the minimum over it ranges over."""
-    names = []
-    for (of_kind, name), entry in FORMULAS.items():
-        wrong_size = n_ranks is not None and entry.power_of_two and n_ranks & (n_ranks - 1)
-        left_out = n_ranks is not None and entry.printed_only
-        if of_kind == kind and not wrong_size and not left_out:
-            names.append(name)
-    return tuple(names)
+def on_one_level(expression: sympy.Expr) -> sympy.Expr:
+    """A formula of a group in one node, or with one member in each, where alpha and beta are all
+    there is."""
+    one_node = {N: 1, L_N: 0, g: p, L_g: L, alpha_in: alpha, beta_in: beta}
+    return expression.subs(_RING_BETA, beta).subs(one_node)
+
+
+def algorithms(kind: str) -> tuple[str, ...]:
+    """All algorithms of `kind`, those that are only printed too."""
+    return tuple(name for of_kind, name in FORMULAS if of_kind == kind)
 
 
 def require_kind(kind: str) -> None:

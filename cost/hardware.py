@@ -17,7 +17,8 @@ What a profile may leave out, and what then holds (`DEFAULTS`):
     device.host_s                        the interpreter's time to issue one operator  0
     device.overlap_slowdown_fraction     how much longer compute takes while a collective
                                          runs beside it                            0
-    link.intra_node.in_switch_s_per_byte all_reduce summed in the switch           there is none
+    link.intra_node.in_switch_s_per_byte of one port while the switch sums: an all_reduce takes
+                                         (1 + 1/p) n of them (`formulas.py`)       there is none
 
 Rates used for planning are peak x achieved fraction; MFU divides by the peak. `resolve` turns
 a mesh into numbers: its own links and device, or those of a named, given or detected profile.
@@ -108,7 +109,9 @@ class Profile:
 
     def link(self, name: str) -> Link:
         """`name` is `intra_node` or `inter_node`."""
-        return Link(self.value(f"link.{name}.latency_s"), self.value(f"link.{name}.s_per_byte"))
+        key = f"link.{name}"
+        in_switch = self.optional(f"{key}.in_switch_s_per_byte") if name == "intra_node" else None
+        return Link(self.value(f"{key}.latency_s"), self.value(f"{key}.s_per_byte"), in_switch)
 
     def rates_flops_per_s(self, *, peak: bool = False) -> dict[str, float]:
         """Matrix-product rate by dtype name: what is achieved, or the peak."""

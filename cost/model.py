@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from autopar.buckets import BUCKET_BYTES
 from autopar.cost.collectives import collective_time_s
 from autopar.cost.compute import Kind, op_time_s
+from autopar.cost.topology import group_on
 from autopar.mesh import LogicalMesh
 from autopar.moves import COLLECTIVES, PrimitiveKind
 
@@ -61,6 +62,5 @@ def _primitive_time_s(
     if kind == "identity":
         return 0.0
     if kind in COLLECTIVES:
-        n_ranks = model.mesh.group_size(axes)
-        return collective_time_s(kind, size_bytes, n_ranks, model.mesh.group_link(axes))
+        return collective_time_s(kind, size_bytes, group_on(model.mesh, axes))
     return size_bytes / model.mesh.device.bytes_per_s + model.mesh.device.launch_s

@@ -27,6 +27,7 @@ from autopar.cost.liveness import gradients_under_way, peak_memory
 from autopar.cost.model import CostModel
 from autopar.cost.simulate import TieTimes, Timeline, simulate
 from autopar.cost.stage_times import stage_times
+from autopar.cost.topology import flat_group
 from autopar.errors import NotSupportedError
 from autopar.mesh import Link, Mesh
 from autopar.messages import Messages, Piece, TieExchange, copy_axes, tie_exchanges
@@ -180,4 +181,5 @@ def _everywhere_s(pipeline: Pipeline, between: LinkBetween) -> float:
     ranks = [rank for mesh in pipeline.meshes for rank in mesh.ranks]
     links = [between(a, b) for a, b in itertools.pairwise(ranks)]
     slowest = Link(max(k.latency_s for k in links), max(k.s_per_byte for k in links))
-    return collective_time_s("all_reduce", pipeline.loss_dtype.itemsize, len(ranks), slowest)
+    group = flat_group(len(ranks), slowest)
+    return collective_time_s("all_reduce", pipeline.loss_dtype.itemsize, group)

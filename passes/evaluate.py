@@ -196,9 +196,8 @@ class Evaluator:
     ) -> Chosen:
         view, (ends, k) = layout.view, place
         operators = (ends[k - 1] if k else 0, ends[k])
-        seen = (view.sizes, view.names, view.links)
         limits = repr(layout.constraints)
-        key = (operators, seen, limits, n_microbatches, depth, budget_bytes)
+        key = (operators, view.placement, limits, n_microbatches, depth, budget_bytes)
         if key not in self._chosen:
             cost = CostModel(view, self.dtype)
             self._chosen[key] = choose_folded(

@@ -8,38 +8,74 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cost import formulas
-from autopar.cost.collectives import cheapest_algorithm, collective_time_s, explain
-from autopar.cost.formulas import FORMULAS, KINDS, algorithms, formula
+from autopar.cost.collectives import (
+    algorithms_of,
+    bus_bytes_per_s,
+    cheapest_algorithm,
+    collective_time_s,
+    explain,
+)
+from autopar.cost.formulas import FORMULAS, KINDS, LEGEND, SYMBOLS, algorithms, formula
+from autopar.cost.topology import Group, even_group, flat_group, group_of
 from autopar.errors import OptionError
 from autopar.mesh import Link
 
-links = st.builds(
-    Link,
-    latency_s=st.floats(0, 1e-2, allow_subnormal=False),
-    s_per_byte=st.floats(1e-13, 1e-6),
-)
 sizes_bytes = st.integers(0, 2**40)
-ranks = st.integers(2, 1024)
 kinds = st.sampled_from(KINDS)
 LINK = Link(latency_s=3e-6, s_per_byte=2e-11)
+SWITCHED = Link(latency_s=3e-6, s_per_byte=2e-11, in_switch_s_per_byte=2.4e-11)
+ACROSS = Link(latency_s=9e-6, s_per_byte=2e-10)
+# One node; one rank in each of several; several in each; not as many in each.
+GROUPS = (
+    *(flat_group(n_ranks, SWITCHED) for n_ranks in (2, 3, 4, 6, 8, 24)),
+    even_group(6, 1, SWITCHED, ACROSS),
+    even_group(24, 8, LINK, ACROSS),
+    even_group(24, 8, SWITCHED, ACROSS),
+    group_of(range(5), 3, SWITCHED, ACROSS),
+)
 
 
-def symbolic_time_s(kind: str, algorithm: str, size_bytes: int, n_ranks: int) -> float:
-    values = (n_ranks, sympy.ceiling(sympy.log(n_ranks, 2)), size_bytes, 3e-6, 2e-11, 0)
-    pairs = dict(zip(formulas.SYMBOLS, values, strict=True))
-    return float(formula(kind, algorithm).subs(pairs))
+@st.composite
+def placed_links(draw: st.DrawFn, in_switch: bool = True) -> tuple[Link, Link]:
+    """A link inside nodes, with or without a switch that sums, and one across: no faster."""
+    latency_s = draw(st.floats(0, 1e-2, allow_subnormal=False))
+    s_per_byte = draw(st.floats(1e-13, 1e-6))
+    switch = draw(st.none() | st.floats(1e-13, 1e-6)) if in_switch else None
+    more_s, slower = draw(st.floats(0, 1e-2, allow_subnormal=False)), draw(st.floats(1, 1e3))
+    inside = Link(latency_s, s_per_byte, switch)
+    return inside, Link(latency_s + more_s, s_per_byte * slower)
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> Group:
+    """Every so many ranks, from anywhere on the machine: nodes may hold unequal numbers."""
+    ranks_per_node, first = draw(st.integers(1, 16)), draw(st.integers(0, 16))
+    stride, n_ranks = draw(st.sampled_from([1, 2, 3, 4, 8])), draw(st.integers(2, 256))
+    members = range(first, first + n_ranks * stride, stride)
+    return group_of(members, ranks_per_node, *draw(placed_links()))
+
+
+def symbolic_time_s(kind: str, algorithm: str, size_bytes: int, group: Group) -> float:
+    log2 = (sympy.ceiling(sympy.log(k, 2)) for k in (group.n_ranks, group.n_nodes, group.per_node))
+    across = group.inside if group.n_nodes == 1 else group.across
+    ports = (across.latency_s, across.s_per_byte, group.inside.latency_s, group.inside.s_per_byte)
+    sizes = (group.n_ranks, group.n_nodes, group.per_node)
+    values = (size_bytes, *sizes, *log2, *ports, group.inside.in_switch_s_per_byte or 0, 0)
+    return float(formula(kind, algorithm).subs(dict(zip(SYMBOLS, values, strict=True))))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n_ranks", [2, 3, 4, 6, 8, 24])
-def test_time_is_the_least_of_the_symbolic_formulas(kind: str, n_ranks: int) -> None:
+@pytest.mark.parametrize("group", GROUPS, ids=lambda g: f"{g.n_ranks} on {g.n_nodes}")
+def test_time_is_the_least_of_the_symbolic_formulas(kind: str, group: Group) -> None:
     for size_bytes in (0, 1000, 10**6, 10**10):
-        times = [
-            symbolic_time_s(kind, name, size_bytes, n_ranks) for name in algorithms(kind, n_ranks)
-        ]
-        assert collective_time_s(kind, size_bytes, n_ranks, LINK) == pytest.approx(
-            min(times), rel=1e-12
-        )
+        times = {
+            name: symbolic_time_s(kind, name, size_bytes, group)
+            for name in algorithms_of(kind, group)
+        }
+        found_s = collective_time_s(kind, size_bytes, group)
+        assert found_s == pytest.approx(min(times.values()), rel=1e-12)
+        chosen = cheapest_algorithm(kind, size_bytes, group)
+        assert times[chosen] == pytest.approx(found_s, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +83,7 @@ def test_time_is_the_least_of_the_symbolic_formulas(kind: str, n_ranks: int) -> 
     [
         ("all_reduce", 3, 4 * 3e-6 + 2 * 2 / 3 * 6e6 * 2e-11),
         ("all_gather", 3, 2 * 3e-6 + 2 / 3 * 6e6 * 2e-11),
-        ("reduce_scatter", 3, 2 * 3e-6 + 2 / 3 * 6e6 * 2e-11),
+        ("reduce_scatter", 5, 3 * 3e-6 + 4 / 5 * 6e6 * 2e-11),
         ("all_to_all", 3, 2 * 3e-6 + 2 / 3 * 6e6 * 2e-11),
         ("all_reduce", 8, 2 * 3 * 3e-6 + 2 * 7 / 8 * 6e6 * 2e-11),
         ("all_gather", 8, 3 * 3e-6 + 7 / 8 * 6e6 * 2e-11),
@@ -58,111 +94,226 @@ def test_time_is_the_least_of_the_symbolic_formulas(kind: str, n_ranks: int) -> 
         ("send_recv", 2, 3e-6 + 6e6 * 2e-11),
     ],
 )
-def test_times_worked_out_by_hand(kind: str, n_ranks: int, expected_s: float) -> None:
-    assert collective_time_s(kind, 6e6, n_ranks, LINK) == pytest.approx(expected_s, rel=1e-12)
-
-
-@given(size_bytes=sizes_bytes, n_ranks=ranks, link=links)
-def test_all_reduce_is_reduce_scatter_then_all_gather(
-    size_bytes: int, n_ranks: int, link: Link
-) -> None:
-    whole = collective_time_s("all_reduce", size_bytes, n_ranks, link)
-    halves = collective_time_s("reduce_scatter", size_bytes, n_ranks, link) + collective_time_s(
-        "all_gather", size_bytes, n_ranks, link
-    )
-    assert whole == pytest.approx(halves, rel=1e-12, abs=0.0)
+def test_times_in_one_node_worked_out_by_hand(kind: str, n_ranks: int, expected_s: float) -> None:
+    found_s = collective_time_s(kind, 6e6, flat_group(n_ranks, LINK))
+    assert found_s == pytest.approx(expected_s, rel=1e-12)
 
 
 @pytest.mark.parametrize(
-    ("all_reduce", "reduce_scatter", "all_gather"),
-    [("ring", "ring", "ring"), ("halving_doubling", "recursive_halving", "recursive_doubling")],
+    ("kind", "size_bytes", "expected_s"),
+    [
+        # A ring: 3 steps into other nodes and 28 inside; 8 ports share 2e-10 s per byte.
+        ("all_gather", 10**10, 28 * 3e-6 + 3 * 9e-6 + 31 / 32 * 10**10 * 2.5e-11),
+        ("all_reduce", 10**10, 2 * (28 * 3e-6 + 3 * 9e-6 + 31 / 32 * 10**10 * 2.5e-11)),
+        # Hierarchical: 3 rounds inside, 2 across; 7/8 of it stays inside, then 3/4 of an eighth.
+        ("all_gather", 10**4, 3 * 3e-6 + 2 * 9e-6 + 7 / 8 * 2e-7 + 3 / 32 * 2e-6),
+        # 7 blocks of a 32nd to ranks of the node, 24 to others, each through the own port.
+        ("all_to_all", 10**9, 7 * 3e-6 + 24 * 9e-6 + 7 / 32 * 2e-2 + 24 / 32 * 2e-1),
+        ("send_recv", 10**6, 9e-6 + 2e-4),
+    ],
 )
-def test_the_identity_is_symbolic(all_reduce: str, reduce_scatter: str, all_gather: str) -> None:
-    halves = formula("reduce_scatter", reduce_scatter) + formula("all_gather", all_gather)
-    assert sympy.simplify(formula("all_reduce", all_reduce) - halves) == 0
+def test_times_over_nodes_worked_out_by_hand(kind: str, size_bytes: int, expected_s: float) -> None:
+    found_s = collective_time_s(kind, size_bytes, even_group(32, 8, LINK, ACROSS))
+    assert found_s == pytest.approx(expected_s, rel=1e-12)
 
 
-@given(kind=kinds, size_bytes=sizes_bytes, more=sizes_bytes, n_ranks=ranks, link=links)
-def test_time_grows_with_bytes(
-    kind: str, size_bytes: int, more: int, n_ranks: int, link: Link
-) -> None:
-    less_s = collective_time_s(kind, size_bytes, n_ranks, link)
-    assert less_s <= collective_time_s(kind, size_bytes + more, n_ranks, link) * (1 + 1e-12)
+@pytest.mark.parametrize(
+    ("n_ranks", "algorithm_bytes_per_s"), [(5, 258e9), (6, 265e9), (7, 270e9), (8, 273e9)]
+)
+def test_the_switch_sums_as_fast_as_measured(n_ranks: int, algorithm_bytes_per_s: float) -> None:
+    """NVIDIA/nccl issue 1455: 8 H100s, 4 GiB, NVLS; a ring reaches 370 GB/s whatever the ranks."""
+    group = flat_group(n_ranks, Link(3.4e-6, 1 / 370e9, 1 / 307e9))
+    time_s = collective_time_s("all_reduce", 2**32, group)
+    assert cheapest_algorithm("all_reduce", 2**32, group) == "in_switch"
+    assert 2**32 / time_s == pytest.approx(algorithm_bytes_per_s, rel=0.01)
+
+
+@given(size_bytes=sizes_bytes, group=groups())
+def test_all_reduce_is_reduce_scatter_then_all_gather(size_bytes: int, group: Group) -> None:
+    whole = collective_time_s("all_reduce", size_bytes, group)
+    halves = [collective_time_s(k, size_bytes, group) for k in ("reduce_scatter", "all_gather")]
+    assert whole == pytest.approx(sum(halves), rel=1e-12, abs=0.0)
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["ring", "halving_doubling", "hierarchical", "in_switch", "hierarchical_in_switch"]
+)
+def test_the_identity_is_symbolic(algorithm: str) -> None:
+    scatter, gather = {"halving_doubling": ("recursive_halving", "recursive_doubling")}.get(
+        algorithm, (algorithm, algorithm)
+    )
+    halves = formula("reduce_scatter", scatter) + formula("all_gather", gather)
+    assert sympy.simplify(formula("all_reduce", algorithm) - halves) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "flat"),
+    [
+        ("all_reduce", "halving_doubling"),
+        ("all_gather", "recursive_doubling"),
+        ("reduce_scatter", "recursive_halving"),
+        ("all_to_all", "pairwise"),
+    ],
+)
+def test_hierarchical_is_flat_in_one_node_and_with_one_rank_in_each(kind: str, flat: str) -> None:
+    hierarchical = formula(kind, "hierarchical")
+    alike = {formulas.alpha_in: formulas.alpha, formulas.beta_in: formulas.beta}
+    expected = formulas.on_one_level(formula(kind, flat)).subs(alike)
+    one_node = {formulas.N: 1, formulas.L_N: 0, formulas.g: formulas.p, formulas.L_g: formulas.L}
+    one_each = {formulas.N: formulas.p, formulas.L_N: formulas.L, formulas.g: 1, formulas.L_g: 0}
+    for place in (one_node, one_each):
+        assert sympy.simplify(hierarchical.subs(place).subs(alike) - expected) == 0
+
+
+@given(kind=kinds, size_bytes=sizes_bytes, more=sizes_bytes, group=groups())
+def test_time_grows_with_bytes(kind: str, size_bytes: int, more: int, group: Group) -> None:
+    less_s = collective_time_s(kind, size_bytes, group)
+    assert less_s <= collective_time_s(kind, size_bytes + more, group) * (1 + 1e-12)
 
 
 @given(
     kind=kinds,
-    size_bytes=st.integers(1, 2**40),
-    n_ranks=ranks,
-    link=links,
-    faster=st.floats(1, 1e3),
+    size_bytes=sizes_bytes,
+    pair=placed_links(in_switch=False),
+    n_ranks=st.integers(1, 512),
+    more=st.integers(1, 512),
 )
-def test_time_falls_with_bandwidth(
-    kind: str, size_bytes: int, n_ranks: int, link: Link, faster: float
+def test_time_grows_with_ranks_of_one_node(
+    kind: str, size_bytes: int, pair: tuple[Link, Link], n_ranks: int, more: int
 ) -> None:
-    quick = Link(link.latency_s, link.s_per_byte / faster)
-    quick_s = collective_time_s(kind, size_bytes, n_ranks, quick)
-    slow_s = collective_time_s(kind, size_bytes, n_ranks, link)
+    """But not where the switch sums: that is faster the more ranks it sums for."""
+    few_s, many_s = (
+        collective_time_s(kind, size_bytes, flat_group(n, pair[0]))
+        for n in (n_ranks, n_ranks + more)
+    )
+    assert few_s <= many_s * (1 + 1e-12)
+
+
+@given(
+    kind=kinds,
+    size_bytes=sizes_bytes,
+    pair=placed_links(),
+    per_node=st.integers(1, 16),
+    n_nodes=st.integers(1, 64),
+    more=st.integers(1, 64),
+)
+def test_time_grows_with_nodes(
+    kind: str, size_bytes: int, pair: tuple[Link, Link], per_node: int, n_nodes: int, more: int
+) -> None:
+    few_s, many_s = (
+        collective_time_s(kind, size_bytes, even_group(n * per_node, per_node, *pair))
+        for n in (n_nodes, n_nodes + more)
+    )
+    assert few_s <= many_s * (1 + 1e-12)
+
+
+@given(kind=kinds, size_bytes=st.integers(1, 2**40), group=groups(), faster=st.floats(1, 1e3))
+def test_time_falls_with_bandwidth(kind: str, size_bytes: int, group: Group, faster: float) -> None:
+    quick_s = collective_time_s(kind, size_bytes, sped_up(group, faster))
+    slow_s = collective_time_s(kind, size_bytes, group)
     assert quick_s <= slow_s * (1 + 1e-12)
     assert slow_s <= quick_s * faster * (1 + 1e-12)
 
 
-@given(kind=kinds, size_bytes=st.integers(1, 2**40), n_ranks=ranks, s_per_byte=st.floats(1e-13, 1))
+@given(kind=kinds, size_bytes=st.integers(1, 2**40), group=groups(), faster=st.floats(1, 1e3))
 def test_time_without_latency_is_inverse_in_bandwidth(
-    kind: str, size_bytes: int, n_ranks: int, s_per_byte: float
+    kind: str, size_bytes: int, group: Group, faster: float
 ) -> None:
-    one_s = collective_time_s(kind, size_bytes, n_ranks, Link(0.0, s_per_byte))
-    two_s = collective_time_s(kind, size_bytes, n_ranks, Link(0.0, 2 * s_per_byte))
-    assert two_s == pytest.approx(2 * one_s, rel=1e-12)
+    free = sped_up(group, 1.0, latency=0.0)
+    one_s = collective_time_s(kind, size_bytes, sped_up(free, faster))
+    assert collective_time_s(kind, size_bytes, free) == pytest.approx(faster * one_s, rel=1e-12)
 
 
-@given(size_bytes=sizes_bytes, n_ranks=ranks, link=links)
+def sped_up(group: Group, faster: float, latency: float = 1.0) -> Group:
+    """The same group on links of `faster` times the bandwidth."""
+
+    def quick(link: Link) -> Link:
+        switch = link.in_switch_s_per_byte
+        summing = None if switch is None else switch / faster
+        return Link(link.latency_s * latency, link.s_per_byte / faster, summing)
+
+    links = quick(group.inside), quick(group.across)
+    return Group(group.n_ranks, group.n_nodes, group.per_node, *links)
+
+
+@given(
+    size_bytes=sizes_bytes,
+    pair=placed_links(in_switch=False),
+    per_node=st.integers(1, 16),
+    n_nodes=st.integers(1, 64),
+)
 def test_all_to_all_is_no_dearer_than_gathering_everything(
-    size_bytes: int, n_ranks: int, link: Link
+    size_bytes: int, pair: tuple[Link, Link], per_node: int, n_nodes: int
 ) -> None:
-    swap_s = collective_time_s("all_to_all", size_bytes, n_ranks, link)
-    gather_s = collective_time_s("all_gather", size_bytes * n_ranks, n_ranks, link)
+    group = even_group(n_nodes * per_node, per_node, *pair)
+    swap_s = collective_time_s("all_to_all", size_bytes, group)
+    gather_s = collective_time_s("all_gather", size_bytes * group.n_ranks, group)
     assert swap_s <= gather_s * (1 + 1e-12)
 
 
-@given(kind=kinds, size_bytes=sizes_bytes, link=links)
-def test_one_rank_costs_nothing(kind: str, size_bytes: int, link: Link) -> None:
-    assert collective_time_s(kind, size_bytes, 1, link) == 0.0
+@given(kind=kinds, size_bytes=sizes_bytes, pair=placed_links())
+def test_one_rank_costs_nothing(kind: str, size_bytes: int, pair: tuple[Link, Link]) -> None:
+    assert collective_time_s(kind, size_bytes, even_group(1, 1, *pair)) == 0.0
 
 
 def test_summing_costs_gamma_where_something_is_summed() -> None:
+    group = flat_group(3, LINK)
     for kind, share in (("all_reduce", 2 / 3), ("reduce_scatter", 2 / 3), ("all_gather", 0.0)):
-        free_s = collective_time_s(kind, 10**6, 3, LINK)
-        summed_s = collective_time_s(kind, 10**6, 3, LINK, gamma_s_per_byte=1e-9)
+        free_s = collective_time_s(kind, 10**6, group)
+        summed_s = collective_time_s(kind, 10**6, group, gamma_s_per_byte=1e-9)
         assert summed_s - free_s == pytest.approx(share * 1e-3, rel=1e-9, abs=1e-18)
 
 
-def test_powers_of_two_get_the_logarithmic_algorithms() -> None:
-    assert algorithms("all_reduce", 6) == ("ring",)
-    assert algorithms("all_reduce", 8) == ("ring", "halving_doubling")
-    assert cheapest_algorithm("all_reduce", 1024, 8, LINK) == "halving_doubling"
-    assert cheapest_algorithm("all_to_all", 8, 8, LINK) == "bruck"
-    assert cheapest_algorithm("all_to_all", 1e9, 8, LINK) == "pairwise"
+def test_a_group_runs_the_algorithms_of_its_placement() -> None:
+    def found(group: Group) -> str:
+        return " ".join(algorithms_of("all_reduce", group))
+
+    assert found(flat_group(8, LINK)) == "ring halving_doubling"
+    assert found(flat_group(6, SWITCHED)) == "ring halving_doubling in_switch"
+    assert found(even_group(6, 1, SWITCHED, ACROSS)) == "ring halving_doubling"
+    assert found(even_group(16, 8, LINK, ACROSS)) == "ring hierarchical"
+    assert found(even_group(9, 3, SWITCHED, ACROSS)) == "ring hierarchical hierarchical_in_switch"
+    assert found(group_of(range(5), 3, SWITCHED, ACROSS)) == "ring"
+    assert cheapest_algorithm("all_reduce", 1024, flat_group(8, LINK)) == "halving_doubling"
+    assert cheapest_algorithm("all_to_all", 8, flat_group(8, LINK)) == "bruck"
+    assert cheapest_algorithm("all_to_all", 1e9, flat_group(8, LINK)) == "pairwise"
 
 
 def test_every_collective_has_formulas_and_every_formula_a_source() -> None:
     assert {kind for kind, _ in FORMULAS} == set(KINDS)
     assert all(entry.source for entry in FORMULAS.values())
-    assert all(algorithms(kind, n_ranks) for kind in KINDS for n_ranks in (1, 2, 3, 7, 8))
+    assert all(algorithms_of(kind, group) for kind in KINDS for group in GROUPS)
+    named = {name.strip() for names in LEGEND for name in names.split(",")}
+    assert named == {str(symbol) for symbol in SYMBOLS}
 
 
-def test_explain_shows_formulas_sources_times_and_what_is_left_out() -> None:
-    text = explain("all_reduce", 6, 10**6, LINK)
-    assert text.startswith("all_reduce over 6 ranks: the least of ring\n")
-    assert "ring: alpha*(2*p - 2) + 2*beta*n*(p - 1)/p + gamma*n*(p - 1)/p = 63.3 µs" in text
-    assert "not in the minimum: 6 is not a power of two" in text
-    assert "not in the minimum: it is no reduce_scatter followed by an all_gather" in text
-    assert "Thakur" in text
-    assert "Träff" in text
+def test_explain_shows_formulas_sources_and_what_is_left_out() -> None:
+    rows = {row.algorithm: row for row in explain("all_reduce", flat_group(6, LINK))}
+    assert tuple(rows) == algorithms("all_reduce")
+    ring = rows["ring"]
+    assert ring.formula == "2*alpha*(p - 1) + 2*beta*n*(p - 1)/p + gamma*n*(p - 1)/p"
+    assert "Thakur" in ring.source
+    assert ring.left_out == ""
+    assert rows["in_switch"].left_out == "no switch that sums links these ranks"
+    assert rows["hierarchical"].left_out.startswith("it needs several nodes with as many")
+    assert rows["double_tree"].left_out.startswith("it is no reduce_scatter followed by")
+    over_nodes = {r.algorithm: r for r in explain("all_gather", even_group(8, 4, LINK, ACROSS))}
+    assert "Max(beta_in, beta/g)" in over_nodes["ring"].formula
+    assert over_nodes["recursive_doubling"].left_out.startswith("the ranks are linked in two ways")
+    assert "half of the all_reduce" in over_nodes["in_switch"].note
+
+
+def test_bus_bandwidth_is_that_of_a_link_in_a_ring() -> None:
+    for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+        for n_ranks in (2, 5, 8):
+            group = flat_group(n_ranks, Link(0.0, 2e-11))
+            time_s = collective_time_s(kind, 10**9, group)
+            assert bus_bytes_per_s(kind, 10**9, n_ranks, time_s) == pytest.approx(1 / 2e-11)
+    assert bus_bytes_per_s("send_recv", 10**9, 2, 0.5) == 2e9
 
 
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(OptionError, match="unknown collective 'all_sum'"):
-        collective_time_s("all_sum", 1, 1, LINK)
+        collective_time_s("all_sum", 1, flat_group(1, LINK))
     with pytest.raises(OptionError, match="no algorithm 'tree'\n  hint: it has ring, halving"):
         formula("all_reduce", "tree")

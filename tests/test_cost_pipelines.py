@@ -20,6 +20,7 @@ from autopar.cost.predict import (
     transfer_s,
 )
 from autopar.cost.stage_times import stage_times
+from autopar.cost.topology import flat_group
 from autopar.mesh import Link, Mesh
 from autopar.messages import Messages, Piece
 from autopar.pipeline import Pipeline
@@ -169,7 +170,7 @@ def test_a_pipeline_of_two_by_hand() -> None:
     assert sent[0] == pytest.approx(
         sum(FAST.latency_s + c.sent.local.size_bytes * FAST.s_per_byte for c in pipeline.crossings)
     )
-    loss_s = collective_time_s("all_reduce", 8, 2, FAST)
+    loss_s = collective_time_s("all_reduce", 8, flat_group(2, FAST))
     busy_s = [s.forward.total_s + s.backward.total_s for s in stages]
     update_s = max(s.update_s for s in stages)
     assert found.step_time_s == pytest.approx(sum(busy_s) + sum(sent) + loss_s + update_s)
@@ -206,7 +207,7 @@ def test_the_timeline_runs_the_actions_of_the_schedule() -> None:
     done = Counter(e.action for e in timeline.events if e.action[0].isdigit())
     assert done == Counter(str(a) for a in schedule if a.is_compute or a.is_send)
     for k, actions in enumerate(schedule.stages):
-        own = [e for e in timeline.events if e.stage == k and not e.is_message]
+        own = [e for e in timeline.events if e.device == k and not e.is_message]
         own.sort(key=lambda e: e.start_s)
         computes = [str(a) for a in actions if a.is_compute]
         assert [e.action for e in own if e.action in computes] == computes

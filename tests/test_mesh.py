@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.errors import MeshError
-from autopar.mesh import Device, Link, LogicalMesh, Mesh, factored_view, logical_views
+from autopar.mesh import Device, Link, LogicalMesh, Mesh, Nodes, factored_view, logical_views
 
 SLOW, FAST = Link(1e-5, 1e-9), Link(1e-6, 1e-11)
 DEVICE = Device(flops_per_s=1e12, bytes_per_s=1e11, memory_bytes=1e9)
@@ -156,17 +156,12 @@ class TestLogicalMesh:
             fixed = [i for i in range(len(sizes)) if i not in axes]
             assert len({tuple(mesh.coordinate(r)[i] for i in fixed) for r in group}) == 1
 
-    def test_a_group_is_as_slow_as_its_slowest_axis(self) -> None:
-        mesh = LogicalMesh((2, 2, 1), ("a", "b", "c"), (SLOW, FAST, SLOW), DEVICE)
-        assert mesh.group_link((0, 1)) == SLOW
-        assert mesh.group_link((1, 2)) == FAST, "an axis of one rank carries nothing"
-        assert mesh.group_link((2,)) == SLOW
-
 
 class TestViews:
     def test_as_given(self) -> None:
         (view,) = logical_views(Mesh((2, 4), ("a", "b")), (SLOW, FAST), DEVICE, "as-given")
-        assert view == LogicalMesh((2, 4), ("a", "b"), (SLOW, FAST), DEVICE)
+        nodes = Nodes(4, FAST, SLOW)
+        assert view == LogicalMesh((2, 4), ("a", "b"), (SLOW, FAST), DEVICE, nodes=nodes)
 
     def test_auto_is_every_factorisation(self) -> None:
         views = logical_views(Mesh((2, 3)), (SLOW, FAST), DEVICE, "auto")
@@ -195,6 +190,15 @@ class TestViews:
                 for group in view.groups((axis,))
             )
             assert view.links[axis] == (SLOW if leaves_node else FAST)
+
+    def test_a_placement_is_where_a_view_begins_in_its_node(self) -> None:
+        views = [
+            factored_view(Mesh((4, 4)), (SLOW, FAST), DEVICE, {"dp": 2, "tp": 2}, first)
+            for first in (0, 2, 8, 10)
+        ]
+        assert views[0].placement == views[2].placement == views[0]
+        assert views[1].placement == views[3].placement == views[1]
+        assert logical(2, first_rank=6).placement == logical(2)
 
 
 @st.composite
