@@ -59,7 +59,7 @@ def reordered(pipeline: Pipeline, stage: int, i: int, j: int) -> Pipeline:
     actions[i], actions[j] = actions[j], actions[i]
     stages = [*pipeline.schedule.stages]
     stages[stage] = tuple(actions)
-    return replace(pipeline, schedule=replace(pipeline.schedule, stages=tuple(stages)))
+    return replace(pipeline, schedule=replace(pipeline.schedule, rows=tuple(stages)))
 
 
 def message_pairs(schedule: Schedule, stage: int) -> list[tuple[int, int]]:
@@ -136,7 +136,7 @@ def test_a_transfer_without_its_gradient() -> None:
         tuple(a for a in actions if not a.kind.endswith("_backward"))
         for actions in pipeline.schedule.stages
     )
-    schedule = replace(pipeline.schedule, transfers=transfers, stages=kept)
+    schedule = replace(pipeline.schedule, transfers=transfers, rows=kept)
     refused(replace(pipeline, schedule=schedule), "brings no gradient back")
 
 

@@ -212,7 +212,7 @@ def naive(schedule: Schedule) -> Schedule:
                 sends = [before.backward(k)[0]] if stage > 0 else []
             actions += [*receives, a, *sends]
         stages.append(tuple(actions))
-    return replace(schedule, stages=tuple(stages), transfers=chain(schedule.n_stages))
+    return replace(schedule, rows=tuple(stages), transfers=chain(schedule.n_stages))
 
 
 def test_naive_messages_deadlock_in_1f1b_alone() -> None:
@@ -228,7 +228,7 @@ def edited(schedule: Schedule, stage: int, old: str, new: str) -> Schedule:
     assert old in line, f"{old} is not in {line}"
     actions = tuple(parse_action(word) for word in line.replace(old, new).split())
     stages = (*schedule.stages[:stage], actions, *schedule.stages[stage + 1 :])
-    return replace(schedule, stages=stages)
+    return replace(schedule, rows=stages)
 
 
 FAULTS: dict[str, Callable[[], Schedule]] = {
@@ -280,7 +280,7 @@ def test_any_lost_or_repeated_action_is_noticed(
     with pytest.raises(
         VerificationError, match=rf"(never runs {line[at]}$|runs {line[at]} 2 times)"
     ):
-        validate(replace(schedule, stages=stages))
+        validate(replace(schedule, rows=stages))
 
 
 @hypothesis.given(lowered(), st.data())
@@ -301,4 +301,4 @@ def test_exchanged_messages_of_a_pair_are_noticed(
     line[i], line[i + 1] = line[i + 1], line[i]
     stages = (*schedule.stages[:stage], tuple(line), *schedule.stages[stage + 1 :])
     with pytest.raises(VerificationError, match="wait"):
-        validate(replace(schedule, stages=stages))
+        validate(replace(schedule, rows=stages))

@@ -37,7 +37,7 @@ def lowered(order: str, n_stages: int, n_microbatches: int) -> Schedule:
 
 def adds_up(timeline: Timeline) -> None:
     """Every second of every stage is accounted for once."""
-    for k, s in enumerate(timeline.stages):
+    for k, s in enumerate(timeline.devices):
         parts_s = (s.compute_s, s.collectives_s, s.waited_s, s.update_s, timeline.idle_s(k))
         assert sum(parts_s) == pytest.approx(timeline.step_time_s)
         assert min(parts_s) >= 0
@@ -74,7 +74,7 @@ def test_messages_by_hand() -> None:
     assert found.step_time_s == 7.0
     assert events_of(found, "0SF0>1") == (1.0, 1.5)
     assert events_of(found, "1B0") == (2.5, 4.5)
-    assert [s.waited_s for s in found.stages] == [0.5, 0.5]
+    assert [s.waited_s for s in found.devices] == [0.5, 0.5]
     assert [found.idle_s(k) for k in (0, 1)] == [3.5, 3.5]
     assert found.bubble == 0.5
     adds_up(found)
@@ -117,8 +117,8 @@ def test_once_a_step() -> None:
     found = simulate(lowered("1f1b", 2, 1), [times, times], ties=[tie], loss_s=8.0)
     # Stage 0 ends backward last, at 1 + 2 + 2 + 3 + 3.
     assert found.step_time_s == 11 + 4 + 6 + 7 + 8 + 5
-    assert found.stages[0].collectives_s == 1 + 4 + 6 + 7 + 8
-    assert found.stages[1].collectives_s == 1 + 4 + 6 + 8
+    assert found.devices[0].collectives_s == 1 + 4 + 6 + 7 + 8
+    assert found.devices[1].collectives_s == 1 + 4 + 6 + 8
     adds_up(found)
 
 
@@ -176,12 +176,12 @@ def test_what_holds_for_any_durations(
     )
     assert bound_s <= free.step_time_s + 1e-9
     assert free.step_time_s <= slow.step_time_s + 1e-9
-    assert all(s.waited_s == 0 for s in free.stages)
+    assert all(s.waited_s == 0 for s in free.devices)
     for timeline in (free, slow):
         adds_up(timeline)
         assert len(timeline.events) == sum(a.is_compute or a.is_send for a in schedule)
         # What is not waited for is hidden.
-        assert all(s.waited_s <= len(schedule.stages[0]) * message_s for s in timeline.stages)
+        assert all(s.waited_s <= len(schedule.stages[0]) * message_s for s in timeline.devices)
 
 
 @pytest.mark.parametrize("order", sorted(ORDERS))

@@ -26,7 +26,7 @@ COLOURS = {
 
 def timeline_svg(timeline: Timeline) -> str:
     """An `<svg>` element that stands for itself, for a page or a file."""
-    n_stages = len(timeline.stages)
+    n_stages = len(timeline.devices)
     height = n_stages * _ROW + 40
     return "\n".join(
         [
@@ -57,7 +57,7 @@ def _event(event: Event, step_time_s: float) -> str:
     """A box, with its tooltip and perhaps its name."""
     scale = _WIDTH / step_time_s if step_time_s else 0.0
     x, width = _MARGIN + event.start_s * scale, (event.end_s - event.start_s) * scale
-    y = event.stage * _ROW + (_WORK + 2 if event.is_message else 0)
+    y = event.device * _ROW + (_WORK + 2 if event.is_message else 0)
     time = f"{format_seconds(event.end_s - event.start_s)} from {format_seconds(event.start_s)}"
     box = (
         f'<rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" '

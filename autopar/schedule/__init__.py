@@ -1,9 +1,10 @@
-"""Schedules as data: which stage does what, in which order.
+"""Schedules as data: which device does what, in which order.
 
 Read in this order: `actions` (the language: an action, a transfer, a schedule, their text),
 `clocks` (when every action runs; why a schedule that finishes once always finishes),
-`validate` (what a schedule must satisfy), `orders` (gpipe, 1f1b), `lowering` (where sends
-and receives go). The simulator, the code generator and the runtime read the same data.
+`validate` (what a schedule must satisfy), `orders` (gpipe, 1f1b, interleaved, zero_bubble),
+`lowering` (where sends and receives go). The simulator, the code generator and the runtime read
+the same data.
 """
 
 from autopar.schedule.actions import (
@@ -17,7 +18,14 @@ from autopar.schedule.actions import (
 )
 from autopar.schedule.clocks import clocks, format_grid, in_flight, start_times
 from autopar.schedule.lowering import lower
-from autopar.schedule.orders import ORDERS, forward_only, gpipe, one_f_one_b
+from autopar.schedule.orders import (
+    ORDERS,
+    forward_only,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    zero_bubble,
+)
 from autopar.schedule.validate import prove_deadlock_free, validate
 
 __all__ = [
@@ -32,6 +40,7 @@ __all__ = [
     "forward_only",
     "gpipe",
     "in_flight",
+    "interleaved",
     "lower",
     "one_f_one_b",
     "parse_action",
@@ -39,4 +48,5 @@ __all__ = [
     "prove_deadlock_free",
     "start_times",
     "validate",
+    "zero_bubble",
 ]

@@ -1,14 +1,21 @@
 """The language of schedules: actions, transfers, and their text.
 
-A schedule is one list of actions per stage. Text of an action: the stage that does it, what,
-the microbatch, and for a message the stage at its other end:
+A schedule is one list of actions per device: the ranks that work as one. Text of an action:
+the stage, what is done, the microbatch, and for a message the stage at its other end:
 
     2F0     stage 2 runs forward of microbatch 0        2B0     backward
     2SF0>3  stage 2 sends microbatch 0's activations    3RF0<2  stage 3 receives them
     3SB0>2  stage 3 sends their gradients back          2RB0<3  stage 2 receives them
 
+Backward may be in two parts, of which only the first is waited for by other stages:
+
+    2I0     gradients of what stage 2 received          2W0     gradients of its parameters
+
+With v chunks, each of p devices has v stages: stage s is on device s mod p. With one, a stage is
+a device.
+
 A *transfer* says that a stage's forward reads what an earlier one made; one message per
-microbatch carries all tensors between the two stages.
+microbatch carries all tensors between the two stages, unless both are on one device.
 """
 
 from __future__ import annotations
@@ -16,17 +23,26 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from autopar.errors import PlanError
 
 Kind = Literal[
-    "forward", "backward", "send_forward", "recv_forward", "send_backward", "recv_backward"
+    "forward",
+    "backward",
+    "backward_input",
+    "backward_weight",
+    "send_forward",
+    "recv_forward",
+    "send_backward",
+    "recv_backward",
 ]
 
 _CODES: dict[Kind, str] = {
     "forward": "F",
     "backward": "B",
+    "backward_input": "I",
+    "backward_weight": "W",
     "send_forward": "SF",
     "recv_forward": "RF",
     "send_backward": "SB",
@@ -39,12 +55,11 @@ _OTHER_END: dict[Kind, Kind] = {
     "send_backward": "recv_backward",
     "recv_backward": "send_backward",
 }
-_TEXT = re.compile(r"(?a:(\d+)(?:([FB])(\d+)|(S[FB])(\d+)>(\d+)|(R[FB])(\d+)<(\d+)))")
+_TEXT = re.compile(r"(?a:(\d+)(?:([FBIW])(\d+)|(S[FB])(\d+)>(\d+)|(R[FB])(\d+)<(\d+)))")
 IDLE = "."
 
 
-@dataclass(frozen=True)
-class Action:
+class Action(NamedTuple):
     """One thing a stage does. `peer` is the stage at the other end of a send or receive."""
 
     kind: Kind
@@ -52,12 +67,9 @@ class Action:
     microbatch: int
     peer: int | None = None
 
-    def __post_init__(self) -> None:
-        assert (self.peer is None) == self.is_compute, f"{self.kind} with peer {self.peer}"
-
     @property
     def is_compute(self) -> bool:
-        return self.kind not in _OTHER_END
+        return self.peer is None
 
     @property
     def is_forward(self) -> bool:
@@ -100,32 +112,61 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every stage does, in order.
+    """What every device does, in order.
 
-    transfers   those that its sends and receives carry out; None while it has none (`lower`)
-    trains      False where it has forwards only
+    transfers         those that its sends and receives carry out; None while it has none (`lower`)
+    trains            False where it has forwards only
+    n_chunks          stages of each device
+    splits_backward   every backward is in two parts
     """
 
-    stages: tuple[tuple[Action, ...], ...]
+    rows: tuple[tuple[Action, ...], ...]
     n_microbatches: int
     transfers: frozenset[Transfer] | None = None
     trains: bool = True
+    n_chunks: int = 1
+    splits_backward: bool = False
+
+    @property
+    def stages(self) -> tuple[tuple[Action, ...], ...]:
+        """The rows, for those who take a stage for a device."""
+        assert self.n_chunks == 1, "devices have several stages"
+        return self.rows
+
+    @property
+    def n_devices(self) -> int:
+        return len(self.rows)
 
     @property
     def n_stages(self) -> int:
-        return len(self.stages)
+        return len(self.rows) * self.n_chunks
 
     @property
     def is_lowered(self) -> bool:
         return self.transfers is not None
 
+    def device_of(self, stage: int) -> int:
+        return stage % len(self.rows)
+
+    def is_inside(self, transfer: Transfer) -> bool:
+        """Both ends are on one device, so nothing is sent."""
+        return self.device_of(transfer.source) == self.device_of(transfer.target)
+
+    def computes(self) -> tuple[Kind, ...]:
+        """What every stage runs of every microbatch, in order."""
+        if not self.trains:
+            return ("forward",)
+        if self.splits_backward:
+            return ("forward", "backward_input", "backward_weight")
+        return ("forward", "backward")
+
     def __iter__(self) -> Iterator[Action]:
-        """All actions, stage by stage."""
-        return (action for actions in self.stages for action in actions)
+        """All actions, device by device."""
+        return (action for actions in self.rows for action in actions)
 
     def __str__(self) -> str:
-        """One line per stage."""
-        return "\n".join(" ".join(map(str, actions)) for actions in self.stages)
+        """One line per device."""
+        return "\n".join(" ".join(map(str, actions)) for actions in self.rows)
 
 
 def chain(n_stages: int) -> frozenset[Transfer]:
@@ -147,21 +188,23 @@ def parse_action(text: str) -> Action:
 
 
 def parse_schedule(text: str) -> Schedule:
-    """One line of actions per stage; idle cells (`.`) of a grid are passed over.
+    """One line of actions per device; idle cells (`.`) of a grid are passed over.
 
-    What the text does not say is taken from its actions: the number of microbatches, the
-    transfers of a lowered schedule, and whether it trains. Raises `PlanError` for a word that
-    is no action.
+    What the text does not say is taken from its actions: the numbers of microbatches and of
+    chunks, the transfers of a lowered schedule, and whether it trains. Raises `PlanError` for a
+    word that is no action.
     """
-    stages = tuple(
+    rows = tuple(
         tuple(parse_action(word) for word in line.split() if word != IDLE)
         for line in text.strip().splitlines()
     )
-    actions = [action for line in stages for action in line]
+    actions = [action for row in rows for action in row]
+    kinds = {a.kind for a in actions}
     returned = {(a.peer, a.stage) for a in actions if a.kind == "send_backward"}
     sent = {(a.stage, a.peer) for a in actions if a.kind == "send_forward"}
+    n_stages = 1 + max((a.stage for a in actions), default=-1)
     return Schedule(
-        stages,
+        rows,
         n_microbatches=1 + max((a.microbatch for a in actions), default=-1),
         transfers=frozenset(
             Transfer(source, target, (source, target) in returned)
@@ -170,5 +213,7 @@ def parse_schedule(text: str) -> Schedule:
         )
         if any(not a.is_compute for a in actions)
         else None,
-        trains=any(a.kind == "backward" for a in actions),
+        trains=bool(kinds & {"backward", "backward_input", "backward_weight"}),
+        n_chunks=max(1, -(-n_stages // max(1, len(rows)))),
+        splits_backward=bool(kinds & {"backward_input", "backward_weight"}),
     )

@@ -22,17 +22,16 @@ prices it.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
-from autopar.schedule.actions import Action, Schedule, Transfer
-from autopar.schedule.clocks import start_times
+from autopar.schedule.actions import Schedule, Transfer
+from autopar.schedule.script import place
 from autopar.schedule.validate import check_transfers, validate
 
 
 def lower(schedule: Schedule, transfers: Iterable[Transfer]) -> Schedule:
-    """`schedule` with the sends and receives of `transfers`.
+    """`schedule` with the sends and receives of `transfers`; none inside a device.
 
     Raises `VerificationError` if the schedule or the transfers are not valid.
     """
@@ -40,31 +39,7 @@ def lower(schedule: Schedule, transfers: Iterable[Transfer]) -> Schedule:
     transfers = frozenset(transfers)
     check_transfers(schedule.n_stages, transfers)
     validate(schedule)
-    by_clock: defaultdict[float, list[Action]] = defaultdict(list)
-    times = start_times(schedule, lambda action: 1)
-    for line, actions in zip(times, schedule.stages, strict=True):
-        for start, action in zip(line, actions, strict=True):
-            by_clock[start].append(action)
-    touching = [
-        [t for t in sorted(transfers) if stage in (t.source, t.target)]
-        for stage in range(schedule.n_stages)
-    ]
-    stages: list[list[Action]] = [[] for _ in schedule.stages]
-    for clock in sorted(by_clock):
-        computes = by_clock[clock]
-        messages = [a for c in computes for a in _messages_to(c, touching[c.stage])]
-        for action in (*messages, *computes):
-            stages[action.stage].append(action)
-    lowered = replace(schedule, stages=tuple(map(tuple, stages)), transfers=transfers)
+    rows = place(schedule, transfers).actions()
+    lowered = replace(schedule, rows=rows, transfers=transfers)
     validate(lowered)
     return lowered
-
-
-def _messages_to(action: Action, transfers: Iterable[Transfer]) -> list[Action]:
-    """Sends and receives of what `action` reads."""
-    k = action.microbatch
-    if action.kind == "forward":
-        pairs = [t.forward(k) for t in transfers if t.target == action.stage]
-    else:
-        pairs = [t.backward(k) for t in transfers if t.has_gradient and t.source == action.stage]
-    return [end for pair in pairs for end in pair]

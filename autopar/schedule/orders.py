@@ -1,22 +1,35 @@
-"""The order of forwards and backwards on each stage.
+"""The order of forwards and backwards on each device.
 
-    gpipe    all forwards, then all backwards                          in flight m
-    1f1b     stage i runs min(m, n - i) forwards, then one backward    in flight min(m, n - i)
-             and one forward in turn, then the backwards that are left
+    gpipe        all forwards, then all backwards                      in flight m
+    1f1b         stage i runs min(m, n - i) forwards, then a backward
+                 and a forward in turn, then the backwards left        in flight min(m, n - i)
+    interleaved  the same over v chunks per device, stage s on device s mod p: a round of p
+                 microbatches goes through a chunk, then through the next; device i runs
+                 2(p - i - 1) + (v - 1)p forwards before it takes turns  (`interleaved`)
+    zero_bubble  1f1b whose backwards are in two parts: that of parameters, which nobody
+                 waits for, comes i microbatches later on stage i      in flight min(m, n)
 
-Both run backwards in the order of the forwards, so that gradients add up in the same order.
-With m <= n - i, stage i has no forwards left after the first ones, and the same list under both.
+All run the backwards of a stage in the order of its forwards, so that gradients add up in the same
+order. With m <= n - i, stage i has no forwards left after the first ones, and gpipe and 1f1b are
+the same list.
 
-Sources: GPipe, Huang et al. 2019; PipeDream-Flush, Narayanan et al. 2021 (arXiv 2104.04473,
-figure 4).
+With equal stages and free messages, forward f, backward b (of which w is parameters'), a step
+is longer than m (f + b) by what every device idles:
+
+    gpipe, 1f1b    (n - 1)(f + b)              interleaved    (p - 1)(f + b) / v
+    zero_bubble    (n - 1)(f + b - 2w)         where w <= f, w <= b / 2 and n <= m
+
+Sources: GPipe, Huang et al. 2019; PipeDream-Flush and interleaving, Narayanan et al. 2021 (arXiv
+2104.04473, figure 4); ZB-H1, Qi et al. 2023 (arXiv 2401.10241, figure 2).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 from autopar.errors import OptionError
-from autopar.schedule.actions import Action, Schedule
+from autopar.schedule.actions import Action, Kind, Schedule
 
 
 def gpipe(n_stages: int, n_microbatches: int) -> Schedule:
@@ -27,6 +40,55 @@ def gpipe(n_stages: int, n_microbatches: int) -> Schedule:
 def one_f_one_b(n_stages: int, n_microbatches: int) -> Schedule:
     """A backward as soon as there can be one; at most n - i microbatches live on stage i."""
     return _with_first(n_stages, n_microbatches, lambda stage: n_stages - stage)
+
+
+def interleaved(n_devices: int, n_chunks: int, n_microbatches: int) -> Schedule:
+    """1f1b over `n_chunks` stages on each device: a bubble as many times shorter.
+
+    In flight on device i are min(m v, 2(p - i - 1) + (v - 1)p + 1) chunks.
+
+    Raises `OptionError` where microbatches do not come in whole rounds of `n_devices`.
+    """
+    _check_counts(n_devices * n_chunks, n_microbatches)
+    if n_microbatches % n_devices:
+        raise OptionError(
+            f"{n_microbatches} microbatches are not in whole rounds of {n_devices}, the number of "
+            "devices, which an interleaved schedule needs",
+            hint=f"use a multiple of {n_devices} microbatches",
+        )
+    turns = [
+        (chunk, first + k)
+        for first in range(0, n_microbatches, n_devices)
+        for chunk in range(n_chunks)
+        for k in range(n_devices)
+    ]
+    rows = []
+    for device in range(n_devices):
+        forwards = [Action("forward", c * n_devices + device, k) for c, k in turns]
+        backwards = [
+            Action("backward", (n_chunks - 1 - c) * n_devices + device, k) for c, k in turns
+        ]
+        n_first = 2 * (n_devices - device - 1) + (n_chunks - 1) * n_devices + 1
+        rows.append(_in_turn(forwards, backwards, n_first))
+    return Schedule(tuple(rows), n_microbatches, n_chunks=n_chunks)
+
+
+def zero_bubble(n_stages: int, n_microbatches: int) -> Schedule:
+    """ZB-H1: gradients of parameters fill part of the bubble, in the memory of 1f1b's stage 0."""
+    rows = []
+    for stage, actions in enumerate(one_f_one_b(n_stages, n_microbatches).rows):
+        late = _all("backward_weight", stage, n_microbatches)
+        row: list[Action] = []
+        for action in actions:
+            if action.kind == "forward":
+                row.append(action)
+                continue
+            row.append(Action("backward_input", stage, action.microbatch))
+            if action.microbatch >= stage:
+                row.append(late[action.microbatch - stage])
+        row += late[max(0, n_microbatches - stage) :]
+        rows.append(tuple(row))
+    return Schedule(tuple(rows), n_microbatches, splits_backward=True)
 
 
 def forward_only(n_stages: int, n_microbatches: int) -> Schedule:
@@ -46,16 +108,29 @@ ORDERS: dict[str, Callable[[int, int], Schedule]] = {"gpipe": gpipe, "1f1b": one
 def _with_first(n_stages: int, n_microbatches: int, first: Callable[[int], int]) -> Schedule:
     """`first(stage)` forwards, then a backward and a forward in turn while there are both."""
     _check_counts(n_stages, n_microbatches)
-    stages = []
-    for stage in range(n_stages):
-        n_first = min(n_microbatches, first(stage))
-        actions = [Action("forward", stage, k) for k in range(n_first)]
-        for k in range(n_microbatches):
-            actions.append(Action("backward", stage, k))
-            if n_first + k < n_microbatches:
-                actions.append(Action("forward", stage, n_first + k))
-        stages.append(tuple(actions))
-    return Schedule(tuple(stages), n_microbatches)
+    rows = tuple(
+        _in_turn(
+            _all("forward", stage, n_microbatches),
+            _all("backward", stage, n_microbatches),
+            first(stage),
+        )
+        for stage in range(n_stages)
+    )
+    return Schedule(rows, n_microbatches)
+
+
+def _all(kind: Kind, stage: int, n_microbatches: int) -> list[Action]:
+    return [Action(kind, stage, k) for k in range(n_microbatches)]
+
+
+def _in_turn(forwards: list[Action], backwards: list[Action], n_first: int) -> tuple[Action, ...]:
+    """`n_first` forwards, then a backward and a forward in turn while there are both."""
+    row = forwards[:n_first]
+    rest = iter(forwards[n_first:])
+    for backward in backwards:
+        row.append(backward)
+        row.extend(itertools.islice(rest, 1))
+    return tuple(row)
 
 
 def _check_counts(n_stages: int, n_microbatches: int) -> None:

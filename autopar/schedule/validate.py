@@ -1,16 +1,16 @@
 """What a schedule must satisfy before anything runs it.
 
-compute     every stage runs forward, and if it trains backward, of each microbatch exactly
-            once, its forward first; forwards in the order of microbatches, and backwards,
-            so that gradients add up in the same order under every schedule
+compute     every stage runs forward, and if it trains backward (or its two parts), of each
+            microbatch exactly once, its forward first; forwards in the order of microbatches,
+            and backwards, so that gradients add up in the same order under every schedule
 messages    of a lowered schedule: each transfer of each microbatch exactly once at both
-            ends, sent after it is made and received before it is read; no others
+            ends, sent after it is made and received before it is read; no others. Between
+            stages of one device there are none, and the order of its compute is what counts
 progress    under rendezvous, all actions can be finished (`prove_deadlock_free`)
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable
 
@@ -21,16 +21,19 @@ from autopar.schedule.clocks import start_times
 
 def validate(schedule: Schedule) -> None:
     """Raise `VerificationError` unless the schedule is all of what the module's text says."""
-    for stage, actions in enumerate(schedule.stages):
-        stray = next((a for a in actions if a.stage != stage), None)
+    for device, actions in enumerate(schedule.rows):
+        stray = next((a for a in actions if schedule.device_of(a.stage) != device), None)
         if stray is not None:
-            raise VerificationError(f"stage {stage} has {stray}, an action of another stage")
+            raise VerificationError(
+                f"{_row(schedule, device)} has {stray}, an action of another "
+                + ("stage" if schedule.n_chunks == 1 else "device")
+            )
     if schedule.transfers is not None:
         check_transfers(schedule.n_stages, schedule.transfers)
-    for stage, actions in enumerate(schedule.stages):
-        _check_complete(schedule, stage)
+    for device, actions in enumerate(schedule.rows):
+        _check_complete(schedule, device)
         _check_microbatch_order(actions)
-        _check_local_order(actions)
+        _check_local_order(schedule, device)
     prove_deadlock_free(schedule)
 
 
@@ -59,19 +62,24 @@ def check_transfers(n_stages: int, transfers: Collection[Transfer]) -> None:
             )
 
 
-def _check_complete(schedule: Schedule, stage: int) -> None:
-    """Each action that the stage must do is there once, and no other."""
-    found = Counter(schedule.stages[stage])
-    wanted = dict.fromkeys(_wanted(schedule, stage))
+def _row(schedule: Schedule, device: int) -> str:
+    return f"{'stage' if schedule.n_chunks == 1 else 'device'} {device}"
+
+
+def _check_complete(schedule: Schedule, device: int) -> None:
+    """Each action that the device must do is there once, and no other."""
+    found = Counter(schedule.rows[device])
+    wanted = dict.fromkeys(_wanted(schedule, device))
+    who = _row(schedule, device)
     for action in wanted:
         if found[action] == 0:
-            raise VerificationError(f"stage {stage} never runs {action}")
+            raise VerificationError(f"{who} never runs {action}")
         if found[action] > 1:
-            raise VerificationError(f"stage {stage} runs {action} {found[action]} times")
+            raise VerificationError(f"{who} runs {action} {found[action]} times")
     extra = next((action for action in found if action not in wanted), None)
     if extra is not None:
         raise VerificationError(
-            f"stage {stage} runs {extra}, which is not part of the schedule: {_extent(schedule)}"
+            f"{who} runs {extra}, which is not part of the schedule: {_extent(schedule)}"
         )
 
 
@@ -83,44 +91,69 @@ def _extent(schedule: Schedule) -> str:
     return f"microbatches below {schedule.n_microbatches}{what}, {carried}"
 
 
-def _wanted(schedule: Schedule, stage: int) -> Iterable[Action]:
-    """Every action of a stage, in no particular order."""
-    kinds: tuple[Kind, ...] = ("forward", "backward") if schedule.trains else ("forward",)
-    own = [t for t in sorted(schedule.transfers or ()) if stage in (t.source, t.target)]
-    for k in range(schedule.n_microbatches):
-        yield from (Action(kind, stage, k) for kind in kinds)
-        for transfer in own:
-            ends = list(transfer.forward(k))
-            if transfer.has_gradient and schedule.trains:
-                ends += transfer.backward(k)
-            yield from (end for end in ends if end.stage == stage)
+def _wanted(schedule: Schedule, device: int) -> Iterable[Action]:
+    """Every action of a device, in no particular order."""
+    kinds = schedule.computes()
+    for stage in range(device, schedule.n_stages, schedule.n_devices):
+        own = [
+            t
+            for t in sorted(schedule.transfers or ())
+            if stage in (t.source, t.target) and not schedule.is_inside(t)
+        ]
+        for k in range(schedule.n_microbatches):
+            yield from (Action(kind, stage, k) for kind in kinds)
+            for transfer in own:
+                ends = list(transfer.forward(k))
+                if transfer.has_gradient and schedule.trains:
+                    ends += transfer.backward(k)
+                yield from (end for end in ends if end.stage == stage)
 
 
 def _check_microbatch_order(actions: tuple[Action, ...]) -> None:
-    for kind in ("forward", "backward"):
-        line = [a for a in actions if a.kind == kind]
-        for earlier, later in itertools.pairwise(line):
-            if later.microbatch < earlier.microbatch:
-                raise VerificationError(
-                    f"{later} comes after {earlier}: a stage runs its {kind}s in the order of "
-                    "microbatches"
-                )
-
-
-def _check_local_order(actions: tuple[Action, ...]) -> None:
-    """On one stage: receive before forward, forward before its send, and so on."""
-    at = {action: i for i, action in enumerate(actions)}
+    """Compute of one kind on one stage."""
+    latest: dict[tuple[str, int], Action] = {}
     for action in actions:
-        if action.kind == "forward":
+        if not action.is_compute:
             continue
-        forward = Action("forward", action.stage, action.microbatch)
-        backward = Action("backward", action.stage, action.microbatch)
-        first, then = {
-            "backward": (forward, action),
-            "recv_forward": (action, forward),
-            "send_forward": (forward, action),
-            "recv_backward": (action, backward),
-            "send_backward": (backward, action),
-        }[action.kind]
+        earlier = latest.get((action.kind, action.stage))
+        if earlier is not None and action.microbatch < earlier.microbatch:
+            raise VerificationError(
+                f"{action} comes after {earlier}: a stage runs its {action.kind}s in the order of "
+                "microbatches"
+            )
+        latest[action.kind, action.stage] = action
+
+
+def _check_local_order(schedule: Schedule, device: int) -> None:
+    """On one device: receive before forward, forward before its send, and so on."""
+    at = {action: i for i, action in enumerate(schedule.rows[device])}
+    for first, then in _local_order(schedule, device):
         if at[first] > at[then]:
-            raise VerificationError(f"stage {action.stage} runs {then} before {first}")
+            raise VerificationError(f"{_row(schedule, device)} runs {then} before {first}")
+
+
+def _local_order(schedule: Schedule, device: int) -> Iterable[tuple[Action, Action]]:
+    """Pairs of actions of a device that must come in this order."""
+    kinds = schedule.computes()
+    returns: Kind = kinds[1] if schedule.trains else "backward"
+    for action in schedule.rows[device]:
+        _, stage, k, _ = action
+        match action.kind:
+            case "forward":
+                continue
+            case "recv_forward":
+                yield action, Action("forward", stage, k)
+            case "send_forward":
+                yield Action("forward", stage, k), action
+            case "recv_backward":
+                yield action, Action(returns, stage, k)
+            case "send_backward":
+                yield Action(returns, stage, k), action
+            case _:
+                yield Action(kinds[kinds.index(action.kind) - 1], stage, k), action
+    for t in schedule.transfers or ():
+        if schedule.is_inside(t) and schedule.device_of(t.source) == device:
+            for k in range(schedule.n_microbatches):
+                yield Action("forward", t.source, k), Action("forward", t.target, k)
+                if schedule.trains:
+                    yield Action(returns, t.target, k), Action(returns, t.source, k)
