@@ -81,6 +81,38 @@ def place(schedule: Schedule, transfers: Iterable[Transfer]) -> Script:
     return Script(tuple(map(tuple, rows)), tuple(sends))
 
 
+def place_as_made(schedule: Schedule, transfers: Iterable[Transfer]) -> Script:
+    """Send every message right after the compute that makes it, and expect all from the start.
+
+    What software does that never waits to send, and posts receives ahead: nothing but links delays
+    a message. `place` is for one order of messages per pair that cannot deadlock.
+    """
+    sent_to = _sent_to(schedule, transfers)
+    n_devices = schedule.n_devices
+    reads: list[list[tuple[int, ...]]] = [[] for _ in schedule.rows]
+    made: defaultdict[tuple[Kind, int, int], list[int]] = defaultdict(list)
+    posts: list[list[int]] = [[] for _ in schedule.rows]
+    sends: list[Action] = []
+    for row, own in zip(schedule.rows, reads, strict=True):
+        for kind, stage, microbatch, _ in row:
+            first = len(sends)
+            for send_kind, source, target in sent_to.get((kind, stage), ()):
+                made[kind, source, microbatch].append(len(sends))
+                posts[target % n_devices].append(~len(sends))
+                sends.append(Action(send_kind, source, microbatch, target))
+            own.append(tuple(range(first, len(sends))))
+    rows = []
+    for row, own, expected in zip(schedule.rows, reads, posts, strict=True):
+        steps, ready = [], tuple(expected)
+        for compute, needed in zip(row, own, strict=True):
+            steps.append(Step(ready, needed, compute))
+            ready = tuple(made.get((compute.kind, compute.stage, compute.microbatch), ()))
+        if ready:
+            steps.append(Step(ready, (), None))
+        rows.append(tuple(steps))
+    return Script(tuple(rows), tuple(sends))
+
+
 def script_of(schedule: Schedule) -> Script:
     """The steps of a lowered schedule."""
     sends = tuple(action for action in schedule if action.is_send)

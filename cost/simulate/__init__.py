@@ -31,7 +31,7 @@ from autopar.cost.simulate.play import Play
 from autopar.cost.simulate.timeline import Event, Timeline, Totals
 from autopar.cost.simulate.times import Spent, SplitBackward, StageTimes, TieTimes
 from autopar.schedule import Action, Schedule, chain
-from autopar.schedule.script import place, script_of
+from autopar.schedule.script import place, place_as_made, script_of
 
 __all__ = [
     "Event",
@@ -54,6 +54,7 @@ def simulate(
     *,
     slow: tuple[int, float] | None = None,
     jitter: tuple[float, int] | None = None,
+    sends_as_made: bool = False,
 ) -> Timeline:
     """Play one step of a valid schedule.
 
@@ -62,10 +63,15 @@ def simulate(
                 for all. A schedule without messages is given those of a chain.
     loss_s      of giving the loss to all ranks
     slow        (device, factor): its compute takes that much longer
+    sends_as_made   a schedule without messages sends each as soon as it is made
     jitter      (fraction, seed): every compute takes longer by up to this fraction of itself
     """
     assert schedule.n_stages == len(stages), "a schedule of other stages"
-    script = script_of(schedule) if schedule.is_lowered else place(schedule, chain(len(stages)))
+    if schedule.is_lowered:
+        script = script_of(schedule)
+    else:
+        put = place_as_made if sends_as_made else place
+        script = put(schedule, chain(len(stages)))
     play = Play(
         script, stages, message_s if callable(message_s) else lambda send: message_s, slow, jitter
     )

@@ -1,0 +1,270 @@
+"""A published run as numbers: the model's shape, its recipe, its software and its machine.
+
+A row names dims and degrees of parallelism. What it does not say takes a default, which is
+listed with the prediction (`Row.assumed`):
+
+    interleave         1, or one layer per chunk where the schedule is interleaved
+    recompute          none
+    vocab              51200, GPT-2's 50257 padded for tensor parallelism
+    dtype              bf16 on devices that have it, else fp16
+
+Software is derived by one set of rules for all rows, from the model's kind, the dtype, the device
+and the words of the notes; a row may override any of them under "software":
+
+    fused_attention    the notes name flash attention; or a model that came after it (gated), or
+                       a device that did (`_AFTER_FLASH`): A. Dao et al., arXiv 2205.14135
+    fused_kernels      Megatron's hand-written ones (any recipe with tp, pp or ZeRO < 3), or
+                       compiled code
+    dropout            a plain model without fused attention: recipes up to 2022 train with 0.1
+    overlapped_sync    as the notes say; else where gradients accumulate in float32 buckets of
+                       their own, which bf16 runs do
+    fp32_gradients     bf16, whose sums need it
+    fp32_parameters    ZeRO-3 outside Megatron: FSDP keeps float32 shards
+
+A run is skipped only where a degree, the batch or a dim is unknown, or for what is not supported.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from autopar.cost.transformer.recipe import Order, Recipe, Recompute, Software
+from autopar.cost.transformer.shape import Experts, TransformerShape
+from autopar.errors import NotSupportedError, OptionError
+
+_DEFAULT_VOCAB = 51200
+_AFTER_FLASH = ("h100", "h200", "b200")
+_NO_BF16 = ("v100",)
+_ORDERS: dict[str, Order] = {
+    "1f1b": "1f1b", "1f1b-i": "interleaved", "interleaved": "interleaved", "gpipe": "gpipe",
+    "zb-1p": "zero-bubble", "zb-h1": "zero-bubble", "zero-bubble": "zero-bubble",
+}  # fmt: skip
+_OVERRIDES = {
+    "internode_bytes_per_s_per_device": "link.inter_node.s_per_byte",
+    "intranode_bytes_per_s_per_device": "link.intra_node.s_per_byte",
+    "devices_per_node": "devices_per_node",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run. `step_time_s`, `memory_bytes`: what was published, None where it was not.
+
+    assumed: what the row does not say, and what was taken for it.
+    """
+
+    id: str
+    paper: str
+    profile: str
+    shape: TransformerShape
+    recipe: Recipe
+    software: Software
+    dtype: str
+    overrides: Mapping[str, float]
+    step_time_s: float | None
+    memory_bytes: float | None
+    assumed: tuple[str, ...] = field(default=())
+
+
+@dataclass
+class _Reader:
+    """Reads fields of one row, and notes what was assumed."""
+
+    row: Mapping[str, Any]
+    assumed: list[str] = field(default_factory=list)
+
+    def known(self, key: str, of: Mapping[str, Any] | None = None) -> int:
+        value = (self.row if of is None else of).get(key)
+        if value is None:
+            raise NotSupportedError(f"{key} is unknown")
+        return int(value)
+
+    def assume(self, what: str, value: Any) -> Any:
+        self.assumed.append(f"{what}: {value}")
+        return value
+
+
+def read_row(row: Mapping[str, Any]) -> Row:
+    """Raises `NotSupportedError` with the reason where a row must be skipped."""
+    reader = _Reader(row)
+    profile = row.get("profile")
+    if not profile:
+        raise NotSupportedError("profile is unknown")
+    shape = _shape(reader)
+    dtype = row.get("dtype") or reader.assume(
+        "dtype", "fp16" if str(profile).startswith(_NO_BF16) else "bf16"
+    )
+    if dtype not in ("fp16", "bf16"):
+        raise NotSupportedError(f"dtype {dtype!r}")
+    recipe = _recipe(reader, shape)
+    software = _software(row, shape, recipe, dtype)
+    return Row(
+        id=str(row["id"]),
+        paper=_paper(str(row.get("source", ""))),
+        profile=str(profile),
+        shape=shape,
+        recipe=recipe,
+        software=software,
+        dtype=dtype,
+        overrides=_overrides(reader),
+        step_time_s=_step_time_s(row, shape, recipe),
+        memory_bytes=_memory_bytes(row),
+        assumed=tuple(reader.assumed),
+    )
+
+
+def _shape(reader: _Reader) -> TransformerShape:
+    model = reader.row.get("model") or {}
+    layers, hidden, heads = (reader.known(k, model) for k in ("layers", "hidden", "heads"))
+    ffn = model.get("ffn") or reader.assume("ffn", 4 * hidden)
+    moe = model.get("moe")
+    experts = None
+    if moe:
+        experts = Experts(
+            reader.known("experts", moe), reader.known("topk", moe), int(moe.get("moe_ffn") or ffn)
+        )
+    return TransformerShape(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=int(model.get("kv_heads") or reader.assume("kv_heads", heads)),
+        head_dim=int((moe or {}).get("head_dim") or model.get("head_dim") or hidden // heads),
+        ffn=int(ffn),
+        seq=reader.known("seq", model),
+        vocab=int(model.get("vocab") or reader.assume("vocab", _DEFAULT_VOCAB)),
+        is_gated=int(ffn) != 4 * hidden or experts is not None,
+        experts=experts,
+    )
+
+
+def _recipe(reader: _Reader, shape: TransformerShape) -> Recipe:
+    row = reader.row
+    tp, pp, dp = (reader.known(k) for k in ("tp", "pp", "dp"))
+    word = row.get("schedule")
+    if word is not None and word not in _ORDERS:
+        raise NotSupportedError(f"schedule {word!r}")
+    order = _ORDERS[word] if word else "1f1b"
+    interleave = row.get("interleave")
+    if interleave is None:
+        each = -(-shape.layers // pp) if order == "interleaved" else 1
+        interleave = reader.assume("interleave", each) if pp > 1 else 1
+    if interleave > 1:
+        order = "interleaved"
+    zero = row.get("zero")
+    try:
+        return Recipe(
+            tp=tp, pp=pp, dp=dp,
+            cp=int(row.get("cp") or 1), ep=int(row.get("ep") or 1), interleave=int(interleave),
+            sp=bool(row.get("sp")), zero=int(zero or 0), recompute=_recompute(reader, zero),
+            microbatch_size=int(row.get("microbatch") or reader.assume("microbatch", 1)),
+            global_batch=reader.known("global_batch"), order=order,
+        )  # fmt: skip
+    except OptionError as error:
+        raise NotSupportedError(str(error)) from error
+
+
+def _recompute(reader: _Reader, zero: int | None) -> Recompute:
+    word = reader.row.get("recompute")
+    if word is None:
+        word = reader.assume("recompute", "none")
+    words = str(word).replace("_", " ")
+    if words in ("none", "full"):
+        return "full" if words == "full" else "none"
+    if words == "selective":  # Megatron's, or torchtitan's, whose recipes are ZeRO-3
+        return "selective" if zero == 3 else "attention-core"
+    if "norm" in words or "act" in words:
+        return "norm-act"
+    raise NotSupportedError(f"recompute {word!r}")
+
+
+def _software(
+    row: Mapping[str, Any], shape: TransformerShape, recipe: Recipe, dtype: str
+) -> Software:
+    notes = " ".join(str(row.get(key) or "") for key in ("notes", "source")).lower()
+    profile = str(row["profile"])
+    fused_attention = "flash" in notes or shape.is_gated or profile.startswith(_AFTER_FLASH)
+    megatron = recipe.zero < 3 or "megatron" in notes
+    overlapped = dtype == "bf16"
+    if "overlap" in notes:
+        off = "not overlapped" in notes or "overlap off" in notes
+        overlapped = not off
+    derived = Software(
+        fused_attention=fused_attention,
+        fused_kernels=megatron or "compile" in notes or "foundry" in notes,
+        overlapped_sync=overlapped,
+        dropout=not shape.is_gated and not fused_attention,
+        fp32_gradients=dtype == "bf16",
+        fp32_parameters=recipe.zero == 3 and not megatron,
+        fused_loss="compile" in notes,
+    )
+    given = row.get("software") or {}
+    known = {f.name for f in fields(Software)}
+    if unknown := sorted(set(given) - known):
+        raise NotSupportedError(f"software {', '.join(unknown)}; known are {', '.join(known)}")
+    return replace(derived, **given)
+
+
+def _overrides(reader: _Reader) -> dict[str, float]:
+    """By profile key; what no rule reads is listed as such."""
+    found = {}
+    for key, value in (reader.row.get("overrides") or {}).items():
+        if value is None:
+            continue
+        if key not in _OVERRIDES:
+            reader.assumed.append(f"override {key} is not read; the profile's figure holds")
+        elif key.endswith("bytes_per_s_per_device"):
+            found[_OVERRIDES[key]] = 1.0 / float(value)
+        else:
+            found[_OVERRIDES[key]] = float(value)
+    return found
+
+
+def _paper(source: str) -> str:
+    """What the source begins with: an arXiv number, or a repository."""
+    arxiv = re.search(r"arXiv \d{4}\.\d{4,5}", source)
+    return arxiv[0] if arxiv else re.split(r"[@ ]", source, maxsplit=1)[0]
+
+
+# -- what was published ----------------------------------------------------------------------------
+
+
+def _step_time_s(
+    row: Mapping[str, Any], shape: TransformerShape, recipe: Recipe
+) -> float | None:
+    metric = row.get("metric") or {}
+    if metric.get("iter_seconds"):
+        return float(metric["iter_seconds"])
+    if row.get("derived_iter_seconds"):
+        return float(row["derived_iter_seconds"])
+    n_gpus = recipe.tp * recipe.pp * recipe.dp * recipe.cp
+    tokens = recipe.global_batch * shape.seq
+    if metric.get("tokens_per_sec_per_gpu"):
+        return float(tokens / metric["tokens_per_sec_per_gpu"] / n_gpus)
+    if metric.get("samples_per_sec"):
+        return float(recipe.global_batch / metric["samples_per_sec"])
+    if metric.get("tflops_per_gpu"):
+        flops = _published_flops(row, shape, tokens)
+        return float(flops / (metric["tflops_per_gpu"] * 1e12) / n_gpus)
+    return None
+
+
+def _published_flops(row: Mapping[str, Any], shape: TransformerShape, tokens: int) -> float:
+    """Flops of a step as the source counts them: `flops_convention`.
+
+    Those that count recompute use equation 3 of arXiv 2104.04473.
+    """
+    convention = str(row.get("flops_convention") or "")
+    counts_recompute = "96" in convention or "counts recompute" in convention
+    if counts_recompute and shape.experts is None:
+        s, h, layers = shape.seq, shape.hidden, shape.layers
+        per_token = 96 * layers * h**2 * (1 + s / (6 * h) + shape.vocab / (16 * layers * h))
+        return tokens * per_token
+    return tokens * shape.model_flops_per_token
+
+
+def _memory_bytes(row: Mapping[str, Any]) -> float | None:
+    gib = (row.get("metric") or {}).get("mem_gib")
+    return None if gib is None else float(gib) * 2**30

@@ -1,0 +1,48 @@
+"""The items before the first layer and after the last one: embedding, logits, loss.
+
+The loss of T x V logits, in float32, reads and writes per logit
+
+    not fused   cast 2 + 4, maximum 4, subtract 8, exp 8, sum 4, divide 8      backward 8 + 8 + 6
+    fused       read twice 4                                                  backward 2 + 2
+
+bytes; the kernels are those of a cross-entropy over a sharded vocabulary (Megatron-LM,
+core/tensor_parallel/cross_entropy.py), which needs two small all_reduces more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autopar.cost.transformer.layer import LayerModel
+from autopar.cost.transformer.work import Item, elementwise, exchange, product
+
+_FLOAT32 = 4
+
+
+def embedding_items(layer: LayerModel) -> Iterator[Item]:
+    """Rows of the vocabulary's shard, summed over ranks; backward adds them where they were."""
+    size = layer.tokens * layer.shape.hidden * layer.width
+    masks = size / layer.width if layer.software.dropout else 0.0
+    yield elementwise("embedding", 2 * size + masks, 3 * size + masks, masks, 2, 2)
+    if layer.recipe.tp > 1:
+        kind = "reduce_scatter" if layer.recipe.sp else "all_reduce"
+        back = [("all_gather", size)] if layer.recipe.sp else []
+        yield exchange("embedding", [(kind, size)], back)
+
+
+def head_items(layer: LayerModel) -> Iterator[Item]:
+    """The last norm, the logits and the loss."""
+    recipe, T, h = layer.recipe, layer.tokens, layer.shape.hidden
+    words = layer.shape.vocab / recipe.tp
+    yield layer.norm("last norm")
+    yield from layer.enter(h)
+    yield product(
+        "logits", T, words, h, layer.width, accumulated_bytes=layer.accumulated_bytes
+    )  # fmt: skip
+    logits = T * words
+    if layer.software.fused_loss:
+        yield elementwise("loss", 4 * logits, 4 * logits)
+    else:
+        yield elementwise("loss", 38 * logits, 22 * logits, _FLOAT32 * logits, 6, 3)
+    if recipe.tp > 1:
+        yield exchange("loss", [("all_reduce", T * _FLOAT32)] * 3, [])

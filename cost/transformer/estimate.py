@@ -1,0 +1,199 @@
+"""A training step of a transformer under a recipe: seconds by simulation, bytes by the formulas.
+
+A device has `interleave` chunks of layers. Where the layers do not divide, embedding and loss
+count as a layer each and the first and the last chunk have one less; else chunks differ by one.
+
+    forward    its items                                       per microbatch and chunk
+    backward   the items the other way round, with what recompute runs again
+    sync       gradients over data parallelism, beside the last backward or after it
+    update     the optimizer, on what a rank stores
+
+ZeRO-3 gathers a layer's parameters before its forward and again before its backward, and scatters
+its gradients after it, beside the compute of the neighbouring layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from autopar.cost.simulate import SplitBackward, Spent, StageTimes, Timeline, TieTimes, simulate
+from autopar.cost.transformer.ends import embedding_items, head_items
+from autopar.cost.transformer.layer import LayerModel
+from autopar.cost.transformer.machine import Machine, Spending
+from autopar.cost.transformer.memory import is_recomputed
+from autopar.cost.transformer.orders import schedule_of
+from autopar.cost.transformer.update import update_time_s
+from autopar.cost.transformer.work import Item
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive layers on one device."""
+
+    n_layers: int
+    is_first: bool
+    is_last: bool
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """`timeline` of one step, and bytes on the rank that needs most."""
+
+    timeline: Timeline
+    peak_bytes: float
+
+    @property
+    def step_time_s(self) -> float:
+        return self.timeline.step_time_s
+
+
+def chunks_of(n_layers: int, n_chunks: int) -> tuple[Chunk, ...]:
+    """Layers of each chunk, in the order of the model."""
+    each, left = divmod(n_layers, n_chunks)
+    counts = [each + (i < left) for i in range(n_chunks)]
+    if left and (n_layers + 2) % n_chunks == 0:
+        each = (n_layers + 2) // n_chunks
+        counts = [each] * n_chunks
+        counts[0] -= 1
+        counts[-1] -= 1
+    last = n_chunks - 1
+    return tuple(Chunk(n, i == 0, i == last) for i, n in enumerate(counts))
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """The parts of a step, priced on a machine."""
+
+    layer: LayerModel
+    machine: Machine
+
+    @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        return chunks_of(self.layer.shape.layers, self.layer.recipe.n_chunks)
+
+    @cached_property
+    def _layer_passes(self) -> tuple[Spending, Spending]:
+        items = self.layer.items()
+        return self.machine.forward(items), self._backward(items)
+
+    def _backward(self, items: list[Item]) -> Spending:
+        again = [i for i in items if is_recomputed(i, self.layer.recipe.recompute)]
+        return self.machine.backward(items) + self.machine.forward(again)
+
+    def passes(self, chunk: Chunk) -> tuple[Spending, Spending]:
+        """Forward and backward of one microbatch in a chunk."""
+        forward, backward = (s.times(chunk.n_layers) for s in self._layer_passes)
+        ends = [
+            *(embedding_items(self.layer) if chunk.is_first else ()),
+            *(head_items(self.layer) if chunk.is_last else ()),
+        ]
+        return forward + self.machine.forward(ends), backward + self.machine.backward(ends)
+
+    # -- parameters --------------------------------------------------------------------------
+
+    def parameters(self, chunk: Chunk) -> tuple[float, float]:
+        """On a rank, before ZeRO: (those all ranks of dp share, experts')."""
+        shape, recipe = self.layer.shape, self.layer.recipe
+        shared = shape.attention_parameters / recipe.tp + shape.norm_parameters
+        experts = 0.0
+        if shape.experts is None:
+            shared += shape.mlp_parameters / recipe.tp
+        else:
+            shared += shape.router_parameters
+            experts = shape.experts.n_experts / recipe.ep * shape.mlp_parameters
+        ends = (chunk.is_first or chunk.is_last) + (
+            chunk.is_first and chunk.is_last and not shape.is_tied
+        )
+        vocabulary = ends * shape.embedding_parameters / recipe.tp
+        return chunk.n_layers * shared + vocabulary, chunk.n_layers * experts
+
+    def _chunk_gathers_s(self, chunk: Chunk) -> tuple[float, float]:
+        """ZeRO-3: gathering a chunk's parameters once, and scattering their gradients."""
+        width = self.layer.width
+        gather_s = scatter_s = 0.0
+        # FSDP reduces gradients at the width of the parameters in use.
+        for n, group in zip(self.parameters(chunk), ("dp", "expert_dp"), strict=True):
+            calls = max(chunk.n_layers, 1)
+            each = n * width / calls
+            gather_s += calls * self.machine.exchange_s("all_gather", each, group)
+            scatter_s += calls * self.machine.exchange_s("reduce_scatter", 2 * each, group)
+        return gather_s, scatter_s
+
+    def sync_s(self, chunk: Chunk) -> tuple[float, float]:
+        """(of gradients, of updated parameters) over data parallelism, once a step."""
+        recipe, width = self.layer.recipe, self.layer.width
+        gradient = 4 if self.layer.software.fp32_gradients else width
+        reduced = gathered = 0.0
+        for n, group in zip(self.parameters(chunk), ("dp", "expert_dp"), strict=True):
+            if recipe.zero == 0:
+                reduced += self.machine.exchange_s("all_reduce", n * gradient, group)
+            elif recipe.zero < 3:
+                reduced += self.machine.exchange_s("reduce_scatter", n * gradient, group)
+                gathered += self.machine.exchange_s("all_gather", n * width, group)
+        return reduced, gathered
+
+    # -- a step ------------------------------------------------------------------------------
+
+    def stage_times(self, chunk: Chunk) -> StageTimes:
+        recipe, software, machine = self.layer.recipe, self.layer.software, self.machine
+        forward, backward = self.passes(chunk)
+        beside_forward = beside_backward = 0.0
+        if recipe.zero == 3:
+            gather_s, scatter_s = self._chunk_gathers_s(chunk)
+            beside_forward, beside_backward = gather_s, gather_s + scatter_s
+        reduced, gathered = self.sync_s(chunk)
+        overlaps = software.overlapped_sync
+        backward_spent = _spent(backward, beside_backward)
+        n_stored = sum(
+            n / (machine.group(group).n_ranks if recipe.zero else 1)
+            for n, group in zip(self.parameters(chunk), ("dp", "expert_dp"), strict=True)
+        )
+        return StageTimes(
+            n_ranks=recipe.tp * recipe.cp * recipe.dp,
+            before=Spent(),
+            forward=_spent(forward, beside_forward),
+            backward=_split(backward_spent, backward) if recipe.order == "zero-bubble" else backward_spent,
+            after=Spent(0.0, gathered + (0.0 if overlaps else reduced)),
+            update_s=update_time_s(n_stored, software, machine.device),
+            sync_s=reduced if overlaps else 0.0,
+            n_sync_buckets=max(chunk.n_layers, 1),
+            overlap_slowdown_fraction=machine.slowdown,
+        )
+
+    def hop_s(self) -> float:
+        """An activation to the next stage, and its gradient back."""
+        layer, recipe, machine = self.layer, self.layer.recipe, self.machine
+        size = layer.outer_tokens * layer.shape.hidden * layer.width
+        if recipe.sp or recipe.tp == 1 or not layer.software.split_messages:
+            return machine.hop_s(size)
+        return machine.hop_s(size / recipe.tp) + machine.exchange_s("all_gather", size, "tp")
+
+    def ties(self) -> list[TieTimes]:
+        shape, recipe = self.layer.shape, self.layer.recipe
+        if recipe.pp == 1 or not shape.is_tied:
+            return []
+        width = 4 if self.layer.software.fp32_gradients else self.layer.width
+        size = shape.embedding_parameters / recipe.tp * width
+        time_s = self.machine.exchange_s("all_reduce", size, "ends")
+        return [TieTimes((0, recipe.n_chunks - 1), time_s, (0.0, 0.0))]
+
+    def simulate(self) -> Timeline:
+        hop_s = self.hop_s() if self.layer.recipe.pp > 1 else 0.0
+        stages = [self.stage_times(chunk) for chunk in self.chunks]
+
+        schedule = schedule_of(self.layer.recipe)
+        return simulate(schedule, stages, hop_s, self.ties(), sends_as_made=True)
+
+
+def _spent(spending: Spending, overlapped_s: float = 0.0) -> Spent:
+    """The interpreter's delay counts as compute: collectives cannot start earlier either."""
+    return Spent(spending.compute_s + spending.stalled_s, spending.comm_s, overlapped_s)
+
+
+def _split(whole: Spent, backward: Spending) -> SplitBackward:
+    """Half of a backward's products are those of parameters."""
+    weight = whole.compute_s / 2
+    return SplitBackward(
+        Spent(whole.compute_s - weight, whole.collectives_s, whole.overlapped_s), Spent(weight)
+    )

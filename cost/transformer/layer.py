@@ -1,0 +1,209 @@
+"""The items of one transformer layer on one rank, for one microbatch.
+
+Tokens T = b s / cp on a rank, T' = T / tp where sequence parallelism shards what is not divided
+by tensor parallelism (Korthikanti et al., arXiv 2205.05198, section 4). Widths are bytes of an
+element; every line says what it reads and writes. Kept bytes reproduce that paper's sbh (34 +
+5 as/h) without fused attention (its equation 1), and its divisions by tp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autopar.cost.transformer.recipe import Recipe, Software
+from autopar.cost.transformer.shape import TransformerShape
+from autopar.cost.transformer.work import Item, Kernel, elementwise, exchange, product
+
+_STATISTICS_BYTES = 4  # of a row: the log-sum-exp that fused attention keeps
+
+
+@dataclass(frozen=True)
+class LayerModel:
+    """The layer of a shape under a recipe; `width` is that of activations, in bytes."""
+
+    shape: TransformerShape
+    recipe: Recipe
+    software: Software
+    width: int = 2
+
+    @property
+    def tokens(self) -> float:
+        """T, of one microbatch on one rank."""
+        return self.recipe.microbatch_size * self.shape.seq / self.recipe.cp
+
+    @property
+    def outer_tokens(self) -> float:
+        """T', outside the tensor-parallel parts."""
+        return self.tokens / (self.recipe.tp if self.recipe.sp else 1)
+
+    @property
+    def accumulated_bytes(self) -> float:
+        """Per weight and microbatch: a new gradient is read, and the sum read and written."""
+        if self.recipe.n_microbatches == 1:
+            return 0.0
+        return self.width + 2 * (4 if self.software.fp32_gradients else self.width)
+
+    def items(self) -> list[Item]:
+        return [*self._attention(), *self._feed_forward()]
+
+    def input_bytes(self) -> float:
+        """What a layer is given: the residual stream."""
+        return self.outer_tokens * self.shape.hidden * self.width
+
+    # -- shared pieces -----------------------------------------------------------------------
+
+    def _product(
+        self, name: str, m: float, n: float, k: float, *, has_bias: bool = False,
+        is_kept: bool = True, n_times: int = 1,
+    ) -> Item:  # fmt: skip
+        return product(
+            name, m, n, k, self.width, has_bias=has_bias, is_kept=is_kept, n_times=n_times,
+            accumulated_bytes=self.accumulated_bytes,
+        )  # fmt: skip
+
+    def norm(self, name: str) -> Item:
+        size = self.outer_tokens * self.shape.hidden * self.width
+        if self.software.fused_kernels:
+            return elementwise(name, 2 * size, 3 * size, size)
+        # Cast, square, mean, rsqrt, two products, cast back: float32 copies are read and written.
+        return elementwise(name, 11 * size, 16 * size, 3 * size, 6, 10)
+
+    def enter(self, n_features: float) -> Iterator[Item]:
+        """From outside to a tensor-parallel part; backward the other way."""
+        size = self.tokens * n_features * self.width
+        if self.recipe.tp == 1:
+            return
+        if self.recipe.sp:  # backward gathers the input again for the weight's gradient
+            yield exchange(
+                "gather sequence", [("all_gather", size)],
+                [("all_gather", size), ("reduce_scatter", size)],
+            )  # fmt: skip
+        else:
+            yield exchange("f", [], [("all_reduce", size)])
+
+    def _leave(self, n_features: float) -> Iterator[Item]:
+        size = self.tokens * n_features * self.width
+        if self.recipe.tp == 1:
+            return
+        if self.recipe.sp:
+            yield exchange("scatter sequence", [("reduce_scatter", size)], [("all_gather", size)])
+        else:
+            yield exchange("g", [("all_reduce", size)], [])
+
+    def _residual(self, name: str) -> Item:
+        """Bias, dropout and the sum with the residual stream."""
+        size = self.outer_tokens * self.shape.hidden * self.width
+        mask = size / self.width if self.software.dropout else 0.0
+        launches = 1 if self.software.fused_kernels else 1 + 2 * self.software.dropout
+        extra = 0.0 if self.software.fused_kernels else 4 * size * self.software.dropout
+        backward = 2 * size + mask if self.software.dropout else size
+        return elementwise(
+            name, 3 * size + mask + extra, backward, mask, launches, launches, out_bytes=size
+        )
+
+    # -- attention ---------------------------------------------------------------------------
+
+    def _attention(self) -> Iterator[Item]:
+        shape, tp, width, T = self.shape, self.recipe.tp, self.width, self.tokens
+        h, q = shape.hidden, shape.query_features / tp
+        k = max(shape.key_features / tp, shape.head_dim)
+        yield self.norm("attention norm")
+        yield from self.enter(h)
+        yield self._product("qkv", T, q + 2 * k, h, has_bias=not shape.is_gated)
+        if shape.is_gated:
+            size = T * (q + k) * width
+            launches, passes = (1, 2) if self.software.fused_kernels else (10, 10)
+            yield elementwise("rotary", passes * size, passes * size, 0.0, launches, launches)
+        yield from self._core(q, k)
+        yield self._product("attention output", T, h, q, is_kept=False)
+        yield from self._leave(h)
+        yield self._residual("attention residual")
+
+    def _core(self, q: float, k: float) -> Iterator[Item]:
+        """Scores, softmax and the weighted sum of values."""
+        shape, width, T = self.shape, self.width, self.tokens
+        heads = shape.heads / self.recipe.tp
+        if self.recipe.cp > 1:  # keys and values go round the ring once; their gradients too
+            size = 2 * T * k * width * self.recipe.cp
+            yield exchange(
+                "ring", [("all_gather", size)],
+                [("all_gather", size), ("reduce_scatter", size)], "cp",
+            )  # fmt: skip
+        flops, context = 2 * 2.0 * T * shape.seq * q, T * q * width
+        if self.software.fused_attention:  # a causal kernel skips what is masked
+            moved = T * (2 * q + 2 * k) * width
+            yield Item(
+                "fused attention", "core",
+                (Kernel("attention", flops / 2, moved),),
+                (Kernel("attention", 2.5 * flops / 2, 2 * moved),),
+                heads * T * _STATISTICS_BYTES, context,
+            )  # fmt: skip
+            return
+        scores = heads * T * shape.seq  # elements
+        one = Kernel("product", flops / 2, width * (T * (q + k) + scores))
+        yield Item("scores", "core", (one,), (one, one))
+        # The fused softmax with scale and mask reads and writes the scores; eager, each is its own.
+        n, passes = (1, 2) if self.software.fused_kernels else (3, 6)
+        yield Item(
+            "softmax", "core",
+            (Kernel("memory", 0.0, passes * scores * width, n),),
+            (Kernel("memory", 0.0, 3 * scores * width, n),), scores * width,
+        )  # fmt: skip
+        if self.software.dropout:
+            moved = scores * (2 * width + 1)
+            yield Item(
+                "attention dropout", "core",
+                (Kernel("memory", 0.0, moved),), (Kernel("memory", 0.0, moved),),
+                scores * (1 + width),
+            )  # fmt: skip
+        yield Item("weighted values", "core", (one,), (one, one), 0.0, context)
+
+    # -- feed-forward ------------------------------------------------------------------------
+
+    def _feed_forward(self) -> Iterator[Item]:
+        shape = self.shape
+        yield self.norm("mlp norm")
+        if shape.experts is None:
+            yield from self.enter(shape.hidden)
+            yield from self._mlp(self.tokens, shape.ffn / self.recipe.tp, 1)
+            yield from self._leave(shape.hidden)
+        else:
+            yield from self._experts()
+        yield self._residual("mlp residual")
+
+    def _mlp(self, tokens: float, ffn: float, n_experts: int) -> Iterator[Item]:
+        """Two or three products and the activation between, of as many experts side by side."""
+        shape, width, h = self.shape, self.width, self.shape.hidden
+        wide, rows = (2 if shape.is_gated else 1) * ffn, tokens / n_experts
+        has_bias = not shape.is_gated
+        yield self._product("mlp up", rows, wide, h, has_bias=has_bias, n_times=n_experts)
+        moved, out = tokens * wide * width, tokens * ffn * width
+        if self.software.fused_kernels:
+            yield elementwise("activation", moved + out, 2 * moved + out, out)
+        elif shape.is_gated:  # silu and product, each a kernel with a tensor of its own
+            yield elementwise("activation", 5 * out, 8 * out, 2 * out, 2, 4)
+        else:  # bias, then GELU
+            yield elementwise("activation", 4 * out, 5 * out, out, 2, 2)
+        yield self._product("mlp down", rows, h, ffn, n_times=n_experts, is_kept=False)
+
+    def _experts(self) -> Iterator[Item]:
+        """Router, rows sent to the ranks of their experts, products there, and back."""
+        recipe, width, h = self.recipe, self.width, self.shape.hidden
+        experts = self.shape.experts
+        assert experts is not None
+        T = self.outer_tokens
+        scores = T * experts.n_experts * 4.0  # the router computes in float32
+        yield self._product("router", T, experts.n_experts, h)
+        yield elementwise("routing", 6 * scores, 6 * scores, scores, 12, 12)
+        rows = T * experts.chosen
+        size = rows * h * width
+        yield elementwise("permute", 2 * size, 2 * size, 0.0, 2, 2)
+        if recipe.ep > 1:
+            yield exchange("dispatch", [("all_to_all", size)], [("all_to_all", size)], "ep")
+        yield elementwise("sort by expert", 2 * size, 2 * size, size, 2, 2)
+        yield from self._mlp(rows, experts.ffn, max(experts.n_experts // recipe.ep, 1))
+        yield elementwise("sort back", 2 * size, 2 * size, 0.0, 2, 2)
+        if recipe.ep > 1:
+            yield exchange("combine", [("all_to_all", size)], [("all_to_all", size)], "ep")
+        yield elementwise("unpermute", 2 * size, 3 * size, size, 2, 2)

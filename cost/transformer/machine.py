@@ -1,0 +1,129 @@
+"""The machine under a recipe: where the ranks of each group stand, and what things take there.
+
+Ranks are consecutive, tp fastest, then cp, dp, pp. A group of p ranks that are `stride` apart has
+
+    g = gcd(p, devices per node / stride), at least 1        members in each node
+
+Expert ranks follow each other within a stage; ranks that hold the same experts are ep apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from autopar.cost.collectives import collective_time_s
+from autopar.cost.compute import op_time_s
+from autopar.cost.hardware import Hardware, ProfiledDevice
+from autopar.cost.topology import Group, even_group
+from autopar.cost.transformer.recipe import Recipe
+from autopar.cost.transformer.work import Exchange, Item, Kernel
+from autopar.mesh import Device, Link
+
+
+@dataclass(frozen=True)
+class Spending:
+    """Seconds of a rank: kernels one after the other, collectives, and the interpreter's launches."""
+
+    compute_s: float = 0.0
+    comm_s: float = 0.0
+    host_s: float = 0.0
+
+    def __add__(self, other: Spending) -> Spending:
+        return Spending(
+            self.compute_s + other.compute_s,
+            self.comm_s + other.comm_s,
+            self.host_s + other.host_s,
+        )
+
+    def times(self, n: float) -> Spending:
+        return Spending(n * self.compute_s, n * self.comm_s, n * self.host_s)
+
+    @property
+    def stalled_s(self) -> float:
+        """What the device waits because the interpreter is slower than it."""
+        return max(self.host_s - self.compute_s - self.comm_s, 0.0)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`hardware` is resolved for (nodes, devices per node); `dtype` is that of products."""
+
+    hardware: Hardware
+    devices_per_node: int
+    recipe: Recipe
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def device(self) -> Device:
+        return self.hardware.device
+
+    @property
+    def intra(self) -> Link:
+        return self.hardware.links[-1]
+
+    @property
+    def inter(self) -> Link:
+        return self.hardware.links[0]
+
+    @cached_property
+    def slowdown(self) -> float:
+        device = self.device
+        return device.overlap_slowdown_fraction if isinstance(device, ProfiledDevice) else 0.0
+
+    @cached_property
+    def host_s(self) -> float:
+        return self.device.host_s if isinstance(self.device, ProfiledDevice) else 0.0
+
+    def group(self, name: str) -> Group:
+        """One of the recipe's groups of ranks, and where they stand."""
+        r = self.recipe
+        inside = r.tp * r.cp * r.dp
+        sizes = {
+            "tp": (r.tp, 1),
+            "cp": (r.cp, r.tp),
+            "dp": (r.dp * r.cp, r.tp),
+            "ep": (r.ep, 1),
+            "expert_dp": (max(inside // r.ep, 1), r.ep),
+            "ends": (2, inside * (r.pp - 1)),
+        }
+        n_ranks, stride = sizes[name]
+        in_node = math.gcd(n_ranks, max(1, self.devices_per_node // max(stride, 1)))
+        return even_group(n_ranks, in_node, self.intra, self.inter)
+
+    def exchange_s(self, kind: str, size_bytes: float, group: str) -> float:
+        """One collective among a group's ranks."""
+        return collective_time_s(kind, size_bytes, self.group(group)) if size_bytes else 0.0
+
+    def hop_s(self, size_bytes: float) -> float:
+        """A message to the same place of the next stage."""
+        r = self.recipe
+        inside = r.tp * r.cp * r.dp
+        link = self.intra if inside < self.devices_per_node else self.inter
+        return link.latency_s + size_bytes * link.s_per_byte
+
+    def forward(self, items: Iterable[Item]) -> Spending:
+        return sum((self._steps(i.forward, False) for i in items), Spending())
+
+    def backward(self, items: Iterable[Item]) -> Spending:
+        return sum((self._steps(i.backward, True) for i in items), Spending())
+
+    def _steps(self, steps: Iterable[Kernel | Exchange], is_backward: bool) -> Spending:
+        compute_s = comm_s = 0.0
+        n_launches = 0
+        for step in steps:
+            if isinstance(step, Kernel):
+                one_s = op_time_s(
+                    step.flops, step.size_bytes, self.device, self.dtype, step.kind,
+                    is_backward=is_backward,
+                )  # fmt: skip
+                compute_s += one_s + (step.n_launches - 1) * self.device.launch_s
+                n_launches += step.n_launches
+            else:
+                comm_s += self.exchange_s(step.kind, step.size_bytes, step.group)
+                n_launches += 1
+        return Spending(compute_s, comm_s, n_launches * self.host_s)

@@ -1,0 +1,87 @@
+"""How a transformer is laid out and with what software: the Megatron recipe as numbers.
+
+Ranks are tp fastest, then cp, then dp, then pp (Narayanan et al., arXiv 2104.04473, section 3.2).
+Experts are spread over ep ranks of the dp x cp x tp ranks of a stage.
+
+A `Software` says which of the things that change a step's time, and are no decision of a plan, a
+run has. Each is a name that runs of any paper can have; none belongs to one paper.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from autopar.errors import OptionError
+
+Recompute = Literal["none", "selective", "attention-core", "norm-act", "full"]
+Order = Literal["1f1b", "interleaved", "zero-bubble", "gpipe"]
+
+
+@dataclass(frozen=True)
+class Software:
+    """Named features of a training run.
+
+    fused_attention        one kernel for scores, softmax and product; scores are never stored
+    fused_kernels          a chain of elementwise operators is one kernel (hand-written or compiled)
+    fused_optimizer        the update of all parameters is one kernel, without temporaries
+    overlapped_sync        gradients are reduced while the last backward runs
+    dropout                0.1 on attention scores and on both residual branches
+    fp32_gradients         gradients accumulate in float32
+    fp32_parameters        parameters are kept in float32 and cast where they are used (FSDP)
+    split_messages         each of tp ranks sends its part of an activation to the next stage,
+                           which gathers it (arXiv 2104.04473, section 4.1)
+    fused_loss             cross-entropy in one kernel, one float32 copy of the logits
+    """
+
+    fused_attention: bool = True
+    fused_kernels: bool = True
+    fused_optimizer: bool = True
+    overlapped_sync: bool = True
+    dropout: bool = False
+    fp32_gradients: bool = True
+    fp32_parameters: bool = False
+    split_messages: bool = True
+    fused_loss: bool = False
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A plan by hand. `microbatch_size` and `global_batch` are in sequences.
+
+    Raises `OptionError` where a count does not divide what it has to.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    ep: int = 1
+    interleave: int = 1
+    sp: bool = False
+    zero: int = 0
+    recompute: Recompute = "none"
+    microbatch_size: int = 1
+    global_batch: int = 1
+    order: Order = "1f1b"
+
+    def __post_init__(self) -> None:
+        each = self.dp * self.microbatch_size
+        if self.global_batch % each:
+            raise OptionError(
+                f"a batch of {self.global_batch} is not a whole number of microbatches of "
+                f"{self.microbatch_size} on dp={self.dp} ranks"
+            )
+
+    @property
+    def n_ranks(self) -> int:
+        return self.tp * self.pp * self.dp * self.cp
+
+    @property
+    def n_microbatches(self) -> int:
+        return self.global_batch // (self.dp * self.microbatch_size)
+
+    @property
+    def n_chunks(self) -> int:
+        """Stages in the sense of the schedule: several on one device where they interleave."""
+        return self.pp * self.interleave

@@ -1,0 +1,103 @@
+"""What a transformer is, in numbers: its dims, and how many parameters that makes.
+
+    attention   h (a d + 2 kv d) + a d h       a query heads, kv key heads of d features each
+    mlp         2 h f, or 3 h f where it is gated; per expert with the expert's f
+    embedding   V h; once more for the head where it is not tied, s h for learned positions
+
+Published runs name dims and no class. A feed-forward part of 4h is the plain one of GPT (GELU,
+biases, layer norm, learned positions, tied head); another is the gated one of Llama (SwiGLU, no
+biases, RMS norm, rotary positions, a head of its own).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture: `chosen` of `n_experts` feed-forward parts of `ffn` features see each token."""
+
+    n_experts: int
+    chosen: int
+    ffn: int
+
+
+@dataclass(frozen=True)
+class TransformerShape:
+    """A decoder of equal layers. `is_gated`: as Llama's, else as GPT's."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    seq: int
+    vocab: int
+    is_gated: bool
+    experts: Experts | None = None
+
+    @property
+    def query_features(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def key_features(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def is_tied(self) -> bool:
+        return not self.is_gated
+
+    @property
+    def attention_parameters(self) -> int:
+        h, biases = self.hidden, not self.is_gated
+        qkv = self.query_features + 2 * self.key_features
+        return h * qkv + self.query_features * h + biases * (qkv + h)
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Of a dense layer, or of one expert."""
+        ffn = self.experts.ffn if self.experts else self.ffn
+        n_products = 3 if self.is_gated else 2
+        return n_products * self.hidden * ffn + (not self.is_gated) * (ffn + self.hidden)
+
+    @property
+    def norm_parameters(self) -> int:
+        return 2 * self.hidden * (1 if self.is_gated else 2)
+
+    @property
+    def router_parameters(self) -> int:
+        return self.hidden * self.experts.n_experts if self.experts else 0
+
+    @property
+    def layer_parameters(self) -> int:
+        n_experts = self.experts.n_experts if self.experts else 1
+        return (
+            self.attention_parameters
+            + n_experts * self.mlp_parameters
+            + self.norm_parameters
+            + self.router_parameters
+        )
+
+    @property
+    def embedding_parameters(self) -> int:
+        return self.vocab * self.hidden
+
+    @property
+    def n_parameters(self) -> int:
+        positions = 0 if self.is_gated else self.seq * self.hidden
+        embeddings = self.embedding_parameters * (1 if self.is_tied else 2)
+        return self.layers * self.layer_parameters + embeddings + positions + self.hidden
+
+    @property
+    def model_flops_per_token(self) -> float:
+        """Forward and backward without recompute, attention counted whole:
+
+        6 x (parameters of products that see a token) + 12 s (query features) per layer.
+        """
+        chosen = self.experts.chosen if self.experts else 1
+        products = self.attention_parameters + chosen * self.mlp_parameters + self.router_parameters
+        per_layer = 6 * products + 12 * self.seq * self.query_features
+        return float(self.layers * per_layer + 6 * self.embedding_parameters)

@@ -1,0 +1,98 @@
+"""The items a layer is made of: kernels, collectives, and what is kept between the passes.
+
+A layer's program is a list of items in the order of forward; backward runs them the other way
+round. Recomputing replays the forward of the items that it drops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from autopar.cost.compute import Kind
+
+Group = Literal["tp", "ep", "cp", "expert_tp"]
+# What recompute may drop: the attention core, cheap elementwise work, everything else.
+Part = Literal["core", "elementwise", "product"]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One launch on a rank: its arithmetic and the memory it moves."""
+
+    kind: Kind
+    flops: float
+    size_bytes: float
+    n_launches: int = 1
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One collective among the ranks of a group. `size_bytes` as NCCL counts it."""
+
+    kind: str
+    group: Group
+    size_bytes: float
+
+
+@dataclass(frozen=True)
+class Item:
+    """A step of a layer.
+
+    part          what kind of recompute makes it again
+    kept_bytes    of what it makes and backward needs; recompute of this item drops them
+    out_bytes     the same of what later items start from: only recompute of all drops them
+    """
+
+    name: str
+    part: Part
+    forward: tuple[Kernel | Exchange, ...]
+    backward: tuple[Kernel | Exchange, ...]
+    kept_bytes: float = 0.0
+    out_bytes: float = 0.0
+
+
+def product(
+    name: str, m: float, n: float, k: float, width: int, *, has_bias: bool = False,
+    is_kept: bool = True, n_times: int = 1, accumulated_bytes: float = 0.0,
+) -> Item:  # fmt: skip
+    """An m x k by k x n product with a weight forward, and backward one for each operand.
+
+    n_times             like ones side by side
+    accumulated_bytes   moved per element of the weight, to add its gradient to earlier ones
+    """
+    flops, moved = n_times * 2.0 * m * n * k, n_times * width * (m * k + k * n + m * n)
+    one = Kernel("product", flops, moved, n_times)
+    backward = [one, one]
+    if has_bias:  # its gradient is a sum over rows
+        backward.append(Kernel("memory", 0.0, n_times * width * m * n))
+    if accumulated_bytes:
+        backward.append(Kernel("memory", 0.0, n_times * k * n * accumulated_bytes))
+    kept_bytes = n_times * m * n * width if is_kept else 0.0
+    return Item(name, "product", (one,), tuple(backward), kept_bytes)
+
+
+def elementwise(
+    name: str, forward_bytes: float, backward_bytes: float, kept_bytes: float = 0.0,
+    n_forward: int = 1, n_backward: int = 1, out_bytes: float = 0.0,
+) -> Item:  # fmt: skip
+    """Operators that cost the bytes they touch."""
+    return Item(
+        name, "elementwise",
+        (Kernel("memory", 0.0, forward_bytes, n_forward),),
+        (Kernel("memory", 0.0, backward_bytes, n_backward),),
+        kept_bytes, out_bytes,
+    )  # fmt: skip
+
+
+def exchange(
+    name: str, forward: Sequence[tuple[str, float]], backward: Sequence[tuple[str, float]],
+    group: Group = "tp",
+) -> Item:  # fmt: skip
+    """Collectives of both passes."""
+    return Item(
+        name, "product",
+        tuple(Exchange(kind, group, size) for kind, size in forward),
+        tuple(Exchange(kind, group, size) for kind, size in backward),
+    )  # fmt: skip
