@@ -1,7 +1,7 @@
 """Hardware profiles: what a device and its links can do, every number with its source.
 
 A profile is a TOML file. A quantity is a table of exactly `value` and `source`; its key ends
-in its unit (`_s`, `_per_s`, `_per_byte`, `_bytes`, `_fraction`), and everything is SI:
+in its unit (`_s`, `_per_s`, `_per_byte`, `_bytes`, `_fraction`, `_count`), and everything is SI:
 
     [device]  memory_bytes, memory_margin_fraction, peak_bytes_per_s,
               achieved_bandwidth_fraction, launch_s,
@@ -19,6 +19,8 @@ What a profile may leave out, and what then holds (`DEFAULTS`):
                                          runs beside it                            0
     link.intra_node.in_switch_s_per_byte of one port while the switch sums: an all_reduce takes
                                          (1 + 1/p) n of them (`formulas.py`)       there is none
+    node.cores_count                     cores of a node whose ranks are processes: where there
+                                         are more ranks, they take turns          one each
 
 Rates used for planning are peak x achieved fraction; MFU divides by the peak. `resolve` turns
 a mesh into numbers: its own links and device, or those of a named, given or detected profile.
@@ -29,7 +31,7 @@ from __future__ import annotations
 import tomllib
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -42,21 +44,10 @@ from autopar.units import format_bytes
 
 PROFILE_FOLDER = Path(__file__).parent / "profiles"
 DEFAULT_PROFILE = "cpu-local"
-# Names the documentation promises; those without a file are refused as not built yet.
-DOCUMENTED_PROFILES = (
-    "v100-16gb",
-    "v100-32gb",
-    "a100-40gb",
-    "a100-80gb",
-    "h100-sxm",
-    "h100-96gb",
-    "h200",
-    "b200",
-    "cpu-local",
-)
 
 DTYPES = ("float64", "float32", "tfloat32", "float16", "bfloat16")
-_UNITS = ("_s", "_per_s", "_per_byte", "_bytes", "_fraction")
+_PHASES = ("forward", "backward")
+_UNITS = ("_s", "_per_s", "_per_byte", "_bytes", "_fraction", "_count")
 _SCALARS = (
     "device.memory_bytes",
     "device.memory_margin_fraction",
@@ -76,6 +67,7 @@ DEFAULTS: dict[str, float | None] = {
     "device.host_s": 0.0,
     "device.overlap_slowdown_fraction": 0.0,
     "link.intra_node.in_switch_s_per_byte": None,
+    "node.cores_count": None,
 }
 _PER_DTYPE = ("device.peak_flops_per_s", "device.achieved_flops_fraction")
 
@@ -92,7 +84,8 @@ class Quantity:
 class Profile:
     """A checked profile. `quantities` maps the dotted key to its quantity.
 
-    `cuda_names`: a CUDA device whose name contains one of them is this hardware.
+    `cuda_names`: a CUDA device with exactly one of these names is this hardware ("NVIDIA H100" is
+    one card, "NVIDIA H100 PCIe" another).
     """
 
     name: str
@@ -167,14 +160,22 @@ def resolve(mesh: Mesh, dtype: torch.dtype = torch.float32) -> Hardware:
 
     Raises:
         OptionError: no such profile, or a malformed file.
-        NotSupportedError: a documented profile that is not built yet, or a dtype without rate.
+        NotSupportedError: a dtype without rate.
     """
     if mesh.links is not None and mesh.device is not None:
         return Hardware(mesh.links, mesh.device, "explicit", mesh.device.flops_per_s, 0.0)
     name = mesh.hardware if mesh.hardware is not None else detect()
-    profile = load_profile(name)
+    profile = _sharing_cores(load_profile(name), mesh.devices_per_node)
     intra, inter = profile.link("intra_node"), profile.link("inter_node")
     links = (intra,) * len(mesh.shape) if mesh.nodes == 1 else (inter, intra)
+    return on_links(profile, links, dtype)
+
+
+def on_links(profile: Profile, links: tuple[Link, ...], dtype: torch.dtype) -> Hardware:
+    """A profile's device between links that are given.
+
+    Raises `NotSupportedError` for a dtype without rate.
+    """
     achieved, peak = _rates(profile), _rates(profile, peak=True)
     if dtype not in achieved:
         raise _no_rate(profile.name, dtype, achieved)
@@ -193,6 +194,23 @@ def resolve(mesh: Mesh, dtype: torch.dtype = torch.float32) -> Hardware:
     )
     margin = profile.value("device.memory_margin_fraction")
     return Hardware(links, device, profile.name, peak[dtype], margin)
+
+
+def _sharing_cores(profile: Profile, ranks_per_node: int) -> Profile:
+    """A rank that takes turns with others on its core: all it does takes as many times as long."""
+    n_cores = profile.optional("node.cores_count")
+    if n_cores is None or ranks_per_node <= n_cores:
+        return profile
+    turns = ranks_per_node / n_cores
+    scaled = {}
+    for key, quantity in profile.quantities.items():
+        value, unit = quantity.value, _unit_part(key)
+        if unit.endswith("_per_s"):
+            value /= turns
+        elif unit.endswith(("_s", "_per_byte")):
+            value *= turns
+        scaled[key] = replace(quantity, value=value)
+    return replace(profile, quantities=scaled)
 
 
 def flops_per_s(device: Device, dtype: torch.dtype | None) -> float:
@@ -225,7 +243,7 @@ def detect() -> str:
         return DEFAULT_PROFILE
     found = torch.cuda.get_device_name(0)
     for name in available_profiles():
-        if any(known in found for known in load_profile(name).cuda_names):
+        if found in load_profile(name).cuda_names:
             return name
     warnings.warn(
         f"no hardware profile matches {found!r}; planning for {DEFAULT_PROFILE}. "
@@ -249,12 +267,8 @@ def load_profile(name_or_path: str | Path) -> Profile:
         return _read(path)
     if name_or_path in available_profiles():
         return _shipped(name_or_path)
-    hint = f"one of {', '.join(available_profiles())}, or the path of a .toml profile"
-    if name_or_path in DOCUMENTED_PROFILES:
-        raise NotSupportedError(
-            f"hardware profile {name_or_path!r} is not built yet", hint=f"use {hint}"
-        )
-    raise OptionError(f"unknown hardware profile {name_or_path!r}", hint=f"it is {hint}")
+    hint = f"it is one of {', '.join(available_profiles())}, or the path of a .toml profile"
+    raise OptionError(f"unknown hardware profile {name_or_path!r}", hint=hint)
 
 
 @cache
@@ -288,9 +302,15 @@ def _quantities(
             yield from _quantities(content, f"{key}.", path)
 
 
+def _unit_part(key: str) -> str:
+    """The part of a dotted key that names its unit: the last, or the one before a dtype or a
+    phase."""
+    *parents, last = key.split(".")
+    return parents[-1] if parents and last in (*DTYPES, *_PHASES) else last
+
+
 def _quantity(key: str, table: Mapping[str, Any], path: Path) -> Quantity:
-    parts = key.split(".")
-    unit_part = parts[-2] if parts[-1] in DTYPES and len(parts) > 1 else parts[-1]
+    unit_part = _unit_part(key)
     if not unit_part.endswith(_UNITS):
         raise _malformed(path, f"{key} names no unit: end it in one of {', '.join(_UNITS)}")
     if set(table) != {"value", "source"}:

@@ -13,9 +13,10 @@ import torch
 
 from autopar.cost.formulas import alpha, beta, formula, gamma, n, on_one_level, p
 from autopar.cost.hardware import (
-    DOCUMENTED_PROFILES,
+    DEFAULTS,
     PROFILE_FOLDER,
     Hardware,
+    attention_flops_per_s,
     available_profiles,
     detect,
     load_profile,
@@ -25,6 +26,18 @@ from autopar.errors import NotSupportedError, OptionError
 from autopar.mesh import Device, Link, Mesh
 
 CPU_TEXT = (PROFILE_FOLDER / "cpu-local.toml").read_text()
+UNITS = "_s|_per_s|_per_byte|_bytes|_fraction|_count"
+SHIPPED = (
+    "a100-40gb",
+    "a100-80gb",
+    "b200",
+    "cpu-local",
+    "h100-96gb",
+    "h100-sxm",
+    "h200",
+    "v100-16gb",
+    "v100-32gb",
+)
 DEVICE = Device(flops_per_s=1e12, bytes_per_s=1e11, memory_bytes=1e10)
 
 
@@ -46,14 +59,13 @@ def test_every_number_has_a_source_and_a_unit(name: str) -> None:
     for key, table in found:
         assert key.endswith(".value"), key
         assert len(table["source"]) > 20, key
-        assert re.search(r"(_s|_per_s|_per_byte|_bytes|_fraction)(\.\w*float\d*)?\.value$", key)
+        assert re.search(rf"({UNITS})(\.\w*float\d*|\.forward|\.backward)?\.value$", key)
     profile = load_profile(name)
     assert len(profile.quantities) == len(found)
 
 
-def test_the_shipped_profiles_are_the_documented_ones_of_this_version() -> None:
-    assert available_profiles() == ("a100-80gb", "cpu-local")
-    assert set(available_profiles()) < set(DOCUMENTED_PROFILES)
+def test_the_shipped_profiles_are_the_documented_ones() -> None:
+    assert available_profiles() == SHIPPED
 
 
 def test_a100_figures_are_the_datasheets() -> None:
@@ -74,17 +86,10 @@ def test_cpu_local_ring_reproduces_the_measured_all_reduce() -> None:
     assert float(ring.diff(n)) == pytest.approx(1.3e-9, rel=1e-4)
 
 
-def test_documented_but_missing_profile_is_not_supported() -> None:
-    for name in set(DOCUMENTED_PROFILES) - set(available_profiles()):
-        with pytest.raises(NotSupportedError, match=f"'{name}' is not built yet") as caught:
-            load_profile(name)
-        assert "a100-80gb, cpu-local" in str(caught.value)
-
-
 def test_unknown_profile_and_missing_file_are_wrong_options(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="unknown hardware profile 'tpu'") as caught:
         resolve(Mesh((1, 4), hardware="tpu"))
-    assert "a100-80gb, cpu-local, or the path" in str(caught.value)
+    assert "v100-16gb, v100-32gb, or the path" in str(caught.value)
     with pytest.raises(OptionError, match="no hardware profile file"):
         load_profile(tmp_path / "none.toml")
 
@@ -132,22 +137,49 @@ def test_a_profile_file_of_ones_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", available_profiles())
 @pytest.mark.parametrize("shape", [(1,), (4,), (1, 1), (1, 8), (2, 1), (2, 8), (64, 8)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_every_mesh_shape_gets_a_link_per_axis(
-    name: str, shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_every_mesh_shape_gets_a_link_per_axis(name: str, shape: tuple[int, ...]) -> None:
     profile = load_profile(name)
     mesh = Mesh(shape, hardware=name)
-    hardware = resolve(mesh, dtype)
+    hardware = resolve(mesh)
     assert len(hardware.links) == len(shape)
     assert hardware.links[-1] == profile.link("intra_node")
     across = "inter_node" if mesh.nodes > 1 else "intra_node"
     assert hardware.links[0] == profile.link(across)
-    rates = profile.rates_flops_per_s()
-    assert hardware.device.flops_per_s == rates[str(dtype).removeprefix("torch.")]
-    assert hardware.device.flops_per_s <= hardware.peak_flops_per_s
-    assert hardware.memory_limit_bytes == pytest.approx(0.9 * hardware.device.memory_bytes)
+    used = 1 - profile.value("device.memory_margin_fraction")
+    assert hardware.memory_limit_bytes == pytest.approx(used * hardware.device.memory_bytes)
     assert hardware.profile_name == name
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("shape", [(1, 8), (4, 8)])
+def test_every_dtype_of_a_profile_has_its_rates(name: str, shape: tuple[int, int]) -> None:
+    profile = load_profile(name)
+    achieved, peaks = profile.rates_flops_per_s(), profile.rates_flops_per_s(peak=True)
+    assert {"float64", "float32", "float16", "bfloat16"} <= set(achieved)
+    for dtype_name in set(achieved) - {"tfloat32"}:
+        dtype = getattr(torch, dtype_name)
+        hardware = resolve(Mesh(shape, hardware=name), dtype)
+        assert hardware.device.flops_per_s == achieved[dtype_name]
+        assert hardware.peak_flops_per_s == peaks[dtype_name] >= achieved[dtype_name]
+        for rate in attention_flops_per_s(hardware.device, dtype):
+            assert 0 < rate <= hardware.peak_flops_per_s
+
+
+@pytest.mark.parametrize("key", DEFAULTS)
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [("", "needs exactly value and source"), ('source = " "', "has an empty source")],
+)
+def test_what_may_be_left_out_needs_a_source_where_it_is_given(
+    tmp_path: Path, key: str, source: str, message: str
+) -> None:
+    path = tmp_path / "my.toml"
+    text = re.sub(rf"(?s)\[{re.escape(key)}\].*?\n\n", "", CPU_TEXT)
+    path.write_text(f"{text}\n[{key}]\nvalue = 0.5\n{source}\n")
+    with pytest.raises(OptionError, match=re.escape(f"[{key}] {message}")):
+        load_profile(path)
+    path.write_text(f'{text}\n[{key}]\nvalue = 0.5\nsource = "a test"\n')
+    assert load_profile(path).optional(key) == 0.5
 
 
 def test_explicit_links_and_device_win() -> None:
@@ -172,13 +204,48 @@ def test_a_dtype_without_rate_is_refused() -> None:
         resolve(Mesh((1, 4), hardware="cpu-local"), torch.int8)
 
 
-def test_detection(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("cuda_name", "profile_name"),
+    [
+        ("Tesla V100-SXM2-16GB", "v100-16gb"),
+        ("Tesla V100-SXM2-32GB", "v100-32gb"),
+        ("Tesla V100-SXM3-32GB", "v100-32gb"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
+        ("NVIDIA H100", "h100-96gb"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA B200", "b200"),
+    ],
+)
+def test_a_device_is_detected_by_its_name(
+    monkeypatch: pytest.MonkeyPatch, cuda_name: str, profile_name: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: cuda_name)
+    assert detect() == profile_name
+    assert resolve(Mesh((1, 4))).profile_name == profile_name
+
+
+@pytest.mark.parametrize(
+    "cuda_name",
+    ["NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA A100-PCIE-40GB", "Z9000"],
+)
+def test_a_device_without_profile_is_planned_for_as_cpu_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, cuda_name: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: cuda_name)
+    with pytest.warns(UserWarning, match=f"no hardware profile matches '{cuda_name}'"):
+        assert detect() == "cpu-local"
+
+
+def test_no_device_is_cpu_local_and_no_two_profiles_share_a_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert detect() == "cpu-local"
     assert resolve(Mesh((1, 4))).profile_name == "cpu-local"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA A100-SXM4-80GB")
-    assert resolve(Mesh((1, 4))).profile_name == "a100-80gb"
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA Z9000")
-    with pytest.warns(UserWarning, match="no hardware profile matches 'NVIDIA Z9000'"):
-        assert detect() == "cpu-local"
+    names = [known for name in SHIPPED for known in load_profile(name).cuda_names]
+    assert len(names) == len(set(names))

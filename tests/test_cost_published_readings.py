@@ -1,0 +1,91 @@
+"""Profiles give back what their sources measured: products by size, collectives, attention.
+
+The readings are those that the profiles name; where one is a fit to several, all of them are here.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autopar.cost.collectives import bus_bytes_per_s, collective_time_s
+from autopar.cost.compute import op_time_s
+from autopar.cost.hardware import attention_flops_per_s, load_profile, resolve
+from autopar.cost.topology import flat_group
+from autopar.mesh import Mesh
+
+GIB = 1024**3
+
+# m, n, k, dtype, TFLOPS: Azure AI-benchmarking-guide, ND A100 v4 results; torch-performance-test-
+# data issues 140 (V100) and 79 (H100).
+PRODUCTS = [
+    ("v100-16gb", 2048, 2048, 2048, torch.float16, 78.2),
+    ("v100-16gb", 4096, 4096, 4096, torch.float16, 95.7),
+    ("v100-16gb", 8192, 8192, 8192, torch.float16, 97.4),
+    ("v100-16gb", 10240, 10240, 10240, torch.float16, 89.4),
+    ("v100-16gb", 8192, 8192, 8192, torch.float32, 14.4),
+    ("v100-16gb", 8192, 8192, 8192, torch.bfloat16, 10.65),
+    ("a100-80gb", 2048, 2048, 2048, torch.float16, 221.8),
+    ("a100-80gb", 4096, 4096, 4096, torch.float16, 228.0),
+    ("a100-80gb", 8192, 8192, 8192, torch.float16, 253.7),
+    ("a100-80gb", 16384, 16384, 16384, torch.float16, 256.5),
+    ("a100-80gb", 6144, 12288, 12288, torch.float16, 250.8),
+    ("h100-sxm", 2048, 2048, 2048, torch.bfloat16, 676.6),
+    ("h100-sxm", 4096, 4096, 4096, torch.bfloat16, 788.7),
+    ("h100-sxm", 8192, 8192, 8192, torch.bfloat16, 797.5),
+    ("h100-sxm", 10240, 10240, 10240, torch.bfloat16, 719.7),
+    ("h100-sxm", 8192, 8192, 8192, torch.float32, 51.8),
+]
+
+
+@pytest.mark.parametrize(("name", "m", "n", "k", "dtype", "published_tflops"), PRODUCTS)
+def test_products(
+    name: str, m: int, n: int, k: int, dtype: torch.dtype, published_tflops: float
+) -> None:
+    device = resolve(Mesh((1, 8), hardware=name), dtype).device
+    flops, moved_bytes = 2.0 * m * n * k, float((m * k + k * n + m * n) * dtype.itemsize)
+    predicted = flops / op_time_s(flops, moved_bytes, device, dtype) / 1e12
+    assert predicted == pytest.approx(published_tflops, rel=0.18)
+
+
+# Bus bandwidth in GB/s of an all_reduce of 8 GiB: Azure AI-benchmarking-guide (8 A100, H100, H200;
+# 4 GB200, whose NVLink is B200's, by a ring), nccl issue 1807 (8 B200).
+BUS_GB_PER_S = [
+    ("a100-80gb", 8, False, 231.6),
+    ("h100-sxm", 8, True, 478.9),
+    ("h200", 8, True, 480.0),
+    ("b200", 8, True, 830.0),
+    ("b200", 4, False, 679.6),
+]
+
+
+@pytest.mark.parametrize(("name", "n_ranks", "in_switch", "published"), BUS_GB_PER_S)
+def test_all_reduce_inside_a_node(
+    name: str, n_ranks: int, in_switch: bool, published: float
+) -> None:
+    link = load_profile(name).link("intra_node")
+    if not in_switch:
+        link = type(link)(link.latency_s, link.s_per_byte)
+    time_s = collective_time_s("all_reduce", 8 * GIB, flat_group(n_ranks, link))
+    bus = bus_bytes_per_s("all_reduce", 8 * GIB, n_ranks, time_s)
+    assert bus / 1e9 == pytest.approx(published, rel=0.02)
+
+
+# Triad of BabelStream, TB/s: Azure AI-benchmarking-guide.
+@pytest.mark.parametrize(
+    ("name", "published"), [("a100-80gb", 1.70), ("h100-sxm", 2.97), ("h200", 4.15)]
+)
+def test_memory_bandwidth(name: str, published: float) -> None:
+    device = resolve(Mesh((1, 8), hardware=name)).device
+    assert device.bytes_per_s / 1e12 == pytest.approx(published, rel=0.01)
+
+
+# FlashAttention-2's forward, sequence 8192, TFLOPS: Azure AI-benchmarking-guide.
+@pytest.mark.parametrize(
+    ("name", "published"), [("a100-80gb", 179.5), ("h100-sxm", 327.9), ("h200", 329.3)]
+)
+def test_fused_attention(name: str, published: float) -> None:
+    device = resolve(Mesh((1, 8), hardware=name), torch.bfloat16).device
+    forward, backward = attention_flops_per_s(device, torch.bfloat16)
+    assert forward / 1e12 == pytest.approx(published, rel=0.02)
+    assert backward < forward
