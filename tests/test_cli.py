@@ -69,6 +69,7 @@ CONFIG = {
     "loss_type": "ForCausalLM",
 }  # fmt: skip
 SIZES = ("--batch", "4", "--seq", "16")
+HELPED = ((), ("plan",), ("explain",), ("cost",), ("doctor",))
 NOT_BUILT = ("simulate", "compare", "calibrate", "validate")
 
 
@@ -105,7 +106,7 @@ def refused(result: Result) -> str:
 
 
 def test_help_is_what_it_was(run: Run, golden: Golden) -> None:
-    texts = [run(*words, "--help").stdout for words in ((), ("plan",), ("explain",), ("doctor",))]
+    texts = [run(*words, "--help").stdout for words in HELPED]
     golden("cli_help.txt", "\n".join(texts))
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autopar.cli.models import is_plan_file, load_subject
-from autopar.cli.options import PlanRequest, parse_mesh, takes_planning_options
+from autopar.cli.options import PlanRequest, parse_bytes, parse_mesh, takes_planning_options
 from autopar.cli.shell import ErrorGroup, Result, note, prints_result, progress
 from autopar.errors import NotSupportedError, OptionError
 
@@ -226,6 +226,27 @@ def ops(
             replicated = [use.op for use in uses if use.status == "replicated"]
             dims = uneven_dims(program, n_ranks, replicated)
     return ops_result(uses, dims, n_ranks)
+
+
+@app.command()
+@prints_result
+def cost(
+    kind: Annotated[str, typer.Argument(metavar="COLLECTIVE", help="all_reduce, all_gather ...")],
+    ranks: Annotated[int, typer.Option(help="Ranks that take part.")],
+    nodes: Annotated[int, typer.Option(help="Nodes that hold them, as many each.")] = 1,
+    hardware: Annotated[
+        str | None, typer.Option(help="Profile name, or a .toml file; default: this machine's.")
+    ] = None,
+    size: Annotated[str | None, typer.Option(help="Only this size, as 256MiB.")] = None,
+) -> Result:
+    """Explain what a collective costs, and by which algorithm.
+
+    Formulas with their sources; by size, the algorithm that wins, its time and bus bandwidth.
+    """
+    from autopar.cli.collectives import SIZES_BYTES, cost_result
+
+    sizes_bytes = SIZES_BYTES if size is None else (parse_bytes(size),)
+    return cost_result(kind, ranks, nodes, hardware, sizes_bytes)
 
 
 @app.command()
