@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from autopar.notation import ELLIPSIS, Dim, Notation, Term
 from autopar.passes.solvers import ChoiceProblem, Edge
+from autopar.schedule import ORDERS, Schedule, forward_only, interleaved, zero_bubble
 from autopar.spec import Placement, S, Spec, TensorType, all_specs
 
+PLAIN_ORDERS = (*ORDERS.values(), zero_bubble, forward_only)
 AXIS_SIZES = ((2,), (4,), (2, 2), (1, 4), (2, 3))
 NAMES = ("a", "b", "c", "head_dim", "x1")
 
@@ -74,6 +76,18 @@ def notations(draw: st.DrawFn) -> Notation:
     frozen = draw(st.frozensets(st.sampled_from(used)))
     sizes = draw(st.dictionaries(st.sampled_from(used), st.integers(1, 12)))
     return Notation(inputs, outputs, frozen, frozenset(sizes.items()))
+
+
+@st.composite
+def schedules(draw: st.DrawFn, max_stages: int = 12, max_microbatches: int = 12) -> Schedule:
+    """Of every order, without messages."""
+    if draw(st.booleans()):
+        order = draw(st.sampled_from(PLAIN_ORDERS))
+        return order(draw(st.integers(1, max_stages)), draw(st.integers(1, max_microbatches)))
+    n_chunks = draw(st.integers(1, 4))
+    n_devices = draw(st.integers(1, max_stages // n_chunks))
+    n_rounds = draw(st.integers(1, max(1, max_microbatches // n_devices)))
+    return interleaved(n_devices, n_chunks, n_rounds * n_devices)
 
 
 @st.composite

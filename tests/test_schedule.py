@@ -24,6 +24,7 @@ from autopar.schedule import (
     forward_only,
     gpipe,
     in_flight,
+    interleaved,
     lower,
     one_f_one_b,
     parse_action,
@@ -31,8 +32,10 @@ from autopar.schedule import (
     prove_deadlock_free,
     start_times,
     validate,
+    zero_bubble,
 )
 from tests.conftest import Golden
+from tests.strategies import schedules
 
 UP_TO_12 = list(itertools.product(range(1, 13), repeat=2))
 
@@ -48,8 +51,7 @@ def transfers(draw: st.DrawFn, n_stages: int) -> frozenset[Transfer]:
 @st.composite
 def lowered(draw: st.DrawFn) -> tuple[Schedule, Schedule]:
     """A schedule, and the same with messages."""
-    order = draw(st.sampled_from([*ORDERS.values(), forward_only]))
-    schedule = order(draw(st.integers(1, 12)), draw(st.integers(1, 12)))
+    schedule = draw(schedules())
     return schedule, lower(schedule, draw(transfers(schedule.n_stages)))
 
 
@@ -59,6 +61,11 @@ def lowered(draw: st.DrawFn) -> tuple[Schedule, Schedule]:
 @pytest.mark.parametrize("name", ORDERS)
 def test_grids(name: str, golden: Golden) -> None:
     golden(f"schedule_{name}_4_6.txt", format_grid(ORDERS[name](4, 6)))
+
+
+def test_grids_of_chunks_and_parts(golden: Golden) -> None:
+    golden("schedule_interleaved_4x2_8.txt", format_grid(interleaved(4, 2, 8)))
+    golden("schedule_zero_bubble_4_6.txt", format_grid(zero_bubble(4, 6)))
 
 
 def test_lowered_1f1b(golden: Golden) -> None:
@@ -76,6 +83,37 @@ def test_reference_results() -> None:
         assert [in_flight(early, i) for i in range(n)] == [min(m, n - i) for i in range(n)]
         assert [in_flight(late, i) for i in range(n)] == [m] * n
         assert clocks(forward_only(n, m)) == n + m - 1
+
+
+def test_reference_results_of_interleaving() -> None:
+    for p, v, rounds in itertools.product(range(1, 7), range(1, 5), range(1, 4)):
+        m = rounds * p
+        schedule = interleaved(p, v, m)
+        validate(schedule)
+        for backward in (1, 2):
+            chunks_s = (1 + backward) * (m * v + p - 1)
+            assert clocks(schedule, forward=1, backward=backward) == chunks_s
+        kept = [min(m * v, 2 * (p - i - 1) + (v - 1) * p + 1) for i in range(p)]
+        assert [in_flight(schedule, i) for i in range(p)] == kept
+
+
+@pytest.mark.parametrize("costs", [(1, 1, 1), (2, 2, 1), (1, 2, 1), (3, 4, 2)])
+def test_reference_results_of_zero_bubble(costs: tuple[int, int, int]) -> None:
+    forward, backward, weight = costs
+    for n, m in UP_TO_12:
+        schedule = zero_bubble(n, m)
+        validate(schedule)
+        assert [in_flight(schedule, i) for i in range(n)] == [min(m, n)] * n
+        if m >= n:
+            idle = (n - 1) * (forward + backward - weight)
+            assert clocks(schedule, *costs) == m * sum(costs) + idle
+        whole = clocks(one_f_one_b(n, m), forward, backward + weight)
+        assert clocks(schedule, *costs) <= whole
+
+
+def test_microbatches_come_in_rounds() -> None:
+    with pytest.raises(OptionError, match="6 microbatches are not in whole rounds of 4"):
+        interleaved(4, 2, 6)
 
 
 def test_fewer_microbatches_than_stages() -> None:
@@ -104,13 +142,13 @@ def test_text_round_trip(case: tuple[Schedule, Schedule]) -> None:
     assert parse_schedule(str(schedule)) == schedule
     assert parse_schedule(format_grid(schedule)) == schedule
     parsed = parse_schedule(str(with_messages))
-    assert parsed.stages == with_messages.stages
-    if with_messages.trains and with_messages.transfers:
+    assert parsed.rows == with_messages.rows
+    if with_messages.trains and with_messages.transfers and schedule.n_chunks == 1:
         assert parsed == with_messages
 
 
 @pytest.mark.parametrize(
-    "text", ["", "F0", "2F", "2C0", "2F0>1", "2SF0", "2SF0<1", "2RB0>1", "²F0"]
+    "text", ["", "F0", "2F", "2C0", "2I", "2SW0>1", "2F0>1", "2SF0", "2SF0<1", "2RB0>1", "²F0"]
 )
 def test_not_an_action(text: str) -> None:
     with pytest.raises(PlanError, match="is not an action of a schedule"):
@@ -124,10 +162,10 @@ def test_not_an_action(text: str) -> None:
 def test_lowering_is_valid_and_keeps_the_order(case: tuple[Schedule, Schedule]) -> None:
     schedule, with_messages = case
     validate(with_messages)
-    kept = tuple(tuple(a for a in line if a.is_compute) for line in with_messages.stages)
-    assert kept == schedule.stages
-    for stage in range(schedule.n_stages):
-        assert in_flight(with_messages, stage) == in_flight(schedule, stage)
+    kept = tuple(tuple(a for a in line if a.is_compute) for line in with_messages.rows)
+    assert kept == schedule.rows
+    for device in range(schedule.n_devices):
+        assert in_flight(with_messages, device) == in_flight(schedule, device)
     assert clocks(with_messages) <= clocks(schedule)
 
 
@@ -135,15 +173,16 @@ def test_lowering_is_valid_and_keeps_the_order(case: tuple[Schedule, Schedule]) 
 def test_another_checker_agrees(case: tuple[Schedule, Schedule]) -> None:
     """`check_rendezvous` knows nothing of schedules."""
     calls = {
-        stage: [_call(action) for action in line if not action.is_compute]
-        for stage, line in enumerate(case[1].stages)
+        device: [_call(case[1], action) for action in line if not action.is_compute]
+        for device, line in enumerate(case[1].rows)
     }
     check_rendezvous(calls)
 
 
-def _call(action: Action) -> GroupCall:
+def _call(schedule: Schedule, action: Action) -> GroupCall:
     send = action if action.is_send else action.partner
-    return GroupCall((send.stage, send.partner.stage), str(send))
+    ends = schedule.device_of(send.stage), schedule.device_of(send.partner.stage)
+    return GroupCall(ends, str(send))
 
 
 @hypothesis.given(lowered(), st.randoms(use_true_random=False))
@@ -153,7 +192,7 @@ def test_runs_of_messages_may_be_one_batch(
     """A stage posts a run of messages at once and goes on when all are done; any stage first."""
     runs = [
         [tuple(run) for _, run in itertools.groupby(line, key=lambda a: a.is_compute)]
-        for line in case[1].stages
+        for line in case[1].rows
     ]
     at, posted = [0] * len(runs), set[Action]()
     waiting = {stage for stage, line in enumerate(runs) if line}
@@ -271,34 +310,36 @@ def test_any_lost_or_repeated_action_is_noticed(
     case: tuple[Schedule, Schedule], data: st.DataObject
 ) -> None:
     schedule = case[1]
-    stage = data.draw(st.integers(0, schedule.n_stages - 1))
-    line = schedule.stages[stage]
+    device = data.draw(st.integers(0, schedule.n_devices - 1))
+    line = schedule.rows[device]
     at = data.draw(st.integers(0, len(line) - 1))
     count = data.draw(st.sampled_from((0, 2)))
     faulty = (*line[:at], *[line[at]] * count, *line[at + 1 :])
-    stages = (*schedule.stages[:stage], faulty, *schedule.stages[stage + 1 :])
+    rows = (*schedule.rows[:device], faulty, *schedule.rows[device + 1 :])
     with pytest.raises(
         VerificationError, match=rf"(never runs {line[at]}$|runs {line[at]} 2 times)"
     ):
-        validate(replace(schedule, rows=stages))
+        validate(replace(schedule, rows=rows))
 
 
 @hypothesis.given(lowered(), st.data())
 def test_exchanged_messages_of_a_pair_are_noticed(
     case: tuple[Schedule, Schedule], data: st.DataObject
 ) -> None:
-    """Two neighbouring messages between the same stages, exchanged on one of them."""
+    """Two neighbouring messages between the same devices, exchanged on one of them."""
     schedule = case[1]
     places = [
-        (stage, i)
-        for stage, line in enumerate(schedule.stages)
+        (device, i)
+        for device, line in enumerate(schedule.rows)
         for i, (a, b) in enumerate(itertools.pairwise(line))
-        if a.peer is not None and a.peer == b.peer
+        if not a.is_compute
+        and not b.is_compute
+        and schedule.device_of(a.partner.stage) == schedule.device_of(b.partner.stage)
     ]
     hypothesis.assume(places)
-    stage, i = data.draw(st.sampled_from(places))
-    line = list(schedule.stages[stage])
+    device, i = data.draw(st.sampled_from(places))
+    line = list(schedule.rows[device])
     line[i], line[i + 1] = line[i + 1], line[i]
-    stages = (*schedule.stages[:stage], tuple(line), *schedule.stages[stage + 1 :])
+    rows = (*schedule.rows[:device], tuple(line), *schedule.rows[device + 1 :])
     with pytest.raises(VerificationError, match="wait"):
-        validate(replace(schedule, rows=stages))
+        validate(replace(schedule, rows=rows))

@@ -3,8 +3,8 @@
 Read in this order: `actions` (the language: an action, a transfer, a schedule, their text),
 `clocks` (when every action runs; why a schedule that finishes once always finishes),
 `validate` (what a schedule must satisfy), `orders` (gpipe, 1f1b, interleaved, zero_bubble),
-`lowering` (where sends and receives go). The simulator, the code generator and the runtime read
-the same data.
+`lowering` and `script` (where sends and receives go). The simulator, the code generator and the
+runtime read the same data.
 """
 
 from autopar.schedule.actions import (
@@ -26,6 +26,7 @@ from autopar.schedule.orders import (
     one_f_one_b,
     zero_bubble,
 )
+from autopar.schedule.script import Script, Step, script_of
 from autopar.schedule.validate import prove_deadlock_free, validate
 
 __all__ = [
@@ -33,6 +34,8 @@ __all__ = [
     "Action",
     "Kind",
     "Schedule",
+    "Script",
+    "Step",
     "Transfer",
     "chain",
     "clocks",
@@ -46,6 +49,7 @@ __all__ = [
     "parse_action",
     "parse_schedule",
     "prove_deadlock_free",
+    "script_of",
     "start_times",
     "validate",
     "zero_bubble",

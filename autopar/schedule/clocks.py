@@ -26,9 +26,12 @@ import itertools
 from collections.abc import Callable
 
 from autopar.errors import VerificationError
-from autopar.schedule.actions import IDLE, Action, Schedule
+from autopar.schedule.actions import IDLE, Action, Kind, Schedule
 
 Times = tuple[tuple[float, ...], ...]
+
+# Kind, stage and microbatch of an action that is no message.
+_Compute = tuple[Kind, int, int]
 
 
 def start_times(schedule: Schedule, duration: Callable[[Action], float]) -> Times:
@@ -38,7 +41,7 @@ def start_times(schedule: Schedule, duration: Callable[[Action], float]) -> Time
     """
     starts: list[list[float]] = [[] for _ in schedule.rows]
     free_at = [0.0] * schedule.n_devices
-    ended_at: dict[Action, float] = {}
+    ended_at: dict[_Compute, float] = {}
     progress = True
     while progress:
         progress = False
@@ -48,11 +51,13 @@ def start_times(schedule: Schedule, duration: Callable[[Action], float]) -> Time
                 action = actions[len(mine)]
                 if action.is_compute:
                     needed = _needed(schedule, action)
-                    ready = 0.0 if needed is None else ended_at.get(needed)
-                    if ready is None:
+                    if needed is None:
+                        start = free_at[device]
+                    elif needed in ended_at:
+                        start = max(free_at[device], ended_at[needed])
+                    else:
                         break
-                    start = max(free_at[device], ready)
-                    ended_at[action] = free_at[device] = start + duration(action)
+                    ended_at[action[:3]] = free_at[device] = start + duration(action)
                 else:
                     if _awaited_end(schedule, action, starts) is not None:
                         break
@@ -118,14 +123,13 @@ def format_grid(schedule: Schedule) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _needed(schedule: Schedule, action: Action) -> Action | None:
+def _needed(schedule: Schedule, action: Action) -> _Compute | None:
     """Compute of a neighbouring stage that `action`, a compute, waits for."""
-    if schedule.is_lowered or action.kind == "backward_weight":
+    kind, stage, microbatch, _ = action
+    if schedule.transfers is not None or kind == "backward_weight":
         return None
-    other = action.stage + (-1 if action.kind == "forward" else 1)
-    if not 0 <= other < schedule.n_stages:
-        return None
-    return Action(action.kind, other, action.microbatch)
+    other = stage - 1 if kind == "forward" else stage + 1
+    return (kind, other, microbatch) if 0 <= other < schedule.n_stages else None
 
 
 def _awaited_end(schedule: Schedule, message: Action, starts: list[list[float]]) -> int | None:
@@ -142,7 +146,7 @@ def _awaited_end(schedule: Schedule, message: Action, starts: list[list[float]])
 
 
 def _waits_for(
-    schedule: Schedule, action: Action, starts: list[list[float]], ended_at: dict[Action, float]
+    schedule: Schedule, action: Action, starts: list[list[float]], ended_at: dict[_Compute, float]
 ) -> int | None:
     """The device that keeps `action`, the next of its own device, from starting; None if none."""
     if not action.is_compute:
@@ -150,11 +154,11 @@ def _waits_for(
     needed = _needed(schedule, action)
     if needed is None or needed in ended_at:
         return None
-    return schedule.device_of(needed.stage)
+    return schedule.device_of(needed[1])
 
 
 def _cycle(
-    schedule: Schedule, starts: list[list[float]], ended_at: dict[Action, float]
+    schedule: Schedule, starts: list[list[float]], ended_at: dict[_Compute, float]
 ) -> VerificationError:
     """The devices that wait for each other, each with the action it is stuck in."""
     stuck = {

@@ -7,11 +7,11 @@ them out as actions. What plays a schedule many times, or a long one, needs no m
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from autopar.schedule.actions import Action, Kind, Schedule, Transfer
+from autopar.schedule.actions import Action, Kind, Schedule, Transfer, chain
 from autopar.schedule.clocks import start_times
 
 
@@ -24,7 +24,7 @@ class Step(NamedTuple):
     """
 
     posts: tuple[int, ...]
-    reads: tuple[int, ...]
+    reads: Sequence[int]
     compute: Action | None
 
 
@@ -44,6 +44,21 @@ class Script:
             yield self.sends[end] if end >= 0 else self.sends[~end].partner
         if step.compute is not None:
             yield step.compute
+
+
+def script_of(schedule: Schedule, sends_as_made: bool = False) -> Script:
+    """The steps of a valid schedule. One without messages is given those of a chain of stages.
+
+    sends_as_made: by `place_as_made`, not by `place`.
+
+    Raises `VerificationError` if the schedule cannot be finished.
+    """
+    if not schedule.is_lowered:
+        put = place_as_made if sends_as_made else place
+        return put(schedule, chain(schedule.n_stages))
+    sends = tuple(action for action in schedule if action.is_send)
+    number = {send: i for i, send in enumerate(sends)}
+    return Script(tuple(tuple(_steps(row, number)) for row in schedule.rows), sends)
 
 
 def place(schedule: Schedule, transfers: Iterable[Transfer]) -> Script:
@@ -73,7 +88,7 @@ def place(schedule: Schedule, transfers: Iterable[Transfer]) -> Script:
             reads.append(range(first, len(sends)))
         for compute, own in zip(computes, reads, strict=True):
             device = compute.stage % n_devices
-            rows[device].append(Step(tuple(posts[device]), tuple(own), compute))
+            rows[device].append(Step(tuple(posts[device]), own, compute))
             posts[device].clear()
     for row, left in zip(rows, posts, strict=True):
         if left:
@@ -111,13 +126,6 @@ def place_as_made(schedule: Schedule, transfers: Iterable[Transfer]) -> Script:
             steps.append(Step(ready, (), None))
         rows.append(tuple(steps))
     return Script(tuple(rows), tuple(sends))
-
-
-def script_of(schedule: Schedule) -> Script:
-    """The steps of a lowered schedule."""
-    sends = tuple(action for action in schedule if action.is_send)
-    number = {send: i for i, send in enumerate(sends)}
-    return Script(tuple(tuple(_steps(row, number)) for row in schedule.rows), sends)
 
 
 def _steps(row: Iterable[Action], number: Mapping[Action, int]) -> Iterator[Step]:

@@ -30,8 +30,7 @@ from collections.abc import Callable, Sequence
 from autopar.cost.simulate.play import Play
 from autopar.cost.simulate.timeline import Event, Timeline, Totals
 from autopar.cost.simulate.times import Spent, SplitBackward, StageTimes, TieTimes
-from autopar.schedule import Action, Schedule, chain
-from autopar.schedule.script import place, place_as_made, script_of
+from autopar.schedule import Action, Schedule, Script, script_of
 
 __all__ = [
     "Event",
@@ -46,7 +45,7 @@ __all__ = [
 
 
 def simulate(
-    schedule: Schedule,
+    schedule: Schedule | Script,
     stages: Sequence[StageTimes],
     message_s: Callable[[Action], float] | float = 0.0,
     ties: Sequence[TieTimes] = (),
@@ -56,24 +55,20 @@ def simulate(
     jitter: tuple[float, int] | None = None,
     sends_as_made: bool = False,
 ) -> Timeline:
-    """Play one step of a valid schedule.
+    """Play one step of a valid schedule, or of its script (`script_of`), which may be kept.
 
-    stages      one per stage: n_chunks per device
-    message_s   of a send: how long its transfer takes, alike for all microbatches; or one number
-                for all. A schedule without messages is given those of a chain.
-    loss_s      of giving the loss to all ranks
-    slow        (device, factor): its compute takes that much longer
+    stages          one per stage: n_chunks per device
+    message_s       of a send: how long its transfer takes, alike for all microbatches; or one
+                    number for all. A schedule without messages is given those of a chain.
+    loss_s          of giving the loss to all ranks
+    slow            (device, factor): its compute takes that much longer
+    jitter          (fraction, seed): every compute takes longer by up to this fraction of itself
     sends_as_made   a schedule without messages sends each as soon as it is made
-    jitter      (fraction, seed): every compute takes longer by up to this fraction of itself
     """
-    assert schedule.n_stages == len(stages), "a schedule of other stages"
-    if schedule.is_lowered:
-        script = script_of(schedule)
-    else:
-        put = place_as_made if sends_as_made else place
-        script = put(schedule, chain(len(stages)))
+    if isinstance(schedule, Schedule):
+        schedule = script_of(schedule, sends_as_made)
     play = Play(
-        script, stages, message_s if callable(message_s) else lambda send: message_s, slow, jitter
+        schedule, stages, message_s if callable(message_s) else lambda send: message_s, slow, jitter
     )
     for stage, times in enumerate(stages):
         play.work(stage, "gather parameters", times.before)
@@ -84,7 +79,7 @@ def simulate(
         play.together(tie.stages, "tied gradients", tie.exchange_s)
         for stage, inside_s in zip(tie.stages, tie.inside_s, strict=True):
             play.work(stage, "tied gradients", Spent(0.0, inside_s))
-    if schedule.n_devices > 1:
+    if len(schedule.rows) > 1:
         play.together(range(len(stages)), "loss", loss_s)
     for stage, times in enumerate(stages):
         play.update(stage, times.update_s)

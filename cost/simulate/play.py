@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import functools
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from autopar.cost.simulate.timeline import Event, Record, Totals
 from autopar.cost.simulate.times import Shown, Spent, StageTimes
-from autopar.schedule import Action, Kind
-from autopar.schedule.script import Script
+from autopar.schedule import Action, Kind, Script
+
+_NEVER = math.inf
 
 # Of a send: how long its transfer takes; all microbatches alike.
 MessageTime = Callable[[Action], float]
+
+
+class _Route(NamedTuple):
+    """Between devices; what passes there takes `time_s`."""
+
+    time_s: float
+    sender: int
+    receiver: int
 
 
 class Play:
     """The state of a simulation: every device's clock, and what was posted and moved.
 
     Messages are known by their number in the script. A device whose next step reads a message
-    that has not moved is put down in `waiting`, and taken up again when it moves.
+    that has not moved is put down in `waits_for`, and taken up again when it moves.
 
     slow      (device, factor): compute of this device takes so much longer
     jitter    (fraction, seed): every compute takes longer, by up to this fraction of itself
@@ -45,15 +56,15 @@ class Play:
         self.ends: list[list[float]] = [[] for _ in script.rows]
         self.shown = [self._shown(device, jitter) for device in range(n_devices)]
         self.syncs = [self._syncs(device) for device in range(n_devices)]
-        self.message_s = _message_times(script, message_s)
-        self.senders = [self.device_of(send.stage) for send in script.sends]
+        self.routes = _routes(script, message_s)
         self.sent_at = [0.0] * n_messages
-        self.received_at: list[float | None] = [None] * n_messages
-        self.moved: list[tuple[float, float] | None] = [None] * n_messages
+        self.received_at = [_NEVER] * n_messages
+        self.left_at = [0.0] * n_messages
+        self.arrived_at = [_NEVER] * n_messages
         self.n_posted = [0] * n_devices
         self.queues: list[deque[int]] = [deque() for _ in script.rows]
-        self.batches: list[deque[list[int]]] = [deque() for _ in script.rows]
-        self.waiting: dict[int, int] = {}
+        self.batches: list[deque[int]] = [deque() for _ in script.rows]
+        self.waits_for: list[int | None] = [None] * n_devices
         self.ready = list(range(n_devices))
 
     def device_of(self, stage: int) -> int:
@@ -116,8 +127,7 @@ class Play:
         self.totals[device].update_s += time_s
 
     def record(self) -> Record:
-        moved = [move for move in self.moved if move is not None]
-        return Record(self.script, self.starts, self.ends, moved, self.once)
+        return Record(self.script, self.starts, self.ends, self.left_at, self.arrived_at, self.once)
 
     def _advance(self, device: int, action: str, time_s: float) -> None:
         start_s = self.clock[device]
@@ -137,9 +147,10 @@ class Play:
         """All steps of all devices; a device that must wait lets the others go on."""
         while self.ready:
             self._go_on(self.ready.pop())
-        assert not self.waiting, "devices wait for each other for ever: the schedule is not valid"
-        for sender, time_s in zip(self.senders, self.message_s, strict=True):
-            self.totals[sender].sending_s += time_s
+        stuck = [device for device, message in enumerate(self.waits_for) if message is not None]
+        assert not stuck, f"devices {stuck} wait for ever: the schedule is not valid"
+        for route in self.routes:
+            self.totals[route.sender].sending_s += route.time_s
         for device, row in enumerate(self.shown):
             totals = self.totals[device]
             totals.compute_s += sum(shown.compute_s for shown in row)
@@ -148,69 +159,71 @@ class Play:
             self._finish_sync(device)
 
     def _go_on(self, device: int) -> None:
-        row, starts, ends = self.script.rows[device], self.starts[device], self.ends[device]
-        batches, moved = self.batches[device], self.moved
+        row, shown = self.script.rows[device], self.shown[device]
+        starts, ends = self.starts[device], self.ends[device]
         while (at := len(starts)) < len(row):
-            step = row[at]
-            if self.n_posted[device] == at:
-                self.n_posted[device] += 1
-                self._post(device, step.posts)
-            awaited = step.reads
-            if len(batches) > len(self.clock):
-                awaited = (*batches[0], *awaited)
-            for message in awaited:
-                if moved[message] is None:
-                    self.waiting[message] = device
-                    return
-            if awaited:
-                self._wait(device, awaited)
-            if len(batches) > len(self.clock):
-                batches.popleft()
+            posts, reads, _ = row[at]
+            if posts and self.n_posted[device] == at:
+                self._post(device, posts)
+            self.n_posted[device] = at + 1
+            under_way = self.batches[device]
+            if len(under_way) > len(self.clock):
+                reads = (under_way[0], *reads)
+            if reads and not self._wait(device, reads):
+                return
+            if len(under_way) > len(self.clock):
+                under_way.popleft()
             start_s = self.clock[device]
             if at in self.syncs[device]:
                 self._sync(device, at)
-            end_s = self.clock[device] = start_s + self.shown[device][at].time_s
+            end_s = self.clock[device] = start_s + shown[at].time_s
             starts.append(start_s)
             ends.append(end_s)
 
     def _post(self, device: int, posts: Sequence[int]) -> None:
-        """Post a run of messages; its sends, if there are any, are a batch."""
+        """Post a run of messages; the last of its sends stands for the batch."""
         now_s = self.clock[device]
-        sends = []
+        queue = self.queues[device]
+        n_before = len(queue)
         for end in posts:
             if end >= 0:
                 self.sent_at[end] = now_s
-                sends.append(end)
+                queue.append(end)
             else:
                 self.received_at[~end] = now_s
-        if sends:
-            self.queues[device] += sends
-            self.batches[device].append(sends)
+        if len(queue) > n_before:
+            self.batches[device].append(queue[-1])
             self._move(device)
         for end in posts:
             if end < 0:
-                self._move(self.senders[~end])
+                self._move(self.routes[~end].sender)
 
     def _move(self, sender: int) -> None:
         """Everything that `sender` can send, in the order in which it posted it."""
         queue = self.queues[sender]
-        while queue and (received_s := self.received_at[queue[0]]) is not None:
+        while queue and (received_s := self.received_at[queue[0]]) < _NEVER:
             message = queue.popleft()
             start_s = max(self.link_free[sender], self.sent_at[message], received_s)
-            end_s = self.link_free[sender] = start_s + self.message_s[message]
-            self.moved[message] = start_s, end_s
-            waiter = self.waiting.pop(message, None)
-            if waiter is not None:
-                self.ready.append(waiter)
+            self.left_at[message] = start_s
+            time_s, *ends = self.routes[message]
+            self.arrived_at[message] = self.link_free[sender] = start_s + time_s
+            for device in ends:
+                if self.waits_for[device] == message:
+                    self.waits_for[device] = None
+                    self.ready.append(device)
 
-    def _wait(self, device: int, messages: Sequence[int]) -> None:
-        """Until all of `messages`, which have been moved, have arrived."""
-        clock_s = self.clock[device]
-        for start_s, end_s in sorted(self.moved[message] for message in messages):
+    def _wait(self, device: int, messages: Sequence[int]) -> bool:
+        """Until all of `messages` have arrived; False where one has not even been sent."""
+        for message in messages:
+            if self.arrived_at[message] == _NEVER:
+                self.waits_for[device] = message
+                return False
+        for message in sorted(messages, key=self.left_at.__getitem__):
+            end_s, clock_s = self.arrived_at[message], self.clock[device]
             if end_s > clock_s:
-                self.totals[device].waited_s += end_s - max(start_s, clock_s)
-                clock_s = end_s
-        self.clock[device] = clock_s
+                self.totals[device].waited_s += end_s - max(self.left_at[message], clock_s)
+                self.clock[device] = end_s
+        return True
 
     # -- gradients synchronised beside the last backward -------------------------------------
 
@@ -239,13 +252,15 @@ class Play:
         self.clock[device] += exposed_s
 
 
-def _message_times(script: Script, message_s: MessageTime) -> list[float]:
-    """Of every message; asked once for each kind and pair of stages."""
-    known: dict[tuple[Kind, int, int | None], float] = {}
+def _routes(script: Script, message_s: MessageTime) -> list[_Route]:
+    """Of every message; `message_s` is asked once for each kind and pair of stages."""
+    n_devices = len(script.rows)
+    known: dict[tuple[Kind, int, int | None], _Route] = {}
     found = []
     for send in script.sends:
         key = send.kind, send.stage, send.peer
         if key not in known:
-            known[key] = message_s(send)
+            target = send.partner.stage
+            known[key] = _Route(message_s(send), send.stage % n_devices, target % n_devices)
         found.append(known[key])
     return found

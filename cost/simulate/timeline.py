@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from autopar.schedule.script import Script
+from autopar.schedule import Script
 
 Lane = Literal["compute", "collectives", "p2p"]
 _US_PER_S = 1e6
@@ -68,7 +68,8 @@ class Record:
     script: Script
     starts: list[list[float]]
     ends: list[list[float]]
-    moved: list[tuple[float, float]]
+    left_at: list[float]
+    arrived_at: list[float]
     once: list[Event] = field(default_factory=list)
 
     def events(self) -> Iterator[Event]:
@@ -79,7 +80,8 @@ class Record:
                 if step.compute is not None:
                     yield Event(device, str(step.compute), start_s, end_s)
         n_devices = len(self.script.rows)
-        for send, (start_s, end_s) in zip(self.script.sends, self.moved, strict=True):
+        moves = zip(self.script.sends, self.left_at, self.arrived_at, strict=True)
+        for send, start_s, end_s in moves:
             yield Event(send.stage % n_devices, str(send), start_s, end_s, "p2p")
 
 
