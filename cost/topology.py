@@ -11,8 +11,9 @@ from its own group alone:
     inside     the link of two members in one node; across: of two in different nodes
 
 Of the groups of a mesh axis, which all run the same collective at once, the one that spans most
-nodes decides; among those, the one with fewest members in a node (`group_on`). `formulas.py`
-says what each algorithm makes of it: `shared_link` is what a ring sees.
+nodes decides; among those, the one with fewest members in a node (`group_on`). What each algorithm
+makes of a group is in `formulas.py`: a ring crosses nodes on the ports of all members there at
+once, `across.s_per_byte / per_node`, and is never faster than inside a node.
 """
 
 from __future__ import annotations
@@ -93,15 +94,6 @@ def group_of(members: Iterable[int], ranks_per_node: int, inside: Link, across: 
     """The group of ranks `members`; nodes hold consecutive ranks, `ranks_per_node` each."""
     held = Counter(rank // ranks_per_node for rank in members)
     return Group(held.total(), len(held), min(held.values()), inside, across)
-
-
-def shared_link(group: Group) -> Link:
-    """What each member has of a ring through all of them, which crosses nodes on `per_node` ports
-    at once: never faster than inside a node."""
-    if group.n_nodes == 1:
-        return group.inside
-    inside, across = group.inside, group.across
-    return Link(across.latency_s, max(inside.s_per_byte, across.s_per_byte / group.per_node))
 
 
 def group_on(mesh: LogicalMesh, axes: Sequence[int]) -> Group:

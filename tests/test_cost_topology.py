@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autopar.cost.formulas import SYMBOLS, formula
 from autopar.cost.model import CostModel
-from autopar.cost.topology import Group, even_group, flat_group, group_of, group_on, shared_link
+from autopar.cost.topology import Group, even_group, flat_group, group_of, group_on
 from autopar.mesh import Device, Link, LogicalMesh, Mesh, factored_view
 
 SLOW, FAST = Link(1e-5, 1e-9), Link(1e-6, 1e-11)
@@ -46,11 +47,13 @@ def test_levels() -> None:
     assert not uneven.is_two_levels
 
 
-def test_members_of_a_node_share_their_ports() -> None:
-    assert shared_link(even_group(16, 1, FAST, SLOW)) == SLOW
-    assert shared_link(even_group(16, 8, FAST, SLOW)) == Link(1e-5, 1e-9 / 8)
-    assert shared_link(even_group(400, 200, FAST, SLOW)) == Link(1e-5, FAST.s_per_byte)
-    assert shared_link(even_group(8, 8, FAST, SLOW)) == FAST
+@pytest.mark.parametrize(("per_node", "s_per_byte"), [(1, 1e-9), (8, 1e-9 / 8), (200, 1e-11)])
+def test_members_of_a_node_share_their_ports(per_node: int, s_per_byte: float) -> None:
+    """A ring of 400: as fast as the ports of a node together, at most as the links inside."""
+    group = even_group(400, per_node, Link(0.0, 1e-11), Link(0.0, 1e-9))
+    known = dict(zip(SYMBOLS, (400, *group.numbers, 0), strict=True))
+    ring_s = float(formula("all_gather", "ring").subs(known))
+    assert ring_s == pytest.approx(399 * s_per_byte)
 
 
 def test_axes_of_a_view() -> None:
