@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cost.compute import op_time_s
-from autopar.cost.hardware import resolve
+from autopar.cost.hardware import flops_per_s, resolve
 from autopar.cost.memory import (
     OPTIMIZERS,
     POLICIES,
@@ -107,7 +107,9 @@ def test_operator_time_depends_on_the_dtype_of_a_profile() -> None:
     device = resolve(Mesh((1, 8), hardware="a100-80gb"), torch.bfloat16).device
     fast_s, slow_s = (op_time_s(1e12, 0, device, d) for d in (torch.bfloat16, torch.float64))
     assert fast_s == op_time_s(1e12, 0, device)
-    assert slow_s - device.launch_s == pytest.approx((fast_s - device.launch_s) * 16)
+    assert fast_s - device.launch_s == pytest.approx(1e12 / flops_per_s(device, torch.bfloat16))
+    assert slow_s - device.launch_s == pytest.approx(1e12 / flops_per_s(device, torch.float64))
+    assert slow_s > 10 * fast_s
     assert op_time_s(0, 1e6, device, torch.int64) > device.launch_s
     with pytest.raises(NotSupportedError, match=r"no matrix-product rate for torch\.int64"):
         op_time_s(1, 1e6, device, torch.int64)
