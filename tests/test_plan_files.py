@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ from torch import nn
 
 import autopar
 from autopar import BatchError, CaptureError, MeshError, OptionError, Plan, PlanError
+from autopar.cost.hardware import resolve
+from autopar.mesh import Device, Link, Mesh
+from autopar.plan_data import PlanData
+from autopar.plan_inputs import mesh_of, record_of
 from autopar.runtime.launch import WorkerPool
 from tests.conftest import Golden
 from tests.jobs import CASES, AnyCell, Cell, errors, gpt2, machine, reference, train, train_planned
@@ -73,6 +78,13 @@ def test_a_file_is_read_back_whole(tiny: Plan, tmp_path: Path) -> None:
     assert loaded.placements == tiny.placements
     loaded.save(tmp_path / "again.json")
     assert (tmp_path / "again.json").read_bytes() == (tmp_path / "plan.json").read_bytes()
+
+
+def test_a_switch_that_sums_is_read_back(tiny: Plan) -> None:
+    links = [Link(1e-5, 1e-9), Link(1e-6, 1e-11, 1.2e-11)]
+    mesh = Mesh((2, 2), links=links, device=Device(1e12, 1e11, 1e9))
+    data = replace(tiny.data, mesh=record_of(mesh, resolve(mesh)))
+    assert mesh_of(PlanData.from_json(data.to_json()).mesh) == mesh
 
 
 def test_an_unbound_plan_says_what_it_lacks(tiny: Plan, tmp_path: Path) -> None:
