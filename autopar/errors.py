@@ -69,3 +69,7 @@ class VerificationError(AutoparError):
 
 class LaunchError(AutoparError):
     """A worker process failed; carries its rank and traceback."""
+
+
+class CalibrationError(AutoparError):
+    """Measurements that no positive constants of the cost model fit."""

@@ -70,7 +70,7 @@ CONFIG = {
 }  # fmt: skip
 SIZES = ("--batch", "4", "--seq", "16")
 HELPED = ((), ("plan",), ("explain",), ("cost",), ("doctor",))
-NOT_BUILT = ("simulate", "compare", "calibrate", "validate")
+NOT_BUILT = ("simulate", "compare", "validate")
 
 
 @pytest.fixture
@@ -112,6 +112,14 @@ def test_help_is_what_it_was(run: Run, golden: Golden) -> None:
 
 def test_version(run: Run) -> None:
     assert run("--version").stdout == f"{autopar.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"), [("two", "'two' is not a list of counts"), ("2,1", "a group of 1 has no")]
+)
+def test_groups_that_cannot_be_measured(run: Run, ranks: str, said: str) -> None:
+    assert said in refused(run("calibrate", "--ranks", ranks))
+    assert not Path("profile.toml").exists()
 
 
 @pytest.mark.parametrize("command", NOT_BUILT)

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autopar.cli.models import is_plan_file, load_subject
-from autopar.cli.options import PlanRequest, parse_bytes, parse_mesh, takes_planning_options
+from autopar.cli.options import (
+    PlanRequest,
+    parse_bytes,
+    parse_counts,
+    parse_mesh,
+    takes_planning_options,
+)
 from autopar.cli.shell import ErrorGroup, Result, note, prints_result, progress
 from autopar.errors import NotSupportedError, OptionError
 
@@ -251,6 +257,32 @@ def cost(
 
 @app.command()
 @prints_result
+def calibrate(
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="PROFILE.toml", help="Write it here.")
+    ] = Path("profile.toml"),
+    ranks: Annotated[
+        str | None, typer.Option(metavar="N,N", help="Groups whose collectives are measured.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Few sizes, a few times.")] = False,
+) -> Result:
+    """Measure this machine as a hardware profile.
+
+    Products, memory-bound operators and the backend's collectives, in some three minutes; then
+    plan with --hardware PROFILE.toml.
+    """
+    with progress("starting ranks") as report:
+        from autopar.calibration import calibrate as measure
+
+        groups = None if ranks is None else parse_counts(ranks)
+        found = measure(groups, quick, report)
+    found.save(output)
+    note(f"saved {output}")
+    return Result(found.text(), found.to_json() | {"saved": str(output)})
+
+
+@app.command()
+@prints_result
 def doctor() -> Result:
     """Check this machine.
 
@@ -276,7 +308,6 @@ def _not_built(name: str, purpose: str) -> None:
 for _name, _purpose in {
     "simulate": "Draw the timeline of a step",
     "compare": "Compare plans",
-    "calibrate": "Measure this machine as a hardware profile",
     "validate": "Compare predictions with published runs",
 }.items():
     _not_built(_name, _purpose)

@@ -136,6 +136,13 @@ def parse_count(text: str) -> int | str:
     return int(text) if text.isdigit() else text
 
 
+def parse_counts(text: str) -> tuple[int, ...]:
+    """`2,4` -> (2, 4)."""
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise OptionError(f"{text!r} is not a list of counts", hint="as --ranks 2,4")
+    return tuple(int(count) for count in text.split(","))
+
+
 def parse_stages(text: str) -> int | str | list[tuple[tuple[str, ...], tuple[int, ...]]]:
     """`wte,h.0@1x2;h.1,ln_f@2` -> [(("wte", "h.0"), (1, 2)), (("h.1", "ln_f"), (1, 2))]."""
     if "@" not in text:

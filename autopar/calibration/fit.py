@@ -1,0 +1,178 @@
+"""Constants of the cost model's laws from samples: least squares on relative error.
+
+    memory    t = bytes / bytes_per_s + n launch_s                                (`fit_memory`)
+    product   t = max(flops / rate + u bytes / bytes_per_s, bytes / bytes_per_s) + n launch_s
+              one rate per dtype, one u for all                                   (`fit_products`)
+    transfer  t = turns T(latency_s, s_per_byte), T the least over algorithms of
+              `cost/collectives.py`                                               (`fit_link`)
+
+Every fit minimises the sum over samples of (log law - log t)^2, in which half and twice the time
+are equally wrong. (With law / t - 1 too short a law costs little, and where no constants fit well
+the best ones would be all too short.) The unknowns are the logs of the constants, which therefore
+are positive; a constant that ends where it no longer matters to any sample is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.calibration.samples import OperatorSample, TransferSample
+from autopar.cost.collectives import collective_time_s
+from autopar.cost.topology import flat_group
+from autopar.errors import CalibrationError
+from autopar.mesh import Link
+
+Array = NDArray[np.float64]
+Sample = OperatorSample | TransferSample
+Law = Callable[[Array], Array]
+
+_N_STEPS = 200
+_NUDGE = 1e-6  # of a constant, for the derivative of a law
+_MATTERS = 1e-4  # of a sample's time
+
+
+@dataclass(frozen=True)
+class Residual:
+    """What the fitted law says of one sample."""
+
+    name: str
+    size: str
+    measured_s: float
+    fitted_s: float
+
+    @property
+    def error(self) -> float:
+        return self.fitted_s / self.measured_s - 1.0
+
+
+@dataclass(frozen=True)
+class MemoryFit:
+    bytes_per_s: float
+    launch_s: float
+    residuals: tuple[Residual, ...]
+
+
+@dataclass(frozen=True)
+class ProductFit:
+    """`rates_flops_per_s` of endlessly large products; `best_flops_per_s` of those measured."""
+
+    rates_flops_per_s: dict[str, float]
+    best_flops_per_s: dict[str, float]
+    traffic_fraction: float
+    residuals: tuple[Residual, ...]
+
+
+@dataclass(frozen=True)
+class LinkFit:
+    link: Link
+    residuals: tuple[Residual, ...]
+
+
+def fit_memory(samples: Sequence[OperatorSample]) -> MemoryFit:
+    """Bandwidth and launch of operators that compute next to nothing.
+
+    Raises `CalibrationError` where no positive ones fit, as the other fits do.
+    """
+    times_s = _times_s(samples)
+    touched, n = _column(samples, "size_bytes"), _column(samples, "n_operators")
+
+    def law(constants: Array) -> Array:
+        s_per_byte, launch_s = constants
+        return touched * s_per_byte + n * launch_s
+
+    start = np.array([np.median(times_s / touched), np.median(times_s / n)]) / 2
+    found = _fitted(law, times_s, start)
+    _require_effect(law, found, times_s, ("bandwidth of memory", "launch time of an operator"))
+    return MemoryFit(1.0 / found[0], float(found[1]), _residuals(samples, law(found)))
+
+
+def fit_products(samples: Sequence[OperatorSample], memory: MemoryFit) -> ProductFit:
+    """A rate per dtype, and the share of products' memory time that shows."""
+    times_s = _times_s(samples)
+    dtypes = sorted({s.dtype for s in samples})
+    flops = np.array([[s.flops * (s.dtype == d) for d in dtypes] for s in samples])
+    memory_s = _column(samples, "size_bytes") / memory.bytes_per_s
+    launch_s = _column(samples, "n_operators") * memory.launch_s
+
+    def law(constants: Array) -> Array:
+        *s_per_flop, share = constants
+        return np.maximum(flops @ s_per_flop + min(share, 1.0) * memory_s, memory_s) + launch_s
+
+    best = {d: max(s.flops / s.time_s for s in samples if s.dtype == d) for d in dtypes}
+    found = _fitted(law, times_s, np.array([*(1.0 / best[d] for d in dtypes), 0.1]))
+    _require_effect(law, found, times_s, [f"rate of {d} products" for d in dtypes])
+    rates = {d: float(1.0 / value) for d, value in zip(dtypes, found[:-1], strict=True)}
+    return ProductFit(rates, best, min(float(found[-1]), 1.0), _residuals(samples, law(found)))
+
+
+def fit_link(samples: Sequence[TransferSample]) -> LinkFit:
+    """Latency and seconds per byte of a link, from all collectives and messages over it."""
+    times_s = _times_s(samples)
+
+    def law(constants: Array) -> Array:
+        link = Link(float(constants[0]), float(constants[1]))
+        return np.array([_transfer_s(sample, link) for sample in samples])
+
+    largest = max(samples, key=lambda s: s.size_bytes)
+    start = np.array([times_s.min() / 2, largest.time_s / largest.size_bytes])
+    found = _fitted(law, times_s, start)
+    _require_effect(law, found, times_s, ("latency of a link", "bandwidth of a link"))
+    return LinkFit(Link(float(found[0]), float(found[1])), _residuals(samples, law(found)))
+
+
+def median_error(residuals: Sequence[Residual]) -> float:
+    """The median of |error|."""
+    return float(np.median([abs(r.error) for r in residuals]))
+
+
+def _transfer_s(sample: TransferSample, link: Link) -> float:
+    group = flat_group(sample.n_ranks, link)
+    return sample.turns * collective_time_s(sample.kind, sample.size_bytes, group)
+
+
+def _fitted(law: Law, times_s: Array, start: Array) -> Array:
+    """The positive constants of least squares in the logs, by Levenberg and Marquardt's steps."""
+    logs, damping = np.log(start), 1e-3
+    errors, nudges = np.log(law(start) / times_s), np.eye(len(start)) * _NUDGE
+    for _ in range(_N_STEPS):
+        nudged = [np.log(law(np.exp(logs + nudge)) / times_s) for nudge in nudges]
+        slopes = (np.column_stack(nudged) - errors[:, None]) / _NUDGE
+        normal = slopes.T @ slopes + damping * np.eye(len(logs))
+        step = np.clip(np.linalg.solve(normal, -slopes.T @ errors), -2.0, 2.0)
+        tried = np.log(law(np.exp(logs + step)) / times_s)
+        if tried @ tried > errors @ errors:
+            damping *= 10
+            continue
+        logs, errors, damping = logs + step, tried, damping / 10
+        if np.abs(step).max() < 1e-10:
+            break
+    return np.exp(logs)
+
+
+def _require_effect(law: Law, found: Array, times_s: Array, names: Sequence[str]) -> None:
+    """Raise where a constant might as well be zero: a rate or bandwidth without end."""
+    for i, name in enumerate(names):
+        without = law(np.where(np.arange(len(found)) == i, 0.0, found))
+        if not np.any(np.abs(law(found) - without) > _MATTERS * times_s):
+            raise CalibrationError(
+                f"no {name} fits what was measured: times do not grow with the work",
+                hint="something else kept the machine busy; calibrate again when it is idle",
+            )
+
+
+def _times_s(samples: Sequence[Sample]) -> Array:
+    return np.array([s.time_s for s in samples])
+
+
+def _column(samples: Sequence[OperatorSample], name: str) -> Array:
+    return np.array([float(getattr(s, name)) for s in samples])
+
+
+def _residuals(samples: Sequence[Sample], fitted_s: Array) -> tuple[Residual, ...]:
+    return tuple(
+        Residual(s.name, s.size, s.time_s, float(f)) for s, f in zip(samples, fitted_s, strict=True)
+    )

@@ -1,0 +1,56 @@
+"""What is asked of the system rather than timed: names, cores, memory."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`n_slots`: ranks that compute at full speed, one per core or GPU.
+
+    `memory_bytes` is that of one GPU, or of the whole machine where ranks are processes of it;
+    `held_bytes` what a rank holds of it before it has a tensor.
+    """
+
+    device: str
+    is_cuda: bool
+    n_slots: int
+    memory_bytes: int
+    held_bytes: int
+
+
+def this_machine() -> Machine:
+    """The machine of this process."""
+    if torch.cuda.is_available():
+        free_bytes, memory_bytes = torch.cuda.mem_get_info()
+        name, n_slots = torch.cuda.get_device_name(), torch.cuda.device_count()
+        return Machine(name, True, n_slots, memory_bytes, memory_bytes - free_bytes)
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    # Linux counts in KiB, macOS in bytes.
+    unit = 1 if sys.platform == "darwin" else 1024
+    held_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return Machine(_cpu_name(), False, _n_cores(), memory_bytes, held_bytes)
+
+
+def _cpu_name() -> str:
+    listed = Path("/proc/cpuinfo")
+    if listed.is_file():
+        for line in listed.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _n_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,123 @@
+"""Starts ranks and measures on them.
+
+    as many ranks as cores or GPUs   products, memory-bound and small operators while all are
+    (no more than the largest group) busy; collectives of every group size up to it
+    every larger group (CPU only)    the same collectives; a few operators again, to see what it
+                                     costs that ranks take turns
+
+A process that computes alone on a machine whose cores share caches and power may be faster than
+the profile says; profiles are for jobs that keep all ranks busy.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from autopar.calibration import samples as grids
+from autopar.calibration.machine import Machine, this_machine
+from autopar.calibration.operators import (
+    attention_samples,
+    issue_samples,
+    operator_samples,
+    turn_samples,
+)
+from autopar.calibration.result import Calibration
+from autopar.calibration.samples import Grid, OperatorSample, Samples, TransferSample
+from autopar.calibration.transfers import transfer_samples
+from autopar.errors import OptionError
+from autopar.runtime.launch import WorkerPool, init_from_environment
+
+CPU_GROUPS = (2, 4)
+Report = Callable[[str], object]
+
+
+def calibrate(
+    ranks: Sequence[int] | None = None, quick: bool = False, progress: Report = lambda text: None
+) -> Calibration:
+    """Measure this machine; `ranks` are the sizes of the groups whose collectives are timed.
+
+    By default 2 and 4 processes, or as many as 2, 4, 8 ... of the GPUs. A script that calls it
+    must do so under `if __name__ == "__main__":`, as with `autopar.launch`. `quick` measures few
+    sizes, a few times.
+
+    Raises:
+        OptionError: a group of one rank, or of more ranks than there are GPUs.
+        CalibrationError: the measurements fit no positive constants.
+    """
+    machine = this_machine()
+    groups = _group_sizes(ranks, machine)
+    samples = Samples(n_busy=max(1, min(machine.n_slots, max(groups))) if groups else 1)
+    for n_ranks in (samples.n_busy, *(n for n in groups if n > samples.n_busy)):
+        with WorkerPool(n_ranks) as pool:
+            if n_ranks == samples.n_busy:
+                machine = pool.run(_of_rank)[0]
+                _measure_operators(samples, pool, machine, quick, progress)
+            else:
+                progress(f"{n_ranks} ranks that share {machine.n_slots} cores")
+                shared = pool.run(_on_rank, turn_samples, quick)[0]
+                samples.turns.append((n_ranks, _ratio(shared, samples.operators)))
+            if sizes := [n for n in groups if n_ranks % n == 0]:
+                progress(f"collectives and messages on {n_ranks} ranks")
+                turns = max(1.0, n_ranks / machine.n_slots)
+                samples.transfers += pool.run(_transfers_on_rank, sizes, turns, quick)[0]
+    return Calibration.of(samples, machine)
+
+
+def _measure_operators(
+    samples: Samples, pool: WorkerPool, machine: Machine, quick: bool, progress: Report
+) -> None:
+    progress(f"products and memory-bound operators on {samples.n_busy} ranks")
+    samples.operators += pool.run(_on_rank, operator_samples, quick)[0]
+    if machine.is_cuda:
+        progress("fused attention, and the interpreter's time per operator")
+        samples.attention += pool.run(_on_rank, attention_samples, quick)[0]
+        samples.issue += pool.run(_on_rank, issue_samples, quick)[0]
+
+
+def _group_sizes(ranks: Sequence[int] | None, machine: Machine) -> tuple[int, ...]:
+    if ranks is None:
+        most = machine.n_slots if machine.is_cuda else max(CPU_GROUPS)
+        return tuple(1 << i for i in range(1, most.bit_length()))
+    for n_ranks in ranks:
+        if n_ranks < 2:
+            raise OptionError(f"a group of {n_ranks} has no collectives", hint="give 2 or more")
+        if machine.is_cuda and n_ranks > machine.n_slots:
+            raise OptionError(
+                f"{n_ranks} ranks need as many GPUs, and this machine has {machine.n_slots}",
+                hint='give fewer, or set CUDA_VISIBLE_DEVICES="" to measure the CPU',
+            )
+    return tuple(sorted(set(ranks)))
+
+
+def _grid(device: torch.device, quick: bool) -> Grid:
+    if device.type == "cuda":
+        return grids.QUICK_CUDA if quick else grids.CUDA
+    return grids.QUICK_CPU if quick else grids.CPU
+
+
+def _of_rank() -> Machine:
+    """The machine as a rank finds it, with the buffers of its backend."""
+    dist.barrier()
+    return this_machine()
+
+
+def _on_rank(
+    measure: Callable[[Grid, torch.device], list[OperatorSample]], quick: bool
+) -> list[OperatorSample]:
+    device = init_from_environment()
+    return measure(_grid(device, quick), device)
+
+
+def _transfers_on_rank(sizes: Sequence[int], turns: float, quick: bool) -> list[TransferSample]:
+    device = init_from_environment()
+    return transfer_samples(sizes, turns, _grid(device, quick), device)
+
+
+def _ratio(shared: Sequence[OperatorSample], alone: Sequence[OperatorSample]) -> float:
+    """How many times as long the same operators take, in the median."""
+    known = {(s.name, s.dtype, s.size_bytes): s.time_s for s in alone}
+    return statistics.median(s.time_s / known[s.name, s.dtype, s.size_bytes] for s in shared)

@@ -1,0 +1,107 @@
+"""Interleaved medians: every case once per round, so a busy moment of the machine falls on all.
+
+All ranks run the same cases in the same order, each round after a barrier, and as often as the
+slowest of them needs to fill `sample_s`. A round's time is the mean over ranks; a case's is the
+median over rounds.
+
+    CPU    `time.perf_counter` around the calls
+    CUDA   events around the calls, which are issued behind enough other work that the device
+           never waits for the interpreter: kernels back to back, as in a busy step
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+_MOST_CALLS = 1000
+
+
+@dataclass(frozen=True)
+class Case:
+    """`run(i)` is timed; i counts calls, to take other buffers each time.
+
+    `prepare` comes before each call, untimed: what a rank does before it meets others. `share`:
+    the part of the time that is asked for (half of a message there and back).
+    """
+
+    run: Callable[[int], object]
+    prepare: Callable[[], object] | None = None
+    share: float = 1.0
+
+
+def medians_s(
+    cases: Sequence[Case], device: torch.device, sample_s: float, n_rounds: int
+) -> list[float]:
+    """Seconds of one call of each case."""
+    n_calls = [_n_calls(case, device, sample_s) for case in cases]
+    rounds: list[list[float]] = [[] for _ in cases]
+    for _ in range(n_rounds):
+        for case, n, times_s in zip(cases, n_calls, rounds, strict=True):
+            dist.barrier()
+            times_s.append(_over_ranks(_time_s(case, n, device) / n * case.share, device))
+    return [statistics.median(times_s) for times_s in rounds]
+
+
+def _n_calls(case: Case, device: torch.device, sample_s: float) -> int:
+    """As many as fill `sample_s`, the same on all ranks; the first call is not counted."""
+    _time_s(case, 1, device)
+    pilot_s = _over_ranks(_time_s(case, 3, device) / 3, device)
+    return max(1, min(_MOST_CALLS, round(sample_s / max(pilot_s, 1e-7))))
+
+
+def _over_ranks(value: float, device: torch.device) -> float:
+    mean = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(mean)
+    return mean.item() / dist.get_world_size()
+
+
+def _time_s(case: Case, n_calls: int, device: torch.device) -> float:
+    """Seconds of `n_calls` calls together."""
+    timed = _on_gpu_s if device.type == "cuda" else _on_cpu_s
+    if case.prepare is None:
+        return timed(case.run, range(n_calls), device)
+    total_s = 0.0
+    for i in range(n_calls):
+        case.prepare()
+        total_s += timed(case.run, range(i, i + 1), device)
+    return total_s
+
+
+def _on_cpu_s(run: Callable[[int], object], calls: range, device: torch.device) -> float:
+    begun_s = time.perf_counter()
+    for i in calls:
+        run(i)
+    return time.perf_counter() - begun_s
+
+
+def _on_gpu_s(run: Callable[[int], object], calls: range, device: torch.device) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    _occupy(device, len(calls))
+    begin.record()
+    for i in calls:
+        run(i)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e-3
+
+
+def _occupy(device: torch.device, n_calls: int) -> None:
+    """Products of about 0.1 ms or more each, two per call: longer than issuing it takes."""
+    x = torch.ones(4096, 4096, dtype=torch.float16, device=device)
+    for _ in range(2 * n_calls):
+        x @ x
+
+
+def issue_time_s(run: Callable[[int], object], device: torch.device, n_calls: int = 200) -> float:
+    """Seconds the interpreter needs for one call, the device's work aside; median of 9."""
+    times_s = []
+    for _ in range(9):
+        torch.cuda.synchronize(device)
+        times_s.append(_on_cpu_s(run, range(n_calls), device) / n_calls)
+    return statistics.median(times_s)

@@ -1,0 +1,197 @@
+"""Calibration: planted constants are found again, and a measured profile plans."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import autopar
+from autopar.calibration import calibrate
+from autopar.calibration.fit import (
+    fit_link,
+    fit_memory,
+    fit_products,
+    median_error,
+)
+from autopar.calibration.machine import Machine
+from autopar.calibration.result import Calibration
+from autopar.calibration.samples import CPU, OperatorSample, Samples, TransferSample
+from autopar.cost.collectives import collective_time_s
+from autopar.cost.hardware import load_profile, resolve
+from autopar.cost.topology import flat_group
+from autopar.errors import CalibrationError, OptionError
+from autopar.mesh import Link, Mesh
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
+CPU_MACHINE = Machine("a CPU", False, 2, 16 << 30, 300 << 20)
+
+
+def magnitudes(low: float, high: float) -> st.SearchStrategy[float]:
+    return st.floats(math.log(low), math.log(high)).map(math.exp)
+
+
+def memory_samples(bytes_per_s: float, launch_s: float) -> list[OperatorSample]:
+    return [
+        OperatorSample("add", "", "", 0.0, size, n, size / bytes_per_s + n * launch_s)
+        for size in (1e3, 1e5, 1e6, 1e7, 1e8)
+        for n in (1, 8)
+    ]
+
+
+def product_samples(
+    rates: dict[str, float], share: float, bytes_per_s: float, launch_s: float
+) -> list[OperatorSample]:
+    samples = []
+    for dtype, rate in rates.items():
+        for m, n, k in CPU.product_shapes:
+            flops, width = 6.0 * m * n * k, getattr(torch, dtype).itemsize
+            touched = 3.0 * width * (m * n + n * k + k * m)
+            memory_s = touched / bytes_per_s
+            time_s = max(flops / rate + share * memory_s, memory_s) + 3 * launch_s
+            samples.append(OperatorSample(f"{dtype} product", "", dtype, flops, touched, 3, time_s))
+    return samples
+
+
+def transfer_samples(link: Link, noise: np.random.Generator | None = None) -> list[TransferSample]:
+    samples = []
+    for n_ranks, turns in ((2, 1.0), (2, 2.0), (4, 2.0), (3, 1.5)):
+        for kind in COLLECTIVES:
+            for size in (1 << 10, 1 << 16, 1 << 20, 1 << 24):
+                time_s = turns * collective_time_s(kind, size, flat_group(n_ranks, link))
+                if noise is not None:
+                    time_s *= math.exp(noise.normal(0.0, 0.1))
+                samples.append(TransferSample(kind, size, n_ranks, turns, time_s))
+    return samples
+
+
+# -- planted constants -----------------------------------------------------------------------------
+
+
+@settings(max_examples=25, deadline=None)
+@given(magnitudes(1e9, 1e13), magnitudes(1e-6, 1e-4))
+def test_memory_constants_are_found(bytes_per_s: float, launch_s: float) -> None:
+    found = fit_memory(memory_samples(bytes_per_s, launch_s))
+    assert found.launch_s == pytest.approx(launch_s, rel=1e-3)
+    assert found.bytes_per_s == pytest.approx(bytes_per_s, rel=1e-3)
+    assert median_error(found.residuals) < 1e-3
+
+
+@settings(max_examples=25, deadline=None)
+@given(magnitudes(1e10, 1e12), magnitudes(1e9, 1e12), st.floats(0.05, 0.95))
+def test_product_constants_are_found(float32: float, bfloat16: float, share: float) -> None:
+    rates, bytes_per_s, launch_s = {"float32": float32, "bfloat16": bfloat16}, 1e10, 1e-6
+    memory = fit_memory(memory_samples(bytes_per_s, launch_s))
+    samples = product_samples(rates, share, bytes_per_s, launch_s)
+    found = fit_products(samples, memory)
+    for residual in found.residuals:
+        assert abs(residual.error) < 0.01
+    # Where products wait for memory alone, their rate does not show.
+    bound = [s.size_bytes / bytes_per_s + 3 * launch_s for s in samples]
+    for dtype, rate in rates.items():
+        shown = [
+            s.time_s > 1.01 * b for s, b in zip(samples, bound, strict=True) if s.dtype == dtype
+        ]
+        if sum(shown) > len(shown) // 2:
+            assert found.rates_flops_per_s[dtype] == pytest.approx(rate, rel=0.05)
+    assert all(found.best_flops_per_s[d] <= rates[d] for d in rates)
+
+
+@settings(max_examples=25, deadline=None)
+@given(magnitudes(1e-6, 1e-2), magnitudes(1e-12, 1e-8))
+def test_link_constants_are_found(latency_s: float, s_per_byte: float) -> None:
+    found = fit_link(transfer_samples(Link(latency_s, s_per_byte)))
+    assert median_error(found.residuals) < 1e-3
+    # A latency that never matters, or a bandwidth that never does, is not determined.
+    if 1e2 < latency_s / s_per_byte < 1e7:
+        assert found.link.latency_s == pytest.approx(latency_s, rel=1e-2)
+        assert found.link.s_per_byte == pytest.approx(s_per_byte, rel=1e-2)
+
+
+def test_noise_does_not_pull_constants_to_one_side() -> None:
+    link = Link(1e-4, 1e-9)
+    found = fit_link(transfer_samples(link, np.random.default_rng(0))).link
+    assert found.latency_s == pytest.approx(link.latency_s, rel=0.05)
+    assert found.s_per_byte == pytest.approx(link.s_per_byte, rel=0.05)
+
+
+def test_times_that_do_not_grow_with_the_work_are_refused() -> None:
+    small_is_slow = [
+        OperatorSample("add", "", "", 0.0, 1e9 / 10**i, 1, 1e-3 * (i + 1)) for i in range(6)
+    ]
+    with pytest.raises(CalibrationError, match="no bandwidth of memory fits") as refused:
+        fit_memory(small_is_slow)
+    assert "idle" in str(refused.value)
+    falling = [TransferSample("send_recv", 1 << (10 + i), 2, 1.0, 1e-3 / (i + 1)) for i in range(8)]
+    with pytest.raises(CalibrationError, match="no bandwidth of a link fits"):
+        fit_link(falling)
+
+
+# -- profiles --------------------------------------------------------------------------------------
+
+
+def planted() -> Calibration:
+    samples = Samples(
+        n_busy=2,
+        operators=memory_samples(1e10, 1e-5)
+        + product_samples({"float32": 6e10, "float64": 3e10}, 0.5, 1e10, 1e-5),
+        transfers=transfer_samples(Link(1e-4, 1e-9)),
+        turns=[(4, 2.1)],
+    )
+    return Calibration.of(samples, CPU_MACHINE)
+
+
+def test_ranks_that_share_cores_take_turns(tmp_path: Path) -> None:
+    path = tmp_path / "machine.toml"
+    planted().save(path)
+    alone, shared = (resolve(Mesh((1, n), hardware=str(path))) for n in (2, 4))
+    assert load_profile(path).name == "machine"
+    assert shared.device.flops_per_s == pytest.approx(alone.device.flops_per_s / 2)
+    assert shared.device.bytes_per_s == pytest.approx(alone.device.bytes_per_s / 2)
+    assert shared.device.launch_s == pytest.approx(2 * alone.device.launch_s)
+    assert shared.links[-1].latency_s == pytest.approx(2 * alone.links[-1].latency_s)
+    assert shared.links[-1].s_per_byte == pytest.approx(2 * alone.links[-1].s_per_byte)
+    assert shared.memory_limit_bytes == alone.memory_limit_bytes
+    assert resolve(Mesh((1, 1), hardware=str(path))).device == alone.device
+
+
+def test_every_number_of_a_profile_says_where_it_was_measured() -> None:
+    found = planted()
+    assert found.quantities["device.launch_s"].value == pytest.approx(1e-5, rel=1e-2)
+    assert found.quantities["node.cores_count"].value == 2
+    assert "4 ranks took 2.10 times as long as 2" in found.quantities["node.cores_count"].source
+    for key, quantity in found.quantities.items():
+        assert "a CPU, torch" in quantity.source or "intra_node's" in quantity.source, key
+    text = found.text()
+    assert "all_reduce over 4" in text
+    assert "median error of the fit 0%" in text
+
+
+def test_group_sizes_that_cannot_be_measured_are_refused() -> None:
+    with pytest.raises(OptionError, match="a group of 1 has no collectives"):
+        calibrate([1])
+
+
+def test_this_machine(tmp_path: Path) -> None:
+    """Measured, written, loaded, resolved, planned with."""
+    phases: list[str] = []
+    found = calibrate([2], quick=True, progress=phases.append)
+    path = tmp_path / "here.toml"
+    found.save(path)
+    assert len(phases) >= 2
+    assert all(q.value > 0 or k.endswith("_fraction") for k, q in found.quantities.items())
+    assert {s.kind for s in found.samples.transfers} == set(COLLECTIVES)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        assert resolve(Mesh((1, 2), hardware=str(path)), dtype).device.flops_per_s > 0
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
+    plan = autopar.plan(
+        model, Mesh((1, 2), hardware=str(path)), (torch.zeros(8, 16),),
+        loss_fn=lambda out, batch: out.square().mean(),
+    )  # fmt: skip
+    assert plan.predicted.step_time_s > 0
