@@ -71,6 +71,42 @@ def test_all_reduce_inside_a_node(
     assert bus / 1e9 == pytest.approx(published, rel=0.02)
 
 
+# Bus bandwidth in GB/s of all_reduces of 1, 2, 4, ... 512 KiB, of as many MiB, and of 1 to 8 GiB:
+# Azure AI-benchmarking-guide. The latencies of the profiles are fitted to them.
+BUS_BY_SIZE = {
+    "a100-80gb": (
+        (0.04, 0.08, 0.17, 0.33, 0.67, 1.37, 2.70, 5.15, 10.11, 19.24),
+        (36.22, 53.54, 71.43, 89.99, 109.22, 132.77, 166.63, 174.18, 213.87, 221.58),
+        (228.10, 230.22, 230.48, 231.58),
+    ),
+    "h100-sxm": (
+        (0.07, 0.14, 0.27, 0.53, 0.95, 1.71, 2.72, 5.40, 10.86, 21.35),
+        (43.70, 81.93, 128.73, 172.13, 234.45, 295.53, 361.78, 400.61, 423.38, 438.46),
+        (466.35, 472.36, 475.54, 478.87),
+    ),
+    "h200": (
+        (0.06, 0.12, 0.23, 0.47, 0.93, 1.84, 3.72, 7.39, 14.75, 29.38),
+        (52.96, 88.78, 138.44, 181.94, 240.41, 300.91, 368.11, 412.45, 432.24, 442.72),
+        (467.58, 472.57, 477.41, 479.98),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BUS_BY_SIZE)
+def test_all_reduce_by_size(name: str) -> None:
+    group = flat_group(8, load_profile(name).link("intra_node"))
+    errors = []
+    for unit, readings in zip((1024, 1024**2, GIB), BUS_BY_SIZE[name], strict=True):
+        for power, published in enumerate(readings):
+            size = float(unit * 2**power)
+            bus = bus_bytes_per_s(
+                "all_reduce", size, 8, collective_time_s("all_reduce", size, group)
+            )
+            errors.append(abs(published * 1e9 / bus - 1))  # of the time
+    assert sum(errors) / len(errors) < 0.15
+    assert max(errors) < 0.4
+
+
 # Triad of BabelStream, TB/s: Azure AI-benchmarking-guide.
 @pytest.mark.parametrize(
     ("name", "published"), [("a100-80gb", 1.70), ("h100-sxm", 2.97), ("h200", 4.15)]
