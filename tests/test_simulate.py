@@ -3,32 +3,49 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from autopar.cost.simulate import Spent, StageTimes, TieTimes, Timeline, simulate
+from autopar.cost.simulate import (
+    Spent,
+    SplitBackward,
+    StageTimes,
+    TieTimes,
+    Timeline,
+    simulate,
+)
 from autopar.schedule import (
     ORDERS,
     Action,
     Schedule,
     Transfer,
     chain,
+    interleaved,
     lower,
+    one_f_one_b,
     parse_schedule,
+    script_of,
     start_times,
+    zero_bubble,
 )
+from tests.strategies import schedules
 
 NOTHING = Spent()
 
 
-def stage(forward_s: float, backward_s: float, n_ranks: int = 1, comm_s: float = 0.0) -> StageTimes:
+def stage(
+    forward_s: float, backward_s: float, n_ranks: int = 1, comm_s: float = 0.0, **fields: Any
+) -> StageTimes:
     """A stage with nothing before or after; collectives in each of forward and backward."""
     forward, backward = Spent(forward_s, comm_s), Spent(backward_s, comm_s)
-    return StageTimes(n_ranks, NOTHING, forward, backward, NOTHING, 0.0)
+    return StageTimes(n_ranks, NOTHING, forward, backward, NOTHING, 0.0, **fields)
 
 
 def lowered(order: str, n_stages: int, n_microbatches: int) -> Schedule:
@@ -55,6 +72,31 @@ def test_the_bubble_of_the_textbook(order: str, n_stages: int, n_microbatches: i
     assert found.step_time_s == pytest.approx(3 * (n_stages + n_microbatches - 1))
     assert found.bubble == pytest.approx((n_stages - 1) / (n_microbatches + n_stages - 1))
     adds_up(found)
+
+
+def test_the_bubble_of_interleaved_chunks() -> None:
+    for p, v, rounds in [(2, 2, 1), (4, 2, 2), (3, 4, 2), (1, 3, 2), (4, 1, 2)]:
+        m = rounds * p
+        found = simulate(interleaved(p, v, m), [stage(1.0, 2.0)] * (p * v))
+        assert found.step_time_s == pytest.approx(3 * (v * m + p - 1))
+        assert found.bubble == pytest.approx((p - 1) / (v * m + p - 1))
+        adds_up(found)
+
+
+def test_parts_of_a_backward() -> None:
+    whole = stage(1.0, 3.0)
+    halves = replace(whole, backward=SplitBackward(Spent(1.5), Spent(1.5)))
+    found = simulate(zero_bubble(4, 8), [replace(halves, forward=Spent(1.5))] * 4)
+    assert found.step_time_s == pytest.approx(8 * 4.5 + 3 * 1.5)
+    adds_up(found)
+    # A schedule that does not split it runs the sum.
+    plain = simulate(lowered("1f1b", 4, 8), [whole] * 4)
+    assert simulate(lowered("1f1b", 4, 8), [halves] * 4).step_time_s == plain.step_time_s
+
+
+def test_an_unsplit_backward_has_no_parts() -> None:
+    with pytest.raises(AssertionError, match="needs a backward in two parts"):
+        simulate(zero_bubble(2, 2), [stage(1.0, 2.0)] * 2)
 
 
 def test_one_stage_is_the_sum() -> None:
@@ -140,12 +182,140 @@ def test_a_chrome_trace(tmp_path: Path) -> None:
     assert max(e["ts"] + e["dur"] for e in spans) == pytest.approx(found.step_time_s * 1e6)
 
 
+def test_a_thousand_devices_worth_of_steps() -> None:
+    """A trillion parameters on 3,072 devices: 64 stages of 512 microbatches."""
+    found = simulate(one_f_one_b(64, 512), [stage(1.0, 2.0)] * 64, 0.0)
+    assert found.step_time_s == 3 * (64 + 512 - 1)
+    lanes = Counter(event.lane for event in found.events)
+    assert lanes == {"compute": 2 * 64 * 512, "p2p": 2 * 63 * 512}
+
+
+# -- collectives beside compute --------------------------------------------------------------------
+
+SHARES = st.floats(0.0, 0.9)
+
+
+@hypothesis.given(st.floats(0, 10), st.floats(0, 10), st.floats(0, 10), SHARES)
+def test_what_overlaps(compute_s: float, waited_s: float, beside_s: float, slowdown: float) -> None:
+    shown = Spent(compute_s, waited_s, beside_s).shown(slowdown)
+    slowed_s = compute_s + beside_s * slowdown / (1 + slowdown)
+    assert shown.time_s == pytest.approx(waited_s + max(beside_s, slowed_s))
+    assert shown.hidden_s <= min(beside_s, shown.compute_s) + 1e-9
+    assert shown.exposed_s + shown.hidden_s == pytest.approx(waited_s + beside_s)
+    # Never better than no collectives at all, never worse than one after the other.
+    one_by_one_s = Spent(compute_s, waited_s + beside_s).total_s
+    assert compute_s + waited_s - 1e-9 <= shown.time_s
+    assert Spent(compute_s, waited_s, beside_s).shown(0.0).time_s <= one_by_one_s + 1e-9
+
+
+def test_overlap_by_hand() -> None:
+    """Two seconds beside collectives do one and a third of compute, at half as slow again."""
+    assert Spent(4.0, 1.0, 2.0).shown(0.5) == pytest.approx((4 + 2 / 3, 1.0, 2.0))
+    assert Spent(4.0, 1.0, 9.0).shown(0.5) == pytest.approx((6.0, 1.0 + 3.0, 6.0))
+
+
+def one_device(n_microbatches: int, **fields: Any) -> Timeline:
+    return simulate(one_f_one_b(1, n_microbatches), [stage(1.0, 2.0, **fields)])
+
+
+@pytest.mark.parametrize("sync_s", [0.5, 2.0, 10.0])
+@pytest.mark.parametrize("n_buckets", [1, 4, 100])
+def test_sync_beside_the_last_backward(sync_s: float, n_buckets: int) -> None:
+    found = one_device(3, sync_s=sync_s, n_sync_buckets=n_buckets)
+    left_s = max(sync_s / n_buckets, sync_s - 2.0 * (n_buckets - 1) / n_buckets)
+    assert found.step_time_s == pytest.approx(9.0 + left_s)
+    assert found.exposed_comm_s == pytest.approx(left_s)
+    assert found.comm_time_s == pytest.approx(sync_s)
+    adds_up(found)
+
+
+def test_sync_slows_the_backward_beside_it() -> None:
+    found = one_device(1, sync_s=1.0, n_sync_buckets=2, overlap_slowdown_fraction=0.25)
+    # Half a second of it is hidden, and costs a tenth; the other half comes after.
+    assert found.step_time_s == pytest.approx(3.0 + 0.1 + 0.5)
+    adds_up(found)
+
+
+def test_sync_waits_for_the_lane() -> None:
+    """The last backward has collectives of its own there."""
+    times = replace(stage(1.0, 2.0, sync_s=1.0, n_sync_buckets=4), backward=Spent(2.0, 0.0, 1.0))
+    assert simulate(one_f_one_b(1, 1), [times]).step_time_s == pytest.approx(3.0 + 0.5)
+
+
+def test_sync_of_chunks_shares_the_lane() -> None:
+    """The last chunk's gradients are ready first, and are synchronised beside the other's."""
+    times = stage(1.0, 2.0, sync_s=1.5, n_sync_buckets=3)
+    found = simulate(interleaved(1, 2, 1), [times] * 2)
+    assert [e[1:] for e in sorted(lane_of(found, "collectives"))] == [
+        pytest.approx((2 + 2 / 3, 4.5)),
+        pytest.approx((4 + 2 / 3, 6.5)),
+    ]
+    assert found.step_time_s == pytest.approx(6.5)
+    adds_up(found)
+
+
+def lane_of(timeline: Timeline, lane: str) -> list[tuple[int, float, float]]:
+    return [(e.device, e.start_s, e.end_s) for e in timeline.events if e.lane == lane]
+
+
+@hypothesis.given(st.floats(0, 9), st.integers(1, 9), SHARES, st.floats(0, 9), SHARES)
+def test_more_sync_never_makes_a_faster_step(
+    sync_s: float, n_buckets: int, slowdown: float, more_s: float, slower: float
+) -> None:
+    fields = {"n_sync_buckets": n_buckets, "overlap_slowdown_fraction": slowdown}
+    found = one_device(2, sync_s=sync_s, **fields)
+    more = one_device(2, sync_s=sync_s + more_s, **fields)
+    fields["overlap_slowdown_fraction"] = slowdown + slower
+    slow = one_device(2, sync_s=sync_s, **fields)
+    fewer = one_device(2, sync_s=sync_s, n_sync_buckets=1)
+    free = one_device(2)
+    assert free.step_time_s - 1e-9 <= found.step_time_s <= more.step_time_s + 1e-9
+    assert found.step_time_s <= slow.step_time_s + 1e-9
+    if not slowdown:
+        assert found.step_time_s <= fewer.step_time_s + 1e-9
+    for timeline in (found, more, slow, fewer):
+        adds_up(timeline)
+
+
 # -- any durations ---------------------------------------------------------------------------------
 
 # Some stages also send past their neighbour.
 SKIPS = (frozenset[Transfer](), frozenset({Transfer(0, 3)}), frozenset({Transfer(1, 3, False)}))
 SECONDS = st.floats(0.1, 10.0)
 FOUR_STAGES = st.lists(st.tuples(SECONDS, SECONDS), min_size=4, max_size=4)
+
+
+def durations(draw: st.DataObject, schedule: Schedule) -> list[StageTimes]:
+    """Of every stage, each part different."""
+    found = []
+    for _ in range(schedule.n_stages):
+        forward_s, input_s, weight_s, comm_s = (draw.draw(SECONDS) for _ in range(4))
+        backward = SplitBackward(Spent(input_s, comm_s), Spent(weight_s))
+        found.append(replace(stage(forward_s, 0.0), backward=backward))
+    return found
+
+
+@hypothesis.settings(deadline=None, max_examples=60)
+@hypothesis.given(schedules(max_stages=6, max_microbatches=6), SECONDS, st.data())
+def test_messages_need_not_be_written_out(
+    schedule: Schedule, message_s: float, data: st.DataObject
+) -> None:
+    """A schedule without messages is played as the same with those of a chain."""
+    stages = durations(data, schedule)
+    written = lower(schedule, chain(schedule.n_stages))
+    found = simulate(schedule, stages, message_s)
+    assert found == replace(simulate(written, stages, message_s), record=found.record)
+    assert Counter(map(str, found.events)) == Counter(
+        map(str, simulate(written, stages, message_s).events)
+    )
+    kept = script_of(schedule)
+    assert simulate(kept, stages, message_s).step_time_s == found.step_time_s
+    as_made = simulate(schedule, stages, message_s, sends_as_made=True)
+    for timeline in (found, as_made):
+        adds_up(timeline)
+        assert sum(e.lane == "p2p" for e in timeline.events) == kept.n_messages
+    free = simulate(schedule, stages)
+    assert free.step_time_s <= min(found.step_time_s, as_made.step_time_s) + 1e-9
 
 
 @hypothesis.settings(deadline=None, max_examples=60)

@@ -7,11 +7,16 @@ events, and gives each stage the events that it takes part in. Of what is left a
 the first event in that order is the next one of every stage in it, so it can run: no
 transfers graph, skip connections included, can deadlock.
 
-The order is that of the clocks at equal costs; a message goes right before the action that
-reads it, and all messages of a clock before its compute. So a message never waits for compute
-that starts when its reader does, lowering adds no clock at equal costs, and the exchange
+The order is that of the clocks at equal costs (`script.place`); a message goes right before the
+action that reads it, and all messages of a clock before its compute. So a message never waits for
+compute that starts when its reader does, lowering adds no clock at equal costs, and the exchange
 of 1f1b's steady state (activations one way, gradients the other) is one run of messages on both
 stages. Such a run may be posted as one batch: that only posts some of them earlier.
+
+With several stages per device, or a backward in two parts, devices compute between making a
+tensor and the clock in which it is read. There a message goes right after the compute that makes
+it: still one order, and no clock added. (At backward = 2 forward, four devices of two chunks would
+take a tenth longer than the textbook's step if it went last, and take no longer as it goes first.)
 
 A tensor that skips stages waits on the stage that made it. Where costs are not equal, neighbours
 still exchange at once, but the ends of a skip connection may meet while one of them computes:

@@ -2,6 +2,9 @@
 
 `place` says where messages go (`autopar/schedule/lowering.py` says why there); `lower` writes
 them out as actions. What plays a schedule many times, or a long one, needs no more than this.
+
+A *channel* is what carries a transfer one way. Messages are numbered: message c m + k is the one of
+microbatch k, of m, on channel c.
 """
 
 from __future__ import annotations
@@ -23,25 +26,34 @@ class Step(NamedTuple):
     compute   None where messages are all that is left
     """
 
-    posts: tuple[int, ...]
+    posts: Sequence[int]
     reads: Sequence[int]
     compute: Action | None
 
 
 @dataclass(frozen=True)
 class Script:
-    """The steps of every device; message i is sent by `sends[i]`."""
+    """The steps of every device, and the send of microbatch 0 on every channel."""
 
     rows: tuple[tuple[Step, ...], ...]
-    sends: tuple[Action, ...]
+    channels: tuple[Action, ...]
+    n_microbatches: int
+
+    @property
+    def n_messages(self) -> int:
+        return len(self.channels) * self.n_microbatches
+
+    def send(self, message: int) -> Action:
+        channel, microbatch = divmod(message, self.n_microbatches)
+        return self.channels[channel]._replace(microbatch=microbatch)
 
     def actions(self) -> tuple[tuple[Action, ...], ...]:
         """The same written out, device by device."""
         return tuple(tuple(a for step in row for a in self._actions(step)) for row in self.rows)
 
-    def _actions(self, step: Step) -> Iterable[Action]:
+    def _actions(self, step: Step) -> Iterator[Action]:
         for end in step.posts:
-            yield self.sends[end] if end >= 0 else self.sends[~end].partner
+            yield self.send(end) if end >= 0 else self.send(~end).partner
         if step.compute is not None:
             yield step.compute
 
@@ -53,12 +65,10 @@ def script_of(schedule: Schedule, sends_as_made: bool = False) -> Script:
 
     Raises `VerificationError` if the schedule cannot be finished.
     """
-    if not schedule.is_lowered:
-        put = place_as_made if sends_as_made else place
-        return put(schedule, chain(schedule.n_stages))
-    sends = tuple(action for action in schedule if action.is_send)
-    number = {send: i for i, send in enumerate(sends)}
-    return Script(tuple(tuple(_steps(row, number)) for row in schedule.rows), sends)
+    if schedule.transfers is not None:
+        return _read(schedule, schedule.transfers)
+    put = place_as_made if sends_as_made else place
+    return put(schedule, chain(schedule.n_stages))
 
 
 def place(schedule: Schedule, transfers: Iterable[Transfer]) -> Script:
@@ -71,29 +81,27 @@ def place(schedule: Schedule, transfers: Iterable[Transfer]) -> Script:
     for line, actions in zip(times, schedule.rows, strict=True):
         for start, action in zip(line, actions, strict=True):
             by_clock[start].append(action)
-    sent_to = _sent_to(schedule, transfers)
+    sends, made, read = _channels(schedule, transfers)
     n_devices = schedule.n_devices
     rows: list[list[Step]] = [[] for _ in schedule.rows]
     posts: list[list[int]] = [[] for _ in schedule.rows]
-    sends: list[Action] = []
+    when_made = schedule.n_chunks > 1 or schedule.splits_backward
+    before: list[Action] = []
     for clock in sorted(by_clock):
         computes = by_clock[clock]
-        reads: list[range] = []
-        for kind, stage, microbatch, _ in computes:
-            first = len(sends)
-            for send_kind, source, target in sent_to.get((kind, stage), ()):
-                posts[source % n_devices].append(len(sends))
-                posts[target % n_devices].append(~len(sends))
-                sends.append(Action(send_kind, source, microbatch, target))
-            reads.append(range(first, len(sends)))
-        for compute, own in zip(computes, reads, strict=True):
+        for kind, stage, microbatch, _ in before if when_made else computes:
+            for first, source, target in (made if when_made else read).get((kind, stage), ()):
+                posts[source].append(first + microbatch)
+                posts[target].append(~(first + microbatch))
+        for compute in computes:
             device = compute.stage % n_devices
-            rows[device].append(Step(tuple(posts[device]), own, compute))
-            posts[device].clear()
+            rows[device].append(Step(posts[device], _numbers(read, compute), compute))
+            posts[device] = []
+        before = computes
     for row, left in zip(rows, posts, strict=True):
         if left:
-            row.append(Step(tuple(left), (), None))
-    return Script(tuple(map(tuple, rows)), tuple(sends))
+            row.append(Step(left, (), None))
+    return Script(tuple(map(tuple, rows)), sends, schedule.n_microbatches)
 
 
 def place_as_made(schedule: Schedule, transfers: Iterable[Transfer]) -> Script:
@@ -102,61 +110,90 @@ def place_as_made(schedule: Schedule, transfers: Iterable[Transfer]) -> Script:
     What software does that never waits to send, and posts receives ahead: nothing but links delays
     a message. `place` is for one order of messages per pair that cannot deadlock.
     """
-    sent_to = _sent_to(schedule, transfers)
-    n_devices = schedule.n_devices
-    reads: list[list[tuple[int, ...]]] = [[] for _ in schedule.rows]
-    made: defaultdict[tuple[Kind, int, int], list[int]] = defaultdict(list)
-    posts: list[list[int]] = [[] for _ in schedule.rows]
-    sends: list[Action] = []
-    for row, own in zip(schedule.rows, reads, strict=True):
-        for kind, stage, microbatch, _ in row:
-            first = len(sends)
-            for send_kind, source, target in sent_to.get((kind, stage), ()):
-                made[kind, source, microbatch].append(len(sends))
-                posts[target % n_devices].append(~len(sends))
-                sends.append(Action(send_kind, source, microbatch, target))
-            own.append(tuple(range(first, len(sends))))
+    sends, made, read = _channels(schedule, transfers)
+    posts: list[Sequence[int]] = [
+        [
+            ~(channel.first + microbatch)
+            for channels in made.values()
+            for channel in channels
+            if channel.target == device
+            for microbatch in range(schedule.n_microbatches)
+        ]
+        for device in range(schedule.n_devices)
+    ]
     rows = []
-    for row, own, expected in zip(schedule.rows, reads, posts, strict=True):
-        steps, ready = [], tuple(expected)
-        for compute, needed in zip(row, own, strict=True):
-            steps.append(Step(ready, needed, compute))
-            ready = tuple(made.get((compute.kind, compute.stage, compute.microbatch), ()))
+    for row, ready in zip(schedule.rows, posts, strict=True):
+        steps = []
+        for compute in row:
+            steps.append(Step(ready, _numbers(read, compute), compute))
+            ready = _numbers(made, compute)
         if ready:
             steps.append(Step(ready, (), None))
         rows.append(tuple(steps))
-    return Script(tuple(rows), tuple(sends))
+    return Script(tuple(rows), sends, schedule.n_microbatches)
 
 
-def _steps(row: Iterable[Action], number: Mapping[Action, int]) -> Iterator[Step]:
-    posts: list[int] = []
-    read: defaultdict[tuple[bool, int, int], list[int]] = defaultdict(list)
-    for action in row:
-        if action.is_compute:
-            is_read = action.kind != "backward_weight"
-            key = action.is_forward, action.stage, action.microbatch
-            yield Step(tuple(posts), tuple(read.pop(key, ())) if is_read else (), action)
-            posts.clear()
-        elif action.is_send:
-            posts.append(number[action])
-        else:
-            i = number[action.partner]
-            posts.append(~i)
-            read[action.is_forward, action.stage, action.microbatch].append(i)
-    if posts:
-        yield Step(tuple(posts), (), None)
+def _read(schedule: Schedule, transfers: Iterable[Transfer]) -> Script:
+    """The steps of a schedule that has its messages."""
+    sends, _, read = _channels(schedule, transfers)
+    first = {send[:2] + send[3:]: i * schedule.n_microbatches for i, send in enumerate(sends)}
+    rows = []
+    for row in schedule.rows:
+        steps: list[Step] = []
+        posts: list[int] = []
+        for action in row:
+            if action.is_compute:
+                steps.append(Step(posts, _numbers(read, action), action))
+                posts = []
+                continue
+            send = action if action.is_send else action.partner
+            message = first[send[:2] + send[3:]] + action.microbatch
+            posts.append(message if action.is_send else ~message)
+        if posts:
+            steps.append(Step(posts, (), None))
+        rows.append(tuple(steps))
+    return Script(tuple(rows), sends, schedule.n_microbatches)
 
 
-def _sent_to(
+class _Channel(NamedTuple):
+    """The message of microbatch 0, and the devices at both ends."""
+
+    first: int
+    source: int
+    target: int
+
+
+# (kind, stage) of a compute -> the channels it makes, or reads, messages of.
+_Channels = Mapping[tuple[Kind, int], Sequence[_Channel]]
+
+
+def _channels(
     schedule: Schedule, transfers: Iterable[Transfer]
-) -> Mapping[tuple[Kind, int], list[tuple[Kind, int, int]]]:
-    """Compute of a stage -> the messages that it reads: kind of the send, source, target."""
-    found: defaultdict[tuple[Kind, int], list[tuple[Kind, int, int]]] = defaultdict(list)
+) -> tuple[tuple[Action, ...], _Channels, _Channels]:
+    """The sends of microbatch 0; who makes what is sent, and who reads it."""
+    made: defaultdict[tuple[Kind, int], list[_Channel]] = defaultdict(list)
+    read: defaultdict[tuple[Kind, int], list[_Channel]] = defaultdict(list)
+    sends: list[Action] = []
+    returns: Kind = "backward_input" if schedule.splits_backward else "backward"
     for t in sorted(transfers):
-        if schedule.is_inside(t):
-            continue
-        found["forward", t.target].append(("send_forward", t.source, t.target))
-        if t.has_gradient:
-            back: Kind = "backward_input" if schedule.splits_backward else "backward"
-            found[back, t.source].append(("send_backward", t.target, t.source))
-    return found
+        for has, kind, send in (
+            (True, "forward", t.forward(0)[0]),
+            (t.has_gradient and schedule.trains, returns, t.backward(0)[0]),
+        ):
+            if has and not schedule.is_inside(t):
+                source, target = send.stage, send.partner.stage
+                channel = _Channel(
+                    len(sends) * schedule.n_microbatches,
+                    schedule.device_of(source),
+                    schedule.device_of(target),
+                )
+                made[kind, source].append(channel)
+                read[kind, target].append(channel)
+                sends.append(send)
+    return tuple(sends), made, read
+
+
+def _numbers(channels: _Channels, compute: Action) -> Sequence[int]:
+    """The messages that a compute makes or reads."""
+    kind, stage, microbatch, _ = compute
+    return [channel.first + microbatch for channel in channels.get((kind, stage), ())]

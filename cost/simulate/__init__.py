@@ -83,4 +83,6 @@ def simulate(
         play.together(range(len(stages)), "loss", loss_s)
     for stage, times in enumerate(stages):
         play.update(stage, times.update_s)
-    return Timeline(play.record(), tuple(play.totals), max(play.clock))
+    return Timeline(
+        play.record(), tuple(play.totals), max(device.clock_s for device in play.devices)
+    )

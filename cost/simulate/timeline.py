@@ -80,8 +80,9 @@ class Record:
                 if step.compute is not None:
                     yield Event(device, str(step.compute), start_s, end_s)
         n_devices = len(self.script.rows)
-        moves = zip(self.script.sends, self.left_at, self.arrived_at, strict=True)
-        for send, start_s, end_s in moves:
+        moves = zip(self.left_at, self.arrived_at, strict=True)
+        for message, (start_s, end_s) in enumerate(moves):
+            send = self.script.send(message)
             yield Event(send.stage % n_devices, str(send), start_s, end_s, "p2p")
 
 

@@ -1,0 +1,162 @@
+"""The clockwork: devices that go on until they must wait, messages that move.
+
+It knows a script, and numbers: how long each step and each message takes. A device whose next step
+reads a message that has not arrived is left, and taken up again when it does, so each step is
+looked at a few times, whatever the number of devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from autopar.schedule import Script, Step
+
+_NEVER = math.inf
+
+
+class Route(NamedTuple):
+    """From one device to another; a message takes `time_s` on it."""
+
+    time_s: float
+    sender: int
+    receiver: int
+
+
+class Beside(NamedTuple):
+    """Gradient sync that runs on the collective lane beside one step, and on after it.
+
+    overlapped_s   of collectives that the step itself has on that lane
+    """
+
+    sync_s: float
+    n_buckets: int
+    overlapped_s: float
+    slowdown_fraction: float
+
+
+class Laid(NamedTuple):
+    """Where a `Beside` came to lie, and by how much it slowed its step."""
+
+    start_s: float
+    end_s: float
+    slowed_s: float
+
+
+@dataclass(slots=True)
+class Device:
+    """What a device does, how far it is, and what it has posted that is not sent yet."""
+
+    steps: Sequence[Step]
+    times_s: Sequence[float]
+    beside: Mapping[int, Beside]
+    clock_s: float = 0.0
+    link_free_s: float = 0.0
+    lane_free_s: float = 0.0
+    waited_s: float = 0.0
+    n_posted: int = 0
+    waits_for: int | None = None
+    queue: deque[int] = field(default_factory=deque)
+    under_way: deque[int] = field(default_factory=deque)
+    starts: list[float] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+    laid: list[Laid] = field(default_factory=list)
+
+
+class Engine:
+    """Devices, and when each message was posted at one end, at both, left and arrived."""
+
+    def __init__(self, script: Script, devices: Sequence[Device], routes: Sequence[Route]) -> None:
+        n_messages = script.n_messages
+        self.devices, self.routes = devices, routes
+        self.first_at: list[float | None] = [None] * n_messages
+        self.both_at = [_NEVER] * n_messages
+        self.left_at = [_NEVER] * n_messages
+        self.arrived_at = [_NEVER] * n_messages
+        self.ready: list[Device] = []
+
+    def run(self) -> None:
+        """All steps of all devices."""
+        self.ready = list(self.devices)
+        while self.ready:
+            self._go_on(self.ready.pop())
+        stuck = [i for i, device in enumerate(self.devices) if device.waits_for is not None]
+        assert not stuck, f"devices {stuck} wait for ever: the schedule is not valid"
+
+    def _go_on(self, device: Device) -> None:
+        most_under_way = len(self.devices)
+        for at in range(len(device.starts), len(device.steps)):
+            posts, reads, _ = device.steps[at]
+            if device.n_posted == at:
+                device.n_posted = at + 1
+                self._post(device, posts)
+            if len(device.under_way) > most_under_way:
+                reads = (device.under_way[0], *reads)
+            if reads and not self._wait(device, reads):
+                return
+            if len(device.under_way) > most_under_way:
+                device.under_way.popleft()
+            start_s = device.clock_s
+            end_s = start_s + device.times_s[at]
+            if at in device.beside:
+                end_s += self._lay(device, device.beside[at], start_s, end_s)
+            device.starts.append(start_s)
+            device.ends.append(end_s)
+            device.clock_s = end_s
+
+    def _post(self, device: Device, posts: Sequence[int]) -> None:
+        """Post a run of messages; the last of its sends stands for the batch."""
+        n_queued = len(device.queue)
+        device.queue.extend(end for end in posts if end >= 0)
+        if len(device.queue) > n_queued:
+            device.under_way.append(device.queue[-1])
+        for end in posts:
+            message = end if end >= 0 else ~end
+            first_s = self.first_at[message]
+            if first_s is None:
+                self.first_at[message] = device.clock_s
+            else:
+                self.both_at[message] = max(first_s, device.clock_s)
+                self._move(self.devices[self.routes[message].sender])
+
+    def _move(self, sender: Device) -> None:
+        """Everything that `sender` can send, in the order in which it posted it."""
+        queue = sender.queue
+        while queue and (both_s := self.both_at[queue[0]]) < _NEVER:
+            message = queue.popleft()
+            time_s, _, receiver = self.routes[message]
+            self.left_at[message] = start_s = max(sender.link_free_s, both_s)
+            self.arrived_at[message] = sender.link_free_s = start_s + time_s
+            for device in (sender, self.devices[receiver]):
+                if device.waits_for == message:
+                    device.waits_for = None
+                    self.ready.append(device)
+
+    def _wait(self, device: Device, messages: Sequence[int]) -> bool:
+        """Until all of `messages` have arrived; False where one has not left."""
+        for message in messages:
+            if self.arrived_at[message] == _NEVER:
+                device.waits_for = message
+                return False
+        if len(messages) > 1:
+            messages = sorted(messages, key=self.left_at.__getitem__)
+        for message in messages:
+            end_s = self.arrived_at[message]
+            if end_s > device.clock_s:
+                device.waited_s += end_s - max(self.left_at[message], device.clock_s)
+                device.clock_s = end_s
+        return True
+
+    def _lay(self, device: Device, beside: Beside, start_s: float, end_s: float) -> float:
+        """Lay gradient sync beside the step from `start_s` to `end_s`; returns how it slows it."""
+        sync_s, n_buckets, overlapped_s, slowdown = beside
+        first_s = min(start_s + (end_s - start_s) / n_buckets + overlapped_s, end_s)
+        first_s = max(first_s, device.lane_free_s)
+        hidden_s = min(max(end_s - first_s, 0.0), sync_s * (n_buckets - 1) / n_buckets)
+        slowed_s = hidden_s * slowdown / (1 + slowdown)
+        device.lane_free_s = max(first_s + sync_s, end_s + slowed_s + sync_s / n_buckets)
+        device.laid.append(Laid(first_s, device.lane_free_s, slowed_s))
+        return slowed_s
