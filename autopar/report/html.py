@@ -1,12 +1,8 @@
-"""A plan as one HTML page: the picture, what it predicts, and its tables.
-
-The page loads nothing: style and picture are inside it. It is also well-formed XML, so any
-parser reads it. Names come from the user's model and are escaped.
-"""
+"""A plan as one HTML page: the picture, what it predicts, and its tables."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +14,7 @@ from autopar.plan_data import PlanData
 from autopar.predicted import Predicted
 from autopar.report.boxes import escaped
 from autopar.report.dot import INSTALL_HINT, dot, render_svg
+from autopar.report.page import document, html_table
 from autopar.report.stages import (
     crossing_rows,
     grid,
@@ -34,19 +31,6 @@ from autopar.report.tables import (
 )
 from autopar.report.timeline import timeline_svg
 from autopar.units import format_bytes, format_count, format_seconds
-
-_STYLE = """
-body { font: 15px/1.45 Helvetica, Arial, sans-serif; margin: 2em auto; max-width: 76em;
-       padding: 0 1.5em; color: #1c2024; }
-h1 { font-size: 1.5em; margin-bottom: 0.2em; } h2 { font-size: 1.15em; margin-top: 1.8em; }
-table { border-collapse: collapse; } caption { text-align: left; color: #555; white-space: nowrap; }
-th, td { padding: 0.2em 0.9em 0.2em 0; text-align: left; vertical-align: top; }
-th { border-bottom: 1px solid #9aa5b1; } td.n, th.n { text-align: right; }
-td { border-bottom: 1px solid #eceff2; font-variant-numeric: tabular-nums; }
-tr.chosen td { font-weight: bold; background: #eef2f7; }
-.picture { overflow-x: auto; } .picture svg { max-width: 100%; height: auto; }
-.note { background: #fff6da; padding: 0.5em 0.8em; }
-"""
 
 
 @dataclass(frozen=True)
@@ -108,11 +92,7 @@ def page(
         "<h2>Parameters</h2>", *_parameters(pipeline),
         "<h2>Communication</h2>", _communication(collectives, pipeline.n_stages > 1),
     ]  # fmt: skip
-    return (
-        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
-        f"<title>{escaped(data.model)}: parallel plan</title>\n<style>{_STYLE}</style>\n"
-        "</head>\n<body>\n" + "\n".join(parts) + "\n</body>\n</html>\n"
-    )
+    return document(f"{data.model}: parallel plan", parts)
 
 
 def _setting(data: PlanData) -> str:
@@ -146,12 +126,12 @@ def _stages(pipeline: Pipeline, predicted: Predicted, timeline: Timeline | None)
     ]  # fmt: skip
     return [
         "<h2>Stages</h2>",
-        _table(
+        html_table(
             "peak: bytes of tensors on one rank",
             ("#stage", "ranks", "mesh", "#peak", "modules"), stages,
         ),
         "<h2>Between stages</h2>",
-        _table(
+        html_table(
             "one microbatch, all ranks together",
             ("value", "stages", "tensor", "#forward", "#backward", "sent", "received"), crossings,
         ),
@@ -176,7 +156,7 @@ def _schedule(pipeline: Pipeline) -> str:
         (f"stage {stage}", *("" if action is None else str(action) for action in actions))
         for stage, actions in enumerate(clocks.rows)
     ]
-    return _table(
+    return html_table(
         f"as if all actions took the same time: clock 1 to {len(rows[0]) - 1} of "
         f"{clocks.n_clocks}; F forward, B backward of a microbatch",
         ("", *(str(clock + 1) for clock in range(len(rows[0]) - 1))), rows,
@@ -200,7 +180,7 @@ def _prediction(predicted: Predicted, pipeline: Pipeline) -> str:
         rows.append(("samples/s", format_count(predicted.samples_per_s)))
     if predicted.tokens_per_s:
         rows.append(("tokens/s", format_count(predicted.tokens_per_s)))
-    return _table("per training step, optimizer included", ("", "#value"), rows)
+    return html_table("per training step, optimizer included", ("", "#value"), rows)
 
 
 def _parameters(pipeline: Pipeline) -> list[str]:
@@ -211,7 +191,7 @@ def _parameters(pipeline: Pipeline) -> list[str]:
         caption = f"placements on {', '.join(table.axis_names)}; * stands for a number"
         if pipeline.n_stages > 1:
             caption = f"{table.title}: {caption}"
-        tables.append(_table(caption, ("parameter", "#count", "shape", "stored", "used"), rows))
+        tables.append(html_table(caption, ("parameter", "#count", "shape", "stored", "used"), rows))
     return tables
 
 
@@ -227,7 +207,7 @@ def _communication(collectives: Sequence[Collective], several_stages: bool) -> s
         )[first:]
         for row in sorted(traffic_rows(collectives), key=lambda row: row.stage)
     ]  # fmt: skip
-    return _table(
+    return html_table(
         "per step and rank, all microbatches",
         ("#stage", "phase", "collective", "axis", "#calls", "#bytes")[first:], rows,
     )  # fmt: skip
@@ -243,25 +223,5 @@ def _alternatives(data: PlanData) -> str:
     ]
     chosen = [i for i, a in enumerate(shown) if a.name == data.chosen]
     caption = f"proven gap of the chosen one from its optimum: {data.gap:.2%}"
-    table = _table(caption, ("plan", "#predicted step", "note"), rows, chosen)
+    table = html_table(caption, ("plan", "#predicted step", "note"), rows, chosen)
     return f"{table}\n<p>{escaped(others)}</p>" if others else table
-
-
-def _table(
-    caption: str,
-    heads: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    marked: Sequence[int] = (),
-) -> str:
-    """Escaped cells; a head that starts with `#` is a column of numbers."""
-    classes = [' class="n"' if head.startswith("#") else "" for head in heads]
-
-    def row(cells: Sequence[str], tag: str, style: str = "") -> str:
-        inner = (f"<{tag}{c}>{escaped(t)}</{tag}>" for c, t in zip(classes, cells, strict=True))
-        return f"<tr{style}>{''.join(inner)}</tr>"
-
-    lines = [row([head.removeprefix("#") for head in heads], "th")]
-    lines += [
-        row(cells, "td", ' class="chosen"' if i in marked else "") for i, cells in enumerate(rows)
-    ]
-    return f"<table>\n<caption>{escaped(caption)}</caption>\n" + "\n".join(lines) + "\n</table>"
