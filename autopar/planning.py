@@ -23,7 +23,7 @@ from autopar.collective import Collective
 from autopar.cost.hardware import resolve
 from autopar.cost.model import CostModel
 from autopar.cost.predict import collectives_of, link_between, predict, timeline_of
-from autopar.errors import NotSupportedError, PlanError
+from autopar.errors import NotSupportedError, OptionError, PlanError
 from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.passes.analysis import Analysis
@@ -44,7 +44,7 @@ from autopar.plan_inputs import (
 )
 from autopar.predicted import Predicted
 from autopar.program import Program
-from autopar.report import ReportFiles, dot, explain, write_report
+from autopar.report import Compared, Comparison, ReportFiles, dot, explain, write_report
 from autopar.step_capture import capture_step, options_for, planned_accumulation
 
 
@@ -216,9 +216,23 @@ def _not_built(what: str, instead: str) -> NotSupportedError:
     return NotSupportedError(f"{what} is not built yet", hint=f"read {instead}")
 
 
-def compare(*plans: Plan) -> Any:
-    """Plans side by side: not built yet."""
-    raise _not_built("autopar.compare", "plan.explain() of each: it lists the alternatives")
+def compare(*plans: Plan) -> Comparison:
+    """Plans side by side: costs, collectives, and what lies otherwise; `.text()`, `.html()`, JSON.
+
+    Plans that were only loaded are compared without costs. Raises `OptionError` for less than two.
+    """
+    if len(plans) < 2:
+        raise OptionError(
+            f"{len(plans)} to compare: give two plans or more",
+            hint="plan.explain() lists the alternatives to one",
+        )
+    compared = tuple(
+        Compared(made.data, made.predicted, tuple(made.collectives()))
+        if made.bound
+        else Compared(made.data)
+        for made in plans
+    )
+    return Comparison(tuple(f"plan {k}" for k in range(1, len(plans) + 1)), compared)
 
 
 def plan(model: nn.Module, mesh: Any, example_inputs: ExampleInputs, **options: Any) -> Plan:
