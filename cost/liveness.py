@@ -76,6 +76,14 @@ def peak_memory(
     return PeakMemory(ledger.peak_bytes, ledger.at, ledger.parts)
 
 
+def kept_bytes(program: StageProgram, optimizer: str) -> float:
+    """What a microbatch keeps between its forward and its backward."""
+    ledger = Ledger()
+    _always(program, optimizer, ledger)
+    _convert(program, ledger)
+    return _kept_bytes(MicrobatchMemory(program, ledger), ledger)
+
+
 def gradients_under_way(schedule: Schedule, stage: int) -> int:
     """The most gradient messages that a stage has sent, and may still hold in a backward with
     the most microbatches in flight, which is where peaks are.

@@ -23,9 +23,9 @@ from dataclasses import replace
 
 from autopar.collective import Collective, rank_collectives
 from autopar.cost.collectives import collective_time_s
-from autopar.cost.liveness import gradients_under_way, peak_memory
+from autopar.cost.liveness import gradients_under_way, kept_bytes, peak_memory
 from autopar.cost.model import CostModel
-from autopar.cost.simulate import TieTimes, Timeline, simulate
+from autopar.cost.simulate import StageTimes, TieTimes, Timeline, simulate
 from autopar.cost.stage_times import stage_times
 from autopar.cost.topology import flat_group
 from autopar.errors import NotSupportedError
@@ -125,29 +125,42 @@ def timeline_of(
     costs: Sequence[CostModel],
     optimizer: str = "adamw",
     link_between: LinkBetween | None = None,
+    *,
+    with_memory: bool = False,
+    slow: tuple[int, float] | None = None,
+    jitter: tuple[float, int] | None = None,
 ) -> Timeline:
-    """Simulate one training step."""
+    """Simulate one training step; `slow` and `jitter` as in `simulate`.
+
+    with_memory: the bytes of every stage over time, whose peak is `peak_of_stage`: what is not kept
+    by microbatches in flight is drawn as if it were there all the time.
+    """
     trains = pipeline.schedule.trains
     stages = [
         stage_times(replace(program, trains=trains), cost, optimizer)
         for program, cost in zip(pipeline.stages, costs, strict=True)
     ]
+    if with_memory:
+        stages = [_with_memory(pipeline, k, stages[k], optimizer) for k in range(len(stages))]
     if pipeline.n_stages == 1:
-        return simulate(pipeline.schedule, stages)
+        return simulate(pipeline.schedule, stages, slow=slow, jitter=jitter)
     assert link_between is not None, "several stages, and no links between them"
     between = link_between
     messages = Messages(pipeline)
-    known: dict[tuple[str, int, int | None], float] = {}
 
     def message_s(action: Action) -> float:
-        key = action.kind, action.stage, action.peer
-        if key not in known:
-            known[key] = transfer_s(messages.of(action), between)
-        return known[key]
+        return transfer_s(messages.of(action), between)
 
     ties = [_tie_times(pipeline, costs, exchange, between) for exchange in tie_exchanges(pipeline)]
     loss_s = _everywhere_s(pipeline, between) if pipeline.stages[-1].loss is not None else 0.0
-    return simulate(pipeline.schedule, stages, message_s, ties, loss_s)
+    return simulate(pipeline.schedule, stages, message_s, ties, loss_s, slow=slow, jitter=jitter)
+
+
+def _with_memory(pipeline: Pipeline, stage: int, times: StageTimes, optimizer: str) -> StageTimes:
+    kept = kept_bytes(pipeline.stages[stage], optimizer)
+    n_in_flight = in_flight(pipeline.schedule, stage)
+    static = peak_of_stage(pipeline, stage, optimizer) - n_in_flight * kept
+    return replace(times, static_bytes=static, kept_bytes=kept)
 
 
 def transfer_s(pieces: Iterable[Piece], link_between: LinkBetween) -> float:

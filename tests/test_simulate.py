@@ -349,7 +349,9 @@ def test_what_holds_for_any_durations(
     assert all(s.waited_s == 0 for s in free.devices)
     for timeline in (free, slow):
         adds_up(timeline)
-        assert len(timeline.events) == sum(a.is_compute or a.is_send for a in schedule)
+        lanes = Counter(e.lane for e in timeline.events)
+        assert lanes["compute"] == lanes["collectives"] == sum(a.is_compute for a in schedule)
+        assert lanes["p2p"] == sum(a.is_send for a in schedule)
         # What is not waited for is hidden.
         assert all(s.waited_s <= len(schedule.stages[0]) * message_s for s in timeline.devices)
 

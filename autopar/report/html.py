@@ -29,7 +29,6 @@ from autopar.report.tables import (
     idle_warnings,
     traffic_rows,
 )
-from autopar.report.timeline import timeline_svg
 from autopar.units import format_bytes, format_count, format_seconds
 
 
@@ -145,7 +144,7 @@ def _timeline(timeline: Timeline | None) -> list[str]:
         return []
     return [
         "<p>The predicted step; a box tells its time where the pointer rests on it.</p>",
-        f'<div class="picture">\n{timeline_svg(timeline)}</div>',
+        f'<div class="picture">\n{timeline.svg()}</div>',
     ]
 
 

@@ -176,20 +176,21 @@ def _channels(
     sends: list[Action] = []
     returns: Kind = "backward_input" if schedule.splits_backward else "backward"
     for t in sorted(transfers):
-        for has, kind, send in (
-            (True, "forward", t.forward(0)[0]),
-            (t.has_gradient and schedule.trains, returns, t.backward(0)[0]),
-        ):
-            if has and not schedule.is_inside(t):
-                source, target = send.stage, send.partner.stage
-                channel = _Channel(
-                    len(sends) * schedule.n_microbatches,
-                    schedule.device_of(source),
-                    schedule.device_of(target),
-                )
-                made[kind, source].append(channel)
-                read[kind, target].append(channel)
-                sends.append(send)
+        if schedule.is_inside(t):
+            continue
+        ways: list[tuple[Kind, Action]] = [("forward", t.forward(0)[0])]
+        if t.has_gradient and schedule.trains:
+            ways.append((returns, t.backward(0)[0]))
+        for kind, send in ways:
+            source, target = send.stage, send.partner.stage
+            channel = _Channel(
+                len(sends) * schedule.n_microbatches,
+                schedule.device_of(source),
+                schedule.device_of(target),
+            )
+            made[kind, source].append(channel)
+            read[kind, target].append(channel)
+            sends.append(send)
     return tuple(sends), made, read
 
 

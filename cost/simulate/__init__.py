@@ -27,13 +27,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from autopar.cost.simulate.events import Event, Lane, Totals
 from autopar.cost.simulate.play import Play
-from autopar.cost.simulate.timeline import Event, Timeline, Totals
+from autopar.cost.simulate.timeline import Timeline
 from autopar.cost.simulate.times import Spent, SplitBackward, StageTimes, TieTimes
 from autopar.schedule import Action, Schedule, Script, script_of
 
 __all__ = [
     "Event",
+    "Lane",
     "Spent",
     "SplitBackward",
     "StageTimes",

@@ -7,14 +7,12 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 
 from autopar.cost.simulate.engine import Beside, Device, Engine, Route
-from autopar.cost.simulate.timeline import Event, Record, Totals
+from autopar.cost.simulate.events import GRADIENTS_DONE, Event, Record, Totals, collective_events
 from autopar.cost.simulate.times import Shown, Spent, StageTimes
 from autopar.schedule import Action, Kind, Script
 
 # Of a send: how long its transfer takes; all microbatches alike.
 MessageTime = Callable[[Action], float]
-
-_GRADIENTS_DONE = ("backward", "backward_weight")
 
 
 class Play:
@@ -44,10 +42,15 @@ class Play:
         self.once: list[Event] = []
 
     def record(self) -> Record:
-        starts = [device.starts for device in self.devices]
-        ends = [device.ends for device in self.devices]
         return Record(
-            self.script, starts, ends, self.engine.left_at, self.engine.arrived_at, self.once
+            self.script,
+            self.stages,
+            self.shown,
+            [device.starts for device in self.devices],
+            [device.ends for device in self.devices],
+            self.engine.left_at,
+            self.engine.arrived_at,
+            self.once,
         )
 
     # -- durations ---------------------------------------------------------------------------
@@ -78,7 +81,7 @@ class Play:
         """Gradient sync by the step beside which it starts: the last backward of its stage."""
         last: dict[int, int] = {}
         for at, step in enumerate(self.script.rows[device]):
-            if step.compute is not None and step.compute.kind in _GRADIENTS_DONE:
+            if step.compute is not None and step.compute.kind in GRADIENTS_DONE:
                 last[step.compute.stage] = at
         found = {}
         for stage, at in last.items():
@@ -99,7 +102,7 @@ class Play:
         device = self._device_of(stage)
         slowdown = self.stages[stage].overlap_slowdown_fraction
         shown = spent.shown(slowdown, self._factor(device))
-        self._advance(device, action, shown.time_s)
+        self._advance(device, action, shown)
         self._count(device, [shown])
 
     def together(self, stages: Iterable[int], action: str, time_s: float) -> None:
@@ -108,14 +111,15 @@ class Play:
         start_s = max(self.devices[device].clock_s for device in devices)
         for device in devices:
             self.devices[device].clock_s = start_s
-            self._advance(device, action, time_s)
-            self.totals[device].collectives_s += time_s
+            shown = Shown(exposed_s=time_s)
+            self._advance(device, action, shown)
+            self._count(device, [shown])
 
     def update(self, stage: int, time_s: float) -> None:
         """The optimizer."""
         device = self._device_of(stage)
         time_s *= self._factor(device)
-        self._advance(device, "optimizer", time_s)
+        self._advance(device, "optimizer", Shown(time_s))
         self.totals[device].update_s += time_s
 
     def actions(self) -> None:
@@ -139,11 +143,12 @@ class Play:
     def _device_of(self, stage: int) -> int:
         return stage % len(self.devices)
 
-    def _advance(self, device: int, action: str, time_s: float) -> None:
+    def _advance(self, device: int, action: str, shown: Shown) -> None:
         start_s = self.devices[device].clock_s
-        end_s = self.devices[device].clock_s = start_s + time_s
-        if time_s:
+        end_s = self.devices[device].clock_s = start_s + shown.time_s
+        if shown.compute_s:
             self.once.append(Event(device, action, start_s, end_s))
+        self.once += collective_events(device, action, end_s, shown)
 
     def _count(self, device: int, shown: Sequence[Shown]) -> None:
         totals = self.totals[device]

@@ -1,89 +1,14 @@
-"""A simulated step: what every device did when, and what that adds up to."""
+"""A simulated step: what it adds up to, and ways to look at it."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
 
-from autopar.schedule import Script
-
-Lane = Literal["compute", "collectives", "p2p"]
-_US_PER_S = 1e6
-
-
-@dataclass(frozen=True)
-class Event:
-    """What a device does from `start_s` to `end_s`; a message is listed at its sender."""
-
-    device: int
-    action: str
-    start_s: float
-    end_s: float
-    lane: Lane = "compute"
-
-    @property
-    def is_message(self) -> bool:
-        return self.lane == "p2p"
-
-
-@dataclass
-class Totals:
-    """Seconds of a device over the step, by what it does.
-
-    collectives_s   that compute waits for
-    hidden_s        of collectives beside compute, inside `compute_s`
-    waited_s        for messages under way; `sending_s` may be hidden
-    """
-
-    n_ranks: int
-    compute_s: float = 0.0
-    collectives_s: float = 0.0
-    hidden_s: float = 0.0
-    waited_s: float = 0.0
-    update_s: float = 0.0
-    sending_s: float = 0.0
-
-    @property
-    def busy_s(self) -> float:
-        """Compute and communication, hidden or not."""
-        return self.compute_s + self.comm_s + self.update_s
-
-    @property
-    def comm_s(self) -> float:
-        return self.collectives_s + self.hidden_s + self.sending_s
-
-    @property
-    def exposed_comm_s(self) -> float:
-        return self.collectives_s + self.waited_s
-
-
-@dataclass
-class Record:
-    """When the steps of a script ran and its messages moved; and what came before and after."""
-
-    script: Script
-    starts: list[list[float]]
-    ends: list[list[float]]
-    left_at: list[float]
-    arrived_at: list[float]
-    once: list[Event] = field(default_factory=list)
-
-    def events(self) -> Iterator[Event]:
-        yield from self.once
-        for device, row in enumerate(self.script.rows):
-            times = zip(row, self.starts[device], self.ends[device], strict=True)
-            for step, start_s, end_s in times:
-                if step.compute is not None:
-                    yield Event(device, str(step.compute), start_s, end_s)
-        n_devices = len(self.script.rows)
-        moves = zip(self.left_at, self.arrived_at, strict=True)
-        for message, (start_s, end_s) in enumerate(moves):
-            send = self.script.send(message)
-            yield Event(send.stage % n_devices, str(send), start_s, end_s, "p2p")
+from autopar.cost.simulate.drawing import svg
+from autopar.cost.simulate.events import Event, Record, Totals
+from autopar.cost.simulate.trace import chrome_trace
 
 
 @dataclass(frozen=True)
@@ -133,17 +58,30 @@ class Timeline:
         worked_s = d.compute_s + d.collectives_s + d.waited_s + d.update_s
         return max(self.step_time_s - worked_s, 0.0)
 
+    def memory(self, device: int) -> tuple[tuple[float, float], ...]:
+        """(time_s, size_bytes) wherever the bytes that a rank of a device holds change."""
+        return tuple(self.record.memory(device))
+
+    def peak_bytes(self, device: int) -> float:
+        """The most of them."""
+        return max(size_bytes for _, size_bytes in self.record.memory(device))
+
+    def names(self) -> list[str]:
+        """Of the devices, in words."""
+        what = "stage" if len(self.record.stages) == len(self.devices) else "device"
+        return [f"{what} {i}" for i in range(len(self.devices))]
+
     def to_chrome_trace(self, path: str | Path) -> None:
-        """Write the events for chrome://tracing or Perfetto: a process per device."""
-        entries = [
-            {
-                "name": e.action, "ph": "X", "pid": e.device, "tid": int(e.is_message),
-                "ts": e.start_s * _US_PER_S, "dur": (e.end_s - e.start_s) * _US_PER_S,
-            }
-            for e in self.events
-        ]  # fmt: skip
-        names = [
-            {"name": "process_name", "ph": "M", "pid": k, "args": {"name": f"stage {k}"}}
-            for k in range(len(self.devices))
-        ]
-        Path(path).write_text(json.dumps({"traceEvents": [*names, *entries]}), encoding="utf-8")
+        """Write the step for chrome://tracing or Perfetto."""
+        memory = [self.memory(i) for i in range(len(self.devices))]
+        Path(path).write_text(chrome_trace(self.names(), self.events, memory), encoding="utf-8")
+
+    def to_svg(self, path: str | Path) -> None:
+        """Write the step as a drawing."""
+        Path(path).write_text(self.svg(), encoding="utf-8")
+
+    def svg(self) -> str:
+        """An `<svg>` element that stands for itself, for a page or a file."""
+        idle_s = [self.idle_s(i) for i in range(len(self.devices))]
+        rows = dict(zip(self.names(), idle_s, strict=True))
+        return svg(rows, self.events, self.step_time_s)

@@ -82,6 +82,7 @@ class StageTimes:
     update_s                     of the optimizer
     sync_s, n_sync_buckets       of gradients beside the last backward; `after` comes later
     overlap_slowdown_fraction    by how much of its time compute slows beside collectives
+    static_bytes, kept_bytes     of a rank: always there, and of each microbatch in flight
     """
 
     n_ranks: int
@@ -93,6 +94,8 @@ class StageTimes:
     sync_s: float = 0.0
     n_sync_buckets: int = 1
     overlap_slowdown_fraction: float = 0.0
+    static_bytes: float = 0.0
+    kept_bytes: float = 0.0
 
     def of(self, kind: Kind) -> Spent:
         """Of a compute of this kind. A backward in two parts is their sum where it runs whole."""

@@ -1,0 +1,126 @@
+"""What happened in a simulated step, event by event, and the bytes that devices held meanwhile.
+
+A device has three lanes. What it does is on the lane `compute` from its start to its end, and the
+collectives of it on the lane `collectives`, as if they came last; messages are on the lane `p2p`
+of their sender.
+
+Memory of a device over time is what it holds all the time, plus what it keeps of each microbatch
+from the start of a stage's forward to the end of its backward (`Record.memory`):
+
+    size_bytes(t) = sum over its stages of static_bytes + kept_bytes x (microbatches in flight at t)
+
+so with equal stages its peak is static + in_flight(schedule, device) x kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from autopar.cost.simulate.times import Shown, StageTimes
+from autopar.schedule import Script
+
+Lane = Literal["compute", "collectives", "p2p"]
+LANES: tuple[Lane, ...] = ("compute", "collectives", "p2p")
+
+# After which nothing of a microbatch is kept, and its gradients of parameters are there.
+GRADIENTS_DONE = ("backward", "backward_weight")
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a device does from `start_s` to `end_s`; a message is listed at its sender."""
+
+    device: int
+    action: str
+    start_s: float
+    end_s: float
+    lane: Lane = "compute"
+
+    @property
+    def is_message(self) -> bool:
+        return self.lane == "p2p"
+
+
+@dataclass
+class Totals:
+    """Seconds of a device over the step, by what it does.
+
+    collectives_s   that compute waits for
+    hidden_s        of collectives beside compute, inside `compute_s`
+    waited_s        for messages under way; `sending_s` may be hidden
+    """
+
+    n_ranks: int
+    compute_s: float = 0.0
+    collectives_s: float = 0.0
+    hidden_s: float = 0.0
+    waited_s: float = 0.0
+    update_s: float = 0.0
+    sending_s: float = 0.0
+
+    @property
+    def busy_s(self) -> float:
+        """Compute and communication, hidden or not."""
+        return self.compute_s + self.comm_s + self.update_s
+
+    @property
+    def comm_s(self) -> float:
+        return self.collectives_s + self.hidden_s + self.sending_s
+
+    @property
+    def exposed_comm_s(self) -> float:
+        return self.collectives_s + self.waited_s
+
+
+@dataclass
+class Record:
+    """When the steps of a script ran and its messages moved; and what came before and after."""
+
+    script: Script
+    stages: Sequence[StageTimes]
+    shown: Sequence[Sequence[Shown]]
+    starts: Sequence[Sequence[float]]
+    ends: Sequence[Sequence[float]]
+    left_at: Sequence[float]
+    arrived_at: Sequence[float]
+    once: list[Event] = field(default_factory=list)
+
+    def events(self) -> Iterator[Event]:
+        yield from self.once
+        for device, row in enumerate(self.script.rows):
+            for at, step in enumerate(row):
+                if step.compute is None:
+                    continue
+                name, end_s = str(step.compute), self.ends[device][at]
+                yield Event(device, name, self.starts[device][at], end_s)
+                yield from collective_events(
+                    device, f"collectives of {name}", end_s, self.shown[device][at]
+                )
+        for message, (start_s, end_s) in enumerate(zip(self.left_at, self.arrived_at, strict=True)):
+            send = self.script.send(message)
+            yield Event(send.stage % len(self.script.rows), str(send), start_s, end_s, "p2p")
+
+    def memory(self, device: int) -> Iterator[tuple[float, float]]:
+        """When the bytes that a device holds change, and to what."""
+        n_devices = len(self.script.rows)
+        now_bytes = sum(times.static_bytes for times in self.stages[device::n_devices])
+        yield 0.0, now_bytes
+        for at, step in enumerate(self.script.rows[device]):
+            if step.compute is None:
+                continue
+            kept_bytes = self.stages[step.compute.stage].kept_bytes
+            if step.compute.kind == "forward":
+                now_bytes += kept_bytes
+                yield self.starts[device][at], now_bytes
+            elif step.compute.kind in GRADIENTS_DONE:
+                now_bytes -= kept_bytes
+                yield self.ends[device][at], now_bytes
+
+
+def collective_events(device: int, name: str, end_s: float, shown: Shown) -> Iterator[Event]:
+    """What the collective lane does for what ends at `end_s`."""
+    time_s = shown.exposed_s + shown.hidden_s
+    if time_s:
+        yield Event(device, name, end_s - time_s, end_s, "collectives")
