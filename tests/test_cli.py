@@ -69,8 +69,8 @@ CONFIG = {
     "loss_type": "ForCausalLM",
 }  # fmt: skip
 SIZES = ("--batch", "4", "--seq", "16")
-HELPED = ((), ("plan",), ("explain",), ("cost",), ("doctor",))
-NOT_BUILT = ("simulate", "compare", "validate")
+HELPED = ((), ("plan",), ("explain",), ("cost",), ("validate",), ("doctor",))
+NOT_BUILT = ("simulate", "compare")
 
 
 @pytest.fixture

@@ -55,11 +55,11 @@ def test_the_wheel_claims_no_generic_name(wheel_names: list[str]) -> None:
     assert top_level == {"autopar", f"autopar-{pyproject()['project']['version']}.dist-info"}
 
 
-def test_the_wheel_holds_every_source_and_profile(wheel_names: list[str]) -> None:
+def test_the_wheel_holds_every_source_profile_and_run(wheel_names: list[str]) -> None:
     expected = {
         path.relative_to(ROOT).as_posix()
         for package in (ROOT / "autopar", *(ROOT / "autopar" / name for name in LINKED))
-        for suffix in ("*.py", "*.toml", "py.typed")
+        for suffix in ("*.py", "*.toml", "*.json", "py.typed")
         for path in package.rglob(suffix)
     }
     assert expected <= set(wheel_names), sorted(expected - set(wheel_names))

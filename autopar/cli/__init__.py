@@ -6,6 +6,7 @@
     shell      exit codes, errors, JSON on a clean stdout, progress
     summary    plans as JSON, and plans that are only loaded as text
     operators  `autopar ops`
+    validate   `autopar validate`
     doctor     `autopar doctor`
 
 Exit codes: 0 good, 1 a check that failed (ranks not equal, a missing rule, an unhealthy

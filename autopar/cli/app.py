@@ -16,7 +16,15 @@ from autopar.cli.options import (
     parse_mesh,
     takes_planning_options,
 )
-from autopar.cli.shell import ErrorGroup, Result, note, prints_result, progress
+from autopar.cli.shell import (
+    ErrorGroup,
+    JsonMayNameFile,
+    Result,
+    note,
+    prints_result,
+    progress,
+    to_json,
+)
 from autopar.errors import NotSupportedError, OptionError
 
 if TYPE_CHECKING:
@@ -281,6 +289,38 @@ def calibrate(
     return Result(found.text(), found.to_json() | {"saved": str(output)})
 
 
+@app.command(cls=JsonMayNameFile)
+@prints_result
+def validate(
+    runs: Annotated[
+        Path | None, typer.Argument(metavar="RUNS.json", help="Default: those shipped.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="OUT", help="Write the JSON here; so does --json OUT."
+        ),
+    ] = None,
+    leave_one_out: Annotated[
+        bool, typer.Option("--leave-one-out", help="Predict each paper by a fit without it.")
+    ] = False,
+) -> Result:
+    """Compare predictions with published runs.
+
+    Step time, memory and order; fails where the shipped runs miss a target.
+    """
+    from autopar.cli.validate import check_output, validate_result
+
+    if output is not None:
+        check_output(output)
+    with progress("reading the runs") as report:
+        result = validate_result(runs, leave_one_out, report)
+    if output is not None:
+        output.write_text(to_json(result.data) + "\n")
+        note(f"saved {output}")
+    return result
+
+
 @app.command()
 @prints_result
 def doctor() -> Result:
@@ -308,7 +348,6 @@ def _not_built(name: str, purpose: str) -> None:
 for _name, _purpose in {
     "simulate": "Draw the timeline of a step",
     "compare": "Compare plans",
-    "validate": "Compare predictions with published runs",
 }.items():
     _not_built(_name, _purpose)
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from autopar.errors import AutoparError
 
@@ -47,6 +47,20 @@ class ErrorGroup(TyperGroup):
         except AutoparError as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(WRONG_USE) from error
+
+
+class JsonMayNameFile(TyperCommand):
+    """A command with `--output` whose `--json OUT` says the same as `--output OUT`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        following = [*args[1:], "-"]
+        return super().parse_args(ctx, list(map(_file_of_json, args, following)))
+
+
+def _file_of_json(word: str, following: str) -> str:
+    if word.startswith("--json="):
+        return word.replace("--json", "--output", 1)
+    return "--output" if word == "--json" and not following.startswith("-") else word
 
 
 def prints_result(command: Callable[..., Result]) -> Callable[..., None]:

@@ -1,0 +1,77 @@
+"""A file of published runs: what it holds, and what is refused.
+
+    {"runs": [{"id": ..., "model": {...}, ...}, ...],      or the list of runs alone
+     "rank_groups": {name: [id, ...]},                     runs whose order is checked
+     "activation_memory_pct": {...}, "layer_microbench": {...}}                   see `tables`
+
+All but the runs may be missing. A run without an id or a model makes the file wrong; what a run
+may lack otherwise is the business of `rows`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import OptionError
+
+SHIPPED = Path(__file__).parent / "published_runs.json"
+_NEEDED = ("id", "model")
+_TABLES = ("rank_groups", "activation_memory_pct", "layer_microbench")
+_HINT = 'it is a list of runs, or {"runs": [...]}, each run with an id and a model'
+
+
+@dataclass(frozen=True)
+class RunsFile:
+    """The content of a file: runs as written, and what else it has."""
+
+    runs: Sequence[Mapping[str, Any]]
+    rank_groups: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    activation_memory_pct: Mapping[str, Any] = field(default_factory=dict)
+    layer_microbench: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_runs(path: Path = SHIPPED) -> RunsFile:
+    """Raises `OptionError` where the file is none, no JSON, or not of runs."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise OptionError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise OptionError(f"not JSON: {error}", where=str(path), hint=_HINT) from error
+    tables = content if isinstance(content, dict) else {"runs": content}
+    runs = tables.get("runs")
+    if not isinstance(runs, list) or not runs:
+        raise OptionError("there are no runs", where=str(path), hint=_HINT)
+    for i, run in enumerate(runs):
+        _check_run(i, run, path)
+    return RunsFile(runs, **{name: _table(tables, name, path) for name in _TABLES})
+
+
+def is_runs_file(path: Path) -> bool:
+    """Whether a file can be read as one of runs."""
+    try:
+        read_runs(path)
+    except OptionError:
+        return False
+    return True
+
+
+def _check_run(i: int, run: Any, path: Path) -> None:
+    where = f"{path}, run {i + 1}"
+    if not isinstance(run, dict):
+        raise OptionError(f"a run is no object but {run!r}", where=where, hint=_HINT)
+    if missing := [name for name in _NEEDED if name not in run]:
+        raise OptionError(f"a run has no {' and no '.join(missing)}", where=where, hint=_HINT)
+    if not isinstance(run["model"], dict | None):
+        raise OptionError(f"a model is no object but {run['model']!r}", where=where)
+
+
+def _table(tables: Mapping[str, Any], name: str, path: Path) -> Mapping[str, Any]:
+    found = tables.get(name) or {}
+    if not isinstance(found, dict):
+        raise OptionError(f"{name} is no object but {found!r}", where=str(path))
+    return found

@@ -1,0 +1,221 @@
+"""Predictions of a file's runs beside what was published, and the targets they must meet.
+
+A run is skipped, with the reason, where it cannot be read or predicted; it then counts in no
+mean. A run for which nothing is published is predicted, and has no error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from autopar.cost.published.accuracy import Errors, Ordering, Target, errors_of, ordering
+from autopar.cost.published.predict import step_model
+from autopar.cost.published.rows import Row, read_row
+from autopar.cost.published.runs import RunsFile
+from autopar.cost.published.tables import Cell, activation_memory, layer_times
+from autopar.errors import AutoparError, NotSupportedError
+
+MAX_MAPE, MAX_PROFILE_MAPE, MAX_TIME_ERROR = 0.08, 0.12, 0.30
+MIN_ORDERING = 0.90
+MAX_MEMORY_ERROR, MAX_ACTIVATION_POINTS = 0.07, 5.0
+MAX_SKIPPED = 0.05
+# The paper states what these runs need; no allocator was read (arXiv 2205.05198, figure 1).
+_STATED_MEMORY = "seqsel_f1_"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One quantity of a run: seconds or bytes."""
+
+    published: float | None
+    predicted: float
+
+    @property
+    def error(self) -> float | None:
+        return None if self.published is None else self.predicted / self.published - 1
+
+    def to_json(self) -> dict[str, float | None]:
+        return {"published": self.published, "predicted": self.predicted, "error": self.error}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One run. `row`: what was read of it; `skipped`: why there is no prediction."""
+
+    id: str
+    profile: str | None
+    row: Row | None = None
+    time: Compared | None = None
+    memory: Compared | None = None
+    skipped: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Step time comes first; bytes are the metric of a run that has no step time."""
+        is_of_bytes = self.time is None and self.memory is not None
+        data: dict[str, Any] = {
+            "id": self.id,
+            "paper": self.row and self.row.paper,
+            "profile": self.profile,
+            "metric": "memory_bytes" if is_of_bytes else "step_time_s",
+            "published": None,
+            "predicted": None,
+            "error": None,
+            "skipped": self.skipped,
+            "assumed": list(self.row.assumed) if self.row else [],
+        }
+        first = self.memory if is_of_bytes else self.time
+        if first is not None:
+            data |= first.to_json()
+        if self.time is not None and self.memory is not None:
+            data["memory"] = self.memory.to_json()
+        return data
+
+
+@dataclass(frozen=True)
+class Score:
+    """All entries of a file, its tables, and what they come to."""
+
+    entries: tuple[Entry, ...]
+    rank_groups: Mapping[str, Sequence[str]]
+    activation: Sequence[Cell]
+    layer: Sequence[Cell]
+
+    @property
+    def time(self) -> Errors:
+        return _time_errors(self.entries)
+
+    @property
+    def profiles(self) -> dict[str, Errors]:
+        """Step times by hardware."""
+        names = dict.fromkeys(entry.profile for entry in self.entries)
+        found = {
+            name: _time_errors(entry for entry in self.entries if entry.profile == name)
+            for name in names
+            if name is not None
+        }
+        return {name: errors for name, errors in found.items() if errors.n}
+
+    @property
+    def ordering(self) -> dict[str, Ordering]:
+        times = {
+            entry.id: (entry.time.published, entry.time.predicted)
+            for entry in self.entries
+            if entry.time is not None and entry.time.published is not None
+        }
+        return {name: ordering(ids, times) for name, ids in self.rank_groups.items()}
+
+    @property
+    def memory(self) -> Errors:
+        """Of readings; what a paper only states is left out."""
+        return errors_of(
+            (entry.id, entry.memory.error)
+            for entry in self.entries
+            if entry.memory is not None and not entry.id.startswith(_STATED_MEMORY)
+        )
+
+    @property
+    def n_skipped(self) -> int:
+        return sum(entry.skipped is not None for entry in self.entries)
+
+    def targets(self) -> list[Target]:
+        """Those that the file has numbers for."""
+        time, memory, activation = self.time, self.memory, _cell_errors(self.activation)
+        at_most = [
+            ("step time, mean", time.mape, MAX_MAPE, "%"),
+            *(
+                (f"step time on {name}, mean", errors.mape, MAX_PROFILE_MAPE, "%")
+                for name, errors in self.profiles.items()
+            ),
+            (f"step time, worst: {time.worst}", time.max_error, MAX_TIME_ERROR, "%"),
+            (f"memory, worst: {memory.worst}", memory.max_error, MAX_MEMORY_ERROR, "%"),
+            (
+                f"activation memory, worst: {activation.worst}",
+                activation.max_error, MAX_ACTIVATION_POINTS, "points",
+            ),
+            ("runs skipped", self.n_skipped / len(self.entries), MAX_SKIPPED, "%"),
+        ]  # fmt: skip
+        return [
+            *(
+                Target(name, value, limit, unit=unit)
+                for name, value, limit, unit in at_most
+                if value is not None
+            ),
+            *(
+                Target(f"order of {name}", order.fraction, MIN_ORDERING, at_most=False)
+                for name, order in self.ordering.items()
+                if order.fraction is not None
+            ),
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        time = self.time
+        return {
+            "rows": [entry.to_json() for entry in self.entries],
+            "mape": time.mape,
+            "max_error": time.max_error,
+            "groups": {name: asdict(errors) for name, errors in self.profiles.items()},
+            "ordering": {name: order.to_json() for name, order in self.ordering.items()},
+            "memory": asdict(self.memory),
+            "activation_memory_pct": _table_json(self.activation),
+            "layer_microbench": _table_json(self.layer),
+            "skipped": self.n_skipped,
+            "targets": [target.to_json() for target in self.targets()],
+        }
+
+
+def score(file: RunsFile, progress: Callable[[str], None] = lambda run_id: None) -> Score:
+    """Read and predict every run of a file; `progress` is told the id of each."""
+    entries = []
+    for run in file.runs:
+        progress(str(run["id"]))
+        entries.append(entry_of(run))
+    return Score(
+        tuple(entries),
+        file.rank_groups,
+        activation_memory(file.activation_memory_pct),
+        layer_times(file.layer_microbench),
+    )
+
+
+def entry_of(run: Mapping[str, Any]) -> Entry:
+    """One run, predicted or skipped."""
+    row = None
+    try:
+        row = _read(run)
+        return predicted(row)
+    except AutoparError as error:
+        reason = "; ".join(line.strip() for line in str(error).splitlines())
+        return Entry(str(run["id"]), run.get("profile"), row, skipped=reason)
+
+
+def predicted(row: Row) -> Entry:
+    """What the model says of a run, beside what was published."""
+    step = step_model(row)
+    time = memory = None
+    if row.step_time_s is not None or row.memory_bytes is None:
+        time = Compared(row.step_time_s, step.simulate().step_time_s)
+    if row.memory_bytes is not None:
+        memory = Compared(row.memory_bytes, step.peak_bytes())
+    return Entry(row.id, row.profile, row, time, memory)
+
+
+def _read(run: Mapping[str, Any]) -> Row:
+    """A value of the wrong kind is the file's fault, and a reason to skip the run."""
+    try:
+        return read_row(run)
+    except (TypeError, ValueError) as error:
+        raise NotSupportedError(f"malformed: {error}") from error
+
+
+def _time_errors(entries: Iterable[Entry]) -> Errors:
+    return errors_of((entry.id, entry.time.error) for entry in entries if entry.time is not None)
+
+
+def _cell_errors(cells: Sequence[Cell]) -> Errors:
+    return errors_of((cell.name, cell.error) for cell in cells)
+
+
+def _table_json(cells: Sequence[Cell]) -> dict[str, Any]:
+    return {"rows": [asdict(cell) for cell in cells], **asdict(_cell_errors(cells))}

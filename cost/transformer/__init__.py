@@ -1,0 +1,8 @@
+"""A transformer's training step from its dims and a recipe, without a captured graph.
+
+shape       dims and parameters            recipe    how it is laid out, with what software
+work        kernels and collectives        layer     the items of one layer
+ends        embedding, logits, loss        machine   seconds of items; where groups stand
+memory      bytes on a rank                update    the optimizer
+orders      schedules                      estimate  a step: stage times, simulated
+"""

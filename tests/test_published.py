@@ -1,0 +1,360 @@
+"""Published runs: what a file may hold, how predictions are scored, `autopar validate`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from autopar.cli import app, shell
+from autopar.cli.validate import score_text
+from autopar.cost.published.accuracy import Errors, Target, errors_of, ordering
+from autopar.cost.published.rows import read_row
+from autopar.cost.published.runs import RunsFile, read_runs
+from autopar.cost.published.score import (
+    MAX_PROFILE_MAPE,
+    MAX_TIME_ERROR,
+    Compared,
+    Entry,
+    Score,
+    entry_of,
+    score,
+)
+from autopar.cost.published.tables import activation_memory, layer_passes_s, layer_times
+from autopar.errors import OptionError
+
+Run = dict[str, Any]
+
+# Of every paper and device, the recipes that differ most and simulate in no time.
+SAMPLE = (
+    "meg21_t1_7.5B", "meg21_f11_pp8_B8", "meg21_f12_int_B12", "meg21_f14_pp8_dp8_B32",
+    "meg21_f16_mbs8_B128", "meg20_v100_4B", "meg20_a100_1B", "seqsel_t5_22B_seqsel",
+    "titan_8B_8_FSDP+compile", "mosaic_7b_A100_8",
+    "simumax_b200_llama3_70b_l12_tp1_pp2_dp4_mbc4", "zb_1.5B_zb-1p_m24",
+)  # fmt: skip
+
+
+def small_run(run_id: str = "small", **changes: Any) -> Run:
+    """A GPT of two layers on one node, with 0.5 s published."""
+    model = {"layers": 2, "hidden": 1024, "heads": 16, "seq": 512}
+    return {
+        "id": run_id, "source": "arXiv 2104.04473", "profile": "a100-80gb", "model": model,
+        "tp": 2, "pp": 1, "dp": 4, "microbatch": 2, "global_batch": 16, "dtype": "fp16",
+        "recompute": "none", "metric": {"iter_seconds": 0.5},
+    } | changes  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shipped() -> RunsFile:
+    return read_runs()
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+
+def test_errors_are_means_of_sizes() -> None:
+    found = errors_of([("a", 0.1), ("b", -0.3), ("c", None), ("a", 0.2)])
+    assert found.mape == pytest.approx(0.2)
+    assert (found.max_error, found.n, found.worst) == (0.3, 3, "b")
+    assert errors_of([("c", None)]) == Errors(None, None, 0, None)
+
+
+def test_order_of_pairs() -> None:
+    times = {"a": (1.0, 1.1), "b": (2.0, 3.0), "c": (3.0, 2.5)}
+    found = ordering(["a", "b", "c"], times)
+    assert (found.right, found.pairs, found.missing) == (2, 3, ())
+    assert found.fraction == pytest.approx(2 / 3)
+
+
+def test_ties_of_publications_are_no_pairs_and_predicted_ties_are_wrong() -> None:
+    times = {"a": (1.0, 5.0), "b": (1.0, 4.0), "c": (2.0, 5.0)}
+    found = ordering(["a", "b", "c"], times)
+    assert (found.right, found.pairs) == (1, 2)
+
+
+def test_order_without_a_pair() -> None:
+    found = ordering(["a", "b"], {"a": (1.0, 1.0)})
+    assert (found.pairs, found.fraction, found.missing) == (0, None, ("b",))
+    assert found.to_json()["fraction"] is None
+
+
+@pytest.mark.parametrize(("value", "at_most", "is_met"), [
+    (0.1, True, True), (0.1, False, True), (0.2, True, False), (0.05, False, False),
+])  # fmt: skip
+def test_targets(value: float, at_most: bool, is_met: bool) -> None:
+    assert Target("x", value, 0.1, at_most).is_met is is_met
+
+
+def planted(
+    run_id: str, published_s: float | None, predicted_s: float, profile: str = "a100-80gb"
+) -> Entry:
+    row = read_row(small_run(run_id, profile=profile))
+    return Entry(run_id, profile, row, time=Compared(published_s, predicted_s))
+
+
+def test_a_score_of_planted_predictions() -> None:
+    memory = Compared(100.0, 105.0)
+    entries = (
+        planted("a", 1.0, 1.1),
+        planted("b", 2.0, 1.6),
+        planted("c", None, 9.0),
+        planted("d", 4.0, 4.4, "h100-sxm"),
+        Entry("e", "a100-80gb", read_row(small_run("e")), memory=memory),
+        Entry("seqsel_f1_x", "a100-80gb", memory=Compared(100.0, 300.0)),
+        Entry("f", "a100-80gb", skipped="tp is unknown"),
+    )
+    found = Score(entries, {"all": ("a", "b", "c", "d", "f")}, (), ())
+    data = found.to_json()
+    assert data["mape"] == pytest.approx(0.4 / 3)
+    assert data["max_error"] == pytest.approx(0.2)
+    assert {name: group["n"] for name, group in data["groups"].items()} == {
+        "a100-80gb": 2, "h100-sxm": 1,
+    }  # fmt: skip
+    assert data["groups"]["a100-80gb"]["mape"] == pytest.approx(0.15)
+    assert data["memory"] == {
+        "mape": pytest.approx(0.05), "max_error": pytest.approx(0.05), "n": 1, "worst": "e",
+    }  # fmt: skip
+    assert data["ordering"]["all"] == {
+        "right": 3, "pairs": 3, "fraction": 1.0, "missing": ("c", "f"),
+    }  # fmt: skip
+    assert data["skipped"] == 1
+    missed = [target.name for target in found.targets() if not target.is_met]
+    assert missed == ["step time, mean", "step time on a100-80gb, mean", "runs skipped"]
+
+
+def test_a_run_with_time_and_bytes_is_one_entry() -> None:
+    row = read_row(small_run())
+    data = Entry("x", row.profile, row, Compared(2.0, 1.0), Compared(10.0, 11.0)).to_json()
+    assert (data["metric"], data["error"]) == ("step_time_s", -0.5)
+    assert data["memory"] == {"published": 10.0, "predicted": 11.0, "error": pytest.approx(0.1)}
+    data = Entry("x", row.profile, row, memory=Compared(10.0, 11.0)).to_json()
+    assert (data["metric"], data["published"]) == ("memory_bytes", 10.0)
+    assert "memory" not in data
+
+
+# -- runs ------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_predicted_and_says_what_was_assumed() -> None:
+    data = entry_of(small_run(metric={"samples_per_sec": 32.0})).to_json()
+    assert data["published"] == 0.5
+    assert data["error"] == pytest.approx(data["predicted"] / 0.5 - 1)
+    assert data["skipped"] is None
+    assert any(what.startswith("vocab: ") for what in data["assumed"])
+
+
+def test_a_run_without_a_published_number_is_predicted() -> None:
+    data = entry_of(small_run(metric={})).to_json()
+    assert data["predicted"] > 0
+    assert (data["published"], data["error"], data["skipped"]) == (None, None, None)
+
+
+def test_bytes_alone_are_compared_as_bytes() -> None:
+    data = entry_of(small_run(metric={"mem_gib": 2.0})).to_json()
+    assert (data["metric"], data["published"]) == ("memory_bytes", 2.0 * 2**30)
+    assert data["predicted"] > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"tp": None}, "tp is unknown"),
+        ({"global_batch": None}, "global_batch is unknown"),
+        ({"model": {"layers": 2, "hidden": 64, "heads": None, "seq": 8}}, "heads is unknown"),
+        ({"model": None}, "layers is unknown"),
+        ({"profile": None}, "profile is unknown"),
+        ({"profile": "abacus"}, "unknown hardware profile 'abacus'; hint: it is one of"),
+        ({"schedule": "dualpipe"}, "schedule 'dualpipe'"),
+        ({"global_batch": 17}, "is not a whole number of microbatches"),
+        ({"pp": 2, "interleave": 2, "dp": 4, "global_batch": 24}, "microbatches"),
+        ({"tp": "two"}, "malformed: invalid literal for int()"),
+    ],
+)
+def test_what_cannot_be_predicted_is_skipped_with_the_reason(changes: Run, reason: str) -> None:
+    entry = entry_of(small_run("odd", **changes))
+    assert entry.time is None and entry.memory is None
+    assert reason in entry.to_json()["skipped"]
+    assert reason in score_text(Score((entry, entry_of(small_run())), {}, (), ()))
+
+
+def test_every_shipped_run_is_read(shipped: RunsFile) -> None:
+    rows = [read_row(run) for run in shipped.runs]
+    assert len(rows) == len({row.id for row in rows}) == 77
+    assert all(row.step_time_s or row.memory_bytes for row in rows)
+    for ids in shipped.rank_groups.values():
+        assert set(ids) <= {row.id for row in rows}
+
+
+def test_a_sample_of_shipped_runs_meets_the_targets(shipped: RunsFile) -> None:
+    runs = [run for run in shipped.runs if run["id"] in SAMPLE]
+    assert len(runs) == len(SAMPLE)
+    found = score(RunsFile(runs))
+    assert found.n_skipped == 0
+    assert found.time.max_error is not None and found.time.max_error <= MAX_TIME_ERROR
+    assert found.time.mape is not None and found.time.mape <= MAX_PROFILE_MAPE
+
+
+# -- tables of one layer ---------------------------------------------------------------------------
+
+
+def test_a_layer_keeps_what_was_published(shipped: RunsFile) -> None:
+    cells = activation_memory(shipped.activation_memory_pct)
+    assert len(cells) == 20
+    assert all(cell.error is not None and abs(cell.error) < 0.2 for cell in cells)
+
+
+def test_passes_of_a_layer(shipped: RunsFile) -> None:
+    cells = layer_times(shipped.layer_microbench)
+    assert len(cells) == 15
+    assert all(cell.error is not None and abs(cell.error) < 0.15 for cell in cells)
+    plain, full = layer_passes_s(False, "none"), layer_passes_s(False, "full")
+    assert full["bwd"] == pytest.approx(plain["fwd"] + plain["bwd"])
+
+
+def test_cells_of_other_tables_are_skipped() -> None:
+    cells = activation_memory({"values": {"13B": {"none": 100.0}, "22B": {"some": 40.0}}})
+    cells += layer_times({"rows": [{"case": "no attention", "fwd": 1.0}]})
+    assert [cell.predicted for cell in cells] == [None] * 3
+    assert all(cell.skipped for cell in cells)
+    (entry,) = score(RunsFile([small_run()])).entries
+    text = score_text(Score((entry,), {}, cells, ()))
+    assert "13B none" in text and "skipped: not a model and case" in text
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "not JSON"),
+        ("[]", "there are no runs"),
+        ('{"rows": []}', "there are no runs"),
+        ("3", "there are no runs"),
+        ('[{"id": "a", "model": {}}, 3]', "a run is no object but 3\n  at FILE, run 2"),
+        ('[{"id": "a"}]', "a run has no model"),
+        ("[{}]", "a run has no id and no model"),
+        ('[{"id": "a", "model": "gpt"}]', "a model is no object but 'gpt'"),
+        ('{"runs": [{"id": "a", "model": {}}], "rank_groups": [1]}', "rank_groups is no object"),
+    ],
+)
+def test_files_that_are_refused(content: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "runs.json"
+    path.write_text(content)
+    with pytest.raises(OptionError) as error:
+        read_runs(path)
+    assert message in str(error.value).replace(str(path), "FILE")
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+THREE = [
+    small_run("one"),
+    small_run("two", metric={"iter_seconds": 0.25}),
+    small_run("odd", tp=None),
+]
+
+
+@pytest.fixture
+def validate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """Runs the command in a folder with `runs.json`, three runs of which one is skipped."""
+    (tmp_path / "runs.json").write_text(json.dumps(THREE))
+    monkeypatch.chdir(tmp_path)
+    return lambda *words: CliRunner().invoke(app, ["validate", *words], prog_name="autopar")
+
+
+def test_a_list_of_runs(validate: Callable[..., Result]) -> None:
+    result = validate("runs.json", "--json")
+    assert result.exit_code == shell.GOOD, result.output
+    data = json.loads(result.stdout)
+    assert set(data) == {
+        "rows", "mape", "max_error", "groups", "ordering", "memory", "activation_memory_pct",
+        "layer_microbench", "skipped", "targets",
+    }  # fmt: skip
+    one, two, odd = data["rows"]
+    assert set(one) == set(odd) == {
+        "id", "paper", "profile", "metric", "published", "predicted", "error", "skipped", "assumed",
+    }  # fmt: skip
+    assert one["predicted"] == two["predicted"] > 0
+    assert two["error"] == pytest.approx(two["predicted"] / 0.25 - 1)
+    assert (odd["skipped"], odd["predicted"]) == ("tp is unknown", None)
+    assert data["mape"] == pytest.approx((abs(one["error"]) + abs(two["error"])) / 2)
+    assert (data["ordering"], data["skipped"]) == ({}, 1)
+
+
+def test_order_in_a_file(validate: Callable[..., Result]) -> None:
+    slow = small_run("slow", global_batch=64, metric={"iter_seconds": 2.0})
+    content = {"runs": [*THREE, slow], "rank_groups": {"pair": ["one", "slow", "odd"]}}
+    Path("grouped.json").write_text(json.dumps(content))
+    data = json.loads(validate("grouped.json", "--json").stdout)
+    assert data["ordering"] == {
+        "pair": {"right": 1, "pairs": 1, "fraction": 1.0, "missing": ["odd"]}
+    }
+
+
+@pytest.mark.parametrize(
+    "words", [("--json", "out.json"), ("--json=out.json",), ("-o", "out.json")]
+)
+def test_json_may_name_a_file(validate: Callable[..., Result], words: tuple[str, ...]) -> None:
+    printed = json.loads(validate("runs.json", "--json").stdout)
+    result = validate("runs.json", *words)
+    assert result.exit_code == shell.GOOD, result.output
+    assert json.loads(Path("out.json").read_text()) == printed
+    assert result.stdout.startswith("arXiv 2104.04473\n")
+    assert "  odd: tp is unknown\n" in result.stdout
+
+
+def test_runs_are_not_overwritten(validate: Callable[..., Result]) -> None:
+    result = validate("--json", "runs.json")
+    assert result.exit_code == shell.WRONG_USE
+    assert "autopar validate runs.json --json" in result.stderr
+    assert json.loads(Path("runs.json").read_text()) == THREE
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("nowhere.json",), "cannot read nowhere.json"),
+        (("runs.json", "--json", "no/out.json"), "cannot write no/out.json"),
+    ],
+)
+def test_files_that_are_not_there(
+    validate: Callable[..., Result], words: tuple[str, ...], message: str
+) -> None:
+    result = validate(*words)
+    assert (result.exit_code, result.stdout) == (shell.WRONG_USE, "")
+    assert message in result.stderr
+
+
+def test_a_file_of_which_nothing_is_predicted_fails(validate: Callable[..., Result]) -> None:
+    Path("odd.json").write_text(json.dumps(THREE[2:]))
+    assert validate("odd.json").exit_code == shell.FAILED_CHECK
+
+
+def test_shipped_runs_must_meet_the_targets(
+    validate: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same file fails as the shipped one: a skipped run is more than 5% of three."""
+    assert validate(str(Path("runs.json").resolve())).exit_code == shell.GOOD
+    monkeypatch.setattr("autopar.cli.validate.SHIPPED", Path("runs.json"))
+    result = validate()
+    assert result.exit_code == shell.FAILED_CHECK
+    assert "runs skipped" in result.stdout and "MISSED" in result.stdout
+
+
+def test_leave_one_out_is_printed(
+    validate: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fitted(rows: list[Any]) -> dict[str, float]:
+        assert [row.id for row in rows] == ["one", "two"]
+        return {rows[0].paper: 0.123}
+
+    monkeypatch.setattr("autopar.cost.published.fit.leave_one_out", fitted, raising=False)
+    data = json.loads(validate("runs.json", "--leave-one-out", "--json").stdout)
+    assert data["leave_one_out"] == {"arXiv 2104.04473": 0.123}
+    text = validate("runs.json", "--leave-one-out").stdout
+    assert text.endswith("fitted without it\n  arXiv 2104.04473    12.3%\n")
