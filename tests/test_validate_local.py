@@ -1,0 +1,66 @@
+"""Predicted beside measured on this machine: one small plan, without a look at the clock."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+import autopar
+from autopar.runtime.launch import WorkerPool
+from examples import validate_local
+from examples.validate_local import Measured, Training, rank_correlation, verdict
+
+ROW = Measured("GPT-2", 2, "dp", 0.1, (0.1, 0.09, 0.2), (100.0, 50.0), (99.0, 55.0))
+
+
+def one_plan() -> Measured:
+    """In a worker process: the steps that `measure` makes, of one plan."""
+    batch, model = validate_local.make_batch(), validate_local.make_model("Llama")
+    mesh = autopar.Mesh((1, dist.get_world_size()), hardware="cpu-local")
+    trained = [Training("tp", model, batch, mesh, manual=autopar.Manual(tp=2), microbatches=1)]
+    _, row = validate_local.measure_interleaved("Llama", trained, mesh, n_rounds=2)
+    return row
+
+
+def test_peaks_of_a_plan_that_runs(workers: Callable[[int], WorkerPool]) -> None:
+    for row in workers(2).run(one_plan):
+        assert len(row.times_s) == 2
+        assert min(row.times_s) > 0
+        assert row.predicted_s > 0
+        assert len(row.live_bytes) == 2
+        assert abs(row.memory_error) < validate_local.MOST_MEMORY_ERROR
+
+
+def test_errors_of_a_row() -> None:
+    assert ROW.time_s == 0.1
+    assert ROW.time_error == 0.0
+    assert ROW.memory_error == pytest.approx(50 / 55 - 1)
+
+
+def test_rank_correlation_sees_order_only() -> None:
+    values = [0.1, 0.4, 0.2, 0.9]
+    assert rank_correlation(values, [math.exp(v) for v in values]) == pytest.approx(1.0)
+    assert rank_correlation(values, [-v for v in values]) == pytest.approx(-1.0)
+    assert rank_correlation([1, 2, 3, 4, 5], [2, 1, 4, 3, 5]) == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize(
+    ("change", "holds"),
+    [
+        ({}, True),
+        ({"predicted_s": 0.2}, False),
+        ({"times_s": (0.01, 0.01, 0.01)}, False),
+        ({"live_bytes": (99.0, 70.0)}, False),
+    ],
+)
+def test_verdict(change: dict[str, object], holds: bool) -> None:
+    rows = [ROW, replace(ROW, predicted_s=0.19, times_s=(0.2, 0.2, 0.2))]
+    rows = [replace(row, **change) for row in rows]  # type: ignore[arg-type]
+    unmeasured = replace(ROW, predicted_s=9.0, predicted_bytes=(), live_bytes=())
+    text, is_good = verdict([*rows, unmeasured])
+    assert is_good is holds
+    assert "2 plans" in text
