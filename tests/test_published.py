@@ -172,6 +172,9 @@ def test_bytes_alone_are_compared_as_bytes() -> None:
         ({"global_batch": 17}, "is not a whole number of microbatches"),
         ({"pp": 2, "interleave": 2, "dp": 4, "global_batch": 24}, "microbatches"),
         ({"tp": "two"}, "malformed: invalid literal for int()"),
+        ({"dp": 0}, "malformed: dp is 0"),
+        ({"cp": -1}, "malformed: cp is -1"),
+        ({"metric": 0.5}, "malformed: metric is 0.5"),
     ],
 )
 def test_what_cannot_be_predicted_is_skipped_with_the_reason(changes: Run, reason: str) -> None:

@@ -4,8 +4,9 @@
      "rank_groups": {name: [id, ...]},                     runs whose order is checked
      "activation_memory_pct": {...}, "layer_microbench": {...}}                   see `tables`
 
-All but the runs may be missing. A run without an id or a model makes the file wrong; what a run
-may lack otherwise is the business of `rows`.
+All but the runs may be missing. A run without an id or a model makes the file wrong. A value that
+no run can have (`check_values`) is a reason to skip that run; what a run may lack is the business
+of `rows`.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import OptionError
+from autopar.errors import NotSupportedError, OptionError
 
 SHIPPED = Path(__file__).parent / "published_runs.json"
 _NEEDED = ("id", "model")
 _TABLES = ("rank_groups", "activation_memory_pct", "layer_microbench")
+_POSITIVE = "layers hidden heads seq tp pp dp interleave global_batch".split()
+_NOT_NEGATIVE = "kv_heads ffn vocab cp ep microbatch zero".split()  # 0: not given
+_OBJECTS = "metric overrides software moe".split()
 _HINT = 'it is a list of runs, or {"runs": [...]}, each run with an id and a model'
 
 
@@ -58,6 +62,16 @@ def is_runs_file(path: Path) -> bool:
     except OptionError:
         return False
     return True
+
+
+def check_values(run: Mapping[str, Any]) -> None:
+    """Raises `NotSupportedError` where a count is too small, or a number stands for an object."""
+    for key, value in {**run, **(run["model"] or {})}.items():
+        least = 1 if key in _POSITIVE else 0 if key in _NOT_NEGATIVE else None
+        if least is not None and isinstance(value, int | float) and value < least:
+            raise NotSupportedError(f"malformed: {key} is {value}")
+        if key in _OBJECTS and value and not isinstance(value, dict):
+            raise NotSupportedError(f"malformed: {key} is {value!r}")
 
 
 def _check_run(i: int, run: Any, path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from autopar.cost.published.accuracy import Errors, Ordering, Target, errors_of, ordering
 from autopar.cost.published.predict import step_model
 from autopar.cost.published.rows import Row, read_row
-from autopar.cost.published.runs import RunsFile
+from autopar.cost.published.runs import RunsFile, check_values
 from autopar.cost.published.tables import Cell, activation_memory, layer_times
 from autopar.errors import AutoparError, NotSupportedError
 
@@ -203,6 +203,7 @@ def predicted(row: Row) -> Entry:
 
 def _read(run: Mapping[str, Any]) -> Row:
     """A value of the wrong kind is the file's fault, and a reason to skip the run."""
+    check_values(run)
     try:
         return read_row(run)
     except (TypeError, ValueError) as error:
