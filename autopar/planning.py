@@ -20,10 +20,12 @@ from autopar.binding import Bound, bind
 from autopar.capture import capture
 from autopar.codegen import emit, file_name
 from autopar.collective import Collective
-from autopar.cost.hardware import resolve
+from autopar.cost.hardware import resolve, resolve_on
 from autopar.cost.model import CostModel
 from autopar.cost.predict import collectives_of, link_between, predict, timeline_of
-from autopar.errors import NotSupportedError, OptionError, PlanError
+from autopar.cost.simulate import Timeline
+from autopar.cost.what_if import changed, profile_of
+from autopar.errors import OptionError, PlanError
 from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.passes.analysis import Analysis
@@ -157,15 +159,46 @@ class Plan:
         install it. Raises `OptionError` where `path` cannot be written.
         """
         bound = self._bound("report(path)")
-        between = link_between(mesh_of(self.data.mesh), bound.hardware.links)
-        timeline = timeline_of(bound.pipeline, bound.costs, self.data.optimizer, between)
+        timeline = self.simulate()
         return write_report(
             path, self.data, bound.pipeline, bound.predicted, self.collectives(), timeline
         )
 
-    def simulate(self) -> Any:
-        """The timeline of a step: not built yet."""
-        raise _not_built("plan.simulate()", "plan.predicted and plan.collectives()")
+    def simulate(
+        self,
+        slow: tuple[int, float] | None = None,
+        jitter: tuple[float, int] | None = None,
+    ) -> Timeline:
+        """One step, event by event, and the bytes of every stage over time.
+
+        slow      (stage, factor): its compute takes that much longer
+        jitter    (fraction, seed): every compute takes longer, by up to this fraction of itself;
+                  the same seed draws the same
+        """
+        bound = self._bound("simulate()")
+        return timeline_of(
+            bound.pipeline,
+            bound.costs,
+            self.data.optimizer,
+            link_between(mesh_of(self.data.mesh), bound.hardware.links),
+            with_memory=True,
+            slow=slow,
+            jitter=jitter,
+        )
+
+    def what_if(self, changes: str) -> Plan:
+        """This plan on a machine with other figures: `"link.inter_node.s_per_byte=0.5x"`.
+
+        What it decides stays; what it costs is computed anew. `changes`: see `cost.what_if`.
+        Raises `OptionError` for what the machine's profile does not have.
+        """
+        analysis = self._bound("what_if()").analysis
+        machine = mesh_of(self.data.mesh)
+        profile = changed(profile_of(machine), changes)
+        other = resolve_on(profile, machine, compute_dtype(analysis))
+        return Plan(
+            self.data, bind(self.data, analysis, machine.with_links(other.links, other.device))
+        )
 
     def __str__(self) -> str:
         return self.explain() if self.bound else f"unbound plan of {self.data.model}"
@@ -210,10 +243,6 @@ class Plan:
                 hint="plan.bind(model), or pass it to autopar.parallelize(model, mesh, plan=plan)",
             )
         return self.bound
-
-
-def _not_built(what: str, instead: str) -> NotSupportedError:
-    return NotSupportedError(f"{what} is not built yet", hint=f"read {instead}")
 
 
 def compare(*plans: Plan) -> Comparison:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
 from hypothesis import strategies as st
 
+from autopar.cost.simulate import Spent, SplitBackward, StageTimes
 from autopar.notation import ELLIPSIS, Dim, Notation, Term
 from autopar.passes.solvers import ChoiceProblem, Edge
-from autopar.schedule import ORDERS, Schedule, forward_only, interleaved, zero_bubble
+from autopar.schedule import (
+    ORDERS,
+    Schedule,
+    Transfer,
+    forward_only,
+    interleaved,
+    zero_bubble,
+)
 from autopar.spec import Placement, S, Spec, TensorType, all_specs
 
 PLAIN_ORDERS = (*ORDERS.values(), zero_bubble, forward_only)
@@ -84,10 +93,39 @@ def schedules(draw: st.DrawFn, max_stages: int = 12, max_microbatches: int = 12)
     if draw(st.booleans()):
         order = draw(st.sampled_from(PLAIN_ORDERS))
         return order(draw(st.integers(1, max_stages)), draw(st.integers(1, max_microbatches)))
-    n_chunks = draw(st.integers(1, 4))
+    n_chunks = draw(st.integers(2, 4))
     n_devices = draw(st.integers(1, max_stages // n_chunks))
     n_rounds = draw(st.integers(1, max(1, max_microbatches // n_devices)))
     return interleaved(n_devices, n_chunks, n_rounds * n_devices)
+
+
+@st.composite
+def transfers(draw: st.DrawFn, n_stages: int) -> frozenset[Transfer]:
+    """Any graph over ordered stages: skips, missing links, pairs without gradient."""
+    pairs = list(itertools.combinations(range(n_stages), 2))
+    chosen = draw(st.sets(st.sampled_from(pairs))) if pairs else set()
+    return frozenset(Transfer(a, b, draw(st.booleans())) for a, b in sorted(chosen))
+
+
+@st.composite
+def stage_times(draw: st.DrawFn, splits_backward: bool = False) -> StageTimes:
+    """Durations of every part of a step on one stage: some nothing, some overlapped."""
+    seconds = st.sampled_from((0.0, 0.5)) | st.floats(0.1, 10.0)
+
+    def spent() -> Spent:
+        return Spent(draw(seconds), draw(seconds), draw(seconds))
+
+    return StageTimes(
+        n_ranks=draw(st.integers(1, 3)),
+        before=spent(),
+        forward=spent(),
+        backward=SplitBackward(spent(), spent()) if splits_backward else spent(),
+        after=spent(),
+        update_s=draw(seconds),
+        sync_s=draw(seconds),
+        n_sync_buckets=draw(st.integers(1, 4)),
+        overlap_slowdown_fraction=draw(st.sampled_from((0.0, 0.3, 1.0))),
+    )
 
 
 @st.composite

@@ -8,6 +8,7 @@ runtime read the same data.
 """
 
 from autopar.schedule.actions import (
+    GRADIENTS_DONE,
     Action,
     Kind,
     Schedule,
@@ -30,6 +31,7 @@ from autopar.schedule.script import Script, Step, script_of
 from autopar.schedule.validate import prove_deadlock_free, validate
 
 __all__ = [
+    "GRADIENTS_DONE",
     "ORDERS",
     "Action",
     "Kind",

@@ -58,6 +58,9 @@ _OTHER_END: dict[Kind, Kind] = {
 _TEXT = re.compile(r"(?a:(\d+)(?:([FBIW])(\d+)|(S[FB])(\d+)>(\d+)|(R[FB])(\d+)<(\d+)))")
 IDLE = "."
 
+# After these, a stage has a microbatch's gradients of its parameters, and keeps nothing of it.
+GRADIENTS_DONE: tuple[Kind, ...] = ("backward", "backward_weight")
+
 
 class Action(NamedTuple):
     """One thing a stage does. `peer` is the stage at the other end of a send or receive."""

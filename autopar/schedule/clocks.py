@@ -26,7 +26,7 @@ import itertools
 from collections.abc import Callable
 
 from autopar.errors import VerificationError
-from autopar.schedule.actions import IDLE, Action, Kind, Schedule
+from autopar.schedule.actions import GRADIENTS_DONE, IDLE, Action, Kind, Schedule
 
 Times = tuple[tuple[float, ...], ...]
 
@@ -98,10 +98,9 @@ def in_flight(schedule: Schedule, device: int) -> int:
 
     That is from a stage's forward to the end of its backward.
     """
-    last = schedule.computes()[-1]
     most = now = 0
     for action in schedule.rows[device]:
-        now += (action.kind == "forward") - (action.kind == last)
+        now += (action.kind == "forward") - (action.kind in GRADIENTS_DONE)
         most = max(most, now)
     return most
 

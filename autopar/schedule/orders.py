@@ -45,11 +45,13 @@ def one_f_one_b(n_stages: int, n_microbatches: int) -> Schedule:
 def interleaved(n_devices: int, n_chunks: int, n_microbatches: int) -> Schedule:
     """1f1b over `n_chunks` stages on each device: a bubble as many times shorter.
 
-    In flight on device i are min(m v, 2(p - i - 1) + (v - 1)p + 1) chunks.
+    In flight on device i are min(m v, 2(p - i - 1) + (v - 1)p + 1) chunks. One chunk is 1f1b.
 
     Raises `OptionError` where microbatches do not come in whole rounds of `n_devices`.
     """
     _check_counts(n_devices * n_chunks, n_microbatches)
+    if n_chunks == 1:
+        return one_f_one_b(n_devices, n_microbatches)
     if n_microbatches % n_devices:
         raise OptionError(
             f"{n_microbatches} microbatches are not in whole rounds of {n_devices}, the number of "

@@ -31,6 +31,7 @@ from autopar.cost.simulate.events import Event, Lane, Totals
 from autopar.cost.simulate.play import Play
 from autopar.cost.simulate.timeline import Timeline
 from autopar.cost.simulate.times import Spent, SplitBackward, StageTimes, TieTimes
+from autopar.errors import OptionError
 from autopar.schedule import Action, Schedule, Script, script_of
 
 __all__ = [
@@ -66,7 +67,10 @@ def simulate(
     slow            (device, factor): its compute takes that much longer
     jitter          (fraction, seed): every compute takes longer by up to this fraction of itself
     sends_as_made   a schedule without messages sends each as soon as it is made
+
+    Raises `OptionError` for a slow device that there is not, and for what would make any faster.
     """
+    _check_options(len(schedule.rows), slow, jitter)
     if isinstance(schedule, Schedule):
         schedule = script_of(schedule, sends_as_made)
     play = Play(
@@ -88,3 +92,18 @@ def simulate(
     return Timeline(
         play.record(), tuple(play.totals), max(device.clock_s for device in play.devices)
     )
+
+
+def _check_options(
+    n_devices: int, slow: tuple[int, float] | None, jitter: tuple[float, int] | None
+) -> None:
+    if slow is not None and not (0 <= slow[0] < n_devices and slow[1] >= 1):
+        raise OptionError(
+            f"slow={slow!r} is not one of {n_devices} devices and a factor of at least 1",
+            hint="slow=(0, 1.2): compute of the first takes a fifth longer",
+        )
+    if jitter is not None and not jitter[0] >= 0:
+        raise OptionError(
+            f"jitter={jitter!r} is not a fraction of at least 0 and a seed",
+            hint="jitter=(0.1, 0): every compute takes up to a tenth longer",
+        )

@@ -1,7 +1,7 @@
 """What happened in a simulated step, event by event, and the bytes that devices held meanwhile.
 
 A device has three lanes. What it does is on the lane `compute` from its start to its end, and the
-collectives of it on the lane `collectives`, as if they came last; messages are on the lane `p2p`
+collectives of it on the lane `collectives`, as if they came first; messages are on the lane `p2p`
 of their sender.
 
 Memory of a device over time is what it holds all the time, plus what it keeps of each microbatch
@@ -19,13 +19,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from autopar.cost.simulate.times import Shown, StageTimes
-from autopar.schedule import Script
+from autopar.schedule import GRADIENTS_DONE, Script
 
 Lane = Literal["compute", "collectives", "p2p"]
 LANES: tuple[Lane, ...] = ("compute", "collectives", "p2p")
-
-# After which nothing of a microbatch is kept, and its gradients of parameters are there.
-GRADIENTS_DONE = ("backward", "backward_weight")
 
 
 @dataclass(frozen=True)
@@ -93,10 +90,10 @@ class Record:
             for at, step in enumerate(row):
                 if step.compute is None:
                     continue
-                name, end_s = str(step.compute), self.ends[device][at]
-                yield Event(device, name, self.starts[device][at], end_s)
+                name, start_s = str(step.compute), self.starts[device][at]
+                yield Event(device, name, start_s, self.ends[device][at])
                 yield from collective_events(
-                    device, f"collectives of {name}", end_s, self.shown[device][at]
+                    device, f"collectives of {name}", start_s, self.shown[device][at]
                 )
         for message, (start_s, end_s) in enumerate(zip(self.left_at, self.arrived_at, strict=True)):
             send = self.script.send(message)
@@ -119,8 +116,8 @@ class Record:
                 yield self.ends[device][at], now_bytes
 
 
-def collective_events(device: int, name: str, end_s: float, shown: Shown) -> Iterator[Event]:
-    """What the collective lane does for what ends at `end_s`."""
+def collective_events(device: int, name: str, start_s: float, shown: Shown) -> Iterator[Event]:
+    """What the collective lane does for what starts at `start_s`."""
     time_s = shown.exposed_s + shown.hidden_s
     if time_s:
-        yield Event(device, name, end_s - time_s, end_s, "collectives")
+        yield Event(device, name, start_s, start_s + time_s, "collectives")

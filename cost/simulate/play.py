@@ -7,9 +7,9 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 
 from autopar.cost.simulate.engine import Beside, Device, Engine, Route
-from autopar.cost.simulate.events import GRADIENTS_DONE, Event, Record, Totals, collective_events
+from autopar.cost.simulate.events import Event, Record, Totals, collective_events
 from autopar.cost.simulate.times import Shown, Spent, StageTimes
-from autopar.schedule import Action, Kind, Script
+from autopar.schedule import GRADIENTS_DONE, Action, Kind, Script
 
 # Of a send: how long its transfer takes; all microbatches alike.
 MessageTime = Callable[[Action], float]
@@ -148,7 +148,7 @@ class Play:
         end_s = self.devices[device].clock_s = start_s + shown.time_s
         if shown.compute_s:
             self.once.append(Event(device, action, start_s, end_s))
-        self.once += collective_events(device, action, end_s, shown)
+        self.once += collective_events(device, action, start_s, shown)
 
     def _count(self, device: int, shown: Sequence[Shown]) -> None:
         totals = self.totals[device]
