@@ -4,8 +4,8 @@
     attention   the same with the rates of a fused kernel, which differ forward and backward
     memory      bytes / bytes_per_s + launch_s
 
-u is the share of a product's memory time that its arithmetic does not hide
-(`product_traffic_fraction`). As 2mkn flops touch mk + kn + mn elements, it makes the efficiency of
+u is the memory time that shows beside a product's arithmetic, over that of touching each operand
+once (`product_traffic_ratio`): tiles read operands several times, and hide most of it. As 2mkn flops touch mk + kn + mn elements, it makes the efficiency of
 a product depend on its sizes (`product_efficiency`): small m, n or k, and the launch, each take
 their part. Replicated work is charged in full on every rank. Views launch nothing and are free;
 callers do not ask for them.
@@ -60,7 +60,7 @@ def op_time_s(
         rate = attention_flops_per_s(device, dtype)[is_backward]
     else:
         rate = flops_per_s(device, dtype)
-    exposed = device.product_traffic_fraction if isinstance(device, ProfiledDevice) else 0.0
+    exposed = device.product_traffic_ratio if isinstance(device, ProfiledDevice) else 0.0
     busy_s = np.maximum(flops / rate + exposed * memory_s, memory_s) + device.launch_s
     return busy_s if isinstance(busy_s, np.ndarray) else float(busy_s)
 

@@ -13,14 +13,15 @@ byte. Hierarchical algorithms do inside a node what can be done there, then go a
 is left, every rank through its own port.
 
 `collectives.py` compiles the table and takes the least time over the algorithms that a group
-can run. The minimum keeps, for every link, size and group,
+can run. The minimum keeps, for every size and group on links whose switch does not sum,
 
     all_reduce(n) = reduce_scatter(n) + all_gather(n)
 
 because all three are offered by the same algorithms. The planner breaks ties by it: a
 reduce_scatter and an all_gather must never look dearer or cheaper than the all_reduce that they
-replace. All-reduce algorithms without such halves are therefore `printed_only`. Summing in the
-switch has halves in both directions at once; each is charged half of the whole (`_PAIRED`).
+replace. All-reduce algorithms without such halves are therefore `printed_only`. A switch that
+sums does both halves at once, in the two directions of a port, so there an all_reduce is less than
+the two (`_ALONE`), and is what the machine is best at.
 """
 
 from __future__ import annotations
@@ -99,8 +100,8 @@ _NO_HALVES = (
     "it is no reduce_scatter followed by an all_gather, and would break "
     "all_reduce(n) = reduce_scatter(n) + all_gather(n)"
 )
-_PAIRED = (
-    "half of the all_reduce that it is part of; alone it would take n sigma and lose to a ring "
+_ALONE = (
+    "alone, it fills one direction of a port with n bytes; an all_reduce fills both at once "
     "(NVIDIA/nccl issue 1083)"
 )
 
@@ -143,6 +144,9 @@ def _in_switch(members: sympy.Expr) -> sympy.Expr:
     return 7 * alpha_in + (1 + 1 / members) * n * sigma
 
 
+_half_in_switch = 7 * alpha_in + n * sigma
+
+
 FORMULAS: dict[tuple[str, str], Formula] = {
     ("all_reduce", "ring"): Formula(2 * _ring + _SUMS, _RING),
     ("all_reduce", "halving_doubling"): Formula(
@@ -165,24 +169,22 @@ FORMULAS: dict[tuple[str, str], Formula] = {
     ("all_gather", "ring"): Formula(_ring, _RING),
     ("all_gather", "recursive_doubling"): Formula(_rounds, _ANY_RANKS, "one level"),
     ("all_gather", "hierarchical"): Formula(_two_levels, _BLUECONNECT, "two levels"),
-    ("all_gather", "in_switch"): Formula(
-        _in_switch(p) / 2, _SWITCH, "one level", True, note=_PAIRED
-    ),
+    ("all_gather", "in_switch"): Formula(_half_in_switch, _SWITCH, "one level", True, note=_ALONE),
     ("all_gather", "hierarchical_in_switch"): Formula(
-        _in_switch(g) / 2 + _across, f"{_SWITCH}; {_BLUECONNECT}", "two levels", True, note=_PAIRED
+        _half_in_switch + _across, f"{_SWITCH}; {_BLUECONNECT}", "two levels", True, note=_ALONE
     ),
     ("reduce_scatter", "ring"): Formula(_ring + _SUMS, _RING),
     ("reduce_scatter", "recursive_halving"): Formula(_rounds + _SUMS, _ANY_RANKS, "one level"),
     ("reduce_scatter", "hierarchical"): Formula(_two_levels + _SUMS, _BLUECONNECT, "two levels"),
     ("reduce_scatter", "in_switch"): Formula(
-        _in_switch(p) / 2, _SWITCH, "one level", True, note=_PAIRED
+        _half_in_switch, _SWITCH, "one level", True, note=_ALONE
     ),
     ("reduce_scatter", "hierarchical_in_switch"): Formula(
-        _in_switch(g) / 2 + _across + _SHARE_ACROSS * n * gamma,
+        _half_in_switch + _across + _SHARE_ACROSS * n * gamma,
         f"{_SWITCH}; {_BLUECONNECT}",
         "two levels",
         True,
-        note=_PAIRED,
+        note=_ALONE,
     ),
     ("all_to_all", "pairwise"): Formula(
         (g - 1) * (alpha_in + n / p * beta_in) + (p - g) * (alpha + n / p * beta),

@@ -1,7 +1,8 @@
 """Hardware profiles: what a device and its links can do, every number with its source.
 
 A profile is a TOML file. A quantity is a table of exactly `value` and `source`; its key ends
-in its unit (`_s`, `_per_s`, `_per_byte`, `_bytes`, `_fraction`, `_count`), and everything is SI:
+in its unit (`_s`, `_per_s`, `_per_byte`, `_bytes`, `_fraction`, `_ratio`,
+`_count`), and everything is SI:
 
     [device]  memory_bytes, memory_margin_fraction, peak_bytes_per_s,
               achieved_bandwidth_fraction, launch_s,
@@ -10,8 +11,8 @@ in its unit (`_s`, `_per_s`, `_per_byte`, `_bytes`, `_fraction`, `_count`), and 
 
 What a profile may leave out, and what then holds (`DEFAULTS`):
 
-    device.product_traffic_fraction      share of a product's memory time that its arithmetic
-                                         does not hide                             0
+    device.product_traffic_ratio         memory time that a product shows beside its arithmetic
+                                         / of touching each operand once           0
     device.attention_fraction.forward    rate of fused attention / peak flops_per_s; and
     device.attention_fraction.backward   .backward                                 as products
     device.host_s                        the interpreter's time to issue one operator  0
@@ -47,7 +48,7 @@ DEFAULT_PROFILE = "cpu-local"
 
 DTYPES = ("float64", "float32", "tfloat32", "float16", "bfloat16")
 _PHASES = ("forward", "backward")
-_UNITS = ("_s", "_per_s", "_per_byte", "_bytes", "_fraction", "_count")
+_UNITS = ("_s", "_per_s", "_per_byte", "_bytes", "_fraction", "_ratio", "_count")
 _SCALARS = (
     "device.memory_bytes",
     "device.memory_margin_fraction",
@@ -61,7 +62,7 @@ _SCALARS = (
 )
 # Optional quantities, and the value that stands for "nothing is known of it".
 DEFAULTS: dict[str, float | None] = {
-    "device.product_traffic_fraction": 0.0,
+    "device.product_traffic_ratio": 0.0,
     "device.attention_fraction.forward": None,
     "device.attention_fraction.backward": None,
     "device.host_s": 0.0,
@@ -125,7 +126,7 @@ class ProfiledDevice(Device):
 
     rates_flops_per_s: tuple[tuple[torch.dtype, float], ...] = ()
     attention_rates: tuple[tuple[torch.dtype, tuple[float, float]], ...] = ()
-    product_traffic_fraction: float = 0.0
+    product_traffic_ratio: float = 0.0
     host_s: float = 0.0
     overlap_slowdown_fraction: float = 0.0
     profile_name: str = ""
@@ -165,7 +166,12 @@ def resolve(mesh: Mesh, dtype: torch.dtype = torch.float32) -> Hardware:
     if mesh.links is not None and mesh.device is not None:
         return Hardware(mesh.links, mesh.device, "explicit", mesh.device.flops_per_s, 0.0)
     name = mesh.hardware if mesh.hardware is not None else detect()
-    profile = _sharing_cores(load_profile(name), mesh.devices_per_node)
+    return resolve_on(load_profile(name), mesh, dtype)
+
+
+def resolve_on(profile: Profile, mesh: Mesh, dtype: torch.dtype = torch.float32) -> Hardware:
+    """`resolve` for a mesh of devices of this profile."""
+    profile = _sharing_cores(profile, mesh.devices_per_node)
     intra, inter = profile.link("intra_node"), profile.link("inter_node")
     links = (intra,) * len(mesh.shape) if mesh.nodes == 1 else (inter, intra)
     return on_links(profile, links, dtype)
@@ -187,7 +193,7 @@ def on_links(profile: Profile, links: tuple[Link, ...], dtype: torch.dtype) -> H
         launch_s=profile.value("device.launch_s"),
         rates_flops_per_s=tuple(achieved.items()),
         attention_rates=tuple(_attention_rates(profile, achieved, peak).items()),
-        product_traffic_fraction=profile.optional("device.product_traffic_fraction") or 0.0,
+        product_traffic_ratio=profile.optional("device.product_traffic_ratio") or 0.0,
         host_s=profile.optional("device.host_s") or 0.0,
         overlap_slowdown_fraction=profile.optional("device.overlap_slowdown_fraction") or 0.0,
         profile_name=profile.name,

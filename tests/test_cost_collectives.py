@@ -132,12 +132,13 @@ def test_the_switch_sums_as_fast_as_measured(n_ranks: int, algorithm_bytes_per_s
 def test_all_reduce_is_reduce_scatter_then_all_gather(size_bytes: int, group: Group) -> None:
     whole = collective_time_s("all_reduce", size_bytes, group)
     halves = [collective_time_s(k, size_bytes, group) for k in ("reduce_scatter", "all_gather")]
-    assert whole == pytest.approx(sum(halves), rel=1e-12, abs=0.0)
+    if group.in_switch_s_per_byte is None:
+        assert whole == pytest.approx(sum(halves), rel=1e-12, abs=0.0)
+    else:
+        assert whole <= sum(halves) * (1 + 1e-12)
 
 
-@pytest.mark.parametrize(
-    "algorithm", ["ring", "halving_doubling", "hierarchical", "in_switch", "hierarchical_in_switch"]
-)
+@pytest.mark.parametrize("algorithm", ["ring", "halving_doubling", "hierarchical"])
 def test_the_identity_is_symbolic(algorithm: str) -> None:
     scatter, gather = {"halving_doubling": ("recursive_halving", "recursive_doubling")}.get(
         algorithm, (algorithm, algorithm)
@@ -300,7 +301,7 @@ def test_explain_shows_formulas_sources_and_what_is_left_out() -> None:
     over_nodes = {r.algorithm: r for r in explain("all_gather", even_group(8, 4, LINK, ACROSS))}
     assert "Max(beta_in, beta/g)" in over_nodes["ring"].formula
     assert over_nodes["recursive_doubling"].left_out.startswith("the ranks are linked in two ways")
-    assert "half of the all_reduce" in over_nodes["in_switch"].note
+    assert "alone, it fills one direction" in over_nodes["in_switch"].note
 
 
 def test_bus_bandwidth_is_that_of_a_link_in_a_ring() -> None:

@@ -121,8 +121,8 @@ class ProfileNumbers:
             found[f"device.peak_flops_per_s.{dtype}"] = peak
             found[f"device.achieved_flops_fraction.{dtype}"] = Quantity(rate / peak.value, how)
         how = self._fitted("linear and its backward", self.products.residuals)
-        share = Quantity(self.products.traffic_fraction, how)
-        return found | {"device.product_traffic_fraction": share}
+        ratio = Quantity(self.products.traffic_ratio, how)
+        return found | {"device.product_traffic_ratio": ratio}
 
     def _peak(self, dtype: str) -> Quantity:
         """A datasheet's, unless this device is faster than its datasheet."""

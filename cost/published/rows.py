@@ -5,7 +5,8 @@ listed with the prediction (`Row.assumed`):
 
     interleave         1, or one layer per chunk where the schedule is interleaved
     recompute          none
-    vocab              51200, GPT-2's 50257 padded for tensor parallelism
+    vocab              51200, GPT-2's 50257 padded for tensor parallelism; 32000, that of
+                       sentence-piece tokenizers since LLaMA, from arXiv number 2302 on
     dtype              bf16 on devices that have it, else fp16
 
 Software is derived by one set of rules for all rows, from the model's kind, the dtype, the device
@@ -19,6 +20,10 @@ and the words of the notes; a row may override any of them under "software":
     overlapped_sync    as the notes say; else where gradients accumulate in float32 buckets of
                        their own, which bf16 runs do
     fp32_gradients     bf16, whose sums need it
+    fused_optimizer    Megatron's
+    waits_for_messages fp16: before Megatron-LM overlapped messages with compute (2022)
+    fused_loss         compiled code, and Megatron-Core on devices since H100
+    thrifty_dispatch   the notes name DeepEP
     fp32_parameters    ZeRO-3 outside Megatron: FSDP keeps float32 shards
 
 A run is skipped only where a degree, the batch or a dim is unknown, or for what is not supported.
@@ -35,7 +40,7 @@ from autopar.cost.transformer.recipe import Order, Recipe, Recompute, Software
 from autopar.cost.transformer.shape import Experts, TransformerShape
 from autopar.errors import NotSupportedError, OptionError
 
-_DEFAULT_VOCAB = 51200
+_ARXIV = re.compile(r"arXiv (\d{4}\.\d{4,5})")
 _AFTER_FLASH = ("h100", "h200", "b200")
 _NO_BF16 = ("v100",)
 _ORDERS: dict[str, Order] = {
@@ -134,10 +139,15 @@ def _shape(reader: _Reader) -> TransformerShape:
         head_dim=int((moe or {}).get("head_dim") or model.get("head_dim") or hidden // heads),
         ffn=int(ffn),
         seq=reader.known("seq", model),
-        vocab=int(model.get("vocab") or reader.assume("vocab", _DEFAULT_VOCAB)),
+        vocab=int(model.get("vocab") or reader.assume("vocab", _default_vocab(reader.row))),
         is_gated=int(ffn) != 4 * hidden or experts is not None,
         experts=experts,
     )
+
+
+def _default_vocab(row: Mapping[str, Any]) -> int:
+    arxiv = _ARXIV.search(str(row.get("source", "")))
+    return 32000 if arxiv and float(arxiv[1]) >= 2302 else 51200
 
 
 def _recipe(reader: _Reader, shape: TransformerShape) -> Recipe:
@@ -198,7 +208,10 @@ def _software(
         dropout=not shape.is_gated and not fused_attention,
         fp32_gradients=dtype == "bf16",
         fp32_parameters=recipe.zero == 3 and not megatron,
-        fused_loss="compile" in notes,
+        fused_loss="compile" in notes or (megatron and profile.startswith(_AFTER_FLASH)),
+        fused_optimizer=megatron,
+        waits_for_messages=dtype == "fp16",
+        thrifty_dispatch="deepep" in notes,
     )
     given = row.get("software") or {}
     known = {f.name for f in fields(Software)}
@@ -224,16 +237,14 @@ def _overrides(reader: _Reader) -> dict[str, float]:
 
 def _paper(source: str) -> str:
     """What the source begins with: an arXiv number, or a repository."""
-    arxiv = re.search(r"arXiv \d{4}\.\d{4,5}", source)
+    arxiv = _ARXIV.search(source)
     return arxiv[0] if arxiv else re.split(r"[@ ]", source, maxsplit=1)[0]
 
 
 # -- what was published ----------------------------------------------------------------------------
 
 
-def _step_time_s(
-    row: Mapping[str, Any], shape: TransformerShape, recipe: Recipe
-) -> float | None:
+def _step_time_s(row: Mapping[str, Any], shape: TransformerShape, recipe: Recipe) -> float | None:
     metric = row.get("metric") or {}
     if metric.get("iter_seconds"):
         return float(metric["iter_seconds"])

@@ -2,7 +2,7 @@
 
 The loss of T x V logits, in float32, reads and writes per logit
 
-    not fused   cast 2 + 4, maximum 4, subtract 8, exp 8, sum 4, divide 8      backward 8 + 8 + 6
+    not fused   cast 2 + 4, maximum 4, subtract 8, exp 8, sum 4, divide 8      backward 8 + 6
     fused       read twice 4                                                  backward 2 + 2
 
 bytes; the kernels are those of a cross-entropy over a sharded vocabulary (Megatron-LM,
@@ -37,12 +37,20 @@ def head_items(layer: LayerModel) -> Iterator[Item]:
     yield layer.norm("last norm")
     yield from layer.enter(h)
     yield product(
-        "logits", T, words, h, layer.width, accumulated_bytes=layer.accumulated_bytes
+        "logits", T, words, h, layer.width, accumulated_bytes=layer.accumulated_bytes,
+        is_kept=layer.software.fused_loss,
     )  # fmt: skip
     logits = T * words
     if layer.software.fused_loss:
         yield elementwise("loss", 4 * logits, 4 * logits)
     else:
-        yield elementwise("loss", 38 * logits, 22 * logits, _FLOAT32 * logits, 6, 3)
+        yield elementwise("loss", 38 * logits, 14 * logits, _FLOAT32 * logits, 6, 2)
     if recipe.tp > 1:
         yield exchange("loss", [("all_reduce", T * _FLOAT32)] * 3, [])
+
+
+def logits_gradient_bytes(layer: LayerModel) -> float:
+    """What backward of the loss holds besides what was kept: the gradient, and a copy as wide as
+    the logits; the first is in float32 where the loss is not one kernel."""
+    logits = layer.tokens * layer.shape.vocab / layer.recipe.tp
+    return logits * (layer.width + (layer.width if layer.software.fused_loss else _FLOAT32))

@@ -1,8 +1,5 @@
 """A training step of a transformer under a recipe: seconds by simulation, bytes by the formulas.
 
-A device has `interleave` chunks of layers. Where the layers do not divide, embedding and loss
-count as a layer each and the first and the last chunk have one less; else chunks differ by one.
-
     forward    its items                                       per microbatch and chunk
     backward   the items the other way round, with what recompute runs again
     sync       gradients over data parallelism, beside the last backward or after it
@@ -14,51 +11,18 @@ its gradients after it, beside the compute of the neighbouring layers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from autopar.cost.simulate import SplitBackward, Spent, StageTimes, Timeline, TieTimes, simulate
+from autopar.cost.simulate import Spent, SplitBackward, StageTimes, TieTimes, Timeline, simulate
+from autopar.cost.transformer.chunks import Chunk, chunks_of, parameters_of
 from autopar.cost.transformer.ends import embedding_items, head_items
 from autopar.cost.transformer.layer import LayerModel
 from autopar.cost.transformer.machine import Machine, Spending
-from autopar.cost.transformer.memory import is_recomputed
+from autopar.cost.transformer.memory import is_recomputed, peak_bytes
 from autopar.cost.transformer.orders import schedule_of
 from autopar.cost.transformer.update import update_time_s
 from autopar.cost.transformer.work import Item
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Consecutive layers on one device."""
-
-    n_layers: int
-    is_first: bool
-    is_last: bool
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """`timeline` of one step, and bytes on the rank that needs most."""
-
-    timeline: Timeline
-    peak_bytes: float
-
-    @property
-    def step_time_s(self) -> float:
-        return self.timeline.step_time_s
-
-
-def chunks_of(n_layers: int, n_chunks: int) -> tuple[Chunk, ...]:
-    """Layers of each chunk, in the order of the model."""
-    each, left = divmod(n_layers, n_chunks)
-    counts = [each + (i < left) for i in range(n_chunks)]
-    if left and (n_layers + 2) % n_chunks == 0:
-        each = (n_layers + 2) // n_chunks
-        counts = [each] * n_chunks
-        counts[0] -= 1
-        counts[-1] -= 1
-    last = n_chunks - 1
-    return tuple(Chunk(n, i == 0, i == last) for i, n in enumerate(counts))
 
 
 @dataclass(frozen=True)
@@ -92,32 +56,16 @@ class StepModel:
 
     # -- parameters --------------------------------------------------------------------------
 
-    def parameters(self, chunk: Chunk) -> tuple[float, float]:
-        """On a rank, before ZeRO: (those all ranks of dp share, experts')."""
-        shape, recipe = self.layer.shape, self.layer.recipe
-        shared = shape.attention_parameters / recipe.tp + shape.norm_parameters
-        experts = 0.0
-        if shape.experts is None:
-            shared += shape.mlp_parameters / recipe.tp
-        else:
-            shared += shape.router_parameters
-            experts = shape.experts.n_experts / recipe.ep * shape.mlp_parameters
-        ends = (chunk.is_first or chunk.is_last) + (
-            chunk.is_first and chunk.is_last and not shape.is_tied
-        )
-        vocabulary = ends * shape.embedding_parameters / recipe.tp
-        return chunk.n_layers * shared + vocabulary, chunk.n_layers * experts
-
     def _chunk_gathers_s(self, chunk: Chunk) -> tuple[float, float]:
         """ZeRO-3: gathering a chunk's parameters once, and scattering their gradients."""
         width = self.layer.width
         gather_s = scatter_s = 0.0
-        # FSDP reduces gradients at the width of the parameters in use.
-        for n, group in zip(self.parameters(chunk), ("dp", "expert_dp"), strict=True):
+        # Gradients are reduced at the width of the parameters in use.
+        for n, group in zip(parameters_of(self.layer, chunk), ("dp", "expert_dp"), strict=True):
             calls = max(chunk.n_layers, 1)
             each = n * width / calls
             gather_s += calls * self.machine.exchange_s("all_gather", each, group)
-            scatter_s += calls * self.machine.exchange_s("reduce_scatter", 2 * each, group)
+            scatter_s += calls * self.machine.exchange_s("reduce_scatter", each, group)
         return gather_s, scatter_s
 
     def sync_s(self, chunk: Chunk) -> tuple[float, float]:
@@ -125,7 +73,7 @@ class StepModel:
         recipe, width = self.layer.recipe, self.layer.width
         gradient = 4 if self.layer.software.fp32_gradients else width
         reduced = gathered = 0.0
-        for n, group in zip(self.parameters(chunk), ("dp", "expert_dp"), strict=True):
+        for n, group in zip(parameters_of(self.layer, chunk), ("dp", "expert_dp"), strict=True):
             if recipe.zero == 0:
                 reduced += self.machine.exchange_s("all_reduce", n * gradient, group)
             elif recipe.zero < 3:
@@ -147,13 +95,15 @@ class StepModel:
         backward_spent = _spent(backward, beside_backward)
         n_stored = sum(
             n / (machine.group(group).n_ranks if recipe.zero else 1)
-            for n, group in zip(self.parameters(chunk), ("dp", "expert_dp"), strict=True)
+            for n, group in zip(parameters_of(self.layer, chunk), ("dp", "expert_dp"), strict=True)
         )
         return StageTimes(
             n_ranks=recipe.tp * recipe.cp * recipe.dp,
             before=Spent(),
             forward=_spent(forward, beside_forward),
-            backward=_split(backward_spent, backward) if recipe.order == "zero-bubble" else backward_spent,
+            backward=_split(backward_spent, backward)
+            if recipe.order == "zero-bubble"
+            else backward_spent,
             after=Spent(0.0, gathered + (0.0 if overlaps else reduced)),
             update_s=update_time_s(n_stored, software, machine.device),
             sync_s=reduced if overlaps else 0.0,
@@ -181,9 +131,27 @@ class StepModel:
     def simulate(self) -> Timeline:
         hop_s = self.hop_s() if self.layer.recipe.pp > 1 else 0.0
         stages = [self.stage_times(chunk) for chunk in self.chunks]
+        if self.layer.software.waits_for_messages:
+            stages = [_with_messages(stage, hop_s) for stage in stages]
+            hop_s = 0.0
 
         schedule = schedule_of(self.layer.recipe)
         return simulate(schedule, stages, hop_s, self.ties(), sends_as_made=True)
+
+    def peak_bytes(self) -> float:
+        """On the rank that needs most."""
+        return peak_bytes(self.layer, self.chunks, schedule_of(self.layer.recipe), self.machine)
+
+
+def _with_messages(times: StageTimes, hop_s: float) -> StageTimes:
+    """A stage that receives before, and sends after, with nothing else to do: one message each."""
+    one = Spent(0.0, hop_s)
+    backward = times.backward
+    if isinstance(backward, SplitBackward):
+        backward = replace(backward, input=backward.input + one)
+    else:
+        backward = backward + one
+    return replace(times, forward=times.forward + one, backward=backward)
 
 
 def _spent(spending: Spending, overlapped_s: float = 0.0) -> Spent:

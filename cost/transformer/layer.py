@@ -15,6 +15,7 @@ from autopar.cost.transformer.recipe import Recipe, Software
 from autopar.cost.transformer.shape import TransformerShape
 from autopar.cost.transformer.work import Item, Kernel, elementwise, exchange, product
 
+_DISPATCH = "dispatch"  # an all_to_all that `Machine` may make cheaper
 _STATISTICS_BYTES = 4  # of a row: the log-sum-exp that fused attention keeps
 
 
@@ -198,12 +199,16 @@ class LayerModel:
         yield elementwise("routing", 6 * scores, 6 * scores, scores, 12, 12)
         rows = T * experts.chosen
         size = rows * h * width
-        yield elementwise("permute", 2 * size, 2 * size, 0.0, 2, 2)
+        # A thrifty dispatch takes tokens as they are, and its combine adds them up.
+        permutes = not (self.software.thrifty_dispatch and recipe.ep > 1)
+        if permutes:
+            yield elementwise("permute", 2 * size, 2 * size, 0.0, 2, 2)
         if recipe.ep > 1:
-            yield exchange("dispatch", [("all_to_all", size)], [("all_to_all", size)], "ep")
+            yield exchange("dispatch", [(_DISPATCH, size)], [(_DISPATCH, size)], "ep")
         yield elementwise("sort by expert", 2 * size, 2 * size, size, 2, 2)
         yield from self._mlp(rows, experts.ffn, max(experts.n_experts // recipe.ep, 1))
         yield elementwise("sort back", 2 * size, 2 * size, 0.0, 2, 2)
         if recipe.ep > 1:
-            yield exchange("combine", [("all_to_all", size)], [("all_to_all", size)], "ep")
-        yield elementwise("unpermute", 2 * size, 3 * size, size, 2, 2)
+            yield exchange("combine", [(_DISPATCH, size)], [(_DISPATCH, size)], "ep")
+        if permutes:
+            yield elementwise("unpermute", 2 * size, 3 * size, size, 2, 2)

@@ -51,12 +51,16 @@ class Spending:
 
 @dataclass(frozen=True)
 class Machine:
-    """`hardware` is resolved for (nodes, devices per node); `dtype` is that of products."""
+    """`hardware` is resolved for (nodes, devices per node); `dtype` is that of products.
+
+    n_chosen: experts of a token, where its dispatch is thrifty; else 0.
+    """
 
     hardware: Hardware
     devices_per_node: int
     recipe: Recipe
     dtype: torch.dtype = torch.bfloat16
+    n_chosen: int = 0
 
     @property
     def device(self) -> Device:
@@ -97,7 +101,27 @@ class Machine:
 
     def exchange_s(self, kind: str, size_bytes: float, group: str) -> float:
         """One collective among a group's ranks."""
+        if kind == "dispatch":
+            return self._dispatch_s(size_bytes, self.group(group))
         return collective_time_s(kind, size_bytes, self.group(group)) if size_bytes else 0.0
+
+    def _dispatch_s(self, size_bytes: float, group: Group) -> float:
+        """Rows to the ranks of their experts: k copies of each token, to as many experts.
+
+        Thrifty, a token crosses to a node once: to N (1 - (1 - 1/N)^k) of N nodes on average, if
+        its experts are anywhere alike; inside, once to each rank likewise.
+        """
+        if not self.n_chosen or group.n_ranks == 1:
+            return collective_time_s("all_to_all", size_bytes, group)
+        token_bytes, n_ranks, n_nodes = size_bytes / self.n_chosen, group.n_ranks, group.n_nodes
+        across = (n_nodes - 1) * _share_reached(n_nodes, self.n_chosen)
+        inside = n_ranks * _share_reached(n_ranks, self.n_chosen) * (1 - 1 / group.per_node)
+        time_s = group.inside.latency_s * group.per_node
+        if n_nodes > 1:
+            time_s += (
+                n_nodes * group.across.latency_s + token_bytes * across * group.across.s_per_byte
+            )
+        return time_s + token_bytes * inside * group.inside.s_per_byte
 
     def hop_s(self, size_bytes: float) -> float:
         """A message to the same place of the next stage."""
@@ -127,3 +151,8 @@ class Machine:
                 comm_s += self.exchange_s(step.kind, step.size_bytes, step.group)
                 n_launches += 1
         return Spending(compute_s, comm_s, n_launches * self.host_s)
+
+
+def _share_reached(n_places: int, n_draws: int) -> float:
+    """The share of places that any of some draws falls on."""
+    return 1.0 - (1.0 - 1.0 / n_places) ** n_draws

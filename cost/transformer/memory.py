@@ -1,18 +1,30 @@
-"""Bytes on a rank of a stage: what stays between steps, and what microbatches keep.
+"""Bytes on a rank: what stays between steps, what microbatches keep, what a backward needs besides.
 
-    static        parameters, gradients, optimizer state, divided by tensor parallelism and ZeRO
-    kept          of a layer and microbatch: the kept bytes of its items less what recompute makes
-                  again, plus what recompute starts from
-    head          logits and their gradient, where the loss is
-    peak          static + kept x layers x chunks in flight + the most a backward needs at once
+A rank holds at the same time
+
+    static      parameters, gradients, optimizer state, divided by tensor parallelism and ZeRO
+    kept        of every layer and microbatch in flight: the kept bytes of its items less what
+                recompute makes again, plus what recompute starts from
+                (of a backward in two parts, inputs and gradients of products stay for the second)
+    in between  what recompute brings back for one layer; gradients of the logits; under ZeRO-3
+                gathered parameters of two layers, and their gradients
+
+Bytes per parameter are those of the precision: 2 + 4 + 12 where gradients accumulate in float32,
+2 + 2 + 12 where they do not, 4 + 4 + 8 with parameters in float32 (`cost/memory.py` names the
+papers). ZeRO-1 divides the optimizer's, ZeRO-2 the gradients too, ZeRO-3 all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autopar.cost.transformer.chunks import Chunk, parameters_of
+from autopar.cost.transformer.ends import embedding_items, head_items, logits_gradient_bytes
 from autopar.cost.transformer.layer import LayerModel
+from autopar.cost.transformer.machine import Machine
 from autopar.cost.transformer.work import Item
+from autopar.schedule import Schedule
 
 
 def is_recomputed(item: Item, recompute: str) -> bool:
@@ -46,3 +58,72 @@ def kept_of_layer(layer: LayerModel) -> KeptBytes:
         return KeptBytes(layer.input_bytes(), every)
     again = sum(item.kept_bytes for item in items if is_recomputed(item, recompute))
     return KeptBytes(every - again, again)
+
+
+def peak_bytes(
+    layer: LayerModel, chunks: Sequence[Chunk], schedule: Schedule, machine: Machine
+) -> float:
+    """Bytes on the rank that needs most, over all devices and the whole step."""
+    n_devices = len(schedule.rows)
+    kept = [_kept_bytes(layer, chunk) for chunk in chunks]
+    for_weights = sum(item.weight_bytes for item in layer.items())
+    peaks = []
+    for device, row in enumerate(schedule.rows):
+        held = chunks[device::n_devices]
+        static = sum(_static_bytes(layer, chunk, machine) for chunk in held)
+        now = most = 0.0
+        for action in row:
+            size = kept[action.stage]
+            left = min(size, chunks[action.stage].n_layers * for_weights)
+            match action.kind:
+                case "forward":
+                    now += size
+                case "backward":
+                    now -= size
+                case "backward_input":
+                    now -= size - left
+                case "backward_weight":
+                    now -= left
+            most = max(most, now)
+        between = max(_between_bytes(layer, chunk) for chunk in held)
+        peaks.append(static + most + between)
+    return max(peaks)
+
+
+def _kept_bytes(layer: LayerModel, chunk: Chunk) -> float:
+    """Of one microbatch in a chunk."""
+    ends = [
+        *(embedding_items(layer) if chunk.is_first else ()),
+        *(head_items(layer) if chunk.is_last else ()),
+    ]
+    return chunk.n_layers * kept_of_layer(layer).kept_bytes + sum(
+        item.kept_bytes + item.out_bytes for item in ends
+    )
+
+
+def _static_bytes(layer: LayerModel, chunk: Chunk, machine: Machine) -> float:
+    software, zero = layer.software, layer.recipe.zero
+    parameter = 4 if software.fp32_parameters else layer.width
+    gradient = 4 if software.fp32_gradients else layer.width
+    optimizer = 8 if software.fp32_parameters else 12
+    total = 0.0
+    for n, group in zip(parameters_of(layer, chunk), ("dp", "expert_dp"), strict=True):
+        n_ranks = machine.group(group).n_ranks
+        total += n * sum(
+            each / (n_ranks if zero >= stage else 1)
+            for stage, each in ((3, parameter), (2, gradient), (1, optimizer))
+        )
+    return total
+
+
+def _between_bytes(layer: LayerModel, chunk: Chunk) -> float:
+    """What a backward needs for a while."""
+    again = kept_of_layer(layer).again_bytes if chunk.n_layers else 0.0
+    if chunk.is_last:
+        again = max(again, logits_gradient_bytes(layer))
+    if layer.recipe.zero < 3:
+        return again
+    shared, experts = parameters_of(layer, Chunk(1, is_first=False, is_last=False))
+    vocabulary = chunk.is_last * layer.shape.embedding_parameters / layer.recipe.tp
+    # Two layers gathered, and the gradient of one, or that of the head.
+    return again + layer.width * (2 * (shared + experts) + max(shared + experts, 2 * vocabulary))

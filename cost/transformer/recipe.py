@@ -31,6 +31,9 @@ class Software:
     fp32_parameters        parameters are kept in float32 and cast where they are used (FSDP)
     split_messages         each of tp ranks sends its part of an activation to the next stage,
                            which gathers it (arXiv 2104.04473, section 4.1)
+    waits_for_messages     a stage computes nothing while it sends to or receives from another
+    thrifty_dispatch       a token goes once to each node, and once to each rank, that holds any of
+                           its experts (DeepEP), instead of once per expert
     fused_loss             cross-entropy in one kernel, one float32 copy of the logits
     """
 
@@ -42,6 +45,8 @@ class Software:
     fp32_gradients: bool = True
     fp32_parameters: bool = False
     split_messages: bool = True
+    waits_for_messages: bool = False
+    thrifty_dispatch: bool = False
     fused_loss: bool = False
 
 

@@ -1,10 +1,10 @@
 """The optimizer's update of what a rank stores: bytes moved per parameter.
 
-    fused      gradient, master and two moments read, the last three written, the parameter written:
-               4 x 4 + 3 x 4 + 2 = 30
-    else       the tensors of `torch.optim.adamw` one operator at a time: `OPTIMIZERS`
-    norm       clipping reads the gradients once for their norm and once more to scale them: 4 + 8
-    cleared    gradients are set to zero: 4
+fused      gradient, master and two moments read, the last three written, the parameter written:
+           4 x 4 + 3 x 4 + 2 = 30
+else       the tensors of `torch.optim.adamw` one operator at a time: `OPTIMIZERS`
+norm       clipping reads the gradients once for their norm and once more to scale them: 4 + 8
+cleared    gradients are set to zero: 4
 """
 
 from __future__ import annotations

@@ -43,6 +43,7 @@ class Item:
     part          what kind of recompute makes it again
     kept_bytes    of what it makes and backward needs; recompute of this item drops them
     out_bytes     the same of what later items start from: only recompute of all drops them
+    weight_bytes  what the gradient of a weight is made of, where that comes later
     """
 
     name: str
@@ -51,6 +52,7 @@ class Item:
     backward: tuple[Kernel | Exchange, ...]
     kept_bytes: float = 0.0
     out_bytes: float = 0.0
+    weight_bytes: float = 0.0
 
 
 def product(
@@ -70,7 +72,8 @@ def product(
     if accumulated_bytes:
         backward.append(Kernel("memory", 0.0, n_times * k * n * accumulated_bytes))
     kept_bytes = n_times * m * n * width if is_kept else 0.0
-    return Item(name, "product", (one,), tuple(backward), kept_bytes)
+    weight_bytes = n_times * width * (m * k + m * n)
+    return Item(name, "product", (one,), tuple(backward), kept_bytes, weight_bytes=weight_bytes)
 
 
 def elementwise(

@@ -1,0 +1,34 @@
+"""What the cost model says of a published run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from autopar.cost.hardware import Profile, load_profile, on_links
+from autopar.cost.published.rows import Row
+from autopar.cost.transformer.estimate import StepModel
+from autopar.cost.transformer.layer import LayerModel
+from autopar.cost.transformer.machine import Machine
+
+_DEVICES_PER_NODE = 8
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def step_model(row: Row, profile: Profile | None = None) -> StepModel:
+    """The step of a run on its hardware, or on `profile` in its place."""
+    profile = profile if profile is not None else load_profile(row.profile)
+    each = int(row.overrides.get("devices_per_node", _DEVICES_PER_NODE))
+    dtype = _DTYPES[row.dtype]
+    links = tuple(
+        replace(profile.link(name), s_per_byte=row.overrides[key])
+        if (key := f"link.{name}.s_per_byte") in row.overrides
+        else profile.link(name)
+        for name in ("inter_node", "intra_node")
+    )
+    layer = LayerModel(row.shape, row.recipe, row.software, dtype.itemsize)
+    experts = row.shape.experts
+    n_chosen = experts.chosen if experts and row.software.thrifty_dispatch else 0
+    hardware = on_links(profile, links, dtype)
+    return StepModel(layer, Machine(hardware, each, row.recipe, dtype, n_chosen))

@@ -1,0 +1,50 @@
+"""Which layers and parameters are where.
+
+A device has `interleave` chunks of layers. Where the layers do not divide, embedding and loss
+count as a layer each and the first and the last chunk have one less; else chunks differ by one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.cost.transformer.layer import LayerModel
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive layers on one device."""
+
+    n_layers: int
+    is_first: bool
+    is_last: bool
+
+
+def chunks_of(n_layers: int, n_chunks: int) -> tuple[Chunk, ...]:
+    """Layers of each chunk, in the order of the model."""
+    each, left = divmod(n_layers, n_chunks)
+    counts = [each + (i < left) for i in range(n_chunks)]
+    if left and (n_layers + 2) % n_chunks == 0:
+        each = (n_layers + 2) // n_chunks
+        counts = [each] * n_chunks
+        counts[0] -= 1
+        counts[-1] -= 1
+    last = n_chunks - 1
+    return tuple(Chunk(n, i == 0, i == last) for i, n in enumerate(counts))
+
+
+def parameters_of(layer: LayerModel, chunk: Chunk) -> tuple[float, float]:
+    """On a rank, before ZeRO: (those that all ranks of dp share, those of its experts)."""
+    shape, recipe = layer.shape, layer.recipe
+    shared = shape.attention_parameters / recipe.tp + shape.norm_parameters
+    experts = 0.0
+    if shape.experts is None:
+        shared += shape.mlp_parameters / recipe.tp
+    else:
+        shared += shape.router_parameters
+        experts = shape.experts.n_experts / recipe.ep * shape.mlp_parameters
+    n_ends = chunk.is_first + chunk.is_last
+    if n_ends == 2 and shape.is_tied:
+        n_ends = 1
+    vocabulary = n_ends * shape.embedding_parameters / recipe.tp
+    return chunk.n_layers * shared + vocabulary, chunk.n_layers * experts

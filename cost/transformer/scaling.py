@@ -1,0 +1,166 @@
+"""Weak scaling: one recipe on more and more nodes, where the batch grows with data parallelism.
+
+tp, pp, cp and ep stay, dp = devices / (tp pp cp) grows, and every rank keeps the same work:
+
+    batch(n) / batch(n0) = dp(n) / dp(n0)
+    efficiency(n)        = (tokens per second and device on n) / (the same on n0)
+
+so what falls short of 1 is gradient sync, over groups that span more nodes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from autopar.cost.hardware import Profile, on_links
+from autopar.cost.transformer.estimate import StepModel
+from autopar.cost.transformer.layer import LayerModel
+from autopar.cost.transformer.machine import Machine
+from autopar.cost.transformer.recipe import Recipe, Software
+from autopar.cost.transformer.shape import TransformerShape
+from autopar.errors import OptionError
+
+# Microbatches per stage of several where no batch is given: a bubble of (p - 1) / (9 p - 1).
+MICROBATCHES_PER_STAGE = 8
+LARGEST_NODES = 2048  # of 8 devices: 16,384
+
+
+@dataclass(frozen=True)
+class ScalePoint:
+    """A step on so many devices."""
+
+    n_nodes: int
+    n_devices: int
+    dp: int
+    global_batch: int
+    step_time_s: float
+    tokens_per_s: float
+    efficiency: float
+    compute_time_s: float
+    exposed_comm_s: float
+    bubble: float
+    peak_bytes: float
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Points in the order they were asked for, on one machine."""
+
+    hardware: str
+    points: tuple[ScalePoint, ...]
+    memory_limit_bytes: float
+
+
+def training_dtype(profile: Profile) -> torch.dtype:
+    """bfloat16, or float16 on devices that multiply it more than twice as fast."""
+    rates = profile.rates_flops_per_s()
+    slow = 2 * rates.get("bfloat16", 0.0) < rates.get("float16", 0.0)
+    return torch.float16 if slow else torch.bfloat16
+
+
+def default_nodes(recipe: Recipe, devices_per_node: int) -> tuple[int, ...]:
+    """Powers of two from the fewest nodes that hold the recipe."""
+    first = _fewest_nodes(recipe, devices_per_node)
+    return tuple(n for k in range(12) if (n := first << k) <= max(first, LARGEST_NODES))
+
+
+def _fewest_nodes(recipe: Recipe, devices_per_node: int) -> int:
+    """Every multiple of them holds the recipe a whole number of times."""
+    return math.lcm(recipe.tp * recipe.cp * recipe.pp, devices_per_node) // devices_per_node
+
+
+def weak_scaling(
+    shape: TransformerShape,
+    recipe: Recipe,
+    profile: Profile,
+    nodes: Sequence[int],
+    devices_per_node: int,
+    batch: int | None = None,
+    software: Software | None = None,
+) -> Scaling:
+    """Simulate a step on each number of nodes.
+
+    recipe      its dp and global batch are replaced
+    batch       rows on the first number of nodes; by default one microbatch each, or, with
+                several stages, 8 for each of them
+
+    Raises `OptionError` where the recipe does not fit the model or the devices.
+    """
+    _check(shape, recipe)
+    dtype = training_dtype(profile)
+    hardware = on_links(profile, (profile.link("inter_node"), profile.link("intra_node")), dtype)
+    first_dp = _dp(recipe, nodes[0], devices_per_node)
+    if batch is None:
+        n_microbatches = MICROBATCHES_PER_STAGE * recipe.pp if recipe.pp > 1 else 1
+        batch = first_dp * recipe.microbatch_size * n_microbatches
+    points: list[ScalePoint] = []
+    for n_nodes in nodes:
+        dp = _dp(recipe, n_nodes, devices_per_node)
+        if batch * dp % first_dp:
+            raise OptionError(
+                f"a batch of {batch} on dp={first_dp} ranks has no equal on dp={dp}",
+                hint="list nodes that are multiples of the first",
+            )
+        laid = replace(recipe, dp=dp, global_batch=batch * dp // first_dp)
+        layer = LayerModel(shape, laid, software or Software(), dtype.itemsize)
+        model = StepModel(layer, Machine(hardware, devices_per_node, laid, dtype))
+        points.append(_point(model, n_nodes, points[0] if points else None))
+    return Scaling(profile.name, tuple(points), hardware.memory_limit_bytes)
+
+
+def _point(model: StepModel, n_nodes: int, first: ScalePoint | None) -> ScalePoint:
+    recipe, timeline = model.layer.recipe, model.simulate()
+    tokens_per_s = recipe.global_batch * model.layer.shape.seq / timeline.step_time_s
+    per_device = tokens_per_s / recipe.n_ranks
+    return ScalePoint(
+        n_nodes=n_nodes,
+        n_devices=recipe.n_ranks,
+        dp=recipe.dp,
+        global_batch=recipe.global_batch,
+        step_time_s=timeline.step_time_s,
+        tokens_per_s=tokens_per_s,
+        efficiency=per_device / (first.tokens_per_s / first.n_devices) if first else 1.0,
+        compute_time_s=timeline.compute_time_s,
+        exposed_comm_s=timeline.exposed_comm_s,
+        bubble=timeline.bubble,
+        peak_bytes=model.peak_bytes(),
+    )
+
+
+def _dp(recipe: Recipe, n_nodes: int, devices_per_node: int) -> int:
+    """Ranks of data parallelism on so many nodes."""
+    n_devices, each = n_nodes * devices_per_node, recipe.tp * recipe.cp * recipe.pp
+    degrees = f"tp={recipe.tp} x cp={recipe.cp} x pp={recipe.pp}"
+    if n_nodes < 1 or n_devices % each:
+        raise OptionError(
+            f"{n_nodes} nodes of {devices_per_node} devices are no multiple of {degrees} = {each}",
+            hint=f"multiples of {_fewest_nodes(recipe, devices_per_node)} hold it",
+        )
+    dp = n_devices // each
+    if dp * recipe.cp * recipe.tp % recipe.ep:
+        raise OptionError(
+            f"ep={recipe.ep} does not divide the {n_devices // recipe.pp} ranks of a stage on "
+            f"{n_nodes} nodes"
+        )
+    return dp
+
+
+def _check(shape: TransformerShape, recipe: Recipe) -> None:
+    """The recipe divides what it has to of the model."""
+    n_experts = shape.experts.n_experts if shape.experts else 1
+    for what, size, word, degree in (
+        ("heads", shape.heads, "tp", recipe.tp),
+        ("tokens per row", shape.seq, "cp", recipe.cp),
+        ("experts", n_experts, "ep", recipe.ep),
+    ):
+        if size % degree:
+            raise OptionError(f"{word}={degree} does not divide the model's {size} {what}")
+    if recipe.n_chunks > shape.layers:
+        raise OptionError(
+            f"pp={recipe.pp} x interleave={recipe.interleave} are more chunks than the model's "
+            f"{shape.layers} layers"
+        )
