@@ -16,6 +16,7 @@ from autopar.cost.published.accuracy import Errors, Target, errors_of, ordering
 from autopar.cost.published.rows import read_row
 from autopar.cost.published.runs import RunsFile, read_runs
 from autopar.cost.published.score import (
+    MAX_MEMORY_ERROR,
     MAX_PROFILE_MAPE,
     MAX_TIME_ERROR,
     Compared,
@@ -199,6 +200,8 @@ def test_a_sample_of_shipped_runs_meets_the_targets(shipped: RunsFile) -> None:
     assert found.n_skipped == 0
     assert found.time.max_error is not None and found.time.max_error <= MAX_TIME_ERROR
     assert found.time.mape is not None and found.time.mape <= MAX_PROFILE_MAPE
+    assert found.memory.n == 3
+    assert found.memory.max_error is not None and found.memory.max_error <= MAX_MEMORY_ERROR
 
 
 # -- tables of one layer ---------------------------------------------------------------------------
