@@ -183,8 +183,8 @@ def parse_action(text: str) -> Action:
     if match is None:
         raise PlanError(
             f"{text!r} is not an action of a schedule",
-            hint="2F0 is stage 2's forward of microbatch 0, 2B0 its backward; 2SF0>3, 3RF0<2, "
-            "3SB0>2 and 2RB0<3 send and receive",
+            hint="2F0 is stage 2's forward of microbatch 0, 2B0 its backward, 2I0 and 2W0 the "
+            "parts of it; 2SF0>3, 3RF0<2, 3SB0>2 and 2RB0<3 send and receive",
         )
     stage, code, microbatch, *peer = (group for group in match.groups() if group is not None)
     return Action(_KINDS[code], int(stage), int(microbatch), int(peer[0]) if peer else None)

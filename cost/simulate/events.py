@@ -45,7 +45,7 @@ class Totals:
     """Seconds of a device over the step, by what it does.
 
     collectives_s   that compute waits for
-    hidden_s        of collectives beside compute, inside `compute_s`
+    hidden_s        of collectives beside other work
     waited_s        for messages under way; `sending_s` may be hidden
     """
 

@@ -19,7 +19,8 @@ class Play:
     """The devices of a step, and what they have done so far.
 
     slow      (device, factor): compute of this device takes so much longer
-    jitter    (fraction, seed): every compute takes longer, by up to this fraction of itself
+    jitter    (fraction, seed): every compute of the schedule takes longer, by up to this fraction
+              of itself
     """
 
     def __init__(

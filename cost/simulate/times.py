@@ -13,7 +13,9 @@ and o of overlapped collectives (`Spent.shown`):
 Gradients that are synchronised beside the backward of the last microbatch: `sync_s` seconds in
 n equal buckets, of which bucket j may start once j / n of that backward is done. So with an idle
 lane and a backward of T seconds, what is left after it is max(sync_s / n, sync_s - T (n - 1) / n).
-With one bucket, all of it.
+With one bucket, all of it. The lane takes it up after the overlapped collectives of that backward,
+and after the sync of other stages of the device; what is hidden in that backward slows it as above,
+what is left runs on beside whatever comes next (`engine.Engine`).
 """
 
 from __future__ import annotations
