@@ -85,12 +85,14 @@ def place(schedule: Schedule, transfers: Iterable[Transfer]) -> Script:
     n_devices = schedule.n_devices
     rows: list[list[Step]] = [[] for _ in schedule.rows]
     posts: list[list[int]] = [[] for _ in schedule.rows]
+    # Right before they are read, or right after they are made: `lowering.py` says which when.
     when_made = schedule.n_chunks > 1 or schedule.splits_backward
+    channels = made if when_made else read
     before: list[Action] = []
     for clock in sorted(by_clock):
         computes = by_clock[clock]
         for kind, stage, microbatch, _ in before if when_made else computes:
-            for first, source, target in (made if when_made else read).get((kind, stage), ()):
+            for first, source, target in channels.get((kind, stage), ()):
                 posts[source].append(first + microbatch)
                 posts[target].append(~(first + microbatch))
         for compute in computes:
