@@ -355,12 +355,16 @@ def test_shipped_runs_must_meet_the_targets(
 def test_leave_one_out_is_printed(
     validate: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fitted(rows: list[Any]) -> dict[str, float]:
-        assert [row.id for row in rows] == ["one", "two"]
-        return {rows[0].paper: 0.123}
+    def fitted(rows: list[Any], groups: Any) -> dict[str, dict[str, float]]:
+        assert list(groups) == []
+        return {rows[0].paper: {row.id: 0.1 + 0.05 * i for i, row in enumerate(rows)}}
 
-    monkeypatch.setattr("autopar.cost.published.fit.leave_one_out", fitted, raising=False)
+    monkeypatch.setattr("autopar.cost.published.score.leave_one_out", fitted)
     data = json.loads(validate("runs.json", "--leave-one-out", "--json").stdout)
-    assert data["leave_one_out"] == {"arXiv 2104.04473": 0.123}
+    assert data["leave_one_out"] == {
+        "arXiv 2104.04473": {
+            "mape": pytest.approx(0.125), "max_error": pytest.approx(0.15), "n": 2, "worst": "two",
+        }
+    }  # fmt: skip
     text = validate("runs.json", "--leave-one-out").stdout
-    assert text.endswith("fitted without it\n  arXiv 2104.04473    12.3%\n")
+    assert text.endswith("  arXiv 2104.04473    2 runs  mean  12.5%  worst  15.0%: two\n")

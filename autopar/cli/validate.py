@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from autopar.cli.shell import Progress, Result
-from autopar.cost.published.accuracy import Target
+from autopar.cost.published.accuracy import Errors, Target
 from autopar.cost.published.runs import SHIPPED, is_runs_file, read_runs
 from autopar.cost.published.score import Compared, Entry, Score, score
 from autopar.cost.published.tables import Cell
@@ -36,21 +37,15 @@ def validate_result(path: Path | None, has_leave_one_out: bool, progress: Progre
     text, data = score_text(found), found.to_json()
     if has_leave_one_out:
         progress("fitting without each paper in turn")
-        by_paper = _leave_one_out(found)
-        data |= {"leave_one_out": by_paper}
-        text += "\n\n" + leave_one_out_text(by_paper)
+        left_out = found.leave_one_out()
+        data |= {"leave_one_out": {paper: asdict(errors) for paper, errors in left_out.items()}}
+        text += "\n\n" + leave_one_out_text(left_out)
     is_shipped = path is None or path.resolve() == SHIPPED.resolve()
     if is_shipped:
         ok = all(target.is_met for target in found.targets())
     else:
         ok = found.n_skipped < len(found.entries)
     return Result(text, data, ok)
-
-
-def _leave_one_out(found: Score) -> Mapping[str, float]:
-    from autopar.cost.published.fit import leave_one_out
-
-    return leave_one_out([entry.row for entry in found.entries if entry.row and entry.time])
 
 
 # -- text ------------------------------------------------------------------------------------------
@@ -75,11 +70,15 @@ def score_text(found: Score) -> str:
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
-def leave_one_out_text(by_paper: Mapping[str, float]) -> str:
-    """Errors of papers that the constants were not fitted to."""
-    width = max(map(len, by_paper), default=0)
-    lines = [f"  {paper:{width}}  {error:7.1%}" for paper, error in by_paper.items()]
-    return "\n".join(["mean error of each paper, fitted without it", *lines])
+def leave_one_out_text(papers: Mapping[str, Errors]) -> str:
+    """Errors of papers by constants that were fitted without them."""
+    lines = ["step time of each paper, predicted by a fit to the others"]
+    width = max(map(len, papers), default=0)
+    for paper, errors in papers.items():
+        if errors.mape is not None and errors.max_error is not None:
+            said = f"mean {errors.mape:6.1%}  worst {errors.max_error:6.1%}: {errors.worst}"
+            lines.append(f"  {paper:{width}}  {errors.n:3} runs  {said}")
+    return "\n".join(lines)
 
 
 def _lines_of_paper(paper: str, entries: Sequence[Entry], width: int) -> list[str]:

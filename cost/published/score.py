@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from autopar.cost.published.accuracy import Errors, Ordering, Target, errors_of, ordering
+from autopar.cost.published.fit import leave_one_out
 from autopar.cost.published.predict import step_model
 from autopar.cost.published.rows import Row, read_row
 from autopar.cost.published.runs import RunsFile, check_values
@@ -148,6 +149,12 @@ class Score:
                 if order.fraction is not None
             ),
         ]
+
+    def leave_one_out(self) -> dict[str, Errors]:
+        """Step times of each paper by a fit to the runs of the others; takes minutes."""
+        rows = [entry.row for entry in self.entries if entry.row and entry.time]
+        left_out = leave_one_out(rows, self.rank_groups.values())
+        return {paper: errors_of(errors.items()) for paper, errors in left_out.items()}
 
     def to_json(self) -> dict[str, Any]:
         time = self.time

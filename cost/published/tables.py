@@ -16,7 +16,8 @@ from typing import Any
 
 from autopar.cost.published.predict import step_model
 from autopar.cost.published.rows import Row, read_row
-from autopar.cost.transformer.estimate import Chunk, StepModel
+from autopar.cost.transformer.chunks import Chunk
+from autopar.cost.transformer.estimate import StepModel
 from autopar.cost.transformer.memory import kept_of_layer
 
 _TP = 8
