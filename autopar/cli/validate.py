@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from autopar.cli.shell import Progress, Result
-from autopar.cost.published.accuracy import Errors, Target
+from autopar.cost.published.accuracy import Errors, Ordering, Target
 from autopar.cost.published.runs import SHIPPED, is_runs_file, read_runs
 from autopar.cost.published.score import Compared, Entry, Score, score
 from autopar.cost.published.tables import Cell
@@ -66,6 +66,7 @@ def score_text(found: Score) -> str:
         ),
         _lines_of_cells("a layer's passes, ms", found.layer, "{:+.1%}"),
         [*_lines_of_targets(found.targets())],
+        _lines_of_missing(found.ordering),
     ]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
@@ -138,3 +139,12 @@ def _lines_of_targets(targets: Sequence[Target]) -> Iterator[str]:
             for number in (target.value, target.limit)
         )
         yield f"{target.name:{width}}  {value:>10}  {bound} {limit:10}  {said}"
+
+
+def _lines_of_missing(groups: Mapping[str, Ordering]) -> list[str]:
+    """Runs whose order was to be checked, and that have no predicted or no published time."""
+    return [
+        f"order of {name} is without {', '.join(order.missing)}"
+        for name, order in groups.items()
+        if order.missing
+    ]
