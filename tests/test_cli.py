@@ -69,8 +69,9 @@ CONFIG = {
     "loss_type": "ForCausalLM",
 }  # fmt: skip
 SIZES = ("--batch", "4", "--seq", "16")
-HELPED = ((), ("plan",), ("explain",), ("cost",), ("validate",), ("doctor",))
-NOT_BUILT = ("simulate", "compare")
+HELPED = (
+    (), ("plan",), ("explain",), ("simulate",), ("compare",), ("cost",), ("validate",), ("doctor",),
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -120,11 +121,6 @@ def test_version(run: Run) -> None:
 def test_groups_that_cannot_be_measured(run: Run, ranks: str, said: str) -> None:
     assert said in refused(run("calibrate", "--ranks", ranks))
     assert not Path("profile.toml").exists()
-
-
-@pytest.mark.parametrize("command", NOT_BUILT)
-def test_commands_that_are_not_built_say_so(run: Run, command: str) -> None:
-    assert f"`autopar {command}` is not supported yet" in refused(run(command, "x.json", "--json"))
 
 
 def test_no_torch_is_imported_for_the_options() -> None:

@@ -5,7 +5,10 @@
     models     MODEL: a factory, or a Hugging Face config.json
     shell      exit codes, errors, JSON on a clean stdout, progress
     summary    plans as JSON, and plans that are only loaded as text
+    plans      MODEL|PLAN.json: saved plans and new ones
     operators  `autopar ops`
+    simulate   `autopar simulate` of a plan; `scaling`: of a recipe on more and more nodes
+    compare    `autopar compare`
     validate   `autopar validate`
     doctor     `autopar doctor`
 

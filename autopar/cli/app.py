@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -14,8 +14,11 @@ from autopar.cli.options import (
     parse_bytes,
     parse_counts,
     parse_mesh,
+    takes_flags,
     takes_planning_options,
 )
+from autopar.cli.plans import ModelOption, ModelOrPlan, load_model, load_plan, make_plan, plan_of
+from autopar.cli.scaling import ScaleRequest, scale_flags
 from autopar.cli.shell import (
     ErrorGroup,
     JsonMayNameFile,
@@ -25,11 +28,6 @@ from autopar.cli.shell import (
     progress,
     to_json,
 )
-from autopar.errors import NotSupportedError, OptionError
-
-if TYPE_CHECKING:
-    from autopar.cli.models import Subject
-    from autopar.planning import Plan
 
 # Plain help: the same text in a terminal, a pipe and a golden file.
 app = typer.Typer(
@@ -43,12 +41,6 @@ app = typer.Typer(
 
 ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="package.module:factory, or a config.json.")
-]
-ModelOrPlan = Annotated[
-    str, typer.Argument(metavar="MODEL|PLAN.json", help="A model to plan, or a saved plan.")
-]
-ModelOption = Annotated[
-    str | None, typer.Option("--model", metavar="MODEL", help="The model of PLAN.json.")
 ]
 
 
@@ -85,7 +77,7 @@ def plan(
     """Choose how to run MODEL on a mesh, and explain it."""
     from autopar.cli.summary import plan_json
 
-    made = _plan(model, request)
+    made = make_plan(model, request)
     if output is not None:
         made.save(output)
         note(f"saved {output}")
@@ -109,13 +101,10 @@ def explain(
     from autopar.cli.summary import data_json, data_text, plan_json
 
     if is_plan_file(subject) and model is None:
-        from autopar.planning import Plan
-
-        _refuse_planning_flags(request)
-        data = Plan.load(subject).data
+        data = load_plan(subject, request).data
         text = data_text(data, name)
         return Result(text, data_json(data) | {"text": text})
-    made = _plan_of(subject, model, request)
+    made = plan_of(subject, model, request, "explain")
     text = made.explain(name)
     return Result(text, plan_json(made) | {"text": text})
 
@@ -132,11 +121,7 @@ def code(
     ] = None,
 ) -> Result:
     """Print or write the generated program, one file per stage."""
-    if is_plan_file(subject) and model is None:
-        raise OptionError(
-            "code is made from a plan and its model", hint=f"autopar code {subject} --model MODEL"
-        )
-    made = _plan_of(subject, model, request)
+    made = plan_of(subject, model, request, "code")
     files, written = made.code(), []
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
@@ -165,12 +150,7 @@ def report(
     from autopar.cli.summary import plan_json
     from autopar.report import INSTALL_HINT
 
-    if is_plan_file(subject) and model is None:
-        raise OptionError(
-            "a report is made from a plan and its model",
-            hint=f"autopar report {subject} --model MODEL",
-        )
-    made = _plan_of(subject, model, request)
+    made = plan_of(subject, model, request, "report")
     files = made.report(output)
     if not files.picture:
         note(f"{INSTALL_HINT}; its graph is in {files.dot}")
@@ -190,7 +170,7 @@ def verify(model: ModelArgument, request: PlanRequest) -> Result:
     """
     mesh = request.machine()
     with progress("loading the model") as report:
-        subject = _load(model, request, real=True)
+        subject = load_model(model, request, real=True)
         from autopar.verification import verify as verify_model
 
         report("capturing")
@@ -240,6 +220,73 @@ def ops(
             replicated = [use.op for use in uses if use.status == "replicated"]
             dims = uneven_dims(program, n_ranks, replicated)
     return ops_result(uses, dims, n_ranks)
+
+
+@app.command()
+@prints_result
+@takes_flags("recipe", scale_flags)
+@takes_planning_options
+def simulate(
+    subject: ModelOrPlan,
+    request: PlanRequest,
+    recipe: ScaleRequest,
+    model: ModelOption = None,
+    svg: Annotated[
+        Path | None, typer.Option("--svg", metavar="OUT", help="Draw the timeline, or the scaling.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", metavar="OUT", help="Write a Chrome trace.")
+    ] = None,
+    slow: Annotated[
+        str | None, typer.Option(metavar="STAGE:FACTOR", help="A stage that computes slower.")
+    ] = None,
+    jitter: Annotated[
+        str | None, typer.Option(metavar="FRACTION:SEED", help="Compute that is drawn slower.")
+    ] = None,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=2x,KEY=VALUE", help="On a machine with other figures. Repeatable."
+        ),
+    ] = None,
+    scale: Annotated[
+        bool, typer.Option("--scale", help="On faster parts; without --mesh, on more nodes.")
+    ] = False,
+) -> Result:
+    """Simulate a step, and ask what if the machine were another.
+
+    A plan: what its stages do and when, on its machine, on others, and with each part of it twice
+    as fast. A config.json with --scale: a recipe on 8 to 16,384 devices.
+    """
+    from autopar.cli.scaling import scale_config
+    from autopar.cli.simulate import PlanPlay, simulate_plan
+
+    play = PlanPlay(slow, jitter, trace, model)
+    if scale and not is_plan_file(subject) and request.mesh is None:
+        play.refuse()
+        return scale_config(subject, request, recipe, what_if or (), svg)
+    recipe.refuse()
+    return simulate_plan(subject, request, play, what_if or (), scale, svg)
+
+
+@app.command()
+@prints_result
+@takes_planning_options
+def compare(
+    subjects: Annotated[list[str], typer.Argument(metavar="MODEL|PLAN.json", help="Two or more.")],
+    request: PlanRequest,
+    model: ModelOption = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="PAGE.html", help="Write it as a page.")
+    ] = None,
+) -> Result:
+    """Compare plans side by side.
+
+    Costs, collectives, and which placements differ. Saved plans need --model for costs.
+    """
+    from autopar.cli.compare import compare_result
+
+    return compare_result(subjects, model, request, output)
 
 
 @app.command()
@@ -331,64 +378,3 @@ def doctor() -> Result:
     from autopar.cli.doctor import examine
 
     return examine()
-
-
-def _not_built(name: str, purpose: str) -> None:
-    def command(context: typer.Context) -> Result:
-        raise NotSupportedError(
-            f"`autopar {name}` is not supported yet",
-            hint="`autopar plan` and `autopar explain` print what is predicted",
-        )
-
-    command.__doc__ = f"{purpose} (not supported yet)."
-    settings = {"allow_extra_args": True, "ignore_unknown_options": True}
-    app.command(name, context_settings=settings)(prints_result(command))
-
-
-for _name, _purpose in {
-    "simulate": "Draw the timeline of a step",
-    "compare": "Compare plans",
-}.items():
-    _not_built(_name, _purpose)
-
-
-# -- plans -----------------------------------------------------------------------------------------
-
-
-def _load(model: str, request: PlanRequest, *, real: bool = False) -> Subject:
-    return load_subject(model, request.batch, request.seq, real=real)
-
-
-def _plan(model: str, request: PlanRequest) -> Plan:
-    """A new plan, with a progress bar that names the planner's phases."""
-    mesh, options = request.machine(), request.options()
-    with progress("loading the model") as report:
-        subject = _load(model, request)
-        from autopar.planning import plan as make_plan
-
-        report("capturing")
-        made = make_plan(subject.model, mesh, subject.example_inputs, progress=report, **options)
-    return made
-
-
-def _plan_of(subject: str, model: str | None, request: PlanRequest) -> Plan:
-    """A saved plan laid on its model, or a new plan of a model."""
-    if not is_plan_file(subject):
-        if model is not None:
-            raise OptionError(f"--model is for a plan file, and {subject} is a model")
-        return _plan(subject, request)
-    from autopar.planning import Plan
-
-    assert model is not None
-    _refuse_planning_flags(request)
-    loaded = Plan.load(subject)
-    found = _load(model, request)
-    return loaded.bind(found.model)
-
-
-def _refuse_planning_flags(request: PlanRequest) -> None:
-    """A saved plan is decided: flags that would be ignored are refused."""
-    given = [*request.given, *(k for k in ("mesh", "hardware") if getattr(request, k) is not None)]
-    if given:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise OptionError(f"a saved plan is decided: {flags}", hint="plan again with autopar plan")

@@ -133,17 +133,10 @@ def _from_config(path: Path, batch: int | None, seq: int | None, real: bool) -> 
         raise OptionError(f"{path} needs the size of a batch", hint="--batch 8 --seq 1024")
     if batch < 1 or seq < 1:
         raise OptionError(f"--batch {batch} --seq {seq}: sizes are at least 1")
-    if "model_type" not in _read_json(path):
-        raise OptionError(f"{path} is no Hugging Face configuration: it has no model_type")
-    try:
-        import transformers
-    except ModuleNotFoundError as error:
-        raise OptionError(
-            "a config.json needs the package transformers", hint="pip install transformers"
-        ) from error
+    config = read_config(path)
     import torch
+    import transformers
 
-    config = transformers.AutoConfig.from_pretrained(path)
     make = _model_class(transformers, config)
     torch.manual_seed(0)
     with torch.device("cpu" if real else "meta"):
@@ -157,6 +150,19 @@ def _from_config(path: Path, batch: int | None, seq: int | None, real: bool) -> 
         key: torch.empty(shape, dtype=torch.int64, device="meta") for key in ("input_ids", "labels")
     }
     return Subject(model, inputs)
+
+
+def read_config(path: Path) -> Any:
+    """A Hugging Face configuration, with what its file leaves to defaults."""
+    if "model_type" not in _read_json(path):
+        raise OptionError(f"{path} is no Hugging Face configuration: it has no model_type")
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise OptionError(
+            "a config.json needs the package transformers", hint="pip install transformers"
+        ) from error
+    return transformers.AutoConfig.from_pretrained(path)
 
 
 def _model_class(transformers: Any, config: Any) -> Any:

@@ -104,19 +104,27 @@ def _planning_flags(
     return PlanRequest(mesh, hardware, batch, seq, set_by_user)
 
 
+def takes_flags(name: str, read: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace a command's argument `name` by the flags of `read`, which makes its value of them."""
+    flags = inspect.signature(read, eval_str=True).parameters
+
+    def wrap(command: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(command)
+        def run(**kwargs: Any) -> Any:
+            value = read(**{flag: kwargs.pop(flag) for flag in flags})
+            return command(**kwargs, **{name: value})
+
+        own = inspect.signature(command, eval_str=True).parameters
+        kept = [p for p in own.values() if p.name != name]
+        set_parameters(run, [*kept, *flags.values()])
+        return run
+
+    return wrap
+
+
 def takes_planning_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Replace a command's `request: PlanRequest` by the planning flags."""
-    flags = inspect.signature(_planning_flags, eval_str=True).parameters
-
-    @functools.wraps(command)
-    def run(**kwargs: Any) -> Any:
-        request = _planning_flags(**{name: kwargs.pop(name) for name in flags})
-        return command(request=request, **kwargs)
-
-    own = inspect.signature(command, eval_str=True).parameters
-    kept = [p for p in own.values() if p.name != "request"]
-    set_parameters(run, [*kept, *flags.values()])
-    return run
+    return takes_flags("request", _planning_flags)(command)
 
 
 # -- texts -----------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, OptionError
 
 GOOD, FAILED_CHECK, WRONG_USE = 0, 1, 2
 Progress = Callable[[str], None]
@@ -115,6 +115,15 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(item) for item in value]
     return value
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """A file that cannot be written is wrong use."""
+    try:
+        yield
+    except OSError as error:
+        raise OptionError(f"cannot write {error.filename}: {error.strerror}") from error
 
 
 def note(text: str) -> None:
