@@ -7,8 +7,8 @@ Llama on 2 and on 4 processes, each by the plans of `PLANS`.
 
     step time   forward to optimizer, of the slowest rank, after a barrier. One step of every plan
                 makes a round; the median over rounds counts, quartiles tell the spread
-    yardstick   a product alone in the same rounds: where it is off, the machine is not as busy as
-                it was when it was calibrated, and step times are off with it
+    yardstick   products alone, in the same rounds: where they are off, the machine is not as busy
+                as it was when it was measured, and step times are off with it
     memory      on every rank the peak of live tensors over a step and its optimizer, beside the
                 predicted peak of the rank's stage
 
@@ -23,8 +23,10 @@ import statistics
 import sys
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +81,7 @@ class Measured:
     n_ranks: int
     plan: str
     predicted_s: float
-    times_s: tuple[float, ...]
+    times_s: tuple[float, ...] = ()
     predicted_bytes: tuple[float, ...] = ()
     live_bytes: tuple[float, ...] = ()
 
@@ -96,6 +98,11 @@ class Measured:
         """Of the rank that is furthest off."""
         errors = [p / m - 1.0 for p, m in zip(self.predicted_bytes, self.live_bytes, strict=True)]
         return max(errors, key=abs)
+
+
+def make_batch() -> dict[str, Any]:
+    ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids}
 
 
 def make_model(name: str) -> nn.Module:
@@ -120,11 +127,15 @@ def make_model(name: str) -> nn.Module:
 # -- what the ranks run ----------------------------------------------------------------------------
 
 
-class Timed:
-    """Something that all ranks do at once."""
+class Timed(ABC):
+    """Something that all ranks do at once, and how long the profile says that it takes."""
 
-    def step(self) -> None:
-        raise NotImplementedError
+    model: str
+    name: str
+    predicted_s: float
+
+    @abstractmethod
+    def step(self) -> None: ...
 
     def step_time_s(self) -> float:
         """Of the slowest rank."""
@@ -135,10 +146,15 @@ class Timed:
         dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
         return elapsed.item()
 
+    def described(self) -> Measured:
+        """All of its row but the times."""
+        return Measured(self.model, dist.get_world_size(), self.name, self.predicted_s)
+
 
 class Yardstick(Timed):
-    """Products of one size, and what the profile says of them."""
+    """Products of one size."""
 
+    model, name = "", "yardstick"
     n_products = 8
 
     def __init__(self, mesh: autopar.Mesh) -> None:
@@ -154,19 +170,22 @@ class Yardstick(Timed):
 
 
 class Training(Timed):
-    """One plan in training."""
+    """One plan of one model."""
 
-    def __init__(
-        self, name: str, model: nn.Module, batch: dict[str, Any], mesh: autopar.Mesh, **options: Any
-    ) -> None:
-        self.name, self.batch = name, batch
-        self.module = autopar.parallelize(model, mesh, batch, **options)
+    def __init__(self, model: str, name: str, mesh: autopar.Mesh, **options: Any) -> None:
+        self.model, self.name, self.batch = model, name, make_batch()
+        self.module = autopar.parallelize(make_model(model), mesh, self.batch, **options)
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-3)
+        self.predicted_s = self.module.plan.predicted.step_time_s
 
     def step(self) -> None:
         self.module.step(**self.batch)
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def described(self) -> Measured:
+        peaks = of_all_ranks(self.predicted_bytes()), of_all_ranks(self.live_bytes())
+        return replace(super().described(), predicted_bytes=peaks[0], live_bytes=peaks[1])
 
     def live_bytes(self) -> float:
         """The peak of this rank over one step."""
@@ -183,45 +202,44 @@ class Training(Timed):
         return plan.predicted.peak_bytes_per_stage[stage]
 
 
-def make_batch() -> dict[str, Any]:
-    ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
-    return {"input_ids": ids, "labels": ids}
+# What a worker process keeps from one round to the next.
+_timed: list[Timed] = []
 
 
-def measure(model_name: str, hardware: str, n_rounds: int) -> list[Measured]:
-    """In a worker process: every plan of a model."""
+def prepare(hardware: str) -> None:
+    """In a worker process: plan and warm up everything that it will time."""
     mesh = autopar.Mesh((1, dist.get_world_size()), hardware=hardware)
-    batch, model = make_batch(), make_model(model_name)
-    trained = [
-        Training(name, model, batch, mesh, manual=manual, microbatches=n)
-        for name, manual, n in PLANS[mesh.n_ranks]
-    ]
-    return measure_interleaved(model_name, trained, mesh, n_rounds)
-
-
-def measure_interleaved(
-    model_name: str, trained: Sequence[Training], mesh: autopar.Mesh, n_rounds: int
-) -> list[Measured]:
-    """The yardstick, then every plan."""
-    yardstick = Yardstick(mesh)
-    timed: list[Timed] = [yardstick, *trained]
+    _timed[:] = [Yardstick(mesh)]
+    for model in MODELS:
+        for name, manual, n in PLANS[mesh.n_ranks]:
+            _timed.append(Training(model, name, mesh, manual=manual, microbatches=n))
     for _ in range(N_WARM_UP):
-        for one in timed:
-            one.step()
-    times_s: list[list[float]] = [[] for _ in timed]
-    for _ in range(n_rounds):
-        for one, found in zip(timed, times_s, strict=True):
-            found.append(one.step_time_s())
-    rows = [
-        Measured(model_name, mesh.n_ranks, "yardstick", yardstick.predicted_s, tuple(times_s[0]))
+        one_round()
+
+
+def one_round() -> list[float]:
+    """Seconds of one step of each."""
+    return [timed.step_time_s() for timed in _timed]
+
+
+def describe() -> list[Measured]:
+    return [timed.described() for timed in _timed]
+
+
+def measure(hardware: str, n_rounds: int) -> list[Measured]:
+    """Every plan on 2 and on 4 processes, round by round, so that a busy time falls on all."""
+    with ExitStack() as stack:
+        pools = [stack.enter_context(WorkerPool(n_ranks)) for n_ranks in PLANS]
+        for pool in pools:
+            pool.run(prepare, hardware)
+        rounds = [
+            [time_s for pool in pools for time_s in pool.run(one_round)[0]] for _ in range(n_rounds)
+        ]
+        rows = [row for pool in pools for row in pool.run(describe)[0]]
+    return [
+        replace(row, times_s=times)
+        for row, times in zip(rows, zip(*rounds, strict=True), strict=True)
     ]
-    for training, found in zip(trained, times_s[1:], strict=True):
-        predicted_s = training.module.plan.predicted.step_time_s
-        peaks = of_all_ranks(training.predicted_bytes()), of_all_ranks(training.live_bytes())
-        rows.append(
-            Measured(model_name, mesh.n_ranks, training.name, predicted_s, tuple(found), *peaks)
-        )
-    return rows
 
 
 def of_all_ranks(value: float) -> tuple[float, ...]:
@@ -287,18 +305,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=9)
     given = parser.parse_args(argv)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    rows: list[Measured] = []
     with tempfile.TemporaryDirectory() as folder:
         profile = given.profile
         if profile is None:
             profile = Path(folder) / "this-machine.toml"
             with console.status("measuring this machine") as status:
                 calibrate(tuple(PLANS), progress=status.update).save(profile)
-        for n_ranks in PLANS:
-            with WorkerPool(n_ranks) as pool:
-                for model in MODELS:
-                    with console.status(f"{model} on {n_ranks} processes"):
-                        rows += pool.run(measure, model, str(profile), given.rounds)[0]
+        with console.status("planning, then training round by round"):
+            rows = measure(str(profile), given.rounds)
     console.print(table_of(rows, given.rounds))
     text, holds = verdict(rows)
     console.print(text, soft_wrap=True)

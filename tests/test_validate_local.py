@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 import autopar
+from autopar.cost.hardware import load_profile
 from autopar.runtime.launch import WorkerPool
 from examples import validate_local
 from examples.validate_local import Measured, Training, rank_correlation, verdict
@@ -18,21 +19,34 @@ ROW = Measured("GPT-2", 2, "dp", 0.1, (0.1, 0.09, 0.2), (100.0, 50.0), (99.0, 55
 
 
 def one_plan() -> Measured:
-    """In a worker process: the steps that `measure` makes, of one plan."""
-    batch, model = validate_local.make_batch(), validate_local.make_model("Llama")
+    """In a worker process: what it does for a plan."""
     mesh = autopar.Mesh((1, dist.get_world_size()), hardware="cpu-local")
-    trained = [Training("tp", model, batch, mesh, manual=autopar.Manual(tp=2), microbatches=1)]
-    _, row = validate_local.measure_interleaved("Llama", trained, mesh, n_rounds=2)
-    return row
+    training = Training("Llama", "tp", mesh, manual=autopar.Manual(tp=2), microbatches=1)
+    assert training.step_time_s() > 0
+    return training.described()
 
 
 def test_peaks_of_a_plan_that_runs(workers: Callable[[int], WorkerPool]) -> None:
     for row in workers(2).run(one_plan):
-        assert len(row.times_s) == 2
-        assert min(row.times_s) > 0
+        assert (row.model, row.n_ranks, row.plan) == ("Llama", 2, "tp")
         assert row.predicted_s > 0
         assert len(row.live_bytes) == 2
         assert abs(row.memory_error) < validate_local.MOST_MEMORY_ERROR
+
+
+def products_alone() -> tuple[float, float]:
+    """In a worker process: (what the profile says of the yardstick, seconds)."""
+    mesh = autopar.Mesh((1, dist.get_world_size()), hardware="cpu-local")
+    yardstick = validate_local.Yardstick(mesh)
+    return yardstick.described().predicted_s, yardstick.step_time_s()
+
+
+def test_yardstick(workers: Callable[[int], WorkerPool]) -> None:
+    flops = 8 * 2 * math.prod(validate_local.YARDSTICK)
+    rate = load_profile("cpu-local").rates_flops_per_s()["float32"]
+    for predicted_s, time_s in workers(2).run(products_alone):
+        assert predicted_s == pytest.approx(flops / rate, rel=0.01)
+        assert time_s > 0
 
 
 def test_errors_of_a_row() -> None:
@@ -53,13 +67,13 @@ def test_rank_correlation_sees_order_only() -> None:
     [
         ({}, True),
         ({"predicted_s": 0.2}, False),
-        ({"times_s": (0.01, 0.01, 0.01)}, False),
+        ({"times_s": (0.3, 0.3, 0.3)}, False),
         ({"live_bytes": (99.0, 70.0)}, False),
     ],
 )
 def test_verdict(change: dict[str, object], holds: bool) -> None:
-    rows = [ROW, replace(ROW, predicted_s=0.19, times_s=(0.2, 0.2, 0.2))]
-    rows = [replace(row, **change) for row in rows]  # type: ignore[arg-type]
+    slower = replace(ROW, predicted_s=0.19, times_s=(0.2, 0.2, 0.2))
+    rows = [replace(ROW, **change), slower]  # type: ignore[arg-type]
     unmeasured = replace(ROW, predicted_s=9.0, predicted_bytes=(), live_bytes=())
     text, is_good = verdict([*rows, unmeasured])
     assert is_good is holds

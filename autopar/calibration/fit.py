@@ -62,7 +62,7 @@ class ProductFit:
 
     rates_flops_per_s: dict[str, float]
     best_flops_per_s: dict[str, float]
-    traffic_fraction: float
+    traffic_ratio: float
     residuals: tuple[Residual, ...]
 
 
@@ -91,7 +91,7 @@ def fit_memory(samples: Sequence[OperatorSample]) -> MemoryFit:
 
 
 def fit_products(samples: Sequence[OperatorSample], memory: MemoryFit) -> ProductFit:
-    """A rate per dtype, and the share of products' memory time that shows."""
+    """A rate per dtype, and how much of products' memory time shows beside their arithmetic."""
     times_s = _times_s(samples)
     dtypes = sorted({s.dtype for s in samples})
     flops = np.array([[s.flops * (s.dtype == d) for d in dtypes] for s in samples])
@@ -99,14 +99,15 @@ def fit_products(samples: Sequence[OperatorSample], memory: MemoryFit) -> Produc
     launch_s = _column(samples, "n_operators") * memory.launch_s
 
     def law(constants: Array) -> Array:
-        *s_per_flop, share = constants
-        return np.maximum(flops @ s_per_flop + min(share, 1.0) * memory_s, memory_s) + launch_s
+        *s_per_flop, ratio = constants
+        return np.maximum(flops @ s_per_flop + ratio * memory_s, memory_s) + launch_s
 
     best = {d: max(s.flops / s.time_s for s in samples if s.dtype == d) for d in dtypes}
     found = _fitted(law, times_s, np.array([*(1.0 / best[d] for d in dtypes), 0.1]))
     _require_effect(law, found, times_s, [f"rate of {d} products" for d in dtypes])
     rates = {d: float(1.0 / value) for d, value in zip(dtypes, found[:-1], strict=True)}
-    return ProductFit(rates, best, min(float(found[-1]), 1.0), _residuals(samples, law(found)))
+    ratio = round(float(found[-1]), 6)
+    return ProductFit(rates, best, ratio, _residuals(samples, law(found)))
 
 
 def fit_link(samples: Sequence[TransferSample]) -> LinkFit:

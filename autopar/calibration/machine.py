@@ -27,17 +27,26 @@ class Machine:
     held_bytes: int
 
 
+def count_slots() -> int:
+    """GPUs, or else cores that this process may use; asks no GPU for memory."""
+    if torch.cuda.is_available():
+        return torch.cuda.device_count()
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def this_machine() -> Machine:
-    """The machine of this process."""
+    """The machine of this process, which is a rank: on a GPU it starts a context."""
     if torch.cuda.is_available():
         free_bytes, memory_bytes = torch.cuda.mem_get_info()
-        name, n_slots = torch.cuda.get_device_name(), torch.cuda.device_count()
-        return Machine(name, True, n_slots, memory_bytes, memory_bytes - free_bytes)
+        name = torch.cuda.get_device_name()
+        return Machine(name, True, count_slots(), memory_bytes, memory_bytes - free_bytes)
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     # Linux counts in KiB, macOS in bytes.
     unit = 1 if sys.platform == "darwin" else 1024
     held_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return Machine(_cpu_name(), False, _n_cores(), memory_bytes, held_bytes)
+    return Machine(_cpu_name(), False, count_slots(), memory_bytes, held_bytes)
 
 
 def _cpu_name() -> str:
@@ -47,10 +56,3 @@ def _cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _n_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

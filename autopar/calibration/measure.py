@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.calibration import samples as grids
-from autopar.calibration.machine import Machine, this_machine
+from autopar.calibration.machine import Machine, count_slots, this_machine
 from autopar.calibration.operators import (
     attention_samples,
     issue_samples,
@@ -48,46 +48,52 @@ def calibrate(
         OptionError: a group of one rank, or of more ranks than there are GPUs.
         CalibrationError: the measurements fit no positive constants.
     """
-    machine = this_machine()
-    groups = _group_sizes(ranks, machine)
-    samples = Samples(n_busy=max(1, min(machine.n_slots, max(groups))) if groups else 1)
-    for n_ranks in (samples.n_busy, *(n for n in groups if n > samples.n_busy)):
+    n_slots = count_slots()
+    groups = _group_sizes(ranks, n_slots)
+    samples = Samples(n_busy=min(n_slots, max(groups, default=1)))
+    with WorkerPool(samples.n_busy) as pool:
+        machine = pool.run(_of_rank)[0]
+        _measure_operators(samples, pool, quick, progress)
+        _measure_transfers(samples, pool, groups, quick, progress)
+    for n_ranks in (n for n in groups if n > samples.n_busy):
         with WorkerPool(n_ranks) as pool:
-            if n_ranks == samples.n_busy:
-                machine = pool.run(_of_rank)[0]
-                _measure_operators(samples, pool, machine, quick, progress)
-            else:
-                progress(f"{n_ranks} ranks that share {machine.n_slots} cores")
-                shared = pool.run(_on_rank, turn_samples, quick)[0]
-                samples.turns.append((n_ranks, _ratio(shared, samples.operators)))
-            if sizes := [n for n in groups if n_ranks % n == 0]:
-                progress(f"collectives and messages on {n_ranks} ranks")
-                turns = max(1.0, n_ranks / machine.n_slots)
-                samples.transfers += pool.run(_transfers_on_rank, sizes, turns, quick)[0]
+            progress(f"{n_ranks} ranks that share {n_slots} cores")
+            shared = pool.run(_on_rank, turn_samples, quick)[0]
+            samples.turns.append((n_ranks, _ratio(shared, samples.operators)))
+            _measure_transfers(samples, pool, groups, quick, progress)
     return Calibration.of(samples, machine)
 
 
-def _measure_operators(
-    samples: Samples, pool: WorkerPool, machine: Machine, quick: bool, progress: Report
-) -> None:
+def _measure_operators(samples: Samples, pool: WorkerPool, quick: bool, progress: Report) -> None:
     progress(f"products and memory-bound operators on {samples.n_busy} ranks")
     samples.operators += pool.run(_on_rank, operator_samples, quick)[0]
-    if machine.is_cuda:
+    if torch.cuda.is_available():
         progress("fused attention, and the interpreter's time per operator")
         samples.attention += pool.run(_on_rank, attention_samples, quick)[0]
         samples.issue += pool.run(_on_rank, issue_samples, quick)[0]
 
 
-def _group_sizes(ranks: Sequence[int] | None, machine: Machine) -> tuple[int, ...]:
+def _measure_transfers(
+    samples: Samples, pool: WorkerPool, groups: Sequence[int], quick: bool, progress: Report
+) -> None:
+    """Over groups of every size that divides the pool."""
+    sizes = [n for n in groups if pool.n_ranks % n == 0]
+    if sizes:
+        progress(f"collectives and messages on {pool.n_ranks} ranks")
+        turns = max(1.0, pool.n_ranks / count_slots())
+        samples.transfers += pool.run(_transfers_on_rank, sizes, turns, quick)[0]
+
+
+def _group_sizes(ranks: Sequence[int] | None, n_slots: int) -> tuple[int, ...]:
+    is_cuda = torch.cuda.is_available()
     if ranks is None:
-        most = machine.n_slots if machine.is_cuda else max(CPU_GROUPS)
-        return tuple(1 << i for i in range(1, most.bit_length()))
+        return tuple(1 << i for i in range(1, n_slots.bit_length())) if is_cuda else CPU_GROUPS
     for n_ranks in ranks:
         if n_ranks < 2:
             raise OptionError(f"a group of {n_ranks} has no collectives", hint="give 2 or more")
-        if machine.is_cuda and n_ranks > machine.n_slots:
+        if is_cuda and n_ranks > n_slots:
             raise OptionError(
-                f"{n_ranks} ranks need as many GPUs, and this machine has {machine.n_slots}",
+                f"{n_ranks} ranks need as many GPUs, and this machine has {n_slots}",
                 hint='give fewer, or set CUDA_VISIBLE_DEVICES="" to measure the CPU',
             )
     return tuple(sorted(set(ranks)))

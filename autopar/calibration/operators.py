@@ -1,7 +1,7 @@
 """Operators that are timed, and what the planner charges for them.
 
-    product   linear(x, w) forward and the gradients of both: three products of 2mnk flops, each
-              of which touches mk + kn + mn elements
+    product   the three of a linear layer and its backward, 2mnk flops each, which touch
+              mk + kn + mn elements; without autograd, whose time is in that of small operators
     memory    forward alone: one operator, its inputs and outputs; forward and backward: two
               operators, the backward charged 1.5 times the bytes (`passes/candidates.py`)
               On 1 row: the cost of an operator as such. Four in a chain, as in a model, where
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from autopar.units import format_bytes
 Operator = Callable[[Tensor, Tensor], Tensor]
 
 _CHAIN = 4
-_RING_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
+_RING_BYTES = {"cpu": 48 << 20, "cuda": 256 << 20}
 _MOST_COPIES = 64
 _BACKWARD_BYTES = 1.5
 _HEADS, _HEAD_DIM, _LENGTH = 16, 128, 4096
@@ -95,23 +95,30 @@ def products(grid: Grid, device: torch.device) -> Iterator[Timed]:
             sample = OperatorSample(
                 f"{dtype} product", size, dtype, 3 * flops, 3.0 * touched_bytes, 3, 0.0
             )
-            yield Timed(Case(partial(_differentiated, F.linear, x, w)), sample)
+            yield Timed(Case(partial(_products, x, w)), sample)
+
+
+def _products(x: list[Tensor], w: list[Tensor], i: int) -> None:
+    """Those of a linear layer: its output, and from a gradient of that those of x and w."""
+    a, b = _pair(x, w, i)
+    out = a @ b.T
+    out @ b
+    out.T @ a
 
 
 def memory_operators(grid: Grid, device: torch.device) -> Iterator[Timed]:
     for name, (operator, n_touched) in MEMORY.items():
         for rows in grid.memory_rows:
             x = _ring((rows, grid.width), torch.float32, device)
-            y = _ring((rows, grid.width), torch.float32, device)
             size, moved = format_bytes(x[0].nbytes), float(_CHAIN * n_touched * x[0].nbytes)
             repeated = partial(_chain, operator)
             sample = OperatorSample(name, size, "", 0.0, moved, _CHAIN, 0.0)
-            yield Timed(Case(partial(_forward, repeated, x, y)), sample)
+            yield Timed(Case(partial(_forward, repeated, x, x)), sample)
             both = replace(
                 sample, name=f"{name} and backward", n_operators=2 * _CHAIN,
                 size_bytes=(1 + _BACKWARD_BYTES) * moved,
             )  # fmt: skip
-            yield Timed(Case(partial(_differentiated, repeated, x, y)), both)
+            yield Timed(Case(partial(_differentiated, repeated, x, x)), both)
 
 
 def _chain(operator: Operator, x: Tensor, y: Tensor) -> Tensor:
@@ -122,7 +129,7 @@ def _chain(operator: Operator, x: Tensor, y: Tensor) -> Tensor:
 
 def _attention(device: torch.device) -> Iterator[Timed]:
     shape = (1, _HEADS, _LENGTH, _HEAD_DIM)
-    x = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(4)]
+    x = _ring(shape, torch.bfloat16, device)
     # Two products of every query with every key, half of which are masked and not computed.
     flops = 2.0 * 2 * _HEADS * _LENGTH**2 * _HEAD_DIM / 2
 
@@ -134,7 +141,7 @@ def _attention(device: torch.device) -> Iterator[Timed]:
         ("attention and backward", _differentiated, 2, 3.5 * flops),
     ):
         sample = OperatorSample(name, str(shape), "bfloat16", work, 0.0, n, 0.0)
-        yield Timed(Case(partial(run, attend, x[:2], x[2:])), sample)
+        yield Timed(Case(partial(run, attend, x, x)), sample)
 
 
 def _measured(timed: list[Timed], grid: Grid, device: torch.device) -> list[OperatorSample]:
@@ -143,18 +150,26 @@ def _measured(timed: list[Timed], grid: Grid, device: torch.device) -> list[Oper
     return [replace(t.sample, time_s=s) for t, s in zip(timed, times_s, strict=True)]
 
 
+@cache
 def _ring(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Tensors of one shape, the same for all that asks for it."""
     first = torch.randn(shape, device=device).to(dtype)
     n_copies = max(2, min(_MOST_COPIES, _RING_BYTES[device.type] // first.nbytes))
     return [first, *(first.clone() for _ in range(n_copies - 1))]
 
 
+def _pair(x: list[Tensor], y: list[Tensor], i: int) -> tuple[Tensor, Tensor]:
+    """Two different tensors also where both rings are the same."""
+    return x[i % len(x)], y[(i + 1) % len(y)]
+
+
 def _forward(operator: Operator, x: list[Tensor], y: list[Tensor], i: int) -> None:
-    with torch.no_grad():
-        operator(x[i % len(x)], y[i % len(y)])
+    """As in training: autograd records it."""
+    a, b = (tensor.detach().requires_grad_() for tensor in _pair(x, y, i))
+    operator(a, b)
 
 
 def _differentiated(operator: Operator, x: list[Tensor], y: list[Tensor], i: int) -> None:
-    a, b = x[i % len(x)].detach().requires_grad_(), y[i % len(y)].detach().requires_grad_()
+    a, b = (tensor.detach().requires_grad_() for tensor in _pair(x, y, i))
     out = operator(a, b)
     torch.autograd.grad(out, (a, b), out.detach(), allow_unused=True)

@@ -93,11 +93,11 @@ CPU = Grid(
     width=256,
     transfer_bytes=(_KIB, 64 * _KIB, 256 * _KIB, _MIB, 4 * _MIB, 16 * _MIB),
     sample_s=0.01,
-    n_rounds=9,
+    n_rounds=11,
 )
 QUICK_CPU = Grid(
-    product_shapes=((64, 64, 64), (256, 256, 256)),
-    most_flops=(("float64", 1e8), ("float32", 1e8), ("bfloat16", 1e8), ("float16", 1e7)),
+    product_shapes=((128, 256, 256), (1024, 256, 256), (256, 512, 512)),
+    most_flops=(("float64", 2e8), ("float32", 2e8), ("bfloat16", 2e8), ("float16", 2e7)),
     memory_rows=(1, 4096),
     width=256,
     transfer_bytes=(_KIB, 256 * _KIB, 2 * _MIB),
@@ -110,11 +110,11 @@ CUDA = Grid(
         (m, n, k) for m in (512, 2048, 8192) for n in (1024, 4096, 12288) for k in (1024, 4096)
     ),
     most_flops=_CUDA_FLOPS,
-    memory_rows=(1, 4096, 16384, 65536),
+    memory_rows=(1, 4096, 16384, 32768),
     width=4096,
     transfer_bytes=(_KIB, 64 * _KIB, _MIB, 16 * _MIB, 64 * _MIB, 256 * _MIB),
     sample_s=0.02,
-    n_rounds=9,
+    n_rounds=11,
 )
 QUICK_CUDA = Grid(
     product_shapes=((2048, 1024, 1024), (4096, 4096, 4096)),

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-_MOST_CALLS = 1000
+# A GPU's queue has room for about a thousand kernels, and a call may launch a dozen.
+_MOST_CALLS = {"cpu": 1000, "cuda": 50}
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def _n_calls(case: Case, device: torch.device, sample_s: float) -> int:
     """As many as fill `sample_s`, the same on all ranks; the first call is not counted."""
     _time_s(case, 1, device)
     pilot_s = _over_ranks(_time_s(case, 3, device) / 3, device)
-    return max(1, min(_MOST_CALLS, round(sample_s / max(pilot_s, 1e-7))))
+    return max(1, min(_MOST_CALLS[device.type], round(sample_s / max(pilot_s, 1e-7))))
 
 
 def _over_ranks(value: float, device: torch.device) -> float:

@@ -29,7 +29,8 @@ _PREPARED = 192  # a product of this many a side precedes every call
 def transfer_samples(
     group_sizes: Sequence[int], turns: float, grid: Grid, device: torch.device
 ) -> list[TransferSample]:
-    """Collectives over groups of these sizes, side by side in the world; messages in pairs."""
+    """Collectives over groups of these sizes, side by side in the world; messages in pairs, where
+    no rank is left over."""
     cases: list[Case] = []
     samples: list[TransferSample] = []
     messenger = DistMessenger(device)
@@ -40,7 +41,7 @@ def transfer_samples(
             for kind, case in _calls(group, size_bytes, device, partial(torch.mm, work, work)):
                 cases.append(case)
                 samples.append(TransferSample(kind, size_bytes, n_ranks, turns, 0.0))
-    for size_bytes in grid.transfer_bytes:
+    for size_bytes in grid.transfer_bytes if messenger.n_ranks % 2 == 0 else ():
         cases.append(_message(messenger, size_bytes, device))
         samples.append(TransferSample("send_recv", size_bytes, 2, turns, 0.0))
     times_s = medians_s(cases, device, grid.sample_s, grid.n_rounds)
@@ -72,14 +73,12 @@ def _calls(
 
 
 def _message(messenger: Messenger, size_bytes: int, device: torch.device) -> Case:
-    """To the other rank of a pair and back; an odd last rank looks on."""
+    """To the other rank of a pair and back."""
     peer = messenger.rank ^ 1
     value = torch.randn(max(size_bytes // 4, 1), device=device)
     receive = (tuple(value.shape), value.dtype, peer)
 
     def there_and_back(i: int) -> None:
-        if peer >= messenger.n_ranks:
-            return
         if messenger.rank < peer:
             sent = messenger.post([(value, peer)], [])
             messenger.post([], [receive]).wait_received()
