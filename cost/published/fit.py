@@ -1,24 +1,29 @@
 """Fitting a profile's constants to published runs: least squares with the literature as prior.
 
-    minimise   sum over runs ((log predicted - log published) / RUN_SIGMA)^2
-             + sum over runs of a group ((log ratio - mean log ratio of the group) / GROUP_SIGMA)^2
-             + sum over constants ((log value - log prior) / sigma)^2
+    minimise   sum over runs        (log predicted - log published)^2 / RUN_SIGMA^2
+             + sum over group runs  (log ratio - mean log ratio of the group)^2 / GROUP_SIGMA^2
+             + sum over constants   (log value - log prior)^2 / sigma^2
 
-Runs of a group (one figure of a paper: same machine, model and software) are known better relative to
-each other than to the world. Solved by Gauss-Newton steps with a numerical Jacobian in the logarithms. The prior of a constant is what
-data sheets and micro-benchmarks say of it; its sigma is how far whole training runs may lie from
-that. With no run on a device, its constants stay at the prior.
+where log ratio is log(predicted / published). Runs of a group (one figure of a paper: same machine,
+model and software) are known better relative to each other than to the world. A residual beyond
+two sigmas counts by its distance, not its square (P. J. Huber, 1964), so that one run that is
+unlike the others does not bend the constants of all. Solved by reweighted Gauss-Newton steps with
+a numerical Jacobian in the logarithms.
 
-Constants belong to hardware: all runs on a device share them, whatever paper they come from.
-`leave_one_out` fits without the runs of one paper and predicts them, which is what a user's own
-run would see.
+The prior of a constant (`priors.toml`) is what data sheets and micro-benchmarks say of it; its
+sigma is how far whole training runs may lie from that. With no run on a device, its constants stay
+at the prior. Constants belong to hardware: all runs on a device share them, whatever paper they
+come from. `leave_one_out` fits without the runs of one paper and predicts those, which is what a
+user's own run would see.
 """
 
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -28,6 +33,8 @@ from autopar.cost.published.rows import Row
 
 RUN_SIGMA = 0.05
 GROUP_SIGMA = 0.01
+_HUBER = 2.0
+PRIORS = Path(__file__).parent / "priors.toml"
 _STEP = 0.02  # of a logarithm, for the Jacobian
 
 
@@ -38,7 +45,16 @@ class Constant:
     keys: tuple[str, ...]
     prior: float
     sigma: float
-    largest: float = math.inf
+
+
+def constants_of(name: str) -> tuple[Constant, ...]:
+    """What is fitted of a profile, with priors; empty for one that no run is fitted to."""
+    with PRIORS.open("rb") as file:
+        table = tomllib.load(file)["profile"].get(name, {})
+    return tuple(
+        Constant(tuple(entry.get("keys", (key,))), entry["prior"], entry["sigma"])
+        for key, entry in table.items()
+    )
 
 
 def with_values(profile: Profile, values: Mapping[str, float]) -> Profile:
@@ -67,7 +83,6 @@ def fit(
     members = [[ids.index(i) for i in group if i in ids] for group in groups]
     x = np.log([constant.prior for constant in constants])
     prior, sigma = x.copy(), np.array([constant.sigma for constant in constants])
-    bound = np.log([constant.largest for constant in constants])
 
     def residuals(at: np.ndarray) -> np.ndarray:
         profile = with_values(base, _values(constants, at))
@@ -80,9 +95,10 @@ def fit(
         jacobian = np.stack(
             [(residuals(x + _STEP * unit) - here) / _STEP for unit in np.eye(len(x))], axis=1
         )
-        normal = jacobian.T @ jacobian + np.diag(sigma**-2.0)
-        gradient = jacobian.T @ here + (x - prior) * sigma**-2.0
-        x = np.minimum(x - np.linalg.solve(normal, gradient), bound)
+        weight = np.minimum(1.0, _HUBER / np.maximum(np.abs(here), 1e-12))
+        normal = (jacobian.T * weight) @ jacobian + np.diag(sigma**-2.0)
+        gradient = jacobian.T @ (weight * here) + (x - prior) * sigma**-2.0
+        x = x - np.linalg.solve(normal, gradient)
     return Fit(name, _values(constants, x), len(used))
 
 
@@ -98,3 +114,22 @@ def _values(constants: Sequence[Constant], logs: np.ndarray) -> dict[str, float]
         for constant, log in zip(constants, logs, strict=True)
         for key in constant.keys
     }
+
+
+def leave_one_out(
+    rows: Sequence[Row], groups: Iterable[Sequence[str]] = ()
+) -> dict[str, dict[str, float]]:
+    """Paper -> id -> predicted / published - 1 with constants fitted without that paper's runs."""
+    groups, found = list(groups), {}
+    for paper in dict.fromkeys(row.paper for row in rows if row.step_time_s):
+        left_out = [row for row in rows if row.paper == paper and row.step_time_s]
+        others = [row for row in rows if row.paper != paper]
+        errors = {}
+        for name in dict.fromkeys(row.profile for row in left_out):
+            values = fit(name, others, constants_of(name), groups).values
+            profile = with_values(load_profile(name), values)
+            for row in left_out:
+                if row.profile == name:
+                    errors[row.id] = math.exp(log_error(row, profile)) - 1
+        found[paper] = errors
+    return found
