@@ -158,7 +158,9 @@ def _recipe(request: PlanRequest, scale: ScaleRequest) -> Recipe:
     recompute = request.given.get("recompute", "none")
     if recompute not in _RECOMPUTED:
         raise OptionError(f"--recompute {recompute}", hint=f"one of {', '.join(_RECOMPUTED)}")
-    return Recipe(**scale.recipe, order=order, recompute=recompute)
+    # One microbatch: `weak_scaling` finds the batch of each number of nodes.
+    batch = scale.recipe.get("microbatch_size", 1)
+    return Recipe(**scale.recipe, global_batch=batch, order=order, recompute=recompute)
 
 
 def _recipe_text(recipe: Recipe) -> str:

@@ -100,11 +100,6 @@ def weak_scaling(
     points: list[ScalePoint] = []
     for n_nodes in nodes:
         dp = _dp(recipe, n_nodes, devices_per_node)
-        if batch * dp % first_dp:
-            raise OptionError(
-                f"a batch of {batch} on dp={first_dp} ranks has no equal on dp={dp}",
-                hint="list nodes that are multiples of the first",
-            )
         laid = replace(recipe, dp=dp, global_batch=batch * dp // first_dp)
         layer = LayerModel(shape, laid, software or Software(), dtype.itemsize)
         model = StepModel(layer, Machine(hardware, devices_per_node, laid, dtype))
