@@ -15,16 +15,7 @@ from autopar.cli.validate import score_text
 from autopar.cost.published.accuracy import Errors, Target, errors_of, ordering
 from autopar.cost.published.rows import read_row
 from autopar.cost.published.runs import RunsFile, read_runs
-from autopar.cost.published.score import (
-    MAX_MEMORY_ERROR,
-    MAX_PROFILE_MAPE,
-    MAX_TIME_ERROR,
-    Compared,
-    Entry,
-    Score,
-    entry_of,
-    score,
-)
+from autopar.cost.published.score import Compared, Entry, Score, entry_of, score
 from autopar.cost.published.tables import activation_memory, layer_passes_s, layer_times
 from autopar.errors import OptionError
 
@@ -198,10 +189,8 @@ def test_a_sample_of_shipped_runs_meets_the_targets(shipped: RunsFile) -> None:
     assert len(runs) == len(SAMPLE)
     found = score(RunsFile(runs))
     assert found.n_skipped == 0
-    assert found.time.max_error is not None and found.time.max_error <= MAX_TIME_ERROR
-    assert found.time.mape is not None and found.time.mape <= MAX_PROFILE_MAPE
     assert found.memory.n == 3
-    assert found.memory.max_error is not None and found.memory.max_error <= MAX_MEMORY_ERROR
+    assert [target.name for target in found.targets() if not target.is_met] == []
 
 
 # -- tables of one layer ---------------------------------------------------------------------------
