@@ -117,7 +117,9 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
 
     def text(self, most: int | None = None) -> str:
-        """Aligned columns; of more than `most` rows the first."""
+        """Aligned columns; of more than `most` rows the first. Without rows, the title."""
+        if not self.rows:
+            return self.title
         shown = self.rows[:most]
         widths = [max(map(len, column)) for column in zip(self.heads, *shown, strict=True)]
         lines = [
@@ -151,7 +153,9 @@ class Comparison:
             *(f'<p class="note">{escaped(note)}</p>' for note in self._notes()),
         ]
         for table in (*self._summaries(), *self._differences()):
-            parts += [f"<h2>{escaped(table.title)}</h2>", html_table("", table.heads, table.rows)]
+            parts.append(f"<h2>{escaped(table.title)}</h2>")
+            if table.rows:
+                parts.append(html_table("", table.heads, table.rows))
         return document("parallel plans side by side", parts)
 
     def to_json(self) -> str:
