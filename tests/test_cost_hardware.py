@@ -26,7 +26,7 @@ from autopar.errors import NotSupportedError, OptionError
 from autopar.mesh import Device, Link, Mesh
 
 CPU_TEXT = (PROFILE_FOLDER / "cpu-local.toml").read_text()
-UNITS = "_s|_per_s|_per_byte|_bytes|_fraction|_count"
+UNITS = "_s|_per_s|_per_byte|_bytes|_fraction|_ratio|_count"
 SHIPPED = (
     "a100-40gb",
     "a100-80gb",
@@ -75,7 +75,7 @@ def test_a100_figures_are_the_datasheets() -> None:
     assert (peaks["tfloat32"], peaks["float32"], peaks["float64"]) == (156e12, 19.5e12, 19.5e12)
     assert profile.value("device.memory_bytes") == 80 * 1024**3
     assert 200e9 < 1 / profile.link("intra_node").s_per_byte < 300e9
-    assert 20e9 < 1 / profile.link("inter_node").s_per_byte < 25e9
+    assert 15e9 < 1 / profile.link("inter_node").s_per_byte < 25e9
 
 
 def test_cpu_local_ring_reproduces_the_measured_all_reduce() -> None:

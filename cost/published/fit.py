@@ -63,6 +63,12 @@ def with_values(profile: Profile, values: Mapping[str, float]) -> Profile:
     return replace(profile, quantities={**profile.quantities, **changed})
 
 
+def at_priors(name: str) -> Profile:
+    """The profile as the literature has it, before whole training runs bent it."""
+    constants = constants_of(name)
+    return with_values(load_profile(name), {key: c.prior for c in constants for key in c.keys})
+
+
 @dataclass(frozen=True)
 class Fit:
     """The values of the constants of one profile, and the runs they were fitted to."""

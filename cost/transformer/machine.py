@@ -27,7 +27,7 @@ from autopar.mesh import Device, Link
 
 @dataclass(frozen=True)
 class Spending:
-    """Seconds of a rank: kernels one after the other, collectives, and the interpreter's launches."""
+    """Seconds of a rank: kernels one after the other, collectives, the interpreter launching."""
 
     compute_s: float = 0.0
     comm_s: float = 0.0
