@@ -87,7 +87,8 @@ def record_of(mesh: Mesh, hardware: Hardware) -> MeshRecord:
     return MeshRecord(
         mesh.shape,
         mesh.axis_names,
-        hardware.profile_name,
+        # As it was asked for: the path of a profile finds it again, its name would not.
+        mesh.hardware or hardware.profile_name,
         tuple(tuple(v for v in astuple(link) if v is not None) for link in hardware.links),
         {
             "flops_per_s": device.flops_per_s,

@@ -109,9 +109,8 @@ def test_a_plan_and_itself_differ_in_nothing(megatron: autopar.Plan) -> None:
 
 def test_parameters_that_differ_alike_are_one_row() -> None:
     pins = {f"layers.{k}.weight": "S(0)@1" for k in range(3)}
-    options = {"mesh_shape": "as-given"}
-    plain = planned(Deep(), force=dict.fromkeys(pins, "I@1"), **options)
-    pinned = planned(Deep(), force=pins, **options)
+    plain = planned(Deep(), force=dict.fromkeys(pins, "I@1"), mesh_shape="as-given")
+    pinned = planned(Deep(), force=pins, mesh_shape="as-given")
     text = autopar.compare(plain, pinned).text()
     rows = section(text, "parameters, as they are stored: 3 of 3 differ")
     assert rows["layers.*.weight (3)"] == ["whole", "S(0) on device=2"]

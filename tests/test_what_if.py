@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import autopar
 from autopar.cli import app, shell
-from autopar.cost.hardware import available_profiles, load_profile
+from autopar.cost.hardware import PROFILE_FOLDER, available_profiles, load_profile
 from autopar.cost.what_if import Change, changed, doublings, parse_changes
 from autopar.errors import OptionError
 from tests.tiny_model import Tiny, batch
@@ -131,6 +131,16 @@ def test_explicit_links_have_no_profile_to_change() -> None:
     mesh = autopar.Mesh((1, 2), links=[autopar.Link(1e-6, 1e-10)] * 2, device=device)
     with pytest.raises(OptionError, match="no profile to change"):
         autopar.plan(Tiny(), mesh, batch()).what_if("device.launch_s=2x")
+
+
+def test_a_plan_on_a_profile_of_ones_own_finds_it_again(tmp_path: Path) -> None:
+    measured = tmp_path / "measured.toml"
+    measured.write_text((PROFILE_FOLDER / "h100-sxm.toml").read_text())
+    made = autopar.plan(Tiny(), autopar.Mesh((1, 2), hardware=str(measured)), batch())
+    made.save(tmp_path / "plan.json")
+    loaded = autopar.Plan.load(tmp_path / "plan.json").bind(Tiny())
+    assert loaded.predicted == made.predicted
+    assert loaded.what_if("device.launch_s=2x").predicted.step_time_s > made.predicted.step_time_s
 
 
 # -- the command -----------------------------------------------------------------------------------

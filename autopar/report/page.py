@@ -50,4 +50,5 @@ def html_table(
     lines += [
         row(cells, "td", ' class="chosen"' if i in marked else "") for i, cells in enumerate(rows)
     ]
-    return f"<table>\n<caption>{escaped(caption)}</caption>\n" + "\n".join(lines) + "\n</table>"
+    above = f"<caption>{escaped(caption)}</caption>\n" if caption else ""
+    return f"<table>\n{above}" + "\n".join(lines) + "\n</table>"

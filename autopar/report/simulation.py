@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autopar.cost.simulate import Timeline
@@ -83,7 +83,7 @@ def _step_dict(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Columns of numbers to the right, the first to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
