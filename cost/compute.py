@@ -5,10 +5,10 @@
     memory      bytes / bytes_per_s + launch_s
 
 u is the memory time that shows beside a product's arithmetic, over that of touching each operand
-once (`product_traffic_ratio`): tiles read operands several times, and hide most of it. As 2mkn flops touch mk + kn + mn elements, it makes the efficiency of
-a product depend on its sizes (`product_efficiency`): small m, n or k, and the launch, each take
-their part. Replicated work is charged in full on every rank. Views launch nothing and are free;
-callers do not ask for them.
+once (`product_traffic_ratio`): tiles read operands several times, and hide most of it. As 2mkn
+flops touch mk + kn + mn elements, it makes the efficiency of a product depend on its sizes
+(`product_efficiency`): small m, n or k, and the launch, each take their part. Replicated work is
+charged in full on every rank. Views launch nothing and are free; callers do not ask for them.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from autopar.units import format_bytes
 Operator = Callable[[Tensor, Tensor], Tensor]
 
 _CHAIN = 4
-_RING_BYTES = {"cpu": 48 << 20, "cuda": 256 << 20}
+_RING_BYTES = {"cpu": 48 << 20, "cuda": 128 << 20}
 _MOST_COPIES = 64
 _BACKWARD_BYTES = 1.5
 _HEADS, _HEAD_DIM, _LENGTH = 16, 128, 4096

@@ -110,7 +110,7 @@ CUDA = Grid(
         (m, n, k) for m in (512, 2048, 8192) for n in (1024, 4096, 12288) for k in (1024, 4096)
     ),
     most_flops=_CUDA_FLOPS,
-    memory_rows=(1, 4096, 16384, 32768),
+    memory_rows=(1, 2048, 8192, 16384),
     width=4096,
     transfer_bytes=(_KIB, 64 * _KIB, _MIB, 16 * _MIB, 64 * _MIB, 256 * _MIB),
     sample_s=0.02,

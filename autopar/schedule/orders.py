@@ -8,6 +8,8 @@
                  2(p - i - 1) + (v - 1)p forwards before it takes turns  (`interleaved`)
     zero_bubble  1f1b whose backwards are in two parts: that of parameters, which nobody
                  waits for, comes i microbatches later on stage i      in flight min(m, n)
+                 `is_eager`: 2(n - i) - 1 forwards first, and that of
+                 parameters 2i microbatches later                      in flight min(m, 2n - 1)
 
 All run the backwards of a stage in the order of its forwards, so that gradients add up in the same
 order. With m <= n - i, stage i has no forwards left after the first ones, and gpipe and 1f1b are
@@ -18,9 +20,10 @@ is longer than m (f + b) by what every device idles:
 
     gpipe, 1f1b    (n - 1)(f + b)              interleaved    (p - 1)(f + b) / v
     zero_bubble    (n - 1)(f + b - 2w)         where w <= f, w <= b / 2 and n <= m
+    is_eager       (n - 1) f                   where w = f = b / 2 and 2n <= m: the way in
 
 Sources: GPipe, Huang et al. 2019; PipeDream-Flush and interleaving, Narayanan et al. 2021 (arXiv
-2104.04473, figure 4); ZB-H1, Qi et al. 2023 (arXiv 2401.10241, figure 2).
+2104.04473, figure 4); ZB-H1 and ZB-H2, Qi et al. 2023 (arXiv 2401.10241, figures 2 and 3).
 """
 
 from __future__ import annotations
@@ -75,20 +78,25 @@ def interleaved(n_devices: int, n_chunks: int, n_microbatches: int) -> Schedule:
     return Schedule(tuple(rows), n_microbatches, n_chunks=n_chunks)
 
 
-def zero_bubble(n_stages: int, n_microbatches: int) -> Schedule:
-    """ZB-H1: gradients of parameters fill part of the bubble, in the memory of 1f1b's stage 0."""
+def zero_bubble(n_stages: int, n_microbatches: int, *, is_eager: bool = False) -> Schedule:
+    """Gradients of parameters fill the bubble: ZB-H1, in the memory of 1f1b's stage 0.
+
+    is_eager: ZB-H2, nearly without a bubble, in twice that memory.
+    """
+    _check_counts(n_stages, n_microbatches)
     rows = []
-    for stage, actions in enumerate(one_f_one_b(n_stages, n_microbatches).rows):
+    for stage in range(n_stages):
+        n_first = 2 * (n_stages - stage) - 1 if is_eager else n_stages - stage
+        delay = 2 * stage if is_eager else stage
+        forwards = _all("forward", stage, n_microbatches)
+        backwards = _all("backward_input", stage, n_microbatches)
         late = _all("backward_weight", stage, n_microbatches)
         row: list[Action] = []
-        for action in actions:
-            if action.kind == "forward":
-                row.append(action)
-                continue
-            row.append(Action("backward_input", stage, action.microbatch))
-            if action.microbatch >= stage:
-                row.append(late[action.microbatch - stage])
-        row += late[max(0, n_microbatches - stage) :]
+        for action in _in_turn(forwards, backwards, n_first):
+            row.append(action)
+            if action.kind == "backward_input" and action.microbatch >= delay:
+                row.append(late[action.microbatch - delay])
+        row += late[max(0, n_microbatches - delay) :]
         rows.append(tuple(row))
     return Schedule(tuple(rows), n_microbatches, splits_backward=True)
 

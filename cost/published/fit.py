@@ -111,7 +111,7 @@ def fit(
 def log_error(row: Row, profile: Profile | None = None) -> float:
     """log(predicted / published) of a run's step time."""
     assert row.step_time_s is not None
-    return math.log(step_model(row, profile).simulate().step_time_s / row.step_time_s)
+    return math.log(step_model(row, profile).step_time_s() / row.step_time_s)
 
 
 def _values(constants: Sequence[Constant], logs: np.ndarray) -> dict[str, float]:

@@ -36,7 +36,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from autopar.cost.transformer.recipe import Order, Recipe, Recompute, Software
+from autopar.cost.transformer.recipe import Module, Order, Recipe, Recompute, Software
 from autopar.cost.transformer.shape import Experts, TransformerShape
 from autopar.errors import NotSupportedError, OptionError
 
@@ -46,6 +46,12 @@ _NO_BF16 = ("v100",)
 _ORDERS: dict[str, Order] = {
     "1f1b": "1f1b", "1f1b-i": "interleaved", "interleaved": "interleaved", "gpipe": "gpipe",
     "zb-1p": "zero-bubble", "zb-h1": "zero-bubble", "zero-bubble": "zero-bubble",
+    "zb-2p": "zero-bubble-2", "zb-h2": "zero-bubble-2",
+}  # fmt: skip
+# Megatron-Core's --recompute-modules, and how tables write them.
+_MODULES: dict[str, Module] = {
+    "norm": "norm", "layernorm": "norm", "act": "activation", "moe_act": "activation",
+    "core_attn": "core", "attn": "core", "mlp": "feed-forward", "moe": "feed-forward",
 }  # fmt: skip
 _OVERRIDES = {
     "internode_bytes_per_s_per_device": "link.inter_node.s_per_byte",
@@ -164,11 +170,13 @@ def _recipe(reader: _Reader, shape: TransformerShape) -> Recipe:
     if interleave > 1:
         order = "interleaved"
     zero = row.get("zero")
+    recompute, modules = _recompute(reader, zero)
     try:
         return Recipe(
             tp=tp, pp=pp, dp=dp,
             cp=int(row.get("cp") or 1), ep=int(row.get("ep") or 1), interleave=int(interleave),
-            sp=bool(row.get("sp")), zero=int(zero or 0), recompute=_recompute(reader, zero),
+            sp=bool(row.get("sp")), zero=int(zero or 0), recompute=recompute,
+            recomputed=modules,
             microbatch_size=int(row.get("microbatch") or reader.assume("microbatch", 1)),
             global_batch=reader.known("global_batch"), order=order,
         )  # fmt: skip
@@ -176,18 +184,23 @@ def _recipe(reader: _Reader, shape: TransformerShape) -> Recipe:
         raise NotSupportedError(str(error)) from error
 
 
-def _recompute(reader: _Reader, zero: int | None) -> Recompute:
+def _recompute(reader: _Reader, zero: int | None) -> tuple[Recompute, tuple[Module, ...]]:
+    """The way, and the modules where they are listed."""
     word = reader.row.get("recompute")
     if word is None:
         word = reader.assume("recompute", "none")
-    words = str(word).replace("_", " ")
-    if words in ("none", "full"):
-        return "full" if words == "full" else "none"
-    if words == "selective":  # Megatron's, or torchtitan's, whose recipes are ZeRO-3
-        return "selective" if zero == 3 else "attention-core"
-    if "norm" in words or "act" in words:
-        return "norm-act"
-    raise NotSupportedError(f"recompute {word!r}")
+    match str(word):
+        case "none":
+            return "none", ()
+        case "full":
+            return "full", ()
+        case "selective":  # Megatron's, or torchtitan's, whose recipes are ZeRO-3
+            return ("selective" if zero == 3 else "attention-core"), ()
+    modules = [_MODULES.get(name.strip()) for name in str(word).replace(" ", "").split(",")]
+    known = tuple(module for module in modules if module is not None)
+    if len(known) < len(modules):
+        raise NotSupportedError(f"recompute {word!r}")
+    return "modules", known
 
 
 def _software(
@@ -254,6 +267,8 @@ def _step_time_s(row: Mapping[str, Any], shape: TransformerShape, recipe: Recipe
     tokens = recipe.global_batch * shape.seq
     if metric.get("tokens_per_sec_per_gpu"):
         return float(tokens / metric["tokens_per_sec_per_gpu"] / n_gpus)
+    if metric.get("tokens_per_sec"):
+        return float(tokens / metric["tokens_per_sec"])
     if metric.get("samples_per_sec"):
         return float(recipe.global_batch / metric["samples_per_sec"])
     if metric.get("tflops_per_gpu"):

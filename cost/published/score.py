@@ -202,7 +202,7 @@ def predicted(row: Row) -> Entry:
     step = step_model(row)
     time = memory = None
     if row.step_time_s is not None or row.memory_bytes is None:
-        time = Compared(row.step_time_s, step.simulate().step_time_s)
+        time = Compared(row.step_time_s, step.step_time_s())
     if row.memory_bytes is not None:
         memory = Compared(row.memory_bytes, step.peak_bytes())
     return Entry(row.id, row.profile, row, time, memory)

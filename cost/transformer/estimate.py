@@ -20,7 +20,7 @@ from autopar.cost.transformer.ends import embedding_items, head_items
 from autopar.cost.transformer.layer import LayerModel
 from autopar.cost.transformer.machine import Machine, Spending
 from autopar.cost.transformer.memory import is_recomputed, peak_bytes
-from autopar.cost.transformer.orders import schedule_of
+from autopar.cost.transformer.orders import schedule_of, script_of_recipe
 from autopar.cost.transformer.update import update_time_s
 from autopar.cost.transformer.work import Item
 
@@ -42,7 +42,7 @@ class StepModel:
         return self.machine.forward(items), self._backward(items)
 
     def _backward(self, items: list[Item]) -> Spending:
-        again = [i for i in items if is_recomputed(i, self.layer.recipe.recompute)]
+        again = [i for i in items if is_recomputed(i, self.layer.recipe)]
         return self.machine.backward(items) + self.machine.forward(again)
 
     def passes(self, chunk: Chunk) -> tuple[Spending, Spending]:
@@ -101,9 +101,7 @@ class StepModel:
             n_ranks=recipe.tp * recipe.cp * recipe.dp,
             before=Spent(),
             forward=_spent(forward, beside_forward),
-            backward=_split(backward_spent, backward)
-            if recipe.order == "zero-bubble"
-            else backward_spent,
+            backward=_split(backward_spent, backward) if recipe.splits_backward else backward_spent,
             after=Spent(0.0, gathered + (0.0 if overlaps else reduced)),
             update_s=update_time_s(n_stored, software, machine.device),
             sync_s=reduced if overlaps else 0.0,
@@ -135,8 +133,24 @@ class StepModel:
             stages = [_with_messages(stage, hop_s) for stage in stages]
             hop_s = 0.0
 
-        schedule = schedule_of(self.layer.recipe)
-        return simulate(schedule, stages, hop_s, self.ties(), sends_as_made=True)
+        return simulate(script_of_recipe(self.layer.recipe), stages, hop_s, self.ties())
+
+    def step_time_s(self) -> float:
+        """Seconds from one step to the next.
+
+        Where devices need not wait for each other at the end of a step (zero-bubble-2), that is the
+        longest time that one of them is at it, not the time from the first start to the last end.
+        """
+        timeline = self.simulate()
+        if self.layer.recipe.order != "zero-bubble-2":
+            return timeline.step_time_s
+        starts: dict[int, float] = {}
+        ends: dict[int, float] = {}
+        for event in timeline.events:
+            if not event.is_message:
+                starts.setdefault(event.device, event.start_s)
+                ends[event.device] = max(ends.get(event.device, 0.0), event.end_s)
+        return max(ends[device] - starts[device] for device in ends)
 
     def peak_bytes(self) -> float:
         """On the rank that needs most."""

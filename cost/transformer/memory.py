@@ -23,23 +23,38 @@ from autopar.cost.transformer.chunks import Chunk, parameters_of
 from autopar.cost.transformer.ends import embedding_items, head_items, logits_gradient_bytes
 from autopar.cost.transformer.layer import LayerModel
 from autopar.cost.transformer.machine import Machine
+from autopar.cost.transformer.recipe import Module, Recipe
 from autopar.cost.transformer.work import Item
 from autopar.schedule import Schedule
 
+_FEED_FORWARD = ("mlp up", "activation", "mlp down", "sort by expert", "sort back")
 
-def is_recomputed(item: Item, recompute: str) -> bool:
+
+def is_recomputed(item: Item, recipe: Recipe) -> bool:
     """Whether backward runs an item's forward again."""
-    match recompute:
+    match recipe.recompute:
         case "full":
             return True
         case "attention-core":
             return item.part == "core"
-        case "norm-act":
-            return item.name == "activation" or item.name.endswith("norm")
         case "selective":
             return item.part == "elementwise"
+        case "modules":
+            return any(_is_in(item, module) for module in recipe.recomputed)
         case _:
             return False
+
+
+def _is_in(item: Item, module: Module) -> bool:
+    match module:
+        case "norm":
+            return item.name.endswith("norm")
+        case "activation":
+            return item.name == "activation"
+        case "core":
+            return item.part == "core"
+        case "feed-forward":
+            return item.name in _FEED_FORWARD
 
 
 @dataclass(frozen=True)
@@ -52,11 +67,11 @@ class KeptBytes:
 
 def kept_of_layer(layer: LayerModel) -> KeptBytes:
     """What a layer keeps, and what recompute brings back while its backward runs."""
-    items, recompute = layer.items(), layer.recipe.recompute
+    items, recipe = layer.items(), layer.recipe
     every = sum(item.kept_bytes + item.out_bytes for item in items)
-    if recompute == "full":
+    if recipe.recompute == "full":
         return KeptBytes(layer.input_bytes(), every)
-    again = sum(item.kept_bytes for item in items if is_recomputed(item, recompute))
+    again = sum(item.kept_bytes for item in items if is_recomputed(item, recipe))
     return KeptBytes(every - again, again)
 
 

@@ -1,20 +1,47 @@
-"""The schedule of a recipe."""
+"""The schedule of a recipe, numbered once for all steps that are simulated with it."""
 
 from __future__ import annotations
 
-from autopar.cost.transformer.recipe import Recipe
-from autopar.schedule import Schedule, gpipe, interleaved, one_f_one_b, zero_bubble
+from functools import lru_cache
+
+from autopar.cost.transformer.recipe import Order, Recipe
+from autopar.schedule import (
+    Schedule,
+    Script,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    script_of,
+    zero_bubble,
+)
 
 
 def schedule_of(recipe: Recipe) -> Schedule:
     """What every device does, in order; messages are those of a chain."""
-    m = recipe.n_microbatches
-    match recipe.order:
+    return _schedule(recipe.order, recipe.pp, recipe.interleave, recipe.n_microbatches)
+
+
+def script_of_recipe(recipe: Recipe) -> Script:
+    """The same with messages, each sent as soon as it is made."""
+    return _script(recipe.order, recipe.pp, recipe.interleave, recipe.n_microbatches)
+
+
+@lru_cache(maxsize=64)
+def _schedule(order: Order, n_devices: int, n_chunks: int, n_microbatches: int) -> Schedule:
+    match order:
         case "interleaved":
-            return interleaved(recipe.pp, recipe.interleave, m)
+            return interleaved(n_devices, n_chunks, n_microbatches)
         case "zero-bubble":
-            return zero_bubble(recipe.pp, m)
+            return zero_bubble(n_devices, n_microbatches)
+        case "zero-bubble-2":
+            return zero_bubble(n_devices, n_microbatches, is_eager=True)
         case "gpipe":
-            return gpipe(recipe.pp, m)
+            return gpipe(n_devices, n_microbatches)
         case "1f1b":
-            return one_f_one_b(recipe.pp, m)
+            return one_f_one_b(n_devices, n_microbatches)
+
+
+@lru_cache(maxsize=64)
+def _script(order: Order, n_devices: int, n_chunks: int, n_microbatches: int) -> Script:
+    schedule = _schedule(order, n_devices, n_chunks, n_microbatches)
+    return script_of(schedule, sends_as_made=True)

@@ -14,8 +14,11 @@ from typing import Literal
 
 from autopar.errors import OptionError
 
-Recompute = Literal["none", "selective", "attention-core", "norm-act", "full"]
-Order = Literal["1f1b", "interleaved", "zero-bubble", "gpipe"]
+# "modules" runs those of `Recipe.recomputed` again, and keeps their inputs.
+Recompute = Literal["none", "selective", "attention-core", "modules", "full"]
+Module = Literal["norm", "activation", "core", "feed-forward"]
+# "zero-bubble-2" starts the next step before the last has ended on all devices (ZB-H2).
+Order = Literal["1f1b", "interleaved", "zero-bubble", "zero-bubble-2", "gpipe"]
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class Recipe:
     microbatch_size: int = 1
     global_batch: int = 1
     order: Order = "1f1b"
+    recomputed: tuple[Module, ...] = ()
 
     def __post_init__(self) -> None:
         each = self.dp * self.microbatch_size
@@ -77,6 +81,11 @@ class Recipe:
                 f"a batch of {self.global_batch} is not a whole number of microbatches of "
                 f"{self.microbatch_size} on dp={self.dp} ranks"
             )
+
+    @property
+    def splits_backward(self) -> bool:
+        """Gradients of inputs and of parameters are actions of their own."""
+        return self.order in ("zero-bubble", "zero-bubble-2")
 
     @property
     def n_ranks(self) -> int:

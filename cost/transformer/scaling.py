@@ -5,7 +5,8 @@ tp, pp, cp and ep stay, dp = devices / (tp pp cp) grows, and every rank keeps th
     batch(n) / batch(n0) = dp(n) / dp(n0)
     efficiency(n)        = (tokens per second and device on n) / (the same on n0)
 
-so what falls short of 1 is gradient sync, over groups that span more nodes.
+so what falls short of 1 is gradient sync, over groups that span more nodes. Every node is as fast
+as any other, and switches between them carry all that their ports give: no congestion, no faults.
 """
 
 from __future__ import annotations
