@@ -55,7 +55,7 @@ parity: install
 	$(BIN)/python -m tests.parity_table
 
 # Predictions beside published training runs, the targets they must meet, and how well the runs of
-# a paper are predicted by a fit to the others.
+# a paper are predicted by a fit to the others: that takes minutes, `autopar validate` seconds.
 validate: install
 	$(BIN)/autopar validate --leave-one-out
 

@@ -22,15 +22,25 @@ class Link:
 
     `in_switch_s_per_byte`: of one port while the switch sums what all ranks send (NVLS), where it
     can: an all_reduce of n bytes over p ranks keeps each port busy for (1 + 1/p) n of them.
+    `ratios`: (kind, how many times as long as its formula the backend takes) of some collectives.
     """
 
     latency_s: float
     s_per_byte: float
     in_switch_s_per_byte: float | None = None
+    ratios: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         if self.latency_s < 0 or self.s_per_byte < 0 or (self.in_switch_s_per_byte or 0.0) < 0:
             raise MeshError(f"a link cannot have negative latency or s_per_byte: {self}")
+
+    def ratio(self, kind: str) -> float:
+        """Seconds of a collective, or of a message (`send_recv`), over those of its formula."""
+        return dict(self.ratios).get(kind, 1.0)
+
+    def message_s(self, size_bytes: float) -> float:
+        """Seconds of one message."""
+        return self.ratio("send_recv") * (self.latency_s + size_bytes * self.s_per_byte)
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,8 @@ def collective_time_s(
         return 0.0
     assert size_bytes >= 0, (kind, size_bytes)
     numbers = group.numbers
-    return min(time_s(size_bytes, *numbers, gamma_s_per_byte) for _, time_s in candidates)
+    least_s = min(time_s(size_bytes, *numbers, gamma_s_per_byte) for _, time_s in candidates)
+    return group.slowest.ratio(kind) * least_s
 
 
 def cheapest_algorithm(kind: str, size_bytes: float, group: Group) -> str:

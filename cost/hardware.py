@@ -20,6 +20,8 @@ What a profile may leave out, and what then holds (`DEFAULTS`):
                                          runs beside it                            0
     link.intra_node.in_switch_s_per_byte of one port while the switch sums: an all_reduce takes
                                          (1 + 1/p) n of them (`formulas.py`)       there is none
+    backend.reduce_scatter_ratio         how many times as long as its formula a reduce_scatter
+    backend.send_recv_ratio              takes, or a message: backends that do it otherwise  1
     node.cores_count                     cores of a node whose ranks are processes: where there
                                          are more ranks, they take turns          one each
 
@@ -68,8 +70,11 @@ DEFAULTS: dict[str, float | None] = {
     "device.host_s": 0.0,
     "device.overlap_slowdown_fraction": 0.0,
     "link.intra_node.in_switch_s_per_byte": None,
+    "backend.reduce_scatter_ratio": None,
+    "backend.send_recv_ratio": None,
     "node.cores_count": None,
 }
+MEASURED_RATIOS = ("reduce_scatter", "send_recv")
 _PER_DTYPE = ("device.peak_flops_per_s", "device.achieved_flops_fraction")
 
 
@@ -105,7 +110,11 @@ class Profile:
         """`name` is `intra_node` or `inter_node`."""
         key = f"link.{name}"
         in_switch = self.optional(f"{key}.in_switch_s_per_byte") if name == "intra_node" else None
-        return Link(self.value(f"{key}.latency_s"), self.value(f"{key}.s_per_byte"), in_switch)
+        ratios = {kind: self.optional(f"backend.{kind}_ratio") for kind in MEASURED_RATIOS}
+        return Link(
+            self.value(f"{key}.latency_s"), self.value(f"{key}.s_per_byte"), in_switch,
+            tuple((kind, ratio) for kind, ratio in ratios.items() if ratio is not None),
+        )  # fmt: skip
 
     def rates_flops_per_s(self, *, peak: bool = False) -> dict[str, float]:
         """Matrix-product rate by dtype name: what is achieved, or the peak."""

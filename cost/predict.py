@@ -168,7 +168,7 @@ def transfer_s(pieces: Iterable[Piece], link_between: LinkBetween) -> float:
     times_s: defaultdict[tuple[str, int], float] = defaultdict(float)
     for piece in pieces:
         link = link_between(piece.source_rank, piece.target_rank)
-        time_s = link.latency_s + piece.size_bytes * link.s_per_byte
+        time_s = link.message_s(piece.size_bytes)
         times_s["sends", piece.source_rank] += time_s
         times_s["receives", piece.target_rank] += time_s
     return max(times_s.values(), default=0.0)

@@ -195,5 +195,5 @@ class _Crossings:
         # One slice each way; a gradient returns where there is one.
         slice_bytes = local_bytes(table.tensor, received[0], sizes)
         n_ways = 1 + table.tensor.has_grad
-        hop_s = n_ways * (self.hop.latency_s + slice_bytes * self.hop.s_per_byte)
+        hop_s = n_ways * self.hop.message_s(slice_bytes)
         return leave_s, enter_s - before_s + hop_s

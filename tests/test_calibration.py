@@ -106,8 +106,11 @@ def test_product_constants_are_found(float32: float, bfloat16: float, ratio: flo
 @settings(max_examples=25, deadline=None)
 @given(magnitudes(1e-6, 1e-2), magnitudes(1e-12, 1e-8))
 def test_link_constants_are_found(latency_s: float, s_per_byte: float) -> None:
-    found = fit_link(transfer_samples(Link(latency_s, s_per_byte)))
+    ratios = ("reduce_scatter", 2.0), ("send_recv", 0.3)
+    found = fit_link(transfer_samples(Link(latency_s, s_per_byte, ratios=ratios)))
     assert median_error(found.residuals) < 1e-3
+    for kind, ratio in ratios:
+        assert found.link.ratio(kind) == pytest.approx(ratio, rel=1e-2)
     # A latency that never matters, or a bandwidth that never does, is not determined.
     if 1e2 < latency_s / s_per_byte < 1e7:
         assert found.link.latency_s == pytest.approx(latency_s, rel=1e-2)
@@ -117,6 +120,7 @@ def test_link_constants_are_found(latency_s: float, s_per_byte: float) -> None:
 def test_noise_does_not_pull_constants_to_one_side() -> None:
     link = Link(1e-4, 1e-9)
     found = fit_link(transfer_samples(link, np.random.default_rng(0))).link
+    assert found.ratio("reduce_scatter") == pytest.approx(1.0, rel=0.05)
     assert found.latency_s == pytest.approx(link.latency_s, rel=0.05)
     assert found.s_per_byte == pytest.approx(link.s_per_byte, rel=0.05)
 

@@ -3,8 +3,9 @@
     memory    t = bytes / bytes_per_s + n launch_s                                (`fit_memory`)
     product   t = max(flops / rate + u bytes / bytes_per_s, bytes / bytes_per_s) + n launch_s
               one rate per dtype, one u for all                                   (`fit_products`)
-    transfer  t = turns T(latency_s, s_per_byte), T the least over algorithms of
-              `cost/collectives.py`                                               (`fit_link`)
+    transfer  t = turns c T(latency_s, s_per_byte), T the least over algorithms of
+              `cost/collectives.py`; c a ratio of the kind, 1 but for `MEASURED_RATIOS`: gloo's
+              reduce_scatter takes as long as an all_reduce                       (`fit_link`)
 
 Every fit minimises the sum over samples of (log law - log t)^2, in which half and twice the time
 are equally wrong. (With law / t - 1 too short a law costs little, and where no constants fit well
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 
 from autopar.calibration.samples import OperatorSample, TransferSample
 from autopar.cost.collectives import collective_time_s
+from autopar.cost.hardware import MEASURED_RATIOS
 from autopar.cost.topology import flat_group
 from autopar.errors import CalibrationError
 from autopar.mesh import Link
@@ -68,6 +70,8 @@ class ProductFit:
 
 @dataclass(frozen=True)
 class LinkFit:
+    """The link; `link.ratios` has the kinds of `MEASURED_RATIOS` that were timed."""
+
     link: Link
     residuals: tuple[Residual, ...]
 
@@ -114,15 +118,21 @@ def fit_link(samples: Sequence[TransferSample]) -> LinkFit:
     """Latency and seconds per byte of a link, from all collectives and messages over it."""
     times_s = _times_s(samples)
 
+    kinds = [kind for kind in MEASURED_RATIOS if any(s.kind == kind for s in samples)]
+
+    def link_of(constants: Array) -> Link:
+        latency_s, s_per_byte, *ratios = map(float, constants)
+        return Link(latency_s, s_per_byte, ratios=tuple(zip(kinds, ratios, strict=True)))
+
     def law(constants: Array) -> Array:
-        link = Link(float(constants[0]), float(constants[1]))
+        link = link_of(constants)
         return np.array([_transfer_s(sample, link) for sample in samples])
 
     largest = max(samples, key=lambda s: s.size_bytes)
-    start = np.array([times_s.min() / 2, largest.time_s / largest.size_bytes])
-    found = _fitted(law, times_s, start)
+    start = [times_s.min() / 2, largest.time_s / largest.size_bytes, *(1.0 for _ in kinds)]
+    found = _fitted(law, times_s, np.array(start))
     _require_effect(law, found, times_s, ("latency of a link", "bandwidth of a link"))
-    return LinkFit(Link(float(found[0]), float(found[1])), _residuals(samples, law(found)))
+    return LinkFit(link_of(found), _residuals(samples, law(found)))
 
 
 def median_error(residuals: Sequence[Residual]) -> float:

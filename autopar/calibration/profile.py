@@ -159,7 +159,14 @@ class ProfileNumbers:
             assumed = Quantity(inside.value, _ONE_NODE if self.machine.is_cuda else _ONE_MACHINE)
             found[f"link.intra_node.{name}"] = inside
             found[key] = self._known(key) or assumed
+        for kind, ratio in self.link.link.ratios if self.link is not None else ():
+            how = self._fitted(kind, [r for r in self._transfers if r.name.startswith(kind)])
+            found[f"backend.{kind}_ratio"] = Quantity(ratio, how)
         return found
+
+    @property
+    def _transfers(self) -> tuple[Residual, ...]:
+        return self.link.residuals if self.link is not None else ()
 
     def _inside(self, name: str) -> Quantity:
         if self.link is not None:

@@ -117,7 +117,7 @@ def scale_config(
         written.append(str(svg))
     notes = [f"note: {text}" for text in left_out]
     data = {
-        "shape": asdict(shape), "recipe": asdict(recipe), "dtype": dtype,
+        "shape": asdict(shape), "recipe": _recipe_dict(recipe), "dtype": dtype,
         "devices_per_node": each, "notes": list(left_out),
         "scalings": [asdict(scaling) for scaling in scalings], "written": written,
     }  # fmt: skip
@@ -161,6 +161,12 @@ def _recipe(request: PlanRequest, scale: ScaleRequest) -> Recipe:
     # One microbatch: `weak_scaling` finds the batch of each number of nodes.
     batch = scale.recipe.get("microbatch_size", 1)
     return Recipe(**scale.recipe, global_batch=batch, order=order, recompute=recompute)
+
+
+def _recipe_dict(recipe: Recipe) -> dict[str, Any]:
+    """What stays the same on all numbers of nodes."""
+    grows = ("dp", "global_batch")
+    return {name: value for name, value in asdict(recipe).items() if name not in grows}
 
 
 def _recipe_text(recipe: Recipe) -> str:

@@ -43,10 +43,6 @@ class PlanPlay:
                 hint="give a --mesh, or leave it out",
             )
 
-    def of(self, plan: Plan) -> Timeline:
-        """The step of a plan under these."""
-        return plan.simulate(slow=_slow(self.slow, len(plan.stages)), jitter=_jitter(self.jitter))
-
 
 def simulate_plan(
     subject: str,
@@ -57,6 +53,7 @@ def simulate_plan(
     svg: Path | None,
 ) -> Result:
     """Simulate one step of a plan, and of the same plan on other machines."""
+    from autopar.cost.what_if import parse_changes
     from autopar.report.simulation import (
         simulation_dict,
         simulation_text,
@@ -65,10 +62,18 @@ def simulate_plan(
     )
     from autopar.report.tables import headline
 
+    # What cannot be read is told before planning, which may take minutes.
+    slow, jitter = _slow(play.slow), _jitter(play.jitter)
+    for text in what_if:
+        parse_changes(text)
     plan = plan_of(subject, play.model, request, "simulate")
-    timeline = play.of(plan)
+    if slow and slow[0] >= len(plan.stages):
+        raise OptionError(
+            f"--slow {play.slow}: the plan has {len(plan.stages)} stages, counted from 0"
+        )
+    timeline = plan.simulate(slow, jitter)
     changes = [*what_if, *(_doublings(plan) if doubled else ())]
-    others = {text: play.of(plan.what_if(text)) for text in changes}
+    others = {text: plan.what_if(text).simulate(slow, jitter) for text in changes}
     written = _write(timeline, svg, play.trace)
     texts = [headline(plan.data), simulation_text(timeline)]
     if others:
@@ -88,23 +93,22 @@ def _doublings(plan: Plan) -> tuple[str, ...]:
 
 def _write(timeline: Timeline, svg: Path | None, trace: Path | None) -> list[str]:
     """The files that were asked for."""
-    wanted = {svg: timeline.to_svg, trace: timeline.to_chrome_trace}
+    written = []
     with writing():
-        for path, write in wanted.items():
+        for path, write in ((svg, timeline.to_svg), (trace, timeline.to_chrome_trace)):
             if path is not None:
                 write(path)
-    return [str(path) for path in wanted if path is not None]
+                written.append(str(path))
+    return written
 
 
-def _slow(text: str | None, n_stages: int) -> tuple[int, float] | None:
+def _slow(text: str | None) -> tuple[int, float] | None:
     """`1:1.5` -> (1, 1.5)."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d+):(\d+(?:\.\d+)?)", text)
     if match is None or float(match[2]) == 0:
         raise OptionError(f"--slow {text!r} is not STAGE:FACTOR", hint="as --slow 1:1.5")
-    if int(match[1]) >= n_stages:
-        raise OptionError(f"--slow {text}: the plan has {n_stages} stages, counted from 0")
     return int(match[1]), float(match[2])
 
 

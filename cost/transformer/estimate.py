@@ -92,7 +92,7 @@ class StepModel:
             beside_forward, beside_backward = gather_s, gather_s + scatter_s
         reduced, gathered = self.sync_s(chunk)
         overlaps = software.overlapped_sync
-        backward_spent = _spent(backward, beside_backward)
+        spent = _spent(backward, beside_backward)
         n_stored = sum(
             n / (machine.group(group).n_ranks if recipe.zero else 1)
             for n, group in zip(parameters_of(self.layer, chunk), ("dp", "expert_dp"), strict=True)
@@ -101,7 +101,7 @@ class StepModel:
             n_ranks=recipe.tp * recipe.cp * recipe.dp,
             before=Spent(),
             forward=_spent(forward, beside_forward),
-            backward=_split(backward_spent, backward) if recipe.splits_backward else backward_spent,
+            backward=_split(spent) if recipe.splits_backward else spent,
             after=Spent(0.0, gathered + (0.0 if overlaps else reduced)),
             update_s=update_time_s(n_stored, software, machine.device),
             sync_s=reduced if overlaps else 0.0,
@@ -132,7 +132,6 @@ class StepModel:
         if self.layer.software.waits_for_messages:
             stages = [_with_messages(stage, hop_s) for stage in stages]
             hop_s = 0.0
-
         return simulate(script_of_recipe(self.layer.recipe), stages, hop_s, self.ties())
 
     def step_time_s(self) -> float:
@@ -173,7 +172,7 @@ def _spent(spending: Spending, overlapped_s: float = 0.0) -> Spent:
     return Spent(spending.compute_s + spending.stalled_s, spending.comm_s, overlapped_s)
 
 
-def _split(whole: Spent, backward: Spending) -> SplitBackward:
+def _split(whole: Spent) -> SplitBackward:
     """Half of a backward's products are those of parameters."""
     weight = whole.compute_s / 2
     return SplitBackward(
