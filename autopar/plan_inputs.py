@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -84,12 +83,17 @@ def check_mesh(data: PlanData, mesh: Mesh) -> None:
 def record_of(mesh: Mesh, hardware: Hardware) -> MeshRecord:
     assert mesh.axis_names is not None
     device = hardware.device
+    if hardware.profile_name == "explicit" and any(link.ratios for link in hardware.links):
+        raise MeshError(
+            "a plan cannot record explicit links with ratios of collectives",
+            hint="write them in a profile: Mesh(hardware='path.toml')",
+        )
     return MeshRecord(
         mesh.shape,
         mesh.axis_names,
         # As it was asked for: the path of a profile finds it again, its name would not.
         mesh.hardware or hardware.profile_name,
-        tuple(tuple(v for v in astuple(link) if v is not None) for link in hardware.links),
+        tuple(_numbers(link) for link in hardware.links),
         {
             "flops_per_s": device.flops_per_s,
             "bytes_per_s": device.bytes_per_s,
@@ -97,6 +101,12 @@ def record_of(mesh: Mesh, hardware: Hardware) -> MeshRecord:
             "launch_s": device.launch_s,
         },
     )
+
+
+def _numbers(link: Link) -> tuple[float, ...]:
+    """Latency, seconds per byte, and those of a switch where there is one."""
+    numbers = (link.latency_s, link.s_per_byte, link.in_switch_s_per_byte)
+    return tuple(number for number in numbers if number is not None)
 
 
 def mesh_of(record: MeshRecord) -> Mesh:

@@ -118,7 +118,9 @@ def fit_link(samples: Sequence[TransferSample]) -> LinkFit:
     """Latency and seconds per byte of a link, from all collectives and messages over it."""
     times_s = _times_s(samples)
 
-    kinds = [kind for kind in MEASURED_RATIOS if any(s.kind == kind for s in samples)]
+    timed = {s.kind for s in samples}
+    # Beside others, that is: alone, a ratio would be a part of both constants.
+    kinds = [k for k in MEASURED_RATIOS if k in timed] if timed - set(MEASURED_RATIOS) else []
 
     def link_of(constants: Array) -> Link:
         latency_s, s_per_byte, *ratios = map(float, constants)
@@ -153,7 +155,7 @@ def _fitted(law: Law, times_s: Array, start: Array) -> Array:
         nudged = [np.log(law(np.exp(logs + nudge)) / times_s) for nudge in nudges]
         slopes = (np.column_stack(nudged) - errors[:, None]) / _NUDGE
         normal = slopes.T @ slopes + damping * np.eye(len(logs))
-        step = np.clip(np.linalg.solve(normal, -slopes.T @ errors), -2.0, 2.0)
+        step = np.clip(np.linalg.lstsq(normal, -slopes.T @ errors, rcond=None)[0], -2.0, 2.0)
         tried = np.log(law(np.exp(logs + step)) / times_s)
         if tried @ tried > errors @ errors:
             damping *= 10

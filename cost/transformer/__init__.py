@@ -1,8 +1,11 @@
 """A transformer's training step from its dims and a recipe, without a captured graph.
 
-shape       dims and parameters            recipe    how it is laid out, with what software
+shape       dims and parameters            configs   shapes from Hugging Face configs
+recipe      how it is laid out, with what software
 work        kernels and collectives        layer     the items of one layer
-ends        embedding, logits, loss        machine   seconds of items; where groups stand
+ends        embedding, logits, loss        chunks    which layers and parameters are where
+machine     seconds of items; where groups stand
 memory      bytes on a rank                update    the optimizer
 orders      schedules                      estimate  a step: stage times, simulated
+scaling     the same recipe on more devices
 """
