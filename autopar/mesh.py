@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.errors import MeshError
@@ -28,7 +28,7 @@ class Link:
     latency_s: float
     s_per_byte: float
     in_switch_s_per_byte: float | None = None
-    ratios: tuple[tuple[str, float], ...] = ()
+    ratios: tuple[tuple[str, float], ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         if self.latency_s < 0 or self.s_per_byte < 0 or (self.in_switch_s_per_byte or 0.0) < 0:

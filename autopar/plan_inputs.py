@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autopar.cost.hardware import Hardware
-from autopar.errors import OptionError, PlanError
+from autopar.errors import MeshError, OptionError, PlanError
 from autopar.mesh import Device, Link, Mesh
 from autopar.plan_data import InputSignature, MeshRecord, PlanData
 from autopar.program import Program, flatten_inputs
@@ -112,5 +112,5 @@ def _numbers(link: Link) -> tuple[float, ...]:
 def mesh_of(record: MeshRecord) -> Mesh:
     if record.hardware != "explicit":
         return Mesh(record.shape, record.axis_names, hardware=record.hardware)
-    links = [Link(*numbers) for numbers in record.links]
+    links = [Link(*numbers[:2], *numbers[2:3]) for numbers in record.links]
     return Mesh(record.shape, record.axis_names, links=links, device=Device(**record.device))

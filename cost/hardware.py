@@ -113,7 +113,7 @@ class Profile:
         ratios = {kind: self.optional(f"backend.{kind}_ratio") for kind in MEASURED_RATIOS}
         return Link(
             self.value(f"{key}.latency_s"), self.value(f"{key}.s_per_byte"), in_switch,
-            tuple((kind, ratio) for kind, ratio in ratios.items() if ratio is not None),
+            ratios=tuple((kind, ratio) for kind, ratio in ratios.items() if ratio is not None),
         )  # fmt: skip
 
     def rates_flops_per_s(self, *, peak: bool = False) -> dict[str, float]:

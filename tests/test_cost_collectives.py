@@ -318,3 +318,13 @@ def test_unknown_names_are_refused() -> None:
         collective_time_s("all_sum", 1, flat_group(1, LINK))
     with pytest.raises(OptionError, match="no algorithm 'tree'\n  hint: it has ring, halving"):
         formula("all_reduce", "tree")
+
+
+def test_a_backend_may_do_a_collective_otherwise() -> None:
+    """A ratio of one kind changes that kind alone."""
+    plain, link = Link(1e-5, 1e-9), Link(1e-5, 1e-9, ratios=(("reduce_scatter", 2.0),))
+    for kind in KINDS:
+        slower = collective_time_s(kind, 1e6, flat_group(4, link))
+        times = 2.0 if kind == "reduce_scatter" else 1.0
+        assert slower == times * collective_time_s(kind, 1e6, flat_group(4, plain))
+    assert Link(1e-5, 1e-9, ratios=(("send_recv", 0.5),)).message_s(1e4) == pytest.approx(1e-5)
