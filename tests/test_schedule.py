@@ -11,6 +11,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from autopar.cost.simulate import Spent, SplitBackward, StageTimes, simulate
 from autopar.errors import AutoparError, OptionError, PlanError, VerificationError
 from autopar.rendezvous import GroupCall, check_rendezvous
 from autopar.schedule import (
@@ -37,6 +38,7 @@ from autopar.schedule import (
 from tests.conftest import Golden
 from tests.strategies import schedules, transfers
 
+SPLIT_KINDS = ("forward", "backward_input", "backward_weight")
 UP_TO_12 = list(itertools.product(range(1, 13), repeat=2))
 
 
@@ -101,6 +103,31 @@ def test_reference_results_of_zero_bubble(costs: tuple[int, int, int]) -> None:
             assert clocks(schedule, *costs) == m * sum(costs) + idle
         whole = clocks(one_f_one_b(n, m), forward, backward + weight)
         assert clocks(schedule, *costs) <= whole
+
+
+@pytest.mark.parametrize("n", range(1, 8))
+def test_reference_results_of_eager_zero_bubble(n: int) -> None:
+    for m in range(1, 20):
+        schedule = zero_bubble(n, m, is_eager=True)
+        validate(schedule)
+        prove_deadlock_free(lower(schedule, chain(n)))
+        assert [in_flight(schedule, i) for i in range(n)] == [min(m, 2 * n - 1)] * n
+        work = [(kind, k) for kind in SPLIT_KINDS for k in range(m)]
+        for row in schedule.rows:
+            assert sorted((a.kind, a.microbatch) for a in row) == sorted(work)
+        if m >= 2 * n:
+            assert clocks(schedule, 1, 1, 1) == 3 * m + n - 1
+            assert clocks(schedule, 1, 1, 1) <= clocks(zero_bubble(n, m), 1, 1, 1)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_eager_zero_bubble_with_messages_is_simulated_alike(n: int) -> None:
+    """What is left is the way in, at the start of the last stage; messages are free."""
+    part = Spent(0.5)
+    stage = StageTimes(1, Spent(), part, SplitBackward(part, part), Spent(), 0.0)
+    m = 2 * n
+    timeline = simulate(zero_bubble(n, m, is_eager=True), [stage] * n, sends_as_made=True)
+    assert timeline.step_time_s == pytest.approx(0.5 * (3 * m + n - 1))
 
 
 def test_microbatches_come_in_rounds() -> None:

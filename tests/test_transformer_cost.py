@@ -1,0 +1,294 @@
+"""The transformer by its dims: one layer and one step, against the papers' formulas and laws."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.cost.hardware import Profile, load_profile, on_links
+from autopar.cost.published.fit import log_error
+from autopar.cost.published.rows import read_row
+from autopar.cost.published.runs import read_runs
+from autopar.cost.transformer.chunks import Chunk, chunks_of
+from autopar.cost.transformer.estimate import StepModel
+from autopar.cost.transformer.layer import LayerModel
+from autopar.cost.transformer.machine import Machine
+from autopar.cost.transformer.memory import KeptBytes, kept_of_layer
+from autopar.cost.transformer.recipe import Order, Recipe, Software
+from autopar.cost.transformer.shape import TransformerShape
+from autopar.cost.transformer.work import Exchange
+from autopar.cost.what_if import changed, doublings
+
+# What 2205.05198 counts: scores are stored, and dropout keeps its masks.
+UNFUSED = Software(fused_attention=False, dropout=True)
+H100 = load_profile("h100-sxm")
+FREE_LINKS = changed(
+    H100,
+    "link.intra_node.latency_s=0,link.intra_node.s_per_byte=0,link.inter_node.latency_s=0,"
+    "link.inter_node.s_per_byte=0,link.intra_node.in_switch_s_per_byte=0",
+)
+SHARDED = st.sampled_from([(1, False), (2, False), (4, False), (8, False),
+                           (2, True), (4, True), (8, True)])  # fmt: skip
+
+
+def gpt(
+    layers: int, hidden: int, heads: int, seq: int = 2048, vocab: int = 51200
+) -> TransformerShape:
+    """A plain one, whose head is the embedding."""
+    return TransformerShape(
+        layers, hidden, heads, heads, hidden // heads, 4 * hidden, seq, vocab, is_gated=False
+    )
+
+
+def llama(layers: int, hidden: int, heads: int, ffn: int, vocab: int = 128256) -> TransformerShape:
+    return TransformerShape(
+        layers, hidden, heads, 8, hidden // heads, ffn, 8192, vocab, is_gated=True
+    )
+
+
+def step(
+    shape: TransformerShape, recipe: Recipe, profile: Profile = H100, **words: Any
+) -> StepModel:
+    """The model of a step in bfloat16 on nodes of 8."""
+    layer = LayerModel(shape, recipe, Software(**words))
+    links = (profile.link("inter_node"), profile.link("intra_node"))
+    hardware = on_links(profile, links, torch.bfloat16)
+    return StepModel(layer, Machine(hardware, 8, recipe))
+
+
+# -- one layer -------------------------------------------------------------------------------------
+
+
+@st.composite
+def paper_layers(draw: st.DrawFn) -> LayerModel:
+    """Layers of the papers' model on any number of ranks; heads divide over 8 of them."""
+    heads = 8 * draw(st.integers(1, 12))
+    hidden = heads * draw(st.sampled_from([16, 64, 128]))
+    shape = gpt(1, hidden, heads, 8 * draw(st.integers(1, 512)))
+    tp, sp = draw(SHARDED)
+    recipe = Recipe(tp=tp, sp=sp, microbatch_size=draw(st.integers(1, 9)), global_batch=2520)
+    return LayerModel(shape, recipe, UNFUSED)
+
+
+@given(paper_layers())
+def test_a_layer_keeps_what_the_paper_says(layer: LayerModel) -> None:
+    """Korthikanti et al., arXiv 2205.05198, table 2, for elements of 2 bytes; t x the table's
+    rows, so that all numbers are whole."""
+    shape, recipe, t = layer.shape, layer.recipe, layer.recipe.tp
+    s, h, a = shape.seq, shape.hidden, shape.heads
+    sb = s * recipe.microbatch_size
+    core = 5 * a * s * sb
+    inside = 34 * sb * h if recipe.sp or t == 1 else (10 * t + 24) * sb * h
+    outside = 2 * sb * h if recipe.sp else 2 * sb * h * t
+
+    def kept(recompute: Any) -> KeptBytes:
+        found = kept_of_layer(replace(layer, recipe=replace(recipe, recompute=recompute)))
+        return KeptBytes(t * found.kept_bytes, t * found.again_bytes)
+
+    assert kept("none") == KeptBytes(inside + core, 0)
+    assert kept("attention-core") == KeptBytes(inside, core)
+    assert kept("full") == KeptBytes(outside, inside + core)
+    fused = replace(layer, software=Software(dropout=True))
+    statistics = 4 * a * sb  # of rows of the scores, in float32
+    assert t * kept_of_layer(fused).kept_bytes == inside + statistics
+
+
+@given(paper_layers(), st.sampled_from(["selective", "attention-core", "modules", "full"]))
+def test_recompute_keeps_less_and_full_least(layer: LayerModel, recompute: Any) -> None:
+    def kept_bytes(way: Any) -> float:
+        recipe = replace(layer.recipe, recompute=way, recomputed=("norm", "activation"))
+        return kept_of_layer(replace(layer, recipe=recipe)).kept_bytes
+
+    assert kept_bytes("full") <= kept_bytes(recompute) < kept_bytes("none")
+
+
+@pytest.mark.parametrize(
+    ("shape", "billions"),
+    [
+        (gpt(96, 12288, 96), 174.6),
+        (gpt(105, 20480, 128), 529.6),  # arXiv 2104.04473, table 1
+        (gpt(128, 25600, 160), 1008.0),
+        (llama(32, 4096, 32, 14336), 8.03),
+        (llama(80, 8192, 64, 28672), 70.6),
+    ],
+    ids=["GPT-3 175B", "530B", "1T", "Llama-3 8B", "Llama-3 70B"],
+)
+def test_parameters_of_known_models(shape: TransformerShape, billions: float) -> None:
+    assert shape.n_parameters / 1e9 == pytest.approx(billions, rel=0.002)
+
+
+@given(st.integers(1, 128), st.integers(1, 100), st.integers(1, 4096), st.integers(1, 200000))
+def test_model_flops_are_equation_3(layers: int, heads: int, s: int, vocab: int) -> None:
+    """Narayanan et al., arXiv 2104.04473, equation 3 without recompute, whose products have no
+    biases: those count as parameters that see a token, 9h per layer."""
+    h = 64 * heads
+    paper = 72 * layers * h**2 * (1 + s / (6 * h) + vocab / (12 * layers * h))
+    found = gpt(layers, h, heads, s, vocab).model_flops_per_token
+    assert found == pytest.approx(paper + 54 * layers * h, rel=1e-12)
+
+
+def calls_of(layer: LayerModel) -> tuple[Counter[tuple[str, float]], Counter[tuple[str, float]]]:
+    """(kind, bytes) of the collectives of a layer, forward and backward."""
+
+    def counted(steps: str) -> Counter[tuple[str, float]]:
+        return Counter(
+            (step.kind, step.size_bytes)
+            for item in layer.items()
+            for step in getattr(item, steps)
+            if isinstance(step, Exchange)
+        )
+
+    return counted("forward"), counted("backward")
+
+
+@given(paper_layers())
+def test_collectives_of_a_layer(layer: LayerModel) -> None:
+    """Megatron's f and g around attention and MLP, on all tokens of the residual stream. With
+    sequence parallelism each is an all_gather and a reduce_scatter, and backward gathers the
+    products' inputs once more, which are kept as shards (arXiv 2205.05198, section 4.2.2)."""
+    size = 2.0 * layer.recipe.microbatch_size * layer.shape.seq * layer.shape.hidden
+    both = Counter({("all_gather", size): 2, ("reduce_scatter", size): 2})
+    expected = Counter({("all_reduce", size): 2}), Counter({("all_reduce", size): 2})
+    if layer.recipe.tp == 1:
+        expected = Counter(), Counter()
+    elif layer.recipe.sp:
+        expected = both, both + Counter({("all_gather", size): 2})
+    assert calls_of(layer) == expected
+
+
+# -- layers of stages ------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 140), st.integers(1, 70))
+def test_chunks_are_even(n_layers: int, n_chunks: int) -> None:
+    chunks = chunks_of(n_layers, n_chunks)
+    counts = [chunk.n_layers for chunk in chunks]
+    assert (sum(counts), len(counts)) == (n_layers, n_chunks)
+    assert max(counts) - min(counts) <= 1
+    assert [i for i, chunk in enumerate(chunks) if chunk.is_first] == [0]
+    assert [i for i, chunk in enumerate(chunks) if chunk.is_last] == [n_chunks - 1]
+
+
+def test_embedding_and_loss_count_as_layers_where_that_divides() -> None:
+    """22 layers on 8 stages: the models of arXiv 2401.10241, table 3."""
+    assert [chunk.n_layers for chunk in chunks_of(22, 8)] == [2, 3, 3, 3, 3, 3, 3, 2]
+    assert [chunk.n_layers for chunk in chunks_of(8, 4)] == [2] * 4
+    assert [chunk.n_layers for chunk in chunks_of(11, 4)] == [3, 3, 3, 2]
+    assert chunks_of(3, 1) == (Chunk(3, is_first=True, is_last=True),)
+
+
+# -- one step --------------------------------------------------------------------------------------
+
+SMALL = llama(8, 1024, 16, 2816, vocab=32000)
+
+
+@st.composite
+def recipes(draw: st.DrawFn) -> Recipe:
+    """Small ones of all kinds."""
+    tp, sp = draw(SHARDED)
+    order = draw(st.sampled_from(get_args(Order)))
+    size, dp, pp = (draw(st.sampled_from([1, 2, 4])) for _ in range(3))
+    return Recipe(
+        tp=tp, sp=sp, dp=dp, pp=pp, order=order, microbatch_size=size,
+        interleave=2 if order == "interleaved" else 1,
+        zero=draw(st.integers(0, 3)),
+        recompute=draw(st.sampled_from(["none", "selective", "attention-core", "full"])),
+        global_batch=size * dp * pp * draw(st.integers(1, 3)),
+    )  # fmt: skip
+
+
+@given(st.sampled_from([1, 2, 4, 8]), st.integers(1, 12))
+def test_1f1b_is_the_closed_form(pp: int, m: int) -> None:
+    """sum of stages + (m - 1) of the slowest, which has the head, and the update."""
+    model = step(SMALL, Recipe(pp=pp, global_batch=m), FREE_LINKS)
+    stages = [model.stage_times(chunk) for chunk in model.chunks]
+    each_s = [stage.of("forward").total_s + stage.of("backward").total_s for stage in stages]
+    assert each_s[-1] == max(each_s)
+    update_s = max(stage.update_s for stage in stages)
+    expected_s = sum(each_s) + (m - 1) * max(each_s) + update_s
+    assert model.step_time_s() == pytest.approx(expected_s, rel=1e-12)
+
+
+@settings(max_examples=50)
+@given(recipes())
+def test_nothing_faster_makes_a_step_longer(recipe: Recipe) -> None:
+    time_s = step(SMALL, recipe).step_time_s()
+    for faster in doublings(H100):
+        found_s = step(SMALL, recipe, changed(H100, faster)).step_time_s()
+        assert 0.5 * time_s * (1 - 1e-9) <= found_s <= time_s * (1 + 1e-9)
+
+
+@settings(max_examples=50)
+@given(recipes())
+def test_larger_microbatches_take_longer_and_less_per_row(recipe: Recipe) -> None:
+    sizes = (recipe.microbatch_size, 2 * recipe.microbatch_size)
+    once_s, twice_s = (
+        step(SMALL, replace(
+            recipe, microbatch_size=size, global_batch=recipe.n_microbatches * size * recipe.dp
+        )).step_time_s()
+        for size in sizes
+    )  # fmt: skip
+    assert once_s < twice_s <= 2 * once_s
+
+
+@given(st.sampled_from([2, 4]), st.integers(1, 4), st.sampled_from([1, 2, 4]))
+def test_interleaving_is_never_slower_where_messages_are_free(
+    pp: int, rounds: int, tp: int
+) -> None:
+    shape = replace(SMALL, layers=16)
+    plain = Recipe(pp=pp, tp=tp, global_batch=pp * rounds)
+    times_s = [
+        step(shape, replace(plain, interleave=v, order="interleaved"), FREE_LINKS).step_time_s()
+        for v in (1, 2, 4)
+    ]
+    assert times_s[0] == step(shape, plain, FREE_LINKS).step_time_s()
+    assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(times_s))
+
+
+@settings(max_examples=50)
+@given(recipes(), st.sampled_from([4, 8]), st.booleans())
+def test_every_degree_of_zero_needs_less(recipe: Recipe, dp: int, is_plain: bool) -> None:
+    """On few ranks and layers, two gathered layers are more than the shards save: not here."""
+    shape = gpt(64, 1024, 16, 512, 8192) if is_plain else replace(SMALL, layers=64)
+    batch = recipe.n_microbatches * recipe.microbatch_size * dp
+    needed = [
+        step(shape, replace(recipe, zero=zero, dp=dp, pp=1, interleave=1, order="1f1b",
+                            global_batch=batch)).peak_bytes()
+        for zero in (3, 2, 1, 0)
+    ]  # fmt: skip
+    assert all(more > less for less, more in pairwise(needed))
+
+
+@settings(max_examples=50)
+@given(recipes().filter(lambda recipe: recipe.recompute != "none"))
+def test_recompute_takes_time(recipe: Recipe) -> None:
+    without = step(SMALL, replace(recipe, recompute="none"))
+    assert step(SMALL, recipe).step_time_s() > without.step_time_s()
+
+
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize(("dp", "where"), [(1, "intra"), (2, "inter")])
+def test_messages_between_stages(sp: bool, dp: int, where: str) -> None:
+    """A part each and a gather, or the whole; shards of a sequence go as they are. Two stages of
+    4 ranks are in one node, two of 8 are not."""
+    recipe = Recipe(tp=4, pp=2, dp=dp, sp=sp, global_batch=8)
+    split, whole = step(SMALL, recipe), step(SMALL, recipe, split_messages=False)
+    link, size = getattr(split.machine, where), split.layer.tokens * SMALL.hidden * 2
+    part_s = link.latency_s + size / 4 * link.s_per_byte
+    gather_s = split.machine.exchange_s("all_gather", size, "tp")
+    whole_s = link.latency_s + size * link.s_per_byte
+    assert split.hop_s() == pytest.approx(part_s if sp else part_s + gather_s)
+    assert whole.hop_s() == pytest.approx(part_s if sp else whole_s)
+
+
+def test_the_largest_published_run() -> None:
+    """1T parameters, 64 stages x 512 microbatches: 163 TFLOP/s (arXiv 2104.04473, table 1)."""
+    (run,) = (run for run in read_runs().runs if run["id"] == "meg21_t1_1T")
+    assert abs(log_error(read_row(run))) < 0.1
