@@ -19,6 +19,7 @@ correlation (Spearman's) at least 0.8, and no peak is more than 10% off.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
@@ -50,6 +51,7 @@ ROWS, LENGTH, VOCABULARY = 8, 128, 512
 YARDSTICK = (ROWS * LENGTH, 1024, 256)
 MOST_TIME_ERROR, LEAST_CORRELATION, MOST_MEMORY_ERROR = 0.2, 0.8, 0.1
 N_WARM_UP = 2
+MOST_LOAD = 0.25  # per core, of other work, for times that mean something
 
 # Ranks -> name of a plan, its recipe and its microbatches.
 PLANS: dict[int, tuple[tuple[str, Manual, int], ...]] = {
@@ -297,6 +299,17 @@ def verdict(rows: Sequence[Measured]) -> tuple[str, bool]:
     return text, holds
 
 
+def other_work() -> str:
+    """A warning where the machine is busy before anything was started; empty where it is idle."""
+    load, n_cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load < MOST_LOAD * n_cores:
+        return ""
+    return (
+        f"load {load:.1f} on {n_cores} cores: something else keeps this machine busy, and what is "
+        "measured now may not be what is measured a few minutes later"
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -305,6 +318,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=9)
     given = parser.parse_args(argv)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    if warning := other_work():
+        console.print(warning, soft_wrap=True)
     with tempfile.TemporaryDirectory() as folder:
         profile = given.profile
         if profile is None:
