@@ -21,7 +21,9 @@ and the words of the notes; a row may override any of them under "software":
                        their own, which bf16 runs do
     fp32_gradients     bf16, whose sums need it
     fused_optimizer    Megatron's
-    waits_for_messages fp16: before Megatron-LM overlapped messages with compute (2022)
+    fused_accumulation from arXiv number 2205 on, which is when Megatron-LM had it; where the source
+                       is no paper, runs in bf16
+    waits_for_messages runs before that: messages did not overlap compute
     fused_loss         compiled code, and Megatron-Core on devices since H100
     thrifty_dispatch   the notes name DeepEP
     fp32_parameters    ZeRO-3 outside Megatron: FSDP keeps float32 shards
@@ -223,7 +225,8 @@ def _software(
         fp32_parameters=recipe.zero == 3 and not megatron,
         fused_loss="compile" in notes or (megatron and profile.startswith(_AFTER_FLASH)),
         fused_optimizer=megatron,
-        waits_for_messages=dtype == "fp16",
+        waits_for_messages=not _is_recent(row, dtype),
+        fused_accumulation=_is_recent(row, dtype),
         thrifty_dispatch="deepep" in notes,
     )
     given = row.get("software") or {}
@@ -231,6 +234,12 @@ def _software(
     if unknown := sorted(set(given) - known):
         raise NotSupportedError(f"software {', '.join(unknown)}; known are {', '.join(known)}")
     return replace(derived, **given)
+
+
+def _is_recent(row: Mapping[str, Any], dtype: str) -> bool:
+    """Whether a run's software is of May 2022 or later."""
+    arxiv = _ARXIV.search(str(row.get("source", "")))
+    return float(arxiv[1]) >= 2205 if arxiv else dtype == "bf16"
 
 
 def _overrides(reader: _Reader) -> dict[str, float]:

@@ -40,10 +40,14 @@ class LayerModel:
 
     @property
     def accumulated_bytes(self) -> float:
-        """Per weight and microbatch: a new gradient is read, and the sum read and written."""
-        if self.recipe.n_microbatches == 1:
+        """Per weight and microbatch: a new gradient is read, and the sum read and written.
+
+        Nothing where one kernel does both, or where what accumulates are shards (ZeRO-3).
+        """
+        recipe, software = self.recipe, self.software
+        if recipe.n_microbatches == 1 or recipe.zero == 3 or software.fused_accumulation:
             return 0.0
-        return self.width + 2 * (4 if self.software.fp32_gradients else self.width)
+        return self.width + 2 * (4 if software.fp32_gradients else self.width)
 
     def items(self) -> list[Item]:
         return [*self._attention(), *self._feed_forward()]

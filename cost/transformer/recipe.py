@@ -31,6 +31,7 @@ class Software:
     overlapped_sync        gradients are reduced while the last backward runs
     dropout                0.1 on attention scores and on both residual branches
     fp32_gradients         gradients accumulate in float32
+    fused_accumulation     the product that makes a weight's gradient adds it to earlier ones
     fp32_parameters        parameters are kept in float32 and cast where they are used (FSDP)
     split_messages         each of tp ranks sends its part of an activation to the next stage,
                            which gathers it (arXiv 2104.04473, section 4.1)
@@ -46,6 +47,7 @@ class Software:
     overlapped_sync: bool = True
     dropout: bool = False
     fp32_gradients: bool = True
+    fused_accumulation: bool = True
     fp32_parameters: bool = False
     split_messages: bool = True
     waits_for_messages: bool = False
