@@ -103,10 +103,13 @@ def test_priors_hold_for_what_no_run_tells(planted: list[Row]) -> None:
 
 
 def test_the_nearer_the_prior_is_held_the_less_a_run_moves_it(planted: list[Row]) -> None:
-    rates = [
-        fit(PROFILE, planted[:2], [Constant(RATE, 0.8, sigma)]).values[RATE[0]]
-        for sigma in (1e-4, 0.03, 0.1, 1.0)
-    ]
+    """However many steps are taken: each is towards the same least sum."""
+    constants = [[Constant(RATE, 0.8, sigma)] for sigma in (1e-4, 0.03, 0.1, 10.0)]
+    rates, later = (
+        [fit(PROFILE, planted[:2], one, n_steps=n).values[RATE[0]] for one in constants]
+        for n in (8, 24)
+    )
+    assert rates == pytest.approx(later, rel=1e-3)
     assert rates == sorted(rates, reverse=True)
     assert rates[0] == pytest.approx(0.8, rel=1e-4)
     assert rates[1] - rates[2] > 0.01

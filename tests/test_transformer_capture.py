@@ -131,6 +131,12 @@ def test_collectives_of_layers_with_sequence_parallelism() -> None:
 
 
 @FAMILIES
+def test_parameters_of_the_model(family: str) -> None:
+    shape = planned(family)[1].shape
+    assert shape.n_parameters == sum(p.numel() for p in CASES[family].model().parameters())
+
+
+@FAMILIES
 def test_parameters_of_a_rank(family: str) -> None:
     plan, layer = planned(family)
     assert plan.bound is not None

@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.cost.hardware import Profile, load_profile, on_links
+from autopar.cost.hardware import Profile, flops_per_s, load_profile, on_links
 from autopar.cost.published.fit import log_error
 from autopar.cost.published.rows import read_row
 from autopar.cost.published.runs import read_runs
-from autopar.cost.transformer.chunks import Chunk, chunks_of
+from autopar.cost.transformer.chunks import Chunk, chunks_of, parameters_of
 from autopar.cost.transformer.estimate import StepModel
 from autopar.cost.transformer.layer import LayerModel
 from autopar.cost.transformer.machine import Machine
@@ -34,6 +34,7 @@ FREE_LINKS = changed(
     "link.intra_node.latency_s=0,link.intra_node.s_per_byte=0,link.inter_node.latency_s=0,"
     "link.inter_node.s_per_byte=0,link.intra_node.in_switch_s_per_byte=0",
 )
+PURE = changed(FREE_LINKS, "device.peak_bytes_per_s=1e30,device.launch_s=0,device.host_s=0")
 SHARDED = st.sampled_from([(1, False), (2, False), (4, False), (8, False),
                            (2, True), (4, True), (8, True)])  # fmt: skip
 
@@ -216,6 +217,23 @@ def test_1f1b_is_the_closed_form(pp: int, m: int) -> None:
     assert model.step_time_s() == pytest.approx(expected_s, rel=1e-12)
 
 
+@given(SHARDED, st.sampled_from(["none", "full"]), st.integers(1, 4))
+def test_a_machine_that_only_computes_takes_the_flops(
+    sharded: tuple[int, bool], recompute: Any, m: int
+) -> None:
+    """Equation 3 of arXiv 2104.04473: 96 with full recompute, whose head runs once."""
+    tp, sp = sharded
+    shape = gpt(4, 1024, 16, 512, 8192)
+    recipe = Recipe(tp=tp, sp=sp, recompute=recompute, global_batch=m)
+    model = step(shape, recipe, PURE, fused_attention=False)
+    factor, n_heads = (96, 16) if recompute == "full" else (72, 12)
+    s, h, layers = shape.seq, shape.hidden, shape.layers
+    whole = factor * m * s * layers * h**2
+    flops = whole * (1 + s / (6 * h) + shape.vocab / (n_heads * layers * h))
+    rate = flops_per_s(model.machine.device, torch.bfloat16)
+    assert model.step_time_s() == pytest.approx(flops / tp / rate, rel=1e-9)
+
+
 @settings(max_examples=50)
 @given(recipes())
 def test_nothing_faster_makes_a_step_longer(recipe: Recipe) -> None:
@@ -271,6 +289,30 @@ def test_every_degree_of_zero_needs_less(recipe: Recipe, dp: int, is_plain: bool
 def test_recompute_takes_time(recipe: Recipe) -> None:
     without = step(SMALL, replace(recipe, recompute="none"))
     assert step(SMALL, recipe).step_time_s() > without.step_time_s()
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize("zero", range(4))
+def test_gradients_and_updates_over_data_parallelism(zero: int, overlapped: bool) -> None:
+    """Once a step: gradients in float32, and under ZeRO the parameters back in 2 bytes; ZeRO-3 does
+    both at every use. A rank updates what it stores."""
+    recipe = Recipe(dp=4, zero=zero, global_batch=4)
+    model = step(SMALL, recipe, overlapped_sync=overlapped)
+    alone = step(SMALL, Recipe(), overlapped_sync=overlapped)
+    times, whole = (one.stage_times(one.chunks[0]) for one in (model, alone))
+    shared, _ = parameters_of(model.layer, model.chunks[0])
+
+    def over_dp_s(kind: str, size_bytes: float) -> float:
+        return model.machine.exchange_s(kind, size_bytes, "dp")
+
+    reduce_s = over_dp_s("reduce_scatter" if zero else "all_reduce", 4 * shared)
+    gather_s = over_dp_s("all_gather", 2 * shared) if zero else 0.0
+    if zero == 3:
+        reduce_s = gather_s = 0.0
+    expected = (reduce_s, gather_s) if overlapped else (0.0, reduce_s + gather_s)
+    assert (times.sync_s, times.after.collectives_s) == pytest.approx(expected)
+    assert (times.forward.overlapped_s > 0) is (zero == 3)
+    assert times.update_s * (4 if zero else 1) == pytest.approx(whole.update_s)
 
 
 @pytest.mark.parametrize("sp", [False, True])

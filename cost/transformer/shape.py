@@ -89,7 +89,8 @@ class TransformerShape:
     def n_parameters(self) -> int:
         positions = 0 if self.is_gated else self.seq * self.hidden
         embeddings = self.embedding_parameters * (1 if self.is_tied else 2)
-        return self.layers * self.layer_parameters + embeddings + positions + self.hidden
+        last_norm = self.norm_parameters // 2
+        return self.layers * self.layer_parameters + embeddings + positions + last_norm
 
     @property
     def model_flops_per_token(self) -> float:
