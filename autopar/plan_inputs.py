@@ -112,5 +112,5 @@ def _numbers(link: Link) -> tuple[float, ...]:
 def mesh_of(record: MeshRecord) -> Mesh:
     if record.hardware != "explicit":
         return Mesh(record.shape, record.axis_names, hardware=record.hardware)
-    links = [Link(*numbers[:2], *numbers[2:3]) for numbers in record.links]
+    links = [Link(*numbers) for numbers in record.links]
     return Mesh(record.shape, record.axis_names, links=links, device=Device(**record.device))

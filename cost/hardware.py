@@ -15,6 +15,8 @@ What a profile may leave out, and what then holds (`DEFAULTS`):
                                          / of touching each operand once           0
     device.attention_fraction.forward    rate of fused attention / peak flops_per_s; and
     device.attention_fraction.backward   .backward                                 as products
+    device.new_attention_fraction        the same of kernels made for this device (cuDNN,
+                                         FlashAttention-3), which not all software calls
     device.host_s                        the interpreter's time to issue one operator  0
     device.overlap_slowdown_fraction     how much longer compute takes while a collective
                                          runs beside it                            0
@@ -67,6 +69,8 @@ DEFAULTS: dict[str, float | None] = {
     "device.product_traffic_ratio": 0.0,
     "device.attention_fraction.forward": None,
     "device.attention_fraction.backward": None,
+    "device.new_attention_fraction.forward": None,
+    "device.new_attention_fraction.backward": None,
     "device.host_s": 0.0,
     "device.overlap_slowdown_fraction": 0.0,
     "link.intra_node.in_switch_s_per_byte": None,

@@ -19,6 +19,8 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def step_model(row: Row, profile: Profile | None = None) -> StepModel:
     """The step of a run on its hardware, or on `profile` in its place."""
     profile = profile if profile is not None else load_profile(row.profile)
+    if row.software.new_attention:
+        profile = _with_new_attention(profile)
     each = int(row.overrides.get("devices_per_node", _DEVICES_PER_NODE))
     dtype = _DTYPES[row.dtype]
     links = tuple(
@@ -32,3 +34,13 @@ def step_model(row: Row, profile: Profile | None = None) -> StepModel:
     n_chosen = experts.chosen if experts and row.software.thrifty_dispatch else 0
     hardware = on_links(profile, links, dtype)
     return StepModel(layer, Machine(hardware, each, row.recipe, dtype, n_chosen))
+
+
+def _with_new_attention(profile: Profile) -> Profile:
+    """The profile with attention at the rate of kernels made for the device, where one is known."""
+    found = {
+        f"device.attention_fraction.{phase}": profile.quantities[key]
+        for phase in ("forward", "backward")
+        if (key := f"device.new_attention_fraction.{phase}") in profile.quantities
+    }
+    return replace(profile, quantities={**profile.quantities, **found})

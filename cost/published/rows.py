@@ -14,6 +14,7 @@ and the words of the notes; a row may override any of them under "software":
 
     fused_attention    the notes name flash attention; or a model that came after it (gated), or
                        a device that did (`_AFTER_FLASH`): A. Dao et al., arXiv 2205.14135
+    new_attention      Megatron-Core on devices since H100, which calls Transformer Engine
     fused_kernels      Megatron's hand-written ones (any recipe with tp, pp or ZeRO < 3), or
                        compiled code
     dropout            a plain model without fused attention: recipes up to 2022 train with 0.1
@@ -218,6 +219,7 @@ def _software(
         overlapped = not off
     derived = Software(
         fused_attention=fused_attention,
+        new_attention=megatron and profile.startswith(_AFTER_FLASH),
         fused_kernels=megatron or "compile" in notes or "foundry" in notes,
         overlapped_sync=overlapped,
         dropout=not shape.is_gated and not fused_attention,

@@ -26,6 +26,8 @@ class Software:
     """Named features of a training run.
 
     fused_attention        one kernel for scores, softmax and product; scores are never stored
+    new_attention          that kernel is one made for the device (cuDNN, FlashAttention-3, which
+                           Transformer Engine calls), not FlashAttention-2
     fused_kernels          a chain of elementwise operators is one kernel (hand-written or compiled)
     fused_optimizer        the update of all parameters is one kernel, without temporaries
     overlapped_sync        gradients are reduced while the last backward runs
@@ -42,6 +44,7 @@ class Software:
     """
 
     fused_attention: bool = True
+    new_attention: bool = False
     fused_kernels: bool = True
     fused_optimizer: bool = True
     overlapped_sync: bool = True
