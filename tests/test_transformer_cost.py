@@ -326,8 +326,19 @@ def test_messages_between_stages(sp: bool, dp: int, where: str) -> None:
     part_s = link.latency_s + size / 4 * link.s_per_byte
     gather_s = split.machine.exchange_s("all_gather", size, "tp")
     whole_s = link.latency_s + size * link.s_per_byte
-    assert split.hop_s() == pytest.approx(part_s if sp else part_s + gather_s)
-    assert whole.hop_s() == pytest.approx(part_s if sp else whole_s)
+    assert split.hop_s(0, 1) == pytest.approx(part_s if sp else part_s + gather_s)
+    assert whole.hop_s(0, 1) == pytest.approx(part_s if sp else whole_s)
+
+
+def test_a_message_crosses_nodes_where_its_ends_are_in_two() -> None:
+    """Four devices of 4 ranks on nodes of 8: stages 1 and 2 are on two nodes, 0 and 1 on one; an
+    interleaved pipeline comes back from the last device to the first."""
+    model = step(SMALL, Recipe(tp=4, pp=4, interleave=2, global_batch=8))
+    near_s, far_s = model.hop_s(0, 1), model.hop_s(1, 2)
+    assert near_s < far_s
+    assert [model.hop_s(a, a + 1) for a in range(2, 7)] == [near_s, far_s, near_s, far_s, near_s]
+    assert model.hop_s(2, 1) == far_s
+    assert step(SMALL, Recipe(tp=4, interleave=2, global_batch=8)).hop_s(0, 1) == 0.0
 
 
 def test_the_largest_published_run() -> None:

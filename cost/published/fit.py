@@ -34,6 +34,7 @@ from autopar.cost.published.rows import Row
 RUN_SIGMA = 0.05
 GROUP_SIGMA = 0.01
 _HUBER = 2.0
+_CONVERGED = 1e-3  # of every logarithm
 PRIORS = Path(__file__).parent / "priors.toml"
 _STEP = 0.02  # of a logarithm, for the Jacobian
 
@@ -80,7 +81,7 @@ class Fit:
 
 def fit(
     name: str, rows: Iterable[Row], constants: Sequence[Constant],
-    groups: Iterable[Sequence[str]] = (), n_steps: int = 4,
+    groups: Iterable[Sequence[str]] = (), n_steps: int = 32,
 ) -> Fit:  # fmt: skip
     """Constants of the profile `name` from those of `rows` that ran on it; groups are of ids."""
     base = load_profile(name)
@@ -104,7 +105,10 @@ def fit(
         weight = np.minimum(1.0, _HUBER / np.maximum(np.abs(here), 1e-12))
         normal = (jacobian.T * weight) @ jacobian + np.diag(sigma**-2.0)
         gradient = jacobian.T @ (weight * here) + (x - prior) * sigma**-2.0
-        x = x - np.linalg.solve(normal, gradient)
+        step = np.linalg.solve(normal, gradient)
+        x = x - step
+        if np.abs(step).max() < _CONVERGED:
+            break
     return Fit(name, _values(constants, x), len(used))
 
 

@@ -23,6 +23,7 @@ from autopar.cost.transformer.memory import is_recomputed, peak_bytes
 from autopar.cost.transformer.orders import schedule_of, script_of_recipe
 from autopar.cost.transformer.update import update_time_s
 from autopar.cost.transformer.work import Item
+from autopar.schedule import Action
 
 
 @dataclass(frozen=True)
@@ -109,13 +110,16 @@ class StepModel:
             overlap_slowdown_fraction=machine.slowdown,
         )
 
-    def hop_s(self) -> float:
-        """An activation to the next stage, and its gradient back."""
+    def hop_s(self, source: int, target: int) -> float:
+        """An activation from one stage to the next, or its gradient back; 0.0 within a device."""
         layer, recipe, machine = self.layer, self.layer.recipe, self.machine
+        ends = source % recipe.pp, target % recipe.pp
+        if ends[0] == ends[1]:
+            return 0.0
         size = layer.outer_tokens * layer.shape.hidden * layer.width
         if recipe.sp or recipe.tp == 1 or not layer.software.split_messages:
-            return machine.hop_s(size)
-        return machine.hop_s(size / recipe.tp) + machine.exchange_s("all_gather", size, "tp")
+            return machine.hop_s(size, *ends)
+        return machine.hop_s(size / recipe.tp, *ends) + machine.exchange_s("all_gather", size, "tp")
 
     def ties(self) -> list[TieTimes]:
         shape, recipe = self.layer.shape, self.layer.recipe
@@ -127,12 +131,27 @@ class StepModel:
         return [TieTimes((0, recipe.n_chunks - 1), time_s, (0.0, 0.0))]
 
     def simulate(self) -> Timeline:
-        hop_s = self.hop_s() if self.layer.recipe.pp > 1 else 0.0
         stages = [self.stage_times(chunk) for chunk in self.chunks]
-        if self.layer.software.waits_for_messages:
-            stages = [_with_messages(stage, hop_s) for stage in stages]
-            hop_s = 0.0
-        return simulate(script_of_recipe(self.layer.recipe), stages, hop_s, self.ties())
+        waits = self.layer.software.waits_for_messages
+        if waits:
+            stages = [self._with_messages(i, stage) for i, stage in enumerate(stages)]
+
+        def message_s(send: Action) -> float:
+            return 0.0 if waits or send.peer is None else self.hop_s(send.stage, send.peer)
+
+        return simulate(script_of_recipe(self.layer.recipe), stages, message_s, self.ties())
+
+    def _with_messages(self, stage: int, times: StageTimes) -> StageTimes:
+        """Computes that begin with what they receive, with nothing else to do: one message each."""
+        last = self.layer.recipe.n_chunks - 1
+        before = Spent(0.0, self.hop_s(max(stage - 1, 0), stage))
+        after = Spent(0.0, self.hop_s(min(stage + 1, last), stage))
+        backward = times.backward
+        if isinstance(backward, SplitBackward):
+            backward = replace(backward, input=backward.input + after)
+        else:
+            backward = backward + after
+        return replace(times, forward=times.forward + before, backward=backward)
 
     def step_time_s(self) -> float:
         """Seconds from one step to the next.
@@ -154,17 +173,6 @@ class StepModel:
     def peak_bytes(self) -> float:
         """On the rank that needs most."""
         return peak_bytes(self.layer, self.chunks, schedule_of(self.layer.recipe), self.machine)
-
-
-def _with_messages(times: StageTimes, hop_s: float) -> StageTimes:
-    """A stage that receives before, and sends after, with nothing else to do: one message each."""
-    one = Spent(0.0, hop_s)
-    backward = times.backward
-    if isinstance(backward, SplitBackward):
-        backward = replace(backward, input=backward.input + one)
-    else:
-        backward = backward + one
-    return replace(times, forward=times.forward + one, backward=backward)
 
 
 def _spent(spending: Spending, overlapped_s: float = 0.0) -> Spent:

@@ -109,25 +109,27 @@ class Machine:
         """Rows to the ranks of their experts: k copies of each token, to as many experts.
 
         Thrifty, a token crosses to a node once: to N (1 - (1 - 1/N)^k) of N nodes on average, if
-        its experts are anywhere alike; inside, once to each rank likewise.
+        its experts are anywhere alike; inside, once to each rank likewise, while more arrive.
         """
         if not self.n_chosen or group.n_ranks == 1:
             return collective_time_s("all_to_all", size_bytes, group)
         token_bytes, n_ranks, n_nodes = size_bytes / self.n_chosen, group.n_ranks, group.n_nodes
         across = (n_nodes - 1) * _share_reached(n_nodes, self.n_chosen)
         inside = n_ranks * _share_reached(n_ranks, self.n_chosen) * (1 - 1 / group.per_node)
-        time_s = group.inside.latency_s * group.per_node
-        if n_nodes > 1:
-            time_s += (
-                n_nodes * group.across.latency_s + token_bytes * across * group.across.s_per_byte
-            )
-        return time_s + token_bytes * inside * group.inside.s_per_byte
+        inside_s = token_bytes * inside * group.inside.s_per_byte
+        latency_s = group.per_node * group.inside.latency_s
+        if n_nodes == 1:
+            return latency_s + inside_s
+        across_s = token_bytes * across * group.across.s_per_byte
+        return latency_s + n_nodes * group.across.latency_s + max(across_s, inside_s)
 
-    def hop_s(self, size_bytes: float) -> float:
-        """A message to the same place of the next stage."""
+    def hop_s(self, size_bytes: float, source: int, target: int) -> float:
+        """A message between the same places of two devices of the pipeline."""
         r = self.recipe
         inside = r.tp * r.cp * r.dp
-        link = self.intra if inside < self.devices_per_node else self.inter
+        nodes = {device * inside // self.devices_per_node for device in (source, target)}
+        crosses = inside >= self.devices_per_node or len(nodes) > 1
+        link = self.inter if crosses else self.intra
         return link.latency_s + size_bytes * link.s_per_byte
 
     def forward(self, items: Iterable[Item]) -> Spending:
