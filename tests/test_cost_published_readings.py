@@ -1,7 +1,8 @@
 """Profiles give back what their sources measured: products by size, collectives, attention.
 
 Kernels measured alone are compared with a profile before it was fitted to whole training runs,
-which are slower (`autopar/cost/published/fit.py`). The readings are those that the profiles name; where one is a fit to several, all of them are here.
+which are slower (`autopar/cost/published/fit.py`). The readings are those that the profiles name;
+where one is a fit to several, all of them are here.
 """
 
 from __future__ import annotations
