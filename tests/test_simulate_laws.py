@@ -141,6 +141,17 @@ def lengthened(times: StageTimes, name: str, more: Spent) -> StageTimes:
     return replace(times, **{name: part + more})
 
 
+def test_sync_waits_for_all_collectives_beside_the_backward() -> None:
+    """Those that show keep the lane too, so a slower device hides more of them and no sync."""
+    backward = Spent(compute_s=0.5, overlapped_s=2.5)
+    stage = StageTimes(
+        1, Spent(), Spent(), backward, Spent(), 0.0,
+        sync_s=0.5, n_sync_buckets=2, overlap_slowdown_fraction=1.0,
+    )  # fmt: skip
+    whole_s = [simulate(gpipe(1, 1), [stage], slow=(0, k)).step_time_s for k in (1.0, 2.0, 4.0)]
+    assert whole_s == [3.0, 3.0, 3.75]
+
+
 @hypothesis.given(cases(), st.data())
 def test_a_slow_device_and_jitter(
     case: tuple[Schedule, list[StageTimes], float, bool], data: st.DataObject

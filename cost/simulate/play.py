@@ -80,18 +80,18 @@ class Play:
 
     def _beside(self, device: int) -> dict[int, Beside]:
         """Gradient sync by the step beside which it starts: the last backward of its stage."""
-        last: dict[int, int] = {}
+        last: dict[int, tuple[int, Kind]] = {}
         for at, step in enumerate(self.script.rows[device]):
             if step.compute is not None and step.compute.kind in GRADIENTS_DONE:
-                last[step.compute.stage] = at
+                last[step.compute.stage] = at, step.compute.kind
         found = {}
-        for stage, at in last.items():
-            times, overlapped_s = self.stages[stage], self.shown[device][at].hidden_s
+        for stage, (at, kind) in last.items():
+            times = self.stages[stage]
             if times.sync_s:
                 found[at] = Beside(
                     times.sync_s,
                     times.n_sync_buckets,
-                    overlapped_s,
+                    times.of(kind).overlapped_s,
                     times.overlap_slowdown_fraction,
                 )
         return found
