@@ -224,3 +224,11 @@ def test_a_plan_on_a_slow_machine(tmp_path: Path) -> None:
         plan.simulate(slow=(5, 2.0))
     plan.simulate().to_svg(tmp_path / "plan.svg")
     assert str(Action("forward", 0, 0)) in (tmp_path / "plan.svg").read_text()
+
+
+def test_a_device_is_at_it_from_its_first_event_to_its_last() -> None:
+    """ZB-H2 has no bubble on any device; what is left of its step is the way to the last one."""
+    one = Spent(1.0)
+    stages = [StageTimes(1, Spent(), one, SplitBackward(one, one), Spent(), 0.0)] * 4
+    timeline = simulate(zero_bubble(4, 8, is_eager=True), stages, sends_as_made=True)
+    assert (timeline.step_time_s, timeline.longest_device_s) == (8 * 3.0 + 3, 8 * 3.0)

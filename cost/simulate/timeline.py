@@ -28,6 +28,18 @@ class Timeline:
         return tuple(sorted(self.record.events(), key=lambda e: (e.start_s, e.end_s, e.device)))
 
     @property
+    def longest_device_s(self) -> float:
+        """The longest that a device is at it: from the start of its first event to the end of its
+        last, messages apart."""
+        starts: dict[int, float] = {}
+        ends: dict[int, float] = {}
+        for event in self.events:
+            if not event.is_message:
+                starts.setdefault(event.device, event.start_s)
+                ends[event.device] = max(ends.get(event.device, 0.0), event.end_s)
+        return max((ends[device] - starts[device] for device in ends), default=0.0)
+
+    @property
     def busiest(self) -> Totals:
         """The device with the most compute and communication."""
         return max(self.devices, key=lambda device: device.busy_s)

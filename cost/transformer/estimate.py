@@ -21,7 +21,7 @@ from autopar.cost.transformer.layer import LayerModel
 from autopar.cost.transformer.machine import Machine, Spending
 from autopar.cost.transformer.memory import is_recomputed, peak_bytes
 from autopar.cost.transformer.orders import schedule_of, script_of_recipe
-from autopar.cost.transformer.update import update_time_s
+from autopar.cost.transformer.state import update_time_s
 from autopar.cost.transformer.work import Item
 from autopar.schedule import Action
 
@@ -154,21 +154,12 @@ class StepModel:
         return replace(times, forward=times.forward + before, backward=backward)
 
     def step_time_s(self) -> float:
-        """Seconds from one step to the next.
-
-        Where devices need not wait for each other at the end of a step (zero-bubble-2), that is the
-        longest time that one of them is at it, not the time from the first start to the last end.
-        """
+        """Seconds from one step to the next; under zero-bubble-2 devices end one by one, and go on
+        without waiting for each other."""
         timeline = self.simulate()
-        if self.layer.recipe.order != "zero-bubble-2":
-            return timeline.step_time_s
-        starts: dict[int, float] = {}
-        ends: dict[int, float] = {}
-        for event in timeline.events:
-            if not event.is_message:
-                starts.setdefault(event.device, event.start_s)
-                ends[event.device] = max(ends.get(event.device, 0.0), event.end_s)
-        return max(ends[device] - starts[device] for device in ends)
+        if self.layer.recipe.order == "zero-bubble-2":
+            return timeline.longest_device_s
+        return timeline.step_time_s
 
     def peak_bytes(self) -> float:
         """On the rank that needs most."""

@@ -2,16 +2,13 @@
 
 A rank holds at the same time
 
-    static      parameters, gradients, optimizer state, divided by tensor parallelism and ZeRO
+    static      parameters, gradients, optimizer state (`state.py`), divided by tensor parallelism
+                and ZeRO
     kept        of every layer and microbatch in flight: the kept bytes of its items less what
                 recompute makes again, plus what recompute starts from
                 (of a backward in two parts, inputs and gradients of products stay for the second)
     in between  what recompute brings back for one layer; gradients of the logits; under ZeRO-3
                 gathered parameters of two layers, and their gradients
-
-Bytes per parameter are those of the precision: 2 + 4 + 12 where gradients accumulate in float32,
-2 + 2 + 12 where they do not, 4 + 4 + 8 with parameters in float32 (`cost/memory.py` names the
-papers). ZeRO-1 divides the optimizer's, ZeRO-2 the gradients too, ZeRO-3 all.
 """
 
 from __future__ import annotations
@@ -24,6 +21,7 @@ from autopar.cost.transformer.ends import embedding_items, head_items, logits_gr
 from autopar.cost.transformer.layer import LayerModel
 from autopar.cost.transformer.machine import Machine
 from autopar.cost.transformer.recipe import Module, Recipe
+from autopar.cost.transformer.state import static_bytes
 from autopar.cost.transformer.work import Item
 from autopar.schedule import Schedule
 
@@ -117,18 +115,11 @@ def _kept_bytes(layer: LayerModel, chunk: Chunk) -> float:
 
 
 def _static_bytes(layer: LayerModel, chunk: Chunk, machine: Machine) -> float:
-    software, zero = layer.software, layer.recipe.zero
-    parameter = 4 if software.fp32_parameters else layer.width
-    gradient = 4 if software.fp32_gradients else layer.width
-    optimizer = 8 if software.fp32_parameters else 12
-    total = 0.0
-    for n, group in zip(parameters_of(layer, chunk), ("dp", "expert_dp"), strict=True):
-        n_ranks = machine.group(group).n_ranks
-        total += n * sum(
-            each / (n_ranks if zero >= stage else 1)
-            for stage, each in ((3, parameter), (2, gradient), (1, optimizer))
-        )
-    return total
+    each = static_bytes(layer.software)
+    return sum(
+        n * each.under_zero(layer.recipe.zero, machine.group(group).n_ranks)
+        for n, group in zip(parameters_of(layer, chunk), ("dp", "expert_dp"), strict=True)
+    )
 
 
 def _between_bytes(layer: LayerModel, chunk: Chunk) -> float:
