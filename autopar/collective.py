@@ -223,27 +223,9 @@ def _tied(pipeline: Pipeline, stage: int, rank: int) -> list[Collective]:
     return [replace(call, count=count) for call, count in counts.items()]
 
 
-def differentiated(program: StageProgram) -> frozenset[int]:
-    """Positions of the body's lines that backward passes through."""
-    if not program.trains:
-        return frozenset()
-    wanted = {s.local.name for s in program.sent}
-    if program.loss is not None:
-        wanted.add(program.loss)
-    found: set[int] = set()
-    for i in range(len(program.body) - 1, -1, -1):
-        line = program.body[i]
-        if any(out.has_grad and out.name in wanted for out in outs(line)):
-            found.add(i)
-            # Inputs without gradient are only ever written by lines without gradient.
-            wanted.update(reads(line))
-    return frozenset(found)
-
-
 def used_parameters(program: StageProgram) -> frozenset[str]:
     """Variables of the body that backward brings a gradient to."""
-    found = differentiated(program)
-    return frozenset(name for i in found for name in reads(program.body[i]))
+    return frozenset(name for i in program.differentiated for name in reads(program.body[i]))
 
 
 # -- parameters ------------------------------------------------------------------------------
@@ -361,7 +343,7 @@ def _backward(program: StageProgram) -> list[Call]:
     origin = _origins(program)
     again = regathered(program.body)
     calls: list[Call] = []
-    for i in sorted(differentiated(program), reverse=True):
+    for i in sorted(program.differentiated, reverse=True):
         line = program.body[i]
         if isinstance(line, GatherLine):
             for move in reversed(line.moves):

@@ -14,7 +14,7 @@ therefore reaches the fixpoint.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -37,10 +37,14 @@ class Atom:
     parts: tuple[Atom, ...] = ()
 
     def root(self) -> Atom:
+        root = self
+        while root.parent is not None:
+            root = root.parent
+        # Chains grow with the program's depth; whoever is on one then points at its end.
         atom = self
         while atom.parent is not None:
-            atom = atom.parent
-        return atom
+            atom.parent, atom = root, atom.parent
+        return root
 
 
 def leaves(atom: Atom) -> list[Atom]:
@@ -172,17 +176,20 @@ class Operator:
 def operators_of(program: Program) -> tuple[Operator, ...]:
     """Every operator with its rule's notation; raises `MissingRuleError`."""
     out = []
+    notations: dict[Hashable, Notation] = {}
     for node in program.operators:
-        rule = rule_for(str(node.target), program.where(node.name))
         call = OpCall.of_node(node)
-        check_call(rule, call, program.where(node.name))
+        if call.likeness not in notations:
+            rule = rule_for(str(node.target), program.where(node.name))
+            check_call(rule, call, program.where(node.name))
+            notations[call.likeness] = rule.notation_of(call)
         out.append(
             Operator(
                 node.name,
                 call,
                 tuple(t.name for t in call.tensors),
                 value_names(node),
-                rule.notation_of(call),
+                notations[call.likeness],
             )
         )
     return tuple(out)

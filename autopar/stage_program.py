@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -124,6 +125,11 @@ class CallLine:
     @property
     def has_grad(self) -> bool:
         return any(out.has_grad for out in self.outs)
+
+    @cached_property
+    def reads(self) -> tuple[str, ...]:
+        """The variables among its arguments, in order."""
+        return (*names_in(self.args), *names_in(list(self.kwargs.values())))
 
 
 @dataclass(frozen=True)
@@ -263,6 +269,23 @@ class StageProgram:
         results = (out for line in reversed(self.body) for out in outs(line))
         return next(out for out in results if out.name == name)
 
+    @cached_property
+    def differentiated(self) -> frozenset[int]:
+        """Positions of the body's lines that backward passes through."""
+        if not self.trains:
+            return frozenset()
+        wanted = {s.local.name for s in self.sent}
+        if self.loss is not None:
+            wanted.add(self.loss)
+        found: set[int] = set()
+        for i in range(len(self.body) - 1, -1, -1):
+            line = self.body[i]
+            if any(out.has_grad and out.name in wanted for out in outs(line)):
+                found.add(i)
+                # Inputs without gradient are only ever written by lines without gradient.
+                wanted.update(reads(line))
+        return frozenset(found)
+
     def moves(self) -> Iterator[MoveLine]:
         """The moves of activations, in order."""
         for line in self.body:
@@ -308,11 +331,11 @@ def names_in(value: Any) -> list[str]:
     return []
 
 
-def reads(line: Line) -> list[str]:
+def reads(line: Line) -> tuple[str, ...]:
     """The variables a line reads."""
     if isinstance(line, CallLine):
-        return names_in(line.args) + names_in(list(line.kwargs.values()))
-    return [] if isinstance(line, FreeLine) else [line.source]
+        return line.reads
+    return () if isinstance(line, FreeLine) else (line.source,)
 
 
 def outs(line: Line) -> tuple[Local, ...]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from autopar.collective import differentiated, regathered
+from autopar.collective import regathered
 from autopar.cost.ledger import Ledger
 from autopar.moves import PrimitiveKind
 from autopar.stage_program import (
@@ -72,7 +72,7 @@ class MicrobatchMemory:
             {n: owner[n] for n in (*reads(line), *(o.name for o in outs(line))) if n in owner}
             for line, owner in zip(program.body, storage_owners(program.body), strict=True)
         ]
-        self.reached, self.again = differentiated(program), regathered(program.body)
+        self.reached, self.again = program.differentiated, regathered(program.body)
         self.gathered = {
             self.owners[i][line.out.name]
             for i, line in enumerate(program.body)

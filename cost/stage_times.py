@@ -17,7 +17,7 @@ from collections.abc import Iterable
 
 import torch
 
-from autopar.collective import Call, differentiated, regathered, step_calls
+from autopar.collective import Call, regathered, step_calls
 from autopar.cost.memory import optimizer_time_s
 from autopar.cost.model import CostModel
 from autopar.cost.simulate import Spent, StageTimes
@@ -63,7 +63,7 @@ def _backward_s(program: StageProgram) -> float:
     """The same of its backward, with what is gathered again."""
     again = regathered(program.body)
     times = []
-    for i in differentiated(program):
+    for i in program.differentiated:
         line = program.body[i]
         if isinstance(line, CallLine):
             times.append(line.backward_s)

@@ -14,12 +14,11 @@ which the optimum of long runs does; else costs read off so are estimates.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch.fx
 from numpy.typing import NDArray
 
 from autopar.factors import Operator
@@ -205,23 +204,9 @@ def _stretches(marks: NDArray[np.bool_]) -> list[tuple[int, int]]:
 def _signature(operator: Operator, analysis: Analysis) -> tuple[Any, ...]:
     """All that decides an operator's placements and costs but its wiring."""
     names = (*operator.inputs, *operator.outputs)
-    # Blocks that draw differ in which draw it is, which decides nothing here.
-    args = {name: v for name, v in operator.call.args.items() if name != "occurrence"}
     return (
-        str(operator.call.op),
-        _without_names(args),
+        operator.call.likeness,
         tuple(analysis.types.tensors[n] for n in names),
         tuple(analysis.batch.cells.get(n) for n in names),
         repr(analysis.saved.get(operator.name)),
     )
-
-
-def _without_names(value: Any) -> Any:
-    """An argument with tensors left out; hashable."""
-    if isinstance(value, (torch.fx.Node, torch.Tensor)):
-        return "tensor"
-    if isinstance(value, Mapping):
-        return tuple((key, _without_names(v)) for key, v in value.items())
-    if isinstance(value, (list, tuple)):
-        return tuple(_without_names(v) for v in value)
-    return repr(value)

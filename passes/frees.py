@@ -41,11 +41,12 @@ def with_frees(body: Sequence[Line], kept: set[str | None]) -> list[Line]:
         defined.update(writes(line))
         for name in (*reads(line), *writes(line)):
             last[name] = i
+    mortal = defined - kept
     out: list[Line] = []
     for i, line in enumerate(body):
         out.append(line)
         dead = dict.fromkeys(
-            n for n in (*reads(line), *writes(line)) if last[n] == i and n in defined - kept
+            n for n in (*reads(line), *writes(line)) if last[n] == i and n in mortal
         )
         if dead:
             out.append(FreeLine(tuple(dead)))

@@ -13,8 +13,8 @@ the joins of its operators' strategies.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autopar.factors import Operator, name_sizes
@@ -75,22 +75,29 @@ class Group:
 def place_operators(
     operators: Sequence[Operator], types: Mapping[str, TensorType]
 ) -> tuple[PlacedOperator, ...]:
-    """Resolve every operator's notation and list its strategies on one axis."""
-    out = []
+    """Resolve every operator's notation and list its strategies on one axis; of operators that are
+    alike, once."""
+    out: list[PlacedOperator] = []
+    known: dict[Hashable, PlacedOperator] = {}
     for operator in operators:
-        inputs = [types[n] for n in operator.inputs]
-        outputs = [types[n] for n in operator.outputs]
-        sizes = name_sizes(operator.notation, [t.shape for t in inputs], [t.shape for t in outputs])
-        pattern = resolve(operator.notation, inputs, outputs, sizes)
-        strategies = axis_strategies(
-            rule_for(str(operator.call.op)),
-            operator.call,
-            pattern,
-            [t.has_grad for t in inputs],
-            [t.has_grad for t in outputs],
-        )
-        out.append(PlacedOperator(operator, pattern, sizes, strategies))
+        inputs = tuple(types[n] for n in operator.inputs)
+        outputs = tuple(types[n] for n in operator.outputs)
+        key = (operator.call.likeness, inputs, outputs)
+        if key not in known:
+            known[key] = _placed(operator, inputs, outputs)
+        out.append(replace(known[key], operator=operator))
     return tuple(out)
+
+
+def _placed(
+    operator: Operator, inputs: Sequence[TensorType], outputs: Sequence[TensorType]
+) -> PlacedOperator:
+    sizes = name_sizes(operator.notation, [t.shape for t in inputs], [t.shape for t in outputs])
+    pattern = resolve(operator.notation, inputs, outputs, sizes)
+    grads = [t.has_grad for t in inputs], [t.has_grad for t in outputs]
+    rule = rule_for(str(operator.call.op))
+    strategies = axis_strategies(rule, operator.call, pattern, *grads)
+    return PlacedOperator(operator, pattern, sizes, strategies)
 
 
 def is_light(operator: Operator) -> bool:

@@ -25,10 +25,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import BatchError, NotSupportedError
-from autopar.factors import Operator, Types, name_sizes, operators_of, tensor_types
+from autopar.factors import Operator, Types, operators_of, tensor_types
+from autopar.passes.groups import PlacedOperator, place_operators
 from autopar.program import Program, row_dims
-from autopar.rules import rule_for
-from autopar.rules.pattern import AxisStrategy, axis_strategies, resolve
+from autopar.rules.pattern import AxisStrategy
 from autopar.spec import P, Placement, R, S
 
 
@@ -87,7 +87,7 @@ def find_batch(
     default it is dim 0 of every input as long as the first one.
     """
     seeds, size = _seed_inputs(program, types, batch_dims or {})
-    every = [_Followed(o, _split_strategies(o, types)) for o in operators]
+    every = [_Followed(p.operator, _split(p)) for p in place_operators(operators, types.tensors)]
     alone = [f.without_lowerings() for f in every]
     placed, stuck = _Walk(seeds, _without_batch(program, operators, seeds)).run(alone)
     broken: str | None = None if size else "the inputs, which have no batch dim"
@@ -154,17 +154,11 @@ def _without_batch(
     return frozenset(found)
 
 
-def _split_strategies(operator: Operator, types: Types) -> tuple[AxisStrategy, ...]:
+def _split(placed: PlacedOperator) -> tuple[AxisStrategy, ...]:
     """The strategies under which microbatches do different work; none is all I."""
-    rule = rule_for(str(operator.call.op))
-    inputs = [types.tensors[n] for n in operator.inputs]
-    outputs = [types.tensors[n] for n in operator.outputs]
-    sizes = name_sizes(operator.notation, operator.call.inputs, operator.call.outputs)
-    pattern = resolve(operator.notation, inputs, outputs, sizes)
-    grads = [t.has_grad for t in inputs], [t.has_grad for t in outputs]
     return tuple(
         strategy
-        for strategy in axis_strategies(rule, operator.call, pattern, *grads)
+        for strategy in placed.strategies
         if not strategy.outputs or any(p.kind != "I" for p in strategy.outputs)
     )
 

@@ -8,6 +8,7 @@ before it is compared with a law.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from autopar.units import format_bytes
 
@@ -50,6 +51,21 @@ class TransferSample:
         return format_bytes(self.size_bytes)
 
 
+@dataclass(frozen=True)
+class StepSample:
+    """A whole training step on one rank, the slowest, while all ranks did the same.
+
+    By the profile that operators alone have given it takes `work_s` in products and memory, and
+    `launch_s` in launches.
+    """
+
+    name: str
+    size: str
+    work_s: float
+    launch_s: float
+    time_s: float
+
+
 @dataclass
 class Samples:
     """All that is measured, with `n_busy` ranks where nothing else is said.
@@ -64,6 +80,22 @@ class Samples:
     issue: list[OperatorSample] = field(default_factory=list)
     attention: list[OperatorSample] = field(default_factory=list)
     turns: list[tuple[int, float]] = field(default_factory=list)
+    steps: list[StepSample] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """What a timed step trains, on `rows` rows of `length` positions."""
+
+    kind: Literal["encoder", "perceptron"]
+    width: int
+    n_layers: int
+    rows: int
+    length: int
+
+    @property
+    def size(self) -> str:
+        return f"{self.n_layers} layers of {self.width}, {self.rows} x {self.length}"
 
 
 @dataclass(frozen=True)
@@ -71,7 +103,8 @@ class Grid:
     """Sizes at which everything is measured, and how long.
 
     `product_shapes` are (m, n, k) of x[m, k] w[n, k]; products above `most_flops[dtype]` are left
-    out. `sample_s` is how long one timing lasts at least, `n_rounds` how many there are.
+    out. `sample_s` is how long one timing lasts at least, `n_rounds` how many there are; steps are
+    timed one by one, `n_step_rounds` times.
     """
 
     product_shapes: tuple[Shape, ...]
@@ -81,6 +114,8 @@ class Grid:
     transfer_bytes: tuple[int, ...]
     sample_s: float
     n_rounds: int
+    step_programs: tuple[StepProgram, ...] = ()
+    n_step_rounds: int = 0
 
 
 _KIB, _MIB = 1 << 10, 1 << 20
@@ -94,6 +129,15 @@ CPU = Grid(
     transfer_bytes=(_KIB, 64 * _KIB, 256 * _KIB, _MIB, 4 * _MIB, 16 * _MIB),
     sample_s=0.01,
     n_rounds=11,
+    step_programs=(
+        StepProgram("encoder", 192, 3, 8, 96),
+        StepProgram("encoder", 384, 2, 4, 64),
+        StepProgram("encoder", 96, 5, 2, 32),
+        StepProgram("perceptron", 320, 2, 8, 80),
+        StepProgram("perceptron", 128, 2, 8, 320),
+        StepProgram("perceptron", 64, 6, 1, 64),
+    ),
+    n_step_rounds=31,
 )
 QUICK_CPU = Grid(
     product_shapes=((128, 256, 256), (1024, 256, 256), (256, 512, 512)),
@@ -103,6 +147,11 @@ QUICK_CPU = Grid(
     transfer_bytes=(_KIB, 256 * _KIB, 2 * _MIB),
     sample_s=0.002,
     n_rounds=5,
+    step_programs=(
+        StepProgram("perceptron", 192, 1, 4, 96),
+        StepProgram("perceptron", 64, 1, 1, 32),
+    ),
+    n_step_rounds=5,
 )
 _CUDA_FLOPS = (("float64", 2e11), ("float32", 1e12), ("bfloat16", 2e13), ("float16", 2e13))
 CUDA = Grid(

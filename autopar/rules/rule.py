@@ -6,7 +6,7 @@ actual tensors into the operator's strategies, the same way for every rule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -76,10 +76,28 @@ class OpCall:
             tuple(tuple(r.shape) for r in results if r is not None),
         )
 
+    @cached_property
+    def likeness(self) -> Hashable:
+        """Equal for calls that differ only in which tensors of these shapes they take, or in which
+        draw of random numbers: no rule tells them apart."""
+        args = ((name, _plain(v)) for name, v in self.args.items() if name != "occurrence")
+        return str(self.op), tuple(args), self.inputs, self.outputs
+
     def dim(self, name: str = "dim", rank: int | None = None) -> int:
         """A dim argument, counted from 0."""
         rank = len(self.inputs[0]) if rank is None else rank
         return int(self.args[name]) % max(rank, 1)
+
+
+def _plain(value: Any) -> Hashable:
+    """An argument with tensors left out; hashable."""
+    if isinstance(value, (torch.fx.Node, torch.Tensor)):
+        return "tensor"
+    if isinstance(value, Mapping):
+        return tuple((key, _plain(v)) for key, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return tuple(_plain(v) for v in value)
+    return repr(value)
 
 
 Family = Callable[[OpCall], Notation]

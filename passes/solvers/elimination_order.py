@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import permutations
 
 from autopar.errors import AutoparError
@@ -40,6 +40,11 @@ class Limits:
     total_entries: int = 2**32
     branches: int = 4096
     marginal_entries: int = 2**24
+
+    def and_(self, other: Limits) -> Limits:
+        """The narrower of both."""
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return Limits(*(min(pair) for pair in pairs))
 
 
 @dataclass(frozen=True)

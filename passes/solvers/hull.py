@@ -20,7 +20,7 @@ from autopar.passes.solvers.elimination_order import EliminationPlan, TooWide, p
 from autopar.passes.solvers.lagrangian import Elimination, Point
 from autopar.passes.solvers.problem import FORBIDDEN, Choice, ChoiceProblem, Infeasible
 from autopar.passes.solvers.reductions import Reduced, reduce
-from autopar.passes.solvers.select import solve
+from autopar.passes.solvers.select import as_it_is, solve
 
 # Relative to the price at which all bytes cost as much as all else: so low that bytes decide
 # nothing but ties, and so high that seconds do.
@@ -37,6 +37,9 @@ def hull_corners(problem: ChoiceProblem, n_most: int) -> list[Choice] | Infeasib
     """
     unlimited = replace(problem, budget_bytes=None)
     if n_most > 1:
+        ready = as_it_is(unlimited)
+        if ready is not None:
+            return _Walk(*ready).corners(n_most)
         # A budget, however large, keeps choices that are dearer and smaller.
         reduced = reduce(replace(problem, budget_bytes=math.inf))
         if reduced is None:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.passes.solvers.elimination import Weights
+from autopar.passes.solvers.elimination_order import TooWide
 from autopar.passes.solvers.lagrangian import Bracket, Point, leanest, search
 from autopar.passes.solvers.problem import (
     FORBIDDEN,
@@ -26,7 +27,7 @@ from autopar.passes.solvers.problem import (
 )
 from autopar.passes.solvers.repeats import RepeatedChoice, RepeatedProblem
 from autopar.passes.solvers.repeats_elimination import RepeatedElimination
-from autopar.passes.solvers.select import break_ties
+from autopar.passes.solvers.select import QUICK, break_ties
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,16 @@ def solve_repeated(
     Raises `TooWide` where a table would be too large.
     """
     deadline = time.perf_counter() + (math.inf if time_limit_s is None else time_limit_s)
-    reduced = problem.reduced()
-    if reduced is None:
-        return FORBIDDEN
-    smaller, kept = reduced
-    numbers, elimination = smaller.numbers, RepeatedElimination(smaller)
+    smaller, kept = problem, tuple(np.arange(k) for k in problem.numbers.sizes)
+    try:
+        elimination = RepeatedElimination(problem, QUICK)
+    except TooWide:
+        reduced = problem.reduced()
+        if reduced is None:
+            return FORBIDDEN
+        smaller, kept = reduced
+        elimination = RepeatedElimination(smaller)
+    numbers = smaller.numbers
     value, fastest = elimination.at(Weights())
     if math.isinf(value):
         return FORBIDDEN

@@ -2,7 +2,7 @@
 
 `solve(problem, "auto")`:
 
-1. drop choices that cannot matter (`reductions`);
+1. unless elimination is quick as it is, drop choices that cannot matter (`reductions`);
 2. eliminate (`elimination`), then again with the ties as a tiny perturbation;
 3. if that exceeds the budget, price the bytes (`lagrangian`), drop what the bound rules out, and
    let the ILP close the gap on what remains;
@@ -59,6 +59,8 @@ from autopar.passes.solvers.reductions import Reduced, drop_forbidden, reduce, r
 Solver = Literal["auto", "ilp"]
 C = TypeVar("C")
 TIE_WEIGHT_REL = 1e-11
+# About a tenth of a second.
+QUICK = Limits(2**22, 2**22, 2**24, branches=1)
 
 
 class _Clock:
@@ -102,15 +104,19 @@ def solve(
     if solver != "auto":
         raise OptionError(f'solver={solver!r} must be "auto" or "ilp"')
     clock = _Clock(time_limit_s)
-    with clock.phase("reduce"):
-        reduced = reduce(problem)
-    if reduced is None:
-        return FORBIDDEN
-    try:
-        with clock.phase("order"):
-            plan = plan_elimination(reduced.problem, limits)
-    except TooWide:
-        return _by_ilp(problem, reduced, clock)
+    with clock.phase("order"):
+        ready = as_it_is(problem, limits)
+    if ready is None:
+        with clock.phase("reduce"):
+            smaller = reduce(problem)
+        if smaller is None:
+            return FORBIDDEN
+        try:
+            with clock.phase("order"):
+                ready = smaller, plan_elimination(smaller.problem, limits)
+        except TooWide:
+            return _by_ilp(problem, smaller, clock)
+    reduced, plan = ready
     with clock.phase("eliminate"):
         elimination = Elimination(reduced.problem, plan)
         value, fastest = elimination.at(Weights())
@@ -121,6 +127,22 @@ def solve(
     if problem.fits(chosen.totals.bytes):
         return _finish(problem, reduced, chosen.choice, None, "elimination", clock)
     return _within_budget(problem, reduced, plan, fastest, clock, gap_goal)
+
+
+def as_it_is(
+    problem: ChoiceProblem, limits: Limits | None = None
+) -> tuple[Reduced, EliminationPlan] | None:
+    """The whole problem and how to eliminate it; None where that takes long, or over `limits`.
+
+    What elimination takes grows with the choices, so it pays to have fewer first; but to find out
+    which cannot matter takes longer than a quick elimination.
+    """
+    merged = problem.merged()
+    try:
+        plan = plan_elimination(merged, QUICK.and_(limits) if limits else QUICK)
+    except TooWide:
+        return None
+    return Reduced(merged, tuple(np.arange(k) for k in merged.sizes)), plan
 
 
 def solve_by_elimination(
