@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +19,18 @@ from autopar.calibration.fit import (
     fit_link,
     fit_memory,
     fit_products,
+    fit_steps,
     median_error,
 )
 from autopar.calibration.machine import Machine
 from autopar.calibration.result import Calibration
-from autopar.calibration.samples import CPU, OperatorSample, Samples, TransferSample
+from autopar.calibration.samples import (
+    CPU,
+    OperatorSample,
+    Samples,
+    StepSample,
+    TransferSample,
+)
 from autopar.cost.collectives import collective_time_s
 from autopar.cost.hardware import load_profile, resolve
 from autopar.cost.topology import flat_group
@@ -117,6 +125,37 @@ def test_link_constants_are_found(latency_s: float, s_per_byte: float) -> None:
         assert found.link.s_per_byte == pytest.approx(s_per_byte, rel=1e-2)
 
 
+def step_samples(
+    work_ratio: float, launch_ratio: float, noise: np.random.Generator | None = None
+) -> list[StepSample]:
+    """From steps that wait for launches to steps that hardly do."""
+    samples = []
+    for work_s, launch_s in ((1e-3, 4e-3), (1e-2, 1e-2), (0.05, 3e-3), (0.1, 3e-3), (0.2, 2e-3)):
+        time_s = work_ratio * work_s + launch_ratio * launch_s
+        if noise is not None:
+            time_s *= math.exp(noise.normal(0.0, 0.05))
+        samples.append(StepSample("step", "", work_s, launch_s, time_s))
+    return samples
+
+
+@settings(max_examples=25, deadline=None)
+@given(magnitudes(0.5, 3.0), magnitudes(0.5, 5.0))
+def test_ratios_of_steps_are_found(work_ratio: float, launch_ratio: float) -> None:
+    found = fit_steps(step_samples(work_ratio, launch_ratio))
+    assert found.work_ratio == pytest.approx(work_ratio, rel=5e-3)
+    assert found.launch_ratio == pytest.approx(launch_ratio, rel=5e-3)
+    assert median_error(found.residuals) < 5e-3
+    noisy = fit_steps(step_samples(work_ratio, launch_ratio, np.random.default_rng(0)))
+    assert noisy.work_ratio == pytest.approx(work_ratio, rel=0.1)
+
+
+def test_a_ratio_that_no_step_tells_stays_one() -> None:
+    without_launches = [replace(s, launch_s=0.0) for s in step_samples(1.3, 0.0)]
+    found = fit_steps(without_launches)
+    assert found.work_ratio == pytest.approx(1.3, rel=1e-3)
+    assert found.launch_ratio == pytest.approx(1.0, rel=1e-6)
+
+
 def test_noise_does_not_pull_constants_to_one_side() -> None:
     link = Link(1e-4, 1e-9)
     found = fit_link(transfer_samples(link, np.random.default_rng(0))).link
@@ -140,13 +179,14 @@ def test_times_that_do_not_grow_with_the_work_are_refused() -> None:
 # -- profiles --------------------------------------------------------------------------------------
 
 
-def planted() -> Calibration:
+def planted(steps: list[StepSample] | None = None) -> Calibration:
     samples = Samples(
         n_busy=2,
         operators=memory_samples(1e10, 1e-5)
         + product_samples({"float32": 6e10, "float64": 3e10}, 0.5, 1e10, 1e-5),
         transfers=transfer_samples(Link(1e-4, 1e-9)),
         turns=[(4, 2.1)],
+        steps=steps or [],
     )
     return Calibration.of(samples, CPU_MACHINE)
 
@@ -163,6 +203,28 @@ def test_ranks_that_share_cores_take_turns(tmp_path: Path) -> None:
     assert shared.links[-1].s_per_byte == pytest.approx(2 * alone.links[-1].s_per_byte)
     assert shared.memory_limit_bytes == alone.memory_limit_bytes
     assert resolve(Mesh((1, 1), hardware=str(path))).device == alone.device
+
+
+@pytest.mark.parametrize("work_ratio", [1.25, 0.8])
+def test_what_is_achieved_is_achieved_in_steps(work_ratio: float) -> None:
+    alone, found = planted(), planted(step_samples(work_ratio, 2.0))
+    for peak, achieved in (
+        ("device.peak_bytes_per_s", "device.achieved_bandwidth_fraction"),
+        ("device.peak_flops_per_s.float32", "device.achieved_flops_fraction.float32"),
+        ("device.peak_flops_per_s.float64", "device.achieved_flops_fraction.float64"),
+    ):
+        before, after = (
+            c.quantities[peak].value * c.quantities[achieved].value for c in (alone, found)
+        )
+        share = found.quantities[achieved]
+        assert after == pytest.approx(before / work_ratio, rel=5e-3)
+        assert share.value <= 1.0
+        assert f"over {work_ratio:.2f}, by least squares over 5 whole steps" in share.source
+    launch = found.quantities["device.launch_s"]
+    assert launch.value == pytest.approx(2 * alone.quantities["device.launch_s"].value, rel=5e-3)
+    assert "times 2.00" in launch.source
+    assert "whole training steps: median error of the fit 0%" in found.text()
+    assert len(found.to_json()["fits"]["whole training steps"]["residuals"]) == 5
 
 
 def test_every_number_of_a_profile_says_where_it_was_measured() -> None:
@@ -193,6 +255,8 @@ def test_this_machine(tmp_path: Path) -> None:
     zeros = {key for key, quantity in found.quantities.items() if quantity.value <= 0}
     assert zeros <= {"device.product_traffic_ratio"}
     assert {s.kind for s in found.samples.transfers} == set(COLLECTIVES)
+    assert found.samples.steps
+    assert all(min(s.work_s, s.launch_s, s.time_s) > 0 for s in found.samples.steps)
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         assert resolve(Mesh((1, 2), hardware=str(path)), dtype).device.flops_per_s > 0
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))

@@ -6,6 +6,7 @@ Read in this order:
     timing    interleaved medians, on the clock of the CPU or of a GPU
     operators, transfers   the work itself: products, memory-bound and small operators; the
               runtime's own collectives and messages
+    steps     whole training steps, whose predictions show what lies between operators
     measure   starts ranks, runs all of it on them, and collects the samples
     fit       constants of the model's own laws, by least squares on relative error
     machine   what is asked of the system rather than timed
@@ -13,8 +14,9 @@ Read in this order:
     result    `Calibration`: samples and fits; as TOML, as text with residuals, as JSON
 
 The laws are those of `cost/compute.py` and `cost/collectives.py`. Work is charged as the planner
-charges it (bytes of a backward, one launch per operator), so what the model leaves out is in
-the constants and not missing from its predictions.
+charges it (bytes of a backward, one launch per operator), and what is achieved is fitted to whole
+steps in the end, so what the model leaves out is in the constants and not missing from its
+predictions.
 """
 
 from __future__ import annotations

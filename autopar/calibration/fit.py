@@ -6,6 +6,8 @@
     transfer  t = turns c T(latency_s, s_per_byte), T the least over algorithms of
               `cost/collectives.py`; c a ratio of the kind, 1 but for `MEASURED_RATIOS`: gloo's
               reduce_scatter takes as long as an all_reduce                       (`fit_link`)
+    step      t = r (work by the two laws above) + c (launches by them): how many times as long
+              products and memory, and launches, take in whole steps              (`fit_steps`)
 
 Every fit minimises the sum over samples of (log law - log t)^2, in which half and twice the time
 are equally wrong. (With law / t - 1 too short a law costs little, and where no constants fit well
@@ -21,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.calibration.samples import OperatorSample, TransferSample
+from autopar.calibration.samples import OperatorSample, StepSample, TransferSample
 from autopar.cost.collectives import collective_time_s
 from autopar.cost.hardware import MEASURED_RATIOS
 from autopar.cost.topology import flat_group
@@ -29,12 +31,15 @@ from autopar.errors import CalibrationError
 from autopar.mesh import Link
 
 Array = NDArray[np.float64]
-Sample = OperatorSample | TransferSample
+Sample = OperatorSample | TransferSample | StepSample
 Law = Callable[[Array], Array]
 
 _N_STEPS = 200
 _NUDGE = 1e-6  # of a constant, for the derivative of a law
 _MATTERS = 1e-4  # of a sample's time
+# How much the log of a step's ratio counts beside the log of a sample's error: an e-fold ratio as
+# much as an error of 2%. Enough to leave a ratio at 1 where no step tells it.
+_TOWARDS_ONE = 0.02
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,15 @@ class LinkFit:
     """The link; `link.ratios` has the kinds of `MEASURED_RATIOS` that were timed."""
 
     link: Link
+    residuals: tuple[Residual, ...]
+
+
+@dataclass(frozen=True)
+class StepFit:
+    """In whole steps: `work_ratio` of products and memory, `launch_ratio` of launches."""
+
+    work_ratio: float
+    launch_ratio: float
     residuals: tuple[Residual, ...]
 
 
@@ -137,6 +151,21 @@ def fit_link(samples: Sequence[TransferSample]) -> LinkFit:
     return LinkFit(link_of(found), _residuals(samples, law(found)))
 
 
+def fit_steps(samples: Sequence[StepSample]) -> StepFit:
+    """How many times as long as by operators alone products, memory and launches take in steps."""
+    times_s = _times_s(samples)
+    work_s, launch_s = _column(samples, "work_s"), _column(samples, "launch_s")
+
+    def law(ratios: Array) -> Array:
+        return ratios[0] * work_s + ratios[1] * launch_s
+
+    def with_prior(ratios: Array) -> Array:
+        return np.append(law(ratios), ratios**_TOWARDS_ONE)
+
+    found = _fitted(with_prior, np.append(times_s, np.ones(2)), np.ones(2))
+    return StepFit(float(found[0]), float(found[1]), _residuals(samples, law(found)))
+
+
 def median_error(residuals: Sequence[Residual]) -> float:
     """The median of |error|."""
     return float(np.median([abs(r.error) for r in residuals]))
@@ -181,7 +210,7 @@ def _times_s(samples: Sequence[Sample]) -> Array:
     return np.array([s.time_s for s in samples])
 
 
-def _column(samples: Sequence[OperatorSample], name: str) -> Array:
+def _column(samples: Sequence[Sample], name: str) -> Array:
     return np.array([float(getattr(s, name)) for s in samples])
 
 

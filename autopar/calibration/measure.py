@@ -1,7 +1,8 @@
 """Starts ranks and measures on them.
 
     as many ranks as cores or GPUs   products, memory-bound and small operators while all are
-    (no more than the largest group) busy; collectives of every group size up to it
+    (no more than the largest group) busy; collectives of every group size up to it;
+                                     on a CPU whole training steps of one rank each
     every larger group (CPU only)    the same collectives; a few operators again, to see what it
                                      costs that ranks take turns
 
@@ -12,7 +13,9 @@ the profile says; profiles are for jobs that keep all ranks busy.
 from __future__ import annotations
 
 import statistics
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -26,7 +29,14 @@ from autopar.calibration.operators import (
     turn_samples,
 )
 from autopar.calibration.result import Calibration
-from autopar.calibration.samples import Grid, OperatorSample, Samples, TransferSample
+from autopar.calibration.samples import (
+    Grid,
+    OperatorSample,
+    Samples,
+    StepSample,
+    TransferSample,
+)
+from autopar.calibration.steps import step_samples
 from autopar.calibration.transfers import transfer_samples
 from autopar.errors import OptionError
 from autopar.runtime.launch import WorkerPool, init_from_environment
@@ -55,6 +65,7 @@ def calibrate(
         machine = pool.run(_of_rank)[0]
         _measure_operators(samples, pool, quick, progress)
         _measure_transfers(samples, pool, groups, quick, progress)
+        _measure_steps(samples, pool, machine, quick, progress)
     for n_ranks in (n for n in groups if n > samples.n_busy):
         with WorkerPool(n_ranks) as pool:
             progress(f"{n_ranks} ranks that share {n_slots} cores")
@@ -82,6 +93,19 @@ def _measure_transfers(
         progress(f"collectives and messages on {pool.n_ranks} ranks")
         turns = max(1.0, pool.n_ranks / count_slots())
         samples.transfers += pool.run(_transfers_on_rank, sizes, turns, quick)[0]
+
+
+def _measure_steps(
+    samples: Samples, pool: WorkerPool, machine: Machine, quick: bool, progress: Report
+) -> None:
+    """What the steps should take is predicted with the constants of what was measured so far."""
+    if machine.is_cuda:
+        return
+    progress(f"whole training steps on {samples.n_busy} ranks")
+    with tempfile.TemporaryDirectory() as folder:
+        profile = Path(folder) / "of-operators.toml"
+        Calibration.of(samples, machine).save(profile)
+        samples.steps += pool.run(_steps_on_rank, str(profile), quick)[0]
 
 
 def _group_sizes(ranks: Sequence[int] | None, n_slots: int) -> tuple[int, ...]:
@@ -121,6 +145,11 @@ def _on_rank(
 def _transfers_on_rank(sizes: Sequence[int], turns: float, quick: bool) -> list[TransferSample]:
     device = init_from_environment()
     return transfer_samples(sizes, turns, _grid(device, quick), device)
+
+
+def _steps_on_rank(profile: str, quick: bool) -> list[StepSample]:
+    device = init_from_environment()
+    return step_samples(profile, _grid(device, quick), device)
 
 
 def _ratio(shared: Sequence[OperatorSample], alone: Sequence[OperatorSample]) -> float:

@@ -2,6 +2,8 @@
 
 What one machine cannot show is taken from elsewhere, and its source says so: the datasheet's peaks
 and the link between nodes come from the shipped profile of the same GPU, where there is one.
+Where whole steps were timed, what is achieved is what is achieved in steps: rates and bandwidth
+over, and the launch times, the ratios of `fit_steps`. Peaks are those of operators alone.
 """
 
 from __future__ import annotations
@@ -14,7 +16,14 @@ from functools import cached_property
 
 import torch
 
-from autopar.calibration.fit import LinkFit, MemoryFit, ProductFit, Residual, median_error
+from autopar.calibration.fit import (
+    LinkFit,
+    MemoryFit,
+    ProductFit,
+    Residual,
+    StepFit,
+    median_error,
+)
 from autopar.calibration.machine import Machine
 from autopar.calibration.samples import Samples
 from autopar.cost.hardware import DEFAULT_PROFILE, Profile, Quantity, detect, load_profile
@@ -36,6 +45,7 @@ class ProfileNumbers:
     memory: MemoryFit
     products: ProductFit
     link: LinkFit | None
+    steps: StepFit | None = None
 
     def all(self) -> Quantities:
         device = self._capacity() | self._bandwidth() | self._interpreter()
@@ -72,6 +82,21 @@ class ProfileNumbers:
             f"median error {median_error(residuals):.0%}"
         )
 
+    @property
+    def _ratios(self) -> tuple[float, float]:
+        """How many times as long work and launches take in steps."""
+        return (self.steps.work_ratio, self.steps.launch_ratio) if self.steps else (1.0, 1.0)
+
+    def _in_steps(self, what: str, ratio: float, how: str) -> str:
+        """The source of a constant that was fitted to operators, and then to steps."""
+        if self.steps is None:
+            return how
+        residuals = self.steps.residuals
+        return (
+            f"{how}; then {what} {ratio:.2f}, by least squares over {len(residuals)} whole steps "
+            f"in float32, median error {median_error(residuals):.0%}"
+        )
+
     # -- the device ------------------------------------------------------------------------------
 
     def _capacity(self) -> Quantities:
@@ -95,13 +120,19 @@ class ProfileNumbers:
     def _bandwidth(self) -> Quantities:
         memory = self.memory
         best = max(s.size_bytes / s.time_s for s in self.samples.operators if not s.dtype)
-        peak = max(best, memory.bytes_per_s)
+        work_ratio, launch_ratio = self._ratios
+        achieved = memory.bytes_per_s / work_ratio
+        peak = max(best, memory.bytes_per_s, achieved)
         how = self._fitted(_MEMORY_BOUND, memory.residuals)
         fastest = self._measured("the fastest of its memory-bound operators")
         return {
             "device.peak_bytes_per_s": Quantity(peak, fastest),
-            "device.achieved_bandwidth_fraction": Quantity(memory.bytes_per_s / peak, how),
-            "device.launch_s": Quantity(memory.launch_s, how),
+            "device.achieved_bandwidth_fraction": Quantity(
+                achieved / peak, self._in_steps("over", work_ratio, how)
+            ),
+            "device.launch_s": Quantity(
+                memory.launch_s * launch_ratio, self._in_steps("times", launch_ratio, how)
+            ),
         }
 
     def _interpreter(self) -> Quantities:
@@ -113,21 +144,23 @@ class ProfileNumbers:
         return {"device.host_s": Quantity(statistics.median(times_s), how)}
 
     def _rates(self) -> Quantities:
-        found = {}
-        for dtype, rate in self.products.rates_flops_per_s.items():
-            peak = self._peak(dtype)
+        found, ratio = {}, self._ratios[0]
+        for dtype, alone in self.products.rates_flops_per_s.items():
+            rate, peak = alone / ratio, self._peak(dtype)
             residuals = [r for r in self.products.residuals if r.name.startswith(dtype)]
             how = self._fitted(f"{dtype} linear and its backward", residuals)
             found[f"device.peak_flops_per_s.{dtype}"] = peak
-            found[f"device.achieved_flops_fraction.{dtype}"] = Quantity(rate / peak.value, how)
+            share = Quantity(rate / peak.value, self._in_steps("over", ratio, how))
+            found[f"device.achieved_flops_fraction.{dtype}"] = share
         how = self._fitted("linear and its backward", self.products.residuals)
-        ratio = Quantity(self.products.traffic_ratio, how)
-        return found | {"device.product_traffic_ratio": ratio}
+        traffic = Quantity(self.products.traffic_ratio, how)
+        return found | {"device.product_traffic_ratio": traffic}
 
     def _peak(self, dtype: str) -> Quantity:
         """A datasheet's, unless this device is faster than its datasheet."""
         fit = self.products
-        rate = max(fit.rates_flops_per_s[dtype], fit.best_flops_per_s[dtype])
+        endless = fit.rates_flops_per_s[dtype]
+        rate = max(endless, endless / self._ratios[0], fit.best_flops_per_s[dtype])
         how = self._measured("the fastest product, or an endless one by the fit if that is more")
         return self._larger(f"device.peak_flops_per_s.{dtype}", Quantity(rate, how))
 

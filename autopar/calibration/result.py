@@ -14,9 +14,11 @@ from autopar.calibration.fit import (
     MemoryFit,
     ProductFit,
     Residual,
+    StepFit,
     fit_link,
     fit_memory,
     fit_products,
+    fit_steps,
     median_error,
 )
 from autopar.calibration.machine import Machine
@@ -28,13 +30,17 @@ from autopar.units import format_seconds
 
 @dataclass(frozen=True)
 class Calibration:
-    """A machine's samples, and the constants fitted to them; `link` is None for one rank."""
+    """A machine's samples, and the constants fitted to them.
+
+    `link` is None for one rank; `steps` where no whole steps were timed.
+    """
 
     machine: Machine
     samples: Samples
     memory: MemoryFit
     products: ProductFit
     link: LinkFit | None
+    steps: StepFit | None = None
 
     @staticmethod
     def of(samples: Samples, machine: Machine) -> Calibration:
@@ -42,13 +48,14 @@ class Calibration:
         memory = fit_memory([s for s in samples.operators if not s.dtype])
         products = fit_products([s for s in samples.operators if s.dtype], memory)
         link = fit_link(samples.transfers) if samples.transfers else None
-        return Calibration(machine, samples, memory, products, link)
+        steps = fit_steps(samples.steps) if samples.steps else None
+        return Calibration(machine, samples, memory, products, link, steps)
 
     @cached_property
     def quantities(self) -> dict[str, Quantity]:
         """Every number of the profile with its source, by dotted key."""
         return ProfileNumbers(
-            self.machine, self.samples, self.memory, self.products, self.link
+            self.machine, self.samples, self.memory, self.products, self.link, self.steps
         ).all()
 
     def toml(self, name: str = "calibrated") -> str:
@@ -96,6 +103,8 @@ class Calibration:
         yield "products", self.products.residuals
         if self.link is not None:
             yield "collectives and messages", self.link.residuals
+        if self.steps is not None:
+            yield "whole training steps", self.steps.residuals
 
 
 def _table(residuals: Sequence[Residual]) -> list[str]:

@@ -44,7 +44,7 @@ class _Attention(nn.Module):
         parts = self.qkv(x).chunk(3, -1)
         q, k, v = (part.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for part in parts)
         attended = F.scaled_dot_product_attention(q, k, v)
-        return self.out(attended.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        return self.out(attended.transpose(1, 2).flatten(2))
 
 
 class _Block(nn.Module):
@@ -58,7 +58,7 @@ class _Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norms[0](x))
-        return x + self.down(F.gelu(self.up(self.norms[1](x))))  # type: ignore[no-any-return]
+        return x + self.down(F.gelu(self.up(self.norms[1](x))))
 
 
 class Encoder(nn.Module):
@@ -87,7 +87,7 @@ class _Gated(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.scale
         gate = self.gate(y)
-        return x + self.down(self.up(y) * gate * torch.sigmoid(gate))  # type: ignore[no-any-return]
+        return x + self.down(self.up(y) * gate * torch.sigmoid(gate))
 
 
 class Perceptron(nn.Module):
@@ -96,7 +96,7 @@ class Perceptron(nn.Module):
         self.layers = nn.Sequential(*(_Gated(width) for _ in range(n_layers)))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x).square().mean()  # type: ignore[no-any-return]
+        return self.layers(x).square().mean()
 
 
 def step_samples(profile: str, grid: Grid, device: torch.device) -> list[StepSample]:

@@ -1,8 +1,8 @@
 """Interleaved medians: every case once per round, so a busy moment of the machine falls on all.
 
 All ranks run the same cases in the same order, each round after a barrier, and as often as the
-slowest of them needs to fill `sample_s`. A round's time is the mean over ranks; a case's is the
-median over rounds.
+slowest of them needs to fill `sample_s`. A round's time is the mean over ranks, or that of the
+slowest; a case's is the median over rounds.
 
     CPU    `time.perf_counter` around the calls
     CUDA   events around the calls, which are issued behind enough other work that the device
@@ -28,12 +28,14 @@ class Case:
     """`run(i)` is timed; i counts calls, to take other buffers each time.
 
     `prepare` comes before each call, untimed: what a rank does before it meets others. `share`:
-    the part of the time that is asked for (half of a message there and back).
+    the part of the time that is asked for (half of a message there and back). `by_slowest`: a
+    round's time is the slowest rank's, for which all wait.
     """
 
     run: Callable[[int], object]
     prepare: Callable[[], object] | None = None
     share: float = 1.0
+    by_slowest: bool = False
 
 
 def medians_s(
@@ -45,7 +47,8 @@ def medians_s(
     for _ in range(n_rounds):
         for case, n, times_s in zip(cases, n_calls, rounds, strict=True):
             dist.barrier()
-            times_s.append(_over_ranks(_time_s(case, n, device) / n * case.share, device))
+            time_s = _time_s(case, n, device) / n * case.share
+            times_s.append(_over_ranks(time_s, device, case.by_slowest))
     return [statistics.median(times_s) for times_s in rounds]
 
 
@@ -56,10 +59,11 @@ def _n_calls(case: Case, device: torch.device, sample_s: float) -> int:
     return max(1, min(_MOST_CALLS[device.type], round(sample_s / max(pilot_s, 1e-7))))
 
 
-def _over_ranks(value: float, device: torch.device) -> float:
-    mean = torch.tensor(value, dtype=torch.float64, device=device)
-    dist.all_reduce(mean)
-    return mean.item() / dist.get_world_size()
+def _over_ranks(value: float, device: torch.device, is_largest: bool = False) -> float:
+    """The mean, or the largest."""
+    values = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM)
+    return values.item() / (1 if is_largest else dist.get_world_size())
 
 
 def _time_s(case: Case, n_calls: int, device: torch.device) -> float:
