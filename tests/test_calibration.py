@@ -126,34 +126,38 @@ def test_link_constants_are_found(latency_s: float, s_per_byte: float) -> None:
 
 
 def step_samples(
-    work_ratio: float, launch_ratio: float, noise: np.random.Generator | None = None
+    ratios: tuple[float, float, float], noise: np.random.Generator | None = None
 ) -> list[StepSample]:
-    """From steps that wait for launches to steps that hardly do."""
+    """From steps that wait for launches, or for collectives, to steps that hardly do."""
     samples = []
-    for work_s, launch_s in ((1e-3, 4e-3), (1e-2, 1e-2), (0.05, 3e-3), (0.1, 3e-3), (0.2, 2e-3)):
-        time_s = work_ratio * work_s + launch_ratio * launch_s
+    for parts_s in (
+        (1e-3, 4e-3, 0.0), (0.05, 3e-3, 0.0), (0.2, 2e-3, 0.0),
+        (0.1, 3e-3, 0.01), (0.05, 4e-3, 0.1),
+    ):  # fmt: skip
+        time_s = sum(ratio * part_s for ratio, part_s in zip(ratios, parts_s, strict=True))
         if noise is not None:
             time_s *= math.exp(noise.normal(0.0, 0.05))
-        samples.append(StepSample("step", "", work_s, launch_s, time_s))
+        samples.append(StepSample("encoder", "", *parts_s, time_s))
     return samples
 
 
 @settings(max_examples=25, deadline=None)
-@given(magnitudes(0.5, 3.0), magnitudes(0.5, 5.0))
-def test_ratios_of_steps_are_found(work_ratio: float, launch_ratio: float) -> None:
-    found = fit_steps(step_samples(work_ratio, launch_ratio))
-    assert found.work_ratio == pytest.approx(work_ratio, rel=5e-3)
-    assert found.launch_ratio == pytest.approx(launch_ratio, rel=5e-3)
+@given(magnitudes(0.5, 3.0), magnitudes(0.5, 5.0), magnitudes(0.5, 3.0))
+def test_ratios_of_steps_are_found(work: float, launch: float, transfer: float) -> None:
+    found = fit_steps(step_samples((work, launch, transfer)))
+    assert found.work_ratio == pytest.approx(work, rel=5e-3)
+    assert found.launch_ratio == pytest.approx(launch, rel=5e-3)
+    assert found.transfer_ratio == pytest.approx(transfer, rel=5e-3)
     assert median_error(found.residuals) < 5e-3
-    noisy = fit_steps(step_samples(work_ratio, launch_ratio, np.random.default_rng(0)))
-    assert noisy.work_ratio == pytest.approx(work_ratio, rel=0.1)
+    noisy = fit_steps(step_samples((work, launch, transfer), np.random.default_rng(0)))
+    assert noisy.work_ratio == pytest.approx(work, rel=0.1)
 
 
 def test_a_ratio_that_no_step_tells_stays_one() -> None:
-    without_launches = [replace(s, launch_s=0.0) for s in step_samples(1.3, 0.0)]
-    found = fit_steps(without_launches)
+    work_alone = [replace(s, launch_s=0.0, transfer_s=0.0) for s in step_samples((1.3, 0.0, 0.0))]
+    found = fit_steps(work_alone)
     assert found.work_ratio == pytest.approx(1.3, rel=1e-3)
-    assert found.launch_ratio == pytest.approx(1.0, rel=1e-6)
+    assert (found.launch_ratio, found.transfer_ratio) == pytest.approx((1.0, 1.0), rel=1e-6)
 
 
 def test_noise_does_not_pull_constants_to_one_side() -> None:
@@ -207,7 +211,7 @@ def test_ranks_that_share_cores_take_turns(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("work_ratio", [1.25, 0.8])
 def test_what_is_achieved_is_achieved_in_steps(work_ratio: float) -> None:
-    alone, found = planted(), planted(step_samples(work_ratio, 2.0))
+    alone, found = planted(), planted(step_samples((work_ratio, 2.0, 1.5)))
     for peak, achieved in (
         ("device.peak_bytes_per_s", "device.achieved_bandwidth_fraction"),
         ("device.peak_flops_per_s.float32", "device.achieved_flops_fraction.float32"),
@@ -223,6 +227,10 @@ def test_what_is_achieved_is_achieved_in_steps(work_ratio: float) -> None:
     launch = found.quantities["device.launch_s"]
     assert launch.value == pytest.approx(2 * alone.quantities["device.launch_s"].value, rel=5e-3)
     assert "times 2.00" in launch.source
+    for key in ("link.intra_node.latency_s", "link.inter_node.s_per_byte"):
+        ratio = found.quantities[key].value / alone.quantities[key].value
+        assert ratio == pytest.approx(1.5, rel=5e-3)
+    assert "times 1.50" in found.quantities["link.intra_node.latency_s"].source
     assert "whole training steps: median error of the fit 0%" in found.text()
     assert len(found.to_json()["fits"]["whole training steps"]["residuals"]) == 5
 
@@ -257,6 +265,7 @@ def test_this_machine(tmp_path: Path) -> None:
     assert {s.kind for s in found.samples.transfers} == set(COLLECTIVES)
     assert found.samples.steps
     assert all(min(s.work_s, s.launch_s, s.time_s) > 0 for s in found.samples.steps)
+    assert any(s.transfer_s > 0 for s in found.samples.steps)
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         assert resolve(Mesh((1, 2), hardware=str(path)), dtype).device.flops_per_s > 0
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))

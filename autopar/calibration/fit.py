@@ -6,8 +6,9 @@
     transfer  t = turns c T(latency_s, s_per_byte), T the least over algorithms of
               `cost/collectives.py`; c a ratio of the kind, 1 but for `MEASURED_RATIOS`: gloo's
               reduce_scatter takes as long as an all_reduce                       (`fit_link`)
-    step      t = r (work by the two laws above) + c (launches by them): how many times as long
-              products and memory, and launches, take in whole steps              (`fit_steps`)
+    step      t = work_ratio w + launch_ratio n + transfer_ratio c: products and memory,
+              launches, and collectives by the laws above, and how many times as long they take
+              in whole steps                                                       (`fit_steps`)
 
 Every fit minimises the sum over samples of (log law - log t)^2, in which half and twice the time
 are equally wrong. (With law / t - 1 too short a law costs little, and where no constants fit well
@@ -83,10 +84,12 @@ class LinkFit:
 
 @dataclass(frozen=True)
 class StepFit:
-    """In whole steps: `work_ratio` of products and memory, `launch_ratio` of launches."""
+    """In whole steps: `work_ratio` of products and memory, `launch_ratio` of launches,
+    `transfer_ratio` of collectives."""
 
     work_ratio: float
     launch_ratio: float
+    transfer_ratio: float
     residuals: tuple[Residual, ...]
 
 
@@ -152,18 +155,20 @@ def fit_link(samples: Sequence[TransferSample]) -> LinkFit:
 
 
 def fit_steps(samples: Sequence[StepSample]) -> StepFit:
-    """How many times as long as by operators alone products, memory and launches take in steps."""
+    """How many times as long as alone work, launches and collectives take in steps; 1 for what
+    no step tells."""
     times_s = _times_s(samples)
-    work_s, launch_s = _column(samples, "work_s"), _column(samples, "launch_s")
+    parts_s = np.column_stack([_column(samples, f"{p}_s") for p in ("work", "launch", "transfer")])
 
     def law(ratios: Array) -> Array:
-        return ratios[0] * work_s + ratios[1] * launch_s
+        return parts_s @ ratios
 
     def with_prior(ratios: Array) -> Array:
         return np.append(law(ratios), ratios**_TOWARDS_ONE)
 
-    found = _fitted(with_prior, np.append(times_s, np.ones(2)), np.ones(2))
-    return StepFit(float(found[0]), float(found[1]), _residuals(samples, law(found)))
+    found = _fitted(with_prior, np.append(times_s, np.ones(3)), np.ones(3))
+    work, launch, transfer = map(float, found)
+    return StepFit(work, launch, transfer, _residuals(samples, law(found)))
 
 
 def median_error(residuals: Sequence[Residual]) -> float:

@@ -3,7 +3,8 @@
 What one machine cannot show is taken from elsewhere, and its source says so: the datasheet's peaks
 and the link between nodes come from the shipped profile of the same GPU, where there is one.
 Where whole steps were timed, what is achieved is what is achieved in steps: rates and bandwidth
-over, and the launch times, the ratios of `fit_steps`. Peaks are those of operators alone.
+over, and launch and the links' constants times, the ratios of `fit_steps`. Peaks are those of
+operators alone.
 """
 
 from __future__ import annotations
@@ -83,12 +84,12 @@ class ProfileNumbers:
         )
 
     @property
-    def _ratios(self) -> tuple[float, float]:
-        """How many times as long work and launches take in steps."""
-        return (self.steps.work_ratio, self.steps.launch_ratio) if self.steps else (1.0, 1.0)
+    def _ratios(self) -> StepFit:
+        """The ratios of whole steps; 1 where none were timed."""
+        return self.steps or StepFit(1.0, 1.0, 1.0, ())
 
     def _in_steps(self, what: str, ratio: float, how: str) -> str:
-        """The source of a constant that was fitted to operators, and then to steps."""
+        """The source of a constant that was fitted to parts of steps, and then to steps."""
         if self.steps is None:
             return how
         residuals = self.steps.residuals
@@ -120,18 +121,19 @@ class ProfileNumbers:
     def _bandwidth(self) -> Quantities:
         memory = self.memory
         best = max(s.size_bytes / s.time_s for s in self.samples.operators if not s.dtype)
-        work_ratio, launch_ratio = self._ratios
-        achieved = memory.bytes_per_s / work_ratio
+        ratios = self._ratios
+        achieved = memory.bytes_per_s / ratios.work_ratio
         peak = max(best, memory.bytes_per_s, achieved)
         how = self._fitted(_MEMORY_BOUND, memory.residuals)
         fastest = self._measured("the fastest of its memory-bound operators")
         return {
             "device.peak_bytes_per_s": Quantity(peak, fastest),
             "device.achieved_bandwidth_fraction": Quantity(
-                achieved / peak, self._in_steps("over", work_ratio, how)
+                achieved / peak, self._in_steps("over", ratios.work_ratio, how)
             ),
             "device.launch_s": Quantity(
-                memory.launch_s * launch_ratio, self._in_steps("times", launch_ratio, how)
+                memory.launch_s * ratios.launch_ratio,
+                self._in_steps("times", ratios.launch_ratio, how),
             ),
         }
 
@@ -144,7 +146,7 @@ class ProfileNumbers:
         return {"device.host_s": Quantity(statistics.median(times_s), how)}
 
     def _rates(self) -> Quantities:
-        found, ratio = {}, self._ratios[0]
+        found, ratio = {}, self._ratios.work_ratio
         for dtype, alone in self.products.rates_flops_per_s.items():
             rate, peak = alone / ratio, self._peak(dtype)
             residuals = [r for r in self.products.residuals if r.name.startswith(dtype)]
@@ -160,7 +162,7 @@ class ProfileNumbers:
         """A datasheet's, unless this device is faster than its datasheet."""
         fit = self.products
         endless = fit.rates_flops_per_s[dtype]
-        rate = max(endless, endless / self._ratios[0], fit.best_flops_per_s[dtype])
+        rate = max(endless, endless / self._ratios.work_ratio, fit.best_flops_per_s[dtype])
         how = self._measured("the fastest product, or an endless one by the fit if that is more")
         return self._larger(f"device.peak_flops_per_s.{dtype}", Quantity(rate, how))
 
@@ -205,7 +207,9 @@ class ProfileNumbers:
         if self.link is not None:
             sizes = sorted({s.n_ranks for s in self.samples.transfers})
             what = f"collectives and messages over {' and '.join(map(str, sizes))} ranks"
-            return Quantity(getattr(self.link.link, name), self._fitted(what, self.link.residuals))
+            how, ratio = self._fitted(what, self.link.residuals), self._ratios.transfer_ratio
+            alone = getattr(self.link.link, name)
+            return Quantity(alone * ratio, self._in_steps("times", ratio, how))
         known = self._known(f"link.intra_node.{name}")
         if known is None:
             raise CalibrationError(

@@ -53,16 +53,17 @@ class TransferSample:
 
 @dataclass(frozen=True)
 class StepSample:
-    """A whole training step on one rank, the slowest, while all ranks did the same.
+    """A whole training step, by the slowest of all ranks.
 
-    By the profile that operators alone have given it takes `work_s` in products and memory, and
-    `launch_s` in launches.
+    By the profile that operators and collectives alone have given it takes `work_s` in products
+    and memory, `launch_s` in launches and `transfer_s` in collectives.
     """
 
     name: str
     size: str
     work_s: float
     launch_s: float
+    transfer_s: float
     time_s: float
 
 
@@ -85,13 +86,21 @@ class Samples:
 
 @dataclass(frozen=True)
 class StepProgram:
-    """What a timed step trains, on `rows` rows of `length` positions."""
+    """What a timed step trains, on `rows` rows of `length` positions of each rank.
+
+    `recipe` shards it over all ranks; "" for every rank a step of its own.
+    """
 
     kind: Literal["encoder", "perceptron"]
     width: int
     n_layers: int
     rows: int
     length: int
+    recipe: Literal["", "dp", "zero3"] = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} {self.recipe}".rstrip()
 
     @property
     def size(self) -> str:
@@ -136,6 +145,10 @@ CPU = Grid(
         StepProgram("perceptron", 320, 2, 8, 80),
         StepProgram("perceptron", 128, 2, 8, 320),
         StepProgram("perceptron", 64, 6, 1, 64),
+        StepProgram("encoder", 144, 3, 4, 64, "dp"),
+        StepProgram("encoder", 144, 3, 4, 64, "zero3"),
+        StepProgram("encoder", 288, 2, 4, 96, "zero3"),
+        StepProgram("perceptron", 320, 3, 4, 64, "dp"),
     ),
     n_step_rounds=31,
 )
@@ -150,6 +163,7 @@ QUICK_CPU = Grid(
     step_programs=(
         StepProgram("perceptron", 192, 1, 4, 96),
         StepProgram("perceptron", 64, 1, 1, 32),
+        StepProgram("perceptron", 96, 1, 4, 32, "zero3"),
     ),
     n_step_rounds=5,
 )

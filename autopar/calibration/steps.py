@@ -1,14 +1,20 @@
 """Whole training steps that are timed, beside what the cost model says of them.
 
-Small programs in plain torch, each planned on a mesh of one rank with the profile that operators
-alone have given, and run by the runtime's own executor: forward to optimizer, on every rank at
-once, the slowest rank's time as in a job. One step of each makes a round, so tensors of a step
-come out of memory and not out of caches. Widths and lengths go from steps that compute to steps
-that wait for the interpreter, which is what tells the two ratios of `fit_steps` apart.
+Small programs in plain torch, planned with the profile that operators and collectives alone have
+given, and run by the runtime, forward to optimizer:
 
-What shows here and not in operators that repeat: fresh buffers and their page faults, autograd's
-bookkeeping, the runtime's and the optimizer's Python, and what the system takes from a core now
-and then, which the median of timings of a few milliseconds leaves out.
+    on one rank      all ranks at once, each a step of its own
+    by a recipe      sharded over all ranks
+
+A time is the slowest rank's, as in a job. One step of each makes a round, so tensors of a step
+come out of memory and not out of caches. Sizes go from steps that compute to steps that wait for
+the interpreter, recipes from one large collective to many small ones, which is what tells the
+ratios of `fit_steps` apart.
+
+What shows here and not in parts that repeat: fresh buffers and their page faults, autograd's
+bookkeeping, the Python of runtime and optimizer, ranks that wait for each other, and what the
+system takes from a core now and then, which the median of timings of a few milliseconds leaves
+out.
 
 CPU only: on a GPU the interpreter works beside the device, and what of it shows is another law
 (`device.host_s`).
@@ -16,22 +22,30 @@ CPU only: on a GPU the interpreter works beside the device, and what of it shows
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from autopar.api import parallelize
 from autopar.calibration.samples import Grid, StepProgram, StepSample
 from autopar.calibration.timing import Case, medians_s
 from autopar.mesh import Mesh
+from autopar.options import Manual
 from autopar.planning import Plan, plan
 from autopar.program import flatten_inputs
 from autopar.runtime.executor import Environment, Executor
 from autopar.runtime.load import load_code
 
+Step = Callable[[int], None]
+
 _VOCABULARY = 384
+_RATE = 1e-3
+_NO_LAUNCH = "device.launch_s=0x"
+_NO_LINK = "link.intra_node.latency_s=0x,link.intra_node.s_per_byte=0x"
 
 
 class _Attention(nn.Module):
@@ -100,54 +114,77 @@ class Perceptron(nn.Module):
 
 
 def step_samples(profile: str, grid: Grid, device: torch.device) -> list[StepSample]:
-    """Steps of all programs of `grid`; `profile` is the path of what operators gave."""
+    """Steps of all programs of `grid`; `profile` is the path of what their parts alone gave."""
     cases, samples = [], []
     for program in grid.step_programs:
-        model, batch = _made(program)
-        planned = plan(model, Mesh((1, 1), hardware=profile), batch, microbatches=1)
-        cases.append(Case(_training(planned, model, batch, device), by_slowest=True))
+        if program.recipe and dist.get_world_size() == 1:
+            continue
+        planned, step = (_sharded if program.recipe else _alone)(program, profile, device)
+        cases.append(Case(step, by_slowest=True))
         samples.append(_predicted(program, planned))
     times_s = medians_s(cases, device, 0.0, grid.n_step_rounds)
     return [replace(s, time_s=time_s) for s, time_s in zip(samples, times_s, strict=True)]
 
 
-def _made(program: StepProgram) -> tuple[nn.Module, dict[str, Tensor]]:
+def _made(program: StepProgram, n_ranks: int) -> tuple[nn.Module, Tensor]:
+    """The model, and the input of all ranks."""
     torch.manual_seed(0)
+    rows = program.rows * n_ranks
     if program.kind == "encoder":
-        shape = program.rows, program.length
+        shape = rows, program.length
         tokens = torch.randint(0, _VOCABULARY, shape)
-        return Encoder(program.width, program.n_layers), {"x": tokens}
-    x = torch.randn(program.rows * program.length, program.width)
-    return Perceptron(program.width, program.n_layers), {"x": x}
+        return Encoder(program.width, program.n_layers), tokens
+    x = torch.randn(rows * program.length, program.width)
+    return Perceptron(program.width, program.n_layers), x
 
 
 def _predicted(program: StepProgram, planned: Plan) -> StepSample:
-    """What the profile says, launches and the rest of it, without a time yet."""
+    """What the profile says of it, without a time yet."""
     whole_s = planned.predicted.step_time_s
-    work_s = planned.what_if("device.launch_s=0x").predicted.step_time_s
-    return StepSample(f"step of {program.kind}", program.size, work_s, whole_s - work_s, 0.0)
+    launch_s, transfer_s = (
+        whole_s - planned.what_if(free).predicted.step_time_s for free in (_NO_LAUNCH, _NO_LINK)
+    )
+    work_s = whole_s - launch_s - transfer_s
+    return StepSample(program.name, program.size, work_s, launch_s, transfer_s, 0.0)
 
 
-def _training(
-    planned: Plan, model: nn.Module, batch: Mapping[str, Tensor], device: torch.device
-) -> Callable[[int], None]:
-    """A step of the plan on this rank alone, whatever the world is."""
+def _sharded(program: StepProgram, profile: str, device: torch.device) -> tuple[Plan, Step]:
+    """A step of all ranks together."""
+    n_ranks = dist.get_world_size()
+    recipe = Manual(dp=n_ranks, zero=3 if program.recipe == "zero3" else 0)
+    model, x = _made(program, n_ranks)
+    mesh = Mesh((1, n_ranks), hardware=profile)
+    module = parallelize(model, mesh, (x,), manual=recipe, microbatches=1)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=_RATE)
+
+    def step(i: int) -> None:
+        module.step(x)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return module.plan, step
+
+
+def _alone(program: StepProgram, profile: str, device: torch.device) -> tuple[Plan, Step]:
+    """A step on this rank alone, whatever the world is: the executor without groups."""
+    model, x = _made(program, 1)
+    planned = plan(model, Mesh((1, 1), hardware=profile), (x,), microbatches=1)
     assert planned.bound is not None
-    pipeline, program = planned.bound.pipeline, planned.bound.analysis.program
+    pipeline, captured = planned.bound.pipeline, planned.bound.analysis.program
     ((name, source),) = planned.code().items()
-    constants = {key: make() for key, make in program.constants.items()}
+    constants = {key: make() for key, make in captured.constants.items()}
     executor = Executor(pipeline, 0, load_code(name, source)[0], Environment(device, {}), constants)
     stored = dict(_stored(planned, model))
-    leaves = flatten_inputs(batch)
-    inputs = {key: leaves[info.path] for key, info in program.inputs.items()}
-    optimizer = torch.optim.AdamW(stored.values(), lr=1e-3)
+    leaves = flatten_inputs((x,))
+    inputs = {key: leaves[info.path] for key, info in captured.inputs.items()}
+    optimizer = torch.optim.AdamW(stored.values(), lr=_RATE)
 
     def step(i: int) -> None:
         executor.step(stored, inputs)
         optimizer.step()
         optimizer.zero_grad()
 
-    return step
+    return planned, step
 
 
 def _stored(planned: Plan, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
