@@ -2,7 +2,9 @@
 
 A group's choice is one joint strategy per active mesh axis; its time and memory factor over
 axes (a tensor's local bytes are its bytes times one fraction per axis), so the tables are
-outer products and nothing is priced twice.
+outer products and nothing is priced twice. Meshes that use the same axes have the same choices, and
+are priced together: arrays begin with an axis of meshes, and what is not legal on one of them takes
+forever there.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,16 +30,15 @@ from autopar.rules import OpRule, rule_for
 from autopar.rules.lowering import Lowering
 from autopar.rules.pattern import AxisStrategy
 from autopar.saved import Saved
-from autopar.spec import PREFERENCE, I, Placement, Spec, TensorType, illegal_reason
+from autopar.spec import PREFERENCE, I, Placement, Spec, TensorType
 
 Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class GroupCandidates:
-    """The choices of one group; arrays are indexed by choice.
-
-    `placements[c]` are the joint strategies of choice c, one per active axis.
+    """The choices of one group: `choices[c]` are the joint strategies of choice c, one per active
+    axis. `time_s` and `size_bytes` are [meshes, choices], `preference` [choices].
     """
 
     group: Group
@@ -84,13 +86,13 @@ class GroupCandidates:
 
 @dataclass(frozen=True)
 class CandidateMaker:
-    """Prices groups on one logical mesh.
+    """Prices groups on logical meshes that use the same axes of the same devices.
 
     `n_in_flight` microbatches keep their activations at once; `n_splits` parts are what the
     rows of the graph make. Some operators stand for `n_like` alike in one group (`repeated.py`).
     """
 
-    cost: CostModel
+    costs: Sequence[CostModel]
     types: Mapping[str, TensorType]
     saved: Mapping[str, Saved]
     limits: Limits
@@ -99,167 +101,172 @@ class CandidateMaker:
     n_splits: int
     n_like: Mapping[str, int] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        first = self.costs[0]
+        for cost in self.costs:
+            assert cost.mesh.active_axes == first.mesh.active_axes, "meshes that use other axes"
+            assert (cost.mesh.device, cost.dtype) == (first.mesh.device, first.dtype)
+
+    @property
+    def _active(self) -> tuple[int, ...]:
+        return self.costs[0].mesh.active_axes
+
+    @cached_property
+    def _sizes(self) -> NDArray[np.int64]:
+        """[meshes, axes]"""
+        return np.array([cost.mesh.sizes for cost in self.costs], dtype=np.int64)
+
     def make(self, group: Group, first_savers: set[str]) -> GroupCandidates:
         """All legal choices of `group`; raises `InfeasibleError` when constraints leave none.
 
         `first_savers` collects values whose saving for backward is already charged.
         """
-        sizes = self.cost.mesh.sizes
-        active = self.cost.mesh.active_axes
-        joints = group.strategies
-        per_axis = [
-            self.limits.preferred(
-                group,
-                axis,
-                [j for j in self.limits.allowed(group, axis, joints) if self._divides(axis, j)],
-            )
-            for axis in active
-        ]
-        index = [
-            picks
-            for picks in itertools.product(*(range(len(js)) for js in per_axis))
-            if self._legal(group, [per_axis[k][i] for k, i in enumerate(picks)], active, sizes)
-        ]
-        if not index:
+        fitting = [self._fitting(group, axis) for axis in self._active]
+        per_axis = [joints for joints, _ in fitting]
+        picks = list(itertools.product(*(range(len(joints)) for joints in per_axis)))
+        legal = np.ones((len(self.costs), len(picks)), dtype=bool)
+        for c, pick in enumerate(picks):
+            chosen = [per_axis[k][i] for k, i in enumerate(pick)]
+            legal[:, c] = self._legal(group, chosen)
+            for k, i in enumerate(pick):
+                legal[:, c] &= fitting[k][1][:, i]
+        index = np.flatnonzero(legal.any(axis=0))
+        if not len(index):
             raise InfeasibleError(
                 f"no allowed placement is left for operator {group.name}",
                 hint="relax forbid, force or the recipe for the tensors it uses",
             )
-        columns = [np.array([picks[k] for picks in index]) for k in range(len(active))]
-        time, size_bytes = self._price(group, per_axis, active, columns, first_savers)
-        preference = sum(
-            (
-                np.array([self._preference(j) for j in per_axis[k]])[columns[k]]
-                for k in range(len(active))
-            ),
-            np.zeros(len(index)),
-        )
-        choices = tuple(tuple(per_axis[k][i] for k, i in enumerate(picks)) for picks in index)
-        return GroupCandidates(group, choices, active, len(sizes), time, size_bytes, preference)
+        columns = [np.array([picks[c][k] for c in index]) for k in range(len(per_axis))]
+        time_s, size_bytes = self._price(group, per_axis, columns, len(index), first_savers)
+        time_s[~legal[:, index]] = np.inf
+        preference = np.zeros(len(index))
+        for joints, column in zip(per_axis, columns, strict=True):
+            preference += np.array([self._preference(j) for j in joints])[column]
+        choices = tuple(tuple(per_axis[k][i] for k, i in enumerate(picks[c])) for c in index)
+        n_axes = self.costs[0].mesh.n_axes
+        return GroupCandidates(group, choices, self._active, n_axes, time_s, size_bytes, preference)
 
-    def _divides(self, axis: int, joint: JointStrategy) -> bool:
-        n = self.cost.mesh.sizes[axis]
+    def _fitting(self, group: Group, axis: int) -> tuple[list[JointStrategy], NDArray[np.bool_]]:
+        """What a group may do on one axis of some mesh; and [meshes, strategies] on which."""
+        allowed = self.limits.allowed(group, axis, group.strategies)
+        wanted: dict[int, set[int]] = {}
+        for n in self._sizes[:, axis].tolist():
+            if n not in wanted:
+                dividing = [joint for joint in allowed if self._divides(n, joint)]
+                wanted[n] = {id(j) for j in self.limits.preferred(group, axis, dividing)}
+        joints = [j for j in allowed if any(id(j) in ids for ids in wanted.values())]
+        marks = [[id(j) in wanted[n] for j in joints] for n in self._sizes[:, axis].tolist()]
+        return joints, np.array(marks, dtype=bool).reshape(len(self.costs), len(joints))
+
+    def _divides(self, n: int, joint: JointStrategy) -> bool:
         return all(
             self.types[name].dims[p.dim][p.factor] % n == 0
             for name, p in joint.placements.items()
             if p.is_shard
         )
 
-    def _legal(
-        self, group: Group, joints: Sequence[JointStrategy], active: Sequence[int],
-        sizes: Sequence[int],
-    ) -> bool:  # fmt: skip
-        """Do factors that several axes split still divide, and is no operator replaced twice?"""
+    def _legal(self, group: Group, joints: Sequence[JointStrategy]) -> NDArray[np.bool_] | bool:
+        """[meshes]: do factors that several axes split still divide, and is no operator replaced
+        twice?"""
         if len(joints) < 2:
             return True
         for position, item in enumerate(group.members):
             chosen = [item.strategies[j.members[position]] for j in joints]
             if len({id(s.lowering) for s in chosen if s.lowering}) > 1:
                 return False
+        legal: NDArray[np.bool_] | bool = True
         for name in joints[0].placements:
-            placed = [j.placements[name] for j in joints]
-            cells = [p.cell for p in placed if p.is_shard]
-            if len(set(cells)) < len(cells):
-                placements = [I] * len(sizes)
-                for axis, p in zip(active, placed, strict=True):
-                    placements[axis] = p
-                if illegal_reason(self.types[name], Spec(tuple(placements)), sizes):
-                    return False
-        return True
+            splits: dict[tuple[int, int], list[int]] = {}
+            for axis, joint in zip(self._active, joints, strict=True):
+                placement = joint.placements[name]
+                if placement.is_shard:
+                    splits.setdefault(placement.cell, []).append(axis)
+            for (dim, factor), axes in splits.items():
+                if len(axes) > 1:
+                    n_shards = self._sizes[:, axes].prod(axis=1)
+                    legal = legal & (self.types[name].dims[dim][factor] % n_shards == 0)
+        return legal
 
     @staticmethod
     def _preference(joint: JointStrategy) -> float:
         return sum(PREFERENCE[p.kind] for p in joint.placements.values()) * 1e-5
 
     def _price(
-        self, group: Group, per_axis: Sequence[Sequence[JointStrategy]], active: Sequence[int],
-        columns: Sequence[NDArray[np.int64]], first_savers: set[str],
+        self, group: Group, per_axis: Sequence[Sequence[JointStrategy]],
+        columns: Sequence[NDArray[np.int64]], n_choices: int, first_savers: set[str],
     ) -> tuple[Array, Array]:  # fmt: skip
-        """Seconds per step and bytes kept for backward, per choice."""
-        n_choices = len(columns[0]) if columns else 1
+        """[meshes, choices]: seconds per step, and bytes kept for backward."""
+        shape = len(self.costs), n_choices
 
-        def over_axes(fraction_of: list[list[float]]) -> Array:
-            out = np.ones(n_choices)
-            for k, column in enumerate(columns):
-                out *= np.array(fraction_of[k])[column]
+        def over_axes(is_cut: Callable[[JointStrategy], bool]) -> Array:
+            """The share of a rank of what an axis divides where its strategy `is_cut`."""
+            out = np.ones(shape)
+            for axis, joints, column in zip(self._active, per_axis, columns, strict=True):
+                cut = np.array([is_cut(joint) for joint in joints], dtype=bool)[column]
+                out[:, cut] /= self._sizes[:, axis, None]
             return out
 
         fractions: dict[str, Array] = {}
 
         def fraction(value: str) -> Array:
             if value not in fractions:
-                fractions[value] = over_axes(
-                    [
-                        [
-                            1.0 / self.cost.mesh.sizes[axis]
-                            if j.placements[value].is_shard
-                            else 1.0
-                            for j in per_axis[k]
-                        ]
-                        for k, axis in enumerate(active)
-                    ]
-                )
+                fractions[value] = over_axes(lambda joint: joint.placements[value].is_shard)
             return fractions[value]
 
-        time, kept_bytes = np.zeros(n_choices), np.zeros(n_choices)
+        time_s, kept_bytes = np.zeros(shape), np.zeros(shape)
         for position, item in enumerate(group.members):
-            labelled = over_axes(
-                [
-                    [
-                        1.0 / self.cost.mesh.sizes[axis]
-                        if item.strategies[j.members[position]].label
-                        else 1.0
-                        for j in per_axis[k]
-                    ]
-                    for k, axis in enumerate(active)
-                ]
-            )
-            moved = sum(
-                (
-                    self.types[n].size_bytes * fraction(n)
-                    for n in (*item.operator.inputs, *item.operator.outputs)
-                ),
-                np.zeros(n_choices),
-            )
+            labels = [bool(strategy.label) for strategy in item.strategies]
+            labelled = over_axes(lambda joint, p=position, of=labels: of[joint.members[p]])  # type: ignore[misc]
+            moved = np.zeros(shape)
+            for name in (*item.operator.inputs, *item.operator.outputs):
+                moved += self.types[name].size_bytes * fraction(name)
             rule = rule_for(str(item.operator.call.op))
             flops = rule.flops_of(item.sizes) * labelled
             forward, backward = operator_times_s(
-                rule, item.operator, self.types, self.cost, flops, moved
+                rule, item.operator, self.types, self.costs[0], flops, moved
             )
             n_like = self.n_like.get(item.name, 1)
-            time += n_like * (forward + backward)
+            time_s += n_like * (forward + backward)
             if any(lowering.inner for lowering in rule.lower.values()):
-                time += n_like * self._inner_time_s(item, position, per_axis, active, columns)
+                time_s += n_like * self._inner_time_s(item, position, per_axis, columns)
             kept_bytes += (
                 self._kept_bytes(item, labelled, fraction, first_savers) * self.n_in_flight * n_like
             )
-        return time * self.n_microbatches, kept_bytes
+        return time_s * self.n_microbatches, kept_bytes
 
     def _inner_time_s(
         self, item: PlacedOperator, position: int,
-        per_axis: Sequence[Sequence[JointStrategy]], active: Sequence[int],
-        columns: Sequence[NDArray[np.int64]],
+        per_axis: Sequence[Sequence[JointStrategy]], columns: Sequence[NDArray[np.int64]],
     ) -> Array:  # fmt: skip
-        """The collectives inside a lowered operator, per choice."""
-        itemsize = self.types[item.operator.inputs[0]].itemsize
-        grads = [self.types[n].has_grad for n in item.operator.inputs]
-        out = np.zeros(len(columns[0]) if columns else 1)
-        for c in range(len(out)):
+        """[meshes, choices]: the collectives inside a lowered operator."""
+        out = np.zeros((len(self.costs), len(columns[0]) if columns else 1))
+        for c in range(out.shape[1]):
             joints = [per_axis[k][column[c]] for k, column in enumerate(columns)]
             chosen = [item.strategies[joint.members[position]] for joint in joints]
-            lowering, axes = lowered_over(chosen, active)
-            if lowering is None:
-                continue
-            sizes = dict(item.sizes)
-            for axis, strategy in zip(active, chosen, strict=True):
-                for label in (strategy.label or "").split():
-                    sizes[item.pattern.names[label]] //= self.cost.mesh.sizes[axis]
-            n_ranks = math.prod(self.cost.mesh.sizes[axis] for axis in axes)
-            for inner in lowering.inner:
-                if inner.runs(grads):
-                    size_bytes = int(lowering.value(inner.size_bytes, sizes, itemsize, n_ranks))
-                    out[c] += self.cost.primitive_time_s(inner.kind, size_bytes, axes)
+            lowering, axes = lowered_over(chosen, self._active)
+            if lowering is not None:
+                for b, cost in enumerate(self.costs):
+                    out[b, c] = self._inner_on(cost, item, chosen, lowering, axes)
         return out
+
+    def _inner_on(
+        self, cost: CostModel, item: PlacedOperator, chosen: Sequence[AxisStrategy],
+        lowering: Lowering, axes: Sequence[int],
+    ) -> float:  # fmt: skip
+        """Seconds of a lowered operator's collectives on one mesh."""
+        itemsize = self.types[item.operator.inputs[0]].itemsize
+        grads = [self.types[n].has_grad for n in item.operator.inputs]
+        sizes = dict(item.sizes)
+        for axis, strategy in zip(self._active, chosen, strict=True):
+            for label in (strategy.label or "").split():
+                sizes[item.pattern.names[label]] //= cost.mesh.sizes[axis]
+        n_ranks = math.prod(cost.mesh.sizes[axis] for axis in axes)
+        time_s = 0.0
+        for inner in lowering.inner:
+            if inner.runs(grads):
+                size_bytes = int(lowering.value(inner.size_bytes, sizes, itemsize, n_ranks))
+                time_s += cost.primitive_time_s(inner.kind, size_bytes, tuple(axes))
+        return time_s
 
     def _kept_bytes(
         self,

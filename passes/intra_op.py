@@ -9,7 +9,7 @@ of them: the same optimum, in a time that does not grow with depth.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
@@ -23,7 +23,7 @@ from autopar.passes.candidates import CandidateMaker
 from autopar.passes.constraints import Constraints, Limits
 from autopar.passes.folding import Folded
 from autopar.passes.parameters import ParameterMaker
-from autopar.passes.problem import IntraOpProblem, ProblemBuilder
+from autopar.passes.problem import IntraOpProblem, IntraOpProblems, ProblemBuilder
 from autopar.passes.repeated import placed_once, repeated_problem
 from autopar.passes.solvers import Infeasible, Solver, TooWide, solve
 from autopar.passes.solvers.repeats_select import solve_repeated
@@ -103,21 +103,37 @@ def intra_op_problem(
 
     `n_like` counts operators that some stand for within their group (`placed_once`).
     """
+    return intra_op_problems(
+        analysis, (cost,), n_microbatches, constraints, optimizer, budget_bytes, n_in_flight, n_like
+    ).of(0)
+
+
+def intra_op_problems(
+    analysis: Analysis,
+    costs: Sequence[CostModel],
+    n_microbatches: int,
+    constraints: Constraints,
+    optimizer: str,
+    budget_bytes: float | None,
+    n_in_flight: int = 1,
+    n_like: Mapping[str, int] | None = None,
+) -> IntraOpProblems:
+    """`intra_op_problem` on logical meshes that use the same axes of the same devices."""
     program = analysis.program
     types = analysis.microbatch_types(n_microbatches)
-    cost = cost.for_parameters(analysis.parameter_bytes)
+    costs = tuple(cost.for_parameters(analysis.parameter_bytes) for cost in costs)
     limits = Limits.of(constraints, program, analysis.batch.cells, types.classes)
     n_splits = analysis.batch.n_splits(n_microbatches)
     maker = CandidateMaker(
-        cost, types.tensors, analysis.saved, limits, n_microbatches, n_in_flight, n_splits,
+        costs, types.tensors, analysis.saved, limits, n_microbatches, n_in_flight, n_splits,
         n_like or {},
     )  # fmt: skip
     savers: set[str] = set()
     candidates = [maker.make(group, savers) for group in analysis.groups(n_microbatches)]
-    static = static_bytes_per_param(optimizer, cost.dtype)
-    itemsize = cost.dtype.itemsize
-    update = optimizer_time_s(10**6, optimizer, cost.dtype, cost.mesh.device) / 1e6 / itemsize
-    parameters = ParameterMaker(cost, limits, n_microbatches, static, update)
+    device, dtype = costs[0].mesh.device, costs[0].dtype
+    static = static_bytes_per_param(optimizer, dtype)
+    update = optimizer_time_s(10**6, optimizer, dtype, device) / 1e6 / dtype.itemsize
+    parameters = ParameterMaker(costs, limits, n_microbatches, static, update)
     return ProblemBuilder(program, types.tensors, parameters, budget_bytes).build(candidates)
 
 

@@ -4,9 +4,11 @@ Specs are the vertices; the edges are the moves of `moves.TABLE` on one axis, an
 over several axes at once (all_reduce, all_gather and reduce_scatter over the joint group). An outer
 axis may not move while an inner one shards the same factor.
 
-Which moves there are, and which share of the tensor each one sends, depends on a tensor's size only
-through what divides its factors: with N ranks, tensors whose factors f have the same gcd(f, N) have
-one graph.
+Which moves there are depends on how many factors each dim has, and on which axes have several
+ranks; which specs are legal, on what divides the factors; and which share of a tensor a move sends,
+on the ranks of the axes that shard it. So all tensors with as many factors have one graph, for
+meshes of all sizes: it is drawn for factors that everything divides (`_everything_divides`), and a
+mesh and a tensor say which specs they leave out (`MoveGraph.legal`).
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -137,22 +139,24 @@ def step_time_s(step: Step, has_grad: bool, time_of: PrimitiveTime) -> tuple[flo
 
 @dataclass(frozen=True)
 class Primitive:
-    """One primitive over `axes`, on local bytes of the tensor's divided by `n_shards`."""
+    """One primitive over `axes`, on local bytes of a tensor that `shards` cut."""
 
     kind: PrimitiveKind
     axes: tuple[int, ...]
-    n_shards: int
+    shards: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class MoveGraph:
-    """The moves of all tensors that the mesh divides alike.
+    """The moves of all tensors with as many factors in each dim, on meshes with the same axes in
+    use.
 
     Move e goes from `specs[source[e]]` to `specs[target[e]]` over `axes[e]`; forward it runs
     `primitives[forward[e]]`, backward `primitives[backward[e]]`, the identity without gradient.
+    `splits` are the distinct (factor, axes that share it) of the specs, of which `has_split[i]`
+    marks those of spec i.
     """
 
-    sizes: tuple[int, ...]
     specs: tuple[Spec, ...]
     index: Mapping[Spec, int]
     source: NDArray[np.int64]
@@ -162,23 +166,45 @@ class MoveGraph:
     forward: NDArray[np.int64]
     backward: NDArray[np.int64]
     at: Mapping[tuple[int, int], int]
+    splits: tuple[tuple[tuple[int, int], tuple[int, ...]], ...]
+    has_split: NDArray[np.bool_]
 
-    def step(self, tensor: TensorType, source: int, target: int) -> Step:
+    def legal(self, tensor: TensorType, sizes: Sequence[int]) -> NDArray[np.bool_]:
+        """Which specs a tensor may have on axes of these sizes."""
+        uneven = [
+            tensor.dims[dim][factor] % math.prod(sizes[a] for a in axes) > 0
+            for (dim, factor), axes in self.splits
+        ]
+        out: NDArray[np.bool_] = ~(self.has_split @ np.array(uneven, dtype=bool))
+        return out
+
+    def step(self, tensor: TensorType, sizes: tuple[int, ...], source: int, target: int) -> Step:
         """The move between two specs that one move joins, for one of the tensors."""
         axes = self.axes[self.at[source, target]]
         placement = self.specs[target].placements[axes[0]]
-        return _step(tensor, self.specs[source], self.sizes, axes, placement)
+        return _step(tensor, self.specs[source], sizes, axes, placement)
 
 
 def move_graph(tensor: TensorType, sizes: tuple[int, ...]) -> MoveGraph:
-    """The graph of a tensor; those that are divided alike share it."""
-    n_ranks = math.prod(sizes)
-    dims = tuple(tuple(math.gcd(f, n_ranks) for f in factors) for factors in tensor.dims)
-    return _graph(replace(tensor, dims=dims, itemsize=1), sizes)
+    """The graph of a tensor; those with as many factors share it."""
+    n_factors = tuple(len(factors) for factors in tensor.dims)
+    return _graph(n_factors, tensor.has_grad, tuple(n > 1 for n in sizes))
+
+
+def _everything_divides(
+    n_factors: tuple[int, ...], has_grad: bool, in_use: tuple[bool, ...]
+) -> tuple[TensorType, tuple[int, ...]]:
+    """A tensor that every axis divides everywhere, on axes of different primes: a number of
+    shards tells which axes they are of."""
+    primes = iter((2, 3, 5, 7, 11))
+    sizes = tuple(next(primes) if used else 1 for used in in_use)
+    factor = math.prod(sizes)
+    return TensorType(tuple((factor,) * n for n in n_factors), 1, has_grad), sizes
 
 
 @lru_cache(maxsize=1024)
-def _graph(tensor: TensorType, sizes: tuple[int, ...]) -> MoveGraph:
+def _graph(n_factors: tuple[int, ...], has_grad: bool, in_use: tuple[bool, ...]) -> MoveGraph:
+    tensor, sizes = _everything_divides(n_factors, has_grad, in_use)
     specs = all_specs(tensor, sizes)
     index, legal = {spec: i for i, spec in enumerate(specs)}, frozenset(specs)
     found = [(i, step) for i, s in enumerate(specs) for step in moves_from(tensor, s, sizes, legal)]
@@ -186,21 +212,28 @@ def _graph(tensor: TensorType, sizes: tuple[int, ...]) -> MoveGraph:
 
     def number(kind: PrimitiveKind, axes: tuple[int, ...], size_bytes: int) -> int:
         n_shards = tensor.size_bytes // size_bytes if kind != "identity" else 1
-        return primitives.setdefault(Primitive(kind, axes, n_shards), len(primitives))
+        shards = tuple(a for a, n in enumerate(sizes) if n > 1 and n_shards % n == 0)
+        return primitives.setdefault(Primitive(kind, axes, shards), len(primitives))
 
     forward = [number(s.move.forward, s.move.axes, s.forward_bytes) for _, s in found]
     backward = [
-        number(s.move.backward if tensor.has_grad else "identity", s.move.axes, s.backward_bytes)
+        number(s.move.backward if has_grad else "identity", s.move.axes, s.backward_bytes)
         for _, s in found
     ]
     ends = [(i, index[step.target]) for i, step in found]
     at = {pair: e for e, pair in enumerate(ends)}
     assert len(at) == len(ends), "two specs are joined by one move at most"
     source, target = np.array(ends, dtype=np.int64).reshape(-1, 2).T
+    cells = [dict.fromkeys(p.cell for p in spec.placements if p.is_shard) for spec in specs]
+    of_specs = [
+        [(c, tuple(sorted(s.axes_of(c)))) for c in of] for s, of in zip(specs, cells, strict=True)
+    ]
+    splits = tuple(dict.fromkeys(split for of in of_specs for split in of))
+    has_split = np.array([[split in of for split in splits] for of in of_specs], dtype=bool)
     return MoveGraph(
-        sizes, specs, index, source, target, tuple(step.move.axes for _, step in found),
+        specs, index, source, target, tuple(step.move.axes for _, step in found),
         tuple(primitives), np.array(forward, dtype=np.int64), np.array(backward, dtype=np.int64),
-        at,
+        at, splits, has_split.reshape(len(specs), len(splits)),
     )  # fmt: skip
 
 

@@ -8,8 +8,10 @@ Several uses at the same placement share one conversion.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +20,8 @@ from autopar.cost.memory import StaticBytes
 from autopar.cost.model import CostModel
 from autopar.facts import Period, Storage
 from autopar.passes.constraints import Limits
-from autopar.passes.reshard import ReshardTable, primitive_calls, primitive_times_s
-from autopar.spec import PREFERENCE, I, S, Spec, TensorType, illegal_reason, local_bytes, written
+from autopar.passes.reshard import ReshardTables, primitive_calls, primitive_times_s
+from autopar.spec import PREFERENCE, I, S, Spec, TensorType, illegal_reason, written
 
 PERIODS: tuple[Period, ...] = ("step", "micro", "use")
 Array = NDArray[np.float64]
@@ -27,128 +29,163 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class ParameterMaker:
-    """Prices storage and conversions of parameters on one logical mesh.
+    """Prices storage and conversions of parameters on logical meshes that use the same axes.
 
     `update_s_per_byte` is the optimizer's time per stored byte; `static` its bytes per
     parameter.
     """
 
-    cost: CostModel
+    costs: Sequence[CostModel]
     limits: Limits
     n_microbatches: int
     static: StaticBytes
     update_s_per_byte: float
 
-    def storages(self, name: str, tensor: TensorType, used: Sequence[Spec]) -> tuple[Storage, ...]:
+    @cached_property
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        """The axis sizes of each mesh."""
+        return tuple(cost.mesh.sizes for cost in self.costs)
+
+    def storages(self, name: str, tensor: TensorType, used: Sequence[Spec]) -> Storages:
         """Every storage worth considering: on each axis Invariant, sharded as in some use,
         or sharded along the first factor that divides (for ZeRO)."""
+        of_meshes = [self._storages(name, tensor, used, sizes) for sizes in self.sizes]
+        every = tuple(dict.fromkeys(itertools.chain.from_iterable(of_meshes)))
+        legal = [[storage in of for storage in every] for of in map(frozenset, of_meshes)]
+        return Storages(every, np.array(legal, dtype=bool).reshape(len(self.sizes), len(every)))
+
+    def _storages(
+        self, name: str, tensor: TensorType, used: Sequence[Spec], sizes: tuple[int, ...]
+    ) -> tuple[Storage, ...]:
+        """On one mesh."""
         fixed = self.limits.constraints.storage.get(name)
         if fixed is not None:
             return tuple(dict.fromkeys((fixed, Storage(fixed.spec))))
-        sizes = self.cost.mesh.sizes
         cells = dict.fromkeys(p.cell for spec in used for p in spec.placements if p.is_shard)
-        spare = self._spare_cell(tensor)
+        spare = _spare_cell(tensor, sizes)
         if spare is not None:
             cells.setdefault(spare)
-        options = [(I,) if n == 1 else (I, *(S(*c) for c in cells)) for n in sizes]
-        specs: dict[Spec, None] = {}
-        for placements in itertools.product(*options):
-            for order in itertools.permutations(range(len(sizes))):
-                spec = Spec.of(placements, order)
-                if illegal_reason(tensor, spec, sizes) is None:
-                    specs.setdefault(spec)
         kept = [
             Storage(spec, period)
-            for spec in self._by_recipe(tuple(specs))
+            for spec in self._by_recipe(_storage_specs(tensor, tuple(cells), sizes))
             for period in (PERIODS if any(p.is_shard for p in spec.placements) else PERIODS[:1])
         ]
         return tuple(s for s in kept if self.limits.storage_allowed(name, s))
-
-    def _spare_cell(self, tensor: TensorType) -> tuple[int, int] | None:
-        """The first factor that all axes together divide; else the first any axis divides.
-
-        A leading factor comes first: its shards are contiguous.
-        """
-        sizes = self.cost.mesh.sizes
-        ordered = sorted(tensor.cells, key=lambda c: (c[1], c[0]))
-        for wanted in (self.cost.mesh.n_ranks, *sorted((n for n in sizes if n > 1), reverse=True)):
-            for dim, factor in ordered:
-                if tensor.dims[dim][factor] % wanted == 0:
-                    return dim, factor
-        return None
 
     def _by_recipe(self, specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
         """Under a ZeRO recipe, only storages sharded on every data axis, if there are any."""
         constraints = self.limits.constraints
         if not constraints.zero:
             return specs
-        data = [a for a in self.cost.mesh.active_axes if constraints.role(a) == "data"]
+        data = [a for a in self.costs[0].mesh.active_axes if constraints.role(a) == "data"]
         sharded = tuple(s for s in specs if all(s.placements[a].is_shard for a in data))
         return sharded or specs
 
-    def storage_costs(
-        self, tensor: TensorType, storages: Sequence[Storage]
-    ) -> tuple[Array, Array, Array]:
-        """(update seconds, preference, static bytes) per storage."""
-        stored = np.array(
-            [local_bytes(tensor, s.spec, self.cost.mesh.sizes) for s in storages], dtype=float
-        )
+    def storage_costs(self, tensor: TensorType, storages: Storages) -> tuple[Array, Array, Array]:
+        """(update seconds [meshes, storages], preference [storages], static bytes [meshes,
+        storages])."""
+        stored = self._local_bytes(tensor, [s.spec for s in storages.every])
         n_local = stored / tensor.itemsize
-        preference = [
-            sum(PREFERENCE[p.kind] for p in s.spec.placements) * 1e-5
-            + PERIODS.index(s.period) * 1e-6
-            + bool(s.spec.order) * 1e-6
-            for s in storages
-        ]
-        if not tensor.has_grad:
-            return np.zeros(len(storages)), np.array(preference), stored
-        return (
-            stored * self.update_s_per_byte,
-            np.array(preference),
-            n_local * self.static.total_bytes,
+        preference = np.array(
+            [
+                sum(PREFERENCE[p.kind] for p in s.spec.placements) * 1e-5
+                + PERIODS.index(s.period) * 1e-6
+                + bool(s.spec.order) * 1e-6
+                for s in storages.every
+            ]
         )
+        if tensor.has_grad:
+            time_s, size_bytes = stored * self.update_s_per_byte, n_local * self.static.total_bytes
+        else:
+            time_s, size_bytes = np.zeros_like(stored), stored
+        time_s[~storages.legal] = np.inf
+        return time_s, preference, size_bytes
+
+    def _local_bytes(self, tensor: TensorType, specs: Sequence[Spec]) -> Array:
+        """[meshes, specs]"""
+        is_cut = np.array([[p.is_shard for p in spec.placements] for spec in specs], dtype=bool)
+        n_shards = np.where(is_cut, np.array(self.sizes)[:, None, :], 1).prod(axis=2)
+        return (tensor.size_bytes // n_shards).astype(np.float64)
 
     def conversions(
-        self, table: ReshardTable, storages: Sequence[Storage], uses: Sequence[Spec], n_uses: int
+        self, tables: ReshardTables, storages: Sequence[Storage], uses: Sequence[Spec], n_uses: int
     ) -> tuple[Array, Array, Array]:
-        """(seconds per step, tie, bytes) of turning each storage into each use.
+        """(seconds per step, tie, bytes) of turning each storage into each use: [meshes, storages,
+        uses].
 
         Seconds are infinite where the constraints forbid it. ZeRO-3 gathers at each of
         `n_uses` uses, forward and backward; the others once per distinct use.
         """
-        paths = path_costs(table, self.cost)
-        m = self.n_microbatches
-        sizes = self.cost.mesh.sizes
-        rows = [table.index[written(table.tensor, s.spec, sizes)] for s in storages]
-        columns = [table.index[u] for u in uses]
-        pick = np.ix_(rows, columns)
+        paths, m = path_costs(tables, self.costs), self.n_microbatches
+        rows = [tables.index[written(tables.tensor, s.spec, self.sizes[0])] for s in storages]
+        columns = [tables.index[u] for u in uses]
+        pick = np.ix_(np.arange(len(self.costs)), np.array(rows), np.array(columns))
         period = np.array([PERIODS.index(s.period) for s in storages])[:, None]
         forward, backward = paths.forward_s[pick], paths.backward_s[pick]
-        once = paths.bucketed_s[pick]
-        time = np.select(
+        time_s = np.select(
             [period == 0, period == 1],
-            [once, forward + m * backward],
+            [paths.bucketed_s[pick], forward + m * backward],
             m * n_uses * (2 * forward + backward),
         )
         calls = paths.calls[pick] + 1e-3 * paths.moves[pick]
         tie = calls * np.where(period == 0, 0.01, float(m))
-        used = np.array([local_bytes(table.tensor, u, self.cost.mesh.sizes) for u in uses])
+        used = self._local_bytes(tables.tensor, uses)[:, None, :]
         copied, moved = paths.copies[pick] > 0, paths.moves[pick] > 0
-        has_grad = float(table.tensor.has_grad)
+        has_grad = float(tables.tensor.has_grad)
         size_bytes = used * np.select(
             [period == 0, period == 1], [copied + has_grad * moved, copied * 1.0], 0.0
         )
-        for i, storage in enumerate(storages):
-            for j, use in enumerate(uses):
-                gathers = paths.gathers[rows[i], columns[j]] > 0
-                if not self.limits.conversion_allowed(storage, use, gathers):
-                    time[i, j] = np.inf
-        return time, tie, size_bytes
+        with_gathers, without = (
+            np.array(
+                [[self.limits.conversion_allowed(s, u, gathers) for u in uses] for s in storages],
+                dtype=bool,
+            )
+            for gathers in (True, False)
+        )
+        allowed = np.where(paths.gathers[pick] > 0, with_gathers, without)
+        time_s[~(allowed & np.isfinite(tables.time_s[pick]))] = np.inf
+        return time_s, tie, size_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Storages:
+    """How a parameter may be kept on some mesh, and [meshes, storages] on which."""
+
+    every: tuple[Storage, ...]
+    legal: NDArray[np.bool_]
+
+
+def _spare_cell(tensor: TensorType, sizes: tuple[int, ...]) -> tuple[int, int] | None:
+    """The first factor that all axes together divide; else the first any axis divides.
+
+    A leading factor comes first: its shards are contiguous.
+    """
+    ordered = sorted(tensor.cells, key=lambda c: (c[1], c[0]))
+    for wanted in (math.prod(sizes), *sorted((n for n in sizes if n > 1), reverse=True)):
+        for dim, factor in ordered:
+            if tensor.dims[dim][factor] % wanted == 0:
+                return dim, factor
+    return None
+
+
+@lru_cache(maxsize=1024)
+def _storage_specs(
+    tensor: TensorType, cells: tuple[tuple[int, int], ...], sizes: tuple[int, ...]
+) -> tuple[Spec, ...]:
+    """Invariant or sharded along one of `cells` on each axis, in every order."""
+    options = [(I,) if n == 1 else (I, *(S(*c) for c in cells)) for n in sizes]
+    specs: dict[Spec, None] = {}
+    for placements in itertools.product(*options):
+        for order in itertools.permutations(range(len(sizes))):
+            spec = Spec.of(placements, order)
+            if illegal_reason(tensor, spec, sizes) is None:
+                specs.setdefault(spec)
+    return tuple(specs)
 
 
 @dataclass(frozen=True, eq=False)
 class PathCosts:
-    """Sums over the cheapest path between every two specs of a tensor type."""
+    """Sums over the cheapest path between every two specs of a type: [meshes, specs, specs]."""
 
     forward_s: Array
     backward_s: Array
@@ -159,32 +196,36 @@ class PathCosts:
     gathers: Array
 
 
-_PATHS: dict[tuple[int, CostModel], tuple[ReshardTable, PathCosts]] = {}
+_PATHS: dict[tuple[int, tuple[CostModel, ...]], tuple[ReshardTables, PathCosts]] = {}
 
 
-def path_costs(table: ReshardTable, cost: CostModel) -> PathCosts:
-    """What conversions of a parameter of this type cost; kept as long as the table."""
-    key = (id(table), cost)
+def path_costs(tables: ReshardTables, costs: Sequence[CostModel]) -> PathCosts:
+    """What conversions of a parameter of this type cost; kept as long as the tables."""
+    key = (id(tables), tuple(costs))
     if key not in _PATHS:
-        _PATHS[key] = (table, _path_costs(table, cost))
+        _PATHS[key] = (tables, _path_costs(tables, costs))
     return _PATHS[key][1]
 
 
-def _path_costs(table: ReshardTable, cost: CostModel) -> PathCosts:
-    graph, size_bytes = table.graph, table.tensor.size_bytes
-    seconds = primitive_times_s(graph, size_bytes, cost.primitive_time_s)
-    bucketed = primitive_times_s(graph, size_bytes, cost.bucketed_time_s)
+def _path_costs(tables: ReshardTables, costs: Sequence[CostModel]) -> PathCosts:
+    graph, size_bytes = tables.graph, tables.tensor.size_bytes
     calls, kinds = primitive_calls(graph), np.array([p.kind for p in graph.primitives])
     copies, gathers = kinds != "identity", kinds == "all_gather"
     forward, backward = graph.forward, graph.backward
-    values = {
-        "forward_s": seconds[forward],
-        "backward_s": seconds[backward],
-        "bucketed_s": bucketed[forward] + bucketed[backward],
-        "calls": calls[forward] + calls[backward],
-        "moves": np.ones(len(forward)),
-        "copies": copies[forward].astype(float),
-        "gathers": gathers[forward].astype(float),
-    }
-    sums = table.along_paths(np.stack([*values.values()]))
-    return PathCosts(**dict(zip(values, sums, strict=True)))
+
+    def of_mesh(cost: CostModel) -> list[Array]:
+        sizes = cost.mesh.sizes
+        seconds = primitive_times_s(graph, size_bytes, sizes, cost.primitive_time_s)
+        bucketed = primitive_times_s(graph, size_bytes, sizes, cost.bucketed_time_s)
+        return [
+            seconds[forward],
+            seconds[backward],
+            bucketed[forward] + bucketed[backward],
+            calls[forward] + calls[backward],
+            np.ones(len(forward)),
+            copies[forward].astype(float),
+            gathers[forward].astype(float),
+        ]
+
+    sums = tables.along_paths(np.stack([np.stack(of_mesh(cost)) for cost in costs]))
+    return PathCosts(*np.moveaxis(sums, 1, 0))

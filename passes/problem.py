@@ -11,6 +11,9 @@ Consumers that are alike (same operator, same argument: q, k and v after one nor
 tensor through one reuse variable, so its reshard is priced once, as it runs once, forward
 and backward. A parameter with two unlike uses (a tied embedding) has a reuse variable over
 pairs of placements, priced once where they agree.
+
+Meshes that use the same axes have the same variables and choices: their problems are built together
+(`IntraOpProblems`), with an axis of meshes in front of every array of numbers.
 """
 
 from __future__ import annotations
@@ -28,8 +31,8 @@ from autopar.facts import OperatorStrategy, Storage
 from autopar.passes.boundaries import Side, boundary_specs
 from autopar.passes.candidates import GroupCandidates
 from autopar.passes.parameters import ParameterMaker
-from autopar.passes.reshard import ReshardTable, reshard_table
-from autopar.passes.solvers import ChoiceProblem, Edge
+from autopar.passes.reshard import ReshardTables, reshard_tables
+from autopar.passes.solvers import ChoiceProblem, ChoiceProblems, Edge
 from autopar.passes.spec_column import SpecColumn, all_alike
 from autopar.program import Program
 from autopar.spec import PREFERENCE, I, R, Spec, TensorType
@@ -48,7 +51,8 @@ class Consumer:
 
 @dataclass
 class Variable:
-    """A variable while the problem is being built. `specs[value]` per choice."""
+    """A variable while the problem is being built: its numbers are [meshes or 1, choices];
+    `specs[value]` per choice."""
 
     name: str
     cost_s: Array
@@ -89,9 +93,28 @@ class IntraOpProblem:
         }
 
 
+@dataclass(frozen=True)
+class IntraOpProblems:
+    """The problems of a program on several meshes: of `IntraOpProblem` only the numbers differ."""
+
+    numbers: ChoiceProblems
+    candidates: tuple[GroupCandidates, ...]
+    storages: Mapping[str, tuple[Storage, ...]]
+    parameter_variables: Mapping[str, int]
+    boundary_variables: Mapping[tuple[Side, str], int]
+    boundary_choices: Mapping[tuple[Side, str], SpecColumn]
+
+    def of(self, mesh: int) -> IntraOpProblem:
+        """The problem on one of the meshes."""
+        return IntraOpProblem(
+            self.numbers.of(mesh), self.candidates, self.storages, self.parameter_variables,
+            self.boundary_variables, self.boundary_choices,
+        )  # fmt: skip
+
+
 @dataclass
 class ProblemBuilder:
-    """Builds the problem of one stage; `tables` are reshard tables per tensor type."""
+    """Builds the problem of one stage on several meshes that use the same axes."""
 
     program: Program
     types: Mapping[str, TensorType]
@@ -104,12 +127,12 @@ class ProblemBuilder:
     parameter_variables: dict[str, int] = field(default_factory=dict)
     boundary_variables: dict[tuple[Side, str], int] = field(default_factory=dict)
 
-    def build(self, candidates: Sequence[GroupCandidates]) -> IntraOpProblem:
+    def build(self, candidates: Sequence[GroupCandidates]) -> IntraOpProblems:
         producer: dict[str, int] = {}
         for index, c in enumerate(candidates):
             self.variables.append(
                 Variable(
-                    c.group.name, c.time_s, c.preference, c.size_bytes,
+                    c.group.name, c.time_s, c.preference[None], c.size_bytes,
                     {n: c.specs(n) for n in (*c.group.inputs, *c.group.outputs)},
                 )
             )  # fmt: skip
@@ -125,7 +148,8 @@ class ProblemBuilder:
         for name in self.program.parameters:
             self._connect_parameter(name, consumers.get(name, []))
         self._price_ends(producer)
-        numbers = ChoiceProblem(
+        numbers = ChoiceProblems(
+            len(self.maker.costs),
             tuple(v.name for v in self.variables),
             tuple(v.cost_s for v in self.variables),
             tuple(v.tie for v in self.variables),
@@ -137,25 +161,28 @@ class ProblemBuilder:
             (side, value): self.variables[index].specs[value]
             for (side, value), index in self.boundary_variables.items()
         }
-        return IntraOpProblem(
+        return IntraOpProblems(
             numbers, tuple(candidates), dict(self.storages), dict(self.parameter_variables),
             dict(self.boundary_variables), crossing,
         )  # fmt: skip
 
     def _add_boundary(self, value: str, side: Side) -> int:
         """A variable for how a value crosses; the crossing itself costs the same however cut."""
-        specs = boundary_specs(self.types[value], self.maker.cost.mesh.sizes, side)
+        of_meshes = [boundary_specs(self.types[value], sizes, side) for sizes in self.maker.sizes]
+        specs = tuple(dict.fromkeys(itertools.chain.from_iterable(of_meshes)))
         index = self._add_variable(f"{value} {side}", {value: SpecColumn.of(specs)})
         self.boundary_variables[side, value] = index
-        self.variables[index].tie = np.linspace(0.0, 1e-6, len(specs))
+        legal = np.array([[spec in of for spec in specs] for of in of_meshes], dtype=bool)
+        self.variables[index].cost_s = np.where(legal, 0.0, np.inf)
+        self.variables[index].tie = np.linspace(0.0, 1e-6, len(specs))[None]
         return index
 
-    def table(self, value: str) -> ReshardTable:
+    def tables(self, value: str) -> ReshardTables:
         """The reshards of a value; under `forbid="sequence"` activations reduce_scatter not."""
         restricted = "sequence" in self.maker.limits.constraints.forbid
-        return reshard_table(
+        return reshard_tables(
             self.types[value],
-            self.maker.cost,
+            self.maker.costs,
             restricted and value not in self.program.parameters,
         )
 
@@ -194,52 +221,52 @@ class ProblemBuilder:
         return shared
 
     def _add_variable(self, name: str, specs: dict[str, SpecColumn]) -> int:
-        n = len(next(iter(specs.values())))
-        zero = np.zeros(n)
+        zero = np.zeros((1, len(next(iter(specs.values())))))
         self.variables.append(Variable(name, zero, zero.copy(), zero.copy(), specs))
         return len(self.variables) - 1
 
     def _equality_edge(
         self, shared: int, mine: SpecColumn, member: int, theirs: SpecColumn
     ) -> None:
-        cost = np.where(mine.equals(theirs), 0.0, np.inf)
+        cost = np.where(mine.equals(theirs), 0.0, np.inf)[None]
         self.edges.append(Edge(shared, member, cost, np.zeros_like(cost)))
 
     def _reshard_edge(self, value: str, source: int, target: int) -> None:
-        table = self.table(value)
-        rows = self.variables[source].specs[value].looked_up(table.index)
-        columns = self.variables[target].specs[value].looked_up(table.index)
-        m = self.maker.n_microbatches
-        cost = table.time_s[np.ix_(rows, columns)] * m
-        tie = np.where(np.isfinite(cost), table.tie[np.ix_(rows, columns)], 0.0) * m
+        tables, m = self.tables(value), self.maker.n_microbatches
+        rows = self.variables[source].specs[value].looked_up(tables.index)
+        columns = self.variables[target].specs[value].looked_up(tables.index)
+        pick = np.ix_(np.arange(len(tables.time_s)), rows, columns)
+        cost = tables.time_s[pick] * m
+        tie = np.where(np.isfinite(cost), tables.tie[pick], 0.0) * m
         self.edges.append(Edge(source, target, cost, tie))
 
     def _price_ends(self, producer: Mapping[str, int]) -> None:
         """The loss ends Invariant on every axis, so that every rank seeds backward with 1; what
         changed buffers hold ends whole.
         """
-        sizes, m = self.maker.cost.mesh.sizes, self.maker.n_microbatches
+        sizes, m = self.maker.sizes[0], self.maker.n_microbatches
         for value in (self.program.loss, *self.program.updates):
             if value is None or value not in producer:
                 continue
-            variable, table = self.variables[producer[value]], self.table(value)
+            variable, tables = self.variables[producer[value]], self.tables(value)
             plain = I if self.types[value].has_grad else R
-            goal = table.index[Spec.everywhere(plain, sizes)]
-            rows = variable.specs[value].looked_up(table.index)
-            variable.cost_s = variable.cost_s + table.time_s[rows, goal] * m
-            variable.tie = variable.tie + table.tie[rows, goal] * m
+            goal = tables.index[Spec.everywhere(plain, sizes)]
+            rows = variable.specs[value].looked_up(tables.index)
+            cost_s, tie = tables.time_s[:, rows, goal], tables.tie[:, rows, goal]
+            variable.cost_s = variable.cost_s + cost_s * m
+            variable.tie = variable.tie + np.where(np.isfinite(cost_s), tie, 0.0) * m
 
     def _connect_parameter(self, name: str, readers: Sequence[Consumer]) -> None:
         members = [r.variable for r in readers]
         read_as = (self.variables[m].specs[name].distinct for m in members)
         used = tuple(dict.fromkeys(itertools.chain.from_iterable(read_as)))
         storages = self.maker.storages(name, self.types[name], used)
-        if not storages:
+        if not storages.every:
             raise InfeasibleError(f"no allowed storage is left for {name}", hint="relax force")
         cost, tie, size_bytes = self.maker.storage_costs(self.types[name], storages)
         index = len(self.variables)
-        self.variables.append(Variable(f"{name} stored", cost, tie, size_bytes))
-        self.storages[name], self.parameter_variables[name] = storages, index
+        self.variables.append(Variable(f"{name} stored", cost, tie[None], size_bytes))
+        self.storages[name], self.parameter_variables[name] = storages.every, index
         if len(members) == 1:
             self._conversion_edge(
                 name, index, members[0], [self.variables[members[0]].specs[name]], [1]
@@ -268,7 +295,7 @@ class ProblemBuilder:
         preference = [
             sum(PREFERENCE[p.kind] for p in s.placements) * 1e-5 for s in columns[0].distinct
         ]
-        self.variables[shared].tie = np.array(preference)[columns[0].code]
+        self.variables[shared].tie = np.array(preference)[columns[0].code][None]
         for column, cluster in zip(columns, clusters, strict=True):
             for member in cluster:
                 self._equality_edge(shared, column, member, self.variables[member].specs[name])
@@ -279,7 +306,7 @@ class ProblemBuilder:
         columns: Sequence[SpecColumn], n_uses: Sequence[int],
     ) -> None:  # fmt: skip
         """Storage -> use(s): every distinct use placement is converted once."""
-        table, storages = self.table(name), self.storages[name]
+        table, storages = self.tables(name), self.storages[name]
         if len(columns) == 1:
             cost, tie, size_bytes = self._conversions(table, storages, columns[0], n_uses[0])
         else:
@@ -297,14 +324,14 @@ class ProblemBuilder:
 
     def _conversions(
         self,
-        table: ReshardTable,
+        tables: ReshardTables,
         storages: tuple[Storage, ...],
         uses: SpecColumn,
         n_uses: int,
     ) -> tuple[Array, Array, Array]:
         """Costs of converting every storage to every use; parameters alike share them."""
-        key = (id(table), storages, uses.distinct, n_uses)
+        key = (id(tables), storages, uses.distinct, n_uses)
         if key not in self.conversions:
-            self.conversions[key] = self.maker.conversions(table, storages, uses.distinct, n_uses)
+            self.conversions[key] = self.maker.conversions(tables, storages, uses.distinct, n_uses)
         cost, tie, size_bytes = self.conversions[key]
-        return cost[:, uses.code], tie[:, uses.code], size_bytes[:, uses.code]
+        return cost[..., uses.code], tie[..., uses.code], size_bytes[..., uses.code]

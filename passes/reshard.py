@@ -1,12 +1,15 @@
 """Cheapest paths between specs: which moves turn one placement of a tensor into another.
 
 Shortest paths in the graph of single moves (`move_graph.py`) between all pairs of specs, once per
-tensor type (Floyd-Warshall); weights are forward plus backward time.
+tensor type (Floyd-Warshall); weights are forward plus backward time. Meshes that use the same axes
+share the graph, and their tables are made together (`ReshardTables`): arrays begin with an axis of
+meshes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -21,11 +24,15 @@ from autopar.spec import Spec, TensorType
 Array = NDArray[np.float64]
 
 
-def primitive_times_s(graph: MoveGraph, size_bytes: int, time_of: PrimitiveTime) -> Array:
+def primitive_times_s(
+    graph: MoveGraph, size_bytes: int, sizes: Sequence[int], time_of: PrimitiveTime
+) -> Array:
     """Seconds of each of the graph's primitives on a tensor of `size_bytes` in all."""
     return np.array(
         [
-            time_of(p.kind, size_bytes // p.n_shards, p.axes) if p.kind != "identity" else 0.0
+            time_of(p.kind, size_bytes // math.prod(sizes[a] for a in p.shards), p.axes)
+            if p.kind != "identity"
+            else 0.0
             for p in graph.primitives
         ]
     )
@@ -37,26 +44,107 @@ def primitive_calls(graph: MoveGraph) -> Array:
 
 
 @dataclass(frozen=True, eq=False)
-class ReshardTable:
-    """All-pairs cheapest reshards of one tensor type.
+class ReshardTables:
+    """All-pairs cheapest reshards of one tensor type on several meshes that use the same axes.
 
-    `time_s[i, j]` is the least forward + backward time from `specs[i]` to `specs[j]`,
-    `tie[i, j]` the collectives on that path (the tie-break).
+    `time_s[b, i, j]` is the least forward + backward time from `specs[i]` to `specs[j]` on mesh b,
+    `tie[b, i, j]` the collectives on that path (the tie-break), `next_hop[b, i, j]` where it goes
+    first. What is not legal on a mesh is infinitely far.
     """
 
     tensor: TensorType
+    sizes: tuple[tuple[int, ...], ...]
+    graph: MoveGraph
+    legal: NDArray[np.bool_]
+    time_s: Array
+    tie: Array
+    next_hop: NDArray[np.int32]
+
+    @property
+    def index(self) -> Mapping[Spec, int]:
+        return self.graph.index
+
+    @staticmethod
+    def build(
+        tensor: TensorType,
+        sizes: Sequence[tuple[int, ...]],
+        times_of: Sequence[PrimitiveTime],
+        no_reduce_scatter: bool = False,
+    ) -> ReshardTables:
+        """Search all paths; `no_reduce_scatter` leaves out moves that reduce_scatter."""
+        graph = move_graph(tensor, sizes[0])
+        n, n_meshes = len(graph.specs), len(sizes)
+        kept = np.ones(len(graph.source), dtype=bool)
+        if no_reduce_scatter:
+            scatters = np.array([p.kind == "reduce_scatter" for p in graph.primitives], dtype=bool)
+            kept = ~(scatters[graph.forward] | scatters[graph.backward])
+        source, target = graph.source[kept], graph.target[kept]
+        forward, backward = graph.forward[kept], graph.backward[kept]
+        seconds = np.stack(
+            [
+                primitive_times_s(graph, tensor.size_bytes, of_mesh, time_of)
+                for of_mesh, time_of in zip(sizes, times_of, strict=True)
+            ]
+        )
+        calls = primitive_calls(graph)
+        time, tie = np.full((n_meshes, n, n), np.inf), np.zeros((n_meshes, n, n))
+        time[:, source, target] = seconds[:, forward] + seconds[:, backward]
+        # A move that costs nothing still counts a little: no detours.
+        tie[:, source, target] = calls[forward] + calls[backward] + 1e-3
+        legal = np.stack([graph.legal(tensor, of_mesh) for of_mesh in sizes])
+        time[~(legal[:, :, None] & legal[:, None, :])] = np.inf
+        time[:, np.arange(n), np.arange(n)] = 0.0
+        next_hop = np.tile(np.arange(n, dtype=np.int32), (n_meshes, n, 1))
+        _all_pairs(time, tie, next_hop, np.flatnonzero(legal.any(axis=0)))
+        return ReshardTables(tensor, tuple(sizes), graph, legal, time, tie, next_hop)
+
+    def along_paths(self, move_values: Array) -> Array:
+        """[meshes, k, moves] -> [meshes, k, specs, specs]: sums over the moves of the path of
+        every pair."""
+        n_meshes, n = len(self.sizes), len(self.graph.specs)
+        values = np.zeros((n_meshes, n, n, move_values.shape[1]))
+        values[:, self.graph.source, self.graph.target] = np.moveaxis(move_values, 1, 2)
+        mesh, at, goal = np.indices((n_meshes, n, n))
+        total = np.zeros_like(values)
+        moving = (at != goal) & np.isfinite(self.time_s)
+        while moving.any():
+            here = mesh[moving], at[moving]
+            following = self.next_hop[(*here, goal[moving])]
+            total[moving] += values[(*here, following)]
+            at[moving] = following
+            moving &= at != goal
+        return np.moveaxis(total, 3, 1)
+
+    def of(self, mesh: int) -> ReshardTable:
+        """The table of one of the meshes."""
+        return ReshardTable(
+            self.tensor, self.sizes[mesh], self.graph,
+            self.time_s[mesh], self.tie[mesh], self.next_hop[mesh],
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class ReshardTable:
+    """All-pairs cheapest reshards of one tensor type on one mesh (`ReshardTables`)."""
+
+    tensor: TensorType
+    sizes: tuple[int, ...]
     graph: MoveGraph
     time_s: Array
     tie: Array
     next_hop: NDArray[np.int32]
 
-    @cached_property
-    def specs(self) -> tuple[Spec, ...]:
-        return self.graph.specs
-
-    @cached_property
+    @property
     def index(self) -> Mapping[Spec, int]:
         return self.graph.index
+
+    @cached_property
+    def specs(self) -> tuple[Spec, ...]:
+        """The legal ones."""
+        legal = self.graph.legal(self.tensor, self.sizes)
+        return tuple(
+            spec for spec, is_legal in zip(self.graph.specs, legal, strict=True) if is_legal
+        )
 
     @staticmethod
     def build(
@@ -65,67 +153,44 @@ class ReshardTable:
         time_of: PrimitiveTime,
         no_reduce_scatter: bool = False,
     ) -> ReshardTable:
-        """Search all paths; `no_reduce_scatter` leaves out moves that reduce_scatter."""
-        graph = move_graph(tensor, sizes)
-        n = len(graph.specs)
-        kept = np.ones(len(graph.source), dtype=bool)
-        if no_reduce_scatter:
-            scatters = np.array([p.kind == "reduce_scatter" for p in graph.primitives], dtype=bool)
-            kept = ~(scatters[graph.forward] | scatters[graph.backward])
-        source, target = graph.source[kept], graph.target[kept]
-        forward, backward = graph.forward[kept], graph.backward[kept]
-        seconds = primitive_times_s(graph, tensor.size_bytes, time_of)
-        calls = primitive_calls(graph)
-        time, tie = np.full((n, n), np.inf), np.zeros((n, n))
-        np.fill_diagonal(time, 0.0)
-        time[source, target] = seconds[forward] + seconds[backward]
-        # A move that costs nothing still counts a little: no detours.
-        tie[source, target] = calls[forward] + calls[backward] + 1e-3
-        next_hop = np.tile(np.arange(n, dtype=np.int32), (n, 1))
-        _all_pairs(time, tie, next_hop)
-        return ReshardTable(tensor, graph, time, tie, next_hop)
+        """Of one mesh alone."""
+        return ReshardTables.build(tensor, [sizes], [time_of], no_reduce_scatter).of(0)
 
     def path(self, source: Spec, target: Spec) -> tuple[Step, ...]:
         """The moves of the cheapest reshard; empty when the specs are equal."""
         at, goal, out = self.index[source], self.index[target], []
         while at != goal:
             following = int(self.next_hop[at, goal])
-            out.append(self.graph.step(self.tensor, at, following))
+            out.append(self.graph.step(self.tensor, self.sizes, at, following))
             at = following
         return tuple(out)
-
-    def along_paths(self, move_values: Array) -> Array:
-        """[k, moves] -> [k, specs, specs]: sums over the moves of the path of every pair."""
-        n = len(self.specs)
-        values = np.zeros((n, n, len(move_values)))
-        values[self.graph.source, self.graph.target] = move_values.T
-        goal = np.broadcast_to(np.arange(n), (n, n))
-        at = np.ascontiguousarray(goal.T)
-        total = np.zeros_like(values)
-        while (moving := at != goal).any():
-            following = self.next_hop[at, goal]
-            total[moving] += values[at[moving], following[moving]]
-            at = np.where(moving, following, at)
-        return np.moveaxis(total, 2, 0)
 
 
 def reshard_table(
     tensor: TensorType, cost: CostModel, no_reduce_scatter: bool = False
 ) -> ReshardTable:
     """The table of a tensor type under a cost model; layers and stages alike share it."""
-    return _table(tensor, _priced_alike(cost), no_reduce_scatter)
+    return reshard_tables(tensor, (cost,), no_reduce_scatter).of(0)
+
+
+def reshard_tables(
+    tensor: TensorType, costs: Sequence[CostModel], no_reduce_scatter: bool = False
+) -> ReshardTables:
+    """The tables of a tensor type under cost models of meshes that use the same axes."""
+    return _tables(tensor, tuple(_priced_alike(cost) for cost in costs), no_reduce_scatter)
 
 
 @lru_cache(maxsize=1024)
-def _table(tensor: TensorType, cost: CostModel, no_reduce_scatter: bool) -> ReshardTable:
-    return ReshardTable.build(
-        tensor, cost.mesh.sizes, cost.primitive_time_s, no_reduce_scatter=no_reduce_scatter
-    )
+def _tables(
+    tensor: TensorType, costs: tuple[CostModel, ...], no_reduce_scatter: bool
+) -> ReshardTables:
+    sizes, times_of = [c.mesh.sizes for c in costs], [c.primitive_time_s for c in costs]
+    return ReshardTables.build(tensor, sizes, times_of, no_reduce_scatter)
 
 
 def clear_tables() -> None:
     """Forget all tables: tests that change how they are made need it."""
-    _table.cache_clear()
+    _tables.cache_clear()
     clear_graphs()
 
 
@@ -136,16 +201,19 @@ def _priced_alike(cost: CostModel) -> CostModel:
     return CostModel(replace(cost.mesh, names=names, first_rank=0), cost.dtype)
 
 
-def _all_pairs(time: np.ndarray, tie: np.ndarray, next_hop: np.ndarray) -> None:
-    """Floyd-Warshall in place, lexicographic by (time, tie) within 1e-9 relative."""
-    finite = time[np.isfinite(time) & (time > 0)]
-    unit = float(finite.min()) * 1e-10 if finite.size else 1e-30
+def _all_pairs(
+    time: np.ndarray, tie: np.ndarray, next_hop: np.ndarray, over: NDArray[np.int64]
+) -> None:
+    """Floyd-Warshall in place, through the specs `over`, lexicographic by (time, tie) within 1e-9
+    relative."""
+    positive = np.where(np.isfinite(time) & (time > 0), time, np.inf).min(axis=(1, 2))
+    unit = np.where(np.isfinite(positive), positive * 1e-10, 1e-30)[:, None, None]
     weight = time + unit * tie
-    for k in range(len(time)):
-        through = weight[:, k : k + 1] + weight[k : k + 1, :]
+    for k in over:
+        through = weight[:, :, k : k + 1] + weight[:, k : k + 1, :]
         better = through < weight - unit * 1e-6
         if better.any():
             weight[better] = through[better]
-            time[better] = (time[:, k : k + 1] + time[k : k + 1, :])[better]
-            tie[better] = (tie[:, k : k + 1] + tie[k : k + 1, :])[better]
-            next_hop[better] = np.broadcast_to(next_hop[:, k : k + 1], better.shape)[better]
+            time[better] = (time[:, :, k : k + 1] + time[:, k : k + 1, :])[better]
+            tie[better] = (tie[:, :, k : k + 1] + tie[:, k : k + 1, :])[better]
+            next_hop[better] = np.broadcast_to(next_hop[:, :, k : k + 1], better.shape)[better]

@@ -12,7 +12,7 @@ reshard placed, or another stage sent, is told by whether the cut is the batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.spec import Placement, Spec
@@ -101,7 +101,7 @@ def _plain(placement: Placement) -> str:
 
 
 def _shard_kind(
-    names: list[str],
+    names: Sequence[str],
     axis: int,
     kinds: Mapping[str, tuple[str, ...]],
     parameters: Mapping[str, ParameterUsed],

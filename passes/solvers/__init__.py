@@ -10,6 +10,7 @@ from autopar.passes.solvers.ilp import solve_ilp
 from autopar.passes.solvers.problem import (
     SAME_OPTIMUM_REL,
     ChoiceProblem,
+    ChoiceProblems,
     Edge,
     Infeasible,
     ProblemError,
@@ -22,6 +23,7 @@ from autopar.passes.solvers.select import Solver, solve, solve_by_elimination
 __all__ = [
     "SAME_OPTIMUM_REL",
     "ChoiceProblem",
+    "ChoiceProblems",
     "Edge",
     "Infeasible",
     "Limits",

@@ -53,6 +53,43 @@ class Edge:
         return np.zeros_like(self.cost_s) if self.bytes is None else self.bytes
 
 
+@dataclass(frozen=True, eq=False)
+class ChoiceProblems:
+    """Problems of the same variables, choices and edges, with numbers of their own.
+
+    Arrays are those of `ChoiceProblem` and `Edge` with one more axis in front, of the problems; it
+    has length 1 where they agree.
+    """
+
+    n_problems: int
+    names: tuple[str, ...]
+    cost_s: tuple[FloatArray, ...]
+    tie: tuple[FloatArray, ...]
+    bytes: tuple[FloatArray, ...]
+    edges: tuple[Edge, ...] = ()
+    budget_bytes: float | None = None
+
+    def of(self, i: int) -> ChoiceProblem:
+        """One of the problems."""
+
+        def own(array: FloatArray) -> FloatArray:
+            found: FloatArray = array[i if len(array) > 1 else 0]
+            return found
+
+        edges = (
+            Edge(e.u, e.v, own(e.cost_s), own(e.tie), None if e.bytes is None else own(e.bytes))
+            for e in self.edges
+        )
+        return ChoiceProblem(
+            self.names,
+            tuple(map(own, self.cost_s)),
+            tuple(map(own, self.tie)),
+            tuple(map(own, self.bytes)),
+            tuple(edges),
+            self.budget_bytes,
+        )
+
+
 @dataclass(frozen=True)
 class Totals:
     """What one choice for every variable sums to."""
