@@ -3,12 +3,15 @@
     make validate-local       or: python -m examples.validate_local [--profile P.toml] [--rounds 9]
 
 Measures the machine as `autopar calibrate` does, or takes a profile; then trains a GPT-2 and a
-Llama on 2 and on 4 processes, each by the plans of `PLANS`.
+Llama on 2 and on 4 processes, each by the plans of `PLANS`. Calibration fits whole steps too, but
+of other programs, widths and lengths than these.
 
     step time   forward to optimizer, of the slowest rank, after a barrier. One step of every plan
                 makes a round; the median over rounds counts, quartiles tell the spread
-    yardstick   products alone, in the same rounds: where they are off, the machine is not as busy
-                as it was when it was measured, and step times are off with it
+    yardstick   products alone, in the same rounds, predicted at the rate that they have in steps:
+                where they are further off than that explains (`autopar calibrate` prints the
+                ratio), the machine is not as busy as it was when it was measured, and step
+                times are off with it
     memory      on every rank the peak of live tensors over a step and its optimizer, beside the
                 predicted peak of the rank's stage
 

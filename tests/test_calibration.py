@@ -232,6 +232,9 @@ def test_what_is_achieved_is_achieved_in_steps(work_ratio: float) -> None:
         assert ratio == pytest.approx(1.5, rel=5e-3)
     assert "times 1.50" in found.quantities["link.intra_node.latency_s"].source
     assert "whole training steps: median error of the fit 0%" in found.text()
+    said = f"products and memory {work_ratio:.2f}, launches 2.00, collectives 1.50"
+    assert said in found.text()
+    assert found.to_json()["in_steps_times_as_long"]["launches"] == pytest.approx(2, rel=5e-3)
     assert len(found.to_json()["fits"]["whole training steps"]["residuals"]) == 5
 
 

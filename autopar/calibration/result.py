@@ -81,6 +81,8 @@ class Calibration:
         for title, residuals in self._fits():
             lines += ["", f"{title}: median error of the fit {median_error(residuals):.0%}"]
             lines += _table(residuals)
+        if self.steps is not None:
+            lines += ["", f"in steps, times as long as alone: {_ratios_text(self.steps)}"]
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
@@ -89,6 +91,7 @@ class Calibration:
             "machine": asdict(self.machine),
             "quantities": {key: asdict(q) for key, q in self.quantities.items()},
             "turns": [{"n_ranks": n, "times_as_long": ratio} for n, ratio in self.samples.turns],
+            "in_steps_times_as_long": _ratios(self.steps) if self.steps is not None else {},
             "fits": {
                 title: {
                     "median_error": median_error(residuals),
@@ -105,6 +108,18 @@ class Calibration:
             yield "collectives and messages", self.link.residuals
         if self.steps is not None:
             yield "whole training steps", self.steps.residuals
+
+
+def _ratios(steps: StepFit) -> dict[str, float]:
+    return {
+        "products and memory": steps.work_ratio,
+        "launches": steps.launch_ratio,
+        "collectives": steps.transfer_ratio,
+    }
+
+
+def _ratios_text(steps: StepFit) -> str:
+    return ", ".join(f"{what} {ratio:.2f}" for what, ratio in _ratios(steps).items())
 
 
 def _table(residuals: Sequence[Residual]) -> list[str]:
