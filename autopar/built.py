@@ -22,9 +22,9 @@ from autopar.facts import Storage
 from autopar.job import from_rank_0
 from autopar.mesh import LogicalMesh, Mesh
 from autopar.passes.analysis import Analysis
+from autopar.passes.choose import Ask, choose
 from autopar.passes.constraints import Constraints
 from autopar.passes.cut import cut
-from autopar.passes.intra_op import choose
 from autopar.passes.join import LaidStage, join
 from autopar.passes.layout import ends_by_stage
 from autopar.passes.replay import replay, stage_record
@@ -161,5 +161,6 @@ def _evaluated(part: Analysis, k: int, data: PlanData, bound: Bound) -> StageRec
                 f"evaluation uses buffer {buffer.name} on stage {k}, which does not change it",
                 hint="plan with stages that keep a module's operators together",
             )
-    chosen = choose(part, cost, 1, Constraints(storage=storage), data.optimizer, None)
+    ask = Ask(cost, 1, Constraints(storage=storage))
+    chosen = choose(part, ask, data.optimizer, None)
     return stage_record(part, chosen.strategy, cost.mesh, data.stages[k].mesh_shape)

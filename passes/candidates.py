@@ -88,8 +88,8 @@ class GroupCandidates:
 class CandidateMaker:
     """Prices groups on logical meshes that use the same axes of the same devices.
 
-    `n_in_flight` microbatches keep their activations at once; `n_splits` parts are what the
-    rows of the graph make. Some operators stand for `n_like` alike in one group (`repeated.py`).
+    `n_splits` parts are what the rows of the graph make. Some operators stand for `n_like` alike in
+    one group (`repeated.py`).
     """
 
     costs: Sequence[CostModel]
@@ -97,7 +97,6 @@ class CandidateMaker:
     saved: Mapping[str, Saved]
     limits: Limits
     n_microbatches: int
-    n_in_flight: int
     n_splits: int
     n_like: Mapping[str, int] = field(default_factory=dict)
 
@@ -195,7 +194,7 @@ class CandidateMaker:
         self, group: Group, per_axis: Sequence[Sequence[JointStrategy]],
         columns: Sequence[NDArray[np.int64]], n_choices: int, first_savers: set[str],
     ) -> tuple[Array, Array]:  # fmt: skip
-        """[meshes, choices]: seconds per step, and bytes kept for backward."""
+        """[meshes, choices]: seconds per step, and bytes kept for backward by one microbatch."""
         shape = len(self.costs), n_choices
 
         def over_axes(is_cut: Callable[[JointStrategy], bool]) -> Array:
@@ -229,9 +228,7 @@ class CandidateMaker:
             time_s += n_like * (forward + backward)
             if any(lowering.inner for lowering in rule.lower.values()):
                 time_s += n_like * self._inner_time_s(item, position, per_axis, columns)
-            kept_bytes += (
-                self._kept_bytes(item, labelled, fraction, first_savers) * self.n_in_flight * n_like
-            )
+            kept_bytes += n_like * self._kept_bytes(item, labelled, fraction, first_savers)
         return time_s * self.n_microbatches, kept_bytes
 
     def _inner_time_s(

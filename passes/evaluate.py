@@ -1,9 +1,18 @@
-"""Solving one candidate: every stage's placements, the pipeline of them, its predicted time."""
+"""Solving candidates: every stage's placements, what they cost together, the simulated step.
+
+scored      every stage's optimum, and from them the time of a step in closed form,
+
+                sum_s time_s + (m - 1) max_s time_s + max_s once_s
+
+            with messages between stages; costs no more than solving
+simulated   the stages lowered and joined, and the schedule played (`predict`)
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -14,16 +23,32 @@ from autopar.errors import InfeasibleError
 from autopar.mesh import Device, Link, LogicalMesh
 from autopar.options import Options
 from autopar.passes.analysis import Analysis
+from autopar.passes.choose import Ask, Chosen, Problems
 from autopar.passes.cut import cut
-from autopar.passes.folding import Folded, find_runs, fold
-from autopar.passes.intra_op import Chosen, choose_folded, least_bytes
+from autopar.passes.folding import find_runs, fold
+from autopar.passes.intra_op import least_bytes
 from autopar.passes.join import LaidStage, join
 from autopar.passes.layout import Candidate, StageLayout
 from autopar.pipeline import Pipeline
 from autopar.schedule import ORDERS, in_flight
+from autopar.spec import local_bytes
 
 # (pipeline, the stages' costs) -> predicted seconds of a step
 Predict = Callable[[Pipeline, Sequence[CostModel]], float]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A candidate with every stage solved; `score_s` is its step in closed form."""
+
+    candidate: Candidate
+    choices: tuple[Chosen, ...]
+    score_s: float
+
+    @property
+    def is_abstract(self) -> bool:
+        """Is it a recipe, laid out on an abstract machine?"""
+        return any(layout.constraints.roles for layout in self.candidate.stages)
 
 
 @dataclass(frozen=True)
@@ -60,15 +85,19 @@ def n_in_flight(schedule: str, stage: int, n_stages: int, n_microbatches: int) -
 
 @dataclass
 class Evaluator:
-    """Solves candidates of one program on one machine; equal stages are solved once."""
+    """Solves candidates of one program on one machine; equal stages are solved once.
+
+    `views` are meshes that the whole program will be asked for on.
+    """
 
     analysis: Analysis
     options: Options
     hardware: Hardware
     budget_bytes: float
     predict: Predict
+    views: Sequence[LogicalMesh] = ()
     _chosen: dict[object, Chosen] = field(default_factory=dict)
-    _folds: dict[int, Folded] = field(default_factory=dict)
+    _problems: dict[int, Problems] = field(default_factory=dict)
     _parts: dict[tuple[int, ...], tuple[Analysis, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -84,12 +113,35 @@ class Evaluator:
         return self._parts[ends]
 
     def solve(self, candidate: Candidate) -> Solved:
-        """Raises `InfeasibleError` where a stage does not fit, `BatchError` where rows do not."""
-        return self._joined(candidate, self._choices(candidate, self.budget_bytes))
+        """Within the budget, and simulated.
 
-    def solve_freely(self, candidate: Candidate) -> Solved:
-        """The optimum without a budget."""
-        return self._joined(candidate, self._choices(candidate, None))
+        Raises `InfeasibleError` where a stage does not fit, `BatchError` where rows do not.
+        """
+        return self.simulated(self.scored(candidate, self.budget_bytes))
+
+    def scored(self, candidate: Candidate, budget_bytes: float | None) -> Scored:
+        """Raises `InfeasibleError` where a stage does not fit, `BatchError` where rows do not."""
+        choices = tuple(self._choices(candidate, budget_bytes))
+        m, parts = candidate.n_microbatches, self.parts(candidate.ends)
+        times_s = [(c.objective_s - c.once_s) / m for c in choices]
+        for k, (part, layout, chosen) in enumerate(
+            zip(parts, candidate.stages, choices, strict=True)
+        ):
+            if k > 0:
+                times_s[k] += self._received_s(part, layout.view, chosen, m)
+        score_s = math.fsum([*times_s, (m - 1) * max(times_s), max(c.once_s for c in choices)])
+        return Scored(candidate, choices, score_s)
+
+    def _received_s(self, part: Analysis, view: LogicalMesh, chosen: Chosen, m: int) -> float:
+        """Seconds of one microbatch's messages from the stage before: a slice of each value, and
+        its gradient back."""
+        nodes, types = view.nodes, part.microbatch_types(m).tensors
+        crosses = nodes is None or view.first_rank % nodes.n_ranks == 0
+        link = self.hardware.links[0 if crosses else -1]
+        return math.fsum(
+            (1 + types[v].has_grad) * link.message_s(local_bytes(types[v], spec, view.sizes))
+            for v, spec in chosen.received.items()
+        )
 
     def bound_over_budget_s(self, candidate: Candidate) -> float | None:
         """A lower bound on the objective where the optimum without a budget exceeds it; None
@@ -115,8 +167,9 @@ class Evaluator:
             for k, (part, layout) in enumerate(zip(parts, candidate.stages, strict=True))
         ]  # fmt: skip
 
-    def _joined(self, candidate: Candidate, choices: Sequence[Chosen]) -> Solved:
+    def simulated(self, scored: Scored) -> Solved:
         """The stages lowered, joined and simulated."""
+        candidate, choices = scored.candidate, scored.choices
         stages = tuple(
             LaidStage(part, chosen.strategy, CostModel(layout.view, self.dtype))
             for part, layout, chosen in zip(
@@ -127,10 +180,20 @@ class Evaluator:
         time_s = self.predict(pipeline, [s.cost for s in stages])
         # A recipe is laid out on an abstract machine, and stages are joined by the simulator:
         # their cost is this one's.
-        abstract = any(layout.constraints.roles for layout in candidate.stages)
+        abstract = scored.is_abstract
         objective_s = time_s if abstract or len(stages) > 1 else choices[0].objective_s
         gap = 0.0 if abstract else max(chosen.gap for chosen in choices)
         return Solved(candidate, stages, pipeline, time_s, objective_s, gap)
+
+    def simulated_fastest(self, scored: Sequence[Scored]) -> list[Solved]:
+        """The candidates simulated, those of least score first, until none of the rest scores
+        better than the fastest of them."""
+        found: list[Solved] = []
+        for one in sorted(scored, key=lambda s: s.score_s):
+            if found and min(s.step_time_s for s in found) <= one.score_s:
+                break
+            found.append(self.simulated(one))
+        return found
 
     def stage_without_parameters(self, ends: tuple[int, ...]) -> int | None:
         """The first stage that no optimizer could be made for; None if there is none."""
@@ -180,10 +243,15 @@ class Evaluator:
             picked.append(layouts[min(found)[1]])
         return tuple(picked)
 
-    def _folded(self, part: Analysis) -> Folded:
-        if id(part) not in self._folds:  # parts live as long as this
-            self._folds[id(part)] = fold(part, find_runs(part))
-        return self._folds[id(part)]
+    def _problems_of(self, part: Analysis) -> Problems:
+        if id(part) not in self._problems:  # parts live as long as this
+            views = self.views if part is self.analysis else ()
+            real = tuple(CostModel(view, self.dtype) for view in views)
+            families = (real, tuple(map(recipe_cost, real)))
+            self._problems[id(part)] = Problems(
+                fold(part, find_runs(part)), self.options.optimizer, families
+            )
+        return self._problems[id(part)]
 
     def _choose(
         self,
@@ -199,17 +267,12 @@ class Evaluator:
         limits = repr(layout.constraints)
         key = (operators, view.placement, limits, n_microbatches, depth, budget_bytes)
         if key not in self._chosen:
-            cost = CostModel(view, self.dtype)
-            self._chosen[key] = choose_folded(
-                self._folded(part),
-                recipe_cost(cost) if layout.constraints.roles else cost,
-                n_microbatches,
-                layout.constraints,
-                self.options.optimizer,
-                budget_bytes,
-                self.options.solver,
-                self.options.time_limit_s,
-                depth,
+            cost, constraints = CostModel(view, self.dtype), layout.constraints
+            ask = Ask(cost, n_microbatches, constraints, depth)
+            if constraints.roles:
+                ask = replace(ask, cost=recipe_cost(cost), runs_on=cost)
+            self._chosen[key] = self._problems_of(part).choose(
+                ask, budget_bytes, self.options.solver, self.options.time_limit_s
             )
         return self._chosen[key]
 

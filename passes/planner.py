@@ -6,7 +6,7 @@
                   own model
     more stages   the best of the joint search (`joint.py`) and the recipes with stages
 
-Every candidate's stages are solved exactly and simulated (`evaluate.py`).
+Every candidate's stages are solved exactly; the most promising are simulated (`evaluate.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autopar.options import Manual, Options, StageOption
 from autopar.passes.analysis import Analysis
 from autopar.passes.constraints import Constraints, Pin, Role
 from autopar.passes.counts import microbatch_counts, recipe_counts
-from autopar.passes.evaluate import Evaluator, Predict, Solved, compute_dtype
+from autopar.passes.evaluate import Evaluator, Predict, Scored, Solved, compute_dtype
 from autopar.passes.joint import joint_candidates, pins_on, views_of, views_text
 from autopar.passes.layout import (
     Candidate,
@@ -84,8 +84,9 @@ class Planner:
     @cached_property
     def evaluator(self) -> Evaluator:
         return Evaluator(
-            self.analysis, self.options, self.hardware, self.budget_bytes, self.predict
-        )
+            self.analysis, self.options, self.hardware, self.budget_bytes, self.predict,
+            self._views(0, self.mesh.n_ranks),
+        )  # fmt: skip
 
     def run(self) -> Outcome:
         """The best plan.
@@ -93,32 +94,39 @@ class Planner:
         Raises `InfeasibleError` when nothing fits, `MeshError` or `OptionError` for more stages
         than ranks or operators.
         """
-        found: list[Solved] = []
+        found: list[Scored] = []
         notes: list[Alternative] = []
         errors: list[InfeasibleError] = []
         for name, tries in self._candidates():
-            least_s = min((s.step_time_s for s in found), default=math.inf)
+            least_s = min((s.score_s for s in found), default=math.inf)
             if tries[0].estimate_s > _HOPELESS * least_s:
                 about = format_seconds(tries[0].estimate_s)
                 notes.append(Alternative(name, None, f"about {about}, not solved"))
                 continue
             self.report(f"planning {name}")
-            solved = _best_count(self.evaluator, tries)
-            if isinstance(solved, Solved):
-                found.append(solved)
+            best = _best_count(self.evaluator, tries)
+            if isinstance(best, Scored):
+                found.append(best)
             else:
-                errors.append(solved)
-                notes.append(Alternative(name, None, str(solved).splitlines()[0]))
+                errors.append(best)
+                notes.append(Alternative(name, None, str(best).splitlines()[0]))
         if not found and not errors:
             raise self._no_stages(int(self.options.stages))  # type: ignore[arg-type]
         if not found:
             raise errors[0]
-        least = min(s.step_time_s for s in found)
+        self.report("simulating the best")
+        simulated = self.evaluator.simulated_fastest(found)
         # Among equals the first: a search before the recipes it ties with, one stage before more.
-        best = next(s for s in found if s.step_time_s <= least * (1 + 1e-9))
-        found.sort(key=lambda s: s.step_time_s)
-        rows = (*(Alternative(s.candidate.name, s.step_time_s) for s in found), *notes)
-        return Outcome(best, self.hardware, rows)
+        solved = min(simulated, key=lambda s: s.step_time_s)
+        times_s = {s.candidate.name: s.step_time_s for s in simulated}
+        rows = [
+            Alternative(name, times_s[name])
+            if (name := scored.candidate.name) in times_s
+            else Alternative(name, scored.score_s, "not simulated")
+            for scored in found
+        ]
+        rows.sort(key=lambda row: row.step_time_s or 0.0)
+        return Outcome(solved, self.hardware, (*rows, *notes))
 
     def _no_stages(self, n_stages: int) -> MeshError | OptionError | InfeasibleError:
         """Why there is no candidate with this many stages."""
@@ -266,7 +274,7 @@ class Planner:
         yield self._any_count("manual recipe", layout, counts)
 
 
-def _best_count(evaluator: Evaluator, tries: Sequence[Candidate]) -> Solved | InfeasibleError:
+def _best_count(evaluator: Evaluator, tries: Sequence[Candidate]) -> Scored | InfeasibleError:
     """The best of candidates that differ in their microbatches, given in rising order.
 
     Where memory does not bind, the fewest microbatches are fastest, because more of them only
@@ -284,15 +292,15 @@ def _best_count(evaluator: Evaluator, tries: Sequence[Candidate]) -> Solved | In
             high = middle
         else:
             bound_s, low = over_s, middle + 1
-    best = evaluator.solve_freely(tries[low]) if low < len(tries) else None
+    best = evaluator.scored(tries[low], None) if low < len(tries) else None
     for candidate in reversed(tries[start:low]):
-        if best is not None and best.step_time_s * (1 - _WORTH_REL) <= bound_s:
+        if best is not None and best.score_s * (1 - _WORTH_REL) <= bound_s:
             break
         try:
-            bought = evaluator.solve(candidate)
+            bought = evaluator.scored(candidate, evaluator.budget_bytes)
         except InfeasibleError as error:
             return best or error
-        if best is not None and bought.step_time_s >= best.step_time_s:
+        if best is not None and bought.score_s >= best.score_s:
             break
         best, bound_s = bought, 0.0
     assert best is not None

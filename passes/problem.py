@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,30 @@ class IntraOpProblem:
     boundary_variables: Mapping[tuple[Side, str], int] = field(default_factory=dict)
     boundary_choices: Mapping[tuple[Side, str], SpecColumn] = field(default_factory=dict)
 
+    def under(self, budget_bytes: float | None, n_in_flight: int = 1) -> IntraOpProblem:
+        """The same with a budget, and several microbatches' activations kept at once."""
+        n, kept = len(self.candidates), self.numbers.bytes
+        if n_in_flight > 1:
+            kept = (*(of_group * n_in_flight for of_group in kept[:n]), *kept[n:])
+        return replace(self, numbers=replace(self.numbers, bytes=kept, budget_bytes=budget_bytes))
+
+    @cached_property
+    def once(self) -> ChoiceProblem:
+        """Of all costs, those that a step pays once, whatever its microbatches: updates, and
+        parameters converted once."""
+        n, numbers = len(self.candidates), self.numbers
+        names = {v: name for name, v in self.parameter_variables.items()}
+        edges = []
+        for edge in numbers.edges:
+            cost_s = np.zeros_like(edge.cost_s)
+            if edge.u in names:
+                periods = [storage.period for storage in self.storages[names[edge.u]]]
+                once = np.array([period == "step" for period in periods])
+                cost_s[once] = edge.cost_s[once]
+            edges.append(replace(edge, cost_s=cost_s))
+        zeros = (np.zeros_like(of_group) for of_group in numbers.cost_s[:n])
+        return replace(numbers, cost_s=(*zeros, *numbers.cost_s[n:]), edges=tuple(edges))
+
     def boundaries(self, choice: Sequence[int], side: Side) -> dict[str, Spec]:
         """Value -> how it crosses, of the values on one side."""
         return {
@@ -119,7 +144,6 @@ class ProblemBuilder:
     program: Program
     types: Mapping[str, TensorType]
     maker: ParameterMaker
-    budget_bytes: float | None
     variables: list[Variable] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     storages: dict[str, tuple[Storage, ...]] = field(default_factory=dict)
@@ -155,7 +179,6 @@ class ProblemBuilder:
             tuple(v.tie for v in self.variables),
             tuple(v.size_bytes for v in self.variables),
             tuple(self.edges),
-            self.budget_bytes,
         )
         crossing = {
             (side, value): self.variables[index].specs[value]

@@ -11,7 +11,7 @@ whole program; where a block is joined otherwise, there is no such problem (`rep
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -43,7 +43,23 @@ class Repeated:
     folded_problem: IntraOpProblem
     problem: RepeatedProblem
     group_of: Mapping[int, int]
-    _strategies: dict[tuple[int, int], dict[str, OperatorStrategy]] = field(default_factory=dict)
+    _strategies: dict[tuple[int, int], dict[str, OperatorStrategy]] = field(
+        default_factory=dict, init=False
+    )
+
+    def of(self, problem: IntraOpProblem) -> Repeated:
+        """The same blocks with other numbers."""
+        numbers = RepeatedProblem(problem.numbers, self.problem.repeats)
+        return replace(self, folded_problem=problem, problem=numbers)
+
+    def under(self, budget_bytes: float | None, n_in_flight: int = 1) -> Repeated:
+        """With a budget, and several microbatches' activations kept at once."""
+        return self.of(self.folded_problem.under(budget_bytes, n_in_flight))
+
+    @cached_property
+    def once(self) -> RepeatedProblem:
+        """What of all costs a step pays once, whatever its microbatches."""
+        return RepeatedProblem(self.folded_problem.once, self.problem.repeats)
 
     def operators(self, choice: RepeatedChoice) -> dict[str, OperatorStrategy]:
         """Per operator of the whole program, its specs."""

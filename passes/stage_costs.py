@@ -127,7 +127,7 @@ class CostMaker:
 
     def _problem(self, cost: CostModel, m: int, constraints: Constraints) -> IntraOpProblem:
         analysis = self.folded.analysis
-        return intra_op_problem(analysis, cost, m, constraints, self.optimizer, budget_bytes=None)
+        return intra_op_problem(analysis, cost, m, constraints, self.optimizer)
 
     def _costs(self, attribution: Attribution, choice: Choice, hop: Link) -> StageCosts:
         parts, shared = attribution.parts(choice)

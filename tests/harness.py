@@ -167,7 +167,7 @@ def abstract_cost(sizes: tuple[int, ...], device: Device | None = None) -> CostM
 def free_problem(model: str, sizes: tuple[int, ...], n_microbatches: int) -> IntraOpProblem:
     """Every choice the planner has for a model."""
     analysis, cost = model_case(model).analysis, abstract_cost(sizes)
-    return intra_op_problem(analysis, cost, n_microbatches, Constraints(), "adamw", None)
+    return intra_op_problem(analysis, cost, n_microbatches, Constraints(), "adamw")
 
 
 def random_strategy(

@@ -89,7 +89,7 @@ def _random_stage(
     period: Period | None,
 ) -> StageProgram:
     cost = CostModel(mesh, torch.float64)
-    problem = intra_op_problem(part, cost, n_microbatches, Constraints(), "adamw", None)
+    problem = intra_op_problem(part, cost, n_microbatches, Constraints(), "adamw")
     strategy = random_strategy(part, problem, n_microbatches, rng)
     program = part.program
     strategy = replace(

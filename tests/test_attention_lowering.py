@@ -22,8 +22,9 @@ from autopar.cost.model import CostModel
 from autopar.facts import OperatorStrategy, Strategy
 from autopar.moves import Split
 from autopar.passes.analysis import Analysis
+from autopar.passes.choose import Ask, choose
 from autopar.passes.constraints import Constraints
-from autopar.passes.intra_op import choose, intra_op_problem
+from autopar.passes.intra_op import intra_op_problem
 from autopar.rules.lowering import CAUSAL_ATTENTION
 from autopar.runtime.groups import Group, Recorder
 from autopar.runtime.lowered import causal_attention
@@ -186,7 +187,7 @@ class Placed:
         analysis, cost = Analysis.of(program), abstract_cost(sizes)
         limits = Constraints(frozenset(forbid))
         return Placed(
-            analysis, cost, choose(analysis, cost, 1, limits, "adamw", None).strategy, batch
+            analysis, cost, choose(analysis, Ask(cost, 1, limits), "adamw", None).strategy, batch
         )
 
     @property
@@ -233,7 +234,7 @@ def test_keys_that_the_model_repeats() -> None:
     """A Llama whose keys are expanded to its heads: keys over one axis, groups over the other."""
     analysis, cost = model_case("llama").analysis, abstract_cost((2, 2))
     limits = Constraints(frozenset({"sequence", "data"}))
-    strategy = choose(analysis, cost, 1, limits, "adamw", None).strategy
+    strategy = choose(analysis, Ask(cost, 1, limits), "adamw", None).strategy
     placed = Placed(analysis, cost, strategy, model_case("llama").batch(0))
     assert [str(s) for s in placed.attention.inputs[:3]] == ["S(1) S(1.1)"] * 3
     assert placed.wrong() == {}
@@ -244,7 +245,7 @@ def test_random_assignments() -> None:
     batch = {"x": random(0, 4, 8, 32)}
     analysis = Analysis.of(capture(Attends(32, 8, 2), batch, precision="fp64"))
     cost = abstract_cost((2, 2))
-    problem = intra_op_problem(analysis, cost, 1, Constraints(), "adamw", None)
+    problem = intra_op_problem(analysis, cost, 1, Constraints(), "adamw")
     placed = [
         Placed(analysis, cost, random_strategy(analysis, problem, 1, Random(seed)), batch)
         for seed in range(6)

@@ -24,8 +24,9 @@ from transformers import (
 from autopar.capture import capture
 from autopar.errors import NotSupportedError
 from autopar.passes.analysis import Analysis
+from autopar.passes.choose import Ask, choose
 from autopar.passes.constraints import Constraints
-from autopar.passes.intra_op import choose, intra_op_problem
+from autopar.passes.intra_op import intra_op_problem
 from tests.harness import (
     BATCH,
     HEADS,
@@ -178,7 +179,7 @@ def test_parity_of_random_assignments(
     name: str, sizes: tuple[int, ...], n_microbatches: int
 ) -> None:
     found, cost = analysis(name), abstract_cost(sizes)
-    problem = intra_op_problem(found, cost, n_microbatches, Constraints(), "adamw", None)
+    problem = intra_op_problem(found, cost, n_microbatches, Constraints(), "adamw")
     rng = random.Random(f"{name} {sizes} {n_microbatches}")
     strategy = random_strategy(found, problem, n_microbatches, rng)
     step = thread_step(found, cost, strategy, CASES[name][1](0), 0)
@@ -188,7 +189,7 @@ def test_parity_of_random_assignments(
 @pytest.mark.parametrize("name", ["bert", "t5", "t5-gated", "t5-padded", "t5-labels"])
 def test_parity_of_the_best_plan_that_splits_rows_and_tensors(name: str) -> None:
     found, cost = analysis(name), abstract_cost((2, 2))
-    chosen = choose(found, cost, 4, MEGATRON, "adamw", None)
+    chosen = choose(found, Ask(cost, 4, MEGATRON), "adamw", None)
     step = thread_step(found, cost, chosen.strategy, CASES[name][1](3), 3)
     assert step.wrong == {}
 

@@ -110,7 +110,7 @@ def analysis_of(model: str) -> Analysis:
 )
 def test_random_assignments(model: str, n_microbatches: int, sizes: tuple[int, ...]) -> None:
     analysis, cost = analysis_of(model), abstract_cost(sizes)
-    problem = intra_op_problem(analysis, cost, n_microbatches, Constraints(), "adamw", None)
+    problem = intra_op_problem(analysis, cost, n_microbatches, Constraints(), "adamw")
     for seed in range(2):
         rng = random.Random(f"{model} {sizes} {n_microbatches} {seed}")
         strategy = random_strategy(analysis, problem, n_microbatches, rng)

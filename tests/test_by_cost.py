@@ -27,8 +27,8 @@ from autopar.cost.model import CostModel
 from autopar.facts import Strategy
 from autopar.mesh import Device, Link, LogicalMesh
 from autopar.passes.analysis import Analysis
+from autopar.passes.choose import Ask, choose
 from autopar.passes.constraints import Constraints
-from autopar.passes.intra_op import choose
 from autopar.passes.lower import lower
 from autopar.spec import I, Placement, R, S
 from autopar.stage_program import StageProgram
@@ -89,7 +89,7 @@ class Planned:
 def plan(model: nn.Module, x: Tensor, precision: str, *forbid: str) -> Planned:
     analysis = Analysis.of(capture(model, (x,), precision=precision))
     cost = CostModel(MESH, DTYPES[precision])
-    chosen = choose(analysis, cost, 1, Constraints(NO_ZERO | set(forbid)), "adamw", None)
+    chosen = choose(analysis, Ask(cost, 1, Constraints(NO_ZERO | set(forbid))), "adamw", None)
     program = lower(analysis, chosen.strategy, cost)
     return Planned(analysis, cost, chosen.strategy, program, x.double())
 

@@ -64,7 +64,7 @@ def test_rows_of_masks_are_rows_of_the_batch() -> None:
 def test_any_placement(sizes: tuple[int, ...], n_microbatches: int, seed: int) -> None:
     """Random legal assignments compute what one process does, to the parity law."""
     analysis, cost = noisy(), abstract_cost(sizes)
-    problem = intra_op_problem(analysis, cost, n_microbatches, Constraints(), "adamw", None)
+    problem = intra_op_problem(analysis, cost, n_microbatches, Constraints(), "adamw")
     rng = random.Random(f"{sizes} {n_microbatches} {seed}")
     strategy = random_strategy(analysis, problem, n_microbatches, rng)
     assert thread_step(analysis, cost, strategy, rows(seed), seed).wrong == {}

@@ -25,8 +25,9 @@ from autopar.errors import NotSupportedError
 from autopar.facts import Strategy
 from autopar.mesh import Device, Link, LogicalMesh
 from autopar.passes.analysis import Analysis
+from autopar.passes.choose import Ask, choose
 from autopar.passes.constraints import Constraints, Pin
-from autopar.passes.intra_op import choose, intra_op_problem
+from autopar.passes.intra_op import intra_op_problem
 from autopar.passes.lower import lower
 from autopar.spec import S
 from autopar.stage_program import StageProgram
@@ -62,7 +63,7 @@ def random_step(
 ) -> set[str]:  # fmt: skip
     """A random legal assignment agrees with one process; what was lowered in it."""
     cost = abstract_cost(sizes)
-    problem = intra_op_problem(case.analysis, cost, n_microbatches, constraints, "adamw", None)
+    problem = intra_op_problem(case.analysis, cost, n_microbatches, constraints, "adamw")
     rng = random.Random(f"{sizes} {n_microbatches} {seed}")
     strategy = random_strategy(case.analysis, problem, n_microbatches, rng)
     step = thread_step(case.analysis, cost, strategy, case.batch(seed), seed)
@@ -157,7 +158,7 @@ def plan(case: Case, n_ranks: int, *forbid: str, by: int | None = None) -> Plann
     cost = CostModel(mesh, torch.float64)
     pins = on_axis(case, by).pins if by is not None else {}
     limits = Constraints(NO_ZERO | set(forbid), pins=pins)
-    strategy = choose(case.analysis, cost, 1, limits, "adamw", None).strategy
+    strategy = choose(case.analysis, Ask(cost, 1, limits), "adamw", None).strategy
     step = thread_step(case.analysis, cost, strategy, case.batch(0), seed=0)
     assert step.wrong == {}
     assert Counter(step.calls) == Counter(step.foretold)
@@ -210,7 +211,7 @@ def test_without_data_parallelism_the_matrices_are_sharded() -> None:
     case = moe_case("mixtral")
     cost = abstract_cost((2,), Device(1e-3, 1e30, 1e15, 0.0))
     limits = Constraints(frozenset({"data", "sequence"}))
-    chosen = choose(case.analysis, cost, 1, limits, "adamw", None)
+    chosen = choose(case.analysis, Ask(cost, 1, limits), "adamw", None)
     program = lower(case.analysis, chosen.strategy, cost)
     matrices = [p for p in program.parameters if len(p.shape) == 3]
     assert len(matrices) == 2

@@ -84,7 +84,7 @@ def stage_costs(
 def test_totals_are_the_solved_objective(model: str, dp: int, tp: int, m: int) -> None:
     analysis = model_case(model).analysis
     costs, maker, cost = stage_costs(analysis, {"dp": dp, "tp": tp}, m)
-    problem = intra_op_problem(analysis, cost, m, Constraints(), "adamw", None)
+    problem = intra_op_problem(analysis, cost, m, Constraints(), "adamw")
     solved = solve(problem.numbers)
     assert isinstance(solved, Solution)
     assert m * costs.total("time") + costs.total("once") == pytest.approx(
@@ -152,7 +152,7 @@ def test_estimates_are_near_the_stages_solved_alone(axes: dict[str, int]) -> Non
         for k, program in enumerate(cut(analysis.program, (layers.ends[last], layers.ends[-1]))):
             at = (0, last) if k == 0 else (last + 1, layers.n_layers - 1)
             part = analysis.part(program)
-            problem = intra_op_problem(part, cost, m, Constraints(), "adamw", None)
+            problem = intra_op_problem(part, cost, m, Constraints(), "adamw")
             solved = solve(problem.numbers)
             assert isinstance(solved, Solution)
             assert m * time[at] + once[at] == pytest.approx(solved.objective_s, rel=0.15)

@@ -20,9 +20,9 @@ from autopar.facts import Strategy
 from autopar.live_bytes import LiveBytes
 from autopar.mesh import Device, Link, LogicalMesh
 from autopar.passes.analysis import Analysis
+from autopar.passes.choose import Ask, choose
 from autopar.passes.constraints import Constraints
 from autopar.passes.cut import cut
-from autopar.passes.intra_op import choose
 from autopar.passes.lower import lower
 from autopar.pipeline import Pipeline
 from autopar.runtime.executor import Environment, Executor
@@ -67,7 +67,7 @@ def laid_out(n_microbatches: int, n_ranks: int, how: str) -> tuple[CostModel, St
     if how.startswith("zero"):
         return cost, zero_strategy_of(analysis, cost, int(how[-1]), n_microbatches)
     forbid = frozenset({"data"}) if how == "tensor" else frozenset[str]()
-    chosen = choose(analysis, cost, n_microbatches, Constraints(forbid), "adamw", None)
+    chosen = choose(analysis, Ask(cost, n_microbatches, Constraints(forbid)), "adamw", None)
     return cost, chosen.strategy
 
 
@@ -130,7 +130,7 @@ def staged_pipeline(sizes: tuple[int, ...], n_microbatches: int, order: str) -> 
         device = Device(1e12, 1e11, 1e10, 1e-6)
         mesh = LogicalMesh((n_ranks,), ("tp",), links, device, first_rank)
         cost = CostModel(mesh, torch.float32)
-        chosen = choose(part, cost, n_microbatches, Constraints(), "adamw", None)
+        chosen = choose(part, Ask(cost, n_microbatches, Constraints()), "adamw", None)
         stages.append(lower(part, chosen.strategy, cost))
         meshes.append(mesh)
         first_rank += n_ranks

@@ -18,9 +18,9 @@ from transformers import AutoConfig, BertForMaskedLM
 from autopar.capture import capture, reference_step
 from autopar.capture.rewrites import gathers
 from autopar.passes.analysis import Analysis
+from autopar.passes.choose import Ask, choose
 from autopar.passes.constraints import Constraints
 from autopar.passes.evaluate import recipe_cost
-from autopar.passes.intra_op import choose
 from autopar.program import Program
 from autopar.rules import has_rule
 from tests.harness import (
@@ -142,7 +142,7 @@ def check_plan(model: str, inputs: str, constraints: Constraints) -> None:
     assert found.batch.broken_at is None
     assert set(found.program.inputs) <= set(found.batch.cells)
     pricing = recipe_cost(cost) if constraints.roles else cost
-    strategy = choose(found, pricing, N_MICROBATCHES, constraints, "adamw", None).strategy
+    strategy = choose(found, Ask(pricing, N_MICROBATCHES, constraints), "adamw", None).strategy
     step = thread_step(found, cost, strategy, BATCHES[inputs](3), 3)
     assert step.wrong == {}
 

@@ -14,9 +14,9 @@ import pytest
 
 from autopar.facts import Period, Strategy
 from autopar.moves import Move
+from autopar.passes.choose import Ask, choose
 from autopar.passes.constraints import Constraints
 from autopar.passes.evaluate import recipe_cost
-from autopar.passes.intra_op import choose
 from autopar.passes.lower import lower
 from autopar.spec import I, R, Spec
 from autopar.stage_program import StageProgram
@@ -86,7 +86,7 @@ def plan(model: str, sizes: tuple[int, ...], n_microbatches: int, recipe: str) -
     constraints, cost = RECIPES[recipe], abstract_cost(sizes)
     pricing = recipe_cost(cost) if constraints.roles else cost
     case = model_case(model)
-    chosen = choose(case.analysis, pricing, n_microbatches, constraints, "adamw", None)
+    chosen = choose(case.analysis, Ask(pricing, n_microbatches, constraints), "adamw", None)
     program = lower(case.analysis, chosen.strategy, cost)
     return Planned(case, sizes, chosen.strategy, program)
 

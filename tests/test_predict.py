@@ -23,8 +23,9 @@ from autopar.errors import NotSupportedError
 from autopar.facts import Period, Storage, Strategy
 from autopar.mesh import LogicalMesh
 from autopar.passes.analysis import Analysis
+from autopar.passes.choose import Ask, choose
 from autopar.passes.constraints import Constraints
-from autopar.passes.intra_op import choose, intra_op_problem
+from autopar.passes.intra_op import intra_op_problem
 from autopar.passes.lower import lower
 from autopar.pipeline import Pipeline
 from autopar.predicted import Predicted
@@ -140,10 +141,10 @@ def zero_strategy_of(
 ) -> Strategy:
     plain = frozenset({"tensor", "sequence"})
     dp = Constraints(plain | {"zero1", "zero2", "zero3"})
-    chosen = choose(analysis, cost, n_microbatches, dp, "adamw", None).strategy
+    chosen = choose(analysis, Ask(cost, n_microbatches, dp), "adamw", None).strategy
     if stage == 0:
         return chosen
-    problem = intra_op_problem(analysis, cost, n_microbatches, Constraints(plain), "adamw", None)
+    problem = intra_op_problem(analysis, cost, n_microbatches, Constraints(plain), "adamw")
     storage = {
         name: next((s for s in options if s.period == ZERO[stage] and _is_sharded(s)), options[0])
         for name, options in problem.storages.items()
@@ -277,7 +278,7 @@ def test_a_step_is_compute_then_collectives_then_the_update() -> None:
 def test_replicated_work_does_not_count_as_model_flops() -> None:
     case, cost = model_case("mlp"), abstract_cost((2,))
     everywhere = Constraints(frozenset({"data", "tensor", "sequence", "zero1", "zero2", "zero3"}))
-    replicated = choose(case.analysis, cost, 1, everywhere, "sgd", None).strategy
+    replicated = choose(case.analysis, Ask(cost, 1, everywhere), "sgd", None).strategy
     twice = one_stage(lower(case.analysis, replicated, cost), cost, "sgd")
     shared = one_stage(lower(case.analysis, zero_strategy("mlp", 0, 1), cost), cost, "sgd")
     assert twice.compute_time_s == pytest.approx(2 * shared.compute_time_s, rel=1e-6)

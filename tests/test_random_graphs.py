@@ -85,7 +85,7 @@ def check_one_stage(
     analysis: Analysis, sizes: tuple[int, ...], n_microbatches: int, rng: random.Random, seed: int
 ) -> None:
     cost = abstract_cost(sizes)
-    problem = intra_op_problem(analysis, cost, n_microbatches, Constraints(), "adamw", None)
+    problem = intra_op_problem(analysis, cost, n_microbatches, Constraints(), "adamw")
     strategy = random_strategy(analysis, problem, n_microbatches, rng)
     step = thread_step(analysis, cost, strategy, random_batch(seed), seed)
     assert step.wrong == {}

@@ -24,8 +24,8 @@ from autopar.cost.model import CostModel
 from autopar.facts import Strategy
 from autopar.mesh import Device
 from autopar.passes.analysis import Analysis
+from autopar.passes.choose import Ask, choose
 from autopar.passes.constraints import Constraints
-from autopar.passes.intra_op import choose
 from autopar.planning import Plan
 from autopar.spec import S, Spec
 from tests.harness import (
@@ -136,7 +136,7 @@ class Small:
         cost = abstract_cost((4,), Device(1.0, 1.0, 1e15))
         limits = Constraints(frozenset(forbid))
         return Small(
-            analysis, cost, choose(analysis, cost, 1, limits, "adamw", None).strategy, batch
+            analysis, cost, choose(analysis, Ask(cost, 1, limits), "adamw", None).strategy, batch
         )
 
     def step(self) -> Step:

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.passes.analysis import Analysis
+from autopar.passes.choose import Ask, choose
 from autopar.passes.constraints import Constraints
 from autopar.passes.evaluate import recipe_cost
-from autopar.passes.intra_op import choose, intra_op_problem
+from autopar.passes.intra_op import intra_op_problem
 from autopar.passes.layers import operator_flops
 from autopar.passes.lower import lower
 from autopar.passes.problem import IntraOpProblem
@@ -167,7 +168,7 @@ def analysis_of(model: str) -> Analysis:
 @lru_cache
 def problem_of(model: str, sizes: tuple[int, ...], n_microbatches: int) -> IntraOpProblem:
     cost = abstract_cost(sizes)
-    return intra_op_problem(analysis_of(model), cost, n_microbatches, Constraints(), "adamw", None)
+    return intra_op_problem(analysis_of(model), cost, n_microbatches, Constraints(), "adamw")
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -196,7 +197,7 @@ def test_plan(model: str, recipe: str) -> None:
     """Where splitting always pays, chosen plans split every convolution and product by 4."""
     analysis, cost, n_microbatches = analysis_of(model), abstract_cost((4,)), 2
     pricing = recipe_cost(cost)
-    chosen = choose(analysis, pricing, n_microbatches, RECIPES[recipe], "adamw", None)
+    chosen = choose(analysis, Ask(pricing, n_microbatches, RECIPES[recipe]), "adamw", None)
     lines = lower(analysis, chosen.strategy, cost).body
     flops = sum(line.flops for line in lines if isinstance(line, CallLine))
     assert flops == sum(operator_flops(analysis)) / (4 * n_microbatches)

@@ -67,7 +67,6 @@ class ChoiceProblems:
     tie: tuple[FloatArray, ...]
     bytes: tuple[FloatArray, ...]
     edges: tuple[Edge, ...] = ()
-    budget_bytes: float | None = None
 
     def of(self, i: int) -> ChoiceProblem:
         """One of the problems."""
@@ -86,7 +85,6 @@ class ChoiceProblems:
             tuple(map(own, self.tie)),
             tuple(map(own, self.bytes)),
             tuple(edges),
-            self.budget_bytes,
         )
 
 

@@ -1,0 +1,246 @@
+"""The fastest placements of one program within a memory budget: what the solvers say, read back.
+
+    problem -> solver -> `Chosen` -> `Strategy`         per logical mesh and number of microbatches
+
+`Problems` keeps the problems of one program: those of meshes that use the same axes are built
+together, when the first of them is asked for. A program with repeated blocks is solved from the
+problem of the same with few of them (`repeated.py`): the same optimum, in a time that does not grow
+with depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol, TypeVar
+
+from autopar.cost.model import CostModel
+from autopar.errors import InfeasibleError
+from autopar.facts import OperatorStrategy, Storage, Strategy
+from autopar.passes.analysis import Analysis
+from autopar.passes.boundaries import Side
+from autopar.passes.constraints import Constraints
+from autopar.passes.folding import Folded
+from autopar.passes.intra_op import intra_op_problem, intra_op_problems
+from autopar.passes.problem import IntraOpProblems
+from autopar.passes.repeated import Repeated, placed_once, repeated_problem
+from autopar.passes.solvers import Infeasible, Solver, TooWide, solve
+from autopar.passes.solvers.repeats_select import solve_repeated
+from autopar.spec import Spec
+from autopar.units import format_bytes
+
+# A plan proven this close to the optimum is good enough: predictions are far coarser.
+GAP_GOAL = 1e-3
+# A recipe's layout under a memory budget is priced abstractly; nothing hangs on its optimum.
+RECIPE_GAP_GOAL = 5e-2
+CLOSE_GAP_S = 10.0
+C = TypeVar("C", contravariant=True)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A solved stage: what it costs in a step, what of that is paid once whatever the microbatches,
+    and how sure it is. `read` makes the strategy.
+
+    `size_bytes` is what it needs per device by the solver's account.
+    """
+
+    objective_s: float
+    once_s: float
+    gap: float
+    size_bytes: float
+    n_variables: int
+    received: Mapping[str, Spec]
+    read: Callable[[], Strategy] = field(repr=False, compare=False)
+
+    @cached_property
+    def strategy(self) -> Strategy:
+        """Every operator's placements, and every parameter's storage."""
+        return self.read()
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What is wanted of one program: the machine its placements are chosen for, how many
+    microbatches, and of those how many keep their activations at once.
+
+    `runs_on` is the machine they are priced on, where that is another (recipes).
+    """
+
+    cost: CostModel
+    n_microbatches: int
+    constraints: Constraints
+    n_in_flight: int = 1
+    runs_on: CostModel | None = None
+
+    @property
+    def gap_goal(self) -> float:
+        return RECIPE_GAP_GOAL if self.constraints.roles else GAP_GOAL
+
+
+@dataclass(eq=False)
+class Problems:
+    """The problems of one program with few of its repeated blocks.
+
+    `families` are cost models that will be asked for: of one family, those whose meshes use the
+    same axes have their problems built at once.
+    """
+
+    folded: Folded
+    optimizer: str
+    families: Sequence[tuple[CostModel, ...]] = ()
+    _built: dict[object, _Built] = field(default_factory=dict)
+
+    def choose(
+        self,
+        ask: Ask,
+        budget_bytes: float | None,
+        solver: Solver = "auto",
+        time_limit_s: float | None = None,
+    ) -> Chosen:
+        """`choose` of the whole program, from its folded problem where that is exact and closes
+        the gap. Pins are of single parameters, which other blocks do not have.
+        """
+        if self.folded.runs and solver == "auto" and not ask.constraints.pins:
+            repeated = self._repeated(ask, ask.cost)
+            if repeated is not None:
+                chosen = self._by_copies(repeated, ask, budget_bytes, time_limit_s)
+                if chosen is not None:
+                    return chosen
+        return choose(self.folded.whole, ask, self.optimizer, budget_bytes, solver, time_limit_s)
+
+    def _repeated(self, ask: Ask, cost: CostModel) -> Repeated | None:
+        """The problem of all blocks; None where one does not stand for the others."""
+        family = next((f for f in self.families if cost in f), (cost,))
+        batch = tuple(c for c in family if c.mesh.active_axes == cost.mesh.active_axes)
+        if set(ask.constraints.roles) == {"data"}:  # to data parallelism all meshes are the same
+            batch = (cost,)
+        key = (batch, ask.n_microbatches, repr(ask.constraints))
+        if key not in self._built:
+            problems = intra_op_problems(
+                self.folded.analysis, batch, ask.n_microbatches, ask.constraints, self.optimizer,
+                placed_once(self.folded, ask.n_microbatches),
+            )  # fmt: skip
+            first = repeated_problem(self.folded, problems.of(0))
+            self._built[key] = _Built(batch, problems, first)
+        return self._built[key].on(cost)
+
+    def _by_copies(
+        self, repeated: Repeated, ask: Ask, budget_bytes: float | None, time_limit_s: float | None
+    ) -> Chosen | None:
+        """None: a gap is left, or tables would be too large."""
+        limited = repeated.under(budget_bytes, ask.n_in_flight)
+        try:
+            solution = solve_repeated(limited.problem, time_limit_s)
+        except TooWide:
+            return None
+        if isinstance(solution, Infeasible):
+            raise _infeasible(solution, budget_bytes, ask.cost)
+        if solution.gap > ask.gap_goal:
+            return None
+        choice = solution.choice
+        priced = self._repeated(ask, ask.runs_on) if ask.runs_on is not None else limited
+        assert priced is not None, "machines differ in their numbers alone"
+        return Chosen(
+            priced.problem.evaluate(choice).cost_s,
+            priced.once.evaluate(choice).cost_s,
+            solution.gap,
+            solution.totals.bytes,
+            repeated.problem.numbers.n_variables,
+            limited.boundaries(choice, "received"),
+            lambda: _strategy(self.folded.whole, limited, choice, ask),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Built:
+    """Problems built together, and how the first of them repeats, as all of them do."""
+
+    costs: tuple[CostModel, ...]
+    problems: IntraOpProblems
+    first: Repeated | None
+    _on: dict[CostModel, Repeated] = field(default_factory=dict)
+
+    def on(self, cost: CostModel) -> Repeated | None:
+        if self.first is None:
+            return None
+        if cost not in self._on:
+            self._on[cost] = self.first.of(self.problems.of(self.costs.index(cost)))
+        return self._on[cost]
+
+
+def choose(
+    analysis: Analysis,
+    ask: Ask,
+    optimizer: str,
+    budget_bytes: float | None,
+    solver: Solver = "auto",
+    time_limit_s: float | None = None,
+) -> Chosen:
+    """The fastest strategy of a program within `budget_bytes` per device.
+
+    Where the budget binds, "auto" stops at `GAP_GOAL`, and closes a wider gap for
+    `CLOSE_GAP_S` unless `time_limit_s` says otherwise; what is left is in `gap`.
+
+    Raises `InfeasibleError` naming the bytes that are missing.
+    """
+    m, constraints = ask.n_microbatches, ask.constraints
+    found = intra_op_problem(analysis, ask.cost, m, constraints, optimizer)
+    problem = found.under(budget_bytes, ask.n_in_flight)
+    limit_s = CLOSE_GAP_S if time_limit_s is None and solver == "auto" else time_limit_s
+    solution = solve(problem.numbers, solver, limit_s, gap_goal=ask.gap_goal)
+    if isinstance(solution, Infeasible):
+        raise _infeasible(solution, budget_bytes, ask.cost)
+    choice, priced = solution.choice, problem
+    if ask.runs_on is not None:
+        priced = intra_op_problem(analysis, ask.runs_on, m, constraints, optimizer)
+    return Chosen(
+        priced.numbers.evaluate(choice).cost_s,
+        priced.once.evaluate(choice).cost_s,
+        solution.gap,
+        solution.bytes,
+        problem.numbers.n_variables,
+        problem.boundaries(choice, "received"),
+        lambda: _strategy(analysis, problem, choice, ask),
+    )
+
+
+class _Readable(Protocol[C]):
+    """A problem whose choices can be read: of a program written out, or by its repeated blocks."""
+
+    def operators(self, choice: C) -> Mapping[str, OperatorStrategy]: ...
+    def storage(self, choice: C) -> Mapping[str, Storage]: ...
+    def boundaries(self, choice: C, side: Side) -> Mapping[str, Spec]: ...
+
+
+def _strategy(analysis: Analysis, problem: _Readable[C], choice: C, ask: Ask) -> Strategy:
+    """What a choice of a program's problem says."""
+    return Strategy(
+        problem.operators(choice),
+        problem.storage(choice),
+        analysis.microbatch_types(ask.n_microbatches).tensors,
+        analysis.batch.cells,
+        analysis.batch.size,
+        ask.n_microbatches,
+        "sequence" in ask.constraints.forbid,
+        problem.boundaries(choice, "received"),
+        problem.boundaries(choice, "sent"),
+    )
+
+
+def _infeasible(found: Infeasible, budget_bytes: float | None, cost: CostModel) -> InfeasibleError:
+    axes = ", ".join(f"{name}={size}" for name, size in cost.mesh.axes.items())
+    if budget_bytes is None or found.min_bytes is None:
+        return InfeasibleError(
+            "no plan satisfies the constraints together",
+            where=f"mesh ({axes})",
+            hint="relax forbid, force or the recipe",
+        )
+    missing = found.min_bytes - budget_bytes
+    return InfeasibleError(
+        f"no plan fits in {format_bytes(budget_bytes)} per device; the leanest needs "
+        f"{format_bytes(found.min_bytes)}, {format_bytes(missing)} more",
+        where=f"mesh ({axes})",
+        hint="use more microbatches or devices, allow ZeRO, or raise memory_limit",
+    )
