@@ -54,8 +54,19 @@ def bind(data: PlanData, analysis: Analysis, mesh: Mesh) -> Bound:
         )
     hardware = resolve(mesh, compute_dtype(analysis))
     stages = lay_stages(data, analysis, mesh, hardware)
-    pipeline = join(stages, ORDERS[data.schedule])
+    return bind_lowered(data, analysis, mesh, stages, join(stages, ORDERS[data.schedule]))
+
+
+def bind_lowered(
+    data: PlanData,
+    analysis: Analysis,
+    mesh: Mesh,
+    stages: tuple[LaidStage, ...],
+    pipeline: Pipeline,
+) -> Bound:
+    """A plan and its stages as they are laid and lowered, verified and priced."""
     verify_pipeline(pipeline)
+    hardware = resolve(mesh, compute_dtype(analysis))
     integers = [i for i in data.inputs if i.dtype.startswith("int") and len(i.shape) == 2]
     tokens = max((math.prod(i.shape) for i in integers), default=0)
     predicted = predict(

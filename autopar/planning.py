@@ -7,7 +7,9 @@ model to cost, print or run it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.binding import Bound, bind
+from autopar.binding import Bound, bind, bind_lowered
 from autopar.capture import capture
 from autopar.codegen import emit, file_name
 from autopar.collective import Collective
@@ -264,6 +266,21 @@ def compare(*plans: Plan) -> Comparison:
     return Comparison(tuple(f"plan {k}" for k in range(1, len(plans) + 1)), compared)
 
 
+@contextmanager
+def _settled_heap() -> Iterator[None]:
+    """What is there stays out of garbage collections: planning makes many small objects, and every
+    full collection would walk the captured model, torch and all else again."""
+    if gc.get_freeze_count():  # it is somebody else's to thaw
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@_settled_heap()
 def plan(model: nn.Module, mesh: Any, example_inputs: ExampleInputs, **options: Any) -> Plan:
     """Choose how to run `model` on `mesh`; needs no devices and no weights.
 
@@ -279,6 +296,7 @@ def plan(model: nn.Module, mesh: Any, example_inputs: ExampleInputs, **options: 
     return plan_program(program, machine, example_inputs, checked)
 
 
+@_settled_heap()
 def plan_program(
     program: Program, mesh: Mesh, example_inputs: ExampleInputs, options: Options
 ) -> Plan:
@@ -291,7 +309,8 @@ def plan_program(
     outcome = Planner(analysis, mesh, options, _predict_on(mesh, analysis, options), report).run()
     solved = outcome.solved
     padded = paddings.used(item for stage in solved.stages for item in stage.specs())
-    if padded != paddings.shapes:
+    is_final = padded == paddings.shapes
+    if not is_final:
         analysis = Analysis.of(pad(program, padded), options.batch_dims or None)
     inputs, static = signature_of(program, example_inputs)
     data = PlanData(
@@ -325,6 +344,8 @@ def plan_program(
         kept_whole=kept_whole,
         accumulates=program.accumulation is not None,
     )
+    if is_final:
+        return Plan(data, bind_lowered(data, analysis, mesh, solved.stages, solved.pipeline))
     return Plan(data, bind(data, analysis, mesh))
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -35,30 +35,40 @@ from autopar.spec import PREFERENCE, I, Placement, Spec, TensorType
 Array = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class GroupCandidates:
-    """The choices of one group: `choices[c]` are the joint strategies of choice c, one per active
-    axis. `time_s` and `size_bytes` are [meshes, choices], `preference` [choices].
+@dataclass(frozen=True, eq=False)
+class ChoiceTable:
+    """What groups that are alike may choose; values go by their numbers in `Group.values`.
+
+    `choices[c]` are the joint strategies of choice c in the `first` of the groups, one per active
+    axis. `time_s` and `size_bytes` are [meshes, choices], `preference` [choices]. The bytes are
+    those of the values `saved`, and of what is no value.
     """
 
-    group: Group
+    first: Group
     choices: tuple[tuple[JointStrategy, ...], ...]
     active_axes: tuple[int, ...]
     n_axes: int
     time_s: Array
     size_bytes: Array
     preference: Array
+    saved: frozenset[int]
+    _columns: dict[int, SpecColumn] = field(default_factory=dict)
 
-    def spec(self, choice: int, value: str) -> Spec:
-        placements = [I] * self.n_axes
-        for axis, joint in zip(self.active_axes, self.choices[choice], strict=True):
-            placements[axis] = joint.placements[value]
-        return Spec(tuple(placements))
+    def column(self, number: int) -> SpecColumn:
+        """How each choice places a value."""
+        if number not in self._columns:
+            self._columns[number] = self._column(self.first.values[number])
+        return self._columns[number]
 
-    def specs(self, value: str) -> SpecColumn:
-        """How each choice places a value that the group touches."""
+    def _column(self, value: str) -> SpecColumn:
+        def spec(choice: int) -> Spec:
+            placements = [I] * self.n_axes
+            for axis, joint in zip(self.active_axes, self.choices[choice], strict=True):
+                placements[axis] = joint.placements[value]
+            return Spec(tuple(placements))
+
         if not self.active_axes:
-            return SpecColumn.of([self.spec(0, value)])
+            return SpecColumn.of([spec(0)])
         codes, kinds = [], []
         for k in range(len(self.active_axes)):
             numbers: dict[Placement, int] = {}
@@ -68,18 +78,37 @@ class GroupCandidates:
         joint = np.ravel_multi_index(codes, kinds)
         _, first, code = np.unique(joint, return_index=True, return_inverse=True)
         order = np.argsort(first)
-        distinct = tuple(self.spec(int(c), value) for c in first[order])
+        distinct = tuple(spec(int(c)) for c in first[order])
         return SpecColumn(distinct, np.argsort(order)[code])
+
+
+@dataclass(frozen=True)
+class GroupCandidates:
+    """A group and its choices."""
+
+    group: Group
+    table: ChoiceTable
+
+    def __len__(self) -> int:
+        return len(self.table.choices)
+
+    def specs(self, value: str) -> SpecColumn:
+        """How each choice places a value that the group touches."""
+        return self.table.column(self.group.number[value])
+
+    def spec(self, choice: int, value: str) -> Spec:
+        return self.specs(value)[choice]
 
     def strategies(self, choice: int) -> dict[str, OperatorStrategy]:
         """Per operator of the group, its specs under a choice."""
         out = {}
         for position, item in enumerate(self.group.members):
-            chosen = [item.strategies[j.members[position]] for j in self.choices[choice]]
+            joints = self.table.choices[choice]
+            chosen = [item.strategies[j.members[position]] for j in joints]
             out[item.name] = OperatorStrategy(
                 tuple(self.spec(choice, n) for n in item.operator.inputs),
                 tuple(self.spec(choice, n) for n in item.operator.outputs),
-                *lowered_over(chosen, self.active_axes),
+                *lowered_over(chosen, self.table.active_axes),
             )
         return out
 
@@ -99,6 +128,7 @@ class CandidateMaker:
     n_microbatches: int
     n_splits: int
     n_like: Mapping[str, int] = field(default_factory=dict)
+    _tables: dict[Hashable, ChoiceTable] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         first = self.costs[0]
@@ -120,6 +150,32 @@ class CandidateMaker:
 
         `first_savers` collects values whose saving for backward is already charged.
         """
+        key = self._likeness(group, first_savers)
+        if key not in self._tables:
+            self._tables[key] = self._table(group, first_savers)
+        table = self._tables[key]
+        first_savers |= {group.values[number] for number in table.saved}
+        return GroupCandidates(group, table)
+
+    def _likeness(self, group: Group, first_savers: Set[str]) -> Hashable:
+        """All that decides a group's choices and costs."""
+        number = group.number
+        members = tuple(
+            (
+                item.operator.call.likeness,
+                tuple(number[n] for n in item.operator.inputs),
+                tuple(number[n] for n in item.operator.outputs),
+                self.saved.get(item.name),
+                self.n_like.get(item.name, 1),
+            )
+            for item in group.members
+        )
+        values = tuple(
+            (self.types[n], self.limits.facts_of(n), n in first_savers) for n in group.values
+        )
+        return members, values
+
+    def _table(self, group: Group, first_savers: Set[str]) -> ChoiceTable:
         fitting = [self._fitting(group, axis) for axis in self._active]
         per_axis = [joints for joints, _ in fitting]
         picks = list(itertools.product(*(range(len(joints)) for joints in per_axis)))
@@ -136,14 +192,18 @@ class CandidateMaker:
                 hint="relax forbid, force or the recipe for the tensors it uses",
             )
         columns = [np.array([picks[c][k] for c in index]) for k in range(len(per_axis))]
-        time_s, size_bytes = self._price(group, per_axis, columns, len(index), first_savers)
+        savers = set(first_savers)
+        time_s, size_bytes = self._price(group, per_axis, columns, len(index), savers)
         time_s[~legal[:, index]] = np.inf
         preference = np.zeros(len(index))
         for joints, column in zip(per_axis, columns, strict=True):
             preference += np.array([self._preference(j) for j in joints])[column]
         choices = tuple(tuple(per_axis[k][i] for k, i in enumerate(picks[c])) for c in index)
-        n_axes = self.costs[0].mesh.n_axes
-        return GroupCandidates(group, choices, self._active, n_axes, time_s, size_bytes, preference)
+        saved = frozenset(group.number[name] for name in savers - set(first_savers))
+        return ChoiceTable(
+            group, choices, self._active, self.costs[0].mesh.n_axes, time_s, size_bytes, preference,
+            saved,
+        )  # fmt: skip
 
     def _fitting(self, group: Group, axis: int) -> tuple[list[JointStrategy], NDArray[np.bool_]]:
         """What a group may do on one axis of some mesh; and [meshes, strategies] on which."""

@@ -2,10 +2,8 @@
 
     problem -> solver -> `Chosen` -> `Strategy`         per logical mesh and number of microbatches
 
-`Problems` keeps the problems of one program: those of meshes that use the same axes are built
-together, when the first of them is asked for. A program with repeated blocks is solved from the
-problem of the same with few of them (`repeated.py`): the same optimum, in a time that does not grow
-with depth.
+A program with repeated blocks is solved from the problem of the same with few of them
+(`repeated.py`): the same optimum, in a time that does not grow with depth.
 """
 
 from __future__ import annotations
@@ -22,8 +20,7 @@ from autopar.passes.analysis import Analysis
 from autopar.passes.boundaries import Side
 from autopar.passes.constraints import Constraints
 from autopar.passes.folding import Folded
-from autopar.passes.intra_op import intra_op_problem, intra_op_problems
-from autopar.passes.problem import IntraOpProblems
+from autopar.passes.intra_op import ProblemBatch, ProblemFamilies, intra_op_problem
 from autopar.passes.repeated import Repeated, placed_once, repeated_problem
 from autopar.passes.solvers import Infeasible, Solver, TooWide, solve
 from autopar.passes.solvers.repeats_select import solve_repeated
@@ -81,16 +78,22 @@ class Ask:
 
 @dataclass(eq=False)
 class Problems:
-    """The problems of one program with few of its repeated blocks.
+    """Chooses for one program, from the problem of the same with few of its repeated blocks.
 
-    `families` are cost models that will be asked for: of one family, those whose meshes use the
-    same axes have their problems built at once.
+    `families` are cost models that will be asked for, as in `ProblemFamilies`.
     """
 
     folded: Folded
     optimizer: str
     families: Sequence[tuple[CostModel, ...]] = ()
-    _built: dict[object, _Built] = field(default_factory=dict)
+    _first: dict[ProblemBatch, Repeated | None] = field(default_factory=dict)
+
+    @cached_property
+    def _problems(self) -> ProblemFamilies:
+        def n_like(m: int) -> Mapping[str, int]:
+            return placed_once(self.folded, m)
+
+        return ProblemFamilies(self.folded.analysis, self.optimizer, self.families, n_like)
 
     def choose(
         self,
@@ -112,19 +115,11 @@ class Problems:
 
     def _repeated(self, ask: Ask, cost: CostModel) -> Repeated | None:
         """The problem of all blocks; None where one does not stand for the others."""
-        family = next((f for f in self.families if cost in f), (cost,))
-        batch = tuple(c for c in family if c.mesh.active_axes == cost.mesh.active_axes)
-        if set(ask.constraints.roles) == {"data"}:  # to data parallelism all meshes are the same
-            batch = (cost,)
-        key = (batch, ask.n_microbatches, repr(ask.constraints))
-        if key not in self._built:
-            problems = intra_op_problems(
-                self.folded.analysis, batch, ask.n_microbatches, ask.constraints, self.optimizer,
-                placed_once(self.folded, ask.n_microbatches),
-            )  # fmt: skip
-            first = repeated_problem(self.folded, problems.of(0))
-            self._built[key] = _Built(batch, problems, first)
-        return self._built[key].on(cost)
+        batch = self._problems.of(cost, ask.n_microbatches, ask.constraints)
+        if batch not in self._first:  # how blocks repeat is the same on all meshes
+            self._first[batch] = repeated_problem(self.folded, batch[cost])
+        first = self._first[batch]
+        return first and first.of(batch[cost])
 
     def _by_copies(
         self, repeated: Repeated, ask: Ask, budget_bytes: float | None, time_limit_s: float | None
@@ -151,23 +146,6 @@ class Problems:
             limited.boundaries(choice, "received"),
             lambda: _strategy(self.folded.whole, limited, choice, ask),
         )
-
-
-@dataclass(frozen=True, eq=False)
-class _Built:
-    """Problems built together, and how the first of them repeats, as all of them do."""
-
-    costs: tuple[CostModel, ...]
-    problems: IntraOpProblems
-    first: Repeated | None
-    _on: dict[CostModel, Repeated] = field(default_factory=dict)
-
-    def on(self, cost: CostModel) -> Repeated | None:
-        if self.first is None:
-            return None
-        if cost not in self._on:
-            self._on[cost] = self.first.of(self.problems.of(self.costs.index(cost)))
-        return self._on[cost]
 
 
 def choose(

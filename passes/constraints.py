@@ -16,7 +16,7 @@ collectives are those of a hand-written Megatron: where there is a choice,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -89,6 +89,20 @@ class Limits:
             - set(program.received),
             frozenset(program.constants),
             _with_views(program),
+        )
+
+    def facts_of(self, value: str) -> Hashable:
+        """All that limits know of a value: values of the same facts and type may do the same."""
+        of_parameters = tuple(
+            tuple(c in self.parameter_classes for c in dim) for dim in self.classes[value]
+        )
+        kinds = (self.parameters, self.whole, self.constants, self.matrices)
+        return (
+            self.batch_cells.get(value),
+            of_parameters,
+            tuple(value in kind for kind in kinds),
+            self.constraints.pins.get(value, ()),
+            self.constraints.storage.get(value),
         )
 
     def allowed(

@@ -60,6 +60,18 @@ class Group:
         return self.members[0].name
 
     @cached_property
+    def values(self) -> tuple[str, ...]:
+        """Every value it touches, in order of first appearance; in groups that are alike, values of
+        one number are alike."""
+        operators = (item.operator for item in self.members)
+        return tuple(dict.fromkeys(n for o in operators for n in (*o.inputs, *o.outputs)))
+
+    @cached_property
+    def number(self) -> Mapping[str, int]:
+        """Of each value."""
+        return {name: i for i, name in enumerate(self.values)}
+
+    @cached_property
     def strategies(self) -> tuple[JointStrategy, ...]:
         """All ways to place the group on one axis with no reshard inside it."""
         partial: list[tuple[dict[str, Placement], tuple[int, ...]]] = [({}, ())]

@@ -6,7 +6,8 @@ of microbatches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from autopar.cost.memory import optimizer_time_s, static_bytes_per_param
 from autopar.cost.model import CostModel
@@ -85,3 +86,51 @@ def intra_op_problems(
     update = optimizer_time_s(10**6, optimizer, dtype, device) / 1e6 / dtype.itemsize
     parameters = ParameterMaker(costs, limits, n_microbatches, static, update)
     return ProblemBuilder(program, types.tensors, parameters).build(candidates)
+
+
+@dataclass(eq=False)
+class ProblemFamilies:
+    """The problems of one program. Of the cost models of one family, those whose meshes use the
+    same axes have theirs built together, when the first of them is asked for.
+
+    `n_like` gives `intra_op_problems`'s for a number of microbatches.
+    """
+
+    analysis: Analysis
+    optimizer: str
+    families: Sequence[tuple[CostModel, ...]] = ()
+    n_like: Callable[[int], Mapping[str, int]] = lambda m: {}
+    _built: dict[object, ProblemBatch] = field(default_factory=dict)
+
+    def of(self, cost: CostModel, n_microbatches: int, constraints: Constraints) -> ProblemBatch:
+        """The problems built with that of `cost`, which they hold.
+
+        Raises `InfeasibleError` where the constraints leave nothing on any of the meshes,
+        `BatchError` where the batch does not divide.
+        """
+        family = next((f for f in self.families if cost in f), (cost,))
+        costs = tuple(c for c in family if c.mesh.active_axes == cost.mesh.active_axes)
+        if constraints.pins or set(constraints.roles) == {"data"}:
+            costs = (cost,)  # pins are of one mesh; to data parallelism all meshes are the same
+        key = (costs, n_microbatches, repr(constraints))
+        if key not in self._built:
+            problems = intra_op_problems(
+                self.analysis, costs, n_microbatches, constraints, self.optimizer,
+                self.n_like(n_microbatches),
+            )  # fmt: skip
+            self._built[key] = ProblemBatch(costs, problems)
+        return self._built[key]
+
+
+@dataclass(frozen=True, eq=False)
+class ProblemBatch:
+    """Problems that were built together, by cost model."""
+
+    costs: tuple[CostModel, ...]
+    problems: IntraOpProblems
+    _of: dict[CostModel, IntraOpProblem] = field(default_factory=dict)
+
+    def __getitem__(self, cost: CostModel) -> IntraOpProblem:
+        if cost not in self._of:
+            self._of[cost] = self.problems.of(self.costs.index(cost))
+        return self._of[cost]

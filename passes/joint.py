@@ -117,7 +117,7 @@ class JointSearch:
     @cached_property
     def maker(self) -> CostMaker:
         dtype = compute_dtype(self.analysis)
-        return CostMaker(self.folded, self.layers, dtype, self.options.optimizer)
+        return CostMaker(self.folded, self.layers, dtype, self.options.optimizer, self.views)
 
     # -- what is searched --------------------------------------------------------------------
 

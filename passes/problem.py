@@ -31,7 +31,7 @@ from autopar.errors import InfeasibleError
 from autopar.facts import OperatorStrategy, Storage
 from autopar.passes.boundaries import Side, boundary_specs
 from autopar.passes.candidates import GroupCandidates
-from autopar.passes.parameters import ParameterMaker
+from autopar.passes.parameters import ParameterMaker, Storages
 from autopar.passes.reshard import ReshardTables, reshard_tables
 from autopar.passes.solvers import ChoiceProblem, ChoiceProblems, Edge
 from autopar.passes.spec_column import SpecColumn, all_alike
@@ -147,7 +147,10 @@ class ProblemBuilder:
     variables: list[Variable] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     storages: dict[str, tuple[Storage, ...]] = field(default_factory=dict)
+    storages_of: dict[Any, Storages] = field(default_factory=dict)
     conversions: dict[Any, tuple[Array, Array, Array]] = field(default_factory=dict)
+    reshards: dict[Any, tuple[Array, Array]] = field(default_factory=dict)
+    tables_of: dict[tuple[TensorType, bool], ReshardTables] = field(default_factory=dict)
     parameter_variables: dict[str, int] = field(default_factory=dict)
     boundary_variables: dict[tuple[Side, str], int] = field(default_factory=dict)
 
@@ -156,7 +159,7 @@ class ProblemBuilder:
         for index, c in enumerate(candidates):
             self.variables.append(
                 Variable(
-                    c.group.name, c.time_s, c.preference[None], c.size_bytes,
+                    c.group.name, c.table.time_s, c.table.preference[None], c.table.size_bytes,
                     {n: c.specs(n) for n in (*c.group.inputs, *c.group.outputs)},
                 )
             )  # fmt: skip
@@ -203,11 +206,10 @@ class ProblemBuilder:
     def tables(self, value: str) -> ReshardTables:
         """The reshards of a value; under `forbid="sequence"` activations reduce_scatter not."""
         restricted = "sequence" in self.maker.limits.constraints.forbid
-        return reshard_tables(
-            self.types[value],
-            self.maker.costs,
-            restricted and value not in self.program.parameters,
-        )
+        key = (self.types[value], restricted and value not in self.program.parameters)
+        if key not in self.tables_of:
+            self.tables_of[key] = reshard_tables(key[0], self.maker.costs, key[1])
+        return self.tables_of[key]
 
     def _consumers(self, candidates: Sequence[GroupCandidates]) -> dict[str, list[Consumer]]:
         out: dict[str, list[Consumer]] = {}
@@ -255,13 +257,21 @@ class ProblemBuilder:
         self.edges.append(Edge(shared, member, cost, np.zeros_like(cost)))
 
     def _reshard_edge(self, value: str, source: int, target: int) -> None:
-        tables, m = self.tables(value), self.maker.n_microbatches
-        rows = self.variables[source].specs[value].looked_up(tables.index)
-        columns = self.variables[target].specs[value].looked_up(tables.index)
+        tables = self.tables(value)
+        made, wanted = self.variables[source].specs[value], self.variables[target].specs[value]
+        key = (id(tables), id(made), id(wanted))
+        if key not in self.reshards:  # columns live as long as the variables
+            self.reshards[key] = self._reshards(tables, made, wanted)
+        self.edges.append(Edge(source, target, *self.reshards[key]))
+
+    def _reshards(
+        self, tables: ReshardTables, made: SpecColumn, wanted: SpecColumn
+    ) -> tuple[Array, Array]:
+        rows, columns = made.looked_up(tables.index), wanted.looked_up(tables.index)
         pick = np.ix_(np.arange(len(tables.time_s)), rows, columns)
-        cost = tables.time_s[pick] * m
-        tie = np.where(np.isfinite(cost), tables.tie[pick], 0.0) * m
-        self.edges.append(Edge(source, target, cost, tie))
+        cost = tables.time_s[pick] * self.maker.n_microbatches
+        tie = np.where(np.isfinite(cost), tables.tie[pick], 0.0) * self.maker.n_microbatches
+        return cost, tie
 
     def _price_ends(self, producer: Mapping[str, int]) -> None:
         """The loss ends Invariant on every axis, so that every rank seeds backward with 1; what
@@ -283,7 +293,10 @@ class ProblemBuilder:
         members = [r.variable for r in readers]
         read_as = (self.variables[m].specs[name].distinct for m in members)
         used = tuple(dict.fromkeys(itertools.chain.from_iterable(read_as)))
-        storages = self.maker.storages(name, self.types[name], used)
+        key = (self.types[name], used, self.maker.limits.facts_of(name))
+        if key not in self.storages_of:
+            self.storages_of[key] = self.maker.storages(name, self.types[name], used)
+        storages = self.storages_of[key]
         if not storages.every:
             raise InfeasibleError(f"no allowed storage is left for {name}", hint="relax force")
         cost, tie, size_bytes = self.maker.storage_costs(self.types[name], storages)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -66,11 +67,11 @@ def recipe_candidates(
     search = JointSearch.of(
         analysis, mesh, hardware, options, budget_bytes, max(s.n_stages for s in splits), report
     )
-    maker = replace(search.maker, pricing=recipe_cost)
-    found = []
-    for split in splits:
-        if split.n_stages <= search.layers.n_layers:
-            found.append(_Recipe(search, maker, split, recipe_limits(options, manual)).best(manual))
+    splits = [s for s in splits if s.n_stages <= search.layers.n_layers]
+    views = tuple(split.view(mesh, hardware) for split in splits)
+    maker = replace(search.maker, views=views, pricing=recipe_cost)
+    limits = recipe_limits(options, manual)
+    found = [_Recipe(search, maker, split, limits).best(manual) for split in splits]
     fitting = [(cost_s, c) for cost_s, c in found if manual or math.isfinite(cost_s)]
     return [c for _, c in sorted(fitting, key=lambda pair: pair[0])]
 
@@ -82,6 +83,11 @@ class _Split:
     n_stages: int
     dp: int
     tp: int
+
+    def view(self, mesh: Mesh, hardware: Hardware) -> LogicalMesh:
+        """Of the first stage."""
+        axes = {"dp": self.dp, "tp": self.tp}
+        return factored_view(mesh, hardware.links, hardware.device, axes)
 
 
 def _splits(analysis: Analysis, mesh: Mesh, options: Options) -> Iterator[_Split]:
@@ -151,11 +157,9 @@ class _Recipe:
             return recipe_counts(analysis, options, manual, n_devices)
         return microbatch_counts(analysis, options, n_devices, self.split.dp)
 
-    @property
+    @cached_property
     def _view(self) -> LogicalMesh:
-        """Of the first stage."""
-        search, axes = self.search, {"dp": self.split.dp, "tp": self.split.tp}
-        return factored_view(search.mesh, search.hardware.links, search.hardware.device, axes)
+        return self.split.view(self.search.mesh, self.search.hardware)
 
     def _cost_s(self, m: int) -> float:
         """The closed form; infinite where a stage does not fit."""

@@ -9,7 +9,7 @@ meshes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -22,6 +22,7 @@ from autopar.passes.move_graph import MoveGraph, PrimitiveTime, Step, clear_grap
 from autopar.spec import Spec, TensorType
 
 Array = NDArray[np.float64]
+Indices = tuple[NDArray[np.int64], ...]
 
 
 def primitive_times_s(
@@ -87,16 +88,20 @@ class ReshardTables:
             ]
         )
         calls = primitive_calls(graph)
-        time, tie = np.full((n_meshes, n, n), np.inf), np.zeros((n_meshes, n, n))
-        time[:, source, target] = seconds[:, forward] + seconds[:, backward]
-        # A move that costs nothing still counts a little: no detours.
-        tie[:, source, target] = calls[forward] + calls[backward] + 1e-3
+        # What a mesh does not have is infinitely far; what costs nothing still counts a little:
+        # no detours.
+        move_s, move_tie = np.full((n_meshes, n, n), np.inf), np.zeros((1, n, n))
+        move_s[:, source, target] = seconds[:, forward] + seconds[:, backward]
+        move_tie[:, source, target] = calls[forward] + calls[backward] + 1e-3
         legal = np.stack([graph.legal(tensor, of_mesh) for of_mesh in sizes])
-        time[~(legal[:, :, None] & legal[:, None, :])] = np.inf
-        time[:, np.arange(n), np.arange(n)] = 0.0
-        next_hop = np.tile(np.arange(n, dtype=np.int32), (n_meshes, n, 1))
-        _all_pairs(time, tie, next_hop, np.flatnonzero(legal.any(axis=0)))
-        return ReshardTables(tensor, tuple(sizes), graph, legal, time, tie, next_hop)
+        move_s[~(legal[:, :, None] & legal[:, None, :])] = np.inf
+        next_hop, reached = _next_hops(move_s, move_tie, np.flatnonzero(legal.any(axis=0)))
+        time_s, tie = np.where(reached, 0.0, np.inf), np.zeros((n_meshes, n, n))
+        tables = ReshardTables(tensor, tuple(sizes), graph, legal, time_s, tie, next_hop)
+        for pairs, (b, at, to) in tables._walk():
+            time_s[pairs] += move_s[b, at, to]
+            tie[pairs] += move_tie[0, at, to]
+        return tables
 
     def along_paths(self, move_values: Array) -> Array:
         """[meshes, k, moves] -> [meshes, k, specs, specs]: sums over the moves of the path of
@@ -104,16 +109,22 @@ class ReshardTables:
         n_meshes, n = len(self.sizes), len(self.graph.specs)
         values = np.zeros((n_meshes, n, n, move_values.shape[1]))
         values[:, self.graph.source, self.graph.target] = np.moveaxis(move_values, 1, 2)
-        mesh, at, goal = np.indices((n_meshes, n, n))
         total = np.zeros_like(values)
-        moving = (at != goal) & np.isfinite(self.time_s)
-        while moving.any():
-            here = mesh[moving], at[moving]
-            following = self.next_hop[(*here, goal[moving])]
-            total[moving] += values[(*here, following)]
-            at[moving] = following
-            moving &= at != goal
+        for pairs, move in self._walk():
+            total[pairs] += values[move]
         return np.moveaxis(total, 3, 1)
+
+    def _walk(self) -> Iterator[tuple[Indices, Indices]]:
+        """All paths at once, move by move: (mesh, source, target) of those that go on, and their
+        next moves as (mesh, from, to)."""
+        n = len(self.graph.specs)
+        pairs: Indices = np.nonzero(np.isfinite(self.time_s) & ~np.eye(n, dtype=bool))
+        at = pairs[1]
+        while len(at):
+            to = self.next_hop[pairs[0], at, pairs[2]].astype(np.int64)
+            yield pairs, (pairs[0], at, to)
+            left = to != pairs[2]
+            pairs, at = tuple(index[left] for index in pairs), to[left]
 
     def of(self, mesh: int) -> ReshardTable:
         """The table of one of the meshes."""
@@ -201,19 +212,22 @@ def _priced_alike(cost: CostModel) -> CostModel:
     return CostModel(replace(cost.mesh, names=names, first_rank=0), cost.dtype)
 
 
-def _all_pairs(
-    time: np.ndarray, tie: np.ndarray, next_hop: np.ndarray, over: NDArray[np.int64]
-) -> None:
-    """Floyd-Warshall in place, through the specs `over`, lexicographic by (time, tie) within 1e-9
-    relative."""
-    positive = np.where(np.isfinite(time) & (time > 0), time, np.inf).min(axis=(1, 2))
+def _next_hops(
+    move_s: Array, move_tie: Array, over: NDArray[np.int64]
+) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+    """Floyd-Warshall over the specs `over`, lexicographic by (time, tie) within 1e-9 relative.
+
+    Returns where the shortest path of every pair goes first, and of which pairs there is one.
+    """
+    n = move_s.shape[-1]
+    positive = np.where(np.isfinite(move_s) & (move_s > 0), move_s, np.inf).min(axis=(1, 2))
     unit = np.where(np.isfinite(positive), positive * 1e-10, 1e-30)[:, None, None]
-    weight = time + unit * tie
+    weight = move_s + unit * move_tie
+    weight[:, np.arange(n), np.arange(n)] = 0.0
+    next_hop = np.tile(np.arange(n, dtype=np.int32), (len(weight), n, 1))
     for k in over:
         through = weight[:, :, k : k + 1] + weight[:, k : k + 1, :]
         better = through < weight - unit * 1e-6
-        if better.any():
-            weight[better] = through[better]
-            time[better] = (time[:, :, k : k + 1] + time[:, k : k + 1, :])[better]
-            tie[better] = (tie[:, :, k : k + 1] + tie[:, k : k + 1, :])[better]
-            next_hop[better] = np.broadcast_to(next_hop[:, :, k : k + 1], better.shape)[better]
+        np.copyto(weight, through, where=better)
+        np.copyto(next_hop, next_hop[:, :, k : k + 1], where=better)
+    return next_hop, np.isfinite(weight)

@@ -23,7 +23,8 @@ stage search weighs both. The hull is not the whole Pareto set.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ from autopar.mesh import Link, LogicalMesh
 from autopar.passes.attribution import Attribution, Shared
 from autopar.passes.constraints import Constraints
 from autopar.passes.folding import Folded
-from autopar.passes.intra_op import intra_op_problem
+from autopar.passes.intra_op import ProblemFamilies
 from autopar.passes.layers import Layers
 from autopar.passes.problem import IntraOpProblem
 from autopar.passes.solvers import Infeasible
@@ -86,13 +87,21 @@ class StageCosts:
 @dataclass(frozen=True)
 class CostMaker:
     """Prices views of one program. `pricing` is the machine that placements are chosen for,
-    where that is not the one they run on (recipes)."""
+    where that is not the one they run on (recipes); `views` are those that will be asked for.
+    """
 
     folded: Folded
     layers: Layers
     dtype: torch.dtype
     optimizer: str
+    views: tuple[LogicalMesh, ...] = ()
     pricing: Callable[[CostModel], CostModel] | None = None
+
+    @cached_property
+    def _problems(self) -> ProblemFamilies:
+        real = tuple(CostModel(view, self.dtype) for view in self.views)
+        abstract = tuple(map(self.pricing, real)) if self.pricing is not None else ()
+        return ProblemFamilies(self.folded.analysis, self.optimizer, (real, abstract))
 
     def make(
         self,
@@ -111,10 +120,11 @@ class CostMaker:
         does not divide.
         """
         cost = CostModel(view, self.dtype)
-        problem = self._problem(cost, n_microbatches, constraints)
+        problem = self._problems.of(cost, n_microbatches, constraints)[cost]
         chosen_by = problem
         if self.pricing is not None:
-            chosen_by = self._problem(self.pricing(cost), n_microbatches, constraints)
+            other = self.pricing(cost)
+            chosen_by = self._problems.of(other, n_microbatches, constraints)[other]
         restricted = "sequence" in constraints.forbid
         attribution = Attribution(self.folded, problem, cost, n_microbatches, restricted)
         choices = dict.fromkeys(_corners(chosen_by, 1, 1))
@@ -125,10 +135,6 @@ class CostMaker:
             costs = [self._costs(attribution, choice, hop) for choice in choices]
         return costs
 
-    def _problem(self, cost: CostModel, m: int, constraints: Constraints) -> IntraOpProblem:
-        analysis = self.folded.analysis
-        return intra_op_problem(analysis, cost, m, constraints, self.optimizer)
-
     def _costs(self, attribution: Attribution, choice: Choice, hop: Link) -> StageCosts:
         parts, shared = attribution.parts(choice)
         leave_s, enter_s = attribution.crossings(choice, self.layers.crossing, hop)
@@ -137,9 +143,7 @@ class CostMaker:
 
 def _corners(problem: IntraOpProblem, depth: int, n_most: int) -> list[Choice]:
     """Placements at corners of the hull when `depth` microbatches' activations are kept."""
-    n_groups = len(problem.candidates)
-    sizes = (b * depth if v < n_groups else b for v, b in enumerate(problem.numbers.bytes))
-    found = hull_corners(replace(problem.numbers, bytes=tuple(sizes)), n_most)
+    found = hull_corners(problem.under(None, depth).numbers, n_most)
     if isinstance(found, Infeasible):
         raise InfeasibleError(
             "no plan satisfies the constraints together",

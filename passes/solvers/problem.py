@@ -58,7 +58,7 @@ class ChoiceProblems:
     """Problems of the same variables, choices and edges, with numbers of their own.
 
     Arrays are those of `ChoiceProblem` and `Edge` with one more axis in front, of the problems; it
-    has length 1 where they agree.
+    has length 1 where they agree. Raises `ProblemError` as `ChoiceProblem` does.
     """
 
     n_problems: int
@@ -67,6 +67,9 @@ class ChoiceProblems:
     tie: tuple[FloatArray, ...]
     bytes: tuple[FloatArray, ...]
     edges: tuple[Edge, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_all(self.names, self.cost_s, self.tie, self.bytes, self.edges, 1)
 
     def of(self, i: int) -> ChoiceProblem:
         """One of the problems."""
@@ -85,6 +88,7 @@ class ChoiceProblems:
             tuple(map(own, self.tie)),
             tuple(map(own, self.bytes)),
             tuple(edges),
+            is_checked=True,
         )
 
 
@@ -104,7 +108,8 @@ class ChoiceProblem:
     Parallel edges are allowed and add up. `tie` should be of order 1 to 1000 in total, with
     differences that matter above 1e-3: it is weighed at 1e-11 of the cost.
 
-    Raises `ProblemError` for NaN, negative numbers, infinite ties or bytes, wrong shapes.
+    Raises `ProblemError` for NaN, negative numbers, infinite ties or bytes, wrong shapes; unless
+    it `is_checked` where the numbers come from (`ChoiceProblems`).
     """
 
     names: tuple[str, ...]
@@ -113,24 +118,14 @@ class ChoiceProblem:
     bytes: tuple[FloatArray, ...]
     edges: tuple[Edge, ...] = ()
     budget_bytes: float | None = None
+    is_checked: bool = field(default=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        n = len(self.names)
-        if not len(self.cost_s) == len(self.tie) == len(self.bytes) == n:
-            raise ProblemError(f"{n} names need as many cost, tie and bytes arrays")
-        for v, name in enumerate(self.names):
-            shape = (len(self.cost_s[v]),)
-            if shape == (0,):
-                raise ProblemError(f"variable {name!r} has no choice at all")
-            _check(name, shape, self.cost_s[v], self.tie[v], self.bytes[v])
-        for edge in self.edges:
-            if not (0 <= edge.u < n and 0 <= edge.v < n and edge.u != edge.v):
-                raise ProblemError(f"edge ({edge.u}, {edge.v}) must join two of {n} variables")
-            name = f"{self.names[edge.u]} -> {self.names[edge.v]}"
-            shape2 = (len(self.cost_s[edge.u]), len(self.cost_s[edge.v]))
-            _check(name, shape2, edge.cost_s, edge.tie, edge.bytes)
         if self.budget_bytes is not None and not self.budget_bytes >= 0:
             raise ProblemError(f"budget_bytes must be at least 0: {self.budget_bytes}")
+        if self.is_checked:
+            return
+        _check_all(self.names, self.cost_s, self.tie, self.bytes, self.edges, 0)
 
     @property
     def n_variables(self) -> int:
@@ -198,9 +193,35 @@ def within(budget_bytes: float | None, size_bytes: float) -> bool:
     return budget_bytes is None or size_bytes <= budget_bytes * (1 + BUDGET_REL)
 
 
-def _check(name: str, shape: tuple[int, ...], cost: FloatArray, *others: FloatArray | None) -> None:
+def _check_all(
+    names: Sequence[str],
+    cost_s: Sequence[FloatArray],
+    tie: Sequence[FloatArray],
+    size_bytes: Sequence[FloatArray],
+    edges: Sequence[Edge],
+    n_axes_before: int,
+) -> None:
+    """Raise `ProblemError` where the numbers of a problem, or of several, make no sense."""
+    n, lead = len(names), n_axes_before
+    if not len(cost_s) == len(tie) == len(size_bytes) == n:
+        raise ProblemError(f"{n} names need as many cost, tie and bytes arrays")
+    sizes = [array.shape[-1] for array in cost_s]
+    for v, name in enumerate(names):
+        if not sizes[v]:
+            raise ProblemError(f"variable {name!r} has no choice at all")
+        _check(name, (sizes[v],), lead, cost_s[v], tie[v], size_bytes[v])
+    for edge in edges:
+        if not (0 <= edge.u < n and 0 <= edge.v < n and edge.u != edge.v):
+            raise ProblemError(f"edge ({edge.u}, {edge.v}) must join two of {n} variables")
+        name = f"{names[edge.u]} -> {names[edge.v]}"
+        _check(name, (sizes[edge.u], sizes[edge.v]), lead, edge.cost_s, edge.tie, edge.bytes)
+
+
+def _check(
+    name: str, shape: tuple[int, ...], lead: int, cost: FloatArray, *others: FloatArray | None
+) -> None:
     for array in (cost, *others):
-        if array is not None and array.shape != shape:
+        if array is not None and array.shape[lead:] != shape:
             raise ProblemError(f"{name!r}: an array of shape {array.shape} should be {shape}")
     if np.isnan(cost).any() or (cost < 0).any():
         raise ProblemError(

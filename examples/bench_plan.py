@@ -1,0 +1,236 @@
+"""How long planning takes, at the scale people train: `make bench-plan`, or for some cases alone
+
+    python -m examples.bench_plan llama-8b-1x8 t5-11b
+
+Every case is planned in a process of its own; nothing but planning is timed, by the clock of the
+CPU: capture is apart. What is printed:
+
+    phases        seconds in each part of planning; what is not named is in the sum alone
+    ILP           variables of the whole program's problem, and after folding its blocks
+    considered    plans that were scored, configurations of stages that the search weighed
+    objective     what was minimised, predicted seconds of a step, and its proven gap
+    memory        most that the process held while it planned, above what it held before
+
+Sizes: Llama 3 from Grattafiori et al., "The Llama 3 Herd of Models", 2024, table 3; GPT-39B from
+Narayanan et al., SC 2021, table 1; Mixtral 8x7B from Jiang et al., arXiv 2401.04088, table 1;
+T5-11B from Raffel et al., JMLR 2020, section 3.7; ViT-22B from Dehghani et al., arXiv 2302.05442,
+table 1. What is aimed at is for two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, ViTModel
+
+from autopar.mesh import Mesh
+from autopar.options import Options
+from autopar.planning import plan_program
+from autopar.step_capture import capture_step
+from autopar.units import format_bytes, format_seconds
+
+LLAMA_8B = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8,
+}  # fmt: skip
+LLAMA_70B = {
+    "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+    "num_attention_heads": 64, "num_key_value_heads": 8,
+}  # fmt: skip
+_LLAMA_3 = {"vocab_size": 128256, "max_position_embeddings": 8192, "rope_theta": 5e5}
+
+Captured = tuple[nn.Module, dict[str, Any], Callable[..., torch.Tensor] | None]
+
+
+def of_tokens(batch: int, length: int) -> dict[str, Any]:
+    ids = torch.empty(batch, length, dtype=torch.int64, device="meta")
+    return {"input_ids": ids, "labels": ids}
+
+
+def llama(sizes: Mapping[str, int], batch: int) -> Captured:
+    config = AutoConfig.for_model("llama", **sizes, **_LLAMA_3, use_cache=False)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return model, of_tokens(batch, 4096), None
+
+
+def gpt_39b() -> Captured:
+    config = AutoConfig.for_model(
+        "gpt2", n_layer=48, n_embd=8192, n_head=64, vocab_size=51200, n_positions=1024,
+        use_cache=False,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float16)
+    return model, of_tokens(1024, 1024), None
+
+
+def mixtral() -> Captured:
+    config = AutoConfig.for_model(
+        "mixtral", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=8, num_local_experts=8, vocab_size=32000,
+        max_position_embeddings=32768, use_cache=False,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return model, of_tokens(256, 4096), None
+
+
+def t5_11b() -> Captured:
+    config = AutoConfig.for_model(
+        "t5", d_model=1024, d_ff=65536, num_layers=24, num_decoder_layers=24, num_heads=128,
+        d_kv=128, vocab_size=32128, use_cache=False,
+    )  # fmt: skip
+    model = AutoModelForSeq2SeqLM.from_config(config, dtype=torch.bfloat16)
+    return model, of_tokens(512, 512), None
+
+
+def vit_22b() -> Captured:
+    config = AutoConfig.for_model(
+        "vit", hidden_size=6144, intermediate_size=24576, num_hidden_layers=48,
+        num_attention_heads=48, image_size=224, patch_size=14,
+    )  # fmt: skip
+
+    def loss_fn(output: Any) -> torch.Tensor:
+        loss: torch.Tensor = output.last_hidden_state.float().square().mean()
+        return loss
+
+    model = ViTModel(config, add_pooling_layer=False).to(torch.bfloat16)
+    images = torch.empty(4096, 3, 224, 224, dtype=torch.bfloat16, device="meta")
+    return model, {"pixel_values": images}, loss_fn
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, the machine it is planned for, and how long that may take."""
+
+    make: Callable[[], Captured]
+    mesh: tuple[int, int]
+    hardware: str
+    aim_s: float
+
+
+CASES = {
+    "llama-8b-1x8": Case(lambda: llama(LLAMA_8B, 64), (1, 8), "a100-80gb", 1.0),
+    "llama-8b-8x8": Case(lambda: llama(LLAMA_8B, 64), (8, 8), "a100-80gb", 2.0),
+    "llama-70b-16x8": Case(lambda: llama(LLAMA_70B, 512), (16, 8), "a100-80gb", 5.0),
+    "llama-70b-128x8": Case(lambda: llama(LLAMA_70B, 2048), (128, 8), "a100-80gb", 15.0),
+    "gpt-39b-8x8": Case(gpt_39b, (8, 8), "v100-32gb", 5.0),
+    "mixtral-8x8": Case(mixtral, (8, 8), "a100-80gb", 8.0),
+    "t5-11b-8x8": Case(t5_11b, (8, 8), "a100-80gb", 8.0),
+    "vit-22b-8x8": Case(vit_22b, (8, 8), "a100-80gb", 8.0),
+}
+
+
+@dataclass
+class Measured:
+    """One case, planned once."""
+
+    name: str
+    plan_s: float
+    phases_s: dict[str, float] = field(default_factory=dict)
+    n_considered: int = 0
+    chosen: str = ""
+    objective_s: float = 0.0
+    gap: float = 0.0
+    memory_bytes: int = 0
+
+
+class Phases:
+    """What planning says it does next, as time spent on it; candidates count together."""
+
+    def __init__(self) -> None:
+        self.spent_s: dict[str, float] = {}
+        self._now, self._began_s = "analysis", time.process_time()
+
+    def __call__(self, text: str) -> None:
+        ended_s = time.process_time()
+        self.spent_s[self._now] = self.spent_s.get(self._now, 0.0) + ended_s - self._began_s
+        words = text.split()
+        self._now = " ".join(words[: 2 if words[0] == "searching" else 1])
+        self._began_s = ended_s
+
+
+def measure(name: str) -> Measured:
+    """In this process: capture, then plan."""
+    case, phases = CASES[name], Phases()
+    with torch.device("meta"):
+        model, inputs, loss_fn = case.make()
+    program = capture_step(model, inputs, Options.of(loss_fn=loss_fn))
+    before_bytes = _most_held_bytes()
+    phases = Phases()
+    began_s = time.process_time()
+    options = Options.of(loss_fn=loss_fn, progress=phases)
+    plan = plan_program(program, Mesh(case.mesh, hardware=case.hardware), inputs, options)
+    plan_s = time.process_time() - began_s
+    phases("done")
+    return Measured(
+        name, plan_s, phases.spent_s, len(plan.data.alternatives), plan.data.chosen,
+        plan.objective_s, plan.gap, _most_held_bytes() - before_bytes,
+    )  # fmt: skip
+
+
+def _most_held_bytes() -> int:
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def in_process(name: str) -> Measured:
+    """The same in a process of its own."""
+    command = [sys.executable, "-m", "examples.bench_plan", "--one", name]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{name}: {done.stderr.strip()}")
+    return Measured(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def table_of(rows: Sequence[Measured]) -> Table:
+    table = Table(title="planning, seconds of CPU time")
+    table.add_column("case")
+    for title in ("seconds", "aim", "plans", "objective", "gap", "memory"):
+        table.add_column(title, justify="right")
+    table.add_column("chosen, and phases")
+    for row in rows:
+        phases = ", ".join(f"{text} {s:.1f}" for text, s in row.phases_s.items() if s >= 0.05)
+        table.add_row(
+            row.name, f"{row.plan_s:.1f}", f"{CASES[row.name].aim_s:g}", str(row.n_considered),
+            format_seconds(row.objective_s), f"{row.gap:.1%}", format_bytes(row.memory_bytes),
+            f"{row.chosen}\n{phases}",
+        )  # fmt: skip
+    return table
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    words.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; all by default")
+    words.add_argument("--one", action="store_true", help="in this process, printed as JSON")
+    given = words.parse_args(argv)
+    unknown = [name for name in given.cases if name not in CASES]
+    if unknown:
+        words.error(f"no case {unknown[0]!r}: there are {', '.join(CASES)}")
+    if given.one:
+        for name in given.cases:
+            print(json.dumps(asdict(measure(name))))
+        return 0
+    console, rows = Console(highlight=False), []
+    for name in given.cases or CASES:
+        with console.status(f"planning {name}"):
+            rows.append(in_process(name))
+    console.print(table_of(rows))
+    late = [row.name for row in rows if row.plan_s > CASES[row.name].aim_s]
+    console.print(f"{len(rows) - len(late)} of {len(rows)} within what is aimed at")
+    return 1 if late else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
