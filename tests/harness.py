@@ -177,9 +177,9 @@ def random_strategy(
     together = rng.random() < 0.5
     operators: dict[str, OperatorStrategy] = {}
     for candidates in problem.candidates:
-        shared = rng.randrange(len(candidates.choices))
+        shared = rng.randrange(len(candidates))
         for item in candidates.group.members:
-            choice = shared if together else rng.randrange(len(candidates.choices))
+            choice = shared if together else rng.randrange(len(candidates))
             operators[item.name] = candidates.strategies(choice)[item.name]
     storage = {
         name: rng.choice(storages)
