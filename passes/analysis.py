@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from autopar.errors import BatchError
 from autopar.factors import Operator, Types, operators_of, tensor_types
 from autopar.passes.groups import Group, PlacedOperator, form_groups, place_operators
 from autopar.passes.microbatch import Batch, find_batch
 from autopar.program import Program
+from autopar.rules import rule_for
 from autopar.saved import Saved, saved_for_backward, storage_owners
 from autopar.workspace import Temporaries, temporaries
 
@@ -36,6 +38,8 @@ class Analysis:
         default_factory=dict, init=False, repr=False, compare=False
     )
     whole: Analysis | None = field(default=None, repr=False, compare=False)
+    # What problems of this program and of its parts have in common (`intra_op.py`).
+    priced: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     # Of a program with fewer blocks, those of all blocks: they fill buckets together.
     parameter_names: frozenset[str] | None = field(default=None, repr=False, compare=False)
 
@@ -67,6 +71,15 @@ class Analysis:
     def temporaries(self) -> Mapping[str, Temporaries]:
         """Operator -> what it needs while it runs."""
         return self.whole.temporaries if self.whole else temporaries(self.program)
+
+    @cached_property
+    def matrices(self) -> frozenset[str]:
+        """Parameters, and what only shows them in another shape."""
+        found = set(self.program.parameters)
+        for operator in self.operators:
+            if rule_for(str(operator.call.op)).view and found.issuperset(operator.inputs):
+                found.update(operator.outputs)
+        return frozenset(found)
 
     @property
     def parameter_bytes(self) -> int:

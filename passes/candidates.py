@@ -118,7 +118,7 @@ class CandidateMaker:
     """Prices groups on logical meshes that use the same axes of the same devices.
 
     `n_splits` parts are what the rows of the graph make. Some operators stand for `n_like` alike in
-    one group (`repeated.py`).
+    one group (`repeated.py`). `known` keeps the choices of groups by all that decides them.
     """
 
     costs: Sequence[CostModel]
@@ -128,7 +128,7 @@ class CandidateMaker:
     n_microbatches: int
     n_splits: int
     n_like: Mapping[str, int] = field(default_factory=dict)
-    _tables: dict[Hashable, ChoiceTable] = field(default_factory=dict)
+    known: dict[Hashable, ChoiceTable] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         first = self.costs[0]
@@ -151,9 +151,9 @@ class CandidateMaker:
         `first_savers` collects values whose saving for backward is already charged.
         """
         key = self._likeness(group, first_savers)
-        if key not in self._tables:
-            self._tables[key] = self._table(group, first_savers)
-        table = self._tables[key]
+        if key not in self.known:
+            self.known[key] = self._table(group, first_savers)
+        table = self.known[key]
         first_savers |= {group.values[number] for number in table.saved}
         return GroupCandidates(group, table)
 

@@ -76,6 +76,7 @@ class Limits:
         program: Program,
         batch_cells: Mapping[str, tuple[int, int]],
         classes: Mapping[str, tuple[tuple[int, ...], ...]],
+        matrices: frozenset[str],
     ) -> Limits:
         parameters = frozenset(program.parameters)
         return Limits(
@@ -88,7 +89,7 @@ class Limits:
             - parameters
             - set(program.received),
             frozenset(program.constants),
-            _with_views(program),
+            matrices,
         )
 
     def facts_of(self, value: str) -> Hashable:
@@ -240,16 +241,6 @@ class Limits:
                 zip(storage.spec.placements, use.placements, strict=True)
             )
         )
-
-
-def _with_views(program: Program) -> frozenset[str]:
-    """Parameters, and what only shows them in another shape."""
-    found = set(program.parameters)
-    for node in program.operators:
-        sources = [n.name for n in node.all_input_nodes]
-        if rule_for(str(node.target)).view and found.issuperset(sources):
-            found.add(node.name)
-    return frozenset(found)
 
 
 def _shards_something(joint: JointStrategy) -> bool:

@@ -15,7 +15,9 @@ from autopar.passes.analysis import Analysis
 from autopar.passes.candidates import CandidateMaker
 from autopar.passes.constraints import Constraints, Limits
 from autopar.passes.parameters import ParameterMaker
+from autopar.passes.priced import Priced
 from autopar.passes.problem import IntraOpProblem, IntraOpProblems, ProblemBuilder
+from autopar.passes.reshard import priced_alike
 
 
 def least_bytes(
@@ -74,10 +76,14 @@ def intra_op_problems(
     program = analysis.program
     types = analysis.microbatch_types(n_microbatches)
     costs = tuple(cost.for_parameters(analysis.parameter_bytes) for cost in costs)
-    limits = Limits.of(constraints, program, analysis.batch.cells, types.classes)
+    alike = tuple((priced_alike(cost), cost.bucket_bytes) for cost in costs)
+    key = (alike, n_microbatches, repr(constraints), optimizer)
+    priced = analysis.priced.setdefault(key, Priced())
+    limits = Limits.of(constraints, program, analysis.batch.cells, types.classes, analysis.matrices)
     n_splits = analysis.batch.n_splits(n_microbatches)
     maker = CandidateMaker(
-        costs, types.tensors, analysis.saved, limits, n_microbatches, n_splits, n_like or {}
+        costs, types.tensors, analysis.saved, limits, n_microbatches, n_splits, n_like or {},
+        priced.groups,
     )  # fmt: skip
     savers: set[str] = set()
     candidates = [maker.make(group, savers) for group in analysis.groups(n_microbatches)]
@@ -85,7 +91,7 @@ def intra_op_problems(
     static = static_bytes_per_param(optimizer, dtype)
     update = optimizer_time_s(10**6, optimizer, dtype, device) / 1e6 / dtype.itemsize
     parameters = ParameterMaker(costs, limits, n_microbatches, static, update)
-    return ProblemBuilder(program, types.tensors, parameters).build(candidates)
+    return ProblemBuilder(program, types.tensors, parameters, priced).build(candidates)
 
 
 @dataclass(eq=False)

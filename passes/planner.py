@@ -126,6 +126,7 @@ class Planner:
             for scored in found
         ]
         rows.sort(key=lambda row: row.step_time_s or 0.0)
+        self.analysis.priced.clear()
         return Outcome(solved, self.hardware, (*rows, *notes))
 
     def _no_stages(self, n_stages: int) -> MeshError | OptionError | InfeasibleError:

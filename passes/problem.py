@@ -22,7 +22,6 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,8 +30,9 @@ from autopar.errors import InfeasibleError
 from autopar.facts import OperatorStrategy, Storage
 from autopar.passes.boundaries import Side, boundary_specs
 from autopar.passes.candidates import GroupCandidates
-from autopar.passes.parameters import ParameterMaker, Storages
-from autopar.passes.reshard import ReshardTables, reshard_tables
+from autopar.passes.parameters import ParameterMaker
+from autopar.passes.priced import Priced
+from autopar.passes.reshard import ReshardTables
 from autopar.passes.solvers import ChoiceProblem, ChoiceProblems, Edge
 from autopar.passes.spec_column import SpecColumn, all_alike
 from autopar.program import Program
@@ -144,13 +144,10 @@ class ProblemBuilder:
     program: Program
     types: Mapping[str, TensorType]
     maker: ParameterMaker
+    priced: Priced
     variables: list[Variable] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     storages: dict[str, tuple[Storage, ...]] = field(default_factory=dict)
-    storages_of: dict[Any, Storages] = field(default_factory=dict)
-    conversions: dict[Any, tuple[Array, Array, Array]] = field(default_factory=dict)
-    reshards: dict[Any, tuple[Array, Array]] = field(default_factory=dict)
-    tables_of: dict[tuple[TensorType, bool], ReshardTables] = field(default_factory=dict)
     parameter_variables: dict[str, int] = field(default_factory=dict)
     boundary_variables: dict[tuple[Side, str], int] = field(default_factory=dict)
 
@@ -206,10 +203,8 @@ class ProblemBuilder:
     def tables(self, value: str) -> ReshardTables:
         """The reshards of a value; under `forbid="sequence"` activations reduce_scatter not."""
         restricted = "sequence" in self.maker.limits.constraints.forbid
-        key = (self.types[value], restricted and value not in self.program.parameters)
-        if key not in self.tables_of:
-            self.tables_of[key] = reshard_tables(key[0], self.maker.costs, key[1])
-        return self.tables_of[key]
+        is_parameter = value in self.program.parameters
+        return self.priced.tables(self.maker, self.types[value], restricted and not is_parameter)
 
     def _consumers(self, candidates: Sequence[GroupCandidates]) -> dict[str, list[Consumer]]:
         out: dict[str, list[Consumer]] = {}
@@ -257,21 +252,10 @@ class ProblemBuilder:
         self.edges.append(Edge(shared, member, cost, np.zeros_like(cost)))
 
     def _reshard_edge(self, value: str, source: int, target: int) -> None:
-        tables = self.tables(value)
         made, wanted = self.variables[source].specs[value], self.variables[target].specs[value]
-        key = (id(tables), id(made), id(wanted))
-        if key not in self.reshards:  # columns live as long as the variables
-            self.reshards[key] = self._reshards(tables, made, wanted)
-        self.edges.append(Edge(source, target, *self.reshards[key]))
-
-    def _reshards(
-        self, tables: ReshardTables, made: SpecColumn, wanted: SpecColumn
-    ) -> tuple[Array, Array]:
-        rows, columns = made.looked_up(tables.index), wanted.looked_up(tables.index)
-        pick = np.ix_(np.arange(len(tables.time_s)), rows, columns)
-        cost = tables.time_s[pick] * self.maker.n_microbatches
-        tie = np.where(np.isfinite(cost), tables.tie[pick], 0.0) * self.maker.n_microbatches
-        return cost, tie
+        tables, m = self.tables(value), self.maker.n_microbatches
+        found = self.priced.reshards(tables, made, wanted, m)
+        self.edges.append(Edge(source, target, found.cost_s, found.tie))
 
     def _price_ends(self, producer: Mapping[str, int]) -> None:
         """The loss ends Invariant on every axis, so that every rank seeds backward with 1; what
@@ -293,10 +277,7 @@ class ProblemBuilder:
         members = [r.variable for r in readers]
         read_as = (self.variables[m].specs[name].distinct for m in members)
         used = tuple(dict.fromkeys(itertools.chain.from_iterable(read_as)))
-        key = (self.types[name], used, self.maker.limits.facts_of(name))
-        if key not in self.storages_of:
-            self.storages_of[key] = self.maker.storages(name, self.types[name], used)
-        storages = self.storages_of[key]
+        storages = self.priced.storages(self.maker, name, self.types[name], used)
         if not storages.every:
             raise InfeasibleError(f"no allowed storage is left for {name}", hint="relax force")
         cost, tie, size_bytes = self.maker.storage_costs(self.types[name], storages)
@@ -342,32 +323,19 @@ class ProblemBuilder:
         columns: Sequence[SpecColumn], n_uses: Sequence[int],
     ) -> None:  # fmt: skip
         """Storage -> use(s): every distinct use placement is converted once."""
-        table, storages = self.tables(name), self.storages[name]
+        tables, storages = self.tables(name), self.storages[name]
+
+        def conversions(uses: SpecColumn, n: int) -> tuple[Array, Array, Array]:
+            return self.priced.conversions(self.maker, tables, storages, uses, n).arrays
+
         if len(columns) == 1:
-            cost, tie, size_bytes = self._conversions(table, storages, columns[0], n_uses[0])
+            cost, tie, size_bytes = conversions(columns[0], n_uses[0])
         else:
             alike = all_alike(columns)
-            shared = self._conversions(table, storages, columns[0], sum(n_uses))
-            apart = [
-                self._conversions(table, storages, c, n)
-                for c, n in zip(columns, n_uses, strict=True)
-            ]
+            shared = conversions(columns[0], sum(n_uses))
+            apart = [conversions(c, n) for c, n in zip(columns, n_uses, strict=True)]
             cost, tie, size_bytes = (
                 np.where(alike, together, sum(each))
                 for together, *each in zip(shared, *apart, strict=True)
             )
         self.edges.append(Edge(index, target, cost, tie, size_bytes))
-
-    def _conversions(
-        self,
-        tables: ReshardTables,
-        storages: tuple[Storage, ...],
-        uses: SpecColumn,
-        n_uses: int,
-    ) -> tuple[Array, Array, Array]:
-        """Costs of converting every storage to every use; parameters alike share them."""
-        key = (id(tables), storages, uses.distinct, n_uses)
-        if key not in self.conversions:
-            self.conversions[key] = self.maker.conversions(tables, storages, uses.distinct, n_uses)
-        cost, tie, size_bytes = self.conversions[key]
-        return cost[..., uses.code], tie[..., uses.code], size_bytes[..., uses.code]

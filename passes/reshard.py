@@ -188,7 +188,7 @@ def reshard_tables(
     tensor: TensorType, costs: Sequence[CostModel], no_reduce_scatter: bool = False
 ) -> ReshardTables:
     """The tables of a tensor type under cost models of meshes that use the same axes."""
-    return _tables(tensor, tuple(_priced_alike(cost) for cost in costs), no_reduce_scatter)
+    return _tables(tensor, tuple(priced_alike(cost) for cost in costs), no_reduce_scatter)
 
 
 @lru_cache(maxsize=1024)
@@ -206,7 +206,7 @@ def clear_tables() -> None:
 
 
 @lru_cache(maxsize=1024)
-def _priced_alike(cost: CostModel) -> CostModel:
+def priced_alike(cost: CostModel) -> CostModel:
     """A cost model that prices moves the same: neither names nor the first rank matter to it."""
     names = tuple(f"axis_{i}" for i in range(cost.mesh.n_axes))
     return CostModel(replace(cost.mesh, names=names, first_rank=0), cost.dtype)
