@@ -12,6 +12,7 @@ in a ring, whatever the number of ranks (`bus_bytes_per_s`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -52,6 +53,21 @@ def collective_time_s(
     return group.slowest.ratio(kind) * least_s
 
 
+def collective_lines(kind: str, group: Group) -> tuple[tuple[float, float], ...]:
+    """Of each algorithm that the group can run, (seconds, seconds per byte): `collective_time_s` is
+    the least of a + b n."""
+    if group.n_ranks == 1:
+        return ((0.0, 0.0),)
+    numbers, ratio = group.numbers, group.slowest.ratio(kind)
+    lines = []
+    for name, time_s in _candidates(kind, group):
+        one, two = (time_s(n, *numbers, 0.0) for n in (_MANY_BYTES, 2 * _MANY_BYTES))
+        none = time_s(0.0, *numbers, 0.0)
+        assert math.isclose(two - one, one - none, rel_tol=1e-9), f"{kind} by {name} is no line"
+        lines.append((ratio * none, ratio * (one - none) / _MANY_BYTES))
+    return tuple(lines)
+
+
 def cheapest_algorithm(kind: str, size_bytes: float, group: Group) -> str:
     """The algorithm whose time `collective_time_s` returns; the first one among equals."""
     numbers = group.numbers
@@ -68,6 +84,10 @@ def bus_bytes_per_s(kind: str, size_bytes: float, n_ranks: int, time_s: float) -
     turns = _BUS_TURNS.get(kind)
     factor = 1.0 if turns is None else turns * (n_ranks - 1) / n_ranks
     return factor * size_bytes / time_s
+
+
+# So many that what does not depend on them is lost beside them.
+_MANY_BYTES = 1e12
 
 
 @dataclass(frozen=True)

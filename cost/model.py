@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from autopar.buckets import BUCKET_BYTES
-from autopar.cost.collectives import collective_time_s
+from autopar.cost.collectives import collective_lines, collective_time_s
 from autopar.cost.compute import Kind, op_time_s
 from autopar.cost.topology import group_on
 from autopar.mesh import LogicalMesh
@@ -30,6 +30,15 @@ class CostModel:
     ) -> float:
         """One primitive of a move. Cutting and padding touch memory once."""
         return _primitive_time_s(self, kind, size_bytes, axes)
+
+    def lines(self, kind: PrimitiveKind, axes: tuple[int, ...]) -> tuple[tuple[float, float], ...]:
+        """(seconds, seconds per byte) of the ways to run a primitive: `primitive_time_s` is the
+        least of them."""
+        if kind == "identity":
+            return ((0.0, 0.0),)
+        if kind in COLLECTIVES:
+            return collective_lines(kind, group_on(self.mesh, axes))
+        return ((self.mesh.device.launch_s, 1.0 / self.mesh.device.bytes_per_s),)
 
     def bucketed_time_s(self, kind: PrimitiveKind, size_bytes: int, axes: tuple[int, ...]) -> float:
         """A primitive on a tensor that shares its collective with a whole bucket."""

@@ -40,12 +40,14 @@ class ChoiceTable:
     """What groups that are alike may choose; values go by their numbers in `Group.values`.
 
     `choices[c]` are the joint strategies of choice c in the `first` of the groups, one per active
-    axis. `time_s` and `size_bytes` are [meshes, choices], `preference` [choices]. The bytes are
-    those of the values `saved`, and of what is no value.
+    axis, and `picks[c]` their positions among all of its. `time_s` and `size_bytes` are [meshes,
+    choices], `preference` [choices]. The bytes are those of the values `saved`, and of what is no
+    value.
     """
 
     first: Group
     choices: tuple[tuple[JointStrategy, ...], ...]
+    picks: tuple[tuple[int, ...], ...]
     active_axes: tuple[int, ...]
     n_axes: int
     time_s: Array
@@ -199,10 +201,12 @@ class CandidateMaker:
         for joints, column in zip(per_axis, columns, strict=True):
             preference += np.array([self._preference(j) for j in joints])[column]
         choices = tuple(tuple(per_axis[k][i] for k, i in enumerate(picks[c])) for c in index)
+        position = {id(joint): i for i, joint in enumerate(group.strategies)}
+        positions = tuple(tuple(position[id(joint)] for joint in joints) for joints in choices)
         saved = frozenset(group.number[name] for name in savers - set(first_savers))
         return ChoiceTable(
-            group, choices, self._active, self.costs[0].mesh.n_axes, time_s, size_bytes, preference,
-            saved,
+            group, choices, positions, self._active, self.costs[0].mesh.n_axes,
+            time_s, size_bytes, preference, saved,
         )  # fmt: skip
 
     def _fitting(self, group: Group, axis: int) -> tuple[list[JointStrategy], NDArray[np.bool_]]:

@@ -87,7 +87,7 @@ def n_in_flight(schedule: str, stage: int, n_stages: int, n_microbatches: int) -
 class Evaluator:
     """Solves candidates of one program on one machine; equal stages are solved once.
 
-    `views` are meshes that the whole program will be asked for on.
+    `views` are meshes that it and its stages will be asked for on.
     """
 
     analysis: Analysis
@@ -245,8 +245,7 @@ class Evaluator:
 
     def _problems_of(self, part: Analysis) -> Problems:
         if id(part) not in self._problems:  # parts live as long as this
-            views = self.views if part is self.analysis else ()
-            real = tuple(CostModel(view, self.dtype) for view in views)
+            real = tuple(CostModel(view, self.dtype) for view in self.views)
             families = (real, tuple(map(recipe_cost, real)))
             self._problems[id(part)] = Problems(
                 fold(part, find_runs(part)), self.options.optimizer, families

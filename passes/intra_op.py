@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from autopar.cost.memory import optimizer_time_s, static_bytes_per_param
 from autopar.cost.model import CostModel
@@ -108,14 +109,22 @@ class ProblemFamilies:
     n_like: Callable[[int], Mapping[str, int]] = lambda m: {}
     _built: dict[object, ProblemBatch] = field(default_factory=dict)
 
+    @cached_property
+    def _families(self) -> list[dict[CostModel, None]]:
+        """Whatever is priced alike once."""
+        return [dict.fromkeys(map(priced_alike, family)) for family in self.families]
+
     def of(self, cost: CostModel, n_microbatches: int, constraints: Constraints) -> ProblemBatch:
         """The problems built with that of `cost`, which they hold.
 
         Raises `InfeasibleError` where the constraints leave nothing on any of the meshes,
         `BatchError` where the batch does not divide.
         """
-        family = next((f for f in self.families if cost in f), (cost,))
+        cost = priced_alike(cost)
+        family = next((f for f in self._families if cost in f), (cost,))
         costs = tuple(c for c in family if c.mesh.active_axes == cost.mesh.active_axes)
+        if constraints.roles:  # recipes divide the ranks that there are
+            costs = tuple(c for c in costs if c.mesh.n_ranks == cost.mesh.n_ranks)
         if constraints.pins or set(constraints.roles) == {"data"}:
             costs = (cost,)  # pins are of one mesh; to data parallelism all meshes are the same
         key = (costs, n_microbatches, repr(constraints))
@@ -130,13 +139,14 @@ class ProblemFamilies:
 
 @dataclass(frozen=True, eq=False)
 class ProblemBatch:
-    """Problems that were built together, by cost model."""
+    """Problems that were built together, by cost model: those that price alike have one."""
 
     costs: tuple[CostModel, ...]
     problems: IntraOpProblems
     _of: dict[CostModel, IntraOpProblem] = field(default_factory=dict)
 
     def __getitem__(self, cost: CostModel) -> IntraOpProblem:
+        cost = priced_alike(cost)
         if cost not in self._of:
             self._of[cost] = self.problems.of(self.costs.index(cost))
         return self._of[cost]

@@ -29,6 +29,7 @@ from autopar.errors import BatchError, InfeasibleError, OptionError
 from autopar.mesh import Link, LogicalMesh, Mesh, factored_view, logical_views
 from autopar.options import Options
 from autopar.passes.analysis import Analysis
+from autopar.passes.attribution import PARTS
 from autopar.passes.constraints import Constraints, Pin
 from autopar.passes.counts import microbatch_counts
 from autopar.passes.evaluate import compute_dtype, schedule_name
@@ -37,12 +38,14 @@ from autopar.passes.layers import Layers, find_layers
 from autopar.passes.layout import Candidate, StageLayout
 from autopar.passes.solvers import Infeasible
 from autopar.passes.solvers.stages import StagePlan, StageProblem, solve_stages
-from autopar.passes.stage_costs import CostMaker, StageCosts
+from autopar.passes.stage_costs import CostMaker, StageCosts, undominated
 
 Progress = Callable[[str], None]
 # Plans of one search: proving the order of many that are nearly alike takes long.
 _PLANS_PER_COUNT = 6
 _WITHIN = 0.02
+# What is searched are estimates: plans closer than this need not be told apart.
+_GAP_GOAL = 1e-3
 # Memory decides nothing where a plan of equal stages needs less than this share of the budget.
 _ROOMY = 0.5
 # Where the climb over microbatches begins: a bubble of an eighth.
@@ -117,7 +120,9 @@ class JointSearch:
     @cached_property
     def maker(self) -> CostMaker:
         dtype = compute_dtype(self.analysis)
-        return CostMaker(self.folded, self.layers, dtype, self.options.optimizer, self.views)
+        sizes = [*submesh_sizes(self.mesh), self.mesh.n_ranks]  # as for one stage, to share prices
+        every = distinct_views(self.mesh, self.hardware, self.options, sizes)
+        return CostMaker(self.folded, self.layers, dtype, self.options.optimizer, every)
 
     # -- what is searched --------------------------------------------------------------------
 
@@ -127,24 +132,17 @@ class JointSearch:
 
     @cached_property
     def views(self) -> tuple[LogicalMesh, ...]:
-        """How a stage may see its submesh, as if it began at the first rank.
-
-        Without `force`, views that differ only in the names of axes are one.
-        """
-        found: dict[object, LogicalMesh] = {}
-        for size in submesh_sizes(self.mesh):
-            for view in views_of(self.mesh, self.hardware, self.options, 0, size):
-                axes = tuple((view.sizes[a], view.links[a]) for a in view.active_axes)
-                key = (view.sizes, view.names) if self.options.force else (size, axes)
-                found.setdefault(key, view)
-        return tuple(found.values())
+        """How a stage may see its submesh, as if it began at the first rank."""
+        sizes = submesh_sizes(self.mesh)
+        return distinct_views(self.mesh, self.hardware, self.options, sizes)
 
     # -- costs and plans ---------------------------------------------------------------------
 
     def costs(self, m: int) -> list[StageCosts]:
-        """Every configuration of a stage, with `m` microbatches."""
+        """Every configuration of a stage that may be of use, with `m` microbatches."""
         if m not in self._costs:
-            self._costs[m] = [c for view in self.views for c in self._costs_on(view, m)]
+            every = [c for view in self.views for c in self._costs_on(view, m)]
+            self._costs[m] = undominated(every, self.layers)
         return self._costs[m]
 
     def _costs_on(self, view: LogicalMesh, m: int) -> list[StageCosts]:
@@ -182,7 +180,7 @@ class JointSearch:
             return None
         tables = {
             part: np.stack([c.ranges(self.layers, part) for c in configs], axis=-1)
-            for part in ("time", "once", "static", "activation")
+            for part in PARTS
         }
         if self._is_gpipe:  # all microbatches are in flight at once, on every stage
             tables["static"] += m * tables["activation"]
@@ -223,7 +221,7 @@ class JointSearch:
         problem = self.problem(m, n_stages)
         if problem is None:
             return []
-        found = solve_stages(problem, _PLANS_PER_COUNT, within=_WITHIN)
+        found = solve_stages(problem, _PLANS_PER_COUNT, _GAP_GOAL, _WITHIN)
         if isinstance(found, Infeasible):
             return []
         return list(dict.fromkeys(self._planned(plan, m) for plan in found))
@@ -303,6 +301,22 @@ def views_of(
     """How a stage may see its ranks."""
     shape = options.mesh_shape
     return logical_views(mesh, hardware.links, hardware.device, shape, first_rank, n_ranks)
+
+
+def distinct_views(
+    mesh: Mesh, hardware: Hardware, options: Options, sizes: Sequence[int]
+) -> tuple[LogicalMesh, ...]:
+    """How the first ranks may be seen, of each of some numbers of ranks.
+
+    Without `force`, views that differ only in the names of axes are one.
+    """
+    found: dict[object, LogicalMesh] = {}
+    for size in sizes:
+        for view in views_of(mesh, hardware, options, 0, size):
+            axes = tuple((view.sizes[a], view.links[a]) for a in view.active_axes)
+            key = (view.sizes, view.names) if options.force else (size, axes)
+            found.setdefault(key, view)
+    return tuple(found.values())
 
 
 def view_at(mesh: Mesh, hardware: Hardware, view: LogicalMesh, first_rank: int) -> LogicalMesh:

@@ -29,8 +29,8 @@ from autopar.program import Program
 from autopar.rules import rule_for
 
 N_WANTED = 32
-# So that 32 blocks may be cut between attention and MLP too; the stage search takes a second.
-MOST_LAYERS = 72
+# More blocks than this are joined by twos, or threes: the stage search takes a tenth of a second.
+MOST_LAYERS = 48
 # Two cuts of almost the same bytes are equally thin.
 _SAME_BYTES_REL = 1e-3
 # How much more than the mean a layer's flops may be: the least that can be attained is taken.

@@ -20,7 +20,8 @@ from autopar.cost.memory import StaticBytes
 from autopar.cost.model import CostModel
 from autopar.facts import Period, Storage
 from autopar.passes.constraints import Limits
-from autopar.passes.reshard import ReshardTables, primitive_calls, primitive_times_s
+from autopar.passes.primitive_costs import primitive_lines
+from autopar.passes.reshard import ReshardTables, primitive_calls
 from autopar.spec import PREFERENCE, I, S, Spec, TensorType, illegal_reason, written
 
 PERIODS: tuple[Period, ...] = ("step", "micro", "use")
@@ -213,19 +214,22 @@ def _path_costs(tables: ReshardTables, costs: Sequence[CostModel]) -> PathCosts:
     copies, gathers = kinds != "identity", kinds == "all_gather"
     forward, backward = graph.forward, graph.backward
 
-    def of_mesh(cost: CostModel) -> list[Array]:
-        sizes = cost.mesh.sizes
-        seconds = primitive_times_s(graph, size_bytes, sizes, cost.primitive_time_s)
-        bucketed = primitive_times_s(graph, size_bytes, sizes, cost.bucketed_time_s)
-        return [
-            seconds[forward],
-            seconds[backward],
-            bucketed[forward] + bucketed[backward],
-            calls[forward] + calls[backward],
-            np.ones(len(forward)),
-            copies[forward].astype(float),
-            gathers[forward].astype(float),
-        ]
-
-    sums = tables.along_paths(np.stack([np.stack(of_mesh(cost)) for cost in costs]))
-    return PathCosts(*np.moveaxis(sums, 1, 0))
+    lines = primitive_lines(graph, tuple(costs))
+    seconds, bucketed = lines.seconds(size_bytes), lines.bucketed(size_bytes)
+    n_meshes, n_moves = len(costs), len(forward)
+    on_all = [
+        calls[forward] + calls[backward],
+        np.ones(n_moves),
+        copies[forward].astype(float),
+        gathers[forward].astype(float),
+    ]
+    values = np.stack(
+        [
+            seconds[:, forward],
+            seconds[:, backward],
+            bucketed[:, forward] + bucketed[:, backward],
+            *(np.broadcast_to(value, (n_meshes, n_moves)) for value in on_all),
+        ],
+        axis=1,
+    )
+    return PathCosts(*np.moveaxis(tables.along_paths(values), 1, 0))

@@ -25,7 +25,14 @@ from autopar.passes.analysis import Analysis
 from autopar.passes.constraints import Constraints, Pin, Role
 from autopar.passes.counts import microbatch_counts, recipe_counts
 from autopar.passes.evaluate import Evaluator, Predict, Scored, Solved, compute_dtype
-from autopar.passes.joint import joint_candidates, pins_on, views_of, views_text
+from autopar.passes.joint import (
+    distinct_views,
+    joint_candidates,
+    pins_on,
+    submesh_sizes,
+    views_of,
+    views_text,
+)
 from autopar.passes.layout import (
     Candidate,
     StageLayout,
@@ -85,8 +92,14 @@ class Planner:
     def evaluator(self) -> Evaluator:
         return Evaluator(
             self.analysis, self.options, self.hardware, self.budget_bytes, self.predict,
-            self._views(0, self.mesh.n_ranks),
+            distinct_views(self.mesh, self.hardware, self.options, self._sizes),
         )  # fmt: skip
+
+    @property
+    def _sizes(self) -> list[int]:
+        """Numbers of devices of a stage, or of the one there is."""
+        is_one = self.options.stages == 1 or "pipeline" in self.options.forbid
+        return [*([] if is_one else submesh_sizes(self.mesh)), self.mesh.n_ranks]
 
     def run(self) -> Outcome:
         """The best plan.

@@ -19,7 +19,7 @@ Meshes that use the same axes have the same variables and choices: their problem
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -79,6 +79,11 @@ class IntraOpProblem:
         if n_in_flight > 1:
             kept = (*(of_group * n_in_flight for of_group in kept[:n]), *kept[n:])
         return replace(self, numbers=replace(self.numbers, bytes=kept, budget_bytes=budget_bytes))
+
+    @property
+    def structure(self) -> Hashable:
+        """Problems of one program that have this in common offer the same choices."""
+        return tuple(c.table.picks for c in self.candidates), tuple(self.storages.values())
 
     @cached_property
     def once(self) -> ChoiceProblem:

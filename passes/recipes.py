@@ -23,6 +23,7 @@ from autopar.errors import BatchError, InfeasibleError, MeshError
 from autopar.mesh import LogicalMesh, Mesh, factored_view
 from autopar.options import Manual, Options
 from autopar.passes.analysis import Analysis
+from autopar.passes.attribution import PARTS
 from autopar.passes.constraints import Constraints
 from autopar.passes.counts import microbatch_counts, recipe_counts
 from autopar.passes.evaluate import recipe_cost
@@ -181,10 +182,7 @@ class _Recipe:
         last = self._last_layers()
         at = np.array([0, *(layer + 1 for layer in last[:-1])]), np.array(last)
         layers = self.search.layers
-        return {
-            part: costs.ranges(layers, part)[at]
-            for part in ("time", "once", "static", "activation")
-        }
+        return {part: costs.ranges(layers, part)[at] for part in PARTS}
 
     def _last_layers(self) -> Sequence[int]:
         return balanced(self.search.layers.flops, self.split.n_stages)

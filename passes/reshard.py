@@ -19,24 +19,11 @@ from numpy.typing import NDArray
 from autopar.cost.model import CostModel
 from autopar.moves import COLLECTIVES
 from autopar.passes.move_graph import MoveGraph, PrimitiveTime, Step, clear_graphs, move_graph
+from autopar.passes.primitive_costs import primitive_lines
 from autopar.spec import Spec, TensorType
 
 Array = NDArray[np.float64]
 Indices = tuple[NDArray[np.int64], ...]
-
-
-def primitive_times_s(
-    graph: MoveGraph, size_bytes: int, sizes: Sequence[int], time_of: PrimitiveTime
-) -> Array:
-    """Seconds of each of the graph's primitives on a tensor of `size_bytes` in all."""
-    return np.array(
-        [
-            time_of(p.kind, size_bytes // math.prod(sizes[a] for a in p.shards), p.axes)
-            if p.kind != "identity"
-            else 0.0
-            for p in graph.primitives
-        ]
-    )
 
 
 def primitive_calls(graph: MoveGraph) -> Array:
@@ -69,10 +56,11 @@ class ReshardTables:
     def build(
         tensor: TensorType,
         sizes: Sequence[tuple[int, ...]],
-        times_of: Sequence[PrimitiveTime],
+        seconds: Array,
         no_reduce_scatter: bool = False,
     ) -> ReshardTables:
-        """Search all paths; `no_reduce_scatter` leaves out moves that reduce_scatter."""
+        """Search all paths; `seconds` are [meshes, primitives of the graph], `no_reduce_scatter`
+        leaves out moves that reduce_scatter."""
         graph = move_graph(tensor, sizes[0])
         n, n_meshes = len(graph.specs), len(sizes)
         kept = np.ones(len(graph.source), dtype=bool)
@@ -81,12 +69,6 @@ class ReshardTables:
             kept = ~(scatters[graph.forward] | scatters[graph.backward])
         source, target = graph.source[kept], graph.target[kept]
         forward, backward = graph.forward[kept], graph.backward[kept]
-        seconds = np.stack(
-            [
-                primitive_times_s(graph, tensor.size_bytes, of_mesh, time_of)
-                for of_mesh, time_of in zip(sizes, times_of, strict=True)
-            ]
-        )
         calls = primitive_calls(graph)
         # What a mesh does not have is infinitely far; what costs nothing still counts a little:
         # no detours.
@@ -164,8 +146,13 @@ class ReshardTable:
         time_of: PrimitiveTime,
         no_reduce_scatter: bool = False,
     ) -> ReshardTable:
-        """Of one mesh alone."""
-        return ReshardTables.build(tensor, [sizes], [time_of], no_reduce_scatter).of(0)
+        """Of one mesh alone, whose primitives take `time_of`."""
+        graph = move_graph(tensor, sizes)
+        seconds = [
+            time_of(p.kind, tensor.size_bytes // math.prod(sizes[a] for a in p.shards), p.axes)
+            for p in graph.primitives
+        ]
+        return ReshardTables.build(tensor, [sizes], np.array([seconds]), no_reduce_scatter).of(0)
 
     def path(self, source: Spec, target: Spec) -> tuple[Step, ...]:
         """The moves of the cheapest reshard; empty when the specs are equal."""
@@ -195,8 +182,9 @@ def reshard_tables(
 def _tables(
     tensor: TensorType, costs: tuple[CostModel, ...], no_reduce_scatter: bool
 ) -> ReshardTables:
-    sizes, times_of = [c.mesh.sizes for c in costs], [c.primitive_time_s for c in costs]
-    return ReshardTables.build(tensor, sizes, times_of, no_reduce_scatter)
+    sizes = [cost.mesh.sizes for cost in costs]
+    lines = primitive_lines(move_graph(tensor, sizes[0]), costs)
+    return ReshardTables.build(tensor, sizes, lines.seconds(tensor.size_bytes), no_reduce_scatter)
 
 
 def clear_tables() -> None:

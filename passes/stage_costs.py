@@ -22,8 +22,8 @@ stage search weighs both. The hull is not the whole Pareto set.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -33,12 +33,13 @@ from numpy.typing import NDArray
 from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError
 from autopar.mesh import Link, LogicalMesh
-from autopar.passes.attribution import Attribution, Shared
+from autopar.passes.attribution import PARTS, Attribution, Shared
 from autopar.passes.constraints import Constraints
 from autopar.passes.folding import Folded
 from autopar.passes.intra_op import ProblemFamilies
 from autopar.passes.layers import Layers
 from autopar.passes.problem import IntraOpProblem
+from autopar.passes.reshard import priced_alike
 from autopar.passes.solvers import Infeasible
 from autopar.passes.solvers.hull import hull_corners
 from autopar.passes.solvers.problem import Choice
@@ -57,6 +58,7 @@ class StageCosts:
     shared: tuple[Shared, ...]
     leave_s: Array
     enter_s: Array
+    _ranges: dict[str, Array] = field(default_factory=dict)
 
     def total(self, part: str) -> float:
         """Of the whole program as one stage."""
@@ -68,6 +70,11 @@ class StageCosts:
 
     def ranges(self, layers: Layers, part: str) -> Array:
         """[first layer, last layer] of a stage; 0 below the diagonal."""
+        if part not in self._ranges:
+            self._ranges[part] = self._ranges_of(layers, part)
+        return self._ranges[part]
+
+    def _ranges_of(self, layers: Layers, part: str) -> Array:
         n, ends = layers.n_layers, np.array(layers.ends)
         sums = np.concatenate(([0.0], np.cumsum(self.parts[part])))
         out = sums[ends][None, :] - sums[[0, *layers.ends[:-1]]][:, None]
@@ -96,6 +103,7 @@ class CostMaker:
     optimizer: str
     views: tuple[LogicalMesh, ...] = ()
     pricing: Callable[[CostModel], CostModel] | None = None
+    _layouts: dict[Hashable, tuple[Hashable, Choice]] = field(default_factory=dict, init=False)
 
     @cached_property
     def _problems(self) -> ProblemFamilies:
@@ -121,19 +129,32 @@ class CostMaker:
         """
         cost = CostModel(view, self.dtype)
         problem = self._problems.of(cost, n_microbatches, constraints)[cost]
-        chosen_by = problem
-        if self.pricing is not None:
-            other = self.pricing(cost)
-            chosen_by = self._problems.of(other, n_microbatches, constraints)[other]
         restricted = "sequence" in constraints.forbid
         attribution = Attribution(self.folded, problem, cost, n_microbatches, restricted)
-        choices = dict.fromkeys(_corners(chosen_by, 1, 1))
+        if self.pricing is not None:
+            layout = self._layout(cost, problem, n_microbatches, constraints)
+            return [self._costs(attribution, layout, hop)]
+        choices = dict.fromkeys(_corners(problem, 1, 1))
         costs = [self._costs(attribution, choice, hop) for choice in choices]
         if depths and costs[0].bytes_in_flight(max(depths)) > enough_bytes:
             for depth in depths:
-                choices |= dict.fromkeys(_corners(chosen_by, depth, N_CORNERS))
+                choices |= dict.fromkeys(_corners(problem, depth, N_CORNERS))
             costs = [self._costs(attribution, choice, hop) for choice in choices]
         return costs
+
+    def _layout(
+        self, cost: CostModel, problem: IntraOpProblem, m: int, constraints: Constraints
+    ) -> Choice:
+        """A recipe's placements: the fastest on the machine it is laid out on. They are the same
+        for any number of microbatches that leaves the same choices."""
+        assert self.pricing is not None
+        key = (priced_alike(cost), repr(constraints))
+        known = self._layouts.get(key)
+        if known is None or known[0] != problem.structure:
+            other = self.pricing(cost)
+            (choice,) = _corners(self._problems.of(other, m, constraints)[other], 1, 1)
+            known = self._layouts[key] = (problem.structure, choice)
+        return known[1]
 
     def _costs(self, attribution: Attribution, choice: Choice, hop: Link) -> StageCosts:
         parts, shared = attribution.parts(choice)
@@ -150,3 +171,21 @@ def _corners(problem: IntraOpProblem, depth: int, n_most: int) -> list[Choice]:
             hint="relax forbid, force or the recipe",
         )
     return found
+
+
+def undominated(configs: Sequence[StageCosts], layers: Layers) -> list[StageCosts]:
+    """Without those that another of as many devices betters, or equals, in every part of every
+    range of layers; of equals the first stays."""
+    kept: list[StageCosts] = []
+    for n_ranks in dict.fromkeys(c.view.n_ranks for c in configs):
+        same = [c for c in configs if c.view.n_ranks == n_ranks]
+        tables = np.stack(
+            [np.concatenate([c.ranges(layers, part).ravel() for part in PARTS]) for c in same]
+        )
+        for i, config in enumerate(same):
+            others = np.delete(np.arange(len(same)), i)
+            no_worse = others[(tables[others] <= tables[i]).all(axis=1)]
+            equal = (tables[no_worse] == tables[i]).all(axis=1)
+            if not len(no_worse) or (equal.all() and i < no_worse.min()):
+                kept.append(config)
+    return kept

@@ -14,6 +14,7 @@ import heapq
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
+from functools import lru_cache
 from itertools import permutations
 
 from autopar.errors import AutoparError
@@ -93,9 +94,16 @@ def plan_order(
 ) -> EliminationPlan:
     """The cheapest order found for tables over `scopes`, of all variables but the `remaining`.
 
-    Raises `TooWide` as `plan_elimination` does; where variables remain, no hub is conditioned on.
+    Problems that differ in numbers alone have one plan. Raises `TooWide` as `plan_elimination`
+    does; where variables remain, no hub is conditioned on.
     """
-    limits, sizes = limits or Limits(), tuple(sizes)
+    return _planned(tuple(sizes), tuple(scopes), tuple(remaining), limits or Limits())
+
+
+@lru_cache(maxsize=256)
+def _planned(
+    sizes: tuple[int, ...], scopes: tuple[Scope, ...], remaining: Scope, limits: Limits
+) -> EliminationPlan:
     neighbours: list[set[int]] = [set() for _ in sizes]
     for scope in scopes:
         for u, v in permutations(scope, 2):
