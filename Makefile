@@ -9,7 +9,7 @@ STAMP  := $(VENV)/.autopar-installed
 # One thread per rank: ranks that share cores are several times slower with more.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo compare validate-local test lint golden docs parity validate install clean
+.PHONY: demo compare bench-plan validate-local test lint golden docs parity validate install clean
 
 # Trains on four processes; plans a Llama of 8 layers for 16 GPUs and draws it; a short comparison.
 demo: install
@@ -23,6 +23,10 @@ demo: install
 compare: install
 	$(BIN)/python -m examples.compare
 	$(BIN)/python -m examples.compare_pipeline
+
+# How long planning takes for models of 8 to 70 billion parameters on 8 to 1024 GPUs, phase by phase.
+bench-plan: install
+	$(BIN)/python -m examples.bench_plan
 
 # Predicted beside measured on this machine: a GPT-2 and a Llama on 2 and 4 processes, step times
 # and peak memory, after the machine was measured. Some six minutes; nothing else should run.

@@ -45,11 +45,6 @@ class Scored:
     choices: tuple[Chosen, ...]
     score_s: float
 
-    @property
-    def is_abstract(self) -> bool:
-        """Is it a recipe, laid out on an abstract machine?"""
-        return any(layout.constraints.roles for layout in self.candidate.stages)
-
 
 @dataclass(frozen=True)
 class Solved:
@@ -152,8 +147,7 @@ class Evaluator:
         choices = self._choices(candidate, None)
         if all(chosen.size_bytes <= self.budget_bytes for chosen in choices):
             return None
-        is_recipe = any(layout.constraints.roles for layout in candidate.stages)
-        return 0.0 if is_recipe else max(chosen.objective_s for chosen in choices)
+        return 0.0 if candidate.is_recipe else max(chosen.objective_s for chosen in choices)
 
     def _choices(self, candidate: Candidate, budget_bytes: float | None) -> list[Chosen]:
         """Every stage's placements."""
@@ -180,7 +174,7 @@ class Evaluator:
         time_s = self.predict(pipeline, [s.cost for s in stages])
         # A recipe is laid out on an abstract machine, and stages are joined by the simulator:
         # their cost is this one's.
-        abstract = scored.is_abstract
+        abstract = candidate.is_recipe
         objective_s = time_s if abstract or len(stages) > 1 else choices[0].objective_s
         gap = 0.0 if abstract else max(chosen.gap for chosen in choices)
         return Solved(candidate, stages, pipeline, time_s, objective_s, gap)

@@ -123,8 +123,6 @@ class ProblemFamilies:
         cost = priced_alike(cost)
         family = next((f for f in self._families if cost in f), (cost,))
         costs = tuple(c for c in family if c.mesh.active_axes == cost.mesh.active_axes)
-        if constraints.roles:  # recipes divide the ranks that there are
-            costs = tuple(c for c in costs if c.mesh.n_ranks == cost.mesh.n_ranks)
         if constraints.pins or set(constraints.roles) == {"data"}:
             costs = (cost,)  # pins are of one mesh; to data parallelism all meshes are the same
         key = (costs, n_microbatches, repr(constraints))

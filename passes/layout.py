@@ -35,6 +35,11 @@ class Candidate:
     n_microbatches: int
     estimate_s: float = 0.0
 
+    @property
+    def is_recipe(self) -> bool:
+        """Is it laid out on an abstract machine?"""
+        return any(layout.constraints.roles for layout in self.stages)
+
 
 def n_operators(program: Program) -> int:
     return sum(1 for _ in program.operators)

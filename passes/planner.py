@@ -46,8 +46,9 @@ from autopar.units import format_bytes, format_seconds
 
 # Candidates of several stages that are solved: of the search, of recipes.
 _N_SEARCHED, _N_RECIPES = 6, 3
-# A candidate that is expected to take this much longer than the best known is not solved.
-_HOPELESS = 2.0
+# A candidate that is expected to take this much longer than the best known is not solved: what is
+# expected of large models is within a percent of what comes out.
+_HOPELESS = 1.1
 # A gain (relative) that is worth solving one more problem under a budget.
 _WORTH_REL = 0.01
 Progress = Callable[[str], None]
@@ -117,12 +118,16 @@ class Planner:
                 notes.append(Alternative(name, None, f"about {about}, not solved"))
                 continue
             self.report(f"planning {name}")
-            best = _best_count(self.evaluator, tries)
+            best = _best_count(self.evaluator, tries, least_s)
             if isinstance(best, Scored):
                 found.append(best)
-            else:
+            elif isinstance(best, InfeasibleError):
                 errors.append(best)
                 notes.append(Alternative(name, None, str(best).splitlines()[0]))
+            else:
+                # A recipe's layout is not the fastest: under a budget another may be faster.
+                words = "about" if tries[0].is_recipe else "at least"
+                notes.append(Alternative(name, None, f"{words} {format_seconds(best)}"))
         if not found and not errors:
             raise self._no_stages(int(self.options.stages))  # type: ignore[arg-type]
         if not found:
@@ -288,8 +293,11 @@ class Planner:
         yield self._any_count("manual recipe", layout, counts)
 
 
-def _best_count(evaluator: Evaluator, tries: Sequence[Candidate]) -> Scored | InfeasibleError:
-    """The best of candidates that differ in their microbatches, given in rising order.
+def _best_count(
+    evaluator: Evaluator, tries: Sequence[Candidate], least_s: float = math.inf
+) -> Scored | InfeasibleError | float:
+    """The best of candidates that differ in their microbatches, given in rising order; the
+    least score that any of them may have without a budget, where that alone is above `least_s`.
 
     Where memory does not bind, the fewest microbatches are fastest, because more of them only
     cost time: the first such count is found by bisection. Fewer than that are bought with slower
@@ -297,6 +305,10 @@ def _best_count(evaluator: Evaluator, tries: Sequence[Candidate]) -> Scored | In
     """
     start = next((i for i, c in enumerate(tries) if evaluator.may_fit(c)), len(tries) - 1)
     low, high, bound_s = start, len(tries), 0.0
+    if high - low > 1 and math.isfinite(least_s):
+        free_s = evaluator.scored(tries[start], None).score_s
+        if free_s > least_s:
+            return free_s
     if low == high - 1:  # nothing to choose from: the budget may as well be there at once
         low = high
     while low < high:

@@ -179,11 +179,12 @@ class _Recipe:
         return float(times.sum() + (m - 1) * times.max() + tables["once"].max())
 
     def _of_stages(self, costs: StageCosts) -> dict[str, np.ndarray]:
-        last = self._last_layers()
+        last = self._last_layers
         at = np.array([0, *(layer + 1 for layer in last[:-1])]), np.array(last)
         layers = self.search.layers
         return {part: costs.ranges(layers, part)[at] for part in PARTS}
 
+    @cached_property
     def _last_layers(self) -> Sequence[int]:
         return balanced(self.search.layers.flops, self.split.n_stages)
 
@@ -194,7 +195,7 @@ class _Recipe:
         ]
         return Candidate(
             f"Megatron, {views_text(views)}, m={m}",
-            self.search.layers.ends_of(self._last_layers()),
+            self.search.layers.ends_of(self._last_layers),
             tuple(StageLayout(v, self.limits) for v in views),
             m,
         )

@@ -1,0 +1,54 @@
+"""What `make bench-plan` prints, of one small case and without a look at the clock."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from rich.console import Console
+
+from examples import bench_plan
+from examples.bench_plan import CASES, Case, Phases, llama, measure, table_of
+
+
+@pytest.fixture
+def small_case(monkeypatch: pytest.MonkeyPatch) -> str:
+    sizes = {**bench_plan.LLAMA_8B, "num_hidden_layers": 4}
+    case = Case(lambda: llama(sizes, 16), (1, 4), "a100-80gb", 1.0)
+    monkeypatch.setitem(CASES, "small", case)
+    return "small"
+
+
+def test_a_case_is_planned_and_shown(small_case: str) -> None:
+    row = measure(small_case)
+    assert row.n_considered > 5
+    assert row.objective_s > 0 and row.gap < 0.01
+    assert {"analysis", "planning", "searching stages", "simulating"} <= row.phases_s.keys()
+    assert sum(row.phases_s.values()) <= row.plan_s * 1.01
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(table_of([row]))
+    text = console.export_text()
+    assert row.chosen in text and small_case in text
+
+
+def test_every_case_has_a_model() -> None:
+    """The smallest of each family is built, on meta."""
+    for name in ("vit-22b-8x8", "t5-11b-8x8"):
+        with torch.device("meta"):
+            model, inputs, _ = CASES[name].make()
+        assert {p.device.type for p in model.parameters()} == {"meta"}
+        assert all(t.device.type == "meta" for t in inputs.values())
+
+
+def test_phases_are_by_what_planning_says_it_does() -> None:
+    phases = Phases()
+    for text in ("planning search on dp=2", "searching stages with 4 microbatches", "done"):
+        phases(text)
+    assert list(phases.spent_s) == ["analysis", "planning", "searching stages"]
+
+
+def test_unknown_cases_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench_plan.main(["no-such-case"])
+    assert "llama-8b-1x8" in capsys.readouterr().err

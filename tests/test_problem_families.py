@@ -1,0 +1,181 @@
+"""Problems built for several meshes at once are those of each mesh alone, and candidates scored by
+them come out as the simulator says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from autopar.capture import capture
+from autopar.cost.hardware import Hardware, resolve
+from autopar.cost.model import CostModel
+from autopar.cost.predict import link_between, predict
+from autopar.mesh import Mesh, factored_view
+from autopar.moves import COLLECTIVES
+from autopar.options import Options
+from autopar.passes.analysis import Analysis
+from autopar.passes.constraints import Constraints
+from autopar.passes.cut import cut
+from autopar.passes.evaluate import Evaluator, Scored
+from autopar.passes.intra_op import ProblemFamilies, intra_op_problem, intra_op_problems
+from autopar.passes.layout import Candidate, StageLayout, n_operators
+from autopar.passes.move_graph import move_graph
+from autopar.passes.primitive_costs import primitive_lines
+from autopar.passes.recipes import recipe_limits
+from autopar.passes.solvers import Solution, solve
+from autopar.pipeline import Pipeline
+from autopar.spec import TensorType
+from tests.harness import abstract_cost, model_case
+
+REL = 1e-12
+LIMITS = {
+    "free": Constraints(),
+    "no ZeRO": Constraints(frozenset({"zero1", "zero2", "zero3"})),
+    "Megatron": Constraints(frozenset({"sequence"}), ("data", "tensor"), 0),
+}
+
+
+@pytest.mark.parametrize("limits", LIMITS)
+@pytest.mark.parametrize("model", ["llama", "bert-view", "mlp"])
+def test_meshes_together_are_meshes_alone(model: str, limits: str) -> None:
+    """Also where a size leaves out what another allows: heads that 4 divides and 8 does not."""
+    analysis, constraints = model_case(model).analysis, LIMITS[limits]
+    costs = [abstract_cost(sizes) for sizes in ((2, 2), (4, 2), (2, 4), (2, 8))]
+    together = intra_op_problems(analysis, costs, 1, constraints, "adamw")
+    for b, cost in enumerate(costs):
+        alone = solve(intra_op_problem(analysis, cost, 1, constraints, "adamw").numbers)
+        found = solve(together.of(b).numbers)
+        assert isinstance(alone, Solution) and isinstance(found, Solution)
+        assert found.objective_s == pytest.approx(alone.objective_s, rel=REL)
+        assert found.tie == pytest.approx(alone.tie, rel=1e-6)
+        assert found.bytes == pytest.approx(alone.bytes, rel=REL)
+
+
+def test_those_of_a_family_that_use_the_same_axes_are_built_at_once() -> None:
+    sizes = ((2, 2), (2, 4), (4, 1), (2, 1))
+    costs = tuple(abstract_cost(s) for s in sizes)
+    problems = ProblemFamilies(model_case("mlp").analysis, "adamw", (costs,))
+    flat, square = problems.of(costs[2], 1, Constraints()), problems.of(costs[0], 1, Constraints())
+    assert flat is problems.of(costs[3], 1, Constraints())
+    assert square is problems.of(costs[1], 1, Constraints()) is not flat
+    assert problems.of(costs[0], 2, Constraints()) is not square
+    pinned = problems.of(costs[0], 1, Constraints(roles=("data", "data")))
+    assert len(pinned.costs) == 1
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (4, 8)])
+def test_primitives_are_lines_in_their_bytes(shape: tuple[int, int]) -> None:
+    """Groups inside a node and across, with a switch that sums and without one."""
+    for name in ("a100-80gb", "h100-sxm"):
+        mesh = Mesh(shape, hardware=name)
+        hardware = resolve(mesh, torch.bfloat16)
+        costs = tuple(
+            CostModel(
+                factored_view(mesh, hardware.links, hardware.device, {"dp": dp, "tp": tp}),
+                torch.bfloat16,
+            )
+            for dp, tp in ((2, 4), (4, 2))
+        )
+        tensor = TensorType(((64, 64), (64,)), 2, True)
+        graph = move_graph(tensor, costs[0].mesh.sizes)
+        assert {p.kind for p in graph.primitives} >= COLLECTIVES
+        lines = primitive_lines(graph, costs)
+        for size_bytes in (1 << 13, 1 << 20, 1 << 28):
+            seconds, bucketed = lines.seconds(size_bytes), lines.bucketed(size_bytes)
+            for b, cost in enumerate(costs):
+                for p, primitive in enumerate(graph.primitives):
+                    local = size_bytes // int(lines.n_shards[b, p])
+                    args = primitive.kind, local, primitive.axes
+                    assert seconds[b, p] == pytest.approx(cost.primitive_time_s(*args), rel=1e-9)
+                    assert bucketed[b, p] == pytest.approx(cost.bucketed_time_s(*args), rel=1e-9)
+
+
+# -- scores ----------------------------------------------------------------------------------------
+
+
+@lru_cache
+def wide_llama() -> Analysis:
+    """Four layers of Llama-3-8B's width: kernels that are worth a GPU's time."""
+    config = AutoConfig.for_model(
+        "llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=4,
+        num_attention_heads=32, num_key_value_heads=8, vocab_size=32000, use_cache=False,
+        max_position_embeddings=4096,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        ids = torch.empty(32, 4096, dtype=torch.int64)
+    return Analysis.of(capture(model, {"input_ids": ids, "labels": ids}))
+
+
+def test_stages_of_a_program_share_what_their_groups_may_do() -> None:
+    """Two halves of a chain of alike blocks, each of which fills buckets of gradients."""
+    analysis, mesh = wide_llama(), Mesh((1, 2), hardware="a100-80gb")
+    hardware = resolve(mesh, torch.bfloat16)
+    view = factored_view(mesh, hardware.links, hardware.device, {"dp": 2, "tp": 1})
+    cost, n = CostModel(view, torch.bfloat16), n_operators(analysis.program)
+    tables = []
+    for program in cut(analysis.program, (n // 2, n)):
+        part = analysis.part(program)
+        problem = intra_op_problem(part, cost, 1, Constraints(), "adamw")
+        tables.append({id(c.table) for c in problem.candidates})
+    assert len(tables[0] & tables[1]) > len(tables[0]) // 2
+
+
+def evaluator_on(mesh: Mesh) -> tuple[Evaluator, Hardware]:
+    hardware = resolve(mesh, torch.bfloat16)
+
+    def step_time_s(pipeline: Pipeline, costs: Sequence[CostModel]) -> float:
+        return predict(pipeline, costs, "adamw", link_between(mesh, hardware.links)).step_time_s
+
+    options = Options.of()
+    return Evaluator(wide_llama(), options, hardware, 1e12, step_time_s), hardware
+
+
+@pytest.mark.parametrize(
+    ("dp", "tp", "pp", "m", "is_recipe"),
+    [
+        (8, 1, 1, 1, False),
+        (4, 2, 1, 2, False),
+        (2, 4, 1, 4, True),
+        (2, 2, 2, 8, False),
+        (1, 4, 2, 8, True),
+    ],
+)
+def test_scores_are_near_what_is_simulated(
+    dp: int, tp: int, pp: int, m: int, is_recipe: bool
+) -> None:
+    mesh = Mesh((1, 8), hardware="a100-80gb")
+    evaluator, hardware = evaluator_on(mesh)
+    limits = recipe_limits(evaluator.options, None) if is_recipe else Constraints()
+    n, axes = n_operators(wide_llama().program), {"dp": dp, "tp": tp}
+    stages = tuple(
+        StageLayout(factored_view(mesh, hardware.links, hardware.device, axes, k * dp * tp), limits)
+        for k in range(pp)
+    )
+    ends = (n,) if pp == 1 else (n // 2, n)
+    scored = evaluator.scored(Candidate("", ends, stages, m), None)
+    assert scored.score_s == pytest.approx(evaluator.simulated(scored).step_time_s, rel=0.02)
+
+
+def test_candidates_are_simulated_until_none_scores_better(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    evaluator, _ = evaluator_on(Mesh((1, 8), hardware="a100-80gb"))
+    truth = {"a": 1.05, "b": 1.02, "c": 1.1, "d": 0.1}
+    scores = {"d": 1.5, "c": 1.04, "a": 1.0, "b": 1.01}
+    scored = [Scored(Candidate(name, (1,), (), 1), (), score) for name, score in scores.items()]
+    asked: list[str] = []
+
+    class Simulated:
+        def __init__(self, one: Scored) -> None:
+            asked.append(one.candidate.name)
+            self.step_time_s = truth[one.candidate.name]
+
+    monkeypatch.setattr(evaluator, "simulated", Simulated)
+    found = evaluator.simulated_fastest(scored)
+    assert asked == ["a", "b"], "1.02 is less than what c scores"
+    assert [s.step_time_s for s in found] == [1.05, 1.02]
