@@ -33,6 +33,9 @@ from autopar.pipeline import Pipeline
 from autopar.schedule import ORDERS, in_flight
 from autopar.spec import local_bytes
 
+# How far (relative) a score may be above what is simulated: scores leave out that buckets fill and
+# that biases are added by products, and price messages one by one.
+SCORE_REL = 0.02
 # (pipeline, the stages' costs) -> predicted seconds of a step
 Predict = Callable[[Pipeline, Sequence[CostModel]], float]
 
@@ -180,11 +183,11 @@ class Evaluator:
         return Solved(candidate, stages, pipeline, time_s, objective_s, gap)
 
     def simulated_fastest(self, scored: Sequence[Scored]) -> list[Solved]:
-        """The candidates simulated, those of least score first, until none of the rest scores
-        better than the fastest of them."""
+        """The candidates simulated, those of least score first, until what the rest score is out of
+        reach of the fastest."""
         found: list[Solved] = []
         for one in sorted(scored, key=lambda s: s.score_s):
-            if found and min(s.step_time_s for s in found) <= one.score_s:
+            if found and min(s.step_time_s for s in found) * (1 + SCORE_REL) <= one.score_s:
                 break
             found.append(self.simulated(one))
         return found

@@ -90,7 +90,8 @@ def intra_op_problems(
     candidates = [maker.make(group, savers) for group in analysis.groups(n_microbatches)]
     device, dtype = costs[0].mesh.device, costs[0].dtype
     static = static_bytes_per_param(optimizer, dtype)
-    update = optimizer_time_s(10**6, optimizer, dtype, device) / 1e6 / dtype.itemsize
+    # Many tensors are updated in one launch, so each pays for its elements alone.
+    update = optimizer_time_s(1.0, optimizer, dtype, device, n_tensors=0) / dtype.itemsize
     parameters = ParameterMaker(costs, limits, n_microbatches, static, update)
     return ProblemBuilder(program, types.tensors, parameters, priced).build(candidates)
 

@@ -20,7 +20,7 @@ from autopar.options import Options
 from autopar.passes.analysis import Analysis
 from autopar.passes.constraints import Constraints
 from autopar.passes.cut import cut
-from autopar.passes.evaluate import Evaluator, Scored
+from autopar.passes.evaluate import SCORE_REL, Evaluator, Scored
 from autopar.passes.intra_op import ProblemFamilies, intra_op_problem, intra_op_problems
 from autopar.passes.layout import Candidate, StageLayout, n_operators
 from autopar.passes.move_graph import move_graph
@@ -158,7 +158,7 @@ def test_scores_are_near_what_is_simulated(
     )
     ends = (n,) if pp == 1 else (n // 2, n)
     scored = evaluator.scored(Candidate("", ends, stages, m), None)
-    assert scored.score_s == pytest.approx(evaluator.simulated(scored).step_time_s, rel=0.02)
+    assert scored.score_s == pytest.approx(evaluator.simulated(scored).step_time_s, rel=SCORE_REL)
 
 
 def test_candidates_are_simulated_until_none_scores_better(
@@ -166,7 +166,7 @@ def test_candidates_are_simulated_until_none_scores_better(
 ) -> None:
     evaluator, _ = evaluator_on(Mesh((1, 8), hardware="a100-80gb"))
     truth = {"a": 1.05, "b": 1.02, "c": 1.1, "d": 0.1}
-    scores = {"d": 1.5, "c": 1.04, "a": 1.0, "b": 1.01}
+    scores = {"d": 1.5, "c": 1.02 * (1 + 2 * SCORE_REL), "a": 1.0, "b": 1.01}
     scored = [Scored(Candidate(name, (1,), (), 1), (), score) for name, score in scores.items()]
     asked: list[str] = []
 
@@ -177,5 +177,5 @@ def test_candidates_are_simulated_until_none_scores_better(
 
     monkeypatch.setattr(evaluator, "simulated", Simulated)
     found = evaluator.simulated_fastest(scored)
-    assert asked == ["a", "b"], "1.02 is less than what c scores"
+    assert asked == ["a", "b"], "1.02 is out of what c may come to"
     assert [s.step_time_s for s in found] == [1.05, 1.02]
