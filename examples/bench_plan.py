@@ -99,7 +99,7 @@ def vit_22b() -> Captured:
         num_attention_heads=48, image_size=224, patch_size=14,
     )  # fmt: skip
 
-    def loss_fn(output: Any) -> torch.Tensor:
+    def loss_fn(output: Any, batch: Any) -> torch.Tensor:
         loss: torch.Tensor = output.last_hidden_state.float().square().mean()
         return loss
 

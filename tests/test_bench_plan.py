@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,9 +37,12 @@ def test_every_case_has_a_model() -> None:
     """The smallest of each family is built, on meta."""
     for name in ("vit-22b-8x8", "t5-11b-8x8"):
         with torch.device("meta"):
-            model, inputs, _ = CASES[name].make()
+            model, inputs, loss_fn = CASES[name].make()
         assert {p.device.type for p in model.parameters()} == {"meta"}
         assert all(t.device.type == "meta" for t in inputs.values())
+        if loss_fn is not None:
+            output = SimpleNamespace(last_hidden_state=torch.full((2, 3), 2.0))
+            assert loss_fn(output, inputs) == 4.0
 
 
 def test_phases_are_by_what_planning_says_it_does() -> None:
