@@ -32,6 +32,9 @@ GAP_GOAL = 1e-3
 # A recipe's layout under a memory budget is priced abstractly; nothing hangs on its optimum.
 RECIPE_GAP_GOAL = 5e-2
 CLOSE_GAP_S = 10.0
+# Repeated blocks leave a gap where they cannot share what a budget leaves; to close a narrower one
+# than this takes the whole problem.
+FOLDED_GAP_GOAL = 2e-2
 C = TypeVar("C", contravariant=True)
 
 
@@ -132,7 +135,7 @@ class Problems:
             return None
         if isinstance(solution, Infeasible):
             raise _infeasible(solution, budget_bytes, ask.cost)
-        if solution.gap > ask.gap_goal:
+        if solution.gap > max(ask.gap_goal, FOLDED_GAP_GOAL):
             return None
         choice = solution.choice
         priced = self._repeated(ask, ask.runs_on) if ask.runs_on is not None else limited

@@ -99,6 +99,8 @@ def project(plan: EliminationPlan, potentials: Potentials) -> Projection:
     """Eliminate all but the remaining variables."""
     constant, buckets = _upward(plan, potentials)
     factors = [factor for v in plan.remaining for factor in buckets[v]]
+    if not factors:  # nothing remains
+        return Projection(plan, np.array(constant), buckets)
     table = _joint(factors, plan.remaining, plan.sizes) + constant
     return Projection(plan, table, buckets)
 

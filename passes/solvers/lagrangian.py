@@ -65,11 +65,13 @@ class Elimination:
 
 @dataclass(frozen=True)
 class Bracket(Generic[C]):
-    """The end of the search: the best feasible point, the bound, and the price that gave it."""
+    """The end of the search: the best feasible point, the bound, and the price that gave it; and
+    where the budget lies between neighbours on the hull, the one over it and the one under."""
 
     best: Point[C]
     bound_s: float
     s_per_byte: float
+    neighbours: tuple[Point[C], Point[C]] | None = None
 
     @property
     def closed(self) -> bool:
@@ -106,7 +108,7 @@ def search(
         if value >= line * (1 - 1e-12):
             break
         over, under = (over, point) if fits else (point, under)
-    return Bracket(best, bound_s, best_price)
+    return Bracket(best, bound_s, best_price, (over, under))
 
 
 def keep_marks(

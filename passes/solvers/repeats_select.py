@@ -2,14 +2,16 @@
 
 Without a budget that binds, elimination finds the optimum, and of equals one of least tie, as
 `select.py` does of a problem written out. Under one, the price of bytes gives a bound and a choice
-that fits (`lagrangian.py`); their distance is the gap.
+that fits (`lagrangian.py`); their distance is the gap. From one corner of the hull to the next all
+copies change at once, so what fits may leave much of the budget: then some copies take the choices
+of the corner over the budget, as many as there is room for (`_mixed`).
 """
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,7 +73,57 @@ def solve_repeated(
         if not within(budget_bytes, lean.totals.bytes):
             return over_budget(numbers, lean.totals.bytes)
     bracket = search(elimination, budget_bytes, fastest, lean, deadline)
+    if not bracket.closed and bracket.neighbours is not None:
+        found = _mixed(smaller, *bracket.neighbours)
+        best = min((bracket.best, *found), key=lambda point: point.totals.cost_s)
+        bracket = replace(bracket, best=best)
     return _solution(problem, kept, bracket.best, _gap(bracket))
+
+
+def _mixed(
+    problem: RepeatedProblem, over: Point[RepeatedChoice], under: Point[RepeatedChoice]
+) -> list[Point[RepeatedChoice]]:
+    """Choices within the budget of which some copies, the first or the last, are as in `over`, and
+    the others as in `under`."""
+    budget_bytes, found = problem.numbers.budget_bytes, []
+    n_most = max(repeat.count for repeat in problem.repeats)
+    for ends, first, last in ((under, over, under), (under, under, over), (over, over, under)):
+
+        def at(share: int, ends: Point[RepeatedChoice] = ends,
+               first: Point[RepeatedChoice] = first, last: Point[RepeatedChoice] = last,
+        ) -> Point[RepeatedChoice]:  # fmt: skip
+            """With `share` of `n_most` copies as in `over`."""
+            fraction = (share if first is over else n_most - share) / n_most
+            choice = _joined(problem, ends.choice, first.choice, last.choice, fraction)
+            return Point(choice, problem.evaluate(choice))
+
+        low, high = 0, n_most  # bytes rise with the share
+        while low < high:
+            middle = (low + high + 1) // 2
+            if within(budget_bytes, at(middle).totals.bytes):
+                low = middle
+            else:
+                high = middle - 1
+        point = at(low)
+        if within(budget_bytes, point.totals.bytes) and math.isfinite(point.totals.cost_s):
+            found.append(point)
+    return found
+
+
+def _joined(
+    problem: RepeatedProblem, ends: RepeatedChoice, first: RepeatedChoice, last: RepeatedChoice,
+    fraction: float,
+) -> RepeatedChoice:  # fmt: skip
+    """This fraction of every repeat's copies from `first`, the rest from `last`; what is no copy
+    from `ends`."""
+    base, copies = list(ends.base), []
+    for r, repeat in enumerate(problem.repeats):
+        n = round(fraction * repeat.count)
+        rows = (*first.copies[r][:n], *last.copies[r][n:])
+        copies.append(rows)
+        for v, k in zip(repeat.block, rows[-1], strict=True):
+            base[v] = k
+    return RepeatedChoice(tuple(base), tuple(copies))
 
 
 def _gap(bracket: Bracket[RepeatedChoice]) -> float:
