@@ -87,7 +87,7 @@ def mixtral() -> Captured:
 def t5_11b() -> Captured:
     config = AutoConfig.for_model(
         "t5", d_model=1024, d_ff=65536, num_layers=24, num_decoder_layers=24, num_heads=128,
-        d_kv=128, vocab_size=32128, use_cache=False,
+        d_kv=128, vocab_size=32128, use_cache=False, decoder_start_token_id=0, pad_token_id=0,
     )  # fmt: skip
     model = AutoModelForSeq2SeqLM.from_config(config, dtype=torch.bfloat16)
     return model, of_tokens(512, 512), None
