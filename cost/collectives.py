@@ -35,6 +35,9 @@ TimeFunction = Callable[..., float]
 # nccl-tests doc/PERFORMANCE.md: a ring sends this many times (p - 1) / p of the buffer.
 _BUS_TURNS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 
+# So many that what does not depend on them is lost beside them.
+_MANY_BYTES = 1e12
+
 
 def collective_time_s(
     kind: str, size_bytes: float, group: Group, gamma_s_per_byte: float = 0.0
@@ -84,10 +87,6 @@ def bus_bytes_per_s(kind: str, size_bytes: float, n_ranks: int, time_s: float) -
     turns = _BUS_TURNS.get(kind)
     factor = 1.0 if turns is None else turns * (n_ranks - 1) / n_ranks
     return factor * size_bytes / time_s
-
-
-# So many that what does not depend on them is lost beside them.
-_MANY_BYTES = 1e12
 
 
 @dataclass(frozen=True)

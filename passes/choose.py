@@ -80,7 +80,7 @@ class Ask:
 
 
 @dataclass(eq=False)
-class Problems:
+class Chooser:
     """Chooses for one program, from the problem of the same with few of its repeated blocks.
 
     `families` are cost models that will be asked for, as in `ProblemFamilies`.
@@ -105,36 +105,35 @@ class Problems:
         solver: Solver = "auto",
         time_limit_s: float | None = None,
     ) -> Chosen:
-        """`choose` of the whole program, from its folded problem where that is exact and closes
-        the gap. Pins are of single parameters, which other blocks do not have.
+        """`choose` of the whole program, from its folded problem where that is exact and leaves no
+        gap above `FOLDED_GAP_GOAL`. Pins are of single parameters, which other blocks do not have.
         """
         if self.folded.runs and solver == "auto" and not ask.constraints.pins:
-            repeated = self._repeated(ask, ask.cost)
-            if repeated is not None:
-                chosen = self._by_copies(repeated, ask, budget_bytes, time_limit_s)
+            limited = self._repeated(ask, ask.cost, budget_bytes)
+            if limited is not None:
+                chosen = self._by_copies(limited, ask, time_limit_s)
                 if chosen is not None:
                     return chosen
         return choose(self.folded.whole, ask, self.optimizer, budget_bytes, solver, time_limit_s)
 
-    def _repeated(self, ask: Ask, cost: CostModel) -> Repeated | None:
+    def _repeated(
+        self, ask: Ask, cost: CostModel, budget_bytes: float | None = None
+    ) -> Repeated | None:
         """The problem of all blocks; None where one does not stand for the others."""
         batch = self._problems.of(cost, ask.n_microbatches, ask.constraints)
         if batch not in self._first:  # how blocks repeat is the same on all meshes
             self._first[batch] = repeated_problem(self.folded, batch[cost])
         first = self._first[batch]
-        return first and first.of(batch[cost])
+        return first and first.of(batch[cost].under(budget_bytes, ask.n_in_flight))
 
-    def _by_copies(
-        self, repeated: Repeated, ask: Ask, budget_bytes: float | None, time_limit_s: float | None
-    ) -> Chosen | None:
+    def _by_copies(self, limited: Repeated, ask: Ask, time_limit_s: float | None) -> Chosen | None:
         """None: a gap is left, or tables would be too large."""
-        limited = repeated.under(budget_bytes, ask.n_in_flight)
         try:
             solution = solve_repeated(limited.problem, time_limit_s)
         except TooWide:
             return None
         if isinstance(solution, Infeasible):
-            raise _infeasible(solution, budget_bytes, ask.cost)
+            raise _infeasible(solution, limited.problem.numbers.budget_bytes, ask.cost)
         if solution.gap > max(ask.gap_goal, FOLDED_GAP_GOAL):
             return None
         choice = solution.choice
@@ -145,7 +144,7 @@ class Problems:
             priced.once.evaluate(choice).cost_s,
             solution.gap,
             solution.totals.bytes,
-            repeated.problem.numbers.n_variables,
+            limited.problem.numbers.n_variables,
             limited.boundaries(choice, "received"),
             lambda: _strategy(self.folded.whole, limited, choice, ask),
         )

@@ -23,7 +23,7 @@ from autopar.errors import InfeasibleError
 from autopar.mesh import Device, Link, LogicalMesh
 from autopar.options import Options
 from autopar.passes.analysis import Analysis
-from autopar.passes.choose import Ask, Chosen, Problems
+from autopar.passes.choose import Ask, Chooser, Chosen
 from autopar.passes.cut import cut
 from autopar.passes.folding import find_runs, fold
 from autopar.passes.intra_op import least_bytes
@@ -95,7 +95,7 @@ class Evaluator:
     predict: Predict
     views: Sequence[LogicalMesh] = ()
     _chosen: dict[object, Chosen] = field(default_factory=dict)
-    _problems: dict[int, Problems] = field(default_factory=dict)
+    _choosers: dict[int, Chooser] = field(default_factory=dict)
     _parts: dict[tuple[int, ...], tuple[Analysis, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -240,14 +240,14 @@ class Evaluator:
             picked.append(layouts[min(found)[1]])
         return tuple(picked)
 
-    def _problems_of(self, part: Analysis) -> Problems:
-        if id(part) not in self._problems:  # parts live as long as this
+    def _chooser(self, part: Analysis) -> Chooser:
+        if id(part) not in self._choosers:  # parts live as long as this
             real = tuple(CostModel(view, self.dtype) for view in self.views)
             families = (real, tuple(map(recipe_cost, real)))
-            self._problems[id(part)] = Problems(
+            self._choosers[id(part)] = Chooser(
                 fold(part, find_runs(part)), self.options.optimizer, families
             )
-        return self._problems[id(part)]
+        return self._choosers[id(part)]
 
     def _choose(
         self,
@@ -267,7 +267,7 @@ class Evaluator:
             ask = Ask(cost, n_microbatches, constraints, depth)
             if constraints.roles:
                 ask = replace(ask, cost=recipe_cost(cost), runs_on=cost)
-            self._chosen[key] = self._problems_of(part).choose(
+            self._chosen[key] = self._chooser(part).choose(
                 ask, budget_bytes, self.options.solver, self.options.time_limit_s
             )
         return self._chosen[key]

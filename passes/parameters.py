@@ -117,7 +117,7 @@ class ParameterMaker:
         Seconds are infinite where the constraints forbid it. ZeRO-3 gathers at each of
         `n_uses` uses, forward and backward; the others once per distinct use.
         """
-        paths, m = path_costs(tables, self.costs), self.n_microbatches
+        paths, m = path_costs(tables, tuple(self.costs)), self.n_microbatches
         rows = [tables.index[written(tables.tensor, s.spec, self.sizes[0])] for s in storages]
         columns = [tables.index[u] for u in uses]
         pick = np.ix_(np.arange(len(self.costs)), np.array(rows), np.array(columns))
@@ -197,24 +197,14 @@ class PathCosts:
     gathers: Array
 
 
-_PATHS: dict[tuple[int, tuple[CostModel, ...]], tuple[ReshardTables, PathCosts]] = {}
-
-
-def path_costs(tables: ReshardTables, costs: Sequence[CostModel]) -> PathCosts:
-    """What conversions of a parameter of this type cost; kept as long as the tables."""
-    key = (id(tables), tuple(costs))
-    if key not in _PATHS:
-        _PATHS[key] = (tables, _path_costs(tables, costs))
-    return _PATHS[key][1]
-
-
-def _path_costs(tables: ReshardTables, costs: Sequence[CostModel]) -> PathCosts:
+@lru_cache(maxsize=256)
+def path_costs(tables: ReshardTables, costs: tuple[CostModel, ...]) -> PathCosts:
+    """What conversions of a parameter of this type cost."""
     graph, size_bytes = tables.graph, tables.tensor.size_bytes
     calls, kinds = primitive_calls(graph), np.array([p.kind for p in graph.primitives])
     copies, gathers = kinds != "identity", kinds == "all_gather"
     forward, backward = graph.forward, graph.backward
-
-    lines = primitive_lines(graph, tuple(costs))
+    lines = primitive_lines(graph, costs)
     seconds, bucketed = lines.seconds(size_bytes), lines.bucketed(size_bytes)
     n_meshes, n_moves = len(costs), len(forward)
     on_all = [

@@ -133,13 +133,14 @@ class Planner:
         if not found:
             raise errors[0]
         self.report("simulating the best")
-        simulated = self.evaluator.simulated_fastest(found)
+        simulated = {s.candidate.name: s for s in self.evaluator.simulated_fastest(found)}
+        least_s = min(s.step_time_s for s in simulated.values()) * (1 + 1e-9)
         # Among equals the first: a search before the recipes it ties with, one stage before more.
-        solved = min(simulated, key=lambda s: s.step_time_s)
-        times_s = {s.candidate.name: s.step_time_s for s in simulated}
+        names = [scored.candidate.name for scored in found if scored.candidate.name in simulated]
+        solved = next(simulated[n] for n in names if simulated[n].step_time_s <= least_s)
         rows = [
-            Alternative(name, times_s[name])
-            if (name := scored.candidate.name) in times_s
+            Alternative(name, simulated[name].step_time_s)
+            if (name := scored.candidate.name) in simulated
             else Alternative(name, scored.score_s, "not simulated")
             for scored in found
         ]

@@ -128,18 +128,11 @@ class IntraOpProblems:
     """The problems of a program on several meshes: of `IntraOpProblem` only the numbers differ."""
 
     numbers: ChoiceProblems
-    candidates: tuple[GroupCandidates, ...]
-    storages: Mapping[str, tuple[Storage, ...]]
-    parameter_variables: Mapping[str, int]
-    boundary_variables: Mapping[tuple[Side, str], int]
-    boundary_choices: Mapping[tuple[Side, str], SpecColumn]
+    first: IntraOpProblem
 
     def of(self, mesh: int) -> IntraOpProblem:
         """The problem on one of the meshes."""
-        return IntraOpProblem(
-            self.numbers.of(mesh), self.candidates, self.storages, self.parameter_variables,
-            self.boundary_variables, self.boundary_choices,
-        )  # fmt: skip
+        return replace(self.first, numbers=self.numbers.of(mesh))
 
 
 @dataclass
@@ -189,10 +182,11 @@ class ProblemBuilder:
             (side, value): self.variables[index].specs[value]
             for (side, value), index in self.boundary_variables.items()
         }
-        return IntraOpProblems(
-            numbers, tuple(candidates), dict(self.storages), dict(self.parameter_variables),
+        first = IntraOpProblem(
+            numbers.of(0), tuple(candidates), dict(self.storages), dict(self.parameter_variables),
             dict(self.boundary_variables), crossing,
         )  # fmt: skip
+        return IntraOpProblems(numbers, first)
 
     def _add_boundary(self, value: str, side: Side) -> int:
         """A variable for how a value crosses; the crossing itself costs the same however cut."""

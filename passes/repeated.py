@@ -52,10 +52,6 @@ class Repeated:
         numbers = RepeatedProblem(problem.numbers, self.problem.repeats)
         return replace(self, folded_problem=problem, problem=numbers)
 
-    def under(self, budget_bytes: float | None, n_in_flight: int = 1) -> Repeated:
-        """With a budget, and several microbatches' activations kept at once."""
-        return self.of(self.folded_problem.under(budget_bytes, n_in_flight))
-
     @cached_property
     def once(self) -> RepeatedProblem:
         """What of all costs a step pays once, whatever its microbatches."""

@@ -8,7 +8,6 @@ meshes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 
 from autopar.cost.model import CostModel
 from autopar.moves import COLLECTIVES
-from autopar.passes.move_graph import MoveGraph, PrimitiveTime, Step, clear_graphs, move_graph
+from autopar.passes.move_graph import MoveGraph, Step, clear_graphs, move_graph
 from autopar.passes.primitive_costs import primitive_lines
 from autopar.spec import Spec, TensorType
 
@@ -110,56 +109,41 @@ class ReshardTables:
 
     def of(self, mesh: int) -> ReshardTable:
         """The table of one of the meshes."""
-        return ReshardTable(
-            self.tensor, self.sizes[mesh], self.graph,
-            self.time_s[mesh], self.tie[mesh], self.next_hop[mesh],
-        )  # fmt: skip
+        return ReshardTable(self, mesh)
 
 
 @dataclass(frozen=True, eq=False)
 class ReshardTable:
-    """All-pairs cheapest reshards of one tensor type on one mesh (`ReshardTables`)."""
+    """All-pairs cheapest reshards of one tensor type on one mesh of `tables`."""
 
-    tensor: TensorType
-    sizes: tuple[int, ...]
-    graph: MoveGraph
-    time_s: Array
-    tie: Array
-    next_hop: NDArray[np.int32]
+    tables: ReshardTables
+    mesh: int
+
+    @property
+    def tensor(self) -> TensorType:
+        return self.tables.tensor
 
     @property
     def index(self) -> Mapping[Spec, int]:
-        return self.graph.index
+        return self.tables.index
+
+    @property
+    def time_s(self) -> Array:
+        """[specs, specs]"""
+        return self.tables.time_s[self.mesh]
 
     @cached_property
     def specs(self) -> tuple[Spec, ...]:
         """The legal ones."""
-        legal = self.graph.legal(self.tensor, self.sizes)
-        return tuple(
-            spec for spec, is_legal in zip(self.graph.specs, legal, strict=True) if is_legal
-        )
-
-    @staticmethod
-    def build(
-        tensor: TensorType,
-        sizes: tuple[int, ...],
-        time_of: PrimitiveTime,
-        no_reduce_scatter: bool = False,
-    ) -> ReshardTable:
-        """Of one mesh alone, whose primitives take `time_of`."""
-        graph = move_graph(tensor, sizes)
-        seconds = [
-            time_of(p.kind, tensor.size_bytes // math.prod(sizes[a] for a in p.shards), p.axes)
-            for p in graph.primitives
-        ]
-        return ReshardTables.build(tensor, [sizes], np.array([seconds]), no_reduce_scatter).of(0)
+        legal = np.flatnonzero(self.tables.legal[self.mesh])
+        return tuple(self.tables.graph.specs[i] for i in legal)
 
     def path(self, source: Spec, target: Spec) -> tuple[Step, ...]:
         """The moves of the cheapest reshard; empty when the specs are equal."""
-        at, goal, out = self.index[source], self.index[target], []
+        tables, at, goal, out = self.tables, self.index[source], self.index[target], []
         while at != goal:
-            following = int(self.next_hop[at, goal])
-            out.append(self.graph.step(self.tensor, self.sizes, at, following))
+            following = int(tables.next_hop[self.mesh, at, goal])
+            out.append(tables.graph.step(self.tensor, tables.sizes[self.mesh], at, following))
             at = following
         return tuple(out)
 

@@ -11,11 +11,12 @@ from rich.console import Console
 
 from examples import bench_plan
 from examples.bench_plan import CASES, Case, Phases, llama, measure, table_of
+from examples.joint_plan import LLAMA_3_8B
 
 
 @pytest.fixture
 def small_case(monkeypatch: pytest.MonkeyPatch) -> str:
-    sizes = {**bench_plan.LLAMA_8B, "num_hidden_layers": 4}
+    sizes = {**LLAMA_3_8B, "num_hidden_layers": 4}
     case = Case(lambda: llama(sizes, 16), (1, 4), "a100-80gb", 1.0)
     monkeypatch.setitem(CASES, "small", case)
     return "small"

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from autopar.capture import capture
 from autopar.passes.analysis import Analysis
-from autopar.passes.choose import Ask, Problems, choose
+from autopar.passes.choose import Ask, Chooser, choose
 from autopar.passes.constraints import Constraints
 from autopar.passes.folding import Folded, find_runs, fold
 from autopar.passes.intra_op import intra_op_problem
@@ -92,7 +92,7 @@ def test_the_optimum_is_that_of_the_whole_program(
     found, cost, limits = folded(name), abstract_cost(sizes), Constraints(frozenset(forbid.split()))
     assert repeated(name, sizes, limits) is not None
     whole = choose(found.whole, Ask(cost, 1, limits), "adamw", None)
-    chosen = Problems(found, "adamw").choose(Ask(cost, 1, limits), None)
+    chosen = Chooser(found, "adamw").choose(Ask(cost, 1, limits), None)
     assert chosen.objective_s == pytest.approx(whole.objective_s, rel=REL)
     assert chosen.size_bytes == pytest.approx(whole.size_bytes, rel=REL)
     assert chosen.n_variables < whole.n_variables
@@ -104,9 +104,9 @@ def test_the_optimum_is_that_of_the_whole_program(
 def test_within_a_budget(share: float) -> None:
     """Blocks that store or keep unlike things, where that is what fits."""
     found, cost, limits = folded("gpt2"), abstract_cost((2, 2)), Constraints()
-    free = Problems(found, "adamw").choose(Ask(cost, 1, limits), None)
+    free = Chooser(found, "adamw").choose(Ask(cost, 1, limits), None)
     budget_bytes = share * free.size_bytes
-    chosen = Problems(found, "adamw").choose(Ask(cost, 1, limits), budget_bytes, time_limit_s=2.0)
+    chosen = Chooser(found, "adamw").choose(Ask(cost, 1, limits), budget_bytes, time_limit_s=2.0)
     assert chosen.size_bytes <= budget_bytes * (1 + REL)
     assert chosen.objective_s >= free.objective_s
     step = thread_step(found.whole, cost, chosen.strategy, random_tokens(1), 1)
@@ -118,14 +118,14 @@ def test_blocks_that_share_weights_are_not_copies() -> None:
     assert repeated("shared", (4,), Constraints()) is None
     ask = Ask(abstract_cost((4,)), 1, Constraints())
     whole = choose(folded("shared").whole, ask, "adamw", None)
-    chosen = Problems(folded("shared"), "adamw").choose(ask, None)
+    chosen = Chooser(folded("shared"), "adamw").choose(ask, None)
     assert chosen.strategy == whole.strategy
 
 
 @pytest.mark.parametrize("name", ["two stacks", "llama", "mixtral"])
 def test_a_step_of_the_whole_program(name: str) -> None:
     found, cost = folded(name), abstract_cost((2, 2))
-    chosen = Problems(found, "adamw").choose(Ask(cost, 1, Constraints()), None)
+    chosen = Chooser(found, "adamw").choose(Ask(cost, 1, Constraints()), None)
     batch = random_rows(1, "x") if name == "two stacks" else random_tokens(1)
     step = thread_step(found.whole, cost, chosen.strategy, batch, 1)
     assert step.wrong == {}

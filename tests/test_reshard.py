@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from autopar.mesh import Device, Link, LogicalMesh
 from autopar.moves import COLLECTIVES, TABLE, Move, PrimitiveKind
-from autopar.passes.move_graph import Step, moves_from, step_time_s
-from autopar.passes.reshard import ReshardTable
+from autopar.passes.move_graph import PrimitiveTime, Step, move_graph, moves_from, step_time_s
+from autopar.passes.reshard import ReshardTable, ReshardTables
 from autopar.runtime import collectives
 from autopar.runtime.groups import Group, Recorder
 from autopar.runtime.threads import ThreadWorld, run_threads
@@ -111,6 +112,20 @@ def latency_only_s(kind: PrimitiveKind, size_bytes: int, axes: tuple[int, ...]) 
     return 1.0 if kind in COLLECTIVES else 0.0
 
 
+def table_of(
+    tensor: TensorType,
+    sizes: tuple[int, ...],
+    time_of: PrimitiveTime,
+    no_reduce_scatter: bool = False,
+) -> ReshardTable:
+    """On one mesh, whose primitives take `time_of`."""
+    seconds = [
+        time_of(p.kind, tensor.size_bytes // math.prod(sizes[a] for a in p.shards), p.axes)
+        for p in move_graph(tensor, sizes).primitives
+    ]
+    return ReshardTables.build(tensor, [sizes], np.array([seconds]), no_reduce_scatter).of(0)
+
+
 def test_every_single_move() -> None:
     """From every spec of a matrix with a strided dim, two axes on one factor included."""
     tensor, sizes = TensorType(((4, 4), (4,)), 8, True), (2, 2)
@@ -139,7 +154,7 @@ def test_a_path_takes_shards_to_shards_and_gradients_back(
 ) -> None:
     tensor, sizes, source, target = case
     assert callable(time_of)
-    table = ReshardTable.build(tensor, sizes, time_of, no_reduce_scatter)
+    table = table_of(tensor, sizes, time_of, no_reduce_scatter)
     steps = table.path(source, target)
     seen = check_steps(steps, tensor, sizes, source, target)
     check_bytes(steps, tensor, seen)
@@ -168,7 +183,7 @@ def shortest_s(tensor: TensorType, sizes: tuple[int, ...], source: Spec) -> dict
 @given(reshards())
 def test_no_path_is_cheaper(case: Reshard) -> None:
     tensor, sizes, source, _ = case
-    table = ReshardTable.build(tensor, sizes, ring_time_s)
+    table = table_of(tensor, sizes, ring_time_s)
     best = shortest_s(tensor, sizes, source)
     at = table.index[source]
     assert set(best) == set(table.specs)
@@ -187,7 +202,7 @@ def test_no_path_is_cheaper(case: Reshard) -> None:
 def test_every_spec_is_reached(
     tensor: TensorType, sizes: tuple[int, ...], no_reduce_scatter: bool
 ) -> None:
-    table = ReshardTable.build(tensor, sizes, ring_time_s, no_reduce_scatter)
+    table = table_of(tensor, sizes, ring_time_s, no_reduce_scatter)
     for source, target in itertools.product(table.specs, repeat=2):
         steps = table.path(source, target)
         assert (steps[-1].target if steps else source) == target
@@ -220,7 +235,7 @@ def test_paths_one_would_write(
     tensor: TensorType, sizes: tuple[int, ...], source: tuple[object, ...],
     target: tuple[object, ...], moves: str,
 ) -> None:  # fmt: skip
-    table = ReshardTable.build(tensor, sizes, latency_only_s)
+    table = table_of(tensor, sizes, latency_only_s)
     steps = table.path(Spec(source), Spec(target))  # type: ignore[arg-type]
     shown = " ".join(f"{s.move.name}@{','.join(map(str, s.move.axes))}" for s in steps)
     assert shown == moves
@@ -228,7 +243,7 @@ def test_paths_one_would_write(
 
 def test_splits_count_local_sizes() -> None:
     """The heads of a fused projection on axis 1, its thirds whole, head_dim on axis 0."""
-    table = ReshardTable.build(FUSED, (2, 2), ring_time_s)
+    table = table_of(FUSED, (2, 2), ring_time_s)
     (step,) = table.path(Spec((S(0, 2), I)), Spec((S(0, 2), S(0, 1))))
     assert [(s.dim, s.outer) for s in step.move.splits] == [(0, 3)]
     (step,) = table.path(Spec((I, S(0, 1))), Spec((S(0, 2), S(0, 1))))

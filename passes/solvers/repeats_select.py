@@ -9,6 +9,7 @@ of the corner over the budget, as many as there is room for (`_mixed`).
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from dataclasses import dataclass, replace
@@ -83,31 +84,38 @@ def solve_repeated(
 def _mixed(
     problem: RepeatedProblem, over: Point[RepeatedChoice], under: Point[RepeatedChoice]
 ) -> list[Point[RepeatedChoice]]:
-    """Choices within the budget of which some copies, the first or the last, are as in `over`, and
-    the others as in `under`."""
-    budget_bytes, found = problem.numbers.budget_bytes, []
+    """Choices within the budget of which as many copies as there is room for, the first or the
+    last, are as in `over`, and the others as in `under`; what is no copy as in either."""
+    found = [
+        _fullest(problem, ends.choice, over.choice, under.choice, is_first)
+        for ends, is_first in itertools.product((under, over), (True, False))
+    ]
+    fits = (p for p in found if within(problem.numbers.budget_bytes, p.totals.bytes))
+    return [point for point in fits if math.isfinite(point.totals.cost_s)]
+
+
+def _fullest(
+    problem: RepeatedProblem, ends: RepeatedChoice, over: RepeatedChoice, under: RepeatedChoice,
+    is_first: bool,
+) -> Point[RepeatedChoice]:  # fmt: skip
+    """With the most copies as in `over` that fit; bytes rise with them."""
     n_most = max(repeat.count for repeat in problem.repeats)
-    for ends, first, last in ((under, over, under), (under, under, over), (over, over, under)):
 
-        def at(share: int, ends: Point[RepeatedChoice] = ends,
-               first: Point[RepeatedChoice] = first, last: Point[RepeatedChoice] = last,
-        ) -> Point[RepeatedChoice]:  # fmt: skip
-            """With `share` of `n_most` copies as in `over`."""
-            fraction = (share if first is over else n_most - share) / n_most
-            choice = _joined(problem, ends.choice, first.choice, last.choice, fraction)
-            return Point(choice, problem.evaluate(choice))
+    def at(n: int) -> Point[RepeatedChoice]:
+        pair, fraction = (over, under), n / n_most
+        if not is_first:
+            pair, fraction = (under, over), 1 - fraction
+        choice = _joined(problem, ends, *pair, fraction)
+        return Point(choice, problem.evaluate(choice))
 
-        low, high = 0, n_most  # bytes rise with the share
-        while low < high:
-            middle = (low + high + 1) // 2
-            if within(budget_bytes, at(middle).totals.bytes):
-                low = middle
-            else:
-                high = middle - 1
-        point = at(low)
-        if within(budget_bytes, point.totals.bytes) and math.isfinite(point.totals.cost_s):
-            found.append(point)
-    return found
+    low, high = 0, n_most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if within(problem.numbers.budget_bytes, at(middle).totals.bytes):
+            low = middle
+        else:
+            high = middle - 1
+    return at(low)
 
 
 def _joined(
