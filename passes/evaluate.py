@@ -33,8 +33,8 @@ from autopar.pipeline import Pipeline
 from autopar.schedule import ORDERS, in_flight
 from autopar.spec import local_bytes
 
-# How far (relative) a score may be above what is simulated: scores leave out that buckets fill and
-# that biases are added by products, and price messages one by one.
+# How far (relative) scores are from what is simulated on large models: they leave out that buckets
+# fill, that biases are added by products, and launches of the optimizer.
 SCORE_REL = 0.02
 # (pipeline, the stages' costs) -> predicted seconds of a step
 Predict = Callable[[Pipeline, Sequence[CostModel]], float]
@@ -184,12 +184,15 @@ class Evaluator:
 
     def simulated_fastest(self, scored: Sequence[Scored]) -> list[Solved]:
         """The candidates simulated, those of least score first, until what the rest score is out of
-        reach of the fastest."""
+        reach of the fastest: by more than scores were off so far, and `SCORE_REL`."""
         found: list[Solved] = []
+        off_rel = 0.0
         for one in sorted(scored, key=lambda s: s.score_s):
-            if found and min(s.step_time_s for s in found) * (1 + SCORE_REL) <= one.score_s:
+            least_s = min((s.step_time_s for s in found), default=math.inf)
+            if least_s * (1 + SCORE_REL + off_rel) <= one.score_s:
                 break
             found.append(self.simulated(one))
+            off_rel = max(off_rel, abs(one.score_s / found[-1].step_time_s - 1))
         return found
 
     def stage_without_parameters(self, ends: tuple[int, ...]) -> int | None:

@@ -323,8 +323,8 @@ def calibrate(
 ) -> Result:
     """Measure this machine as a hardware profile.
 
-    Products, memory-bound operators and the backend's collectives, in some three minutes; then
-    plan with --hardware PROFILE.toml.
+    Products, memory-bound operators, the backend's collectives and, on a CPU, whole training
+    steps, in some three minutes; then plan with --hardware PROFILE.toml.
     """
     with progress("starting ranks") as report:
         from autopar.calibration import calibrate as measure
