@@ -121,8 +121,9 @@ class Attribution:
             else:
                 yield v, {"once": cost_s, "static": size_bytes}
         for edge in numbers.edges:
-            cost_s = float(edge.cost_s[choice[edge.u], choice[edge.v]])
-            size_bytes = float(edge.bytes_or_zero()[choice[edge.u], choice[edge.v]])
+            at = edge.at(choice)
+            cost_s = float(edge.cost_s[at])
+            size_bytes = 0.0 if edge.bytes is None else float(edge.bytes[at])
             name = self._parameters.get(edge.u)
             if name is None:
                 if cost_s:

@@ -46,10 +46,11 @@ class Priced:
     def reshards(
         self, tables: ReshardTables, made: SpecColumn, wanted: SpecColumn, n: int
     ) -> Reshards:
-        """The seconds and ties of `n` microbatches between two variables' choices."""
+        """The seconds and ties of `n` microbatches between what two variables' choices say."""
         key = (id(tables), id(made), id(wanted))
         if key not in self._reshards:
-            rows, columns = made.looked_up(tables.index), wanted.looked_up(tables.index)
+            rows = [tables.index[spec] for spec in made.distinct]
+            columns = [tables.index[spec] for spec in wanted.distinct]
             pick = np.ix_(np.arange(len(tables.time_s)), rows, columns)
             cost_s = tables.time_s[pick] * n
             tie = np.where(np.isfinite(cost_s), tables.tie[pick], 0.0) * n
@@ -69,18 +70,17 @@ class Priced:
         self, maker: ParameterMaker, tables: ReshardTables, storages: tuple[Storage, ...],
         uses: SpecColumn, n_uses: int,
     ) -> Conversions:  # fmt: skip
-        """The seconds, ties and bytes of turning every storage into what each choice uses."""
+        """The seconds, ties and bytes of turning every storage into each of the specs used."""
         key = (id(tables), id(storages), id(uses), n_uses)
         if key not in self._conversions:
             found = maker.conversions(tables, storages, uses.distinct, n_uses)
-            cost_s, tie, size_bytes = (array[..., uses.code] for array in found)
-            self._conversions[key] = Conversions(cost_s, tie, size_bytes, storages, uses)
+            self._conversions[key] = Conversions(*found, storages, uses)
         return self._conversions[key]
 
 
 @dataclass(frozen=True, eq=False)
 class Reshards:
-    """[meshes, choices of the producer, choices of the reader]; and whose they are."""
+    """[meshes, specs of the producer, specs of the reader]; and whose they are."""
 
     cost_s: Array
     tie: Array
@@ -90,7 +90,7 @@ class Reshards:
 
 @dataclass(frozen=True, eq=False)
 class Conversions:
-    """[meshes, storages, choices of the reader]; and whose they are."""
+    """[meshes, storages, specs of the reader]; and whose they are."""
 
     cost_s: Array
     tie: Array

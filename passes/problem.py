@@ -248,13 +248,16 @@ class ProblemBuilder:
         self, shared: int, mine: SpecColumn, member: int, theirs: SpecColumn
     ) -> None:
         cost = np.where(mine.equals(theirs), 0.0, np.inf)[None]
-        self.edges.append(Edge(shared, member, cost, np.zeros_like(cost)))
+        edge = Edge(shared, member, cost, np.zeros_like(cost), None, mine.code, theirs.code)
+        self.edges.append(edge)
 
     def _reshard_edge(self, value: str, source: int, target: int) -> None:
         made, wanted = self.variables[source].specs[value], self.variables[target].specs[value]
         tables, m = self.tables(value), self.maker.n_microbatches
         found = self.priced.reshards(tables, made, wanted, m)
-        self.edges.append(Edge(source, target, found.cost_s, found.tie))
+        self.edges.append(
+            Edge(source, target, found.cost_s, found.tie, None, made.code, wanted.code)
+        )
 
     def _price_ends(self, producer: Mapping[str, int]) -> None:
         """The loss ends Invariant on every axis, so that every rank seeds backward with 1; what
@@ -329,12 +332,18 @@ class ProblemBuilder:
 
         if len(columns) == 1:
             cost, tie, size_bytes = conversions(columns[0], n_uses[0])
-        else:
-            alike = all_alike(columns)
-            shared = conversions(columns[0], sum(n_uses))
-            apart = [conversions(c, n) for c, n in zip(columns, n_uses, strict=True)]
-            cost, tie, size_bytes = (
-                np.where(alike, together, sum(each))
-                for together, *each in zip(shared, *apart, strict=True)
+            edge = Edge(index, target, cost, tie, size_bytes, None, columns[0].code)
+            self.edges.append(edge)
+            return
+        alike = all_alike(columns)
+        together = conversions(columns[0], sum(n_uses))
+        apart = [conversions(c, n) for c, n in zip(columns, n_uses, strict=True)]
+        cost, tie, size_bytes = (
+            np.where(
+                alike,
+                shared[..., columns[0].code],
+                sum(array[..., c.code] for array, c in zip(each, columns, strict=True)),
             )
+            for shared, *each in zip(together, *apart, strict=True)
+        )
         self.edges.append(Edge(index, target, cost, tie, size_bytes))

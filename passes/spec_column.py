@@ -36,10 +36,9 @@ class SpecColumn:
         return np.array([index[spec] for spec in self.distinct], dtype=np.int64)[self.code]
 
     def equals(self, other: SpecColumn) -> NDArray[np.bool_]:
-        """[choices of this, choices of the other]: do they place the value alike?"""
-        mine, theirs = _numbers((self, other))
-        alike: NDArray[np.bool_] = mine[:, None] == theirs[None, :]
-        return alike
+        """[distinct of this, distinct of the other]: are they the same spec?"""
+        alike = [[mine == theirs for theirs in other.distinct] for mine in self.distinct]
+        return np.array(alike, dtype=bool)
 
 
 def all_alike(columns: Sequence[SpecColumn]) -> NDArray[np.bool_]:

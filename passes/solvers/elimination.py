@@ -1,16 +1,19 @@
 """Exact min-sum variable elimination on tables: the fast path for graphs of small width.
 
 Eliminating variable v replaces the tables that mention it by one table over its separator
-S_v, the other variables they mention (`_project`):
+S_v, the other variables they mention (`_made`):
 
     m_v(S_v) = min over x_v of [ unary_v(x_v) + sum of tables that mention v ]
 
 until a constant, the optimum, is left; walking back, v takes the argmin of the same sum at
-the chosen values of S_v (`_walk_back`), which is one vector: keeping the tables instead of
-argmins makes the inner loop a plain minimum, three times faster. The order is planned in
+the chosen values of S_v (`_walk_back`), which is one vector. Tables are over classes of choices:
+those of v that no table tells apart are one first, the least of them. The order is planned in
 `elimination_order.py`; each value of its hubs is tried with the hub's tables folded into those
-of its neighbours, best bound first (`minimise`). Where variables remain, what is left is one
-table over them (`project`).
+of its neighbours (`minimise`). Where variables remain, what is left is one table over them
+(`project`).
+
+Several problems of one structure are solved together: every array begins with an axis of problems,
+of length 1 where they agree.
 
 `min_marginals` gives for every choice of every variable the least total that uses it, by a
 second, downward pass. The messages are added up afresh instead of subtracting a variable's own
@@ -24,18 +27,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from autopar.passes.solvers.elimination_order import EliminationPlan, Limits, Scope, TooWide
-from autopar.passes.solvers.problem import Choice, ChoiceProblem, FloatArray
+from autopar.passes.solvers.elimination_order import EliminationPlan, Limits, Placed, Step, TooWide
+from autopar.passes.solvers.problem import Choice, ChoiceProblem, Codes, FloatArray
 
-Factor = tuple[Scope, FloatArray]
 # Tables are added up in blocks of this many entries, which stay in a CPU's cache.
 BLOCK_ENTRIES = 2**16
+# [problems, variables]
+Choices = NDArray[np.intp]
 
 
 class Weights(NamedTuple):
@@ -54,73 +59,90 @@ class Weights(NamedTuple):
         else:
             out = cost_s * self.cost
         if self.tie != 0:
-            out += ties * self.tie
+            out = out + ties * self.tie
         if self.size != 0 and size_bytes is not None:
-            out += size_bytes * self.size
+            out = out + size_bytes * self.size
         return out
 
 
 @dataclass(frozen=True, eq=False)
 class Potentials:
-    """One weighted sum of a problem's costs: [K_v] per variable, and a table per scope of two or
-    more variables, in rising order."""
+    """One weighted sum of costs: [problems, K_v] per variable, and [problems, ...] per table of
+    the plan that it is for."""
 
     unary: tuple[FloatArray, ...]
-    tables: Mapping[Scope, FloatArray]
+    tables: tuple[FloatArray, ...]
 
     @staticmethod
     def of(problem: ChoiceProblem, weights: Weights) -> Potentials:
-        """`problem` must be merged: one edge per pair."""
+        """Of one problem, for `plan_elimination` of it."""
         nodes = zip(problem.cost_s, problem.tie, problem.bytes, strict=True)
-        unary = tuple(weights.total(*node) for node in nodes)
-        tables: dict[Scope, FloatArray] = {
-            (e.u, e.v): weights.total(e.cost_s, e.tie, e.bytes) for e in problem.edges
-        }
-        assert len(tables) == len(problem.edges), "merge parallel edges first"
-        return Potentials(unary, tables)
+        unary = tuple(weights.total(*node)[None] for node in nodes)
+        tables = (weights.total(e.cost_s, e.tie, e.bytes)[None] for e in problem.edges)
+        return Potentials(unary, tuple(tables))
+
+    @property
+    def n_problems(self) -> int:
+        return max((len(array) for array in (*self.unary, *self.tables)), default=1)
 
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """What a plan leaves: [K of each remaining variable], the least total of all others."""
+    """What a plan leaves: [problems, classes of each remaining variable], the least total of all
+    others."""
 
     plan: EliminationPlan
+    potentials: Potentials
+    tables: Mapping[int, FloatArray]
     table: FloatArray
-    buckets: Mapping[int, list[Factor]]
 
-    def choice_at(self, values: Choice) -> Choice:
-        """The choice of all variables that attains the table's entry at `values`."""
-        return _walk_back(
-            self.plan, self.buckets, dict(zip(self.plan.remaining, values, strict=True))
-        )
+    def choices_at(self, problems: Codes, remaining: Choices) -> Choices:
+        """The choices of all variables that attain the table's entries where the remaining ones
+        choose so, a row each of one of the problems."""
+        known = {v: remaining[:, k] for k, v in enumerate(self.plan.remaining)}
+        return _walk_back(self.plan, self.potentials, self.tables, known, problems)
 
 
 def project(plan: EliminationPlan, potentials: Potentials) -> Projection:
-    """Eliminate all but the remaining variables."""
-    constant, buckets = _upward(plan, potentials)
-    factors = [factor for v in plan.remaining for factor in buckets[v]]
-    if not factors:  # nothing remains
-        return Projection(plan, np.array(constant), buckets)
-    table = _joint(factors, plan.remaining, plan.sizes) + constant
-    return Projection(plan, table, buckets)
+    """Eliminate all but the remaining variables, whose own costs are not read."""
+    constant, tables = _upward(plan, potentials)
+    shape = tuple(plan.partitions.n_classes(p) for p in plan.left_over)
+    joins = dict(zip(plan.remaining, plan.left_over, strict=True))
+    parts = [_over(plan, placed, tables[placed.table], joins) for placed in plan.left]
+    total = constant.reshape(len(constant), *(1 for _ in shape))
+    for part in parts:
+        total = total + part
+    table = np.broadcast_to(total, (len(total), *shape))
+    return Projection(plan, potentials, tables, table)
 
 
 def minimise(plan: EliminationPlan, potentials: Potentials) -> tuple[float, Choice]:
-    """The least total and a choice that attains it (infinite: none is allowed)."""
-    best, best_choice = math.inf, (0,) * len(plan.sizes)
-    for bound, values in _branches(plan, potentials):
-        if bound >= best:
-            break
-        constant, branch = _condition(potentials, plan.hubs, values)
-        value, tables = _upward(plan, branch)
-        if constant + value < best:
-            best = constant + value
-            best_choice = _walk_back(plan, tables, dict(zip(plan.hubs, values, strict=True)))
-    return best, best_choice
+    """Of one problem the least total and a choice that attains it (infinite: none is allowed)."""
+    values, choices = minimise_all(plan, potentials)
+    return float(values[0]), tuple(choices[0].tolist())
+
+
+def minimise_all(plan: EliminationPlan, potentials: Potentials) -> tuple[FloatArray, Choices]:
+    """[problems]: the least totals (infinite: none is allowed); and choices that attain them."""
+    n = potentials.n_problems
+    best, best_choices = np.full(n, np.inf), np.zeros((n, len(plan.sizes)), dtype=np.intp)
+    for bounds, values in _branches(plan, potentials):
+        if not (bounds < best).any():
+            continue
+        constant, branch = _condition(plan, potentials, values)
+        totals, tables = _upward(plan, branch)
+        totals = np.broadcast_to(constant + totals, (n,))
+        better = np.flatnonzero(totals < best)
+        if len(better):
+            known = {h: np.full(len(better), k) for h, k in zip(plan.hubs, values, strict=True)}
+            best[better] = totals[better]
+            best_choices[better] = _walk_back(plan, branch, tables, known, better)
+    return best, best_choices
 
 
 def min_marginals(plan: EliminationPlan, potentials: Potentials) -> list[FloatArray]:
-    """For each variable a [K_v] array: the least total over all choices with x_v = k.
+    """For each variable of one problem a [K_v] array: the least total over all choices with
+    x_v = k.
 
     Raises `TooWide` when the tables that must be kept at once are too large.
     """
@@ -130,163 +152,255 @@ def min_marginals(plan: EliminationPlan, potentials: Potentials) -> list[FloatAr
         )
     out = [np.full(k, np.inf) for k in plan.sizes]
     for _, values in _branches(plan, potentials):
-        constant, branch = _condition(potentials, plan.hubs, values)
-        marginals = _downward(plan, branch)
+        constant, branch = _condition(plan, potentials, values)
         total = math.inf
-        for v, marginal in marginals.items():
+        for v, marginal in _downward(plan, branch):
             np.minimum(out[v], marginal + constant, out=out[v])
             total = float(marginal.min())
         for h, k in zip(plan.hubs, values, strict=True):
-            out[h][k] = min(out[h][k], constant + (total if marginals else 0.0))
+            out[h][k] = min(out[h][k], float(constant[0]) + (total if plan.steps else 0.0))
     return out
 
 
-def _branches(plan: EliminationPlan, potentials: Potentials) -> list[tuple[float, Choice]]:
-    """(lower bound, values of the hubs), best first; one empty branch without hubs."""
+def _branches(
+    plan: EliminationPlan, potentials: Potentials
+) -> list[tuple[FloatArray, tuple[int, ...]]]:
+    """(lower bound of every problem, values of the hubs), best first; one branch without hubs."""
     if not plan.hubs:
-        return [(-math.inf, ())]
+        return [(np.full(1, -np.inf), ())]
     out = []
     for values in itertools.product(*(range(plan.sizes[h]) for h in plan.hubs)):
-        constant, branch = _condition(potentials, plan.hubs, values)
-        bound = constant + sum(float(branch.unary[v].min()) for v in plan.order)
-        out.append((bound, values))
-    inner = [t for scope, t in potentials.tables.items() if not set(scope) & set(plan.hubs)]
-    rest = sum(float(t.min()) for t in inner)
-    return sorted((bound + rest, values) for bound, values in out)
+        constant, branch = _condition(plan, potentials, values)
+        bounds = constant + sum(branch.unary[s.variable].min(axis=1) for s in plan.steps)
+        for table in branch.tables:
+            bounds = bounds + table.reshape(len(table), -1).min(axis=1)
+        out.append((bounds, values))
+    return sorted(out, key=lambda branch: (float(branch[0].min()), branch[1]))
 
 
 def _condition(
-    potentials: Potentials, hubs: tuple[int, ...], values: Choice
-) -> tuple[float, Potentials]:
-    """Fix the hubs: their own cost as a constant, their edges folded into the neighbours."""
-    if not hubs:
-        return 0.0, potentials
-    fixed = dict(zip(hubs, values, strict=True))
-    constant = sum(float(potentials.unary[h][k]) for h, k in fixed.items())
-    unary = list(potentials.unary)
-    tables: dict[Scope, FloatArray] = {}
-    for scope, table in potentials.tables.items():
-        at: Any = tuple(fixed.get(v, slice(None)) for v in scope)
-        left = tuple(v for v in scope if v not in fixed)
-        if not left:
-            constant += float(table[at])
-        elif len(left) == 1:
-            unary[left[0]] = unary[left[0]] + table[at]
-        else:
-            tables[left] = tables[left] + table[at] if left in tables else table[at]
-    return constant, Potentials(tuple(unary), tables)
+    plan: EliminationPlan, potentials: Potentials, values: tuple[int, ...]
+) -> tuple[FloatArray, Potentials]:
+    """Fix the hubs: their own cost as a constant, their axes left out of tables."""
+    constant = np.zeros(1)
+    if not plan.hubs:
+        return constant, potentials
+    fixed = dict(zip(plan.hubs, values, strict=True))
+    for h, k in fixed.items():
+        constant = constant + potentials.unary[h][:, k]
+    tables = []
+    for axes, table in zip(plan.given, potentials.tables, strict=True):
+        at: Any = (slice(None),)
+        for v, codes in zip(axes.scope, axes.codes, strict=True):
+            if v not in fixed:
+                at += (slice(None),)
+            else:
+                at += (fixed[v] if codes is None else int(codes[fixed[v]]),)
+        tables.append(table[at])
+    return constant, replace(potentials, tables=tuple(tables))
 
 
-def _buckets(plan: EliminationPlan, potentials: Potentials) -> dict[int, list[Factor]]:
-    """Each table with the first of its variables to be eliminated, which is its first axis."""
-    every = (*plan.order, *plan.remaining)
-    position = {v: i for i, v in enumerate(every)}
-    buckets: dict[int, list[Factor]] = {v: [((v,), potentials.unary[v])] for v in every}
-    for scope, table in potentials.tables.items():
-        axes = sorted(range(len(scope)), key=lambda k: position[scope[k]])
-        ordered = tuple(scope[k] for k in axes)
-        # Contiguous, because the sums run along the last axis.
-        buckets[ordered[0]].append((ordered, np.ascontiguousarray(table.transpose(axes))))
-    return buckets
+def _over(
+    plan: EliminationPlan, placed: Placed, table: FloatArray, joins: Mapping[int, int]
+) -> FloatArray:
+    """A table over the classes of some partitions, finer than its own: [problems, ...], of length
+    1 for variables that it does not mention."""
+    order = [placed.scope.index(v) for v in joins if v in placed.scope]
+    out = table.transpose(0, *(k + 1 for k in order))
+    for axis, k in enumerate(order):
+        join = joins[placed.scope[k]]
+        pick = placed.codes[k][plan.partitions.firsts[join]]
+        if len(pick) != out.shape[axis + 1] or (pick[1:] <= pick[:-1]).any():
+            out = np.take(out, pick, axis=axis + 1)
+    shape = [plan.partitions.n_classes(p) if v in placed.scope else 1 for v, p in joins.items()]
+    return np.ascontiguousarray(out).reshape(len(table), *shape)
 
 
-def _aligned(factors: Sequence[Factor], scope: Scope, sizes: Sequence[int]) -> list[FloatArray]:
-    """The tables reshaped to broadcast over `scope`, small ones first.
+def _own(step: Step, potentials: Potentials, tables: Mapping[int, FloatArray]) -> FloatArray:
+    """[problems, choices]: what a variable costs by itself."""
+    total = potentials.unary[step.variable]
+    for placed in step.bucket:
+        if len(placed.scope) == 1:
+            total = total + tables[placed.table][:, placed.codes[0]]
+    return total
 
-    Every scope lists its variables in elimination order, so no axis needs to be moved.
+
+def _joins(step: Step) -> dict[int, int]:
+    """The partitions of the joint table: the variable's, then its separator's."""
+    separator = zip(step.made.scope, step.made.partitions, strict=True)
+    return {step.variable: step.partition, **dict(separator)}
+
+
+def _others(
+    plan: EliminationPlan, step: Step, tables: Mapping[int, FloatArray]
+) -> Iterable[tuple[Placed, FloatArray]]:
+    """The tables of a bucket that are of more than its variable, over the joint one's classes."""
+    joins = _joins(step)
+    for placed in step.bucket:
+        if len(placed.scope) > 1:
+            yield placed, _over(plan, placed, tables[placed.table], joins)
+
+
+def _made(
+    plan: EliminationPlan, step: Step, potentials: Potentials, tables: Mapping[int, FloatArray]
+) -> FloatArray:
+    """[problems, classes of the separator]: the least over the step's variable."""
+    own = _least(_own(step, potentials, tables), plan, step.partition, 1)
+    parts = [own.reshape(*own.shape, *(1 for _ in step.made.scope))]
+    parts += sorted((table for _, table in _others(plan, step, tables)), key=lambda t: t.size)
+    shape = tuple(plan.partitions.n_classes(p) for p in step.made.partitions)
+    out = np.empty((max(len(part) for part in parts), *shape))
+    _least_sum(parts, out, own.shape[1])
+    return out
+
+
+def _least(array: FloatArray, plan: EliminationPlan, partition: int, axis: int) -> FloatArray:
+    """The least of every class, along an axis of choices."""
+    n = plan.partitions.n_classes(partition)
+    if n == array.shape[axis]:
+        return array
+    if n == 1:
+        return array.min(axis=axis, keepdims=True)
+    order, starts = plan.partitions.grouped(partition)
+    return np.minimum.reduceat(np.take(array, order, axis=axis), starts, axis=axis)
+
+
+def _least_sum(parts: Sequence[FloatArray], out: FloatArray, n_first: int) -> None:
+    """Write the minimum over their second axis of the tables' sum, block by block.
+
+    Without that axis the tables broadcast to the shape of `out`.
     """
-    out = []
-    for inner, table in factors:
-        out.append(table.reshape([sizes[w] if w in inner else 1 for w in scope]))
-    return sorted(out, key=lambda t: t.size)
-
-
-def _joint(factors: Sequence[Factor], scope: Scope, sizes: Sequence[int]) -> FloatArray:
-    """The sum of the tables over all of `scope`."""
-    total, *more = _aligned(factors, scope, sizes)
-    for table in more:
-        total = total + table
-    return np.broadcast_to(total, tuple(sizes[w] for w in scope))
-
-
-def _project(tables: Sequence[FloatArray], out: FloatArray) -> None:
-    """Write the minimum over the first axis of the tables' sum, block by block.
-
-    Without the first axis the tables broadcast to the shape of `out`.
-    """
-    n_first = max(len(t) for t in tables)
-    entries = n_first * out.size
-    if entries <= BLOCK_ENTRIES or out.ndim == 0:
-        total, *more = tables
-        for table in more:
-            grown = np.broadcast_shapes(total.shape, table.shape)
-            # Adding in place once the sum has its full shape saves most allocations.
-            in_place = grown == total.shape and total is not tables[0]
-            total = np.add(total, table, out=total) if in_place else total + table
-        np.minimum.reduce(np.broadcast_to(total, (n_first, *out.shape)), axis=0, out=out)
+    if n_first * out.size <= BLOCK_ENTRIES:
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        np.minimum.reduce(np.broadcast_to(total, (len(out), n_first, *out.shape[1:])), 1, out=out)
         return
-    step = max(1, BLOCK_ENTRIES * len(out) // entries)
-    for start in range(0, len(out), step):
-        # A single row loses its axis, so that the next axis can be cut in turn.
-        at: Any = slice(start, start + step) if step > 1 else start
-        whole: Any = slice(None) if step > 1 else 0
-        _project([t[:, at if t.shape[1] > 1 else whole] for t in tables], out[at])
+    if out.size <= BLOCK_ENTRIES:
+        out.fill(np.inf)
+        for k in range(n_first):
+            total = parts[0][:, k if parts[0].shape[1] > 1 else 0]
+            for part in parts[1:]:
+                total = total + part[:, k if part.shape[1] > 1 else 0]
+            np.minimum(out, total, out=out)
+        return
+    axis = next(a for a, n in enumerate(out.shape) if n > 1)
+    step = max(1, out.shape[axis] * BLOCK_ENTRIES // out.size)
+    of_parts = axis + (axis > 0)
+    for start in range(0, out.shape[axis], step):
+        some = slice(start, start + step)
+        _least_sum(
+            [p[(slice(None),) * of_parts + (some,)] if p.shape[of_parts] > 1 else p for p in parts],
+            out[(slice(None),) * axis + (some,)],
+            n_first,
+        )
 
 
-def _upward(plan: EliminationPlan, potentials: Potentials) -> tuple[float, dict[int, list[Factor]]]:
-    """Eliminate in order: the least total, and the tables that mentioned each variable."""
-    sizes, buckets = plan.sizes, _buckets(plan, potentials)
-    constant = 0.0
-    for v, separator in zip(plan.order, plan.separators, strict=True):
-        message = np.empty([sizes[w] for w in separator])
-        _project(_aligned(buckets[v], (v, *separator), sizes), message)
-        if separator:
-            buckets[separator[0]].append((separator, message))
+def _upward(
+    plan: EliminationPlan, potentials: Potentials
+) -> tuple[FloatArray, dict[int, FloatArray]]:
+    """Eliminate in order: [problems], the least totals; and all tables, given and made."""
+    tables = dict(enumerate(potentials.tables))
+    constant = sum((t for t in potentials.tables if t.ndim == 1), np.zeros(1))
+    for step in plan.steps:
+        message = _made(plan, step, potentials, tables)
+        if step.made.scope:
+            tables[step.made.table] = message
         else:
-            constant += float(message)
-    return constant, buckets
+            constant = constant + message
+    return constant, tables
 
 
 def _walk_back(
-    plan: EliminationPlan, buckets: Mapping[int, list[Factor]], known: Mapping[int, int]
-) -> Choice:
-    """Every variable's argmin, the last eliminated first; hubs and remaining are `known`."""
+    plan: EliminationPlan,
+    potentials: Potentials,
+    tables: Mapping[int, FloatArray],
+    known: Mapping[int, Codes],
+    problems: Codes,
+) -> Choices:
+    """Every variable's argmin, the last eliminated first; hubs and remaining are `known`. A row for
+    each of some problems."""
     chosen = dict(known)
-    for v in reversed(plan.order):
-        total = np.zeros(plan.sizes[v])
-        for scope, table in buckets[v]:
-            at: Any = (slice(None), *(chosen[w] for w in scope[1:]))
-            total += table[at]
-        chosen[v] = int(total.argmin())
-    return tuple(chosen[v] for v in range(len(plan.sizes)))
 
+    def rows(array: FloatArray) -> FloatArray:
+        found: FloatArray = array if len(array) == 1 else array[problems]
+        return found
 
-def _downward(plan: EliminationPlan, potentials: Potentials) -> dict[int, FloatArray]:
-    """Min-marginals of the eliminated variables by an upward and a downward pass."""
-    sizes, buckets = plan.sizes, _buckets(plan, potentials)
-    children: dict[int, list[tuple[int, Factor]]] = {v: [] for v in plan.order}
-    roots: dict[int, float] = {}
-    for v, separator in zip(plan.order, plan.separators, strict=True):
-        inputs = buckets[v] + [factor for _, factor in children[v]]
-        message = np.empty([sizes[w] for w in separator])
-        _project(_aligned(inputs, (v, *separator), sizes), message)
-        if separator:
-            children[separator[0]].append((v, (separator, message)))
-        else:
-            roots[v] = float(message)
-    total, root_of = sum(roots.values()), {v: v for v in roots}
-    down: dict[int, list[Factor]] = {v: [] for v in roots}
-    out: dict[int, FloatArray] = {}
-    for v, separator in zip(plan.order[::-1], plan.separators[::-1], strict=True):
-        scope = (v, *separator)
-        own = buckets[v] + down.pop(v)
-        joint = _joint(own + [factor for _, factor in children[v]], scope, sizes)
-        others = total - roots[root_of[v]] if math.isfinite(total) else math.inf
-        out[v] = joint.min(axis=tuple(range(1, len(scope)))) + others
-        for child, (child_scope, _) in children[v]:
-            siblings = [factor for c, factor in children[v] if c != child]
-            joint = _joint(own + siblings, scope, sizes)
-            drop = tuple(i for i, w in enumerate(scope) if w not in child_scope)
-            down[child] = [(child_scope, joint.min(axis=drop))]
-            root_of[child] = root_of[v]
+    for step in reversed(plan.steps):
+        total = rows(potentials.unary[step.variable])
+        for placed in step.bucket:
+            table = tables[placed.table]
+            at: list[Any] = [problems if len(table) > 1 else np.zeros_like(problems)]
+            own = placed.codes[0]
+            for v, codes in zip(placed.scope, placed.codes, strict=True):
+                if v == step.variable:
+                    at.append(slice(None))
+                    own = codes
+                else:
+                    at.append(codes[chosen[v]])
+            total = total + table[tuple(at)][:, own]
+        chosen[step.variable] = np.broadcast_to(total.argmin(axis=1), problems.shape)
+    out = np.zeros((len(problems), len(plan.sizes)), dtype=np.intp)
+    for v, values in chosen.items():
+        out[:, v] = values
     return out
+
+
+def _downward(
+    plan: EliminationPlan, potentials: Potentials
+) -> Iterable[tuple[int, FloatArray]]:
+    """Min-marginals of the eliminated variables of one problem, by a downward pass."""
+    constant, tables = _upward(plan, potentials)
+    step_of = {step.made.table: step for step in plan.steps}
+    total, roots = float(constant[0]), {}
+    for step in plan.steps:
+        if not step.made.scope:
+            roots[step.made.table] = float(_made(plan, step, potentials, tables)[0])
+    # Per table made: the least of all that is not in it, over its axes; and its root.
+    down: dict[int, FloatArray] = {}
+    root_of = {root: root for root in roots}
+    for step in reversed(plan.steps):
+        made, root = step.made, root_of[step.made.table]
+        others = total - roots[root] if math.isfinite(total) else math.inf
+        own, others_of = _own(step, potentials, tables), dict(_others(plan, step, tables))
+        above = down.pop(made.table)[:, None] if made.scope else np.zeros((1, 1))
+        joint = np.zeros((1, plan.partitions.n_classes(step.partition), *(1 for _ in made.scope)))
+        joint = sum(others_of.values(), joint + above)
+        axes = tuple(range(2, joint.ndim))
+        marginal = own + joint.min(axis=axes)[:, plan.partitions.codes[step.partition]]
+        yield step.variable, marginal[0] + others
+        for child in others_of:
+            if child.table not in step_of:
+                continue
+            least = _least(own, plan, step.partition, 1)
+            rest = least.reshape(*least.shape, *(1 for _ in made.scope)) + above
+            rest = sum((t for placed, t in others_of.items() if placed is not child), rest)
+            down[child.table] = _coarser(plan, rest, _joins(step), child)
+            root_of[child.table] = root
+        for child in step.bucket:
+            if len(child.scope) == 1 and child.table in step_of:
+                rest = potentials.unary[step.variable] + joint.min(axis=axes)[
+                    :, plan.partitions.codes[step.partition]
+                ]
+                for placed in step.bucket:
+                    if len(placed.scope) == 1 and placed is not child:
+                        rest = rest + tables[placed.table][:, placed.codes[0]]
+                down[child.table] = _least(rest, plan, child.partitions[0], 1)
+                root_of[child.table] = root
+
+
+def _coarser(
+    plan: EliminationPlan, joint: FloatArray, joins: Mapping[int, int], placed: Placed
+) -> FloatArray:
+    """The least of a joint table over the classes of one of the tables that are in it."""
+    shape = [plan.partitions.n_classes(p) for p in joins.values()]
+    out = np.broadcast_to(joint, (len(joint), *shape))
+    kept = [v for v in joins if v in placed.scope]
+    out = out.min(axis=tuple(k + 1 for k, v in enumerate(joins) if v not in placed.scope))
+    for axis, v in enumerate(kept):
+        fine, coarse = joins[v], placed.partitions[placed.scope.index(v)]
+        of_class = plan.partitions.codes[coarse][plan.partitions.firsts[fine]]
+        least = np.full((*out.shape[: axis + 1], plan.partitions.n_classes(coarse), *out.shape[axis + 2 :]), np.inf)
+        np.minimum.at(least, (slice(None),) * (axis + 1) + (of_class,), out)
+        out = least
+    return out.transpose(0, *(kept.index(v) + 1 for v in placed.scope))

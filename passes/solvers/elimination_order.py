@@ -1,9 +1,10 @@
 """In which order variables are eliminated, and what that costs.
 
 Eliminating a variable joins all tables that mention it into one over its *separator*, the other
-variables they mention. Work and memory are products of sizes over the variable and its separator,
-so the order decides: least table first, or least fill-in, whichever does less work in all. Where a
-table would be too large, hubs are *conditioned* on: each of their values is tried by itself.
+variables they mention. Tables tell classes of choices apart (`partitions.py`), so work and memory
+are products of numbers of classes over the variable and its separator. The order decides: least
+table first, or least fill-in, whichever does less work in all. Where a table would be too large,
+hubs are *conditioned* on: each of their values is tried by itself.
 
 Variables may be left: they remain, and what is eliminated becomes one table over them.
 """
@@ -14,11 +15,14 @@ import heapq
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
-from functools import lru_cache
-from itertools import permutations
+from functools import cached_property, lru_cache
+from itertools import combinations
+
+import numpy as np
 
 from autopar.errors import AutoparError
-from autopar.passes.solvers.problem import ChoiceProblem
+from autopar.passes.solvers.partitions import Partitions
+from autopar.passes.solvers.problem import ChoiceProblem, Codes, Edge
 
 Scope = tuple[int, ...]
 HUBS_TRIED = 4
@@ -48,19 +52,79 @@ class Limits:
         return Limits(*(min(pair) for pair in pairs))
 
 
-@dataclass(frozen=True)
-class EliminationPlan:
-    """The order, each variable's separator (in that order), the hubs, and what remains.
+@dataclass(frozen=True, eq=False)
+class Axes:
+    """What a table is over: variables, and per variable the place of every choice on that axis
+    (None: each choice has its own). Alike axes are equal."""
 
-    `entries` counts the joint tables' entries in one branch, `largest` those of the largest
-    table, `kept` those of the messages, which stay in memory.
+    scope: Scope
+    codes: tuple[Codes | None, ...]
+
+    @staticmethod
+    def of(edge: Edge) -> Axes:
+        return Axes((edge.u, edge.v), (edge.rows, edge.columns))
+
+    @cached_property
+    def _key(self) -> tuple[Scope, tuple[bytes | None, ...]]:
+        return self.scope, tuple(None if c is None else c.tobytes() for c in self.codes)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Axes) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A table in a plan: its variables, the place of every choice on their axes, and the partitions
+    that this makes."""
+
+    table: int
+    scope: Scope
+    codes: tuple[Codes, ...]
+    partitions: tuple[int, ...]
+
+    def without(self, variables: Scope) -> Placed:
+        """Without the axes of variables whose values are fixed."""
+        kept = [k for k, v in enumerate(self.scope) if v not in variables]
+        return Placed(
+            self.table,
+            tuple(self.scope[k] for k in kept),
+            tuple(self.codes[k] for k in kept),
+            tuple(self.partitions[k] for k in kept),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One variable eliminated. `bucket` are the tables that mention it; `partition` joins theirs of
+    the variable, where they are of more than it; what is `made` is a table over the separator."""
+
+    variable: int
+    partition: int
+    bucket: tuple[Placed, ...]
+    made: Placed
+
+
+@dataclass(frozen=True, eq=False)
+class EliminationPlan:
+    """Steps in order, and the tables that are left over what remains; `left_over` are the partitions
+    that those have of it.
+
+    Steps' tables are numbered after those given. `hubs` are no axis of any table: values of
+    theirs are tried one by one. `entries` counts the joint tables' entries in one branch, `largest`
+    those of the largest table, `kept` those of what steps make, which stays in memory.
     """
 
     sizes: tuple[int, ...]
-    order: tuple[int, ...]
-    separators: tuple[Scope, ...]
+    given: tuple[Axes, ...]
+    steps: tuple[Step, ...]
     hubs: Scope
     remaining: Scope
+    left: tuple[Placed, ...]
+    left_over: tuple[int, ...]
+    partitions: Partitions
     entries: int
     largest: int
     kept: int
@@ -68,6 +132,10 @@ class EliminationPlan:
     @property
     def branches(self) -> int:
         return math.prod(self.sizes[h] for h in self.hubs)
+
+    @property
+    def order(self) -> Scope:
+        return tuple(step.variable for step in self.steps)
 
     def within(self, limits: Limits) -> bool:
         return (
@@ -83,32 +151,37 @@ def plan_elimination(problem: ChoiceProblem, limits: Limits | None = None) -> El
 
     Raises `TooWide` when every plan found exceeds `limits`.
     """
-    return plan_order(problem.sizes, [(e.u, e.v) for e in problem.edges], (), limits)
+    return plan_order(problem.sizes, [Axes.of(e) for e in problem.edges], limits=limits)
 
 
 def plan_order(
     sizes: Sequence[int],
-    scopes: Iterable[Scope],
+    tables: Iterable[Axes],
     remaining: Scope = (),
+    whole: Scope = (),
     limits: Limits | None = None,
 ) -> EliminationPlan:
-    """The cheapest order found for tables over `scopes`, of all variables but the `remaining`.
+    """The cheapest order found for some tables, of all variables but the `remaining`; what is left
+    over those has every choice of the `whole` among them, and classes of others.
 
     Problems that differ in numbers alone have one plan. Raises `TooWide` as `plan_elimination`
     does; where variables remain, no hub is conditioned on.
     """
-    return _planned(tuple(sizes), tuple(scopes), tuple(remaining), limits or Limits())
+    return _planned(tuple(sizes), tuple(tables), tuple(remaining), tuple(whole), limits or Limits())
 
 
 @lru_cache(maxsize=256)
 def _planned(
-    sizes: tuple[int, ...], scopes: tuple[Scope, ...], remaining: Scope, limits: Limits
+    sizes: tuple[int, ...], tables: tuple[Axes, ...], remaining: Scope, whole: Scope, limits: Limits
 ) -> EliminationPlan:
-    neighbours: list[set[int]] = [set() for _ in sizes]
-    for scope in scopes:
-        for u, v in permutations(scope, 2):
-            neighbours[u].add(v)
-    plan = _best_order(sizes, neighbours, (), remaining)
+    partitions = Partitions()
+    placed = [_given(partitions, sizes, t, axes) for t, axes in enumerate(tables)]
+    planner = _Orders(sizes, tables, placed, remaining, whole, partitions)
+    plan = planner.best(())
+    n_tables = [0] * len(sizes)
+    for axes in tables:
+        for v in axes.scope:
+            n_tables[v] += 1
     while not plan.within(limits):
         if remaining or len(plan.hubs) == MAX_HUBS:
             raise TooWide(
@@ -116,70 +189,131 @@ def _planned(
                 f" all, {plan.branches} times; the limits are {limits}",
                 hint="solve the ILP instead",
             )
-        free = [v for v in range(len(sizes)) if v not in plan.hubs and neighbours[v]]
-        free.sort(key=lambda v: (-len(neighbours[v]), v))
-        tried = [_best_order(sizes, neighbours, (*plan.hubs, h), ()) for h in free[:HUBS_TRIED]]
+        free = [v for v in range(len(sizes)) if v not in plan.hubs and n_tables[v]]
+        free.sort(key=lambda v: (-n_tables[v], v))
+        tried = [planner.best((*plan.hubs, h)) for h in free[:HUBS_TRIED]]
         if not tried:
             raise TooWide(f"one variable has {max(sizes)} choices", hint="solve the ILP instead")
         plan = min(tried, key=lambda p: (p.entries * p.branches, p.hubs))
     return plan
 
 
-def _best_order(
-    sizes: tuple[int, ...], neighbours: Sequence[set[int]], hubs: Scope, remaining: Scope
-) -> EliminationPlan:
-    plans = [
-        _greedy_order(sizes, neighbours, hubs, remaining, by_fill) for by_fill in (False, True)
-    ]
-    return min(plans, key=lambda p: p.entries)
+def _given(partitions: Partitions, sizes: Scope, table: int, axes: Axes) -> Placed:
+    codes = tuple(
+        np.arange(sizes[v]) if c is None else c for v, c in zip(axes.scope, axes.codes, strict=True)
+    )
+    of = tuple(partitions.of(c) for c in codes)
+    return Placed(table, axes.scope, codes, of)
 
 
-def _greedy_order(
-    sizes: tuple[int, ...],
-    neighbours: Sequence[set[int]],
-    hubs: Scope,
-    remaining: Scope,
-    by_fill: bool,
-) -> EliminationPlan:
+@dataclass(frozen=True)
+class _Orders:
+    """Greedy orders of some tables."""
+
+    sizes: tuple[int, ...]
+    given: tuple[Axes, ...]
+    tables: Sequence[Placed]
+    remaining: Scope
+    whole: Scope
+    partitions: Partitions
+
+    def best(self, hubs: Scope) -> EliminationPlan:
+        plans = [_Greedy(self, hubs, by_fill).plan() for by_fill in (False, True)]
+        return min(plans, key=lambda p: p.entries)
+
+
+class _Greedy:
     """Eliminate by least (table, fill-in), or (fill-in, table); a heap with stale entries."""
-    graph = {v: neighbours[v] - set(hubs) for v in range(len(sizes)) if v not in hubs}
 
-    def key(v: int) -> tuple[int, int, int]:
-        around = graph[v]
-        table = sizes[v] * math.prod(sizes[w] for w in around)
+    def __init__(self, orders: _Orders, hubs: Scope, by_fill: bool) -> None:
+        self.orders, self.hubs, self.by_fill = orders, hubs, by_fill
+        self.partitions = orders.partitions
+        self.of: list[dict[int, Placed]] = [{} for _ in orders.sizes]
+        self.around: list[set[int]] = [set() for _ in orders.sizes]
+        for table in orders.tables:
+            self._add(table.without(hubs))
+
+    def _add(self, table: Placed) -> None:
+        for v in table.scope:
+            self.of[v][table.table] = table
+            self.around[v] |= set(table.scope) - {v}
+
+    def _joins(self, v: int) -> dict[int, int]:
+        """The joins of the partitions by which tables that mention v see each variable; they see v
+        itself, where they are of more than it."""
+        seen: dict[int, set[int]] = {v: set()}
+        for table in self.of[v].values():
+            if len(table.scope) > 1:
+                for w, partition in zip(table.scope, table.partitions, strict=True):
+                    seen.setdefault(w, set()).add(partition)
+        if not seen[v]:
+            seen[v].add(self.partitions.of_none(self.orders.sizes[v]))
+        return {w: self.partitions.join(of) for w, of in seen.items()}
+
+    def _key(self, v: int) -> tuple[int, int, int]:
+        table = math.prod(self.partitions.n_classes(p) for p in self._joins(v).values())
+        around = self.around[v]
         # Each pair of neighbours not yet adjacent is counted from both ends.
-        fill = sum(len(around) - 1 - len(graph[w] & around) for w in around)
-        return (fill, table, v) if by_fill else (table, fill, v)
+        fill = sum(len(around) - 1 - len(self.around[w] & around) for w in around)
+        return (fill, table, v) if self.by_fill else (table, fill, v)
 
-    current = {v: key(v) for v in graph if v not in remaining}
-    heap = list(current.values())
-    heapq.heapify(heap)
-    order: list[int] = []
-    cliques: dict[int, set[int]] = {}
-    while heap:
-        entry = heapq.heappop(heap)
-        v = entry[-1]
-        if current.get(v) != entry:
-            continue
-        del current[v]
-        around = cliques[v] = graph.pop(v)
-        order.append(v)
+    def plan(self) -> EliminationPlan:
+        sizes, remaining = self.orders.sizes, self.orders.remaining
+        fixed = {*remaining, *self.hubs}
+        current = {v: self._key(v) for v in range(len(sizes)) if v not in fixed}
+        heap = list(current.values())
+        heapq.heapify(heap)
+        steps: list[Step] = []
+        sizes_made, sizes_joint = [], []
+        while heap:
+            entry = heapq.heappop(heap)
+            v = entry[-1]
+            if current.get(v) != entry:
+                continue
+            del current[v]
+            joins, bucket = self._joins(v), tuple(self.of[v].values())
+            made = self._made(len(self.orders.tables) + len(steps), v, joins)
+            steps.append(Step(v, joins[v], bucket, made))
+            sizes_made.append(math.prod(self.partitions.n_classes(p) for p in made.partitions))
+            sizes_joint.append(sizes_made[-1] * self.partitions.n_classes(joins[v]))
+            for w in self._replace(v, bucket, made) & current.keys():
+                new = self._key(w)
+                if new != current[w]:
+                    current[w] = new
+                    heapq.heappush(heap, new)
+        left = tuple({t.table: t for v in remaining for t in self.of[v].values()}.values())
+        return EliminationPlan(
+            sizes, self.orders.given, tuple(steps), self.hubs, remaining, left, self._left_over(left),
+            self.partitions, sum(sizes_joint), max(sizes_joint, default=1), sum(sizes_made),
+        )  # fmt: skip
+
+    def _made(self, table: int, v: int, joins: dict[int, int]) -> Placed:
+        separator = tuple(w for w in joins if w != v)
+        of = tuple(joins[w] for w in separator)
+        return Placed(table, separator, tuple(self.partitions.codes[p] for p in of), of)
+
+    def _replace(self, v: int, bucket: Sequence[Placed], made: Placed) -> set[int]:
+        """Put what was made in the place of its bucket; the variables whose keys may change."""
+        for table in bucket:
+            for w in table.scope:
+                del self.of[w][table.table]
+        around = self.around[v]
+        for u, w in combinations(around, 2):
+            self.around[u].add(w)
+            self.around[w].add(u)
         touched = set(around)
         for w in around:
-            graph[w].discard(v)
-            if not around - {w} <= graph[w]:
-                graph[w] |= around - {w}
-                touched |= graph[w]
-        for w in touched & current.keys():
-            new = key(w)
-            if new != current[w]:
-                current[w] = new
-                heapq.heappush(heap, new)
-    position = {v: i for i, v in enumerate((*order, *remaining))}
-    separators = tuple(tuple(sorted(cliques[v], key=lambda w: position[w])) for v in order)
-    kept = [math.prod(sizes[w] for w in separator) for separator in separators]
-    tables = [sizes[v] * entries for v, entries in zip(order, kept, strict=True)]
-    return EliminationPlan(
-        sizes, tuple(order), separators, hubs, remaining,
-        sum(tables), max(tables, default=1), sum(kept),
-    )  # fmt: skip
+            self.around[w].discard(v)
+            touched |= self.around[w]
+        self._add(made)
+        return touched
+
+    def _left_over(self, left: Sequence[Placed]) -> tuple[int, ...]:
+        out = []
+        for v in self.orders.remaining:
+            n_choices = self.orders.sizes[v]
+            seen = {p for t in left for w, p in zip(t.scope, t.partitions, strict=True) if w == v}
+            if v in self.orders.whole:
+                seen = {self.partitions.of_all(n_choices)}
+            out.append(self.partitions.join(seen or {self.partitions.of_none(n_choices)}))
+        return tuple(out)

@@ -43,6 +43,7 @@ from autopar.passes.solvers.problem import (
     SAME_OPTIMUM_REL,
     Choice,
     ChoiceProblem,
+    Codes,
     Edge,
     FloatArray,
     Infeasible,
@@ -150,8 +151,9 @@ def _typical_cost(problem: ChoiceProblem) -> float:
     """The cost of a local optimum (each variable in turn takes its best); 1 if it is useless."""
     around: list[list[tuple[int, FloatArray]]] = [[] for _ in problem.names]
     for e in problem.edges:
-        around[e.u].append((e.v, e.cost_s))
-        around[e.v].append((e.u, e.cost_s.T))
+        cost_s = e.written(e.cost_s)
+        around[e.u].append((e.v, cost_s))
+        around[e.v].append((e.u, cost_s.T))
     choice = [int(c.argmin()) for c in problem.cost_s]
     for _, v in itertools.product(range(ICM_ROUNDS), range(problem.n_variables)):
         costs = problem.cost_s[v] + sum((t[:, choice[w]] for w, t in around[v]), 0.0)
@@ -235,8 +237,8 @@ class _Model:
 
     def _add_edge(self, i: int, edge: Edge) -> None:
         tables = [edge.cost_s, edge.bytes_or_zero(), *([edge.tie] if self.with_tie else [])]
-        rows, row_of = _groups(tables)
-        columns, column_of = _groups([t.T for t in tables])
+        rows, row_of = _groups(tables, edge.rows)
+        columns, column_of = _groups([t.T for t in tables], edge.columns)
         at_row: list[list[Any]] = [[] for _ in rows]
         at_column: list[list[Any]] = [[] for _ in columns]
         for (r, j), (c, k) in itertools.product(enumerate(rows), enumerate(columns)):
@@ -300,16 +302,18 @@ def _solver(time_limit_s: float, presolve: bool) -> Any:
     )
 
 
-def _groups(tables: list[FloatArray]) -> tuple[list[int], list[int]]:
-    """Equal rows of the tables, taken together: one member of each group, group of each row."""
+def _groups(tables: list[FloatArray], codes: Codes | None) -> tuple[list[int], list[int]]:
+    """Equal rows of the tables that some choice has, taken together: one member of each group, and
+    the group of each choice."""
     stacked = np.ascontiguousarray(np.concatenate(tables, axis=1))
     index: dict[bytes, int] = {}
     first: list[int] = []
-    group_of = []
-    for k, row in enumerate(stacked):
+    group_of: dict[int, int] = {}
+    row_of = range(len(stacked)) if codes is None else codes.tolist()
+    for k in dict.fromkeys(row_of):
         # + 0.0 turns -0.0 into 0.0, whose bytes differ.
-        group = index.setdefault((row + 0.0).tobytes(), len(index))
+        group = index.setdefault((stacked[k] + 0.0).tobytes(), len(index))
         if group == len(first):
             first.append(k)
-        group_of.append(group)
-    return first, group_of
+        group_of[k] = group
+    return first, [group_of[k] for k in row_of]

@@ -1,7 +1,9 @@
 """A choice problem: one index per variable, costs on variables and pairs, one memory budget.
 
-    minimise  sum_v cost_s[v][x_v] + sum_(u,v) cost_s[u,v][x_u, x_v]
-    such that sum_v bytes[v][x_v]  + sum_(u,v) bytes[u,v][x_u, x_v]  <= budget_bytes
+    minimise  sum_v cost_s[v][x_v] + sum_(u,v) cost_s[u,v][r(x_u), c(x_v)]
+    such that sum_v bytes[v][x_v]  + sum_(u,v) bytes[u,v][r(x_u), c(x_v)]  <= budget_bytes
+
+Choices that an edge does not tell apart share a row r or a column c of its arrays.
 
 An infinite cost forbids a choice or a pair. Among the choices whose cost is within
 `SAME_OPTIMUM_REL` of the least, the one of least `tie` (a second cost of no unit) is wanted.
@@ -22,6 +24,7 @@ from autopar.errors import AutoparError
 
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
+Codes = NDArray[np.intp]
 Choice = tuple[int, ...]
 
 # Two costs this close (relative) are one optimum: sums of a thousand float64 terms differ by
@@ -41,16 +44,51 @@ class TimeLimitError(AutoparError):
 
 @dataclass(frozen=True, eq=False)
 class Edge:
-    """A cost on a pair of variables u != v; arrays are [K_u, K_v], `bytes` None means zero."""
+    """A cost on a pair of variables u != v; `bytes` None means zero.
+
+    Arrays are [rows, columns]. Choices of u that cost the same beside everything of v share a row:
+    choice k has row `rows[k]`, or None: every choice has its own; the same with `columns`, of v.
+    What a reshard costs is known of few specs, so arrays are much smaller than all pairs.
+    """
 
     u: int
     v: int
     cost_s: FloatArray
     tie: FloatArray
     bytes: FloatArray | None = None
+    rows: Codes | None = None
+    columns: Codes | None = None
 
     def bytes_or_zero(self) -> FloatArray:
         return np.zeros_like(self.cost_s) if self.bytes is None else self.bytes
+
+    def at(self, choice: Sequence[int]) -> tuple[int, int]:
+        """The row and column of one choice of all variables."""
+        row, column = choice[self.u], choice[self.v]
+        if self.rows is not None:
+            row = int(self.rows[row])
+        if self.columns is not None:
+            column = int(self.columns[column])
+        return row, column
+
+    def written(self, array: FloatArray) -> FloatArray:
+        """One of the arrays with a row and a column per choice: [..., K_u, K_v]."""
+        if self.rows is not None:
+            array = array[..., self.rows, :]
+        if self.columns is not None:
+            array = array[..., self.columns]
+        return array
+
+    def turned(self) -> Edge:
+        """The same, from v to u."""
+        size = None if self.bytes is None else self.bytes.T
+        return Edge(self.v, self.u, self.cost_s.T, self.tie.T, size, self.columns, self.rows)
+
+    def restricted(self, keep_u: BoolArray, keep_v: BoolArray) -> Edge:
+        """With only the choices that are marked."""
+        rows = np.arange(len(keep_u)) if self.rows is None else self.rows
+        columns = np.arange(len(keep_v)) if self.columns is None else self.columns
+        return replace(self, rows=rows[keep_u], columns=columns[keep_v])
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,9 +117,12 @@ class ChoiceProblems:
             return found
 
         edges = (
-            Edge(e.u, e.v, own(e.cost_s), own(e.tie), None if e.bytes is None else own(e.bytes))
+            replace(
+                e, cost_s=own(e.cost_s), tie=own(e.tie),
+                bytes=None if e.bytes is None else own(e.bytes),
+            )
             for e in self.edges
-        )
+        )  # fmt: skip
         return ChoiceProblem(
             self.names,
             tuple(map(own, self.cost_s)),
@@ -142,7 +183,7 @@ class ChoiceProblem:
         tie = [float(self.tie[v][k]) for v, k in enumerate(choice)]
         size = [float(self.bytes[v][k]) for v, k in enumerate(choice)]
         for edge in self.edges:
-            at = (choice[edge.u], choice[edge.v])
+            at = edge.at(choice)
             cost.append(float(edge.cost_s[at]))
             tie.append(float(edge.tie[at]))
             if edge.bytes is not None:
@@ -155,11 +196,7 @@ class ChoiceProblem:
 
     def restrict(self, keep: Sequence[BoolArray]) -> ChoiceProblem:
         """The same problem with only the choices that `keep[v]` marks."""
-        edges = []
-        for e in self.edges:
-            rows_columns = np.ix_(keep[e.u], keep[e.v])
-            size = None if e.bytes is None else e.bytes[rows_columns]
-            edges.append(Edge(e.u, e.v, e.cost_s[rows_columns], e.tie[rows_columns], size))
+        edges = [e.restricted(keep[e.u], keep[e.v]) for e in self.edges]
         return replace(
             self,
             cost_s=tuple(a[k] for a, k in zip(self.cost_s, keep, strict=True)),
@@ -172,20 +209,25 @@ class ChoiceProblem:
         """The same problem with at most one edge per pair, u < v, sorted by (u, v)."""
         grouped: dict[tuple[int, int], list[Edge]] = {}
         for e in self.edges:
-            if e.u > e.v:
-                e = Edge(e.v, e.u, e.cost_s.T, e.tie.T, None if e.bytes is None else e.bytes.T)
+            e = e if e.u < e.v else e.turned()
             grouped.setdefault((e.u, e.v), []).append(e)
-        edges = []
-        for (u, v), group in sorted(grouped.items()):
-            cost = np.sum([e.cost_s for e in group], axis=0)
-            tie = np.sum([e.tie for e in group], axis=0)
-            sizes = [e.bytes for e in group if e.bytes is not None]
-            edges.append(Edge(u, v, cost, tie, np.sum(sizes, axis=0) if sizes else None))
-        return replace(self, edges=tuple(edges))
+        return replace(self, edges=tuple(_sum(of) for _, of in sorted(grouped.items())))
 
     def has_ties(self) -> bool:
         """Is any tie not zero, so that breaking ties means anything?"""
         return any(np.any(t) for t in self.tie) or any(np.any(e.tie) for e in self.edges)
+
+
+def _sum(edges: Sequence[Edge]) -> Edge:
+    """Parallel edges as one."""
+    if len(edges) == 1:
+        return edges[0]
+    cost, tie = (
+        np.sum([e.written(array) for e, array in arrays], axis=0)
+        for arrays in ([(e, e.cost_s) for e in edges], [(e, e.tie) for e in edges])
+    )
+    sizes = [e.written(e.bytes) for e in edges if e.bytes is not None]
+    return Edge(edges[0].u, edges[0].v, cost, tie, np.sum(sizes, axis=0) if sizes else None)
 
 
 def within(budget_bytes: float | None, size_bytes: float) -> bool:
@@ -214,7 +256,20 @@ def _check_all(
         if not (0 <= edge.u < n and 0 <= edge.v < n and edge.u != edge.v):
             raise ProblemError(f"edge ({edge.u}, {edge.v}) must join two of {n} variables")
         name = f"{names[edge.u]} -> {names[edge.v]}"
-        _check(name, (sizes[edge.u], sizes[edge.v]), lead, edge.cost_s, edge.tie, edge.bytes)
+        shape = tuple(
+            _n_codes(name, codes, sizes[w], edge.cost_s.shape[lead + k])
+            for k, (w, codes) in enumerate(((edge.u, edge.rows), (edge.v, edge.columns)))
+        )
+        _check(name, shape, lead, edge.cost_s, edge.tie, edge.bytes)
+
+
+def _n_codes(name: str, codes: Codes | None, n_choices: int, n: int) -> int:
+    """How long an axis of an edge should be."""
+    if codes is None:
+        return n_choices
+    if len(codes) != n_choices or codes.min() < 0 or codes.max() >= n:
+        raise ProblemError(f"{name!r}: {n_choices} choices need as many rows among {n}")
+    return n
 
 
 def _check(

@@ -22,7 +22,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.passes.solvers.problem import BoolArray, Choice, ChoiceProblem, FloatArray
+from autopar.passes.solvers.problem import (
+    BoolArray,
+    Choice,
+    ChoiceProblem,
+    Codes,
+    FloatArray,
+)
 
 Classes = Sequence[Sequence[int]]
 # Dominance drops make further choices dominated; few rounds get nearly all of it.
@@ -72,15 +78,20 @@ def drop_forbidden(reduced: Reduced, classes: Classes | None = None) -> Reduced 
     problem = reduced.problem
     classes = classes or [(v,) for v in range(problem.n_variables)]
     keep = [np.isfinite(c) for c in problem.cost_s]
-    allowed = [np.isfinite(e.cost_s) for e in problem.edges]
-    hard = [(e.u, e.v, a) for e, a in zip(problem.edges, allowed, strict=True) if not a.all()]
+    hard = []
+    for e in problem.edges:
+        allowed = np.isfinite(e.cost_s)
+        if not allowed.all():
+            rows, columns = _codes(e.rows, problem.sizes[e.u]), _codes(e.columns, problem.sizes[e.v])
+            hard += [(e.u, rows, e.v, columns, allowed), (e.v, columns, e.u, rows, allowed.T)]
     changed = True
     while changed:
         changed = False
         alive = [mask.copy() for mask in keep]
-        for u, v, pairs in hard:
-            for here, there, table in ((u, v, pairs), (v, u, pairs.T)):
-                alive[here] &= (table & keep[there]).any(axis=1)
+        for here, rows, there, columns, allowed in hard:
+            left_there = np.zeros(allowed.shape[1], dtype=bool)
+            left_there[columns[keep[there]]] = True
+            alive[here] &= (allowed & left_there).any(axis=1)[rows]
         for members in classes:
             left = np.logical_or.reduce([alive[v] for v in members])
             changed |= any(left.sum() < keep[v].sum() for v in members)
@@ -110,13 +121,20 @@ def drop_dominated(reduced: Reduced, classes: Classes | None = None) -> Reduced:
                 columns.append(problem.bytes[v][:, None])
             for i in incident[v]:
                 e = problem.edges[i]
-                tables = [e.cost_s, e.tie, *([e.bytes_or_zero()] if with_bytes else [])]
-                other = e.v if e.u == v else e.u
-                columns += [(t if e.u == v else t.T)[:, keep[other]] for t in tables]
+                e = e if e.u == v else e.turned()
+                tables = [e.cost_s, e.tie, *([e.bytes] if with_bytes and e.bytes is not None else [])]
+                rows = _codes(e.rows, problem.sizes[v])
+                seen = np.unique(_codes(e.columns, problem.sizes[e.v])[keep[e.v]])
+                columns += [t[:, seen][rows] for t in tables]
         left = _undominated(columns)
         for v in members:
             keep[v] = left
     return reduced if all(mask.all() for mask in keep) else restrict(reduced, keep)
+
+
+def _codes(codes: Codes | None, n_choices: int) -> Codes:
+    """The row of every choice."""
+    return np.arange(n_choices) if codes is None else codes
 
 
 def _undominated(columns: Sequence[FloatArray]) -> BoolArray:

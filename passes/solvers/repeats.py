@@ -138,7 +138,7 @@ class RepeatedProblem:
                 cost_s, tie, size_bytes = numbers.cost_s[v], numbers.tie[v], numbers.bytes[v]
                 terms.append((n * cost_s[k], n * tie[k], n * size_bytes[k]))
             for e in edges:
-                at = (base[e.u], base[e.v])
+                at = e.at(base)
                 of_bytes = 0.0 if e.bytes is None else e.bytes[at]
                 terms.append((n * e.cost_s[at], n * e.tie[at], n * of_bytes))
 

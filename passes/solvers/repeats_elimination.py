@@ -1,7 +1,9 @@
 """Elimination of a problem with repeated blocks, without writing their copies out.
 
-Per copy, elimination leaves one table over what the copy before it hands on (x), what it hands on
-itself (y), and what all copies are joined to (the outer variables o):
+What a copy hands on to the next is the *state* of its variables that the next is joined to: a
+class of choices that neither the next copy nor what comes after tells apart. Per copy, elimination
+leaves one table over the state it is handed (x), the one it hands on (y), and classes of what all
+copies are joined to (the outer variables o):
 
     T[o, x, y]      least total of a copy that gets x and hands on y
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,10 +28,11 @@ from autopar.passes.solvers.elimination import (
     minimise,
     project,
 )
-from autopar.passes.solvers.elimination_order import Limits, Scope, TooWide, plan_order
+from autopar.passes.solvers.elimination_order import Axes, Limits, Scope, TooWide, plan_order
 from autopar.passes.solvers.lagrangian import Point
+from autopar.passes.solvers.partitions import Partitions
 from autopar.passes.solvers.powers import Power
-from autopar.passes.solvers.problem import Choice, FloatArray, Totals
+from autopar.passes.solvers.problem import Choice, Codes, Edge, FloatArray, Totals
 from autopar.passes.solvers.repeats import RepeatedChoice, RepeatedProblem
 
 
@@ -40,104 +44,162 @@ class RepeatedElimination:
 
     def __init__(self, problem: RepeatedProblem, limits: Limits | None = None) -> None:
         self.problem = problem
-        self._blocks = [_Block(problem, r, limits or Limits()) for r in range(len(problem.repeats))]
-        inside = {v for repeat in problem.repeats for v in repeat.block}
-        inside -= {v for repeat in problem.repeats for v in repeat.like.values()}
+        limits = limits or Limits()
+        self._blocks = [_Block(problem, r, limits) for r in range(len(problem.repeats))]
+        # Of a block, only the states of the last copy are variables here.
+        self._states = {s.last: s for block in self._blocks for s in block.states}
+        inside = {v for repeat in problem.repeats for v in repeat.block} - self._states.keys()
         numbers = problem.numbers
         self._variables = [v for v in range(numbers.n_variables) if v not in inside]
-        self._place = {v: i for i, v in enumerate(self._variables)}
-        self._edges = problem.once
-        sizes = [numbers.sizes[v] for v in self._variables]
-        scopes = [self._placed((e.u, e.v)) for e in self._edges]
-        scopes += [self._placed(block.scope) for block in self._blocks]
-        self._plan = plan_order(sizes, scopes, limits=limits)
+        place = {v: i for i, v in enumerate(self._variables)}
+        sizes = [
+            self._states[v].n if v in self._states else numbers.sizes[v] for v in self._variables
+        ]
+        tables = [self._axes(e) for e in problem.once]
+        tables += [block.axes for block in self._blocks]
+        tables = [Axes(tuple(place[v] for v in t.scope), t.codes) for t in tables]
+        self._plan = plan_order(sizes, tables, limits=limits)
 
-    def _placed(self, scope: Scope) -> Scope:
-        return tuple(self._place[v] for v in scope)
+    def _axes(self, edge: Edge) -> Axes:
+        """What a table outside the blocks is over."""
+        codes = []
+        for v, of in ((edge.u, edge.rows), (edge.v, edge.columns)):
+            state = self._states.get(v)
+            codes.append(of if state is None else state.seen_by(of))
+        return Axes((edge.u, edge.v), tuple(codes))
 
     def at(self, weights: Weights) -> tuple[float, Point[RepeatedChoice]]:
         """The least total and a choice that attains it (infinite: none is allowed)."""
         numbers, solved = self.problem.numbers, [block.solved(weights) for block in self._blocks]
-        of_blocks = {v for repeat in self.problem.repeats for v in repeat.block}
         unary = tuple(
-            np.zeros(numbers.sizes[v])
-            if v in of_blocks
-            else weights.total(numbers.cost_s[v], numbers.tie[v], numbers.bytes[v])
+            np.zeros((1, self._states[v].n))
+            if v in self._states
+            else weights.total(numbers.cost_s[v], numbers.tie[v], numbers.bytes[v])[None]
             for v in self._variables
         )
-        tables: dict[Scope, FloatArray] = {}
-        constant = 0.0
-        edges = (((e.u, e.v), weights.total(e.cost_s, e.tie, e.bytes)) for e in self._edges)
-        copies = ((s.block.scope, s.table) for s in solved)
-        for scope, table in (*edges, *copies):
-            placed = self._placed(scope)
-            axes = sorted(range(len(placed)), key=lambda k: placed[k])
-            at, table = tuple(placed[k] for k in axes), table.transpose(axes)
-            if not at:
-                constant += float(table)
-                continue
-            tables[at] = tables[at] + table if at in tables else table
-        value, chosen = minimise(self._plan, Potentials(unary, tables))
+        tables = [weights.total(e.cost_s, e.tie, e.bytes)[None] for e in self.problem.once]
+        tables += [s.table for s in solved]
+        value, chosen = minimise(self._plan, Potentials(unary, tuple(tables)))
+        # Of states, the class; of others, the choice.
         base = [0] * numbers.n_variables
         for v, k in zip(self._variables, chosen, strict=True):
             base[v] = k
-        value += constant
         if math.isinf(value):
             return value, Point(RepeatedChoice(tuple(base), ()), Totals(math.inf, 0.0, math.inf))
         every = []
         for s in solved:
             rows = s.copies(base)
             every.append(rows)
-            for v, k in zip(s.block.repeat.block, rows[-1], strict=True):
+            for v, k in zip(s.block.block, rows[-1], strict=True):
                 base[v] = k
         choice = RepeatedChoice(tuple(base), tuple(every))
         return value, Point(choice, self.problem.evaluate(choice))
 
 
+@dataclass(frozen=True, eq=False)
+class _State:
+    """What copies hand on of one variable: `first` is that of before them, `last` the last copy's;
+    choice k is in class `codes[k]` of n, of which choice `firsts[c]` is one."""
+
+    first: int
+    last: int
+    codes: Codes
+    firsts: Codes
+
+    @property
+    def n(self) -> int:
+        return len(self.firsts)
+
+    def seen_by(self, codes: Codes | None) -> Codes:
+        """The place of every class, where these are the places of choices."""
+        return self.firsts if codes is None else codes[self.firsts]
+
+
 class _Block:
-    """One repeat as a problem of its own: `ins` of the copy before, `outs`, and `outer`."""
+    """One repeat as a problem of its own: of the variables of a copy, its `outer` ones, and the
+    states it is handed and hands on."""
 
     def __init__(self, problem: RepeatedProblem, r: int, limits: Limits) -> None:
-        numbers, self.repeat, self.edges = problem.numbers, problem.repeats[r], problem.of_copies[r]
-        self.ins = tuple(sorted(self.repeat.like))
-        self.outs = tuple(self.repeat.like[u] for u in self.ins)
-        inside = set(self.repeat.block)
-        around = {w for e in self.edges for w in (e.u, e.v)} - inside - set(self.ins)
-        self.outer = tuple(sorted(around))
-        self.scope = (*self.outer, *self.ins, *self.outs)
-        inner = [v for v in self.repeat.block if v not in self.outs]
-        self.variables = [*inner, *self.scope]
+        self.numbers, self.edges = problem.numbers, problem.of_copies[r]
+        repeat, numbers = problem.repeats[r], problem.numbers
+        self.block, self.count = repeat.block, repeat.count
+        partitions = Partitions()
+        self.states = [
+            _state(problem, r, u, v, partitions) for u, v in sorted(repeat.like.items())
+        ]
+        firsts = {s.first: s for s in self.states}
+        around = {w for e in self.edges for w in (e.u, e.v)}
+        self.outer = tuple(sorted(around - {*repeat.block} - firsts.keys()))
+        self.variables = (*self.block, *self.outer)
         place = {v: i for i, v in enumerate(self.variables)}
-        self.scopes = [(place[e.u], place[e.v]) for e in self.edges]
-        self.n_inner, self.numbers = len(inner), numbers
         sizes = [numbers.sizes[v] for v in self.variables]
-        remaining = tuple(range(len(inner), len(sizes)))
-        self.shape = tuple(sizes[i] for i in remaining)
-        self.n_states = math.prod(numbers.sizes[v] for v in self.ins)
-        if math.prod(self.shape) * self.n_states > limits.table_entries:
+        n, n_states = len(sizes), len(self.states)
+        sizes += 2 * [s.n for s in self.states]
+        handed = {s.first: n + i for i, s in enumerate(self.states)}
+        tables = []
+        for e in self.edges:
+            scope = tuple(handed.get(w, place.get(w, -1)) for w in (e.u, e.v))
+            codes = tuple(
+                firsts[w].seen_by(of) if w in firsts else of
+                for w, of in ((e.u, e.rows), (e.v, e.columns))
+            )
+            tables.append(Axes(scope, codes))
+        for i, s in enumerate(self.states):
+            tables.append(Axes((place[s.last], n + n_states + i), (s.codes, None)))
+        first_outer = len(self.block)
+        remaining = tuple(range(first_outer, n + 2 * n_states))
+        whole = tuple(range(n, n + 2 * n_states))
+        self.plan = plan_order(sizes, tables, remaining, whole, limits)
+        self.n_states = math.prod(s.n for s in self.states)
+        shape = [self.plan.partitions.n_classes(p) for p in self.plan.left_over]
+        if math.prod(shape) * self.n_states > limits.table_entries:
             raise TooWide(
-                f"a repeated block hands on {self.n_states} placements, beside tables of "
-                f"{math.prod(self.shape)} entries; the limits are {limits}",
+                f"a repeated block hands on {self.n_states} states, beside tables of "
+                f"{math.prod(shape)} entries; the limits are {limits}",
                 hint="solve the ILP instead",
             )
-        self.plan = plan_order(sizes, self.scopes, remaining, limits)
+        self.outer_codes = [
+            self.plan.partitions.codes[p] for p in self.plan.left_over[: len(self.outer)]
+        ]
+        self.outer_shape = tuple(shape[: len(self.outer)])
+        self.state_shape = tuple(s.n for s in self.states)
+
+    @property
+    def axes(self) -> Axes:
+        """What all copies together are a table over: outer variables, those before, and the states
+        of the last copy."""
+        scope = (*self.outer, *(s.first for s in self.states), *(s.last for s in self.states))
+        codes = (*self.outer_codes, *(s.codes for s in self.states))
+        return Axes(scope, (*codes, *(None for _ in self.states)))
 
     def solved(self, weights: Weights) -> _Solved:
         """One copy eliminated, and its power."""
-        numbers, inside = self.numbers, set(self.repeat.block)
-        unary = tuple(
-            weights.total(numbers.cost_s[v], numbers.tie[v], numbers.bytes[v])
-            if v in inside
-            else np.zeros(numbers.sizes[v])
-            for v in self.variables
-        )
-        tables: dict[Scope, FloatArray] = {}
-        for e, (u, v) in zip(self.edges, self.scopes, strict=True):
-            table = weights.total(e.cost_s, e.tie, e.bytes)
-            tables[min(u, v), max(u, v)] = table if u < v else table.T
-        one = project(self.plan, Potentials(unary, tables))
-        states = one.table.reshape(-1, self.n_states, self.n_states)
-        return _Solved(self, one, Power.of(states, self.repeat.count))
+        numbers = self.numbers
+        unary = [
+            weights.total(numbers.cost_s[v], numbers.tie[v], numbers.bytes[v])[None]
+            for v in self.block
+        ]
+        unary += [np.zeros((1, k)) for k in self.plan.sizes[len(self.block) :]]
+        tables = [weights.total(e.cost_s, e.tie, e.bytes)[None] for e in self.edges]
+        tables += [np.where(np.eye(s.n, dtype=bool), 0.0, np.inf)[None] for s in self.states]
+        one = project(self.plan, Potentials(tuple(unary), tuple(tables)))
+        cases = one.table.reshape(-1, self.n_states, self.n_states)
+        return _Solved(self, one, Power.of(cases, self.count))
+
+
+def _state(
+    problem: RepeatedProblem, r: int, first: int, last: int, partitions: Partitions
+) -> _State:
+    """The classes of choices that later copies, or what comes after them, tell apart."""
+    seen = [partitions.of_none(problem.numbers.sizes[first])]
+    for edges, v in ((problem.of_copies[r], first), (problem.once, last)):
+        for e in edges:
+            for w, codes in ((e.u, e.rows), (e.v, e.columns)):
+                if w == v:
+                    every = np.arange(problem.numbers.sizes[v])
+                    seen.append(partitions.of(every if codes is None else codes))
+    join = partitions.join(seen)
+    return _State(first, last, partitions.codes[join], partitions.firsts[join])
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,27 +212,35 @@ class _Solved:
 
     @property
     def table(self) -> FloatArray:
-        return self.power.table.reshape(self.block.shape)
+        """[1, outer classes, states before, states of the last copy]"""
+        return self.power.table.reshape(1, *self.one.table.shape[1:])
 
-    def copies(self, base: list[int]) -> tuple[Choice, ...]:
-        """The choices of `block` in every copy, given those around all copies."""
-        block, sizes = self.block, self.block.numbers.sizes
-        outer = tuple(base[v] for v in block.outer)
-        state_sizes = tuple(sizes[v] for v in block.ins)
-        outer_sizes = tuple(sizes[v] for v in block.outer)
+    def copies(self, base: Sequence[int]) -> tuple[Choice, ...]:
+        """The choices of `block` in every copy, given those around all copies, and the class of the
+        last copy's states."""
+        block = self.block
+        case = _flat(
+            [int(codes[base[v]]) for v, codes in zip(block.outer, block.outer_codes, strict=True)],
+            block.outer_shape,
+        )
+        start = _flat([int(s.codes[base[s.first]]) for s in block.states], block.state_shape)
+        end = _flat([base[s.last] for s in block.states], block.state_shape)
+        steps = list(itertools.pairwise(self.power.path(case, start, end)))
+        pairs = list(dict.fromkeys(steps))
+        outer = [[base[v]] * len(pairs) for v in block.outer]
+        ends = [np.array(states, dtype=np.intp) for states in zip(*pairs, strict=True)]
+        states = [part for of in ends for part in _parts(of, block.state_shape)]
+        columns = [np.array(column, dtype=np.intp) for column in (*outer, *states)]
+        remaining = np.stack(columns, axis=1) if columns else np.zeros((len(pairs), 0), np.intp)
+        found = self.one.choices_at(np.zeros(len(pairs), dtype=np.intp), remaining)
+        rows = [tuple(row[: len(block.block)]) for row in found.tolist()]
+        row_of = dict(zip(pairs, rows, strict=True))
+        return tuple(row_of[pair] for pair in steps)
 
-        def state(of: Scope) -> int:
-            return int(np.ravel_multi_index([base[v] for v in of], state_sizes)) if of else 0
 
-        at = int(np.ravel_multi_index(outer, outer_sizes)) if outer else 0
-        path = self.power.path(at, state(block.ins), state(block.outs))
-        known: dict[tuple[int, int], Choice] = {}
-        rows = []
-        for pair in itertools.pairwise(path):
-            if pair not in known:
-                ends = [np.unravel_index(s, state_sizes) if state_sizes else () for s in pair]
-                values = (*outer, *(int(k) for end in ends for k in end))
-                chosen = dict(zip(block.variables, self.one.choice_at(values), strict=True))
-                known[pair] = tuple(chosen[v] for v in block.repeat.block)
-            rows.append(known[pair])
-        return tuple(rows)
+def _flat(at: Sequence[int], shape: Scope) -> int:
+    return int(np.ravel_multi_index(at, shape)) if shape else 0
+
+
+def _parts(flat: Codes, shape: Scope) -> Sequence[Codes]:
+    return list(np.unravel_index(flat, shape)) if shape else []

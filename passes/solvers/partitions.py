@@ -1,0 +1,79 @@
+"""Partitions of a variable's choices into classes that a table does not tell apart.
+
+Tables over specs tell few classes of choices apart. What elimination joins needs the *join* of the
+partitions of all tables that mention a variable: two choices are of one class where they are in
+each. Partitions are numbered, alike ones once; classes count up in the order of their first choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import reduce
+
+import numpy as np
+
+from autopar.passes.solvers.problem import Codes
+
+
+@dataclass(eq=False)
+class Partitions:
+    """Numbered partitions; `codes[p][k]` is the class of choice k, `firsts[p]` the first choice of
+    every class."""
+
+    codes: list[Codes] = field(default_factory=list)
+    firsts: list[Codes] = field(default_factory=list)
+    _grouped: dict[int, tuple[Codes, Codes]] = field(default_factory=dict)
+    _numbers: dict[bytes, int] = field(default_factory=dict)
+    _joins: dict[frozenset[int], int] = field(default_factory=dict)
+    _pairs: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def of(self, codes: Codes) -> int:
+        """The partition into choices of equal code."""
+        _, first, inverse = np.unique(codes, return_index=True, return_inverse=True)
+        order = np.argsort(first)
+        rank = np.empty_like(order)
+        rank[order] = np.arange(len(order))
+        classes: Codes = rank[inverse].astype(np.intp)
+        key = classes.tobytes()
+        if key not in self._numbers:
+            self._numbers[key] = len(self.codes)
+            self.codes.append(classes)
+            self.firsts.append(first[order])
+        return self._numbers[key]
+
+    def of_all(self, n_choices: int) -> int:
+        """Every choice by itself."""
+        return self.of(np.arange(n_choices))
+
+    def of_none(self, n_choices: int) -> int:
+        """All choices in one class."""
+        return self.of(np.zeros(n_choices, dtype=np.intp))
+
+    def n_classes(self, partition: int) -> int:
+        return len(self.firsts[partition])
+
+    def grouped(self, partition: int) -> tuple[Codes, Codes]:
+        """The choices, class by class, and where every class begins."""
+        if partition not in self._grouped:
+            order = np.argsort(self.codes[partition], kind="stable")
+            n = self.n_classes(partition)
+            starts = np.searchsorted(self.codes[partition][order], np.arange(n))
+            self._grouped[partition] = order, starts
+        return self._grouped[partition]
+
+    def join(self, partitions: Iterable[int]) -> int:
+        """The coarsest partition that tells apart what any of them does."""
+        wanted = frozenset(partitions)
+        if len(wanted) == 1:
+            return next(iter(wanted))
+        if wanted not in self._joins:
+            self._joins[wanted] = reduce(self._joined, sorted(wanted))
+        return self._joins[wanted]
+
+    def _joined(self, a: int, b: int) -> int:
+        pair = min(a, b), max(a, b)
+        if pair not in self._pairs:
+            both = self.codes[pair[0]] * self.n_classes(pair[1]) + self.codes[pair[1]]
+            self._pairs[pair] = self.of(both)
+        return self._pairs[pair]
