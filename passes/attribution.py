@@ -24,8 +24,9 @@ from autopar.cost.model import CostModel
 from autopar.mesh import Link
 from autopar.passes.boundaries import boundary_specs
 from autopar.passes.folding import Folded
+from autopar.passes.intra_op import ProblemBatch
 from autopar.passes.problem import IntraOpProblem
-from autopar.passes.reshard import ReshardTable, reshard_table
+from autopar.passes.reshard import ReshardTable
 from autopar.passes.solvers.problem import Choice
 from autopar.spec import Spec, local_bytes
 
@@ -44,13 +45,13 @@ class Shared:
 
 @dataclass(frozen=True)
 class Attribution:
-    """Reads choices of one problem; `cost` is the machine that its reshards are priced on."""
+    """Reads choices of the problem of a cost model and a number of microbatches, one of `batch`."""
 
     folded: Folded
     problem: IntraOpProblem
+    batch: ProblemBatch
     cost: CostModel
     n_microbatches: int
-    no_reduce_scatter: bool
 
     # -- what variables belong to ------------------------------------------------------------
 
@@ -157,8 +158,7 @@ class Attribution:
         }
 
     def table(self, value: str) -> ReshardTable:
-        types = self.folded.analysis.microbatch_types(self.n_microbatches)
-        return reshard_table(types.tensors[value], self.cost, self.no_reduce_scatter)
+        return self.batch.table(value, self.cost, self.n_microbatches)
 
 
 class _Crossings:
@@ -186,13 +186,12 @@ class _Crossings:
 
     def _price(self, value: str) -> tuple[float, float]:
         table, sizes = self.attribution.table(value), self.attribution.cost.mesh.sizes
-        made = table.index[self.made[value]]
-        wanted = [table.index[spec] for spec in self.read.get(value, {})]
+        made, wanted = self.made[value], tuple(self.read.get(value, {}))
         sent = boundary_specs(table.tensor, sizes, "sent")
         received = boundary_specs(table.tensor, sizes, "received")
-        leave_s = min(float(table.time_s[made, table.index[b]]) for b in sent)
-        before_s = float(table.time_s[made, wanted].sum())
-        enter_s = min(float(table.time_s[table.index[b], wanted].sum()) for b in received)
+        leave_s = min(table.seconds(made, sent))
+        before_s = sum(table.seconds(made, wanted))
+        enter_s = min(sum(table.seconds(spec, wanted)) for spec in received)
         # One slice each way; a gradient returns where there is one.
         slice_bytes = local_bytes(table.tensor, received[0], sizes)
         n_ways = 1 + table.tensor.has_grad

@@ -2,9 +2,8 @@
 
 A group's choice is one joint strategy per active mesh axis; its time and memory factor over
 axes (a tensor's local bytes are its bytes times one fraction per axis), so the tables are
-outer products and nothing is priced twice. Meshes that use the same axes have the same choices, and
-are priced together: arrays begin with an axis of meshes, and what is not legal on one of them takes
-forever there.
+outer products and nothing is priced twice. All cases (`cases.py`) have the same choices, and are
+priced together: what is not legal in one of them takes forever there.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +21,7 @@ from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError
 from autopar.factors import Operator
 from autopar.facts import OperatorStrategy
+from autopar.passes.cases import Cases, array_of
 from autopar.passes.constraints import Limits
 from autopar.passes.groups import Group, JointStrategy, PlacedOperator
 from autopar.passes.spec_column import SpecColumn
@@ -40,7 +39,7 @@ class ChoiceTable:
     """What groups that are alike may choose; values go by their numbers in `Group.values`.
 
     `choices[c]` are the joint strategies of choice c in the `first` of the groups, one per active
-    axis, and `picks[c]` their positions among all of its. `time_s` and `size_bytes` are [meshes,
+    axis, and `picks[c]` their positions among all of its. `time_s` and `size_bytes` are [cases,
     choices], `preference` [choices]. The bytes are those of the values `saved`, and of what is no
     value.
     """
@@ -117,35 +116,23 @@ class GroupCandidates:
 
 @dataclass(frozen=True)
 class CandidateMaker:
-    """Prices groups on logical meshes that use the same axes of the same devices.
+    """Prices groups in several cases.
 
-    `n_splits` parts are what the rows of the graph make. Some operators stand for `n_like` alike in
-    one group (`repeated.py`). `known` keeps the choices of groups by all that decides them.
+    Some operators stand for `n_like` alike in one group (`repeated.py`). `sizes_at` has operators'
+    sizes by name, per distinct number of microbatches. `known` keeps the choices of groups by all
+    that decides them.
     """
 
-    costs: Sequence[CostModel]
-    types: Mapping[str, TensorType]
+    cases: Cases
+    sizes_at: Sequence[Mapping[str, Mapping[str, int]]]
     saved: Mapping[str, Saved]
     limits: Limits
-    n_microbatches: int
-    n_splits: int
     n_like: Mapping[str, int] = field(default_factory=dict)
     known: dict[Hashable, ChoiceTable] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        first = self.costs[0]
-        for cost in self.costs:
-            assert cost.mesh.active_axes == first.mesh.active_axes, "meshes that use other axes"
-            assert (cost.mesh.device, cost.dtype) == (first.mesh.device, first.dtype)
-
     @property
     def _active(self) -> tuple[int, ...]:
-        return self.costs[0].mesh.active_axes
-
-    @cached_property
-    def _sizes(self) -> NDArray[np.int64]:
-        """[meshes, axes]"""
-        return np.array([cost.mesh.sizes for cost in self.costs], dtype=np.int64)
+        return self.cases.active_axes
 
     def make(self, group: Group, first_savers: set[str]) -> GroupCandidates:
         """All legal choices of `group`; raises `InfeasibleError` when constraints leave none.
@@ -173,7 +160,8 @@ class CandidateMaker:
             for item in group.members
         )
         values = tuple(
-            (self.types[n], self.limits.facts_of(n), n in first_savers) for n in group.values
+            (self.cases.distinct_types(n), self.limits.facts_of(n), n in first_savers)
+            for n in group.values
         )
         return members, values
 
@@ -181,7 +169,7 @@ class CandidateMaker:
         fitting = [self._fitting(group, axis) for axis in self._active]
         per_axis = [joints for joints, _ in fitting]
         picks = list(itertools.product(*(range(len(joints)) for joints in per_axis)))
-        legal = np.ones((len(self.costs), len(picks)), dtype=bool)
+        legal = np.ones((len(self.cases), len(picks)), dtype=bool)
         for c, pick in enumerate(picks):
             chosen = [per_axis[k][i] for k, i in enumerate(pick)]
             legal[:, c] = self._legal(group, chosen)
@@ -205,31 +193,38 @@ class CandidateMaker:
         positions = tuple(tuple(position[id(joint)] for joint in joints) for joints in choices)
         saved = frozenset(group.number[name] for name in savers - set(first_savers))
         return ChoiceTable(
-            group, choices, positions, self._active, self.costs[0].mesh.n_axes,
+            group, choices, positions, self._active, self.cases.costs[0].mesh.n_axes,
             time_s, size_bytes, preference, saved,
         )  # fmt: skip
 
     def _fitting(self, group: Group, axis: int) -> tuple[list[JointStrategy], NDArray[np.bool_]]:
-        """What a group may do on one axis of some mesh; and [meshes, strategies] on which."""
+        """What a group may do on one axis in some case; and [cases, strategies] in which."""
         allowed = self.limits.allowed(group, axis, group.strategies)
-        wanted: dict[int, set[int]] = {}
-        for n in self._sizes[:, axis].tolist():
-            if n not in wanted:
-                dividing = [joint for joint in allowed if self._divides(n, joint)]
-                wanted[n] = {id(j) for j in self.limits.preferred(group, axis, dividing)}
-        joints = [j for j in allowed if any(id(j) in ids for ids in wanted.values())]
-        marks = [[id(j) in wanted[n] for j in joints] for n in self._sizes[:, axis].tolist()]
-        return joints, np.array(marks, dtype=bool).reshape(len(self.costs), len(joints))
+        divides = np.ones((len(self.cases), len(allowed)), dtype=bool)
+        for i, joint in enumerate(allowed):
+            divides[:, i] = self._divides(axis, joint)
+        wanted: dict[bytes, NDArray[np.bool_]] = {}
+        rows = []
+        for row in divides:
+            if (key := row.tobytes()) not in wanted:
+                dividing = [joint for joint, fits in zip(allowed, row, strict=True) if fits]
+                ids = {id(j) for j in self.limits.preferred(group, axis, dividing)}
+                wanted[key] = np.array([id(j) in ids for j in allowed], dtype=bool)
+            rows.append(wanted[key])
+        marks = np.array(rows, dtype=bool).reshape(len(self.cases), len(allowed))
+        kept = np.flatnonzero(marks.any(axis=0))
+        return [allowed[i] for i in kept], marks[:, kept]
 
-    def _divides(self, n: int, joint: JointStrategy) -> bool:
-        return all(
-            self.types[name].dims[p.dim][p.factor] % n == 0
-            for name, p in joint.placements.items()
-            if p.is_shard
-        )
+    def _divides(self, axis: int, joint: JointStrategy) -> NDArray[np.bool_]:
+        """[cases]: do the ranks of an axis divide what a strategy shards?"""
+        cells = {(name, *p.cell) for name, p in joint.placements.items() if p.is_shard}
+        out = np.ones(len(self.cases), dtype=bool)
+        for cell in cells:
+            out &= self.cases.factor(*cell) % self.cases.sizes[:, axis] == 0
+        return out
 
     def _legal(self, group: Group, joints: Sequence[JointStrategy]) -> NDArray[np.bool_] | bool:
-        """[meshes]: do factors that several axes split still divide, and is no operator replaced
+        """[cases]: do factors that several axes split still divide, and is no operator replaced
         twice?"""
         if len(joints) < 2:
             return True
@@ -246,8 +241,8 @@ class CandidateMaker:
                     splits.setdefault(placement.cell, []).append(axis)
             for (dim, factor), axes in splits.items():
                 if len(axes) > 1:
-                    n_shards = self._sizes[:, axes].prod(axis=1)
-                    legal = legal & (self.types[name].dims[dim][factor] % n_shards == 0)
+                    n_shards = self.cases.sizes[:, axes].prod(axis=1)
+                    legal = legal & (self.cases.factor(name, dim, factor) % n_shards == 0)
         return legal
 
     @staticmethod
@@ -258,15 +253,15 @@ class CandidateMaker:
         self, group: Group, per_axis: Sequence[Sequence[JointStrategy]],
         columns: Sequence[NDArray[np.int64]], n_choices: int, first_savers: set[str],
     ) -> tuple[Array, Array]:  # fmt: skip
-        """[meshes, choices]: seconds per step, and bytes kept for backward by one microbatch."""
-        shape = len(self.costs), n_choices
+        """[cases, choices]: seconds per step, and bytes kept for backward by one microbatch."""
+        shape = len(self.cases), n_choices
 
         def over_axes(is_cut: Callable[[JointStrategy], bool]) -> Array:
             """The share of a rank of what an axis divides where its strategy `is_cut`."""
             out = np.ones(shape)
             for axis, joints, column in zip(self._active, per_axis, columns, strict=True):
                 cut = np.array([is_cut(joint) for joint in joints], dtype=bool)[column]
-                out[:, cut] /= self._sizes[:, axis, None]
+                out[:, cut] /= self.cases.sizes[:, axis, None]
             return out
 
         fractions: dict[str, Array] = {}
@@ -282,42 +277,44 @@ class CandidateMaker:
             labelled = over_axes(lambda joint, p=position, of=labels: of[joint.members[p]])  # type: ignore[misc]
             moved = np.zeros(shape)
             for name in (*item.operator.inputs, *item.operator.outputs):
-                moved += self.types[name].size_bytes * fraction(name)
+                moved += self.cases.size_bytes(name)[:, None] * fraction(name)
             rule = rule_for(str(item.operator.call.op))
-            flops = rule.flops_of(item.sizes) * labelled
+            flops = array_of(
+                self.cases, [rule.flops_of(sizes[item.name]) for sizes in self.sizes_at]
+            )
             forward, backward = operator_times_s(
-                rule, item.operator, self.types, self.costs[0], flops, moved
+                rule, item.operator, self.cases.type, self.cases.costs[0], flops * labelled, moved
             )
             n_like = self.n_like.get(item.name, 1)
             time_s += n_like * (forward + backward)
             if any(lowering.inner for lowering in rule.lower.values()):
                 time_s += n_like * self._inner_time_s(item, position, per_axis, columns)
             kept_bytes += n_like * self._kept_bytes(item, labelled, fraction, first_savers)
-        return time_s * self.n_microbatches, kept_bytes
+        return time_s * self.cases.n_microbatches[:, None], kept_bytes
 
     def _inner_time_s(
         self, item: PlacedOperator, position: int,
         per_axis: Sequence[Sequence[JointStrategy]], columns: Sequence[NDArray[np.int64]],
     ) -> Array:  # fmt: skip
-        """[meshes, choices]: the collectives inside a lowered operator."""
-        out = np.zeros((len(self.costs), len(columns[0]) if columns else 1))
+        """[cases, choices]: the collectives inside a lowered operator."""
+        out = np.zeros((len(self.cases), len(columns[0]) if columns else 1))
         for c in range(out.shape[1]):
             joints = [per_axis[k][column[c]] for k, column in enumerate(columns)]
             chosen = [item.strategies[joint.members[position]] for joint in joints]
             lowering, axes = lowered_over(chosen, self._active)
             if lowering is not None:
-                for b, cost in enumerate(self.costs):
-                    out[b, c] = self._inner_on(cost, item, chosen, lowering, axes)
+                for b in range(len(self.cases)):
+                    out[b, c] = self._inner_in(b, item, chosen, lowering, axes)
         return out
 
-    def _inner_on(
-        self, cost: CostModel, item: PlacedOperator, chosen: Sequence[AxisStrategy],
+    def _inner_in(
+        self, case: int, item: PlacedOperator, chosen: Sequence[AxisStrategy],
         lowering: Lowering, axes: Sequence[int],
     ) -> float:  # fmt: skip
-        """Seconds of a lowered operator's collectives on one mesh."""
-        itemsize = self.types[item.operator.inputs[0]].itemsize
-        grads = [self.types[n].has_grad for n in item.operator.inputs]
-        sizes = dict(item.sizes)
+        """Seconds of a lowered operator's collectives in one case."""
+        cost, types = self.cases.costs[case], [self.cases.type(n) for n in item.operator.inputs]
+        itemsize, grads = types[0].itemsize, [t.has_grad for t in types]
+        sizes = dict(self.sizes_at[self.cases.count_of[case]][item.name])
         for axis, strategy in zip(self._active, chosen, strict=True):
             for label in (strategy.label or "").split():
                 sizes[item.pattern.names[label]] //= cost.mesh.sizes[axis]
@@ -344,11 +341,12 @@ class CandidateMaker:
         batch = self.limits.batch_cells
         total = saved.other_bytes * labelled
         if any(n in batch for n in item.operator.outputs + item.operator.inputs):
-            total = total / self.n_splits
+            of_counts = [self.cases.n_splits[m] for m in self.cases.distinct_counts]
+            total = total / array_of(self.cases, of_counts)
         for name in names:
             if name not in first_savers and name not in self.limits.parameters:
                 first_savers.add(name)
-                total = total + self.types[name].size_bytes * fraction(name)
+                total = total + self.cases.size_bytes(name)[:, None] * fraction(name)
         return total
 
 
@@ -364,7 +362,7 @@ def lowered_over(
 
 
 def operator_times_s(
-    rule: OpRule, operator: Operator, types: Mapping[str, TensorType], cost: CostModel,
+    rule: OpRule, operator: Operator, type_of: Callable[[str], TensorType], cost: CostModel,
     flops: Array, moved_bytes: Array,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Forward and backward seconds of one operator in one microbatch.
@@ -377,11 +375,11 @@ def operator_times_s(
         return np.zeros_like(moved_bytes), np.zeros_like(moved_bytes)
     kind: Kind = "memory" if rule.flops is None else "attention" if rule.fused else "product"
     forward = cost.op_times_s(flops, moved_bytes, kind)
-    if not any(types[n].has_grad for n in operator.outputs):
+    if not any(type_of(n).has_grad for n in operator.outputs):
         return forward, np.zeros_like(forward)
     if rule.flops is None:
         return forward, cost.op_times_s(flops, 1.5 * moved_bytes, kind)
     if rule.fused:
         return forward, cost.op_times_s(2.5 * flops, 2.0 * moved_bytes, kind, is_backward=True)
-    n_products = sum(types[n].has_grad for n in operator.inputs[:2])
+    n_products = sum(type_of(n).has_grad for n in operator.inputs[:2])
     return forward, n_products * cost.op_times_s(flops, moved_bytes)

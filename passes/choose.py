@@ -83,12 +83,14 @@ class Ask:
 class Chooser:
     """Chooses for one program, from the problem of the same with few of its repeated blocks.
 
-    `families` are cost models that will be asked for, as in `ProblemFamilies`.
+    `families` and `counts` are cost models and numbers of microbatches that will be asked for, as
+    in `ProblemFamilies`.
     """
 
     folded: Folded
     optimizer: str
     families: Sequence[tuple[CostModel, ...]] = ()
+    counts: Sequence[int] = ()
     _first: dict[ProblemBatch, Repeated | None] = field(default_factory=dict)
 
     @cached_property
@@ -96,7 +98,9 @@ class Chooser:
         def n_like(m: int) -> Mapping[str, int]:
             return placed_once(self.folded, m)
 
-        return ProblemFamilies(self.folded.analysis, self.optimizer, self.families, n_like)
+        return ProblemFamilies(
+            self.folded.analysis, self.optimizer, self.families, self.counts, n_like
+        )
 
     def choose(
         self,
@@ -121,10 +125,11 @@ class Chooser:
     ) -> Repeated | None:
         """The problem of all blocks; None where one does not stand for the others."""
         batch = self._problems.of(cost, ask.n_microbatches, ask.constraints)
-        if batch not in self._first:  # how blocks repeat is the same on all meshes
-            self._first[batch] = repeated_problem(self.folded, batch[cost])
+        problem = batch.of(cost, ask.n_microbatches)
+        if batch not in self._first:  # how blocks repeat is the same in all cases
+            self._first[batch] = repeated_problem(self.folded, problem)
         first = self._first[batch]
-        return first and first.of(batch[cost].under(budget_bytes, ask.n_in_flight))
+        return first and first.of(problem.under(budget_bytes, ask.n_in_flight))
 
     def _by_copies(self, limited: Repeated, ask: Ask, time_limit_s: float | None) -> Chosen | None:
         """None: a gap is left, or tables would be too large."""

@@ -85,7 +85,8 @@ def n_in_flight(schedule: str, stage: int, n_stages: int, n_microbatches: int) -
 class Evaluator:
     """Solves candidates of one program on one machine; equal stages are solved once.
 
-    `views` are meshes that it and its stages will be asked for on.
+    `views` are meshes that it and its stages will be asked for on, with some of `counts`
+    microbatches.
     """
 
     analysis: Analysis
@@ -94,6 +95,7 @@ class Evaluator:
     budget_bytes: float
     predict: Predict
     views: Sequence[LogicalMesh] = ()
+    counts: Sequence[int] = ()
     _chosen: dict[object, Chosen] = field(default_factory=dict)
     _choosers: dict[int, Chooser] = field(default_factory=dict)
     _parts: dict[tuple[int, ...], tuple[Analysis, ...]] = field(default_factory=dict)
@@ -248,7 +250,7 @@ class Evaluator:
             real = tuple(CostModel(view, self.dtype) for view in self.views)
             families = (real, tuple(map(recipe_cost, real)))
             self._choosers[id(part)] = Chooser(
-                fold(part, find_runs(part)), self.options.optimizer, families
+                fold(part, find_runs(part)), self.options.optimizer, families, self.counts
             )
         return self._choosers[id(part)]
 

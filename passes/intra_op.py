@@ -2,6 +2,8 @@
 of microbatches.
 
     candidates -> problem -> solver -> `Strategy`           (`choose.py` has the latter two)
+
+The problems of several meshes and numbers of microbatches are built at once (`cases.py`).
 """
 
 from __future__ import annotations
@@ -12,13 +14,18 @@ from functools import cached_property
 
 from autopar.cost.memory import optimizer_time_s, static_bytes_per_param
 from autopar.cost.model import CostModel
+from autopar.errors import BatchError
 from autopar.passes.analysis import Analysis
 from autopar.passes.candidates import CandidateMaker
+from autopar.passes.cases import Case, Cases
 from autopar.passes.constraints import Constraints, Limits
 from autopar.passes.parameters import ParameterMaker
 from autopar.passes.priced import Priced
 from autopar.passes.problem import IntraOpProblem, IntraOpProblems, ProblemBuilder
-from autopar.passes.reshard import priced_alike
+from autopar.passes.reshard import ReshardTable, priced_alike
+
+# Built at once, so that arrays stay small enough to be kept: about 2 MB each.
+MOST_CASES = 128
 
 
 def least_bytes(
@@ -61,45 +68,73 @@ def intra_op_problem(
 
     `n_like` counts operators that some stand for within their group (`placed_once`).
     """
-    problems = intra_op_problems(analysis, (cost,), n_microbatches, constraints, optimizer, n_like)
-    return problems.of(0)
+    case = (cost, n_microbatches)
+    return intra_op_problems(analysis, (case,), constraints, optimizer, n_like).of(0)
 
 
 def intra_op_problems(
     analysis: Analysis,
-    costs: Sequence[CostModel],
-    n_microbatches: int,
+    cases: Sequence[Case],
     constraints: Constraints,
     optimizer: str,
     n_like: Mapping[str, int] | None = None,
 ) -> IntraOpProblems:
-    """`intra_op_problem` on logical meshes that use the same axes of the same devices."""
+    """`intra_op_problem` in several cases, whose meshes use the same axes of the same devices, and
+    whose numbers of microbatches are alike (`alike_counts`)."""
     program = analysis.program
-    types = analysis.microbatch_types(n_microbatches)
-    costs = tuple(cost.for_parameters(analysis.parameter_bytes) for cost in costs)
-    alike = tuple((priced_alike(cost), cost.bucket_bytes) for cost in costs)
-    key = (alike, n_microbatches, repr(constraints), optimizer)
-    priced = analysis.priced.setdefault(key, Priced())
-    limits = Limits.of(constraints, program, analysis.batch.cells, types.classes, analysis.matrices)
-    n_splits = analysis.batch.n_splits(n_microbatches)
-    maker = CandidateMaker(
-        costs, types.tensors, analysis.saved, limits, n_microbatches, n_splits, n_like or {},
-        priced.groups,
-    )  # fmt: skip
+    every = tuple((cost.for_parameters(analysis.parameter_bytes), m) for cost, m in cases)
+    alike = tuple((priced_alike(cost), cost.bucket_bytes, m) for cost, m in every)
+    priced = analysis.priced.setdefault((alike, repr(constraints), optimizer), Priced())
+    counts = tuple(dict.fromkeys(m for _, m in every))
+    types = {m: analysis.microbatch_types(m) for m in counts}
+    first = types[counts[0]]
+    limits = Limits.of(constraints, program, analysis.batch.cells, first.classes, analysis.matrices)
+    stacked = Cases(
+        every,
+        {m: of_count.tensors for m, of_count in types.items()},
+        {m: analysis.batch.n_splits(m) for m in counts},
+    )
+    sizes_at = [{p.name: p.sizes for p in analysis.placed_operators(m)} for m in counts]
+    maker = CandidateMaker(stacked, sizes_at, analysis.saved, limits, n_like or {}, priced.groups)
     savers: set[str] = set()
-    candidates = [maker.make(group, savers) for group in analysis.groups(n_microbatches)]
-    device, dtype = costs[0].mesh.device, costs[0].dtype
+    candidates = [maker.make(group, savers) for group in analysis.groups(counts[0])]
+    device, dtype = every[0][0].mesh.device, every[0][0].dtype
     static = static_bytes_per_param(optimizer, dtype)
     # Many tensors are updated in one launch, so each pays for its elements alone.
     update = optimizer_time_s(1.0, optimizer, dtype, device, n_tensors=0) / dtype.itemsize
-    parameters = ParameterMaker(costs, limits, n_microbatches, static, update)
-    return ProblemBuilder(program, types.tensors, parameters, priced).build(candidates)
+    parameters = ParameterMaker(stacked, limits, static, update)
+    return ProblemBuilder(program, stacked, parameters, priced).build(candidates)
+
+
+def alike_counts(analysis: Analysis, counts: Sequence[int]) -> list[tuple[int, ...]]:
+    """Numbers of microbatches whose groups have the same strategies, together; without those that
+    do not divide the batch."""
+    found: list[list[int]] = []
+    for m in counts:
+        try:
+            analysis.microbatch_types(m)
+        except BatchError:
+            continue
+        for of in found:
+            if _same_strategies(analysis, of[0], m):
+                of.append(m)
+                break
+        else:
+            found.append([m])
+    return [tuple(of) for of in found]
+
+
+def _same_strategies(analysis: Analysis, m: int, n: int) -> bool:
+    """Have all operators the same strategies on one axis, whether m or n are the microbatches?"""
+    pairs = zip(analysis.placed_operators(m), analysis.placed_operators(n), strict=True)
+    return all(a.strategies == b.strategies for a, b in pairs)
 
 
 @dataclass(eq=False)
 class ProblemFamilies:
     """The problems of one program. Of the cost models of one family, those whose meshes use the
-    same axes have theirs built together, when the first of them is asked for.
+    same axes have theirs built together, for several of the `counts` of microbatches, when the
+    first of them is asked for.
 
     `n_like` gives `intra_op_problems`'s for a number of microbatches.
     """
@@ -107,6 +142,7 @@ class ProblemFamilies:
     analysis: Analysis
     optimizer: str
     families: Sequence[tuple[CostModel, ...]] = ()
+    counts: Sequence[int] = ()
     n_like: Callable[[int], Mapping[str, int]] = lambda m: {}
     _built: dict[object, ProblemBatch] = field(default_factory=dict)
 
@@ -115,10 +151,14 @@ class ProblemFamilies:
         """Whatever is priced alike once."""
         return [dict.fromkeys(map(priced_alike, family)) for family in self.families]
 
-    def of(self, cost: CostModel, n_microbatches: int, constraints: Constraints) -> ProblemBatch:
-        """The problems built with that of `cost`, which they hold.
+    @cached_property
+    def _alike(self) -> list[tuple[int, ...]]:
+        return alike_counts(self.analysis, self.counts)
 
-        Raises `InfeasibleError` where the constraints leave nothing on any of the meshes,
+    def of(self, cost: CostModel, n_microbatches: int, constraints: Constraints) -> ProblemBatch:
+        """The problems built with that of `cost` and so many microbatches, which they hold.
+
+        Raises `InfeasibleError` where the constraints leave nothing in any of the cases,
         `BatchError` where the batch does not divide.
         """
         cost = priced_alike(cost)
@@ -126,26 +166,41 @@ class ProblemFamilies:
         costs = tuple(c for c in family if c.mesh.active_axes == cost.mesh.active_axes)
         if constraints.pins or set(constraints.roles) == {"data"}:
             costs = (cost,)  # pins are of one mesh; to data parallelism all meshes are the same
-        key = (costs, n_microbatches, repr(constraints))
+        counts = self._counts_with(n_microbatches, max(1, MOST_CASES // len(costs)))
+        key = (costs, counts, repr(constraints))
         if key not in self._built:
+            cases = tuple((c, m) for m in counts for c in costs)
             problems = intra_op_problems(
-                self.analysis, costs, n_microbatches, constraints, self.optimizer,
-                self.n_like(n_microbatches),
-            )  # fmt: skip
-            self._built[key] = ProblemBatch(costs, problems)
+                self.analysis, cases, constraints, self.optimizer, self.n_like(n_microbatches)
+            )
+            self._built[key] = ProblemBatch(cases, problems)
         return self._built[key]
+
+    def _counts_with(self, n_microbatches: int, n_most: int) -> tuple[int, ...]:
+        """The numbers of microbatches that are built with one."""
+        for alike in self._alike:
+            if n_microbatches in alike:
+                start = alike.index(n_microbatches) // n_most * n_most
+                return alike[start : start + n_most]
+        return (n_microbatches,)
 
 
 @dataclass(frozen=True, eq=False)
 class ProblemBatch:
-    """Problems that were built together, by cost model: those that price alike have one."""
+    """Problems that were built together, by cost model and number of microbatches: cost models that
+    price alike have one."""
 
-    costs: tuple[CostModel, ...]
+    cases: tuple[Case, ...]
     problems: IntraOpProblems
-    _of: dict[CostModel, IntraOpProblem] = field(default_factory=dict)
+    _of: dict[Case, IntraOpProblem] = field(default_factory=dict)
 
-    def __getitem__(self, cost: CostModel) -> IntraOpProblem:
-        cost = priced_alike(cost)
-        if cost not in self._of:
-            self._of[cost] = self.problems.of(self.costs.index(cost))
-        return self._of[cost]
+    def of(self, cost: CostModel, n_microbatches: int) -> IntraOpProblem:
+        case = (priced_alike(cost), n_microbatches)
+        if case not in self._of:
+            self._of[case] = self.problems.of(self.cases.index(case))
+        return self._of[case]
+
+    def table(self, value: str, cost: CostModel, n_microbatches: int) -> ReshardTable:
+        """The reshards of a value that is no parameter, as they were priced."""
+        at = self.cases.index((priced_alike(cost), n_microbatches))
+        return self.problems.tables_of(value).of(at)

@@ -121,8 +121,9 @@ class JointSearch:
     def maker(self) -> CostMaker:
         dtype = compute_dtype(self.analysis)
         sizes = [*submesh_sizes(self.mesh), self.mesh.n_ranks]  # as for one stage, to share prices
-        every = distinct_views(self.mesh, self.hardware, self.options, sizes)
-        return CostMaker(self.folded, self.layers, dtype, self.options.optimizer, every)
+        every = all_views(self.mesh, self.hardware, self.options, sizes)
+        counts = tuple(self.counts())
+        return CostMaker(self.folded, self.layers, dtype, self.options.optimizer, every, counts)
 
     # -- what is searched --------------------------------------------------------------------
 
@@ -317,6 +318,14 @@ def distinct_views(
             key = (view.sizes, view.names) if options.force else (size, axes)
             found.setdefault(key, view)
     return tuple(found.values())
+
+
+def all_views(
+    mesh: Mesh, hardware: Hardware, options: Options, sizes: Sequence[int]
+) -> tuple[LogicalMesh, ...]:
+    """How the first ranks may be seen, of each of some numbers of ranks: a recipe gives the axes of
+    views roles, so that those that only differ in which axis is in use are several."""
+    return tuple(v for size in sizes for v in views_of(mesh, hardware, options, 0, size))
 
 
 def view_at(mesh: Mesh, hardware: Hardware, view: LogicalMesh, first_rank: int) -> LogicalMesh:

@@ -52,7 +52,12 @@ class LineCosts:
         if any(self.types[v].has_grad for v in operator.outputs):
             products += sum(self.types[v].has_grad for v in operator.inputs[:2])
         forward, backward = operator_times_s(
-            rule, operator, self.types, self.cost, np.array([flops]), np.array([float(moved)])
+            rule,
+            operator,
+            self.types.__getitem__,
+            self.cost,
+            np.array([flops]),
+            np.array([float(moved)]),
         )
         return flops, whole * products, float(forward[0]), float(backward[0])
 

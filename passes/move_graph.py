@@ -17,7 +17,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -168,6 +168,23 @@ class MoveGraph:
     at: Mapping[tuple[int, int], int]
     splits: tuple[tuple[tuple[int, int], tuple[int, ...]], ...]
     has_split: NDArray[np.bool_]
+
+    @cached_property
+    def by_target(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """The moves in the order of where they lead; where those of each target begin, and which
+        targets there are."""
+        order = np.argsort(self.target, kind="stable")
+        targets, starts = np.unique(self.target[order], return_index=True)
+        return order, starts, targets
+
+    @cached_property
+    def into(self) -> NDArray[np.int64]:
+        """[specs, most moves into one]: the moves into every spec; -1 where there are no more."""
+        moves: list[list[int]] = [[] for _ in self.specs]
+        for move, target in enumerate(self.target.tolist()):
+            moves[target].append(move)
+        n_most = max((len(of) for of in moves), default=0)
+        return np.array([of + [-1] * (1 + n_most - len(of)) for of in moves], dtype=np.int64)
 
     def legal(self, tensor: TensorType, sizes: Sequence[int]) -> NDArray[np.bool_]:
         """Which specs a tensor may have on axes of these sizes."""

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from autopar.cost.memory import StaticBytes
 from autopar.cost.model import CostModel
 from autopar.facts import Period, Storage
+from autopar.passes.cases import Cases
 from autopar.passes.constraints import Limits
 from autopar.passes.primitive_costs import primitive_lines
 from autopar.passes.reshard import ReshardTables, primitive_calls
@@ -30,22 +31,21 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class ParameterMaker:
-    """Prices storage and conversions of parameters on logical meshes that use the same axes.
+    """Prices storage and conversions of parameters in several cases.
 
     `update_s_per_byte` is the optimizer's time per stored byte; `static` its bytes per
     parameter.
     """
 
-    costs: Sequence[CostModel]
+    cases: Cases
     limits: Limits
-    n_microbatches: int
     static: StaticBytes
     update_s_per_byte: float
 
     @cached_property
     def sizes(self) -> tuple[tuple[int, ...], ...]:
         """The axis sizes of each mesh."""
-        return tuple(cost.mesh.sizes for cost in self.costs)
+        return tuple(cost.mesh.sizes for cost in self.cases.meshes)
 
     def storages(self, name: str, tensor: TensorType, used: Sequence[Spec]) -> Storages:
         """Every storage worth considering: on each axis Invariant, sharded as in some use,
@@ -53,7 +53,8 @@ class ParameterMaker:
         of_meshes = [self._storages(name, tensor, used, sizes) for sizes in self.sizes]
         every = tuple(dict.fromkeys(itertools.chain.from_iterable(of_meshes)))
         legal = [[storage in of for storage in every] for of in map(frozenset, of_meshes)]
-        return Storages(every, np.array(legal, dtype=bool).reshape(len(self.sizes), len(every)))
+        marks = np.array(legal, dtype=bool).reshape(len(self.sizes), len(every))
+        return Storages(every, marks[self.cases.mesh_of])
 
     def _storages(
         self, name: str, tensor: TensorType, used: Sequence[Spec], sizes: tuple[int, ...]
@@ -78,12 +79,12 @@ class ParameterMaker:
         constraints = self.limits.constraints
         if not constraints.zero:
             return specs
-        data = [a for a in self.costs[0].mesh.active_axes if constraints.role(a) == "data"]
+        data = [a for a in self.cases.active_axes if constraints.role(a) == "data"]
         sharded = tuple(s for s in specs if all(s.placements[a].is_shard for a in data))
         return sharded or specs
 
     def storage_costs(self, tensor: TensorType, storages: Storages) -> tuple[Array, Array, Array]:
-        """(update seconds [meshes, storages], preference [storages], static bytes [meshes,
+        """(update seconds [cases, storages], preference [storages], static bytes [cases,
         storages])."""
         stored = self._local_bytes(tensor, [s.spec for s in storages.every])
         n_local = stored / tensor.itemsize
@@ -103,24 +104,27 @@ class ParameterMaker:
         return time_s, preference, size_bytes
 
     def _local_bytes(self, tensor: TensorType, specs: Sequence[Spec]) -> Array:
-        """[meshes, specs]"""
+        """[cases, specs]"""
         is_cut = np.array([[p.is_shard for p in spec.placements] for spec in specs], dtype=bool)
-        n_shards = np.where(is_cut, np.array(self.sizes)[:, None, :], 1).prod(axis=2)
+        n_shards = np.where(is_cut, self.cases.sizes[:, None, :], 1).prod(axis=2)
         return (tensor.size_bytes // n_shards).astype(np.float64)
 
     def conversions(
         self, tables: ReshardTables, storages: Sequence[Storage], uses: Sequence[Spec], n_uses: int
     ) -> tuple[Array, Array, Array]:
-        """(seconds per step, tie, bytes) of turning each storage into each use: [meshes, storages,
+        """(seconds per step, tie, bytes) of turning each storage into each use: [cases, storages,
         uses].
 
         Seconds are infinite where the constraints forbid it. ZeRO-3 gathers at each of
         `n_uses` uses, forward and backward; the others once per distinct use.
         """
-        paths, m = path_costs(tables, tuple(self.costs)), self.n_microbatches
-        rows = [tables.index[written(tables.tensor, s.spec, self.sizes[0])] for s in storages]
+        m = self.cases.n_microbatches[:, None, None]
+        rows = [tables.index[written(tables.tensors[0], s.spec, self.sizes[0])] for s in storages]
         columns = [tables.index[u] for u in uses]
-        pick = np.ix_(np.arange(len(self.costs)), np.array(rows), np.array(columns))
+        distinct = {row: i for i, row in enumerate(dict.fromkeys(rows))}
+        paths = path_costs(tables, self.cases.meshes, tuple(distinct))
+        at_rows = np.array([distinct[row] for row in rows])
+        pick = np.ix_(self.cases.mesh_of, at_rows, np.array(columns))
         period = np.array([PERIODS.index(s.period) for s in storages])[:, None]
         forward, backward = paths.forward_s[pick], paths.backward_s[pick]
         time_s = np.select(
@@ -129,10 +133,10 @@ class ParameterMaker:
             m * n_uses * (2 * forward + backward),
         )
         calls = paths.calls[pick] + 1e-3 * paths.moves[pick]
-        tie = calls * np.where(period == 0, 0.01, float(m))
-        used = self._local_bytes(tables.tensor, uses)[:, None, :]
+        tie = calls * np.where(period == 0, 0.01, m)
+        used = self._local_bytes(tables.tensors[0], uses)[:, None, :]
         copied, moved = paths.copies[pick] > 0, paths.moves[pick] > 0
-        has_grad = float(tables.tensor.has_grad)
+        has_grad = float(tables.tensors[0].has_grad)
         size_bytes = used * np.select(
             [period == 0, period == 1], [copied + has_grad * moved, copied * 1.0], 0.0
         )
@@ -144,13 +148,13 @@ class ParameterMaker:
             for gathers in (True, False)
         )
         allowed = np.where(paths.gathers[pick] > 0, with_gathers, without)
-        time_s[~(allowed & np.isfinite(tables.time_s[pick]))] = np.inf
+        time_s[~(allowed & paths.exist[pick])] = np.inf
         return time_s, tie, size_bytes
 
 
 @dataclass(frozen=True, eq=False)
 class Storages:
-    """How a parameter may be kept on some mesh, and [meshes, storages] on which."""
+    """How a parameter may be kept on some mesh, and [cases, storages] in which."""
 
     every: tuple[Storage, ...]
     legal: NDArray[np.bool_]
@@ -186,7 +190,8 @@ def _storage_specs(
 
 @dataclass(frozen=True, eq=False)
 class PathCosts:
-    """Sums over the cheapest path between every two specs of a type: [meshes, specs, specs]."""
+    """Sums over the cheapest paths from some specs of a type to all: [meshes, sources, specs]; and
+    which paths `exist`."""
 
     forward_s: Array
     backward_s: Array
@@ -195,12 +200,15 @@ class PathCosts:
     moves: Array
     copies: Array
     gathers: Array
+    exist: NDArray[np.bool_]
 
 
 @lru_cache(maxsize=256)
-def path_costs(tables: ReshardTables, costs: tuple[CostModel, ...]) -> PathCosts:
-    """What conversions of a parameter of this type cost."""
-    graph, size_bytes = tables.graph, tables.tensor.size_bytes
+def path_costs(
+    tables: ReshardTables, costs: tuple[CostModel, ...], sources: tuple[int, ...]
+) -> PathCosts:
+    """What conversions of a parameter of this type cost, on the tables' meshes."""
+    graph, size_bytes = tables.graph, tables.size_bytes
     calls, kinds = primitive_calls(graph), np.array([p.kind for p in graph.primitives])
     copies, gathers = kinds != "identity", kinds == "all_gather"
     forward, backward = graph.forward, graph.backward
@@ -222,4 +230,7 @@ def path_costs(tables: ReshardTables, costs: tuple[CostModel, ...]) -> PathCosts
         ],
         axis=1,
     )
-    return PathCosts(*np.moveaxis(tables.along_paths(values), 1, 0))
+    time_s, _ = tables.between(sources, range(len(graph.specs)))
+    sums = np.moveaxis(tables.along_paths(sources, values), 1, 0)
+    exist = np.isfinite(time_s)
+    return PathCosts(sums[0], sums[1], sums[2], sums[3], sums[4], sums[5], sums[6], exist)

@@ -26,7 +26,7 @@ from autopar.passes.constraints import Constraints, Pin, Role
 from autopar.passes.counts import microbatch_counts, recipe_counts
 from autopar.passes.evaluate import Evaluator, Predict, Scored, Solved, compute_dtype
 from autopar.passes.joint import (
-    distinct_views,
+    all_views,
     joint_candidates,
     pins_on,
     submesh_sizes,
@@ -93,7 +93,8 @@ class Planner:
     def evaluator(self) -> Evaluator:
         return Evaluator(
             self.analysis, self.options, self.hardware, self.budget_bytes, self.predict,
-            distinct_views(self.mesh, self.hardware, self.options, self._sizes),
+            all_views(self.mesh, self.hardware, self.options, self._sizes),
+            tuple(microbatch_counts(self.analysis, self.options, self.mesh.n_ranks)),
         )  # fmt: skip
 
     @property

@@ -1,9 +1,9 @@
 """What problems of one program, and of parts of it, have in common: each is priced once.
 
 Stages of a pipeline, and programs with few of their repeated blocks, consist of the same operators;
-so do copies of a block. `Priced` keeps, for one machine, one number of microbatches and one set of
-constraints, the choices of groups, the reshards and the conversions of parameters by what decides
-them. Keys that are identities are of objects that it keeps.
+so do copies of a block. `Priced` keeps, for some cases and one set of constraints, the choices of
+groups, the reshards and the conversions of parameters by what decides them. Keys that are
+identities are of objects that it keeps.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from autopar.facts import Storage
 from autopar.passes.candidates import ChoiceTable
+from autopar.passes.cases import Cases
 from autopar.passes.parameters import ParameterMaker, Storages
 from autopar.passes.reshard import ReshardTables, reshard_tables
 from autopar.passes.spec_column import SpecColumn
@@ -29,33 +30,66 @@ class Priced:
     """See the module. `groups` is filled by the `CandidateMaker`."""
 
     groups: dict[Hashable, ChoiceTable] = field(default_factory=dict)
-    _tables: dict[tuple[TensorType, bool], ReshardTables] = field(default_factory=dict)
+    _tables: dict[Hashable, ReshardTables] = field(default_factory=dict)
     _reshards: dict[tuple[int, int, int], Reshards] = field(default_factory=dict)
     _storages: dict[Hashable, Storages] = field(default_factory=dict)
+    _storage_costs: dict[Hashable, tuple[Array, Array, Array]] = field(default_factory=dict)
+    _columns: dict[tuple[Spec, ...], SpecColumn] = field(default_factory=dict)
+    _zeros: dict[int, Array] = field(default_factory=dict)
     _conversions: dict[Hashable, Conversions] = field(default_factory=dict)
 
     def tables(
-        self, maker: ParameterMaker, tensor: TensorType, no_reduce_scatter: bool
+        self, cases: Cases, value: str, is_parameter: bool, no_reduce_scatter: bool
     ) -> ReshardTables:
-        """All reshards of a tensor type."""
-        key = (tensor, no_reduce_scatter)
+        """All reshards of a value in every case; of a parameter, on every distinct mesh."""
+        key = (cases.distinct_types(value), is_parameter, no_reduce_scatter)
         if key not in self._tables:
-            self._tables[key] = reshard_tables(tensor, maker.costs, no_reduce_scatter)
+            if is_parameter:
+                tensors, costs = [cases.type(value)] * len(cases.meshes), cases.meshes
+            else:
+                types = cases.distinct_types(value)
+                tensors, costs = [types[i] for i in cases.count_of], cases.costs
+            self._tables[key] = reshard_tables(tensors, costs, no_reduce_scatter)
         return self._tables[key]
 
     def reshards(
-        self, tables: ReshardTables, made: SpecColumn, wanted: SpecColumn, n: int
+        self, cases: Cases, tables: ReshardTables, made: SpecColumn, wanted: SpecColumn
     ) -> Reshards:
-        """The seconds and ties of `n` microbatches between what two variables' choices say."""
+        """The seconds and ties of all microbatches between what two variables' choices say."""
         key = (id(tables), id(made), id(wanted))
         if key not in self._reshards:
-            rows = [tables.index[spec] for spec in made.distinct]
-            columns = [tables.index[spec] for spec in wanted.distinct]
-            pick = np.ix_(np.arange(len(tables.time_s)), rows, columns)
-            cost_s = tables.time_s[pick] * n
-            tie = np.where(np.isfinite(cost_s), tables.tie[pick], 0.0) * n
-            self._reshards[key] = Reshards(cost_s, tie, made, wanted)
+            rows, columns = ([tables.index[s] for s in of.distinct] for of in (made, wanted))
+            time_s, tie = tables.between(rows, columns)
+            n = cases.n_microbatches[:, None, None]
+            tie = np.where(np.isfinite(time_s), tie, 0.0)
+            self._reshards[key] = Reshards(time_s * n, tie * n, made, wanted)
         return self._reshards[key]
+
+    def column(self, specs: tuple[Spec, ...]) -> SpecColumn:
+        """One choice per spec."""
+        return self._columns.setdefault(specs, SpecColumn.of(specs))
+
+    def zeros(self, n_choices: int) -> Array:
+        """[1, choices] of a variable that costs nothing by itself."""
+        return self._zeros.setdefault(n_choices, np.zeros((1, n_choices)))
+
+    def equality(self, mine: SpecColumn, theirs: SpecColumn) -> Reshards:
+        """Nothing between choices that place a value alike; others are not to be."""
+        key = (0, id(mine), id(theirs))
+        if key not in self._reshards:
+            cost_s = np.where(mine.equals(theirs), 0.0, np.inf)[None]
+            self._reshards[key] = Reshards(cost_s, np.zeros_like(cost_s), mine, theirs)
+        return self._reshards[key]
+
+    def storage_costs(
+        self, maker: ParameterMaker, tensor: TensorType, storages: Storages
+    ) -> tuple[Array, Array, Array]:
+        """Seconds, ties and bytes of keeping a parameter: [cases or 1, storages]."""
+        key = (tensor, id(storages))
+        if key not in self._storage_costs:
+            time_s, tie, size_bytes = maker.storage_costs(tensor, storages)
+            self._storage_costs[key] = time_s, tie[None], size_bytes
+        return self._storage_costs[key]
 
     def storages(
         self, maker: ParameterMaker, name: str, tensor: TensorType, used: tuple[Spec, ...]
@@ -80,7 +114,7 @@ class Priced:
 
 @dataclass(frozen=True, eq=False)
 class Reshards:
-    """[meshes, specs of the producer, specs of the reader]; and whose they are."""
+    """[cases, specs of the producer, specs of the reader]; and whose they are."""
 
     cost_s: Array
     tie: Array
@@ -90,7 +124,7 @@ class Reshards:
 
 @dataclass(frozen=True, eq=False)
 class Conversions:
-    """[meshes, storages, specs of the reader]; and whose they are."""
+    """[cases, storages, specs of the reader]; and whose they are."""
 
     cost_s: Array
     tie: Array

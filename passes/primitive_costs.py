@@ -30,13 +30,13 @@ class PrimitiveLines:
     is_collective: NDArray[np.bool_]
     bucket_bytes: Array
 
-    def seconds(self, size_bytes: int) -> Array:
-        """[meshes, primitives], on a tensor of `size_bytes` in all."""
-        return self._of_local(size_bytes / self.n_shards)
+    def seconds(self, size_bytes: Array) -> Array:
+        """[meshes, primitives], on tensors of `size_bytes` [meshes] in all."""
+        return self._of_local(size_bytes[:, None] / self.n_shards)
 
-    def bucketed(self, size_bytes: int) -> Array:
+    def bucketed(self, size_bytes: Array) -> Array:
         """The same, of tensors that share their collectives with a whole bucket."""
-        sent, bucket = size_bytes / self.n_shards, self.bucket_bytes[:, None]
+        sent, bucket = size_bytes[:, None] / self.n_shards, self.bucket_bytes[:, None]
         shares = self.is_collective & (sent < bucket)
         full_s = self._of_local(np.where(shares, bucket, sent))
         return np.where(shares, full_s * sent / bucket, full_s)
@@ -46,9 +46,21 @@ class PrimitiveLines:
         return times
 
 
-@lru_cache(maxsize=512)
 def primitive_lines(graph: MoveGraph, costs: tuple[CostModel, ...]) -> PrimitiveLines:
-    """The lines of a graph's primitives on the meshes of some cost models."""
+    """The lines of a graph's primitives on the meshes of some cost models, which may repeat."""
+    distinct = {cost: i for i, cost in enumerate(dict.fromkeys(costs))}
+    lines = _lines(graph, tuple(distinct))
+    if len(distinct) == len(costs):
+        return lines
+    at = np.array([distinct[cost] for cost in costs])
+    return PrimitiveLines(
+        lines.latency_s[at], lines.s_per_byte[at], lines.n_shards[at], lines.is_collective,
+        lines.bucket_bytes[at],
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=512)
+def _lines(graph: MoveGraph, costs: tuple[CostModel, ...]) -> PrimitiveLines:
     lines = [[cost.lines(p.kind, p.axes) for p in graph.primitives] for cost in costs]
     n_most = max((len(of) for row in lines for of in row), default=1)
     shape = (len(costs), len(graph.primitives), n_most)

@@ -19,7 +19,7 @@ Meshes that use the same axes have the same variables and choices: their problem
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -30,13 +30,14 @@ from autopar.errors import InfeasibleError
 from autopar.facts import OperatorStrategy, Storage
 from autopar.passes.boundaries import Side, boundary_specs
 from autopar.passes.candidates import GroupCandidates
+from autopar.passes.cases import Cases
 from autopar.passes.parameters import ParameterMaker
 from autopar.passes.priced import Priced
 from autopar.passes.reshard import ReshardTables
 from autopar.passes.solvers import ChoiceProblem, ChoiceProblems, Edge
 from autopar.passes.spec_column import SpecColumn, all_alike
 from autopar.program import Program
-from autopar.spec import PREFERENCE, I, R, Spec, TensorType
+from autopar.spec import PREFERENCE, I, R, Spec
 
 Array = NDArray[np.float64]
 MAX_PAIRS = 1500  # largest domain of a reuse variable over pairs of placements
@@ -52,7 +53,7 @@ class Consumer:
 
 @dataclass
 class Variable:
-    """A variable while the problem is being built: its numbers are [meshes or 1, choices];
+    """A variable while the problem is being built: its numbers are [cases or 1, choices];
     `specs[value]` per choice."""
 
     name: str
@@ -77,7 +78,14 @@ class IntraOpProblem:
         """The same with a budget, and several microbatches' activations kept at once."""
         n, kept = len(self.candidates), self.numbers.bytes
         if n_in_flight > 1:
-            kept = (*(of_group * n_in_flight for of_group in kept[:n]), *kept[n:])
+            of_tables: dict[int, Array] = {}  # alike groups stay alike
+            kept = (
+                *(
+                    of_tables.setdefault(id(c.table), of_group * n_in_flight)
+                    for c, of_group in zip(self.candidates, kept, strict=False)
+                ),
+                *kept[n:],
+            )
         return replace(self, numbers=replace(self.numbers, bytes=kept, budget_bytes=budget_bytes))
 
     @property
@@ -125,22 +133,23 @@ class IntraOpProblem:
 
 @dataclass(frozen=True)
 class IntraOpProblems:
-    """The problems of a program on several meshes: of `IntraOpProblem` only the numbers differ."""
+    """The problems of a program in several cases: of `IntraOpProblem` only the numbers differ."""
 
     numbers: ChoiceProblems
     first: IntraOpProblem
+    tables_of: Callable[[str], ReshardTables]
 
-    def of(self, mesh: int) -> IntraOpProblem:
-        """The problem on one of the meshes."""
-        return replace(self.first, numbers=self.numbers.of(mesh))
+    def of(self, case: int) -> IntraOpProblem:
+        """The problem of one of the cases."""
+        return replace(self.first, numbers=self.numbers.of(case))
 
 
 @dataclass
 class ProblemBuilder:
-    """Builds the problem of one stage on several meshes that use the same axes."""
+    """Builds the problem of one stage in several cases."""
 
     program: Program
-    types: Mapping[str, TensorType]
+    cases: Cases
     maker: ParameterMaker
     priced: Priced
     variables: list[Variable] = field(default_factory=list)
@@ -171,7 +180,7 @@ class ProblemBuilder:
             self._connect_parameter(name, consumers.get(name, []))
         self._price_ends(producer)
         numbers = ChoiceProblems(
-            len(self.maker.costs),
+            len(self.cases),
             tuple(v.name for v in self.variables),
             tuple(v.cost_s for v in self.variables),
             tuple(v.tie for v in self.variables),
@@ -186,24 +195,29 @@ class ProblemBuilder:
             numbers.of(0), tuple(candidates), dict(self.storages), dict(self.parameter_variables),
             dict(self.boundary_variables), crossing,
         )  # fmt: skip
-        return IntraOpProblems(numbers, first)
+        return IntraOpProblems(numbers, first, self.tables)
 
     def _add_boundary(self, value: str, side: Side) -> int:
         """A variable for how a value crosses; the crossing itself costs the same however cut."""
-        of_meshes = [boundary_specs(self.types[value], sizes, side) for sizes in self.maker.sizes]
-        specs = tuple(dict.fromkeys(itertools.chain.from_iterable(of_meshes)))
+        of_cases = [
+            boundary_specs(self.cases.types[m][value], cost.mesh.sizes, side)
+            for cost, m in self.cases.every
+        ]
+        specs = tuple(dict.fromkeys(itertools.chain.from_iterable(of_cases)))
         index = self._add_variable(f"{value} {side}", {value: SpecColumn.of(specs)})
         self.boundary_variables[side, value] = index
-        legal = np.array([[spec in of for spec in specs] for of in of_meshes], dtype=bool)
+        legal = np.array([[spec in of for spec in specs] for of in of_cases], dtype=bool)
         self.variables[index].cost_s = np.where(legal, 0.0, np.inf)
         self.variables[index].tie = np.linspace(0.0, 1e-6, len(specs))[None]
         return index
 
     def tables(self, value: str) -> ReshardTables:
-        """The reshards of a value; under `forbid="sequence"` activations reduce_scatter not."""
+        """The reshards of a value, of a parameter per mesh; under `forbid="sequence"` activations
+        reduce_scatter not."""
         restricted = "sequence" in self.maker.limits.constraints.forbid
         is_parameter = value in self.program.parameters
-        return self.priced.tables(self.maker, self.types[value], restricted and not is_parameter)
+        restricted = restricted and not is_parameter
+        return self.priced.tables(self.cases, value, is_parameter, restricted)
 
     def _consumers(self, candidates: Sequence[GroupCandidates]) -> dict[str, list[Consumer]]:
         out: dict[str, list[Consumer]] = {}
@@ -233,28 +247,28 @@ class ProblemBuilder:
             options = {s: None for s in options if s in available}
         if not options:
             raise InfeasibleError(f"the consumers of {value} have no placement in common")
-        specs = SpecColumn.of(tuple(options))
+        specs = self.priced.column(tuple(options))
         shared = self._add_variable(f"{value} reused", {value: specs})
         for member in members:
             self._equality_edge(shared, specs, member, self.variables[member].specs[value])
         return shared
 
     def _add_variable(self, name: str, specs: dict[str, SpecColumn]) -> int:
-        zero = np.zeros((1, len(next(iter(specs.values())))))
-        self.variables.append(Variable(name, zero, zero.copy(), zero.copy(), specs))
+        zero = self.priced.zeros(len(next(iter(specs.values()))))
+        self.variables.append(Variable(name, zero, zero, zero, specs))
         return len(self.variables) - 1
 
     def _equality_edge(
         self, shared: int, mine: SpecColumn, member: int, theirs: SpecColumn
     ) -> None:
-        cost = np.where(mine.equals(theirs), 0.0, np.inf)[None]
-        edge = Edge(shared, member, cost, np.zeros_like(cost), None, mine.code, theirs.code)
-        self.edges.append(edge)
+        found = self.priced.equality(mine, theirs)
+        self.edges.append(
+            Edge(shared, member, found.cost_s, found.tie, None, mine.code, theirs.code)
+        )
 
     def _reshard_edge(self, value: str, source: int, target: int) -> None:
         made, wanted = self.variables[source].specs[value], self.variables[target].specs[value]
-        tables, m = self.tables(value), self.maker.n_microbatches
-        found = self.priced.reshards(tables, made, wanted, m)
+        found = self.priced.reshards(self.cases, self.tables(value), made, wanted)
         self.edges.append(
             Edge(source, target, found.cost_s, found.tie, None, made.code, wanted.code)
         )
@@ -263,15 +277,15 @@ class ProblemBuilder:
         """The loss ends Invariant on every axis, so that every rank seeds backward with 1; what
         changed buffers hold ends whole.
         """
-        sizes, m = self.maker.sizes[0], self.maker.n_microbatches
+        sizes, m = self.cases.costs[0].mesh.sizes, self.cases.n_microbatches[:, None]
         for value in (self.program.loss, *self.program.updates):
             if value is None or value not in producer:
                 continue
             variable, tables = self.variables[producer[value]], self.tables(value)
-            plain = I if self.types[value].has_grad else R
+            plain = I if self.cases.type(value).has_grad else R
             goal = tables.index[Spec.everywhere(plain, sizes)]
             rows = variable.specs[value].looked_up(tables.index)
-            cost_s, tie = tables.time_s[:, rows, goal], tables.tie[:, rows, goal]
+            cost_s, tie = (array[..., 0] for array in tables.between(rows.tolist(), [goal]))
             variable.cost_s = variable.cost_s + cost_s * m
             variable.tie = variable.tie + np.where(np.isfinite(cost_s), tie, 0.0) * m
 
@@ -279,12 +293,12 @@ class ProblemBuilder:
         members = [r.variable for r in readers]
         read_as = (self.variables[m].specs[name].distinct for m in members)
         used = tuple(dict.fromkeys(itertools.chain.from_iterable(read_as)))
-        storages = self.priced.storages(self.maker, name, self.types[name], used)
+        storages = self.priced.storages(self.maker, name, self.cases.type(name), used)
         if not storages.every:
             raise InfeasibleError(f"no allowed storage is left for {name}", hint="relax force")
-        cost, tie, size_bytes = self.maker.storage_costs(self.types[name], storages)
+        costs = self.priced.storage_costs(self.maker, self.cases.type(name), storages)
         index = len(self.variables)
-        self.variables.append(Variable(f"{name} stored", cost, tie[None], size_bytes))
+        self.variables.append(Variable(f"{name} stored", *costs))
         self.storages[name], self.parameter_variables[name] = storages.every, index
         if len(members) == 1:
             self._conversion_edge(

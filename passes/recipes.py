@@ -69,8 +69,7 @@ def recipe_candidates(
         analysis, mesh, hardware, options, budget_bytes, max(s.n_stages for s in splits), report
     )
     splits = [s for s in splits if s.n_stages <= search.layers.n_layers]
-    views = tuple(split.view(mesh, hardware) for split in splits)
-    maker = replace(search.maker, views=views, pricing=recipe_cost)
+    maker = replace(search.maker, pricing=recipe_cost)
     limits = recipe_limits(options, manual)
     found = [_Recipe(search, maker, split, limits).best(manual) for split in splits]
     fitting = [(cost_s, c) for cost_s, c in found if manual or math.isfinite(cost_s)]

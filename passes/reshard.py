@@ -1,15 +1,15 @@
 """Cheapest paths between specs: which moves turn one placement of a tensor into another.
 
-Shortest paths in the graph of single moves (`move_graph.py`) between all pairs of specs, once per
-tensor type (Floyd-Warshall); weights are forward plus backward time. Meshes that use the same axes
-share the graph, and their tables are made together (`ReshardTables`): arrays begin with an axis of
-meshes.
+Shortest paths in the graph of single moves (`move_graph.py`), from the specs that are asked for
+(Bellman and Ford's rounds; few moves make any path); weights are forward plus backward time. Meshes
+that use the same axes share the graph, and so do tensors that differ in sizes alone; their paths
+are found together (`ReshardTables`): arrays begin with an axis of cases, a tensor on a mesh each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -22,7 +22,6 @@ from autopar.passes.primitive_costs import primitive_lines
 from autopar.spec import Spec, TensorType
 
 Array = NDArray[np.float64]
-Indices = tuple[NDArray[np.int64], ...]
 
 
 def primitive_calls(graph: MoveGraph) -> Array:
@@ -31,149 +30,181 @@ def primitive_calls(graph: MoveGraph) -> Array:
 
 
 @dataclass(frozen=True, eq=False)
-class ReshardTables:
-    """All-pairs cheapest reshards of one tensor type on several meshes that use the same axes.
+class Paths:
+    """The cheapest paths from one spec: [cases, specs].
 
-    `time_s[b, i, j]` is the least forward + backward time from `specs[i]` to `specs[j]` on mesh b,
-    `tie[b, i, j]` the collectives on that path (the tie-break), `next_hop[b, i, j]` where it goes
-    first. What is not legal on a mesh is infinitely far.
+    `time_s` is the least forward + backward time to every spec, infinite where there is no path or
+    either is not legal; `tie` the collectives on that path (the tie-break), `last` its last move.
     """
 
-    tensor: TensorType
+    time_s: Array
+    tie: Array
+    last: NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class ReshardTables:
+    """The cheapest reshards of tensors on meshes that use the same axes; paths are found when they
+    are first asked for.
+
+    `move_s` [cases, moves] are what moves take, infinite where they are not legal; `move_tie`
+    [moves] their collectives, and a little for every move: no detours.
+    """
+
+    tensors: tuple[TensorType, ...]
     sizes: tuple[tuple[int, ...], ...]
     graph: MoveGraph
     legal: NDArray[np.bool_]
-    time_s: Array
-    tie: Array
-    next_hop: NDArray[np.int32]
+    move_s: Array
+    move_tie: Array
+    _paths: dict[int, Paths] = field(default_factory=dict, init=False)
 
     @property
     def index(self) -> Mapping[Spec, int]:
         return self.graph.index
 
+    @property
+    def size_bytes(self) -> Array:
+        """[cases]"""
+        return np.array([t.size_bytes for t in self.tensors], dtype=np.float64)
+
     @staticmethod
     def build(
-        tensor: TensorType,
+        tensors: Sequence[TensorType],
         sizes: Sequence[tuple[int, ...]],
         seconds: Array,
         no_reduce_scatter: bool = False,
     ) -> ReshardTables:
-        """Search all paths; `seconds` are [meshes, primitives of the graph], `no_reduce_scatter`
-        leaves out moves that reduce_scatter."""
-        graph = move_graph(tensor, sizes[0])
-        n, n_meshes = len(graph.specs), len(sizes)
-        kept = np.ones(len(graph.source), dtype=bool)
+        """Of the moves' prices; `seconds` are [cases, primitives of the graph],
+        `no_reduce_scatter` leaves out moves that reduce_scatter."""
+        graph = move_graph(tensors[0], sizes[0])
+        forward, backward = graph.forward, graph.backward
+        calls = primitive_calls(graph)
+        move_s = seconds[:, forward] + seconds[:, backward]
+        legal = np.stack([graph.legal(t, of) for t, of in zip(tensors, sizes, strict=True)])
+        move_s[~(legal[:, graph.source] & legal[:, graph.target])] = np.inf
         if no_reduce_scatter:
             scatters = np.array([p.kind == "reduce_scatter" for p in graph.primitives], dtype=bool)
-            kept = ~(scatters[graph.forward] | scatters[graph.backward])
-        source, target = graph.source[kept], graph.target[kept]
-        forward, backward = graph.forward[kept], graph.backward[kept]
-        calls = primitive_calls(graph)
-        # What a mesh does not have is infinitely far; what costs nothing still counts a little:
-        # no detours.
-        move_s, move_tie = np.full((n_meshes, n, n), np.inf), np.zeros((1, n, n))
-        move_s[:, source, target] = seconds[:, forward] + seconds[:, backward]
-        move_tie[:, source, target] = calls[forward] + calls[backward] + 1e-3
-        legal = np.stack([graph.legal(tensor, of_mesh) for of_mesh in sizes])
-        move_s[~(legal[:, :, None] & legal[:, None, :])] = np.inf
-        next_hop, reached = _next_hops(move_s, move_tie, np.flatnonzero(legal.any(axis=0)))
-        time_s, tie = np.where(reached, 0.0, np.inf), np.zeros((n_meshes, n, n))
-        tables = ReshardTables(tensor, tuple(sizes), graph, legal, time_s, tie, next_hop)
-        for pairs, (b, at, to) in tables._walk():
-            time_s[pairs] += move_s[b, at, to]
-            tie[pairs] += move_tie[0, at, to]
-        return tables
+            move_s[:, scatters[forward] | scatters[backward]] = np.inf
+        move_tie = calls[forward] + calls[backward] + 1e-3
+        return ReshardTables(tuple(tensors), tuple(sizes), graph, legal, move_s, move_tie)
 
-    def along_paths(self, move_values: Array) -> Array:
-        """[meshes, k, moves] -> [meshes, k, specs, specs]: sums over the moves of the path of
-        every pair."""
-        n_meshes, n = len(self.sizes), len(self.graph.specs)
-        values = np.zeros((n_meshes, n, n, move_values.shape[1]))
-        values[:, self.graph.source, self.graph.target] = np.moveaxis(move_values, 1, 2)
-        total = np.zeros_like(values)
-        for pairs, move in self._walk():
-            total[pairs] += values[move]
+    def between(self, sources: Sequence[int], targets: Sequence[int]) -> tuple[Array, Array]:
+        """(seconds, ties) from some specs to others: [cases, sources, targets]."""
+        paths, at = self.paths(sources), np.asarray(targets, dtype=np.int64)
+        return (
+            np.stack([path.time_s[:, at] for path in paths], axis=1),
+            np.stack([path.tie[:, at] for path in paths], axis=1),
+        )
+
+    def paths(self, sources: Sequence[int]) -> list[Paths]:
+        """The paths from some specs, found together where they are not known."""
+        unknown = [s for s in dict.fromkeys(sources) if s not in self._paths]
+        if unknown:
+            self._paths.update(zip(unknown, self._found(unknown), strict=True))
+        return [self._paths[s] for s in sources]
+
+    def _found(self, sources: Sequence[int]) -> Iterator[Paths]:
+        last = _last_moves(self.graph, self.move_s, self.move_tie, sources)
+        values = np.stack(np.broadcast_arrays(self.move_s, self.move_tie), axis=1)
+        totals = self._along(sources, last, values)
+        at = np.arange(len(sources))
+        reached = last >= 0
+        reached[:, at, sources] = self.legal[:, sources]
+        time_s, tie = np.where(reached, totals[:, 0], np.inf), totals[:, 1]
+        for k in range(len(sources)):
+            yield Paths(time_s[:, k], tie[:, k], last[:, k])
+
+    def along_paths(self, sources: Sequence[int], move_values: Array) -> Array:
+        """[cases, k, moves] -> [cases, k, sources, specs]: sums over the moves of the path to every
+        spec."""
+        last = np.stack([path.last for path in self.paths(sources)], axis=1)
+        return self._along(sources, last, move_values)
+
+    def _along(self, sources: Sequence[int], last: NDArray[np.int64], move_values: Array) -> Array:
+        n_cases, _, n = last.shape
+        values = np.moveaxis(move_values, 1, 2)
+        total = np.zeros((n_cases, len(sources), n, values.shape[2]))
+        # All paths at once, backwards, move by move.
+        case, row, target = np.nonzero(last >= 0)
+        at = target
+        for _ in range(n):
+            move = last[case, row, at]
+            total[case, row, target] += values[case, move]
+            at = self.graph.source[move]
+            left = last[case, row, at] >= 0
+            case, row, target, at = case[left], row[left], target[left], at[left]
         return np.moveaxis(total, 3, 1)
 
-    def _walk(self) -> Iterator[tuple[Indices, Indices]]:
-        """All paths at once, move by move: (mesh, source, target) of those that go on, and their
-        next moves as (mesh, from, to)."""
-        n = len(self.graph.specs)
-        pairs: Indices = np.nonzero(np.isfinite(self.time_s) & ~np.eye(n, dtype=bool))
-        at = pairs[1]
-        while len(at):
-            to = self.next_hop[pairs[0], at, pairs[2]].astype(np.int64)
-            yield pairs, (pairs[0], at, to)
-            left = to != pairs[2]
-            pairs, at = tuple(index[left] for index in pairs), to[left]
-
-    def of(self, mesh: int) -> ReshardTable:
-        """The table of one of the meshes."""
-        return ReshardTable(self, mesh)
+    def of(self, case: int) -> ReshardTable:
+        """The table of one of the cases."""
+        return ReshardTable(self, case)
 
 
 @dataclass(frozen=True, eq=False)
 class ReshardTable:
-    """All-pairs cheapest reshards of one tensor type on one mesh of `tables`."""
+    """All-pairs cheapest reshards of one tensor type on one mesh: a case of `tables`."""
 
     tables: ReshardTables
-    mesh: int
+    case: int
 
     @property
     def tensor(self) -> TensorType:
-        return self.tables.tensor
+        return self.tables.tensors[self.case]
 
     @property
     def index(self) -> Mapping[Spec, int]:
         return self.tables.index
 
-    @property
-    def time_s(self) -> Array:
-        """[specs, specs]"""
-        return self.tables.time_s[self.mesh]
+    def seconds(self, source: Spec, targets: Iterable[Spec]) -> list[float]:
+        """Of the cheapest reshards of one spec to others."""
+        (path,) = self.tables.paths([self.index[source]])
+        return [float(path.time_s[self.case, self.index[target]]) for target in targets]
 
     @cached_property
     def specs(self) -> tuple[Spec, ...]:
         """The legal ones."""
-        legal = np.flatnonzero(self.tables.legal[self.mesh])
+        legal = np.flatnonzero(self.tables.legal[self.case])
         return tuple(self.tables.graph.specs[i] for i in legal)
 
     def path(self, source: Spec, target: Spec) -> tuple[Step, ...]:
         """The moves of the cheapest reshard; empty when the specs are equal."""
-        tables, at, goal, out = self.tables, self.index[source], self.index[target], []
-        while at != goal:
-            following = int(tables.next_hop[self.mesh, at, goal])
-            out.append(tables.graph.step(self.tensor, tables.sizes[self.mesh], at, following))
-            at = following
-        return tuple(out)
+        tables, at, out = self.tables, self.index[target], []
+        (paths,) = tables.paths([self.index[source]])
+        while at != self.index[source]:
+            before = int(tables.graph.source[paths.last[self.case, at]])
+            out.append(tables.graph.step(self.tensor, tables.sizes[self.case], before, at))
+            at = before
+        return tuple(reversed(out))
 
 
 def reshard_table(
     tensor: TensorType, cost: CostModel, no_reduce_scatter: bool = False
 ) -> ReshardTable:
     """The table of a tensor type under a cost model; layers and stages alike share it."""
-    return reshard_tables(tensor, (cost,), no_reduce_scatter).of(0)
-
-
-def reshard_tables(
-    tensor: TensorType, costs: Sequence[CostModel], no_reduce_scatter: bool = False
-) -> ReshardTables:
-    """The tables of a tensor type under cost models of meshes that use the same axes."""
-    return _tables(tensor, tuple(priced_alike(cost) for cost in costs), no_reduce_scatter)
+    return _table(tensor, priced_alike(cost), no_reduce_scatter).of(0)
 
 
 @lru_cache(maxsize=1024)
-def _tables(
-    tensor: TensorType, costs: tuple[CostModel, ...], no_reduce_scatter: bool
+def _table(tensor: TensorType, cost: CostModel, no_reduce_scatter: bool) -> ReshardTables:
+    return reshard_tables((tensor,), (cost,), no_reduce_scatter)
+
+
+def reshard_tables(
+    tensors: Sequence[TensorType], costs: Sequence[CostModel], no_reduce_scatter: bool = False
 ) -> ReshardTables:
+    """The tables of tensors that differ in sizes, under cost models of meshes that use the same
+    axes; one of each per case."""
+    costs = tuple(priced_alike(cost) for cost in costs)
     sizes = [cost.mesh.sizes for cost in costs]
-    lines = primitive_lines(move_graph(tensor, sizes[0]), costs)
-    return ReshardTables.build(tensor, sizes, lines.seconds(tensor.size_bytes), no_reduce_scatter)
+    lines = primitive_lines(move_graph(tensors[0], sizes[0]), costs)
+    seconds = lines.seconds(np.array([t.size_bytes for t in tensors], dtype=np.float64))
+    return ReshardTables.build(tensors, sizes, seconds, no_reduce_scatter)
 
 
 def clear_tables() -> None:
     """Forget all tables: tests that change how they are made need it."""
-    _tables.cache_clear()
+    _table.cache_clear()
     clear_graphs()
 
 
@@ -184,22 +215,35 @@ def priced_alike(cost: CostModel) -> CostModel:
     return CostModel(replace(cost.mesh, names=names, first_rank=0), cost.dtype)
 
 
-def _next_hops(
-    move_s: Array, move_tie: Array, over: NDArray[np.int64]
-) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """Floyd-Warshall over the specs `over`, lexicographic by (time, tie) within 1e-9 relative.
-
-    Returns where the shortest path of every pair goes first, and of which pairs there is one.
-    """
-    n = move_s.shape[-1]
-    positive = np.where(np.isfinite(move_s) & (move_s > 0), move_s, np.inf).min(axis=(1, 2))
-    unit = np.where(np.isfinite(positive), positive * 1e-10, 1e-30)[:, None, None]
-    weight = move_s + unit * move_tie
-    weight[:, np.arange(n), np.arange(n)] = 0.0
-    next_hop = np.tile(np.arange(n, dtype=np.int32), (len(weight), n, 1))
-    for k in over:
-        through = weight[:, :, k : k + 1] + weight[:, k : k + 1, :]
-        better = through < weight - unit * 1e-6
-        np.copyto(weight, through, where=better)
-        np.copyto(next_hop, next_hop[:, :, k : k + 1], where=better)
-    return next_hop, np.isfinite(weight)
+def _last_moves(
+    graph: MoveGraph, move_s: Array, move_tie: Array, sources: Sequence[int]
+) -> NDArray[np.int64]:
+    """[cases, sources, specs]: the last move of every cheapest path, by time, then tie; -1 at the
+    source, and where there is none."""
+    n_cases, n, n_sources = len(move_s), len(graph.specs), len(sources)
+    usable = np.isfinite(move_s) & (move_s > 0)
+    positive = np.where(usable, move_s, np.inf).min(axis=1, initial=np.inf)
+    unit = np.where(np.isfinite(positive), positive * 1e-10, 1e-30)[:, None]
+    weights = move_s + unit * move_tie
+    distances = np.full((n_cases, n_sources, n), np.inf)
+    distances[:, np.arange(n_sources), sources] = 0.0
+    last = np.full(distances.shape, -1)
+    order, starts, arrived_at = graph.by_target
+    before, into = graph.source[order], graph.into
+    for distance, weight, last_of_case in zip(distances, weights, last, strict=True):
+        arriving = weight[order]
+        # The move numbered -1 is none: it comes from nowhere, and weighs infinitely much.
+        padded_from, padded = np.append(graph.source, 0), np.append(weight, np.inf)
+        while len(order):
+            reached = np.minimum.reduceat(distance[:, before] + arriving, starts, axis=1)
+            # Above what rounding may be: so no path comes back to where it was.
+            known = distance[:, arrived_at]
+            row, column = np.nonzero(reached < known * (1 - 1e-15))
+            if not len(row):
+                break
+            target = arrived_at[column]
+            moves = into[target]
+            best = (distance[row[:, None], padded_from[moves]] + padded[moves]).argmin(axis=1)
+            last_of_case[row, target] = moves[np.arange(len(row)), best]
+            distance[row, target] = reached[row, column]
+    return last

@@ -40,7 +40,7 @@ from autopar.passes.intra_op import ProblemFamilies
 from autopar.passes.layers import Layers
 from autopar.passes.problem import IntraOpProblem
 from autopar.passes.reshard import priced_alike
-from autopar.passes.solvers import Infeasible
+from autopar.passes.solvers import Infeasible, solve
 from autopar.passes.solvers.hull import hull_corners
 from autopar.passes.solvers.problem import Choice
 
@@ -94,7 +94,8 @@ class StageCosts:
 @dataclass(frozen=True)
 class CostMaker:
     """Prices views of one program. `pricing` is the machine that placements are chosen for,
-    where that is not the one they run on (recipes); `views` are those that will be asked for.
+    where that is not the one they run on (recipes); `views` and `counts` of microbatches are those
+    that will be asked for.
     """
 
     folded: Folded
@@ -102,6 +103,7 @@ class CostMaker:
     dtype: torch.dtype
     optimizer: str
     views: tuple[LogicalMesh, ...] = ()
+    counts: tuple[int, ...] = ()
     pricing: Callable[[CostModel], CostModel] | None = None
     _layouts: dict[Hashable, tuple[Hashable, Choice]] = field(default_factory=dict, init=False)
 
@@ -109,7 +111,7 @@ class CostMaker:
     def _problems(self) -> ProblemFamilies:
         real = tuple(CostModel(view, self.dtype) for view in self.views)
         abstract = tuple(map(self.pricing, real)) if self.pricing is not None else ()
-        return ProblemFamilies(self.folded.analysis, self.optimizer, (real, abstract))
+        return ProblemFamilies(self.folded.analysis, self.optimizer, (real, abstract), self.counts)
 
     def make(
         self,
@@ -128,9 +130,9 @@ class CostMaker:
         does not divide.
         """
         cost = CostModel(view, self.dtype)
-        problem = self._problems.of(cost, n_microbatches, constraints)[cost]
-        restricted = "sequence" in constraints.forbid
-        attribution = Attribution(self.folded, problem, cost, n_microbatches, restricted)
+        batch = self._problems.of(cost, n_microbatches, constraints)
+        problem = batch.of(cost, n_microbatches)
+        attribution = Attribution(self.folded, problem, batch, cost, n_microbatches)
         if self.pricing is not None:
             layout = self._layout(cost, problem, n_microbatches, constraints)
             return [self._costs(attribution, layout, hop)]
@@ -152,8 +154,10 @@ class CostMaker:
         known = self._layouts.get(key)
         if known is None or known[0] != problem.structure:
             other = self.pricing(cost)
-            (choice,) = _corners(self._problems.of(other, m, constraints)[other], 1, 1)
-            known = self._layouts[key] = (problem.structure, choice)
+            found = solve(self._problems.of(other, m, constraints).of(other, m).numbers)
+            if isinstance(found, Infeasible):
+                raise _contradictory()
+            known = self._layouts[key] = (problem.structure, found.choice)
         return known[1]
 
     def _costs(self, attribution: Attribution, choice: Choice, hop: Link) -> StageCosts:
@@ -166,11 +170,14 @@ def _corners(problem: IntraOpProblem, depth: int, n_most: int) -> list[Choice]:
     """Placements at corners of the hull when `depth` microbatches' activations are kept."""
     found = hull_corners(problem.under(None, depth).numbers, n_most)
     if isinstance(found, Infeasible):
-        raise InfeasibleError(
-            "no plan satisfies the constraints together",
-            hint="relax forbid, force or the recipe",
-        )
+        raise _contradictory()
     return found
+
+
+def _contradictory() -> InfeasibleError:
+    return InfeasibleError(
+        "no plan satisfies the constraints together", hint="relax forbid, force or the recipe"
+    )
 
 
 def undominated(configs: Sequence[StageCosts], layers: Layers) -> list[StageCosts]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -14,6 +15,7 @@ from autopar.capture import capture
 from autopar.cost.hardware import Hardware, resolve
 from autopar.cost.model import CostModel
 from autopar.cost.predict import link_between, predict
+from autopar.errors import BatchError
 from autopar.mesh import Mesh, factored_view
 from autopar.moves import COLLECTIVES
 from autopar.options import Options
@@ -45,7 +47,8 @@ def test_meshes_together_are_meshes_alone(model: str, limits: str) -> None:
     """Also where a size leaves out what another allows: heads that 4 divides and 8 does not."""
     analysis, constraints = model_case(model).analysis, LIMITS[limits]
     costs = [abstract_cost(sizes) for sizes in ((2, 2), (4, 2), (2, 4), (2, 8))]
-    together = intra_op_problems(analysis, costs, 1, constraints, "adamw")
+    cases = [(cost, 1) for cost in costs]
+    together = intra_op_problems(analysis, cases, constraints, "adamw")
     for b, cost in enumerate(costs):
         alone = solve(intra_op_problem(analysis, cost, 1, constraints, "adamw").numbers)
         found = solve(together.of(b).numbers)
@@ -64,7 +67,25 @@ def test_those_of_a_family_that_use_the_same_axes_are_built_at_once() -> None:
     assert square is problems.of(costs[1], 1, Constraints()) is not flat
     assert problems.of(costs[0], 2, Constraints()) is not square
     pinned = problems.of(costs[0], 1, Constraints(roles=("data", "data")))
-    assert len(pinned.costs) == 1
+    assert len(pinned.cases) == 1
+
+
+def test_numbers_of_microbatches_together_are_each_alone() -> None:
+    """Also those that leave out what others allow: rows that four ranks no longer divide."""
+    analysis = model_case("llama").analysis
+    cost = abstract_cost((2, 4))
+    problems = ProblemFamilies(analysis, "adamw", ((cost,),), (1, 2, 4, 3))
+    batch = problems.of(cost, 2, Constraints())
+    assert [m for _, m in batch.cases] == [1, 2, 4]
+    for m in (1, 2, 4):
+        assert problems.of(cost, m, Constraints()) is batch
+        found = solve(batch.of(cost, m).numbers)
+        alone = solve(intra_op_problem(analysis, cost, m, Constraints(), "adamw").numbers)
+        assert isinstance(alone, Solution) and isinstance(found, Solution)
+        assert found.objective_s == pytest.approx(alone.objective_s, rel=REL)
+        assert found.bytes == pytest.approx(alone.bytes, rel=REL)
+    with pytest.raises(BatchError):
+        problems.of(cost, 3, Constraints())
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (4, 8)])
@@ -85,7 +106,8 @@ def test_primitives_are_lines_in_their_bytes(shape: tuple[int, int]) -> None:
         assert {p.kind for p in graph.primitives} >= COLLECTIVES
         lines = primitive_lines(graph, costs)
         for size_bytes in (1 << 13, 1 << 20, 1 << 28):
-            seconds, bucketed = lines.seconds(size_bytes), lines.bucketed(size_bytes)
+            sizes = np.full(len(costs), float(size_bytes))
+            seconds, bucketed = lines.seconds(sizes), lines.bucketed(sizes)
             for b, cost in enumerate(costs):
                 for p, primitive in enumerate(graph.primitives):
                     local = size_bytes // int(lines.n_shards[b, p])

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -65,6 +65,25 @@ class Weights(NamedTuple):
         return out
 
 
+class Weighted:
+    """Weighs the tables of one problem, equal ones once: alike blocks share their numbers."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+        self._known: dict[Hashable, FloatArray] = {}
+
+    def __call__(
+        self, cost_s: FloatArray, ties: FloatArray, size_bytes: FloatArray | None
+    ) -> FloatArray:
+        """`Weights.total`, of one problem: [1, ...]."""
+        arrays = (cost_s, ties) if size_bytes is None else (cost_s, ties, size_bytes)
+        # Of views, the memory they show is what they have in common.
+        key = tuple((a.ctypes.data, a.shape, a.strides) for a in arrays)
+        if key not in self._known:
+            self._known[key] = self.weights.total(cost_s, ties, size_bytes)[None]
+        return self._known[key]
+
+
 @dataclass(frozen=True, eq=False)
 class Potentials:
     """One weighted sum of costs: [problems, K_v] per variable, and [problems, ...] per table of
@@ -76,10 +95,10 @@ class Potentials:
     @staticmethod
     def of(problem: ChoiceProblem, weights: Weights) -> Potentials:
         """Of one problem, for `plan_elimination` of it."""
+        total = Weighted(weights)
         nodes = zip(problem.cost_s, problem.tie, problem.bytes, strict=True)
-        unary = tuple(weights.total(*node)[None] for node in nodes)
-        tables = (weights.total(e.cost_s, e.tie, e.bytes)[None] for e in problem.edges)
-        return Potentials(unary, tuple(tables))
+        unary = tuple(total(*node) for node in nodes)
+        return Potentials(unary, tuple(total(e.cost_s, e.tie, e.bytes) for e in problem.edges))
 
     @property
     def n_problems(self) -> int:
@@ -302,8 +321,14 @@ def _upward(
     """Eliminate in order: [problems], the least totals; and all tables, given and made."""
     tables = dict(enumerate(potentials.tables))
     constant = sum((t for t in potentials.tables if t.ndim == 1), np.zeros(1))
+    # Copies of a block have the same tables, so what is made of them is the same.
+    known: dict[Hashable, FloatArray] = {}
     for step in plan.steps:
-        message = _made(plan, step, potentials, tables)
+        of_tables = (id(tables[placed.table]) for placed in step.bucket)
+        key = (step.kind, id(potentials.unary[step.variable]), *of_tables)
+        if key not in known:
+            known[key] = _made(plan, step, potentials, tables)
+        message = known[key]
         if step.made.scope:
             tables[step.made.table] = message
         else:
@@ -346,9 +371,7 @@ def _walk_back(
     return out
 
 
-def _downward(
-    plan: EliminationPlan, potentials: Potentials
-) -> Iterable[tuple[int, FloatArray]]:
+def _downward(plan: EliminationPlan, potentials: Potentials) -> Iterable[tuple[int, FloatArray]]:
     """Min-marginals of the eliminated variables of one problem, by a downward pass."""
     constant, tables = _upward(plan, potentials)
     step_of = {step.made.table: step for step in plan.steps}
@@ -379,9 +402,10 @@ def _downward(
             root_of[child.table] = root
         for child in step.bucket:
             if len(child.scope) == 1 and child.table in step_of:
-                rest = potentials.unary[step.variable] + joint.min(axis=axes)[
-                    :, plan.partitions.codes[step.partition]
-                ]
+                rest = (
+                    potentials.unary[step.variable]
+                    + joint.min(axis=axes)[:, plan.partitions.codes[step.partition]]
+                )
                 for placed in step.bucket:
                     if len(placed.scope) == 1 and placed is not child:
                         rest = rest + tables[placed.table][:, placed.codes[0]]
@@ -400,7 +424,7 @@ def _coarser(
     for axis, v in enumerate(kept):
         fine, coarse = joins[v], placed.partitions[placed.scope.index(v)]
         of_class = plan.partitions.codes[coarse][plan.partitions.firsts[fine]]
-        least = np.full((*out.shape[: axis + 1], plan.partitions.n_classes(coarse), *out.shape[axis + 2 :]), np.inf)
-        np.minimum.at(least, (slice(None),) * (axis + 1) + (of_class,), out)
-        out = least
+        order = np.argsort(of_class, kind="stable")
+        starts = np.searchsorted(of_class[order], np.arange(plan.partitions.n_classes(coarse)))
+        out = np.minimum.reduceat(np.take(out, order, axis=axis + 1), starts, axis=axis + 1)
     return out.transpose(0, *(kept.index(v) + 1 for v in placed.scope))

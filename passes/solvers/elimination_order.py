@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import astuple, dataclass
 from functools import cached_property, lru_cache
 from itertools import combinations
@@ -99,18 +99,20 @@ class Placed:
 @dataclass(frozen=True, eq=False)
 class Step:
     """One variable eliminated. `bucket` are the tables that mention it; `partition` joins theirs of
-    the variable, where they are of more than it; what is `made` is a table over the separator."""
+    the variable, where they are of more than it; what is `made` is a table over the separator.
+    Steps of one `kind` do the same with their tables."""
 
     variable: int
     partition: int
     bucket: tuple[Placed, ...]
     made: Placed
+    kind: Hashable
 
 
 @dataclass(frozen=True, eq=False)
 class EliminationPlan:
-    """Steps in order, and the tables that are left over what remains; `left_over` are the partitions
-    that those have of it.
+    """Steps in order, and the tables that are left over what remains; `left_over` are the
+    partitions that those have of it.
 
     Steps' tables are numbered after those given. `hubs` are no axis of any table: values of
     theirs are tried one by one. `entries` counts the joint tables' entries in one branch, `largest`
@@ -273,7 +275,7 @@ class _Greedy:
             del current[v]
             joins, bucket = self._joins(v), tuple(self.of[v].values())
             made = self._made(len(self.orders.tables) + len(steps), v, joins)
-            steps.append(Step(v, joins[v], bucket, made))
+            steps.append(Step(v, joins[v], bucket, made, self._kind(joins, bucket)))
             sizes_made.append(math.prod(self.partitions.n_classes(p) for p in made.partitions))
             sizes_joint.append(sizes_made[-1] * self.partitions.n_classes(joins[v]))
             for w in self._replace(v, bucket, made) & current.keys():
@@ -283,9 +285,18 @@ class _Greedy:
                     heapq.heappush(heap, new)
         left = tuple({t.table: t for v in remaining for t in self.of[v].values()}.values())
         return EliminationPlan(
-            sizes, self.orders.given, tuple(steps), self.hubs, remaining, left, self._left_over(left),
-            self.partitions, sum(sizes_joint), max(sizes_joint, default=1), sum(sizes_made),
+            sizes, self.orders.given, tuple(steps), self.hubs, remaining, left,
+            self._left_over(left), self.partitions, sum(sizes_joint),
+            max(sizes_joint, default=1), sum(sizes_made),
         )  # fmt: skip
+
+    def _kind(self, joins: dict[int, int], bucket: Sequence[Placed]) -> Hashable:
+        place, exactly = {v: i for i, v in enumerate(joins)}, self.partitions.exactly
+        of_tables = tuple(
+            tuple((place[w], exactly(of)) for w, of in zip(t.scope, t.codes, strict=True))
+            for t in bucket
+        )
+        return tuple(joins.values()), of_tables
 
     def _made(self, table: int, v: int, joins: dict[int, int]) -> Placed:
         separator = tuple(w for w in joins if w != v)

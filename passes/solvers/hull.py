@@ -32,22 +32,21 @@ _SAME_REL = 1e-6
 def hull_corners(problem: ChoiceProblem, n_most: int) -> list[Choice] | Infeasible:
     """Up to `n_most` corners: the fastest choice first, the leanest second, then others.
 
-    One corner, or a problem too wide to eliminate: the optimum of `solve`. The budget is not
-    read.
+    Of choices that cost the same any may come out. A problem too wide to eliminate: the optimum of
+    `solve`. The budget is not read.
     """
     unlimited = replace(problem, budget_bytes=None)
-    if n_most > 1:
-        ready = as_it_is(unlimited)
-        if ready is not None:
-            return _Walk(*ready).corners(n_most)
-        # A budget, however large, keeps choices that are dearer and smaller.
-        reduced = reduce(replace(problem, budget_bytes=math.inf))
-        if reduced is None:
-            return FORBIDDEN
-        try:
-            return _Walk(reduced, plan_elimination(reduced.problem)).corners(n_most)
-        except TooWide:
-            pass
+    ready = as_it_is(unlimited)
+    if ready is not None:
+        return _Walk(*ready).corners(n_most)
+    # A budget, however large, keeps choices that are dearer and smaller.
+    reduced = reduce(replace(problem, budget_bytes=math.inf))
+    if reduced is None:
+        return FORBIDDEN
+    try:
+        return _Walk(reduced, plan_elimination(reduced.problem)).corners(n_most)
+    except TooWide:
+        pass
     found = solve(unlimited)
     return found if isinstance(found, Infeasible) else [found.choice]
 
@@ -62,6 +61,8 @@ class _Walk:
         value, fastest = self.elimination.at(Weights())
         if math.isinf(value):
             return FORBIDDEN
+        if n_most == 1:
+            return [self.reduced.lift(fastest.choice)]
         totals = fastest.totals
         even = totals.cost_s / totals.bytes if totals.bytes and totals.cost_s else 1.0
         fastest, leanest = self._at(even * _LOW), self._at(even * _HIGH)

@@ -151,9 +151,9 @@ def _typical_cost(problem: ChoiceProblem) -> float:
     """The cost of a local optimum (each variable in turn takes its best); 1 if it is useless."""
     around: list[list[tuple[int, FloatArray]]] = [[] for _ in problem.names]
     for e in problem.edges:
-        cost_s = e.written(e.cost_s)
-        around[e.u].append((e.v, cost_s))
-        around[e.v].append((e.u, cost_s.T))
+        pairs_s = e.written(e.cost_s)
+        around[e.u].append((e.v, pairs_s))
+        around[e.v].append((e.u, pairs_s.T))
     choice = [int(c.argmin()) for c in problem.cost_s]
     for _, v in itertools.product(range(ICM_ROUNDS), range(problem.n_variables)):
         costs = problem.cost_s[v] + sum((t[:, choice[w]] for w, t in around[v]), 0.0)

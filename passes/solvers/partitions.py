@@ -25,6 +25,7 @@ class Partitions:
     firsts: list[Codes] = field(default_factory=list)
     _grouped: dict[int, tuple[Codes, Codes]] = field(default_factory=dict)
     _numbers: dict[bytes, int] = field(default_factory=dict)
+    _exact: dict[bytes, int] = field(default_factory=dict)
     _joins: dict[frozenset[int], int] = field(default_factory=dict)
     _pairs: dict[tuple[int, int], int] = field(default_factory=dict)
 
@@ -41,6 +42,10 @@ class Partitions:
             self.codes.append(classes)
             self.firsts.append(first[order])
         return self._numbers[key]
+
+    def exactly(self, codes: Codes) -> int:
+        """The number of these codes, alike ones once, whatever partition they make."""
+        return self._exact.setdefault(codes.astype(np.intp).tobytes(), len(self._exact))
 
     def of_all(self, n_choices: int) -> int:
         """Every choice by itself."""

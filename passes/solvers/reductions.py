@@ -82,7 +82,8 @@ def drop_forbidden(reduced: Reduced, classes: Classes | None = None) -> Reduced 
     for e in problem.edges:
         allowed = np.isfinite(e.cost_s)
         if not allowed.all():
-            rows, columns = _codes(e.rows, problem.sizes[e.u]), _codes(e.columns, problem.sizes[e.v])
+            rows = _codes(e.rows, problem.sizes[e.u])
+            columns = _codes(e.columns, problem.sizes[e.v])
             hard += [(e.u, rows, e.v, columns, allowed), (e.v, columns, e.u, rows, allowed.T)]
     changed = True
     while changed:
@@ -91,7 +92,7 @@ def drop_forbidden(reduced: Reduced, classes: Classes | None = None) -> Reduced 
         for here, rows, there, columns, allowed in hard:
             left_there = np.zeros(allowed.shape[1], dtype=bool)
             left_there[columns[keep[there]]] = True
-            alive[here] &= (allowed & left_there).any(axis=1)[rows]
+            alive[here] &= np.any(allowed & left_there, axis=1)[rows]
         for members in classes:
             left = np.logical_or.reduce([alive[v] for v in members])
             changed |= any(left.sum() < keep[v].sum() for v in members)
@@ -122,7 +123,11 @@ def drop_dominated(reduced: Reduced, classes: Classes | None = None) -> Reduced:
             for i in incident[v]:
                 e = problem.edges[i]
                 e = e if e.u == v else e.turned()
-                tables = [e.cost_s, e.tie, *([e.bytes] if with_bytes and e.bytes is not None else [])]
+                tables = [
+                    e.cost_s,
+                    e.tie,
+                    *([e.bytes] if with_bytes and e.bytes is not None else []),
+                ]
                 rows = _codes(e.rows, problem.sizes[v])
                 seen = np.unique(_codes(e.columns, problem.sizes[e.v])[keep[e.v]])
                 columns += [t[:, seen][rows] for t in tables]

@@ -24,6 +24,7 @@ import numpy as np
 from autopar.passes.solvers.elimination import (
     Potentials,
     Projection,
+    Weighted,
     Weights,
     minimise,
     project,
@@ -71,13 +72,14 @@ class RepeatedElimination:
     def at(self, weights: Weights) -> tuple[float, Point[RepeatedChoice]]:
         """The least total and a choice that attains it (infinite: none is allowed)."""
         numbers, solved = self.problem.numbers, [block.solved(weights) for block in self._blocks]
+        total = Weighted(weights)
         unary = tuple(
             np.zeros((1, self._states[v].n))
             if v in self._states
-            else weights.total(numbers.cost_s[v], numbers.tie[v], numbers.bytes[v])[None]
+            else total(numbers.cost_s[v], numbers.tie[v], numbers.bytes[v])
             for v in self._variables
         )
-        tables = [weights.total(e.cost_s, e.tie, e.bytes)[None] for e in self.problem.once]
+        tables = [total(e.cost_s, e.tie, e.bytes) for e in self.problem.once]
         tables += [s.table for s in solved]
         value, chosen = minimise(self._plan, Potentials(unary, tuple(tables)))
         # Of states, the class; of others, the choice.
@@ -124,9 +126,7 @@ class _Block:
         repeat, numbers = problem.repeats[r], problem.numbers
         self.block, self.count = repeat.block, repeat.count
         partitions = Partitions()
-        self.states = [
-            _state(problem, r, u, v, partitions) for u, v in sorted(repeat.like.items())
-        ]
+        self.states = [_state(problem, r, u, v, partitions) for u, v in sorted(repeat.like.items())]
         firsts = {s.first: s for s in self.states}
         around = {w for e in self.edges for w in (e.u, e.v)}
         self.outer = tuple(sorted(around - {*repeat.block} - firsts.keys()))
@@ -174,13 +174,10 @@ class _Block:
 
     def solved(self, weights: Weights) -> _Solved:
         """One copy eliminated, and its power."""
-        numbers = self.numbers
-        unary = [
-            weights.total(numbers.cost_s[v], numbers.tie[v], numbers.bytes[v])[None]
-            for v in self.block
-        ]
+        numbers, total = self.numbers, Weighted(weights)
+        unary = [total(numbers.cost_s[v], numbers.tie[v], numbers.bytes[v]) for v in self.block]
         unary += [np.zeros((1, k)) for k in self.plan.sizes[len(self.block) :]]
-        tables = [weights.total(e.cost_s, e.tie, e.bytes)[None] for e in self.edges]
+        tables = [total(e.cost_s, e.tie, e.bytes) for e in self.edges]
         tables += [np.where(np.eye(s.n, dtype=bool), 0.0, np.inf)[None] for s in self.states]
         one = project(self.plan, Potentials(tuple(unary), tuple(tables)))
         cases = one.table.reshape(-1, self.n_states, self.n_states)
