@@ -20,7 +20,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from autopar.errors import OptionError
 
@@ -83,11 +83,11 @@ class TensorType:
     itemsize: int
     has_grad: bool
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         return tuple(math.prod(factors) for factors in self.dims)
 
-    @property
+    @cached_property
     def size_bytes(self) -> int:
         return math.prod(self.shape) * self.itemsize
 

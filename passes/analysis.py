@@ -81,7 +81,7 @@ class Analysis:
                 found.update(operator.outputs)
         return frozenset(found)
 
-    @property
+    @cached_property
     def parameter_bytes(self) -> int:
         """Of all parameters, unsharded."""
         names = self.parameter_names or self.program.parameters

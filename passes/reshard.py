@@ -105,7 +105,7 @@ class ReshardTables:
         return [self._paths[s] for s in sources]
 
     def _found(self, sources: Sequence[int]) -> Iterator[Paths]:
-        last = _last_moves(self.graph, self.move_s, self.move_tie, sources)
+        last = _last_moves(self.graph, self.move_s, self.move_tie, sources, self.sizes)
         values = np.stack(np.broadcast_arrays(self.move_s, self.move_tie), axis=1)
         totals = self._along(sources, last, values)
         at = np.arange(len(sources))
@@ -216,34 +216,55 @@ def priced_alike(cost: CostModel) -> CostModel:
 
 
 def _last_moves(
-    graph: MoveGraph, move_s: Array, move_tie: Array, sources: Sequence[int]
-) -> NDArray[np.int64]:
+    graph: MoveGraph, move_s: Array, move_tie: Array, sources: Sequence[int],
+    sizes: Sequence[tuple[int, ...]],
+) -> NDArray[np.int64]:  # fmt: skip
     """[cases, sources, specs]: the last move of every cheapest path, by time, then tie; -1 at the
-    source, and where there is none."""
-    n_cases, n, n_sources = len(move_s), len(graph.specs), len(sources)
+    source, and where there is none.
+
+    The paths of a case are tried first in the next one of the same `sizes`: mostly, they stay.
+    """
     usable = np.isfinite(move_s) & (move_s > 0)
     positive = np.where(usable, move_s, np.inf).min(axis=1, initial=np.inf)
     unit = np.where(np.isfinite(positive), positive * 1e-10, 1e-30)[:, None]
-    weights = move_s + unit * move_tie
-    distances = np.full((n_cases, n_sources, n), np.inf)
-    distances[:, np.arange(n_sources), sources] = 0.0
-    last = np.full(distances.shape, -1)
-    order, starts, arrived_at = graph.by_target
-    before, into = graph.source[order], graph.into
-    for distance, weight, last_of_case in zip(distances, weights, last, strict=True):
-        arriving = weight[order]
-        # The move numbered -1 is none: it comes from nowhere, and weighs infinitely much.
-        padded_from, padded = np.append(graph.source, 0), np.append(weight, np.inf)
-        while len(order):
-            reached = np.minimum.reduceat(distance[:, before] + arriving, starts, axis=1)
-            # Above what rounding may be: so no path comes back to where it was.
-            known = distance[:, arrived_at]
-            row, column = np.nonzero(reached < known * (1 - 1e-15))
-            if not len(row):
-                break
-            target = arrived_at[column]
-            moves = into[target]
-            best = (distance[row[:, None], padded_from[moves]] + padded[moves]).argmin(axis=1)
-            last_of_case[row, target] = moves[np.arange(len(row)), best]
-            distance[row, target] = reached[row, column]
+    # The move numbered -1 is none: it comes from nowhere, and weighs infinitely much.
+    weights = np.pad(move_s + unit * move_tie, ((0, 0), (0, 1)), constant_values=np.inf)
+    last = np.full((len(move_s), len(sources), len(graph.specs)), -1)
+    tried: dict[tuple[int, ...], NDArray[np.int64]] = {}
+    for weight, of_case, axes in zip(weights, last, sizes, strict=True):
+        if len(graph.source):
+            _search(graph, weight, sources, tried.get(axes), of_case)
+        tried[axes] = of_case
     return last
+
+
+def _search(
+    graph: MoveGraph, weight: Array, sources: Sequence[int], tried: NDArray[np.int64] | None,
+    last: NDArray[np.int64],
+) -> None:  # fmt: skip
+    """Write the last moves of the cheapest paths: [sources, specs]; `tried` are those of paths to
+    begin with."""
+    order, starts, arrived_at = graph.by_target
+    coming_from, into = np.append(graph.source, 0), graph.into
+    before, arriving, rows = graph.source[order], weight[:-1][order], np.arange(len(sources))
+    distance = np.full(last.shape, np.inf)
+    distance[rows, sources] = 0.0
+    if tried is not None:
+        last[:] = tried
+        known = -1
+        while (n_reached := int(np.isfinite(distance).sum())) > known:
+            known = n_reached
+            along = distance[rows[:, None], coming_from[tried]] + weight[tried]
+            np.copyto(distance, along, where=tried >= 0)
+    while True:
+        reached = np.minimum.reduceat(distance[:, before] + arriving, starts, axis=1)
+        # Above what rounding may be: so no path comes back to where it was.
+        row, column = np.nonzero(reached < distance[:, arrived_at] * (1 - 1e-15))
+        if not len(row):
+            break
+        target = arrived_at[column]
+        moves = into[target]
+        best = (distance[row[:, None], coming_from[moves]] + weight[moves]).argmin(axis=1)
+        last[row, target] = moves[np.arange(len(row)), best]
+        distance[row, target] = reached[row, column]
+    last[~np.isfinite(distance)] = -1
