@@ -12,14 +12,15 @@
 
 A line runs backward when the loss, or what later stages read, depends on it through tensors
 that carry gradient. A gathered parameter that an operator keeps is gathered again in that
-operator's backward.
+operator's backward, and a recomputed segment runs again before its own (`autopar/rerun.py`): its
+collectives count as backward then.
 The runtime records exactly these calls, the cost model prices them, and the verifier proves
 that they cannot wait for each other for ever.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -29,6 +30,7 @@ from autopar.buckets import BUCKET_BYTES, Bucket, buckets
 from autopar.messages import Messages, Piece, copy_axes, tie_exchanges
 from autopar.moves import COLLECTIVES, PrimitiveKind
 from autopar.pipeline import Pipeline
+from autopar.rerun import regathered, rerun
 from autopar.stage_program import (
     CallLine,
     GatherLine,
@@ -39,7 +41,6 @@ from autopar.stage_program import (
     StoredParameter,
     outs,
     reads,
-    storage_owners,
 )
 
 # "output": model outputs made whole for the user; only in programs that return them.
@@ -322,29 +323,36 @@ def _origins(program: StageProgram) -> dict[str, str]:
 
 def _forward(program: StageProgram) -> list[Call]:
     origin = _origins(program)
-    calls: list[Call] = []
-    for line in program.body:
-        if isinstance(line, GatherLine):
-            calls += _gathered(line)
-        elif isinstance(line, MoveLine):
-            calls += _call(
-                line.move.forward, line, line.phase, line.forward_bytes, origin[line.out.name]
-            )
-        elif isinstance(line, CallLine):
-            calls += [
-                Call(c.kind, line.lowered_axes, c.phase, c.size_bytes, line.key)
-                for c in line.inner
-                if c.phase == "forward"
-            ]
-    return calls
+    return [call for line in program.body for call in _forward_calls(line, origin)]
+
+
+def _forward_calls(line: Line, origin: Mapping[str, str], again: bool = False) -> list[Call]:
+    """Of a line that runs, or runs `again` in backward."""
+    if isinstance(line, GatherLine):
+        return _gathered(line)
+    if isinstance(line, MoveLine):
+        phase = "backward" if again else line.phase
+        return _call(line.move.forward, line, phase, line.forward_bytes, origin[line.out.name])
+    if isinstance(line, CallLine):
+        phase = "backward" if again else "forward"
+        return [
+            Call(c.kind, line.lowered_axes, phase, c.size_bytes, line.key)
+            for c in line.inner
+            if c.phase == "forward"
+        ]
+    return []
 
 
 def _backward(program: StageProgram) -> list[Call]:
     origin = _origins(program)
-    again = regathered(program.body)
+    anew, again = regathered(program), rerun(program)
     calls: list[Call] = []
     for i in sorted(program.differentiated, reverse=True):
         line = program.body[i]
+        if i in again:
+            calls += [call for gather in anew.get(i, ()) for call in _gathered(gather)]
+            for k in again[i]:
+                calls += _forward_calls(program.body[k], origin, again=True)
         if isinstance(line, GatherLine):
             for move in reversed(line.moves):
                 calls += _call(
@@ -360,22 +368,9 @@ def _backward(program: StageProgram) -> list[Call]:
                 for c in line.inner
                 if c.phase == "backward"
             ]
-        for gather in again.get(i, ()):
-            calls += _gathered(gather)
+        if i not in again:
+            calls += [call for gather in anew.get(i, ()) for call in _gathered(gather)]
     return calls
-
-
-def regathered(body: Sequence[Line]) -> dict[int, tuple[GatherLine, ...]]:
-    """Position of an operator -> what its backward gathers again."""
-    made: dict[str, GatherLine] = {}
-    found: dict[int, tuple[GatherLine, ...]] = {}
-    for i, (line, owner) in enumerate(zip(body, storage_owners(body), strict=True)):
-        if isinstance(line, GatherLine):
-            made[owner[line.out.name]] = line
-        elif isinstance(line, CallLine):
-            kept = [owner.get(name, name) for name in line.keeps]
-            found[i] = tuple(made[k] for k in kept if k in made)
-    return {i: lines for i, lines in found.items() if lines}
 
 
 def _gathered(line: GatherLine) -> list[Call]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from autopar.options import Recompute
 from autopar.rules.lowering import Lowering
 from autopar.spec import Spec, TensorType
 
@@ -18,6 +19,14 @@ from autopar.spec import Spec, TensorType
 #   micro  gathered once a step, gradients scattered after each microbatch         (ZeRO-2)
 #   use    gathered at each use, forward and backward, scattered each microbatch   (ZeRO-3)
 Period = Literal["step", "micro", "use"]
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """Operators that run again before their backward; by name, next to each other, in order."""
+
+    mode: Recompute
+    operators: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -44,7 +53,8 @@ class Strategy:
 
     `types` are factor-refined and of one microbatch; `batch_cells` name each value's batch
     factor. `sequence_forbidden`: no reshard of an activation reduce_scatters. `received` and
-    `sent` place the values that cross to and from other stages (`Boundary` of stage_program.py).
+    `sent` place the values that cross to and from other stages (`Boundary` of stage_program.py);
+    `recomputed` are disjoint ranges of operators, in order.
     """
 
     operators: Mapping[str, OperatorStrategy]
@@ -56,3 +66,4 @@ class Strategy:
     sequence_forbidden: bool = False
     received: Mapping[str, Spec] = field(default_factory=dict)
     sent: Mapping[str, Spec] = field(default_factory=dict)
+    recomputed: tuple[Recomputed, ...] = ()

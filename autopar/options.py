@@ -16,6 +16,11 @@ from typing import Any, Literal
 from autopar.errors import NotSupportedError, OptionError
 from autopar.pins import Pin, parse_pins
 
+# What of a block runs again in backward, and so is not kept until then:
+#   full             all of it; only what enters the block is kept
+#   selective        all but products, attention and collectives, whose results are kept
+#   attention-core   scores, softmax, dropout and their product with the values, or fused attention
+Recompute = Literal["full", "selective", "attention-core"]
 FORBIDDABLE = tuple("data tensor sequence expert pipeline zero1 zero2 zero3 recompute".split())
 
 

@@ -19,6 +19,7 @@ import torch
 
 from autopar.facts import Period
 from autopar.moves import Move, PrimitiveKind
+from autopar.options import Recompute
 from autopar.program import Accumulation
 from autopar.spec import Spec
 
@@ -126,6 +127,11 @@ class CallLine:
     def has_grad(self) -> bool:
         return any(out.has_grad for out in self.outs)
 
+    @property
+    def is_attention(self) -> bool:
+        """Is it fused attention, which makes what it keeps besides its tensors?"""
+        return "scaled_dot_product" in self.target
+
     @cached_property
     def reads(self) -> tuple[str, ...]:
         """The variables among its arguments, in order."""
@@ -162,6 +168,32 @@ class FreeLine:
 
 
 Line = MoveLine | CallLine | DetachLine | GatherLine | FreeLine
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Lines `start` to `stop` - 1 of a body: a function that runs again in backward.
+
+    Autograd keeps nothing of them but `inputs`, the variables they take, and the results of the
+    lines at `kept`. `last` is the last line of which backward needs something: before its
+    backward the lines run again, in order, up to it, and itself unless `stops_early`, where all
+    that it keeps is there before it runs. `results` are the variables that others read.
+    """
+
+    name: str
+    mode: Recompute
+    start: int
+    stop: int
+    last: int
+    inputs: tuple[str, ...]
+    results: tuple[str, ...]
+    kept: frozenset[int] = frozenset()
+    stops_early: bool = False
+
+    @property
+    def again(self) -> range:
+        """The lines that run again, but for those at `kept`."""
+        return range(self.start, self.last + (not self.stops_early))
 
 
 @dataclass(frozen=True)
@@ -244,6 +276,7 @@ class StageProgram:
     The generated function takes `parameters`, `delivered` and `received`, and returns the
     loss, `sent`, what `changed` buffers now hold, and `outputs`, for one microbatch. With
     `accumulation`, microbatches are parts of the inputs from which everything starts anew.
+    `segments` are disjoint, in order.
     """
 
     name: str
@@ -263,6 +296,22 @@ class StageProgram:
     trains: bool = True
     changed: tuple[ChangedBuffer, ...] = ()
     accumulation: Accumulation | None = None
+    segments: tuple[Segment, ...] = ()
+
+    @cached_property
+    def taken(self) -> frozenset[str]:
+        """Variables that the function returns."""
+        found = {*self.outputs, *(s.local.name for s in self.sent)}
+        found |= {b.local.name for b in self.changed}
+        return frozenset(found | {self.loss} if self.loss else found)
+
+    @cached_property
+    def given(self) -> frozenset[str]:
+        """Variables that the body reads and does not make."""
+        found = {d.local.name for d in self.delivered} | {b.local.name for b in self.received}
+        for p in self.parameters:
+            found |= {p.stored.name, *(use.local.name for use in p.uses)}
+        return frozenset(found)
 
     def made(self, name: str) -> Local:
         """A variable of the body as its last line leaves it."""

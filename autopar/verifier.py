@@ -7,6 +7,8 @@
                  join one; the cuts (dim, outer) and the bytes follow            (`check_move`)
     operators    all inputs with gradient are Invariant on an axis, or none; outputs likewise
     parameters   every use follows from the stored spec by its moves
+    segments     what runs again reads only what it takes or makes, makes what others read, frees
+                 nothing of others, and has the phase of forward
     loss         Invariant on every axis, so that backward starts with 1 everywhere
     collectives  every group of ranks sees one sequence of calls on all its members, and no
                  rank waits for ever under rendezvous semantics            (`rank_sequences`)
@@ -36,9 +38,11 @@ from autopar.stage_program import (
     Line,
     Local,
     MoveLine,
+    Segment,
     StageProgram,
     StoredParameter,
     reads,
+    writes,
 )
 
 
@@ -110,7 +114,11 @@ class _Checker:
             self._type(boundary.local, where)
             self._crosses(boundary.local, "P", where)
             self._define(boundary.local, where)
+        starts = {s.start: s for s in self.program.segments}
+        self._order()
         for number, line in enumerate(self.program.body):
+            if number in starts:
+                self._segment(starts[number])
             self._line(line, f"line {number}: {describe(line)}")
         self._results()
 
@@ -169,6 +177,44 @@ class _Checker:
                 self._gather(line, where)
             case CallLine():
                 self._call(line, where)
+
+    def _order(self) -> None:
+        """Segments are ranges of the body, one after the other."""
+        end = 0
+        for s in self.program.segments:
+            if not end <= s.start <= s.last < s.stop <= len(self.program.body):
+                raise _error(f"lines {s.start} to {s.stop} are no range of the body", s.name)
+            end = s.stop
+
+    def _segment(self, segment: Segment) -> None:
+        """What others know of its lines is what it takes and what it returns."""
+        body, where = self.program.body, f"segment {segment.name}"
+        lines = body[segment.start : segment.stop]
+        for line in lines:
+            if isinstance(line, DetachLine) or (
+                isinstance(line, MoveLine) and line.phase != "forward"
+            ):
+                raise _error(f"{describe(line)} cannot run again", where)
+        made = {name for line in lines for name in writes(line)}
+        freed = {n for line in lines if isinstance(line, FreeLine) for n in line.names}
+        taken = {n for line in lines for n in reads(line) if n in self.known} - self.words
+        after = {n for line in body[segment.stop :] for n in reads(line)} | self.program.taken
+        for found, wanted, what in (
+            (set(segment.inputs), taken, "takes"),
+            (set(segment.results), made & after, "returns"),
+        ):
+            if found != wanted:
+                raise _error(f"{what} {sorted(found)}, not {sorted(wanted)}", where)
+        if freed - made:
+            raise _error(f"frees {sorted(freed - made)} of its caller", where)
+        if freed & set(segment.results):
+            raise _error(f"frees {sorted(freed & set(segment.results))}, which it returns", where)
+        last = body[segment.last]
+        if not isinstance(last, CallLine) or segment.last not in self.program.differentiated:
+            raise _error("backward needs nothing of its last line", where)
+        positions = range(segment.start, segment.last)
+        if not segment.kept <= set(positions):
+            raise _error(f"keeps lines {sorted(segment.kept)} that do not run again", where)
 
     def _call(self, line: CallLine, where: str) -> None:
         inputs = [self._read(name, where) for name in reads(line) if name not in self.words]

@@ -4,6 +4,11 @@ A storage is held by the variables that view it and by the operators that autogr
 for; it is gone when nobody holds it. A gradient is made by the first consumer's backward,
 added to by others, and gone after its producer's; a parameter's stays.
 
+Of a segment that runs again only what it takes is held, and what it keeps of products and
+collectives (`Segment.kept`). Before the backward of its last line its lines are played again:
+what they make then is other storage, held as autograd holds it elsewhere, gathered parameters
+included. What it takes is let go after the backward of the first line that needs something.
+
 Between stages, a received tensor lives until its microbatch's backward is over, and so do what
 was sent, the gradient that comes back for it, and the gradient that is sent back.
 """
@@ -12,9 +17,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from autopar.collective import regathered
 from autopar.cost.ledger import Ledger
 from autopar.moves import PrimitiveKind
+from autopar.rerun import regathered, rerun
 from autopar.stage_program import (
     UNUSED,
     CallLine,
@@ -23,6 +28,7 @@ from autopar.stage_program import (
     Line,
     Local,
     MoveLine,
+    Segment,
     StageProgram,
     outs,
     reads,
@@ -72,7 +78,20 @@ class MicrobatchMemory:
             {n: owner[n] for n in (*reads(line), *(o.name for o in outs(line))) if n in owner}
             for line, owner in zip(program.body, storage_owners(program.body), strict=True)
         ]
-        self.reached, self.again = program.differentiated, regathered(program.body)
+        self.reached, self.anew = program.differentiated, regathered(program)
+        self.segments = {i: s for s in program.segments for i in range(s.start, s.stop)}
+        self.again = rerun(program)
+        # Storages that a segment makes again, by its first line; its name tells them apart.
+        self.remade = {
+            s.start: {
+                self.owners[i][out.name]
+                for i in self.again[s.last]
+                for out in outs(program.body[i])
+                if self.owners[i].get(out.name, "").endswith(f"@{i}")
+            }
+            for s in program.segments
+        }
+        self.lets_go = {self._first_needed(s): s for s in program.segments}
         self.gathered = {
             self.owners[i][line.out.name]
             for i, line in enumerate(program.body)
@@ -83,6 +102,7 @@ class MicrobatchMemory:
         self.storages = _Holders(ledger, ACTIVATIONS)
         self.gradients = _Holders(ledger, GRADIENTS)
         self.kept: dict[int, list[str]] = {}
+        self.segment_kept: dict[int, list[str]] = {}
         self.gradient_of: dict[str, str] = {}
 
     def _inputs(self) -> list[dict[str, Local]]:
@@ -109,6 +129,16 @@ class MicrobatchMemory:
                     leaves[use.local.name] = kept
         return leaves
 
+    def _first_needed(self, segment: Segment) -> int:
+        """The first line of a segment that autograd keeps something for: its backward is the last
+        to need what the segment takes."""
+        lines = ((i, self.program.body[i]) for i in range(segment.start, segment.stop))
+        return next(
+            i
+            for i, line in lines
+            if i in self.reached and isinstance(line, CallLine) and (line.keeps or line.saved_bytes)
+        )
+
     # -- forward ---------------------------------------------------------------------------------
 
     def forward(self) -> None:
@@ -119,37 +149,70 @@ class MicrobatchMemory:
             self.storages.make(boundary.local.name, boundary.local.size_bytes)
             self.storages.hold(boundary.local.name)
         for i, line in enumerate(self.program.body):
+            segment = self.segments.get(i)
+            if segment is not None and i == segment.start:
+                self._hold_inputs(segment, variables)
             if isinstance(line, FreeLine):
                 for name in line.names:
                     self.storages.release(variables.pop(name))
                 continue
             self._write(i, line, variables)
             self.ledger.mark(_text(line), self._forward_workspace(line))
-            self._keep(i, line)
+            if segment is None:
+                self._keep(i, line)
+            elif i in segment.kept:
+                self._keep_results(i, line)
         held = {b.local.name for b in self.program.sent if b.local.has_grad}
         for name, owner in variables.items():
             if name != self.program.loss and name not in held:
                 self.storages.release(owner)
 
-    def _write(self, i: int, line: Line, variables: dict[str, str]) -> None:
+    def _hold_inputs(self, segment: Segment, variables: dict[str, str]) -> None:
+        """What the segment takes, and is given again; a gathered parameter is gathered instead."""
+        owners = [variables.get(name, name) for name in segment.inputs]
+        held = [owner for owner in owners if owner not in self.gathered]
+        self.segment_kept[segment.start] = held
+        for owner in held:
+            self.storages.hold(owner)
+
+    def _keep_results(self, i: int, line: Line) -> None:
+        """Of a line that does not run again with its segment. Copies that a product makes of its
+        inputs it makes again."""
+        self.kept[i] = [self.owners[i][out.name] for out in outs(line) if out.name != UNUSED]
+        for owner in self.kept[i]:
+            self.storages.hold(owner)
+        if isinstance(line, CallLine) and line.has_grad and line.is_attention:
+            self.ledger.add(ACTIVATIONS, f"saved@{i}", line.saved_bytes)
+
+    def _write(self, i: int, line: Line, variables: dict[str, str], again: bool = False) -> None:
         for position, out in enumerate(outs(line)):
             owner = self.owners[i].get(out.name, out.name)
             if out.name == UNUSED:
                 if isinstance(line, CallLine) and line.shares and line.shares[position]:
                     continue
                 owner = f"{UNUSED}{position}@{i}"
-            if owner.endswith(f"@{i}"):
+            is_made = owner.endswith(f"@{i}")
+            if again:
+                owner = self._owner_again(i, owner)
+            if is_made:
                 self.storages.make(owner, out.size_bytes)
             self.storages.hold(owner)
             if out.name in variables:
                 self.storages.release(variables[out.name])
             variables[out.name] = owner
 
-    def _keep(self, i: int, line: Line) -> None:
+    def _owner_again(self, i: int, owner: str) -> str:
+        """The storage that stands for another where its segment runs again."""
+        return f"{owner} again" if owner in self.remade[self.segments[i].start] else owner
+
+    def _keep(self, i: int, line: Line, again: bool = False) -> None:
         if not isinstance(line, CallLine) or not line.has_grad:
             return
         kept = [self.owners[i].get(name, name) for name in line.keeps]
-        self.kept[i] = [owner for owner in kept if owner not in self.gathered]
+        if again:
+            self.kept[i] = [self._owner_again(i, owner) for owner in kept]
+        else:
+            self.kept[i] = [owner for owner in kept if owner not in self.gathered]
         for owner in self.kept[i]:
             self.storages.hold(owner)
         if line.saved_bytes:
@@ -190,13 +253,55 @@ class MicrobatchMemory:
                 self.gradients.hold(owner)  # the executor holds it until backward is over
         for i in sorted(self.reached, reverse=True):
             line = self.program.body[i]
+            if i in self.again:
+                self._run_again(self.segments[i])
             if isinstance(line, CallLine):
                 self._call_backward(i, line)
             elif isinstance(line, MoveLine):
                 self._move_backward(i, line)
             elif isinstance(line, GatherLine):
                 self._gather_backward(line)
+            if i in self.lets_go:
+                for owner in self.segment_kept.pop(self.lets_go[i].start):
+                    self.storages.release(owner)
         self.forget()
+
+    def _run_again(self, segment: Segment) -> None:
+        """The segment's lines once more; afterwards what autograd keeps of them is held."""
+        variables: dict[str, str] = {}
+        for i in range(segment.start, segment.last + 1):
+            line = self.program.body[i]
+            if isinstance(line, FreeLine):
+                for name in line.names:
+                    self.storages.release(variables.pop(name))
+                continue
+            if i in segment.kept:
+                self._hand_out(i, line, variables)
+                continue
+            if i in segment.again:
+                self._write(i, line, variables, again=True)
+                self.ledger.mark(f"{_text(line)} again", self._forward_workspace(line))
+            self._keep(i, line, again=True)
+        for owner in variables.values():
+            self.storages.release(owner)
+
+    def _hand_out(self, i: int, line: Line, variables: dict[str, str]) -> None:
+        """What was kept of a line becomes its results, and what autograd keeps."""
+        waiting = self.kept.pop(i)
+        self.ledger.drop(ACTIVATIONS, f"saved@{i}")
+        self._write_known(i, line, variables)
+        self._keep(i, line, again=True)
+        for owner in waiting:
+            self.storages.release(owner)
+
+    def _write_known(self, i: int, line: Line, variables: dict[str, str]) -> None:
+        for out in outs(line):
+            if out.name != UNUSED:
+                owner = self.owners[i][out.name]
+                self.storages.hold(owner)
+                if out.name in variables:
+                    self.storages.release(variables[out.name])
+                variables[out.name] = owner
 
     def forget(self) -> None:
         """Let go of the microbatch."""
@@ -206,6 +311,7 @@ class MicrobatchMemory:
         self.gradients.counts.clear()
         self.gradient_of.clear()
         self.kept.clear()
+        self.segment_kept.clear()
 
     def _loss_bytes(self, loss: str) -> float:
         made = (out for line in self.program.body for out in outs(line) if out.name == loss)
@@ -221,7 +327,7 @@ class MicrobatchMemory:
         taken = [
             self.gradient_of.pop(out.name) for out in line.outs if out.name in self.gradient_of
         ]
-        for gather in self.again.get(i, ()):
+        for gather in self.anew.get(i, ()):
             self.ledger.add(ACTIVATIONS, f"again@{i}", gather.out.size_bytes)
             self.ledger.mark(f"gathering {gather.parameter} again", self._gather_bytes(gather))
         made: list[tuple[str, str]] = []

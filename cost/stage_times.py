@@ -2,7 +2,8 @@
 
     before    parameters turned into use                                once
     forward   the lines of the body                                     per microbatch
-    backward  the differentiated lines, and ZeRO-2 gradients returned   per microbatch
+    backward  the differentiated lines, those that run again, and
+              ZeRO-2 gradients returned                                 per microbatch
     after     the other gradients returned; then the optimizer          once
 
 Each is compute (operators, and the local parts of reshards) and collectives, which do not
@@ -17,12 +18,13 @@ from collections.abc import Iterable
 
 import torch
 
-from autopar.collective import Call, regathered, step_calls
+from autopar.collective import Call, step_calls
 from autopar.cost.memory import optimizer_time_s
 from autopar.cost.model import CostModel
 from autopar.cost.simulate import Spent, StageTimes
 from autopar.moves import COLLECTIVES
-from autopar.stage_program import CallLine, GatherLine, MoveLine, StageProgram
+from autopar.rerun import regathered, rerun
+from autopar.stage_program import CallLine, GatherLine, Line, MoveLine, StageProgram
 
 
 def stage_times(program: StageProgram, cost: CostModel, optimizer: str) -> StageTimes:
@@ -48,20 +50,20 @@ def calls_time_s(calls: Iterable[Call], cost: CostModel) -> float:
 
 def _forward_s(program: StageProgram) -> float:
     """Operators and local parts of reshards of one microbatch's forward."""
-    times = []
-    for line in program.body:
-        if isinstance(line, CallLine):
-            times.append(line.forward_s)
-        elif isinstance(line, MoveLine):
-            times.append(_local_s(line))
-        elif isinstance(line, GatherLine):
-            times += [_local_s(move) for move in line.moves]
-    return math.fsum(times)
+    return math.fsum(time_s for line in program.body for time_s in _line_s(line))
+
+
+def _line_s(line: Line) -> list[float]:
+    if isinstance(line, CallLine):
+        return [line.forward_s]
+    if isinstance(line, MoveLine):
+        return [_local_s(line)]
+    return [_local_s(move) for move in line.moves] if isinstance(line, GatherLine) else []
 
 
 def _backward_s(program: StageProgram) -> float:
-    """The same of its backward, with what is gathered again."""
-    again = regathered(program.body)
+    """The same of its backward, with what is gathered and what runs again."""
+    anew, again = regathered(program), rerun(program)
     times = []
     for i in program.differentiated:
         line = program.body[i]
@@ -71,7 +73,8 @@ def _backward_s(program: StageProgram) -> float:
             times.append(_local_backward_s(line))
         elif isinstance(line, GatherLine):
             times += [_local_backward_s(move) for move in line.moves]
-        times += [_local_s(move) for gather in again.get(i, ()) for move in gather.moves]
+        times += [_local_s(move) for gather in anew.get(i, ()) for move in gather.moves]
+        times += [time_s for k in again.get(i, ()) for time_s in _line_s(program.body[k])]
     return math.fsum(times)
 
 

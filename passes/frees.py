@@ -2,52 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 
+from autopar.rerun import regathered, rerun
 from autopar.stage_program import (
-    CallLine,
     FreeLine,
     GatherLine,
     Line,
+    StageProgram,
     reads,
-    storage_owners,
     writes,
 )  # fmt: skip
 
 
-def with_regathers(body: Sequence[Line]) -> list[Line]:
-    """Count, for every gathered parameter, how often autograd keeps it or a view of it."""
-    counts: dict[str, int] = {}
-    made: dict[int, str] = {}
-    for i, (line, owner) in enumerate(zip(body, storage_owners(body), strict=True)):
-        if isinstance(line, GatherLine):
-            made[i] = owner[line.out.name]
-        elif isinstance(line, CallLine):
-            for name in line.keeps:
-                kept = owner.get(name, name)
-                counts[kept] = counts.get(kept, 0) + 1
-    return [
-        replace(line, regathers=counts.get(made[i], 0)) if isinstance(line, GatherLine) else line
-        for i, line in enumerate(body)
-    ]
+def with_regathers(program: StageProgram) -> StageProgram:
+    """Count, for every gathered parameter, how often backward gathers it again."""
+    counts = Counter(line.out.name for lines in regathered(program).values() for line in lines)
+    for positions in rerun(program).values():
+        again = (program.body[i] for i in positions)
+        counts.update(line.out.name for line in again if isinstance(line, GatherLine))
+    body = tuple(
+        replace(line, regathers=counts[line.out.name]) if isinstance(line, GatherLine) else line
+        for line in program.body
+    )
+    return replace(program, body=body)
 
 
-def with_frees(body: Sequence[Line], kept: set[str | None]) -> list[Line]:
-    """Insert a `FreeLine` after the last use of every variable the body defines."""
+def with_frees(program: StageProgram) -> StageProgram:
+    """Insert a `FreeLine` after the last use of every variable the body defines.
+
+    What a segment takes is its caller's, and is freed after it.
+    """
+    body, last = program.body, _last_uses(program)
+    spans = {i: s for s in program.segments for i in range(s.start, s.stop)}
+    out: list[Line] = []
+    moved: dict[int, int] = {}
+    stops: dict[int, int] = {}
+    for i, line in enumerate(body):
+        moved[i] = len(out)
+        out.append(line)
+        dead = dict.fromkeys(n for n in (*reads(line), *writes(line)) if last.get(n) == i)
+        segment = spans.get(i)
+        if segment is None:
+            out += _freed(dead)
+            continue
+        out += _freed(n for n in dead if n not in segment.inputs)
+        if i == segment.stop - 1:
+            stops[segment.start] = len(out)
+            within = range(segment.start, segment.stop)
+            out += _freed(n for n in segment.inputs if last.get(n, -1) in within)
+    segments = tuple(
+        replace(
+            s,
+            start=moved[s.start],
+            stop=stops[s.start],
+            last=moved[s.last],
+            kept=frozenset(moved[i] for i in s.kept),
+        )
+        for s in program.segments
+    )
+    return replace(program, body=tuple(out), segments=segments)
+
+
+def _last_uses(program: StageProgram) -> dict[str, int]:
+    """Variable that the body defines, and nobody takes -> its last use."""
     last: dict[str, int] = {}
     defined: set[str] = set()
-    for i, line in enumerate(body):
+    for i, line in enumerate(program.body):
         defined.update(writes(line))
         for name in (*reads(line), *writes(line)):
             last[name] = i
-    mortal = defined - kept
-    out: list[Line] = []
-    for i, line in enumerate(body):
-        out.append(line)
-        dead = dict.fromkeys(
-            n for n in (*reads(line), *writes(line)) if last[n] == i and n in mortal
-        )
-        if dead:
-            out.append(FreeLine(tuple(dead)))
-    return out
+    return {name: i for name, i in last.items() if name in defined - program.taken}
+
+
+def _freed(names: Iterable[str]) -> list[Line]:
+    found = tuple(names)
+    return [FreeLine(found)] if found else []

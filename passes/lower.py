@@ -27,6 +27,7 @@ from autopar.passes.line_costs import LineCosts
 from autopar.passes.move_graph import step_time_s
 from autopar.passes.names import group_name, identifier, reserved_names, suffix
 from autopar.passes.reshard import reshard_table
+from autopar.passes.segments import with_segments
 from autopar.program import Accumulation, BufferInfo
 from autopar.rules import rule_for
 from autopar.rules.lowering import GROUP
@@ -87,15 +88,14 @@ class _Lowering:
         changed = tuple(self._changed(b) for b in self.program.buffers.values() if b.update)
         outputs = tuple(self._output(n) for n in self.program.outputs) if self.with_outputs else ()
         kept = {loss, *outputs, *(s.local.name for s in sent), *(b.local.name for b in changed)}
-        body = with_frees(with_regathers(fuse_bias(self.body, parameters, kept)), kept)
         prologue = self.program.prologue
-        return StageProgram(
+        lowered = StageProgram(
             self.program.model_name,
             self.cost.mesh.names,
             self.sizes,
             parameters,
             tuple(self.delivered.values()),
-            tuple(body),
+            tuple(fuse_bias(self.body, parameters, kept)),
             loss,
             outputs,
             self.strategy.n_microbatches,
@@ -110,6 +110,8 @@ class _Lowering:
             changed,
             self._accumulation(),
         )
+        again = with_segments(lowered, self.strategy.recomputed, self.program)
+        return with_regathers(with_frees(again))
 
     def _accumulation(self) -> Accumulation | None:
         """With inputs by placeholder, which is how a stage is given them."""

@@ -34,6 +34,7 @@ from autopar.runtime.crossings import Crossings
 from autopar.runtime.delivery import deliver
 from autopar.runtime.groups import Group, phase
 from autopar.runtime.p2p import Messenger
+from autopar.runtime.recompute import Recompute
 from autopar.runtime.regather import Regather
 from autopar.runtime.ties import TiedGradients
 from autopar.schedule import Action, Kind
@@ -55,12 +56,22 @@ class Environment:
     messenger: Messenger | None = None
     world: Group | None = None
     regather: Regather = field(default_factory=Regather)
+    recompute: Recompute = field(default_factory=Recompute)
 
     def group(self, axes: tuple[int, ...]) -> Group:
         return self.groups[axes]
 
     def gathered(self, stored: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
         return self.regather.gathered(stored, convert)
+
+    def recomputed(
+        self, segment: Callable[..., Any], *inputs: Tensor,
+        stops_early: bool = True, keeps: bool = False,
+    ) -> Any:  # fmt: skip
+        return self.recompute.recomputed(segment, inputs, stops_early, keeps)
+
+    def kept(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self.recompute.kept(function, args, kwargs)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ the bytes it moves forward and backward with the time predicted for them.
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 from typing import Any
@@ -24,11 +25,13 @@ from autopar.stage_program import (
     Line,
     Local,
     MoveLine,
+    Segment,
     StageProgram,
 )  # fmt: skip
 from autopar.units import format_bytes, format_seconds
 
 COMMENT_COLUMN = 76
+LINE_LENGTH = 100
 _DTYPES = {
     torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16",
     torch.int64: "i64", torch.int32: "i32", torch.bool: "bool", torch.uint8: "u8",
@@ -107,14 +110,7 @@ def _microbatch(program: StageProgram) -> list[str]:
     out += _unpack("parameters", _taken_parameters(program), program)
     out += _unpack("delivered", [(d.local, d.source) for d in program.delivered], program)
     out += _unpack("received", [(r.local, r.key) for r in program.received], program)
-    module = ""
-    for line in program.body:
-        if isinstance(line, CallLine):
-            here = line.key.rpartition("/")[0]
-            if here != module:
-                module = here
-                out += ["", f"    # {here or program.name}  ({_short(line.where)})"]
-        out += _line(line, program)
+    out += _body(program)
     results = [
         program.loss or "None",
         *(boundary.local.name for boundary in program.sent),
@@ -123,6 +119,75 @@ def _microbatch(program: StageProgram) -> list[str]:
     ]
     out.append(f"    return {', '.join(results)}{',' if len(results) == 1 else ''}")
     return out
+
+
+def _body(program: StageProgram) -> list[str]:
+    """The lines, those of a segment as a function that is called after them."""
+    begins = {s.start: s for s in program.segments}
+    ends = {s.stop - 1: s for s in program.segments}
+    out: list[str] = []
+    module, inside = "", None
+    for i, line in enumerate(program.body):
+        if i in begins:
+            inside, module = begins[i], ""
+            out += ["", *_head(inside)]
+        indent = "    " if inside else ""
+        if isinstance(line, CallLine):
+            here = line.key.rpartition("/")[0]
+            if here != module:
+                module = here
+                out += ["", f"{indent}    # {here or program.name}  ({_short(line.where)})"]
+        is_kept = inside is not None and i in inside.kept
+        is_last = inside is not None and i in ends
+        if not (is_last and isinstance(line, FreeLine)):  # what returns forgets
+            texts = _line(line, program)
+            out += [_indented(_kept(t) if is_kept else t, indent) for t in texts]
+        if inside is not None and is_last:
+            out += [f"        return {', '.join(inside.results)}", "", *_run(inside)]
+            inside, module = None, ""
+    return out
+
+
+def _kept(text: str) -> str:
+    """The call of a function whose result is kept."""
+    left, is_, call = text.partition(" = ")
+    function, bracket, arguments = call.partition("(")
+    return f"{left}{is_}env.kept({function}, {arguments}" if bracket else text
+
+
+def _indented(text: str, indent: str) -> str:
+    """Deeper, with its comment where the others are."""
+    code, mark, comment = text.partition("  # ")
+    return _commented(indent + code.rstrip(), comment) if mark else indent + text
+
+
+def _head(segment: Segment) -> list[str]:
+    return [
+        f"    # runs again in backward: {segment.mode}",
+        *_wrapped(f"    def {segment.name}(", segment.inputs, "):", 12),
+    ]
+
+
+def _run(segment: Segment) -> list[str]:
+    words = [segment.name, *segment.inputs]
+    if not segment.stops_early:
+        words.append("stops_early=False")
+    if segment.kept:
+        words.append("keeps=True")
+    return _wrapped(f"    {', '.join(segment.results)} = env.recomputed(", words, ")", 8)
+
+
+def _wrapped(start: str, words: Sequence[str], end: str, n_indent: int) -> list[str]:
+    """`start`, `words` and `end` on one line, or on as many as they need, words indented."""
+    whole = f"{start}{', '.join(words)}{end}"
+    if len(whole) <= LINE_LENGTH:
+        return [whole]
+    indent = " " * n_indent
+    rows = textwrap.wrap(
+        ", ".join(words), LINE_LENGTH, initial_indent=indent, subsequent_indent=indent,
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+    return [start, *rows, f"    {end}"]
 
 
 def _arguments(program: StageProgram) -> list[str]:

@@ -1,0 +1,125 @@
+"""Segments of a generated program that run again in backward instead of being kept.
+
+    forward     the segment runs; autograd keeps its inputs, and what `kept` makes
+    backward    the first operator that asks for something it would have kept starts the segment
+                again, up to the last such thing; `kept` hands out what it made before
+
+`torch.utils.checkpoint` does that. Random numbers are a function of where they are drawn
+(`autopar/operators/random.py`), so running again draws the same, and no generator's state is
+saved. All ranks of a stage run the same graph, so they run its collectives again in the same
+order; those count as backward, gathers of parameters as such.
+
+An operator that is kept runs again as far as autograd goes, which saves its inputs as before;
+where its kernel would run, a dispatch mode hands out the result (as torch's selective contexts do,
+but for marked calls alone). A reshard saves nothing: its result is handed out as a leaf.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import flop_registry
+
+from autopar.runtime.groups import RankContext, current_context, phase
+
+# What products and attention are made of.
+_KEPT = {*flop_registry, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu}
+
+Segment = Callable[..., Any]
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+class _Kept(TorchDispatchMode):
+    """The results of one run of a segment that are kept, in order: collected, then handed out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: deque[Any] = deque()
+        self.hands_out = False
+        self.marked: Callable[..., Any] | None = None
+
+    def of_operator(self, operator: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self.marked = operator
+        with self:
+            return operator(*args, **kwargs)
+
+    def of_reshard(self, move: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
+        if self.hands_out:
+            kept, has_grad = self.results.popleft()
+            return kept.requires_grad_(has_grad)
+        result = move(*args, **kwargs)
+        self.results.append((result.detach(), result.requires_grad))
+        return result
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        # A product of tensors of any rank is views around the product that has flops.
+        if func is not self.marked and func.overloadpacket not in _KEPT:
+            return func(*args, **(kwargs or {}))
+        if self.hands_out:
+            return self.results.popleft()
+        result = func(*args, **(kwargs or {}))
+        # Without history: the result itself will know the graph that holds this.
+        self.results.append(pytree.tree_map_only(Tensor, Tensor.detach, result))
+        return result
+
+
+class Recompute:
+    """Runs segments; one per executor."""
+
+    def __init__(self) -> None:
+        self._kept: _Kept | None = None
+
+    def recomputed(
+        self, segment: Segment, inputs: tuple[Tensor, ...], stops_early: bool, keeps: bool
+    ) -> Any:
+        """The results of `segment`, which runs again in backward.
+
+        `stops_early`: not beyond the last tensor that autograd asks for. `keeps`: it has calls of
+        `kept`.
+        """
+        if not torch.is_grad_enabled():
+            return segment(*inputs)
+        rank = current_context()
+
+        def contexts() -> Contexts:
+            if not keeps:
+                return nullcontext(), phase("backward", rank)
+            kept = _Kept()
+            return self._keeping(kept), self._handing_out(kept, rank)
+
+        return checkpoint(
+            segment, *inputs, use_reentrant=False, preserve_rng_state=False,
+            context_fn=contexts, early_stop=stops_early,
+        )  # fmt: skip
+
+    def kept(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The result of an operator or a reshard, which is kept, not made again."""
+        if self._kept is None:
+            return function(*args, **kwargs)
+        if isinstance(function, torch._ops.OpOverload):
+            return self._kept.of_operator(function, args, kwargs)
+        return self._kept.of_reshard(function, args, kwargs)
+
+    @contextmanager
+    def _keeping(self, kept: _Kept) -> Iterator[None]:
+        before, self._kept = self._kept, kept
+        try:
+            yield
+        finally:
+            self._kept = before
+
+    @contextmanager
+    def _handing_out(self, kept: _Kept, rank: RankContext) -> Iterator[None]:
+        kept.hands_out = True
+        with self._keeping(kept), phase("backward", rank):
+            yield
