@@ -11,7 +11,7 @@ import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from autopar.errors import NotSupportedError, OptionError
 from autopar.pins import Pin, parse_pins
@@ -21,6 +21,7 @@ from autopar.pins import Pin, parse_pins
 #   selective        all but products, attention and collectives, whose results are kept
 #   attention-core   scores, softmax, dropout and their product with the values, or fused attention
 Recompute = Literal["full", "selective", "attention-core"]
+_MODES: tuple[Recompute, ...] = get_args(Recompute)
 FORBIDDABLE = tuple("data tensor sequence expert pipeline zero1 zero2 zero3 recompute".split())
 
 
@@ -64,9 +65,7 @@ class Manual:
                     f"Manual.{name}={getattr(self, name)} is not supported yet",
                     hint="use dp, tp, pp, sp and zero",
                 )
-        _check_word(
-            "Manual.recompute", self.recompute, ("none",), ("selective", "attention-core", "full")
-        )
+        _check_word("Manual.recompute", self.recompute, ("none", *_MODES), ())
 
     @property
     def n_ranks(self) -> int:
@@ -113,6 +112,12 @@ class Options:
     loss_fn: Callable[[Any, Any], Any] | None = None
     progress: bool | Callable[..., Any] = False
 
+    @property
+    def recompute_mode(self) -> Recompute | None:
+        """How every repeated block is recomputed; None: not at all."""
+        words = (self.recompute, self.manual.recompute if self.manual else "none")
+        return next((mode for mode in _MODES if mode in words), None)
+
     @staticmethod
     def of(**kwargs: Any) -> Options:
         """The options a user gave, the others at their defaults.
@@ -130,6 +135,11 @@ class Options:
         options = Options(**{name: _CHECKS[name](value) for name, value in kwargs.items()})
         if options.manual is not None:
             _check_recipe(options, options.manual)
+        if options.recompute_mode is not None and "recompute" in options.forbid:
+            raise OptionError(
+                f"recompute={options.recompute_mode!r} asks for what forbid='recompute' forbids",
+                hint="give one of them",
+            )
         if _n_stages(options.stages) > 1 and "pipeline" in options.forbid:
             raise OptionError(
                 f"stages={kwargs['stages']!r} asks for what forbid='pipeline' forbids",
@@ -156,6 +166,12 @@ def _check_recipe(options: Options, manual: Manual) -> None:
     if options.stages not in ("auto", manual.pp):
         raise OptionError(
             f"Manual.pp={manual.pp} and stages={options.stages!r} both cut the model",
+            hint="give one of them",
+        )
+    if manual.recompute != "none" and options.recompute not in ("auto", manual.recompute):
+        raise OptionError(
+            f"Manual.recompute={manual.recompute!r} and recompute={options.recompute!r} both "
+            "say what runs again in backward",
             hint="give one of them",
         )
     asked = {
@@ -334,7 +350,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "optimizer": _words("optimizer", "adamw sgd adam", "adafactor"),
     "precision": _words("precision", "model fp64", "bf16-mixed fp16-mixed"),
     "memory_limit": _memory_limit,
-    "recompute": _words("recompute", "auto none", "selective attention-core full"),
+    "recompute": _words("recompute", f"auto none {' '.join(_MODES)}"),
     "manual": _manual,
     "force": parse_pins,
     "forbid": _forbid,

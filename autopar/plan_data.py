@@ -7,6 +7,8 @@ stage's; its ranks follow those of the stage before. Each operator's entry is
 `inputs -> outputs`, one spec per tensor, one placement per logical axis; a parameter's entry is
 its storage and, when it is gathered for use, how often; `received` and `sent` say how the
 values are cut that cross from and to other stages, by the key of the operator that made them.
+`recomputed` says which operators run again in backward, by the key of the first:
+`full until KEY`, where KEY is the last one's, and the modes are those of `facts.Recompute`.
 `padded` are the shapes of parameters that are stored longer than they are (`passes/padding.py`);
 `comments` are what the planner has to say of a parameter; `kept_whole` are the operators
 without a rule that the user accepted (`passes/fallback.py`).
@@ -23,6 +25,7 @@ from typing import Any, get_args
 
 from autopar.errors import OptionError, PlanError
 from autopar.facts import Period, Storage
+from autopar.options import Recompute
 from autopar.schedule import ORDERS
 from autopar.spec import Spec
 
@@ -70,6 +73,7 @@ class StageRecord:
     operators: Mapping[str, str]
     received: Mapping[str, str] = field(default_factory=dict)
     sent: Mapping[str, str] = field(default_factory=dict)
+    recomputed: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def n_ranks(self) -> int:
@@ -194,8 +198,8 @@ def _link_numbers(link: Sequence[float]) -> tuple[float, ...]:
 
 
 def _stage_from_dict(raw: dict[str, Any]) -> StageRecord:
-    values = dict(raw)
-    for table in ("parameters", "operators", "received", "sent"):
+    values = {"recomputed": {}, **raw}
+    for table in ("parameters", "operators", "received", "sent", "recomputed"):
         for name, text in values[table].items():
             if not isinstance(text, str) or "\n" in name or "\n" in text:
                 raise ValueError(f"{table}: {name!r} must be one line of text")
@@ -247,3 +251,17 @@ def parse_operator(text: str, key: str) -> tuple[tuple[Spec, ...], tuple[Spec, .
         return tuple(parse_spec(w, f"operator {key}") for w in words if w)
 
     return specs(left), specs(right)
+
+
+def recomputed_text(mode: Recompute, last: str) -> str:
+    """`full until h.0.mlp/add#0`."""
+    return f"{mode} until {last}"
+
+
+def parse_recomputed(text: str, key: str) -> tuple[Recompute, str]:
+    """The inverse of `recomputed_text`; raises `PlanError`."""
+    mode, until, last = text.partition(" until ")
+    if not until or mode not in get_args(Recompute):
+        words = ", ".join(get_args(Recompute))
+        raise PlanError(f"recomputed from {key}: {text!r} is not `MODE until KEY`", hint=words)
+    return mode, last  # type: ignore[return-value]

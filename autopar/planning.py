@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,12 @@ from autopar.errors import OptionError, PlanError
 from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.passes.analysis import Analysis
-from autopar.passes.evaluate import Predict, compute_dtype, schedule_name
+from autopar.passes.evaluate import Predict, Solved, compute_dtype, schedule_name
 from autopar.passes.fallback import accept_again, accept_missing
+from autopar.passes.join import join
 from autopar.passes.padding import find_paddings, pad
 from autopar.passes.planner import Planner
+from autopar.passes.recompute import recomputed_stages
 from autopar.passes.replay import stage_record
 from autopar.pipeline import Pipeline
 from autopar.plan_data import PlanData, parse_storage
@@ -49,6 +51,7 @@ from autopar.plan_inputs import (
 from autopar.predicted import Predicted
 from autopar.program import Program
 from autopar.report import Compared, Comparison, ReportFiles, dot, explain, write_report
+from autopar.schedule import ORDERS
 from autopar.step_capture import capture_step, options_for, planned_accumulation
 
 
@@ -307,7 +310,7 @@ def plan_program(
     analysis = Analysis.of(pad(program, paddings.shapes), options.batch_dims or None)
     report = options.progress if callable(options.progress) else lambda text: None
     outcome = Planner(analysis, mesh, options, _predict_on(mesh, analysis, options), report).run()
-    solved = outcome.solved
+    solved = _with_recompute(outcome.solved, analysis, options)
     padded = paddings.used(item for stage in solved.stages for item in stage.specs())
     is_final = padded == paddings.shapes
     if not is_final:
@@ -347,6 +350,16 @@ def plan_program(
     if is_final:
         return Plan(data, bind_lowered(data, analysis, mesh, solved.stages, solved.pipeline))
     return Plan(data, bind(data, analysis, mesh))
+
+
+def _with_recompute(solved: Solved, analysis: Analysis, options: Options) -> Solved:
+    """A solution with the recompute that the user asks for, which the search does not know of:
+    times and memory of its alternatives are those without."""
+    mode = options.recompute_mode
+    if mode is None:
+        return solved
+    stages = recomputed_stages(solved.stages, analysis, mode)
+    return replace(solved, stages=stages, pipeline=join(stages, ORDERS[schedule_name(options)]))
 
 
 def _predict_on(mesh: Mesh, analysis: Analysis, options: Options) -> Predict:

@@ -82,9 +82,15 @@ class Folded:
         return None
 
 
-def find_runs(analysis: Analysis) -> tuple[Run, ...]:
-    """The runs that save most operators, greedily, in order."""
-    return tuple(sorted(_Finder(analysis).within(0, len(analysis.operators)), key=_start))
+def find_runs(
+    analysis: Analysis, least: int = _MIN_BLOCKS, own_buffers: bool = False
+) -> tuple[Run, ...]:
+    """The runs of `least` blocks or more that repeat most operators, greedily, in order.
+
+    `own_buffers`: blocks are alike though each changes buffers of its own; such are not folded.
+    """
+    finder = _Finder(analysis, least, own_buffers)
+    return tuple(sorted(finder.within(0, len(analysis.operators)), key=_start))
 
 
 def fold(analysis: Analysis, runs: Sequence[Run]) -> Folded:
@@ -133,10 +139,13 @@ def _start(run: Run) -> int:
 class _Finder:
     """`sources[i]`: per input of operator i, the operator and result it is, or its name."""
 
-    def __init__(self, analysis: Analysis) -> None:
+    def __init__(self, analysis: Analysis, least: int, own_buffers: bool) -> None:
+        self.least = least
         program = analysis.program
-        self.parameters = frozenset(program.parameters)
-        self.constants = frozenset(program.constants)
+        # Kinds of placeholders that each block may have its own of.
+        self.own = [frozenset(program.parameters), frozenset(program.constants)]
+        if own_buffers:
+            self.own.append(frozenset(program.buffers))
         made: dict[str, tuple[int, int]] = {}
         self.sources: list[tuple[tuple[int, int] | str, ...]] = []
         numbers: dict[Any, int] = {}
@@ -158,24 +167,28 @@ class _Finder:
 
     def _best(self, low: int, high: int) -> Run | None:
         found: list[tuple[int, int, int, int]] = []
-        for period in range(1, (high - low) // _MIN_BLOCKS + 1):
+        for period in range(1, (high - low) // self.least + 1):
             same = self.codes[low : high - period] == self.codes[low + period : high]
             for first, end in _stretches(same):
                 # end - first operators are like those one period later.
-                saved = end - first - period * (KEPT - 1)
+                saved = end - first - period * (self.least - 2)
                 if saved >= period:
                     found.append((-saved, period, low + first, low + end))
         best: Run | None = None
         for saved, period, first, end in sorted(found):
-            if best is not None and -saved <= best.n_dropped:
+            if best is not None and -saved <= self._gain(best):
                 break
             wired = np.array([self._alike(i, period) for i in range(first, end)])
             for a, b in _stretches(wired):
                 run = Run(first + a, period, (b - a) // period + 1)
-                better = best is None or run.n_dropped > best.n_dropped
-                if run.count >= _MIN_BLOCKS and better:
+                better = best is None or self._gain(run) > self._gain(best)
+                if run.count >= self.least and better:
                     best = run
         return best
+
+    def _gain(self, run: Run) -> int:
+        """Operators of blocks beyond those that a run must have."""
+        return run.period * (run.count - self.least + 1)
 
     def _alike(self, i: int, period: int) -> bool:
         """Do operators i and i + period read alike?"""
@@ -186,13 +199,8 @@ class _Finder:
 
     def _same_source(self, a: tuple[int, int] | str, b: tuple[int, int] | str, period: int) -> bool:
         if isinstance(a, str) or isinstance(b, str):
-            return a == b or any(a in kind and b in kind for kind in self._own)
+            return a == b or any(a in kind and b in kind for kind in self.own)
         return a == b or (a[0] + period, a[1]) == b
-
-    @property
-    def _own(self) -> tuple[frozenset[str], ...]:
-        """Kinds of placeholders that each block may have its own of."""
-        return self.parameters, self.constants
 
 
 def _stretches(marks: NDArray[np.bool_]) -> list[tuple[int, int]]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from autopar.errors import PlanError
-from autopar.facts import OperatorStrategy, Storage, Strategy
+from autopar.facts import OperatorStrategy, Recomputed, Storage, Strategy
 from autopar.mesh import LogicalMesh
+from autopar.options import Recompute
 from autopar.passes.analysis import Analysis
 from autopar.passes.boundaries import Side, is_boundary_spec
 from autopar.passes.candidates import lowered_over
@@ -20,8 +21,10 @@ from autopar.plan_data import (
     StageRecord,
     operator_text,
     parse_operator,
+    parse_recomputed,
     parse_spec,
     parse_storage,
+    recomputed_text,
     storage_text,
 )
 from autopar.program import Program
@@ -49,6 +52,12 @@ def stage_record(
         },
         received={program.value_key(v): str(spec) for v, spec in strategy.received.items()},
         sent={program.value_key(v): str(spec) for v, spec in strategy.sent.items()},
+        recomputed={
+            program.keys[item.operators[0]]: recomputed_text(
+                item.mode, program.keys[item.operators[-1]]
+            )
+            for item in strategy.recomputed
+        },
     )
 
 
@@ -104,7 +113,35 @@ def replay(
         "sequence" in forbid,
         _boundaries(program, program.received, stage.received, types, sizes, "received"),
         _boundaries(program, program.sent, stage.sent, types, sizes, "sent"),
+        _recomputed(program, stage.recomputed),
     )
+
+
+def _recomputed(program: Program, texts: Mapping[str, str]) -> tuple[Recomputed, ...]:
+    """Disjoint ranges of operators, in order."""
+    names = [node.name for node in program.operators]
+    position = {program.keys[name]: i for i, name in enumerate(names)}
+    found: list[tuple[int, int, Recompute]] = []
+    for first, text in texts.items():
+        mode, last = parse_recomputed(text, first)
+        for key in (first, last):
+            if key not in position:
+                raise PlanError(
+                    f"the plan recomputes {key!r}, which the captured graph does not have",
+                    hint="plan again for this model, inputs and mode",
+                )
+        found.append((position[first], position[last], mode))
+    found.sort()
+    end = -1
+    for start, stop, _ in found:
+        if start <= end or stop < start:
+            raise PlanError(
+                f"the plan recomputes from {program.keys[names[start]]!r}, which is behind the "
+                "end of that range, or in another one",
+                hint="ranges end where they begin or later, and do not overlap",
+            )
+        end = stop
+    return tuple(Recomputed(mode, tuple(names[a : b + 1])) for a, b, mode in found)
 
 
 def _boundaries(

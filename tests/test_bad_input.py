@@ -236,11 +236,9 @@ UNBUILT: dict[str, tuple[Callable[[], Any], str]] = {
     "schedule": (lambda: plan(schedule="interleaved"), "schedule='interleaved'"),
     "optimizer": (lambda: plan(optimizer="adafactor"), "optimizer='adafactor'"),
     "precision": (lambda: plan(precision="bf16-mixed"), "precision='bf16-mixed'"),
-    "recompute": (lambda: plan(recompute="full"), "recompute='full'"),
     "cp": (lambda: plan(manual=Manual(cp=2)), r"Manual\.cp=2"),
     "ep": (lambda: plan(manual=Manual(ep=2)), r"Manual\.ep=2"),
     "interleave": (lambda: plan(manual=Manual(interleave=2)), r"Manual\.interleave=2"),
-    "Manual.recompute": (lambda: plan(manual=Manual(recompute="full")), r"Manual\.recompute"),
 }
 
 

@@ -54,6 +54,9 @@ class TestValues:
             ("precision", "fp64"),
             ("memory_limit", 2**30),
             ("recompute", "none"),
+            ("recompute", "selective"),
+            ("recompute", "attention-core"),
+            ("recompute", "full"),
             ("manual", Manual(dp=2, tp=4, sp=True, zero=1)),
             ("manual", Manual(dp=2, tp=2, pp=2, microbatch_size=1)),
             ("solver", "ilp"),
@@ -117,9 +120,6 @@ class TestValues:
         [
             ("schedule", "interleaved"),
             ("schedule", "zero-bubble"),
-            ("recompute", "selective"),
-            ("recompute", "attention-core"),
-            ("recompute", "full"),
             ("precision", "bf16-mixed"),
             ("precision", "fp16-mixed"),
             ("optimizer", "adafactor"),
@@ -207,9 +207,21 @@ class TestManual:
             Manual(**arguments)
 
     @pytest.mark.parametrize("word", ["selective", "attention-core", "full"])
-    def test_recompute_is_not_built(self, word: str) -> None:
-        with pytest.raises(NotSupportedError, match=f"Manual.recompute='{word}' is not supported"):
-            Manual(recompute=word)
+    def test_recompute_is_the_users_or_the_recipes(self, word: str) -> None:
+        assert Options.of(recompute=word).recompute_mode == word
+        assert Options.of(manual=Manual(recompute=word)).recompute_mode == word
+        assert Options.of(manual=Manual(), recompute=word).recompute_mode == word
+        assert Options.of(manual=Manual(recompute=word), recompute=word).recompute_mode == word
+        other = "full" if word == "selective" else "selective"
+        for contradiction in (other, "none"):
+            with pytest.raises(OptionError, match="both say what runs again"):
+                Options.of(manual=Manual(recompute=word), recompute=contradiction)
+        with pytest.raises(OptionError, match=f"recompute='{word}' asks for what forbid"):
+            Options.of(recompute=word, forbid="recompute")
+
+    def test_no_recompute(self) -> None:
+        for options in ({}, {"recompute": "none"}, {"manual": Manual()}, {"forbid": "recompute"}):
+            assert Options.of(**options).recompute_mode is None
 
     def test_two_counts_of_microbatches(self) -> None:
         with pytest.raises(OptionError, match="microbatch_size=2 and microbatches=4 both"):

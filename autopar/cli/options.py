@@ -79,7 +79,9 @@ def _planning_flags(
     optimizer: Annotated[str | None, typer.Option(help="adamw, sgd or adam.")] = None,
     precision: Annotated[str | None, typer.Option(help="model, or fp64.")] = None,
     memory_limit: Annotated[str | None, typer.Option(help="Per device, as 40GiB.")] = None,
-    recompute: Annotated[str | None, typer.Option(help="auto, or none.")] = None,
+    recompute: Annotated[
+        str | None, typer.Option(help="auto, none, selective, attention-core or full.")
+    ] = None,
     manual: Annotated[str | None, typer.Option(help="A recipe: dp=2,tp=4,pp=2,sp,zero=1.")] = None,
     force: Annotated[
         list[str] | None, typer.Option(help="Pin a parameter: NAME=S(0)@1. Repeatable.")

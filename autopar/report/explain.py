@@ -53,6 +53,7 @@ def explain(
         "\n".join(f"{name}: {text}" for name, text in data.comments.items()),
         _crossings(pipeline),
         "\n".join(tie_text(tie) for tie in pipeline.ties),
+        _recomputed(pipeline),
         str(division(pipeline)) if pipeline.n_ranks > 1 else "",
         _communication(collectives, several),
         _prediction(predicted, pipeline),
@@ -178,6 +179,21 @@ def _explain_one(data: PlanData, pipeline: Pipeline, name: str) -> str:
 
 def _where(pipeline: Pipeline, stage: int) -> str:
     return f"stage {stage}, " if pipeline.n_stages > 1 else ""
+
+
+def _recomputed(pipeline: Pipeline) -> str:
+    """What runs again in backward, by mode, under the names of the generated program."""
+    rows = []
+    for k, program in enumerate(pipeline.stages):
+        by_mode: dict[str, list[str]] = {}
+        for segment in program.segments:
+            by_mode.setdefault(segment.mode, []).append(segment.name)
+        where = f"stage {k}, " if pipeline.n_stages > 1 else ""
+        rows += [
+            f"runs again in backward: {where}{mode}: {', '.join(names)}"
+            for mode, names in by_mode.items()
+        ]
+    return "\n".join(rows)
 
 
 def _found_on(record: StageRecord, program: StageProgram, name: str, where: str) -> list[str]:
