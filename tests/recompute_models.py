@@ -1,0 +1,60 @@
+"""A model of blocks with dropout, and plans with recompute that are not planned anew.
+
+Apart from its tests: golden programs name its lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar import Plan
+from autopar.binding import bind_lowered
+from autopar.options import Recompute
+from autopar.passes.join import join
+from autopar.passes.recompute import recomputed_stages
+from autopar.passes.replay import stage_record
+from autopar.plan_inputs import mesh_of
+from autopar.schedule import ORDERS
+from tests.jobs import WIDTH
+
+
+class Blocks(nn.Module):
+    """Blocks of a norm, a product that is reduced, and what keeps nothing after it."""
+
+    def __init__(self, norm: Callable[[int], nn.Module] = nn.LayerNorm, n_blocks: int = 2) -> None:
+        super().__init__()
+        self.into = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(norm) for _ in range(n_blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.into(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.pow(2).mean()
+
+
+class Block(nn.Module):
+    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.norm = norm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.1, self.training)
+
+
+def recomputing(plan: Plan, mode: Recompute) -> Plan:
+    """A plan without recompute, and its blocks recomputed: what planning with `mode` gives."""
+    assert plan.bound is not None
+    analysis, mesh = plan.bound.analysis, mesh_of(plan.data.mesh)
+    stages = recomputed_stages(plan.bound.stages, analysis, mode)
+    records = tuple(
+        stage_record(s.analysis, s.strategy, s.cost.mesh, record.mesh_shape)
+        for s, record in zip(stages, plan.data.stages, strict=True)
+    )
+    data, pipeline = replace(plan.data, stages=records), join(stages, ORDERS[plan.schedule])
+    return Plan(data, bind_lowered(data, analysis, mesh, stages, pipeline))

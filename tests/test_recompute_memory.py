@@ -1,0 +1,138 @@
+"""What recomputed blocks hold: live tensors of real steps beside predictions, mode by mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import autopar
+from autopar import Device, Link, Manual, Mesh, Plan
+from autopar.codegen import emit
+from autopar.cost.predict import peak_of_stage
+from autopar.live_bytes import LiveBytes
+from autopar.options import Recompute
+from autopar.runtime.executor import Environment, Executor
+from autopar.runtime.groups import make_groups, world_group
+from autopar.runtime.launch import WorkerPool
+from autopar.runtime.load import load_code
+from autopar.runtime.p2p import DistMessenger
+from tests.harness import generated_code
+from tests.recompute_models import recomputing
+
+__all__ = ["generated_code"]
+
+CLOSE = 0.03
+ALONE = Manual()
+Pool = Callable[[int], WorkerPool]
+N_LAYERS, BATCH, SEQUENCE, WIDTH, WORDS = 4, 16, 32, 64, 256
+
+
+def model(kind: str) -> torch.nn.Module:
+    """Attention fused, or by primitives because weights are dropped."""
+    torch.manual_seed(0)
+    drop = 0.1 if kind == "dropped" else 0.0
+    config = AutoConfig.for_model(
+        "gpt2", n_layer=N_LAYERS, n_embd=WIDTH, n_head=4, vocab_size=WORDS, n_positions=SEQUENCE,
+        resid_pdrop=drop, embd_pdrop=drop, attn_pdrop=drop, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    found: torch.nn.Module = AutoModelForCausalLM.from_config(config)
+    return found
+
+
+def batch() -> dict[str, Tensor]:
+    ids = torch.randint(0, WORDS, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids}
+
+
+@lru_cache
+def planned(kind: str, manual: Manual) -> Plan:
+    device = Device(1e12, 1e11, 1e10, 1e-6)
+    mesh = Mesh((1, manual.n_ranks), links=[Link(1e-6, 1e-9)] * 2, device=device)
+    return autopar.plan(model(kind), mesh, batch(), manual=manual)
+
+
+def measured_and_predicted(
+    kind: str, mode: Recompute | None, manual: Manual
+) -> tuple[float, float]:
+    """Peaks of live bytes over a whole step, of this rank."""
+    torch.set_num_threads(1)
+    plan = planned(kind, manual)
+    bound = (recomputing(plan, mode) if mode else plan).bound
+    assert bound is not None
+    pipeline = bound.pipeline
+    several = manual.n_ranks > 1
+    rank = torch.distributed.get_rank() if several else 0
+    stage = pipeline.stage_of(rank)
+    program, device = pipeline.stages[stage], torch.device("cpu")
+    groups = [make_groups(mesh) if several else {} for mesh in pipeline.meshes][stage]
+    joined = (DistMessenger(device), world_group()) if pipeline.n_stages > 1 else (None, None)
+    code, _ = load_code(f"stage_{stage}.py", emit(program, stage, pipeline.n_stages))
+    constants = {name: make() for name, make in bound.analysis.program.constants.items()}
+    executor = Executor(pipeline, rank, code, Environment(device, groups, *joined), constants)
+    inputs = {n: batch()[i.path].clone() for n, i in bound.analysis.program.inputs.items()}
+    stored = {
+        p.name: (torch.randn(p.stored.shape) * 0.02).requires_grad_() for p in program.parameters
+    }
+    optimizer = torch.optim.AdamW(stored.values(), foreach=True)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        executor.step(stored, inputs)
+        optimizer.step()
+
+    step()
+    optimizer.zero_grad()
+    moments = [t for state in optimizer.state.values() for t in state.values()]
+    with LiveBytes([*stored.values(), *moments, *inputs.values()]) as live:
+        step()
+    return live.peak_bytes, peak_of_stage(pipeline, stage, "adamw")
+
+
+# Mode -> at most this part of the peak without recompute, for attention by primitives.
+FALLS: dict[Recompute, float] = {"full": 0.45, "selective": 0.65, "attention-core": 0.95}
+
+
+@pytest.mark.parametrize("kind", ["plain", "dropped"])
+@pytest.mark.parametrize("mode", FALLS)
+def test_less_is_held_and_as_much_as_is_predicted(mode: Recompute, kind: str) -> None:
+    """All microbatches at once, where blocks are most of what is held, and one of four."""
+    whole, predicted = measured_and_predicted(kind, mode, ALONE)
+    without, _ = measured_and_predicted(kind, None, ALONE)
+    assert predicted == pytest.approx(whole, rel=CLOSE)
+    assert whole < (FALLS[mode] if kind == "dropped" else 1) * without
+    part, predicted = measured_and_predicted(kind, mode, Manual(microbatch_size=4))
+    assert part < whole
+    assert predicted == pytest.approx(part, rel=CLOSE)
+
+
+CASES = [
+    Manual(tp=2, sp=True),
+    Manual(dp=2, zero=3, microbatch_size=4),
+    Manual(pp=2, microbatch_size=2),
+]
+
+
+def all_cases() -> list[tuple[Manual, Recompute | None, float, float]]:
+    """In a worker process: every case, one after the other."""
+    return [
+        (manual, mode, *measured_and_predicted("dropped", mode, manual))
+        for manual in CASES
+        for mode in (None, *FALLS)
+    ]
+
+
+def test_peaks_of_two_processes(workers: Pool) -> None:
+    """Shards, gathered parameters and stages: what falls is what is predicted to fall."""
+    for rank, found in enumerate(workers(2).run(all_cases)):
+        peaks: dict[Manual, dict[Recompute | None, float]] = {}
+        for manual, mode, measured, predicted in found:
+            assert predicted == pytest.approx(measured, rel=CLOSE), (rank, manual, mode)
+            peaks.setdefault(manual, {})[mode] = measured
+        for manual, of_mode in peaks.items():
+            assert of_mode["full"] < of_mode["selective"] < of_mode[None], (rank, manual)
+            assert of_mode["attention-core"] < of_mode[None], (rank, manual)
