@@ -194,6 +194,10 @@ class ProblemBatch:
     problems: IntraOpProblems
     _of: dict[Case, IntraOpProblem] = field(default_factory=dict)
 
+    def place(self, cost: CostModel, n_microbatches: int) -> int:
+        """Where a case is among the problems."""
+        return self.cases.index((priced_alike(cost), n_microbatches))
+
     def of(self, cost: CostModel, n_microbatches: int) -> IntraOpProblem:
         case = (priced_alike(cost), n_microbatches)
         if case not in self._of:
@@ -202,5 +206,4 @@ class ProblemBatch:
 
     def table(self, value: str, cost: CostModel, n_microbatches: int) -> ReshardTable:
         """The reshards of a value that is no parameter, as they were priced."""
-        at = self.cases.index((priced_alike(cost), n_microbatches))
-        return self.problems.tables_of(value).of(at)
+        return self.problems.tables_of(value).of(self.place(cost, n_microbatches))

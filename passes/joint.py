@@ -17,6 +17,7 @@ stage on, up or down for as long as that helps (`climb`).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from functools import cached_property
 import numpy as np
 
 from autopar.cost.hardware import Hardware
-from autopar.errors import BatchError, InfeasibleError, OptionError
+from autopar.errors import OptionError
 from autopar.mesh import Link, LogicalMesh, Mesh, factored_view, logical_views
 from autopar.options import Options
 from autopar.passes.analysis import Analysis
@@ -38,7 +39,7 @@ from autopar.passes.layers import Layers, find_layers
 from autopar.passes.layout import Candidate, StageLayout
 from autopar.passes.solvers import Infeasible
 from autopar.passes.solvers.stages import StagePlan, StageProblem, solve_stages
-from autopar.passes.stage_costs import CostMaker, StageCosts, undominated
+from autopar.passes.stage_costs import CostMaker, StageCosts, Wanted, undominated
 
 Progress = Callable[[str], None]
 # Plans of one search: proving the order of many that are nearly alike takes long.
@@ -142,20 +143,17 @@ class JointSearch:
     def costs(self, m: int) -> list[StageCosts]:
         """Every configuration of a stage that may be of use, with `m` microbatches."""
         if m not in self._costs:
-            every = [c for view in self.views for c in self._costs_on(view, m)]
-            self._costs[m] = undominated(every, self.layers)
+            wanted = [self._wanted(view, m) for view in self.views]
+            every = itertools.chain.from_iterable(self.maker.searched(wanted, m))
+            self._costs[m] = undominated(tuple(every), self.layers)
         return self._costs[m]
 
-    def _costs_on(self, view: LogicalMesh, m: int) -> list[StageCosts]:
+    def _wanted(self, view: LogicalMesh, m: int) -> Wanted:
         share = view.n_ranks / self.mesh.n_ranks
         deepest = self.depth(m, max(1, round(1 / share)))
-        depths = sorted({1, math.ceil(deepest / 2), deepest})
+        depths = tuple(sorted({1, math.ceil(deepest / 2), deepest}))
         enough_bytes = _ROOMY * self.budget_bytes / share
-        constraints = self.constraints(view)
-        try:
-            return self.maker.make(view, self.hop(view), m, constraints, depths, enough_bytes)
-        except (InfeasibleError, BatchError):
-            return []  # this view, or this many microbatches, cannot be
+        return Wanted(view, self.hop(view), self.constraints(view), depths, enough_bytes)
 
     @property
     def _is_gpipe(self) -> bool:

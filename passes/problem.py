@@ -139,6 +139,19 @@ class IntraOpProblems:
     first: IntraOpProblem
     tables_of: Callable[[str], ReshardTables]
 
+    def in_flight(self, cases: Sequence[int], depths: Sequence[int]) -> ChoiceProblems:
+        """Of some cases, with so many microbatches' activations kept at once in each."""
+        some, n = self.numbers.some(cases), len(self.first.candidates)
+        if max(depths) == 1:
+            return some
+        each = np.array(depths, dtype=np.float64)[:, None]
+        of_tables: dict[int, Array] = {}  # alike groups stay alike
+        kept = (
+            of_tables.setdefault(id(c.table), of_group * each)
+            for c, of_group in zip(self.first.candidates, some.bytes, strict=False)
+        )
+        return replace(some, bytes=(*kept, *some.bytes[n:]))
+
     def of(self, case: int) -> IntraOpProblem:
         """The problem of one of the cases."""
         return replace(self.first, numbers=self.numbers.of(case))

@@ -165,7 +165,7 @@ class _Recipe:
         """The closed form; infinite where a stage does not fit."""
         view = self._view
         try:
-            (costs,) = self.maker.make(view, self.search.hop(view), m, self.limits)
+            costs = self.maker.recipe(view, self.search.hop(view), m, self.limits)
         except (InfeasibleError, BatchError):
             return math.inf
         n_stages = self.split.n_stages

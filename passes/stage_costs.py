@@ -31,17 +31,17 @@ import torch
 from numpy.typing import NDArray
 
 from autopar.cost.model import CostModel
-from autopar.errors import InfeasibleError
+from autopar.errors import BatchError, InfeasibleError
 from autopar.mesh import Link, LogicalMesh
 from autopar.passes.attribution import PARTS, Attribution, Shared
 from autopar.passes.constraints import Constraints
 from autopar.passes.folding import Folded
-from autopar.passes.intra_op import ProblemFamilies
+from autopar.passes.intra_op import ProblemBatch, ProblemFamilies
 from autopar.passes.layers import Layers
 from autopar.passes.problem import IntraOpProblem
 from autopar.passes.reshard import priced_alike
 from autopar.passes.solvers import Infeasible, solve
-from autopar.passes.solvers.hull import hull_corners
+from autopar.passes.solvers.hull import hull_corners_of
 from autopar.passes.solvers.problem import Choice
 
 Array = NDArray[np.float64]
@@ -92,6 +92,23 @@ class StageCosts:
 
 
 @dataclass(frozen=True)
+class Wanted:
+    """A view that costs are wanted of: with placements for several `depths` of microbatches in
+    flight, where those of the fastest need more than `enough_bytes`. `hop` is the link to other
+    stages."""
+
+    view: LogicalMesh
+    hop: Link
+    constraints: Constraints
+    depths: tuple[int, ...] = ()
+    enough_bytes: float = 0.0
+
+    def is_tight(self, fastest: StageCosts) -> bool:
+        """Are leaner placements of use?"""
+        return bool(self.depths) and fastest.bytes_in_flight(max(self.depths)) > self.enough_bytes
+
+
+@dataclass(frozen=True)
 class CostMaker:
     """Prices views of one program. `pricing` is the machine that placements are chosen for,
     where that is not the one they run on (recipes); `views` and `counts` of microbatches are those
@@ -113,36 +130,72 @@ class CostMaker:
         abstract = tuple(map(self.pricing, real)) if self.pricing is not None else ()
         return ProblemFamilies(self.folded.analysis, self.optimizer, (real, abstract), self.counts)
 
-    def make(
-        self,
-        view: LogicalMesh,
-        hop: Link,
-        n_microbatches: int,
-        constraints: Constraints,
-        depths: Sequence[int] = (),
-        enough_bytes: float = 0.0,
-    ) -> list[StageCosts]:
-        """The fastest placements first; then leaner ones for `depths` microbatches in flight,
-        unless the fastest, of the whole program, need no more than `enough_bytes`. `hop` is
-        the link to other stages.
+    def recipe(
+        self, view: LogicalMesh, hop: Link, n_microbatches: int, constraints: Constraints
+    ) -> StageCosts:
+        """The placements of a recipe, laid out on the machine of `pricing`. `hop` is the link to
+        other stages.
 
         Raises `InfeasibleError` when the constraints leave nothing, `BatchError` when the batch
         does not divide.
         """
         cost = CostModel(view, self.dtype)
         batch = self._problems.of(cost, n_microbatches, constraints)
-        problem = batch.of(cost, n_microbatches)
-        attribution = Attribution(self.folded, problem, batch, cost, n_microbatches)
-        if self.pricing is not None:
-            layout = self._layout(cost, problem, n_microbatches, constraints)
-            return [self._costs(attribution, layout, hop)]
-        choices = dict.fromkeys(_corners(problem, 1, 1))
-        costs = [self._costs(attribution, choice, hop) for choice in choices]
-        if depths and costs[0].bytes_in_flight(max(depths)) > enough_bytes:
-            for depth in depths:
-                choices |= dict.fromkeys(_corners(problem, depth, N_CORNERS))
-            costs = [self._costs(attribution, choice, hop) for choice in choices]
-        return costs
+        attribution = self._attribution(batch, cost, n_microbatches)
+        layout = self._layout(cost, attribution.problem, n_microbatches, constraints)
+        return self._costs(attribution, layout, hop)
+
+    def searched(self, wanted: Sequence[Wanted], n_microbatches: int) -> list[list[StageCosts]]:
+        """Of each, the fastest placements first; then leaner ones for several depths, unless the
+        fastest, of the whole program, need no more than enough bytes. None where the constraints
+        leave nothing, or the batch does not divide."""
+        out: list[list[StageCosts]] = [[] for _ in wanted]
+        together: dict[int, list[int]] = {}
+        batches: dict[int, ProblemBatch] = {}
+        for i, one in enumerate(wanted):
+            cost = CostModel(one.view, self.dtype)
+            try:
+                batch = self._problems.of(cost, n_microbatches, one.constraints)
+            except (InfeasibleError, BatchError):
+                continue  # this view, or this many microbatches, cannot be
+            batches[id(batch)] = batch
+            together.setdefault(id(batch), []).append(i)
+        for key, of_batch in together.items():
+            found = self._walked([wanted[i] for i in of_batch], batches[key], n_microbatches)
+            for i, costs in zip(of_batch, found, strict=True):
+                out[i] = costs
+        return out
+
+    def _walked(
+        self, wanted: Sequence[Wanted], batch: ProblemBatch, m: int
+    ) -> list[list[StageCosts]]:
+        """Those whose problems were built together."""
+        models = [CostModel(one.view, self.dtype) for one in wanted]
+        places = [batch.place(cost, m) for cost in models]
+        out: list[list[StageCosts]] = [[] for _ in wanted]
+        choices: list[dict[Choice, None]] = [{} for _ in wanted]
+        readers = [self._attribution(batch, cost, m) for cost in models]
+
+        def add(rows: Sequence[int], depths: Sequence[int], n_most: int) -> None:
+            at = [places[i] for i in rows]
+            corners = hull_corners_of(batch.problems.in_flight(at, depths), n_most)
+            for i, found in zip(rows, corners, strict=True):
+                new = [] if isinstance(found, Infeasible) else found
+                for choice in dict.fromkeys(new):
+                    if choice not in choices[i]:
+                        choices[i][choice] = None
+                        out[i].append(self._costs(readers[i], choice, wanted[i].hop))
+
+        every = range(len(wanted))
+        add(every, [1] * len(wanted), 1)
+        tight = [i for i in every if out[i] and wanted[i].is_tight(out[i][0])]
+        for k in range(max((len(wanted[i].depths) for i in tight), default=0)):
+            rows = [i for i in tight if k < len(wanted[i].depths)]
+            add(rows, [wanted[i].depths[k] for i in rows], N_CORNERS)
+        return out
+
+    def _attribution(self, batch: ProblemBatch, cost: CostModel, m: int) -> Attribution:
+        return Attribution(self.folded, batch.of(cost, m), batch, cost, m)
 
     def _layout(
         self, cost: CostModel, problem: IntraOpProblem, m: int, constraints: Constraints
@@ -164,14 +217,6 @@ class CostMaker:
         parts, shared = attribution.parts(choice)
         leave_s, enter_s = attribution.crossings(choice, self.layers.crossing, hop)
         return StageCosts(attribution.cost.mesh, parts, shared, leave_s, enter_s)
-
-
-def _corners(problem: IntraOpProblem, depth: int, n_most: int) -> list[Choice]:
-    """Placements at corners of the hull when `depth` microbatches' activations are kept."""
-    found = hull_corners(problem.under(None, depth).numbers, n_most)
-    if isinstance(found, Infeasible):
-        raise _contradictory()
-    return found
 
 
 def _contradictory() -> InfeasibleError:

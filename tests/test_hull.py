@@ -8,8 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from autopar.passes.solvers import ChoiceProblem, Edge, Infeasible
-from autopar.passes.solvers.hull import hull_corners
+from autopar.passes.solvers import ChoiceProblem, ChoiceProblems, Edge, Infeasible
+from autopar.passes.solvers.hull import hull_corners, hull_corners_of
 from autopar.passes.solvers.problem import FloatArray
 
 
@@ -53,3 +53,35 @@ def test_corners_are_on_the_hull_of_every_choice() -> None:
             assert not isinstance(few, Infeasible) and len(few) <= n_most
         n_several += len(corners) > 2
     assert n_several > 20
+
+
+def test_problems_that_walk_together_find_the_corners_of_each_alone() -> None:
+    """Five problems of the same choices and edges, some of which forbid everything."""
+    n_forbidden = 0
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        sizes, pairs = [3, 4, 2, 3], ((0, 1), (1, 2), (2, 3), (0, 2))
+
+        def numbers(*shape: int, rng: np.random.Generator = rng) -> FloatArray:
+            return np.asarray(rng.integers(0, 99, (5, *shape)), dtype=np.float64)
+
+        edges = []
+        for u, v in pairs:  # choices 0 and 1 of u are alike to v
+            rows = np.minimum(np.arange(sizes[u]), 1)
+            cost = numbers(2, sizes[v])
+            cost[rng.random(cost.shape) < 0.4] = np.inf
+            edges.append(Edge(u, v, cost, np.zeros((1, 2, sizes[v])), numbers(2, sizes[v]), rows))
+        together = ChoiceProblems(
+            5, tuple("abcd"), tuple(numbers(n) for n in sizes),
+            tuple(np.zeros((1, n)) for n in sizes), tuple(numbers(n) for n in sizes), tuple(edges),
+        )  # fmt: skip
+        for i, corners in enumerate(hull_corners_of(together, 4)):
+            problem = together.of(i)
+            alone = hull_corners(problem, 4)
+            assert isinstance(corners, Infeasible) == isinstance(alone, Infeasible)
+            if isinstance(corners, Infeasible) or isinstance(alone, Infeasible):
+                n_forbidden += 1
+                continue
+            mine, theirs = ([problem.evaluate(x) for x in of] for of in (corners, alone))
+            assert mine == theirs
+    assert 5 < n_forbidden < 120

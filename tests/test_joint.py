@@ -27,7 +27,7 @@ from autopar.passes.joint import JointSearch, climb, joint_candidates, submesh_s
 from autopar.passes.layers import find_layers
 from autopar.passes.layout import Candidate
 from autopar.passes.solvers import Solution, solve
-from autopar.passes.stage_costs import CostMaker, StageCosts
+from autopar.passes.stage_costs import CostMaker, StageCosts, Wanted
 from tests.harness import MODELS, Mlp, model_case, random_tokens, tiny_gpt2
 from tests.test_layers import Block, Chain
 
@@ -72,7 +72,8 @@ def stage_costs(
     runs = find_runs(analysis)
     layers = find_layers(analysis, runs)
     maker = CostMaker(fold(analysis, runs if folded else ()), layers, torch.float64, "adamw")
-    (costs,) = maker.make(view, Link(0.0, 0.0), m, constraints or Constraints())
+    wanted = Wanted(view, Link(0.0, 0.0), constraints or Constraints())
+    ((costs,),) = maker.searched([wanted], m)
     return costs, maker, CostModel(view, torch.float64)
 
 

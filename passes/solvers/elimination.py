@@ -35,7 +35,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.passes.solvers.elimination_order import EliminationPlan, Limits, Placed, Step, TooWide
-from autopar.passes.solvers.problem import Choice, ChoiceProblem, Codes, FloatArray
+from autopar.passes.solvers.problem import (
+    Choice,
+    ChoiceProblem,
+    ChoiceProblems,
+    Codes,
+    FloatArray,
+)
 
 # Tables are added up in blocks of this many entries, which stay in a CPU's cache.
 BLOCK_ENTRIES = 2**16
@@ -44,11 +50,12 @@ Choices = NDArray[np.intp]
 
 
 class Weights(NamedTuple):
-    """What is minimised: cost * cost_s + tie * ties + size * bytes."""
+    """What is minimised: cost * cost_s + tie * ties + size * bytes. Of several problems, `size` may
+    be one each."""
 
     cost: float = 1.0
     tie: float = 0.0
-    size: float = 0.0
+    size: float | FloatArray = 0.0
 
     def total(
         self, cost_s: FloatArray, ties: FloatArray, size_bytes: FloatArray | None
@@ -60,27 +67,32 @@ class Weights(NamedTuple):
             out = cost_s * self.cost
         if self.tie != 0:
             out = out + ties * self.tie
-        if self.size != 0 and size_bytes is not None:
-            out = out + size_bytes * self.size
-        return out
+        if size_bytes is None:
+            return out
+        if isinstance(self.size, np.ndarray):
+            each: FloatArray = self.size.reshape(-1, *(1 for _ in size_bytes.shape[1:]))
+            return out + size_bytes * each
+        return out + size_bytes * self.size if self.size != 0 else out
 
 
 class Weighted:
-    """Weighs the tables of one problem, equal ones once: alike blocks share their numbers."""
+    """Weighs the tables of a problem, or of several, equal ones once: alike blocks share their
+    numbers."""
 
-    def __init__(self, weights: Weights) -> None:
-        self.weights = weights
+    def __init__(self, weights: Weights, several: bool = False) -> None:
+        self.weights, self.several = weights, several
         self._known: dict[Hashable, FloatArray] = {}
 
     def __call__(
         self, cost_s: FloatArray, ties: FloatArray, size_bytes: FloatArray | None
     ) -> FloatArray:
-        """`Weights.total`, of one problem: [1, ...]."""
+        """`Weights.total`: [problems, ...]."""
         arrays = (cost_s, ties) if size_bytes is None else (cost_s, ties, size_bytes)
         # Of views, the memory they show is what they have in common.
         key = tuple((a.ctypes.data, a.shape, a.strides) for a in arrays)
         if key not in self._known:
-            self._known[key] = self.weights.total(cost_s, ties, size_bytes)[None]
+            found = self.weights.total(cost_s, ties, size_bytes)
+            self._known[key] = found if self.several else found[None]
         return self._known[key]
 
 
@@ -93,9 +105,9 @@ class Potentials:
     tables: tuple[FloatArray, ...]
 
     @staticmethod
-    def of(problem: ChoiceProblem, weights: Weights) -> Potentials:
-        """Of one problem, for `plan_elimination` of it."""
-        total = Weighted(weights)
+    def of(problem: ChoiceProblem | ChoiceProblems, weights: Weights) -> Potentials:
+        """Of one problem, for `plan_elimination` of it, or of several."""
+        total = Weighted(weights, isinstance(problem, ChoiceProblems))
         nodes = zip(problem.cost_s, problem.tie, problem.bytes, strict=True)
         unary = tuple(total(*node) for node in nodes)
         return Potentials(unary, tuple(total(e.cost_s, e.tie, e.bytes) for e in problem.edges))

@@ -22,7 +22,7 @@ import numpy as np
 
 from autopar.errors import AutoparError
 from autopar.passes.solvers.partitions import Partitions
-from autopar.passes.solvers.problem import ChoiceProblem, Codes, Edge
+from autopar.passes.solvers.problem import ChoiceProblem, ChoiceProblems, Codes, Edge
 
 Scope = tuple[int, ...]
 HUBS_TRIED = 4
@@ -148,7 +148,9 @@ class EliminationPlan:
         )
 
 
-def plan_elimination(problem: ChoiceProblem, limits: Limits | None = None) -> EliminationPlan:
+def plan_elimination(
+    problem: ChoiceProblem | ChoiceProblems, limits: Limits | None = None
+) -> EliminationPlan:
     """The cheapest order found, with up to `MAX_HUBS` hubs conditioned on if need be.
 
     Raises `TooWide` when every plan found exceeds `limits`.

@@ -6,21 +6,31 @@ A price p (seconds per byte) makes one cost of two, and elimination solves
 
 exactly; every optimum is a corner of the lower hull of the points (bytes(x), cost(x)). Starting
 from the fastest and the leanest choice, the next price is the slope between two neighbouring
-corners: either a corner between them comes out, or they are neighbours on the hull.
+corners: either a corner between them comes out, or they are neighbours on the hull. Problems that
+differ in their numbers alone walk together: every round eliminates all of them once.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from autopar.passes.solvers.elimination import Weights
+import numpy as np
+
+from autopar.passes.solvers.elimination import Potentials, Weights, minimise_all
 from autopar.passes.solvers.elimination_order import EliminationPlan, TooWide, plan_elimination
-from autopar.passes.solvers.lagrangian import Elimination, Point
-from autopar.passes.solvers.problem import FORBIDDEN, Choice, ChoiceProblem, Infeasible
-from autopar.passes.solvers.reductions import Reduced, reduce
-from autopar.passes.solvers.select import as_it_is, solve
+from autopar.passes.solvers.problem import (
+    FORBIDDEN,
+    Choice,
+    ChoiceProblem,
+    ChoiceProblems,
+    FloatArray,
+    Infeasible,
+)
+from autopar.passes.solvers.reductions import reduce
+from autopar.passes.solvers.select import QUICK, solve
 
 # Relative to the price at which all bytes cost as much as all else: so low that bytes decide
 # nothing but ties, and so high that seconds do.
@@ -35,50 +45,114 @@ def hull_corners(problem: ChoiceProblem, n_most: int) -> list[Choice] | Infeasib
     Of choices that cost the same any may come out. A problem too wide to eliminate: the optimum of
     `solve`. The budget is not read.
     """
-    unlimited = replace(problem, budget_bytes=None)
-    ready = as_it_is(unlimited)
-    if ready is not None:
-        return _Walk(*ready).corners(n_most)
     # A budget, however large, keeps choices that are dearer and smaller.
     reduced = reduce(replace(problem, budget_bytes=math.inf))
     if reduced is None:
         return FORBIDDEN
     try:
-        return _Walk(reduced, plan_elimination(reduced.problem)).corners(n_most)
+        plan = plan_elimination(reduced.problem)
     except TooWide:
-        pass
-    found = solve(unlimited)
-    return found if isinstance(found, Infeasible) else [found.choice]
+        found = solve(replace(problem, budget_bytes=None))
+        return found if isinstance(found, Infeasible) else [found.choice]
+    (corners,) = _Walk(reduced.problem.several(), plan).corners(n_most)
+    return FORBIDDEN if corners is None else [reduced.lift(choice) for choice in corners]
+
+
+def hull_corners_of(problems: ChoiceProblems, n_most: int) -> list[list[Choice] | Infeasible]:
+    """`hull_corners` of each."""
+    try:
+        plan = plan_elimination(problems, QUICK)
+    except TooWide:
+        return [hull_corners(problems.of(i), n_most) for i in range(problems.n_problems)]
+    found = _Walk(problems, plan).corners(n_most)
+    return [FORBIDDEN if corners is None else corners for corners in found]
+
+
+@dataclass
+class _Side:
+    """Two corners of a problem's hull, between which there may be others."""
+
+    problem: int
+    fast: _Corner
+    lean: _Corner
+
+    @property
+    def s_per_byte(self) -> float | None:
+        """The price at which they cost the same; None: they are one."""
+        saved_bytes = self.fast.bytes - self.lean.bytes
+        paid_s = self.lean.cost_s - self.fast.cost_s
+        alike = saved_bytes <= _SAME_REL * self.fast.bytes or paid_s <= _SAME_REL * self.fast.cost_s
+        return None if alike else paid_s / saved_bytes
+
+
+@dataclass(frozen=True)
+class _Corner:
+    choice: Choice
+    cost_s: float
+    bytes: float
 
 
 class _Walk:
-    """Elimination of one reduced problem at several prices."""
+    """Elimination of problems at several prices."""
 
-    def __init__(self, reduced: Reduced, plan: EliminationPlan) -> None:
-        self.reduced, self.elimination = reduced, Elimination(reduced.problem, plan)
+    def __init__(self, problems: ChoiceProblems, plan: EliminationPlan) -> None:
+        self.problems, self.plan = problems, plan
 
-    def corners(self, n_most: int) -> list[Choice] | Infeasible:
-        value, fastest = self.elimination.at(Weights())
-        if math.isinf(value):
-            return FORBIDDEN
-        if n_most == 1:
-            return [self.reduced.lift(fastest.choice)]
-        totals = fastest.totals
-        even = totals.cost_s / totals.bytes if totals.bytes and totals.cost_s else 1.0
-        fastest, leanest = self._at(even * _LOW), self._at(even * _HIGH)
-        found = dict.fromkeys((fastest.choice, leanest.choice))
-        sides = deque([(fastest, leanest)])
-        while sides and len(found) < n_most:
-            fast, lean = sides.popleft()
-            a, b = fast.totals, lean.totals
-            saved_bytes, paid_s = a.bytes - b.bytes, b.cost_s - a.cost_s
-            if saved_bytes <= _SAME_REL * a.bytes or paid_s <= _SAME_REL * a.cost_s:
-                continue
-            between = self._at(paid_s / saved_bytes)
-            if between.choice not in found:
-                found[between.choice] = None
-                sides += [(fast, between), (between, lean)]
-        return [self.reduced.lift(choice) for choice in found]
+    def corners(self, n_most: int) -> list[list[Choice] | None]:
+        """Per problem; None where nothing is allowed."""
+        every = list(range(self.problems.n_problems))
+        free = self._at(every, np.zeros(len(every)))
+        allowed = [i for i in every if free[i] is not None]
+        if n_most == 1 or not allowed:
+            return [None if corner is None else [corner.choice] for corner in free]
+        even = np.array([self._even(free[i]) for i in allowed])
+        fastest, leanest = self._at(allowed, even * _LOW), self._at(allowed, even * _HIGH)
+        found: dict[int, dict[Choice, None]] = {}
+        sides: dict[int, deque[_Side]] = {}
+        for i, fast, lean in zip(allowed, fastest, leanest, strict=True):
+            assert fast is not None and lean is not None, "a price forbids nothing"
+            found[i] = dict.fromkeys((fast.choice, lean.choice))
+            sides[i] = deque([_Side(i, fast, lean)])
+        while round_ := self._round(sides, found, n_most):
+            prices = np.array([price for _, price in round_])
+            corners = self._at([side.problem for side, _ in round_], prices)
+            for (side, _), between in zip(round_, corners, strict=True):
+                assert between is not None
+                if between.choice not in found[side.problem]:
+                    found[side.problem][between.choice] = None
+                    sides[side.problem].append(_Side(side.problem, side.fast, between))
+                    sides[side.problem].append(_Side(side.problem, between, side.lean))
+        return [list(found[i]) if i in found else None for i in every]
 
-    def _at(self, s_per_byte: float) -> Point[Choice]:
-        return self.elimination.at(Weights(size=s_per_byte))[1]
+    @staticmethod
+    def _round(
+        sides: Mapping[int, deque[_Side]], found: Mapping[int, Mapping[Choice, None]], n_most: int
+    ) -> list[tuple[_Side, float]]:
+        """The next side of every problem that wants more corners, and its price."""
+        out = []
+        for i, waiting in sides.items():
+            while waiting and len(found[i]) < n_most:
+                side = waiting.popleft()
+                if (price := side.s_per_byte) is not None:
+                    out.append((side, price))
+                    break
+        return out
+
+    @staticmethod
+    def _even(corner: _Corner | None) -> float:
+        """The price at which all bytes cost as much as all else."""
+        assert corner is not None
+        return corner.cost_s / corner.bytes if corner.bytes and corner.cost_s else 1.0
+
+    def _at(self, rows: Sequence[int], s_per_byte: FloatArray) -> list[_Corner | None]:
+        some = self.problems.some(rows)
+        values, choices = minimise_all(self.plan, Potentials.of(some, Weights(size=s_per_byte)))
+        n = len(rows)
+        choices = np.broadcast_to(choices, (n, choices.shape[1]))
+        cost_s, size_bytes = some.evaluate(choices)
+        return [
+            _Corner(tuple(row), float(seconds), float(size)) if math.isfinite(value) else None
+            for value, row, seconds, size in zip(
+                np.broadcast_to(values, (n,)), choices.tolist(), cost_s, size_bytes, strict=True
+            )
+        ]

@@ -105,9 +105,58 @@ class ChoiceProblems:
     tie: tuple[FloatArray, ...]
     bytes: tuple[FloatArray, ...]
     edges: tuple[Edge, ...] = ()
+    is_checked: bool = field(default=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        _check_all(self.names, self.cost_s, self.tie, self.bytes, self.edges, 1)
+        if not self.is_checked:
+            _check_all(self.names, self.cost_s, self.tie, self.bytes, self.edges, 1)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many choices each variable has."""
+        return tuple(c.shape[-1] for c in self.cost_s)
+
+    def some(self, rows: Sequence[int]) -> ChoiceProblems:
+        """Some of the problems; arrays that are one stay one."""
+        at, known = np.array(rows, dtype=np.intp), dict[int, FloatArray]()
+
+        def own(array: FloatArray) -> FloatArray:
+            return known.setdefault(id(array), array if len(array) == 1 else array[at])
+
+        edges = (
+            replace(
+                e, cost_s=own(e.cost_s), tie=own(e.tie),
+                bytes=None if e.bytes is None else own(e.bytes),
+            )
+            for e in self.edges
+        )  # fmt: skip
+        cost_s, tie, size_bytes = (
+            tuple(map(own, arrays)) for arrays in (self.cost_s, self.tie, self.bytes)
+        )
+        return ChoiceProblems(
+            len(at), self.names, cost_s, tie, size_bytes, tuple(edges), is_checked=True
+        )
+
+    def evaluate(self, choices: Codes) -> tuple[FloatArray, FloatArray]:
+        """(cost, bytes) of one choice [variables] for each of the problems: [problems]."""
+        every = np.arange(self.n_problems)
+
+        def at(array: FloatArray, *places: Codes) -> FloatArray:
+            found: FloatArray = array[(every if len(array) > 1 else 0, *places)]
+            return found
+
+        cost_s, size_bytes = np.zeros(self.n_problems), np.zeros(self.n_problems)
+        for v, (of_cost, of_bytes) in enumerate(zip(self.cost_s, self.bytes, strict=True)):
+            cost_s += at(of_cost, choices[:, v])
+            size_bytes += at(of_bytes, choices[:, v])
+        for e in self.edges:
+            row, column = choices[:, e.u], choices[:, e.v]
+            row = row if e.rows is None else e.rows[row]
+            column = column if e.columns is None else e.columns[column]
+            cost_s += at(e.cost_s, row, column)
+            if e.bytes is not None:
+                size_bytes += at(e.bytes, row, column)
+        return cost_s, size_bytes
 
     def of(self, i: int) -> ChoiceProblem:
         """One of the problems."""
@@ -193,6 +242,20 @@ class ChoiceProblem:
     def fits(self, size_bytes: float) -> bool:
         """Is `size_bytes` within the budget (to `BUDGET_REL`)?"""
         return within(self.budget_bytes, size_bytes)
+
+    def several(self) -> ChoiceProblems:
+        """The problem as the only one of several."""
+        edges = (
+            replace(
+                e, cost_s=e.cost_s[None], tie=e.tie[None],
+                bytes=None if e.bytes is None else e.bytes[None],
+            )
+            for e in self.edges
+        )  # fmt: skip
+        cost_s, tie, size_bytes = (
+            tuple(array[None] for array in arrays) for arrays in (self.cost_s, self.tie, self.bytes)
+        )
+        return ChoiceProblems(1, self.names, cost_s, tie, size_bytes, tuple(edges), is_checked=True)
 
     def restrict(self, keep: Sequence[BoolArray]) -> ChoiceProblem:
         """The same problem with only the choices that `keep[v]` marks."""
