@@ -11,6 +11,7 @@ simulated   the stages lowered and joined, and the schedule played (`predict`)
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -86,7 +87,8 @@ class Evaluator:
     """Solves candidates of one program on one machine; equal stages are solved once.
 
     `views` are meshes that it and its stages will be asked for on, with some of `counts`
-    microbatches.
+    microbatches. Solves close their gaps until the `deadline`, on the clock of `time.perf_counter`,
+    for a second at least.
     """
 
     analysis: Analysis
@@ -96,6 +98,7 @@ class Evaluator:
     predict: Predict
     views: Sequence[LogicalMesh] = ()
     counts: Sequence[int] = ()
+    deadline: float = math.inf
     _chosen: dict[object, Chosen] = field(default_factory=dict)
     _choosers: dict[int, Chooser] = field(default_factory=dict)
     _parts: dict[tuple[int, ...], tuple[Analysis, ...]] = field(default_factory=dict)
@@ -254,6 +257,12 @@ class Evaluator:
             )
         return self._choosers[id(part)]
 
+    def _left_s(self) -> float | None:
+        """Until the deadline; None where there is none."""
+        if math.isinf(self.deadline):
+            return None
+        return max(1.0, self.deadline - time.perf_counter())
+
     def _choose(
         self,
         part: Analysis,
@@ -273,7 +282,7 @@ class Evaluator:
             if constraints.roles:
                 ask = replace(ask, cost=recipe_cost(cost), runs_on=cost)
             self._chosen[key] = self._chooser(part).choose(
-                ask, budget_bytes, self.options.solver, self.options.time_limit_s
+                ask, budget_bytes, self.options.solver, self._left_s()
             )
         return self._chosen[key]
 

@@ -12,17 +12,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
+
 from autopar.cost.memory import optimizer_time_s, static_bytes_per_param
 from autopar.cost.model import CostModel
 from autopar.errors import BatchError
 from autopar.passes.analysis import Analysis
-from autopar.passes.candidates import CandidateMaker
+from autopar.passes.candidates import CandidateMaker, operator_times_s
 from autopar.passes.cases import Case, Cases
 from autopar.passes.constraints import Constraints, Limits
 from autopar.passes.parameters import ParameterMaker
 from autopar.passes.priced import Priced
 from autopar.passes.problem import IntraOpProblem, IntraOpProblems, ProblemBuilder
 from autopar.passes.reshard import ReshardTable, priced_alike
+from autopar.rules import rule_for
 
 # Built at once, so that arrays stay small enough to be kept: about 2 MB each.
 MOST_CASES = 128
@@ -54,6 +57,23 @@ def least_bytes(
         for n in analysis.program.parameters
     )
     return (parameters + n_in_flight * (activations + other_bytes)) / n_ranks
+
+
+def least_step_s(analysis: Analysis, cost: CostModel) -> float:
+    """What no plan is faster than on as many devices: every operator of the whole batch as one, in
+    equal shares, without a collective, an update or a wait."""
+    types = analysis.types.tensors
+    total_s = 0.0
+    for item in analysis.placed_operators(analysis.batch.n_accumulated):
+        operator = item.operator
+        rule = rule_for(str(operator.call.op))
+        moved = sum(types[n].size_bytes for n in (*operator.inputs, *operator.outputs))
+        forward, backward = operator_times_s(
+            rule, operator, types.__getitem__, cost,
+            np.array([float(rule.flops_of(item.sizes))]), np.array([float(moved)]),
+        )  # fmt: skip
+        total_s += float(forward[0] + backward[0])
+    return total_s * analysis.batch.n_accumulated / cost.mesh.n_ranks
 
 
 def intra_op_problem(

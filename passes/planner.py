@@ -12,12 +12,14 @@ Every candidate's stages are solved exactly; the most promising are simulated (`
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autopar.cost.hardware import Hardware, resolve
+from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError, MeshError, OptionError
 from autopar.mesh import LogicalMesh, Mesh, factored_view
 from autopar.options import Manual, Options, StageOption
@@ -25,6 +27,7 @@ from autopar.passes.analysis import Analysis
 from autopar.passes.constraints import Constraints, Pin, Role
 from autopar.passes.counts import microbatch_counts, recipe_counts
 from autopar.passes.evaluate import Evaluator, Predict, Scored, Solved, compute_dtype
+from autopar.passes.intra_op import least_step_s
 from autopar.passes.joint import (
     all_views,
     joint_candidates,
@@ -67,6 +70,10 @@ class Outcome:
         return self.solved.candidate.stages[0].constraints.forbid
 
 
+class _TimeUp(Exception):
+    """`time_limit_s` has passed, and there is a plan."""
+
+
 # Candidates under one name, with ever more microbatches: the best is taken.
 _Tries = tuple[str, list[Candidate]]
 
@@ -80,6 +87,7 @@ class Planner:
     options: Options
     predict: Predict
     report: Progress = lambda text: None
+    _found: list[Scored] = field(default_factory=list, init=False)
 
     @cached_property
     def hardware(self) -> Hardware:
@@ -95,6 +103,7 @@ class Planner:
             self.analysis, self.options, self.hardware, self.budget_bytes, self.predict,
             all_views(self.mesh, self.hardware, self.options, self._sizes),
             tuple(microbatch_counts(self.analysis, self.options, self.mesh.n_ranks)),
+            time.perf_counter() + (self.options.time_limit_s or math.inf),
         )  # fmt: skip
 
     @property
@@ -106,28 +115,43 @@ class Planner:
     def run(self) -> Outcome:
         """The best plan.
 
+        When `time_limit_s` has passed and there is one, the best so far; its gap is then to what
+        no plan can be faster than.
+
         Raises `InfeasibleError` when nothing fits, `MeshError` or `OptionError` for more stages
         than ranks or operators.
         """
-        found: list[Scored] = []
-        notes: list[Alternative] = []
+        try:
+            return self._best()
+        finally:
+            self.analysis.priced.clear()
+
+    def _best(self) -> Outcome:
+        found, notes = self._found, list[Alternative]()
         errors: list[InfeasibleError] = []
-        for name, tries in self._candidates():
-            least_s = min((s.score_s for s in found), default=math.inf)
-            if tries[0].estimate_s > _HOPELESS * least_s:
-                about = format_seconds(tries[0].estimate_s)
-                notes.append(Alternative(name, None, f"about {about}, not solved"))
-                continue
-            self.report(f"planning {name}")
-            # What a recipe costs is worth knowing even where it cannot win.
-            best = _best_count(self.evaluator, tries, math.inf if tries[0].is_recipe else least_s)
-            if isinstance(best, Scored):
-                found.append(best)
-            elif isinstance(best, InfeasibleError):
-                errors.append(best)
-                notes.append(Alternative(name, None, str(best).splitlines()[0]))
-            else:
-                notes.append(Alternative(name, None, f"at least {format_seconds(best)}"))
+        is_stopped = False
+        try:
+            for name, tries in self._candidates():
+                least_s = min((s.score_s for s in found), default=math.inf)
+                if tries[0].estimate_s > _HOPELESS * least_s:
+                    about = format_seconds(tries[0].estimate_s)
+                    notes.append(Alternative(name, None, f"about {about}, not solved"))
+                    continue
+                self._tell(f"planning {name}")
+                # What a recipe costs is worth knowing even where it cannot win.
+                limit_s = math.inf if tries[0].is_recipe else least_s
+                best = _best_count(self.evaluator, tries, limit_s)
+                if isinstance(best, Scored):
+                    found.append(best)
+                elif isinstance(best, InfeasibleError):
+                    errors.append(best)
+                    notes.append(Alternative(name, None, str(best).splitlines()[0]))
+                else:
+                    notes.append(Alternative(name, None, f"at least {format_seconds(best)}"))
+        except _TimeUp:
+            is_stopped = True
+            passed = f"not tried when time_limit_s={self.options.time_limit_s:g} had passed"
+            notes.append(Alternative("the rest", None, passed))
         if not found and not errors:
             raise self._no_stages(int(self.options.stages))  # type: ignore[arg-type]
         if not found:
@@ -145,8 +169,20 @@ class Planner:
             for scored in found
         ]
         rows.sort(key=lambda row: row.step_time_s or 0.0)
-        self.analysis.priced.clear()
+        if is_stopped:  # nothing is known of what was not tried but that it is no faster than this
+            least_s = least_step_s(self.analysis, CostModel(self._whole, self.evaluator.dtype))
+            solved = replace(solved, gap=max(solved.gap, 1 - least_s / solved.objective_s))
         return Outcome(solved, self.hardware, (*rows, *notes))
+
+    def _tell(self, text: str) -> None:
+        """Say what comes next, unless the time is up and there is a plan to return."""
+        if self._found and time.perf_counter() > self.evaluator.deadline:
+            raise _TimeUp
+        self.report(text)
+
+    @property
+    def _whole(self) -> LogicalMesh:
+        return self._views(0, self.mesh.n_ranks)[0]
 
     def _no_stages(self, n_stages: int) -> MeshError | OptionError | InfeasibleError:
         """Why there is no candidate with this many stages."""
@@ -200,11 +236,11 @@ class Planner:
 
     def _stages(self, n_stages: int | None) -> Iterator[_Tries]:
         """The best of the joint search, and the best recipes of several stages."""
-        self.report("searching for stages")
+        self._tell("searching for stages")
         search = (self.analysis, self.mesh, self.hardware, self.options)
-        found = joint_candidates(*search, self.budget_bytes, n_stages, _N_SEARCHED, self.report)
+        found = joint_candidates(*search, self.budget_bytes, n_stages, _N_SEARCHED, self._tell)
         if n_stages is None:
-            found += recipe_candidates(*search, report=self.report)[:_N_RECIPES]
+            found += recipe_candidates(*search, report=self._tell)[:_N_RECIPES]
         seen: Counter[str] = Counter()
         found = [c for c in found if self.evaluator.stage_without_parameters(c.ends) is None]
         for candidate in found:  # plans that differ in their cuts alone are told apart

@@ -93,7 +93,9 @@ def _planning_flags(
         str | None, typer.Option(help="Operators without a rule: error, or replicate.")
     ] = None,
     solver: Annotated[str | None, typer.Option(help="auto, or ilp.")] = None,
-    time_limit_s: Annotated[float | None, typer.Option(help="Seconds for each solve.")] = None,
+    time_limit_s: Annotated[
+        float | None, typer.Option(help="Seconds: then the best plan so far.")
+    ] = None,
 ) -> PlanRequest:
     given = {
         "microbatches": microbatches, "schedule": schedule, "stages": stages,

@@ -1,0 +1,53 @@
+"""Planning cut short: by a time limit, which leaves the best plan so far, or by the user."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import autopar
+from autopar.planning import Plan
+
+SHAPES = {"n_layer": 4, "n_embd": 64, "n_head": 4, "vocab_size": 128, "n_positions": 32}
+
+
+def planned(**options: object) -> Plan:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("gpt2", use_cache=False, **SHAPES)
+    model = AutoModelForCausalLM.from_config(config)
+    ids = torch.zeros(16, 16, dtype=torch.int64)
+    mesh = autopar.Mesh((1, 4), hardware="a100-80gb")
+    return autopar.plan(model, mesh, {"input_ids": ids, "labels": ids}, **options)
+
+
+def test_after_the_limit_there_is_the_best_plan_so_far_and_its_gap() -> None:
+    whole, limited = planned(), planned(time_limit_s=1e-9)
+    assert len(limited.data.alternatives) < len(whole.data.alternatives)
+    assert "not tried when time_limit_s=1e-09 had passed" in limited.explain()
+    # What is proven covers what more time finds, on this model of launches and latencies too.
+    assert 0 < limited.gap < 1
+    assert limited.objective_s * (1 - limited.gap) <= whole.predicted.step_time_s
+    assert json.loads(limited.data.to_json())["gap"] == limited.gap
+
+
+def test_a_limit_that_is_long_enough_changes_nothing() -> None:
+    assert planned(time_limit_s=600.0).data == planned().data
+
+
+@pytest.mark.parametrize("stages", [2, "auto"])
+def test_an_interrupt_leaves_nothing_behind(stages: int | str) -> None:
+    said: list[str] = []
+
+    def interrupt(text: str) -> None:
+        said.append(text)
+        if len(said) == 6:
+            raise KeyboardInterrupt
+
+    before = planned(stages=stages)
+    with pytest.raises(KeyboardInterrupt):
+        planned(stages=stages, progress=interrupt)
+    assert len(said) == 6
+    assert planned(stages=stages).data == before.data
