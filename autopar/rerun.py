@@ -23,7 +23,8 @@ def rerun(program: StageProgram) -> dict[int, tuple[int, ...]]:
         segment.last: tuple(
             i
             for i in segment.again
-            if i not in segment.kept and not isinstance(program.body[i], FreeLine)
+            if i not in segment.kept | segment.handed_on
+            and not isinstance(program.body[i], FreeLine)
         )
         for segment in program.segments
     }

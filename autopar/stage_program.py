@@ -175,9 +175,11 @@ class Segment:
     """Lines `start` to `stop` - 1 of a body: a function that runs again in backward.
 
     Autograd keeps nothing of them but `inputs`, the variables they take, and the results of the
-    lines at `kept`. `last` is the last line of which backward needs something: before its
-    backward the lines run again, in order, up to it, and itself unless `stops_early`, where all
-    that it keeps is there before it runs. `results` are the variables that others read.
+    lines at `kept`. Those at `handed_on` are products whose results only reshards read that are
+    kept: they run again as far as autograd goes, which saves what they read. `last` is the last
+    line of which backward needs something: before its backward the lines run again, in order, up
+    to it, and itself unless `stops_early`, where all that it keeps is there before it runs.
+    `results` are the variables that others read.
     """
 
     name: str
@@ -188,11 +190,12 @@ class Segment:
     inputs: tuple[str, ...]
     results: tuple[str, ...]
     kept: frozenset[int] = frozenset()
+    handed_on: frozenset[int] = frozenset()
     stops_early: bool = False
 
     @property
     def again(self) -> range:
-        """The lines that run again, but for those at `kept`."""
+        """The lines that run again, but for those at `kept` and `handed_on`."""
         return range(self.start, self.last + (not self.stops_early))
 
 

@@ -215,6 +215,13 @@ class _Checker:
         positions = range(segment.start, segment.last)
         if not segment.kept <= set(positions):
             raise _error(f"keeps lines {sorted(segment.kept)} that do not run again", where)
+        for i in segment.handed_on:
+            line, others = body[i], [k for k in positions if k != i]
+            readers = [k for k in others if set(writes(line)) & set(reads(body[k]))]
+            if i not in positions or not all(
+                k in segment.kept and isinstance(body[k], MoveLine) for k in readers
+            ):
+                raise _error(f"{describe(line)} is read by more than what is kept", where)
 
     def _call(self, line: CallLine, where: str) -> None:
         inputs = [self._read(name, where) for name in reads(line) if name not in self.words]

@@ -85,7 +85,7 @@ class MicrobatchMemory:
         self.remade = {
             s.start: {
                 self.owners[i][out.name]
-                for i in self.again[s.last]
+                for i in (*self.again[s.last], *s.handed_on)
                 for out in outs(program.body[i])
                 if self.owners[i].get(out.name, "").endswith(f"@{i}")
             }
@@ -278,7 +278,9 @@ class MicrobatchMemory:
             if i in segment.kept:
                 self._hand_out(i, line, variables)
                 continue
-            if i in segment.again:
+            if i in segment.handed_on:
+                self._write(i, line, variables, again=True)
+            elif i in segment.again:
                 self._write(i, line, variables, again=True)
                 self.ledger.mark(f"{_text(line)} again", self._forward_workspace(line))
             self._keep(i, line, again=True)

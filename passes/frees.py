@@ -60,6 +60,7 @@ def with_frees(program: StageProgram) -> StageProgram:
             stop=stops[s.start],
             last=moved[s.last],
             kept=frozenset(moved[i] for i in s.kept),
+            handed_on=frozenset(moved[i] for i in s.handed_on),
         )
         for s in program.segments
     )

@@ -10,7 +10,9 @@ line saves only what it reads, that is before it runs (`Segment.stops_early`): t
 of a block is not done twice.
 
 In mode "selective" the results of lines with products and of reshards that communicate are kept.
-A parameter is gathered again all the same: what is kept of a block is its activations.
+A parameter is gathered again all the same: what is kept of a block is its activations. A product
+of which only such a reshard reads (a partial sum, as large as the whole) is not kept besides: of
+it nothing is needed again (`Segment.handed_on`).
 """
 
 from __future__ import annotations
@@ -107,7 +109,8 @@ def _segment(program: StageProgram, span: _Span, mode: Recompute, name: str) -> 
     after = {n for line in body[span[1] :] for n in reads(line)} | program.taken
     last = body[span[1] - 1]
     assert isinstance(last, CallLine)
-    kept = [i for i in lines[:-1] if mode == "selective" and _is_kept(body[i])]
+    kept = {i for i in lines[:-1] if mode == "selective" and _is_kept(body[i])}
+    handed_on = {i for i in kept if _is_handed_on(body, lines, kept, i)}
     return Segment(
         name,
         mode,
@@ -116,7 +119,8 @@ def _segment(program: StageProgram, span: _Span, mode: Recompute, name: str) -> 
         span[1] - 1,
         tuple(dict.fromkeys(n for i in lines for n in reads(body[i]) if n in before)),
         tuple(n for n in made if n in after),
-        frozenset(kept),
+        frozenset(kept - handed_on),
+        frozenset(handed_on),
         _saves_before_it_runs(last),
     )
 
@@ -125,6 +129,19 @@ def _is_kept(line: Line) -> bool:
     if isinstance(line, MoveLine):
         return line.move.forward in COLLECTIVES
     return isinstance(line, CallLine) and line.flops > 0 and line.lowered is None
+
+
+def _is_handed_on(body: Sequence[Line], lines: range, kept: Set[int], i: int) -> bool:
+    """Do only reshards that are kept read what a product made?"""
+    made = set(writes(body[i]))
+    readers = [k for k in lines if k != i and not made.isdisjoint(reads(body[k]))]
+    line = body[i]
+    return (
+        isinstance(line, CallLine)
+        and made.isdisjoint(line.keeps)
+        and bool(readers)
+        and all(k in kept and isinstance(body[k], MoveLine) for k in readers)
+    )
 
 
 def _saves_before_it_runs(line: CallLine) -> bool:

@@ -73,6 +73,9 @@ class Environment:
     def kept(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self.recompute.kept(function, args, kwargs)
 
+    def handed_on(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self.recompute.handed_on(function, args, kwargs)
+
 
 @dataclass(frozen=True)
 class StageCode:

@@ -11,7 +11,8 @@ order; those count as backward, gathers of parameters as such.
 
 An operator that is kept runs again as far as autograd goes, which saves its inputs as before;
 where its kernel would run, a dispatch mode hands out the result (as torch's selective contexts do,
-but for marked calls alone). A reshard saves nothing: its result is handed out as a leaf.
+but for marked calls alone). A reshard saves nothing: its result is handed out as a leaf. Of a
+product that only such a reshard reads no result is kept: memory with anything in it is handed out.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,9 +47,12 @@ class _Kept(TorchDispatchMode):
         self.results: deque[Any] = deque()
         self.hands_out = False
         self.marked: Callable[..., Any] | None = None
+        self.keeps_values = True
 
-    def of_operator(self, operator: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        self.marked = operator
+    def of_operator(
+        self, operator: Callable[..., Any], args: Any, kwargs: Any, keeps_values: bool
+    ) -> Any:
+        self.marked, self.keeps_values = operator, keeps_values
         with self:
             return operator(*args, **kwargs)
 
@@ -66,8 +71,14 @@ class _Kept(TorchDispatchMode):
         if func is not self.marked and func.overloadpacket not in _KEPT:
             return func(*args, **(kwargs or {}))
         if self.hands_out:
-            return self.results.popleft()
+            kept = self.results.popleft()
+            return kept() if isinstance(kept, partial) else kept
         result = func(*args, **(kwargs or {}))
+        if not self.keeps_values:
+            size, stride, dtype = result.shape, result.stride(), result.dtype
+            make = partial(torch.empty_strided, size, stride, dtype=dtype, device=result.device)
+            self.results.append(make)
+            return result
         # Without history: the result itself will know the graph that holds this.
         self.results.append(pytree.tree_map_only(Tensor, Tensor.detach, result))
         return result
@@ -107,8 +118,14 @@ class Recompute:
         if self._kept is None:
             return function(*args, **kwargs)
         if isinstance(function, torch._ops.OpOverload):
-            return self._kept.of_operator(function, args, kwargs)
+            return self._kept.of_operator(function, args, kwargs, keeps_values=True)
         return self._kept.of_reshard(function, args, kwargs)
+
+    def handed_on(self, product: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The result of a product that only what is kept reads: it has no values again."""
+        if self._kept is None:
+            return product(*args, **kwargs)
+        return self._kept.of_operator(product, args, kwargs, keeps_values=False)
 
     @contextmanager
     def _keeping(self, kept: _Kept) -> Iterator[None]:

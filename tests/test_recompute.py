@@ -39,6 +39,7 @@ from autopar.stage_program import (
     MoveLine,
     Segment,
     StageProgram,
+    reads,
 )
 from autopar.verifier import verify_program
 from tests.conftest import Golden
@@ -306,6 +307,21 @@ def test_gathers_of_a_block_are_done_once_for_its_backward() -> None:
     assert {gather.regathers for gather in gathers} == {1}
 
 
+def test_partial_sums_are_not_kept_besides_what_they_add_up_to() -> None:
+    """With sp, a product's partial sum is n times as large as what is kept of it."""
+    (stage,) = pipeline_of(planned("gpt2", "sp", "selective")).stages
+    for segment in stage.segments:
+        (at,) = segment.handed_on
+        product = stage.body[at]
+        assert isinstance(product, CallLine) and product.target == "aten.mm.default"
+        (reader,) = (i for i, line in enumerate(stage.body) if product.outs[0].name in reads(line))
+        summed = stage.body[reader]
+        assert isinstance(summed, MoveLine) and summed.move.name == "p_to_s"
+        assert reader in segment.kept
+    plain, found = kernels(planned("gpt2", "tp")), kernels(planned("gpt2", "tp", "selective"))
+    assert found["aten.mm.default"] == plain["aten.mm.default"] > 0
+
+
 # -- plans -----------------------------------------------------------------------------------------
 
 
@@ -397,6 +413,7 @@ def test_faults_of_segments_are_found() -> None:
         (replace(stage, segments=(*others, first)), "no range of the body"),
         (_line(_with(stage, longer, ()), first.stop, frees[0]), "which it returns"),
         (_line(_with(stage, longer, ()), first.stop, frees[1]), "of its caller"),
+        (_with(stage, replace(first, handed_on=first.kept, kept=frozenset()), others), "read by"),
         (_line(stage, move, replace(late, phase="loss")), "cannot run again"),
     ]
     for program, reason in faults:

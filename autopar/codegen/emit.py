@@ -137,22 +137,28 @@ def _body(program: StageProgram) -> list[str]:
             if here != module:
                 module = here
                 out += ["", f"{indent}    # {here or program.name}  ({_short(line.where)})"]
-        is_kept = inside is not None and i in inside.kept
+        through = _way(inside, i) if inside else ""
         is_last = inside is not None and i in ends
         if not (is_last and isinstance(line, FreeLine)):  # what returns forgets
             texts = _line(line, program)
-            out += [_indented(_kept(t) if is_kept else t, indent) for t in texts]
+            out += [_indented(_through(t, through) if through else t, indent) for t in texts]
         if inside is not None and is_last:
             out += [f"        return {', '.join(inside.results)}", "", *_run(inside)]
             inside, module = None, ""
     return out
 
 
-def _kept(text: str) -> str:
-    """The call of a function whose result is kept."""
+def _way(segment: Segment, i: int) -> str:
+    if i in segment.kept:
+        return "kept"
+    return "handed_on" if i in segment.handed_on else ""
+
+
+def _through(text: str, way: str) -> str:
+    """The call of a function whose result is "kept", or "handed_on"."""
     left, is_, call = text.partition(" = ")
     function, bracket, arguments = call.partition("(")
-    return f"{left}{is_}env.kept({function}, {arguments}" if bracket else text
+    return f"{left}{is_}env.{way}({function}, {arguments}" if bracket else text
 
 
 def _indented(text: str, indent: str) -> str:
