@@ -144,6 +144,7 @@ class Chooser:
         choice = solution.choice
         priced = self._repeated(ask, ask.runs_on) if ask.runs_on is not None else limited
         assert priced is not None, "machines differ in their numbers alone"
+        assert priced.folded_problem.structure == limited.folded_problem.structure
         return Chosen(
             priced.problem.evaluate(choice).cost_s,
             priced.once.evaluate(choice).cost_s,
@@ -180,6 +181,7 @@ def choose(
     choice, priced = solution.choice, problem
     if ask.runs_on is not None:
         priced = intra_op_problem(analysis, ask.runs_on, m, constraints, optimizer)
+        assert priced.structure == problem.structure, "machines differ in their numbers alone"
     return Chosen(
         priced.numbers.evaluate(choice).cost_s,
         priced.once.evaluate(choice).cost_s,

@@ -182,11 +182,14 @@ class ProblemFamilies:
         `BatchError` where the batch does not divide.
         """
         cost = priced_alike(cost)
+        axes = cost.mesh.active_axes
         family = next((f for f in self._families if cost in f), (cost,))
-        costs = tuple(c for c in family if c.mesh.active_axes == cost.mesh.active_axes)
+        costs = tuple(c for c in family if c.mesh.active_axes == axes)
         if constraints.pins or set(constraints.roles) == {"data"}:
             costs = (cost,)  # pins are of one mesh; to data parallelism all meshes are the same
-        counts = self._counts_with(n_microbatches, max(1, MOST_CASES // len(costs)))
+        # As many for all families: their problems offer the same choices.
+        n_most = max(sum(c.mesh.active_axes == axes for c in f) for f in (*self._families, costs))
+        counts = self._counts_with(n_microbatches, max(1, MOST_CASES // n_most))
         key = (costs, counts, repr(constraints))
         if key not in self._built:
             cases = tuple((c, m) for m in counts for c in costs)

@@ -207,7 +207,9 @@ class CostMaker:
         known = self._layouts.get(key)
         if known is None or known[0] != problem.structure:
             other = self.pricing(cost)
-            found = solve(self._problems.of(other, m, constraints).of(other, m).numbers)
+            laid_out = self._problems.of(other, m, constraints).of(other, m)
+            assert laid_out.structure == problem.structure, "machines differ in numbers alone"
+            found = solve(laid_out.numbers)
             if isinstance(found, Infeasible):
                 raise _contradictory()
             known = self._layouts[key] = (problem.structure, found.choice)

@@ -16,13 +16,14 @@ from autopar.cost.hardware import Hardware, resolve
 from autopar.cost.model import CostModel
 from autopar.cost.predict import link_between, predict
 from autopar.errors import BatchError
-from autopar.mesh import Mesh, factored_view
+from autopar.mesh import Link, Mesh, factored_view
 from autopar.moves import COLLECTIVES
 from autopar.options import Options
+from autopar.passes import intra_op
 from autopar.passes.analysis import Analysis
 from autopar.passes.constraints import Constraints
 from autopar.passes.cut import cut
-from autopar.passes.evaluate import SCORE_REL, Evaluator, Scored
+from autopar.passes.evaluate import SCORE_REL, Evaluator, Scored, recipe_cost
 from autopar.passes.intra_op import ProblemFamilies, intra_op_problem, intra_op_problems
 from autopar.passes.layout import Candidate, StageLayout, n_operators
 from autopar.passes.move_graph import move_graph
@@ -202,3 +203,27 @@ def test_candidates_are_simulated_until_none_scores_better(
     found = evaluator.simulated_fastest(scored)
     assert asked == ["a", "b", "c"]
     assert [s.step_time_s for s in found] == [1.05, 1.02, 1.1]
+
+
+def test_machines_of_several_families_offer_the_same_choices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Meshes that differ in their links alone are one abstract machine; problems are built for as
+    many numbers of microbatches all the same."""
+    mesh, (slow, fast) = Mesh((2, 4), hardware="cpu-local"), (Link(1e-5, 1e-9), Link(1e-6, 1e-10))
+    analysis, hardware = model_case("llama").analysis, resolve(mesh, torch.float64)
+    shapes = [{"dp": 2, "tp": 4}, {"dp": 4, "tp": 2}]
+    real = [
+        CostModel(factored_view(mesh, links, hardware.device, axes), torch.float64)
+        for axes in shapes
+        for links in ((slow, fast), (fast, slow))
+    ]
+    abstract = tuple(map(recipe_cost, real))
+    monkeypatch.setattr(intra_op, "MOST_CASES", 8)  # of two numbers of microbatches
+    problems = ProblemFamilies(analysis, "adamw", (tuple(real), abstract), (1, 2, 4))
+    for cost, other in zip(real, abstract, strict=True):
+        for m in (1, 2, 4):
+            found = [problems.of(c, m, Constraints()) for c in (cost, other)]
+            counts = [{n for _, n in batch.cases} for batch in found]
+            assert counts[0] == counts[1] == ({4} if m == 4 else {1, 2})
+            assert found[0].of(cost, m).structure == found[1].of(other, m).structure
