@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -12,17 +14,21 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import autopar
 from autopar import Device, Link, Manual, Mesh, Plan
+from autopar.binding import Bound
 from autopar.codegen import emit
 from autopar.cost.predict import peak_of_stage
 from autopar.live_bytes import LiveBytes
 from autopar.options import Recompute
+from autopar.passes.join import join
 from autopar.runtime.executor import Environment, Executor
 from autopar.runtime.groups import make_groups, world_group
 from autopar.runtime.launch import WorkerPool
 from autopar.runtime.load import load_code
 from autopar.runtime.p2p import DistMessenger
+from autopar.schedule import ORDERS
 from tests.harness import generated_code
 from tests.recompute_models import recomputing
+from tests.test_recompute_random import random_ranges
 
 __all__ = ["generated_code"]
 
@@ -60,12 +66,17 @@ def measured_and_predicted(
     kind: str, mode: Recompute | None, manual: Manual
 ) -> tuple[float, float]:
     """Peaks of live bytes over a whole step, of this rank."""
-    torch.set_num_threads(1)
     plan = planned(kind, manual)
     bound = (recomputing(plan, mode) if mode else plan).bound
     assert bound is not None
+    return peaks(bound)
+
+
+def peaks(bound: Bound) -> tuple[float, float]:
+    """(measured, predicted), as above."""
+    torch.set_num_threads(1)
     pipeline = bound.pipeline
-    several = manual.n_ranks > 1
+    several = pipeline.n_ranks > 1
     rank = torch.distributed.get_rank() if several else 0
     stage = pipeline.stage_of(rank)
     program, device = pipeline.stages[stage], torch.device("cpu")
@@ -108,6 +119,20 @@ def test_less_is_held_and_as_much_as_is_predicted(mode: Recompute, kind: str) ->
     part, predicted = measured_and_predicted(kind, mode, Manual(microbatch_size=4))
     assert part < whole
     assert predicted == pytest.approx(part, rel=CLOSE)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_operators(seed: int) -> None:
+    """Ranges that begin and end anywhere, in modes that differ."""
+    bound = planned("dropped", ALONE).bound
+    assert bound is not None
+    (stage,) = bound.stages
+    ranges = random_ranges(bound.analysis, random.Random(seed))
+    stage = replace(stage, strategy=replace(stage.strategy, recomputed=ranges))
+    pipeline = join([stage], ORDERS["1f1b"])
+    assert pipeline.stages[0].segments
+    measured, predicted = peaks(replace(bound, stages=(stage,), pipeline=pipeline))
+    assert predicted == pytest.approx(measured, rel=0.01)
 
 
 CASES = [
