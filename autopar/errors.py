@@ -52,7 +52,17 @@ class BatchError(AutoparError):
 
 
 class InfeasibleError(AutoparError):
-    """No plan satisfies the constraints; says how much is missing."""
+    """No plan satisfies the constraints; says how much is missing.
+
+    `least_bytes` is what the leanest needs, where memory is what is missing.
+    """
+
+    def __init__(
+        self, what: str, *, where: str | None = None, hint: str | None = None,
+        least_bytes: float | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(what, where=where, hint=hint)
+        self.least_bytes = least_bytes
 
 
 class PlanError(AutoparError):

@@ -88,10 +88,11 @@ class StageOption:
 class Options:
     """Checked options; make them with `Options.of`.
 
-    `memory_limit` is in bytes per device (None: the hardware's less a margin), after
-    `time_limit_s` the best plan so far is returned with its gap, `batch_dims` maps an input's path to the dim that counts samples, or to
-    None where there is none (an input that it does not name is inferred). `fallback` says what
-    becomes of an operator without a sharding rule (`passes/fallback.py`).
+    `memory_limit` is in bytes per device (None: the hardware's less a margin); after
+    `time_limit_s` the best plan so far is returned with its gap. `batch_dims` maps an input's path
+    to the dim that counts samples, or to None where there is none (an input that it does not name
+    is inferred). `fallback` says what becomes of an operator without a sharding rule
+    (`passes/fallback.py`).
     """
 
     microbatches: int | str = "auto"

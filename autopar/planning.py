@@ -366,8 +366,8 @@ def _predict_on(mesh: Mesh, analysis: Analysis, options: Options) -> Predict:
     """How the planner prices a pipeline: the simulated step."""
     links = resolve(mesh, compute_dtype(analysis)).links
 
-    def predicted_s(pipeline: Pipeline, costs: Sequence[CostModel]) -> float:
+    def predicted(pipeline: Pipeline, costs: Sequence[CostModel]) -> Predicted:
         between = link_between(mesh, links)
-        return predict(pipeline, costs, options.optimizer, between).step_time_s
+        return predict(pipeline, costs, options.optimizer, between)
 
-    return predicted_s
+    return predicted

@@ -224,10 +224,16 @@ def _infeasible(found: Infeasible, budget_bytes: float | None, cost: CostModel) 
             where=f"mesh ({axes})",
             hint="relax forbid, force or the recipe",
         )
-    missing = found.min_bytes - budget_bytes
+    return too_little_memory(budget_bytes, found.min_bytes, f"mesh ({axes})")
+
+
+def too_little_memory(budget_bytes: float, least_bytes: float, where: str) -> InfeasibleError:
+    """What is missing, and what would help."""
+    missing = least_bytes - budget_bytes
     return InfeasibleError(
         f"no plan fits in {format_bytes(budget_bytes)} per device; the leanest needs "
-        f"{format_bytes(found.min_bytes)}, {format_bytes(missing)} more",
-        where=f"mesh ({axes})",
+        f"{format_bytes(least_bytes)}, {format_bytes(missing)} more",
+        where=where,
         hint="use more microbatches or devices, allow ZeRO, or raise memory_limit",
+        least_bytes=least_bytes,
     )

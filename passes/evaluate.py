@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -24,21 +24,29 @@ from autopar.errors import InfeasibleError
 from autopar.mesh import Device, Link, LogicalMesh
 from autopar.options import Options
 from autopar.passes.analysis import Analysis
-from autopar.passes.choose import Ask, Chooser, Chosen
+from autopar.passes.choose import Ask, Chooser, Chosen, too_little_memory
 from autopar.passes.cut import cut
 from autopar.passes.folding import find_runs, fold
 from autopar.passes.intra_op import least_bytes
 from autopar.passes.join import LaidStage, join
 from autopar.passes.layout import Candidate, StageLayout
+from autopar.passes.solvers.problem import within
 from autopar.pipeline import Pipeline
+from autopar.predicted import Predicted
 from autopar.schedule import ORDERS, in_flight
 from autopar.spec import local_bytes
 
 # How far (relative) scores are from what is simulated on large models: they leave out that buckets
 # fill, that biases are added by products, and launches of the optimizer.
 SCORE_REL = 0.02
-# (pipeline, the stages' costs) -> predicted seconds of a step
-Predict = Callable[[Pipeline, Sequence[CostModel]], float]
+# How far they may be for a kind of candidate of which none was simulated yet: small pipelines on
+# slow links are off by up to a fifth.
+UNSEEN_REL = 0.2
+# Budgets that a candidate is solved again with, where what runs needs more than the solver's
+# account of it: gathered parameters, buckets, what operators need while they run.
+N_BUDGETS = 8
+# (pipeline, the stages' costs) -> what a step takes
+Predict = Callable[[Pipeline, Sequence[CostModel]], Predicted]
 
 
 @dataclass(frozen=True)
@@ -170,7 +178,59 @@ class Evaluator:
         ]  # fmt: skip
 
     def simulated(self, scored: Scored) -> Solved:
-        """The stages lowered, joined and simulated."""
+        """The stages lowered, joined and simulated; where that needs more than the budget, those of
+        a smaller one.
+
+        Raises `InfeasibleError` where none fits.
+        """
+        solved, peak_bytes = self._simulated(scored)
+        if within(self.budget_bytes, peak_bytes):
+            return solved
+        # Smaller budgets solve another problem; what is proven of this one holds.
+        bound_s, least_bytes = solved.objective_s * (1 - solved.gap), peak_bytes
+        for budget_bytes in self._smaller_budgets(scored.candidate):
+            solved, peak_bytes = self._simulated(self.scored(scored.candidate, budget_bytes))
+            if within(self.budget_bytes, peak_bytes):
+                gap = max(solved.gap, 1 - bound_s / solved.objective_s)
+                return replace(solved, gap=0.0 if solved.candidate.is_recipe else gap)
+            least_bytes = min(least_bytes, peak_bytes)
+        raise too_little_memory(self.budget_bytes, least_bytes, scored.candidate.name)
+
+    def _smaller_budgets(self, candidate: Candidate) -> Iterator[float]:
+        """Those below the budget, from what the fastest placements keep to what the leanest do, in
+        steps that do not depend on the budget: so that with less memory no plan is faster."""
+        free = max(chosen.size_bytes for chosen in self._choices(candidate, None))
+        least_bytes = self._least_bytes(candidate)
+        for k in range(1, N_BUDGETS + 1):
+            budget_bytes = free + (least_bytes - free) * k / N_BUDGETS
+            if budget_bytes <= self.budget_bytes:
+                yield budget_bytes
+
+    def _least_bytes(self, candidate: Candidate) -> float:
+        """The smallest budget that a candidate has placements for.
+
+        Raises `InfeasibleError` where the constraints leave nothing.
+        """
+        budget_bytes = 0.0
+        while True:
+            try:
+                self.scored(candidate, budget_bytes)
+                return budget_bytes
+            except InfeasibleError as error:
+                if error.least_bytes is None or error.least_bytes <= budget_bytes:
+                    raise
+                budget_bytes = error.least_bytes * (1 + 1e-9)
+
+    def leanest(self, candidate: Candidate) -> tuple[Solved, float]:
+        """A candidate with the placements that keep least, simulated; and its most bytes of a
+        device, which count what operators need while they run.
+
+        Raises `InfeasibleError` where the constraints leave nothing.
+        """
+        return self._simulated(self.scored(candidate, self._least_bytes(candidate)))
+
+    def _simulated(self, scored: Scored) -> tuple[Solved, float]:
+        """And the most bytes of a device."""
         candidate, choices = scored.candidate, scored.choices
         stages = tuple(
             LaidStage(part, chosen.strategy, CostModel(layout.view, self.dtype))
@@ -179,26 +239,39 @@ class Evaluator:
             )
         )
         pipeline = join(stages, ORDERS[schedule_name(self.options)])
-        time_s = self.predict(pipeline, [s.cost for s in stages])
+        predicted = self.predict(pipeline, [s.cost for s in stages])
+        time_s = predicted.step_time_s
         # A recipe is laid out on an abstract machine, and stages are joined by the simulator:
         # their cost is this one's.
         abstract = candidate.is_recipe
         objective_s = time_s if abstract or len(stages) > 1 else choices[0].objective_s
         gap = 0.0 if abstract else max(chosen.gap for chosen in choices)
-        return Solved(candidate, stages, pipeline, time_s, objective_s, gap)
+        solved = Solved(candidate, stages, pipeline, time_s, objective_s, gap)
+        return solved, predicted.peak_bytes
 
-    def simulated_fastest(self, scored: Sequence[Scored]) -> list[Solved]:
+    def simulated_fastest(
+        self, scored: Sequence[Scored]
+    ) -> tuple[list[Solved], dict[str, InfeasibleError]]:
         """The candidates simulated, those of least score first, until what the rest score is out of
-        reach of the fastest: by more than scores were off so far, and `SCORE_REL`."""
+        reach of the fastest: by `SCORE_REL` and more than scores of their kind were off so far, or
+        `UNSEEN_REL`. And by name those that do not fit after all."""
         found: list[Solved] = []
-        off_rel = 0.0
+        failed: dict[str, InfeasibleError] = {}
+        off_rel: dict[object, float] = {}
         for one in sorted(scored, key=lambda s: s.score_s):
+            kind = len(one.candidate.stages) > 1, one.candidate.is_recipe
             least_s = min((s.step_time_s for s in found), default=math.inf)
-            if least_s * (1 + SCORE_REL + off_rel) <= one.score_s:
-                break
-            found.append(self.simulated(one))
-            off_rel = max(off_rel, abs(one.score_s / found[-1].step_time_s - 1))
-        return found
+            reach_rel = SCORE_REL + off_rel.get(kind, UNSEEN_REL)
+            if least_s * (1 + reach_rel) <= one.score_s:
+                continue
+            try:
+                found.append(self.simulated(one))
+            except InfeasibleError as error:
+                failed[one.candidate.name] = error
+                continue
+            off = abs(one.score_s / found[-1].step_time_s - 1)
+            off_rel[kind] = max(off_rel.get(kind, 0.0), off)
+        return found, failed
 
     def stage_without_parameters(self, ends: tuple[int, ...]) -> int | None:
         """The first stage that no optimizer could be made for; None if there is none."""

@@ -24,6 +24,7 @@ from autopar.errors import InfeasibleError, MeshError, OptionError
 from autopar.mesh import LogicalMesh, Mesh, factored_view
 from autopar.options import Manual, Options, StageOption
 from autopar.passes.analysis import Analysis
+from autopar.passes.choose import too_little_memory
 from autopar.passes.constraints import Constraints, Pin, Role
 from autopar.passes.counts import microbatch_counts, recipe_counts
 from autopar.passes.evaluate import Evaluator, Predict, Scored, Solved, compute_dtype
@@ -128,7 +129,7 @@ class Planner:
 
     def _best(self) -> Outcome:
         found, notes = self._found, list[Alternative]()
-        errors: list[InfeasibleError] = []
+        errors: list[tuple[InfeasibleError, Candidate]] = []
         is_stopped = False
         try:
             for name, tries in self._candidates():
@@ -144,7 +145,7 @@ class Planner:
                 if isinstance(best, Scored):
                     found.append(best)
                 elif isinstance(best, InfeasibleError):
-                    errors.append(best)
+                    errors.append((best, tries[-1]))
                     notes.append(Alternative(name, None, str(best).splitlines()[0]))
                 else:
                     notes.append(Alternative(name, None, f"at least {format_seconds(best)}"))
@@ -155,9 +156,12 @@ class Planner:
         if not found and not errors:
             raise self._no_stages(int(self.options.stages))  # type: ignore[arg-type]
         if not found:
-            raise errors[0]
+            raise self._nothing_fits(errors)
         self.report("simulating the best")
-        simulated = {s.candidate.name: s for s in self.evaluator.simulated_fastest(found)}
+        fitting, failed = self.evaluator.simulated_fastest(found)
+        if not fitting:
+            raise min(failed.values(), key=lambda error: error.least_bytes or math.inf)
+        simulated = {s.candidate.name: s for s in fitting}
         least_s = min(s.step_time_s for s in simulated.values()) * (1 + 1e-9)
         # Among equals the first: a search before the recipes it ties with, one stage before more.
         names = [scored.candidate.name for scored in found if scored.candidate.name in simulated]
@@ -167,12 +171,22 @@ class Planner:
             if (name := scored.candidate.name) in simulated
             else Alternative(name, scored.score_s, "not simulated")
             for scored in found
+            if scored.candidate.name not in failed
         ]
+        notes += [Alternative(n, None, str(e).splitlines()[0]) for n, e in failed.items()]
         rows.sort(key=lambda row: row.step_time_s or 0.0)
         if is_stopped:  # nothing is known of what was not tried but that it is no faster than this
             least_s = least_step_s(self.analysis, CostModel(self._whole, self.evaluator.dtype))
             solved = replace(solved, gap=max(solved.gap, 1 - least_s / solved.objective_s))
         return Outcome(solved, self.hardware, (*rows, *notes))
+
+    def _nothing_fits(self, errors: Sequence[tuple[InfeasibleError, Candidate]]) -> InfeasibleError:
+        """What the leanest of all needs while it runs."""
+        error, candidate = min(errors, key=lambda pair: pair[0].least_bytes or math.inf)
+        if error.least_bytes is None:
+            return error
+        _, peak_bytes = self.evaluator.leanest(candidate)
+        return too_little_memory(self.budget_bytes, peak_bytes, candidate.name)
 
     def _tell(self, text: str) -> None:
         """Say what comes next, unless the time is up and there is a plan to return."""

@@ -65,9 +65,8 @@ def recipe_candidates(
     splits = [s for s in splits if s.n_stages > 1]
     if not splits:
         return []
-    search = JointSearch.of(
-        analysis, mesh, hardware, options, budget_bytes, max(s.n_stages for s in splits), report
-    )
+    # As many layers for the one asked for as for all: it is cut alike.
+    search = JointSearch.of(analysis, mesh, hardware, options, budget_bytes, mesh.n_ranks, report)
     splits = [s for s in splits if s.n_stages <= search.layers.n_layers]
     maker = replace(search.maker, pricing=recipe_cost)
     limits = recipe_limits(options, manual)

@@ -33,6 +33,7 @@ from autopar.passes.layers import find_layers
 from autopar.passes.layout import Candidate, StageLayout
 from autopar.passes.planner import Outcome, Planner
 from autopar.pipeline import Pipeline
+from autopar.predicted import Predicted
 
 
 @dataclass(frozen=True)
@@ -49,18 +50,16 @@ class Choices:
 
     def planned(self) -> Outcome:
         """What the planner takes."""
-        return Planner(self.analysis, self.mesh, self.options, self._predicted_s).run()
+        return Planner(self.analysis, self.mesh, self.options, self._predicted).run()
 
-    def _predicted_s(self, pipeline: Pipeline, costs: Sequence[CostModel]) -> float:
+    def _predicted(self, pipeline: Pipeline, costs: Sequence[CostModel]) -> Predicted:
         between = link_between(self.mesh, self.hardware.links)
-        return predict(pipeline, costs, self.options.optimizer, between).step_time_s
+        return predict(pipeline, costs, self.options.optimizer, between)
 
     @cached_property
     def evaluator(self) -> Evaluator:
         budget_bytes = self.options.memory_limit or self.hardware.memory_limit_bytes
-        return Evaluator(
-            self.analysis, self.options, self.hardware, budget_bytes, self._predicted_s
-        )
+        return Evaluator(self.analysis, self.options, self.hardware, budget_bytes, self._predicted)
 
     def step_times_s(self) -> dict[str, float]:
         """Of every plan that fits, by what it is."""

@@ -18,6 +18,7 @@ from autopar.passes.lower import lower
 from autopar.passes.planner import Planner
 from autopar.passes.solvers import Infeasible, Solution, solve, solve_brute_force
 from autopar.pipeline import Pipeline
+from autopar.predicted import Predicted
 from tests.harness import MODELS, abstract_cost, free_problem, model_case
 
 
@@ -79,10 +80,10 @@ def test_the_plan_is_never_worse_than_the_recipes(model: str, s_per_byte: float)
     forbid = ["pipeline"] if model == "bert-view" else []
     options = Options.of(precision="fp64", forbid=forbid)
 
-    def step_time_s(pipeline: Pipeline, costs: Sequence[CostModel]) -> float:
-        return predict(pipeline, costs, "adamw", link_between(mesh, links)).step_time_s
+    def predicted(pipeline: Pipeline, costs: Sequence[CostModel]) -> Predicted:
+        return predict(pipeline, costs, "adamw", link_between(mesh, links))
 
-    outcome = Planner(model_case(model).analysis, mesh, options, step_time_s).run()
+    outcome = Planner(model_case(model).analysis, mesh, options, predicted).run()
     times = [a.step_time_s for a in outcome.alternatives]
     assert len(times) >= 5
     least_s = outcome.solved.step_time_s

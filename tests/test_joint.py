@@ -28,6 +28,7 @@ from autopar.passes.layers import find_layers
 from autopar.passes.layout import Candidate
 from autopar.passes.solvers import Solution, solve
 from autopar.passes.stage_costs import CostMaker, StageCosts, Wanted
+from autopar.predicted import Predicted
 from tests.harness import MODELS, Mlp, model_case, random_tokens, tiny_gpt2
 from tests.test_layers import Block, Chain
 
@@ -282,11 +283,11 @@ def test_the_best_candidate_is_near_the_best_of_all_cuts(hardware_name: str) -> 
     hardware = hardware_of(mesh)
     options = Options.of()
 
-    def predict_s(pipeline: object, costs: object) -> float:
+    def predicted(pipeline: object, costs: object) -> Predicted:
         between = link_between(mesh, hardware.links)
-        return predict(pipeline, costs, "adamw", between).step_time_s  # type: ignore[arg-type]
+        return predict(pipeline, costs, "adamw", between)  # type: ignore[arg-type]
 
-    evaluator = Evaluator(analysis, options, hardware, 64 * GIB, predict_s)
+    evaluator = Evaluator(analysis, options, hardware, 64 * GIB, predicted)
     proposed = joint_candidates(analysis, mesh, hardware, options, 64 * GIB, 2, 4)
     best_s = min(exact_s(evaluator, c) for c in proposed)
     layers = find_layers(analysis, find_runs(analysis))

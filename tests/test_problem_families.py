@@ -31,6 +31,7 @@ from autopar.passes.primitive_costs import primitive_lines
 from autopar.passes.recipes import recipe_limits
 from autopar.passes.solvers import Solution, solve
 from autopar.pipeline import Pipeline
+from autopar.predicted import Predicted
 from autopar.spec import TensorType
 from tests.harness import abstract_cost, model_case
 
@@ -151,11 +152,11 @@ def test_stages_of_a_program_share_what_their_groups_may_do() -> None:
 def evaluator_on(mesh: Mesh) -> tuple[Evaluator, Hardware]:
     hardware = resolve(mesh, torch.bfloat16)
 
-    def step_time_s(pipeline: Pipeline, costs: Sequence[CostModel]) -> float:
-        return predict(pipeline, costs, "adamw", link_between(mesh, hardware.links)).step_time_s
+    def predicted(pipeline: Pipeline, costs: Sequence[CostModel]) -> Predicted:
+        return predict(pipeline, costs, "adamw", link_between(mesh, hardware.links))
 
     options = Options.of()
-    return Evaluator(wide_llama(), options, hardware, 1e12, step_time_s), hardware
+    return Evaluator(wide_llama(), options, hardware, 1e12, predicted), hardware
 
 
 @pytest.mark.parametrize(
@@ -200,7 +201,7 @@ def test_candidates_are_simulated_until_none_scores_better(
             self.step_time_s = truth[one.candidate.name]
 
     monkeypatch.setattr(evaluator, "simulated", Simulated)
-    found = evaluator.simulated_fastest(scored)
+    found, _ = evaluator.simulated_fastest(scored)
     assert asked == ["a", "b", "c"]
     assert [s.step_time_s for s in found] == [1.05, 1.02, 1.1]
 
