@@ -1,7 +1,7 @@
 """Exact min-sum variable elimination on tables: the fast path for graphs of small width.
 
 Eliminating variable v replaces the tables that mention it by one table over its separator
-S_v, the other variables they mention (`_made`):
+S_v, the other variables they mention (`made_of`):
 
     m_v(S_v) = min over x_v of [ unary_v(x_v) + sum of tables that mention v ]
 
@@ -15,10 +15,6 @@ of its neighbours (`minimise`). Where variables remain, what is left is one tabl
 Several problems of one structure are solved together: every array begins with an axis of problems,
 of length 1 where they agree.
 
-`min_marginals` gives for every choice of every variable the least total that uses it, by a
-second, downward pass. The messages are added up afresh instead of subtracting a variable's own
-message, because infinity minus infinity is no number.
-
 Infinite entries need no care: nothing here subtracts them. Bucket elimination: Dechter,
 "Bucket elimination: a unifying framework for reasoning", Artificial Intelligence 113 (1999).
 """
@@ -26,7 +22,6 @@ Infinite entries need no care: nothing here subtracts them. Bucket elimination: 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -34,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.passes.solvers.elimination_order import EliminationPlan, Limits, Placed, Step, TooWide
+from autopar.passes.solvers.elimination_order import EliminationPlan, Placed, Step
 from autopar.passes.solvers.problem import (
     Choice,
     ChoiceProblem,
@@ -136,7 +131,7 @@ class Projection:
 
 def project(plan: EliminationPlan, potentials: Potentials) -> Projection:
     """Eliminate all but the remaining variables, whose own costs are not read."""
-    constant, tables = _upward(plan, potentials)
+    constant, tables = upward(plan, potentials)
     shape = tuple(plan.partitions.n_classes(p) for p in plan.left_over)
     joins = dict(zip(plan.remaining, plan.left_over, strict=True))
     parts = [_over(plan, placed, tables[placed.table], joins) for placed in plan.left]
@@ -157,11 +152,11 @@ def minimise_all(plan: EliminationPlan, potentials: Potentials) -> tuple[FloatAr
     """[problems]: the least totals (infinite: none is allowed); and choices that attain them."""
     n = potentials.n_problems
     best, best_choices = np.full(n, np.inf), np.zeros((n, len(plan.sizes)), dtype=np.intp)
-    for bounds, values in _branches(plan, potentials):
+    for bounds, values in branches(plan, potentials):
         if not (bounds < best).any():
             continue
-        constant, branch = _condition(plan, potentials, values)
-        totals, tables = _upward(plan, branch)
+        constant, branch = condition(plan, potentials, values)
+        totals, tables = upward(plan, branch)
         totals = np.broadcast_to(constant + totals, (n,))
         better = np.flatnonzero(totals < best)
         if len(better):
@@ -171,29 +166,7 @@ def minimise_all(plan: EliminationPlan, potentials: Potentials) -> tuple[FloatAr
     return best, best_choices
 
 
-def min_marginals(plan: EliminationPlan, potentials: Potentials) -> list[FloatArray]:
-    """For each variable of one problem a [K_v] array: the least total over all choices with
-    x_v = k.
-
-    Raises `TooWide` when the tables that must be kept at once are too large.
-    """
-    if plan.largest > Limits.marginal_entries or plan.kept > Limits.kept_entries // 4:
-        raise TooWide(
-            f"min-marginals need {plan.kept} entries in all and {plan.largest} in one table"
-        )
-    out = [np.full(k, np.inf) for k in plan.sizes]
-    for _, values in _branches(plan, potentials):
-        constant, branch = _condition(plan, potentials, values)
-        total = math.inf
-        for v, marginal in _downward(plan, branch):
-            np.minimum(out[v], marginal + constant, out=out[v])
-            total = float(marginal.min())
-        for h, k in zip(plan.hubs, values, strict=True):
-            out[h][k] = min(out[h][k], float(constant[0]) + (total if plan.steps else 0.0))
-    return out
-
-
-def _branches(
+def branches(
     plan: EliminationPlan, potentials: Potentials
 ) -> list[tuple[FloatArray, tuple[int, ...]]]:
     """(lower bound of every problem, values of the hubs), best first; one branch without hubs."""
@@ -201,7 +174,7 @@ def _branches(
         return [(np.full(1, -np.inf), ())]
     out = []
     for values in itertools.product(*(range(plan.sizes[h]) for h in plan.hubs)):
-        constant, branch = _condition(plan, potentials, values)
+        constant, branch = condition(plan, potentials, values)
         bounds = constant + sum(branch.unary[s.variable].min(axis=1) for s in plan.steps)
         for table in branch.tables:
             bounds = bounds + table.reshape(len(table), -1).min(axis=1)
@@ -209,7 +182,7 @@ def _branches(
     return sorted(out, key=lambda branch: (float(branch[0].min()), branch[1]))
 
 
-def _condition(
+def condition(
     plan: EliminationPlan, potentials: Potentials, values: tuple[int, ...]
 ) -> tuple[FloatArray, Potentials]:
     """Fix the hubs: their own cost as a constant, their axes left out of tables."""
@@ -247,7 +220,7 @@ def _over(
     return np.ascontiguousarray(out).reshape(len(table), *shape)
 
 
-def _own(step: Step, potentials: Potentials, tables: Mapping[int, FloatArray]) -> FloatArray:
+def own_costs(step: Step, potentials: Potentials, tables: Mapping[int, FloatArray]) -> FloatArray:
     """[problems, choices]: what a variable costs by itself."""
     total = potentials.unary[step.variable]
     for placed in step.bucket:
@@ -256,36 +229,38 @@ def _own(step: Step, potentials: Potentials, tables: Mapping[int, FloatArray]) -
     return total
 
 
-def _joins(step: Step) -> dict[int, int]:
+def joint_partitions(step: Step) -> dict[int, int]:
     """The partitions of the joint table: the variable's, then its separator's."""
     separator = zip(step.made.scope, step.made.partitions, strict=True)
     return {step.variable: step.partition, **dict(separator)}
 
 
-def _others(
+def other_tables(
     plan: EliminationPlan, step: Step, tables: Mapping[int, FloatArray]
 ) -> Iterable[tuple[Placed, FloatArray]]:
     """The tables of a bucket that are of more than its variable, over the joint one's classes."""
-    joins = _joins(step)
+    joins = joint_partitions(step)
     for placed in step.bucket:
         if len(placed.scope) > 1:
             yield placed, _over(plan, placed, tables[placed.table], joins)
 
 
-def _made(
+def made_of(
     plan: EliminationPlan, step: Step, potentials: Potentials, tables: Mapping[int, FloatArray]
 ) -> FloatArray:
     """[problems, classes of the separator]: the least over the step's variable."""
-    own = _least(_own(step, potentials, tables), plan, step.partition, 1)
+    own = least_of_classes(own_costs(step, potentials, tables), plan, step.partition, 1)
     parts = [own.reshape(*own.shape, *(1 for _ in step.made.scope))]
-    parts += sorted((table for _, table in _others(plan, step, tables)), key=lambda t: t.size)
+    parts += sorted((table for _, table in other_tables(plan, step, tables)), key=lambda t: t.size)
     shape = tuple(plan.partitions.n_classes(p) for p in step.made.partitions)
     out = np.empty((max(len(part) for part in parts), *shape))
     _least_sum(parts, out, own.shape[1])
     return out
 
 
-def _least(array: FloatArray, plan: EliminationPlan, partition: int, axis: int) -> FloatArray:
+def least_of_classes(
+    array: FloatArray, plan: EliminationPlan, partition: int, axis: int
+) -> FloatArray:
     """The least of every class, along an axis of choices."""
     n = plan.partitions.n_classes(partition)
     if n == array.shape[axis]:
@@ -327,7 +302,7 @@ def _least_sum(parts: Sequence[FloatArray], out: FloatArray, n_first: int) -> No
         )
 
 
-def _upward(
+def upward(
     plan: EliminationPlan, potentials: Potentials
 ) -> tuple[FloatArray, dict[int, FloatArray]]:
     """Eliminate in order: [problems], the least totals; and all tables, given and made."""
@@ -339,7 +314,7 @@ def _upward(
         of_tables = (id(tables[placed.table]) for placed in step.bucket)
         key = (step.kind, id(potentials.unary[step.variable]), *of_tables)
         if key not in known:
-            known[key] = _made(plan, step, potentials, tables)
+            known[key] = made_of(plan, step, potentials, tables)
         message = known[key]
         if step.made.scope:
             tables[step.made.table] = message
@@ -381,62 +356,3 @@ def _walk_back(
     for v, values in chosen.items():
         out[:, v] = values
     return out
-
-
-def _downward(plan: EliminationPlan, potentials: Potentials) -> Iterable[tuple[int, FloatArray]]:
-    """Min-marginals of the eliminated variables of one problem, by a downward pass."""
-    constant, tables = _upward(plan, potentials)
-    step_of = {step.made.table: step for step in plan.steps}
-    total, roots = float(constant[0]), {}
-    for step in plan.steps:
-        if not step.made.scope:
-            roots[step.made.table] = float(_made(plan, step, potentials, tables)[0])
-    # Per table made: the least of all that is not in it, over its axes; and its root.
-    down: dict[int, FloatArray] = {}
-    root_of = {root: root for root in roots}
-    for step in reversed(plan.steps):
-        made, root = step.made, root_of[step.made.table]
-        others = total - roots[root] if math.isfinite(total) else math.inf
-        own, others_of = _own(step, potentials, tables), dict(_others(plan, step, tables))
-        above = down.pop(made.table)[:, None] if made.scope else np.zeros((1, 1))
-        joint = np.zeros((1, plan.partitions.n_classes(step.partition), *(1 for _ in made.scope)))
-        joint = sum(others_of.values(), joint + above)
-        axes = tuple(range(2, joint.ndim))
-        marginal = own + joint.min(axis=axes)[:, plan.partitions.codes[step.partition]]
-        yield step.variable, marginal[0] + others
-        for child in others_of:
-            if child.table not in step_of:
-                continue
-            least = _least(own, plan, step.partition, 1)
-            rest = least.reshape(*least.shape, *(1 for _ in made.scope)) + above
-            rest = sum((t for placed, t in others_of.items() if placed is not child), rest)
-            down[child.table] = _coarser(plan, rest, _joins(step), child)
-            root_of[child.table] = root
-        for child in step.bucket:
-            if len(child.scope) == 1 and child.table in step_of:
-                rest = (
-                    potentials.unary[step.variable]
-                    + joint.min(axis=axes)[:, plan.partitions.codes[step.partition]]
-                )
-                for placed in step.bucket:
-                    if len(placed.scope) == 1 and placed is not child:
-                        rest = rest + tables[placed.table][:, placed.codes[0]]
-                down[child.table] = _least(rest, plan, child.partitions[0], 1)
-                root_of[child.table] = root
-
-
-def _coarser(
-    plan: EliminationPlan, joint: FloatArray, joins: Mapping[int, int], placed: Placed
-) -> FloatArray:
-    """The least of a joint table over the classes of one of the tables that are in it."""
-    shape = [plan.partitions.n_classes(p) for p in joins.values()]
-    out = np.broadcast_to(joint, (len(joint), *shape))
-    kept = [v for v in joins if v in placed.scope]
-    out = out.min(axis=tuple(k + 1 for k, v in enumerate(joins) if v not in placed.scope))
-    for axis, v in enumerate(kept):
-        fine, coarse = joins[v], placed.partitions[placed.scope.index(v)]
-        of_class = plan.partitions.codes[coarse][plan.partitions.firsts[fine]]
-        order = np.argsort(of_class, kind="stable")
-        starts = np.searchsorted(of_class[order], np.arange(plan.partitions.n_classes(coarse)))
-        out = np.minimum.reduceat(np.take(out, order, axis=axis + 1), starts, axis=axis + 1)
-    return out.transpose(0, *(kept.index(v) + 1 for v in placed.scope))

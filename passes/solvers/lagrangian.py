@@ -20,8 +20,9 @@ import time
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from autopar.passes.solvers.elimination import Potentials, Weights, min_marginals, minimise
+from autopar.passes.solvers.elimination import Potentials, Weights, minimise
 from autopar.passes.solvers.elimination_order import EliminationPlan
+from autopar.passes.solvers.marginals import min_marginals
 from autopar.passes.solvers.problem import (
     SAME_OPTIMUM_REL,
     BoolArray,
