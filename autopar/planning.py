@@ -34,6 +34,7 @@ from autopar.passes.analysis import Analysis
 from autopar.passes.evaluate import Predict, Solved, compute_dtype, schedule_name
 from autopar.passes.fallback import accept_again, accept_missing
 from autopar.passes.join import join
+from autopar.passes.next_best import decisions
 from autopar.passes.padding import find_paddings, pad
 from autopar.passes.planner import Planner
 from autopar.passes.recompute import recomputed_stages
@@ -149,9 +150,12 @@ class Plan:
         return {file_name(k): emit(stage, k, len(stages)) for k, stage in enumerate(stages)}
 
     def explain(self, name: str | None = None) -> str:
-        """The plan in words; with a parameter or operator name, that one."""
+        """The plan in words; with a parameter or operator name, that one, what it was chosen over
+        and what the next best would cost."""
         bound = self._bound("explain()")
-        return explain(self.data, bound.pipeline, bound.predicted, self.collectives(), name)
+        weighed = decisions(bound.stages, self.data, name) if name is not None else ()
+        collectives = self.collectives()
+        return explain(self.data, bound.pipeline, bound.predicted, collectives, name, weighed)
 
     def to_dot(self) -> str:
         """The plan as a Graphviz graph."""

@@ -6,11 +6,13 @@ import math
 from collections.abc import Sequence
 
 from autopar.collective import Collective
+from autopar.decisions import Decision
 from autopar.errors import OptionError
 from autopar.pipeline import Pipeline
 from autopar.plan_data import PlanData, StageRecord
 from autopar.predicted import Predicted
 from autopar.report.division import division
+from autopar.report.next_best import next_best_lines
 from autopar.report.stages import (
     ParameterTable,
     crossing_rows,
@@ -35,13 +37,14 @@ def explain(
     predicted: Predicted,
     collectives: Sequence[Collective],
     name: str | None = None,
+    decisions: Sequence[Decision] = (),
 ) -> str:
-    """The whole plan, or one parameter, operator or module.
+    """The whole plan, or one parameter, operator or module, with what was decided of it.
 
     Raises `OptionError` for a name the plan does not have.
     """
     if name is not None:
-        return _explain_one(data, pipeline, name)
+        return _explain_one(data, pipeline, name, predicted.step_time_s, decisions)
     several = pipeline.n_stages > 1
     parts = [
         _header(data),
@@ -153,12 +156,20 @@ def _alternatives(data: PlanData) -> str:
     return "\n".join([*lines, f"    {others}"] if others else lines)
 
 
-def _explain_one(data: PlanData, pipeline: Pipeline, name: str) -> str:
-    found = [
-        text
-        for stage, program in enumerate(pipeline.stages)
-        for text in _found_on(data.stages[stage], program, name, _where(pipeline, stage))
-    ]
+def _explain_one(
+    data: PlanData,
+    pipeline: Pipeline,
+    name: str,
+    step_time_s: float,
+    decisions: Sequence[Decision],
+) -> str:
+    found = []
+    for stage, program in enumerate(pipeline.stages):
+        texts = _found_on(data.stages[stage], program, name, _where(pipeline, stage))
+        for decision in (d for d in decisions if texts and d.stage == stage):
+            lines = next_best_lines(decision, step_time_s, pipeline.n_stages, texts[-1])
+            texts.append("\n".join(f"  {line}" for line in lines))
+        found += texts
     if not found:
         raise OptionError(
             f"the plan has no parameter, operator or module {name!r}",

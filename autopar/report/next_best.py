@@ -1,0 +1,125 @@
+"""Why a decision was taken, in words: what it was chosen over, and what those would cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from autopar.decisions import Choice, Decision, Option
+from autopar.facts import Storage
+from autopar.plan_data import operator_text
+from autopar.spec import Spec
+from autopar.units import format_bytes, format_seconds
+
+N_READERS = 4
+_PERIODS = {
+    "step": "gathered once a step (ZeRO-1)",
+    "micro": "gathered once a step, gradients scattered each microbatch (ZeRO-2)",
+    "use": "gathered at use (ZeRO-3)",
+}
+
+
+def next_best_lines(
+    decision: Decision, step_time_s: float, n_stages: int, said: str = ""
+) -> list[str]:
+    """The user's lines, where they are not `said` already; the choice, and what it beat.
+
+    `step_time_s` is the plan's, of which an option's seconds are a share.
+    """
+    lines = [f"read by {text}" for text in decision.read_by[:N_READERS]]
+    more = len(decision.read_by) - N_READERS
+    lines += [f"and by {more} more"] if more > 0 else []
+    lines += [f"at {decision.source}"] if decision.source and decision.source not in said else []
+    if decision.choice is None:
+        return [*lines, f"no alternatives: it is as the recipe says ({decision.recipe})"]
+    where = f" of stage {decision.stage}" if n_stages > 1 else ""
+    return [*lines, *_choice(decision, decision.choice, step_time_s, where)]
+
+
+def _choice(decision: Decision, choice: Choice, step_time_s: float, where: str) -> Iterator[str]:
+    what = "strategies" if decision.source else "storages"
+    if choice.chosen is None:
+        yield f"chosen: none of the {choice.n_options} {what} that a search weighs"
+    elif choice.n_options == 1:
+        yield f"no alternatives: of all {what} this alone is possible" + _kept_text(choice)
+        return
+    elif choice.chosen.extra_s > 0:
+        yield (
+            f"chosen: of {choice.n_options} {what} one that is not the fastest without a memory "
+            f"limit or force: {_price(choice.chosen, step_time_s, where)}"
+        )
+    else:
+        equal = choice.n_as_fast - 1
+        others = f", {equal} {'is' if equal == 1 else 'are'} as fast" if equal else ""
+        yield f"chosen: of {choice.n_options} {what} none is faster{others}"
+    texts = [_option(decision, option) for option in choice.others]
+    width = max(map(len, texts), default=0)
+    heads = ["next best:", *["then:"] * len(texts)]
+    for head, text, option in zip(heads, texts, choice.others, strict=False):
+        yield f"{head:10} {text:{width}}  {_price(option, step_time_s, where)}"
+    yield f"({_meaning(choice, where)})"
+
+
+def _meaning(choice: Choice, where: str) -> str:
+    rest = "each with everything else chosen anew"
+    if choice.rest == "kept":
+        rest = "each with everything else as it is: to choose it anew would need too large tables"
+    words = [f"{rest}{where if choice.rest == 'anew' else ''}, without a memory limit"]
+    if choice.blocks is not None:
+        few, every = choice.blocks
+        words.append(f"weighed with {few} of {every} repeated blocks, one for those left out")
+    if choice.runs_again:
+        words.append("without what runs again in backward")
+    return "; ".join(words)
+
+
+def _kept_text(choice: Choice) -> str:
+    return " with everything else as it is" if choice.rest == "kept" else ""
+
+
+def _price(option: Option, step_time_s: float, where: str) -> str:
+    """`+1.23 ms a step (+0.8%), 210 MiB less`: more than the fastest."""
+    if option.extra_s == 0:
+        time = "as fast"
+    else:
+        time = f"+{format_seconds(option.extra_s)} a step{where}"
+        if not where:  # a stage's seconds are no share of a step, which other stages are part of
+            time += f" ({100 * option.extra_s / step_time_s:+.2g}%)"
+    size = option.extra_bytes
+    if abs(size) < 1:
+        return f"{time}, as much memory"
+    return f"{time}, {format_bytes(abs(size))} {'less' if size < 0 else 'more'}"
+
+
+def _option(decision: Decision, option: Option) -> str:
+    if option.strategy is not None:
+        return operator_text(option.strategy.inputs, option.strategy.outputs)
+    assert option.storage is not None, "an option is a storage or a strategy"
+    return storage_words(option.storage, option.uses, decision.axis_names, decision.axis_sizes)
+
+
+def storage_words(
+    storage: Storage, uses: Sequence[Spec], names: Sequence[str], sizes: Sequence[int]
+) -> str:
+    """`S(0)@dp gathered at use (ZeRO-3)`: on the axes of several ranks, how a parameter is stored
+    and what becomes of it."""
+    axes = [axis for axis, size in enumerate(sizes) if size > 1]
+    stored = storage.spec.placements
+    cut = [f"{stored[a]}@{names[a]}" for a in axes if stored[a].is_shard]
+    words = [" ".join(cut) or "whole"]
+    if storage.spec.order:
+        words.append(f"({' outside '.join(names[a] for a in storage.spec.order if a in axes)})")
+    notes: dict[str, None] = {}
+    moved: dict[str, None] = {}
+    for a in axes:
+        for use in uses:
+            used, kept = use.placements[a], stored[a]
+            if kept.is_shard and used.kind in "RI":
+                notes.setdefault(_PERIODS[storage.period])
+            elif kept.is_shard and used != kept:
+                moved.setdefault(f"{used}@{names[a]}")
+            elif used.is_shard and not kept.is_shard:
+                notes.setdefault(f"cut at use to {used}@{names[a]}")
+            elif used.kind == "R" and not kept.is_shard:
+                notes.setdefault(f"gradients all_reduced over {names[a]}")
+    said = [*notes, *([f"used {' '.join(moved)}"] if moved else [])]
+    return ", ".join([" ".join([*words, *said[:1]]), *said[1:]])
