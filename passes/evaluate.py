@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -51,11 +52,18 @@ Predict = Callable[[Pipeline, Sequence[CostModel]], Predicted]
 
 @dataclass(frozen=True)
 class Scored:
-    """A candidate with every stage solved; `score_s` is its step in closed form."""
+    """A candidate with every stage solved; `score_s` is its step in closed form. `others` are the
+    same with more microbatches, should it not fit."""
 
     candidate: Candidate
     choices: tuple[Chosen, ...]
     score_s: float
+    others: tuple[Candidate, ...] = ()
+
+    @property
+    def size_bytes(self) -> float:
+        """Of the stage that keeps most, by the solver's account."""
+        return max(chosen.size_bytes for chosen in self.choices)
 
 
 @dataclass(frozen=True)
@@ -188,8 +196,13 @@ class Evaluator:
             return solved
         # Smaller budgets solve another problem; what is proven of this one holds.
         bound_s, least_bytes = solved.objective_s * (1 - solved.gap), peak_bytes
+        known_bytes = {scored.size_bytes}
         for budget_bytes in self._smaller_budgets(scored.candidate):
-            solved, peak_bytes = self._simulated(self.scored(scored.candidate, budget_bytes))
+            leaner = self.scored(scored.candidate, budget_bytes)
+            if leaner.size_bytes in known_bytes:
+                continue
+            known_bytes.add(leaner.size_bytes)
+            solved, peak_bytes = self._simulated(leaner)
             if within(self.budget_bytes, peak_bytes):
                 gap = max(solved.gap, 1 - bound_s / solved.objective_s)
                 return replace(solved, gap=0.0 if solved.candidate.is_recipe else gap)
@@ -254,11 +267,14 @@ class Evaluator:
     ) -> tuple[list[Solved], dict[str, InfeasibleError]]:
         """The candidates simulated, those of least score first, until what the rest score is out of
         reach of the fastest: by `SCORE_REL` and more than scores of their kind were off so far, or
-        `UNSEEN_REL`. And by name those that do not fit after all."""
+        `UNSEEN_REL`. What does not fit after all is tried with more microbatches; and by name those
+        that still do not."""
         found: list[Solved] = []
         failed: dict[str, InfeasibleError] = {}
         off_rel: dict[object, float] = {}
-        for one in sorted(scored, key=lambda s: s.score_s):
+        waiting = sorted(scored, key=lambda s: s.score_s)
+        while waiting:
+            one = waiting.pop(0)
             kind = len(one.candidate.stages) > 1, one.candidate.is_recipe
             least_s = min((s.step_time_s for s in found), default=math.inf)
             reach_rel = SCORE_REL + off_rel.get(kind, UNSEEN_REL)
@@ -267,11 +283,25 @@ class Evaluator:
             try:
                 found.append(self.simulated(one))
             except InfeasibleError as error:
-                failed[one.candidate.name] = error
+                leaner = self._with_more_microbatches(one)
+                if leaner is None:
+                    failed[one.candidate.name] = error
+                else:
+                    insort(waiting, leaner, key=lambda s: s.score_s)
                 continue
             off = abs(one.score_s / found[-1].step_time_s - 1)
             off_rel[kind] = max(off_rel.get(kind, 0.0), off)
         return found, failed
+
+    def _with_more_microbatches(self, scored: Scored) -> Scored | None:
+        """The next of the others that has placements within the budget; None if there is none."""
+        for i, candidate in enumerate(scored.others):
+            try:
+                found = self.scored(candidate, self.budget_bytes)
+            except InfeasibleError:
+                continue
+            return replace(found, others=scored.others[i + 1 :])
+        return None
 
     def stage_without_parameters(self, ends: tuple[int, ...]) -> int | None:
         """The first stage that no optimizer could be made for; None if there is none."""

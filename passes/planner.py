@@ -376,12 +376,15 @@ def _best_count(
         try:
             bought = evaluator.scored(candidate, evaluator.budget_bytes)
         except InfeasibleError as error:
-            return best or error
+            if best is None:
+                return error
+            break
         if best is not None and bought.score_s >= best.score_s:
             break
         best, bound_s = bought, 0.0
     assert best is not None
-    return best
+    place = tries.index(best.candidate)
+    return replace(best, others=tuple(tries[place + 1 :]))
 
 
 def axes_text(view: LogicalMesh) -> str:
