@@ -39,6 +39,7 @@ from tests.harness import (
     random_strategy,
 )
 from tests.test_predict import zero_strategy_of
+from tests.whole_steps import step_bytes
 
 __all__ = ["generated_code"]
 
@@ -157,25 +158,7 @@ def stage_measured_and_predicted(
 def whole_step(executor: Executor) -> tuple[float, float]:
     """(peak of live tensors over a step, the optimizer's included; those between steps)."""
     ids = torch.randint(0, 256, (16, 32), generator=torch.Generator().manual_seed(0))
-    inputs = {name: ids.clone() for name in small_gpt2().program.inputs}
-    stored = {
-        p.name: (torch.randn(p.stored.shape) * 0.02).requires_grad_()
-        for p in executor.program.parameters
-    }
-    optimizer = torch.optim.AdamW(stored.values(), foreach=True)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        executor.step(stored, inputs)
-        optimizer.step()
-
-    step()
-    optimizer.zero_grad()
-    moments = [t for state in optimizer.state.values() for t in state.values()]
-    with LiveBytes([*stored.values(), *moments, *inputs.values()]) as live:
-        between_bytes = live.live_bytes
-        step()
-    return live.peak_bytes, between_bytes
+    return step_bytes(executor, {name: ids.clone() for name in small_gpt2().program.inputs})
 
 
 def all_staged(n_ranks: int) -> list[tuple[float, float]]:

@@ -158,14 +158,14 @@ def test_what_is_missing_is_said() -> None:
     assert_said_bytes_are_enough((1, 4), 236_000_000, stages=1, mesh_shape="as-given")
 
 
-@pytest.mark.skipif(not WHOLE, reason="a minute")
+@pytest.mark.skipif(not WHOLE, reason="a minute: AUTOPAR_OPTIMALITY=1 runs it")
 def test_less_memory_is_never_faster_down_to_nothing() -> None:
     limits = [530_000_000, 440_000_000, 355_000_000, 295_000_000]
     assert_less_memory_is_never_faster((1, 4), limits, stages=1)
     assert_said_bytes_are_enough((1, 4), 236_000_000, stages=1)
 
 
-@pytest.mark.skipif(not WHOLE, reason="a minute")
+@pytest.mark.skipif(not WHOLE, reason="a minute: AUTOPAR_OPTIMALITY=1 runs it")
 @pytest.mark.xfail(
     strict=True,
     raises=AssertionError,

@@ -17,7 +17,6 @@ from autopar import Device, Link, Manual, Mesh, Plan
 from autopar.binding import Bound
 from autopar.codegen import emit
 from autopar.cost.predict import peak_of_stage
-from autopar.live_bytes import LiveBytes
 from autopar.options import Recompute
 from autopar.passes.join import join
 from autopar.runtime.executor import Environment, Executor
@@ -29,6 +28,7 @@ from autopar.schedule import ORDERS
 from tests.harness import generated_code
 from tests.recompute_models import recomputing
 from tests.test_recompute_random import random_ranges
+from tests.whole_steps import step_bytes
 
 __all__ = ["generated_code"]
 
@@ -86,22 +86,7 @@ def peaks(bound: Bound) -> tuple[float, float]:
     constants = {name: make() for name, make in bound.analysis.program.constants.items()}
     executor = Executor(pipeline, rank, code, Environment(device, groups, *joined), constants)
     inputs = {n: batch()[i.path].clone() for n, i in bound.analysis.program.inputs.items()}
-    stored = {
-        p.name: (torch.randn(p.stored.shape) * 0.02).requires_grad_() for p in program.parameters
-    }
-    optimizer = torch.optim.AdamW(stored.values(), foreach=True)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        executor.step(stored, inputs)
-        optimizer.step()
-
-    step()
-    optimizer.zero_grad()
-    moments = [t for state in optimizer.state.values() for t in state.values()]
-    with LiveBytes([*stored.values(), *moments, *inputs.values()]) as live:
-        step()
-    return live.peak_bytes, peak_of_stage(pipeline, stage, "adamw")
+    return step_bytes(executor, inputs)[0], peak_of_stage(pipeline, stage, "adamw")
 
 
 # Mode -> at most this part of the peak without recompute, for attention by primitives.

@@ -14,7 +14,7 @@ Every solver of this package takes a `ChoiceProblem` and returns a `Solution`, o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -79,6 +79,11 @@ class Edge:
             array = array[..., self.columns]
         return array
 
+    def mapped(self, change: Callable[[FloatArray], FloatArray]) -> Edge:
+        """With each of its arrays changed."""
+        size = None if self.bytes is None else change(self.bytes)
+        return replace(self, cost_s=change(self.cost_s), tie=change(self.tie), bytes=size)
+
     def turned(self) -> Edge:
         """The same, from v to u."""
         size = None if self.bytes is None else self.bytes.T
@@ -123,13 +128,7 @@ class ChoiceProblems:
         def own(array: FloatArray) -> FloatArray:
             return known.setdefault(id(array), array if len(array) == 1 else array[at])
 
-        edges = (
-            replace(
-                e, cost_s=own(e.cost_s), tie=own(e.tie),
-                bytes=None if e.bytes is None else own(e.bytes),
-            )
-            for e in self.edges
-        )  # fmt: skip
+        edges = (e.mapped(own) for e in self.edges)
         cost_s, tie, size_bytes = (
             tuple(map(own, arrays)) for arrays in (self.cost_s, self.tie, self.bytes)
         )
@@ -165,13 +164,7 @@ class ChoiceProblems:
             found: FloatArray = array[i if len(array) > 1 else 0]
             return found
 
-        edges = (
-            replace(
-                e, cost_s=own(e.cost_s), tie=own(e.tie),
-                bytes=None if e.bytes is None else own(e.bytes),
-            )
-            for e in self.edges
-        )  # fmt: skip
+        edges = (e.mapped(own) for e in self.edges)
         return ChoiceProblem(
             self.names,
             tuple(map(own, self.cost_s)),
@@ -245,13 +238,7 @@ class ChoiceProblem:
 
     def several(self) -> ChoiceProblems:
         """The problem as the only one of several."""
-        edges = (
-            replace(
-                e, cost_s=e.cost_s[None], tie=e.tie[None],
-                bytes=None if e.bytes is None else e.bytes[None],
-            )
-            for e in self.edges
-        )  # fmt: skip
+        edges = (e.mapped(lambda array: array[None]) for e in self.edges)
         cost_s, tie, size_bytes = (
             tuple(array[None] for array in arrays) for arrays in (self.cost_s, self.tie, self.bytes)
         )
