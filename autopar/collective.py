@@ -26,6 +26,7 @@ from typing import Literal
 
 import torch
 
+from autopar.abridged import every_parameter, line_counts
 from autopar.buckets import BUCKET_BYTES, Bucket, buckets
 from autopar.messages import Messages, Piece, copy_axes, tie_exchanges
 from autopar.moves import COLLECTIVES, PrimitiveKind
@@ -234,7 +235,7 @@ def used_parameters(program: StageProgram) -> frozenset[str]:
 
 def conversion_buckets(program: StageProgram) -> tuple[Waiting, tuple[ConversionBucket, ...]]:
     """Parameters turned into use once a step; a bucket's members are positions in the first."""
-    waiting = tuple((p, use) for p in program.parameters for use in p.uses if use.moves)
+    waiting = tuple((p, use) for p in every_parameter(program) for use in p.uses if use.moves)
     steps = [[(m.move.forward, m.move.axes, m.forward_bytes) for m in u.moves] for _, u in waiting]
     return waiting, _fused(waiting, steps)
 
@@ -246,7 +247,7 @@ def return_buckets(
     used = used_parameters(program)
     waiting = tuple(
         (p, use)
-        for p in program.parameters
+        for p in every_parameter(program)
         for use in p.uses
         if use.moves and p.period == period and p.requires_grad and use.local.name in used
     )
@@ -323,7 +324,8 @@ def _origins(program: StageProgram) -> dict[str, str]:
 
 def _forward(program: StageProgram) -> list[Call]:
     origin = _origins(program)
-    return [call for line in program.body for call in _forward_calls(line, origin)]
+    counted = zip(program.body, line_counts(program), strict=True)
+    return [call for line, n in counted for call in _forward_calls(line, origin) * n]
 
 
 def _forward_calls(line: Line, origin: Mapping[str, str], again: bool = False) -> list[Call]:
@@ -346,9 +348,10 @@ def _forward_calls(line: Line, origin: Mapping[str, str], again: bool = False) -
 def _backward(program: StageProgram) -> list[Call]:
     origin = _origins(program)
     anew, again = regathered(program), rerun(program)
-    calls: list[Call] = []
+    counts = line_counts(program)
+    every: list[Call] = []
     for i in sorted(program.differentiated, reverse=True):
-        line = program.body[i]
+        line, calls = program.body[i], list[Call]()
         if i in again:
             calls += [call for gather in anew.get(i, ()) for call in _gathered(gather)]
             for k in again[i]:
@@ -370,7 +373,8 @@ def _backward(program: StageProgram) -> list[Call]:
             ]
         if i not in again:
             calls += [call for gather in anew.get(i, ()) for call in _gathered(gather)]
-    return calls
+        every += calls * counts[i]
+    return every
 
 
 def _gathered(line: GatherLine) -> list[Call]:

@@ -352,7 +352,8 @@ def plan_program(
         accumulates=program.accumulation is not None,
     )
     if is_final:
-        return Plan(data, bind_lowered(data, analysis, mesh, solved.stages, solved.pipeline))
+        pipeline = join(solved.stages, ORDERS[schedule_name(options)])
+        return Plan(data, bind_lowered(data, analysis, mesh, solved.stages, pipeline))
     return Plan(data, bind(data, analysis, mesh))
 
 
@@ -363,7 +364,7 @@ def _with_recompute(solved: Solved, analysis: Analysis, options: Options) -> Sol
     if mode is None:
         return solved
     stages = recomputed_stages(solved.stages, analysis, mode)
-    return replace(solved, stages=stages, pipeline=join(stages, ORDERS[schedule_name(options)]))
+    return replace(solved, stages=stages)
 
 
 def _predict_on(mesh: Mesh, analysis: Analysis, options: Options) -> Predict:

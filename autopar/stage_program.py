@@ -200,6 +200,18 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class Repeat:
+    """Lines `start` to `stop` - 1 of a body that stand for `count` blocks, one after the other; and
+    by name what each of the blocks has of its own: parameters, and variables of constants."""
+
+    start: int
+    stop: int
+    count: int
+    parameters: frozenset[str]
+    delivered: frozenset[str]
+
+
+@dataclass(frozen=True)
 class ParameterUse:
     """One placement a parameter is used at, and the moves that make it from storage."""
 
@@ -279,7 +291,8 @@ class StageProgram:
     The generated function takes `parameters`, `delivered` and `received`, and returns the
     loss, `sent`, what `changed` buffers now hold, and `outputs`, for one microbatch. With
     `accumulation`, microbatches are parts of the inputs from which everything starts anew.
-    `segments` are disjoint, in order.
+    `segments` are disjoint, in order. A program with `repeats`, which are disjoint too, is there to
+    be priced, not to be run (`autopar/abridged.py`).
     """
 
     name: str
@@ -300,6 +313,7 @@ class StageProgram:
     changed: tuple[ChangedBuffer, ...] = ()
     accumulation: Accumulation | None = None
     segments: tuple[Segment, ...] = ()
+    repeats: tuple[Repeat, ...] = ()
 
     @cached_property
     def taken(self) -> frozenset[str]:

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Before:
+    """A ledger before a block that is played once for several: its peak, and what was held."""
+
+    peak_bytes: float
+    at: str
+    parts: dict[str, float]
+    held: dict[str, dict[str, float]]
 
 
 @dataclass
@@ -40,3 +51,38 @@ class Ledger:
         self.peak_bytes, self.at = self.live_bytes + workspace_bytes, at
         self.parts = {kind: sum(entries.values()) for kind, entries in self.held.items()}
         self.parts["workspace"] = workspace_bytes
+
+    # -- blocks that are alike -------------------------------------------------------------------
+
+    def before_block(self) -> Before:
+        """From here on until `repeat`, peaks are those of one block."""
+        held = {kind: dict(entries) for kind, entries in self.held.items()}
+        found = Before(self.peak_bytes, self.at, self.parts, held)
+        self.peak_bytes = -1.0
+        return found
+
+    def repeat(self, before: Before, n: int, lasting: Collection[str]) -> None:
+        """What was played since `before` was the first of `n` blocks, each of which changes what is
+        held by as much.
+
+        That makes bytes linear in the number of blocks played, so that the peak is in the first or
+        in the last. What blocks leave of `lasting` kinds is held by the names that the first gave.
+        """
+        changed = {
+            kind: sum(entries.values()) - sum(before.held.get(kind, {}).values())
+            for kind, entries in self.held.items()
+        }
+        others_bytes = (n - 1) * sum(changed.values())
+        if self.peak_bytes >= 0.0 and others_bytes > 0.0:
+            self.peak_bytes += others_bytes
+            for kind, size_bytes in changed.items():
+                self.parts[kind] = self.parts.get(kind, 0.0) + (n - 1) * size_bytes
+        if self.peak_bytes <= before.peak_bytes:
+            self.peak_bytes, self.at, self.parts = before.peak_bytes, before.at, before.parts
+        for kind, size_bytes in changed.items():
+            if kind not in lasting:
+                self.add(kind, "other blocks", (n - 1) * size_bytes)
+                continue
+            was = before.held.get(kind, {})
+            for owner in [owner for owner in self.held[kind] if owner not in was]:
+                self.add(kind, owner, (n - 1) * self.held[kind][owner])

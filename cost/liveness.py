@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from autopar.abridged import every_delivered, every_parameter, parameter_counts
 from autopar.collective import ConversionBucket, conversion_buckets, return_buckets
 from autopar.cost.ledger import Ledger
 from autopar.cost.memory import OPTIMIZERS, static_bytes_per_param
@@ -128,15 +129,15 @@ def _send_back(program: StageProgram, n_under_way: int, ledger: Ledger) -> None:
 
 
 def _always(program: StageProgram, optimizer: str, ledger: Ledger) -> None:
-    for p in program.parameters:
+    for p in every_parameter(program):
         ledger.add("parameters", p.name, p.stored.size_bytes)
         if p.requires_grad and program.trains:
             each = static_bytes_per_param(optimizer, p.stored.dtype, shape=p.stored.shape)
             n_elements = p.stored.size_bytes / p.stored.dtype.itemsize
             ledger.add("optimizer", p.name, each.optimizer_bytes * n_elements)
-    for item in program.delivered:
+    for item, n in every_delivered(program):
         n_parts = program.n_microbatches if item.batch_cell is not None else 1
-        ledger.add("batch", item.local.name, item.local.size_bytes * n_parts)
+        ledger.add("batch", item.local.name, item.local.size_bytes * n_parts * n)
 
 
 def _convert(program: StageProgram, ledger: Ledger) -> None:
@@ -144,20 +145,20 @@ def _convert(program: StageProgram, ledger: Ledger) -> None:
     waiting, found = conversion_buckets(program)
     for bucket in found:
         for i in bucket.members:
-            use = waiting[i][1]
-            ledger.drop("converted", use.local.name)
-            ledger.add("converted", use.local.name, use.local.size_bytes)
+            ledger.drop("converted", f"{i}")
+            ledger.add("converted", f"{i}", waiting[i][1].local.size_bytes)
         ledger.mark("gathering parameters", _bucket_bytes(bucket, program))
-    for _, use in waiting:
+    for i, (_, use) in enumerate(waiting):
         changed = any(m.move.forward != "identity" for m in use.moves)
-        if changed and not ledger.has("converted", use.local.name):
-            ledger.add("converted", use.local.name, use.local.size_bytes)
+        if changed and not ledger.has("converted", f"{i}"):
+            ledger.add("converted", f"{i}", use.local.size_bytes)
     ledger.mark("converting parameters")
 
 
 def _bring_back(program: StageProgram, period: str, ledger: Ledger) -> None:
     """Gradients of converted uses to storage: old and new ones live until all are back."""
     waiting, found = return_buckets(program, period)
+    counts = parameter_counts(program)
     fused = {i for bucket in found if len(bucket.members) > 1 for i in bucket.members}
     for bucket in found:
         for i in bucket.members:
@@ -165,12 +166,18 @@ def _bring_back(program: StageProgram, period: str, ledger: Ledger) -> None:
             ledger.drop("synced", f"{i}")
             ledger.add("synced", f"{i}", parameter.stored.size_bytes)
         ledger.mark("gradient sync", _bucket_bytes(bucket, program))
+    new = {
+        parameter.name: counts.get(parameter.name, 1)
+        for parameter, _ in waiting
+        if not ledger.has("gradients", parameter.name)
+    }
     for i, (parameter, _) in enumerate(waiting):
-        if not ledger.has("gradients", parameter.name):
+        if new.get(parameter.name, 0) > 0:
             # A part of a bucket is copied out of it; a whole result is kept as it is.
             if i not in fused:
                 ledger.drop("synced", f"{i}")
             ledger.add("gradients", parameter.name, parameter.stored.size_bytes)
+            new[parameter.name] -= 1
     ledger.mark("gradient sync")
     ledger.clear("synced")
     for _, use in waiting:
@@ -198,4 +205,4 @@ def _bucket_bytes(bucket: ConversionBucket, program: StageProgram) -> float:
 def _update_bytes(program: StageProgram, optimizer: str) -> float:
     """Temporaries of the update: `torch.optim` on lists of tensors makes each for all at once."""
     copies = OPTIMIZERS[optimizer].temporaries
-    return copies * sum(p.stored.size_bytes for p in program.parameters if p.requires_grad)
+    return copies * sum(p.stored.size_bytes for p in every_parameter(program) if p.requires_grad)

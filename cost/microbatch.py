@@ -15,9 +15,11 @@ was sent, the gradient that comes back for it, and the gradient that is sent bac
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from autopar.cost.ledger import Ledger
+from autopar.cost.ledger import Before, Ledger
 from autopar.moves import PrimitiveKind
 from autopar.rerun import regathered, rerun
 from autopar.stage_program import (
@@ -97,6 +99,10 @@ class MicrobatchMemory:
             for i, line in enumerate(program.body)
             if isinstance(line, GatherLine)
         }
+        every = range(len(program.body))
+        self.forward_ends = self._ends_of_repeats(every)
+        self.backward_ends = self._ends_of_repeats(sorted(self.reached, reverse=True))
+        self.before: Before | None = None
         self.inputs = self._inputs()
         self.leaves = self._leaves()
         self.storages = _Holders(ledger, ACTIVATIONS)
@@ -104,6 +110,29 @@ class MicrobatchMemory:
         self.kept: dict[int, list[str]] = {}
         self.segment_kept: dict[int, list[str]] = {}
         self.gradient_of: dict[str, str] = {}
+
+    # -- blocks played once for several ----------------------------------------------------------
+
+    def _ends_of_repeats(self, order: Sequence[int]) -> dict[int, tuple[bool, bool, int]]:
+        """Per line that is first or last of a repeat, in the order of play: is it the first, is it
+        the last, and how many blocks are played as one."""
+        ends: dict[int, tuple[bool, bool, int]] = {}
+        for repeat in self.program.repeats:
+            lines = [i for i in order if repeat.start <= i < repeat.stop]
+            for i in (lines[0], lines[-1]) if lines else ():
+                ends[i] = (i == lines[0], i == lines[-1], repeat.count)
+        return ends
+
+    @contextmanager
+    def _of_block(self, i: int, ends: Mapping[int, tuple[bool, bool, int]]) -> Iterator[None]:
+        """Around the play of a line."""
+        is_first, is_last, n = ends.get(i, (False, False, 1))
+        if is_first:
+            self.before = self.ledger.before_block()
+        yield
+        if is_last and self.before is not None:
+            self.ledger.repeat(self.before, n, ("gradients", "gradients of uses"))
+            self.before = None
 
     def _inputs(self) -> list[dict[str, Local]]:
         """What each line reads, as it is then: a reshard's variable changes its type."""
@@ -149,23 +178,27 @@ class MicrobatchMemory:
             self.storages.make(boundary.local.name, boundary.local.size_bytes)
             self.storages.hold(boundary.local.name)
         for i, line in enumerate(self.program.body):
-            segment = self.segments.get(i)
-            if segment is not None and i == segment.start:
-                self._hold_inputs(segment, variables)
-            if isinstance(line, FreeLine):
-                for name in line.names:
-                    self.storages.release(variables.pop(name))
-                continue
-            self._write(i, line, variables)
-            self.ledger.mark(_text(line), self._forward_workspace(line))
-            if segment is None:
-                self._keep(i, line)
-            elif i in segment.kept:
-                self._keep_results(i, line)
+            with self._of_block(i, self.forward_ends):
+                self._line_forward(i, line, variables)
         held = {b.local.name for b in self.program.sent if b.local.has_grad}
         for name, owner in variables.items():
             if name != self.program.loss and name not in held:
                 self.storages.release(owner)
+
+    def _line_forward(self, i: int, line: Line, variables: dict[str, str]) -> None:
+        segment = self.segments.get(i)
+        if segment is not None and i == segment.start:
+            self._hold_inputs(segment, variables)
+        if isinstance(line, FreeLine):
+            for name in line.names:
+                self.storages.release(variables.pop(name))
+            return
+        self._write(i, line, variables)
+        self.ledger.mark(_text(line), self._forward_workspace(line))
+        if segment is None:
+            self._keep(i, line)
+        elif i in segment.kept:
+            self._keep_results(i, line)
 
     def _hold_inputs(self, segment: Segment, variables: dict[str, str]) -> None:
         """What the segment takes, and is given again; a gathered parameter is gathered instead."""
@@ -252,19 +285,22 @@ class MicrobatchMemory:
                 self._give(boundary.local.name, owner, boundary.local.size_bytes)
                 self.gradients.hold(owner)  # the executor holds it until backward is over
         for i in sorted(self.reached, reverse=True):
-            line = self.program.body[i]
-            if i in self.again:
-                self._run_again(self.segments[i])
-            if isinstance(line, CallLine):
-                self._call_backward(i, line)
-            elif isinstance(line, MoveLine):
-                self._move_backward(i, line)
-            elif isinstance(line, GatherLine):
-                self._gather_backward(line)
-            if i in self.lets_go:
-                for owner in self.segment_kept.pop(self.lets_go[i].start):
-                    self.storages.release(owner)
+            with self._of_block(i, self.backward_ends):
+                self._line_backward(i, self.program.body[i])
         self.forget()
+
+    def _line_backward(self, i: int, line: Line) -> None:
+        if i in self.again:
+            self._run_again(self.segments[i])
+        if isinstance(line, CallLine):
+            self._call_backward(i, line)
+        elif isinstance(line, MoveLine):
+            self._move_backward(i, line)
+        elif isinstance(line, GatherLine):
+            self._gather_backward(line)
+        if i in self.lets_go:
+            for owner in self.segment_kept.pop(self.lets_go[i].start):
+                self.storages.release(owner)
 
     def _run_again(self, segment: Segment) -> None:
         """The segment's lines once more; afterwards what autograd keeps of them is held."""

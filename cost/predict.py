@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from autopar.abridged import line_counts
 from autopar.collective import Collective, rank_collectives
 from autopar.cost.collectives import collective_time_s
 from autopar.cost.liveness import gradients_under_way, kept_bytes, peak_memory
@@ -90,9 +91,9 @@ def predict(
     timeline = timeline_of(pipeline, costs, optimizer, link_between)
     busiest, step_s = timeline.busiest, timeline.step_time_s
     flops = pipeline.n_microbatches * sum(
-        line.model_flops
+        line.model_flops * n
         for program in pipeline.stages
-        for line in program.body
+        for line, n in zip(program.body, line_counts(program), strict=True)
         if isinstance(line, CallLine)
     )
     peak = peak_flops_per_s or costs[0].mesh.device.flops_per_s

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 
 import torch
 
+from autopar.abridged import every_parameter, line_counts
 from autopar.collective import Call, step_calls
 from autopar.cost.memory import optimizer_time_s
 from autopar.cost.model import CostModel
@@ -50,7 +51,8 @@ def calls_time_s(calls: Iterable[Call], cost: CostModel) -> float:
 
 def _forward_s(program: StageProgram) -> float:
     """Operators and local parts of reshards of one microbatch's forward."""
-    return math.fsum(time_s for line in program.body for time_s in _line_s(line))
+    counted = zip(program.body, line_counts(program), strict=True)
+    return math.fsum(time_s * n for line, n in counted for time_s in _line_s(line))
 
 
 def _line_s(line: Line) -> list[float]:
@@ -63,10 +65,10 @@ def _line_s(line: Line) -> list[float]:
 
 def _backward_s(program: StageProgram) -> float:
     """The same of its backward, with what is gathered and what runs again."""
-    anew, again = regathered(program), rerun(program)
-    times = []
+    anew, again, counts = regathered(program), rerun(program), line_counts(program)
+    every = []
     for i in program.differentiated:
-        line = program.body[i]
+        line, times = program.body[i], list[float]()
         if isinstance(line, CallLine):
             times.append(line.backward_s)
         elif isinstance(line, MoveLine):
@@ -75,7 +77,8 @@ def _backward_s(program: StageProgram) -> float:
             times += [_local_backward_s(move) for move in line.moves]
         times += [_local_s(move) for gather in anew.get(i, ()) for move in gather.moves]
         times += [time_s for k in again.get(i, ()) for time_s in _line_s(program.body[k])]
-    return math.fsum(times)
+        every += [time_s * counts[i] for time_s in times]
+    return math.fsum(every)
 
 
 def _local_s(line: MoveLine) -> float:
@@ -92,7 +95,7 @@ def _conversions_s(program: StageProgram) -> tuple[float, dict[str, float]]:
     gradient back."""
     converted: list[float] = []
     returned: dict[str, list[float]] = {"micro": [], "step": []}
-    for parameter in program.parameters:
+    for parameter in every_parameter(program):
         for use in parameter.uses:
             converted += [_local_s(move) for move in use.moves]
             period = "micro" if parameter.period == "micro" else "step"
@@ -103,7 +106,7 @@ def _conversions_s(program: StageProgram) -> tuple[float, dict[str, float]]:
 def _update_s(program: StageProgram, cost: CostModel, optimizer: str) -> float:
     """The optimizer's update of the stored shards, all tensors of a dtype in one launch each."""
     stored: dict[torch.dtype, int] = {}
-    for parameter in program.parameters:
+    for parameter in every_parameter(program):
         if parameter.requires_grad:
             dtype = parameter.stored.dtype
             stored[dtype] = stored.get(dtype, 0) + math.prod(parameter.stored.shape)

@@ -1,11 +1,12 @@
 """What is known of a program before any mesh: notation, factors, batch, groups, what is saved.
 
-Found once; stages (`cut.py`) and programs with fewer blocks (`folding.py`) take part of it.
+Found once; stages (`cut.py`) and programs with fewer blocks (`folding.py`) take part of it: they
+have some of the operators of a `whole`, and its graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -30,6 +31,10 @@ class Analysis:
     batch: Batch
     saved: Mapping[str, Saved]
     _types: dict[int, Types] = field(default_factory=dict, repr=False, compare=False)
+    # Of operators that are alike, also in parts.
+    _patterns: dict[Hashable, PlacedOperator] = field(
+        default_factory=dict, repr=False, compare=False
+    )
     # Of these operators alone, so never handed on to a part.
     _placed: dict[int, tuple[PlacedOperator, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -107,11 +112,8 @@ class Analysis:
         return self._groups[n_microbatches]
 
     def _place(self, n_microbatches: int) -> tuple[PlacedOperator, ...]:
-        if self.whole is None:
-            tensors = self.microbatch_types(n_microbatches).tensors
-            return place_operators(self.operators, tensors)
-        names = {o.name for o in self.operators}
-        return tuple(p for p in self.whole.placed_operators(n_microbatches) if p.name in names)
+        tensors = self.microbatch_types(n_microbatches).tensors
+        return place_operators(self.operators, tensors, self._patterns)
 
     def _divided(self, n_microbatches: int) -> Types:
         if n_microbatches == 1:

@@ -5,7 +5,7 @@ scored      every stage's optimum, and from them the time of a step in closed fo
                 sum_s time_s + (m - 1) max_s time_s + max_s once_s
 
             with messages between stages; costs no more than solving
-simulated   the stages lowered and joined, and the schedule played (`predict`)
+simulated   the stages lowered with few of their blocks, joined, and the schedule played (`predict`)
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError
 from autopar.mesh import Device, Link, LogicalMesh
 from autopar.options import Options
+from autopar.passes.abridge import Abridger
 from autopar.passes.analysis import Analysis
 from autopar.passes.choose import Ask, Chooser, Chosen, too_little_memory
 from autopar.passes.cut import cut
 from autopar.passes.folding import find_runs, fold
 from autopar.passes.intra_op import least_bytes
-from autopar.passes.join import LaidStage, join
+from autopar.passes.join import LaidStage
 from autopar.passes.layout import Candidate, StageLayout
 from autopar.passes.solvers.problem import within
 from autopar.pipeline import Pipeline
@@ -72,7 +73,6 @@ class Solved:
 
     candidate: Candidate
     stages: tuple[LaidStage, ...]
-    pipeline: Pipeline
     step_time_s: float
     objective_s: float
     gap: float
@@ -117,6 +117,7 @@ class Evaluator:
     deadline: float = math.inf
     _chosen: dict[object, Chosen] = field(default_factory=dict)
     _choosers: dict[int, Chooser] = field(default_factory=dict)
+    _abridgers: dict[int, Abridger] = field(default_factory=dict)
     _parts: dict[tuple[int, ...], tuple[Analysis, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -186,7 +187,7 @@ class Evaluator:
         ]  # fmt: skip
 
     def simulated(self, scored: Scored) -> Solved:
-        """The stages lowered, joined and simulated; where that needs more than the budget, those of
+        """The stages lowered and simulated; where that needs more than the budget, those of
         a smaller one.
 
         Raises `InfeasibleError` where none fits.
@@ -251,7 +252,9 @@ class Evaluator:
                 self.parts(candidate.ends), candidate.stages, choices, strict=True
             )
         )
-        pipeline = join(stages, ORDERS[schedule_name(self.options)])
+        programs = [self._abridger(s.analysis).lower(s.strategy, s.cost) for s in stages]
+        order = ORDERS[schedule_name(self.options)]
+        pipeline = Pipeline.of(programs, [s.cost.mesh for s in stages], order)
         predicted = self.predict(pipeline, [s.cost for s in stages])
         time_s = predicted.step_time_s
         # A recipe is laid out on an abstract machine, and stages are joined by the simulator:
@@ -259,7 +262,7 @@ class Evaluator:
         abstract = candidate.is_recipe
         objective_s = time_s if abstract or len(stages) > 1 else choices[0].objective_s
         gap = 0.0 if abstract else max(chosen.gap for chosen in choices)
-        solved = Solved(candidate, stages, pipeline, time_s, objective_s, gap)
+        solved = Solved(candidate, stages, time_s, objective_s, gap)
         return solved, predicted.peak_bytes
 
     def simulated_fastest(
@@ -350,6 +353,11 @@ class Evaluator:
                 raise failure
             picked.append(layouts[min(found)[1]])
         return tuple(picked)
+
+    def _abridger(self, part: Analysis) -> Abridger:
+        if id(part) not in self._abridgers:
+            self._abridgers[id(part)] = Abridger(part, self._chooser(part).folded.runs)
+        return self._abridgers[id(part)]
 
     def _chooser(self, part: Analysis) -> Chooser:
         if id(part) not in self._choosers:  # parts live as long as this

@@ -5,11 +5,12 @@ tensor types, and read alike: what one reads of operator k, the other reads of k
 read the same value. A *run* is a range of operators alike at one distance p, its period: blocks
 that differ in names only (`find_runs`; several runs if there are several stacks of layers).
 
-Folding keeps the first two blocks and the last of every run; the last reads the second in place
-of the one before it (`fold`). Placements of the folded program stand for placements of the
-whole: each dropped block takes those of the second, which has its like before it and after it
-(`Folded.stands_for`). That is legal where that block hands on its values placed as it got them,
-which the optimum of long runs does; else costs read off so are estimates.
+Folding keeps some blocks of every run, by default the first two and the last; each reads, in place
+of the blocks before it, those that are kept before it (`fold`). Placements of the folded program
+stand for placements of the whole: each dropped block takes those of the last one kept before it,
+by default the second, which has its like before it and after it (`Folded.stands_for`). That is
+legal where that block hands on its values placed as it got them, which the optimum of long runs
+does; else costs read off so are estimates.
 """
 
 from __future__ import annotations
@@ -41,22 +42,15 @@ class Run:
     def end(self) -> int:
         return self.start + self.period * self.count
 
-    @property
-    def n_dropped(self) -> int:
-        return self.period * (self.count - KEPT)
+    def block(self, number: int) -> range:
+        """The operators of a block."""
+        first = self.start + number * self.period
+        return range(first, first + self.period)
 
     @property
-    def dropped(self) -> range:
-        return range(self.start + _BEFORE * self.period, self.end - _AFTER * self.period)
-
-    def kept_like(self, i: int) -> int:
-        """The kept operator that operator i of a dropped block is like."""
-        return self.start + self.period * (_BEFORE - 1) + (i - self.start) % self.period
-
-    def read_instead(self, i: int) -> int:
-        """What kept operators read in place of operator i of a dropped block."""
-        moved = i - self.n_dropped
-        return moved if moved >= self.start else self.kept_like(i)
+    def usual(self) -> tuple[int, ...]:
+        """The blocks that are kept by default."""
+        return (*range(_BEFORE), *range(self.count - _AFTER, self.count))
 
 
 @dataclass(frozen=True)
@@ -93,43 +87,84 @@ def find_runs(
     return tuple(sorted(finder.within(0, len(analysis.operators)), key=_start))
 
 
-def fold(analysis: Analysis, runs: Sequence[Run]) -> Folded:
-    """The program without all but `KEPT` blocks of each run."""
-    operators, dropped = analysis.operators, {i: run for run in runs for i in run.dropped}
-    kept = tuple(i for i in range(len(operators)) if i not in dropped)
+def fold(
+    analysis: Analysis, runs: Sequence[Run], blocks: Sequence[Sequence[int]] | None = None
+) -> Folded:
+    """The program with some blocks of each run: `blocks`, in order, the first among them."""
+    blocks = [run.usual for run in runs] if blocks is None else blocks
+    operators, places = analysis.operators, _Places(runs, blocks)
+    instead = [places.stands_for(i) for i in range(len(operators))]
+    kept = tuple(i for i, other in enumerate(instead) if i == other)
     place = {i: f for f, i in enumerate(kept)}
-    instead: dict[str, str] = {}
-    for i, run in dropped.items():
-        like = operators[run.read_instead(i)]
-        instead |= dict(zip(operators[i].outputs, like.outputs, strict=True))
+    made = {n: (i, k) for i, o in enumerate(operators) for k, n in enumerate(o.outputs)}
+
+    def read(name: str, reader: int | None) -> str:
+        i, k = made.get(name, (0, 0))
+        if name not in made or instead[i] == i:
+            return name
+        return operators[places.read_instead(i, reader)].outputs[k]
+
     remaining = tuple(
-        replace(operators[i], inputs=tuple(instead.get(n, n) for n in operators[i].inputs))
-        for i in kept
+        replace(operators[i], inputs=tuple(read(n, i) for n in operators[i].inputs)) for i in kept
     )
-    read = {name for operator in remaining for name in operator.inputs}
+    names_read = {name for operator in remaining for name in operator.inputs}
     read_before = {name for operator in operators for name in operator.inputs}
     program = analysis.program
     smaller = replace(
         program,
         # What nobody ever reads is stored all the same.
         parameters={
-            n: p for n, p in program.parameters.items() if n in read or n not in read_before
+            n: p for n, p in program.parameters.items() if n in names_read or n not in read_before
         },
-        loss=instead.get(program.loss, program.loss) if program.loss else None,
-        outputs=tuple(instead.get(n, n) for n in program.outputs),
+        loss=read(program.loss, None) if program.loss else None,
+        outputs=tuple(read(n, None) for n in program.outputs),
         _by_name={},
     )
     folded = replace(
         analysis,
         program=smaller,
         operators=remaining,
-        whole=None,
+        whole=analysis,
         parameter_names=analysis.parameter_names or frozenset(program.parameters),
     )
-    stands_for = tuple(
-        place[dropped[i].kept_like(i) if i in dropped else i] for i in range(len(operators))
-    )
-    return Folded(analysis, folded, tuple(runs), kept, stands_for)
+    return Folded(analysis, folded, tuple(runs), kept, tuple(place[i] for i in instead))
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Which operators of a program stand for others, where runs keep some blocks."""
+
+    runs: Sequence[Run]
+    blocks: Sequence[Sequence[int]]
+
+    def of(self, i: int | None) -> tuple[int, int] | None:
+        """(run, block) of an operator; None outside all runs."""
+        for r, run in enumerate(self.runs):
+            if i is not None and run.start <= i < run.end:
+                return r, (i - run.start) // run.period
+        return None
+
+    def stands_for(self, i: int) -> int:
+        """The kept operator whose placements operator i takes: itself, or one of a block before."""
+        at = self.of(i)
+        if at is None:
+            return i
+        r, block = at
+        return self._moved(i, r, block, max(b for b in self.blocks[r] if b <= block))
+
+    def read_instead(self, i: int, reader: int | None) -> int:
+        """What a kept operator, or who reads after all, reads in place of dropped operator i."""
+        at, reads_at = self.of(i), self.of(reader)
+        assert at is not None, "only blocks are dropped"
+        r, block = at
+        kept, run = self.blocks[r], self.runs[r]
+        number = reads_at[1] if reads_at is not None and reads_at[0] == r else run.count
+        # So many blocks before the reader's, of those that are kept.
+        back = (kept.index(number) if number in kept else len(kept)) - (number - block)
+        return self._moved(i, r, block, kept[back]) if back >= 0 else self.stands_for(i)
+
+    def _moved(self, i: int, r: int, block: int, other: int) -> int:
+        return i + (other - block) * self.runs[r].period
 
 
 def _start(run: Run) -> int:

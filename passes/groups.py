@@ -85,12 +85,14 @@ class Group:
 
 
 def place_operators(
-    operators: Sequence[Operator], types: Mapping[str, TensorType]
+    operators: Sequence[Operator],
+    types: Mapping[str, TensorType],
+    known: dict[Hashable, PlacedOperator] | None = None,
 ) -> tuple[PlacedOperator, ...]:
     """Resolve every operator's notation and list its strategies on one axis; of operators that are
-    alike, once."""
+    alike, once: they are `known` then."""
+    known = {} if known is None else known
     out: list[PlacedOperator] = []
-    known: dict[Hashable, PlacedOperator] = {}
     for operator in operators:
         inputs = tuple(types[n] for n in operator.inputs)
         outputs = tuple(types[n] for n in operator.outputs)

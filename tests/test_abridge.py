@@ -1,0 +1,135 @@
+"""A stage lowered with few of its blocks is priced as the whole is: times, bytes and flops.
+
+The whole is lowered beside it. Blocks are placed alike by the fastest plan, in two or three ways
+where a budget gives only some of them sharded storage, and run again in backward or not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from autopar.capture import capture
+from autopar.cost.liveness import PeakMemory, peak_memory
+from autopar.cost.model import CostModel
+from autopar.cost.predict import predict
+from autopar.errors import InfeasibleError
+from autopar.facts import Recomputed, Strategy
+from autopar.options import Recompute
+from autopar.passes.abridge import Abridger
+from autopar.passes.analysis import Analysis
+from autopar.passes.choose import Ask, Chooser
+from autopar.passes.constraints import Constraints
+from autopar.passes.cut import cut
+from autopar.passes.folding import Folded, find_runs, fold
+from autopar.passes.lower import lower
+from autopar.passes.recompute import MODES, recomputed_operators
+from autopar.pipeline import Pipeline
+from autopar.stage_program import StageProgram
+from tests.harness import random_tokens, tiny_gpt2
+from tests.test_optimality import FAMILIES, folded, machine
+
+N_BLOCKS = 10
+REL = 1e-12
+REPEATED = [name for name in FAMILIES if name != "resnet"]
+
+
+@cache
+def deep() -> Folded:
+    torch.manual_seed(0)
+    analysis = Analysis.of(capture(tiny_gpt2(N_BLOCKS), random_tokens(0), precision="fp64"))
+    return fold(analysis, find_runs(analysis))
+
+
+def strategy_of(
+    program: Folded, sizes: tuple[int, ...], m: int = 1, share: float | None = None
+) -> Strategy:
+    """The fastest; with `share`, of those with so much of the bytes between the leanest and it."""
+    chooser, ask = Chooser(program, "adamw"), Ask(machine(sizes), m, Constraints())
+    free = chooser.choose(ask, None)
+    if share is None:
+        return free.strategy
+    with pytest.raises(InfeasibleError) as caught:
+        chooser.choose(ask, 1.0)
+    least = caught.value.least_bytes
+    assert least is not None
+    return chooser.choose(ask, least + share * (free.size_bytes - least)).strategy
+
+
+def check(analysis: Analysis, strategy: Strategy, cost: CostModel) -> StageProgram:
+    """Returns the abridged program."""
+    whole = lower(analysis, strategy, cost)
+    few = Abridger(analysis, find_runs(analysis)).lower(strategy, cost)
+    priced = [
+        predict(Pipeline.single(program, cost.mesh), [cost], "adamw") for program in (few, whole)
+    ]
+    for name in ("step_time_s", "compute_time_s", "comm_time_s", "optimizer_time_s", "mfu"):
+        assert getattr(priced[0], name) == pytest.approx(getattr(priced[1], name), rel=REL), name
+    for n_in_flight in (1, 3):
+        same(*(peak_memory(program, "adamw", n_in_flight) for program in (few, whole)))
+    return few
+
+
+def same(few: PeakMemory, whole: PeakMemory) -> None:
+    """Where several places need most, either may be named."""
+    assert few.peak_bytes == whole.peak_bytes
+    assert sum(few.parts.values()) == sum(whole.parts.values())
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"), [*((name, (4,)) for name in REPEATED), ("gpt2", (2, 2)), ("t5", (2, 2))]
+)
+def test_the_fastest_placements(family: str, sizes: tuple[int, ...]) -> None:
+    program = folded(family)
+    few = check(program.whole, strategy_of(program, sizes), machine(sizes))
+    assert few.repeats
+
+
+def test_blocks_that_are_placed_in_several_ways() -> None:
+    kinds = set()
+    for share in (0.05, 0.2, 0.5, 0.65):
+        few = check(deep().whole, strategy_of(deep(), (4,), 4, share), machine((4,)))
+        kinds.add(len(few.repeats))
+    assert max(kinds) > 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_blocks_that_run_again(family: str, mode: Recompute) -> None:
+    program = folded(family)
+    recomputed = recomputed_operators(program.whole, mode)
+    strategy = replace(strategy_of(program, (4,)), recomputed=recomputed)
+    few = check(program.whole, strategy, machine((4,)))
+    assert few.repeats and few.segments
+
+
+def test_some_blocks_run_again() -> None:
+    analysis, strategy = deep().whole, strategy_of(deep(), (4,))
+    full = recomputed_operators(analysis, "full")
+    selective = recomputed_operators(analysis, "selective")
+
+    def checked(*items: tuple[Recomputed, ...]) -> None:
+        found = tuple(one for of in items for one in of)
+        check(analysis, replace(strategy, recomputed=found), machine((4,)))
+
+    checked(full[:3])
+    checked(full[3:])
+    checked(full[:5], selective[5:])
+
+
+def test_stages_of_a_pipeline() -> None:
+    whole = deep().whole
+    (run,) = find_runs(whole)
+    ends = (run.start + run.period * (N_BLOCKS // 2), len(whole.operators))
+    for program in cut(whole.program, ends):
+        part = whole.part(program)
+        runs, cost = find_runs(part), machine((2, 2))
+        chosen = Chooser(fold(part, runs), "adamw").choose(Ask(cost, 4, Constraints()), None)
+        few = Abridger(part, runs).lower(chosen.strategy, cost)
+        assert few.repeats
+        for n_in_flight in (1, 2):
+            complete = lower(part, chosen.strategy, cost)
+            same(*(peak_memory(p, "adamw", n_in_flight, 1) for p in (few, complete)))
