@@ -134,7 +134,7 @@ class Chooser:
     def _by_copies(self, limited: Repeated, ask: Ask, time_limit_s: float | None) -> Chosen | None:
         """None: a gap is left, or tables would be too large."""
         try:
-            solution = solve_repeated(limited.problem, time_limit_s)
+            solution = solve_repeated(limited.problem, time_limit_s, ask.gap_goal)
         except TooWide:
             return None
         if isinstance(solution, Infeasible):

@@ -10,6 +10,16 @@ copies are joined to (the outer variables o):
 N copies are the N-th power of T in the algebra of min and + (`powers.py`): one more table of an
 ordinary problem, which elimination solves. Walking back, each copy gets the choices that are best
 between what it gets and hands on.
+
+To branch (`Branch`), walks through the states are restricted: to those that stay in one state,
+
+    T[o, s, s] and nothing else
+
+or to those that change it at least once, which are walks over twice as many states, where the
+second half are those after a change:
+
+    [ diagonal of T   rest of T ]
+    [ infinite        T         ]
 """
 
 from __future__ import annotations
@@ -17,6 +27,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +48,14 @@ from autopar.passes.solvers.problem import Choice, Codes, Edge, FloatArray, Tota
 from autopar.passes.solvers.repeats import RepeatedChoice, RepeatedProblem
 
 
+@dataclass(frozen=True)
+class Branch:
+    """The copies of one repeat hand on the `state` that they are handed; None: not all do."""
+
+    repeat: int
+    state: int | None
+
+
 class RepeatedElimination:
     """A `Minimiser` of a problem with repeats.
 
@@ -45,6 +64,7 @@ class RepeatedElimination:
 
     def __init__(self, problem: RepeatedProblem, limits: Limits | None = None) -> None:
         self.problem = problem
+        self.branch: Branch | None = None
         limits = limits or Limits()
         self._blocks = [_Block(problem, r, limits) for r in range(len(problem.repeats))]
         # Of a block, only the states of the last copy are variables here.
@@ -69,9 +89,33 @@ class RepeatedElimination:
             codes.append(of if state is None else state.seen_by(of))
         return Axes((edge.u, edge.v), tuple(codes))
 
+    def n_states(self, repeat: int) -> int:
+        """How many states the copies of a repeat may hand on."""
+        return self._blocks[repeat].n_states
+
+    def states(self, repeat: int, choice: RepeatedChoice) -> set[int]:
+        """Those that they do hand on in a choice."""
+        block = self._blocks[repeat]
+        at = [block.block.index(s.last) for s in block.states]
+        return {
+            _flat([int(s.codes[row[i]]) for s, i in zip(block.states, at, strict=True)], shape)
+            for row in choice.copies[repeat]
+            for shape in (block.state_shape,)
+        }
+
+    def within(self, branch: Branch) -> RepeatedElimination:
+        """Of the choices of one branch."""
+        out = copy(self)
+        out.branch = branch
+        return out
+
     def at(self, weights: Weights) -> tuple[float, Point[RepeatedChoice]]:
         """The least total and a choice that attains it (infinite: none is allowed)."""
-        numbers, solved = self.problem.numbers, [block.solved(weights) for block in self._blocks]
+        numbers, branch = self.problem.numbers, self.branch
+        solved = [
+            block.solved(weights, branch if branch is not None and branch.repeat == r else None)
+            for r, block in enumerate(self._blocks)
+        ]
         total = Weighted(weights)
         unary = tuple(
             np.zeros((1, self._states[v].n))
@@ -172,16 +216,31 @@ class _Block:
         codes = (*self.outer_codes, *(s.codes for s in self.states))
         return Axes(scope, (*codes, *(None for _ in self.states)))
 
-    def solved(self, weights: Weights) -> _Solved:
-        """One copy eliminated, and its power."""
+    def solved(self, weights: Weights, branch: Branch | None) -> _Solved:
+        """One copy eliminated, and its power, of all walks or those of a branch."""
+        one = self._one(weights)
+        cases, n = one.table.reshape(-1, self.n_states, self.n_states), self.n_states
+        stays = np.eye(n, dtype=bool)
+        if branch is None:
+            walks = cases
+        elif branch.state is not None:
+            stays &= np.arange(n) == branch.state
+            walks = np.where(stays, cases, np.inf)
+        else:
+            walks = np.full((len(cases), 2 * n, 2 * n), np.inf)
+            walks[:, :n, :n] = np.where(stays, cases, np.inf)
+            walks[:, :n, n:] = np.where(stays, np.inf, cases)
+            walks[:, n:, n:] = cases
+        return _Solved(self, one, Power.of(walks, self.count))
+
+    def _one(self, weights: Weights) -> Projection:
+        """One copy eliminated."""
         numbers, total = self.numbers, Weighted(weights)
         unary = [total(numbers.cost_s[v], numbers.tie[v], numbers.bytes[v]) for v in self.block]
         unary += [np.zeros((1, k)) for k in self.plan.sizes[len(self.block) :]]
         tables = [total(e.cost_s, e.tie, e.bytes) for e in self.edges]
         tables += [np.where(np.eye(s.n, dtype=bool), 0.0, np.inf)[None] for s in self.states]
-        one = project(self.plan, Potentials(tuple(unary), tuple(tables)))
-        cases = one.table.reshape(-1, self.n_states, self.n_states)
-        return _Solved(self, one, Power.of(cases, self.count))
+        return project(self.plan, Potentials(tuple(unary), tuple(tables)))
 
 
 def _state(
@@ -210,7 +269,8 @@ class _Solved:
     @property
     def table(self) -> FloatArray:
         """[1, outer classes, states before, states of the last copy]"""
-        return self.power.table.reshape(1, *self.one.table.shape[1:])
+        n = self.block.n_states
+        return self.power.table[:, :n, -n:].reshape(1, *self.one.table.shape[1:])
 
     def copies(self, base: Sequence[int]) -> tuple[Choice, ...]:
         """The choices of `block` in every copy, given those around all copies, and the class of the
@@ -222,7 +282,10 @@ class _Solved:
         )
         start = _flat([int(s.codes[base[s.first]]) for s in block.states], block.state_shape)
         end = _flat([base[s.last] for s in block.states], block.state_shape)
-        steps = list(itertools.pairwise(self.power.path(case, start, end)))
+        n = block.n_states
+        end += self.power.table.shape[-1] - n
+        path = [state % n for state in self.power.path(case, start, end)]
+        steps = list(itertools.pairwise(path))
         pairs = list(dict.fromkeys(steps))
         outer = [[base[v]] * len(pairs) for v in block.outer]
         ends = [np.array(states, dtype=np.intp) for states in zip(*pairs, strict=True)]

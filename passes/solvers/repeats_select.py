@@ -2,9 +2,15 @@
 
 Without a budget that binds, elimination finds the optimum, and of equals one of least tie, as
 `select.py` does of a problem written out. Under one, the price of bytes gives a bound and a choice
-that fits (`lagrangian.py`); their distance is the gap. From one corner of the hull to the next all
-copies change at once, so what fits may leave much of the budget: then some copies take the choices
-of the corner over the budget, as many as there is room for (`_mixed`).
+that fits (`lagrangian.py`); their distance is the gap. It is closed from both sides:
+
+    choices   from one corner of the hull to the next all copies change at once. Some take those of
+              the corner over the budget, as many as there is room for (`_mixed`), and exchanges in
+              single copies do the rest (`repeats_exchange.py`)
+    bounds    prices mix corners for nothing, but copies that hand on unlike states are joined by
+              one that pays to change. So all choices are parted into *branches* (`Branch`): all
+              copies hand on one state, for each state, or some copy changes it. The least bound of
+              all branches is one of the problem, and each is searched unless its bound is high
 """
 
 from __future__ import annotations
@@ -12,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +35,8 @@ from autopar.passes.solvers.problem import (
     within,
 )
 from autopar.passes.solvers.repeats import RepeatedChoice, RepeatedProblem
-from autopar.passes.solvers.repeats_elimination import RepeatedElimination
+from autopar.passes.solvers.repeats_elimination import Branch, RepeatedElimination
+from autopar.passes.solvers.repeats_exchange import Exchanges
 from autopar.passes.solvers.select import QUICK, break_ties
 
 
@@ -43,9 +50,10 @@ class RepeatedSolution:
 
 
 def solve_repeated(
-    problem: RepeatedProblem, time_limit_s: float | None = None
+    problem: RepeatedProblem, time_limit_s: float | None = None, gap_goal: float = 0.0
 ) -> RepeatedSolution | Infeasible:
-    """The cheapest choice within the budget of `problem.numbers`, or near it.
+    """The cheapest choice within the budget of `problem.numbers`, or near it; a gap no wider than
+    `gap_goal` is not closed further.
 
     Raises `TooWide` where a table would be too large.
     """
@@ -73,32 +81,130 @@ def solve_repeated(
         lean = leanest(elimination)
         if not within(budget_bytes, lean.totals.bytes):
             return over_budget(numbers, lean.totals.bytes)
-    bracket = search(elimination, budget_bytes, fastest, lean, deadline)
-    if not bracket.closed and bracket.neighbours is not None:
-        found = _mixed(smaller, *bracket.neighbours)
-        best = min((bracket.best, *found), key=lambda point: point.totals.cost_s)
-        bracket = replace(bracket, best=best)
-    return _solution(problem, kept, bracket.best, _gap(bracket))
+    found = _Search(smaller, budget_bytes, gap_goal, deadline).solved(elimination, fastest, lean)
+    return _solution(problem, kept, found.best, _gap(found.best, found.bound_s))
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The best choice known, and a bound on all."""
+
+    best: Point[RepeatedChoice]
+    bound_s: float
+
+
+@dataclass(frozen=True)
+class _Search:
+    """What is cheap within a budget, until it is proven to `gap_goal`."""
+
+    problem: RepeatedProblem
+    budget_bytes: float
+    gap_goal: float
+    deadline: float
+
+    def solved(
+        self,
+        elimination: RepeatedElimination,
+        fastest: Point[RepeatedChoice],
+        lean: Point[RepeatedChoice],
+    ) -> _Found:
+        """By prices, exchanges, and, while that leaves too much, branches."""
+        found, bracket = self._priced(elimination, fastest, lean)
+        if self._is_proven(found.best, found.bound_s) or bracket.neighbours is None:
+            return found
+        best, bound_s = found.best, math.inf
+        for branch in self._branches(elimination, bracket.neighbours):
+            of_branch = self._within(elimination.within(branch), bracket.s_per_byte, best)
+            best = min(best, of_branch.best, key=lambda point: point.totals.cost_s)
+            bound_s = min(bound_s, of_branch.bound_s)
+        if math.isinf(bound_s):
+            return found
+        return _Found(best, max(found.bound_s, bound_s))
+
+    def _priced(
+        self,
+        elimination: RepeatedElimination,
+        fastest: Point[RepeatedChoice],
+        lean: Point[RepeatedChoice],
+    ) -> tuple[_Found, Bracket[RepeatedChoice]]:
+        """By prices of bytes, and exchanges between the corners of the hull that they lead to."""
+        seen = [fastest, lean]
+        walked = _Recorded(elimination, seen)
+        bracket = search(walked, self.budget_bytes, fastest, lean, self.deadline)
+        best = bracket.best
+        if not self._is_proven(best, bracket.bound_s) and bracket.neighbours is not None:
+            exchanges = Exchanges(self.problem, [point.choice for point in seen])
+            for start in _mixed(self.problem, *bracket.neighbours):
+                found = exchanges.fitted(start)
+                if found is not None and found.totals.cost_s < best.totals.cost_s:
+                    best = found
+        return _Found(best, bracket.bound_s), bracket
+
+    def _branches(
+        self,
+        elimination: RepeatedElimination,
+        neighbours: tuple[Point[RepeatedChoice], Point[RepeatedChoice]],
+    ) -> list[Branch]:
+        """All choices, by what copies hand on in one repeat; none where all that is known hands on
+        the same."""
+        for r in range(len(self.problem.repeats)):
+            if len(set.union(*(elimination.states(r, p.choice) for p in neighbours))) > 1:
+                every = range(elimination.n_states(r))
+                return [*(Branch(r, s) for s in every), Branch(r, None)]
+        return []
+
+    def _within(
+        self, elimination: RepeatedElimination, s_per_byte: float, best: Point[RepeatedChoice]
+    ) -> _Found:
+        """In one branch; only a bound where nothing in it betters what is known by enough."""
+        value, _ = elimination.at(Weights(size=s_per_byte))
+        bound_s = value - s_per_byte * self.budget_bytes
+        if math.isinf(value) or self._is_proven(best, bound_s):
+            return _Found(best, bound_s)
+        _, fastest = elimination.at(Weights())
+        if within(self.budget_bytes, fastest.totals.bytes):
+            return _Found(fastest, fastest.totals.cost_s)
+        lean = leanest(elimination)
+        if not within(self.budget_bytes, lean.totals.bytes):
+            return _Found(best, math.inf)
+        found, _ = self._priced(elimination, fastest, lean)
+        return _Found(found.best, max(bound_s, found.bound_s))
+
+    def _is_proven(self, best: Point[RepeatedChoice], bound_s: float) -> bool:
+        return _gap(best, bound_s) <= self.gap_goal
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """A minimiser that keeps what it found."""
+
+    minimiser: RepeatedElimination
+    seen: list[Point[RepeatedChoice]]
+
+    def at(self, weights: Weights) -> tuple[float, Point[RepeatedChoice]]:
+        value, point = self.minimiser.at(weights)
+        self.seen.append(point)
+        return value, point
 
 
 def _mixed(
     problem: RepeatedProblem, over: Point[RepeatedChoice], under: Point[RepeatedChoice]
 ) -> list[Point[RepeatedChoice]]:
-    """Choices within the budget of which as many copies as there is room for, the first or the
-    last, are as in `over`, and the others as in `under`; what is no copy as in either."""
-    found = [
-        _fullest(problem, ends.choice, over.choice, under.choice, is_first)
+    """Choices near the budget of which as many copies as there is room for, or one more, the first
+    or the last, are as in `over`, and the others as in `under`; what is no copy as in either."""
+    found = {
+        point.choice: point
         for ends, is_first in itertools.product((under, over), (True, False))
-    ]
-    fits = (p for p in found if within(problem.numbers.budget_bytes, p.totals.bytes))
-    return [point for point in fits if math.isfinite(point.totals.cost_s)]
+        for point in _fullest(problem, ends.choice, over.choice, under.choice, is_first)
+    }
+    return [point for point in found.values() if math.isfinite(point.totals.cost_s)]
 
 
 def _fullest(
     problem: RepeatedProblem, ends: RepeatedChoice, over: RepeatedChoice, under: RepeatedChoice,
     is_first: bool,
-) -> Point[RepeatedChoice]:  # fmt: skip
-    """With the most copies as in `over` that fit; bytes rise with them."""
+) -> list[Point[RepeatedChoice]]:  # fmt: skip
+    """With the most copies as in `over` that fit, and with one more; bytes rise with them."""
     n_most = max(repeat.count for repeat in problem.repeats)
 
     def at(n: int) -> Point[RepeatedChoice]:
@@ -115,7 +221,7 @@ def _fullest(
             low = middle
         else:
             high = middle - 1
-    return at(low)
+    return [at(n) for n in range(low, min(low + 1, n_most) + 1)]
 
 
 def _joined(
@@ -134,10 +240,10 @@ def _joined(
     return RepeatedChoice(tuple(base), tuple(copies))
 
 
-def _gap(bracket: Bracket[RepeatedChoice]) -> float:
-    cost_s = bracket.best.totals.cost_s
-    proven = cost_s <= bracket.bound_s * (1 + SAME_OPTIMUM_REL)
-    return 0.0 if proven else 1 - max(bracket.bound_s, 0.0) / cost_s
+def _gap(best: Point[RepeatedChoice], bound_s: float) -> float:
+    cost_s = best.totals.cost_s
+    proven = cost_s <= bound_s * (1 + SAME_OPTIMUM_REL)
+    return 0.0 if proven else 1 - max(bound_s, 0.0) / cost_s
 
 
 def _solution(

@@ -1,0 +1,247 @@
+"""Exchanges in single copies of repeated blocks: what a budget leaves is used, what is over saved.
+
+At a price of bytes all copies that are alike change at once; between two such corners of the hull
+lie choices of which some copies are as in one and some as in the other. Their bytes go in steps of
+a whole copy. Smaller steps are *exchanges*: a copy takes another choice of one variable that it
+does not hand on, or all the choices of a copy in another known solution that hands on the same. So
+exchanges change nothing around the copy, and those of different copies add up:
+
+    saved_s, more_bytes     of one exchange in a copy that is handed `before` and has chosen `row`
+
+This is a knapsack, filled greedily: the most seconds per byte first (Dantzig, "Discrete-variable
+extremum problems", Operations Research 5, 1957), after what is over the budget is saved at the
+fewest seconds per byte (`fitted`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.passes.solvers.lagrangian import Point
+from autopar.passes.solvers.problem import (
+    SAME_OPTIMUM_REL,
+    Choice,
+    Codes,
+    Edge,
+    FloatArray,
+    within,
+)
+from autopar.passes.solvers.repeats import RepeatedChoice, RepeatedProblem
+
+# (repeat, what a copy is handed, what it has chosen): copies that have this in common are alike.
+_Kind = tuple[int, Choice, Choice]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Another choice for all variables of a copy, and what it changes."""
+
+    row: Choice
+    saved_s: float
+    more_bytes: float
+
+    @property
+    def s_per_byte(self) -> float:
+        """Saved for each byte more, or (negative: paid) for each byte less."""
+        return self.saved_s / abs(self.more_bytes) if self.more_bytes else math.inf
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """The worth of one that saves seconds."""
+        return (self.s_per_byte if self.more_bytes > 0 else math.inf), self.saved_s
+
+
+@dataclass(frozen=True)
+class _Offers:
+    """The exchanges of alike copies that save seconds, and those that save bytes, best first."""
+
+    gains: list[Exchange]
+    cuts: list[Exchange]
+
+
+class Exchanges:
+    """The exchanges of a problem; `known` are choices whose copies may be taken over."""
+
+    def __init__(self, problem: RepeatedProblem, known: Sequence[RepeatedChoice]) -> None:
+        self.problem, self.numbers = problem, problem.numbers
+        self._blocks = [_Copies(problem, r) for r in range(len(problem.repeats))]
+        self._known = [
+            dict.fromkeys(row for choice in known for row in choice.copies[r])
+            for r in range(len(problem.repeats))
+        ]
+        self._known_offers: dict[tuple[Choice, _Kind], _Offers] = {}
+
+    def fitted(self, point: Point[RepeatedChoice]) -> Point[RepeatedChoice] | None:
+        """A choice within the budget, and of those that exchanges lead to a cheap one; None: there
+        is none."""
+        budget_bytes = self.numbers.budget_bytes
+        assert budget_bytes is not None
+        copies, base = [list(rows) for rows in point.choice.copies], list(point.choice.base)
+        left = self._cut(point.choice.base, copies, point.totals.bytes - budget_bytes)
+        self._fill(point.choice.base, copies, left)
+        for repeat, rows in zip(self.problem.repeats, copies, strict=True):
+            for v, k in zip(repeat.block, rows[-1], strict=True):
+                base[v] = k
+        choice = RepeatedChoice(tuple(base), tuple(map(tuple, copies)))
+        found = Point(choice, self.problem.evaluate(choice))
+        return found if within(budget_bytes, found.totals.bytes) else None
+
+    def _cut(self, base: Choice, copies: list[list[Choice]], over: float) -> float:
+        """Save bytes where they cost least; what is then left of the budget."""
+        while over > 0:
+            best: tuple[float, _Kind, Exchange] | None = None
+            kinds = self._kinds(base, copies)
+            for kind in kinds:
+                for e in self._offers(base, kind).cuts[:1]:
+                    if best is None or e.s_per_byte > best[0]:
+                        best = e.s_per_byte, kind, e
+            if best is None:
+                break
+            _, kind, e = best
+            n = min(len(kinds[kind]), math.ceil(over / -e.more_bytes))
+            _take(copies[kind[0]], kinds[kind][:n], e)
+            over += n * e.more_bytes
+        return -over
+
+    def _fill(self, base: Choice, copies: list[list[Choice]], left: float) -> None:
+        """Save seconds where that takes the fewest bytes, while they fit."""
+        while True:
+            best: tuple[tuple[float, float], _Kind, Exchange] | None = None
+            kinds = self._kinds(base, copies)
+            for kind in kinds:
+                fits = (e for e in self._offers(base, kind).gains if e.more_bytes <= left)
+                e = next(fits, None)
+                if e is not None and (best is None or e.rank > best[0]):
+                    best = e.rank, kind, e
+            if best is None:
+                return
+            _, kind, e = best
+            n = len(kinds[kind])
+            if e.more_bytes > 0:
+                n = min(n, int(left // e.more_bytes))
+            _take(copies[kind[0]], kinds[kind][:n], e)
+            left -= n * e.more_bytes
+
+    def _kinds(self, base: Choice, copies: Sequence[Sequence[Choice]]) -> dict[_Kind, list[int]]:
+        """The copies of every kind."""
+        kinds: dict[_Kind, list[int]] = {}
+        for r, (block, rows) in enumerate(zip(self._blocks, copies, strict=True)):
+            before = tuple(base[u] for u in block.ins)
+            for k, row in enumerate(rows):
+                kinds.setdefault((r, before, row), []).append(k)
+                before = block.handed_on(row)
+        return kinds
+
+    def _offers(self, base: Choice, kind: _Kind) -> _Offers:
+        if (base, kind) not in self._known_offers:
+            every = list(self._found(base, kind))
+            now_s, _ = self._blocks[kind[0]].total(base, *kind[1:])
+            gains = [e for e in every if e.saved_s > SAME_OPTIMUM_REL * now_s]
+            cuts = [e for e in every if e.more_bytes < 0]
+            self._known_offers[base, kind] = _Offers(
+                sorted(gains, key=lambda e: e.rank, reverse=True),
+                sorted(cuts, key=lambda e: e.s_per_byte, reverse=True),
+            )
+        return self._known_offers[base, kind]
+
+    def _found(self, base: Choice, kind: _Kind) -> Iterator[Exchange]:
+        r, before, row = kind
+        block = self._blocks[r]
+        for i in block.inner:
+            cost_s, size_bytes = block.around(base, before, row, i)
+            saved_s, more_bytes = cost_s[row[i]] - cost_s, size_bytes - size_bytes[row[i]]
+            useful = np.isfinite(saved_s) & ((saved_s > 0) | (more_bytes < 0))
+            for k in np.flatnonzero(useful).tolist():
+                new = (*row[:i], k, *row[i + 1 :])
+                yield Exchange(new, float(saved_s[k]), float(more_bytes[k]))
+        now_s, now_bytes = block.total(base, before, row)
+        for new in self._known[r]:
+            if new != row and block.handed_on(new) == block.handed_on(row):
+                new_s, new_bytes = block.total(base, before, new)
+                if math.isfinite(new_s):
+                    yield Exchange(new, now_s - new_s, new_bytes - now_bytes)
+
+
+def _take(rows: list[Choice], copies: Sequence[int], exchange: Exchange) -> None:
+    for k in copies:
+        rows[k] = exchange.row
+
+
+@dataclass(frozen=True)
+class _Joint:
+    """An edge of a variable: its places along the variable's choices, and where the place on the
+    other axis is found: in the copy itself, in what it is handed, or outside."""
+
+    edge: Edge
+    along: Codes | None
+    is_row: bool
+    where: str
+    at: int
+
+
+class _Copies:
+    """The costs of one copy of a repeat."""
+
+    def __init__(self, problem: RepeatedProblem, r: int) -> None:
+        repeat = problem.repeats[r]
+        self.numbers, self.block, self.ins = problem.numbers, repeat.block, tuple(repeat.like)
+        self.place = {v: i for i, v in enumerate(repeat.block)}
+        self.out = [self.place[repeat.like[u]] for u in self.ins]
+        self.inner = [i for i in range(len(repeat.block)) if i not in self.out]
+        self.edges = problem.of_copies[r]
+        self.joints: list[list[_Joint]] = [[] for _ in repeat.block]
+        handed = {u: i for i, u in enumerate(self.ins)}
+        for e in self.edges:
+            for v, other, along, is_row in ((e.u, e.v, e.rows, True), (e.v, e.u, e.columns, False)):
+                if v not in self.place:
+                    continue
+                where, at = "outside", other
+                if other in self.place:
+                    where, at = "inside", self.place[other]
+                elif other in handed:
+                    where, at = "handed", handed[other]
+                self.joints[self.place[v]].append(_Joint(e, along, is_row, where, at))
+
+    def handed_on(self, row: Choice) -> Choice:
+        return tuple(row[i] for i in self.out)
+
+    def around(
+        self, base: Choice, before: Choice, row: Choice, i: int
+    ) -> tuple[FloatArray, FloatArray]:
+        """[choices of a variable]: the seconds and bytes of what it is part of, all else kept."""
+        v = self.block[i]
+        cost_s, size_bytes = self.numbers.cost_s[v], self.numbers.bytes[v]
+        of = {"inside": row, "handed": before, "outside": base}
+        for joint in self.joints[i]:
+            e, k = joint.edge, of[joint.where][joint.at]
+            codes = e.columns if joint.is_row else e.rows
+            k = k if codes is None else int(codes[k])
+            cost_s = cost_s + _line(e.cost_s, joint, k)
+            if e.bytes is not None:
+                size_bytes = size_bytes + _line(e.bytes, joint, k)
+        return cost_s, size_bytes
+
+    def total(self, base: Choice, before: Choice, row: Choice) -> tuple[float, float]:
+        """The seconds and bytes of a whole copy."""
+        chosen = dict(zip((*self.ins, *self.block), (*before, *row), strict=True))
+        cost_s = [float(self.numbers.cost_s[v][k]) for v, k in zip(self.block, row, strict=True)]
+        size = [float(self.numbers.bytes[v][k]) for v, k in zip(self.block, row, strict=True)]
+        for e in self.edges:
+            r, c = chosen.get(e.u, base[e.u]), chosen.get(e.v, base[e.v])
+            at = (
+                r if e.rows is None else int(e.rows[r]),
+                c if e.columns is None else int(e.columns[c]),
+            )
+            cost_s.append(float(e.cost_s[at]))
+            if e.bytes is not None:
+                size.append(float(e.bytes[at]))
+        return math.fsum(cost_s), math.fsum(size)
+
+
+def _line(array: FloatArray, joint: _Joint, k: int) -> FloatArray:
+    line = array[:, k] if joint.is_row else array[k]
+    return line if joint.along is None else line[joint.along]
