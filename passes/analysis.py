@@ -42,6 +42,9 @@ class Analysis:
     _groups: dict[int, tuple[Group, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    _kept_bytes: dict[int, float] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     whole: Analysis | None = field(default=None, repr=False, compare=False)
     # What problems of this program and of its parts have in common (`intra_op.py`).
     priced: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -91,6 +94,19 @@ class Analysis:
         """Of all parameters, unsharded."""
         names = self.parameter_names or self.program.parameters
         return sum(self.types.tensors[n].size_bytes for n in names)
+
+    def kept_bytes(self, n_microbatches: int) -> float:
+        """What autograd keeps of one microbatch, unsharded."""
+        if n_microbatches not in self._kept_bytes:
+            types = self.microbatch_types(n_microbatches).tensors
+            found = [(o, self.saved[o.name]) for o in self.operators if o.name in self.saved]
+            kept = {o.inputs[i] for o, saved in found for i in saved.inputs}
+            kept |= {o.outputs[i] for o, saved in found for i in saved.outputs}
+            other_bytes = sum(saved.other_bytes for _, saved in found)
+            self._kept_bytes[n_microbatches] = sum(
+                types[n].size_bytes for n in kept - self.program.parameters.keys()
+            ) + other_bytes / self.batch.n_splits(n_microbatches)
+        return self._kept_bytes[n_microbatches]
 
     def microbatch_types(self, n_microbatches: int) -> Types:
         """Types of one microbatch; raises `BatchError` when the batch does not divide."""

@@ -141,21 +141,18 @@ class Attribution:
     ) -> tuple[Array, Array]:
         """Per boundary: what the stages before and after it pay in each microbatch for values
         of the whole program that cross there. The latter has what travels over `hop`."""
-        reader = _Crossings(self, choice, hop)
-        paid = [[reader.paid(self._stand_in[name]) for name in values] for values in crossing]
-        leave = np.array([sum(out for out, _ in pairs) for pairs in paid])
-        enter = np.array([sum(into for _, into in pairs) for pairs in paid])
+        reader, stand_in = _Crossings(self, choice, hop), self.folded.value_for
+        # Between blocks that are alike the like crosses.
+        kinds: dict[tuple[str, ...], tuple[float, float]] = {}
+        paid = []
+        for values in crossing:
+            like = tuple(stand_in[name] for name in values)
+            if like not in kinds:
+                pairs = [reader.paid(name) for name in like]
+                kinds[like] = (sum(out for out, _ in pairs), sum(into for _, into in pairs))
+            paid.append(kinds[like])
+        leave, enter = np.array(paid, dtype=np.float64).reshape(-1, 2).T
         return leave, enter
-
-    @cached_property
-    def _stand_in(self) -> dict[str, str]:
-        """Value of the whole program -> the folded program's value that stands for it."""
-        folded, whole = self.folded, self.folded.whole.operators
-        return {
-            name: folded.analysis.operators[f].outputs[k]
-            for i, f in enumerate(folded.stands_for)
-            for k, name in enumerate(whole[i].outputs)
-        }
 
     def table(self, value: str) -> ReshardTable:
         return self.batch.table(value, self.cost, self.n_microbatches)

@@ -10,6 +10,7 @@ simulated   the stages lowered with few of their blocks, joined, and the schedul
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from bisect import insort
@@ -308,8 +309,11 @@ class Evaluator:
 
     def stage_without_parameters(self, ends: tuple[int, ...]) -> int | None:
         """The first stage that no optimizer could be made for; None if there is none."""
-        for k, part in enumerate(self.parts(ends)):
-            if len(ends) > 1 and not any(p.requires_grad for p in part.program.parameters.values()):
+        operators, parameters = self.analysis.operators, self.analysis.program.parameters
+        learns = {name for name, info in parameters.items() if info.requires_grad}
+        for k, (first, end) in enumerate(itertools.pairwise((0, *ends))):
+            read = (name for operator in operators[first:end] for name in operator.inputs)
+            if len(ends) > 1 and learns.isdisjoint(read):
                 return k
         return None
 

@@ -38,17 +38,7 @@ def least_bytes(
 
     Costs nothing beside solving, and rules out most numbers of microbatches that do not fit.
     """
-    types, n_ranks = analysis.microbatch_types(n_microbatches).tensors, cost.mesh.n_ranks
-    kept: set[str] = set()
-    other_bytes = 0.0
-    for operator in analysis.operators:
-        saved = analysis.saved.get(operator.name)
-        if saved is None:
-            continue
-        kept |= {operator.inputs[i] for i in saved.inputs}
-        kept |= {operator.outputs[i] for i in saved.outputs}
-        other_bytes += saved.other_bytes / analysis.batch.n_splits(n_microbatches)
-    activations = sum(types[n].size_bytes for n in kept - set(analysis.program.parameters))
+    types = analysis.types.tensors
     static = static_bytes_per_param(optimizer, cost.dtype).total_bytes
     parameters = sum(
         types[n].size_bytes
@@ -56,7 +46,8 @@ def least_bytes(
         * (static if types[n].has_grad else types[n].itemsize)
         for n in analysis.program.parameters
     )
-    return (parameters + n_in_flight * (activations + other_bytes)) / n_ranks
+    kept = n_in_flight * analysis.kept_bytes(n_microbatches)
+    return (parameters + kept) / cost.mesh.n_ranks
 
 
 def least_step_s(analysis: Analysis, cost: CostModel) -> float:

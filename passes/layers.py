@@ -20,6 +20,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from autopar.passes.analysis import Analysis
 from autopar.passes.folding import Run
 from autopar.passes.layout import crossing_bytes
@@ -104,14 +106,13 @@ def balanced(weights: Sequence[float], n_parts: int) -> tuple[int, ...]:
 
 def _least_largest(weights: Sequence[float], n_parts: int) -> float:
     """The least weight of the heaviest of `n_parts` consecutive parts."""
-    prefix = list(itertools.accumulate(weights, initial=0.0))
-    best = prefix[:]
+    prefix = np.array(list(itertools.accumulate(weights, initial=0.0)))
+    # [i, k]: of a part that begins after i weights and ends after k
+    part = np.where(np.tri(len(prefix), dtype=bool), np.inf, prefix[None] - prefix[:, None])
+    best = prefix
     for _ in range(n_parts - 1):
-        best = [
-            min((max(best[i], prefix[k] - prefix[i]) for i in range(k)), default=0.0)
-            for k in range(len(prefix))
-        ]
-    return best[-1]
+        best = np.append(0.0, np.maximum(best[:, None], part).min(axis=0)[1:])
+    return float(best[-1])
 
 
 def _allowed(analysis: Analysis, bytes_after: Sequence[float]) -> list[float]:
