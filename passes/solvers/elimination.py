@@ -6,7 +6,7 @@ S_v, the other variables they mention (`made_of`):
     m_v(S_v) = min over x_v of [ unary_v(x_v) + sum of tables that mention v ]
 
 until a constant, the optimum, is left; walking back, v takes the argmin of the same sum at
-the chosen values of S_v (`_walk_back`), which is one vector. Tables are over classes of choices:
+the chosen values of S_v (`walk_back`), which is one vector. Tables are over classes of choices:
 those of v that no table tells apart are one first, the least of them. The order is planned in
 `elimination_order.py`; each value of its hubs is tried with the hub's tables folded into those
 of its neighbours (`minimise`). Where variables remain, what is left is one table over them
@@ -126,7 +126,7 @@ class Projection:
         """The choices of all variables that attain the table's entries where the remaining ones
         choose so, a row each of one of the problems."""
         known = {v: remaining[:, k] for k, v in enumerate(self.plan.remaining)}
-        return _walk_back(self.plan, self.potentials, self.tables, known, problems)
+        return walk_back(self.plan, self.potentials, self.tables, known, problems)
 
 
 def project(plan: EliminationPlan, potentials: Potentials) -> Projection:
@@ -162,7 +162,7 @@ def minimise_all(plan: EliminationPlan, potentials: Potentials) -> tuple[FloatAr
         if len(better):
             known = {h: np.full(len(better), k) for h, k in zip(plan.hubs, values, strict=True)}
             best[better] = totals[better]
-            best_choices[better] = _walk_back(plan, branch, tables, known, better)
+            best_choices[better] = walk_back(plan, branch, tables, known, better)
     return best, best_choices
 
 
@@ -323,7 +323,7 @@ def upward(
     return constant, tables
 
 
-def _walk_back(
+def walk_back(
     plan: EliminationPlan,
     potentials: Potentials,
     tables: Mapping[int, FloatArray],

@@ -135,6 +135,11 @@ class EliminationPlan:
     def branches(self) -> int:
         return math.prod(self.sizes[h] for h in self.hubs)
 
+    def entries_of(self, step: Step) -> int:
+        """Of the joint table of one step."""
+        of = (step.partition, *step.made.partitions)
+        return math.prod(self.partitions.n_classes(p) for p in of)
+
     @property
     def order(self) -> Scope:
         return tuple(step.variable for step in self.steps)

@@ -19,8 +19,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autopar.passes.solvers.conditioning import (
+    ConditionedPlan,
+    minimise_conditioned,
+    plan_conditioned,
+)
 from autopar.passes.solvers.elimination import Potentials, Weights, minimise_all
-from autopar.passes.solvers.elimination_order import EliminationPlan, TooWide, plan_elimination
+from autopar.passes.solvers.elimination_order import (
+    Axes,
+    EliminationPlan,
+    TooWide,
+    plan_elimination,
+)
 from autopar.passes.solvers.problem import (
     FORBIDDEN,
     Choice,
@@ -30,7 +40,7 @@ from autopar.passes.solvers.problem import (
     Infeasible,
 )
 from autopar.passes.solvers.reductions import reduce
-from autopar.passes.solvers.select import QUICK, solve
+from autopar.passes.solvers.select import QUICK, QUICK_BRANCH, solve
 
 # Relative to the price at which all bytes cost as much as all else: so low that bytes decide
 # nothing but ties, and so high that seconds do.
@@ -60,10 +70,15 @@ def hull_corners(problem: ChoiceProblem, n_most: int) -> list[Choice] | Infeasib
 
 def hull_corners_of(problems: ChoiceProblems, n_most: int) -> list[list[Choice] | Infeasible]:
     """`hull_corners` of each."""
+    plan: EliminationPlan | ConditionedPlan
     try:
         plan = plan_elimination(problems, QUICK)
     except TooWide:
-        return [hull_corners(problems.of(i), n_most) for i in range(problems.n_problems)]
+        try:
+            axes = (Axes.of(e) for e in problems.edges)
+            plan = plan_conditioned(problems.sizes, axes, limits=QUICK_BRANCH)
+        except TooWide:
+            return [hull_corners(problems.of(i), n_most) for i in range(problems.n_problems)]
     found = _Walk(problems, plan).corners(n_most)
     return [FORBIDDEN if corners is None else corners for corners in found]
 
@@ -95,7 +110,7 @@ class _Corner:
 class _Walk:
     """Elimination of problems at several prices."""
 
-    def __init__(self, problems: ChoiceProblems, plan: EliminationPlan) -> None:
+    def __init__(self, problems: ChoiceProblems, plan: EliminationPlan | ConditionedPlan) -> None:
         self.problems, self.plan = problems, plan
 
     def corners(self, n_most: int) -> list[list[Choice] | None]:
@@ -146,7 +161,11 @@ class _Walk:
 
     def _at(self, rows: Sequence[int], s_per_byte: FloatArray) -> list[_Corner | None]:
         some = self.problems.some(rows)
-        values, choices = minimise_all(self.plan, Potentials.of(some, Weights(size=s_per_byte)))
+        potentials = Potentials.of(some, Weights(size=s_per_byte))
+        if isinstance(self.plan, ConditionedPlan):
+            values, choices = minimise_conditioned(self.plan, potentials)
+        else:
+            values, choices = minimise_all(self.plan, potentials)
         n = len(rows)
         choices = np.broadcast_to(choices, (n, choices.shape[1]))
         cost_s, size_bytes = some.evaluate(choices)

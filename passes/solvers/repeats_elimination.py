@@ -27,11 +27,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.passes.solvers.conditioning import (
+    FIRST_ENTRIES,
+    ConditionedPlan,
+    Lazy,
+    minimise_conditioned,
+    plan_conditioned,
+)
 from autopar.passes.solvers.elimination import (
     Potentials,
     Projection,
@@ -40,7 +48,14 @@ from autopar.passes.solvers.elimination import (
     minimise,
     project,
 )
-from autopar.passes.solvers.elimination_order import Axes, Limits, Scope, TooWide, plan_order
+from autopar.passes.solvers.elimination_order import (
+    Axes,
+    EliminationPlan,
+    Limits,
+    Scope,
+    TooWide,
+    plan_order,
+)
 from autopar.passes.solvers.lagrangian import Point
 from autopar.passes.solvers.partitions import Partitions
 from autopar.passes.solvers.powers import Power
@@ -76,10 +91,15 @@ class RepeatedElimination:
         sizes = [
             self._states[v].n if v in self._states else numbers.sizes[v] for v in self._variables
         ]
-        tables = [self._axes(e) for e in problem.once]
-        tables += [block.axes for block in self._blocks]
-        tables = [Axes(tuple(place[v] for v in t.scope), t.codes) for t in tables]
-        self._plan = plan_order(sizes, tables, limits=limits)
+        once, blocks = (
+            [Axes(tuple(place[v] for v in t.scope), t.codes) for t in tables]
+            for tables in (
+                [self._axes(e) for e in problem.once],
+                [block.axes for block in self._blocks],
+            )
+        )
+        handed_on = [place[v] for block in self._blocks for s in block.states for v in s.ends]
+        self._plan = _plan(sizes, once, blocks, handed_on, self._blocks, limits)
 
     def _axes(self, edge: Edge) -> Axes:
         """What a table outside the blocks is over."""
@@ -124,22 +144,46 @@ class RepeatedElimination:
             for v in self._variables
         )
         tables = [total(e.cost_s, e.tie, e.bytes) for e in self.problem.once]
-        tables += [s.table for s in solved]
-        value, chosen = minimise(self._plan, Potentials(unary, tuple(tables)))
+        if isinstance(self._plan, ConditionedPlan):
+            lazy = [Lazy(s.one.table, s.joined) for s in solved]
+            values, every = minimise_conditioned(self._plan, Potentials(unary, (*tables,)), lazy)
+            value, chosen = float(values[0]), tuple(every[0].tolist())
+        else:
+            tables += [s.joined(s.one.table) for s in solved]
+            value, chosen = minimise(self._plan, Potentials(unary, tuple(tables)))
         # Of states, the class; of others, the choice.
         base = [0] * numbers.n_variables
         for v, k in zip(self._variables, chosen, strict=True):
             base[v] = k
         if math.isinf(value):
             return value, Point(RepeatedChoice(tuple(base), ()), Totals(math.inf, 0.0, math.inf))
-        every = []
+        copies = []
         for s in solved:
             rows = s.copies(base)
-            every.append(rows)
+            copies.append(rows)
             for v, k in zip(s.block.block, rows[-1], strict=True):
                 base[v] = k
-        choice = RepeatedChoice(tuple(base), tuple(every))
+        choice = RepeatedChoice(tuple(base), tuple(copies))
         return value, Point(choice, self.problem.evaluate(choice))
+
+
+def _plan(
+    sizes: Sequence[int], once: Sequence[Axes], blocks: Sequence[Axes], handed_on: Sequence[int],
+    of_blocks: Sequence[_Block], limits: Limits,
+) -> EliminationPlan | ConditionedPlan:  # fmt: skip
+    """Of what is outside of copies, and the tables of all copies; where either is large, with the
+    variables that all copies are joined to as hubs."""
+    entries = max((block.entries for block in of_blocks), default=1)
+    if entries <= FIRST_ENTRIES:
+        narrow = limits.and_(Limits(table_entries=FIRST_ENTRIES))
+        with suppress(TooWide):
+            return plan_order(sizes, (*once, *blocks), limits=narrow)
+    try:
+        return plan_conditioned(sizes, once, blocks, handed_on, limits)
+    except TooWide:
+        if entries > limits.table_entries:
+            raise
+        return plan_order(sizes, (*once, *blocks), limits=limits)
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,6 +199,10 @@ class _State:
     @property
     def n(self) -> int:
         return len(self.firsts)
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        return self.first, self.last
 
     def seen_by(self, codes: Codes | None) -> Codes:
         """The place of every class, where these are the places of choices."""
@@ -196,9 +244,11 @@ class _Block:
         self.plan = plan_order(sizes, tables, remaining, whole, limits)
         self.n_states = math.prod(s.n for s in self.states)
         shape = [self.plan.partitions.n_classes(p) for p in self.plan.left_over]
-        if math.prod(shape) * self.n_states > limits.table_entries:
+        # Of a product of two tables of one copy.
+        self.entries = math.prod(shape) * self.n_states
+        if math.prod(shape) > min(limits.kept_entries, limits.table_entries):
             raise TooWide(
-                f"a repeated block hands on {self.n_states} states, beside tables of "
+                f"a repeated block hands on {self.n_states} states, a table of "
                 f"{math.prod(shape)} entries; the limits are {limits}",
                 hint="solve the ILP instead",
             )
@@ -217,21 +267,8 @@ class _Block:
         return Axes(scope, (*codes, *(None for _ in self.states)))
 
     def solved(self, weights: Weights, branch: Branch | None) -> _Solved:
-        """One copy eliminated, and its power, of all walks or those of a branch."""
-        one = self._one(weights)
-        cases, n = one.table.reshape(-1, self.n_states, self.n_states), self.n_states
-        stays = np.eye(n, dtype=bool)
-        if branch is None:
-            walks = cases
-        elif branch.state is not None:
-            stays &= np.arange(n) == branch.state
-            walks = np.where(stays, cases, np.inf)
-        else:
-            walks = np.full((len(cases), 2 * n, 2 * n), np.inf)
-            walks[:, :n, :n] = np.where(stays, cases, np.inf)
-            walks[:, :n, n:] = np.where(stays, np.inf, cases)
-            walks[:, n:, n:] = cases
-        return _Solved(self, one, Power.of(walks, self.count))
+        """One copy eliminated, for all walks or those of a branch."""
+        return _Solved(self, self._one(weights), branch)
 
     def _one(self, weights: Weights) -> Projection:
         """One copy eliminated."""
@@ -260,17 +297,33 @@ def _state(
 
 @dataclass(frozen=True, eq=False)
 class _Solved:
-    """A block at some weights: the table of one copy, and that of all."""
+    """A block at some weights: the table of one copy, and from that of all."""
 
     block: _Block
     one: Projection
-    power: Power
+    branch: Branch | None
 
-    @property
-    def table(self) -> FloatArray:
-        """[1, outer classes, states before, states of the last copy]"""
+    def joined(self, one: FloatArray) -> FloatArray:
+        """Of tables of one copy [..., states before, states after] those of all."""
         n = self.block.n_states
-        return self.power.table[:, :n, -n:].reshape(1, *self.one.table.shape[1:])
+        table = self._power(one.reshape(-1, n, n)).table
+        return table[:, :n, -n:].reshape(one.shape)
+
+    def _power(self, cases: FloatArray) -> Power:
+        """[cases, states, states] of one copy, to the number of copies."""
+        branch, n = self.branch, self.block.n_states
+        stays = np.eye(n, dtype=bool)
+        if branch is None:
+            walks = cases
+        elif branch.state is not None:
+            stays &= np.arange(n) == branch.state
+            walks = np.where(stays, cases, np.inf)
+        else:
+            walks = np.full((len(cases), 2 * n, 2 * n), np.inf)
+            walks[:, :n, :n] = np.where(stays, cases, np.inf)
+            walks[:, :n, n:] = np.where(stays, np.inf, cases)
+            walks[:, n:, n:] = cases
+        return Power.of(walks, self.block.count)
 
     def copies(self, base: Sequence[int]) -> tuple[Choice, ...]:
         """The choices of `block` in every copy, given those around all copies, and the class of the
@@ -283,8 +336,9 @@ class _Solved:
         start = _flat([int(s.codes[base[s.first]]) for s in block.states], block.state_shape)
         end = _flat([base[s.last] for s in block.states], block.state_shape)
         n = block.n_states
-        end += self.power.table.shape[-1] - n
-        path = [state % n for state in self.power.path(case, start, end)]
+        power = self._power(self.one.table.reshape(-1, n, n)[case : case + 1])
+        end += power.table.shape[-1] - n
+        path = [state % n for state in power.path(0, start, end)]
         steps = list(itertools.pairwise(path))
         pairs = list(dict.fromkeys(steps))
         outer = [[base[v]] * len(pairs) for v in block.outer]

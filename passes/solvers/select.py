@@ -61,6 +61,8 @@ C = TypeVar("C")
 TIE_WEIGHT_REL = 1e-11
 # About a tenth of a second.
 QUICK = Limits(2**22, 2**22, 2**24, branches=1)
+# The same where hubs are conditioned on: of alike copies of a block only one is eliminated.
+QUICK_BRANCH = Limits(2**22, 2**23, 2**26, branches=1)
 
 
 class _Clock:
