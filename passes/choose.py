@@ -23,7 +23,7 @@ from autopar.passes.folding import Folded
 from autopar.passes.intra_op import ProblemBatch, ProblemFamilies, intra_op_problem
 from autopar.passes.repeated import Repeated, placed_once, repeated_problem
 from autopar.passes.solvers import Infeasible, Solver, TooWide, solve
-from autopar.passes.solvers.repeats_select import solve_repeated
+from autopar.passes.solvers.repeats_select import RepeatedSolver
 from autopar.spec import Spec
 from autopar.units import format_bytes
 
@@ -36,6 +36,8 @@ CLOSE_GAP_S = 10.0
 # than this takes the whole problem.
 FOLDED_GAP_GOAL = 2e-2
 C = TypeVar("C", contravariant=True)
+# A problem: the batch it was built in, its place there, microbatches in flight.
+_Case = tuple[ProblemBatch, int, int]
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class Chooser:
     families: Sequence[tuple[CostModel, ...]] = ()
     counts: Sequence[int] = ()
     _first: dict[ProblemBatch, Repeated | None] = field(default_factory=dict)
+    _repeats: dict[_Case, tuple[Repeated, RepeatedSolver] | None] = field(default_factory=dict)
 
     @cached_property
     def _problems(self) -> ProblemFamilies:
@@ -113,46 +116,59 @@ class Chooser:
         gap above `FOLDED_GAP_GOAL`. Pins are of single parameters, which other blocks do not have.
         """
         if self.folded.runs and solver == "auto" and not ask.constraints.pins:
-            limited = self._repeated(ask, ask.cost, budget_bytes)
-            if limited is not None:
-                chosen = self._by_copies(limited, ask, time_limit_s)
+            solved = self._repeated(ask, ask.cost)
+            if solved is not None:
+                chosen = self._by_copies(*solved, ask, budget_bytes, time_limit_s)
                 if chosen is not None:
                     return chosen
         return choose(self.folded.whole, ask, self.optimizer, budget_bytes, solver, time_limit_s)
 
-    def _repeated(
-        self, ask: Ask, cost: CostModel, budget_bytes: float | None = None
-    ) -> Repeated | None:
-        """The problem of all blocks; None where one does not stand for the others."""
+    def _repeated(self, ask: Ask, cost: CostModel) -> tuple[Repeated, RepeatedSolver] | None:
+        """The problem of all blocks, and what is known of it so far; None where one does not stand
+        for the others."""
         batch = self._problems.of(cost, ask.n_microbatches, ask.constraints)
-        problem = batch.of(cost, ask.n_microbatches)
-        if batch not in self._first:  # how blocks repeat is the same in all cases
-            self._first[batch] = repeated_problem(self.folded, problem)
-        first = self._first[batch]
-        return first and first.of(problem.under(budget_bytes, ask.n_in_flight))
+        at = batch, batch.place(cost, ask.n_microbatches), ask.n_in_flight
+        if at not in self._repeats:
+            problem = batch.of(cost, ask.n_microbatches)
+            if batch not in self._first:  # how blocks repeat is the same in all cases
+                self._first[batch] = repeated_problem(self.folded, problem)
+            first = self._first[batch]
+            found = first and first.of(problem.under(None, ask.n_in_flight))
+            self._repeats[at] = (found, RepeatedSolver(found.problem)) if found else None
+        return self._repeats[at]
 
-    def _by_copies(self, limited: Repeated, ask: Ask, time_limit_s: float | None) -> Chosen | None:
+    def _by_copies(
+        self,
+        whole: Repeated,
+        solver: RepeatedSolver,
+        ask: Ask,
+        budget_bytes: float | None,
+        time_limit_s: float | None,
+    ) -> Chosen | None:
         """None: a gap is left, or tables would be too large."""
         try:
-            solution = solve_repeated(limited.problem, time_limit_s, ask.gap_goal)
+            solution = solver.solve(budget_bytes, time_limit_s, ask.gap_goal)
         except TooWide:
             return None
         if isinstance(solution, Infeasible):
-            raise _infeasible(solution, limited.problem.numbers.budget_bytes, ask.cost)
+            raise _infeasible(solution, budget_bytes, ask.cost)
         if solution.gap > max(ask.gap_goal, FOLDED_GAP_GOAL):
             return None
         choice = solution.choice
-        priced = self._repeated(ask, ask.runs_on) if ask.runs_on is not None else limited
-        assert priced is not None, "machines differ in their numbers alone"
-        assert priced.folded_problem.structure == limited.folded_problem.structure
+        priced = whole
+        if ask.runs_on is not None:
+            other = self._repeated(ask, ask.runs_on)
+            assert other is not None, "machines differ in their numbers alone"
+            priced, _ = other
+        assert priced.folded_problem.structure == whole.folded_problem.structure
         return Chosen(
             priced.problem.evaluate(choice).cost_s,
             priced.once.evaluate(choice).cost_s,
             solution.gap,
             solution.totals.bytes,
-            limited.problem.numbers.n_variables,
-            limited.boundaries(choice, "received"),
-            lambda: _strategy(self.folded.whole, limited, choice, ask),
+            whole.problem.numbers.n_variables,
+            whole.boundaries(choice, "received"),
+            lambda: _strategy(self.folded.whole, whole, choice, ask),
         )
 
 

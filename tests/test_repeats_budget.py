@@ -99,12 +99,12 @@ def test_exchanges_fill_the_budget(budget_bytes: float) -> None:
 def test_exchanges_from_over_the_budget() -> None:
     problem = uneven_parts(10, 40.0)
     fastest, lean = (RepeatedChoice(k, ((k,) * 10,)) for k in ((1, 1), (0, 0)))
-    exchanges = Exchanges(problem, [lean])
+    exchanges = Exchanges(problem, 40.0, [lean])
     found = exchanges.fitted(Point(fastest, problem.evaluate(fastest)))
     assert found is not None and 40.0 - 7.0 < found.totals.bytes <= 40.0
     assert problem.evaluate(found.choice) == found.totals
     nothing = uneven_parts(10, 0.0)
-    found = Exchanges(nothing, []).fitted(Point(fastest, nothing.evaluate(fastest)))
+    found = Exchanges(nothing, 0.0, []).fitted(Point(fastest, nothing.evaluate(fastest)))
     assert found is not None and found.choice == lean
 
 

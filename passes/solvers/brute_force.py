@@ -48,7 +48,7 @@ def solve_brute_force(problem: ChoiceProblem) -> Solution | Infeasible:
     if problem.budget_bytes is not None:
         min_bytes = float(size[possible].min())
         if not problem.fits(min_bytes):
-            return over_budget(problem, min_bytes)
+            return over_budget(problem.budget_bytes, min_bytes)
         cost[size > problem.budget_bytes * (1 + BUDGET_REL)] = math.inf
     best = cost.min()
     tie[cost > best * (1 + SAME_OPTIMUM_REL)] = math.inf

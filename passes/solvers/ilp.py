@@ -141,7 +141,7 @@ def _explain(problem: ChoiceProblem, time_limit_s: float | None) -> Infeasible:
     scale = max(sum(float(b.max()) for b in problem.bytes), 1.0)
     outcome = _run(problem, "bytes", scale, None, deadline)
     if outcome.choice is not None and outcome.proven:
-        return over_budget(problem, problem.evaluate(outcome.choice).bytes)
+        return over_budget(problem.budget_bytes, problem.evaluate(outcome.choice).bytes)
     if outcome.proven:
         return FORBIDDEN
     return Infeasible("no choice fits the budget", None)

@@ -16,8 +16,10 @@ small enough for the ILP to close the gap.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Generic, Protocol, TypeVar
 
 from autopar.passes.solvers.elimination import Potentials, Weights, minimise
@@ -79,37 +81,84 @@ class Bracket(Generic[C]):
         return self.best.totals.cost_s <= self.bound_s * (1 + SAME_OPTIMUM_REL)
 
 
-def leanest(minimiser: Minimiser[C]) -> Point[C]:
-    """A choice of least bytes."""
-    return minimiser.at(Weights(0.0, size=1.0))[1]
+class Hull(Generic[C]):
+    """What is known of a problem's lower hull: corners, and the least totals at prices of bytes.
+
+    It does not depend on the budget, so that what one budget leads to serves the others.
+    """
+
+    def __init__(self, minimiser: Minimiser[C]) -> None:
+        self.minimiser = minimiser
+        self.corners: list[Point[C]] = []
+        self._values: list[tuple[float, float]] = []
+        self._sides: set[tuple[Totals, Totals]] = set()
+
+    def at(self, s_per_byte: float) -> tuple[float, Point[C]]:
+        """The least total at a price (infinite: none is allowed), and a corner that attains it."""
+        value, point = self.minimiser.at(Weights(size=s_per_byte))
+        if math.isfinite(value):
+            self.add(s_per_byte, value, point)
+        return value, point
+
+    def add(self, s_per_byte: float, value: float, point: Point[C]) -> None:
+        """What `at` would find."""
+        self.corners.append(point)
+        self._values.append((s_per_byte, value))
+
+    @cached_property
+    def fastest(self) -> Point[C] | None:
+        """Whatever its bytes; None where nothing is allowed."""
+        value, point = self.at(0.0)
+        return point if math.isfinite(value) else None
+
+    @cached_property
+    def leanest(self) -> Point[C]:
+        """A choice of least bytes, where any is allowed."""
+        _, point = self.minimiser.at(Weights(0.0, size=1.0))
+        self.corners.append(point)
+        return point
+
+    def bound(self, budget_bytes: float) -> tuple[float, float]:
+        """The highest lower bound known of what fits, and its price."""
+        return max((value - p * budget_bytes, p) for p, value in self._values)
+
+    def around(self, budget_bytes: float) -> tuple[Point[C], Point[C]]:
+        """The known corners next to a budget that the fastest exceeds and the leanest does not:
+        the one over it, the one that fits."""
+        fits = [within(budget_bytes, c.totals.bytes) for c in self.corners]
+        over = (c for c, f in zip(self.corners, fits, strict=True) if not f)
+        under = (c for c, f in zip(self.corners, fits, strict=True) if f)
+        return (
+            min(over, key=lambda c: (c.totals.bytes, c.totals.cost_s)),
+            min(under, key=lambda c: (c.totals.cost_s, c.totals.bytes)),
+        )
+
+    def is_side(self, over: Point[C], under: Point[C]) -> bool:
+        """Are these known to be neighbours?"""
+        return (over.totals, under.totals) in self._sides
+
+    def add_side(self, over: Point[C], under: Point[C]) -> None:
+        self._sides.add((over.totals, under.totals))
 
 
-def search(
-    minimiser: Minimiser[C],
-    budget_bytes: float,
-    fastest: Point[C],
-    lean: Point[C],
-    deadline: float,
-) -> Bracket[C]:
-    """Walk along the hull from `fastest`, optimal but over the budget, and `lean`, which fits."""
-    over, under = fastest, lean
-    best, bound_s, best_price = lean, fastest.totals.cost_s, 0.0
+def search(hull: Hull[C], budget_bytes: float, deadline: float = math.inf) -> Bracket[C]:
+    """Walk along the hull to where the budget is, which the fastest exceeds and the leanest does
+    not."""
+    over, under = hull.around(budget_bytes)
     for _ in range(MAX_STEPS):
         saved_s = under.totals.cost_s - over.totals.cost_s
-        if saved_s <= 0 or time.perf_counter() > deadline:
+        if saved_s <= 0 or hull.is_side(over, under) or time.perf_counter() > deadline:
             break
         price = saved_s / (over.totals.bytes - under.totals.bytes)
-        value, point = minimiser.at(Weights(size=price))
-        if value - price * budget_bytes > bound_s:
-            bound_s, best_price = value - price * budget_bytes, price
-        fits = within(budget_bytes, point.totals.bytes)
-        if fits and point.totals.cost_s < best.totals.cost_s:
-            best = point
+        value, point = hull.at(price)
         line = over.totals.cost_s + price * over.totals.bytes
         if value >= line * (1 - 1e-12):
+            hull.add_side(over, under)
             break
+        fits = within(budget_bytes, point.totals.bytes)
         over, under = (over, point) if fits else (point, under)
-    return Bracket(best, bound_s, best_price, (over, under))
+    _, best = hull.around(budget_bytes)
+    return Bracket(best, *hull.bound(budget_bytes), (over, under))
 
 
 def keep_marks(

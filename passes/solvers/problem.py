@@ -394,10 +394,10 @@ def make_solution(
     )
 
 
-def over_budget(problem: ChoiceProblem, min_bytes: float) -> Infeasible:
+def over_budget(budget_bytes: float | None, min_bytes: float) -> Infeasible:
     """The `Infeasible` of a problem whose leanest choice exceeds the budget."""
     return Infeasible(
-        f"the leanest choice needs {min_bytes:.0f} bytes, the budget is {problem.budget_bytes}",
+        f"the leanest choice needs {min_bytes:.0f} bytes, the budget is {budget_bytes}",
         min_bytes,
     )
 

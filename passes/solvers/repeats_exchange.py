@@ -66,8 +66,10 @@ class _Offers:
 class Exchanges:
     """The exchanges of a problem; `known` are choices whose copies may be taken over."""
 
-    def __init__(self, problem: RepeatedProblem, known: Sequence[RepeatedChoice]) -> None:
-        self.problem, self.numbers = problem, problem.numbers
+    def __init__(
+        self, problem: RepeatedProblem, budget_bytes: float, known: Sequence[RepeatedChoice]
+    ) -> None:
+        self.problem, self.budget_bytes = problem, budget_bytes
         self._blocks = [_Copies(problem, r) for r in range(len(problem.repeats))]
         self._known = [
             dict.fromkeys(row for choice in known for row in choice.copies[r])
@@ -78,17 +80,15 @@ class Exchanges:
     def fitted(self, point: Point[RepeatedChoice]) -> Point[RepeatedChoice] | None:
         """A choice within the budget, and of those that exchanges lead to a cheap one; None: there
         is none."""
-        budget_bytes = self.numbers.budget_bytes
-        assert budget_bytes is not None
         copies, base = [list(rows) for rows in point.choice.copies], list(point.choice.base)
-        left = self._cut(point.choice.base, copies, point.totals.bytes - budget_bytes)
+        left = self._cut(point.choice.base, copies, point.totals.bytes - self.budget_bytes)
         self._fill(point.choice.base, copies, left)
         for repeat, rows in zip(self.problem.repeats, copies, strict=True):
             for v, k in zip(repeat.block, rows[-1], strict=True):
                 base[v] = k
         choice = RepeatedChoice(tuple(base), tuple(map(tuple, copies)))
         found = Point(choice, self.problem.evaluate(choice))
-        return found if within(budget_bytes, found.totals.bytes) else None
+        return found if within(self.budget_bytes, found.totals.bytes) else None
 
     def _cut(self, base: Choice, copies: list[list[Choice]], over: float) -> float:
         """Save bytes where they cost least; what is then left of the budget."""

@@ -19,13 +19,12 @@ import itertools
 import math
 import time
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
-from autopar.passes.solvers.elimination import Weights
 from autopar.passes.solvers.elimination_order import TooWide
-from autopar.passes.solvers.lagrangian import Bracket, Point, leanest, search
+from autopar.passes.solvers.lagrangian import Bracket, Hull, Point, search
 from autopar.passes.solvers.problem import (
     FORBIDDEN,
     SAME_OPTIMUM_REL,
@@ -49,6 +48,10 @@ class RepeatedSolution:
     gap: float
 
 
+# The best choice known, and a bound on all.
+_Found = tuple[Point[RepeatedChoice], float]
+
+
 def solve_repeated(
     problem: RepeatedProblem, time_limit_s: float | None = None, gap_goal: float = 0.0
 ) -> RepeatedSolution | Infeasible:
@@ -57,152 +60,170 @@ def solve_repeated(
 
     Raises `TooWide` where a table would be too large.
     """
-    deadline = time.perf_counter() + (math.inf if time_limit_s is None else time_limit_s)
-    smaller, kept = problem, tuple(np.arange(k) for k in problem.numbers.sizes)
-    try:
-        elimination = RepeatedElimination(problem, QUICK)
-    except TooWide:
-        reduced = problem.reduced()
-        if reduced is None:
+    return RepeatedSolver(problem).solve(problem.numbers.budget_bytes, time_limit_s, gap_goal)
+
+
+class RepeatedSolver:
+    """Solves one problem within any budgets: what one of them leads to serves the others."""
+
+    def __init__(self, problem: RepeatedProblem) -> None:
+        self.problem = problem
+        self._smaller, self._kept = problem, tuple(np.arange(k) for k in problem.numbers.sizes)
+        self._branches: dict[Branch, Hull[RepeatedChoice]] = {}
+
+    def solve(
+        self, budget_bytes: float | None, time_limit_s: float | None = None, gap_goal: float = 0.0
+    ) -> RepeatedSolution | Infeasible:
+        """As `solve_repeated`, whatever the problem's own budget."""
+        deadline = time.perf_counter() + (math.inf if time_limit_s is None else time_limit_s)
+        hull = self._hull
+        if hull is None or hull.fastest is None:
             return FORBIDDEN
-        smaller, kept = reduced
-        elimination = RepeatedElimination(smaller)
-    numbers = smaller.numbers
-    value, fastest = elimination.at(Weights())
-    if math.isinf(value):
-        return FORBIDDEN
-    most = max((repeat.count for repeat in problem.repeats), default=1)
-    chosen = break_ties(numbers, elimination, fastest, most)
-    budget_bytes = numbers.budget_bytes
-    if budget_bytes is None or within(budget_bytes, chosen.totals.bytes):
-        return _solution(problem, kept, chosen, 0.0)
-    lean = fastest
-    if not within(budget_bytes, fastest.totals.bytes):
-        lean = leanest(elimination)
-        if not within(budget_bytes, lean.totals.bytes):
-            return over_budget(numbers, lean.totals.bytes)
-    found = _Search(smaller, budget_bytes, gap_goal, deadline).solved(elimination, fastest, lean)
-    return _solution(problem, kept, found.best, _gap(found.best, found.bound_s))
+        chosen = self._chosen
+        if budget_bytes is None or within(budget_bytes, chosen.totals.bytes):
+            return self._solution(chosen, 0.0)
+        if within(budget_bytes, hull.fastest.totals.bytes):  # its cheaper-tie rival was too large
+            return self._solution(hull.fastest, 0.0)
+        if not within(budget_bytes, hull.leanest.totals.bytes):
+            return over_budget(budget_bytes, hull.leanest.totals.bytes)
+        best, bound_s = self._searched(hull, budget_bytes, gap_goal, deadline)
+        return self._solution(best, _gap(best, bound_s))
 
+    @cached_property
+    def _hull(self) -> Hull[RepeatedChoice] | None:
+        """None: some variable has no choice that is allowed."""
+        try:
+            return Hull(RepeatedElimination(self.problem, QUICK))
+        except TooWide:
+            reduced = self.problem.reduced()
+            if reduced is None:
+                return None
+            self._smaller, self._kept = reduced
+            return Hull(RepeatedElimination(self._smaller))
 
-@dataclass(frozen=True)
-class _Found:
-    """The best choice known, and a bound on all."""
+    @cached_property
+    def _chosen(self) -> Point[RepeatedChoice]:
+        """Of the fastest one of least tie."""
+        hull = self._hull
+        assert hull is not None and hull.fastest is not None
+        most = max((repeat.count for repeat in self.problem.repeats), default=1)
+        return break_ties(self._smaller.numbers, hull.minimiser, hull.fastest, most)
 
-    best: Point[RepeatedChoice]
-    bound_s: float
-
-
-@dataclass(frozen=True)
-class _Search:
-    """What is cheap within a budget, until it is proven to `gap_goal`."""
-
-    problem: RepeatedProblem
-    budget_bytes: float
-    gap_goal: float
-    deadline: float
-
-    def solved(
-        self,
-        elimination: RepeatedElimination,
-        fastest: Point[RepeatedChoice],
-        lean: Point[RepeatedChoice],
+    def _searched(
+        self, hull: Hull[RepeatedChoice], budget_bytes: float, gap_goal: float, deadline: float
     ) -> _Found:
         """By prices, exchanges, and, while that leaves too much, branches."""
-        found, bracket = self._priced(elimination, fastest, lean)
-        if self._is_proven(found.best, found.bound_s) or bracket.neighbours is None:
-            return found
-        best, bound_s = found.best, math.inf
-        for branch in self._branches(elimination, bracket.neighbours):
-            of_branch = self._within(elimination.within(branch), bracket.s_per_byte, best)
-            best = min(best, of_branch.best, key=lambda point: point.totals.cost_s)
-            bound_s = min(bound_s, of_branch.bound_s)
-        if math.isinf(bound_s):
-            return found
-        return _Found(best, max(found.bound_s, bound_s))
+        bracket = search(hull, budget_bytes, deadline)
+        best, bound_s = self._exchanged(hull, bracket, budget_bytes, gap_goal)
+        if _gap(best, bound_s) <= gap_goal or bracket.neighbours is None:
+            return best, bound_s
+        least_s = math.inf
+        for branch in self._parted(hull, bracket.neighbours):
+            of_branch = self._branch(hull, branch)
+            found = self._within(of_branch, bracket, best, budget_bytes, gap_goal, deadline)
+            best = min(best, found[0], key=lambda point: point.totals.cost_s)
+            least_s = min(least_s, found[1])
+        return best, bound_s if math.isinf(least_s) else max(bound_s, least_s)
 
-    def _priced(
+    def _exchanged(
         self,
-        elimination: RepeatedElimination,
-        fastest: Point[RepeatedChoice],
-        lean: Point[RepeatedChoice],
-    ) -> tuple[_Found, Bracket[RepeatedChoice]]:
-        """By prices of bytes, and exchanges between the corners of the hull that they lead to."""
-        seen = [fastest, lean]
-        walked = _Recorded(elimination, seen)
-        bracket = search(walked, self.budget_bytes, fastest, lean, self.deadline)
+        hull: Hull[RepeatedChoice],
+        bracket: Bracket[RepeatedChoice],
+        budget_bytes: float,
+        gap_goal: float,
+    ) -> _Found:
+        """What exchanges between the corners of the hull next to the budget lead to."""
         best = bracket.best
-        if not self._is_proven(best, bracket.bound_s) and bracket.neighbours is not None:
-            exchanges = Exchanges(self.problem, [point.choice for point in seen])
-            for start in _mixed(self.problem, *bracket.neighbours):
+        if _gap(best, bracket.bound_s) > gap_goal and bracket.neighbours is not None:
+            known = [point.choice for point in hull.corners]
+            exchanges = Exchanges(self._smaller, budget_bytes, known)
+            for start in _mixed(self._smaller, budget_bytes, *bracket.neighbours):
                 found = exchanges.fitted(start)
                 if found is not None and found.totals.cost_s < best.totals.cost_s:
                     best = found
-        return _Found(best, bracket.bound_s), bracket
+        return best, bracket.bound_s
 
-    def _branches(
+    def _parted(
         self,
-        elimination: RepeatedElimination,
+        hull: Hull[RepeatedChoice],
         neighbours: tuple[Point[RepeatedChoice], Point[RepeatedChoice]],
     ) -> list[Branch]:
-        """All choices, by what copies hand on in one repeat; none where all that is known hands on
-        the same."""
+        """All choices, by what copies hand on in one repeat; none where both neighbours hand on the
+        same."""
+        elimination = self._elimination(hull)
         for r in range(len(self.problem.repeats)):
             if len(set.union(*(elimination.states(r, p.choice) for p in neighbours))) > 1:
                 every = range(elimination.n_states(r))
                 return [*(Branch(r, s) for s in every), Branch(r, None)]
         return []
 
+    def _branch(self, hull: Hull[RepeatedChoice], branch: Branch) -> Hull[RepeatedChoice]:
+        if branch not in self._branches:
+            self._branches[branch] = Hull(self._elimination(hull).within(branch))
+        return self._branches[branch]
+
+    @staticmethod
+    def _elimination(hull: Hull[RepeatedChoice]) -> RepeatedElimination:
+        assert isinstance(hull.minimiser, RepeatedElimination)
+        return hull.minimiser
+
     def _within(
-        self, elimination: RepeatedElimination, s_per_byte: float, best: Point[RepeatedChoice]
+        self,
+        hull: Hull[RepeatedChoice],
+        whole: Bracket[RepeatedChoice],
+        best: Point[RepeatedChoice],
+        budget_bytes: float,
+        gap_goal: float,
+        deadline: float,
     ) -> _Found:
         """In one branch; only a bound where nothing in it betters what is known by enough."""
-        value, _ = elimination.at(Weights(size=s_per_byte))
-        bound_s = value - s_per_byte * self.budget_bytes
-        if math.isinf(value) or self._is_proven(best, bound_s):
-            return _Found(best, bound_s)
-        _, fastest = elimination.at(Weights())
-        if within(self.budget_bytes, fastest.totals.bytes):
-            return _Found(fastest, fastest.totals.cost_s)
-        lean = leanest(elimination)
-        if not within(self.budget_bytes, lean.totals.bytes):
-            return _Found(best, math.inf)
-        found, _ = self._priced(elimination, fastest, lean)
-        return _Found(found.best, max(bound_s, found.bound_s))
+        value, _ = hull.at(whole.s_per_byte)
+        if math.isinf(value):
+            return best, math.inf
+        bound_s, _ = hull.bound(budget_bytes)
+        if _gap(best, bound_s) <= gap_goal:
+            return best, bound_s
+        assert hull.fastest is not None, "a price forbids nothing"
+        if within(budget_bytes, hull.fastest.totals.bytes):
+            return hull.fastest, hull.fastest.totals.cost_s
+        if not within(budget_bytes, hull.leanest.totals.bytes):
+            return best, math.inf
+        bracket = search(hull, budget_bytes, deadline)
+        return self._exchanged(hull, bracket, budget_bytes, gap_goal)
 
-    def _is_proven(self, best: Point[RepeatedChoice], bound_s: float) -> bool:
-        return _gap(best, bound_s) <= self.gap_goal
-
-
-@dataclass(frozen=True)
-class _Recorded:
-    """A minimiser that keeps what it found."""
-
-    minimiser: RepeatedElimination
-    seen: list[Point[RepeatedChoice]]
-
-    def at(self, weights: Weights) -> tuple[float, Point[RepeatedChoice]]:
-        value, point = self.minimiser.at(weights)
-        self.seen.append(point)
-        return value, point
+    def _solution(self, point: Point[RepeatedChoice], gap: float) -> RepeatedSolution:
+        """In the indices of the problem before it was reduced."""
+        kept, choice = self._kept, point.choice
+        base = tuple(int(of_v[k]) for of_v, k in zip(kept, choice.base, strict=True))
+        copies = tuple(
+            tuple(
+                tuple(int(kept[v][k]) for v, k in zip(repeat.block, row, strict=True))
+                for row in rows
+            )
+            for repeat, rows in zip(self.problem.repeats, choice.copies, strict=True)
+        )
+        return RepeatedSolution(RepeatedChoice(base, copies), point.totals, gap)
 
 
 def _mixed(
-    problem: RepeatedProblem, over: Point[RepeatedChoice], under: Point[RepeatedChoice]
-) -> list[Point[RepeatedChoice]]:
+    problem: RepeatedProblem, budget_bytes: float, over: Point[RepeatedChoice],
+    under: Point[RepeatedChoice],
+) -> list[Point[RepeatedChoice]]:  # fmt: skip
     """Choices near the budget of which as many copies as there is room for, or one more, the first
     or the last, are as in `over`, and the others as in `under`; what is no copy as in either."""
     found = {
         point.choice: point
         for ends, is_first in itertools.product((under, over), (True, False))
-        for point in _fullest(problem, ends.choice, over.choice, under.choice, is_first)
+        for point in _fullest(
+            problem, budget_bytes, ends.choice, over.choice, under.choice, is_first
+        )
     }
     return [point for point in found.values() if math.isfinite(point.totals.cost_s)]
 
 
 def _fullest(
-    problem: RepeatedProblem, ends: RepeatedChoice, over: RepeatedChoice, under: RepeatedChoice,
-    is_first: bool,
+    problem: RepeatedProblem, budget_bytes: float, ends: RepeatedChoice, over: RepeatedChoice,
+    under: RepeatedChoice, is_first: bool,
 ) -> list[Point[RepeatedChoice]]:  # fmt: skip
     """With the most copies as in `over` that fit, and with one more; bytes rise with them."""
     n_most = max(repeat.count for repeat in problem.repeats)
@@ -217,7 +238,7 @@ def _fullest(
     low, high = 0, n_most
     while low < high:
         middle = (low + high + 1) // 2
-        if within(problem.numbers.budget_bytes, at(middle).totals.bytes):
+        if within(budget_bytes, at(middle).totals.bytes):
             low = middle
         else:
             high = middle - 1
@@ -244,20 +265,3 @@ def _gap(best: Point[RepeatedChoice], bound_s: float) -> float:
     cost_s = best.totals.cost_s
     proven = cost_s <= bound_s * (1 + SAME_OPTIMUM_REL)
     return 0.0 if proven else 1 - max(bound_s, 0.0) / cost_s
-
-
-def _solution(
-    problem: RepeatedProblem,
-    kept: tuple[NDArray[np.intp], ...],
-    point: Point[RepeatedChoice],
-    gap: float,
-) -> RepeatedSolution:
-    """In the indices of the problem before it was reduced."""
-    base = tuple(int(of_v[k]) for of_v, k in zip(kept, point.choice.base, strict=True))
-    copies = tuple(
-        tuple(
-            tuple(int(kept[v][k]) for v, k in zip(repeat.block, row, strict=True)) for row in rows
-        )
-        for repeat, rows in zip(problem.repeats, point.choice.copies, strict=True)
-    )
-    return RepeatedSolution(RepeatedChoice(base, copies), point.totals, gap)

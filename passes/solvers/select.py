@@ -38,10 +38,10 @@ from autopar.passes.solvers.ilp import minimise_cost, minimise_tie, solve_ilp
 from autopar.passes.solvers.lagrangian import (
     Bracket,
     Elimination,
+    Hull,
     Minimiser,
     Point,
     keep_marks,
-    leanest,
     search,
 )
 from autopar.passes.solvers.problem import (
@@ -206,17 +206,18 @@ def _within_budget(
 ) -> Solution | Infeasible:
     """Step 3: the bound, the choices it leaves, and the ILP on those."""
     assert problem.budget_bytes is not None
-    elimination = Elimination(reduced.problem, plan)
     if problem.fits(fastest.totals.bytes):
         # Only its cheaper-tie rival was too large.
         bracket = Bracket(fastest, fastest.totals.cost_s, 0.0)
     else:
+        hull = Hull(Elimination(reduced.problem, plan))
         with clock.phase("leanest"):
-            lean = leanest(elimination)
+            lean = hull.leanest
         if not problem.fits(lean.totals.bytes):
-            return over_budget(problem, lean.totals.bytes)
+            return over_budget(problem.budget_bytes, lean.totals.bytes)
         with clock.phase("lagrangian"):
-            bracket = search(elimination, problem.budget_bytes, fastest, lean, clock.deadline)
+            hull.add(0.0, fastest.totals.cost_s, fastest)
+            bracket = search(hull, problem.budget_bytes, clock.deadline)
     method, best, bound_s = "lagrangian", bracket.best, bracket.bound_s
     content = best.totals.cost_s * (1 - gap_goal) <= bound_s
     if not (bracket.closed or content) and clock.left_s() != 0:
