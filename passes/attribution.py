@@ -13,9 +13,11 @@ Of ZeRO-2, whose parameters are gathered once and scattered m times, all counts 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +43,35 @@ class Shared:
 
     operators: tuple[int, ...]
     values: Mapping[str, float]
+
+
+@dataclass(frozen=True, eq=False)
+class Traffic:
+    """Messages of one microbatch over each boundary, of a rank: how many values cross, bytes of its
+    slices of them, and the same of gradients that return: [4, boundaries]."""
+
+    numbers: Array
+
+    def forward_s(self, link: Link) -> Array:
+        return self.numbers[0] * link.latency_s + self.numbers[1] * link.s_per_byte
+
+    def backward_s(self, link: Link) -> Array:
+        return self.numbers[2] * link.latency_s + self.numbers[3] * link.s_per_byte
+
+
+class _Paid(NamedTuple):
+    """Seconds of the stages before and after a boundary for placing what crosses there; then the
+    messages of a rank after it, as in `Traffic`."""
+
+    leave_s: float = 0.0
+    enter_s: float = 0.0
+    n_values: float = 0.0
+    value_bytes: float = 0.0
+    n_gradients: float = 0.0
+    gradient_bytes: float = 0.0
+
+
+_NOTHING = _Paid()
 
 
 @dataclass(frozen=True)
@@ -137,22 +168,23 @@ class Attribution:
     # -- boundaries --------------------------------------------------------------------------
 
     def crossings(
-        self, choice: Choice, crossing: Sequence[Sequence[str]], hop: Link
-    ) -> tuple[Array, Array]:
-        """Per boundary: what the stages before and after it pay in each microbatch for values
-        of the whole program that cross there. The latter has what travels over `hop`."""
-        reader, stand_in = _Crossings(self, choice, hop), self.folded.value_for
+        self, choice: Choice, crossing: Sequence[Sequence[str]]
+    ) -> tuple[Array, Array, Traffic]:
+        """Per boundary: what the stages before and after it pay in each microbatch for placing
+        values of the whole program as they cross there, and the messages of a rank after it."""
+        reader, stand_in = _Crossings(self, choice), self.folded.value_for
         # Between blocks that are alike the like crosses.
-        kinds: dict[tuple[str, ...], tuple[float, float]] = {}
+        kinds: dict[tuple[str, ...], _Paid] = {}
         paid = []
         for values in crossing:
             like = tuple(stand_in[name] for name in values)
             if like not in kinds:
-                pairs = [reader.paid(name) for name in like]
-                kinds[like] = (sum(out for out, _ in pairs), sum(into for _, into in pairs))
+                each = [reader.paid(name) for name in like]
+                sums = map(math.fsum, zip(_NOTHING, *each, strict=True))
+                kinds[like] = _Paid(*sums)
             paid.append(kinds[like])
-        leave, enter = np.array(paid, dtype=np.float64).reshape(-1, 2).T
-        return leave, enter
+        rows = np.array(paid, dtype=np.float64).reshape(-1, len(_NOTHING)).T
+        return rows[0], rows[1], Traffic(rows[2:])
 
     def table(self, value: str) -> ReshardTable:
         return self.batch.table(value, self.cost, self.n_microbatches)
@@ -161,11 +193,11 @@ class Attribution:
 class _Crossings:
     """Prices values of the folded program as boundaries of stages."""
 
-    def __init__(self, attribution: Attribution, choice: Choice, hop: Link) -> None:
-        self.attribution, self.choice, self.hop = attribution, choice, hop
+    def __init__(self, attribution: Attribution, choice: Choice) -> None:
+        self.attribution, self.choice = attribution, choice
         self.made: dict[str, Spec] = {}
         self.read: dict[str, dict[Spec, None]] = {}
-        self.known: dict[str, tuple[float, float]] = {}
+        self.known: dict[str, _Paid] = {}
         for v, candidates in enumerate(attribution.problem.candidates):
             for member in candidates.group.members:
                 for name in member.operator.outputs:
@@ -174,14 +206,14 @@ class _Crossings:
                     spec = candidates.spec(choice[v], name)
                     self.read.setdefault(name, {})[spec] = None
 
-    def paid(self, value: str) -> tuple[float, float]:
-        """(leaving, entering) seconds: cut into slices after its producer, which the stage that
-        reads it turns into what its operators want, in place of what the producer made."""
+    def paid(self, value: str) -> _Paid:
+        """Cut into slices after its producer, which the stage that reads it turns into what its
+        operators want, in place of what the producer made."""
         if value not in self.known:
             self.known[value] = self._price(value)
         return self.known[value]
 
-    def _price(self, value: str) -> tuple[float, float]:
+    def _price(self, value: str) -> _Paid:
         table, sizes = self.attribution.table(value), self.attribution.cost.mesh.sizes
         made, wanted = self.made[value], tuple(self.read.get(value, {}))
         sent = boundary_specs(table.tensor, sizes, "sent")
@@ -189,8 +221,7 @@ class _Crossings:
         leave_s = min(table.seconds(made, sent))
         before_s = sum(table.seconds(made, wanted))
         enter_s = min(sum(table.seconds(spec, wanted)) for spec in received)
-        # One slice each way; a gradient returns where there is one.
-        slice_bytes = local_bytes(table.tensor, received[0], sizes)
-        n_ways = 1 + table.tensor.has_grad
-        hop_s = n_ways * self.hop.message_s(slice_bytes)
-        return leave_s, enter_s - before_s + hop_s
+        size_bytes, has_grad = local_bytes(table.tensor, received[0], sizes), table.tensor.has_grad
+        return _Paid(
+            leave_s, enter_s - before_s, 1, size_bytes, has_grad, size_bytes if has_grad else 0.0
+        )

@@ -54,6 +54,7 @@ class Chosen:
     size_bytes: float
     n_variables: int
     received: Mapping[str, Spec]
+    sent: Mapping[str, Spec]
     read: Callable[[], Strategy] = field(repr=False, compare=False)
 
     @cached_property
@@ -168,6 +169,7 @@ class Chooser:
             solution.totals.bytes,
             whole.problem.numbers.n_variables,
             whole.boundaries(choice, "received"),
+            whole.boundaries(choice, "sent"),
             lambda: _strategy(self.folded.whole, whole, choice, ask),
         )
 
@@ -205,6 +207,7 @@ def choose(
         solution.bytes,
         problem.numbers.n_variables,
         problem.boundaries(choice, "received"),
+        problem.boundaries(choice, "sent"),
         lambda: _strategy(analysis, problem, choice, ask),
     )
 

@@ -1,10 +1,8 @@
 """Solving candidates: every stage's placements, what they cost together, the simulated step.
 
-scored      every stage's optimum, and from them the time of a step in closed form,
-
-                sum_s time_s + (m - 1) max_s time_s + max_s once_s
-
-            with messages between stages; costs no more than solving
+scored      every stage's optimum, and from them the time of a step: of several stages, the
+            schedule played with their times and messages (`played.py`); costs little more than
+            solving
 simulated   the stages lowered with few of their blocks, joined, and the schedule played (`predict`)
 """
 
@@ -33,18 +31,19 @@ from autopar.passes.folding import find_runs, fold
 from autopar.passes.intra_op import least_bytes
 from autopar.passes.join import LaidStage
 from autopar.passes.layout import Candidate, StageLayout
+from autopar.passes.played import Boundary, Worked, step_s
 from autopar.passes.solvers.problem import within
 from autopar.pipeline import Pipeline
 from autopar.predicted import Predicted
 from autopar.schedule import ORDERS, in_flight
-from autopar.spec import local_bytes
 
 # How far (relative) scores are from what is simulated on large models: they leave out that buckets
 # fill, that biases are added by products, and launches of the optimizer.
 SCORE_REL = 0.02
-# How far they may be for a kind of candidate of which none was simulated yet: small pipelines on
-# slow links are off by up to a fifth.
-UNSEEN_REL = 0.2
+# How far they may be for a kind of candidate of which none was simulated yet: those of small
+# pipelines leave out gradients of tied parameters, and how a stage's time divides into forward and
+# backward.
+UNSEEN_REL = 0.05
 # Budgets that a candidate is solved again with, where what runs needs more than the solver's
 # account of it: gathered parameters, buckets, what operators need while they run.
 N_BUDGETS = 8
@@ -54,7 +53,7 @@ Predict = Callable[[Pipeline, Sequence[CostModel]], Predicted]
 
 @dataclass(frozen=True)
 class Scored:
-    """A candidate with every stage solved; `score_s` is its step in closed form. `others` are the
+    """A candidate with every stage solved; `score_s` is its step, played. `others` are the
     same with more microbatches, should it not fit."""
 
     candidate: Candidate
@@ -143,26 +142,19 @@ class Evaluator:
     def scored(self, candidate: Candidate, budget_bytes: float | None) -> Scored:
         """Raises `InfeasibleError` where a stage does not fit, `BatchError` where rows do not."""
         choices = tuple(self._choices(candidate, budget_bytes))
-        m, parts = candidate.n_microbatches, self.parts(candidate.ends)
-        times_s = [(c.objective_s - c.once_s) / m for c in choices]
-        for k, (part, layout, chosen) in enumerate(
-            zip(parts, candidate.stages, choices, strict=True)
-        ):
-            if k > 0:
-                times_s[k] += self._received_s(part, layout.view, chosen, m)
-        score_s = math.fsum([*times_s, (m - 1) * max(times_s), max(c.once_s for c in choices)])
+        m = candidate.n_microbatches
+        if len(choices) == 1:
+            return Scored(candidate, choices, choices[0].objective_s)
+        parts, loss = self.parts(candidate.ends), self.analysis.program.loss
+        worked = [Worked((c.objective_s - c.once_s) / m, c.once_s) for c in choices]
+        ends = [
+            Boundary(layout.view, c.sent, c.received, part.microbatch_types(m).tensors)
+            for part, layout, c in zip(parts, candidate.stages, choices, strict=True)
+        ]
+        loss_bytes = self.analysis.types.tensors[loss].itemsize if loss is not None else 0
+        schedule, links = schedule_name(self.options), self.hardware.links
+        score_s = step_s(schedule, m, worked, ends, links, loss_bytes)
         return Scored(candidate, choices, score_s)
-
-    def _received_s(self, part: Analysis, view: LogicalMesh, chosen: Chosen, m: int) -> float:
-        """Seconds of one microbatch's messages from the stage before: a slice of each value, and
-        its gradient back."""
-        nodes, types = view.nodes, part.microbatch_types(m).tensors
-        crosses = nodes is None or view.first_rank % nodes.n_ranks == 0
-        link = self.hardware.links[0 if crosses else -1]
-        return math.fsum(
-            (1 + types[v].has_grad) * link.message_s(local_bytes(types[v], spec, view.sizes))
-            for v, spec in chosen.received.items()
-        )
 
     def bound_over_budget_s(self, candidate: Candidate) -> float | None:
         """A lower bound on the objective where the optimum without a budget exceeds it; None

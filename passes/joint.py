@@ -7,10 +7,13 @@ many microbatches there are.
     views       every dp x tp of a submesh, or its own axes
     costs       of every range of layers on every view, by one intra-operator problem of the
                 folded program per view and number of microbatches (`stage_costs.py`)
-    search      exact for its closed form over these numbers (`solvers/stages.py`)
+    messages    a stage waits for what it receives from the stages before and after it: a share of
+                a node over the link inside it, unless it is the first or last of its node
+    search      exact for its closed form over these numbers (`solvers/stages.py`); the plans found
+                are ranked by playing their schedules (`played.py`)
 
 The costs are estimates (what is and is not exact: `stage_costs.py`), so the best plans that
-differ in views or microbatches come out as candidates; the planner solves and simulates them.
+differ in views or microbatches come out; `refined.py` has them solved, and searches again.
 The numbers of microbatches tried are divisors of the batch about twice apart, from a few per
 stage on, up or down for as long as that helps (`climb`).
 """
@@ -19,27 +22,38 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.cost.hardware import Hardware
-from autopar.errors import OptionError
-from autopar.mesh import Link, LogicalMesh, Mesh, factored_view, logical_views
+from autopar.mesh import LogicalMesh, Mesh
 from autopar.options import Options
 from autopar.passes.analysis import Analysis
-from autopar.passes.attribution import PARTS
-from autopar.passes.constraints import Constraints, Pin
+from autopar.passes.constraints import Constraints
 from autopar.passes.counts import microbatch_counts
+from autopar.passes.estimates import Estimates
 from autopar.passes.evaluate import compute_dtype, schedule_name
 from autopar.passes.folding import Folded, find_runs, fold
 from autopar.passes.layers import Layers, find_layers
 from autopar.passes.layout import Candidate, StageLayout
+from autopar.passes.played import Hop, Worked, played_s
 from autopar.passes.solvers import Infeasible
 from autopar.passes.solvers.stages import StagePlan, StageProblem, solve_stages
 from autopar.passes.stage_costs import CostMaker, StageCosts, Wanted, undominated
+from autopar.passes.submeshes import (
+    Place,
+    all_views,
+    distinct_views,
+    pins_on,
+    places_of,
+    submesh_sizes,
+    view_at,
+    views_text,
+)
 
 Progress = Callable[[str], None]
 # Plans of one search: proving the order of many that are nearly alike takes long.
@@ -55,37 +69,42 @@ FIRST_COUNT_PER_STAGE = 8
 _ALIKE_REL = 2e-3
 
 
-def joint_candidates(
+def joint_search(
     analysis: Analysis,
     mesh: Mesh,
     hardware: Hardware,
     options: Options,
     budget_bytes: float,
     n_stages: int | None,
-    n_best: int,
     report: Progress = lambda text: None,
-) -> list[Candidate]:
-    """The `n_best` most promising plans of at least two stages, or of exactly `n_stages`.
-
-    None where pipelines are forbidden or nothing fits. Raises `BatchError` when the number of
-    microbatches that was asked for does not divide the batch.
-    """
+) -> JointSearch | None:
+    """The search for plans of at least two stages, or of exactly `n_stages`; None where there is
+    nothing to search: pipelines are forbidden, or there is one rank or stage."""
     if "pipeline" in options.forbid or mesh.n_ranks < 2 or (n_stages or 2) < 2:
-        return []
-    least = n_stages or 2
-    search = JointSearch.of(analysis, mesh, hardware, options, budget_bytes, least, report)
-    plans = search.plans(n_stages)
-    return [search.candidate(plan) for plan in _different(plans, n_best)]
+        return None
+    return JointSearch.of(analysis, mesh, hardware, options, budget_bytes, n_stages or 2, report)
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan of the stage search: its microbatches, and each stage's last layer and view."""
+    """A plan of the stage search: its microbatches, each stage's last layer and view, and which
+    configuration of `JointSearch.costs` it is.
+
+    `objective_s` is its closed form, `estimate_s` its step played with the same numbers.
+    """
 
     n_microbatches: int
     last_layers: tuple[int, ...]
     views: tuple[LogicalMesh, ...]
-    objective_s: float
+    configs: tuple[int, ...] = field(compare=False)
+    objective_s: float = field(compare=False)
+    estimate_s: float = field(compare=False)
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """First and last layer of each stage."""
+        firsts = (0, *(last + 1 for last in self.last_layers))
+        return tuple(zip(firsts, self.last_layers, strict=False))
 
 
 @dataclass
@@ -101,6 +120,11 @@ class JointSearch:
     layers: Layers
     report: Progress
     _costs: dict[int, list[StageCosts]] = field(default_factory=dict)
+    _found: dict[int, list[Planned]] = field(default_factory=dict)
+
+    @cached_property
+    def estimates(self) -> Estimates:
+        return Estimates(self.layers)
 
     @staticmethod
     def of(
@@ -153,7 +177,7 @@ class JointSearch:
         deepest = self.depth(m, max(1, round(1 / share)))
         depths = tuple(sorted({1, math.ceil(deepest / 2), deepest}))
         enough_bytes = _ROOMY * self.budget_bytes / share
-        return Wanted(view, self.hop(view), self.constraints(view), depths, enough_bytes)
+        return Wanted(view, self.constraints(view), depths, enough_bytes)
 
     @property
     def _is_gpipe(self) -> bool:
@@ -163,58 +187,80 @@ class JointSearch:
         """Microbatches in flight on a stage when it and those after it are `n_left`."""
         return m if self._is_gpipe else min(m, n_left)
 
-    def hop(self, view: LogicalMesh) -> Link:
-        """The link to other stages: they are on other nodes when this one fills nodes."""
-        inside = view.n_ranks < self.mesh.devices_per_node
-        return self.hardware.links[-1 if inside else 0]
+    def places(self, view: LogicalMesh) -> tuple[Place, ...]:
+        return places_of(self.mesh, self.hardware, view.n_ranks)
 
     def constraints(self, view: LogicalMesh) -> Constraints:
         pins = pins_on(self.analysis, self.options, view)
         return Constraints(self.options.forbid, pins=pins)
 
     def problem(self, m: int, n_stages: int | None) -> StageProblem | None:
-        """The stage problem with `m` microbatches; None where no view can be."""
-        configs = self.costs(m)
+        """The stage problem with `m` microbatches; None where no view can be.
+
+        Configurations are those of `costs`, at each place that they may have (`_placed`).
+        """
+        configs, placed = self.costs(m), self._placed(m)
         if not configs:
             return None
-        tables = {
-            part: np.stack([c.ranges(self.layers, part) for c in configs], axis=-1)
-            for part in PARTS
-        }
+        at = [c for c, _ in placed]
+        static, activation = (
+            np.stack([configs[c].ranges(self.layers, part) for c in at], axis=-1)
+            for part in ("static", "activation")
+        )
         if self._is_gpipe:  # all microbatches are in flight at once, on every stage
-            tables["static"] += m * tables["activation"]
-            tables["activation"] = np.zeros_like(tables["activation"])
+            static, activation = static + m * activation, np.zeros_like(activation)
+        worked = [self.estimates.tables(m, config) for config in configs]
+        time = [worked[c][0] + configs[c].messages(p.before, p.after) for c, p in placed]
         return StageProblem(
-            tables["time"],
-            tables["once"],
-            tables["static"],
-            tables["activation"],
-            tuple(c.view.n_ranks for c in configs),
+            np.where(self._learns[:, :, None], np.stack(time, axis=-1), np.inf),
+            np.stack([worked[c][1] for c in at], axis=-1),
+            static,
+            activation,
+            tuple(configs[c].view.n_ranks for c in at),
             self.mesh.n_ranks,
             m,
             self.budget_bytes,
             n_stages,
             self.mesh.devices_per_node,
+            tuple(place.offsets for _, place in placed),
         )
 
+    def _placed(self, m: int) -> list[tuple[int, Place]]:
+        """Every configuration of `costs` at every place."""
+        return [(c, p) for c, config in enumerate(self.costs(m)) for p in self.places(config.view)]
+
+    @cached_property
+    def _learns(self) -> NDArray[np.bool_]:
+        """[first, last layer]: is there a parameter to optimise?"""
+        learning = {n for n, p in self.analysis.program.parameters.items() if p.requires_grad}
+        flags = [bool(learning.intersection(o.inputs)) for o in self.analysis.operators]
+        counts = np.concatenate(([0], np.cumsum(flags)))[[0, *self.layers.ends]]
+        return np.asarray(counts[None, 1:] > counts[:-1, None])
+
     def plans(self, n_stages: int | None) -> list[Planned]:
-        """The best plans of all numbers of microbatches tried, best first."""
+        """The best plans of all numbers of microbatches tried, by what they should take."""
         counts = self.counts()
-        found: dict[int, list[Planned]] = {}
 
         def least_s(m: int) -> float:
-            if m not in found:
+            if m not in self._found:
                 self.report(f"searching stages with {m} microbatches")
-                found[m] = self._solve(m, n_stages)
-            return found[m][0].objective_s if found[m] else math.inf
+                self._found[m] = self._solve(m, n_stages)
+            return min((plan.estimate_s for plan in self._found[m]), default=math.inf)
 
         wanted = FIRST_COUNT_PER_STAGE * (n_stages or 2)
         start = next((i for i, m in enumerate(counts) if m >= wanted), len(counts) - 1)
         upward, downward = counts[start:], counts[start::-1]
         if climb(upward, least_s) == upward[0] and len(downward) > 1:
             climb(downward, least_s)
-        every = [plan for plans in found.values() for plan in plans]
-        return sorted(every, key=lambda plan: plan.objective_s)
+        every = [plan for plans in self._found.values() for plan in plans]
+        return sorted(every, key=lambda plan: plan.estimate_s)
+
+    def learn(self, plan: Planned, solved: Sequence[Worked]) -> None:
+        """What the stages of a plan take, each solved alone."""
+        for (first, last), c, worked in zip(plan.ranges, plan.configs, solved, strict=True):
+            configs = self.costs(plan.n_microbatches)
+            self.estimates.learn(plan.n_microbatches, configs, c, (first, last), worked)
+        self._found.clear()
 
     def _solve(self, m: int, n_stages: int | None) -> list[Planned]:
         problem = self.problem(m, n_stages)
@@ -226,13 +272,32 @@ class JointSearch:
         return list(dict.fromkeys(self._planned(plan, m) for plan in found))
 
     def _planned(self, plan: StagePlan, m: int) -> Planned:
-        configs = self.costs(m)
+        every, placed = self.costs(m), self._placed(m)
+        configs = tuple(placed[stage.config][0] for stage in plan.stages)
         return Planned(
             m,
             tuple(stage.last for stage in plan.stages),
-            tuple(configs[stage.config].view for stage in plan.stages),
+            tuple(every[c].view for c in configs),
+            configs,
             plan.objective_s,
+            self._played_s(plan, m),
         )
+
+    def _played_s(self, plan: StagePlan, m: int) -> float:
+        """A plan's step, with messages between neighbours of the larger slices of both."""
+        every, placed = self.costs(m), self._placed(m)
+        at = [(*placed[stage.config], stage.last) for stage in plan.stages]
+        worked = [
+            self.estimates.of(m, every[c], stage.first, stage.last)
+            for (c, _, _), stage in zip(at, plan.stages, strict=True)
+        ]
+        hops = []
+        for k, ((c, place, last), (other, _, _)) in enumerate(itertools.pairwise(at)):
+            traffic = [every[i].traffic for i in (c, other)]
+            forward_s = max(float(t.forward_s(place.after)[last]) for t in traffic)
+            backward_s = max(float(t.backward_s(place.after)[last]) for t in traffic)
+            hops.append(Hop(k, k + 1, forward_s, backward_s))
+        return played_s(schedule_name(self.options), m, worked, hops)
 
     def candidate(self, plan: Planned) -> Candidate:
         """The plan with every stage on its own ranks."""
@@ -245,7 +310,7 @@ class JointSearch:
             self.layers.ends_of(plan.last_layers),
             tuple(StageLayout(view, self.constraints(view)) for view in views),
             plan.n_microbatches,
-            plan.objective_s,
+            plan.estimate_s,
         )
 
 
@@ -262,7 +327,7 @@ def climb(counts: Sequence[int], cost_s: Callable[[int], float]) -> int:
     return best
 
 
-def _different(plans: Sequence[Planned], n_best: int) -> list[Planned]:
+def different(plans: Sequence[Planned], n_best: int) -> list[Planned]:
     """The best plans, one of those that are nearly alike; then what else there is.
 
     Plans of the same submeshes and microbatches that cost the same are mostly one plan, seen
@@ -279,87 +344,4 @@ def _different(plans: Sequence[Planned], n_best: int) -> list[Planned]:
 def _nearly_alike(a: Planned, b: Planned) -> bool:
     sizes = [tuple(view.n_ranks for view in plan.views) for plan in (a, b)]
     same = a.n_microbatches == b.n_microbatches and sizes[0] == sizes[1]
-    return same and abs(a.objective_s - b.objective_s) <= _ALIKE_REL * b.objective_s
-
-
-# -- what a stage may be -------------------------------------------------------------------------
-
-
-def submesh_sizes(mesh: Mesh) -> list[int]:
-    """Numbers of devices of a stage among several: divisors of a node, powers of two nodes, and
-    divisors of all nodes."""
-    each, nodes = mesh.devices_per_node, mesh.nodes
-    parts = [n for n in range(1, each + 1) if each % n == 0]
-    groups = [k * each for k in range(2, nodes) if nodes % k == 0 or k & (k - 1) == 0]
-    return [n for n in (*parts, *groups) if n < mesh.n_ranks]
-
-
-def views_of(
-    mesh: Mesh, hardware: Hardware, options: Options, first_rank: int, n_ranks: int
-) -> list[LogicalMesh]:
-    """How a stage may see its ranks."""
-    shape = options.mesh_shape
-    return logical_views(mesh, hardware.links, hardware.device, shape, first_rank, n_ranks)
-
-
-def distinct_views(
-    mesh: Mesh, hardware: Hardware, options: Options, sizes: Sequence[int]
-) -> tuple[LogicalMesh, ...]:
-    """How the first ranks may be seen, of each of some numbers of ranks.
-
-    Without `force`, views that differ only in the names of axes are one.
-    """
-    found: dict[object, LogicalMesh] = {}
-    for size in sizes:
-        for view in views_of(mesh, hardware, options, 0, size):
-            axes = tuple((view.sizes[a], view.links[a]) for a in view.active_axes)
-            key = (view.sizes, view.names) if options.force else (size, axes)
-            found.setdefault(key, view)
-    return tuple(found.values())
-
-
-def all_views(
-    mesh: Mesh, hardware: Hardware, options: Options, sizes: Sequence[int]
-) -> tuple[LogicalMesh, ...]:
-    """How the first ranks may be seen, of each of some numbers of ranks: a recipe gives the axes of
-    views roles, so that those that only differ in which axis is in use are several."""
-    return tuple(v for size in sizes for v in views_of(mesh, hardware, options, 0, size))
-
-
-def view_at(mesh: Mesh, hardware: Hardware, view: LogicalMesh, first_rank: int) -> LogicalMesh:
-    """The same axes over the ranks from `first_rank` on."""
-    return factored_view(mesh, hardware.links, hardware.device, view.axes, first_rank)
-
-
-def pins_on(
-    analysis: Analysis, options: Options, view: LogicalMesh
-) -> Mapping[str, tuple[Pin, ...]]:
-    """The pins of `force` on one view, by parameter placeholder.
-
-    Raises `OptionError` for a name that is no parameter, or an axis that the view does not have.
-    """
-    placeholders = {
-        name: placeholder
-        for placeholder, info in analysis.program.parameters.items()
-        for name in (info.name, *info.aliases)
-    }
-    pins: dict[str, tuple[Pin, ...]] = {}
-    for pin in options.force:
-        if pin.parameter not in placeholders:
-            raise OptionError(
-                f"force names {pin.parameter!r}, which is no parameter of the model",
-                hint=f"parameters are such as {', '.join(list(placeholders)[:3])}",
-            )
-        axis = pin.axis_index(view.names)
-        if options.mesh_shape == "as-given" or view.sizes[axis] > 1:
-            key = placeholders[pin.parameter]
-            pins[key] = (*pins.get(key, ()), Pin(pin.storage, pin.use, axis))
-    return pins
-
-
-def views_text(views: Sequence[LogicalMesh]) -> str:
-    """`2 stages: 8 + 8 devices (dp=2 x tp=4 | dp=4 x tp=2)`; views that are all alike once."""
-    sizes = " + ".join(str(view.n_ranks) for view in views)
-    texts = [" x ".join(f"{name}={size}" for name, size in v.axes.items()) for v in views]
-    within = texts[0] if len(set(texts)) == 1 else " | ".join(texts)
-    return f"{len(views)} stages: {sizes} devices ({within})"
+    return same and abs(a.estimate_s - b.estimate_s) <= _ALIKE_REL * b.estimate_s

@@ -29,14 +29,7 @@ from autopar.passes.constraints import Constraints, Pin, Role
 from autopar.passes.counts import microbatch_counts, recipe_counts
 from autopar.passes.evaluate import Evaluator, Predict, Scored, Solved, compute_dtype
 from autopar.passes.intra_op import least_step_s
-from autopar.passes.joint import (
-    all_views,
-    joint_candidates,
-    pins_on,
-    submesh_sizes,
-    views_of,
-    views_text,
-)
+from autopar.passes.joint import joint_search
 from autopar.passes.layout import (
     Candidate,
     StageLayout,
@@ -45,14 +38,20 @@ from autopar.passes.layout import (
     n_operators,
 )
 from autopar.passes.recipes import check_ranks, recipe_candidates, recipe_limits
+from autopar.passes.refined import HOPELESS, refined_candidates
+from autopar.passes.submeshes import (
+    all_views,
+    axes_text,
+    pins_on,
+    submesh_sizes,
+    views_of,
+    views_text,
+)
 from autopar.plan_data import Alternative
 from autopar.units import format_bytes, format_seconds
 
 # Candidates of several stages that are solved: of the search, of recipes.
 _N_SEARCHED, _N_RECIPES = 6, 3
-# A candidate that is expected to take this much longer than the best known is not solved: what is
-# expected of large models is within a percent of what comes out.
-_HOPELESS = 1.1
 # A gain (relative) that is worth solving one more problem under a budget.
 _WORTH_REL = 0.01
 Progress = Callable[[str], None]
@@ -133,8 +132,8 @@ class Planner:
         is_stopped = False
         try:
             for name, tries in self._candidates():
-                least_s = min((s.score_s for s in found), default=math.inf)
-                if tries[0].estimate_s > _HOPELESS * least_s:
+                least_s = self._least_s
+                if self._is_hopeless(tries[0]):
                     about = format_seconds(tries[0].estimate_s)
                     notes.append(Alternative(name, None, f"about {about}, not solved"))
                     continue
@@ -251,17 +250,38 @@ class Planner:
     def _stages(self, n_stages: int | None) -> Iterator[_Tries]:
         """The best of the joint search, and the best recipes of several stages."""
         self._tell("searching for stages")
-        search = (self.analysis, self.mesh, self.hardware, self.options)
-        found = joint_candidates(*search, self.budget_bytes, n_stages, _N_SEARCHED, self._tell)
-        if n_stages is None:
-            found += recipe_candidates(*search, report=self._tell)[:_N_RECIPES]
         seen: Counter[str] = Counter()
-        found = [c for c in found if self.evaluator.stage_without_parameters(c.ends) is None]
-        for candidate in found:  # plans that differ in their cuts alone are told apart
+        for candidate in self._with_stages(n_stages):  # that differ in their cuts alone
             seen[candidate.name] += 1
             nth = seen[candidate.name]
             name = candidate.name if nth == 1 else f"{candidate.name}, cut {nth}"
             yield name, [replace(candidate, name=name)]
+
+    def _with_stages(self, n_stages: int | None) -> Iterator[Candidate]:
+        on = self.analysis, self.mesh, self.hardware, self.options
+        search = joint_search(*on, self.budget_bytes, n_stages, self._tell)
+        if search is not None:
+            yield from refined_candidates(search, n_stages, _N_SEARCHED, self._scored)
+        if n_stages is None:
+            for recipe in recipe_candidates(*on, report=self._tell)[:_N_RECIPES]:
+                if self.evaluator.stage_without_parameters(recipe.ends) is None:
+                    yield recipe
+
+    @property
+    def _least_s(self) -> float:
+        return min((s.score_s for s in self._found), default=math.inf)
+
+    def _is_hopeless(self, candidate: Candidate) -> bool:
+        return candidate.estimate_s > HOPELESS * self._least_s
+
+    def _scored(self, candidate: Candidate) -> Scored | None:
+        """None where it does not fit, or was not worth solving."""
+        if self._is_hopeless(candidate):
+            return None
+        try:
+            return self.evaluator.scored(candidate, self.budget_bytes)
+        except InfeasibleError:
+            return None
 
     def _given_stages(self, stages: Sequence[StageOption]) -> Iterator[_Tries]:
         """The user's stages, each seen as is fastest for it."""
@@ -385,7 +405,3 @@ def _best_count(
     assert best is not None
     place = tries.index(best.candidate)
     return replace(best, others=tuple(tries[place + 1 :]))
-
-
-def axes_text(view: LogicalMesh) -> str:
-    return " x ".join(f"{name}={size}" for name, size in view.axes.items())

@@ -27,17 +27,11 @@ from autopar.passes.attribution import PARTS
 from autopar.passes.constraints import Constraints
 from autopar.passes.counts import microbatch_counts, recipe_counts
 from autopar.passes.evaluate import recipe_cost
-from autopar.passes.joint import (
-    FIRST_COUNT_PER_STAGE,
-    JointSearch,
-    Progress,
-    climb,
-    view_at,
-    views_text,
-)
+from autopar.passes.joint import FIRST_COUNT_PER_STAGE, JointSearch, Progress, climb
 from autopar.passes.layers import balanced
 from autopar.passes.layout import Candidate, StageLayout
 from autopar.passes.stage_costs import CostMaker, StageCosts
+from autopar.passes.submeshes import Place, places_of, view_at, views_text
 
 
 def recipe_candidates(
@@ -164,7 +158,7 @@ class _Recipe:
         """The closed form; infinite where a stage does not fit."""
         view = self._view
         try:
-            costs = self.maker.recipe(view, self.search.hop(view), m, self.limits)
+            costs = self.maker.recipe(view, m, self.limits)
         except (InfeasibleError, BatchError):
             return math.inf
         n_stages = self.split.n_stages
@@ -180,7 +174,21 @@ class _Recipe:
         last = self._last_layers
         at = np.array([0, *(layer + 1 for layer in last[:-1])]), np.array(last)
         layers = self.search.layers
-        return {part: costs.ranges(layers, part)[at] for part in PARTS}
+        tables = {part: costs.ranges(layers, part)[at] for part in PARTS}
+        messages_s = [
+            costs.messages(place.before, place.after)[first, end]
+            for first, end, place in zip(*at, self._places, strict=True)
+        ]
+        tables["time"] = np.maximum(tables["time"] + costs.conversions()[at], 0.0) + messages_s
+        return tables
+
+    @cached_property
+    def _places(self) -> list[Place]:
+        """Where in its node each stage lies."""
+        mesh, each = self.search.mesh, self._view.n_ranks
+        places = places_of(mesh, self.search.hardware, each)
+        firsts = [k * each % mesh.devices_per_node for k in range(self.split.n_stages)]
+        return [next(p for p in places if p.offsets is None or f in p.offsets) for f in firsts]
 
     @cached_property
     def _last_layers(self) -> Sequence[int]:

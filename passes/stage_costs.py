@@ -11,9 +11,11 @@ and number of microbatches m, and its numbers are attributed to operators (`attr
 
     m sum(time) + sum(once) = the objective,   sum(static) + sum(activation) = the bytes
 
-of the folded program, exactly. A range of layers costs the sum of its operators, what it pays
-at its boundaries, and each parameter it uses once (`StageCosts.ranges`). That is an estimate
-of the stage's own optimum, which the planner finds later: its ends may be placed otherwise.
+of the folded program, exactly. A range of layers costs the sum of its operators, and each parameter
+it uses once (`StageCosts.ranges`). To that come messages, which depend on where a stage lies
+(`traffic`), and what it pays for placing values as they cross (`conversions`): all of it where
+placements are given (recipes), and as little as nothing where they are searched, because a stage
+that is solved alone places its ends otherwise. The search learns how much (`refined.py`).
 
 Memory is traded for time by a price per byte (`solvers/hull.py`): placements at some corners of
 the hull, for several depths of microbatches in flight, are configurations of their own, so the
@@ -33,7 +35,7 @@ from numpy.typing import NDArray
 from autopar.cost.model import CostModel
 from autopar.errors import BatchError, InfeasibleError
 from autopar.mesh import Link, LogicalMesh
-from autopar.passes.attribution import PARTS, Attribution, Shared
+from autopar.passes.attribution import PARTS, Attribution, Shared, Traffic
 from autopar.passes.constraints import Constraints
 from autopar.passes.folding import Folded
 from autopar.passes.intra_op import ProblemBatch, ProblemFamilies
@@ -51,13 +53,15 @@ N_CORNERS = 5
 @dataclass(frozen=True, eq=False)
 class StageCosts:
     """One way to place the program on a view: `parts` per operator of the whole program, and
-    per inner boundary between layers what the stages before and after it pay."""
+    per inner boundary between layers what the stages before and after it pay for placing what
+    crosses, and their messages."""
 
     view: LogicalMesh
     parts: Mapping[str, Array]
     shared: tuple[Shared, ...]
     leave_s: Array
     enter_s: Array
+    traffic: Traffic
     _ranges: dict[str, Array] = field(default_factory=dict)
 
     def total(self, part: str) -> float:
@@ -85,20 +89,27 @@ class StageCosts:
             for layer in used:
                 touched |= (first <= layer) & (layer <= last)
             out = out + shared.values.get(part, 0.0) * touched
-        if part == "time":
-            out = out + np.concatenate(([0.0], self.enter_s))[:, None]
-            out = out + np.concatenate((self.leave_s, [0.0]))[None, :]
         return np.where(first <= last, np.maximum(out, 0.0), 0.0)
+
+    def conversions(self) -> Array:
+        """Seconds of placing what crosses both ends, [first layer, last layer] of a stage."""
+        enter, leave = np.concatenate(([0.0], self.enter_s)), np.concatenate((self.leave_s, [0.0]))
+        return np.triu(enter[:, None] + leave[None, :])
+
+    def messages(self, before: Link, after: Link) -> Array:
+        """Seconds of receiving a microbatch and its gradient, over the links to the stages before
+        and after, [first layer, last layer] of a stage: it waits for what it receives."""
+        forward = np.concatenate(([0.0], self.traffic.forward_s(before)))
+        backward = np.concatenate((self.traffic.backward_s(after), [0.0]))
+        return np.triu(forward[:, None] + backward[None, :])
 
 
 @dataclass(frozen=True)
 class Wanted:
     """A view that costs are wanted of: with placements for several `depths` of microbatches in
-    flight, where those of the fastest need more than `enough_bytes`. `hop` is the link to other
-    stages."""
+    flight, where those of the fastest need more than `enough_bytes`."""
 
     view: LogicalMesh
-    hop: Link
     constraints: Constraints
     depths: tuple[int, ...] = ()
     enough_bytes: float = 0.0
@@ -131,10 +142,9 @@ class CostMaker:
         return ProblemFamilies(self.folded.analysis, self.optimizer, (real, abstract), self.counts)
 
     def recipe(
-        self, view: LogicalMesh, hop: Link, n_microbatches: int, constraints: Constraints
+        self, view: LogicalMesh, n_microbatches: int, constraints: Constraints
     ) -> StageCosts:
-        """The placements of a recipe, laid out on the machine of `pricing`. `hop` is the link to
-        other stages.
+        """The placements of a recipe, laid out on the machine of `pricing`.
 
         Raises `InfeasibleError` when the constraints leave nothing, `BatchError` when the batch
         does not divide.
@@ -143,7 +153,7 @@ class CostMaker:
         batch = self._problems.of(cost, n_microbatches, constraints)
         attribution = self._attribution(batch, cost, n_microbatches)
         layout = self._layout(cost, attribution.problem, n_microbatches, constraints)
-        return self._costs(attribution, layout, hop)
+        return self._costs(attribution, layout)
 
     def searched(self, wanted: Sequence[Wanted], n_microbatches: int) -> list[list[StageCosts]]:
         """Of each, the fastest placements first; then leaner ones for several depths, unless the
@@ -184,7 +194,7 @@ class CostMaker:
                 for choice in dict.fromkeys(new):
                     if choice not in choices[i]:
                         choices[i][choice] = None
-                        out[i].append(self._costs(readers[i], choice, wanted[i].hop))
+                        out[i].append(self._costs(readers[i], choice))
 
         every = range(len(wanted))
         add(every, [1] * len(wanted), 1)
@@ -215,10 +225,10 @@ class CostMaker:
             known = self._layouts[key] = (problem.structure, found.choice)
         return known[1]
 
-    def _costs(self, attribution: Attribution, choice: Choice, hop: Link) -> StageCosts:
+    def _costs(self, attribution: Attribution, choice: Choice) -> StageCosts:
         parts, shared = attribution.parts(choice)
-        leave_s, enter_s = attribution.crossings(choice, self.layers.crossing, hop)
-        return StageCosts(attribution.cost.mesh, parts, shared, leave_s, enter_s)
+        crossings = attribution.crossings(choice, self.layers.crossing)
+        return StageCosts(attribution.cost.mesh, parts, shared, *crossings)
 
 
 def _contradictory() -> InfeasibleError:
@@ -229,12 +239,21 @@ def _contradictory() -> InfeasibleError:
 
 def undominated(configs: Sequence[StageCosts], layers: Layers) -> list[StageCosts]:
     """Without those that another of as many devices betters, or equals, in every part of every
-    range of layers; of equals the first stays."""
+    range of layers and in its messages; of equals the first stays."""
     kept: list[StageCosts] = []
     for n_ranks in dict.fromkeys(c.view.n_ranks for c in configs):
         same = [c for c in configs if c.view.n_ranks == n_ranks]
         tables = np.stack(
-            [np.concatenate([c.ranges(layers, part).ravel() for part in PARTS]) for c in same]
+            [
+                np.concatenate(
+                    [
+                        *(c.ranges(layers, part).ravel() for part in PARTS),
+                        c.conversions().ravel(),
+                        c.traffic.numbers.ravel(),
+                    ]
+                )
+                for c in same
+            ]
         )
         for i, config in enumerate(same):
             others = np.delete(np.arange(len(same)), i)

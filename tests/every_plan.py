@@ -28,10 +28,10 @@ from autopar.passes.constraints import Constraints
 from autopar.passes.counts import microbatch_counts
 from autopar.passes.evaluate import Evaluator, compute_dtype
 from autopar.passes.folding import find_runs
-from autopar.passes.joint import submesh_sizes, views_of
 from autopar.passes.layers import find_layers
 from autopar.passes.layout import Candidate, StageLayout
 from autopar.passes.planner import Outcome, Planner
+from autopar.passes.submeshes import submesh_sizes, views_of
 from autopar.pipeline import Pipeline
 from autopar.predicted import Predicted
 

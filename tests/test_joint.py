@@ -15,7 +15,7 @@ from autopar.cost.hardware import Hardware, resolve
 from autopar.cost.model import CostModel
 from autopar.cost.predict import link_between, predict
 from autopar.errors import BatchError, OptionError
-from autopar.mesh import Link, Mesh, factored_view
+from autopar.mesh import Mesh, factored_view
 from autopar.options import Options
 from autopar.passes.analysis import Analysis
 from autopar.passes.constraints import Constraints
@@ -23,11 +23,12 @@ from autopar.passes.cut import cut
 from autopar.passes.evaluate import Evaluator
 from autopar.passes.folding import find_runs, fold
 from autopar.passes.intra_op import intra_op_problem
-from autopar.passes.joint import JointSearch, climb, joint_candidates, submesh_sizes
+from autopar.passes.joint import JointSearch, climb, different, joint_search
 from autopar.passes.layers import find_layers
 from autopar.passes.layout import Candidate
 from autopar.passes.solvers import Solution, solve
 from autopar.passes.stage_costs import CostMaker, StageCosts, Wanted
+from autopar.passes.submeshes import submesh_sizes
 from autopar.predicted import Predicted
 from tests.harness import MODELS, Mlp, model_case, random_tokens, tiny_gpt2
 from tests.test_layers import Block, Chain
@@ -66,14 +67,14 @@ def stage_costs(
     folded: bool = False,
     hardware_name: str = "cpu-local",
 ) -> tuple[StageCosts, CostMaker, CostModel]:
-    """The fastest placements on a view of one node; what travels to other stages is free."""
+    """The fastest placements on a view of one node."""
     mesh = Mesh((math.prod(axes.values()),), hardware=hardware_name)
     hardware = hardware_of(mesh)
     view = factored_view(mesh, hardware.links, hardware.device, axes)
     runs = find_runs(analysis)
     layers = find_layers(analysis, runs)
     maker = CostMaker(fold(analysis, runs if folded else ()), layers, torch.float64, "adamw")
-    wanted = Wanted(view, Link(0.0, 0.0), constraints or Constraints())
+    wanted = Wanted(view, constraints or Constraints())
     ((costs,),) = maker.searched([wanted], m)
     return costs, maker, CostModel(view, torch.float64)
 
@@ -173,9 +174,12 @@ def candidates(
     n_best: int = 6,
     **options: object,
 ) -> list[Candidate]:
-    return joint_candidates(
-        analysis, mesh, hardware_of(mesh), Options.of(**options), budget_bytes, n_stages, n_best
-    )
+    """By the estimates alone."""
+    on = analysis, mesh, hardware_of(mesh), Options.of(**options)
+    search = joint_search(*on, budget_bytes, n_stages)
+    if search is None:
+        return []
+    return [search.candidate(plan) for plan in different(search.plans(n_stages), n_best)]
 
 
 def assert_covers(candidate: Candidate, mesh: Mesh) -> None:
@@ -239,8 +243,14 @@ def test_microbatches_are_those_asked_for_or_possible() -> None:
 def test_pins_go_to_the_stages() -> None:
     mesh = cluster(2, 2)
     name = "transformer.h.0.mlp.c_fc.weight"
-    found = candidates(gpt2(), mesh, 2, force={name: "->S(1)@tp"})
-    assert any(stage.constraints.pins for c in found for stage in c.stages)
+    options = Options.of(force={name: "->S(1)@tp"}, microbatches=4)
+    search = joint_search(gpt2(), mesh, hardware_of(mesh), options, 64 * GIB, 2)
+    assert search is not None
+    for view in search.views:
+        assert bool(search.constraints(view).pins) == (view.axes["tp"] > 1)
+    for candidate in map(search.candidate, search.plans(2)):
+        for stage in candidate.stages:
+            assert stage.constraints == search.constraints(stage.view)
     with pytest.raises(OptionError, match="no parameter of the model"):
         candidates(gpt2(), mesh, 2, force={"nothing": "I@tp"})
 
@@ -288,7 +298,7 @@ def test_the_best_candidate_is_near_the_best_of_all_cuts(hardware_name: str) -> 
         return predict(pipeline, costs, "adamw", between)  # type: ignore[arg-type]
 
     evaluator = Evaluator(analysis, options, hardware, 64 * GIB, predicted)
-    proposed = joint_candidates(analysis, mesh, hardware, options, 64 * GIB, 2, 4)
+    proposed = candidates(analysis, mesh, 2, n_best=4)
     best_s = min(exact_s(evaluator, c) for c in proposed)
     layers = find_layers(analysis, find_runs(analysis))
     every = [

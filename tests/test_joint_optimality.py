@@ -1,8 +1,8 @@
 """The planner's choice against every plan counted out: cuts, submeshes, views, microbatches.
 
 All of them are solved and simulated (`tests/every_plan.py`). The planner solves and simulates a
-few: those that a closed form over estimates of stages puts first. What it loses by that should be
-at most `REGRET`, and nothing where one stage is best; losses above that are marked.
+few: those that look best by estimates, which it mends by what it solves. What it loses by that is
+at most `REGRET`, and nothing where one stage is best.
 
 `AUTOPAR_OPTIMALITY=1` adds every number of microbatches, and a GPT-2 on four and eight devices:
 three minutes.
@@ -57,13 +57,16 @@ Case = tuple[str, tuple[int, ...], tuple[float, float], int | None]
 FEW: list[Case] = [
     ("mlp", (4,), SLOW, None),
     ("mlp", (2, 2), TIERED, 16),
+    # What crosses into a part of a node; stages that place what crosses as the whole would not.
+    ("mlp", (2, 4), TIERED, 16),
+    ("mlp", (2, 4), SLOW, 16),
     ("gpt2", (2,), SLOW, 4),
 ]
 MANY: list[Case] = [
     ("gpt2", (2,), SLOW, None),
     ("mlp", (2, 2), SLOW, None),
     *(("mlp", shape, speed, None) for shape in ((4,), (2, 2)) for speed in (TIERED, FAST)),
-    ("mlp", (2, 4), FAST, None),
+    *(("mlp", (2, 4), speed, None) for speed in (SLOW, TIERED, FAST)),
     *(("gpt2", (2, 2), speed, 4) for speed in (SLOW, TIERED, FAST)),
     ("gpt2", (2, 2), TIERED, None),
 ]
@@ -79,28 +82,6 @@ def test_no_plan_is_faster_by_more_than_the_bound(
     microbatches: int | None,
 ) -> None:
     check(model, shape, s_per_byte, microbatches)
-
-
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="the search charges a stage that fills no node the link inside nodes for what it gets "
-    "from another node, so it proposes 3 stages; and scores of pipelines are off by a fifth "
-    "either way: "
-    "9% slower than the best, 13% with any number of microbatches",
-)
-def test_messages_into_a_part_of_a_node() -> None:
-    check("mlp", (2, 4), TIERED, 16)
-
-
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="tables of stages charge what crosses as the optimum of the whole program places it: a "
-    "stage of two devices 326 us of a microbatch, solved alone 248; 12% slower",
-)
-def test_stages_that_place_what_crosses_otherwise_than_the_whole_program() -> None:
-    check("mlp", (2, 4), SLOW, 16)
 
 
 def check(

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import autopar
 from autopar import Mesh, Plan
-from autopar.passes import evaluate, joint, layers, planner, recipes
+from autopar.passes import evaluate, joint, layers, planner, recipes, refined
 from tests.harness import random_tokens, tiny_gpt2
 from tests.test_planner_laws import A100, tokens
 
@@ -40,7 +40,8 @@ def every_count(counts: Sequence[int], cost_s: Callable[[int], float]) -> int:
 
 def widen(patch: pytest.MonkeyPatch) -> None:
     """All that is known of how the planner prunes."""
-    patch.setattr(planner, "_HOPELESS", math.inf)
+    patch.setattr(planner, "HOPELESS", math.inf)
+    patch.setattr(refined, "HOPELESS", 2.0)
     patch.setattr(planner, "_N_SEARCHED", 24)
     patch.setattr(planner, "_N_RECIPES", 12)
     patch.setattr(planner, "_WORTH_REL", 0.0)

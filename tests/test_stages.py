@@ -71,6 +71,18 @@ def restricted_stages(seed: int) -> StageProblem:
     )
 
 
+def placed_stages(seed: int) -> StageProblem:
+    """`restricted_stages` with nodes, and configurations that may begin at some devices of one."""
+    problem = restricted_stages(seed)
+    rng = np.random.default_rng(seed + 10**7)
+    each = int(rng.integers(1, 5))
+    offsets = [
+        None if rng.random() < 0.4 else frozenset(np.flatnonzero(rng.random(each) < 0.8).tolist())
+        for _ in problem.config_devices
+    ]
+    return replace(problem, node_devices=each, config_offsets=tuple(offsets))
+
+
 def growing_stages(seed: int, n_layers: int, n_devices: int) -> StageProblem:
     """Work that adds up over layers, shared less than perfectly by 1, 2, 4... devices."""
     rng = np.random.default_rng(seed)
@@ -104,6 +116,10 @@ def assert_legal(problem: StageProblem, plan: StagePlan) -> None:
             node, at = divmod(first, problem.node_devices)
             inside = (first + size - 1) // problem.node_devices == node
             assert inside if size <= problem.node_devices else at == 0
+    if problem.config_offsets is not None and problem.node_devices is not None:
+        for first, stage in zip(itertools.accumulate([0, *sizes]), stages, strict=False):
+            offsets = problem.config_offsets[stage.config]
+            assert offsets is None or first % problem.node_devices in offsets
     times = [problem.time_s[s.first, s.last, s.config] for s in stages]
     once = [problem.once_s[s.first, s.last, s.config] for s in stages]
     total = sum(times) + (problem.n_microbatches - 1) * max(times) + max(once)
@@ -116,7 +132,7 @@ def assert_legal(problem: StageProblem, plan: StagePlan) -> None:
         assert size <= plan.peak_bytes
 
 
-@pytest.mark.parametrize("make", [random_stages, restricted_stages])
+@pytest.mark.parametrize("make", [random_stages, restricted_stages, placed_stages])
 @pytest.mark.parametrize("chunk", range(4))
 def test_search_equals_every_plan_counted_out(
     chunk: int, make: Callable[[int], StageProblem]
@@ -277,6 +293,8 @@ def test_bad_stage_problems_are_refused() -> None:
         {"memory_bytes": math.nan},
         {"n_stages": 0},
         {"node_devices": 0},
+        {"config_offsets": (None,) * len(good.config_devices)},
+        {"config_offsets": (), "node_devices": 2},
     ):
         with pytest.raises(ProblemError):
             replace(good, **change)

@@ -12,7 +12,8 @@ number of devices: a submesh, how it is viewed, what is recomputed. Stages hold 
 devices in their order. With `node_devices`, a stage that is smaller than a node lies inside one,
 and a larger one begins with a node; shares of one node by powers of two and whole nodes always
 can be laid out so in some order (Zheng et al., "Alpa", OSDI 2022, appendix A), and only such
-orders are plans.
+orders are plans. What a stage costs may depend on where in its node it begins (`config_offsets`):
+whether its neighbours are on other nodes follows from that.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ class StageProblem:
     microbatches, `activation_bytes` one microbatch's while it is in flight; bytes are per device.
     An infinite `time_s` forbids; the other arrays are not read there. `memory_bytes` None: no
     limit; `n_stages` None: any number; `node_devices` None: stages may begin anywhere.
+    `config_offsets`: how many devices of its node may precede a stage of a configuration; None: any
+    number that leaves it room.
 
     Raises `ProblemError` for wrong shapes, NaN, negative or infinite numbers, counts below 1.
     """
@@ -82,6 +85,7 @@ class StageProblem:
     memory_bytes: float | None = None
     n_stages: int | None = None
     node_devices: int | None = None
+    config_offsets: tuple[frozenset[int] | None, ...] | None = None
 
     def __post_init__(self) -> None:
         given = [n for n in (self.n_stages, self.node_devices) if n is not None]
@@ -94,6 +98,10 @@ class StageProblem:
             )
         if self.memory_bytes is not None and not self.memory_bytes >= 0:
             raise ProblemError(f"memory_bytes must be at least 0: {self.memory_bytes}")
+        if self.config_offsets is not None and (
+            self.node_devices is None or len(self.config_offsets) != len(self.config_devices)
+        ):
+            raise ProblemError("config_offsets: one for each configuration, and nodes to count in")
         n = len(self.time_s)
         shape = (n, n, len(self.config_devices))
         upper = np.triu(np.ones((n, n), dtype=bool))[:, :, None]
@@ -120,12 +128,17 @@ class StageProblem:
         """No plan has more stages: each takes a layer, and devices."""
         return min(self.n_layers, self.n_devices // min(self.config_devices))
 
-    def may_begin(self, size: int, n_left: int) -> bool:
-        """May a stage of `size` devices be the next when `n_left` devices are not taken yet?"""
+    def offsets(self, config: int) -> frozenset[int] | None:
+        return None if self.config_offsets is None else self.config_offsets[config]
+
+    def may_begin(self, config: int, n_left: int) -> bool:
+        """May a stage of a configuration be the next when `n_left` devices are not taken yet?"""
+        size, offsets = self.config_devices[config], self.offsets(config)
         if size > n_left or self.node_devices is None:
             return size <= n_left
         before = (self.n_devices - n_left) % self.node_devices
-        return before == 0 or before + size <= self.node_devices
+        has_room = before == 0 or before + size <= self.node_devices
+        return has_room and (offsets is None or before in offsets)
 
     def stage_bytes(self, n_after: int) -> FloatArray:
         """What each [first, last, config] needs as a stage that `n_after` stages follow."""

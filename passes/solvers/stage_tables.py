@@ -19,15 +19,17 @@ plans leave the heap by (sum of w, stages in lexicographic order), and each cost
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.passes.solvers.problem import BoolArray, FloatArray
 from autopar.passes.solvers.stage_problem import StageChoice, StageProblem
 
 Stages = tuple[StageChoice, ...]
+Index = NDArray[np.intp] | slice
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,14 +37,16 @@ class Levels:
     """Which [first, last, config] may be a stage at each level: [level - 1, first, last, config].
 
     The last level stands for all above it; if `exact`, plans have as many stages as levels.
-    `fits[size][d]`: may a stage of `size` devices begin when d devices are left?
+    `kinds` are configurations of as many devices that may begin alike; `fits[c][d]`: may a stage of
+    configuration c begin when d devices are left?
     """
 
     allowed: BoolArray
     config_devices: tuple[int, ...]
     n_devices: int
     exact: bool
-    fits: Mapping[int, BoolArray]
+    fits: BoolArray
+    kinds: tuple[tuple[int, ...], ...]
 
     @staticmethod
     def of(problem: StageProblem, possible: BoolArray) -> Levels:
@@ -64,12 +68,15 @@ class Levels:
 
     @staticmethod
     def _made(problem: StageProblem, allowed: BoolArray) -> Levels:
-        fits = {
-            size: np.array([problem.may_begin(size, d) for d in range(problem.n_devices + 1)])
-            for size in set(problem.config_devices)
-        }
-        exact = problem.n_stages is not None
-        return Levels(allowed, problem.config_devices, problem.n_devices, exact, fits)
+        kinds: dict[object, list[int]] = {}
+        for c in np.flatnonzero(allowed.any(axis=(0, 1, 2))).tolist():
+            kinds.setdefault((problem.config_devices[c], problem.offsets(c)), []).append(c)
+        fits = np.zeros((len(problem.config_devices), problem.n_devices + 1), dtype=bool)
+        for alike in kinds.values():
+            fits[alike] = [problem.may_begin(alike[0], d) for d in range(problem.n_devices + 1)]
+        exact, sizes = problem.n_stages is not None, problem.config_devices
+        every = tuple(map(tuple, kinds.values()))
+        return Levels(allowed, sizes, problem.n_devices, exact, fits, every)
 
     @property
     def n_levels(self) -> int:
@@ -103,38 +110,56 @@ def cost_to_go(levels: Levels, cost: FloatArray, combine: np.ufunc = np.add) -> 
     """
     n_levels, n_layers = levels.allowed.shape[:2]
     n_devices = levels.n_devices
-    by_size = _least_by_size(levels, cost)
+    by_kind = _least_by_kind(levels, cost)
     out = np.full((n_levels + 1, n_layers + 1, n_devices + 1), np.inf)
     out[0, n_layers, 0] = 0.0
     # follow[j - 1]: what comes after a stage at level j.
     follow = out[:-1].copy()
     for k in reversed(range(n_layers)):
         top = min(n_levels, n_layers - k)  # a stage has at least one layer
-        for size, least in by_size:
-            ends = np.flatnonzero(np.isfinite(least[0, k]))
-            if not len(ends):
+        for kind in by_kind:
+            stop = kind.stops[k]
+            if not stop:
                 continue
-            stop = int(ends[-1]) + 1
-            rest = follow[:top, k + 1 : stop + 1, : n_devices + 1 - size]
-            sums = combine(least[:top, k, k:stop, None], rest).min(axis=1)
-            sums[:, ~levels.fits[size][size:]] = np.inf
-            here = out[1 : top + 1, k, size:]
-            np.minimum(here, sums, out=here)
+            rest = follow[:top, k + 1 : stop + 1, kind.left]
+            sums = combine(kind.least[:top, k, k:stop, None], rest).min(axis=1)
+            here = out[1 : top + 1, k]
+            here[:, kind.starts] = np.minimum(here[:, kind.starts], sums)
         follow[:, k] = out[:-1, k]
         if not levels.exact:
             np.minimum(follow[-1, k], out[-1, k], out=follow[-1, k])
     return out
 
 
-def _least_by_size(levels: Levels, cost: FloatArray) -> list[tuple[int, FloatArray]]:
-    """(devices, least cost [level - 1, first, last]) per number of devices a stage may have."""
+class _Kind(NamedTuple):
+    """Configurations that may begin alike: with how many devices left, how many they leave, their
+    least cost [level - 1, first, last], and per first layer the end of the last that is finite."""
+
+    starts: Index
+    left: Index
+    least: FloatArray
+    stops: list[int]
+
+
+def _least_by_kind(levels: Levels, cost: FloatArray) -> list[_Kind]:
     out = []
-    for size in sorted(set(levels.config_devices)):
-        if size <= levels.n_devices:
-            same = [c for c, n in enumerate(levels.config_devices) if n == size]
-            table = np.where(levels.allowed[..., same], cost[..., same], np.inf)
-            out.append((size, table.min(axis=-1)))
+    for kind in levels.kinds:
+        starts, same = np.flatnonzero(levels.fits[kind[0]]), list(kind)
+        if len(starts):
+            least = np.where(levels.allowed[..., same], cost[..., same], np.inf).min(axis=-1)
+            finite = np.isfinite(least[0])
+            stops = np.where(finite, np.arange(1, finite.shape[1] + 1), 0).max(axis=1).tolist()
+            left = starts - levels.config_devices[kind[0]]
+            out.append(_Kind(_index(starts), _index(left), least, stops))
     return out
+
+
+def _index(rising: NDArray[np.intp]) -> Index:
+    """As a slice, which copies nothing, where they are evenly apart."""
+    steps = np.diff(rising)
+    if len(steps) and (steps != steps[0]).any():
+        return rising
+    return slice(int(rising[0]), int(rising[-1]) + 1, int(steps[0]) if len(steps) else 1)
 
 
 def least_total(levels: Levels, table: FloatArray) -> float:
@@ -178,5 +203,4 @@ def first_plans(levels: Levels, cost: FloatArray, table: FloatArray, n_best: int
 def _rest(after: FloatArray, levels: Levels, devices: int) -> FloatArray:
     """[last layer, config]: the cost of what follows when each configuration took its devices."""
     left = devices - np.array(levels.config_devices)
-    fits = np.array([levels.fits[size][devices] for size in levels.config_devices])
-    return np.where(fits, after[:, np.maximum(left, 0)], np.inf)
+    return np.where(levels.fits[:, devices], after[:, np.maximum(left, 0)], np.inf)

@@ -54,7 +54,7 @@ def _covers(problem: StageProblem, first: int, n_devices: int) -> Iterator[tuple
         return
     for last in range(first, problem.n_layers):
         for config, size in enumerate(problem.config_devices):
-            may_begin = problem.may_begin(size, n_devices)
+            may_begin = problem.may_begin(config, n_devices)
             if may_begin and math.isfinite(problem.time_s[first, last, config]):
                 for rest in _covers(problem, last + 1, n_devices - size):
                     yield (StageChoice(first, last, config), *rest)
