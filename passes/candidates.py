@@ -9,27 +9,22 @@ priced together: what is not legal in one of them takes forever there.
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost.compute import Kind
-from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError
-from autopar.factors import Operator
 from autopar.facts import OperatorStrategy
-from autopar.passes.cases import Cases, array_of
+from autopar.passes.cases import Cases
 from autopar.passes.constraints import Limits
 from autopar.passes.groups import Group, JointStrategy, PlacedOperator
+from autopar.passes.member_prices import MemberPrice, MemberPricer, lowered_over
 from autopar.passes.spec_column import SpecColumn
-from autopar.rules import OpRule, rule_for
-from autopar.rules.lowering import Lowering
-from autopar.rules.pattern import AxisStrategy
 from autopar.saved import Saved
-from autopar.spec import PREFERENCE, I, Placement, Spec, TensorType
+from autopar.spec import PREFERENCE, I, Placement, Spec
 
 Array = NDArray[np.float64]
 
@@ -133,6 +128,13 @@ class CandidateMaker:
     @property
     def _active(self) -> tuple[int, ...]:
         return self.cases.active_axes
+
+    @cached_property
+    def _pricer(self) -> MemberPricer:
+        limits = self.limits
+        return MemberPricer(
+            self.cases, self.sizes_at, self.saved, limits.batch_cells, limits.parameters
+        )
 
     def make(self, group: Group, first_savers: set[str]) -> GroupCandidates:
         """All legal choices of `group`; raises `InfeasibleError` when constraints leave none.
@@ -255,131 +257,30 @@ class CandidateMaker:
     ) -> tuple[Array, Array]:  # fmt: skip
         """[cases, choices]: seconds per step, and bytes kept for backward by one microbatch."""
         shape = len(self.cases), n_choices
-
-        def over_axes(is_cut: Callable[[JointStrategy], bool]) -> Array:
-            """The share of a rank of what an axis divides where its strategy `is_cut`."""
-            out = np.ones(shape)
-            for axis, joints, column in zip(self._active, per_axis, columns, strict=True):
-                cut = np.array([is_cut(joint) for joint in joints], dtype=bool)[column]
-                out[:, cut] /= self.cases.sizes[:, axis, None]
-            return out
-
-        fractions: dict[str, Array] = {}
-
-        def fraction(value: str) -> Array:
-            if value not in fractions:
-                fractions[value] = over_axes(lambda joint: joint.placements[value].is_shard)
-            return fractions[value]
-
         time_s, kept_bytes = np.zeros(shape), np.zeros(shape)
-        for position, item in enumerate(group.members):
-            labels = [bool(strategy.label) for strategy in item.strategies]
-            labelled = over_axes(lambda joint, p=position, of=labels: of[joint.members[p]])  # type: ignore[misc]
-            moved = np.zeros(shape)
-            for name in (*item.operator.inputs, *item.operator.outputs):
-                moved += self.cases.size_bytes(name)[:, None] * fraction(name)
-            rule = rule_for(str(item.operator.call.op))
-            flops = array_of(
-                self.cases, [rule.flops_of(sizes[item.name]) for sizes in self.sizes_at]
-            )
-            forward, backward = operator_times_s(
-                rule, item.operator, self.cases.type, self.cases.costs[0], flops * labelled, moved
-            )
-            n_like = self.n_like.get(item.name, 1)
-            time_s += n_like * (forward + backward)
-            if any(lowering.inner for lowering in rule.lower.values()):
-                time_s += n_like * self._inner_time_s(item, position, per_axis, columns)
-            kept_bytes += n_like * self._kept_bytes(item, labelled, fraction, first_savers)
+        prices = self._pricer.members(group, per_axis, columns, n_choices, first_savers)
+        for item, price in zip(group.members, prices, strict=True):
+            n_like = self.n_stood_for(item)
+            time_s += n_like * (price.forward_s + price.backward_s)
+            time_s += n_like * (price.inner_s + price.inner_backward_s)
+            kept_bytes += n_like * price.kept_bytes
         return time_s * self.cases.n_microbatches[:, None], kept_bytes
 
-    def _inner_time_s(
-        self, item: PlacedOperator, position: int,
-        per_axis: Sequence[Sequence[JointStrategy]], columns: Sequence[NDArray[np.int64]],
-    ) -> Array:  # fmt: skip
-        """[cases, choices]: the collectives inside a lowered operator."""
-        out = np.zeros((len(self.cases), len(columns[0]) if columns else 1))
-        for c in range(out.shape[1]):
-            joints = [per_axis[k][column[c]] for k, column in enumerate(columns)]
-            chosen = [item.strategies[joint.members[position]] for joint in joints]
-            lowering, axes = lowered_over(chosen, self._active)
-            if lowering is not None:
-                for b in range(len(self.cases)):
-                    out[b, c] = self._inner_in(b, item, chosen, lowering, axes)
-        return out
+    def members(self, table: ChoiceTable) -> tuple[MemberPrice, ...]:
+        """What each operator of the groups that share a table costs, apart; `MemberPrice.kept` has
+        what those groups are charged with."""
+        per_axis: list[list[JointStrategy]] = []
+        columns = []
+        for joints in zip(*table.choices, strict=True):
+            distinct = {id(joint): joint for joint in joints}
+            place = {key: i for i, key in enumerate(distinct)}
+            per_axis.append(list(distinct.values()))
+            columns.append(np.array([place[id(joint)] for joint in joints]))
+        group = table.first
+        charged = {name for i, name in enumerate(group.values) if i not in table.saved}
+        n_choices = len(table.choices)
+        return tuple(self._pricer.members(group, per_axis, columns, n_choices, charged))
 
-    def _inner_in(
-        self, case: int, item: PlacedOperator, chosen: Sequence[AxisStrategy],
-        lowering: Lowering, axes: Sequence[int],
-    ) -> float:  # fmt: skip
-        """Seconds of a lowered operator's collectives in one case."""
-        cost, types = self.cases.costs[case], [self.cases.type(n) for n in item.operator.inputs]
-        itemsize, grads = types[0].itemsize, [t.has_grad for t in types]
-        sizes = dict(self.sizes_at[self.cases.count_of[case]][item.name])
-        for axis, strategy in zip(self._active, chosen, strict=True):
-            for label in (strategy.label or "").split():
-                sizes[item.pattern.names[label]] //= cost.mesh.sizes[axis]
-        n_ranks = math.prod(cost.mesh.sizes[axis] for axis in axes)
-        time_s = 0.0
-        for inner in lowering.inner:
-            if inner.runs(grads):
-                size_bytes = int(lowering.value(inner.size_bytes, sizes, itemsize, n_ranks))
-                time_s += cost.primitive_time_s(inner.kind, size_bytes, tuple(axes))
-        return time_s
-
-    def _kept_bytes(
-        self,
-        item: PlacedOperator,
-        labelled: Array,
-        fraction: Callable[[str], Array],
-        first_savers: set[str],
-    ) -> Array:
-        saved = self.saved.get(item.name)
-        if saved is None:
-            return np.zeros_like(labelled)
-        names = [item.operator.inputs[i] for i in sorted(saved.inputs)]
-        names += [item.operator.outputs[i] for i in sorted(saved.outputs)]
-        batch = self.limits.batch_cells
-        total = saved.other_bytes * labelled
-        if any(n in batch for n in item.operator.outputs + item.operator.inputs):
-            of_counts = [self.cases.n_splits[m] for m in self.cases.distinct_counts]
-            total = total / array_of(self.cases, of_counts)
-        for name in names:
-            if name not in first_savers and name not in self.limits.parameters:
-                first_savers.add(name)
-                total = total + self.cases.size_bytes(name)[:, None] * fraction(name)
-        return total
-
-
-def lowered_over(
-    chosen: Sequence[AxisStrategy], axes: Sequence[int]
-) -> tuple[Lowering | None, tuple[int, ...]]:
-    """What replaces an operator with one strategy per axis, and the axes it communicates over.
-
-    Legal choices replace it by one function or none.
-    """
-    found = [(s.lowering, axis) for s, axis in zip(chosen, axes, strict=True) if s.lowering]
-    return (found[0][0] if found else None), tuple(axis for _, axis in found)
-
-
-def operator_times_s(
-    rule: OpRule, operator: Operator, type_of: Callable[[str], TensorType], cost: CostModel,
-    flops: Array, moved_bytes: Array,
-) -> tuple[Array, Array]:  # fmt: skip
-    """Forward and backward seconds of one operator in one microbatch.
-
-    The backward of a contraction is one more of it per input with gradient; that of fused
-    attention is five products for the forward's two, as it makes the scores again; that of any
-    other operator touches its tensors once more, for the gradients in and out.
-    """
-    if rule.view:
-        return np.zeros_like(moved_bytes), np.zeros_like(moved_bytes)
-    kind: Kind = "memory" if rule.flops is None else "attention" if rule.fused else "product"
-    forward = cost.op_times_s(flops, moved_bytes, kind)
-    if not any(type_of(n).has_grad for n in operator.outputs):
-        return forward, np.zeros_like(forward)
-    if rule.flops is None:
-        return forward, cost.op_times_s(flops, 1.5 * moved_bytes, kind)
-    if rule.fused:
-        return forward, cost.op_times_s(2.5 * flops, 2.0 * moved_bytes, kind, is_backward=True)
-    n_products = sum(type_of(n).has_grad for n in operator.inputs[:2])
-    return forward, n_products * cost.op_times_s(flops, moved_bytes)
+    def n_stood_for(self, item: PlacedOperator) -> int:
+        """How many operators one stands for in its group."""
+        return self.n_like.get(item.name, 1)

@@ -18,9 +18,10 @@ from autopar.cost.memory import optimizer_time_s, static_bytes_per_param
 from autopar.cost.model import CostModel
 from autopar.errors import BatchError
 from autopar.passes.analysis import Analysis
-from autopar.passes.candidates import CandidateMaker, operator_times_s
+from autopar.passes.candidates import CandidateMaker
 from autopar.passes.cases import Case, Cases
 from autopar.passes.constraints import Constraints, Limits
+from autopar.passes.member_prices import operator_times_s
 from autopar.passes.parameters import ParameterMaker
 from autopar.passes.priced import Priced
 from autopar.passes.problem import IntraOpProblem, IntraOpProblems, ProblemBuilder

@@ -16,7 +16,7 @@ from autopar.cost.model import CostModel
 from autopar.factors import Operator, name_sizes
 from autopar.facts import OperatorStrategy, Strategy
 from autopar.passes.analysis import Analysis
-from autopar.passes.candidates import operator_times_s
+from autopar.passes.member_prices import operator_times_s
 from autopar.rules import rule_for
 from autopar.spec import local_bytes
 from autopar.stage_program import UNUSED, InnerCall, Local, Workspace

@@ -15,8 +15,8 @@ from autopar.mesh import LogicalMesh
 from autopar.options import Recompute
 from autopar.passes.analysis import Analysis
 from autopar.passes.boundaries import Side, is_boundary_spec
-from autopar.passes.candidates import lowered_over
 from autopar.passes.groups import PlacedOperator
+from autopar.passes.member_prices import lowered_over
 from autopar.plan_data import (
     StageRecord,
     operator_text,
