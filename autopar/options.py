@@ -115,9 +115,15 @@ class Options:
 
     @property
     def recompute_mode(self) -> Recompute | None:
-        """How every repeated block is recomputed; None: not at all."""
+        """How every repeated block is recomputed; None where nobody says so."""
         words = (self.recompute, self.manual.recompute if self.manual else "none")
         return next((mode for mode in _MODES if mode in words), None)
+
+    @property
+    def searches_recompute(self) -> bool:
+        """May the planner choose what is recomputed? `manual` is no search."""
+        is_free = self.recompute == "auto" and self.manual is None
+        return is_free and "recompute" not in self.forbid
 
     @staticmethod
     def of(**kwargs: Any) -> Options:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,13 +31,12 @@ from autopar.errors import OptionError, PlanError
 from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.passes.analysis import Analysis
-from autopar.passes.evaluate import Predict, Solved, compute_dtype, schedule_name
+from autopar.passes.evaluate import Predict, compute_dtype, schedule_name
 from autopar.passes.fallback import accept_again, accept_missing
 from autopar.passes.join import join
 from autopar.passes.next_best import decisions
 from autopar.passes.padding import find_paddings, pad
 from autopar.passes.planner import Planner
-from autopar.passes.recompute import recomputed_stages
 from autopar.passes.replay import stage_record
 from autopar.pipeline import Pipeline
 from autopar.plan_data import PlanData, parse_storage
@@ -314,7 +313,7 @@ def plan_program(
     analysis = Analysis.of(pad(program, paddings.shapes), options.batch_dims or None)
     report = options.progress if callable(options.progress) else lambda text: None
     outcome = Planner(analysis, mesh, options, _predict_on(mesh, analysis, options), report).run()
-    solved = _with_recompute(outcome.solved, analysis, options)
+    solved = outcome.solved
     padded = paddings.used(item for stage in solved.stages for item in stage.specs())
     is_final = padded == paddings.shapes
     if not is_final:
@@ -355,16 +354,6 @@ def plan_program(
         pipeline = join(solved.stages, ORDERS[schedule_name(options)])
         return Plan(data, bind_lowered(data, analysis, mesh, solved.stages, pipeline))
     return Plan(data, bind(data, analysis, mesh))
-
-
-def _with_recompute(solved: Solved, analysis: Analysis, options: Options) -> Solved:
-    """A solution with the recompute that the user asks for, which the search does not know of:
-    times and memory of its alternatives are those without."""
-    mode = options.recompute_mode
-    if mode is None:
-        return solved
-    stages = recomputed_stages(solved.stages, analysis, mode)
-    return replace(solved, stages=stages)
 
 
 def _predict_on(mesh: Mesh, analysis: Analysis, options: Options) -> Predict:

@@ -42,7 +42,7 @@ class Analysis:
     _groups: dict[int, tuple[Group, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    _kept_bytes: dict[int, float] = field(
+    _kept_bytes: dict[tuple[int, frozenset[int]], float] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     whole: Analysis | None = field(default=None, repr=False, compare=False)
@@ -95,18 +95,20 @@ class Analysis:
         names = self.parameter_names or self.program.parameters
         return sum(self.types.tensors[n].size_bytes for n in names)
 
-    def kept_bytes(self, n_microbatches: int) -> float:
-        """What autograd keeps of one microbatch, unsharded."""
-        if n_microbatches not in self._kept_bytes:
+    def kept_bytes(self, n_microbatches: int, again: frozenset[int] = frozenset()) -> float:
+        """What autograd keeps of one microbatch, unsharded, of operators but those `again`."""
+        key = n_microbatches, again
+        if key not in self._kept_bytes:
             types = self.microbatch_types(n_microbatches).tensors
-            found = [(o, self.saved[o.name]) for o in self.operators if o.name in self.saved]
+            operators = (o for i, o in enumerate(self.operators) if i not in again)
+            found = [(o, self.saved[o.name]) for o in operators if o.name in self.saved]
             kept = {o.inputs[i] for o, saved in found for i in saved.inputs}
             kept |= {o.outputs[i] for o, saved in found for i in saved.outputs}
             other_bytes = sum(saved.other_bytes for _, saved in found)
-            self._kept_bytes[n_microbatches] = sum(
+            self._kept_bytes[key] = sum(
                 types[n].size_bytes for n in kept - self.program.parameters.keys()
             ) + other_bytes / self.batch.n_splits(n_microbatches)
-        return self._kept_bytes[n_microbatches]
+        return self._kept_bytes[key]
 
     def microbatch_types(self, n_microbatches: int) -> Types:
         """Types of one microbatch; raises `BatchError` when the batch does not divide."""

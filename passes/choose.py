@@ -15,12 +15,13 @@ from typing import Protocol, TypeVar
 
 from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError
-from autopar.facts import OperatorStrategy, Storage, Strategy
+from autopar.facts import OperatorStrategy, Recomputed, Storage, Strategy
 from autopar.passes.analysis import Analysis
 from autopar.passes.boundaries import Side
 from autopar.passes.constraints import Constraints
 from autopar.passes.folding import Folded
 from autopar.passes.intra_op import ProblemBatch, ProblemFamilies, intra_op_problem
+from autopar.passes.recompute import Recomputable
 from autopar.passes.repeated import Repeated, placed_once, repeated_problem
 from autopar.passes.solvers import Infeasible, Solver, TooWide, solve
 from autopar.passes.solvers.repeats_select import RepeatedSolver
@@ -35,6 +36,8 @@ CLOSE_GAP_S = 10.0
 # Repeated blocks leave a gap where they cannot share what a budget leaves; to close a narrower one
 # than this takes the whole problem.
 FOLDED_GAP_GOAL = 2e-2
+# A mode for each block is coarse; what is best without recompute is compared with (`Evaluator`).
+MODES_GAP_GOAL = 5e-2
 C = TypeVar("C", contravariant=True)
 # A problem: the batch it was built in, its place there, microbatches in flight.
 _Case = tuple[ProblemBatch, int, int]
@@ -94,6 +97,7 @@ class Chooser:
     optimizer: str
     families: Sequence[tuple[CostModel, ...]] = ()
     counts: Sequence[int] = ()
+    recomputable: Recomputable | None = None
     _first: dict[ProblemBatch, Repeated | None] = field(default_factory=dict)
     _repeats: dict[_Case, tuple[Repeated, RepeatedSolver] | None] = field(default_factory=dict)
 
@@ -103,8 +107,9 @@ class Chooser:
             return placed_once(self.folded, m)
 
         return ProblemFamilies(
-            self.folded.analysis, self.optimizer, self.families, self.counts, n_like
-        )
+            self.folded.analysis, self.optimizer, self.families, self.counts, n_like,
+            self.recomputable,
+        )  # fmt: skip
 
     def choose(
         self,
@@ -122,7 +127,10 @@ class Chooser:
                 chosen = self._by_copies(*solved, ask, budget_bytes, time_limit_s)
                 if chosen is not None:
                     return chosen
-        return choose(self.folded.whole, ask, self.optimizer, budget_bytes, solver, time_limit_s)
+        return choose(
+            self.folded.whole, ask, self.optimizer, budget_bytes, solver, time_limit_s,
+            self.recomputable,
+        )  # fmt: skip
 
     def _repeated(self, ask: Ask, cost: CostModel) -> tuple[Repeated, RepeatedSolver] | None:
         """The problem of all blocks, and what is known of it so far; None where one does not stand
@@ -153,7 +161,9 @@ class Chooser:
             return None
         if isinstance(solution, Infeasible):
             raise _infeasible(solution, budget_bytes, ask.cost)
-        if solution.gap > max(ask.gap_goal, FOLDED_GAP_GOAL):
+        is_coarse = self.recomputable is not None and self.recomputable.is_choice
+        enough = MODES_GAP_GOAL if is_coarse else FOLDED_GAP_GOAL
+        if solution.gap > max(ask.gap_goal, enough):
             return None
         choice = solution.choice
         priced = whole
@@ -181,6 +191,7 @@ def choose(
     budget_bytes: float | None,
     solver: Solver = "auto",
     time_limit_s: float | None = None,
+    recomputable: Recomputable | None = None,
 ) -> Chosen:
     """The fastest strategy of a program within `budget_bytes` per device.
 
@@ -190,7 +201,7 @@ def choose(
     Raises `InfeasibleError` naming the bytes that are missing.
     """
     m, constraints = ask.n_microbatches, ask.constraints
-    found = intra_op_problem(analysis, ask.cost, m, constraints, optimizer)
+    found = intra_op_problem(analysis, ask.cost, m, constraints, optimizer, None, recomputable)
     problem = found.under(budget_bytes, ask.n_in_flight)
     limit_s = CLOSE_GAP_S if time_limit_s is None and solver == "auto" else time_limit_s
     solution = solve(problem.numbers, solver, limit_s, gap_goal=ask.gap_goal)
@@ -198,7 +209,8 @@ def choose(
         raise _infeasible(solution, budget_bytes, ask.cost)
     choice, priced = solution.choice, problem
     if ask.runs_on is not None:
-        priced = intra_op_problem(analysis, ask.runs_on, m, constraints, optimizer)
+        cost = ask.runs_on
+        priced = intra_op_problem(analysis, cost, m, constraints, optimizer, None, recomputable)
         assert priced.structure == problem.structure, "machines differ in their numbers alone"
     return Chosen(
         priced.numbers.evaluate(choice).cost_s,
@@ -218,6 +230,7 @@ class _Readable(Protocol[C]):
     def operators(self, choice: C) -> Mapping[str, OperatorStrategy]: ...
     def storage(self, choice: C) -> Mapping[str, Storage]: ...
     def boundaries(self, choice: C, side: Side) -> Mapping[str, Spec]: ...
+    def recomputed(self, choice: C) -> tuple[Recomputed, ...]: ...
 
 
 def _strategy(analysis: Analysis, problem: _Readable[C], choice: C, ask: Ask) -> Strategy:
@@ -232,6 +245,7 @@ def _strategy(analysis: Analysis, problem: _Readable[C], choice: C, ask: Ask) ->
         "sequence" in ask.constraints.forbid,
         problem.boundaries(choice, "received"),
         problem.boundaries(choice, "sent"),
+        problem.recomputed(choice),
     )
 
 
@@ -253,6 +267,6 @@ def too_little_memory(budget_bytes: float, least_bytes: float, where: str) -> In
         f"no plan fits in {format_bytes(budget_bytes)} per device; the leanest needs "
         f"{format_bytes(least_bytes)}, {format_bytes(missing)} more",
         where=where,
-        hint="use more microbatches or devices, allow ZeRO, or raise memory_limit",
+        hint="use more microbatches or devices, allow ZeRO and recompute, or raise memory_limit",
         least_bytes=least_bytes,
     )

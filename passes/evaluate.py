@@ -11,10 +11,10 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from bisect import insort
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -25,13 +25,14 @@ from autopar.mesh import Device, Link, LogicalMesh
 from autopar.options import Options
 from autopar.passes.abridge import Abridger
 from autopar.passes.analysis import Analysis
-from autopar.passes.choose import Ask, Chooser, Chosen, too_little_memory
+from autopar.passes.choose import GAP_GOAL, Ask, Chooser, Chosen, too_little_memory
 from autopar.passes.cut import cut
-from autopar.passes.folding import find_runs, fold
+from autopar.passes.folding import Run, find_runs, fold
 from autopar.passes.intra_op import least_bytes
 from autopar.passes.join import LaidStage
 from autopar.passes.layout import Candidate, StageLayout
 from autopar.passes.played import Boundary, Worked, step_s
+from autopar.passes.recompute import Recomputable, aligned_runs
 from autopar.passes.solvers.problem import within
 from autopar.pipeline import Pipeline
 from autopar.predicted import Predicted
@@ -44,9 +45,9 @@ SCORE_REL = 0.02
 # pipelines leave out gradients of tied parameters, and how a stage's time divides into forward and
 # backward.
 UNSEEN_REL = 0.05
-# Budgets that a candidate is solved again with, where what runs needs more than the solver's
-# account of it: gathered parameters, buckets, what operators need while they run.
-N_BUDGETS = 8
+# Budgets of which some are tried, where what runs needs more than the solver's account of it:
+# gathered parameters, buckets, what operators need while they run, and a block that runs again.
+N_BUDGETS = 32
 # (pipeline, the stages' costs) -> what a step takes
 Predict = Callable[[Pipeline, Sequence[CostModel]], Predicted]
 
@@ -116,12 +117,13 @@ class Evaluator:
     counts: Sequence[int] = ()
     deadline: float = math.inf
     _chosen: dict[object, Chosen] = field(default_factory=dict)
-    _choosers: dict[int, Chooser] = field(default_factory=dict)
+    _choosers: dict[tuple[int, bool], Chooser] = field(default_factory=dict)
     _abridgers: dict[int, Abridger] = field(default_factory=dict)
     _parts: dict[tuple[int, ...], tuple[Analysis, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.dtype = compute_dtype(self.analysis)
+        self.recomputable = Recomputable.of(self.analysis, self.options)
 
     def parts(self, ends: tuple[int, ...]) -> tuple[Analysis, ...]:
         """The analyses of the stages that end so; of one stage, the whole."""
@@ -180,8 +182,31 @@ class Evaluator:
         ]  # fmt: skip
 
     def simulated(self, scored: Scored) -> Solved:
-        """The stages lowered and simulated; where that needs more than the budget, those of
-        a smaller one.
+        """The stages lowered, joined and simulated; where that needs more than the budget, those of
+        a smaller one. Where recompute leaves a gap, what is best without it if that is better.
+
+        Raises `InfeasibleError` where none fits.
+        """
+        found, plain = self._fitted(scored), self._without_recompute
+        if plain is None or found.gap <= GAP_GOAL:
+            return found
+        try:
+            other = plain._fitted(plain.scored(scored.candidate, self.budget_bytes))
+        except InfeasibleError:
+            return found
+        bound_s = found.objective_s * (1 - found.gap)
+        other = replace(other, gap=1 - bound_s / other.objective_s)
+        return min(found, other, key=lambda solved: solved.step_time_s)
+
+    @cached_property
+    def _without_recompute(self) -> Evaluator | None:
+        """None where recompute is not what is searched."""
+        if self.recomputable is None or not self.recomputable.is_choice:
+            return None
+        return replace(self, options=replace(self.options, recompute="none"))
+
+    def _fitted(self, scored: Scored) -> Solved:
+        """The candidate within the budget, or within one at which its peak is.
 
         Raises `InfeasibleError` where none fits.
         """
@@ -190,28 +215,37 @@ class Evaluator:
             return solved
         # Smaller budgets solve another problem; what is proven of this one holds.
         bound_s, least_bytes = solved.objective_s * (1 - solved.gap), peak_bytes
-        known_bytes = {scored.size_bytes}
-        for budget_bytes in self._smaller_budgets(scored.candidate):
-            leaner = self.scored(scored.candidate, budget_bytes)
-            if leaner.size_bytes in known_bytes:
-                continue
-            known_bytes.add(leaner.size_bytes)
-            solved, peak_bytes = self._simulated(leaner)
+        size_bytes, known = scored.size_bytes, {scored.size_bytes: (solved, peak_bytes)}
+        budgets, fitting = self._smaller_budgets(scored.candidate), None
+        low, high = 0, len(budgets)
+        while low < high:
+            if fitting is None:  # as much more is needed as was needed here
+                wanted_bytes = self.budget_bytes - (peak_bytes - size_bytes)
+                at = bisect_left(budgets, -wanted_bytes, low, high - 1, key=lambda b: -b)
+            else:
+                at = (low + high) // 2
+            leaner = self.scored(scored.candidate, budgets[at])
+            size_bytes = leaner.size_bytes
+            if size_bytes not in known:
+                known[size_bytes] = self._simulated(leaner)
+            solved, peak_bytes = known[size_bytes]
             if within(self.budget_bytes, peak_bytes):
-                gap = max(solved.gap, 1 - bound_s / solved.objective_s)
-                return replace(solved, gap=0.0 if solved.candidate.is_recipe else gap)
-            least_bytes = min(least_bytes, peak_bytes)
-        raise too_little_memory(self.budget_bytes, least_bytes, scored.candidate.name)
+                fitting, high = solved, at
+            else:
+                least_bytes, low = min(least_bytes, peak_bytes), at + 1
+        if fitting is None:
+            raise too_little_memory(self.budget_bytes, least_bytes, scored.candidate.name)
+        gap = max(fitting.gap, 1 - bound_s / fitting.objective_s)
+        return replace(fitting, gap=0.0 if fitting.candidate.is_recipe else gap)
 
-    def _smaller_budgets(self, candidate: Candidate) -> Iterator[float]:
-        """Those below the budget, from what the fastest placements keep to what the leanest do, in
-        steps that do not depend on the budget: so that with less memory no plan is faster."""
+    def _smaller_budgets(self, candidate: Candidate) -> list[float]:
+        """Those below the budget, falling, from what the fastest placements keep to what the
+        leanest do, in steps that do not depend on the budget: so that with less memory no plan is
+        faster."""
         free = max(chosen.size_bytes for chosen in self._choices(candidate, None))
         least_bytes = self._least_bytes(candidate)
-        for k in range(1, N_BUDGETS + 1):
-            budget_bytes = free + (least_bytes - free) * k / N_BUDGETS
-            if budget_bytes <= self.budget_bytes:
-                yield budget_bytes
+        steps = (free + (least_bytes - free) * k / N_BUDGETS for k in range(1, N_BUDGETS + 1))
+        return [budget_bytes for budget_bytes in steps if budget_bytes <= self.budget_bytes]
 
     def _least_bytes(self, candidate: Candidate) -> float:
         """The smallest budget that a candidate has placements for.
@@ -316,7 +350,7 @@ class Evaluator:
         return all(
             least_bytes(
                 part, CostModel(layout.view, self.dtype), m, self.options.optimizer,
-                n_in_flight(name, k, len(parts), m),
+                n_in_flight(name, k, len(parts), m), self.recomputable,
             )
             <= self.budget_bytes
             for k, (part, layout) in enumerate(zip(parts, candidate.stages, strict=True))
@@ -352,17 +386,23 @@ class Evaluator:
 
     def _abridger(self, part: Analysis) -> Abridger:
         if id(part) not in self._abridgers:
-            self._abridgers[id(part)] = Abridger(part, self._chooser(part).folded.runs)
+            self._abridgers[id(part)] = Abridger(part, self._runs(part, self.recomputable))
         return self._abridgers[id(part)]
 
-    def _chooser(self, part: Analysis) -> Chooser:
-        if id(part) not in self._choosers:  # parts live as long as this
+    @staticmethod
+    def _runs(part: Analysis, recomputable: Recomputable | None) -> tuple[Run, ...]:
+        return find_runs(part) if recomputable is None else aligned_runs(part, recomputable)
+
+    def _chooser(self, part: Analysis, recomputable: Recomputable | None) -> Chooser:
+        key = id(part), recomputable is not None  # parts live as long as this
+        if key not in self._choosers:
             real = tuple(CostModel(view, self.dtype) for view in self.views)
             families = (real, tuple(map(recipe_cost, real)))
-            self._choosers[id(part)] = Chooser(
-                fold(part, find_runs(part)), self.options.optimizer, families, self.counts
-            )
-        return self._choosers[id(part)]
+            self._choosers[key] = Chooser(
+                fold(part, self._runs(part, recomputable)),
+                self.options.optimizer, families, self.counts, recomputable,
+            )  # fmt: skip
+        return self._choosers[key]
 
     def _left_s(self) -> float | None:
         """Until the deadline; None where there is none."""
@@ -379,16 +419,26 @@ class Evaluator:
         depth: int,
         budget_bytes: float | None,
     ) -> Chosen:
+        """Recompute is chosen where the fastest placements without it do not fit."""
+        recomputable = self.recomputable
+        if recomputable is not None and recomputable.is_choice:
+            if budget_bytes is None:
+                recomputable = None
+            else:
+                free = self._choose(part, layout, place, n_microbatches, depth, None)
+                if within(budget_bytes, free.size_bytes):
+                    return free
         view, (ends, k) = layout.view, place
         operators = (ends[k - 1] if k else 0, ends[k])
         limits = repr(layout.constraints)
-        key = (operators, view.placement, limits, n_microbatches, depth, budget_bytes)
+        again = recomputable is not None
+        key = (operators, view.placement, limits, n_microbatches, depth, budget_bytes, again)
         if key not in self._chosen:
             cost, constraints = CostModel(view, self.dtype), layout.constraints
             ask = Ask(cost, n_microbatches, constraints, depth)
             if constraints.roles:
                 ask = replace(ask, cost=recipe_cost(cost), runs_on=cost)
-            self._chosen[key] = self._chooser(part).choose(
+            self._chosen[key] = self._chooser(part, recomputable).choose(
                 ask, budget_bytes, self.options.solver, self._left_s()
             )
         return self._chosen[key]

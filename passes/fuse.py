@@ -31,7 +31,7 @@ from autopar.stage_program import (
     writes,
 )  # fmt: skip
 
-_FUSED = {"aten.mm.default": "aten.addmm.default", "aten.linear.default": "aten.linear.default"}
+FUSED = {"aten.mm.default": "aten.addmm.default", "aten.linear.default": "aten.linear.default"}
 
 
 def fuse_bias(
@@ -57,7 +57,7 @@ def fuse_bias(
             moved_past = {n for between in body[at + 1 : i] for n in writes(between)}
             if _is_bias(biases[bias], product, line) and moved_past.isdisjoint(reads(product)):
                 out[at], out[i] = None, _fused(product, line, bias)
-        if line.target in _FUSED and line.lowered is None and len(line.args) == 2:
+        if line.target in FUSED and line.lowered is None and len(line.args) == 2:
             products[line.outs[0].name] = i
     return [line for line in out if line is not None]
 
@@ -97,7 +97,7 @@ def _fused(product: CallLine, total: CallLine, bias: str) -> CallLine:
     return replace(
         product,
         outs=total.outs,
-        target=_FUSED[product.target],
+        target=FUSED[product.target],
         args=(Ref(bias), first, second) if is_mm else (first, second, Ref(bias)),
         flops=product.flops + total.flops,
         model_flops=product.model_flops + total.model_flops,

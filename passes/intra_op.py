@@ -25,6 +25,8 @@ from autopar.passes.member_prices import operator_times_s
 from autopar.passes.parameters import ParameterMaker
 from autopar.passes.priced import Priced
 from autopar.passes.problem import IntraOpProblem, IntraOpProblems, ProblemBuilder
+from autopar.passes.recompute import Recomputable
+from autopar.passes.recompute_choice import add_recompute
 from autopar.passes.reshard import ReshardTable, priced_alike
 from autopar.rules import rule_for
 
@@ -33,9 +35,11 @@ MOST_CASES = 128
 
 
 def least_bytes(
-    analysis: Analysis, cost: CostModel, n_microbatches: int, optimizer: str, n_in_flight: int = 1
-) -> float:
-    """What a device needs at least, had every tensor a share on every rank.
+    analysis: Analysis, cost: CostModel, n_microbatches: int, optimizer: str, n_in_flight: int = 1,
+    recomputable: Recomputable | None = None,
+) -> float:  # fmt: skip
+    """What a device needs at least, had every tensor a share on every rank, and ran everything
+    again that may.
 
     Costs nothing beside solving, and rules out most numbers of microbatches that do not fit.
     """
@@ -47,7 +51,8 @@ def least_bytes(
         * (static if types[n].has_grad else types[n].itemsize)
         for n in analysis.program.parameters
     )
-    kept = n_in_flight * analysis.kept_bytes(n_microbatches)
+    again = recomputable.operators_within(analysis) if recomputable else frozenset()
+    kept = n_in_flight * analysis.kept_bytes(n_microbatches, again)
     return (parameters + kept) / cost.mesh.n_ranks
 
 
@@ -75,13 +80,16 @@ def intra_op_problem(
     constraints: Constraints,
     optimizer: str,
     n_like: Mapping[str, int] | None = None,
+    recomputable: Recomputable | None = None,
 ) -> IntraOpProblem:
     """The choice problem of a program, whole or of one stage, on one logical mesh.
 
-    `n_like` counts operators that some stand for within their group (`placed_once`).
+    `n_like` counts operators that some stand for within their group (`placed_once`);
+    `recomputable` is what may run again in backward.
     """
     case = (cost, n_microbatches)
-    return intra_op_problems(analysis, (case,), constraints, optimizer, n_like).of(0)
+    found = intra_op_problems(analysis, (case,), constraints, optimizer, n_like, recomputable)
+    return found.of(0)
 
 
 def intra_op_problems(
@@ -90,6 +98,7 @@ def intra_op_problems(
     constraints: Constraints,
     optimizer: str,
     n_like: Mapping[str, int] | None = None,
+    recomputable: Recomputable | None = None,
 ) -> IntraOpProblems:
     """`intra_op_problem` in several cases, whose meshes use the same axes of the same devices, and
     whose numbers of microbatches are alike (`alike_counts`)."""
@@ -115,7 +124,11 @@ def intra_op_problems(
     # Many tensors are updated in one launch, so each pays for its elements alone.
     update = optimizer_time_s(1.0, optimizer, dtype, device, n_tensors=0) / dtype.itemsize
     parameters = ParameterMaker(stacked, limits, static, update)
-    return ProblemBuilder(program, stacked, parameters, priced).build(candidates)
+    builder = ProblemBuilder(program, stacked, parameters, priced)
+    builder.connect(candidates)
+    if recomputable is not None:
+        add_recompute(builder, candidates, maker, analysis, recomputable)
+    return builder.finished(candidates)
 
 
 def alike_counts(analysis: Analysis, counts: Sequence[int]) -> list[tuple[int, ...]]:
@@ -148,7 +161,7 @@ class ProblemFamilies:
     same axes have theirs built together, for several of the `counts` of microbatches, when the
     first of them is asked for.
 
-    `n_like` gives `intra_op_problems`'s for a number of microbatches.
+    `n_like` gives `intra_op_problems`'s for a number of microbatches, `recomputable` is its.
     """
 
     analysis: Analysis
@@ -156,6 +169,7 @@ class ProblemFamilies:
     families: Sequence[tuple[CostModel, ...]] = ()
     counts: Sequence[int] = ()
     n_like: Callable[[int], Mapping[str, int]] = lambda m: {}
+    recomputable: Recomputable | None = None
     _built: dict[object, ProblemBatch] = field(default_factory=dict)
 
     @cached_property
@@ -186,8 +200,9 @@ class ProblemFamilies:
         if key not in self._built:
             cases = tuple((c, m) for m in counts for c in costs)
             problems = intra_op_problems(
-                self.analysis, cases, constraints, self.optimizer, self.n_like(n_microbatches)
-            )
+                self.analysis, cases, constraints, self.optimizer, self.n_like(n_microbatches),
+                self.recomputable,
+            )  # fmt: skip
             self._built[key] = ProblemBatch(cases, problems)
         return self._built[key]
 

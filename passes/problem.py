@@ -27,7 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.errors import InfeasibleError
-from autopar.facts import OperatorStrategy, Storage
+from autopar.facts import OperatorStrategy, Recomputed, Storage
+from autopar.options import Recompute
 from autopar.passes.boundaries import Side, boundary_specs
 from autopar.passes.candidates import GroupCandidates
 from autopar.passes.cases import Cases
@@ -64,6 +65,33 @@ class Variable:
 
 
 @dataclass(frozen=True)
+class ReshardEdge:
+    """The edge of a value's reshard, from its maker to a reader or to what several share; the
+    groups that read it."""
+
+    edge: int
+    value: str
+    source: int
+    target: int
+    readers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RangeMode:
+    """Operators next to each other, and how they run again (None: they do not); `variable` chooses
+    among several modes."""
+
+    operators: tuple[str, ...]
+    modes: tuple[Recompute | None, ...]
+    variable: int | None
+
+    def recomputed(self, choice: int | None) -> Recomputed | None:
+        """With a choice of its variable, if it has one."""
+        mode = self.modes[0 if choice is None else choice]
+        return None if mode is None else Recomputed(mode, self.operators)
+
+
+@dataclass(frozen=True)
 class IntraOpProblem:
     """The numbers, and what each variable's choices mean."""
 
@@ -73,20 +101,28 @@ class IntraOpProblem:
     parameter_variables: Mapping[str, int]
     boundary_variables: Mapping[tuple[Side, str], int] = field(default_factory=dict)
     boundary_choices: Mapping[tuple[Side, str], SpecColumn] = field(default_factory=dict)
+    modes: tuple[RangeMode, ...] = ()
 
     def under(self, budget_bytes: float | None, n_in_flight: int = 1) -> IntraOpProblem:
         """The same with a budget, and several microbatches' activations kept at once."""
-        n, kept = len(self.candidates), self.numbers.bytes
+        numbers = replace(self.numbers, budget_bytes=budget_bytes)
         if n_in_flight > 1:
-            of_tables: dict[int, Array] = {}  # alike groups stay alike
-            kept = (
-                *(
-                    of_tables.setdefault(id(c.table), of_group * n_in_flight)
-                    for c, of_group in zip(self.candidates, kept, strict=False)
-                ),
-                *kept[n:],
-            )
-        return replace(self, numbers=replace(self.numbers, bytes=kept, budget_bytes=budget_bytes))
+            kept, edges = self._in_flight(numbers.bytes, numbers.edges, n_in_flight)
+            numbers = replace(numbers, bytes=kept, edges=edges)
+        return replace(self, numbers=numbers)
+
+    def _in_flight(
+        self, kept: Sequence[Array], edges: Sequence[Edge], n: int | Array
+    ) -> tuple[tuple[Array, ...], tuple[Edge, ...]]:
+        """Bytes with several microbatches' activations kept: all but those of parameters."""
+        stored, times = set(self.parameter_variables.values()), _Multiplier(n)
+        return (
+            tuple(a if v in stored else times(a) for v, a in enumerate(kept)),
+            tuple(
+                e if e.bytes is None or e.u in stored else replace(e, bytes=times(e.bytes))
+                for e in edges
+            ),
+        )
 
     @property
     def structure(self) -> Hashable:
@@ -130,6 +166,28 @@ class IntraOpProblem:
             for name, index in self.parameter_variables.items()
         }
 
+    def recomputed(self, choice: Sequence[int]) -> tuple[Recomputed, ...]:
+        """What runs again in backward, in order."""
+        found = (
+            of.recomputed(None if of.variable is None else choice[of.variable]) for of in self.modes
+        )
+        return tuple(item for item in found if item is not None)
+
+
+class _Multiplier:
+    """Multiplies arrays, equal ones once: alike groups stay alike. `n` may be one of each case."""
+
+    def __init__(self, n: int | Array) -> None:
+        self.n, self._known = n, dict[Hashable, Array]()
+
+    def __call__(self, array: Array) -> Array:
+        key = (array.ctypes.data, array.shape, array.strides)
+        if key not in self._known:
+            n = self.n
+            each = n if isinstance(n, int) else n.reshape(-1, *(1 for _ in array.shape[1:]))
+            self._known[key] = array * each
+        return self._known[key]
+
 
 @dataclass(frozen=True)
 class IntraOpProblems:
@@ -141,16 +199,12 @@ class IntraOpProblems:
 
     def in_flight(self, cases: Sequence[int], depths: Sequence[int]) -> ChoiceProblems:
         """Of some cases, with so many microbatches' activations kept at once in each."""
-        some, n = self.numbers.some(cases), len(self.first.candidates)
+        some = self.numbers.some(cases)
         if max(depths) == 1:
             return some
-        each = np.array(depths, dtype=np.float64)[:, None]
-        of_tables: dict[int, Array] = {}  # alike groups stay alike
-        kept = (
-            of_tables.setdefault(id(c.table), of_group * each)
-            for c, of_group in zip(self.first.candidates, some.bytes, strict=False)
-        )
-        return replace(some, bytes=(*kept, *some.bytes[n:]))
+        each = np.array(depths, dtype=np.float64)
+        kept, edges = self.first._in_flight(some.bytes, some.edges, each)
+        return replace(some, bytes=kept, edges=edges)
 
     def of(self, case: int) -> IntraOpProblem:
         """The problem of one of the cases."""
@@ -170,8 +224,11 @@ class ProblemBuilder:
     storages: dict[str, tuple[Storage, ...]] = field(default_factory=dict)
     parameter_variables: dict[str, int] = field(default_factory=dict)
     boundary_variables: dict[tuple[Side, str], int] = field(default_factory=dict)
+    reshards: list[ReshardEdge] = field(default_factory=list)
+    modes: list[RangeMode] = field(default_factory=list)
 
-    def build(self, candidates: Sequence[GroupCandidates]) -> IntraOpProblems:
+    def connect(self, candidates: Sequence[GroupCandidates]) -> None:
+        """Make all variables and edges."""
         producer: dict[str, int] = {}
         for index, c in enumerate(candidates):
             self.variables.append(
@@ -192,6 +249,9 @@ class ProblemBuilder:
         for name in self.program.parameters:
             self._connect_parameter(name, consumers.get(name, []))
         self._price_ends(producer)
+
+    def finished(self, candidates: Sequence[GroupCandidates]) -> IntraOpProblems:
+        """The problems of what there is now."""
         numbers = ChoiceProblems(
             len(self.cases),
             tuple(v.name for v in self.variables),
@@ -206,7 +266,7 @@ class ProblemBuilder:
         }
         first = IntraOpProblem(
             numbers.of(0), tuple(candidates), dict(self.storages), dict(self.parameter_variables),
-            dict(self.boundary_variables), crossing,
+            dict(self.boundary_variables), crossing, tuple(self.modes),
         )  # fmt: skip
         return IntraOpProblems(numbers, first, self.tables)
 
@@ -247,10 +307,11 @@ class ProblemBuilder:
             alike.setdefault(reader.kind, []).append(reader.variable)
         for members in alike.values():
             if len(members) == 1:
-                self._reshard_edge(value, source, members[0])
+                target = members[0]
             else:
-                shared = self._add_reuse(value, members)
-                self._reshard_edge(value, source, shared)
+                target = self._add_reuse(value, members)
+            edge = self._reshard_edge(value, source, target)
+            self.reshards.append(ReshardEdge(edge, value, source, target, tuple(members)))
 
     def _add_reuse(self, value: str, members: Sequence[int]) -> int:
         """A variable for the placement that `members` share; they must equal it."""
@@ -279,12 +340,14 @@ class ProblemBuilder:
             Edge(shared, member, found.cost_s, found.tie, None, mine.code, theirs.code)
         )
 
-    def _reshard_edge(self, value: str, source: int, target: int) -> None:
+    def _reshard_edge(self, value: str, source: int, target: int) -> int:
+        """Its place among the edges."""
         made, wanted = self.variables[source].specs[value], self.variables[target].specs[value]
         found = self.priced.reshards(self.cases, self.tables(value), made, wanted)
         self.edges.append(
             Edge(source, target, found.cost_s, found.tie, None, made.code, wanted.code)
         )
+        return len(self.edges) - 1
 
     def _price_ends(self, producer: Mapping[str, int]) -> None:
         """The loss ends Invariant on every axis, so that every rank seeds backward with 1; what

@@ -1,4 +1,4 @@
-"""Recompute as a user asks for it: every repeated block of every stage, in one mode.
+"""What may be recomputed: every repeated block of a program, and in which modes.
 
 The blocks are those of the whole program (`folding.find_runs`, two alike being enough), so that
 a stage with one layer has them too; where stages cut through a block, each has its part. A run
@@ -9,25 +9,30 @@ of a run is recomputed as well.
     full, selective    the whole block
     attention-core     fused attention alone; else what is between two products of activations
                        with a softmax between them, and those products  (`_attention_cores`)
+
+A mode that the user asks for is that of all blocks. "auto" leaves it to the search, block by block,
+where the fastest placements without recompute do not fit (`Evaluator`); it weighs the modes of
+`SEARCHED` (`recompute_choice.py`).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field
 from typing import get_args
 
 from autopar.errors import NotSupportedError
 from autopar.facts import Recomputed
-from autopar.options import Recompute
+from autopar.options import Options, Recompute
 from autopar.passes.analysis import Analysis
-from autopar.passes.folding import Run, find_runs
-from autopar.passes.join import LaidStage
+from autopar.passes.folding import KEPT, Run, find_runs
 from autopar.rules import rule_for
 
 LEAST_BLOCKS = 2
 MODES: tuple[Recompute, ...] = get_args(Recompute)
+# What the search weighs, least effort first.
+SEARCHED: tuple[Recompute | None, ...] = (None, "selective", "full")
 _FUSED_ATTENTION = "scaled_dot_product"
 _SOFTMAX = ("aten._softmax.default", "aten.softmax.int", "aten._safe_softmax.default")
 
@@ -35,18 +40,78 @@ _SOFTMAX = ("aten._softmax.default", "aten.softmax.int", "aten._safe_softmax.def
 Block = range
 
 
-def recomputed_stages(
-    stages: Sequence[LaidStage], analysis: Analysis, mode: Recompute
-) -> tuple[LaidStage, ...]:
-    """The stages of a program with all their repeated blocks recomputed.
+@dataclass(frozen=True)
+class Recomputable:
+    """Ranges of operators by name, next to each other, in order; and the modes that each may be
+    in, of which None is not to run again. One mode is no choice."""
 
-    Raises `NotSupportedError` where the program has nothing of the kind.
-    """
-    wanted = recomputed_operators(analysis, mode)
-    return tuple(
-        replace(s, strategy=replace(s.strategy, recomputed=tuple(_within(s.analysis, wanted))))
-        for s in stages
+    ranges: tuple[tuple[str, ...], ...]
+    modes: tuple[Recompute | None, ...]
+    _within: dict[int, tuple[Analysis, tuple[range, ...]]] = field(
+        default_factory=dict, repr=False, compare=False
     )
+
+    @staticmethod
+    def of(analysis: Analysis, options: Options) -> Recomputable | None:
+        """What the options let be recomputed of a program; None where that is nothing.
+
+        Raises `NotSupportedError` where a user asks for a mode, and the program has nothing of the
+        kind.
+        """
+        mode = options.recompute_mode
+        if mode is not None:
+            wanted = recomputed_operators(analysis, mode)
+            return Recomputable(tuple(item.operators for item in wanted), (mode,))
+        if not (options.searches_recompute and analysis.program.training):
+            return None
+        names = [o.name for o in analysis.operators]
+        ranges = tuple(tuple(names[r.start : r.stop]) for r in blocks(analysis))
+        return Recomputable(ranges, SEARCHED) if ranges else None
+
+    def within(self, part: Analysis) -> tuple[range, ...]:
+        """What of the ranges a part of the program has: positions among its operators, of which
+        those of one range are next to each other."""
+        if id(part) not in self._within:
+            place = {operator.name: i for i, operator in enumerate(part.operators)}
+            found = []
+            for names in self.ranges:
+                own = [place[name] for name in names if name in place]
+                if own:
+                    assert own == list(range(own[0], own[-1] + 1)), "a range is cut, not thinned"
+                    found.append(range(own[0], own[-1] + 1))
+            self._within[id(part)] = part, tuple(found)
+        return self._within[id(part)][1]
+
+    def operators_within(self, part: Analysis) -> frozenset[int]:
+        """The positions in all its ranges."""
+        return frozenset(i for positions in self.within(part) for i in positions)
+
+    @property
+    def is_choice(self) -> bool:
+        return len(self.modes) > 1
+
+
+def aligned_runs(part: Analysis, recomputable: Recomputable) -> tuple[Run, ...]:
+    """The repeated blocks of a program (`folding.find_runs`), cut where ranges begin; none where
+    ranges and blocks are not the same, so that no block stands for others."""
+    starts = [positions.start for positions in recomputable.within(part)]
+    runs = tuple(_shifted(run, starts) for run in find_runs(part))
+    runs = tuple(run for run in runs if run.count > KEPT)
+    places = {i: (run, (i - run.start) // run.period) for run in runs for i in _positions(run)}
+    for positions in recomputable.within(part):
+        if len({places.get(i) for i in positions}) > 1:
+            return ()
+    return runs
+
+
+def _positions(run: Run) -> range:
+    return range(run.start, run.end)
+
+
+def _shifted(run: Run, starts: Sequence[int]) -> Run:
+    """From the first of the starts within its first block on."""
+    first = next((i for i in starts if run.start <= i < run.start + run.period), run.start)
+    return Run(first, run.period, (run.end - first) // run.period)
 
 
 def recomputed_operators(analysis: Analysis, mode: Recompute) -> tuple[Recomputed, ...]:
@@ -71,15 +136,6 @@ def recomputed_operators(analysis: Analysis, mode: Recompute) -> tuple[Recompute
             )
     names = [o.name for o in analysis.operators]
     return tuple(Recomputed(mode, tuple(names[r.start : r.stop])) for r in ranges)
-
-
-def _within(part: Analysis, wanted: Sequence[Recomputed]) -> Iterator[Recomputed]:
-    """What of it one stage has."""
-    own = {operator.name for operator in part.operators}
-    for item in wanted:
-        names = tuple(name for name in item.operators if name in own)
-        if names:
-            yield Recomputed(item.mode, names)
 
 
 # -- blocks ----------------------------------------------------------------------------------------

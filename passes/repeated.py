@@ -10,13 +10,14 @@ whole program; where a block is joined otherwise, there is no such problem (`rep
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 
-from autopar.facts import OperatorStrategy, Storage
+from autopar.facts import OperatorStrategy, Recomputed, Storage
 from autopar.passes.boundaries import Side
 from autopar.passes.folding import Folded, Run
 from autopar.passes.groups import Group
@@ -84,6 +85,37 @@ class Repeated:
     def boundaries(self, choice: RepeatedChoice, side: Side) -> dict[str, Spec]:
         """Value -> how it crosses, of the values on one side."""
         return self.folded_problem.boundaries(choice.base, side)
+
+    def recomputed(self, choice: RepeatedChoice) -> tuple[Recomputed, ...]:
+        """What runs again in backward, in order; ranges lie within blocks."""
+        names = [operator.name for operator in self.folded.whole.operators]
+        found = []
+        for (mode, copy), items in itertools.groupby(self._modes, lambda item: item[:2]):
+            of = None if mode is None else self.folded_problem.modes[mode]
+            if of is not None:
+                v = of.variable
+                like = of.recomputed(None if v is None else self._chosen(choice, v, copy))
+                if like is not None:
+                    own = tuple(names[i] for _, _, i in items)
+                    found.append(Recomputed(like.mode, own))
+        return tuple(found)
+
+    @cached_property
+    def _modes(self) -> list[tuple[int | None, int | None, int]]:
+        """Per operator of the whole program: the range of the folded one that it is like, the copy,
+        and its own position."""
+        folded, out = self.folded, []
+        place = {n: k for k, of in enumerate(self.folded_problem.modes) for n in of.operators}
+        for i, f in enumerate(folded.stands_for):
+            run = next((run for run in folded.runs if run.start <= i < run.end), None)
+            copy = None
+            if run is not None:
+                j, offset = divmod(i - run.start, run.period)
+                is_end = j in (0, run.count - 1)
+                f = places_of(folded, run, offset)[1 if not is_end else 0 if j == 0 else 2]
+                copy = None if is_end else j - 1
+            out.append((place.get(folded.analysis.operators[f].name), copy, i))
+        return out
 
     def _chosen(self, choice: RepeatedChoice, v: int, copy: int | None) -> int:
         """What variable v chooses in a copy of its block; outside blocks there is but one."""

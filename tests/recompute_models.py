@@ -5,7 +5,7 @@ Apart from its tests: golden programs name its lines.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch.nn.functional as F
@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from autopar import Plan
 from autopar.binding import bind_lowered
+from autopar.facts import Recomputed
 from autopar.options import Recompute
+from autopar.passes.analysis import Analysis
 from autopar.passes.join import join
-from autopar.passes.recompute import recomputed_stages
+from autopar.passes.recompute import recomputed_operators
 from autopar.passes.replay import stage_record
 from autopar.plan_inputs import mesh_of
 from autopar.schedule import ORDERS
@@ -47,11 +49,22 @@ class Block(nn.Module):
         return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.1, self.training)
 
 
+def _within(part: Analysis, wanted: Sequence[Recomputed]) -> tuple[Recomputed, ...]:
+    """What of it one stage has."""
+    own = {operator.name for operator in part.operators}
+    found = (Recomputed(item.mode, tuple(n for n in item.operators if n in own)) for item in wanted)
+    return tuple(item for item in found if item.operators)
+
+
 def recomputing(plan: Plan, mode: Recompute) -> Plan:
-    """A plan without recompute, and its blocks recomputed: what planning with `mode` gives."""
+    """A plan without recompute, and its blocks recomputed: placements that do not know of it."""
     assert plan.bound is not None
     analysis, mesh = plan.bound.analysis, mesh_of(plan.data.mesh)
-    stages = recomputed_stages(plan.bound.stages, analysis, mode)
+    wanted = recomputed_operators(analysis, mode)
+    stages = tuple(
+        replace(s, strategy=replace(s.strategy, recomputed=_within(s.analysis, wanted)))
+        for s in plan.bound.stages
+    )
     records = tuple(
         stage_record(s.analysis, s.strategy, s.cost.mesh, record.mesh_shape)
         for s, record in zip(stages, plan.data.stages, strict=True)

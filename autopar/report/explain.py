@@ -201,7 +201,7 @@ def _recomputed(pipeline: Pipeline) -> str:
             by_mode.setdefault(segment.mode, []).append(segment.name)
         where = f"stage {k}, " if pipeline.n_stages > 1 else ""
         rows += [
-            f"runs again in backward: {where}{mode}: {', '.join(names)}"
+            f"runs again in backward: {where}{len(names)} in mode {mode}: {', '.join(names)}"
             for mode, names in by_mode.items()
         ]
     return "\n".join(rows)
