@@ -31,6 +31,7 @@ from autopar.errors import OptionError, PlanError
 from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.passes.analysis import Analysis
+from autopar.passes.effort import Effort
 from autopar.passes.evaluate import Predict, compute_dtype, schedule_name
 from autopar.passes.fallback import accept_again, accept_missing
 from autopar.passes.join import join
@@ -67,10 +68,12 @@ class Stage:
 
 @dataclass(frozen=True)
 class Plan:
-    """A parallel plan. `data` is what `save` writes; `bound` is None for a loaded plan."""
+    """A parallel plan. `data` is what `save` writes; `bound` is None for a loaded plan, and so is
+    `effort`, what planning took."""
 
     data: PlanData
     bound: Bound | None = field(default=None, repr=False, compare=False)
+    effort: Effort | None = field(default=None, repr=False, compare=False)
 
     # -- what was decided ----------------------------------------------------------------------
 
@@ -352,8 +355,9 @@ def plan_program(
     )
     if is_final:
         pipeline = join(solved.stages, ORDERS[schedule_name(options)])
-        return Plan(data, bind_lowered(data, analysis, mesh, solved.stages, pipeline))
-    return Plan(data, bind(data, analysis, mesh))
+        bound = bind_lowered(data, analysis, mesh, solved.stages, pipeline)
+        return Plan(data, bound, outcome.effort)
+    return Plan(data, bind(data, analysis, mesh), outcome.effort)
 
 
 def _predict_on(mesh: Mesh, analysis: Analysis, options: Options) -> Predict:

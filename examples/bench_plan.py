@@ -5,11 +5,18 @@
 Every case is planned in a process of its own; nothing but planning is timed, by the clock of the
 CPU: capture is apart. What is printed:
 
-    seconds       of planning, and what is aimed at, for two cores
+    seconds       of planning: of the CPU, by the clock on the wall, and what is aimed at, for two
+                  cores
+    variables     choices of the largest problem solved: of all blocks written out, and what is left
+                  where one stands for its copies
+    stages        that the joint search had to choose from, and how many were solved: ranges of
+                  layers x placements on a view x numbers of microbatches
     plans         that were considered
     objective     what was minimised, predicted seconds of a step, and its proven gap
-    memory        most that the process held while it planned, above what it held before
+    memory        most that the process held, and of that, above what it held before it planned
     phases        seconds in each part of planning
+
+and, where both were planned, how much longer 80 layers take than 8 (`DEPTHS`).
 
 Sizes: Llama 3 from Grattafiori et al., "The Llama 3 Herd of Models", 2024, table 3; GPT-39B from
 Narayanan et al., SC 2021, table 1; Mixtral 8x7B from Jiang et al., arXiv 2401.04088, table 1;
@@ -37,6 +44,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from autopar.mesh import Mesh
 from autopar.options import Options
+from autopar.passes.effort import Effort
 from autopar.planning import plan_program
 from autopar.step_capture import capture_step
 from autopar.units import format_bytes, format_seconds
@@ -120,12 +128,18 @@ CASES = {
     "llama-8b-1x8": Case(lambda: llama(LLAMA_3_8B, 64), (1, 8), "a100-80gb", 1.0),
     "llama-8b-8x8": Case(lambda: llama(LLAMA_3_8B, 64), (8, 8), "a100-80gb", 2.0),
     "llama-70b-16x8": Case(lambda: llama(LLAMA_3_70B, 512), (16, 8), "a100-80gb", 5.0),
+    "llama-70b-8-layers": Case(
+        lambda: llama(LLAMA_3_70B | {"num_hidden_layers": 8}, 512), (16, 8), "a100-80gb", 5.0
+    ),
     "llama-70b-128x8": Case(lambda: llama(LLAMA_3_70B, 2048), (128, 8), "a100-80gb", 15.0),
     "gpt-39b-8x8": Case(gpt_39b, (8, 8), "v100-32gb", 5.0),
     "mixtral-8x8": Case(mixtral, (8, 8), "a100-80gb", 8.0),
     "t5-11b-8x8": Case(t5_11b, (8, 8), "a100-80gb", 8.0),
     "vit-22b-8x8": Case(vit_22b, (8, 8), "a100-80gb", 8.0),
 }
+
+# The same model with fewer layers and with all, and how much longer the latter may take.
+DEPTHS, DEPTHS_AIM = ("llama-70b-8-layers", "llama-70b-16x8"), 1.5
 
 
 @dataclass
@@ -140,6 +154,9 @@ class Measured:
     objective_s: float = 0.0
     gap: float = 0.0
     memory_bytes: int = 0
+    wall_s: float = 0.0
+    peak_bytes: int = 0
+    effort: Effort = field(default_factory=Effort)
 
 
 class Phases:
@@ -165,14 +182,15 @@ def measure(name: str) -> Measured:
     program = capture_step(model, inputs, Options.of(loss_fn=loss_fn))
     before_bytes = _most_held_bytes()
     phases = Phases()
-    began_s = time.process_time()
+    began_s, wall_s = time.process_time(), time.perf_counter()
     options = Options.of(loss_fn=loss_fn, progress=phases)
     plan = plan_program(program, Mesh(case.mesh, hardware=case.hardware), inputs, options)
-    plan_s = time.process_time() - began_s
+    plan_s, wall_s = time.process_time() - began_s, time.perf_counter() - wall_s
     phases("done")
     return Measured(
         name, plan_s, phases.spent_s, len(plan.data.alternatives), plan.data.chosen,
-        plan.objective_s, plan.gap, _most_held_bytes() - before_bytes,
+        plan.objective_s, plan.gap, _most_held_bytes() - before_bytes, wall_s, _most_held_bytes(),
+        plan.effort or Effort(),
     )  # fmt: skip
 
 
@@ -187,23 +205,47 @@ def in_process(name: str) -> Measured:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{name}: {done.stderr.strip()}")
-    return Measured(**json.loads(done.stdout.splitlines()[-1]))
+    found = json.loads(done.stdout.splitlines()[-1])
+    return Measured(**found | {"effort": Effort(**found["effort"])})
 
 
 def table_of(rows: Sequence[Measured]) -> Table:
     table = Table(title="planning, seconds of CPU time")
     table.add_column("case")
-    for title in ("seconds", "aim", "plans", "objective", "gap", "memory"):
+    numbers = (
+        "seconds",
+        "wall",
+        "aim",
+        "variables",
+        "stages",
+        "plans",
+        "objective",
+        "gap",
+        "memory",
+    )
+    for title in numbers:
         table.add_column(title, justify="right")
     table.add_column("chosen, and phases")
     for row in rows:
         phases = ", ".join(f"{text} {s:.1f}" for text, s in row.phases_s.items() if s >= 0.05)
         table.add_row(
-            row.name, f"{row.plan_s:.1f}", f"{CASES[row.name].aim_s:g}", str(row.n_considered),
-            format_seconds(row.objective_s), f"{row.gap:.1%}", format_bytes(row.memory_bytes),
+            row.name, f"{row.plan_s:.1f}", f"{row.wall_s:.1f}", f"{CASES[row.name].aim_s:g}",
+            f"{row.effort.n_written_out} -> {row.effort.n_variables}",
+            f"{row.effort.n_configurations}, {row.effort.n_solved} solved", str(row.n_considered),
+            format_seconds(row.objective_s), f"{row.gap:.1%}",
+            f"{format_bytes(row.peak_bytes)}, {format_bytes(row.memory_bytes)}",
             f"{row.chosen}\n{phases}",
         )  # fmt: skip
     return table
+
+
+def depths_text(rows: Sequence[Measured]) -> str | None:
+    """How planning time grows with layers; None unless both depths were planned."""
+    seconds = {row.name: row.plan_s for row in rows}
+    if not seconds.keys() >= set(DEPTHS):
+        return None
+    ratio = seconds[DEPTHS[1]] / seconds[DEPTHS[0]]
+    return f"8 -> 80 layers: {ratio:.2f} times the seconds, {DEPTHS_AIM:g} are aimed at"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -225,6 +267,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with console.status(f"planning {name}"):
             rows.append(in_process(name))
     console.print(table_of(rows))
+    if (depths := depths_text(rows)) is not None:
+        console.print(depths)
     late = [row.name for row in rows if row.plan_s > CASES[row.name].aim_s]
     console.print(f"{len(rows) - len(late)} of {len(rows)} within what is aimed at")
     return 1 if late else 0

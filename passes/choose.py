@@ -48,7 +48,8 @@ class Chosen:
     """A solved stage: what it costs in a step, what of that is paid once whatever the microbatches,
     and how sure it is. `read` makes the strategy.
 
-    `size_bytes` is what it needs per device by the solver's account.
+    `size_bytes` is what it needs per device by the solver's account; `n_written_out` the number of
+    variables with every copy of a block written out, `n_variables` without.
     """
 
     objective_s: float
@@ -56,6 +57,7 @@ class Chosen:
     gap: float
     size_bytes: float
     n_variables: int
+    n_written_out: int
     received: Mapping[str, Spec]
     sent: Mapping[str, Spec]
     read: Callable[[], Strategy] = field(repr=False, compare=False)
@@ -178,6 +180,7 @@ class Chooser:
             solution.gap,
             solution.totals.bytes,
             whole.problem.numbers.n_variables,
+            whole.n_written_out,
             whole.boundaries(choice, "received"),
             whole.boundaries(choice, "sent"),
             lambda: _strategy(self.folded.whole, whole, choice, ask),
@@ -217,6 +220,7 @@ def choose(
         priced.once.evaluate(choice).cost_s,
         solution.gap,
         solution.bytes,
+        problem.numbers.n_variables,
         problem.numbers.n_variables,
         problem.boundaries(choice, "received"),
         problem.boundaries(choice, "sent"),

@@ -27,6 +27,7 @@ from autopar.passes.abridge import Abridger
 from autopar.passes.analysis import Analysis
 from autopar.passes.choose import GAP_GOAL, Ask, Chooser, Chosen, too_little_memory
 from autopar.passes.cut import cut
+from autopar.passes.effort import Effort
 from autopar.passes.folding import Run, find_runs, fold
 from autopar.passes.intra_op import least_bytes
 from autopar.passes.join import LaidStage
@@ -342,6 +343,12 @@ class Evaluator:
             if len(ends) > 1 and learns.isdisjoint(read):
                 return k
         return None
+
+    def effort(self, n_configurations: int) -> Effort:
+        """What was solved so far; `n_configurations` as in `Effort`."""
+        largest = max(self._chosen.values(), key=lambda c: (c.n_written_out, c.n_variables))
+        n_solved = len(self._chosen)
+        return Effort(largest.n_written_out, largest.n_variables, n_configurations, n_solved)
 
     def may_fit(self, candidate: Candidate) -> bool:
         """False where a lower bound on the bytes of some stage is above the budget."""

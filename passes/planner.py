@@ -27,9 +27,10 @@ from autopar.passes.analysis import Analysis
 from autopar.passes.choose import too_little_memory
 from autopar.passes.constraints import Constraints, Pin, Role
 from autopar.passes.counts import microbatch_counts, recipe_counts
+from autopar.passes.effort import Effort
 from autopar.passes.evaluate import Evaluator, Predict, Scored, Solved, compute_dtype
 from autopar.passes.intra_op import least_step_s
-from autopar.passes.joint import joint_search
+from autopar.passes.joint import JointSearch, joint_search
 from autopar.passes.layout import (
     Candidate,
     StageLayout,
@@ -59,11 +60,12 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The winning plan, and what it beat."""
+    """The winning plan, what it beat, and what finding it took."""
 
     solved: Solved
     hardware: Hardware
     alternatives: tuple[Alternative, ...] = ()
+    effort: Effort = field(default_factory=Effort)
 
     @property
     def forbid(self) -> frozenset[str]:
@@ -88,6 +90,7 @@ class Planner:
     predict: Predict
     report: Progress = lambda text: None
     _found: list[Scored] = field(default_factory=list, init=False)
+    _searches: list[JointSearch] = field(default_factory=list, init=False)
 
     @cached_property
     def hardware(self) -> Hardware:
@@ -177,7 +180,8 @@ class Planner:
         if is_stopped:  # nothing is known of what was not tried but that it is no faster than this
             least_s = least_step_s(self.analysis, CostModel(self._whole, self.evaluator.dtype))
             solved = replace(solved, gap=max(solved.gap, 1 - least_s / solved.objective_s))
-        return Outcome(solved, self.hardware, (*rows, *notes))
+        effort = self.evaluator.effort(sum(search.n_configurations for search in self._searches))
+        return Outcome(solved, self.hardware, (*rows, *notes), effort)
 
     def _nothing_fits(self, errors: Sequence[tuple[InfeasibleError, Candidate]]) -> InfeasibleError:
         """What the leanest of all needs while it runs."""
@@ -261,6 +265,7 @@ class Planner:
         on = self.analysis, self.mesh, self.hardware, self.options
         search = joint_search(*on, self.budget_bytes, n_stages, self._tell)
         if search is not None:
+            self._searches.append(search)
             yield from refined_candidates(search, n_stages, _N_SEARCHED, self._scored)
         if n_stages is None:
             for recipe in recipe_candidates(*on, report=self._tell)[:_N_RECIPES]:

@@ -82,6 +82,12 @@ class Repeated:
                     out[name] = storages[like][self._chosen(choice, variables[like], copy)]
         return {name: out[name] for name in parameters}
 
+    @property
+    def n_written_out(self) -> int:
+        """Variables of the whole program's problem, with all copies of blocks."""
+        copies = sum(len(repeat.block) * (repeat.count - 1) for repeat in self.problem.repeats)
+        return self.problem.numbers.n_variables + copies
+
     def boundaries(self, choice: RepeatedChoice, side: Side) -> dict[str, Spec]:
         """Value -> how it crosses, of the values on one side."""
         return self.folded_problem.boundaries(choice.base, side)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,16 @@ import torch
 from rich.console import Console
 
 from examples import bench_plan
-from examples.bench_plan import CASES, Case, Phases, llama, measure, table_of
+from examples.bench_plan import (
+    CASES,
+    DEPTHS,
+    Case,
+    Phases,
+    depths_text,
+    llama,
+    measure,
+    table_of,
+)
 from examples.joint_plan import LLAMA_3_8B
 
 
@@ -28,10 +38,18 @@ def test_a_case_is_planned_and_shown(small_case: str) -> None:
     assert row.objective_s > 0 and row.gap < 0.01
     assert {"analysis", "planning", "searching stages", "simulating"} <= row.phases_s.keys()
     assert sum(row.phases_s.values()) <= row.plan_s * 1.01
-    console = Console(width=200, record=True, file=io.StringIO())
+    effort = row.effort
+    assert effort.n_written_out > effort.n_variables > 0
+    assert effort.n_configurations > effort.n_solved > 5
+    assert row.peak_bytes > row.memory_bytes > 0 and row.wall_s > 0
+    console = Console(width=260, record=True, file=io.StringIO())
     console.print(table_of([row]))
     text = console.export_text()
     assert row.chosen in text and small_case in text
+    assert f"{effort.n_written_out} -> {effort.n_variables}" in text
+    assert depths_text([row]) is None
+    rows = [replace(row, name=name, plan_s=s) for name, s in zip(DEPTHS, (2.0, 5.0), strict=True)]
+    assert depths_text(rows) == "8 -> 80 layers: 2.50 times the seconds, 1.5 are aimed at"
 
 
 def test_every_case_has_a_model() -> None:
