@@ -157,9 +157,9 @@ class Attribution:
             cost_s = float(edge.cost_s[at])
             size_bytes = 0.0 if edge.bytes is None else float(edge.bytes[at])
             name = self._parameters.get(edge.u)
-            if name is None:
-                if cost_s:
-                    yield edge.v, {"time": cost_s / m}
+            if name is None:  # a reshard, or what runs again in some mode
+                if cost_s or size_bytes:
+                    yield edge.v, {"time": cost_s / m, "activation": size_bytes}
             elif self.problem.storages[name][choice[edge.u]].period == "step":
                 yield edge.u, {"once": cost_s, "static": size_bytes}
             else:

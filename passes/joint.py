@@ -41,6 +41,7 @@ from autopar.passes.folding import Folded, find_runs, fold
 from autopar.passes.layers import Layers, find_layers
 from autopar.passes.layout import Candidate, StageLayout
 from autopar.passes.played import Hop, Worked, played_s
+from autopar.passes.recompute import Recomputable, aligned_runs
 from autopar.passes.solvers import Infeasible
 from autopar.passes.solvers.stages import StagePlan, StageProblem, solve_stages
 from autopar.passes.stage_costs import CostMaker, StageCosts, Wanted, undominated
@@ -123,6 +124,7 @@ class JointSearch:
     folded: Folded
     layers: Layers
     report: Progress
+    recomputable: Recomputable | None = None
     _costs: dict[int, list[StageCosts]] = field(default_factory=dict)
     _found: dict[int, list[Planned]] = field(default_factory=dict)
     n_configurations: int = 0
@@ -142,10 +144,14 @@ class JointSearch:
         report: Progress = lambda text: None,
     ) -> JointSearch:
         """Finds the blocks and layers of the program."""
-        runs = find_runs(analysis)
+        runs, recomputable = find_runs(analysis), Recomputable.of(analysis, options)
+        if recomputable is not None and aligned_runs(analysis, recomputable) != runs:
+            recomputable = None  # one block does not stand for others: estimates are without it
         layers = find_layers(analysis, runs, least_stages)
         folded = fold(analysis, runs)
-        return JointSearch(analysis, mesh, hardware, options, budget_bytes, folded, layers, report)
+        return JointSearch(
+            analysis, mesh, hardware, options, budget_bytes, folded, layers, report, recomputable
+        )
 
     @cached_property
     def maker(self) -> CostMaker:
@@ -153,7 +159,10 @@ class JointSearch:
         sizes = [*submesh_sizes(self.mesh), self.mesh.n_ranks]  # as for one stage, to share prices
         every = all_views(self.mesh, self.hardware, self.options, sizes)
         counts = tuple(self.counts())
-        return CostMaker(self.folded, self.layers, dtype, self.options.optimizer, every, counts)
+        return CostMaker(
+            self.folded, self.layers, dtype, self.options.optimizer, every, counts,
+            recomputable=self.recomputable,
+        )  # fmt: skip
 
     # -- what is searched --------------------------------------------------------------------
 

@@ -19,7 +19,8 @@ that is solved alone places its ends otherwise. The search learns how much (`ref
 
 Memory is traded for time by a price per byte (`solvers/hull.py`): placements at some corners of
 the hull, for several depths of microbatches in flight, are configurations of their own, so the
-stage search weighs both. The hull is not the whole Pareto set.
+stage search weighs both. What may run again in backward is part of them (`recompute_choice.py`).
+The hull is not the whole Pareto set.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from autopar.passes.folding import Folded
 from autopar.passes.intra_op import ProblemBatch, ProblemFamilies
 from autopar.passes.layers import Layers
 from autopar.passes.problem import IntraOpProblem
+from autopar.passes.recompute import Recomputable
 from autopar.passes.reshard import priced_alike
 from autopar.passes.solvers import Infeasible, solve
 from autopar.passes.solvers.hull import hull_corners_of
@@ -123,7 +125,8 @@ class Wanted:
 class CostMaker:
     """Prices views of one program. `pricing` is the machine that placements are chosen for,
     where that is not the one they run on (recipes); `views` and `counts` of microbatches are those
-    that will be asked for.
+    that will be asked for. `recomputable` is what may run again in backward, in ranges that blocks
+    of the folded program hold.
     """
 
     folded: Folded
@@ -133,13 +136,30 @@ class CostMaker:
     views: tuple[LogicalMesh, ...] = ()
     counts: tuple[int, ...] = ()
     pricing: Callable[[CostModel], CostModel] | None = None
+    recomputable: Recomputable | None = None
     _layouts: dict[Hashable, tuple[Hashable, Choice]] = field(default_factory=dict, init=False)
 
     @cached_property
     def _problems(self) -> ProblemFamilies:
+        """Without recompute, unless a mode is given."""
+        return self._families(None if self._searches_recompute else self.recomputable)
+
+    @cached_property
+    def _tight_problems(self) -> ProblemFamilies:
+        """Those that leaner placements are from."""
+        return self._families(self.recomputable) if self._searches_recompute else self._problems
+
+    @property
+    def _searches_recompute(self) -> bool:
+        return self.recomputable is not None and self.recomputable.is_choice
+
+    def _families(self, recomputable: Recomputable | None) -> ProblemFamilies:
         real = tuple(CostModel(view, self.dtype) for view in self.views)
         abstract = tuple(map(self.pricing, real)) if self.pricing is not None else ()
-        return ProblemFamilies(self.folded.analysis, self.optimizer, (real, abstract), self.counts)
+        return ProblemFamilies(
+            self.folded.analysis, self.optimizer, (real, abstract), self.counts,
+            recomputable=recomputable,
+        )  # fmt: skip
 
     def recipe(
         self, view: LogicalMesh, n_microbatches: int, constraints: Constraints
@@ -181,27 +201,28 @@ class CostMaker:
     ) -> list[list[StageCosts]]:
         """Those whose problems were built together."""
         models = [CostModel(one.view, self.dtype) for one in wanted]
-        places = [batch.place(cost, m) for cost in models]
         out: list[list[StageCosts]] = [[] for _ in wanted]
-        choices: list[dict[Choice, None]] = [{} for _ in wanted]
-        readers = [self._attribution(batch, cost, m) for cost in models]
+        known: list[dict[Choice, None]] = [{} for _ in wanted]
 
-        def add(rows: Sequence[int], depths: Sequence[int], n_most: int) -> None:
-            at = [places[i] for i in rows]
-            corners = hull_corners_of(batch.problems.in_flight(at, depths), n_most)
+        def add(of: ProblemBatch, rows: Sequence[int], depths: Sequence[int], n_most: int) -> None:
+            at = [of.place(models[i], m) for i in rows]
+            corners = hull_corners_of(of.problems.in_flight(at, depths), n_most)
             for i, found in zip(rows, corners, strict=True):
                 new = [] if isinstance(found, Infeasible) else found
                 for choice in dict.fromkeys(new):
-                    if choice not in choices[i]:
-                        choices[i][choice] = None
-                        out[i].append(self._costs(readers[i], choice))
+                    if choice not in known[i]:
+                        known[i][choice] = None
+                        out[i].append(self._costs(self._attribution(of, models[i], m), choice))
 
         every = range(len(wanted))
-        add(every, [1] * len(wanted), 1)
+        add(batch, every, [1] * len(wanted), 1)
         tight = [i for i in every if out[i] and wanted[i].is_tight(out[i][0])]
+        if tight:
+            limits = wanted[tight[0]].constraints
+            leaner = self._tight_problems.of(models[tight[0]], m, limits)
         for k in range(max((len(wanted[i].depths) for i in tight), default=0)):
             rows = [i for i in tight if k < len(wanted[i].depths)]
-            add(rows, [wanted[i].depths[k] for i in rows], N_CORNERS)
+            add(leaner, rows, [wanted[i].depths[k] for i in rows], N_CORNERS)
         return out
 
     def _attribution(self, batch: ProblemBatch, cost: CostModel, m: int) -> Attribution:

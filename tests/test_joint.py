@@ -257,7 +257,7 @@ def test_pins_go_to_the_stages() -> None:
 
 def test_little_memory_forces_more_stages() -> None:
     """Where nothing inside a stage is shared, only stages divide the parameters."""
-    mesh, whole = cluster(4), ["tensor", "zero1", "zero2", "zero3"]
+    mesh, whole = cluster(4), ["tensor", "zero1", "zero2", "zero3", "recompute"]
     costs, *_ = stage_costs(gpt2(), {"dp": 1, "tp": 1}, 16)
     least = []
     for share in (1.5, 0.6, 0.45):

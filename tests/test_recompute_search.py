@@ -294,3 +294,28 @@ def again_names(again: Sequence[Any]) -> list[tuple[str, ...]]:
 def _in_order(some: Sequence[tuple[str, ...]], every: Sequence[tuple[str, ...]]) -> bool:
     places = [every.index(names) for names in some]
     return places == sorted(places)
+
+
+# -- stages ----------------------------------------------------------------------------------------
+
+
+def staged(limit: int | None, recompute: str = "auto") -> Plan:
+    """One rank each, so that no placement saves anything."""
+    return autopar.plan(
+        model("plain"), machine(2), batch(), precision="fp64", stages=2, microbatches=4,
+        memory_limit=limit, recompute=recompute,
+    )  # fmt: skip
+
+
+def test_stages_that_fit_with_recompute_alone() -> None:
+    free = staged(None)
+    assert not modes_of(free)
+    limit = int(0.75 * free.predicted.peak_bytes)
+    with pytest.raises(InfeasibleError):
+        staged(limit, "none")
+    plan = staged(limit)
+    assert len(plan.stages) == 2 and plan.predicted.peak_bytes <= limit
+    assert modes_of(plan) and plan.objective_s > free.objective_s
+    assert plan.bound is not None
+    found, _ = pipeline_step(plan.bound.analysis.program, plan.bound.pipeline, batch(), 0)
+    assert {name: error for name, error in found.items() if not error <= TOLERANCE} == {}
