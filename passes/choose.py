@@ -24,6 +24,7 @@ from autopar.passes.intra_op import ProblemBatch, ProblemFamilies, intra_op_prob
 from autopar.passes.recompute import Recomputable
 from autopar.passes.repeated import Repeated, placed_once, repeated_problem
 from autopar.passes.solvers import Infeasible, Solver, TooWide, solve
+from autopar.passes.solvers.ilp import Effort, most_columns
 from autopar.passes.solvers.repeats_select import RepeatedSolver
 from autopar.spec import Spec
 from autopar.units import format_bytes
@@ -32,9 +33,11 @@ from autopar.units import format_bytes
 GAP_GOAL = 1e-3
 # A recipe's layout under a memory budget is priced abstractly; nothing hangs on its optimum.
 RECIPE_GAP_GOAL = 5e-2
-CLOSE_GAP_S = 10.0
-# Repeated blocks leave a gap where they cannot share what a budget leaves; to close a narrower one
-# than this takes the whole problem.
+# What closing a gap of a whole program is worth, some ten seconds: counted in work, not by the
+# clock, so that plans do not depend on how busy a machine is.
+CLOSE_GAP = Effort(n_columns=30_000, n_nodes=200)
+# Repeated blocks leave a gap where they cannot share what a budget leaves. One wider than this is
+# closed on the whole program, where that is small enough.
 FOLDED_GAP_GOAL = 2e-2
 # A mode for each block is coarse; what is best without recompute is compared with (`Evaluator`).
 MODES_GAP_GOAL = 5e-2
@@ -120,19 +123,22 @@ class Chooser:
         solver: Solver = "auto",
         time_limit_s: float | None = None,
     ) -> Chosen:
-        """`choose` of the whole program, from its folded problem where that is exact and leaves no
-        gap above `FOLDED_GAP_GOAL`. Pins are of single parameters, which other blocks do not have.
+        """`choose` of the whole program, from its folded problem where that is exact. Pins are of
+        single parameters, which other blocks do not have.
         """
-        if self.folded.runs and solver == "auto" and not ask.constraints.pins:
-            solved = self._repeated(ask, ask.cost)
-            if solved is not None:
-                chosen = self._by_copies(*solved, ask, budget_bytes, time_limit_s)
-                if chosen is not None:
-                    return chosen
-        return choose(
-            self.folded.whole, ask, self.optimizer, budget_bytes, solver, time_limit_s,
-            self.recomputable,
-        )  # fmt: skip
+        whole = self.folded.whole, ask, self.optimizer, budget_bytes, solver, time_limit_s
+        if not self.folded.runs or solver != "auto" or ask.constraints.pins:
+            return choose(*whole, self.recomputable)
+        solved = self._repeated(ask, ask.cost)
+        by_copies = solved and self._by_copies(*solved, ask, budget_bytes, time_limit_s)
+        if solved is None or by_copies is None:
+            return choose(*whole, self.recomputable)
+        is_coarse = self.recomputable is not None and self.recomputable.is_choice
+        enough = max(ask.gap_goal, MODES_GAP_GOAL if is_coarse else FOLDED_GAP_GOAL)
+        columns = solved[0].problem.written(most_columns)
+        if by_copies.gap <= enough or columns > CLOSE_GAP.most_columns:
+            return by_copies
+        return min(by_copies, choose(*whole, self.recomputable), key=lambda c: c.gap)
 
     def _repeated(self, ask: Ask, cost: CostModel) -> tuple[Repeated, RepeatedSolver] | None:
         """The problem of all blocks, and what is known of it so far; None where one does not stand
@@ -156,17 +162,13 @@ class Chooser:
         budget_bytes: float | None,
         time_limit_s: float | None,
     ) -> Chosen | None:
-        """None: a gap is left, or tables would be too large."""
+        """None: tables would be too large."""
         try:
             solution = solver.solve(budget_bytes, time_limit_s, ask.gap_goal)
         except TooWide:
             return None
         if isinstance(solution, Infeasible):
             raise _infeasible(solution, budget_bytes, ask.cost)
-        is_coarse = self.recomputable is not None and self.recomputable.is_choice
-        enough = MODES_GAP_GOAL if is_coarse else FOLDED_GAP_GOAL
-        if solution.gap > max(ask.gap_goal, enough):
-            return None
         choice = solution.choice
         priced = whole
         if ask.runs_on is not None:
@@ -198,16 +200,15 @@ def choose(
 ) -> Chosen:
     """The fastest strategy of a program within `budget_bytes` per device.
 
-    Where the budget binds, "auto" stops at `GAP_GOAL`, and closes a wider gap for
-    `CLOSE_GAP_S` unless `time_limit_s` says otherwise; what is left is in `gap`.
+    Where the budget binds, "auto" stops at `GAP_GOAL`, and closes a wider gap with the effort of
+    `CLOSE_GAP`, or until `time_limit_s` has passed; what is left is in `gap`.
 
     Raises `InfeasibleError` naming the bytes that are missing.
     """
     m, constraints = ask.n_microbatches, ask.constraints
     found = intra_op_problem(analysis, ask.cost, m, constraints, optimizer, None, recomputable)
     problem = found.under(budget_bytes, ask.n_in_flight)
-    limit_s = CLOSE_GAP_S if time_limit_s is None and solver == "auto" else time_limit_s
-    solution = solve(problem.numbers, solver, limit_s, gap_goal=ask.gap_goal)
+    solution = solve(problem.numbers, solver, time_limit_s, gap_goal=ask.gap_goal, effort=CLOSE_GAP)
     if isinstance(solution, Infeasible):
         raise _infeasible(solution, budget_bytes, ask.cost)
     choice, priced = solution.choice, problem

@@ -19,6 +19,7 @@ from autopar.passes.solvers import (
 )
 from autopar.passes.solvers.elimination import Potentials, Weights, minimise
 from autopar.passes.solvers.elimination_order import Limits, TooWide, plan_elimination
+from autopar.passes.solvers.ilp import most_columns
 from autopar.passes.solvers.powers import Power
 from autopar.passes.solvers.problem import Choice
 from autopar.passes.solvers.repeats import Repeat, RepeatedChoice, RepeatedProblem
@@ -154,6 +155,13 @@ def test_small_ones_against_every_choice() -> None:
         else:
             assert value == pytest.approx(counted.objective_s, rel=REL, abs=1e-15)
     assert n_counted > 15
+
+
+def test_sizes_written_out() -> None:
+    for seed in range(20):
+        problem = random_repeated(seed)
+        written, _ = problem.unrolled()
+        assert problem.written(most_columns) == most_columns(written.sizes, written.edges)
 
 
 def test_many_copies() -> None:

@@ -245,6 +245,7 @@ class _Core:
         finish: Sequence[Callable[[FloatArray], FloatArray] | None],
     ) -> None:
         self.plan, self.unary, self.finish = plan, unary, finish
+        self._known: dict[tuple[int, ...], float] = {}
         self.tables = []
         for part, table in zip(plan.parts, tables, strict=True):
             out = table.transpose(part.order)
@@ -269,23 +270,31 @@ class _Core:
         """The least total, and the classes of the hubs that attain it."""
         n_hubs = len(self.plan.hubs)
         roots = np.zeros((1, 0), dtype=np.intp)
-        follow, known_s = roots, math.inf
+        follow, totals = roots, self._totals(roots) if not n_hubs else np.zeros(1)
         for level in range(n_hubs):
             follow = self._children(follow, level)
-            totals = self._totals(follow)
-            best = np.argsort(totals, kind="stable")[:N_FOLLOWED]
-            follow, known_s = follow[best], float(totals[best[0]])
-        branches, totals = roots, self._totals(roots)
+            totals = self._known_totals(follow)
+            follow = follow[np.argsort(totals, kind="stable")[:N_FOLLOWED]]
+        known_s, branches = float(totals.min()), roots
         for level in range(n_hubs):
             branches = self._children(branches, level)
-            totals = self._totals(branches)
+            totals = self._known_totals(branches)
             # A bound above a known total cannot lead below it; none is below an infinite one.
             keep = totals <= known_s * (1 + ROUNDING_REL)
             branches, totals = branches[keep], totals[keep]
         if not len(totals) or not math.isfinite(totals.min()):
             return math.inf, None
-        best_one = int(totals.argmin())
-        return float(totals[best_one]), branches[best_one]
+        best = int(totals.argmin())
+        return float(totals[best]), branches[best]
+
+    def _known_totals(self, branches: Assigned) -> FloatArray:
+        """`_totals`, of each branch once."""
+        keys = list(map(tuple, branches.tolist()))
+        new = [i for i, key in enumerate(keys) if key not in self._known]
+        if new:
+            totals = self._totals(branches[new]).tolist()
+            self._known.update(zip((keys[i] for i in new), totals, strict=True))
+        return np.array([self._known[key] for key in keys])
 
     def _children(self, branches: Assigned, level: int) -> Assigned:
         n = self.plan.n_classes(level)

@@ -27,10 +27,12 @@ cost, recomputed, is the same optimum. Beyond that size ties stay as the solver 
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import itertools
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +60,7 @@ SCALED_OPTIMUM = 1e3
 # Absolute, on costs near SCALED_OPTIMUM: 1e-12 relative. HiGHS accepts 1e-10 and up.
 TOLERANCE = 1e-9
 MAX_TIE_COLUMNS = 20_000
+MAX_NODES = 2**31 - 1
 MAX_ATTEMPTS = 20
 ICM_ROUNDS = 5
 
@@ -71,37 +74,56 @@ class Outcome:
     proven: bool
 
 
+@dataclass(frozen=True)
+class Effort:
+    """How much work a program is worth, in what does not depend on the machine: programs with more
+    columns (None: any number) are not solved, and of others no more than these nodes are."""
+
+    n_columns: int | None
+    n_nodes: int
+
+    @property
+    def most_columns(self) -> float:
+        return math.inf if self.n_columns is None else self.n_columns
+
+
 def solve_ilp(
-    problem: ChoiceProblem, time_limit_s: float | None = None, break_ties: bool = True
+    problem: ChoiceProblem,
+    time_limit_s: float | None = None,
+    break_ties: bool = True,
+    effort: Effort | None = None,
 ) -> Solution | Infeasible:
     """Solve the whole problem as one integer linear program.
 
-    Raises `TimeLimitError` when `time_limit_s` passes before any feasible choice is found; a
-    choice found by then is returned with its gap.
+    Raises `TimeLimitError` when `time_limit_s` passes, or all `effort` is spent, before any
+    feasible choice is found; a choice found by then is returned with its gap.
     """
     start = time.perf_counter()
     reduced = drop_forbidden(Reduced(problem.merged(), tuple(map(np.arange, problem.sizes))))
     if reduced is None:
         return FORBIDDEN
-    outcome = minimise_cost(reduced.problem, time_limit_s)
+    outcome = minimise_cost(reduced.problem, time_limit_s, effort)
     solved = time.perf_counter()
     if outcome.choice is None:
         if not outcome.proven:
             raise TimeLimitError(
-                f"the ILP found no feasible choice in {time_limit_s} s",
+                "the ILP found no feasible choice in "
+                + (f"{time_limit_s} s" if effort is None else f"{effort.n_nodes} nodes"),
                 hint='raise time_limit_s, or use solver="auto"',
             )
         return _explain(reduced.problem, time_limit_s)
     choice, phases = outcome.choice, {"ilp": solved - start}
     if break_ties and outcome.proven:
         left_s = None if time_limit_s is None else time_limit_s - (solved - start)
-        choice = minimise_tie(reduced.problem, choice, left_s)
+        choice = minimise_tie(reduced.problem, choice, left_s, effort)
         phases["ties"] = time.perf_counter() - solved
     bound_s = None if outcome.proven else outcome.bound
     return make_solution(problem, reduced.lift(choice), bound_s, "ilp", phases)
 
 
-def minimise_cost(problem: ChoiceProblem, time_limit_s: float | None) -> Outcome:
+def minimise_cost(
+    problem: ChoiceProblem, time_limit_s: float | None, effort: Effort | None = None
+) -> Outcome:
     """The least cost of a merged problem without forbidden choices.
 
     Scaled by the cost of a local optimum first; if the optimum turns out a thousand times
@@ -110,7 +132,7 @@ def minimise_cost(problem: ChoiceProblem, time_limit_s: float | None) -> Outcome
     scale = _typical_cost(problem)
     deadline = math.inf if time_limit_s is None else time.perf_counter() + time_limit_s
     while True:
-        outcome = _run(problem, "cost", scale, None, deadline)
+        outcome = _run(problem, "cost", scale, None, deadline, effort)
         if outcome.choice is None or not outcome.proven:
             return outcome
         cost_s = problem.evaluate(outcome.choice).cost_s
@@ -119,7 +141,12 @@ def minimise_cost(problem: ChoiceProblem, time_limit_s: float | None) -> Outcome
         scale = cost_s
 
 
-def minimise_tie(problem: ChoiceProblem, best: Choice, time_limit_s: float | None) -> Choice:
+def minimise_tie(
+    problem: ChoiceProblem,
+    best: Choice,
+    time_limit_s: float | None,
+    effort: Effort | None = None,
+) -> Choice:
     """Among choices as cheap as `best`, one of least tie, if the program is small enough."""
     out_of_time = time_limit_s is not None and time_limit_s <= 0
     if out_of_time or not problem.has_ties():
@@ -127,7 +154,8 @@ def minimise_tie(problem: ChoiceProblem, best: Choice, time_limit_s: float | Non
     totals = problem.evaluate(best)
     deadline = math.inf if time_limit_s is None else time.perf_counter() + time_limit_s
     scale = totals.cost_s or _typical_cost(problem)
-    outcome = _run(problem, "tie", scale, totals.cost_s, deadline)
+    effort = Effort(MAX_TIE_COLUMNS, MAX_NODES if effort is None else effort.n_nodes)
+    outcome = _run(problem, "tie", scale, totals.cost_s, deadline, effort)
     if outcome.choice is None:
         return best
     found = problem.evaluate(outcome.choice)
@@ -147,6 +175,11 @@ def _explain(problem: ChoiceProblem, time_limit_s: float | None) -> Infeasible:
     return Infeasible("no choice fits the budget", None)
 
 
+def most_columns(sizes: Iterable[int], edges: Iterable[Edge]) -> int:
+    """A bound on the columns of a program: the choices, and the pairs that edges tell apart."""
+    return sum(sizes) + sum(e.cost_s.size for e in edges)
+
+
 def _typical_cost(problem: ChoiceProblem) -> float:
     """The cost of a local optimum (each variable in turn takes its best); 1 if it is useless."""
     around: list[list[tuple[int, FloatArray]]] = [[] for _ in problem.names]
@@ -163,17 +196,26 @@ def _typical_cost(problem: ChoiceProblem) -> float:
 
 
 def _run(
-    problem: ChoiceProblem, objective: str, scale: float, cap_s: float | None, deadline: float
+    problem: ChoiceProblem,
+    objective: str,
+    scale: float,
+    cap_s: float | None,
+    deadline: float,
+    effort: Effort | None = None,
 ) -> Outcome:
     """Build, solve, and check the answer in exact sums; an answer that misses is cut off.
 
     A solver's tolerance may let a choice exceed the budget or the cap by a hair.
     """
+    effort = effort or Effort(None, MAX_NODES)
+    too_large = Outcome(None, 0.0, False)
+    if objective != "tie" and most_columns(problem.sizes, problem.edges) > effort.most_columns:
+        return too_large
     model = _Model(problem, objective, scale, cap_s)
-    if objective == "tie" and model.n_columns > MAX_TIE_COLUMNS:
-        return Outcome(None, 0.0, False)
+    if model.n_columns > effort.most_columns:
+        return too_large
     for _ in range(MAX_ATTEMPTS):
-        outcome = model.solve(deadline - time.perf_counter())
+        outcome = model.solve(deadline - time.perf_counter(), effort.n_nodes)
         if outcome.choice is None:
             return outcome
         totals = problem.evaluate(outcome.choice)
@@ -261,11 +303,13 @@ class _Model:
         taken = [x[k] for x, k in zip(self.x, choice, strict=True)]
         self.program += pulp.lpSum(taken) <= len(taken) - 1
 
-    def solve(self, time_limit_s: float) -> Outcome:
+    def solve(self, time_limit_s: float, n_nodes: int = MAX_NODES) -> Outcome:
         if time_limit_s <= 0:
             return Outcome(None, 0.0, False)
-        self.program.solve(_solver(time_limit_s, presolve=not self.has_limit))
+        self.program.solve(_solver(time_limit_s, not self.has_limit, n_nodes))
         status = self.program.sol_status
+        if math.isinf(_objective(self.program)):  # stopped at a node before it found any
+            status = pulp.LpSolutionNoSolutionFound
         if status in (pulp.LpSolutionInfeasible, pulp.LpSolutionUnbounded):
             return Outcome(None, math.inf, True)
         if status == pulp.LpSolutionNoSolutionFound:
@@ -282,24 +326,48 @@ def _dual_bound(program: Any) -> float:
     return float(model.getInfo().mip_dual_bound) if hasattr(model, "getInfo") else 0.0
 
 
+def _objective(program: Any) -> float:
+    """HiGHS's, which is infinite where it has no solution; else what PuLP says of the status
+    holds."""
+    model = program.solverModel
+    if program.sol_status != pulp.LpSolutionIntegerFeasible or not hasattr(model, "getInfo"):
+        return 0.0
+    return float(model.getInfo().objective_function_value)
+
+
 def _has_highs() -> bool:
     return importlib.util.find_spec("highspy") is not None
 
 
-def _solver(time_limit_s: float, presolve: bool) -> Any:
+def _solver(time_limit_s: float, presolve: bool, n_nodes: int) -> Any:
     limit_s = None if math.isinf(time_limit_s) else time_limit_s
     options = {"msg": False, "gapRel": 0.0, "gapAbs": 0.0, "timeLimit": limit_s, "threads": 1}
     if not _has_highs():
         # PuLP 3.3 deprecates the class that knows the bundled CBC, and 4.0 installs CBC apart.
         bundled = getattr(pulp, "PULP_CBC_CMD", None)
-        return pulp.COIN_CMD(path=bundled and bundled.pulp_cbc_path, **options)
+        return pulp.COIN_CMD(path=bundled and bundled.pulp_cbc_path, maxNodes=n_nodes, **options)
     return pulp.HiGHS(
         **options,
+        # PuLP does not know the status that HiGHS's own limit of nodes leads to.
+        callbackTuple=(_stop_at_node, n_nodes),
+        callbacksToActivate=[_interrupts()],
         presolve="on" if presolve else "off",
         mip_feasibility_tolerance=TOLERANCE,
         primal_feasibility_tolerance=TOLERANCE,
         dual_feasibility_tolerance=TOLERANCE,
     )
+
+
+def _interrupts() -> Any:
+    highspy = importlib.import_module("highspy")
+    return highspy.cb.HighsCallbackType.kCallbackMipInterrupt
+
+
+def _stop_at_node(kind: int, message: str, found: Any, asked: Any, n_nodes: int) -> None:
+    """HiGHS asks between nodes whether to go on."""
+    del kind, message
+    if found.mip_node_count >= n_nodes:
+        asked.user_interrupt = True
 
 
 def _groups(tables: list[FloatArray], codes: Codes | None) -> tuple[list[int], list[int]]:

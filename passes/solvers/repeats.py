@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -120,6 +120,14 @@ class RepeatedProblem:
             if not {edge.u, edge.v} & repeat.after or k + 1 == len(where[repeat.block[0]]):
                 yield ends[0], ends[1]
 
+    def written(self, size: Callable[[Iterable[int], Iterable[Edge]], int]) -> int:
+        """A size of the problem written out, where those of variables and edges add up."""
+        sizes, owner = self.numbers.sizes, self._owner
+        total = size([k for v, k in enumerate(sizes) if v not in owner], self.once)
+        for repeat, edges in zip(self.repeats, self.of_copies, strict=True):
+            total += repeat.count * size([sizes[v] for v in repeat.block], edges)
+        return total
+
     @staticmethod
     def _at_copy(v: int, k: int, repeat: Repeat, where: list[list[int]]) -> int:
         """What copy k of a block is joined to, where the block is joined to v."""
@@ -159,14 +167,12 @@ class RepeatedProblem:
     @cached_property
     def of_copies(self) -> tuple[tuple[Edge, ...], ...]:
         """Per repeat, the edges that every copy has."""
-        return tuple(
-            tuple(
-                e
-                for e in self.numbers.edges
-                if {e.u, e.v} & {*repeat.block} and not {e.u, e.v} & repeat.after
-            )
-            for repeat in self.repeats
-        )
+        out = []
+        for repeat in self.repeats:
+            block = {*repeat.block}
+            every = (e for e in self.numbers.edges if not block.isdisjoint((e.u, e.v)))
+            out.append(tuple(e for e in every if repeat.after.isdisjoint((e.u, e.v))))
+        return tuple(out)
 
     @cached_property
     def once(self) -> tuple[Edge, ...]:

@@ -79,11 +79,11 @@ class RepeatedSolver:
         hull = self._hull
         if hull is None or hull.fastest is None:
             return FORBIDDEN
-        chosen = self._chosen
-        if budget_bytes is None or within(budget_bytes, chosen.totals.bytes):
-            return self._solution(chosen, 0.0)
-        if within(budget_bytes, hull.fastest.totals.bytes):  # its cheaper-tie rival was too large
-            return self._solution(hull.fastest, 0.0)
+        if within(budget_bytes, hull.fastest.totals.bytes):
+            chosen = self._chosen
+            fits = within(budget_bytes, chosen.totals.bytes)
+            return self._solution(chosen if fits else hull.fastest, 0.0)
+        assert budget_bytes is not None, "everything is within no budget"
         if not within(budget_bytes, hull.leanest.totals.bytes):
             return over_budget(budget_bytes, hull.leanest.totals.bytes)
         best, bound_s = self._searched(hull, budget_bytes, gap_goal, deadline)

@@ -34,7 +34,7 @@ from autopar.passes.solvers.elimination_order import (
     TooWide,
     plan_elimination,
 )
-from autopar.passes.solvers.ilp import minimise_cost, minimise_tie, solve_ilp
+from autopar.passes.solvers.ilp import Effort, minimise_cost, minimise_tie, solve_ilp
 from autopar.passes.solvers.lagrangian import (
     Bracket,
     Elimination,
@@ -91,12 +91,14 @@ def solve(
     time_limit_s: float | None = None,
     limits: Limits | None = None,
     gap_goal: float = 0.0,
+    effort: Effort | None = None,
 ) -> Solution | Infeasible:
     """The cheapest choice within the budget, and by `tie` among the equally cheap.
 
     After `time_limit_s` the best choice so far is returned, with the gap that is left. `limits`
     bound the tables of elimination; wider problems go to the ILP. Under a budget, "auto" is
-    content with a choice proven to be within `gap_goal` (relative) of the optimum.
+    content with a choice proven to be within `gap_goal` (relative) of the optimum, and closes a
+    wider gap with this `effort`.
 
     Raises `OptionError` for an unknown `solver`, `TimeLimitError` when the time passes before
     any feasible choice is known.
@@ -117,7 +119,7 @@ def solve(
             with clock.phase("order"):
                 ready = smaller, plan_elimination(smaller.problem, limits)
         except TooWide:
-            return _by_ilp(problem, smaller, clock)
+            return _by_ilp(problem, smaller, clock, effort)
     reduced, plan = ready
     with clock.phase("eliminate"):
         elimination = Elimination(reduced.problem, plan)
@@ -128,7 +130,7 @@ def solve(
         chosen = break_ties(reduced.problem, elimination, fastest)
     if problem.fits(chosen.totals.bytes):
         return _finish(problem, reduced, chosen.choice, None, "elimination", clock)
-    return _within_budget(problem, reduced, plan, fastest, clock, gap_goal)
+    return _within_budget(problem, reduced, plan, fastest, clock, gap_goal, effort)
 
 
 def as_it_is(
@@ -203,6 +205,7 @@ def _within_budget(
     fastest: Point[Choice],
     clock: _Clock,
     gap_goal: float,
+    effort: Effort | None,
 ) -> Solution | Infeasible:
     """Step 3: the bound, the choices it leaves, and the ILP on those."""
     assert problem.budget_bytes is not None
@@ -224,7 +227,7 @@ def _within_budget(
         method = "lagrangian + ilp"
         with clock.phase("ilp"):
             core = _core(reduced.problem, plan, bracket)
-            outcome = minimise_cost(core.problem, clock.left_s())
+            outcome = minimise_cost(core.problem, clock.left_s(), effort)
         if outcome.choice is not None:
             choice = core.lift(outcome.choice)
             best = min(best, Point(choice, reduced.problem.evaluate(choice)), key=_rank)
@@ -236,7 +239,9 @@ def _within_budget(
     if proven and problem.has_ties() and clock.left_s() != 0:
         with clock.phase("ties"):
             core = _core(reduced.problem, plan, replace(bracket, best=best))
-            choice = core.lift(minimise_tie(core.problem, core.lower(choice), clock.left_s()))
+            choice = core.lift(
+                minimise_tie(core.problem, core.lower(choice), clock.left_s(), effort)
+            )
     return _finish(problem, reduced, choice, None if proven else bound_s, method, clock)
 
 
@@ -255,9 +260,12 @@ def _core(problem: ChoiceProblem, plan: EliminationPlan, bracket: Bracket[Choice
     return core
 
 
-def _by_ilp(problem: ChoiceProblem, reduced: Reduced, clock: _Clock) -> Solution | Infeasible:
-    """The reduced problem as an ILP."""
-    found = solve_ilp(reduced.problem, clock.left_s())
+def _by_ilp(
+    problem: ChoiceProblem, reduced: Reduced, clock: _Clock, effort: Effort | None
+) -> Solution | Infeasible:
+    """The reduced problem as an ILP, however large: nothing else is known of it."""
+    effort = effort and replace(effort, n_columns=None)
+    found = solve_ilp(reduced.problem, clock.left_s(), effort=effort)
     if isinstance(found, Infeasible):
         return found
     clock.phase_s.update(found.phase_s)
