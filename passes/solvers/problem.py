@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,7 +117,7 @@ class ChoiceProblems:
         if not self.is_checked:
             _check_all(self.names, self.cost_s, self.tie, self.bytes, self.edges, 1)
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """How many choices each variable has."""
         return tuple(c.shape[-1] for c in self.cost_s)
@@ -214,7 +215,7 @@ class ChoiceProblem:
     def n_variables(self) -> int:
         return len(self.names)
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """How many choices each variable has."""
         return tuple(len(c) for c in self.cost_s)
