@@ -266,20 +266,17 @@ class CandidateMaker:
             kept_bytes += n_like * price.kept_bytes
         return time_s * self.cases.n_microbatches[:, None], kept_bytes
 
-    def members(self, table: ChoiceTable) -> tuple[MemberPrice, ...]:
-        """What each operator of the groups that share a table costs, apart; `MemberPrice.kept` has
-        what those groups are charged with."""
-        per_axis: list[list[JointStrategy]] = []
-        columns = []
-        for joints in zip(*table.choices, strict=True):
-            distinct = {id(joint): joint for joint in joints}
-            place = {key: i for i, key in enumerate(distinct)}
-            per_axis.append(list(distinct.values()))
-            columns.append(np.array([place[id(joint)] for joint in joints]))
-        group = table.first
+    def members(self, candidates: GroupCandidates) -> tuple[MemberPrice, ...]:
+        """What each operator of a group costs, apart; `MemberPrice.kept` has what the group is
+        charged with."""
+        group, table = candidates.group, candidates.table
+        per_axis, columns = [], []
+        for picks in zip(*table.picks, strict=True):
+            distinct, column = np.unique(np.array(picks), return_inverse=True)
+            per_axis.append([group.strategies[int(i)] for i in distinct])
+            columns.append(column)
         charged = {name for i, name in enumerate(group.values) if i not in table.saved}
-        n_choices = len(table.choices)
-        return tuple(self._pricer.members(group, per_axis, columns, n_choices, charged))
+        return tuple(self._pricer.members(group, per_axis, columns, len(candidates), charged))
 
     def n_stood_for(self, item: PlacedOperator) -> int:
         """How many operators one stands for in its group."""

@@ -148,7 +148,7 @@ class _Adder:
     def _prices(self, candidates: GroupCandidates) -> tuple[MemberPrice, ...]:
         key = id(candidates.table)  # lives as long as the candidates
         if key not in self._members:
-            self._members[key] = self.maker.members(candidates.table)
+            self._members[key] = self.maker.members(candidates)
         return self._members[key]
 
     def _is_kept(self, v: int, i: int) -> NDArray[np.bool_]:
