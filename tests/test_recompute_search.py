@@ -24,6 +24,7 @@ from autopar.options import Options, Recompute
 from autopar.passes.analysis import Analysis
 from autopar.passes.choose import Ask, Chooser, choose
 from autopar.passes.constraints import Constraints
+from autopar.passes.cut import cut
 from autopar.passes.folding import fold
 from autopar.passes.intra_op import intra_op_problem
 from autopar.passes.lower import lower
@@ -319,3 +320,26 @@ def test_stages_that_fit_with_recompute_alone() -> None:
     assert plan.bound is not None
     found, _ = pipeline_step(plan.bound.analysis.program, plan.bound.pipeline, batch(), 0)
     assert {name: error for name, error in found.items() if not error <= TOLERANCE} == {}
+
+
+def test_stages_share_prices() -> None:
+    """Groups of one stage are priced as those of another that are alike, under other names."""
+    analysis, cost = captured("chain"), abstract_cost((2,))
+    recomputable = Recomputable(ranges_of(analysis), ("full",))
+    starts = [positions.start for positions in recomputable.within(analysis)]
+    ends = (starts[2], starts[4], len(analysis.operators))
+    _, first, second = (analysis.part(program) for program in cut(analysis.program, ends))
+    assert first.parameter_bytes == second.parameter_bytes
+
+    def seconds(part: Analysis) -> float:
+        problem = intra_op_problem(part, cost, 1, Constraints(), "adamw", None, recomputable)
+        assert len(problem.modes) == 2
+        found = solve(problem.numbers)
+        assert not isinstance(found, Infeasible)
+        return found.objective_s
+
+    analysis.priced.clear()
+    apart_s = seconds(second)
+    analysis.priced.clear()
+    seconds(first)
+    assert seconds(second) == apart_s
