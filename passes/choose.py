@@ -100,9 +100,9 @@ class Chooser:
 
     folded: Folded
     optimizer: str
+    recomputable: Recomputable | None = None
     families: Sequence[tuple[CostModel, ...]] = ()
     counts: Sequence[int] = ()
-    recomputable: Recomputable | None = None
     _first: dict[ProblemBatch, Repeated | None] = field(default_factory=dict)
     _repeats: dict[_Case, tuple[Repeated, RepeatedSolver] | None] = field(default_factory=dict)
 

@@ -25,7 +25,7 @@ from autopar.mesh import Device, Link, LogicalMesh
 from autopar.options import Options
 from autopar.passes.abridge import Abridger
 from autopar.passes.analysis import Analysis
-from autopar.passes.choose import GAP_GOAL, Ask, Chooser, Chosen, too_little_memory
+from autopar.passes.choose import Ask, Chooser, Chosen, too_little_memory
 from autopar.passes.cut import cut
 from autopar.passes.effort import Effort
 from autopar.passes.folding import Run, find_runs, fold
@@ -126,6 +126,13 @@ class Evaluator:
         self.dtype = compute_dtype(self.analysis)
         self.recomputable = Recomputable.of(self.analysis, self.options)
 
+    @cached_property
+    def without_recompute(self) -> Evaluator | None:
+        """None where recompute is not what is searched; what is known of solves is shared."""
+        if self.recomputable is None or not self.recomputable.is_choice:
+            return None
+        return replace(self, options=replace(self.options, recompute="none"))
+
     def parts(self, ends: tuple[int, ...]) -> tuple[Analysis, ...]:
         """The analyses of the stages that end so; of one stage, the whole."""
         if len(ends) == 1:
@@ -184,30 +191,7 @@ class Evaluator:
 
     def simulated(self, scored: Scored) -> Solved:
         """The stages lowered, joined and simulated; where that needs more than the budget, those of
-        a smaller one. Where recompute leaves a gap, what is best without it if that is better.
-
-        Raises `InfeasibleError` where none fits.
-        """
-        found, plain = self._fitted(scored), self._without_recompute
-        if plain is None or found.gap <= GAP_GOAL:
-            return found
-        try:
-            other = plain._fitted(plain.scored(scored.candidate, self.budget_bytes))
-        except InfeasibleError:
-            return found
-        bound_s = found.objective_s * (1 - found.gap)
-        other = replace(other, gap=1 - bound_s / other.objective_s)
-        return min(found, other, key=lambda solved: solved.step_time_s)
-
-    @cached_property
-    def _without_recompute(self) -> Evaluator | None:
-        """None where recompute is not what is searched."""
-        if self.recomputable is None or not self.recomputable.is_choice:
-            return None
-        return replace(self, options=replace(self.options, recompute="none"))
-
-    def _fitted(self, scored: Scored) -> Solved:
-        """The candidate within the budget, or within one at which its peak is.
+        a smaller one at which its peak is within it.
 
         Raises `InfeasibleError` where none fits.
         """
@@ -403,12 +387,14 @@ class Evaluator:
     def _chooser(self, part: Analysis, recomputable: Recomputable | None) -> Chooser:
         key = id(part), recomputable is not None  # parts live as long as this
         if key not in self._choosers:
-            real = tuple(CostModel(view, self.dtype) for view in self.views)
-            families = (real, tuple(map(recipe_cost, real)))
-            self._choosers[key] = Chooser(
-                fold(part, self._runs(part, recomputable)),
-                self.options.optimizer, families, self.counts, recomputable,
-            )  # fmt: skip
+            folded = fold(part, self._runs(part, recomputable))
+            asked = self.options.optimizer, recomputable
+            if recomputable is not None and recomputable.is_choice:  # few are asked for
+                self._choosers[key] = Chooser(folded, *asked)
+            else:
+                real = tuple(CostModel(view, self.dtype) for view in self.views)
+                families = (real, tuple(map(recipe_cost, real)))
+                self._choosers[key] = Chooser(folded, *asked, families, self.counts)
         return self._choosers[key]
 
     def _left_s(self) -> float | None:
@@ -426,15 +412,16 @@ class Evaluator:
         depth: int,
         budget_bytes: float | None,
     ) -> Chosen:
-        """Recompute is chosen where the fastest placements without it do not fit."""
-        recomputable = self.recomputable
-        if recomputable is not None and recomputable.is_choice:
+        """Recompute is chosen where the fastest placements without it do not fit, and where what
+        fits without it is slower."""
+        recomputable, plain = self.recomputable, self.without_recompute
+        if plain is not None:
+            asked = part, layout, place, n_microbatches, depth
             if budget_bytes is None:
-                recomputable = None
-            else:
-                free = self._choose(part, layout, place, n_microbatches, depth, None)
-                if within(budget_bytes, free.size_bytes):
-                    return free
+                return plain._choose(*asked, None)
+            free = plain._choose(*asked, None)
+            if within(budget_bytes, free.size_bytes):
+                return free
         view, (ends, k) = layout.view, place
         operators = (ends[k - 1] if k else 0, ends[k])
         limits = repr(layout.constraints)
@@ -445,10 +432,34 @@ class Evaluator:
             ask = Ask(cost, n_microbatches, constraints, depth)
             if constraints.roles:
                 ask = replace(ask, cost=recipe_cost(cost), runs_on=cost)
-            self._chosen[key] = self._chooser(part, recomputable).choose(
+            chosen = self._chooser(part, recomputable).choose(
                 ask, budget_bytes, self.options.solver, self._left_s()
             )
+            if plain is not None:
+                chosen = plain._or_faster(chosen, *asked, budget_bytes)
+            self._chosen[key] = chosen
         return self._chosen[key]
+
+    def _or_faster(
+        self,
+        chosen: Chosen,
+        part: Analysis,
+        layout: StageLayout,
+        place: tuple[tuple[int, ...], int],
+        n_microbatches: int,
+        depth: int,
+        budget_bytes: float | None,
+    ) -> Chosen:
+        """What is chosen within the same budget among fewer choices, if that is faster: both are
+        solved up to a gap. The bound is that of all choices."""
+        try:
+            other = self._choose(part, layout, place, n_microbatches, depth, budget_bytes)
+        except InfeasibleError:
+            return chosen
+        if other.objective_s > chosen.objective_s:
+            return chosen
+        bound_s = chosen.objective_s * (1 - chosen.gap)
+        return replace(other, gap=max(0.0, 1 - bound_s / other.objective_s))
 
 
 def recipe_cost(cost: CostModel) -> CostModel:

@@ -24,6 +24,7 @@ from autopar.errors import InfeasibleError, MeshError, OptionError
 from autopar.mesh import LogicalMesh, Mesh, factored_view
 from autopar.options import Manual, Options, StageOption
 from autopar.passes.analysis import Analysis
+from autopar.passes.best_count import best_count, best_recomputed
 from autopar.passes.choose import too_little_memory
 from autopar.passes.constraints import Constraints, Pin, Role
 from autopar.passes.counts import microbatch_counts, recipe_counts
@@ -53,8 +54,9 @@ from autopar.units import format_bytes, format_seconds
 
 # Candidates of several stages that are solved: of the search, of recipes.
 _N_SEARCHED, _N_RECIPES = 6, 3
-# A gain (relative) that is worth solving one more problem under a budget.
-_WORTH_REL = 0.01
+# What memory costs, at most, where the stages are not searched for anew with recompute: to run
+# everything again but products takes about as long.
+MEMORY_COSTS = 1.1
 Progress = Callable[[str], None]
 
 
@@ -90,6 +92,7 @@ class Planner:
     predict: Predict
     report: Progress = lambda text: None
     _found: list[Scored] = field(default_factory=list, init=False)
+    _tried: list[_Tries] = field(default_factory=list, init=False)
     _searches: list[JointSearch] = field(default_factory=list, init=False)
 
     @cached_property
@@ -141,9 +144,10 @@ class Planner:
                     notes.append(Alternative(name, None, f"about {about}, not solved"))
                     continue
                 self._tell(f"planning {name}")
+                self._tried.append((name, tries))
                 # What a recipe costs is worth knowing even where it cannot win.
                 limit_s = math.inf if tries[0].is_recipe else least_s
-                best = _best_count(self.evaluator, tries, limit_s)
+                best = best_count(self._plain, tries, limit_s)
                 if isinstance(best, Scored):
                     found.append(best)
                 elif isinstance(best, InfeasibleError):
@@ -151,6 +155,12 @@ class Planner:
                     notes.append(Alternative(name, None, str(best).splitlines()[0]))
                 else:
                     notes.append(Alternative(name, None, f"at least {format_seconds(best)}"))
+            if self.evaluator is not self._plain:
+                for scored in self._recomputed():
+                    name = scored.candidate.name
+                    found[:] = [s for s in found if s.candidate.name != name] + [scored]
+                    errors = [(e, c) for e, c in errors if c.name != name]
+                    notes = [note for note in notes if note.name != name]
         except _TimeUp:
             is_stopped = True
             passed = f"not tried when time_limit_s={self.options.time_limit_s:g} had passed"
@@ -182,6 +192,56 @@ class Planner:
             solved = replace(solved, gap=max(solved.gap, 1 - least_s / solved.objective_s))
         effort = self.evaluator.effort(sum(search.n_configurations for search in self._searches))
         return Outcome(solved, self.hardware, (*rows, *notes), effort)
+
+    @cached_property
+    def _plain(self) -> Evaluator:
+        """Without recompute, as far as it is searched: it comes after all else (`_recomputed`)."""
+        return self.evaluator.without_recompute or self.evaluator
+
+    def _recomputed(self) -> Iterator[Scored]:
+        """What is faster, or fits at all, with recompute: of what was tried, and of a search for
+        stages that knows of it, where memory costs more than `MEMORY_COSTS`."""
+        known = {s.candidate.name: s for s in self._found}
+        every = list(self._tried)
+        for name, tries in every:
+            limit_s = self._least_s
+            if tries[0].is_recipe:
+                if name in known:
+                    continue
+                limit_s = math.inf
+            self._tell(f"planning {name} with recompute")
+            better = best_recomputed(self.evaluator, tries, limit_s)
+            if better is not None:
+                yield better
+        stages = self.options.stages
+        if isinstance(stages, tuple) or stages == 1 or self.options.manual is not None:
+            return
+        free_s = min((self._free_s(tries) for _, tries in every), default=0.0)
+        if self._least_s <= MEMORY_COSTS * free_s and math.isfinite(self._least_s):
+            return
+
+        def kind(candidate: Candidate) -> object:
+            views = tuple(layout.view for layout in candidate.stages)
+            return candidate.ends, views, candidate.n_microbatches
+
+        tried = {kind(candidate) for _, tries in every for candidate in tries}
+        n_stages = None if stages == "auto" else int(stages)
+        for candidate in _told_apart(self._searched_stages(n_stages, self.evaluator)):
+            if kind(candidate) in tried or self._is_hopeless(candidate):
+                continue
+            named = replace(candidate, name=f"{candidate.name}, recompute")
+            self._tell(f"planning {named.name}")
+            try:
+                yield self.evaluator.scored(named, self.budget_bytes)
+            except InfeasibleError:
+                continue
+
+    def _free_s(self, tries: Sequence[Candidate]) -> float:
+        """A step with the fewest microbatches, had devices no limit; infinite: there is none."""
+        try:
+            return self._plain.scored(tries[0], None).score_s
+        except InfeasibleError:
+            return math.inf
 
     def _nothing_fits(self, errors: Sequence[tuple[InfeasibleError, Candidate]]) -> InfeasibleError:
         """What the leanest of all needs while it runs."""
@@ -254,23 +314,35 @@ class Planner:
     def _stages(self, n_stages: int | None) -> Iterator[_Tries]:
         """The best of the joint search, and the best recipes of several stages."""
         self._tell("searching for stages")
-        seen: Counter[str] = Counter()
-        for candidate in self._with_stages(n_stages):  # that differ in their cuts alone
-            seen[candidate.name] += 1
-            nth = seen[candidate.name]
-            name = candidate.name if nth == 1 else f"{candidate.name}, cut {nth}"
-            yield name, [replace(candidate, name=name)]
+        for candidate in _told_apart(self._with_stages(n_stages)):
+            yield candidate.name, [candidate]
 
     def _with_stages(self, n_stages: int | None) -> Iterator[Candidate]:
         on = self.analysis, self.mesh, self.hardware, self.options
-        search = joint_search(*on, self.budget_bytes, n_stages, self._tell)
-        if search is not None:
-            self._searches.append(search)
-            yield from refined_candidates(search, n_stages, _N_SEARCHED, self._scored)
+        yield from self._searched_stages(n_stages, self._plain)
         if n_stages is None:
             for recipe in recipe_candidates(*on, report=self._tell)[:_N_RECIPES]:
                 if self.evaluator.stage_without_parameters(recipe.ends) is None:
                     yield recipe
+
+    def _searched_stages(self, n_stages: int | None, evaluator: Evaluator) -> Iterator[Candidate]:
+        """By the joint search, with what an evaluator may choose from."""
+        on = self.analysis, self.mesh, self.hardware, evaluator.options
+        search = joint_search(*on, self.budget_bytes, n_stages, self._tell)
+        if search is None:
+            return
+        self._searches.append(search)
+
+        def score(candidate: Candidate) -> Scored | None:
+            """None where it does not fit, or was not worth solving."""
+            if self._is_hopeless(candidate):
+                return None
+            try:
+                return evaluator.scored(candidate, self.budget_bytes)
+            except InfeasibleError:
+                return None
+
+        yield from refined_candidates(search, n_stages, _N_SEARCHED, score)
 
     @property
     def _least_s(self) -> float:
@@ -278,15 +350,6 @@ class Planner:
 
     def _is_hopeless(self, candidate: Candidate) -> bool:
         return candidate.estimate_s > HOPELESS * self._least_s
-
-    def _scored(self, candidate: Candidate) -> Scored | None:
-        """None where it does not fit, or was not worth solving."""
-        if self._is_hopeless(candidate):
-            return None
-        try:
-            return self.evaluator.scored(candidate, self.budget_bytes)
-        except InfeasibleError:
-            return None
 
     def _given_stages(self, stages: Sequence[StageOption]) -> Iterator[_Tries]:
         """The user's stages, each seen as is fastest for it."""
@@ -369,44 +432,10 @@ class Planner:
         yield self._any_count("manual recipe", layout, counts)
 
 
-def _best_count(
-    evaluator: Evaluator, tries: Sequence[Candidate], least_s: float = math.inf
-) -> Scored | InfeasibleError | float:
-    """The best of candidates that differ in their microbatches, given in rising order; the
-    least score that any of them may have without a budget, where that alone is above `least_s`.
-
-    Where memory does not bind, the fewest microbatches are fastest, because more of them only
-    cost time: the first such count is found by bisection. Fewer than that are bought with slower
-    placements; they are tried one by one while they are faster, or may be.
-    """
-    start = next((i for i, c in enumerate(tries) if evaluator.may_fit(c)), len(tries) - 1)
-    low, high, bound_s = start, len(tries), 0.0
-    if high - low > 1 and math.isfinite(least_s):
-        free_s = evaluator.scored(tries[start], None).score_s
-        if free_s > least_s:
-            return free_s
-    if low == high - 1:  # nothing to choose from: the budget may as well be there at once
-        low = high
-    while low < high:
-        middle = (low + high) // 2
-        over_s = evaluator.bound_over_budget_s(tries[middle])
-        if over_s is None:
-            high = middle
-        else:
-            bound_s, low = over_s, middle + 1
-    best = evaluator.scored(tries[low], None) if low < len(tries) else None
-    for candidate in reversed(tries[start:low]):
-        if best is not None and best.score_s * (1 - _WORTH_REL) <= bound_s:
-            break
-        try:
-            bought = evaluator.scored(candidate, evaluator.budget_bytes)
-        except InfeasibleError as error:
-            if best is None:
-                return error
-            break
-        if best is not None and bought.score_s >= best.score_s:
-            break
-        best, bound_s = bought, 0.0
-    assert best is not None
-    place = tries.index(best.candidate)
-    return replace(best, others=tuple(tries[place + 1 :]))
+def _told_apart(candidates: Iterator[Candidate]) -> Iterator[Candidate]:
+    """Those that differ in their cuts alone under names of their own."""
+    seen: Counter[str] = Counter()
+    for candidate in candidates:
+        seen[candidate.name] += 1
+        nth = seen[candidate.name]
+        yield candidate if nth == 1 else replace(candidate, name=f"{candidate.name}, cut {nth}")

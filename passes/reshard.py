@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ from autopar.passes.primitive_costs import primitive_lines
 from autopar.spec import Spec, TensorType
 
 Array = NDArray[np.float64]
+LastMoves = NDArray[np.signedinteger[Any]]
 
 
 def primitive_calls(graph: MoveGraph) -> Array:
@@ -34,12 +36,13 @@ class Paths:
     """The cheapest paths from one spec: [cases, specs].
 
     `time_s` is the least forward + backward time to every spec, infinite where there is no path or
-    either is not legal; `tie` the collectives on that path (the tie-break), `last` its last move.
+    either is not legal; `tie` the thousandths of the tie-break on that path, whole numbers, `last`
+    its last move. There are many, so each is as small as it may be.
     """
 
     time_s: Array
-    tie: Array
-    last: NDArray[np.int64]
+    tie: NDArray[np.float32]
+    last: LastMoves
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +97,7 @@ class ReshardTables:
         paths, at = self.paths(sources), np.asarray(targets, dtype=np.int64)
         return (
             np.stack([path.time_s[:, at] for path in paths], axis=1),
-            np.stack([path.tie[:, at] for path in paths], axis=1),
+            np.stack([path.tie[:, at] for path in paths], axis=1).astype(np.float64) / 1e3,
         )
 
     def paths(self, sources: Sequence[int]) -> list[Paths]:
@@ -105,13 +108,16 @@ class ReshardTables:
         return [self._paths[s] for s in sources]
 
     def _found(self, sources: Sequence[int]) -> Iterator[Paths]:
-        last = _last_moves(self.graph, self.move_s, self.move_tie, sources, self.sizes)
-        values = np.stack(np.broadcast_arrays(self.move_s, self.move_tie), axis=1)
-        totals = self._along(sources, last, values)
+        last: LastMoves = _last_moves(self.graph, self.move_s, self.move_tie, sources, self.sizes)
         at = np.arange(len(sources))
         reached = last >= 0
         reached[:, at, sources] = self.legal[:, sources]
-        time_s, tie = np.where(reached, totals[:, 0], np.inf), totals[:, 1]
+        values = np.stack(np.broadcast_arrays(self.move_s, self.move_tie), axis=1)
+        totals = self._along(sources, last, values)
+        time_s = np.where(reached, totals[:, 0], np.inf)
+        tie = np.rint(totals[:, 1] * 1e3).astype(np.float32)
+        if len(self.graph.source) < 2**15:
+            last = last.astype(np.int16)
         for k in range(len(sources)):
             yield Paths(time_s[:, k], tie[:, k], last[:, k])
 
@@ -121,7 +127,7 @@ class ReshardTables:
         last = np.stack([path.last for path in self.paths(sources)], axis=1)
         return self._along(sources, last, move_values)
 
-    def _along(self, sources: Sequence[int], last: NDArray[np.int64], move_values: Array) -> Array:
+    def _along(self, sources: Sequence[int], last: LastMoves, move_values: Array) -> Array:
         n_cases, _, n = last.shape
         values = np.moveaxis(move_values, 1, 2)
         total = np.zeros((n_cases, len(sources), n, values.shape[2]))

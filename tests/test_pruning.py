@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import autopar
 from autopar import Mesh, Plan
-from autopar.passes import evaluate, joint, layers, planner, recipes, refined
+from autopar.passes import best_count, evaluate, joint, layers, planner, recipes, refined
 from tests.harness import random_tokens, tiny_gpt2
 from tests.test_planner_laws import A100, tokens
 
@@ -42,9 +42,10 @@ def widen(patch: pytest.MonkeyPatch) -> None:
     """All that is known of how the planner prunes."""
     patch.setattr(planner, "HOPELESS", math.inf)
     patch.setattr(refined, "HOPELESS", 2.0)
+    patch.setattr(planner, "MEMORY_COSTS", 0.0)
     patch.setattr(planner, "_N_SEARCHED", 24)
     patch.setattr(planner, "_N_RECIPES", 12)
-    patch.setattr(planner, "_WORTH_REL", 0.0)
+    patch.setattr(best_count, "WORTH_REL", 0.0)
     patch.setattr(evaluate, "SCORE_REL", 10.0)
     patch.setattr(joint, "_PLANS_PER_COUNT", 24)
     patch.setattr(joint, "_WITHIN", 0.5)
