@@ -223,7 +223,7 @@ class Limits:
         return True
 
     def conversion_allowed(self, storage: Storage, use: Spec, gathers: bool) -> bool:
-        """May a parameter stored so be used so? `gathers`: the conversion has all_gathers."""
+        """May a parameter stored so be used so? `gathers`: the conversion makes it whole."""
         forbid, zero = self.constraints.forbid, self.constraints.zero
         level = {"step": 1, "micro": 2, "use": 3}[storage.period]
         if not gathers:

@@ -210,7 +210,8 @@ def path_costs(
     """What conversions of a parameter of this type cost, on the tables' meshes."""
     graph, size_bytes = tables.graph, tables.size_bytes
     calls, kinds = primitive_calls(graph), np.array([p.kind for p in graph.primitives])
-    copies, gathers = kinds != "identity", kinds == "all_gather"
+    # A sum of shards among zeros is the whole too.
+    copies, gathers = kinds != "identity", np.isin(kinds, ("all_gather", "all_reduce"))
     forward, backward = graph.forward, graph.backward
     lines = primitive_lines(graph, costs)
     seconds, bucketed = lines.seconds(size_bytes), lines.bucketed(size_bytes)

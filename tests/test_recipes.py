@@ -7,13 +7,18 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 
 from autopar.capture import capture
+from autopar.cost.model import CostModel
 from autopar.errors import MeshError, OptionError
-from autopar.mesh import LogicalMesh
+from autopar.mesh import LogicalMesh, factored_view
 from autopar.options import Manual, Options
 from autopar.passes.analysis import Analysis
+from autopar.passes.constraints import Constraints
+from autopar.passes.evaluate import recipe_cost
 from autopar.passes.folding import find_runs
+from autopar.passes.intra_op import intra_op_problem
 from autopar.passes.layers import find_layers
 from autopar.passes.layout import Candidate
 from autopar.passes.recipes import recipe_candidates
@@ -80,3 +85,27 @@ def test_stages_of_a_recipe_have_balanced_flops() -> None:
         bounds = itertools.pairwise([-1, *last])
         flops = [math.fsum(layers.flops[a + 1 : b + 1]) for a, b in bounds]
         assert max(flops) <= math.fsum(flops) / len(flops) + max(layers.flops)
+
+
+def test_without_zero_what_is_stored_in_data_shards_is_not_made_whole() -> None:
+    """Neither gathered, nor as a sum of shards among zeros, which abstract machines make cheap."""
+    mesh, hardware = cluster(4, 8), hardware_of(cluster(4, 8))
+    view = factored_view(mesh, hardware.links, hardware.device, {"dp": 8, "tp": 4})
+    limits = Constraints(frozenset({"sequence"}), ("data", "tensor"), 0)
+    n_seen = 0
+    for cost in (CostModel(view, torch.float64), recipe_cost(CostModel(view, torch.float64))):
+        problem = intra_op_problem(gpt2(), cost, 1, limits, "adamw")
+        names = {v: name for name, v in problem.parameter_variables.items()}
+        for edge in problem.numbers.edges:
+            if edge.u not in names or edge.v >= len(problem.candidates):
+                continue
+            uses, name = problem.candidates[edge.v].specs(names[edge.u]), names[edge.u]
+            for i, storage in enumerate(problem.storages[name]):
+                for k, code in enumerate(uses.code.tolist()):
+                    used = uses.distinct[code].placements[0]
+                    if storage.spec.placements[0].is_shard and used.kind in "RI":
+                        n_seen += 1
+                        choice = [0] * problem.numbers.n_variables
+                        choice[edge.u], choice[edge.v] = i, k
+                        assert math.isinf(edge.cost_s[edge.at(choice)]), (name, storage, used)
+    assert n_seen > 0
