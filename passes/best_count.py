@@ -44,8 +44,9 @@ def best_count(
     for candidate in reversed(tries[start:low]):
         if best is not None and best.score_s * (1 - WORTH_REL) <= bound_s:
             break
+        limit_s = math.inf if best is None else best.score_s
         try:
-            bought = evaluator.scored(candidate, evaluator.budget_bytes)
+            bought = evaluator.scored(candidate, evaluator.budget_bytes, limit_s)
         except InfeasibleError as error:
             if best is None:
                 return error
@@ -75,10 +76,10 @@ def best_recomputed(
         if within(evaluator.budget_bytes, free.size_bytes):
             continue
         limit_s = least_s if best is None else best.score_s
-        if free.score_s * (1 + WORTH_REL) >= limit_s:
+        if free.score_s >= limit_s:
             continue
         try:
-            found = evaluator.scored(candidate, evaluator.budget_bytes)
+            found = evaluator.scored(candidate, evaluator.budget_bytes, limit_s)
         except InfeasibleError:
             continue
         if best is not None and found.score_s >= best.score_s:

@@ -8,6 +8,7 @@ A program with repeated blocks is solved from the problem of the same with few o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -64,6 +65,11 @@ class Chosen:
     received: Mapping[str, Spec]
     sent: Mapping[str, Spec]
     read: Callable[[], Strategy] = field(repr=False, compare=False)
+
+    @property
+    def bound_s(self) -> float:
+        """No objective is below it."""
+        return self.objective_s * (1 - self.gap)
 
     @cached_property
     def strategy(self) -> Strategy:
@@ -122,21 +128,26 @@ class Chooser:
         budget_bytes: float | None,
         solver: Solver = "auto",
         time_limit_s: float | None = None,
+        limit_s: float = math.inf,
     ) -> Chosen:
         """`choose` of the whole program, from its folded problem where that is exact. Pins are of
         single parameters, which other blocks do not have.
+
+        Where no objective can be below `limit_s`, no more is found out than that (`bound_s`).
         """
         whole = self.folded.whole, ask, self.optimizer, budget_bytes, solver, time_limit_s
         if not self.folded.runs or solver != "auto" or ask.constraints.pins:
             return choose(*whole, self.recomputable)
         solved = self._repeated(ask, ask.cost)
-        by_copies = solved and self._by_copies(*solved, ask, budget_bytes, time_limit_s)
+        by_copies = solved and self._by_copies(*solved, ask, budget_bytes, time_limit_s, limit_s)
         if solved is None or by_copies is None:
             return choose(*whole, self.recomputable)
         is_coarse = self.recomputable is not None and self.recomputable.is_choice
         enough = max(ask.gap_goal, MODES_GAP_GOAL if is_coarse else FOLDED_GAP_GOAL)
         columns = solved[0].problem.written(most_columns)
         if by_copies.gap <= enough or columns > CLOSE_GAP.most_columns:
+            return by_copies
+        if by_copies.bound_s >= limit_s:
             return by_copies
         return min(by_copies, choose(*whole, self.recomputable), key=lambda c: c.gap)
 
@@ -161,10 +172,11 @@ class Chooser:
         ask: Ask,
         budget_bytes: float | None,
         time_limit_s: float | None,
+        limit_s: float,
     ) -> Chosen | None:
         """None: tables would be too large."""
         try:
-            solution = solver.solve(budget_bytes, time_limit_s, ask.gap_goal)
+            solution = solver.solve(budget_bytes, time_limit_s, ask.gap_goal, limit_s)
         except TooWide:
             return None
         if isinstance(solution, Infeasible):

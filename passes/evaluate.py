@@ -149,9 +149,14 @@ class Evaluator:
         """
         return self.simulated(self.scored(candidate, self.budget_bytes))
 
-    def scored(self, candidate: Candidate, budget_bytes: float | None) -> Scored:
-        """Raises `InfeasibleError` where a stage does not fit, `BatchError` where rows do not."""
-        choices = tuple(self._choices(candidate, budget_bytes))
+    def scored(
+        self, candidate: Candidate, budget_bytes: float | None, limit_s: float = math.inf
+    ) -> Scored:
+        """What costs no less than `limit_s` need not be at its best, if it is one stage.
+
+        Raises `InfeasibleError` where a stage does not fit, `BatchError` where rows do not.
+        """
+        choices = tuple(self._choices(candidate, budget_bytes, limit_s))
         m = candidate.n_microbatches
         if len(choices) == 1:
             return Scored(candidate, choices, choices[0].objective_s)
@@ -177,14 +182,18 @@ class Evaluator:
             return None
         return 0.0 if candidate.is_recipe else max(chosen.objective_s for chosen in choices)
 
-    def _choices(self, candidate: Candidate, budget_bytes: float | None) -> list[Chosen]:
+    def _choices(
+        self, candidate: Candidate, budget_bytes: float | None, limit_s: float = math.inf
+    ) -> list[Chosen]:
         """Every stage's placements."""
+        if len(candidate.stages) > 1 or candidate.is_recipe:  # scores are of other numbers
+            limit_s = math.inf
         parts, m = self.parts(candidate.ends), candidate.n_microbatches
         name = schedule_name(self.options)
         return [
             self._choose(
                 part, layout, (candidate.ends, k), m, n_in_flight(name, k, len(parts), m),
-                budget_bytes,
+                budget_bytes, limit_s,
             )
             for k, (part, layout) in enumerate(zip(parts, candidate.stages, strict=True))
         ]  # fmt: skip
@@ -411,6 +420,7 @@ class Evaluator:
         n_microbatches: int,
         depth: int,
         budget_bytes: float | None,
+        limit_s: float = math.inf,
     ) -> Chosen:
         """Recompute is chosen where the fastest placements without it do not fit, and where what
         fits without it is slower."""
@@ -433,8 +443,10 @@ class Evaluator:
             if constraints.roles:
                 ask = replace(ask, cost=recipe_cost(cost), runs_on=cost)
             chosen = self._chooser(part, recomputable).choose(
-                ask, budget_bytes, self.options.solver, self._left_s()
+                ask, budget_bytes, self.options.solver, self._left_s(), limit_s
             )
+            if chosen.bound_s >= limit_s:
+                return chosen
             if plain is not None:
                 chosen = plain._or_faster(chosen, *asked, budget_bytes)
             self._chosen[key] = chosen
@@ -458,8 +470,7 @@ class Evaluator:
             return chosen
         if other.objective_s > chosen.objective_s:
             return chosen
-        bound_s = chosen.objective_s * (1 - chosen.gap)
-        return replace(other, gap=max(0.0, 1 - bound_s / other.objective_s))
+        return replace(other, gap=max(0.0, 1 - chosen.bound_s / other.objective_s))
 
 
 def recipe_cost(cost: CostModel) -> CostModel:

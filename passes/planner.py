@@ -54,8 +54,8 @@ from autopar.units import format_bytes, format_seconds
 
 # Candidates of several stages that are solved: of the search, of recipes.
 _N_SEARCHED, _N_RECIPES = 6, 3
-# What memory costs, at most, where the stages are not searched for anew with recompute: to run
-# everything again but products takes about as long.
+# What memory costs, at most, where the stages are not searched for anew with recompute, which takes
+# longer than all else: to run everything again but products costs about as much.
 MEMORY_COSTS = 1.1
 Progress = Callable[[str], None]
 

@@ -141,13 +141,17 @@ class Hull(Generic[C]):
         self._sides.add((over.totals, under.totals))
 
 
-def search(hull: Hull[C], budget_bytes: float, deadline: float = math.inf) -> Bracket[C]:
+def search(
+    hull: Hull[C], budget_bytes: float, deadline: float = math.inf, limit_s: float = math.inf
+) -> Bracket[C]:
     """Walk along the hull to where the budget is, which the fastest exceeds and the leanest does
-    not."""
+    not; or until nothing within the budget can be below `limit_s`."""
     over, under = hull.around(budget_bytes)
     for _ in range(MAX_STEPS):
         saved_s = under.totals.cost_s - over.totals.cost_s
         if saved_s <= 0 or hull.is_side(over, under) or time.perf_counter() > deadline:
+            break
+        if hull.bound(budget_bytes)[0] >= limit_s:
             break
         price = saved_s / (over.totals.bytes - under.totals.bytes)
         value, point = hull.at(price)

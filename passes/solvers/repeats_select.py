@@ -72,9 +72,14 @@ class RepeatedSolver:
         self._branches: dict[Branch, Hull[RepeatedChoice]] = {}
 
     def solve(
-        self, budget_bytes: float | None, time_limit_s: float | None = None, gap_goal: float = 0.0
+        self,
+        budget_bytes: float | None,
+        time_limit_s: float | None = None,
+        gap_goal: float = 0.0,
+        limit_s: float = math.inf,
     ) -> RepeatedSolution | Infeasible:
-        """As `solve_repeated`, whatever the problem's own budget."""
+        """As `solve_repeated`, whatever the problem's own budget; only a choice and its gap where
+        nothing can be below `limit_s`."""
         deadline = time.perf_counter() + (math.inf if time_limit_s is None else time_limit_s)
         hull = self._hull
         if hull is None or hull.fastest is None:
@@ -86,7 +91,7 @@ class RepeatedSolver:
         assert budget_bytes is not None, "everything is within no budget"
         if not within(budget_bytes, hull.leanest.totals.bytes):
             return over_budget(budget_bytes, hull.leanest.totals.bytes)
-        best, bound_s = self._searched(hull, budget_bytes, gap_goal, deadline)
+        best, bound_s = self._searched(hull, budget_bytes, gap_goal, deadline, limit_s)
         return self._solution(best, _gap(best, bound_s))
 
     @cached_property
@@ -110,10 +115,17 @@ class RepeatedSolver:
         return break_ties(self._smaller.numbers, hull.minimiser, hull.fastest, most)
 
     def _searched(
-        self, hull: Hull[RepeatedChoice], budget_bytes: float, gap_goal: float, deadline: float
+        self,
+        hull: Hull[RepeatedChoice],
+        budget_bytes: float,
+        gap_goal: float,
+        deadline: float,
+        limit_s: float,
     ) -> _Found:
         """By prices, exchanges, and, while that leaves too much, branches."""
-        bracket = search(hull, budget_bytes, deadline)
+        bracket = search(hull, budget_bytes, deadline, limit_s)
+        if bracket.bound_s >= limit_s:
+            return bracket.best, bracket.bound_s
         best, bound_s = self._exchanged(hull, bracket, budget_bytes, gap_goal)
         if _gap(best, bound_s) <= gap_goal or bracket.neighbours is None:
             return best, bound_s
