@@ -76,7 +76,7 @@ def best_recomputed(
         if within(evaluator.budget_bytes, free.size_bytes):
             continue
         limit_s = least_s if best is None else best.score_s
-        if free.score_s >= limit_s:
+        if free.score_s >= limit_s * (1 - WORTH_REL):
             continue
         try:
             found = evaluator.scored(candidate, evaluator.budget_bytes, limit_s)
