@@ -54,8 +54,8 @@ from autopar.units import format_bytes, format_seconds
 
 # Candidates of several stages that are solved: of the search, of recipes.
 _N_SEARCHED, _N_RECIPES = 6, 3
-# What memory costs, at most, where the stages are not searched for anew with recompute, which takes
-# longer than all else: to run everything again but products costs about as much.
+# What memory costs, at most, where recompute is left alone: to run all but products again takes
+# about as long.
 MEMORY_COSTS = 1.1
 Progress = Callable[[str], None]
 
@@ -155,7 +155,7 @@ class Planner:
                     notes.append(Alternative(name, None, str(best).splitlines()[0]))
                 else:
                     notes.append(Alternative(name, None, f"at least {format_seconds(best)}"))
-            if self.evaluator is not self._plain:
+            if not self._memory_costs_little:
                 for scored in self._recomputed():
                     name = scored.candidate.name
                     found[:] = [s for s in found if s.candidate.name != name] + [scored]
@@ -170,7 +170,10 @@ class Planner:
         if not found:
             raise self._nothing_fits(errors)
         self.report("simulating the best")
-        fitting, failed = self.evaluator.simulated_fastest(found)
+        last = self._plain if self._memory_costs_little else self.evaluator
+        fitting, failed = last.simulated_fastest(found)
+        if not fitting and last is not self.evaluator:
+            fitting, failed = self.evaluator.simulated_fastest(found)
         if not fitting:
             raise min(failed.values(), key=lambda error: error.least_bytes or math.inf)
         simulated = {s.candidate.name: s for s in fitting}
@@ -198,9 +201,17 @@ class Planner:
         """Without recompute, as far as it is searched: it comes after all else (`_recomputed`)."""
         return self.evaluator.without_recompute or self.evaluator
 
+    @property
+    def _memory_costs_little(self) -> bool:
+        """Is recompute left alone: would devices without a limit gain less than it costs?"""
+        if self.evaluator is self._plain:
+            return True
+        free_s = min((self._free_s(tries) for _, tries in self._tried), default=0.0)
+        return math.isfinite(self._least_s) and self._least_s <= MEMORY_COSTS * free_s
+
     def _recomputed(self) -> Iterator[Scored]:
         """What is faster, or fits at all, with recompute: of what was tried, and of a search for
-        stages that knows of it, where memory costs more than `MEMORY_COSTS`."""
+        stages that knows of it."""
         known = {s.candidate.name: s for s in self._found}
         every = list(self._tried)
         for name, tries in every:
@@ -215,9 +226,6 @@ class Planner:
                 yield better
         stages = self.options.stages
         if isinstance(stages, tuple) or stages == 1 or self.options.manual is not None:
-            return
-        free_s = min((self._free_s(tries) for _, tries in every), default=0.0)
-        if self._least_s <= MEMORY_COSTS * free_s and math.isfinite(self._least_s):
             return
 
         def kind(candidate: Candidate) -> object:
