@@ -15,6 +15,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -135,7 +136,7 @@ class Planner:
     def _best(self) -> Outcome:
         found, notes = self._found, list[Alternative]()
         errors: list[tuple[InfeasibleError, Candidate]] = []
-        is_stopped = False
+        is_stopped, last = False, self._plain
         try:
             for name, tries in self._candidates():
                 least_s = self._least_s
@@ -155,12 +156,8 @@ class Planner:
                     notes.append(Alternative(name, None, str(best).splitlines()[0]))
                 else:
                     notes.append(Alternative(name, None, f"at least {format_seconds(best)}"))
-            if not self._memory_costs_little:
-                for scored in self._recomputed():
-                    name = scored.candidate.name
-                    found[:] = [s for s in found if s.candidate.name != name] + [scored]
-                    errors = [(e, c) for e, c in errors if c.name != name]
-                    notes = [note for note in notes if note.name != name]
+            if not self._costs_little(self._least_s):
+                last = self._add_recomputed(errors, notes)
         except _TimeUp:
             is_stopped = True
             passed = f"not tried when time_limit_s={self.options.time_limit_s:g} had passed"
@@ -170,9 +167,12 @@ class Planner:
         if not found:
             raise self._nothing_fits(errors)
         self.report("simulating the best")
-        last = self._plain if self._memory_costs_little else self.evaluator
         fitting, failed = last.simulated_fastest(found)
-        if not fitting and last is not self.evaluator:
+        fastest_s = min((s.step_time_s for s in fitting), default=math.inf)
+        may_add = not (is_stopped and fitting)
+        if last is not self.evaluator and may_add and not self._costs_little(fastest_s):
+            with suppress(_TimeUp):  # peaks are above what was solved for
+                self._add_recomputed(errors, notes)
             fitting, failed = self.evaluator.simulated_fastest(found)
         if not fitting:
             raise min(failed.values(), key=lambda error: error.least_bytes or math.inf)
@@ -201,13 +201,23 @@ class Planner:
         """Without recompute, as far as it is searched: it comes after all else (`_recomputed`)."""
         return self.evaluator.without_recompute or self.evaluator
 
-    @property
-    def _memory_costs_little(self) -> bool:
+    def _costs_little(self, step_time_s: float) -> bool:
         """Is recompute left alone: would devices without a limit gain less than it costs?"""
         if self.evaluator is self._plain:
             return True
         free_s = min((self._free_s(tries) for _, tries in self._tried), default=0.0)
-        return math.isfinite(self._least_s) and self._least_s <= MEMORY_COSTS * free_s
+        return math.isfinite(step_time_s) and step_time_s <= MEMORY_COSTS * free_s
+
+    def _add_recomputed(
+        self, errors: list[tuple[InfeasibleError, Candidate]], notes: list[Alternative]
+    ) -> Evaluator:
+        """Put what recompute betters in its place; returns the evaluator that knows recompute."""
+        for scored in self._recomputed():
+            name = scored.candidate.name
+            self._found[:] = [s for s in self._found if s.candidate.name != name] + [scored]
+            errors[:] = [(error, c) for error, c in errors if c.name != name]
+            notes[:] = [note for note in notes if note.name != name]
+        return self.evaluator
 
     def _recomputed(self) -> Iterator[Scored]:
         """What is faster, or fits at all, with recompute: of what was tried, and of a search for
