@@ -200,7 +200,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Repeat:
+class RepeatedLines:
     """Lines `start` to `stop` - 1 of a body that stand for `count` blocks, one after the other; and
     by name what each of the blocks has of its own: parameters, and variables of constants."""
 
@@ -313,7 +313,7 @@ class StageProgram:
     changed: tuple[ChangedBuffer, ...] = ()
     accumulation: Accumulation | None = None
     segments: tuple[Segment, ...] = ()
-    repeats: tuple[Repeat, ...] = ()
+    repeats: tuple[RepeatedLines, ...] = ()
 
     @cached_property
     def taken(self) -> frozenset[str]:

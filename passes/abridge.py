@@ -18,7 +18,7 @@ from autopar.facts import Recomputed, Strategy
 from autopar.passes.analysis import Analysis
 from autopar.passes.folding import Folded, Run, fold
 from autopar.passes.lower import lower
-from autopar.stage_program import CallLine, FreeLine, Repeat, StageProgram
+from autopar.stage_program import CallLine, FreeLine, RepeatedLines, StageProgram
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Abridger:
         return i
 
 
-def _repeat(program: StageProgram, folded: Folded, run: Run, stretch: _Stretch) -> Repeat:
+def _repeat(program: StageProgram, folded: Folded, run: Run, stretch: _Stretch) -> RepeatedLines:
     """The lines of the second block of a stretch, and what it alone reads."""
     whole, captured = folded.whole.operators, folded.analysis.program
     own = {o.name: o for o in folded.analysis.operators}
@@ -133,7 +133,7 @@ def _repeat(program: StageProgram, folded: Folded, run: Run, stretch: _Stretch) 
     reads = Counter(name for o in own.values() for name in o.inputs)
     mine = Counter(name for o in block for name in o.inputs)
     alone = {name for name, n in mine.items() if reads[name] == n}
-    return Repeat(
+    return RepeatedLines(
         _end(program, [captured.keys[name] for name in before]),
         _end(program, [captured.keys[o.name] for o in block]),
         stretch.n_like,

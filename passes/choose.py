@@ -40,7 +40,7 @@ CLOSE_GAP = Effort(n_columns=30_000, n_nodes=200)
 # Repeated blocks leave a gap where they cannot share what a budget leaves. One wider than this is
 # closed on the whole program, where that is small enough.
 FOLDED_GAP_GOAL = 2e-2
-# A mode for each block is coarse; what is best without recompute is compared with (`Evaluator`).
+# A mode for each block is coarse; who asks compares with what is best without recompute.
 MODES_GAP_GOAL = 5e-2
 C = TypeVar("C", contravariant=True)
 # A problem: the batch it was built in, its place there, microbatches in flight.

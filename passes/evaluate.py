@@ -13,6 +13,7 @@ import math
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
@@ -448,29 +449,18 @@ class Evaluator:
             if chosen.bound_s >= limit_s:
                 return chosen
             if plain is not None:
-                chosen = plain._or_faster(chosen, *asked, budget_bytes)
+                with suppress(InfeasibleError):
+                    chosen = _faster(chosen, plain._choose(*asked, budget_bytes))
             self._chosen[key] = chosen
         return self._chosen[key]
 
-    def _or_faster(
-        self,
-        chosen: Chosen,
-        part: Analysis,
-        layout: StageLayout,
-        place: tuple[tuple[int, ...], int],
-        n_microbatches: int,
-        depth: int,
-        budget_bytes: float | None,
-    ) -> Chosen:
-        """What is chosen within the same budget among fewer choices, if that is faster: both are
-        solved up to a gap. The bound is that of all choices."""
-        try:
-            other = self._choose(part, layout, place, n_microbatches, depth, budget_bytes)
-        except InfeasibleError:
-            return chosen
-        if other.objective_s > chosen.objective_s:
-            return chosen
-        return replace(other, gap=max(0.0, 1 - chosen.bound_s / other.objective_s))
+
+def _faster(chosen: Chosen, other: Chosen) -> Chosen:
+    """The faster one of what was chosen among all choices and among fewer, each up to a gap: the
+    bound is that of all."""
+    if other.objective_s > chosen.objective_s:
+        return chosen
+    return replace(other, gap=max(0.0, 1 - chosen.bound_s / other.objective_s))
 
 
 def recipe_cost(cost: CostModel) -> CostModel:

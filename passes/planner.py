@@ -5,6 +5,7 @@
                   ZeRO-3, Megatron), so that the result is never worse than they are by its
                   own model
     more stages   the best of the joint search (`joint.py`) and the recipes with stages
+    recompute     where memory costs much: the same once more, what may be faster with it
 
 Every candidate's stages are solved exactly; the most promising are simulated (`evaluate.py`).
 """
@@ -214,7 +215,11 @@ class Planner:
         """Put what recompute betters in its place; returns the evaluator that knows recompute."""
         for scored in self._recomputed():
             name = scored.candidate.name
-            self._found[:] = [s for s in self._found if s.candidate.name != name] + [scored]
+            place = [s.candidate.name for s in self._found]
+            if name in place:  # of equals the first wins
+                self._found[place.index(name)] = scored
+            else:
+                self._found.append(scored)
             errors[:] = [(error, c) for error, c in errors if c.name != name]
             notes[:] = [note for note in notes if note.name != name]
         return self.evaluator

@@ -1,6 +1,6 @@
 """The joint search, made surer by solving what it proposes: proposals, solved, taken into account.
 
-    1. the best few plans by the estimates are solved exactly                    (`_proposed`)
+    1. the best few plans by the estimates are solved exactly
     2. what their stages take replaces the estimates, and says how far those of others of the same
        view may be off (`estimates.py`)
     3. again, with plans that are now expected to be faster than the fastest that is solved, until
