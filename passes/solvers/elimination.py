@@ -22,7 +22,7 @@ Infinite entries need no care: nothing here subtracts them. Bucket elimination: 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.passes.solvers.elimination_order import EliminationPlan, Placed, Step
+from autopar.passes.solvers.least_sums import least_sum
 from autopar.passes.solvers.problem import (
     Choice,
     ChoiceProblem,
@@ -38,8 +39,6 @@ from autopar.passes.solvers.problem import (
     FloatArray,
 )
 
-# Tables are added up in blocks of this many entries, which stay in a CPU's cache.
-BLOCK_ENTRIES = 2**16
 # [problems, variables]
 Choices = NDArray[np.intp]
 
@@ -251,10 +250,10 @@ def made_of(
     """[problems, classes of the separator]: the least over the step's variable."""
     own = least_of_classes(own_costs(step, potentials, tables), plan, step.partition, 1)
     parts = [own.reshape(*own.shape, *(1 for _ in step.made.scope))]
-    parts += sorted((table for _, table in other_tables(plan, step, tables)), key=lambda t: t.size)
+    parts += (table for _, table in other_tables(plan, step, tables))
     shape = tuple(plan.partitions.n_classes(p) for p in step.made.partitions)
     out = np.empty((max(len(part) for part in parts), *shape))
-    _least_sum(parts, out, own.shape[1])
+    least_sum(parts, out)
     return out
 
 
@@ -269,37 +268,6 @@ def least_of_classes(
         return array.min(axis=axis, keepdims=True)
     order, starts = plan.partitions.grouped(partition)
     return np.minimum.reduceat(np.take(array, order, axis=axis), starts, axis=axis)
-
-
-def _least_sum(parts: Sequence[FloatArray], out: FloatArray, n_first: int) -> None:
-    """Write the minimum over their second axis of the tables' sum, block by block.
-
-    Without that axis the tables broadcast to the shape of `out`.
-    """
-    if n_first * out.size <= BLOCK_ENTRIES:
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        np.minimum.reduce(np.broadcast_to(total, (len(out), n_first, *out.shape[1:])), 1, out=out)
-        return
-    if out.size <= BLOCK_ENTRIES:
-        out.fill(np.inf)
-        for k in range(n_first):
-            total = parts[0][:, k if parts[0].shape[1] > 1 else 0]
-            for part in parts[1:]:
-                total = total + part[:, k if part.shape[1] > 1 else 0]
-            np.minimum(out, total, out=out)
-        return
-    axis = next(a for a, n in enumerate(out.shape) if n > 1)
-    step = max(1, out.shape[axis] * BLOCK_ENTRIES // out.size)
-    of_parts = axis + (axis > 0)
-    for start in range(0, out.shape[axis], step):
-        some = slice(start, start + step)
-        _least_sum(
-            [p[(slice(None),) * of_parts + (some,)] if p.shape[of_parts] > 1 else p for p in parts],
-            out[(slice(None),) * axis + (some,)],
-            n_first,
-        )
 
 
 def upward(

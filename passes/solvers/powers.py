@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.passes.solvers.least_sums import least_sum
 from autopar.passes.solvers.problem import FloatArray
 
 
@@ -64,8 +65,7 @@ class Power:
 
 def _product(left: FloatArray, right: FloatArray) -> FloatArray:
     out = np.empty_like(left)
-    for x in range(left.shape[1]):
-        out[:, x] = (left[:, x, :, None] + right).min(axis=1)
+    least_sum([left.transpose(0, 2, 1)[..., None], right[:, :, None]], out)
     return out
 
 
