@@ -12,7 +12,7 @@ import itertools
 import math
 import time
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -79,6 +79,25 @@ class Solved:
     step_time_s: float
     objective_s: float
     gap: float
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """What placements are chosen for: a range of the program's operators on a mesh, with so many
+    microbatches, of which `depth` keep their activations at once."""
+
+    part: Analysis
+    operators: tuple[int, int]
+    layout: StageLayout
+    n_microbatches: int
+    depth: int
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal where the choice is."""
+        layout = self.layout
+        placed = layout.view.placement, repr(layout.constraints)
+        return self.operators, *placed, self.n_microbatches, self.depth
 
 
 def compute_dtype(analysis: Analysis) -> torch.dtype:
@@ -189,15 +208,18 @@ class Evaluator:
         """Every stage's placements."""
         if len(candidate.stages) > 1 or candidate.is_recipe:  # scores are of other numbers
             limit_s = math.inf
-        parts, m = self.parts(candidate.ends), candidate.n_microbatches
-        name = schedule_name(self.options)
-        return [
-            self._choose(
-                part, layout, (candidate.ends, k), m, n_in_flight(name, k, len(parts), m),
-                budget_bytes, limit_s,
-            )
-            for k, (part, layout) in enumerate(zip(parts, candidate.stages, strict=True))
-        ]  # fmt: skip
+        return [self._choose(stage, budget_bytes, limit_s) for stage in self._stages(candidate)]
+
+    def _stages(self, candidate: Candidate) -> Iterator[_Stage]:
+        for k, layout in enumerate(candidate.stages):
+            yield self._stage(candidate.ends, k, layout, candidate.n_microbatches)
+
+    def _stage(
+        self, ends: tuple[int, ...], k: int, layout: StageLayout, n_microbatches: int
+    ) -> _Stage:
+        depth = n_in_flight(schedule_name(self.options), k, len(ends), n_microbatches)
+        operators = (ends[k - 1] if k else 0, ends[k])
+        return _Stage(self.parts(ends)[k], operators, layout, n_microbatches, depth)
 
     def simulated(self, scored: Scored) -> Solved:
         """The stages lowered, joined and simulated; where that needs more than the budget, those of
@@ -247,15 +269,16 @@ class Evaluator:
 
         Raises `InfeasibleError` where the constraints leave nothing.
         """
-        budget_bytes = 0.0
-        while True:
-            try:
-                self.scored(candidate, budget_bytes)
-                return budget_bytes
-            except InfeasibleError as error:
-                if error.least_bytes is None or error.least_bytes <= budget_bytes:
-                    raise
-                budget_bytes = error.least_bytes * (1 + 1e-9)
+        return max(map(self._least_bytes_of, self._stages(candidate)))
+
+    def _least_bytes_of(self, stage: _Stage) -> float:
+        """Nothing is searched for it: what fits in no bytes is asked for."""
+        try:
+            return self._choose(stage, 0.0).size_bytes
+        except InfeasibleError as error:
+            if error.least_bytes is None:
+                raise
+            return error.least_bytes * (1 + 1e-9)
 
     def leanest(self, candidate: Candidate) -> tuple[Solved, float]:
         """A candidate with the placements that keep least, simulated; and its most bytes of a
@@ -346,15 +369,13 @@ class Evaluator:
 
     def may_fit(self, candidate: Candidate) -> bool:
         """False where a lower bound on the bytes of some stage is above the budget."""
-        m, name = candidate.n_microbatches, schedule_name(self.options)
-        parts = self.parts(candidate.ends)
         return all(
             least_bytes(
-                part, CostModel(layout.view, self.dtype), m, self.options.optimizer,
-                n_in_flight(name, k, len(parts), m), self.recomputable,
+                stage.part, CostModel(stage.layout.view, self.dtype), stage.n_microbatches,
+                self.options.optimizer, stage.depth, self.recomputable,
             )
             <= self.budget_bytes
-            for k, (part, layout) in enumerate(zip(parts, candidate.stages, strict=True))
+            for stage in self._stages(candidate)
         )  # fmt: skip
 
     def fastest(
@@ -367,16 +388,14 @@ class Evaluator:
 
         Raises `InfeasibleError` where none fits.
         """
-        parts, name, picked = self.parts(ends), schedule_name(self.options), []
-        for k, (part, layouts) in enumerate(zip(parts, choices, strict=True)):
-            depth = n_in_flight(name, k, len(parts), n_microbatches)
+        picked = []
+        for k, layouts in enumerate(choices):
             found: list[tuple[float, int]] = []
             failure: InfeasibleError | None = None
             for i, layout in enumerate(layouts):
                 try:
-                    chosen = self._choose(
-                        part, layout, (ends, k), n_microbatches, depth, self.budget_bytes
-                    )
+                    stage = self._stage(ends, k, layout, n_microbatches)
+                    chosen = self._choose(stage, self.budget_bytes)
                     found.append((chosen.objective_s, i))
                 except InfeasibleError as error:
                     failure = error
@@ -414,43 +433,29 @@ class Evaluator:
         return max(1.0, self.deadline - time.perf_counter())
 
     def _choose(
-        self,
-        part: Analysis,
-        layout: StageLayout,
-        place: tuple[tuple[int, ...], int],
-        n_microbatches: int,
-        depth: int,
-        budget_bytes: float | None,
-        limit_s: float = math.inf,
+        self, stage: _Stage, budget_bytes: float | None, limit_s: float = math.inf
     ) -> Chosen:
         """Recompute is chosen where the fastest placements without it do not fit, and where what
         fits without it is slower."""
         recomputable, plain = self.recomputable, self.without_recompute
         if plain is not None:
-            asked = part, layout, place, n_microbatches, depth
-            if budget_bytes is None:
-                return plain._choose(*asked, None)
-            free = plain._choose(*asked, None)
+            free = plain._choose(stage, None)
             if within(budget_bytes, free.size_bytes):
                 return free
-        view, (ends, k) = layout.view, place
-        operators = (ends[k - 1] if k else 0, ends[k])
-        limits = repr(layout.constraints)
-        again = recomputable is not None
-        key = (operators, view.placement, limits, n_microbatches, depth, budget_bytes, again)
+        key = stage.key, budget_bytes, recomputable is not None
         if key not in self._chosen:
-            cost, constraints = CostModel(view, self.dtype), layout.constraints
-            ask = Ask(cost, n_microbatches, constraints, depth)
+            cost, constraints = CostModel(stage.layout.view, self.dtype), stage.layout.constraints
+            ask = Ask(cost, stage.n_microbatches, constraints, stage.depth)
             if constraints.roles:
                 ask = replace(ask, cost=recipe_cost(cost), runs_on=cost)
-            chosen = self._chooser(part, recomputable).choose(
+            chosen = self._chooser(stage.part, recomputable).choose(
                 ask, budget_bytes, self.options.solver, self._left_s(), limit_s
             )
             if chosen.bound_s >= limit_s:
                 return chosen
             if plain is not None:
                 with suppress(InfeasibleError):
-                    chosen = _faster(chosen, plain._choose(*asked, budget_bytes))
+                    chosen = _faster(chosen, plain._choose(stage, budget_bytes))
             self._chosen[key] = chosen
         return self._chosen[key]
 

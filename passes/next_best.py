@@ -34,9 +34,10 @@ from autopar.passes.intra_op import intra_op_problem
 from autopar.passes.join import LaidStage
 from autopar.passes.problem import IntraOpProblem
 from autopar.passes.solvers import ChoiceProblem, Limits, TooWide
-from autopar.passes.solvers.elimination import Potentials, Weights, minimise
+from autopar.passes.solvers.elimination import minimise
 from autopar.passes.solvers.elimination_order import EliminationPlan, plan_elimination
 from autopar.passes.solvers.marginals import min_marginals
+from autopar.passes.solvers.potentials import Potentials, Weights
 from autopar.plan_data import PlanData
 
 N_SHOWN = 3
@@ -308,10 +309,11 @@ class _Weighed:
     def _option(self, i: int) -> Option:
         """An option with what all of the fastest choice with it costs."""
         v, decided = self.options.variable, self.options.decided[i]
-        own = np.full_like(self.potentials.unary[v], np.inf)
-        own[:, self.options.choices[i]] = self.potentials.unary[v][:, self.options.choices[i]]
-        unary = (*self.potentials.unary[:v], own, *self.potentials.unary[v + 1 :])
-        _, choice = minimise(self.plan, replace(self.potentials, unary=unary))
+        every = self.potentials.own
+        own = np.full_like(every[v], np.inf)
+        own[:, self.options.choices[i]] = every[v][:, self.options.choices[i]]
+        potentials = Potentials.given((*every[:v], own, *every[v + 1 :]), self.potentials.tables)
+        _, choice = minimise(self.plan, potentials)
         totals = self.numbers.evaluate(choice)
         if not isinstance(decided, Storage):
             return Option(None, (), decided, totals.cost_s, totals.bytes)

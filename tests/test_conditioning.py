@@ -15,9 +15,10 @@ from autopar.passes.solvers.conditioning import (
     minimise_conditioned,
     plan_conditioned,
 )
-from autopar.passes.solvers.elimination import Potentials, Weights, minimise
+from autopar.passes.solvers.elimination import minimise
 from autopar.passes.solvers.elimination_order import Axes, Limits, TooWide, plan_elimination
 from autopar.passes.solvers.hull import hull_corners, hull_corners_of
+from autopar.passes.solvers.potentials import Potentials, Weights
 from autopar.passes.solvers.problem import ChoiceProblems
 from autopar.passes.solvers.repeats import RepeatedProblem
 from autopar.passes.solvers.repeats_elimination import RepeatedElimination

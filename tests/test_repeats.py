@@ -17,9 +17,10 @@ from autopar.passes.solvers import (
     solve,
     solve_brute_force,
 )
-from autopar.passes.solvers.elimination import Potentials, Weights, minimise
+from autopar.passes.solvers.elimination import minimise
 from autopar.passes.solvers.elimination_order import Limits, TooWide, plan_elimination
 from autopar.passes.solvers.ilp import most_columns
+from autopar.passes.solvers.potentials import Potentials, Weights
 from autopar.passes.solvers.powers import Power
 from autopar.passes.solvers.problem import Choice
 from autopar.passes.solvers.repeats import Repeat, RepeatedChoice, RepeatedProblem

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from autopar.passes.solvers import ChoiceProblem, Edge, Infeasible, solve
-from autopar.passes.solvers.elimination import Weights
 from autopar.passes.solvers.lagrangian import Point
+from autopar.passes.solvers.potentials import Weights
 from autopar.passes.solvers.repeats import Repeat, RepeatedChoice, RepeatedProblem
 from autopar.passes.solvers.repeats_elimination import Branch, RepeatedElimination
 from autopar.passes.solvers.repeats_exchange import Exchanges

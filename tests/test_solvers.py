@@ -27,9 +27,10 @@ from autopar.passes.solvers import (
     solve_by_elimination,
     solve_ilp,
 )
-from autopar.passes.solvers.elimination import Potentials, Weights, minimise
+from autopar.passes.solvers.elimination import minimise
 from autopar.passes.solvers.elimination_order import plan_elimination
 from autopar.passes.solvers.marginals import min_marginals
+from autopar.passes.solvers.potentials import Potentials, Weights
 from autopar.passes.solvers.problem import make_solution
 from autopar.passes.solvers.reductions import reduce
 from tests.strategies import choice_problems

@@ -29,10 +29,8 @@ from numpy.typing import NDArray
 
 from autopar.passes.solvers.elimination import (
     Choices,
-    Potentials,
+    eliminate,
     least_of_classes,
-    upward,
-    walk_back,
 )
 from autopar.passes.solvers.elimination_order import (
     Axes,
@@ -42,6 +40,7 @@ from autopar.passes.solvers.elimination_order import (
     TooWide,
     plan_order,
 )
+from autopar.passes.solvers.potentials import Potentials
 from autopar.passes.solvers.problem import Codes, FloatArray
 
 # Steps with more entries than this are left to the core, and the core's, without hubs, have fewer.
@@ -213,25 +212,25 @@ def minimise_conditioned(
     plan: ConditionedPlan, potentials: Potentials, lazy: Sequence[Lazy] = ()
 ) -> tuple[FloatArray, Choices]:
     """[problems]: the least totals (infinite: none is allowed); and choices that attain them."""
-    first, n = plan.first, potentials.n_problems
-    constant, tables = upward(first, potentials)
+    first, n = plan.first, len(potentials.rows)
+    eliminated = eliminate(first, potentials)
     values, known = np.empty(n), {v: np.zeros(n, np.intp) for v in (*plan.variables, *plan.hubs)}
     for p in range(n):
 
         def row(array: FloatArray, p: int = p) -> FloatArray:
             return array if len(array) == 1 else array[p : p + 1]
 
-        unary = {v: row(potentials.unary[v]) for v in known}
-        of_core = [row(tables[placed.table])[0] for placed in first.left]
+        unary = {v: row(potentials.own[v]) for v in known}
+        of_core = [row(eliminated.table(placed.table))[0] for placed in first.left]
         of_core += [row(one.made_from)[0] for one in lazy]
         finish = [None] * len(first.left) + [one.finish for one in lazy]
         core = _Core(plan, unary, of_core, finish)
         values[p], best = core.least()
-        values[p] += float(row(constant)[0])
+        values[p] += float(row(eliminated.constant)[0])
         if best is not None:
             for v, k in core.choices(best).items():
                 known[v][p] = k
-    return values, walk_back(first, potentials, tables, known, np.arange(n))
+    return values, eliminated.choices(np.arange(n), known)
 
 
 class _Core:
@@ -303,15 +302,15 @@ class _Core:
 
     def _totals(self, branches: Assigned) -> FloatArray:
         """[branches]: bounds; of those where all hubs have values, what they cost."""
-        level = branches.shape[1]
+        plan, level = self.plan, branches.shape[1]
         out = np.zeros(len(branches))
         for h, own in enumerate(self.own):
             out += own[branches[:, h]] if h < level else own.min()
-        largest = max([self.plan.core.largest, *(t.size for t in self._relaxed[0])])
+        largest = max([plan.core.largest, *(t.size for t in self._relaxed[0])])
         step = max(1, CHUNK_ENTRIES // largest)
         for start in range(0, len(branches), step):
             some = slice(start, start + step)
-            out[some] += upward(self.plan.core, self._potentials(branches[some]))[0]
+            out[some] += eliminate(plan.core, self._potentials(branches[some])).constant
         return out
 
     def _potentials(self, branches: Assigned) -> Potentials:
@@ -324,7 +323,7 @@ class _Core:
             made = given if finish is None else finish(given)
             tables.append(made[which.ravel()] if own else made)
         unary = tuple(self.unary[v] for v in self.plan.variables)
-        return Potentials(unary, tuple(tables))
+        return Potentials.given(unary, tables)
 
     def choices(self, best: Assigned) -> dict[int, int]:
         """Of all variables of the core, where the hubs have these classes."""
@@ -332,7 +331,6 @@ class _Core:
         for h, partition, k in zip(plan.hubs, plan.classes, best.tolist(), strict=True):
             of_class = plan.first.partitions.codes[partition] == k
             out[h] = int(np.where(of_class, self.unary[h][0], np.inf).argmin())
-        potentials = self._potentials(best[None])
-        _, tables = upward(plan.core, potentials)
-        row = walk_back(plan.core, potentials, tables, {}, np.zeros(1, dtype=np.intp))[0]
+        core = eliminate(plan.core, self._potentials(best[None]))
+        (row,) = core.choices(np.zeros(1, dtype=np.intp), {})
         return out | dict(zip(plan.variables, row.tolist(), strict=True))

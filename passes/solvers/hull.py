@@ -24,13 +24,14 @@ from autopar.passes.solvers.conditioning import (
     minimise_conditioned,
     plan_conditioned,
 )
-from autopar.passes.solvers.elimination import Potentials, Weights, minimise_all
+from autopar.passes.solvers.elimination import minimise_all
 from autopar.passes.solvers.elimination_order import (
     Axes,
     EliminationPlan,
     TooWide,
     plan_elimination,
 )
+from autopar.passes.solvers.potentials import Entries, Numbers, Weights
 from autopar.passes.solvers.problem import (
     FORBIDDEN,
     Choice,
@@ -111,11 +112,13 @@ class _Walk:
     """Elimination of problems at several prices."""
 
     def __init__(self, problems: ChoiceProblems, plan: EliminationPlan | ConditionedPlan) -> None:
-        self.problems, self.plan = problems, plan
+        self.n_problems, self.plan = problems.n_problems, plan
+        self.numbers = Numbers.of(problems)
+        self._entries = Entries.of(problems, self.numbers.layout)
 
     def corners(self, n_most: int) -> list[list[Choice] | None]:
         """Per problem; None where nothing is allowed."""
-        every = list(range(self.problems.n_problems))
+        every = list(range(self.n_problems))
         free = self._at(every, np.zeros(len(every)))
         allowed = [i for i in every if free[i] is not None]
         if n_most == 1 or not allowed:
@@ -160,15 +163,15 @@ class _Walk:
         return corner.cost_s / corner.bytes if corner.bytes and corner.cost_s else 1.0
 
     def _at(self, rows: Sequence[int], s_per_byte: FloatArray) -> list[_Corner | None]:
-        some = self.problems.some(rows)
-        potentials = Potentials.of(some, Weights(size=s_per_byte))
+        some = self.numbers.some(np.array(rows, dtype=np.intp))
+        potentials = some.at(Weights(size=s_per_byte))
         if isinstance(self.plan, ConditionedPlan):
             values, choices = minimise_conditioned(self.plan, potentials)
         else:
             values, choices = minimise_all(self.plan, potentials)
         n = len(rows)
         choices = np.broadcast_to(choices, (n, choices.shape[1]))
-        cost_s, size_bytes = some.evaluate(choices)
+        cost_s, size_bytes = some.totals(self._entries.at(choices))
         return [
             _Corner(tuple(row), float(seconds), float(size)) if math.isfinite(value) else None
             for value, row, seconds, size in zip(

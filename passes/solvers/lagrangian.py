@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, Protocol, TypeVar
 
-from autopar.passes.solvers.elimination import Potentials, Weights, minimise
+from autopar.passes.solvers.elimination import minimise
 from autopar.passes.solvers.elimination_order import EliminationPlan
 from autopar.passes.solvers.marginals import min_marginals
+from autopar.passes.solvers.potentials import Numbers, Potentials, Weights
 from autopar.passes.solvers.problem import (
     SAME_OPTIMUM_REL,
     BoolArray,
@@ -61,8 +62,12 @@ class Elimination:
     problem: ChoiceProblem
     plan: EliminationPlan
 
+    @cached_property
+    def _numbers(self) -> Numbers:
+        return Numbers.of(self.problem)
+
     def at(self, weights: Weights) -> tuple[float, Point[Choice]]:
-        value, choice = minimise(self.plan, Potentials.of(self.problem, weights))
+        value, choice = minimise(self.plan, self._numbers.at(weights))
         return value, Point(choice, self.problem.evaluate(choice))
 
 

@@ -13,17 +13,14 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from autopar.passes.solvers.elimination import (
-    Potentials,
     branches,
     condition,
-    joint_partitions,
+    eliminate,
     least_of_classes,
-    made_of,
-    other_tables,
-    own_costs,
-    upward,
+    over,
 )
-from autopar.passes.solvers.elimination_order import EliminationPlan, Limits, Placed, TooWide
+from autopar.passes.solvers.elimination_order import EliminationPlan, Limits, Placed, Step, TooWide
+from autopar.passes.solvers.potentials import Potentials
 from autopar.passes.solvers.problem import FloatArray
 
 
@@ -51,19 +48,21 @@ def min_marginals(plan: EliminationPlan, potentials: Potentials) -> list[FloatAr
 
 def _downward(plan: EliminationPlan, potentials: Potentials) -> Iterable[tuple[int, FloatArray]]:
     """Min-marginals of the eliminated variables of one problem, by a downward pass."""
-    constant, tables = upward(plan, potentials)
+    eliminated = eliminate(plan, potentials)
+    tables = {t: eliminated.table(t) for t in eliminated.code.shapes}
     step_of = {step.made.table: step for step in plan.steps}
-    total, roots = float(constant[0]), {}
-    for step in plan.steps:
-        if not step.made.scope:
-            roots[step.made.table] = float(made_of(plan, step, potentials, tables)[0])
+    total = float(eliminated.constant[0])
+    roots = {t: float(tables[t][0]) for t, step in step_of.items() if not step.made.scope}
     # Per table made: the least of all that is not in it, over its axes; and its root.
     down: dict[int, FloatArray] = {}
     root_of = {root: root for root in roots}
     for step in reversed(plan.steps):
         made, root = step.made, root_of[step.made.table]
         others = total - roots[root] if math.isfinite(total) else math.inf
-        own, others_of = own_costs(step, potentials, tables), dict(other_tables(plan, step, tables))
+        own, others_of = (
+            _own_costs(step, potentials, tables),
+            dict(_other_tables(plan, step, tables)),
+        )
         above = down.pop(made.table)[:, None] if made.scope else np.zeros((1, 1))
         joint = np.zeros((1, plan.partitions.n_classes(step.partition), *(1 for _ in made.scope)))
         joint = sum(others_of.values(), joint + above)
@@ -77,13 +76,38 @@ def _downward(plan: EliminationPlan, potentials: Potentials) -> Iterable[tuple[i
             if len(child.scope) == 1:
                 alone = [t for t in step.bucket if len(t.scope) == 1 and t is not child]
                 rest = sum((tables[t.table][:, t.codes[0]] for t in alone), around)
-                rest = rest + potentials.unary[step.variable]
+                rest = rest + potentials.own[step.variable]
                 down[child.table] = least_of_classes(rest, plan, child.partitions[0], 1)
             else:
                 least = least_of_classes(own, plan, step.partition, 1)
                 rest = least.reshape(*least.shape, *(1 for _ in made.scope)) + above
                 rest = sum((t for placed, t in others_of.items() if placed is not child), rest)
-                down[child.table] = _coarser(plan, rest, joint_partitions(step), child)
+                down[child.table] = _coarser(plan, rest, _joint_partitions(step), child)
+
+
+def _own_costs(step: Step, potentials: Potentials, tables: Mapping[int, FloatArray]) -> FloatArray:
+    """[problems, choices]: what a variable costs by itself."""
+    total = potentials.own[step.variable]
+    for placed in step.bucket:
+        if len(placed.scope) == 1:
+            total = total + tables[placed.table][:, placed.codes[0]]
+    return total
+
+
+def _joint_partitions(step: Step) -> dict[int, int]:
+    """The partitions of the joint table: the variable's, then its separator's."""
+    separator = zip(step.made.scope, step.made.partitions, strict=True)
+    return {step.variable: step.partition, **dict(separator)}
+
+
+def _other_tables(
+    plan: EliminationPlan, step: Step, tables: Mapping[int, FloatArray]
+) -> Iterable[tuple[Placed, FloatArray]]:
+    """The tables of a bucket that are of more than its variable, over the joint one's classes."""
+    joins = _joint_partitions(step)
+    for placed in step.bucket:
+        if len(placed.scope) > 1:
+            yield placed, over(plan, placed, tables[placed.table], joins)
 
 
 def _coarser(

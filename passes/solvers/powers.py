@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.passes.solvers.least_sums import least_sum
+from autopar.compiled import compiled
 from autopar.passes.solvers.problem import FloatArray
 
 
@@ -63,9 +63,18 @@ class Power:
         return self._walk(b - 1, case, start, middle) + self._walk(b - 1, case, middle, end)[1:]
 
 
+@compiled
 def _product(left: FloatArray, right: FloatArray) -> FloatArray:
-    out = np.empty_like(left)
-    least_sum([left.transpose(0, 2, 1)[..., None], right[:, :, None]], out)
+    n_cases, n, _ = left.shape
+    out = np.full(left.shape, np.inf)
+    for case in range(n_cases):
+        for x in range(n):
+            best = out[case, x]
+            for z in range(n):
+                first, then = left[case, x, z], right[case, z]
+                for y in range(n):
+                    total = first + then[y]
+                    best[y] = total if total < best[y] else best[y]
     return out
 
 

@@ -137,27 +137,6 @@ class ChoiceProblems:
             len(at), self.names, cost_s, tie, size_bytes, tuple(edges), is_checked=True
         )
 
-    def evaluate(self, choices: Codes) -> tuple[FloatArray, FloatArray]:
-        """(cost, bytes) of one choice [variables] for each of the problems: [problems]."""
-        every = np.arange(self.n_problems)
-
-        def at(array: FloatArray, *places: Codes) -> FloatArray:
-            found: FloatArray = array[(every if len(array) > 1 else 0, *places)]
-            return found
-
-        cost_s, size_bytes = np.zeros(self.n_problems), np.zeros(self.n_problems)
-        for v, (of_cost, of_bytes) in enumerate(zip(self.cost_s, self.bytes, strict=True)):
-            cost_s += at(of_cost, choices[:, v])
-            size_bytes += at(of_bytes, choices[:, v])
-        for e in self.edges:
-            row, column = choices[:, e.u], choices[:, e.v]
-            row = row if e.rows is None else e.rows[row]
-            column = column if e.columns is None else e.columns[column]
-            cost_s += at(e.cost_s, row, column)
-            if e.bytes is not None:
-                size_bytes += at(e.bytes, row, column)
-        return cost_s, size_bytes
-
     def of(self, i: int) -> ChoiceProblem:
         """One of the problems."""
 

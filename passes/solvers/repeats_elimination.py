@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -41,10 +42,7 @@ from autopar.passes.solvers.conditioning import (
     plan_conditioned,
 )
 from autopar.passes.solvers.elimination import (
-    Potentials,
     Projection,
-    Weighted,
-    Weights,
     minimise,
     project,
 )
@@ -58,6 +56,7 @@ from autopar.passes.solvers.elimination_order import (
 )
 from autopar.passes.solvers.lagrangian import Point
 from autopar.passes.solvers.partitions import Partitions
+from autopar.passes.solvers.potentials import Kinds, Numbers, Weights
 from autopar.passes.solvers.powers import Power
 from autopar.passes.solvers.problem import Choice, Codes, Edge, FloatArray, Totals
 from autopar.passes.solvers.repeats import RepeatedChoice, RepeatedProblem
@@ -100,6 +99,11 @@ class RepeatedElimination:
         )
         handed_on = [place[v] for block in self._blocks for s in block.states for v in s.ends]
         self._plan = _plan(sizes, once, blocks, handed_on, self._blocks, limits)
+        own = [
+            Kinds.none(self._states[v].n) if v in self._states else Kinds.of(numbers, v)
+            for v in self._variables
+        ]
+        self._once = Numbers.given(own, list(map(Kinds.of_edge, problem.once)))
 
     def _axes(self, edge: Edge) -> Axes:
         """What a table outside the blocks is over."""
@@ -136,21 +140,14 @@ class RepeatedElimination:
             block.solved(weights, branch if branch is not None and branch.repeat == r else None)
             for r, block in enumerate(self._blocks)
         ]
-        total = Weighted(weights)
-        unary = tuple(
-            np.zeros((1, self._states[v].n))
-            if v in self._states
-            else total(numbers.cost_s[v], numbers.tie[v], numbers.bytes[v])
-            for v in self._variables
-        )
-        tables = [total(e.cost_s, e.tie, e.bytes) for e in self.problem.once]
+        once = self._once.at(weights)
         if isinstance(self._plan, ConditionedPlan):
             lazy = [Lazy(s.one.table, s.joined) for s in solved]
-            values, every = minimise_conditioned(self._plan, Potentials(unary, (*tables,)), lazy)
+            values, every = minimise_conditioned(self._plan, once, lazy)
             value, chosen = float(values[0]), tuple(every[0].tolist())
         else:
-            tables += [s.joined(s.one.table) for s in solved]
-            value, chosen = minimise(self._plan, Potentials(unary, tuple(tables)))
+            potentials = once.with_tables([s.joined(s.one.table) for s in solved])
+            value, chosen = minimise(self._plan, potentials)
         # Of states, the class; of others, the choice.
         base = [0] * numbers.n_variables
         for v, k in zip(self._variables, chosen, strict=True):
@@ -268,16 +265,16 @@ class _Block:
 
     def solved(self, weights: Weights, branch: Branch | None) -> _Solved:
         """One copy eliminated, for all walks or those of a branch."""
-        return _Solved(self, self._one(weights), branch)
+        return _Solved(self, project(self.plan, self._numbers.at(weights)), branch)
 
-    def _one(self, weights: Weights) -> Projection:
-        """One copy eliminated."""
-        numbers, total = self.numbers, Weighted(weights)
-        unary = [total(numbers.cost_s[v], numbers.tie[v], numbers.bytes[v]) for v in self.block]
-        unary += [np.zeros((1, k)) for k in self.plan.sizes[len(self.block) :]]
-        tables = [total(e.cost_s, e.tie, e.bytes) for e in self.edges]
-        tables += [np.where(np.eye(s.n, dtype=bool), 0.0, np.inf)[None] for s in self.states]
-        return project(self.plan, Potentials(tuple(unary), tuple(tables)))
+    @cached_property
+    def _numbers(self) -> Numbers:
+        """Of one copy: what is outside costs nothing, and states are those of its variables."""
+        own = [Kinds.of(self.numbers, v) for v in self.block]
+        own += [Kinds.none(k) for k in self.plan.sizes[len(self.block) :]]
+        same = [np.where(np.eye(s.n, dtype=bool), 0.0, np.inf)[None] for s in self.states]
+        tables = [*map(Kinds.of_edge, self.edges), *(Kinds(of, np.zeros_like(of)) for of in same)]
+        return Numbers.given(own, tables)
 
 
 def _state(

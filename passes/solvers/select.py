@@ -27,7 +27,6 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from autopar.errors import OptionError
-from autopar.passes.solvers.elimination import Weights
 from autopar.passes.solvers.elimination_order import (
     EliminationPlan,
     Limits,
@@ -44,6 +43,7 @@ from autopar.passes.solvers.lagrangian import (
     keep_marks,
     search,
 )
+from autopar.passes.solvers.potentials import Weights
 from autopar.passes.solvers.problem import (
     FORBIDDEN,
     SAME_OPTIMUM_REL,
