@@ -20,70 +20,75 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.compiled import compiled
 from autopar.passes.solvers.problem import BoolArray, FloatArray
 from autopar.passes.solvers.stage_problem import StageChoice, StageProblem
 
 Stages = tuple[StageChoice, ...]
-Index = NDArray[np.intp] | slice
+IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
 class Levels:
-    """Which [first, last, config] may be a stage at each level: [level - 1, first, last, config].
+    """At which levels a stage may be, and which configurations may begin where.
 
-    The last level stands for all above it; if `exact`, plans have as many stages as levels.
-    `kinds` are configurations of as many devices that may begin alike; `fits[c][d]`: may a stage of
-    configuration c begin when d devices are left?
+    `n_fitting[first, last, config]`: a stage may be at levels 1 to that, at none if it is 0. The
+    last of `n_levels` stands for all above it; if `exact`, plans have as many stages as levels.
+    Configurations of as many devices that may begin alike are one kind: `kinds[config]` is its
+    number, `sizes[kind]` its devices, and `begins[kind, d]`: may it begin when d devices are left?
     """
 
-    allowed: BoolArray
-    config_devices: tuple[int, ...]
-    n_devices: int
+    n_fitting: IntArray
+    n_levels: int
     exact: bool
-    fits: BoolArray
-    kinds: tuple[tuple[int, ...], ...]
+    kinds: IntArray
+    sizes: IntArray
+    begins: BoolArray
 
     @staticmethod
     def of(problem: StageProblem, possible: BoolArray) -> Levels:
         """The levels of a problem of which only the `possible` stages matter."""
-        fits = [possible] * (problem.n_stages or 1)
+        n_levels = _n_levels(problem)
+        n_fitting = possible * n_levels
         if problem.memory_bytes is not None:
-            sizes = (problem.stage_bytes(n_after) for n_after in range(_n_levels(problem)))
-            fits = [possible & (size <= problem.limit_bytes) for size in sizes]
-        while problem.n_stages is None and len(fits) > 1 and np.array_equal(fits[-1], fits[-2]):
-            fits.pop()
-        return Levels._made(problem, np.array(fits))
+            sizes = (problem.stage_bytes(n_after) for n_after in range(n_levels))
+            n_fitting = np.sum([possible & (size <= problem.limit_bytes) for size in sizes], axis=0)
+        if problem.n_stages is None:
+            n_levels = int(n_fitting.max(where=n_fitting < n_levels, initial=0)) + 1
+        return Levels._made(problem, np.minimum(n_fitting, n_levels), n_levels)
 
     @staticmethod
-    def unlimited(problem: StageProblem) -> tuple[Levels, FloatArray]:
-        """All levels as if everything fitted, and the bytes at each: [level - 1, ...]."""
-        allowed = np.repeat(problem.possible()[None], _n_levels(problem), axis=0)
-        sizes = np.array([problem.stage_bytes(n) for n in range(len(allowed))])
-        return Levels._made(problem, allowed), sizes
+    def unlimited(problem: StageProblem) -> Levels:
+        """All levels as if everything fitted."""
+        n_levels = _n_levels(problem)
+        return Levels._made(problem, problem.possible() * n_levels, n_levels)
 
     @staticmethod
-    def _made(problem: StageProblem, allowed: BoolArray) -> Levels:
-        kinds: dict[object, list[int]] = {}
-        for c in np.flatnonzero(allowed.any(axis=(0, 1, 2))).tolist():
-            kinds.setdefault((problem.config_devices[c], problem.offsets(c)), []).append(c)
-        fits = np.zeros((len(problem.config_devices), problem.n_devices + 1), dtype=bool)
-        for alike in kinds.values():
-            fits[alike] = [problem.may_begin(alike[0], d) for d in range(problem.n_devices + 1)]
-        exact, sizes = problem.n_stages is not None, problem.config_devices
-        every = tuple(map(tuple, kinds.values()))
-        return Levels(allowed, sizes, problem.n_devices, exact, fits, every)
+    def _made(problem: StageProblem, n_fitting: IntArray, n_levels: int) -> Levels:
+        found: dict[object, int] = {}
+        every = [(n, problem.offsets(c)) for c, n in enumerate(problem.config_devices)]
+        kinds = [found.setdefault(kind, len(found)) for kind in every]
+        firsts = [kinds.index(kind) for kind in range(len(found))]
+        lefts = range(problem.n_devices + 1)
+        return Levels(
+            n_fitting,
+            n_levels,
+            problem.n_stages is not None,
+            np.array(kinds),
+            np.array([problem.config_devices[c] for c in firsts]),
+            np.array([[problem.may_begin(c, d) for d in lefts] for c in firsts]),
+        )
 
     @property
-    def n_levels(self) -> int:
-        return len(self.allowed)
+    def n_devices(self) -> int:
+        return self.begins.shape[1] - 1
 
     def within(self, allowed: BoolArray) -> Levels:
-        return replace(self, allowed=self.allowed & allowed)
+        return replace(self, n_fitting=np.where(allowed, self.n_fitting, 0))
 
     @property
     def first_levels(self) -> range:
@@ -102,69 +107,88 @@ def _n_levels(problem: StageProblem) -> int:
     return max(1, min(problem.max_stages, problem.n_microbatches))
 
 
-def cost_to_go(levels: Levels, cost: FloatArray, combine: np.ufunc = np.add) -> FloatArray:
-    """f of the module docstring, [level, first layer, devices]; infinite where nothing fits.
+def cost_to_go(levels: Levels, cost: FloatArray) -> FloatArray:
+    """f of the module docstring, [first layer, devices, level]; infinite where nothing fits.
 
-    `cost` is [first, last, config], or one such array per level. With `combine=np.maximum`, the
-    least maximum instead of the least sum.
+    `cost` is [first, last, config].
     """
-    n_levels, n_layers = levels.allowed.shape[:2]
-    n_devices = levels.n_devices
-    by_kind = _least_by_kind(levels, cost)
-    out = np.full((n_levels + 1, n_layers + 1, n_devices + 1), np.inf)
-    out[0, n_layers, 0] = 0.0
-    # follow[j - 1]: what comes after a stage at level j.
-    follow = out[:-1].copy()
-    for k in reversed(range(n_layers)):
-        top = min(n_levels, n_layers - k)  # a stage has at least one layer
-        for kind in by_kind:
-            stop = kind.stops[k]
-            if not stop:
-                continue
-            rest = follow[:top, k + 1 : stop + 1, kind.left]
-            sums = combine(kind.least[:top, k, k:stop, None], rest).min(axis=1)
-            here = out[1 : top + 1, k]
-            here[:, kind.starts] = np.minimum(here[:, kind.starts], sums)
-        follow[:, k] = out[:-1, k]
-        if not levels.exact:
-            np.minimum(follow[-1, k], out[-1, k], out=follow[-1, k])
+    least = _least_by_kind(levels.n_fitting, cost, levels.kinds, len(levels.sizes), levels.n_levels)
+    return _recurrence(least, levels.sizes, levels.begins, levels.exact, False)
+
+
+def least_memory_bytes(problem: StageProblem) -> float:
+    """The least memory per device with which some plan fits; infinite: none ever does."""
+    levels, possible = Levels.unlimited(problem), problem.possible().astype(np.int64)
+    sizes = (problem.stage_bytes(n_after) for n_after in range(levels.n_levels))
+    n_kinds = len(levels.sizes)
+    least = [_least_by_kind(possible, size, levels.kinds, n_kinds, 1) for size in sizes]
+    table = _recurrence(
+        np.concatenate(least, axis=-1), levels.sizes, levels.begins, levels.exact, True
+    )
+    return least_total(levels, table)
+
+
+@compiled
+def _least_by_kind(
+    n_fitting: IntArray, cost: FloatArray, kinds: IntArray, n_kinds: int, n_levels: int
+) -> FloatArray:
+    """The least cost, [kind, first, last, level - 1], of the stages of a kind that fit at a level.
+
+    `n_fitting` and `cost` are [first, last, config].
+    """
+    n_layers, _, n_configs = cost.shape
+    least = np.full((n_kinds, n_layers, n_layers, n_levels), np.inf)
+    for first in range(n_layers):
+        for last in range(first, n_layers):
+            for config in range(n_configs):
+                level = n_fitting[first, last, config]
+                if level > 0:
+                    at = least[kinds[config], first, last]
+                    at[level - 1] = min(at[level - 1], cost[first, last, config])
+            for kind in range(n_kinds):
+                at = least[kind, first, last]
+                for above in range(n_levels - 1, 0, -1):
+                    at[above - 1] = min(at[above - 1], at[above])
+    return least
+
+
+@compiled
+def _recurrence(
+    least: FloatArray, sizes: IntArray, begins: BoolArray, exact: bool, largest: bool
+) -> FloatArray:
+    """`cost_to_go` of `_least_by_kind`; if `largest`, the least maximum instead of the least sum.
+
+    `sizes[kind]` and `begins[kind, devices]` are those of `Levels`.
+    """
+    n_kinds, n_layers, _, n_levels = least.shape
+    n_devices = begins.shape[1] - 1
+    out = np.full((n_layers + 1, n_devices + 1, n_levels + 1), np.inf)
+    out[n_layers, 0, 0] = 0.0
+    # follow[..., j - 1]: what comes after a stage at level j.
+    follow = out[:, :, :-1].copy()
+    for first in range(n_layers - 1, -1, -1):
+        for kind in range(n_kinds):
+            for last in range(first, n_layers):
+                paid = least[kind, first, last]
+                if paid[0] == np.inf:
+                    continue
+                top = min(n_levels, n_layers - last)  # a stage has at least one layer
+                for devices in range(sizes[kind], n_devices + 1):
+                    if begins[kind, devices]:
+                        rest = follow[last + 1, devices - sizes[kind]]
+                        here = out[first, devices, 1:]
+                        for j in range(top):
+                            both = max(paid[j], rest[j]) if largest else paid[j] + rest[j]
+                            here[j] = min(here[j], both)
+        follow[first] = out[first, :, :-1]
+        if not exact:
+            follow[first, :, -1] = np.minimum(follow[first, :, -1], out[first, :, -1])
     return out
-
-
-class _Kind(NamedTuple):
-    """Configurations that may begin alike: with how many devices left, how many they leave, their
-    least cost [level - 1, first, last], and per first layer the end of the last that is finite."""
-
-    starts: Index
-    left: Index
-    least: FloatArray
-    stops: list[int]
-
-
-def _least_by_kind(levels: Levels, cost: FloatArray) -> list[_Kind]:
-    out = []
-    for kind in levels.kinds:
-        starts, same = np.flatnonzero(levels.fits[kind[0]]), list(kind)
-        if len(starts):
-            least = np.where(levels.allowed[..., same], cost[..., same], np.inf).min(axis=-1)
-            finite = np.isfinite(least[0])
-            stops = np.where(finite, np.arange(1, finite.shape[1] + 1), 0).max(axis=1).tolist()
-            left = starts - levels.config_devices[kind[0]]
-            out.append(_Kind(_index(starts), _index(left), least, stops))
-    return out
-
-
-def _index(rising: NDArray[np.intp]) -> Index:
-    """As a slice, which copies nothing, where they are evenly apart."""
-    steps = np.diff(rising)
-    if len(steps) and (steps != steps[0]).any():
-        return rising
-    return slice(int(rising[0]), int(rising[-1]) + 1, int(steps[0]) if len(steps) else 1)
 
 
 def least_total(levels: Levels, table: FloatArray) -> float:
     """The optimum of a table made by `cost_to_go`, over all numbers of stages allowed."""
-    return float(table[levels.first_levels, 0, -1].min())
+    return float(table[0, -1, levels.first_levels].min())
 
 
 def first_plans(levels: Levels, cost: FloatArray, table: FloatArray, n_best: int) -> list[Stages]:
@@ -172,10 +196,10 @@ def first_plans(levels: Levels, cost: FloatArray, table: FloatArray, n_best: int
 
     `table` is `cost_to_go(levels, cost)`; sums of `cost` must be exact, as of whole numbers.
     """
-    n_layers = levels.allowed.shape[1]
+    n_layers, _, n_configs = cost.shape
     heap: list[tuple[float, Stages, int, int, int, float]] = []
     for level in levels.first_levels:
-        total = float(table[level, 0, levels.n_devices])
+        total = float(table[0, -1, level])
         if np.isfinite(total):
             heapq.heappush(heap, (total, (), level, 0, levels.n_devices, 0.0))
     plans: list[Stages] = []
@@ -184,23 +208,37 @@ def first_plans(levels: Levels, cost: FloatArray, table: FloatArray, n_best: int
         if k == n_layers:
             plans.append(stages)
             continue
-        paid = spent + np.where(levels.allowed[level - 1, k, k:], cost[k, k:], np.inf)
+        fits, paid = levels.n_fitting[k, k:] >= level, spent + cost[k, k:]
         for after in levels.after(level):
-            totals = paid + _rest(table[after, k + 1 :], levels, devices)
-            flat = totals.ravel()
+            left = devices - levels.sizes
+            rest = np.where(levels.begins[:, devices], table[k + 1 :, left, after], np.inf)
             # Whatever comes later is preceded by n_best plans from here alone.
-            for at in np.argsort(flat, kind="stable")[:n_best]:
-                if not np.isfinite(flat[at]):
-                    break
-                i, c = (int(x) for x in np.unravel_index(at, totals.shape))
-                longer = (*stages, StageChoice(k, k + i, c))
-                left = devices - levels.config_devices[c]
-                entry = (float(flat[at]), longer, after, k + i + 1, left, float(paid[i, c]))
-                heapq.heappush(heap, entry)
+            totals, places = _first_by_cost(fits, paid, rest, levels.kinds, n_best)
+            for total, at in zip(totals.tolist(), places.tolist(), strict=True):
+                if np.isfinite(total):
+                    i, c = divmod(at, n_configs)
+                    longer = (*stages, StageChoice(k, k + i, c))
+                    left_after = devices - int(levels.sizes[levels.kinds[c]])
+                    entry = (total, longer, after, k + i + 1, left_after, float(paid[i, c]))
+                    heapq.heappush(heap, entry)
     return plans
 
 
-def _rest(after: FloatArray, levels: Levels, devices: int) -> FloatArray:
-    """[last layer, config]: the cost of what follows when each configuration took its devices."""
-    left = devices - np.array(levels.config_devices)
-    return np.where(levels.fits[:, devices], after[:, np.maximum(left, 0)], np.inf)
+@compiled
+def _first_by_cost(
+    fits: BoolArray, paid: FloatArray, rest: FloatArray, kinds: IntArray, n_best: int
+) -> tuple[FloatArray, IntArray]:
+    """The least `n_best` of paid[last, config] + rest[last, kind] where it fits, and their places
+    in [last, config], flat; equal ones in that order. Infinite where there are fewer."""
+    n_lasts, n_configs = paid.shape
+    totals, places = np.full(n_best, np.inf), np.zeros(n_best, dtype=np.int64)
+    for last in range(n_lasts):
+        for config in range(n_configs):
+            total = paid[last, config] + rest[last, kinds[config]]
+            if fits[last, config] and total < totals[-1]:
+                at = n_best - 1
+                while at > 0 and total < totals[at - 1]:
+                    totals[at], places[at] = totals[at - 1], places[at - 1]
+                    at -= 1
+                totals[at], places[at] = total, last * n_configs + config
+    return totals, places

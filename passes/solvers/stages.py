@@ -46,7 +46,7 @@ from autopar.passes.solvers.stage_tables import (
     Stages,
     cost_to_go,
     first_plans,
-    least_total,
+    least_memory_bytes,
 )
 
 __all__ = ["StageChoice", "StagePlan", "StageProblem", "least_memory_bytes", "solve_stages"]
@@ -90,12 +90,6 @@ def solve_stages(
     return tuple(problem.evaluate(stages, bound_s) for stages in kept)
 
 
-def least_memory_bytes(problem: StageProblem) -> float:
-    """The least memory per device with which some plan fits; infinite: none ever does."""
-    levels, sizes = Levels.unlimited(problem)
-    return least_total(levels, cost_to_go(levels, sizes, np.maximum))
-
-
 @dataclass(frozen=True, eq=False)
 class _Scaled:
     """A problem in whole numbers of `quantum_s`, as floats that hold them exactly.
@@ -132,7 +126,7 @@ class _Scaled:
 
     def values(self, array: FloatArray) -> list[int]:
         """The distinct values of `time` or `once` on stages that fit somewhere, ascending."""
-        return [int(v) for v in np.unique(array[self.levels.allowed[0]])]
+        return [int(v) for v in np.unique(array[self.levels.n_fitting > 0])]
 
 
 class _Search:
