@@ -21,9 +21,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import EllipsisType
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.passes.solvers.problem import (
     BUDGET_REL,
@@ -33,6 +35,8 @@ from autopar.passes.solvers.problem import (
     Infeasible,
     ProblemError,
 )
+
+Index = tuple[NDArray[np.intp] | int, ...] | EllipsisType
 
 
 class StageChoice(NamedTuple):
@@ -140,12 +144,12 @@ class StageProblem:
         has_room = before == 0 or before + size <= self.node_devices
         return has_room and (offsets is None or before in offsets)
 
-    def stage_bytes(self, n_after: int) -> FloatArray:
-        """What each [first, last, config] needs as a stage that `n_after` stages follow."""
-        return self.static_bytes + self._in_flight(n_after) * self.activation_bytes
-
-    def _in_flight(self, n_after: int) -> int:
-        return min(self.n_microbatches, n_after + 1)
+    def stage_bytes(self, n_after: int, stages: Index = ...) -> FloatArray:
+        """What each [first, last, config] needs as a stage that `n_after` stages follow; or those
+        of them that `stages` index."""
+        n_in_flight = min(self.n_microbatches, n_after + 1)
+        size: FloatArray = self.static_bytes[stages] + n_in_flight * self.activation_bytes[stages]
+        return size
 
     @property
     def limit_bytes(self) -> float:
@@ -164,10 +168,7 @@ class StageProblem:
         times = [float(self.time_s[s]) for s in stages]
         once_s = max(float(self.once_s[s]) for s in stages)
         objective = math.fsum([*times, (self.n_microbatches - 1) * max(times), once_s])
-        sizes = [
-            float(self.static_bytes[s] + self._in_flight(n_after) * self.activation_bytes[s])
-            for n_after, s in enumerate(reversed(stages))
-        ]
+        sizes = [float(self.stage_bytes(n_after, s)) for n_after, s in enumerate(reversed(stages))]
         assert math.isfinite(objective) and max(sizes) <= self.limit_bytes, stages
         bound, gap = objective, 0.0
         if bound_s is not None and bound_s < objective * (1 - SAME_OPTIMUM_REL):

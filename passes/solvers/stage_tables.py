@@ -30,6 +30,7 @@ from autopar.passes.solvers.stage_problem import StageChoice, StageProblem
 
 Stages = tuple[StageChoice, ...]
 IntArray = NDArray[np.int64]
+CountArray = NDArray[np.int32]
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +43,7 @@ class Levels:
     number, `sizes[kind]` its devices, and `begins[kind, d]`: may it begin when d devices are left?
     """
 
-    n_fitting: IntArray
+    n_fitting: CountArray
     n_levels: int
     exact: bool
     kinds: IntArray
@@ -50,32 +51,29 @@ class Levels:
     begins: BoolArray
 
     @staticmethod
-    def of(problem: StageProblem, possible: BoolArray) -> Levels:
-        """The levels of a problem of which only the `possible` stages matter."""
-        n_levels = _n_levels(problem)
-        n_fitting = possible * n_levels
-        if problem.memory_bytes is not None:
-            sizes = (problem.stage_bytes(n_after) for n_after in range(n_levels))
-            n_fitting = np.sum([possible & (size <= problem.limit_bytes) for size in sizes], axis=0)
-        if problem.n_stages is None:
-            n_levels = int(n_fitting.max(where=n_fitting < n_levels, initial=0)) + 1
-        return Levels._made(problem, np.minimum(n_fitting, n_levels), n_levels)
+    def of(problem: StageProblem) -> Levels:
+        """The levels of a problem, and which stages fit at each."""
+        levels = Levels.unlimited(problem)
+        if problem.memory_bytes is None:
+            return levels.without_repeats()
+        n_fitting, left = np.zeros_like(levels.n_fitting), np.nonzero(levels.n_fitting)
+        for n_after in range(levels.n_levels):
+            fits = problem.stage_bytes(n_after, left) <= problem.limit_bytes
+            left = tuple(at[fits] for at in left)
+            n_fitting[left] += 1
+        return replace(levels, n_fitting=n_fitting).without_repeats()
 
     @staticmethod
     def unlimited(problem: StageProblem) -> Levels:
         """All levels as if everything fitted."""
-        n_levels = _n_levels(problem)
-        return Levels._made(problem, problem.possible() * n_levels, n_levels)
-
-    @staticmethod
-    def _made(problem: StageProblem, n_fitting: IntArray, n_levels: int) -> Levels:
+        n_levels = problem.n_stages or max(1, min(problem.max_stages, problem.n_microbatches))
         found: dict[object, int] = {}
         every = [(n, problem.offsets(c)) for c, n in enumerate(problem.config_devices)]
         kinds = [found.setdefault(kind, len(found)) for kind in every]
         firsts = [kinds.index(kind) for kind in range(len(found))]
         lefts = range(problem.n_devices + 1)
         return Levels(
-            n_fitting,
+            problem.possible() * np.int32(n_levels),
             n_levels,
             problem.n_stages is not None,
             np.array(kinds),
@@ -88,7 +86,16 @@ class Levels:
         return self.begins.shape[1] - 1
 
     def within(self, allowed: BoolArray) -> Levels:
-        return replace(self, n_fitting=np.where(allowed, self.n_fitting, 0))
+        """Those of the stages that are `allowed`, [first, last, config]."""
+        return replace(self, n_fitting=self.n_fitting * allowed)
+
+    def without_repeats(self) -> Levels:
+        """With one level for all above the last where anything changes."""
+        if self.exact:
+            return self
+        changing = self.n_fitting * (self.n_fitting < self.n_levels)
+        n_levels = int(changing.max()) + 1
+        return replace(self, n_fitting=np.minimum(self.n_fitting, n_levels), n_levels=n_levels)
 
     @property
     def first_levels(self) -> range:
@@ -99,12 +106,6 @@ class Levels:
         """The levels that a stage at `level` may be followed by."""
         ends_itself = level == self.n_levels and not self.exact
         return (level - 1, level) if ends_itself else (level - 1,)
-
-
-def _n_levels(problem: StageProblem) -> int:
-    if problem.n_stages is not None:
-        return problem.n_stages
-    return max(1, min(problem.max_stages, problem.n_microbatches))
 
 
 def cost_to_go(levels: Levels, cost: FloatArray) -> FloatArray:
@@ -118,7 +119,7 @@ def cost_to_go(levels: Levels, cost: FloatArray) -> FloatArray:
 
 def least_memory_bytes(problem: StageProblem) -> float:
     """The least memory per device with which some plan fits; infinite: none ever does."""
-    levels, possible = Levels.unlimited(problem), problem.possible().astype(np.int64)
+    levels, possible = Levels.unlimited(problem), problem.possible().astype(np.int32)
     sizes = (problem.stage_bytes(n_after) for n_after in range(levels.n_levels))
     n_kinds = len(levels.sizes)
     least = [_least_by_kind(possible, size, levels.kinds, n_kinds, 1) for size in sizes]
@@ -130,7 +131,7 @@ def least_memory_bytes(problem: StageProblem) -> float:
 
 @compiled
 def _least_by_kind(
-    n_fitting: IntArray, cost: FloatArray, kinds: IntArray, n_kinds: int, n_levels: int
+    n_fitting: CountArray, cost: FloatArray, kinds: IntArray, n_kinds: int, n_levels: int
 ) -> FloatArray:
     """The least cost, [kind, first, last, level - 1], of the stages of a kind that fit at a level.
 
@@ -141,14 +142,9 @@ def _least_by_kind(
     for first in range(n_layers):
         for last in range(first, n_layers):
             for config in range(n_configs):
-                level = n_fitting[first, last, config]
-                if level > 0:
-                    at = least[kinds[config], first, last]
-                    at[level - 1] = min(at[level - 1], cost[first, last, config])
-            for kind in range(n_kinds):
-                at = least[kind, first, last]
-                for above in range(n_levels - 1, 0, -1):
-                    at[above - 1] = min(at[above - 1], at[above])
+                here, paid = least[kinds[config], first, last], cost[first, last, config]
+                for j in range(n_fitting[first, last, config]):
+                    here[j] = min(here[j], paid)
     return least
 
 
@@ -170,9 +166,11 @@ def _recurrence(
         for kind in range(n_kinds):
             for last in range(first, n_layers):
                 paid = least[kind, first, last]
-                if paid[0] == np.inf:
-                    continue
                 top = min(n_levels, n_layers - last)  # a stage has at least one layer
+                while top > 0 and paid[top - 1] == np.inf:
+                    top -= 1
+                if top == 0:
+                    continue
                 for devices in range(sizes[kind], n_devices + 1):
                     if begins[kind, devices]:
                         rest = follow[last + 1, devices - sizes[kind]]

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.errors import OptionError
-from autopar.passes.solvers.problem import SAME_OPTIMUM_REL, BoolArray, FloatArray, Infeasible
+from autopar.passes.solvers.problem import SAME_OPTIMUM_REL, FloatArray, Infeasible
 from autopar.passes.solvers.stage_problem import (
     StageChoice,
     StagePlan,
@@ -70,18 +70,19 @@ def solve_stages(
         raise OptionError(f"n_best={n_best} must be at least 1, gap_goal={gap_goal} in [0, 1)")
     if not within >= 0:
         raise OptionError(f"within={within} must be at least 0")
-    possible = problem.possible()
-    longest_s = float(problem.time_s[possible].max(initial=0.0))
+    levels = Levels.of(problem)
+    longest_s = float(problem.time_s[problem.possible()].max(initial=0.0))
     scale_s = longest_s * problem.n_layers
-    some = _Scaled.of(problem, possible, scale_s).leading(n_best)
+    some = _Scaled.of(problem, levels, scale_s).leading(n_best)
     if not some:
         return too_little_memory(problem, least_memory_bytes(problem))
     dearest_s = max(problem.evaluate(stages).objective_s for stages in some)
     if len(some) == n_best:
         # A stage that alone costs more than these plans is in none of the best.
         alone_s = problem.n_microbatches * problem.time_s + problem.once_s
-        possible &= alone_s <= dearest_s * (1 + SAME_OPTIMUM_REL)
-    search = _Search(_Scaled.of(problem, possible, dearest_s), n_best, gap_goal, within)
+        cheap = alone_s <= dearest_s * (1 + SAME_OPTIMUM_REL)
+        levels = levels.within(cheap).without_repeats()
+    search = _Search(_Scaled.of(problem, levels, dearest_s), n_best, gap_goal, within)
     bound = search.run()
     bound_s = problem.evaluate(search.best[0][2]).objective_s
     if bound < search.best[0][0]:
@@ -107,15 +108,15 @@ class _Scaled:
     n_microbatches: int
 
     @staticmethod
-    def of(problem: StageProblem, possible: BoolArray, scale_s: float) -> _Scaled:
-        """Sums up to `scale_s` are exact; only the `possible` stages may be used."""
+    def of(problem: StageProblem, levels: Levels, scale_s: float) -> _Scaled:
+        """Sums up to `scale_s` are exact."""
         unit = problem.n_layers + 1
         # A power of two: dividing by it rounds nothing but what is below it.
         exponent = math.frexp(scale_s)[1] - (EXACT_BITS - unit.bit_length())
         quantum_s = math.ldexp(1.0, exponent)
-        time = np.rint(np.where(possible, problem.time_s, 0.0) / quantum_s)
-        once = np.rint(np.where(possible, problem.once_s, 0.0) / quantum_s)
-        levels = Levels.of(problem, possible)
+        fits = levels.n_fitting > 0
+        time = np.rint(np.where(fits, problem.time_s, 0.0) / quantum_s)
+        once = np.rint(np.where(fits, problem.once_s, 0.0) / quantum_s)
         weight = time * unit + 1
         return _Scaled(time, once, weight, unit, levels, quantum_s, problem.n_microbatches)
 
