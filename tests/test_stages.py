@@ -231,6 +231,14 @@ def test_unequal_stages_and_submeshes() -> None:
     assert found[0].objective_s == 1 + 1 + 9 * 1
 
 
+def test_configurations_larger_than_the_machine_are_never_used() -> None:
+    ones = np.ones((3, 3, 2))
+    problem = StageProblem(ones, ones, ones, ones, (1, 9), 2, 4)
+    found = solve_stages(problem, N_BEST)
+    assert found == solve_stages_brute_force(problem, N_BEST)
+    assert not isinstance(found, Infeasible) and len(found) == 2
+
+
 def test_early_stages_hold_more_microbatches() -> None:
     """1F1B: stage s of S holds S - s microbatches, never more than there are."""
     time_s = np.full((3, 3, 1), np.inf)

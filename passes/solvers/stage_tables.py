@@ -161,7 +161,8 @@ def _recurrence(
     out = np.full((n_layers + 1, n_devices + 1, n_levels + 1), np.inf)
     out[n_layers, 0, 0] = 0.0
     # follow[..., j - 1]: what comes after a stage at level j.
-    follow = out[:, :, :-1].copy()
+    follow = np.full((n_layers + 1, n_devices + 1, n_levels), np.inf)
+    follow[n_layers, 0, 0] = 0.0
     for first in range(n_layers - 1, -1, -1):
         for kind in range(n_kinds):
             for last in range(first, n_layers):
@@ -174,13 +175,16 @@ def _recurrence(
                 for devices in range(sizes[kind], n_devices + 1):
                     if begins[kind, devices]:
                         rest = follow[last + 1, devices - sizes[kind]]
-                        here = out[first, devices, 1:]
+                        here = out[first, devices]
                         for j in range(top):
                             both = max(paid[j], rest[j]) if largest else paid[j] + rest[j]
-                            here[j] = min(here[j], both)
-        follow[first] = out[first, :, :-1]
-        if not exact:
-            follow[first, :, -1] = np.minimum(follow[first, :, -1], out[first, :, -1])
+                            here[j + 1] = min(here[j + 1], both)
+        for devices in range(n_devices + 1):
+            here, after = out[first, devices], follow[first, devices]
+            for j in range(n_levels):
+                after[j] = here[j]
+            if not exact:
+                after[n_levels - 1] = min(after[n_levels - 1], here[n_levels])
     return out
 
 
@@ -208,8 +212,9 @@ def first_plans(levels: Levels, cost: FloatArray, table: FloatArray, n_best: int
             continue
         fits, paid = levels.n_fitting[k, k:] >= level, spent + cost[k, k:]
         for after in levels.after(level):
-            left = devices - levels.sizes
-            rest = np.where(levels.begins[:, devices], table[k + 1 :, left, after], np.inf)
+            left = np.maximum(devices - levels.sizes, 0)
+            begins = levels.begins[:, devices, None]
+            rest = np.where(begins, table[k + 1 :, left, after].T, np.inf)
             # Whatever comes later is preceded by n_best plans from here alone.
             totals, places = _first_by_cost(fits, paid, rest, levels.kinds, n_best)
             for total, at in zip(totals.tolist(), places.tolist(), strict=True):
@@ -226,13 +231,13 @@ def first_plans(levels: Levels, cost: FloatArray, table: FloatArray, n_best: int
 def _first_by_cost(
     fits: BoolArray, paid: FloatArray, rest: FloatArray, kinds: IntArray, n_best: int
 ) -> tuple[FloatArray, IntArray]:
-    """The least `n_best` of paid[last, config] + rest[last, kind] where it fits, and their places
+    """The least `n_best` of paid[last, config] + rest[kind, last] where it fits, and their places
     in [last, config], flat; equal ones in that order. Infinite where there are fewer."""
     n_lasts, n_configs = paid.shape
     totals, places = np.full(n_best, np.inf), np.zeros(n_best, dtype=np.int64)
     for last in range(n_lasts):
         for config in range(n_configs):
-            total = paid[last, config] + rest[last, kinds[config]]
+            total = paid[last, config] + rest[kinds[config], last]
             if fits[last, config] and total < totals[-1]:
                 at = n_best - 1
                 while at > 0 and total < totals[at - 1]:
