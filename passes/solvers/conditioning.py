@@ -108,16 +108,20 @@ def plan_conditioned(
 
     Raises `TooWide` where that does not keep the tables within `limits`.
     """
-    return _planned(tuple(sizes), tuple(tables), tuple(lazy), frozenset(kept), limits or Limits())
+    limits = limits or Limits()
+    plan = _planned(tuple(sizes), tuple(tables), tuple(lazy), frozenset(kept))
+    if not plan.within(limits):
+        raise TooWide(
+            f"elimination needs a table of {max(plan.first.largest, plan.core.largest):.3g} entries"
+            f" beside {len(plan.hubs)} hubs; the limits are {limits}",
+            hint="solve the ILP instead",
+        )
+    return plan
 
 
 @lru_cache(maxsize=64)
 def _planned(
-    sizes: Scope,
-    tables: tuple[Axes, ...],
-    lazy: tuple[Axes, ...],
-    kept: frozenset[int],
-    limits: Limits,
+    sizes: Scope, tables: tuple[Axes, ...], lazy: tuple[Axes, ...], kept: frozenset[int]
 ) -> ConditionedPlan:
     whole = plan_order(sizes, (*tables, *lazy), limits=_ANY)
     core = {v for axes in lazy for v in axes.scope} | _in_large_steps(whole)
@@ -139,14 +143,7 @@ def _planned(
             break
         plans = [(_core_plan(sizes, variables, given, of), of) for of in tried]
         plan, hubs = min(plans, key=lambda of: (of[0].entries, of[1]))
-    out = _joined(first, plan, variables, hubs, given)
-    if not out.within(limits):
-        raise TooWide(
-            f"elimination needs a table of {max(first.largest, plan.largest):.3g} entries beside"
-            f" {len(hubs)} hubs; the limits are {limits}",
-            hint="solve the ILP instead",
-        )
-    return out
+    return _joined(first, plan, variables, hubs, given)
 
 
 def _in_large_steps(plan: EliminationPlan) -> set[int]:

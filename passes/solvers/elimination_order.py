@@ -176,13 +176,23 @@ def plan_order(
     Problems that differ in numbers alone have one plan. Raises `TooWide` as `plan_elimination`
     does; where variables remain, no hub is conditioned on.
     """
-    return _planned(tuple(sizes), tuple(tables), tuple(remaining), tuple(whole), limits or Limits())
+    limits = limits or Limits()
+    plan = _planned(tuple(sizes), tuple(tables), tuple(remaining), tuple(whole), limits)
+    if not plan.within(limits):
+        raise TooWide(
+            f"elimination needs a table of {plan.largest:.3g} entries, {plan.entries:.3g} in all,"
+            f" {plan.branches} times; the limits are {limits}",
+            hint="solve the ILP instead",
+        )
+    return plan
 
 
+# What is too wide is known too: the same tables come again and again.
 @lru_cache(maxsize=256)
 def _planned(
     sizes: tuple[int, ...], tables: tuple[Axes, ...], remaining: Scope, whole: Scope, limits: Limits
 ) -> EliminationPlan:
+    """The first plan within the limits, else the last one tried."""
     partitions = Partitions()
     placed = [_given(partitions, sizes, t, axes) for t, axes in enumerate(tables)]
     planner = _Orders(sizes, tables, placed, remaining, whole, partitions)
@@ -191,18 +201,12 @@ def _planned(
     for axes in tables:
         for v in axes.scope:
             n_tables[v] += 1
-    while not plan.within(limits):
-        if remaining or len(plan.hubs) == MAX_HUBS:
-            raise TooWide(
-                f"elimination needs a table of {plan.largest:.3g} entries, {plan.entries:.3g} in"
-                f" all, {plan.branches} times; the limits are {limits}",
-                hint="solve the ILP instead",
-            )
+    while not plan.within(limits) and not remaining and len(plan.hubs) < MAX_HUBS:
         free = [v for v in range(len(sizes)) if v not in plan.hubs and n_tables[v]]
         free.sort(key=lambda v: (-n_tables[v], v))
         tried = [planner.best((*plan.hubs, h)) for h in free[:HUBS_TRIED]]
         if not tried:
-            raise TooWide(f"one variable has {max(sizes)} choices", hint="solve the ILP instead")
+            break
         plan = min(tried, key=lambda p: (p.entries * p.branches, p.hubs))
     return plan
 
