@@ -2,25 +2,24 @@
 
 Eliminating a variable joins all tables that mention it into one over its *separator*, the other
 variables they mention. Tables tell classes of choices apart (`partitions.py`), so work and memory
-are products of numbers of classes over the variable and its separator. The order decides: least
-table first, or least fill-in, whichever does less work in all. Where a table would be too large,
-hubs are *conditioned* on: each of their values is tried by itself.
+are products of numbers of classes over the variable and its separator. The order decides; it is a
+greedy one (`greedy_order.py`). Where a table would be too large, hubs are *conditioned* on: each of
+their values is tried by itself.
 
 Variables may be left: they remain, and what is eliminated becomes one table over them.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import astuple, dataclass
 from functools import cached_property, lru_cache
-from itertools import combinations
 
 import numpy as np
 
 from autopar.errors import AutoparError
+from autopar.passes.solvers.greedy_order import GreedyOrder, Sight, greedy_order
 from autopar.passes.solvers.partitions import Partitions
 from autopar.passes.solvers.problem import ChoiceProblem, ChoiceProblems, Codes, Edge
 
@@ -193,10 +192,8 @@ def _planned(
     sizes: tuple[int, ...], tables: tuple[Axes, ...], remaining: Scope, whole: Scope, limits: Limits
 ) -> EliminationPlan:
     """The first plan within the limits, else the last one tried."""
-    partitions = Partitions()
-    placed = [_given(partitions, sizes, t, axes) for t, axes in enumerate(tables)]
-    planner = _Orders(sizes, tables, placed, remaining, whole, partitions)
-    plan = planner.best(())
+    orders = _Orders.of(sizes, tables, remaining, whole)
+    plan = orders.plan((), orders.cheapest(()))
     n_tables = [0] * len(sizes)
     for axes in tables:
         for v in axes.scope:
@@ -204,10 +201,10 @@ def _planned(
     while not plan.within(limits) and not remaining and len(plan.hubs) < MAX_HUBS:
         free = [v for v in range(len(sizes)) if v not in plan.hubs and n_tables[v]]
         free.sort(key=lambda v: (-n_tables[v], v))
-        tried = [planner.best((*plan.hubs, h)) for h in free[:HUBS_TRIED]]
-        if not tried:
+        tried = free[:HUBS_TRIED]
+        if all(plan.branches * sizes[h] > limits.branches for h in tried):
             break
-        plan = min(tried, key=lambda p: (p.entries * p.branches, p.hubs))
+        plan = orders.with_one_of(tried, plan.hubs)
     return plan
 
 
@@ -221,7 +218,7 @@ def _given(partitions: Partitions, sizes: Scope, table: int, axes: Axes) -> Plac
 
 @dataclass(frozen=True)
 class _Orders:
-    """Greedy orders of some tables."""
+    """Greedy orders of some tables, with hubs or without."""
 
     sizes: tuple[int, ...]
     given: tuple[Axes, ...]
@@ -229,77 +226,81 @@ class _Orders:
     remaining: Scope
     whole: Scope
     partitions: Partitions
+    sight: Sight
 
-    def best(self, hubs: Scope) -> EliminationPlan:
-        plans = [_Greedy(self, hubs, by_fill).plan() for by_fill in (False, True)]
-        return min(plans, key=lambda p: p.entries)
+    @staticmethod
+    def of(sizes: Scope, given: tuple[Axes, ...], remaining: Scope, whole: Scope) -> _Orders:
+        partitions = Partitions()
+        tables = [_given(partitions, sizes, t, axes) for t, axes in enumerate(given)]
+        sight = Sight.of(partitions, len(sizes), ((t.scope, t.partitions) for t in tables))
+        return _Orders(sizes, given, tables, remaining, whole, partitions, sight)
+
+    def cheapest(self, hubs: Scope, most: float = math.inf) -> GreedyOrder | None:
+        """None: more entries than `most`."""
+        fixed = {*self.remaining, *hubs}
+        free = (v for v in range(len(self.sizes)) if v not in fixed)
+        return greedy_order(self.sight.without(hubs), free, most)
+
+    def with_one_of(self, tried: Iterable[int], hubs: Scope) -> EliminationPlan:
+        """With one more hub, by which all branches have the fewest entries."""
+        found: tuple[int, Scope, GreedyOrder] | None = None
+        for h in tried:
+            of = (*hubs, h)
+            branches = math.prod(self.sizes[v] for v in of)
+            order = self.cheapest(of, math.inf if found is None else found[0] // branches)
+            if order is not None:
+                new = (order.entries * branches, of, order)
+                found = new if found is None else min(found, new, key=lambda o: o[:2])
+        assert found is not None
+        return self.plan(*found[1:])
+
+    def plan(self, hubs: Scope, order: GreedyOrder | None) -> EliminationPlan:
+        assert order is not None
+        return _Steps(self, hubs).plan(order.order)
 
 
-class _Greedy:
-    """Eliminate by least (table, fill-in), or (fill-in, table); a heap with stale entries."""
+class _Steps:
+    """The steps of one order."""
 
-    def __init__(self, orders: _Orders, hubs: Scope, by_fill: bool) -> None:
-        self.orders, self.hubs, self.by_fill = orders, hubs, by_fill
-        self.partitions = orders.partitions
+    def __init__(self, orders: _Orders, hubs: Scope) -> None:
+        self.orders, self.hubs, self.partitions = orders, hubs, orders.partitions
         self.of: list[dict[int, Placed]] = [{} for _ in orders.sizes]
-        self.around: list[set[int]] = [set() for _ in orders.sizes]
         for table in orders.tables:
-            self._add(table.without(hubs))
+            self._add(table.without(hubs) if hubs else table)
+
+    def plan(self, order: Sequence[int]) -> EliminationPlan:
+        steps, sizes_made, sizes_joint = [], [], []
+        for i, v in enumerate(order):
+            joins, bucket = self._joins(v), tuple(self.of[v].values())
+            made = self._made(len(self.orders.tables) + i, v, joins)
+            steps.append(Step(v, joins[v], bucket, made, self._kind(joins, bucket)))
+            sizes_made.append(math.prod(map(self.partitions.n_classes, made.partitions)))
+            sizes_joint.append(sizes_made[-1] * self.partitions.n_classes(joins[v]))
+            self._replace(bucket, made)
+        remaining = self.orders.remaining
+        left = tuple({t.table: t for v in remaining for t in self.of[v].values()}.values())
+        return EliminationPlan(
+            self.orders.sizes, self.orders.given, tuple(steps), self.hubs, remaining, left,
+            self._left_over(left), self.partitions, sum(sizes_joint),
+            max(sizes_joint, default=1), sum(sizes_made),
+        )  # fmt: skip
 
     def _add(self, table: Placed) -> None:
         for v in table.scope:
             self.of[v][table.table] = table
-            self.around[v] |= set(table.scope) - {v}
 
     def _joins(self, v: int) -> dict[int, int]:
         """The joins of the partitions by which tables that mention v see each variable; they see v
         itself, where they are of more than it."""
-        seen: dict[int, set[int]] = {v: set()}
-        for table in self.of[v].values():
-            if len(table.scope) > 1:
-                for w, partition in zip(table.scope, table.partitions, strict=True):
-                    seen.setdefault(w, set()).add(partition)
-        if not seen[v]:
-            seen[v].add(self.partitions.of_none(self.orders.sizes[v]))
-        return {w: self.partitions.join(of) for w, of in seen.items()}
-
-    def _key(self, v: int) -> tuple[int, int, int]:
-        table = math.prod(self.partitions.n_classes(p) for p in self._joins(v).values())
-        around = self.around[v]
-        # Each pair of neighbours not yet adjacent is counted from both ends.
-        fill = sum(len(around) - 1 - len(self.around[w] & around) for w in around)
-        return (fill, table, v) if self.by_fill else (table, fill, v)
-
-    def plan(self) -> EliminationPlan:
-        sizes, remaining = self.orders.sizes, self.orders.remaining
-        fixed = {*remaining, *self.hubs}
-        current = {v: self._key(v) for v in range(len(sizes)) if v not in fixed}
-        heap = list(current.values())
-        heapq.heapify(heap)
-        steps: list[Step] = []
-        sizes_made, sizes_joint = [], []
-        while heap:
-            entry = heapq.heappop(heap)
-            v = entry[-1]
-            if current.get(v) != entry:
-                continue
-            del current[v]
-            joins, bucket = self._joins(v), tuple(self.of[v].values())
-            made = self._made(len(self.orders.tables) + len(steps), v, joins)
-            steps.append(Step(v, joins[v], bucket, made, self._kind(joins, bucket)))
-            sizes_made.append(math.prod(self.partitions.n_classes(p) for p in made.partitions))
-            sizes_joint.append(sizes_made[-1] * self.partitions.n_classes(joins[v]))
-            for w in self._replace(v, bucket, made) & current.keys():
-                new = self._key(w)
-                if new != current[w]:
-                    current[w] = new
-                    heapq.heappush(heap, new)
-        left = tuple({t.table: t for v in remaining for t in self.of[v].values()}.values())
-        return EliminationPlan(
-            sizes, self.orders.given, tuple(steps), self.hubs, remaining, left,
-            self._left_over(left), self.partitions, sum(sizes_joint),
-            max(sizes_joint, default=1), sum(sizes_made),
-        )  # fmt: skip
+        joined = self.partitions.joined
+        tables = [table for table in self.of[v].values() if len(table.scope) > 1]
+        if not tables:
+            return {v: self.partitions.of_none(self.orders.sizes[v])}
+        out: dict[int, int] = {v: tables[0].partitions[tables[0].scope.index(v)]}
+        for table in tables:
+            for w, partition in zip(table.scope, table.partitions, strict=True):
+                out[w] = joined(out.get(w, partition), partition)
+        return out
 
     def _kind(self, joins: dict[int, int], bucket: Sequence[Placed]) -> Hashable:
         place, exactly = {v: i for i, v in enumerate(joins)}, self.partitions.exactly
@@ -314,21 +315,12 @@ class _Greedy:
         of = tuple(joins[w] for w in separator)
         return Placed(table, separator, tuple(self.partitions.codes[p] for p in of), of)
 
-    def _replace(self, v: int, bucket: Sequence[Placed], made: Placed) -> set[int]:
-        """Put what was made in the place of its bucket; the variables whose keys may change."""
+    def _replace(self, bucket: Sequence[Placed], made: Placed) -> None:
+        """Put what was made in the place of its bucket."""
         for table in bucket:
             for w in table.scope:
                 del self.of[w][table.table]
-        around = self.around[v]
-        for u, w in combinations(around, 2):
-            self.around[u].add(w)
-            self.around[w].add(u)
-        touched = set(around)
-        for w in around:
-            self.around[w].discard(v)
-            touched |= self.around[w]
         self._add(made)
-        return touched
 
     def _left_over(self, left: Sequence[Placed]) -> tuple[int, ...]:
         out = []

@@ -13,6 +13,7 @@ from functools import reduce
 
 import numpy as np
 
+from autopar.compiled import compiled
 from autopar.passes.solvers.problem import Codes
 
 
@@ -26,26 +27,27 @@ class Partitions:
     _grouped: dict[int, tuple[Codes, Codes]] = field(default_factory=dict)
     _numbers: dict[bytes, int] = field(default_factory=dict)
     _exact: dict[bytes, int] = field(default_factory=dict)
-    _joins: dict[frozenset[int], int] = field(default_factory=dict)
     _pairs: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def of(self, codes: Codes) -> int:
         """The partition into choices of equal code."""
-        _, first, inverse = np.unique(codes, return_index=True, return_inverse=True)
-        order = np.argsort(first)
-        rank = np.empty_like(order)
-        rank[order] = np.arange(len(order))
-        classes: Codes = rank[inverse].astype(np.intp)
+        codes = codes.astype(np.intp, copy=False)
+        key = codes.tobytes()
+        if key not in self._numbers:
+            self._numbers[key] = self._of_classes(*_classes(codes))
+        return self._numbers[key]
+
+    def _of_classes(self, classes: Codes, firsts: Codes) -> int:
         key = classes.tobytes()
         if key not in self._numbers:
             self._numbers[key] = len(self.codes)
             self.codes.append(classes)
-            self.firsts.append(first[order])
+            self.firsts.append(firsts)
         return self._numbers[key]
 
     def exactly(self, codes: Codes) -> int:
         """The number of these codes, alike ones once, whatever partition they make."""
-        return self._exact.setdefault(codes.astype(np.intp).tobytes(), len(self._exact))
+        return self._exact.setdefault(codes.astype(np.intp, copy=False).tobytes(), len(self._exact))
 
     def of_all(self, n_choices: int) -> int:
         """Every choice by itself."""
@@ -69,16 +71,30 @@ class Partitions:
 
     def join(self, partitions: Iterable[int]) -> int:
         """The coarsest partition that tells apart what any of them does."""
-        wanted = frozenset(partitions)
-        if len(wanted) == 1:
-            return next(iter(wanted))
-        if wanted not in self._joins:
-            self._joins[wanted] = reduce(self._joined, sorted(wanted))
-        return self._joins[wanted]
+        return reduce(self.joined, partitions)
 
-    def _joined(self, a: int, b: int) -> int:
-        pair = min(a, b), max(a, b)
-        if pair not in self._pairs:
+    def joined(self, a: int, b: int) -> int:
+        """The join of two."""
+        if a == b:
+            return a
+        pair = (a, b) if a < b else (b, a)
+        found = self._pairs.get(pair)
+        if found is None:
             both = self.codes[pair[0]] * self.n_classes(pair[1]) + self.codes[pair[1]]
-            self._pairs[pair] = self.of(both)
-        return self._pairs[pair]
+            found = self._pairs[pair] = self.of(both)
+        return found
+
+
+@compiled
+def _classes(codes: Codes) -> tuple[Codes, Codes]:
+    """The class of every choice, and the first choice of every class."""
+    classes, firsts, n = np.empty(len(codes), np.intp), np.empty(len(codes), np.intp), 0
+    for k in range(len(codes)):
+        c = 0
+        while c < n and codes[firsts[c]] != codes[k]:
+            c += 1
+        if c == n:
+            firsts[n] = k
+            n += 1
+        classes[k] = c
+    return classes, firsts[:n].copy()
