@@ -16,17 +16,19 @@ dominated for all by the same choice. Copies of one variable that stand for more
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.compiled import compiled
 from autopar.passes.solvers.problem import (
     BoolArray,
     Choice,
     ChoiceProblem,
     Codes,
+    Edge,
     FloatArray,
 )
 
@@ -106,35 +108,35 @@ def drop_forbidden(reduced: Reduced, classes: Classes | None = None) -> Reduced 
 def drop_dominated(reduced: Reduced, classes: Classes | None = None) -> Reduced:
     """One pass over the classes, each seeing what the earlier ones kept."""
     problem = reduced.problem
-    incident: list[list[int]] = [[] for _ in problem.names]
-    for i, e in enumerate(problem.edges):
-        incident[e.u].append(i)
-        incident[e.v].append(i)
-    with_bytes = problem.budget_bytes is not None
+    incident: list[list[Edge]] = [[] for _ in problem.names]
+    for e in problem.edges:
+        incident[e.u].append(e)
+        incident[e.v].append(e)
     keep: list[BoolArray] = [np.ones(k, dtype=bool) for k in problem.sizes]
     for members in classes or [(v,) for v in range(problem.n_variables)]:
-        if problem.sizes[members[0]] == 1:
+        if (n := problem.sizes[members[0]]) == 1:
             continue
-        columns: list[FloatArray] = []
-        for v in members:
-            columns += [problem.cost_s[v][:, None], problem.tie[v][:, None]]
-            if with_bytes:
-                columns.append(problem.bytes[v][:, None])
-            for i in incident[v]:
-                e = problem.edges[i]
-                e = e if e.u == v else e.turned()
-                tables = [
-                    e.cost_s,
-                    e.tie,
-                    *([e.bytes] if with_bytes and e.bytes is not None else []),
-                ]
-                rows = _codes(e.rows, problem.sizes[v])
-                seen = np.unique(_codes(e.columns, problem.sizes[e.v])[keep[e.v]])
-                columns += [t[:, seen][rows] for t in tables]
-        left = _undominated(columns)
+        left = _undominated(n, (t for v in members for t in _tables(problem, v, incident[v], keep)))
         for v in members:
             keep[v] = left
     return reduced if all(mask.all() for mask in keep) else restrict(reduced, keep)
+
+
+def _tables(
+    problem: ChoiceProblem, v: int, incident: Sequence[Edge], keep: Sequence[BoolArray]
+) -> Iterator[tuple[FloatArray, Codes]]:
+    """What a variable's choices cost with those that others keep, and the row of every choice."""
+    with_bytes = problem.budget_bytes is not None
+    every = np.arange(problem.sizes[v])
+    for own in (problem.cost_s[v], problem.tie[v], *([problem.bytes[v]] if with_bytes else [])):
+        yield own[:, None], every
+    for e in incident:
+        e = e if e.u == v else e.turned()
+        rows = _codes(e.rows, problem.sizes[v])
+        seen = np.unique(_codes(e.columns, problem.sizes[e.v])[keep[e.v]])
+        for array in (e.cost_s, e.tie, e.bytes if with_bytes else None):
+            if array is not None:
+                yield np.take(array, seen, axis=1), rows
 
 
 def _codes(codes: Codes | None, n_choices: int) -> Codes:
@@ -142,18 +144,39 @@ def _codes(codes: Codes | None, n_choices: int) -> Codes:
     return np.arange(n_choices) if codes is None else codes
 
 
-def _undominated(columns: Sequence[FloatArray]) -> BoolArray:
-    """Which rows of the stacked `columns` no other row dominates (<= in every entry)."""
-    n = len(columns[0])
+def _undominated(n: int, tables: Iterable[tuple[FloatArray, Codes]]) -> BoolArray:
+    """Which of n choices no other one dominates: is <= in every entry of its row in each table."""
     better, worse = np.nonzero(~np.eye(n, dtype=bool))
-    for table in columns:
+    for table, rows in tables:
         # Few pairs survive the first tables, so the wide ones are compared for few.
-        still = (table[better] <= table[worse]).all(axis=1)
-        better, worse = better[still], worse[still]
+        n_left = _nowhere_above(table, rows, better, worse)
+        better, worse = better[:n_left], worse[:n_left]
+        if not n_left:
+            break
+    pairs = np.zeros((n, n), dtype=bool)
+    pairs[better, worse] = True
     # Equal rows dominate each other: then only the later one goes.
-    pairs = set(zip(better.tolist(), worse.tolist(), strict=True))
-    out = np.ones(n, dtype=bool)
-    for j, k in pairs:
-        if (k, j) not in pairs or j < k:
-            out[k] = False
+    dominates = pairs & (~pairs.T | np.triu(np.ones((n, n), dtype=bool)))
+    out: BoolArray = np.logical_not(dominates.any(axis=0))
     return out
+
+
+@compiled
+def _nowhere_above(table: FloatArray, rows: Codes, better: Codes, worse: Codes) -> int:
+    """Move the pairs where the one's row of `table`, `rows[better]`, is <= the other's to the
+    front; how many they are."""
+    # Choices share rows: 0 where two are not compared yet, 1 if so, 2 if not.
+    known = np.zeros((len(table), len(table)), dtype=np.int8)
+    n_left = 0
+    for i in range(len(better)):
+        a, b = rows[better[i]], rows[worse[i]]
+        if known[a, b] == 0:
+            known[a, b] = 1
+            for k in range(table.shape[1]):
+                if not table[a, k] <= table[b, k]:
+                    known[a, b] = 2
+                    break
+        if known[a, b] == 1:
+            better[n_left], worse[n_left] = better[i], worse[i]
+            n_left += 1
+    return n_left
