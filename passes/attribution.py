@@ -218,9 +218,9 @@ class _Crossings:
         made, wanted = self.made[value], tuple(self.read.get(value, {}))
         sent = boundary_specs(table.tensor, sizes, "sent")
         received = boundary_specs(table.tensor, sizes, "received")
-        leave_s = min(table.seconds(made, sent))
-        before_s = sum(table.seconds(made, wanted))
-        enter_s = min(sum(table.seconds(spec, wanted)) for spec in received)
+        (sent_s,), (read_s,) = table.seconds([made], sent), table.seconds([made], wanted)
+        leave_s, before_s = min(sent_s), sum(read_s)
+        enter_s = min(map(sum, table.seconds(received, wanted)))
         size_bytes, has_grad = local_bytes(table.tensor, received[0], sizes), table.tensor.has_grad
         return _Paid(
             leave_s, enter_s - before_s, 1, size_bytes, has_grad, size_bytes if has_grad else 0.0

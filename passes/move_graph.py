@@ -170,29 +170,21 @@ class MoveGraph:
     has_split: NDArray[np.bool_]
 
     @cached_property
-    def by_target(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """The moves in the order of where they lead; where those of each target begin, and which
-        targets there are."""
-        order = np.argsort(self.target, kind="stable")
-        targets, starts = np.unique(self.target[order], return_index=True)
-        return order, starts, targets
+    def first(self) -> NDArray[np.int64]:
+        """[specs + 1]: where the moves out of every spec begin; they are in the order of their
+        sources."""
+        return np.searchsorted(self.source, np.arange(len(self.specs) + 1))
 
-    @cached_property
-    def into(self) -> NDArray[np.int64]:
-        """[specs, most moves into one]: the moves into every spec; -1 where there are no more."""
-        moves: list[list[int]] = [[] for _ in self.specs]
-        for move, target in enumerate(self.target.tolist()):
-            moves[target].append(move)
-        n_most = max((len(of) for of in moves), default=0)
-        return np.array([of + [-1] * (1 + n_most - len(of)) for of in moves], dtype=np.int64)
-
-    def legal(self, tensor: TensorType, sizes: Sequence[int]) -> NDArray[np.bool_]:
-        """Which specs a tensor may have on axes of these sizes."""
-        uneven = [
-            tensor.dims[dim][factor] % math.prod(sizes[a] for a in axes) > 0
-            for (dim, factor), axes in self.splits
-        ]
-        out: NDArray[np.bool_] = ~(self.has_split @ np.array(uneven, dtype=bool))
+    def legal(
+        self, tensors: Sequence[TensorType], sizes: Sequence[Sequence[int]]
+    ) -> NDArray[np.bool_]:
+        """[cases, specs]: which specs tensors may have, each on axes of its sizes."""
+        n_ranks = np.array(sizes, dtype=np.int64)
+        uneven = np.zeros((len(tensors), len(self.splits)), dtype=bool)
+        for split, ((dim, factor), axes) in enumerate(self.splits):
+            cut = np.array([tensor.dims[dim][factor] for tensor in tensors])
+            uneven[:, split] = cut % n_ranks[:, axes].prod(axis=1) > 0
+        out: NDArray[np.bool_] = ~(uneven @ self.has_split.T)
         return out
 
     def step(self, tensor: TensorType, sizes: tuple[int, ...], source: int, target: int) -> Step:
@@ -240,7 +232,7 @@ def _graph(n_factors: tuple[int, ...], has_grad: bool, in_use: tuple[bool, ...])
     ends = [(i, index[step.target]) for i, step in found]
     at = {pair: e for e, pair in enumerate(ends)}
     assert len(at) == len(ends), "two specs are joined by one move at most"
-    source, target = np.array(ends, dtype=np.int64).reshape(-1, 2).T
+    source, target = np.array(ends, dtype=np.int64).reshape(-1, 2).T.copy()
     cells = [dict.fromkeys(p.cell for p in spec.placements if p.is_shard) for spec in specs]
     of_specs = [
         [(c, tuple(sorted(s.axes_of(c)))) for c in of] for s, of in zip(specs, cells, strict=True)

@@ -186,7 +186,8 @@ def test_no_path_is_cheaper(case: Reshard) -> None:
     table = table_of(tensor, sizes, ring_time_s)
     best = shortest_s(tensor, sizes, source)
     at = table.index[source]
-    seconds = table.tables.between(*2 * [range(len(table.index))])[0][0]
+    every = range(len(table.index))
+    seconds = table.tables.between(every, every)[0][0]
     assert set(best) == set(table.specs)
     for spec, time_s in best.items():
         there = table.index[spec]
@@ -196,6 +197,27 @@ def test_no_path_is_cheaper(case: Reshard) -> None:
         assert seconds[at, there] == pytest.approx(time_s, rel=1e-9, abs=1e-15)
         through = seconds[at, :] + seconds[:, there]
         assert seconds[at, there] <= through.min() * (1 + 1e-9)
+
+
+@given(st.permutations([(2, 2), (2, 3), (4, 2), (6, 2)]), st.booleans())
+def test_paths_are_the_same_whatever_they_are_found_with(
+    sizes: list[tuple[int, ...]], has_grad: bool
+) -> None:
+    """Of tensors and meshes of several sizes, which make other specs legal."""
+    tensors = [TensorType(((4, n), (12,)), 8, has_grad) for n in (2, 3, 4, 6)]
+    alone = [table_of(*case, ring_time_s) for case in zip(tensors, sizes, strict=True)]
+    seconds = np.concatenate([table.tables.seconds for table in alone])
+    together = ReshardTables.build(tensors, sizes, seconds)
+    every = range(len(together.index))
+    assert len({len(table.specs) for table in alone}) > 1
+    for case, table in enumerate(alone):
+        assert table.specs == together.of(case).specs
+        expected, found = table.tables.between(every, every), together.between(every, every)
+        np.testing.assert_array_equal([of[case] for of in found], [of[0] for of in expected])
+        source, target = table.specs[0], table.specs[-1]
+        assert table.path(source, target) == together.of(case).path(source, target)
+        whole = table.seconds(table.specs, table.specs)
+        assert together.of(case).seconds(table.specs, table.specs) == whole
 
 
 @settings(max_examples=60)
