@@ -33,6 +33,10 @@ class Placement:
     dim: int = -1
     factor: int = 0
 
+    def __hash__(self) -> int:
+        # Of numbers alone, the same in every process: specs keep theirs, also when pickled.
+        return hash((ord(self.kind), self.dim, self.factor))
+
     def __str__(self) -> str:
         if self.kind != "S":
             return self.kind
@@ -57,14 +61,15 @@ class Placement:
             raise OptionError(
                 f"{text!r} is not a placement", hint="use R, I, P, S(dim) or S(dim.factor)"
             )
-        return Placement("S", int(match[1]), int(match[2] or 0))
+        return S(int(match[1]), int(match[2] or 0))
 
 
 R, I, P = Placement("R"), Placement("I"), Placement("P")  # noqa: E741 (the field's names)
 
 
+@lru_cache(maxsize=256)
 def S(dim: int, factor: int = 0) -> Placement:
-    """Shard `dim` along one of its factors."""
+    """Shard `dim` along one of its factors; always the same object, so quickly compared."""
     return Placement("S", dim, factor)
 
 
@@ -82,6 +87,14 @@ class TensorType:
     dims: tuple[tuple[int, ...], ...]
     itemsize: int
     has_grad: bool
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Kept: types are the keys of many tables."""
+        return hash((self.dims, self.itemsize, self.has_grad))
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -107,6 +120,14 @@ class Spec:
 
     placements: tuple[Placement, ...]
     order: tuple[int, ...] = ()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Kept: specs are the keys of many tables."""
+        return hash((self.placements, self.order))
 
     @staticmethod
     def of(placements: Sequence[Placement], order: Sequence[int] = ()) -> Spec:
