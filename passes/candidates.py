@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -34,9 +34,9 @@ class ChoiceTable:
     """What groups that are alike may choose; values go by their numbers in `Group.values`.
 
     `choices[c]` are the joint strategies of choice c in the `first` of the groups, one per active
-    axis, and `picks[c]` their positions among all of its. `time_s` and `size_bytes` are [cases,
-    choices], `preference` [choices]. The bytes are those of the values `saved`, and of what is no
-    value.
+    axis, and `picks[c]` their positions among all of its. `legal`, `time_s` and `size_bytes` are
+    [cases, choices], `preference` [choices]. The bytes are those of the values `saved`, and of what
+    is no value.
     """
 
     first: Group
@@ -44,6 +44,7 @@ class ChoiceTable:
     picks: tuple[tuple[int, ...], ...]
     active_axes: tuple[int, ...]
     n_axes: int
+    legal: NDArray[np.bool_]
     time_s: Array
     size_bytes: Array
     preference: Array
@@ -115,7 +116,7 @@ class CandidateMaker:
 
     Some operators stand for `n_like` alike in one group (`repeated.py`). `sizes_at` has operators'
     sizes by name, per distinct number of microbatches. `known` keeps the choices of groups by all
-    that decides them.
+    that decides them, `elsewhere` those on any machine of the same sizes: they differ in times.
     """
 
     cases: Cases
@@ -124,6 +125,7 @@ class CandidateMaker:
     limits: Limits
     n_like: Mapping[str, int] = field(default_factory=dict)
     known: dict[Hashable, ChoiceTable] = field(default_factory=dict)
+    elsewhere: dict[Hashable, ChoiceTable] = field(default_factory=dict)
 
     @property
     def _active(self) -> tuple[int, ...]:
@@ -143,7 +145,12 @@ class CandidateMaker:
         """
         key = self._likeness(group, first_savers)
         if key not in self.known:
-            self.known[key] = self._table(group, first_savers)
+            alike = self.elsewhere.get(key)
+            if alike is None:
+                alike = self.elsewhere[key] = self._table(group, first_savers)
+            else:
+                alike = self._repriced(alike, group, first_savers)
+            self.known[key] = alike
         table = self.known[key]
         first_savers |= {group.values[number] for number in table.saved}
         return GroupCandidates(group, table)
@@ -186,7 +193,8 @@ class CandidateMaker:
         columns = [np.array([picks[c][k] for c in index]) for k in range(len(per_axis))]
         savers = set(first_savers)
         time_s, size_bytes = self._price(group, per_axis, columns, len(index), savers)
-        time_s[~legal[:, index]] = np.inf
+        legal = legal[:, index]
+        time_s[~legal] = np.inf
         preference = np.zeros(len(index))
         for joints, column in zip(per_axis, columns, strict=True):
             preference += np.array([self._preference(j) for j in joints])[column]
@@ -196,8 +204,15 @@ class CandidateMaker:
         saved = frozenset(group.number[name] for name in savers - set(first_savers))
         return ChoiceTable(
             group, choices, positions, self._active, self.cases.costs[0].mesh.n_axes,
-            time_s, size_bytes, preference, saved,
+            legal, time_s, size_bytes, preference, saved,
         )  # fmt: skip
+
+    def _repriced(self, table: ChoiceTable, group: Group, first_savers: Set[str]) -> ChoiceTable:
+        """The table of another machine of the same sizes, with the times of this one."""
+        per_axis, columns = _over_axes(table, group)
+        time_s, _ = self._price(group, per_axis, columns, len(table.choices), set(first_savers))
+        time_s[~table.legal] = np.inf
+        return replace(table, time_s=time_s)
 
     def _fitting(self, group: Group, axis: int) -> tuple[list[JointStrategy], NDArray[np.bool_]]:
         """What a group may do on one axis in some case; and [cases, strategies] in which."""
@@ -270,14 +285,22 @@ class CandidateMaker:
         """What each operator of a group costs, apart; `MemberPrice.kept` has what the group is
         charged with."""
         group, table = candidates.group, candidates.table
-        per_axis, columns = [], []
-        for picks in zip(*table.picks, strict=True):
-            distinct, column = np.unique(np.array(picks), return_inverse=True)
-            per_axis.append([group.strategies[int(i)] for i in distinct])
-            columns.append(column)
+        per_axis, columns = _over_axes(table, group)
         charged = {name for i, name in enumerate(group.values) if i not in table.saved}
         return tuple(self._pricer.members(group, per_axis, columns, len(candidates), charged))
 
     def n_stood_for(self, item: PlacedOperator) -> int:
         """How many operators one stands for in its group."""
         return self.n_like.get(item.name, 1)
+
+
+def _over_axes(
+    table: ChoiceTable, group: Group
+) -> tuple[list[list[JointStrategy]], list[NDArray[np.int64]]]:
+    """Per active axis, the joint strategies of a group that choices take, and which each does."""
+    per_axis, columns = [], []
+    for picks in zip(*table.picks, strict=True):
+        distinct, column = np.unique(np.array(picks), return_inverse=True)
+        per_axis.append([group.strategies[int(i)] for i in distinct])
+        columns.append(column)
+    return per_axis, columns

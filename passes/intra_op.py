@@ -23,7 +23,7 @@ from autopar.passes.cases import Case, Cases
 from autopar.passes.constraints import Constraints, Limits
 from autopar.passes.member_prices import operator_times_s
 from autopar.passes.parameters import ParameterMaker
-from autopar.passes.priced import Priced
+from autopar.passes.priced import Placed, Priced
 from autopar.passes.problem import IntraOpProblem, IntraOpProblems, ProblemBuilder
 from autopar.passes.recompute import Recomputable
 from autopar.passes.recompute_choice import add_recompute
@@ -104,8 +104,6 @@ def intra_op_problems(
     whose numbers of microbatches are alike (`alike_counts`)."""
     program = analysis.program
     every = tuple((cost.for_parameters(analysis.parameter_bytes), m) for cost, m in cases)
-    alike = tuple((priced_alike(cost), cost.bucket_bytes, m) for cost, m in every)
-    priced = analysis.priced.setdefault((alike, repr(constraints), optimizer), Priced())
     counts = tuple(dict.fromkeys(m for _, m in every))
     types = {m: analysis.microbatch_types(m) for m in counts}
     first = types[counts[0]]
@@ -115,8 +113,11 @@ def intra_op_problems(
         {m: of_count.tensors for m, of_count in types.items()},
         {m: analysis.batch.n_splits(m) for m in counts},
     )
+    priced = _priced(analysis, stacked, constraints, optimizer)
     sizes_at = [{p.name: p.sizes for p in analysis.placed_operators(m)} for m in counts]
-    maker = CandidateMaker(stacked, sizes_at, analysis.saved, limits, n_like or {}, priced.groups)
+    maker = CandidateMaker(
+        stacked, sizes_at, analysis.saved, limits, n_like or {}, priced.groups, priced.placed.groups
+    )
     savers: set[str] = set()
     candidates = [maker.make(group, savers) for group in analysis.groups(counts[0])]
     device, dtype = every[0][0].mesh.device, every[0][0].dtype
@@ -129,6 +130,20 @@ def intra_op_problems(
     if recomputable is not None:
         add_recompute(builder, candidates, maker, analysis, recomputable)
     return builder.finished(candidates)
+
+
+def _priced(analysis: Analysis, cases: Cases, constraints: Constraints, optimizer: str) -> Priced:
+    """What is known of some cases."""
+    known, limits = analysis.priced, repr(constraints)
+    sizes = tuple((cost.mesh.sizes, m) for cost, m in cases.every)
+    placed = known.setdefault(("placed", sizes, limits), Placed())
+    meshes = tuple(map(priced_alike, cases.meshes))
+    alike = tuple((meshes[i], m) for i, m in zip(cases.mesh_of, cases.counts, strict=True))
+    tables = known.setdefault(("values", alike), {}), known.setdefault(("parameters", meshes), {})
+    buckets = tuple(cost.bucket_bytes for cost in cases.costs)
+    key = ("priced", alike, buckets, limits, optimizer)
+    found: Priced = known.setdefault(key, Priced(placed, *tables))
+    return found
 
 
 def alike_counts(analysis: Analysis, counts: Sequence[int]) -> list[tuple[int, ...]]:

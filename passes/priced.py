@@ -1,9 +1,10 @@
 """What problems of one program, and of parts of it, have in common: each is priced once.
 
 Stages of a pipeline, and programs with few of their repeated blocks, consist of the same operators;
-so do copies of a block. `Priced` keeps, for some cases and one set of constraints, the choices of
-groups, the reshards and the conversions of parameters by what decides them. Keys that are
-identities are of objects that it keeps.
+so do copies of a block. For some cases and one set of constraints, `Placed` keeps what may be
+chosen, which machines of the same sizes have in common, and `Priced` what it costs on one of them:
+the choices of groups, the reshards and the conversions of parameters by what decides them. Keys
+that are identities are of objects that are kept.
 """
 
 from __future__ import annotations
@@ -26,31 +27,68 @@ Array = NDArray[np.float64]
 
 
 @dataclass(eq=False)
-class Priced:
-    """See the module. `groups` is filled by the `CandidateMaker`."""
+class Placed:
+    """See the module. `groups` is filled by the `CandidateMaker`, with the times of a machine."""
 
     groups: dict[Hashable, ChoiceTable] = field(default_factory=dict)
-    _tables: dict[Hashable, ReshardTables] = field(default_factory=dict)
-    _reshards: dict[tuple[int, int, int], Reshards] = field(default_factory=dict)
     _storages: dict[Hashable, Storages] = field(default_factory=dict)
-    _storage_costs: dict[Hashable, tuple[Array, Array, Array]] = field(default_factory=dict)
     _columns: dict[tuple[Spec, ...], SpecColumn] = field(default_factory=dict)
     _zeros: dict[int, Array] = field(default_factory=dict)
+    _equal: dict[tuple[int, int], Reshards] = field(default_factory=dict)
+
+    def column(self, specs: tuple[Spec, ...]) -> SpecColumn:
+        """One choice per spec."""
+        return self._columns.setdefault(specs, SpecColumn.of(specs))
+
+    def zeros(self, n_choices: int) -> Array:
+        """[1, choices] of a variable that costs nothing by itself."""
+        return self._zeros.setdefault(n_choices, np.zeros((1, n_choices)))
+
+    def equality(self, mine: SpecColumn, theirs: SpecColumn) -> Reshards:
+        """Nothing between choices that place a value alike; others are not to be."""
+        key = (id(mine), id(theirs))
+        if key not in self._equal:
+            cost_s = np.where(mine.equals(theirs), 0.0, np.inf)[None]
+            self._equal[key] = Reshards(cost_s, np.zeros_like(cost_s), mine, theirs)
+        return self._equal[key]
+
+    def storages(
+        self, maker: ParameterMaker, name: str, tensor: TensorType, used: tuple[Spec, ...]
+    ) -> Storages:
+        """How a parameter may be kept."""
+        key = (tensor, used, maker.limits.facts_of(name))
+        if key not in self._storages:
+            self._storages[key] = maker.storages(name, tensor, used)
+        return self._storages[key]
+
+
+@dataclass(eq=False)
+class Priced:
+    """See the module. `groups` is filled by the `CandidateMaker`; tables of values are shared by
+    all constraints, and those of parameters by all cases on the same meshes."""
+
+    placed: Placed
+    value_tables: dict[Hashable, ReshardTables]
+    parameter_tables: dict[Hashable, ReshardTables]
+    groups: dict[Hashable, ChoiceTable] = field(default_factory=dict)
+    _reshards: dict[tuple[int, int, int], Reshards] = field(default_factory=dict)
+    _storage_costs: dict[Hashable, tuple[Array, Array, Array]] = field(default_factory=dict)
     _conversions: dict[Hashable, Conversions] = field(default_factory=dict)
 
     def tables(
         self, cases: Cases, value: str, is_parameter: bool, no_reduce_scatter: bool
     ) -> ReshardTables:
         """All reshards of a value in every case; of a parameter, on every distinct mesh."""
-        key = (cases.distinct_types(value), is_parameter, no_reduce_scatter)
-        if key not in self._tables:
+        types = cases.distinct_types(value)
+        known = self.parameter_tables if is_parameter else self.value_tables
+        key = (types[0] if is_parameter else types, no_reduce_scatter)
+        if key not in known:
             if is_parameter:
-                tensors, costs = [cases.type(value)] * len(cases.meshes), cases.meshes
+                tensors, costs = types[:1] * len(cases.meshes), cases.meshes
             else:
-                types = cases.distinct_types(value)
-                tensors, costs = [types[i] for i in cases.count_of], cases.costs
-            self._tables[key] = reshard_tables(tensors, costs, no_reduce_scatter)
-        return self._tables[key]
+                tensors, costs = tuple(types[i] for i in cases.count_of), cases.costs
+            known[key] = reshard_tables(tensors, costs, no_reduce_scatter)
+        return known[key]
 
     def reshards(
         self, cases: Cases, tables: ReshardTables, made: SpecColumn, wanted: SpecColumn
@@ -65,22 +103,6 @@ class Priced:
             self._reshards[key] = Reshards(time_s * n, tie * n, made, wanted)
         return self._reshards[key]
 
-    def column(self, specs: tuple[Spec, ...]) -> SpecColumn:
-        """One choice per spec."""
-        return self._columns.setdefault(specs, SpecColumn.of(specs))
-
-    def zeros(self, n_choices: int) -> Array:
-        """[1, choices] of a variable that costs nothing by itself."""
-        return self._zeros.setdefault(n_choices, np.zeros((1, n_choices)))
-
-    def equality(self, mine: SpecColumn, theirs: SpecColumn) -> Reshards:
-        """Nothing between choices that place a value alike; others are not to be."""
-        key = (0, id(mine), id(theirs))
-        if key not in self._reshards:
-            cost_s = np.where(mine.equals(theirs), 0.0, np.inf)[None]
-            self._reshards[key] = Reshards(cost_s, np.zeros_like(cost_s), mine, theirs)
-        return self._reshards[key]
-
     def storage_costs(
         self, maker: ParameterMaker, tensor: TensorType, storages: Storages
     ) -> tuple[Array, Array, Array]:
@@ -90,15 +112,6 @@ class Priced:
             time_s, tie, size_bytes = maker.storage_costs(tensor, storages)
             self._storage_costs[key] = time_s, tie[None], size_bytes
         return self._storage_costs[key]
-
-    def storages(
-        self, maker: ParameterMaker, name: str, tensor: TensorType, used: tuple[Spec, ...]
-    ) -> Storages:
-        """How a parameter may be kept."""
-        key = (tensor, used, maker.limits.facts_of(name))
-        if key not in self._storages:
-            self._storages[key] = maker.storages(name, tensor, used)
-        return self._storages[key]
 
     def conversions(
         self, maker: ParameterMaker, tables: ReshardTables, storages: tuple[Storage, ...],

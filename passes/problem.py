@@ -321,21 +321,21 @@ class ProblemBuilder:
             options = {s: None for s in options if s in available}
         if not options:
             raise InfeasibleError(f"the consumers of {value} have no placement in common")
-        specs = self.priced.column(tuple(options))
+        specs = self.priced.placed.column(tuple(options))
         shared = self._add_variable(f"{value} reused", {value: specs})
         for member in members:
             self._equality_edge(shared, specs, member, self.variables[member].specs[value])
         return shared
 
     def _add_variable(self, name: str, specs: dict[str, SpecColumn]) -> int:
-        zero = self.priced.zeros(len(next(iter(specs.values()))))
+        zero = self.priced.placed.zeros(len(next(iter(specs.values()))))
         self.variables.append(Variable(name, zero, zero, zero, specs))
         return len(self.variables) - 1
 
     def _equality_edge(
         self, shared: int, mine: SpecColumn, member: int, theirs: SpecColumn
     ) -> None:
-        found = self.priced.equality(mine, theirs)
+        found = self.priced.placed.equality(mine, theirs)
         self.edges.append(
             Edge(shared, member, found.cost_s, found.tie, None, mine.code, theirs.code)
         )
@@ -369,7 +369,7 @@ class ProblemBuilder:
         members = [r.variable for r in readers]
         read_as = (self.variables[m].specs[name].distinct for m in members)
         used = tuple(dict.fromkeys(itertools.chain.from_iterable(read_as)))
-        storages = self.priced.storages(self.maker, name, self.cases.type(name), used)
+        storages = self.priced.placed.storages(self.maker, name, self.cases.type(name), used)
         if not storages.every:
             raise InfeasibleError(f"no allowed storage is left for {name}", hint="relax force")
         costs = self.priced.storage_costs(self.maker, self.cases.type(name), storages)

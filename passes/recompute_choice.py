@@ -310,7 +310,7 @@ class _Adder:
         return variable
 
     def _variable(self, name: str, n_choices: int) -> int:
-        zero = self.builder.priced.zeros(n_choices)
+        zero = self.builder.priced.placed.zeros(n_choices)
         self.builder.variables.append(Variable(name, zero, zero, zero))
         return len(self.builder.variables) - 1
 
