@@ -144,16 +144,18 @@ class CandidateMaker:
         `first_savers` collects values whose saving for backward is already charged.
         """
         key = self._likeness(group, first_savers)
-        if key not in self.known:
-            alike = self.elsewhere.get(key)
-            if alike is None:
-                alike = self.elsewhere[key] = self._table(group, first_savers)
-            else:
-                alike = self._repriced(alike, group, first_savers)
-            self.known[key] = alike
-        table = self.known[key]
+        table = self.known.get(key)
+        if table is None:
+            table = self.known[key] = self._on_this_machine(key, group, first_savers)
         first_savers |= {group.values[number] for number in table.saved}
         return GroupCandidates(group, table)
+
+    def _on_this_machine(self, key: Hashable, group: Group, first_savers: Set[str]) -> ChoiceTable:
+        table = self.elsewhere.get(key)
+        if table is not None:
+            return self._repriced(table, group, first_savers)
+        table = self.elsewhere[key] = self._table(group, first_savers)
+        return table
 
     def _likeness(self, group: Group, first_savers: Set[str]) -> Hashable:
         """All that decides a group's choices and costs."""

@@ -31,6 +31,9 @@ class Cases:
     types: Mapping[int, Mapping[str, TensorType]]
     n_splits: Mapping[int, int]
     _size_bytes: dict[str, Array] = field(default_factory=dict, init=False)
+    _factors: dict[tuple[str, int, int], NDArray[np.int64]] = field(
+        default_factory=dict, init=False
+    )
 
     def __post_init__(self) -> None:
         first = self.costs[0]
@@ -79,7 +82,7 @@ class Cases:
         """[cases, axes]: ranks of every axis."""
         return np.array([cost.mesh.sizes for cost in self.costs], dtype=np.int64)
 
-    @property
+    @cached_property
     def active_axes(self) -> tuple[int, ...]:
         return self.costs[0].mesh.active_axes
 
@@ -100,8 +103,11 @@ class Cases:
 
     def factor(self, value: str, dim: int, factor: int) -> NDArray[np.int64]:
         """[cases]: one factor of a value's dim."""
-        of_counts = [t.dims[dim][factor] for t in self.distinct_types(value)]
-        return np.array(of_counts, dtype=np.int64)[self.count_of]
+        key = value, dim, factor
+        if key not in self._factors:
+            of_counts = [t.dims[dim][factor] for t in self.distinct_types(value)]
+            self._factors[key] = np.array(of_counts, dtype=np.int64)[self.count_of]
+        return self._factors[key]
 
 
 def array_of(cases: Cases, of_counts: Sequence[float]) -> Array:

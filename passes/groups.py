@@ -14,7 +14,7 @@ the joins of its operators' strategies.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.factors import Operator, name_sizes
@@ -97,9 +97,10 @@ def place_operators(
         inputs = tuple(types[n] for n in operator.inputs)
         outputs = tuple(types[n] for n in operator.outputs)
         key = (operator.call.likeness, inputs, outputs)
-        if key not in known:
-            known[key] = _placed(operator, inputs, outputs)
-        out.append(replace(known[key], operator=operator))
+        alike = known.get(key)
+        if alike is None:
+            alike = known[key] = _placed(operator, inputs, outputs)
+        out.append(PlacedOperator(operator, alike.pattern, alike.sizes, alike.strategies))
     return tuple(out)
 
 

@@ -124,32 +124,35 @@ class ParameterMaker:
         distinct = {row: i for i, row in enumerate(dict.fromkeys(rows))}
         paths = path_costs(tables, self.cases.meshes, tuple(distinct))
         at_rows = np.array([distinct[row] for row in rows])
-        pick = np.ix_(self.cases.mesh_of, at_rows, np.array(columns))
+        pick = np.ix_(np.arange(len(self.sizes)), at_rows, np.array(columns))
+        of = self.cases.mesh_of
         period = np.array([PERIODS.index(s.period) for s in storages])[:, None]
         forward, backward = paths.forward_s[pick], paths.backward_s[pick]
         time_s = np.select(
             [period == 0, period == 1],
-            [paths.bucketed_s[pick], forward + m * backward],
-            m * n_uses * (2 * forward + backward),
+            [paths.bucketed_s[pick][of], forward[of] + m * backward[of]],
+            m * n_uses * (2 * forward + backward)[of],
         )
         calls = paths.calls[pick] + 1e-3 * paths.moves[pick]
-        tie = calls * np.where(period == 0, 0.01, m)
+        tie = calls[of] * np.where(period == 0, 0.01, m)
         used = self._local_bytes(tables.tensors[0], uses)[:, None, :]
         copied, moved = paths.copies[pick] > 0, paths.moves[pick] > 0
         has_grad = float(tables.tensors[0].has_grad)
-        size_bytes = used * np.select(
+        n_kept = np.select(
             [period == 0, period == 1], [copied + has_grad * moved, copied * 1.0], 0.0
         )
-        with_gathers, without = (
-            np.array(
-                [[self.limits.conversion_allowed(s, u, gathers) for u in uses] for s in storages],
-                dtype=bool,
-            )
-            for gathers in (True, False)
-        )
+        size_bytes = used * n_kept[of]
+        with_gathers, without = (self._allowed(storages, uses, g) for g in (True, False))
         allowed = np.where(paths.gathers[pick] > 0, with_gathers, without)
-        time_s[~(allowed & paths.exist[pick])] = np.inf
+        time_s[~(allowed & paths.exist[pick])[of]] = np.inf
         return time_s, tie, size_bytes
+
+    def _allowed(
+        self, storages: Sequence[Storage], uses: Sequence[Spec], gathers: bool
+    ) -> NDArray[np.bool_]:
+        """[storages, uses]: may a parameter be kept and used so?"""
+        may = self.limits.conversion_allowed
+        return np.array([[may(s, u, gathers) for u in uses] for s in storages], dtype=bool)
 
 
 @dataclass(frozen=True, eq=False)

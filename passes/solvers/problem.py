@@ -274,14 +274,14 @@ def _check_all(
     n_axes_before: int,
 ) -> None:
     """Raise `ProblemError` where the numbers of a problem, or of several, make no sense."""
-    n, lead = len(names), n_axes_before
+    n, lead, sound = len(names), n_axes_before, set[tuple[int, bool]]()
     if not len(cost_s) == len(tie) == len(size_bytes) == n:
         raise ProblemError(f"{n} names need as many cost, tie and bytes arrays")
     sizes = [array.shape[-1] for array in cost_s]
     for v, name in enumerate(names):
         if not sizes[v]:
             raise ProblemError(f"variable {name!r} has no choice at all")
-        _check(name, (sizes[v],), lead, cost_s[v], tie[v], size_bytes[v])
+        _check(sound, name, (sizes[v],), lead, cost_s[v], tie[v], size_bytes[v])
     for edge in edges:
         if not (0 <= edge.u < n and 0 <= edge.v < n and edge.u != edge.v):
             raise ProblemError(f"edge ({edge.u}, {edge.v}) must join two of {n} variables")
@@ -290,7 +290,7 @@ def _check_all(
             _n_codes(name, codes, sizes[w], edge.cost_s.shape[lead + k])
             for k, (w, codes) in enumerate(((edge.u, edge.rows), (edge.v, edge.columns)))
         )
-        _check(name, shape, lead, edge.cost_s, edge.tie, edge.bytes)
+        _check(sound, name, shape, lead, edge.cost_s, edge.tie, edge.bytes)
 
 
 def _n_codes(name: str, codes: Codes | None, n_choices: int, n: int) -> int:
@@ -303,19 +303,26 @@ def _n_codes(name: str, codes: Codes | None, n_choices: int, n: int) -> int:
 
 
 def _check(
-    name: str, shape: tuple[int, ...], lead: int, cost: FloatArray, *others: FloatArray | None
-) -> None:
+    sound: set[tuple[int, bool]], name: str, shape: tuple[int, ...], lead: int,
+    cost: FloatArray, *others: FloatArray | None,
+) -> None:  # fmt: skip
+    """`sound` are the arrays, and whether as costs, that have been found so: variables share
+    them."""
     for array in (cost, *others):
         if array is not None and array.shape[lead:] != shape:
             raise ProblemError(f"{name!r}: an array of shape {array.shape} should be {shape}")
-    if np.isnan(cost).any() or (cost < 0).any():
+    if (id(cost), True) not in sound and not (cost >= 0).all():
         raise ProblemError(
             f"{name!r}: a cost is NaN or negative",
             hint="an estimate failed; forbid a choice with inf instead",
         )
+    sound.add((id(cost), True))
     for array in others:
-        if array is not None and not (np.isfinite(array).all() and (array >= 0).all()):
+        if array is None or (id(array), False) in sound:
+            continue
+        if not (np.isfinite(array).all() and (array >= 0).all()):
             raise ProblemError(f"{name!r}: ties and bytes must be finite and not negative")
+        sound.add((id(array), False))
 
 
 @dataclass(frozen=True)
