@@ -31,6 +31,7 @@ class Cases:
     types: Mapping[int, Mapping[str, TensorType]]
     n_splits: Mapping[int, int]
     _size_bytes: dict[str, Array] = field(default_factory=dict, init=False)
+    _distinct_types: dict[str, tuple[TensorType, ...]] = field(default_factory=dict, init=False)
     _factors: dict[tuple[str, int, int], NDArray[np.int64]] = field(
         default_factory=dict, init=False
     )
@@ -92,7 +93,10 @@ class Cases:
 
     def distinct_types(self, value: str) -> tuple[TensorType, ...]:
         """Per distinct number of microbatches."""
-        return tuple(self.types[m][value] for m in self.distinct_counts)
+        if value not in self._distinct_types:
+            of_counts = tuple(self.types[m][value] for m in self.distinct_counts)
+            self._distinct_types[value] = of_counts
+        return self._distinct_types[value]
 
     def size_bytes(self, value: str) -> Array:
         """[cases]"""
