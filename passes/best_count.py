@@ -65,7 +65,7 @@ def best_recomputed(
     """The best of such candidates that recompute makes fit, or faster, and better than `least_s`.
 
     The fewer microbatches, the more must run again: they are tried from the most that do not fit as
-    they are on down, while they get faster. None is faster than without a budget.
+    they are on down, while they get faster. None is faster than if activations needed no bytes.
     """
     best: Scored | None = None
     for i, candidate in reversed(list(enumerate(tries))):
@@ -76,9 +76,11 @@ def best_recomputed(
         if within(evaluator.budget_bytes, free.size_bytes):
             continue
         limit_s = least_s if best is None else best.score_s
-        if free.score_s >= limit_s * (1 - WORTH_REL):
-            continue
         try:
+            if free.score_s >= limit_s * (1 - WORTH_REL):
+                continue
+            if evaluator.without_activations(candidate).score_s >= limit_s * (1 - WORTH_REL):
+                continue
             found = evaluator.scored(candidate, evaluator.budget_bytes, limit_s)
         except InfeasibleError:
             continue

@@ -176,10 +176,21 @@ class Evaluator:
 
         Raises `InfeasibleError` where a stage does not fit, `BatchError` where rows do not.
         """
-        choices = tuple(self._choices(candidate, budget_bytes, limit_s))
+        return self._scored(candidate, self._choices(candidate, budget_bytes, limit_s))
+
+    def without_activations(self, candidate: Candidate) -> Scored:
+        """What recompute makes no faster: nothing runs again, and activations need no bytes.
+
+        Raises `InfeasibleError` where a stage does not fit even so.
+        """
+        plain = self.without_recompute or self
+        stages = (replace(stage, depth=0) for stage in self._stages(candidate))
+        return self._scored(candidate, [plain._choose(s, self.budget_bytes) for s in stages])
+
+    def _scored(self, candidate: Candidate, choices: Sequence[Chosen]) -> Scored:
         m = candidate.n_microbatches
         if len(choices) == 1:
-            return Scored(candidate, choices, choices[0].objective_s)
+            return Scored(candidate, tuple(choices), choices[0].objective_s)
         parts, loss = self.parts(candidate.ends), self.analysis.program.loss
         worked = [Worked((c.objective_s - c.once_s) / m, c.once_s) for c in choices]
         ends = [
@@ -189,7 +200,7 @@ class Evaluator:
         loss_bytes = self.analysis.types.tensors[loss].itemsize if loss is not None else 0
         schedule, links = schedule_name(self.options), self.hardware.links
         score_s = step_s(schedule, m, worked, ends, links, loss_bytes)
-        return Scored(candidate, choices, score_s)
+        return Scored(candidate, tuple(choices), score_s)
 
     def bound_over_budget_s(self, candidate: Candidate) -> float | None:
         """A lower bound on the objective where the optimum without a budget exceeds it; None

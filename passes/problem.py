@@ -104,9 +104,9 @@ class IntraOpProblem:
     modes: tuple[RangeMode, ...] = ()
 
     def under(self, budget_bytes: float | None, n_in_flight: int = 1) -> IntraOpProblem:
-        """The same with a budget, and several microbatches' activations kept at once."""
+        """The same with a budget, and so many microbatches' activations kept at once."""
         numbers = replace(self.numbers, budget_bytes=budget_bytes)
-        if n_in_flight > 1:
+        if n_in_flight != 1:
             kept, edges = self._in_flight(numbers.bytes, numbers.edges, n_in_flight)
             numbers = replace(numbers, bytes=kept, edges=edges)
         return replace(self, numbers=numbers)

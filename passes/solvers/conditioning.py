@@ -44,7 +44,7 @@ from autopar.passes.solvers.potentials import Potentials
 from autopar.passes.solvers.problem import Codes, FloatArray
 
 # Steps with more entries than this are left to the core, and the core's, without hubs, have fewer.
-FIRST_ENTRIES = 2**22
+FIRST_ENTRIES = 2**25
 CORE_ENTRIES = 2**17
 MOST_HUBS = 4
 HUBS_TRIED = 6

@@ -36,7 +36,7 @@ class TooWide(AutoparError):
 class Limits:
     """What elimination may use: entries of one joint table, kept in memory, and in all.
 
-    At 2e8 to 1e9 entries per second the defaults allow about ten seconds, and 1 GB.
+    At 1e9 to 2e9 entries per second the defaults allow a few seconds, and 1 GB.
     """
 
     table_entries: int = 2**28

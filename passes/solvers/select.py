@@ -60,9 +60,9 @@ Solver = Literal["auto", "ilp"]
 C = TypeVar("C")
 TIE_WEIGHT_REL = 1e-11
 # About a tenth of a second.
-QUICK = Limits(2**22, 2**22, 2**24, branches=1)
+QUICK = Limits(2**26, 2**22, 2**27, branches=1)
 # The same where hubs are conditioned on: of alike copies of a block only one is eliminated.
-QUICK_BRANCH = Limits(2**22, 2**23, 2**26, branches=1)
+QUICK_BRANCH = Limits(2**26, 2**23, 2**28, branches=1)
 
 
 class _Clock:
