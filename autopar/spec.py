@@ -135,12 +135,10 @@ class Spec:
         placements = tuple(placements)
         if not order:
             return Spec(placements)
+        shared = _shared_cells(placements)
+        if not shared:
+            return Spec(placements)
         rank = {axis: i for i, axis in enumerate(order)}
-        cells: dict[tuple[int, int], list[int]] = {}
-        for axis, placement in enumerate(placements):
-            if placement.is_shard:
-                cells.setdefault(placement.cell, []).append(axis)
-        shared = {cell: axes for cell, axes in cells.items() if len(axes) > 1}
         if all(sorted(axes, key=rank.__getitem__) == axes for axes in shared.values()):
             return Spec(placements)
         # One permutation that keeps the inner orders and is axis order elsewhere.
@@ -178,6 +176,17 @@ class Spec:
         if order and sorted(axes) != list(range(len(placements))):
             raise OptionError(f"{text!r}: the order must list each axis once")
         return Spec.of(placements, axes)
+
+
+def _shared_cells(placements: Sequence[Placement]) -> dict[tuple[int, int], list[int]]:
+    """The axes of every cell that several split, in axis order."""
+    axes = [axis for axis, placement in enumerate(placements) if placement.is_shard]
+    if len(axes) < 2:
+        return {}
+    cells: dict[tuple[int, int], list[int]] = {}
+    for axis in axes:
+        cells.setdefault(placements[axis].cell, []).append(axis)
+    return {cell: of for cell, of in cells.items() if len(of) > 1}
 
 
 def local_dims(tensor: TensorType, spec: Spec, sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -234,8 +243,7 @@ def all_specs(tensor: TensorType, sizes: tuple[int, ...]) -> tuple[Spec, ...]:
 def _with_orders(placements: tuple[Placement, ...]) -> Iterator[Spec]:
     """`placements` under every distinct order of axes that share a factor."""
     seen: set[Spec] = set()
-    shards = [p.cell for p in placements if p.is_shard]
-    if len(set(shards)) == len(shards):
+    if not _shared_cells(placements):
         yield Spec(placements)
         return
     for order in itertools.permutations(range(len(placements))):

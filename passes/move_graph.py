@@ -22,7 +22,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.moves import Move, PrimitiveKind, Split
+from autopar.moves import TABLE, Move, PrimitiveKind, Split
 from autopar.spec import I, P, Placement, R, S, Spec, TensorType, all_specs, local_bytes, local_dims
 
 # (primitive, local bytes by NCCL's accounting, axes) -> seconds
@@ -80,10 +80,12 @@ def _changes(
     active = [a for a, n in enumerate(sizes) if n > 1]
     plain = (I, R, P) if tensor.has_grad else (R, P)
     targets = (*plain, *(S(*cell) for cell in tensor.cells))
-    for axis, target in itertools.product(active, targets):
+    for axis in active:
         source = spec.placements[axis]
-        if source != target and (not source.is_shard or _is_innermost(spec, [axis])):
-            yield (axis,), target
+        if not source.is_shard or _is_innermost(spec, [axis]):
+            for target in targets:
+                if source != target:
+                    yield (axis,), target
     for size in range(2, len(active) + 1):
         for axes in itertools.combinations(active, size):
             source = spec.placements[axes[0]]
@@ -102,7 +104,6 @@ def _step(
 ) -> Step:  # fmt: skip
     source = spec.placements[axes[0]]
     after = _with(spec, axes, target)
-    name = f"{source.kind}_to_{target.kind}".lower()
     splits: tuple[Split, ...] = ()
     if source.is_shard and target.is_shard:
         pieces = _with_both(tensor, spec, sizes, axes, target)
@@ -111,13 +112,18 @@ def _step(
         splits = (_split(tensor, spec, sizes, source.cell),)
     elif target.is_shard:
         splits = (_split(tensor, spec, sizes, target.cell),)
-    move = Move(name, axes, splits)
+    move = Move(_name(source, target), axes, splits)
     before_bytes, after_bytes = (local_bytes(tensor, s, sizes) for s in (spec, after))
     forward = after_bytes if move.forward == "all_gather" else before_bytes
     backward = 0
     if tensor.has_grad:
         backward = before_bytes if move.backward == "all_gather" else after_bytes
     return Step(move, after, forward, backward)
+
+
+def _name(source: Placement, target: Placement) -> str:
+    """Of the move between them."""
+    return f"{source.kind}_to_{target.kind}".lower()
 
 
 def _with_both(
@@ -203,10 +209,8 @@ def move_graph(tensor: TensorType, sizes: tuple[int, ...]) -> MoveGraph:
 def _everything_divides(
     n_factors: tuple[int, ...], has_grad: bool, in_use: tuple[bool, ...]
 ) -> tuple[TensorType, tuple[int, ...]]:
-    """A tensor that every axis divides everywhere, on axes of different primes: a number of
-    shards tells which axes they are of."""
-    primes = iter((2, 3, 5, 7, 11))
-    sizes = tuple(next(primes) if used else 1 for used in in_use)
+    """A tensor that all axes together divide everywhere, and their sizes."""
+    sizes = tuple(2 if used else 1 for used in in_use)
     factor = math.prod(sizes)
     return TensorType(tuple((factor,) * n for n in n_factors), 1, has_grad), sizes
 
@@ -215,24 +219,29 @@ def _everything_divides(
 def _graph(n_factors: tuple[int, ...], has_grad: bool, in_use: tuple[bool, ...]) -> MoveGraph:
     tensor, sizes = _everything_divides(n_factors, has_grad, in_use)
     specs = all_specs(tensor, sizes)
-    index, legal = {spec: i for i, spec in enumerate(specs)}, frozenset(specs)
-    found = [(i, step) for i, s in enumerate(specs) for step in moves_from(tensor, s, sizes, legal)]
-    primitives: dict[Primitive, int] = {}
+    index = {spec: i for i, spec in enumerate(specs)}
+    shards = [tuple(a for a, p in enumerate(s.placements) if p.is_shard) for s in specs]
+    # Primitives are numbered by their fields: there are far fewer than moves.
+    primitives: dict[tuple[PrimitiveKind, tuple[int, ...], tuple[int, ...]], int] = {}
 
-    def number(kind: PrimitiveKind, axes: tuple[int, ...], size_bytes: int) -> int:
-        n_shards = tensor.size_bytes // size_bytes if kind != "identity" else 1
-        shards = tuple(a for a, n in enumerate(sizes) if n > 1 and n_shards % n == 0)
-        return primitives.setdefault(Primitive(kind, axes, shards), len(primitives))
+    def number(kind: PrimitiveKind, axes: tuple[int, ...], after: int, before: int) -> int:
+        """Of a primitive that takes one spec to another: what it gathers counts when whole."""
+        cut = shards[after if kind == "all_gather" else before] if kind != "identity" else ()
+        return primitives.setdefault((kind, axes, cut), len(primitives))
 
-    forward = [number(s.move.forward, s.move.axes, s.forward_bytes) for _, s in found]
-    backward = [
-        number(s.move.backward if has_grad else "identity", s.move.axes, s.backward_bytes)
-        for _, s in found
-    ]
-    ends = [(i, index[step.target]) for i, step in found]
+    ends, moved, run = [], [], []
+    for i, spec in enumerate(specs):
+        for axes, placement in _changes(tensor, spec, sizes):
+            j = index[_with(spec, axes, placement)]
+            forward, backward = TABLE[_name(spec.placements[axes[0]], placement)]
+            backward = backward if has_grad else "identity"
+            ends.append((i, j))
+            moved.append(axes)
+            run.append((number(forward, axes, j, i), number(backward, axes, i, j)))
     at = {pair: e for e, pair in enumerate(ends)}
     assert len(at) == len(ends), "two specs are joined by one move at most"
     source, target = np.array(ends, dtype=np.int64).reshape(-1, 2).T.copy()
+    run_forward, run_backward = np.array(run, dtype=np.int64).reshape(-1, 2).T.copy()
     cells = [dict.fromkeys(p.cell for p in spec.placements if p.is_shard) for spec in specs]
     of_specs = [
         [(c, tuple(sorted(s.axes_of(c)))) for c in of] for s, of in zip(specs, cells, strict=True)
@@ -240,9 +249,8 @@ def _graph(n_factors: tuple[int, ...], has_grad: bool, in_use: tuple[bool, ...])
     splits = tuple(dict.fromkeys(split for of in of_specs for split in of))
     has_split = np.array([[split in of for split in splits] for of in of_specs], dtype=bool)
     return MoveGraph(
-        specs, index, source, target, tuple(step.move.axes for _, step in found),
-        tuple(primitives), np.array(forward, dtype=np.int64), np.array(backward, dtype=np.int64),
-        at, splits, has_split.reshape(len(specs), len(splits)),
+        specs, index, source, target, tuple(moved), tuple(Primitive(*key) for key in primitives),
+        run_forward, run_backward, at, splits, has_split.reshape(len(specs), len(splits)),
     )  # fmt: skip
 
 
