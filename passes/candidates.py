@@ -115,8 +115,8 @@ class CandidateMaker:
     """Prices groups in several cases.
 
     Some operators stand for `n_like` alike in one group (`repeated.py`). `sizes_at` has operators'
-    sizes by name, per distinct number of microbatches. `known` keeps the choices of groups by all
-    that decides them, `elsewhere` those on any machine of the same sizes: they differ in times.
+    sizes by name, per distinct number of microbatches. `elsewhere` keeps the choices of groups on
+    some machine of the same sizes by all that decides them, `known` the same with this one's times.
     """
 
     cases: Cases
@@ -124,7 +124,7 @@ class CandidateMaker:
     saved: Mapping[str, Saved]
     limits: Limits
     n_like: Mapping[str, int] = field(default_factory=dict)
-    known: dict[Hashable, ChoiceTable] = field(default_factory=dict)
+    known: dict[int, ChoiceTable] = field(default_factory=dict)
     elsewhere: dict[Hashable, ChoiceTable] = field(default_factory=dict)
 
     @property
@@ -144,37 +144,26 @@ class CandidateMaker:
         `first_savers` collects values whose saving for backward is already charged.
         """
         key = self._likeness(group, first_savers)
-        table = self.known.get(key)
-        if table is None:
-            table = self.known[key] = self._on_this_machine(key, group, first_savers)
+        placed = self.elsewhere.get(key)
+        if placed is None:
+            placed = self.elsewhere[key] = self._table(group, first_savers)
+            self.known[id(placed)] = placed
+        elif id(placed) not in self.known:
+            self.known[id(placed)] = self._repriced(placed, group, first_savers)
+        table = self.known[id(placed)]
         first_savers |= {group.values[number] for number in table.saved}
         return GroupCandidates(group, table)
 
-    def _on_this_machine(self, key: Hashable, group: Group, first_savers: Set[str]) -> ChoiceTable:
-        table = self.elsewhere.get(key)
-        if table is not None:
-            return self._repriced(table, group, first_savers)
-        table = self.elsewhere[key] = self._table(group, first_savers)
-        return table
-
     def _likeness(self, group: Group, first_savers: Set[str]) -> Hashable:
         """All that decides a group's choices and costs."""
-        number = group.number
         members = tuple(
-            (
-                item.operator.call.likeness,
-                tuple(number[n] for n in item.operator.inputs),
-                tuple(number[n] for n in item.operator.outputs),
-                self.saved.get(item.name),
-                self.n_like.get(item.name, 1),
-            )
-            for item in group.members
+            (self.saved.get(item.name), self.n_like.get(item.name, 1)) for item in group.members
         )
         values = tuple(
             (self.cases.distinct_types(n), self.limits.facts_of(n), n in first_savers)
             for n in group.values
         )
-        return members, values
+        return group.likeness, members, values
 
     def _table(self, group: Group, first_savers: Set[str]) -> ChoiceTable:
         fitting = [self._fitting(group, axis) for axis in self._active]

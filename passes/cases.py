@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost.model import CostModel
+from autopar.passes.reshard import priced_alike
 from autopar.spec import TensorType
 
 Array = NDArray[np.float64]
@@ -71,6 +72,11 @@ class Cases:
     def meshes(self) -> tuple[CostModel, ...]:
         """The distinct cost models."""
         return tuple(dict.fromkeys(self.costs))
+
+    @cached_property
+    def alike(self) -> tuple[CostModel, ...]:
+        """What moves are priced by on each of the meshes."""
+        return tuple(map(priced_alike, self.meshes))
 
     @cached_property
     def mesh_of(self) -> NDArray[np.int64]:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from autopar.facts import Storage
+from autopar.facts import Period, Storage
 from autopar.passes.groups import Group, JointStrategy, PlacedOperator
 from autopar.program import Program
 from autopar.rules import rule_for
@@ -97,11 +97,13 @@ class Limits:
         of_parameters = tuple(
             tuple(c in self.parameter_classes for c in dim) for dim in self.classes[value]
         )
-        kinds = (self.parameters, self.whole, self.constants, self.matrices)
         return (
             self.batch_cells.get(value),
             of_parameters,
-            tuple(value in kind for kind in kinds),
+            value in self.parameters,
+            value in self.whole,
+            value in self.constants,
+            value in self.matrices,
             self.constraints.pins.get(value, ()),
             self.constraints.storage.get(value),
         )
@@ -222,24 +224,21 @@ class Limits:
                 return False
         return True
 
-    def conversion_allowed(self, storage: Storage, use: Spec, gathers: bool) -> bool:
-        """May a parameter stored so be used so? `gathers`: the conversion makes it whole."""
+    def period_allowed(self, period: Period, gathers: bool) -> bool:
+        """May a parameter be converted so often? `gathers`: the conversion makes it whole."""
         forbid, zero = self.constraints.forbid, self.constraints.zero
-        level = {"step": 1, "micro": 2, "use": 3}[storage.period]
         if not gathers:
-            if storage.period != "step":
-                return False
-        elif f"zero{level}" in forbid or (zero is not None and level != zero):
-            return False
-        if zero is None:
-            return True
+            return period == "step"
+        level = {"step": 1, "micro": 2, "use": 3}[period]
+        return f"zero{level}" not in forbid and zero in (None, level)
+
+    def fits_recipe(self, stored: Spec, use: Spec) -> bool:
+        """With a given `zero`: is a parameter sharded for storage alone on no axis but "data"?"""
         return all(
             kept == used
             if used.is_shard
             else not kept.is_shard or self.constraints.role(axis) == "data"
-            for axis, (kept, used) in enumerate(
-                zip(storage.spec.placements, use.placements, strict=True)
-            )
+            for axis, (kept, used) in enumerate(zip(stored.placements, use.placements, strict=True))
         )
 
 

@@ -72,6 +72,19 @@ class Group:
         return {name: i for i, name in enumerate(self.values)}
 
     @cached_property
+    def likeness(self) -> Hashable:
+        """Its operators, and which of the values each reads and makes."""
+        number = self.number
+        return tuple(
+            (
+                item.operator.call.likeness,
+                tuple(number[n] for n in item.operator.inputs),
+                tuple(number[n] for n in item.operator.outputs),
+            )
+            for item in self.members
+        )
+
+    @cached_property
     def strategies(self) -> tuple[JointStrategy, ...]:
         """All ways to place the group on one axis with no reshard inside it."""
         partial: list[tuple[dict[str, Placement], tuple[int, ...]]] = [({}, ())]

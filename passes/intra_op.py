@@ -137,8 +137,8 @@ def _priced(analysis: Analysis, cases: Cases, constraints: Constraints, optimize
     known, limits = analysis.priced, repr(constraints)
     sizes = tuple((cost.mesh.sizes, m) for cost, m in cases.every)
     placed = known.setdefault(("placed", sizes, limits), Placed())
-    meshes = tuple(map(priced_alike, cases.meshes))
-    alike = tuple((meshes[i], m) for i, m in zip(cases.mesh_of, cases.counts, strict=True))
+    meshes = cases.alike
+    alike = meshes, tuple(cases.mesh_of.tolist()), cases.counts
     tables = known.setdefault(("values", alike), {}), known.setdefault(("parameters", meshes), {})
     buckets = tuple(cost.bucket_bytes for cost in cases.costs)
     key = ("priced", alike, buckets, limits, optimizer)
@@ -167,7 +167,9 @@ def alike_counts(analysis: Analysis, counts: Sequence[int]) -> list[tuple[int, .
 def _same_strategies(analysis: Analysis, m: int, n: int) -> bool:
     """Have all operators the same strategies on one axis, whether m or n are the microbatches?"""
     pairs = zip(analysis.placed_operators(m), analysis.placed_operators(n), strict=True)
-    return all(a.strategies == b.strategies for a, b in pairs)
+    # Operators that are alike have theirs in common: few pairs are distinct.
+    distinct = {(id(a.strategies), id(b.strategies)): (a, b) for a, b in pairs}
+    return all(a.strategies == b.strategies for a, b in distinct.values())
 
 
 @dataclass(eq=False)

@@ -142,17 +142,18 @@ class ParameterMaker:
             [period == 0, period == 1], [copied + has_grad * moved, copied * 1.0], 0.0
         )
         size_bytes = used * n_kept[of]
-        with_gathers, without = (self._allowed(storages, uses, g) for g in (True, False))
+        with_gathers, without = (self._periods_allowed(storages, g) for g in (True, False))
         allowed = np.where(paths.gathers[pick] > 0, with_gathers, without)
+        if self.limits.constraints.zero is not None:
+            fits = self.limits.fits_recipe
+            allowed &= np.array([[fits(s.spec, u) for u in uses] for s in storages], dtype=bool)
         time_s[~(allowed & paths.exist[pick])[of]] = np.inf
         return time_s, tie, size_bytes
 
-    def _allowed(
-        self, storages: Sequence[Storage], uses: Sequence[Spec], gathers: bool
-    ) -> NDArray[np.bool_]:
-        """[storages, uses]: may a parameter be kept and used so?"""
-        may = self.limits.conversion_allowed
-        return np.array([[may(s, u, gathers) for u in uses] for s in storages], dtype=bool)
+    def _periods_allowed(self, storages: Sequence[Storage], gathers: bool) -> NDArray[np.bool_]:
+        """[storages, 1]: may a parameter be converted as often?"""
+        may = self.limits.period_allowed
+        return np.array([[may(s.period, gathers)] for s in storages], dtype=bool)
 
 
 @dataclass(frozen=True, eq=False)

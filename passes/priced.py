@@ -70,7 +70,7 @@ class Priced:
     placed: Placed
     value_tables: dict[Hashable, ReshardTables]
     parameter_tables: dict[Hashable, ReshardTables]
-    groups: dict[Hashable, ChoiceTable] = field(default_factory=dict)
+    groups: dict[int, ChoiceTable] = field(default_factory=dict)
     _reshards: dict[tuple[int, int, int], Reshards] = field(default_factory=dict)
     _storage_costs: dict[Hashable, tuple[Array, Array, Array]] = field(default_factory=dict)
     _conversions: dict[Hashable, Conversions] = field(default_factory=dict)
@@ -84,10 +84,10 @@ class Priced:
         key = (types[0] if is_parameter else types, no_reduce_scatter)
         if key not in known:
             if is_parameter:
-                tensors, costs = types[:1] * len(cases.meshes), cases.meshes
+                tensors, meshes = types[:1] * len(cases.meshes), np.arange(len(cases.meshes))
             else:
-                tensors, costs = tuple(types[i] for i in cases.count_of), cases.costs
-            known[key] = reshard_tables(tensors, costs, no_reduce_scatter)
+                tensors, meshes = tuple(types[i] for i in cases.count_of), cases.mesh_of
+            known[key] = reshard_tables(tensors, cases.alike, meshes, no_reduce_scatter)
         return known[key]
 
     def reshards(

@@ -30,6 +30,13 @@ class PrimitiveLines:
     is_collective: NDArray[np.bool_]
     bucket_bytes: Array
 
+    def of(self, meshes: NDArray[np.int64]) -> PrimitiveLines:
+        """Those of some of the meshes, which may repeat."""
+        return PrimitiveLines(
+            self.latency_s[meshes], self.s_per_byte[meshes], self.n_shards[meshes],
+            self.is_collective, self.bucket_bytes[meshes],
+        )  # fmt: skip
+
     def seconds(self, size_bytes: Array) -> Array:
         """[meshes, primitives], on tensors of `size_bytes` [meshes] in all."""
         return self._of_local(size_bytes[:, None] / self.n_shards)
@@ -46,21 +53,9 @@ class PrimitiveLines:
         return times
 
 
-def primitive_lines(graph: MoveGraph, costs: tuple[CostModel, ...]) -> PrimitiveLines:
-    """The lines of a graph's primitives on the meshes of some cost models, which may repeat."""
-    distinct = {cost: i for i, cost in enumerate(dict.fromkeys(costs))}
-    lines = _lines(graph, tuple(distinct))
-    if len(distinct) == len(costs):
-        return lines
-    at = np.array([distinct[cost] for cost in costs])
-    return PrimitiveLines(
-        lines.latency_s[at], lines.s_per_byte[at], lines.n_shards[at], lines.is_collective,
-        lines.bucket_bytes[at],
-    )  # fmt: skip
-
-
 @lru_cache(maxsize=512)
-def _lines(graph: MoveGraph, costs: tuple[CostModel, ...]) -> PrimitiveLines:
+def primitive_lines(graph: MoveGraph, costs: tuple[CostModel, ...]) -> PrimitiveLines:
+    """The lines of a graph's primitives on the meshes of some cost models."""
     lines = [[cost.lines(p.kind, p.axes) for p in graph.primitives] for cost in costs]
     n_most = max((len(of) for row in lines for of in row), default=1)
     shape = (len(costs), len(graph.primitives), n_most)

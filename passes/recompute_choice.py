@@ -380,7 +380,8 @@ def _again(
 ) -> _Again:
     """Sums over the moves of the cheapest paths."""
     graph, size_bytes = tables.graph, tables.size_bytes
-    seconds = primitive_lines(graph, cases.costs).seconds(size_bytes)[:, graph.forward]
+    lines = primitive_lines(graph, cases.meshes).of(cases.mesh_of)
+    seconds = lines.seconds(size_bytes)[:, graph.forward]
     kinds = np.array([p.kind in COLLECTIVES for p in graph.primitives], dtype=bool)
     calls = np.broadcast_to(kinds[graph.forward], seconds.shape).astype(np.float64)
     results = size_bytes[:, None] / _n_shards(graph.specs, cases)[:, graph.target]

@@ -183,17 +183,19 @@ def reshard_table(
 
 @lru_cache(maxsize=1024)
 def _table(tensor: TensorType, cost: CostModel, no_reduce_scatter: bool) -> ReshardTables:
-    return reshard_tables((tensor,), (cost,), no_reduce_scatter)
+    return reshard_tables((tensor,), (cost,), np.zeros(1, dtype=np.int64), no_reduce_scatter)
 
 
 def reshard_tables(
-    tensors: Sequence[TensorType], costs: Sequence[CostModel], no_reduce_scatter: bool = False
+    tensors: Sequence[TensorType],
+    costs: tuple[CostModel, ...],
+    cost_of: NDArray[np.int64],
+    no_reduce_scatter: bool = False,
 ) -> ReshardTables:
-    """The tables of tensors that differ in sizes, under cost models of meshes that use the same
-    axes; one of each per case."""
-    costs = tuple(priced_alike(cost) for cost in costs)
-    sizes = [cost.mesh.sizes for cost in costs]
-    lines = primitive_lines(move_graph(tensors[0], sizes[0]), costs)
+    """The tables of tensors that differ in sizes, a case each, under cost models of meshes that use
+    the same axes: that of each case is at `cost_of`."""
+    sizes = [costs[i].mesh.sizes for i in cost_of]
+    lines = primitive_lines(move_graph(tensors[0], sizes[0]), costs).of(cost_of)
     seconds = lines.seconds(np.array([t.size_bytes for t in tensors], dtype=np.float64))
     return ReshardTables.build(tensors, sizes, seconds, no_reduce_scatter)
 
