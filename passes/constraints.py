@@ -94,9 +94,8 @@ class Limits:
 
     def facts_of(self, value: str) -> Hashable:
         """All that limits know of a value: values of the same facts and type may do the same."""
-        of_parameters = tuple(
-            tuple(c in self.parameter_classes for c in dim) for dim in self.classes[value]
-        )
+        classes = self.parameter_classes
+        of_parameters = tuple([c in classes for dim in self.classes[value] for c in dim])
         return (
             self.batch_cells.get(value),
             of_parameters,
