@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -28,8 +28,9 @@ from autopar.passes.boundaries import boundary_specs
 from autopar.passes.folding import Folded
 from autopar.passes.intra_op import ProblemBatch
 from autopar.passes.problem import IntraOpProblem
-from autopar.passes.reshard import ReshardTable
+from autopar.passes.reshard import ReshardTables
 from autopar.passes.solvers.problem import Choice
+from autopar.passes.spec_column import SpecColumn
 from autopar.spec import Spec, local_bytes
 
 Array = NDArray[np.float64]
@@ -74,15 +75,19 @@ class _Paid(NamedTuple):
 _NOTHING = _Paid()
 
 
-@dataclass(frozen=True)
-class Attribution:
-    """Reads choices of the problem of a cost model and a number of microbatches, one of `batch`."""
+@dataclass(frozen=True, eq=False)
+class Wiring:
+    """What problems that were built together have in common: what their variables belong to, and
+    who makes and reads the values that cross the boundaries `crossing` of the whole program."""
 
     folded: Folded
-    problem: IntraOpProblem
     batch: ProblemBatch
-    cost: CostModel
-    n_microbatches: int
+    crossing: Sequence[Sequence[str]]
+
+    @property
+    def _problem(self) -> IntraOpProblem:
+        """The first; the others differ in numbers alone."""
+        return self.batch.problems.first
 
     # -- what variables belong to ------------------------------------------------------------
 
@@ -91,10 +96,12 @@ class Attribution:
         """The folded operators that each variable belongs to: of groups their first, of others
         those of the groups that read them."""
         position = {o.name: f for f, o in enumerate(self.folded.analysis.operators)}
-        n_groups = len(self.problem.candidates)
-        places: list[tuple[int, ...]] = [(position[c.group.name],) for c in self.problem.candidates]
+        n_groups = len(self._problem.candidates)
+        places: list[tuple[int, ...]] = [
+            (position[c.group.name],) for c in self._problem.candidates
+        ]
         readers: dict[int, list[int]] = {}
-        for edge in self.problem.numbers.edges:
+        for edge in self._problem.numbers.edges:
             readers.setdefault(edge.u, []).append(edge.v)
 
         def reached(v: int) -> set[int]:
@@ -102,61 +109,151 @@ class Attribution:
                 return set(places[v])
             return {f for reader in readers.get(v, ()) for f in reached(reader)}
 
-        for v in range(n_groups, self.problem.numbers.n_variables):
+        for v in range(n_groups, self._problem.numbers.n_variables):
             # What nothing reads stays with the first stage (`passes/cut.py`).
             places.append(tuple(sorted(reached(v))) or (0,))
         return places
 
     @cached_property
-    def _whole(self) -> dict[int, list[int]]:
-        """Folded operator -> the operators of the whole that it stands for."""
-        out: dict[int, list[int]] = {}
+    def place(self) -> list[int]:
+        """The folded operator that each variable's numbers are added to, but those of `shared`."""
+        return [places[0] for places in self._places]
+
+    @cached_property
+    def parameters(self) -> dict[int, str]:
+        return {v: name for name, v in self._problem.parameter_variables.items()}
+
+    @cached_property
+    def shared(self) -> dict[int, tuple[int, ...]]:
+        """Parameter used in several places -> the operators of the whole program that use it."""
+        whole: dict[int, list[int]] = {}
         for i, f in enumerate(self.folded.stands_for):
-            out.setdefault(f, []).append(i)
-        return out
+            whole.setdefault(f, []).append(i)
+        return {
+            v: tuple(sorted(i for f in self._places[v] for i in whole[f]))
+            for v in self.parameters
+            if not self._is_local(self._places[v])
+        }
 
     def _is_local(self, places: Sequence[int]) -> bool:
         """Is a parameter used in one place: at one operator, or within one repeated block?"""
         blocks = {self.folded.block_of(f) for f in places}
         return len(places) == 1 or (len(blocks) == 1 and None not in blocks)
 
-    # -- numbers -----------------------------------------------------------------------------
+    # -- boundaries --------------------------------------------------------------------------
+
+    @cached_property
+    def kinds(self) -> tuple[list[tuple[str, ...]], list[int]]:
+        """What crosses together, as values of the folded program; and which of these each boundary
+        is. Between blocks that are alike the like crosses."""
+        numbers: dict[tuple[str, ...], int] = {}
+        stand_in = self.folded.value_for
+        likes = (tuple(stand_in[name] for name in values) for values in self.crossing)
+        kind_of = [numbers.setdefault(like, len(numbers)) for like in likes]
+        return list(numbers), kind_of
+
+    @cached_property
+    def crossings(self) -> dict[str, _Crossing]:
+        """Who makes and reads each value of the folded program that crosses."""
+        values = {name for like in self.kinds[0] for name in like}
+        made: dict[str, _Placed] = {}
+        read: dict[str, list[_Placed]] = {}
+        for v, candidates in enumerate(self._problem.candidates):
+            for operator in (member.operator for member in candidates.group.members):
+                for name in values.intersection(operator.outputs):
+                    made[name] = _Placed(v, candidates.specs(name))
+                for name in values.intersection(operator.inputs):
+                    read.setdefault(name, []).append(_Placed(v, candidates.specs(name)))
+        return {
+            name: _Crossing(made[name], read.get(name, []), self.batch.problems.tables_of(name))
+            for name in values
+        }
+
+
+class _Placed(NamedTuple):
+    """A variable, and how its choices place a value."""
+
+    variable: int
+    specs: SpecColumn
+
+    def by(self, choice: Choice) -> Spec:
+        return self.specs[choice[self.variable]]
+
+
+@dataclass(frozen=True, eq=False)
+class _Crossing:
+    """A value as a boundary of stages; what was paid for it with some placements is known."""
+
+    made: _Placed
+    read: Sequence[_Placed]
+    tables: ReshardTables
+    _known: dict[tuple[int, Spec, tuple[Spec, ...]], _Paid] = field(default_factory=dict)
+
+    def paid(self, choice: Choice, case: int) -> _Paid:
+        """Cut into slices after its producer, which the stage that reads it turns into what its
+        operators want, in place of what the producer made."""
+        made, wanted = self.made.by(choice), tuple(dict.fromkeys(r.by(choice) for r in self.read))
+        key = case, made, wanted
+        if key not in self._known:
+            self._known[key] = self._price(made, wanted, case)
+        return self._known[key]
+
+    def _price(self, made: Spec, wanted: Sequence[Spec], case: int) -> _Paid:
+        table, sizes = self.tables.of(case), self.tables.sizes[case]
+        tensor = table.tensor
+        sent = boundary_specs(tensor, sizes, "sent")
+        received = boundary_specs(tensor, sizes, "received")
+        (sent_s,), (read_s,) = table.seconds([made], sent), table.seconds([made], wanted)
+        leave_s, before_s = min(sent_s), sum(read_s)
+        enter_s = min(map(sum, table.seconds(received, wanted)))
+        size_bytes, has_grad = local_bytes(tensor, received[0], sizes), tensor.has_grad
+        return _Paid(
+            leave_s, enter_s - before_s, 1, size_bytes, has_grad, size_bytes if has_grad else 0.0
+        )
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """Reads choices of the problem of a cost model and a number of microbatches, one of those
+    wired so."""
+
+    wiring: Wiring
+    cost: CostModel
+    n_microbatches: int
+
+    @cached_property
+    def problem(self) -> IntraOpProblem:
+        return self.wiring.batch.of(self.cost, self.n_microbatches)
 
     def parts(self, choice: Choice) -> tuple[dict[str, Array], tuple[Shared, ...]]:
         """Per operator of the whole program, and of parameters used in several places."""
-        n = len(self.folded.kept)
-        arrays = {part: np.zeros(n) for part in PARTS}
+        folded, place, users = self.wiring.folded, self.wiring.place, self.wiring.shared
+        arrays = {part: [0.0] * len(folded.kept) for part in PARTS}
         shared = []
         for v, values in self._numbers(choice):
-            places = self._places[v]
-            if v in self._parameters and not self._is_local(places):
-                whole = sorted(i for f in places for i in self._whole[f])
-                shared.append(Shared(tuple(whole), values))
+            if v in users:
+                shared.append(Shared(users[v], values))
                 continue
             for part, value in values.items():
-                arrays[part][places[0]] += value
-        at = np.array(self.folded.stands_for)
-        return {part: array[at] for part, array in arrays.items()}, tuple(shared)
-
-    @cached_property
-    def _parameters(self) -> dict[int, str]:
-        return {v: name for name, v in self.problem.parameter_variables.items()}
+                arrays[part][place[v]] += value
+        at = np.array(folded.stands_for)
+        return {part: np.array(array)[at] for part, array in arrays.items()}, tuple(shared)
 
     def _numbers(self, choice: Choice) -> Iterator[tuple[int, dict[str, float]]]:
         """(variable, its numbers), edges with the variable that they belong to."""
         numbers, m = self.problem.numbers, self.n_microbatches
-        n_groups = len(self.problem.candidates)
+        n_groups, parameters = len(self.problem.candidates), self.wiring.parameters
         for v, k in enumerate(choice):
-            cost_s, size_bytes = float(numbers.cost_s[v][k]), float(numbers.bytes[v][k])
+            cost_s, size_bytes = numbers.cost_s[v].item(k), numbers.bytes[v].item(k)
             if v < n_groups:
                 yield v, {"time": cost_s / m, "activation": size_bytes}
             else:
                 yield v, {"once": cost_s, "static": size_bytes}
         for edge in numbers.edges:
             at = edge.at(choice)
-            cost_s = float(edge.cost_s[at])
-            size_bytes = 0.0 if edge.bytes is None else float(edge.bytes[at])
-            name = self._parameters.get(edge.u)
+            cost_s = edge.cost_s.item(at)
+            size_bytes = 0.0 if edge.bytes is None else edge.bytes.item(at)
+            name = parameters.get(edge.u)
             if name is None:  # a reshard, or what runs again in some mode
                 if cost_s or size_bytes:
                     yield edge.v, {"time": cost_s / m, "activation": size_bytes}
@@ -165,63 +262,16 @@ class Attribution:
             else:
                 yield edge.u, {"time": cost_s / m, "static": size_bytes}
 
-    # -- boundaries --------------------------------------------------------------------------
-
-    def crossings(
-        self, choice: Choice, crossing: Sequence[Sequence[str]]
-    ) -> tuple[Array, Array, Traffic]:
+    def crossings(self, choice: Choice) -> tuple[Array, Array, Traffic]:
         """Per boundary: what the stages before and after it pay in each microbatch for placing
         values of the whole program as they cross there, and the messages of a rank after it."""
-        reader, stand_in = _Crossings(self, choice), self.folded.value_for
-        # Between blocks that are alike the like crosses.
-        kinds: dict[tuple[str, ...], _Paid] = {}
-        paid = []
-        for values in crossing:
-            like = tuple(stand_in[name] for name in values)
-            if like not in kinds:
-                each = [reader.paid(name) for name in like]
-                sums = map(math.fsum, zip(_NOTHING, *each, strict=True))
-                kinds[like] = _Paid(*sums)
-            paid.append(kinds[like])
-        rows = np.array(paid, dtype=np.float64).reshape(-1, len(_NOTHING)).T
+        wiring = self.wiring
+        likes, kind_of = wiring.kinds
+        case = wiring.batch.place(self.cost, self.n_microbatches)
+        paid = {n: of.paid(choice, case) for n, of in wiring.crossings.items()}
+        sums = [
+            _Paid(*map(math.fsum, zip(_NOTHING, *(paid[n] for n in like), strict=True)))
+            for like in likes
+        ]
+        rows = np.array(sums, dtype=np.float64).reshape(-1, len(_NOTHING))[kind_of].T
         return rows[0], rows[1], Traffic(rows[2:])
-
-    def table(self, value: str) -> ReshardTable:
-        return self.batch.table(value, self.cost, self.n_microbatches)
-
-
-class _Crossings:
-    """Prices values of the folded program as boundaries of stages."""
-
-    def __init__(self, attribution: Attribution, choice: Choice) -> None:
-        self.attribution, self.choice = attribution, choice
-        self.made: dict[str, Spec] = {}
-        self.read: dict[str, dict[Spec, None]] = {}
-        self.known: dict[str, _Paid] = {}
-        for v, candidates in enumerate(attribution.problem.candidates):
-            for member in candidates.group.members:
-                for name in member.operator.outputs:
-                    self.made[name] = candidates.spec(choice[v], name)
-                for name in member.operator.inputs:
-                    spec = candidates.spec(choice[v], name)
-                    self.read.setdefault(name, {})[spec] = None
-
-    def paid(self, value: str) -> _Paid:
-        """Cut into slices after its producer, which the stage that reads it turns into what its
-        operators want, in place of what the producer made."""
-        if value not in self.known:
-            self.known[value] = self._price(value)
-        return self.known[value]
-
-    def _price(self, value: str) -> _Paid:
-        table, sizes = self.attribution.table(value), self.attribution.cost.mesh.sizes
-        made, wanted = self.made[value], tuple(self.read.get(value, {}))
-        sent = boundary_specs(table.tensor, sizes, "sent")
-        received = boundary_specs(table.tensor, sizes, "received")
-        (sent_s,), (read_s,) = table.seconds([made], sent), table.seconds([made], wanted)
-        leave_s, before_s = min(sent_s), sum(read_s)
-        enter_s = min(map(sum, table.seconds(received, wanted)))
-        size_bytes, has_grad = local_bytes(table.tensor, received[0], sizes), table.tensor.has_grad
-        return _Paid(
-            leave_s, enter_s - before_s, 1, size_bytes, has_grad, size_bytes if has_grad else 0.0
-        )

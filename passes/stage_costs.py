@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from autopar.cost.model import CostModel
 from autopar.errors import BatchError, InfeasibleError
 from autopar.mesh import Link, LogicalMesh
-from autopar.passes.attribution import PARTS, Attribution, Shared, Traffic
+from autopar.passes.attribution import PARTS, Attribution, Shared, Traffic, Wiring
 from autopar.passes.constraints import Constraints
 from autopar.passes.folding import Folded
 from autopar.passes.intra_op import ProblemBatch, ProblemFamilies
@@ -138,6 +138,7 @@ class CostMaker:
     pricing: Callable[[CostModel], CostModel] | None = None
     recomputable: Recomputable | None = None
     _layouts: dict[Hashable, tuple[Hashable, Choice]] = field(default_factory=dict, init=False)
+    _wirings: dict[ProblemBatch, Wiring] = field(default_factory=dict, init=False)
 
     @cached_property
     def _problems(self) -> ProblemFamilies:
@@ -226,7 +227,9 @@ class CostMaker:
         return out
 
     def _attribution(self, batch: ProblemBatch, cost: CostModel, m: int) -> Attribution:
-        return Attribution(self.folded, batch.of(cost, m), batch, cost, m)
+        if batch not in self._wirings:
+            self._wirings[batch] = Wiring(self.folded, batch, self.layers.crossing)
+        return Attribution(self._wirings[batch], cost, m)
 
     def _layout(
         self, cost: CostModel, problem: IntraOpProblem, m: int, constraints: Constraints
@@ -248,8 +251,7 @@ class CostMaker:
 
     def _costs(self, attribution: Attribution, choice: Choice) -> StageCosts:
         parts, shared = attribution.parts(choice)
-        crossings = attribution.crossings(choice, self.layers.crossing)
-        return StageCosts(attribution.cost.mesh, parts, shared, *crossings)
+        return StageCosts(attribution.cost.mesh, parts, shared, *attribution.crossings(choice))
 
 
 def _contradictory() -> InfeasibleError:
