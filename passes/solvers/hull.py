@@ -163,18 +163,17 @@ class _Walk:
         return corner.cost_s / corner.bytes if corner.bytes and corner.cost_s else 1.0
 
     def _at(self, rows: Sequence[int], s_per_byte: FloatArray) -> list[_Corner | None]:
-        some = self.numbers.some(np.array(rows, dtype=np.intp))
-        potentials = some.at(Weights(size=s_per_byte))
+        """Some of the problems, one after the other: the numbers of one stay in the cache."""
+        return [self._corner(i, price) for i, price in zip(rows, s_per_byte.tolist(), strict=True)]
+
+    def _corner(self, problem: int, s_per_byte: float) -> _Corner | None:
+        numbers = self.numbers.of_one(problem)
+        potentials = numbers.at(Weights(size=s_per_byte))
         if isinstance(self.plan, ConditionedPlan):
             values, choices = minimise_conditioned(self.plan, potentials)
         else:
             values, choices = minimise_all(self.plan, potentials)
-        n = len(rows)
-        choices = np.broadcast_to(choices, (n, choices.shape[1]))
-        cost_s, size_bytes = some.totals(self._entries.at(choices))
-        return [
-            _Corner(tuple(row), float(seconds), float(size)) if math.isfinite(value) else None
-            for value, row, seconds, size in zip(
-                np.broadcast_to(values, (n,)), choices.tolist(), cost_s, size_bytes, strict=True
-            )
-        ]
+        if not math.isfinite(values[0]):
+            return None
+        (cost_s,), (size_bytes,) = numbers.totals(self._entries.at(choices))
+        return _Corner(tuple(choices[0].tolist()), float(cost_s), float(size_bytes))

@@ -179,10 +179,10 @@ class Numbers:
         )
         return Numbers(layout, cost_s, tie, size_bytes)
 
-    def some(self, problems: Codes) -> Numbers:
-        """Of some of the problems."""
+    def of_one(self, problem: int) -> Numbers:
+        """Of one of the problems."""
         cost_s, tie, size_bytes = (
-            array if len(array) == 1 else array[problems]
+            array[min(problem, len(array) - 1) :][:1]
             for array in (self.cost_s, self.tie, self.size_bytes)
         )
         return Numbers(self.layout, cost_s, tie, size_bytes)
