@@ -175,9 +175,9 @@ class _Recipe:
         at = np.array([0, *(layer + 1 for layer in last[:-1])]), np.array(last)
         layers = self.search.layers
         tables = {part: costs.ranges(layers, part)[at] for part in PARTS}
+        messages = {p: costs.messages(p.before, p.after) for p in dict.fromkeys(self._places)}
         messages_s = [
-            costs.messages(place.before, place.after)[first, end]
-            for first, end, place in zip(*at, self._places, strict=True)
+            messages[place][first, end] for first, end, place in zip(*at, self._places, strict=True)
         ]
         tables["time"] = np.maximum(tables["time"] + costs.conversions()[at], 0.0) + messages_s
         return tables
