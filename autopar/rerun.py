@@ -32,6 +32,8 @@ def rerun(program: StageProgram) -> dict[int, tuple[int, ...]]:
 
 def regathered(program: StageProgram) -> dict[int, tuple[GatherLine, ...]]:
     """Position of an operator -> what is gathered anew before its backward."""
+    if not any(isinstance(line, GatherLine) for line in program.body):
+        return {}
     inside = {i for segment in program.segments for i in range(segment.start, segment.stop)}
     takes = {segment.start: segment for segment in program.segments}
     made: dict[str, GatherLine] = {}

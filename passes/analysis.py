@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from autopar.errors import BatchError
 from autopar.factors import Operator, Types, operators_of, tensor_types
 from autopar.passes.groups import Group, PlacedOperator, form_groups, place_operators
@@ -74,6 +76,11 @@ class Analysis:
     def storage_owners(self) -> Mapping[str, str]:
         """Value -> the value whose storage it has, itself unless it is a view."""
         return self.whole.storage_owners if self.whole else storage_owners(self.program)
+
+    @cached_property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """Of every value; kept, as fake tensors are slow to say."""
+        return self.whole.dtypes if self.whole else _dtypes(self.program)
 
     @cached_property
     def temporaries(self) -> Mapping[str, Temporaries]:
@@ -149,3 +156,16 @@ class Analysis:
                     hint="choose fewer microbatches",
                 )
         return self.types.with_divided(self.batch.cells, n_microbatches)
+
+
+def _dtypes(program: Program) -> dict[str, torch.dtype]:
+    """Value -> dtype; results that nobody takes are named as in `value_names`."""
+    found: dict[str, torch.dtype] = {}
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            found[node.name] = value.dtype
+        elif isinstance(value, (tuple, list)):
+            results = ((i, r) for i, r in enumerate(value) if r is not None)
+            found |= {f"{node.name}:{i}": result.dtype for i, result in results}
+    return found

@@ -19,6 +19,8 @@ from autopar.stage_program import (
 
 def with_regathers(program: StageProgram) -> StageProgram:
     """Count, for every gathered parameter, how often backward gathers it again."""
+    if not any(isinstance(line, GatherLine) for line in program.body):
+        return program
     counts = Counter(line.out.name for lines in regathered(program).values() for line in lines)
     for positions in rerun(program).values():
         again = (program.body[i] for i in positions)
@@ -75,7 +77,8 @@ def _last_uses(program: StageProgram) -> dict[str, int]:
         defined.update(writes(line))
         for name in (*reads(line), *writes(line)):
             last[name] = i
-    return {name: i for name, i in last.items() if name in defined - program.taken}
+    defined -= program.taken
+    return {name: i for name, i in last.items() if name in defined}
 
 
 def _freed(names: Iterable[str]) -> list[Line]:

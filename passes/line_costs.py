@@ -7,8 +7,8 @@ counted by the operator's rule; a rank has the part that its placements leave it
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -16,10 +16,23 @@ from autopar.cost.model import CostModel
 from autopar.factors import Operator, name_sizes
 from autopar.facts import OperatorStrategy, Strategy
 from autopar.passes.analysis import Analysis
+from autopar.passes.groups import PlacedOperator
 from autopar.passes.member_prices import operator_times_s
 from autopar.rules import rule_for
 from autopar.spec import local_bytes
 from autopar.stage_program import UNUSED, InnerCall, Local, Workspace
+
+
+@dataclass(frozen=True)
+class Price:
+    """Of one rank: flops, model flops of all ranks with backward, and seconds; `share` is its part
+    of the work, which every axis that cuts a tensor divides."""
+
+    flops: float
+    model_flops: float
+    forward_s: float
+    backward_s: float
+    share: float
 
 
 @dataclass
@@ -29,16 +42,23 @@ class LineCosts:
     analysis: Analysis
     strategy: Strategy
     cost: CostModel
+    # By pattern, which operators that are alike have in common.
+    _prices: dict[tuple[int, OperatorStrategy], Price] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.types, self.sizes = self.strategy.types, self.cost.mesh.sizes
         self.active = self.cost.mesh.active_axes
 
-    def times(
-        self, operator: Operator, chosen: OperatorStrategy, sizes: Mapping[str, int]
-    ) -> tuple[float, float, float, float]:
-        """(local flops, model flops with backward, forward seconds, backward seconds)."""
-        rule = rule_for(str(operator.call.op))
+    def price(self, item: PlacedOperator, chosen: OperatorStrategy) -> Price:
+        """Found once for operators that are alike and placed alike."""
+        key = id(item.pattern), chosen
+        found = self._prices.get(key)
+        if found is None:
+            found = self._prices[key] = self._price(item, chosen)
+        return found
+
+    def _price(self, item: PlacedOperator, chosen: OperatorStrategy) -> Price:
+        operator, rule = item.operator, rule_for(str(item.operator.call.op))
         placed = (*zip(operator.inputs, chosen.inputs, strict=True),
                   *zip(operator.outputs, chosen.outputs, strict=True))  # fmt: skip
         moved = sum(local_bytes(self.types[v], s, self.sizes) for v, s in placed)
@@ -46,7 +66,7 @@ class LineCosts:
         for axis in self.active:
             if any(s.placements[axis].is_shard for _, s in placed):
                 share /= self.sizes[axis]
-        whole = rule.flops_of(sizes)
+        whole = rule.flops_of(item.sizes)
         flops = whole * share
         products = 1
         if any(self.types[v].has_grad for v in operator.outputs):
@@ -59,11 +79,18 @@ class LineCosts:
             np.array([flops]),
             np.array([float(moved)]),
         )
-        return flops, whole * products, float(forward[0]), float(backward[0])
+        return Price(flops, whole * products, float(forward[0]), float(backward[0]), share)
+
+    def share(self, operator: Operator, price: Price) -> float:
+        """One rank's part in one microbatch of bytes measured on whole tensors."""
+        batch = self.strategy.batch_cells
+        if any(v in batch for v in (*operator.inputs, *operator.outputs)):
+            return price.share / self.analysis.batch.n_splits(self.strategy.n_microbatches)
+        return price.share
 
     def kept(
         self, operator: Operator, chosen: OperatorStrategy,
-        inputs: Sequence[Local], outs: Sequence[Local],
+        inputs: Sequence[Local], outs: Sequence[Local], share: float,
     ) -> tuple[float, tuple[str, ...]]:  # fmt: skip
         """What autograd keeps: bytes of its own, and variables."""
         saved = self.analysis.saved.get(operator.name)
@@ -79,22 +106,11 @@ class LineCosts:
         keeps = [inputs[i].name for i in sorted(saved.inputs)]
         keeps += [outs[i].name for i in sorted(saved.outputs) if outs[i].name != UNUSED]
         own_bytes += sum(outs[i].size_bytes for i in saved.outputs if outs[i].name == UNUSED)
-        return own_bytes + saved.other_bytes * self._share(operator, chosen), tuple(keeps)
-
-    def _share(self, operator: Operator, chosen: OperatorStrategy) -> float:
-        """One rank's part in one microbatch of bytes measured on whole tensors."""
-        share = 1.0
-        for axis in self.active:
-            if any(s.placements[axis].is_shard for s in (*chosen.inputs, *chosen.outputs)):
-                share /= self.sizes[axis]
-        batch = self.strategy.batch_cells
-        if any(v in batch for v in (*operator.inputs, *operator.outputs)):
-            share /= self.analysis.batch.n_splits(self.strategy.n_microbatches)
-        return share
+        return own_bytes + saved.other_bytes * share, tuple(keeps)
 
     def workspace(
         self, operator: Operator, chosen: OperatorStrategy,
-        inputs: Sequence[Local], outs: Sequence[Local],
+        inputs: Sequence[Local], outs: Sequence[Local], share: float,
     ) -> Workspace:  # fmt: skip
         forward_bytes = backward_bytes = 0.0
         if chosen.lowered is not None:
@@ -104,7 +120,7 @@ class LineCosts:
             )
             if not chosen.lowered.wraps:
                 return Workspace(forward_bytes, backward_bytes)
-        needed, share = self.analysis.temporaries[operator.name], self._share(operator, chosen)
+        needed = self.analysis.temporaries[operator.name]
         return Workspace(
             forward_bytes + needed.forward_bytes * share,
             backward_bytes + needed.backward_bytes * share,

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-import torch
 import torch.fx
 
 from autopar.cost.model import CostModel
@@ -23,8 +22,9 @@ from autopar.passes.arguments import override, prologue_lines
 from autopar.passes.boundaries import boundary_specs
 from autopar.passes.frees import with_frees, with_regathers
 from autopar.passes.fuse import fuse_bias
+from autopar.passes.groups import PlacedOperator
 from autopar.passes.line_costs import LineCosts
-from autopar.passes.move_graph import step_time_s
+from autopar.passes.move_graph import Step, step_time_s
 from autopar.passes.names import group_name, identifier, reserved_names, suffix
 from autopar.passes.reshard import reshard_table
 from autopar.passes.segments import with_segments
@@ -49,6 +49,9 @@ from autopar.stage_program import (
     StoredParameter,
 )  # fmt: skip
 
+# A move, and its forward and backward seconds.
+_TimedStep = tuple[Step, float, float]
+
 
 def lower(
     analysis: Analysis, strategy: Strategy, cost: CostModel, with_outputs: bool = False
@@ -69,6 +72,10 @@ class _Lowering:
     taken: set[str] = field(default_factory=set)
     delivered: dict[tuple[str, Spec], Delivered] = field(default_factory=dict)
     constants: dict[tuple[Any, ...], str] = field(default_factory=dict)
+    # What repeated blocks have in common is found once.
+    locals: dict[tuple[str, str, Spec], Local] = field(default_factory=dict)
+    shapes: dict[tuple[TensorType, Spec], tuple[int, ...]] = field(default_factory=dict)
+    steps: dict[tuple[TensorType, Spec, Spec, bool], list[_TimedStep]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.program = self.analysis.program
@@ -82,7 +89,7 @@ class _Lowering:
         parameters = tuple(self._parameter(n) for n in self.program.parameters)
         received = tuple(self._receive(n) for n in self.program.received)
         for item in self.analysis.placed_operators(self.strategy.n_microbatches):
-            self._operator(item.operator, self.strategy.operators[item.name], item.sizes)
+            self._operator(item, self.strategy.operators[item.name])
         loss = self._loss() if self.program.loss is not None else None
         sent = tuple(self._send(n) for n in self.program.sent)
         changed = tuple(self._changed(b) for b in self.program.buffers.values() if b.update)
@@ -130,18 +137,18 @@ class _Lowering:
         self.taken.add(name)
         return name
 
-    def _dtype(self, value: str) -> torch.dtype:
-        name, _, index = value.partition(":")
-        result = self.program.node(name).meta["val"]
-        return result[int(index)].dtype if index else result.dtype
-
     def _local(self, name: str, value: str, spec: Spec) -> Local:
-        tensor = self.types[value]
-        return self._placed(name, value, tensor, spec)
+        key = name, value, spec
+        if key not in self.locals:
+            self.locals[key] = self._placed(name, value, self.types[value], spec)
+        return self.locals[key]
 
     def _placed(self, name: str, value: str, tensor: TensorType, spec: Spec) -> Local:
-        shape = local_shape(tensor, spec, self.sizes)
-        return Local(name, shape, self._dtype(value), spec, tensor.dims, tensor.has_grad)
+        key = tensor, spec
+        if key not in self.shapes:
+            self.shapes[key] = local_shape(tensor, spec, self.sizes)
+        dtype = self.analysis.dtypes[value]
+        return Local(name, self.shapes[key], dtype, spec, tensor.dims, tensor.has_grad)
 
     def _moves(
         self, value: str, tensor: TensorType, source: Spec, target: Spec,
@@ -149,8 +156,7 @@ class _Lowering:
     ) -> tuple[MoveLine, ...]:  # fmt: skip
         lines, at = [], first
         restricted = self.strategy.sequence_forbidden and value not in self.program.parameters
-        for step in reshard_table(tensor, self.cost, restricted).path(source, target):
-            forward, backward = step_time_s(step, tensor.has_grad, self.cost.primitive_time_s)
+        for step, forward, backward in self._steps(tensor, source, target, restricted):
             out = self._placed(name, value, tensor, step.target)
             lines.append(
                 MoveLine(
@@ -161,6 +167,17 @@ class _Lowering:
             )  # fmt: skip
             at = name
         return tuple(lines)
+
+    def _steps(
+        self, tensor: TensorType, source: Spec, target: Spec, restricted: bool
+    ) -> list[_TimedStep]:
+        """The cheapest path."""
+        key = tensor, source, target, restricted
+        if key not in self.steps:
+            path = reshard_table(tensor, self.cost, restricted).path(source, target)
+            price, grad = self.cost.primitive_time_s, tensor.has_grad
+            self.steps[key] = [(step, *step_time_s(step, grad, price)) for step in path]
+        return self.steps[key]
 
     # -- parameters ----------------------------------------------------------------------
 
@@ -268,10 +285,9 @@ class _Lowering:
             self.variables[value, spec] = name
         return self.variables[value, spec]
 
-    def _operator(
-        self, operator: Operator, chosen: OperatorStrategy, sizes: Mapping[str, int]
-    ) -> None:
-        node, rule = self.program.node(operator.name), rule_for(str(operator.call.op))
+    def _operator(self, item: PlacedOperator, chosen: OperatorStrategy) -> None:
+        operator, target = item.operator, str(item.operator.call.op)
+        node, rule = self.program.node(operator.name), rule_for(target)
         names = [self._argument(operator, i, s) for i, s in enumerate(chosen.inputs)]
         outs = []
         for value, spec in zip(operator.outputs, chosen.outputs, strict=True):
@@ -291,17 +307,18 @@ class _Lowering:
         if chosen.lowered is not None:
             args = self._lowered_arguments(operator, chosen, args, kwargs)
             kwargs = {}
-        flops, model_flops, forward, backward = self.line_costs.times(operator, chosen, sizes)
+        price = self.line_costs.price(item, chosen)
+        share = self.line_costs.share(operator, price)
         inner = self.line_costs.inner(operator, chosen, inputs, outs)
-        saved_bytes, keeps = self.line_costs.kept(operator, chosen, inputs, outs)
+        saved_bytes, keeps = self.line_costs.kept(operator, chosen, inputs, outs, share)
         self.body.append(
             CallLine(
-                tuple(outs), str(operator.call.op), args, kwargs, self.program.keys[node.name],
+                tuple(outs), target, args, kwargs, self.program.keys[node.name],
                 self.program.sources.get(node.name, ""),
                 chosen.lowered.function if chosen.lowered else None, chosen.lowered_axes, inner,
-                flops, forward, backward, saved_bytes, keeps,
-                self.line_costs.shares(operator, names), model_flops,
-                self.line_costs.workspace(operator, chosen, inputs, outs),
+                price.flops, price.forward_s, price.backward_s, saved_bytes, keeps,
+                self.line_costs.shares(operator, names), price.model_flops,
+                self.line_costs.workspace(operator, chosen, inputs, outs, share),
             )
         )  # fmt: skip
 
@@ -319,7 +336,7 @@ class _Lowering:
             return Ref("device") if isinstance(value, torch.device) else value
 
         args = tuple(replace(a) for a in node.args)
-        schema = [a.name for a in operator.call.op._schema.arguments]
+        schema = list(operator.call.args)
         ordered = sorted(node.kwargs.items(), key=lambda item: schema.index(item[0]))
         kwargs = {k: replace(v) for k, v in ordered}
         assert not waiting, (node, names)
@@ -331,8 +348,8 @@ class _Lowering:
     ) -> tuple[Any, ...]:  # fmt: skip
         """The arguments of the function that replaces an operator; those not given by default."""
         assert chosen.lowered is not None
-        schema = [a.name for a in operator.call.op._schema.arguments]
-        values = {**operator.call.args, **dict(zip(schema, args, strict=False)), **kwargs}
+        schema = operator.call.args
+        values = {**schema, **dict(zip(schema, args, strict=False)), **kwargs}
         values[GROUP] = Ref(group_name(self.cost.mesh.names, chosen.lowered_axes))
         return tuple(values[name] for name in chosen.lowered.arguments)
 
