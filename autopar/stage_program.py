@@ -51,7 +51,7 @@ class Local:
     dims: tuple[tuple[int, ...], ...] = ()
     has_grad: bool = False
 
-    @property
+    @cached_property
     def size_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
@@ -123,7 +123,7 @@ class CallLine:
     model_flops: float = 0.0
     workspace: Workspace = field(default_factory=Workspace)
 
-    @property
+    @cached_property
     def has_grad(self) -> bool:
         return any(out.has_grad for out in self.outs)
 

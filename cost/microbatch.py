@@ -15,8 +15,7 @@ was sent, the gradient that comes back for it, and the gradient that is sent bac
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autopar.cost.ledger import Before, Ledger
@@ -77,10 +76,11 @@ class MicrobatchMemory:
         self.program, self.ledger = program, ledger
         self.owners = [
             # Only what the line touches: a map of all variables per line would be quadratic.
-            {n: owner[n] for n in (*reads(line), *(o.name for o in outs(line))) if n in owner}
+            {n: owner[n] for n in (*reads(line), *[o.name for o in outs(line)]) if n in owner}
             for line, owner in zip(program.body, storage_owners(program.body), strict=True)
         ]
         self.reached, self.anew = program.differentiated, regathered(program)
+        self.backward_order = sorted(self.reached, reverse=True)
         self.segments = {i: s for s in program.segments for i in range(s.start, s.stop)}
         self.again = rerun(program)
         # Storages that a segment makes again, by its first line; its name tells them apart.
@@ -101,7 +101,7 @@ class MicrobatchMemory:
         }
         every = range(len(program.body))
         self.forward_ends = self._ends_of_repeats(every)
-        self.backward_ends = self._ends_of_repeats(sorted(self.reached, reverse=True))
+        self.backward_ends = self._ends_of_repeats(self.backward_order)
         self.before: Before | None = None
         self.inputs = self._inputs()
         self.leaves = self._leaves()
@@ -123,15 +123,15 @@ class MicrobatchMemory:
                 ends[i] = (i == lines[0], i == lines[-1], repeat.count)
         return ends
 
-    @contextmanager
-    def _of_block(self, i: int, ends: Mapping[int, tuple[bool, bool, int]]) -> Iterator[None]:
-        """Around the play of a line."""
-        is_first, is_last, n = ends.get(i, (False, False, 1))
-        if is_first:
+    def _begin(self, end: tuple[bool, bool, int] | None) -> None:
+        """Before the play of a line that may be an end of a repeat."""
+        if end is not None and end[0]:
             self.before = self.ledger.before_block()
-        yield
-        if is_last and self.before is not None:
-            self.ledger.repeat(self.before, n, ("gradients", "gradients of uses"))
+
+    def _finish(self, end: tuple[bool, bool, int] | None) -> None:
+        """After it."""
+        if end is not None and end[1] and self.before is not None:
+            self.ledger.repeat(self.before, end[2], ("gradients", "gradients of uses"))
             self.before = None
 
     def _inputs(self) -> list[dict[str, Local]]:
@@ -178,8 +178,10 @@ class MicrobatchMemory:
             self.storages.make(boundary.local.name, boundary.local.size_bytes)
             self.storages.hold(boundary.local.name)
         for i, line in enumerate(self.program.body):
-            with self._of_block(i, self.forward_ends):
-                self._line_forward(i, line, variables)
+            end = self.forward_ends.get(i)
+            self._begin(end)
+            self._line_forward(i, line, variables)
+            self._finish(end)
         held = {b.local.name for b in self.program.sent if b.local.has_grad}
         for name, owner in variables.items():
             if name != self.program.loss and name not in held:
@@ -284,9 +286,11 @@ class MicrobatchMemory:
                 owner = f"{boundary.local.name}@received"
                 self._give(boundary.local.name, owner, boundary.local.size_bytes)
                 self.gradients.hold(owner)  # the executor holds it until backward is over
-        for i in sorted(self.reached, reverse=True):
-            with self._of_block(i, self.backward_ends):
-                self._line_backward(i, self.program.body[i])
+        for i in self.backward_order:
+            end = self.backward_ends.get(i)
+            self._begin(end)
+            self._line_backward(i, self.program.body[i])
+            self._finish(end)
         self.forget()
 
     def _line_backward(self, i: int, line: Line) -> None:

@@ -35,7 +35,7 @@ from autopar.messages import Messages, Piece, TieExchange, copy_axes, tie_exchan
 from autopar.pipeline import Pipeline
 from autopar.predicted import Predicted
 from autopar.schedule import Action, in_flight
-from autopar.stage_program import CallLine
+from autopar.stage_program import CallLine, StageProgram
 
 # (rank, rank) -> the link between the two.
 LinkBetween = Callable[[int, int], Link]
@@ -138,7 +138,7 @@ def timeline_of(
     """
     trains = pipeline.schedule.trains
     stages = [
-        stage_times(replace(program, trains=trains), cost, optimizer)
+        stage_times(_stepping(program, trains), cost, optimizer)
         for program, cost in zip(pipeline.stages, costs, strict=True)
     ]
     if with_memory:
@@ -155,6 +155,11 @@ def timeline_of(
     ties = [_tie_times(pipeline, costs, exchange, between) for exchange in tie_exchanges(pipeline)]
     loss_s = _everywhere_s(pipeline, between) if pipeline.stages[-1].loss is not None else 0.0
     return simulate(pipeline.schedule, stages, message_s, ties, loss_s, slow=slow, jitter=jitter)
+
+
+def _stepping(program: StageProgram, trains: bool) -> StageProgram:
+    """The program itself where it can be: what was found of it stays known."""
+    return program if program.trains == trains else replace(program, trains=trains)
 
 
 def _with_memory(pipeline: Pipeline, stage: int, times: StageTimes, optimizer: str) -> StageTimes:
