@@ -47,6 +47,10 @@ class Analysis:
     _kept_bytes: dict[tuple[int, frozenset[int]], float] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    # By what was asked for (`folding.find_runs`).
+    repeated: dict[tuple[int, bool], Any] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     whole: Analysis | None = field(default=None, repr=False, compare=False)
     # What problems of this program and of its parts have in common (`intra_op.py`).
     priced: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)

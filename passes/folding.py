@@ -93,8 +93,13 @@ def find_runs(
 
     `own_buffers`: blocks are alike though each changes buffers of its own; such are not folded.
     """
-    finder = _Finder(analysis, least, own_buffers)
-    return tuple(sorted(finder.within(0, len(analysis.operators)), key=_start))
+    key = least, own_buffers
+    if key not in analysis.repeated:
+        finder = _Finder(analysis, least, own_buffers)
+        found = finder.within(0, len(analysis.operators))
+        analysis.repeated[key] = tuple(sorted(found, key=_start))
+    runs: tuple[Run, ...] = analysis.repeated[key]
+    return runs
 
 
 def fold(

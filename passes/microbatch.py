@@ -22,7 +22,7 @@ or that changes and that the loss depends on.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from autopar.errors import BatchError, NotSupportedError
 from autopar.factors import Operator, Types, operators_of, tensor_types
@@ -87,8 +87,14 @@ def find_batch(
     default it is dim 0 of every input as long as the first one.
     """
     seeds, size = _seed_inputs(program, types, batch_dims or {})
-    every = [_Followed(p.operator, _split(p)) for p in place_operators(operators, types.tensors)]
-    alone = [f.without_lowerings() for f in every]
+    items = place_operators(operators, types.tensors)
+    # Operators that are alike have one tuple of strategies.
+    distinct = {id(item.strategies): item for item in items}
+    split = {key: _split(item) for key, item in distinct.items()}
+    plain = {key: tuple(s for s in kept if s.lowering is None) for key, kept in split.items()}
+    every = [_Followed(item.operator, split[id(item.strategies)]) for item in items]
+    # How the batch may pass where its parts cannot exchange values.
+    alone = [_Followed(item.operator, plain[id(item.strategies)]) for item in items]
     placed, stuck = _Walk(seeds, _without_batch(program, operators, seeds)).run(alone)
     broken: str | None = None if size else "the inputs, which have no batch dim"
     if stuck is not None:
@@ -169,11 +175,6 @@ class _Followed:
 
     operator: Operator
     strategies: tuple[AxisStrategy, ...]
-
-    def without_lowerings(self) -> _Followed:
-        """How it may pass where the parts cannot exchange values."""
-        plain = tuple(s for s in self.strategies if s.lowering is None)
-        return replace(self, strategies=plain)
 
 
 @dataclass
