@@ -18,7 +18,8 @@ F = TypeVar("F", bound=Callable[..., object])
 def compiled(function: F) -> F:
     """A function of numbers and numpy arrays as machine code, for the types it is called with.
 
-    It may call others that are compiled, and must neither raise nor make Python objects.
+    It may call others of its own file that are compiled (what is kept is made again when that file
+    changes, not when others do), and must neither raise nor make Python objects.
     """
     try:
         found = numba.njit(cache=True, error_model="numpy")(function)

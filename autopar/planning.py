@@ -32,13 +32,14 @@ from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.passes.analysis import Analysis
 from autopar.passes.effort import Effort
-from autopar.passes.evaluate import Predict, compute_dtype, schedule_name
+from autopar.passes.evaluate import compute_dtype, schedule_name
 from autopar.passes.fallback import accept_again, accept_missing
 from autopar.passes.join import join
 from autopar.passes.next_best import decisions
 from autopar.passes.padding import find_paddings, pad
 from autopar.passes.planner import Planner
 from autopar.passes.replay import stage_record
+from autopar.passes.simulated import Predict
 from autopar.pipeline import Pipeline
 from autopar.plan_data import PlanData, parse_storage
 from autopar.plan_inputs import (

@@ -1,9 +1,8 @@
-"""Solving candidates: every stage's placements, what they cost together, the simulated step.
+"""Solving candidates: every stage's placements, and what they cost together.
 
-scored      every stage's optimum, and from them the time of a step: of several stages, the
-            schedule played with their times and messages (`played.py`); costs little more than
-            solving
-simulated   the stages lowered with few of their blocks, joined, and the schedule played (`predict`)
+A candidate's *score* is the time of a step by its stages' optima: of several stages, the schedule
+played with their times and messages (`played.py`). It costs little more than solving; the most
+promising are simulated then (`simulated.py`).
 """
 
 from __future__ import annotations
@@ -11,8 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -24,34 +22,17 @@ from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError
 from autopar.mesh import Device, Link, LogicalMesh
 from autopar.options import Options
-from autopar.passes.abridge import Abridger
 from autopar.passes.analysis import Analysis
-from autopar.passes.choose import Ask, Chooser, Chosen, too_little_memory
+from autopar.passes.choose import Ask, Chooser, Chosen
 from autopar.passes.cut import cut
 from autopar.passes.effort import Effort
 from autopar.passes.folding import Run, find_runs, fold
 from autopar.passes.intra_op import least_bytes
-from autopar.passes.join import LaidStage
 from autopar.passes.layout import Candidate, StageLayout
 from autopar.passes.played import Boundary, Worked, step_s
 from autopar.passes.recompute import Recomputable, aligned_runs
 from autopar.passes.solvers.problem import within
-from autopar.pipeline import Pipeline
-from autopar.predicted import Predicted
 from autopar.schedule import ORDERS, in_flight
-
-# How far (relative) scores are from what is simulated on large models: they leave out that buckets
-# fill, that biases are added by products, and launches of the optimizer.
-SCORE_REL = 0.02
-# How far they may be for a kind of candidate of which none was simulated yet: those of small
-# pipelines leave out gradients of tied parameters, and how a stage's time divides into forward and
-# backward.
-UNSEEN_REL = 0.05
-# Budgets of which some are tried, where what runs needs more than the solver's account of it:
-# gathered parameters, buckets, what operators need while they run, and a block that runs again.
-N_BUDGETS = 32
-# (pipeline, the stages' costs) -> what a step takes
-Predict = Callable[[Pipeline, Sequence[CostModel]], Predicted]
 
 
 @dataclass(frozen=True)
@@ -68,17 +49,6 @@ class Scored:
     def size_bytes(self) -> float:
         """Of the stage that keeps most, by the solver's account."""
         return max(chosen.size_bytes for chosen in self.choices)
-
-
-@dataclass(frozen=True)
-class Solved:
-    """A candidate with every choice made. `objective_s` is what was minimised."""
-
-    candidate: Candidate
-    stages: tuple[LaidStage, ...]
-    step_time_s: float
-    objective_s: float
-    gap: float
 
 
 @dataclass(frozen=True)
@@ -133,13 +103,11 @@ class Evaluator:
     options: Options
     hardware: Hardware
     budget_bytes: float
-    predict: Predict
     views: Sequence[LogicalMesh] = ()
     counts: Sequence[int] = ()
     deadline: float = math.inf
     _chosen: dict[object, Chosen] = field(default_factory=dict)
     _choosers: dict[tuple[int, bool], Chooser] = field(default_factory=dict)
-    _abridgers: dict[int, Abridger] = field(default_factory=dict)
     _parts: dict[tuple[int, ...], tuple[Analysis, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -161,13 +129,6 @@ class Evaluator:
             programs = cut(self.analysis.program, ends)
             self._parts[ends] = tuple(self.analysis.part(p) for p in programs)
         return self._parts[ends]
-
-    def solve(self, candidate: Candidate) -> Solved:
-        """Within the budget, and simulated.
-
-        Raises `InfeasibleError` where a stage does not fit, `BatchError` where rows do not.
-        """
-        return self.simulated(self.scored(candidate, self.budget_bytes))
 
     def scored(
         self, candidate: Candidate, budget_bytes: float | None, limit_s: float = math.inf
@@ -232,55 +193,16 @@ class Evaluator:
         operators = (ends[k - 1] if k else 0, ends[k])
         return _Stage(self.parts(ends)[k], operators, layout, n_microbatches, depth)
 
-    def simulated(self, scored: Scored) -> Solved:
-        """The stages lowered, joined and simulated; where that needs more than the budget, those of
-        a smaller one at which its peak is within it.
-
-        Raises `InfeasibleError` where none fits.
-        """
-        solved, peak_bytes = self._simulated(scored)
-        if within(self.budget_bytes, peak_bytes):
-            return solved
-        # Smaller budgets solve another problem; what is proven of this one holds.
-        bound_s, least_bytes = solved.objective_s * (1 - solved.gap), peak_bytes
-        size_bytes, known = scored.size_bytes, {scored.size_bytes: (solved, peak_bytes)}
-        budgets, fitting = self._smaller_budgets(scored.candidate), None
-        low, high = 0, len(budgets)
-        while low < high:
-            if fitting is None:  # as much more is needed as was needed here
-                wanted_bytes = self.budget_bytes - (peak_bytes - size_bytes)
-                at = bisect_left(budgets, -wanted_bytes, low, high - 1, key=lambda b: -b)
-            else:
-                at = (low + high) // 2
-            leaner = self.scored(scored.candidate, budgets[at])
-            size_bytes = leaner.size_bytes
-            if size_bytes not in known:
-                known[size_bytes] = self._simulated(leaner)
-            solved, peak_bytes = known[size_bytes]
-            if within(self.budget_bytes, peak_bytes):
-                fitting, high = solved, at
-            else:
-                least_bytes, low = min(least_bytes, peak_bytes), at + 1
-        if fitting is None:
-            raise too_little_memory(self.budget_bytes, least_bytes, scored.candidate.name)
-        gap = max(fitting.gap, 1 - bound_s / fitting.objective_s)
-        return replace(fitting, gap=0.0 if fitting.candidate.is_recipe else gap)
-
-    def _smaller_budgets(self, candidate: Candidate) -> list[float]:
-        """Those below the budget, falling, from what the fastest placements keep to what the
-        leanest do, in steps that do not depend on the budget: so that with less memory no plan is
-        faster."""
-        free = max(chosen.size_bytes for chosen in self._choices(candidate, None))
-        least_bytes = self._least_bytes(candidate)
-        steps = (free + (least_bytes - free) * k / N_BUDGETS for k in range(1, N_BUDGETS + 1))
-        return [budget_bytes for budget_bytes in steps if budget_bytes <= self.budget_bytes]
-
-    def _least_bytes(self, candidate: Candidate) -> float:
+    def least_bytes(self, candidate: Candidate) -> float:
         """The smallest budget that a candidate has placements for.
 
         Raises `InfeasibleError` where the constraints leave nothing.
         """
         return max(map(self._least_bytes_of, self._stages(candidate)))
+
+    def free_bytes(self, candidate: Candidate) -> float:
+        """What a candidate's fastest placements keep, by the solver's account."""
+        return max(chosen.size_bytes for chosen in self._choices(candidate, None))
 
     def _least_bytes_of(self, stage: _Stage) -> float:
         """Nothing is searched for it: what fits in no bytes is asked for."""
@@ -290,77 +212,6 @@ class Evaluator:
             if error.least_bytes is None:
                 raise
             return error.least_bytes * (1 + 1e-9)
-
-    def leanest(self, candidate: Candidate) -> tuple[Solved, float]:
-        """A candidate with the placements that keep least, simulated; and its most bytes of a
-        device, which count what operators need while they run.
-
-        Raises `InfeasibleError` where the constraints leave nothing.
-        """
-        return self._simulated(self.scored(candidate, self._least_bytes(candidate)))
-
-    def _simulated(self, scored: Scored) -> tuple[Solved, float]:
-        """And the most bytes of a device."""
-        candidate, choices = scored.candidate, scored.choices
-        stages = tuple(
-            LaidStage(part, chosen.strategy, CostModel(layout.view, self.dtype))
-            for part, layout, chosen in zip(
-                self.parts(candidate.ends), candidate.stages, choices, strict=True
-            )
-        )
-        programs = [self._abridger(s.analysis).lower(s.strategy, s.cost) for s in stages]
-        order = ORDERS[schedule_name(self.options)]
-        pipeline = Pipeline.of(programs, [s.cost.mesh for s in stages], order)
-        predicted = self.predict(pipeline, [s.cost for s in stages])
-        time_s = predicted.step_time_s
-        # A recipe is laid out on an abstract machine, and stages are joined by the simulator:
-        # their cost is this one's.
-        abstract = candidate.is_recipe
-        objective_s = time_s if abstract or len(stages) > 1 else choices[0].objective_s
-        gap = 0.0 if abstract else max(chosen.gap for chosen in choices)
-        solved = Solved(candidate, stages, time_s, objective_s, gap)
-        return solved, predicted.peak_bytes
-
-    def simulated_fastest(
-        self, scored: Sequence[Scored]
-    ) -> tuple[list[Solved], dict[str, InfeasibleError]]:
-        """The candidates simulated, those of least score first, until what the rest score is out of
-        reach of the fastest: by `SCORE_REL` and more than scores of their kind were off so far, or
-        `UNSEEN_REL`. What does not fit after all is tried with more microbatches; and by name those
-        that still do not."""
-        found: list[Solved] = []
-        failed: dict[str, InfeasibleError] = {}
-        off_rel: dict[object, float] = {}
-        waiting = sorted(scored, key=lambda s: s.score_s)
-        while waiting:
-            one = waiting.pop(0)
-            kind = len(one.candidate.stages) > 1, one.candidate.is_recipe
-            least_s = min((s.step_time_s for s in found), default=math.inf)
-            reach_rel = SCORE_REL + off_rel.get(kind, UNSEEN_REL)
-            if least_s * (1 + reach_rel) <= one.score_s:
-                continue
-            try:
-                found.append(self.simulated(one))
-            except InfeasibleError as error:
-                leaner = self._with_more_microbatches(one)
-                if leaner is None:
-                    failed[one.candidate.name] = error
-                else:
-                    insort(waiting, leaner, key=lambda s: s.score_s)
-                continue
-            off = abs(one.score_s / found[-1].step_time_s - 1)
-            off_rel[kind] = max(off_rel.get(kind, 0.0), off)
-        return found, failed
-
-    def _with_more_microbatches(self, scored: Scored) -> Scored | None:
-        """The next of the others that has placements within the budget; None if there is none."""
-        for i, candidate in enumerate(scored.others):
-            try:
-                found = self.scored(candidate, self.budget_bytes)
-            except InfeasibleError:
-                continue
-            return replace(found, others=scored.others[i + 1 :])
-        return None
 
     def stage_without_parameters(self, ends: tuple[int, ...]) -> int | None:
         """The first stage that no optimizer could be made for; None if there is none."""
@@ -415,19 +266,16 @@ class Evaluator:
             picked.append(layouts[min(found)[1]])
         return tuple(picked)
 
-    def _abridger(self, part: Analysis) -> Abridger:
-        if id(part) not in self._abridgers:
-            self._abridgers[id(part)] = Abridger(part, self._runs(part, self.recomputable))
-        return self._abridgers[id(part)]
+    def runs(self, part: Analysis) -> tuple[Run, ...]:
+        """The repeated blocks of a program or a stage; each may run again where any may."""
+        found = self.recomputable
+        return find_runs(part) if found is None else aligned_runs(part, found)
 
-    @staticmethod
-    def _runs(part: Analysis, recomputable: Recomputable | None) -> tuple[Run, ...]:
-        return find_runs(part) if recomputable is None else aligned_runs(part, recomputable)
-
-    def _chooser(self, part: Analysis, recomputable: Recomputable | None) -> Chooser:
+    def _chooser(self, part: Analysis) -> Chooser:
+        recomputable = self.recomputable
         key = id(part), recomputable is not None  # parts live as long as this
         if key not in self._choosers:
-            folded = fold(part, self._runs(part, recomputable))
+            folded = fold(part, self.runs(part))
             asked = self.options.optimizer, recomputable
             if recomputable is not None and recomputable.is_choice:  # few are asked for
                 self._choosers[key] = Chooser(folded, *asked)
@@ -459,7 +307,7 @@ class Evaluator:
             ask = Ask(cost, stage.n_microbatches, constraints, stage.depth)
             if constraints.roles:
                 ask = replace(ask, cost=recipe_cost(cost), runs_on=cost)
-            chosen = self._chooser(stage.part, recomputable).choose(
+            chosen = self._chooser(stage.part).choose(
                 ask, budget_bytes, self.options.solver, self._left_s(), limit_s
             )
             if chosen.bound_s >= limit_s:

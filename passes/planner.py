@@ -7,7 +7,7 @@
     more stages   the best of the joint search (`joint.py`) and the recipes with stages
     recompute     where memory costs much: the same once more, what may be faster with it
 
-Every candidate's stages are solved exactly; the most promising are simulated (`evaluate.py`).
+Every candidate's stages are solved exactly; the most promising are simulated (`simulated.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from autopar.passes.choose import too_little_memory
 from autopar.passes.constraints import Constraints, Pin, Role
 from autopar.passes.counts import microbatch_counts, recipe_counts
 from autopar.passes.effort import Effort
-from autopar.passes.evaluate import Evaluator, Predict, Scored, Solved, compute_dtype
+from autopar.passes.evaluate import Evaluator, Scored, compute_dtype
 from autopar.passes.intra_op import least_step_s
 from autopar.passes.joint import JointSearch, joint_search
 from autopar.passes.layout import (
@@ -43,6 +43,7 @@ from autopar.passes.layout import (
 )
 from autopar.passes.recipes import check_ranks, recipe_candidates, recipe_limits
 from autopar.passes.refined import HOPELESS, refined_candidates
+from autopar.passes.simulated import Predict, Simulator, Solved
 from autopar.passes.submeshes import (
     all_views,
     axes_text,
@@ -108,7 +109,7 @@ class Planner:
     @cached_property
     def evaluator(self) -> Evaluator:
         return Evaluator(
-            self.analysis, self.options, self.hardware, self.budget_bytes, self.predict,
+            self.analysis, self.options, self.hardware, self.budget_bytes,
             all_views(self.mesh, self.hardware, self.options, self._sizes),
             tuple(microbatch_counts(self.analysis, self.options, self.mesh.n_ranks)),
             time.perf_counter() + (self.options.time_limit_s or math.inf),
@@ -168,13 +169,13 @@ class Planner:
         if not found:
             raise self._nothing_fits(errors)
         self.report("simulating the best")
-        fitting, failed = last.simulated_fastest(found)
+        fitting, failed = Simulator(last, self.predict).fastest(found)
         fastest_s = min((s.step_time_s for s in fitting), default=math.inf)
         may_add = not (is_stopped and fitting)
         if last is not self.evaluator and may_add and not self._costs_little(fastest_s):
             with suppress(_TimeUp):  # peaks are above what was solved for
                 self._add_recomputed(errors, notes)
-            fitting, failed = self.evaluator.simulated_fastest(found)
+            fitting, failed = Simulator(self.evaluator, self.predict).fastest(found)
         if not fitting:
             raise min(failed.values(), key=lambda error: error.least_bytes or math.inf)
         simulated = {s.candidate.name: s for s in fitting}
@@ -271,7 +272,7 @@ class Planner:
         error, candidate = min(errors, key=lambda pair: pair[0].least_bytes or math.inf)
         if error.least_bytes is None:
             return error
-        _, peak_bytes = self.evaluator.leanest(candidate)
+        _, peak_bytes = Simulator(self.evaluator, self.predict).leanest(candidate)
         return too_little_memory(self.budget_bytes, peak_bytes, candidate.name)
 
     def _tell(self, text: str) -> None:

@@ -31,6 +31,7 @@ from autopar.passes.folding import find_runs
 from autopar.passes.layers import find_layers
 from autopar.passes.layout import Candidate, StageLayout
 from autopar.passes.planner import Outcome, Planner
+from autopar.passes.simulated import Simulator
 from autopar.passes.submeshes import submesh_sizes, views_of
 from autopar.pipeline import Pipeline
 from autopar.predicted import Predicted
@@ -59,14 +60,18 @@ class Choices:
     @cached_property
     def evaluator(self) -> Evaluator:
         budget_bytes = self.options.memory_limit or self.hardware.memory_limit_bytes
-        return Evaluator(self.analysis, self.options, self.hardware, budget_bytes, self._predicted)
+        return Evaluator(self.analysis, self.options, self.hardware, budget_bytes)
+
+    @cached_property
+    def simulator(self) -> Simulator:
+        return Simulator(self.evaluator, self._predicted)
 
     def step_times_s(self) -> dict[str, float]:
         """Of every plan that fits, by what it is."""
         found: dict[str, float] = {}
         for candidate in self.candidates():
             try:
-                found[candidate.name] = self.evaluator.solve(candidate).step_time_s
+                found[candidate.name] = self.simulator.solve(candidate).step_time_s
             except (InfeasibleError, BatchError):
                 continue
         return found

@@ -26,6 +26,7 @@ from autopar.passes.intra_op import intra_op_problem
 from autopar.passes.joint import JointSearch, climb, different, joint_search
 from autopar.passes.layers import find_layers
 from autopar.passes.layout import Candidate
+from autopar.passes.simulated import Simulator
 from autopar.passes.solvers import Solution, solve
 from autopar.passes.stage_costs import CostMaker, StageCosts, Wanted
 from autopar.passes.submeshes import submesh_sizes
@@ -281,8 +282,8 @@ def test_gpipe_keeps_all_microbatches() -> None:
     assert bytes_of[1] > bytes_of[0]
 
 
-def exact_s(evaluator: Evaluator, candidate: Candidate) -> float:
-    return evaluator.solve(candidate).step_time_s
+def exact_s(simulator: Simulator, candidate: Candidate) -> float:
+    return simulator.solve(candidate).step_time_s
 
 
 @pytest.mark.parametrize("hardware_name", ["cpu-local", "a100-80gb"])
@@ -297,16 +298,16 @@ def test_the_best_candidate_is_near_the_best_of_all_cuts(hardware_name: str) -> 
         between = link_between(mesh, hardware.links)
         return predict(pipeline, costs, "adamw", between)  # type: ignore[arg-type]
 
-    evaluator = Evaluator(analysis, options, hardware, 64 * GIB, predicted)
+    simulator = Simulator(Evaluator(analysis, options, hardware, 64 * GIB), predicted)
     proposed = candidates(analysis, mesh, 2, n_best=4)
-    best_s = min(exact_s(evaluator, c) for c in proposed)
+    best_s = min(exact_s(simulator, c) for c in proposed)
     layers = find_layers(analysis, find_runs(analysis))
     every = [
         replace(proposed[0], ends=(end, layers.ends[-1]), n_microbatches=m)
         for end in layers.ends[:-1]
         for m in (1, 2, 4, 8, 16, 32)
     ]
-    assert best_s <= min(exact_s(evaluator, c) for c in every) * 1.03
+    assert best_s <= min(exact_s(simulator, c) for c in every) * 1.03
 
 
 def test_climbing_stops_where_it_no_longer_helps() -> None:

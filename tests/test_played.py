@@ -52,7 +52,7 @@ def test_messages_and_steps_are_those_of_the_lowered_stages(speed: tuple[float, 
     sizes = set()
     for candidate in some_of(every, 3):
         scored = every.evaluator.scored(candidate, None)
-        solved = every.evaluator.simulated(scored)
+        solved = every.simulator.simulated(scored)
         assert scored.score_s == pytest.approx(solved.step_time_s, rel=PLAYED_REL), candidate.name
         messages = Messages(join(solved.stages, ORDERS["1f1b"]))
         found = hops(every.evaluator, scored)
@@ -71,7 +71,7 @@ def test_steps_with_skips_and_ties_are_near_the_lowered_ones() -> None:
     n_skips = 0
     for candidate in some_of(every, 66):
         scored = every.evaluator.scored(candidate, None)
-        step_time_s = every.evaluator.simulated(scored).step_time_s
+        step_time_s = every.simulator.simulated(scored).step_time_s
         assert scored.score_s == pytest.approx(step_time_s, rel=TIED_REL), candidate.name
         n_skips += any(hop.target - hop.source > 1 for hop in hops(every.evaluator, scored))
     assert n_skips

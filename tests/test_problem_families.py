@@ -23,12 +23,13 @@ from autopar.passes import intra_op
 from autopar.passes.analysis import Analysis
 from autopar.passes.constraints import Constraints
 from autopar.passes.cut import cut
-from autopar.passes.evaluate import SCORE_REL, Evaluator, Scored, recipe_cost
+from autopar.passes.evaluate import Evaluator, Scored, recipe_cost
 from autopar.passes.intra_op import ProblemFamilies, intra_op_problem, intra_op_problems
 from autopar.passes.layout import Candidate, StageLayout, n_operators
 from autopar.passes.move_graph import move_graph
 from autopar.passes.primitive_costs import primitive_lines
 from autopar.passes.recipes import recipe_limits
+from autopar.passes.simulated import SCORE_REL, Simulator
 from autopar.passes.solvers import Solution, solve
 from autopar.pipeline import Pipeline
 from autopar.predicted import Predicted
@@ -149,14 +150,14 @@ def test_stages_of_a_program_share_what_their_groups_may_do() -> None:
     assert len(tables[0] & tables[1]) > len(tables[0]) // 2
 
 
-def evaluator_on(mesh: Mesh) -> tuple[Evaluator, Hardware]:
+def simulator_on(mesh: Mesh) -> tuple[Simulator, Hardware]:
     hardware = resolve(mesh, torch.bfloat16)
 
     def predicted(pipeline: Pipeline, costs: Sequence[CostModel]) -> Predicted:
         return predict(pipeline, costs, "adamw", link_between(mesh, hardware.links))
 
     options = Options.of()
-    return Evaluator(wide_llama(), options, hardware, 1e12, predicted), hardware
+    return Simulator(Evaluator(wide_llama(), options, hardware, 1e12), predicted), hardware
 
 
 @pytest.mark.parametrize(
@@ -173,7 +174,8 @@ def test_scores_are_near_what_is_simulated(
     dp: int, tp: int, pp: int, m: int, is_recipe: bool
 ) -> None:
     mesh = Mesh((1, 8), hardware="a100-80gb")
-    evaluator, hardware = evaluator_on(mesh)
+    simulator, hardware = simulator_on(mesh)
+    evaluator = simulator.evaluator
     limits = recipe_limits(evaluator.options, None) if is_recipe else Constraints()
     n, axes = n_operators(wide_llama().program), {"dp": dp, "tp": tp}
     stages = tuple(
@@ -182,13 +184,13 @@ def test_scores_are_near_what_is_simulated(
     )
     ends = (n,) if pp == 1 else (n // 2, n)
     scored = evaluator.scored(Candidate("", ends, stages, m), None)
-    assert scored.score_s == pytest.approx(evaluator.simulated(scored).step_time_s, rel=SCORE_REL)
+    assert scored.score_s == pytest.approx(simulator.simulated(scored).step_time_s, rel=SCORE_REL)
 
 
 def test_candidates_are_simulated_until_none_scores_better(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    evaluator, _ = evaluator_on(Mesh((1, 8), hardware="a100-80gb"))
+    simulator, _ = simulator_on(Mesh((1, 8), hardware="a100-80gb"))
     truth = {"a": 1.05, "b": 1.02, "c": 1.1, "d": 0.1, "e": 0.2}
     out_of_reach = 1.02 * (1 + SCORE_REL + 0.05 / 1.05)  # a is 5% slower than its score
     scores = {"d": 1.5, "e": out_of_reach, "c": out_of_reach - 1e-3, "a": 1.0, "b": 1.01}
@@ -200,8 +202,8 @@ def test_candidates_are_simulated_until_none_scores_better(
             asked.append(one.candidate.name)
             self.step_time_s = truth[one.candidate.name]
 
-    monkeypatch.setattr(evaluator, "simulated", Simulated)
-    found, _ = evaluator.simulated_fastest(scored)
+    monkeypatch.setattr(simulator, "simulated", Simulated)
+    found, _ = simulator.fastest(scored)
     assert asked == ["a", "b", "c"]
     assert [s.step_time_s for s in found] == [1.05, 1.02, 1.1]
 

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import autopar
 from autopar import Mesh, Plan
-from autopar.passes import best_count, evaluate, joint, layers, planner, recipes, refined
+from autopar.passes import best_count, joint, layers, planner, recipes, refined, simulated
 from tests.harness import random_tokens, tiny_gpt2
 from tests.test_planner_laws import A100, tokens
 
@@ -46,7 +46,7 @@ def widen(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(planner, "_N_SEARCHED", 24)
     patch.setattr(planner, "_N_RECIPES", 12)
     patch.setattr(best_count, "WORTH_REL", 0.0)
-    patch.setattr(evaluate, "SCORE_REL", 10.0)
+    patch.setattr(simulated, "SCORE_REL", 10.0)
     patch.setattr(joint, "_PLANS_PER_COUNT", 24)
     patch.setattr(joint, "_WITHIN", 0.5)
     patch.setattr(joint, "_GAP_GOAL", 0.0)

@@ -1,0 +1,188 @@
+"""Simulating candidates: lowered with few of their blocks, joined, and the schedule played.
+
+What is simulated has the predicted time of a step and the predicted peak, which is above what the
+solver accounts for: gathered parameters, buckets, what operators need while they run, and a block
+that runs again. Where that exceeds the budget, placements are chosen within smaller ones.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from autopar.cost.model import CostModel
+from autopar.errors import InfeasibleError
+from autopar.passes.abridge import Abridger
+from autopar.passes.analysis import Analysis
+from autopar.passes.choose import too_little_memory
+from autopar.passes.evaluate import Evaluator, Scored, schedule_name
+from autopar.passes.join import LaidStage
+from autopar.passes.layout import Candidate
+from autopar.passes.solvers.problem import within
+from autopar.pipeline import Pipeline
+from autopar.predicted import Predicted
+from autopar.schedule import ORDERS
+
+# How far (relative) scores are from what is simulated on large models: they leave out that buckets
+# fill, that biases are added by products, and launches of the optimizer.
+SCORE_REL = 0.02
+# How far they may be for a kind of candidate of which none was simulated yet: those of small
+# pipelines leave out gradients of tied parameters, and how a stage's time divides into forward and
+# backward.
+UNSEEN_REL = 0.05
+# Budgets of which some are tried, where what runs needs more than the solver's account of it:
+# gathered parameters, buckets, what operators need while they run, and a block that runs again.
+N_BUDGETS = 32
+# (pipeline, the stages' costs) -> what a step takes
+Predict = Callable[[Pipeline, Sequence[CostModel]], Predicted]
+
+
+@dataclass(frozen=True)
+class Solved:
+    """A candidate with every choice made. `objective_s` is what was minimised."""
+
+    candidate: Candidate
+    stages: tuple[LaidStage, ...]
+    step_time_s: float
+    objective_s: float
+    gap: float
+
+
+@dataclass
+class Simulator:
+    """Simulates what an evaluator scored, by `predict`."""
+
+    evaluator: Evaluator
+    predict: Predict
+    _abridgers: dict[int, Abridger] = field(default_factory=dict)
+
+    @property
+    def _budget_bytes(self) -> float:
+        return self.evaluator.budget_bytes
+
+    def solve(self, candidate: Candidate) -> Solved:
+        """Within the budget, and simulated.
+
+        Raises `InfeasibleError` where a stage does not fit, `BatchError` where rows do not.
+        """
+        return self.simulated(self.evaluator.scored(candidate, self._budget_bytes))
+
+    def simulated(self, scored: Scored) -> Solved:
+        """The stages lowered, joined and simulated; where that needs more than the budget, those of
+        a smaller one at which its peak is within it.
+
+        Raises `InfeasibleError` where none fits.
+        """
+        solved, peak_bytes = self._simulated(scored)
+        if within(self._budget_bytes, peak_bytes):
+            return solved
+        # Smaller budgets solve another problem; what is proven of this one holds.
+        bound_s, least_bytes = solved.objective_s * (1 - solved.gap), peak_bytes
+        size_bytes, known = scored.size_bytes, {scored.size_bytes: (solved, peak_bytes)}
+        budgets, fitting = self._smaller_budgets(scored.candidate), None
+        low, high = 0, len(budgets)
+        while low < high:
+            if fitting is None:  # as much more is needed as was needed here
+                wanted_bytes = self._budget_bytes - (peak_bytes - size_bytes)
+                at = bisect_left(budgets, -wanted_bytes, low, high - 1, key=lambda b: -b)
+            else:
+                at = (low + high) // 2
+            leaner = self.evaluator.scored(scored.candidate, budgets[at])
+            size_bytes = leaner.size_bytes
+            if size_bytes not in known:
+                known[size_bytes] = self._simulated(leaner)
+            solved, peak_bytes = known[size_bytes]
+            if within(self._budget_bytes, peak_bytes):
+                fitting, high = solved, at
+            else:
+                least_bytes, low = min(least_bytes, peak_bytes), at + 1
+        if fitting is None:
+            raise too_little_memory(self._budget_bytes, least_bytes, scored.candidate.name)
+        gap = max(fitting.gap, 1 - bound_s / fitting.objective_s)
+        return replace(fitting, gap=0.0 if fitting.candidate.is_recipe else gap)
+
+    def _smaller_budgets(self, candidate: Candidate) -> list[float]:
+        """Those below the budget, falling, from what the fastest placements keep to what the
+        leanest do, in steps that do not depend on the budget: so that with less memory no plan is
+        faster."""
+        free, least = self.evaluator.free_bytes(candidate), self.evaluator.least_bytes(candidate)
+        steps = (free + (least - free) * k / N_BUDGETS for k in range(1, N_BUDGETS + 1))
+        return [budget_bytes for budget_bytes in steps if budget_bytes <= self._budget_bytes]
+
+    def leanest(self, candidate: Candidate) -> tuple[Solved, float]:
+        """A candidate with the placements that keep least, simulated; and its most bytes of a
+        device, which count what operators need while they run.
+
+        Raises `InfeasibleError` where the constraints leave nothing.
+        """
+        return self._simulated(
+            self.evaluator.scored(candidate, self.evaluator.least_bytes(candidate))
+        )
+
+    def _simulated(self, scored: Scored) -> tuple[Solved, float]:
+        """And the most bytes of a device."""
+        candidate, choices = scored.candidate, scored.choices
+        stages = tuple(
+            LaidStage(part, chosen.strategy, CostModel(layout.view, self.evaluator.dtype))
+            for part, layout, chosen in zip(
+                self.evaluator.parts(candidate.ends), candidate.stages, choices, strict=True
+            )
+        )
+        programs = [self._abridger(s.analysis).lower(s.strategy, s.cost) for s in stages]
+        order = ORDERS[schedule_name(self.evaluator.options)]
+        pipeline = Pipeline.of(programs, [s.cost.mesh for s in stages], order)
+        predicted = self.predict(pipeline, [s.cost for s in stages])
+        time_s = predicted.step_time_s
+        # A recipe is laid out on an abstract machine, and stages are joined by the simulator:
+        # their cost is this one's.
+        abstract = candidate.is_recipe
+        objective_s = time_s if abstract or len(stages) > 1 else choices[0].objective_s
+        gap = 0.0 if abstract else max(chosen.gap for chosen in choices)
+        solved = Solved(candidate, stages, time_s, objective_s, gap)
+        return solved, predicted.peak_bytes
+
+    def fastest(self, scored: Sequence[Scored]) -> tuple[list[Solved], dict[str, InfeasibleError]]:
+        """The candidates simulated, those of least score first, until what the rest score is out of
+        reach of the fastest: by `SCORE_REL` and more than scores of their kind were off so far, or
+        `UNSEEN_REL`. What does not fit after all is tried with more microbatches; and by name those
+        that still do not."""
+        found: list[Solved] = []
+        failed: dict[str, InfeasibleError] = {}
+        off_rel: dict[object, float] = {}
+        waiting = sorted(scored, key=lambda s: s.score_s)
+        while waiting:
+            one = waiting.pop(0)
+            kind = len(one.candidate.stages) > 1, one.candidate.is_recipe
+            least_s = min((s.step_time_s for s in found), default=math.inf)
+            reach_rel = SCORE_REL + off_rel.get(kind, UNSEEN_REL)
+            if least_s * (1 + reach_rel) <= one.score_s:
+                continue
+            try:
+                found.append(self.simulated(one))
+            except InfeasibleError as error:
+                leaner = self._with_more_microbatches(one)
+                if leaner is None:
+                    failed[one.candidate.name] = error
+                else:
+                    insort(waiting, leaner, key=lambda s: s.score_s)
+                continue
+            off = abs(one.score_s / found[-1].step_time_s - 1)
+            off_rel[kind] = max(off_rel.get(kind, 0.0), off)
+        return found, failed
+
+    def _with_more_microbatches(self, scored: Scored) -> Scored | None:
+        """The next of the others that has placements within the budget; None if there is none."""
+        for i, candidate in enumerate(scored.others):
+            try:
+                found = self.evaluator.scored(candidate, self._budget_bytes)
+            except InfeasibleError:
+                continue
+            return replace(found, others=scored.others[i + 1 :])
+        return None
+
+    def _abridger(self, part: Analysis) -> Abridger:
+        if id(part) not in self._abridgers:
+            self._abridgers[id(part)] = Abridger(part, self.evaluator.runs(part))
+        return self._abridgers[id(part)]
