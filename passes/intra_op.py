@@ -30,8 +30,9 @@ from autopar.passes.recompute_choice import add_recompute
 from autopar.passes.reshard import ReshardTable, priced_alike
 from autopar.rules import rule_for
 
-# Built at once, so that arrays stay small enough to be kept: about 2 MB each.
-MOST_CASES = 128
+# Built at once, so that arrays stay small enough to be kept: about 2 MB each; with recompute, whose
+# problems are several times as large, fewer.
+MOST_CASES, MOST_CASES_AGAIN = 128, 32
 
 
 def least_bytes(
@@ -212,7 +213,8 @@ class ProblemFamilies:
             costs = (cost,)  # pins are of one mesh; to data parallelism all meshes are the same
         # As many for all families: their problems offer the same choices.
         n_most = max(sum(c.mesh.active_axes == axes for c in f) for f in (*self._families, costs))
-        counts = self._counts_with(n_microbatches, max(1, MOST_CASES // n_most))
+        n_cases = MOST_CASES if self.recomputable is None else MOST_CASES_AGAIN
+        counts = self._counts_with(n_microbatches, max(1, n_cases // n_most))
         key = (costs, counts, repr(constraints))
         if key not in self._built:
             cases = tuple((c, m) for m in counts for c in costs)

@@ -46,6 +46,8 @@ from autopar.passes.solvers.select import QUICK, QUICK_BRANCH, solve
 # Relative to the price at which all bytes cost as much as all else: so low that bytes decide
 # nothing but ties, and so high that seconds do.
 _LOW, _HIGH = 1e-7, 1e7
+# Problems whose numbers are written in rows at once: some megabytes each.
+_N_TOGETHER = 16
 # Corners closer than this (relative) are one.
 _SAME_REL = 1e-6
 
@@ -80,7 +82,10 @@ def hull_corners_of(problems: ChoiceProblems, n_most: int) -> list[list[Choice] 
             plan = plan_conditioned(problems.sizes, axes, limits=QUICK_BRANCH)
         except TooWide:
             return [hull_corners(problems.of(i), n_most) for i in range(problems.n_problems)]
-    found = _Walk(problems, plan).corners(n_most)
+    found: list[list[Choice] | None] = []
+    for start in range(0, problems.n_problems, _N_TOGETHER):
+        some = range(start, min(start + _N_TOGETHER, problems.n_problems))
+        found += _Walk(problems.some(some), plan).corners(n_most)
     return [FORBIDDEN if corners is None else corners for corners in found]
 
 
