@@ -120,10 +120,30 @@ def _most_even(
 
 
 def _least_flops(prefix: FloatArray, n_layers: int) -> float:
-    """The least possible flops of the largest of `n_layers` layers."""
-    n = len(prefix) - 1
-    table = np.full((n_layers + 1, n + 1), np.inf)
-    table[0, 0] = 0.0
-    for k in range(1, n + 1):
-        table[1:, k] = np.maximum(table[:-1, :k], prefix[k] - prefix[:k]).min(axis=1)
-    return float(table[n_layers, n])
+    """The least possible flops of the largest of `n_layers` layers.
+
+    By bisection: layers as large as a limit allows, one after the other, are the fewest within it,
+    and fewer than `n_layers` can be split further.
+    """
+    low, high = 0.0, float(prefix[-1])
+    while low < (limit := low + (high - low) / 2) < high:
+        largest = _largest_of_fewest(prefix, limit, n_layers)
+        if largest is None:
+            low = limit
+        else:
+            high = largest
+    return high
+
+
+def _largest_of_fewest(prefix: FloatArray, limit_flops: float, n_layers: int) -> float | None:
+    """The largest of the fewest layers within a limit; None: there are more than `n_layers`."""
+    start, largest = 0, 0.0
+    for _ in range(n_layers):
+        end = int(np.searchsorted(prefix - prefix[start], limit_flops, side="right")) - 1
+        if end == start:  # one operator alone is above it
+            return None
+        largest = max(largest, float(prefix[end] - prefix[start]))
+        if end == len(prefix) - 1:
+            return largest
+        start = end
+    return None
