@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.passes.solvers.problem import BUDGET_REL, FloatArray, Infeasible, ProblemError
+from autopar.compiled import compiled
+from autopar.passes.solvers.problem import BUDGET_REL, Codes, FloatArray, Infeasible, ProblemError
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def cluster_operators(
     starts = _window(prefix, (1 + delta) * mean * (1 + BUDGET_REL))
     # cuts[i - 1] is paid where a layer begins at operator i; nothing is paid at 0.
     paid = np.concatenate(([0.0], cuts))
-    largest = _least_largest(paid, starts, n_layers)
+    largest = _least_largest(paid, np.array(starts, dtype=np.intp), n_layers)
     if math.isinf(largest):
         least = _least_flops(prefix, n_layers)
         return Infeasible(
@@ -86,15 +87,19 @@ def _window(prefix: FloatArray, limit_flops: float) -> list[int]:
     return out
 
 
-def _least_largest(paid: FloatArray, starts: list[int], n_layers: int) -> float:
+@compiled
+def _least_largest(paid: FloatArray, starts: Codes, n_layers: int) -> float:
     """G(L, n): the least largest cut; infinite where the limit on flops allows nothing."""
     n = len(paid)
-    table = np.full((n_layers + 1, n + 1), np.inf)
+    table = np.full((n + 1, n_layers + 1), np.inf)
     table[0, 0] = 0.0
     for k in range(1, n + 1):
-        if (i := starts[k]) < k:
-            table[1:, k] = np.maximum(table[:-1, i:k], paid[i:k]).min(axis=1)
-    return float(table[n_layers, n])
+        here = table[k]
+        for i in range(starts[k], k):
+            before, cut = table[i], paid[i]
+            for r in range(n_layers):
+                here[r + 1] = min(here[r + 1], max(before[r], cut))
+    return table[n, n_layers]
 
 
 def _most_even(
