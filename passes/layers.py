@@ -20,13 +20,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from autopar.passes.analysis import Analysis
 from autopar.passes.folding import Run
 from autopar.passes.layout import crossing_bytes
 from autopar.passes.solvers import Infeasible
-from autopar.passes.solvers.clustering import cluster_operators
+from autopar.passes.solvers.clustering import cluster_operators, least_flops
 from autopar.program import Program
 from autopar.rules import rule_for
 
@@ -96,23 +94,12 @@ def balanced(weights: Sequence[float], n_parts: int) -> tuple[int, ...]:
     """
     n = len(weights)
     no_cuts = [0.0] * (n - 1)
-    limit = _least_largest(weights, n_parts) if 0 < n_parts <= n else 0.0
+    limit = least_flops(weights, n_parts) if 0 < n_parts <= n else 0.0
     mean = math.fsum(weights) / max(n_parts, 1)
     delta = max(limit / mean - 1, 0.0) if mean else 0.0
     found = cluster_operators(weights, no_cuts, n_parts, delta * (1 + 1e-9) + 1e-9)
     assert not isinstance(found, Infeasible), found
     return tuple(end - 1 for end in found.ends)
-
-
-def _least_largest(weights: Sequence[float], n_parts: int) -> float:
-    """The least weight of the heaviest of `n_parts` consecutive parts."""
-    prefix = np.array(list(itertools.accumulate(weights, initial=0.0)))
-    # [i, k]: of a part that begins after i weights and ends after k
-    part = np.where(np.tri(len(prefix), dtype=bool), np.inf, prefix[None] - prefix[:, None])
-    best = prefix
-    for _ in range(n_parts - 1):
-        best = np.append(0.0, np.maximum(best[:, None], part).min(axis=0)[1:])
-    return float(best[-1])
 
 
 def _allowed(analysis: Analysis, bytes_after: Sequence[float]) -> list[float]:

@@ -56,14 +56,14 @@ def cluster_operators(
     for name, array in (("flops", work), ("cut_bytes", cuts), ("delta", np.array([delta]))):
         if not (np.isfinite(array).all() and (array >= 0).all()):
             raise ProblemError(f"{name}: a value is NaN, infinite or negative")
-    prefix = np.array([math.fsum(work[:k]) for k in range(n + 1)])
+    prefix = _prefix(work)
     mean = prefix[-1] / n_layers
     starts = _window(prefix, (1 + delta) * mean * (1 + BUDGET_REL))
     # cuts[i - 1] is paid where a layer begins at operator i; nothing is paid at 0.
     paid = np.concatenate(([0.0], cuts))
     largest = _least_largest(paid, np.array(starts, dtype=np.intp), n_layers)
     if math.isinf(largest):
-        least = _least_flops(prefix, n_layers)
+        least = least_flops(work.tolist(), n_layers)
         return Infeasible(
             f"no {n_layers} layers of at most {1 + delta:g} times the mean of {mean:g} flops;"
             f" the least possible delta is {least / mean - 1:.6g}",
@@ -73,6 +73,27 @@ def cluster_operators(
     of_layers = np.diff(prefix[[0, *ends]])
     cut = max((float(cuts[e - 1]) for e in ends[:-1]), default=0.0)
     return Clustering(tuple(ends), cut, float(of_layers.max()))
+
+
+def least_flops(flops: Sequence[float], n_layers: int) -> float:
+    """The least possible flops of the largest of `n_layers` layers, at most as many as operators.
+
+    By bisection: layers as large as a limit allows, one after the other, are the fewest within it,
+    and fewer than `n_layers` can be split further.
+    """
+    prefix = _prefix(np.array(flops, dtype=float))
+    low, high = 0.0, float(prefix[-1])
+    while low < (limit := low + (high - low) / 2) < high:
+        largest = _largest_of_fewest(prefix, limit, n_layers)
+        if largest is None:
+            low = limit
+        else:
+            high = largest
+    return high
+
+
+def _prefix(work: FloatArray) -> FloatArray:
+    return np.array([math.fsum(work[:k]) for k in range(len(work) + 1)])
 
 
 def _window(prefix: FloatArray, limit_flops: float) -> list[int]:
@@ -122,22 +143,6 @@ def _most_even(
         squares = (share[k] - share[i:k]) ** 2 + closed[i:k]
         ends.insert(0, i + int((table[r - 1, i:k] + squares).argmin()))
     return ends
-
-
-def _least_flops(prefix: FloatArray, n_layers: int) -> float:
-    """The least possible flops of the largest of `n_layers` layers.
-
-    By bisection: layers as large as a limit allows, one after the other, are the fewest within it,
-    and fewer than `n_layers` can be split further.
-    """
-    low, high = 0.0, float(prefix[-1])
-    while low < (limit := low + (high - low) / 2) < high:
-        largest = _largest_of_fewest(prefix, limit, n_layers)
-        if largest is None:
-            low = limit
-        else:
-            high = largest
-    return high
 
 
 def _largest_of_fewest(prefix: FloatArray, limit_flops: float, n_layers: int) -> float | None:
