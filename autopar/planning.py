@@ -276,17 +276,25 @@ def compare(*plans: Plan) -> Comparison:
     return Comparison(tuple(f"plan {k}" for k in range(1, len(plans) + 1)), compared)
 
 
+# Objects made between garbage collections while planning: a million of them live as long as that
+# takes, and would be looked through again and again.
+_GC_EVERY = 50_000
+
+
 @contextmanager
 def _settled_heap() -> Iterator[None]:
-    """What is there stays out of garbage collections: planning makes many small objects, and every
-    full collection would walk the captured model, torch and all else again."""
+    """What is there stays out of garbage collections, and those are few: planning makes many small
+    objects, and every full collection would walk the captured model, torch and all else again."""
     if gc.get_freeze_count():  # it is somebody else's to thaw
         yield
         return
+    thresholds = gc.get_threshold()
     gc.freeze()
+    gc.set_threshold(max(_GC_EVERY, thresholds[0]) if thresholds[0] else 0, *thresholds[1:])
     try:
         yield
     finally:
+        gc.set_threshold(*thresholds)
         gc.unfreeze()
 
 

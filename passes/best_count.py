@@ -44,7 +44,7 @@ def best_count(
     for candidate in reversed(tries[start:low]):
         if best is not None and best.score_s * (1 - WORTH_REL) <= bound_s:
             break
-        limit_s = math.inf if best is None else best.score_s
+        limit_s = min(least_s, math.inf if best is None else best.score_s)
         try:
             bought = evaluator.scored(candidate, evaluator.budget_bytes, limit_s)
         except InfeasibleError as error:
@@ -76,10 +76,11 @@ def best_recomputed(
         if within(evaluator.budget_bytes, free.size_bytes):
             continue
         limit_s = least_s if best is None else best.score_s
+        worth_s = limit_s * (1 - WORTH_REL)
         try:
-            if free.score_s >= limit_s * (1 - WORTH_REL):
+            if free.score_s >= worth_s:
                 continue
-            if evaluator.without_activations(candidate).score_s >= limit_s * (1 - WORTH_REL):
+            if evaluator.without_activations(candidate, worth_s).score_s >= worth_s:
                 continue
             found = evaluator.scored(candidate, evaluator.budget_bytes, limit_s)
         except InfeasibleError:

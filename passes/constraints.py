@@ -16,6 +16,7 @@ collectives are those of a hand-written Megatron: where there is a choice,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -55,6 +56,13 @@ class Constraints:
 
     def role(self, axis: int) -> Role:
         return self.roles[axis] if self.roles else "any"
+
+    def n_static_shares(self, sizes: Sequence[int]) -> int:
+        """Over how many ranks of axes of such sizes parameters and their state are divided, at most:
+        data parallelism without ZeRO keeps all of them on every rank."""
+        is_whole = self.zero == 0
+        kept = (n for a, n in enumerate(sizes) if not (is_whole and self.role(a) == "data"))
+        return math.prod(kept)
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,11 @@ class Estimates:
     _share: dict[LogicalMesh, float] = field(default_factory=dict)
     _paid: dict[LogicalMesh, float] = field(default_factory=dict)
 
+    @property
+    def least_share(self) -> float:
+        """The least r of any view."""
+        return min(self._share.values(), default=1.0)
+
     def tables(self, m: int, config: StageCosts) -> tuple[Array, Array]:
         """Seconds of a microbatch and once per step, [first, last layer]; without messages."""
         share, paid = self._share.get(config.view, 1.0), self._paid.get(config.view, 0.0)

@@ -139,14 +139,16 @@ class Evaluator:
         """
         return self._scored(candidate, self._choices(candidate, budget_bytes, limit_s))
 
-    def without_activations(self, candidate: Candidate) -> Scored:
-        """What recompute makes no faster: nothing runs again, and activations need no bytes.
+    def without_activations(self, candidate: Candidate, limit_s: float = math.inf) -> Scored:
+        """What recompute makes no faster: nothing runs again, and activations need no bytes;
+        `limit_s` as in `scored`.
 
         Raises `InfeasibleError` where a stage does not fit even so.
         """
-        plain = self.without_recompute or self
+        plain, limit_s = self.without_recompute or self, _limit_s(candidate, limit_s)
         stages = (replace(stage, depth=0) for stage in self._stages(candidate))
-        return self._scored(candidate, [plain._choose(s, self.budget_bytes) for s in stages])
+        choices = [plain._choose(s, self.budget_bytes, limit_s) for s in stages]
+        return self._scored(candidate, choices)
 
     def _scored(self, candidate: Candidate, choices: Sequence[Chosen]) -> Scored:
         m = candidate.n_microbatches
@@ -178,8 +180,7 @@ class Evaluator:
         self, candidate: Candidate, budget_bytes: float | None, limit_s: float = math.inf
     ) -> list[Chosen]:
         """Every stage's placements."""
-        if len(candidate.stages) > 1 or candidate.is_recipe:  # scores are of other numbers
-            limit_s = math.inf
+        limit_s = _limit_s(candidate, limit_s)
         return [self._choose(stage, budget_bytes, limit_s) for stage in self._stages(candidate)]
 
     def _stages(self, candidate: Candidate) -> Iterator[_Stage]:
@@ -234,7 +235,7 @@ class Evaluator:
         return all(
             least_bytes(
                 stage.part, CostModel(stage.layout.view, self.dtype), stage.n_microbatches,
-                self.options.optimizer, stage.depth, self.recomputable,
+                self.options.optimizer, stage.layout.constraints, stage.depth, self.recomputable,
             )
             <= self.budget_bytes
             for stage in self._stages(candidate)
@@ -314,9 +315,15 @@ class Evaluator:
                 return chosen
             if plain is not None:
                 with suppress(InfeasibleError):
-                    chosen = _faster(chosen, plain._choose(stage, budget_bytes))
+                    other = plain._choose(stage, budget_bytes, chosen.objective_s)
+                    chosen = _faster(chosen, other)
             self._chosen[key] = chosen
         return self._chosen[key]
+
+
+def _limit_s(candidate: Candidate, limit_s: float) -> float:
+    """Of its stages' objectives: scores of several, and of recipes, are of other numbers."""
+    return limit_s if len(candidate.stages) == 1 and not candidate.is_recipe else math.inf
 
 
 def _faster(chosen: Chosen, other: Chosen) -> Chosen:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
+import torch
 
 from autopar.cost.memory import optimizer_time_s, static_bytes_per_param
 from autopar.cost.model import CostModel
@@ -35,26 +36,31 @@ from autopar.rules import rule_for
 MOST_CASES, MOST_CASES_AGAIN = 128, 32
 
 
-def least_bytes(
-    analysis: Analysis, cost: CostModel, n_microbatches: int, optimizer: str, n_in_flight: int = 1,
-    recomputable: Recomputable | None = None,
-) -> float:  # fmt: skip
-    """What a device needs at least, had every tensor a share on every rank, and ran everything
-    again that may.
-
-    Costs nothing beside solving, and rules out most numbers of microbatches that do not fit.
-    """
+def static_bytes(analysis: Analysis, dtype: torch.dtype, optimizer: str) -> float:
+    """All parameters, with gradients and the optimizer's state of those that learn."""
     types = analysis.types.tensors
-    static = static_bytes_per_param(optimizer, cost.dtype).total_bytes
-    parameters = sum(
+    static = static_bytes_per_param(optimizer, dtype).total_bytes
+    return sum(
         types[n].size_bytes
         / types[n].itemsize
         * (static if types[n].has_grad else types[n].itemsize)
         for n in analysis.program.parameters
     )
+
+
+def least_bytes(
+    analysis: Analysis, cost: CostModel, n_microbatches: int, optimizer: str,
+    constraints: Constraints, n_in_flight: int = 1, recomputable: Recomputable | None = None,
+) -> float:  # fmt: skip
+    """What a device needs at least, had every tensor a share on every rank that may share it, and
+    ran everything again that may.
+
+    Costs nothing beside solving, and rules out most numbers of microbatches that do not fit.
+    """
+    parameters = static_bytes(analysis, cost.dtype, optimizer)
     again = recomputable.operators_within(analysis) if recomputable else frozenset()
     kept = n_in_flight * analysis.kept_bytes(n_microbatches, again)
-    return (parameters + kept) / cost.mesh.n_ranks
+    return parameters / constraints.n_static_shares(cost.mesh.sizes) + kept / cost.mesh.n_ranks
 
 
 def least_step_s(analysis: Analysis, cost: CostModel) -> float:

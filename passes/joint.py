@@ -7,15 +7,13 @@ many microbatches there are.
     views       every dp x tp of a submesh, or its own axes
     costs       of every range of layers on every view, by one intra-operator problem of the
                 folded program per view and number of microbatches (`stage_costs.py`)
-    messages    a stage waits for what it receives from the stages before and after it: a share of
-                a node over the link inside it, unless it is the first or last of its node
-    search      exact for its closed form over these numbers (`solvers/stages.py`); the plans found
-                are ranked by playing their schedules (`played.py`)
+    search      for one number of microbatches, over these numbers (`stage_search.py`)
 
 The costs are estimates (what is and is not exact: `stage_costs.py`), so the best plans that
 differ in views or microbatches come out; `refined.py` has them solved, and searches again.
-The numbers of microbatches tried are divisors of the batch about twice apart, from a few per
-stage on, up or down for as long as that helps (`climb`).
+The numbers of microbatches tried are divisors of the batch about twice apart, from the one that is
+fastest if memory had no limit, up or down for as long as that helps (`climb`): costs without leaner
+placements are soon made, and bound what there is to find.
 """
 
 from __future__ import annotations
@@ -38,37 +36,26 @@ from autopar.passes.counts import microbatch_counts
 from autopar.passes.estimates import Estimates
 from autopar.passes.evaluate import compute_dtype, schedule_name
 from autopar.passes.folding import Folded, find_runs, fold
-from autopar.passes.layers import Layers, find_layers
+from autopar.passes.layers import MOST_LAYERS, Layers, find_layers
 from autopar.passes.layout import Candidate, StageLayout
-from autopar.passes.played import Hop, Worked, played_s
+from autopar.passes.played import Worked
 from autopar.passes.recompute import Recomputable, aligned_runs
-from autopar.passes.solvers import Infeasible
-from autopar.passes.solvers.stages import StagePlan, StageProblem, solve_stages
+from autopar.passes.solvers.stages import StageProblem
 from autopar.passes.stage_costs import CostMaker, StageCosts, Wanted, undominated
+from autopar.passes.stage_search import Planned, StageSearch
 from autopar.passes.submeshes import (
-    Place,
     all_views,
     distinct_views,
     pins_on,
-    places_of,
     submesh_sizes,
     view_at,
     views_text,
 )
 
 Progress = Callable[[str], None]
-# Plans of one search: proving the order of many that are nearly alike takes long.
-_PLANS_PER_COUNT = 6
-_WITHIN = 0.02
-# Tables of so few stages are searched soon, and for more: played, plans are up to a tenth faster
-# than their closed form, as stages that differ wait less for each other with few microbatches.
-_FEW_STAGES = 500
-_PLANS_OF_FEW, _WITHIN_OF_FEW = 12, 0.1
-# What is searched are estimates: plans closer than this need not be told apart.
-_GAP_GOAL = 1e-3
 # Memory decides nothing where a plan of equal stages needs less than this share of the budget.
 _ROOMY = 0.5
-# Where the climb over microbatches begins: a bubble of an eighth.
+# Where climbs over microbatches begin: a bubble of an eighth.
 FIRST_COUNT_PER_STAGE = 8
 # Plans closer than this (relative) are one.
 _ALIKE_REL = 2e-3
@@ -90,28 +77,6 @@ def joint_search(
     return JointSearch.of(analysis, mesh, hardware, options, budget_bytes, n_stages or 2, report)
 
 
-@dataclass(frozen=True)
-class Planned:
-    """A plan of the stage search: its microbatches, each stage's last layer and view, and which
-    configuration of `JointSearch.costs` it is.
-
-    `objective_s` is its closed form, `estimate_s` its step played with the same numbers.
-    """
-
-    n_microbatches: int
-    last_layers: tuple[int, ...]
-    views: tuple[LogicalMesh, ...]
-    configs: tuple[int, ...] = field(compare=False)
-    objective_s: float = field(compare=False)
-    estimate_s: float = field(compare=False)
-
-    @property
-    def ranges(self) -> tuple[tuple[int, int], ...]:
-        """First and last layer of each stage."""
-        firsts = (0, *(last + 1 for last in self.last_layers))
-        return tuple(zip(firsts, self.last_layers, strict=False))
-
-
 @dataclass
 class JointSearch:
     """The search over one program and machine; costs are made once per number of microbatches."""
@@ -127,6 +92,7 @@ class JointSearch:
     recomputable: Recomputable | None = None
     _costs: dict[int, list[StageCosts]] = field(default_factory=dict)
     _found: dict[int, list[Planned]] = field(default_factory=dict)
+    _least_s: dict[int, float] = field(default_factory=dict)
     n_configurations: int = 0
 
     @cached_property
@@ -140,14 +106,16 @@ class JointSearch:
         hardware: Hardware,
         options: Options,
         budget_bytes: float,
-        least_stages: int = 2,
+        n_least: int = 2,
         report: Progress = lambda text: None,
+        n_most: int | None = None,
     ) -> JointSearch:
-        """Finds the blocks and layers of the program."""
+        """Finds the blocks and layers of the program: of the latter at least `n_least` where there
+        are so many operators, at most `n_most` (`MOST_LAYERS`)."""
         runs, recomputable = find_runs(analysis), Recomputable.of(analysis, options)
         if recomputable is not None and aligned_runs(analysis, recomputable) != runs:
             recomputable = None  # one block does not stand for others: estimates are without it
-        layers = find_layers(analysis, runs, least_stages)
+        layers = find_layers(analysis, runs, n_least, n_most or MOST_LAYERS)
         folded = fold(analysis, runs)
         return JointSearch(
             analysis, mesh, hardware, options, budget_bytes, folded, layers, report, recomputable
@@ -203,47 +171,30 @@ class JointSearch:
         """Microbatches in flight on a stage when it and those after it are `n_left`."""
         return m if self._is_gpipe else min(m, n_left)
 
-    def places(self, view: LogicalMesh) -> tuple[Place, ...]:
-        return places_of(self.mesh, self.hardware, view.n_ranks)
-
     def constraints(self, view: LogicalMesh) -> Constraints:
         pins = pins_on(self.analysis, self.options, view)
         return Constraints(self.options.forbid, pins=pins)
 
+    def _with(self, m: int, configs: Sequence[StageCosts], estimates: Estimates) -> StageSearch:
+        return StageSearch(
+            self.mesh, self.hardware, schedule_name(self.options), self.layers, self._learns,
+            estimates, m, configs,
+        )  # fmt: skip
+
     def problem(self, m: int, n_stages: int | None) -> StageProblem | None:
-        """The stage problem with `m` microbatches; None where no view can be.
+        """The stage problem with `m` microbatches; None where no view can be."""
+        return self._with(m, self.costs(m), self.estimates).problem(n_stages, self.budget_bytes)
 
-        Configurations are those of `costs`, at each place that they may have (`_placed`).
-        """
-        configs, placed = self.costs(m), self._placed(m)
-        if not configs:
-            return None
-        at = [c for c, _ in placed]
-        static, activation = (
-            np.stack([configs[c].ranges(self.layers, part) for c in at], axis=-1)
-            for part in ("static", "activation")
-        )
-        if self._is_gpipe:  # all microbatches are in flight at once, on every stage
-            static, activation = static + m * activation, np.zeros_like(activation)
-        worked = [self.estimates.tables(m, config) for config in configs]
-        time = [worked[c][0] + configs[c].messages(p.before, p.after) for c, p in placed]
-        return StageProblem(
-            np.where(self._learns[:, :, None], np.stack(time, axis=-1), np.inf),
-            np.stack([worked[c][1] for c in at], axis=-1),
-            static,
-            activation,
-            tuple(configs[c].view.n_ranks for c in at),
-            self.mesh.n_ranks,
-            m,
-            self.budget_bytes,
-            n_stages,
-            self.mesh.devices_per_node,
-            tuple(place.offsets for _, place in placed),
-        )
-
-    def _placed(self, m: int) -> list[tuple[int, Place]]:
-        """Every configuration of `costs` at every place."""
-        return [(c, p) for c, config in enumerate(self.costs(m)) for p in self.places(config.view)]
+    def bound_s(self, m: int, n_stages: int | None) -> float:
+        """What plans with `m` microbatches take at least: what they were expected to before anything
+        was learned, or, if they were not searched, what would be if memory had no limit; had all
+        stages gained as much by being solved as the one that gained most so far."""
+        if m not in self._least_s:
+            wanted = [Wanted(view, self.constraints(view)) for view in self.views]
+            fastest = [costs[0] for costs in self.maker.searched(wanted, m) if costs]
+            plans = self._with(m, fastest, Estimates(self.layers)).plans(n_stages, math.inf)
+            self._least_s[m] = min((plan.estimate_s for plan in plans), default=math.inf)
+        return self._least_s[m] * self.estimates.least_share
 
     @cached_property
     def _learns(self) -> NDArray[np.bool_]:
@@ -254,20 +205,29 @@ class JointSearch:
         return np.asarray(counts[None, 1:] > counts[:-1, None])
 
     def plans(self, n_stages: int | None) -> list[Planned]:
-        """The best plans of all numbers of microbatches tried, by what they should take."""
+        """The best plans of all numbers of microbatches tried, by what they should take.
+
+        Those come first that may be fastest by their bounds; what by its bound is slower than plans
+        that are found is not searched.
+        """
         counts = self.counts()
 
         def least_s(m: int) -> float:
             if m not in self._found:
+                found_s = (plan.estimate_s for plans in self._found.values() for plan in plans)
+                bound_s = self.bound_s(m, n_stages)
+                if bound_s >= min(found_s, default=math.inf):
+                    return bound_s
                 self.report(f"searching stages with {m} microbatches")
-                self._found[m] = self._solve(m, n_stages)
+                search = self._with(m, self.costs(m), self.estimates)
+                self._found[m] = search.plans(n_stages, self.budget_bytes)
+                least_s = min((plan.estimate_s for plan in self._found[m]), default=math.inf)
+                self._least_s[m] = max(self._least_s[m], least_s)
             return min((plan.estimate_s for plan in self._found[m]), default=math.inf)
 
-        wanted = FIRST_COUNT_PER_STAGE * (n_stages or 2)
-        start = next((i for i, m in enumerate(counts) if m >= wanted), len(counts) - 1)
-        upward, downward = counts[start:], counts[start::-1]
-        if climb(upward, least_s) == upward[0] and len(downward) > 1:
-            climb(downward, least_s)
+        first = FIRST_COUNT_PER_STAGE * (n_stages or 2)
+        fastest = climb_from(counts, first, lambda m: self.bound_s(m, n_stages))
+        climb_from(counts, fastest, least_s)
         every = [plan for plans in self._found.values() for plan in plans]
         return sorted(every, key=lambda plan: plan.estimate_s)
 
@@ -277,46 +237,6 @@ class JointSearch:
             configs = self.costs(plan.n_microbatches)
             self.estimates.learn(plan.n_microbatches, configs, c, (first, last), worked)
         self._found.clear()
-
-    def _solve(self, m: int, n_stages: int | None) -> list[Planned]:
-        problem = self.problem(m, n_stages)
-        if problem is None:
-            return []
-        n_best, within = _PLANS_PER_COUNT, _WITHIN
-        if problem.time_s.size <= _FEW_STAGES:
-            n_best, within = max(n_best, _PLANS_OF_FEW), max(within, _WITHIN_OF_FEW)
-        found = solve_stages(problem, n_best, _GAP_GOAL, within)
-        if isinstance(found, Infeasible):
-            return []
-        return list(dict.fromkeys(self._planned(plan, m) for plan in found))
-
-    def _planned(self, plan: StagePlan, m: int) -> Planned:
-        every, placed = self.costs(m), self._placed(m)
-        configs = tuple(placed[stage.config][0] for stage in plan.stages)
-        return Planned(
-            m,
-            tuple(stage.last for stage in plan.stages),
-            tuple(every[c].view for c in configs),
-            configs,
-            plan.objective_s,
-            self._played_s(plan, m),
-        )
-
-    def _played_s(self, plan: StagePlan, m: int) -> float:
-        """A plan's step, with messages between neighbours of the larger slices of both."""
-        every, placed = self.costs(m), self._placed(m)
-        at = [(*placed[stage.config], stage.last) for stage in plan.stages]
-        worked = [
-            self.estimates.of(m, every[c], stage.first, stage.last)
-            for (c, _, _), stage in zip(at, plan.stages, strict=True)
-        ]
-        hops = []
-        for k, ((c, place, last), (other, _, _)) in enumerate(itertools.pairwise(at)):
-            traffic = [every[i].traffic for i in (c, other)]
-            forward_s = max(float(t.forward_s(place.after)[last]) for t in traffic)
-            backward_s = max(float(t.backward_s(place.after)[last]) for t in traffic)
-            hops.append(Hop(k, k + 1, forward_s, backward_s))
-        return played_s(schedule_name(self.options), m, worked, hops)
 
     def candidate(self, plan: Planned) -> Candidate:
         """The plan with every stage on its own ranks."""
@@ -344,6 +264,14 @@ def climb(counts: Sequence[int], cost_s: Callable[[int], float]) -> int:
         elif math.isfinite(best_s):
             break
     return best
+
+
+def climb_from(counts: Sequence[int], first: int, cost_s: Callable[[int], float]) -> int:
+    """The cheapest of rising `counts`, climbing up from `first` or the next there is; or down, if
+    that gets nowhere."""
+    start = next((i for i, m in enumerate(counts) if m >= first), len(counts) - 1)
+    best = climb(counts[start:], cost_s)
+    return best if best != counts[start] else climb(counts[start::-1], cost_s)
 
 
 def different(plans: Sequence[Planned], n_best: int) -> list[Planned]:

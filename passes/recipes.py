@@ -27,8 +27,9 @@ from autopar.passes.attribution import PARTS
 from autopar.passes.constraints import Constraints
 from autopar.passes.counts import microbatch_counts, recipe_counts
 from autopar.passes.evaluate import recipe_cost
+from autopar.passes.intra_op import static_bytes
 from autopar.passes.joint import FIRST_COUNT_PER_STAGE, JointSearch, Progress, climb
-from autopar.passes.layers import balanced
+from autopar.passes.layers import MOST_LAYERS, balanced
 from autopar.passes.layout import Candidate, StageLayout
 from autopar.passes.stage_costs import CostMaker, StageCosts
 from autopar.passes.submeshes import Place, places_of, view_at, views_text
@@ -59,12 +60,18 @@ def recipe_candidates(
     splits = [s for s in splits if s.n_stages > 1]
     if not splits:
         return []
-    # As many layers for the one asked for as for all: it is cut alike.
-    search = JointSearch.of(analysis, mesh, hardware, options, budget_bytes, mesh.n_ranks, report)
+    # As many layers for the one asked for as for all: it is cut alike. Of thousands of ranks no model
+    # has as many layers worth a stage.
+    n_least = max(min(mesh.n_ranks, MOST_LAYERS), manual.pp if manual else 0)
+    n_most = max(mesh.n_ranks, MOST_LAYERS)
+    search = JointSearch.of(
+        analysis, mesh, hardware, options, budget_bytes, n_least, report, n_most
+    )  # fmt: skip
     splits = [s for s in splits if s.n_stages <= search.layers.n_layers]
     maker = replace(search.maker, pricing=recipe_cost)
     limits = recipe_limits(options, manual)
-    found = [_Recipe(search, maker, split, limits).best(manual) for split in splits]
+    recipes = [_Recipe(search, maker, split, limits) for split in splits]
+    found = [r.best(manual) for r in recipes if manual or r.least_bytes <= budget_bytes]
     fitting = [(cost_s, c) for cost_s, c in found if manual or math.isfinite(cost_s)]
     return [c for _, c in sorted(fitting, key=lambda pair: pair[0])]
 
@@ -123,6 +130,13 @@ class _Recipe:
     split: _Split
     limits: Constraints
 
+    @property
+    def least_bytes(self) -> float:
+        """What its largest stage keeps at least, with any number of microbatches."""
+        optimizer = self.search.options.optimizer
+        static = static_bytes(self.search.analysis, self.maker.dtype, optimizer)
+        return static / (self.split.n_stages * self.limits.n_static_shares(self._view.sizes))
+
     def best(self, manual: Manual | None) -> tuple[float, Candidate]:
         """(estimated seconds, the candidate); infinite if it fits with no count tried."""
         counts = self._counts(manual)
@@ -137,7 +151,9 @@ class _Recipe:
 
         wanted = FIRST_COUNT_PER_STAGE * n_stages
         start = next((i for i, m in enumerate(counts) if m >= wanted), len(counts) - 1)
-        if climb(counts[start:], cost_s) == counts[start]:
+        best = climb(counts[start:], cost_s)
+        # What does not fit does not with larger microbatches.
+        if best == counts[start] and math.isfinite(cost_s(best)):
             climb(counts[start::-1], cost_s)
         m = min(known, key=lambda n: (known[n], -n))
         return known[m], replace(self._candidate(m), estimate_s=known[m])

@@ -17,9 +17,10 @@ import math
 from collections.abc import Callable, Iterator
 
 from autopar.passes.evaluate import Scored
-from autopar.passes.joint import JointSearch, Planned, different
+from autopar.passes.joint import JointSearch, different
 from autopar.passes.layout import Candidate
 from autopar.passes.played import Worked
+from autopar.passes.stage_search import Planned
 
 # Of plans that are solved after the first round, all together.
 EXTRA_OPERATORS = 1000

@@ -22,7 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import autopar
 from autopar import Mesh, Plan
-from autopar.passes import best_count, joint, layers, planner, recipes, refined, simulated
+from autopar.passes import best_count, joint, planner, recipes, refined, simulated, stage_search
+from autopar.passes.layers import MOST_LAYERS
 from tests.harness import random_tokens, tiny_gpt2
 from tests.test_planner_laws import A100, tokens
 
@@ -47,14 +48,15 @@ def widen(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(planner, "_N_RECIPES", 12)
     patch.setattr(best_count, "WORTH_REL", 0.0)
     patch.setattr(simulated, "SCORE_REL", 10.0)
-    patch.setattr(joint, "_PLANS_PER_COUNT", 24)
-    patch.setattr(joint, "_WITHIN", 0.5)
-    patch.setattr(joint, "_GAP_GOAL", 0.0)
+    patch.setattr(stage_search, "_PLANS_PER_COUNT", 24)
+    patch.setattr(stage_search, "_WITHIN", 0.5)
+    patch.setattr(stage_search, "_GAP_GOAL", 0.0)
     patch.setattr(joint, "_ALIKE_REL", 0.0)
+    patch.setattr(joint.JointSearch, "bound_s", lambda self, m, n_stages: 0.0)
     patch.setattr(joint, "climb", every_count)
     patch.setattr(recipes, "climb", every_count)
-    assert layers.find_layers.__defaults__ == (2, layers.MOST_LAYERS)
-    patch.setattr(layers.find_layers, "__defaults__", (2, 10 * layers.MOST_LAYERS))
+    for module in ("joint", "recipes"):
+        patch.setattr(f"autopar.passes.{module}.MOST_LAYERS", 10 * MOST_LAYERS)
 
 
 def regret(make: Callable[[], Plan]) -> float:
