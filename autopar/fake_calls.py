@@ -54,7 +54,9 @@ class PerCall(Generic[T]):
 
 
 def call_key(program: Program, node: torch.fx.Node) -> tuple[Any, ...]:
-    """What decides the effect of a call: its arguments, with a description of each tensor."""
+    """What decides the effect of a call: its arguments, with a description of each tensor; but not
+    which draw of random numbers it is (`OpCall.likeness`)."""
+    assert isinstance(node.target, torch._ops.OpOverload)
     first_use: dict[torch.fx.Node, int] = {}
 
     def describe(source: torch.fx.Node) -> Any:
@@ -63,8 +65,11 @@ def call_key(program: Program, node: torch.fx.Node) -> tuple[Any, ...]:
         grad = source.name in program.has_grad
         return (index, tuple(value.shape), value.stride(), value.dtype, value.device, grad)
 
+    names = (argument.name for argument in node.target._schema.arguments)
+    given = [a for name, a in zip(names, node.args, strict=False) if name != "occurrence"]
+    named = {name: a for name, a in node.kwargs.items() if name != "occurrence"}
     # By text: as dictionary keys 1, 1.0 and True would be one argument.
-    arguments = torch.fx.node.map_arg((node.args, node.kwargs), describe)
+    arguments = torch.fx.node.map_arg((given, named), describe)
     return (node.target, node.name in program.has_grad, repr(arguments), _attention_kernels())
 
 
