@@ -275,6 +275,7 @@ def _check_all(
 ) -> None:
     """Raise `ProblemError` where the numbers of a problem, or of several, make no sense."""
     n, lead, sound = len(names), n_axes_before, set[tuple[int, bool]]()
+    ranges: dict[int, tuple[int, int]] = {}
     if not len(cost_s) == len(tie) == len(size_bytes) == n:
         raise ProblemError(f"{n} names need as many cost, tie and bytes arrays")
     sizes = [array.shape[-1] for array in cost_s]
@@ -287,17 +288,23 @@ def _check_all(
             raise ProblemError(f"edge ({edge.u}, {edge.v}) must join two of {n} variables")
         name = f"{names[edge.u]} -> {names[edge.v]}"
         shape = tuple(
-            _n_codes(name, codes, sizes[w], edge.cost_s.shape[lead + k])
+            _n_codes(ranges, name, codes, sizes[w], edge.cost_s.shape[lead + k])
             for k, (w, codes) in enumerate(((edge.u, edge.rows), (edge.v, edge.columns)))
         )
         _check(sound, name, shape, lead, edge.cost_s, edge.tie, edge.bytes)
 
 
-def _n_codes(name: str, codes: Codes | None, n_choices: int, n: int) -> int:
-    """How long an axis of an edge should be."""
+def _n_codes(
+    ranges: dict[int, tuple[int, int]], name: str, codes: Codes | None, n_choices: int, n: int
+) -> int:
+    """How long an axis of an edge should be; `ranges` are the least and largest codes of arrays
+    that have been seen: edges share them."""
     if codes is None:
         return n_choices
-    if len(codes) != n_choices or codes.min() < 0 or codes.max() >= n:
+    if id(codes) not in ranges:
+        ranges[id(codes)] = int(codes.min(initial=n)), int(codes.max(initial=0))
+    least, most = ranges[id(codes)]
+    if len(codes) != n_choices or least < 0 or most >= n:
         raise ProblemError(f"{name!r}: {n_choices} choices need as many rows among {n}")
     return n
 
@@ -311,7 +318,8 @@ def _check(
     for array in (cost, *others):
         if array is not None and array.shape[lead:] != shape:
             raise ProblemError(f"{name!r}: an array of shape {array.shape} should be {shape}")
-    if (id(cost), True) not in sound and not (cost >= 0).all():
+    # The least of numbers of which one is NaN is NaN.
+    if (id(cost), True) not in sound and not cost.min(initial=0.0) >= 0:
         raise ProblemError(
             f"{name!r}: a cost is NaN or negative",
             hint="an estimate failed; forbid a choice with inf instead",
@@ -320,7 +328,7 @@ def _check(
     for array in others:
         if array is None or (id(array), False) in sound:
             continue
-        if not (np.isfinite(array).all() and (array >= 0).all()):
+        if not (array.min(initial=0.0) >= 0 and array.max(initial=0.0) < np.inf):
             raise ProblemError(f"{name!r}: ties and bytes must be finite and not negative")
         sound.add((id(array), False))
 
