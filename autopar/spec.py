@@ -235,12 +235,21 @@ def all_specs(tensor: TensorType, sizes: tuple[int, ...]) -> tuple[Spec, ...]:
     return tuple(
         spec
         for placements in itertools.product(*options)
-        for spec in _with_orders(placements)
-        if illegal_reason(tensor, spec, sizes) is None
+        if divides(tensor, placements, sizes)
+        for spec in with_orders(placements)
     )
 
 
-def _with_orders(placements: tuple[Placement, ...]) -> Iterator[Spec]:
+def divides(tensor: TensorType, placements: Sequence[Placement], sizes: Sequence[int]) -> bool:
+    """Do axes of these sizes divide every factor that they shard? The tensor has all of them."""
+    n_shards: dict[tuple[int, int], int] = {}
+    for placement, n_ranks in zip(placements, sizes, strict=True):
+        if placement.is_shard:
+            n_shards[placement.cell] = n_shards.get(placement.cell, 1) * n_ranks
+    return not any(tensor.dims[dim][factor] % n for (dim, factor), n in n_shards.items())
+
+
+def with_orders(placements: tuple[Placement, ...]) -> Iterator[Spec]:
     """`placements` under every distinct order of axes that share a factor."""
     seen: set[Spec] = set()
     if not _shared_cells(placements):

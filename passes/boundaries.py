@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Literal
 
-from autopar.spec import I, P, R, S, Spec, TensorType, illegal_reason
+from autopar.spec import I, P, R, S, Spec, TensorType, divides, illegal_reason
 
 Side = Literal["sent", "received"]
 
 
-def boundary_specs(tensor: TensorType, sizes: Sequence[int], side: Side) -> tuple[Spec, ...]:
+@lru_cache(maxsize=4096)
+def boundary_specs(tensor: TensorType, sizes: tuple[int, ...], side: Side) -> tuple[Spec, ...]:
     """All specs that cut the tensor on as many axes as can be; never empty.
 
     Cuts of leading dims come first, so that the batch is preferred among equals.
@@ -27,10 +29,9 @@ def boundary_specs(tensor: TensorType, sizes: Sequence[int], side: Side) -> tupl
     options = [(I,) if n == 1 else (*cells, rest) for n in sizes]
     legal: dict[int, list[Spec]] = {}
     for placements in itertools.product(*options):
-        spec = Spec(placements)
-        if illegal_reason(tensor, spec, sizes) is None:
+        if divides(tensor, placements, sizes):
             n_cut = sum(p.is_shard for p in placements)
-            legal.setdefault(n_cut, []).append(spec)
+            legal.setdefault(n_cut, []).append(Spec(placements))
     return tuple(legal[max(legal)])
 
 

@@ -23,7 +23,7 @@ from autopar.passes.cases import Cases
 from autopar.passes.constraints import Limits
 from autopar.passes.primitive_costs import primitive_lines
 from autopar.passes.reshard import ReshardTables, primitive_calls
-from autopar.spec import PREFERENCE, I, S, Spec, TensorType, illegal_reason, written
+from autopar.spec import PREFERENCE, I, S, Spec, TensorType, divides, with_orders, written
 
 PERIODS: tuple[Period, ...] = ("step", "micro", "use")
 Array = NDArray[np.float64]
@@ -50,28 +50,42 @@ class ParameterMaker:
     def storages(self, name: str, tensor: TensorType, used: Sequence[Spec]) -> Storages:
         """Every storage worth considering: on each axis Invariant, sharded as in some use,
         or sharded along the first factor that divides (for ZeRO)."""
-        of_meshes = [self._storages(name, tensor, used, sizes) for sizes in self.sizes]
-        every = tuple(dict.fromkeys(itertools.chain.from_iterable(of_meshes)))
-        legal = [[storage in of for storage in every] for of in map(frozenset, of_meshes)]
-        marks = np.array(legal, dtype=bool).reshape(len(self.sizes), len(every))
-        return Storages(every, marks[self.cases.mesh_of])
+        known: dict[tuple[Spec, ...], tuple[Storage, ...]] = {}
+        of_meshes = []
+        for sizes in self.sizes:
+            specs = self._specs(name, tensor, used, sizes)
+            if specs not in known:
+                known[specs] = self._with_periods(name, specs)
+            of_meshes.append(specs)
+        every = tuple(dict.fromkeys(itertools.chain.from_iterable(known.values())))
+        marks = [[storage in of for storage in every] for of in map(frozenset, known.values())]
+        legal = np.array(marks, dtype=bool).reshape(len(known), len(every))
+        place = {specs: i for i, specs in enumerate(known)}
+        of_cases = np.array([place[specs] for specs in of_meshes])[self.cases.mesh_of]
+        return Storages(every, legal[of_cases])
 
-    def _storages(
+    def _specs(
         self, name: str, tensor: TensorType, used: Sequence[Spec], sizes: tuple[int, ...]
-    ) -> tuple[Storage, ...]:
-        """On one mesh."""
+    ) -> tuple[Spec, ...]:
+        """How a parameter may be placed on one mesh."""
         fixed = self.limits.constraints.storage.get(name)
         if fixed is not None:
-            return tuple(dict.fromkeys((fixed, Storage(fixed.spec))))
+            return (fixed.spec,)
         cells = dict.fromkeys(p.cell for spec in used for p in spec.placements if p.is_shard)
         spare = _spare_cell(tensor, sizes)
         if spare is not None:
             cells.setdefault(spare)
-        kept = [
+        return self._by_recipe(_storage_specs(tensor, tuple(cells), sizes))
+
+    def _with_periods(self, name: str, specs: Sequence[Spec]) -> tuple[Storage, ...]:
+        fixed = self.limits.constraints.storage.get(name)
+        if fixed is not None:
+            return tuple(dict.fromkeys((fixed, Storage(fixed.spec))))
+        kept = (
             Storage(spec, period)
-            for spec in self._by_recipe(_storage_specs(tensor, tuple(cells), sizes))
+            for spec in specs
             for period in (PERIODS if any(p.is_shard for p in spec.placements) else PERIODS[:1])
-        ]
+        )
         return tuple(s for s in kept if self.limits.storage_allowed(name, s))
 
     def _by_recipe(self, specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
@@ -128,18 +142,19 @@ class ParameterMaker:
         of = self.cases.mesh_of
         period = np.array([PERIODS.index(s.period) for s in storages])[:, None]
         forward, backward = paths.forward_s[pick], paths.backward_s[pick]
-        time_s = np.select(
-            [period == 0, period == 1],
-            [paths.bucketed_s[pick][of], forward[of] + m * backward[of]],
+        per_microbatch_s = np.where(
+            period == 1,
+            forward[of] + m * backward[of],
             m * n_uses * (2 * forward + backward)[of],
         )
+        time_s = np.where(period == 0, paths.bucketed_s[pick][of], per_microbatch_s)
         calls = paths.calls[pick] + 1e-3 * paths.moves[pick]
         tie = calls[of] * np.where(period == 0, 0.01, m)
         used = self._local_bytes(tables.tensors[0], uses)[:, None, :]
         copied, moved = paths.copies[pick] > 0, paths.moves[pick] > 0
         has_grad = float(tables.tensors[0].has_grad)
-        n_kept = np.select(
-            [period == 0, period == 1], [copied + has_grad * moved, copied * 1.0], 0.0
+        n_kept = np.where(
+            period == 0, copied + has_grad * moved, np.where(period == 1, copied * 1.0, 0.0)
         )
         size_bytes = used * n_kept[of]
         with_gathers, without = (self._periods_allowed(storages, g) for g in (True, False))
@@ -183,13 +198,12 @@ def _storage_specs(
 ) -> tuple[Spec, ...]:
     """Invariant or sharded along one of `cells` on each axis, in every order."""
     options = [(I,) if n == 1 else (I, *(S(*c) for c in cells)) for n in sizes]
-    specs: dict[Spec, None] = {}
-    for placements in itertools.product(*options):
-        for order in itertools.permutations(range(len(sizes))):
-            spec = Spec.of(placements, order)
-            if illegal_reason(tensor, spec, sizes) is None:
-                specs.setdefault(spec)
-    return tuple(specs)
+    return tuple(
+        spec
+        for placements in itertools.product(*options)
+        if divides(tensor, placements, sizes)
+        for spec in with_orders(placements)
+    )
 
 
 @dataclass(frozen=True, eq=False)

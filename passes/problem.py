@@ -276,10 +276,12 @@ class ProblemBuilder:
             boundary_specs(self.cases.types[m][value], cost.mesh.sizes, side)
             for cost, m in self.cases.every
         ]
-        specs = tuple(dict.fromkeys(itertools.chain.from_iterable(of_cases)))
+        distinct = tuple(dict.fromkeys(of_cases))
+        specs = tuple(dict.fromkeys(itertools.chain.from_iterable(distinct)))
         index = self._add_variable(f"{value} {side}", {value: SpecColumn.of(specs)})
         self.boundary_variables[side, value] = index
-        legal = np.array([[spec in of for spec in specs] for of in of_cases], dtype=bool)
+        marks = {of: [spec in of for spec in specs] for of in distinct}
+        legal = np.array([marks[of] for of in of_cases], dtype=bool)
         self.variables[index].cost_s = np.where(legal, 0.0, np.inf)
         self.variables[index].tie = np.linspace(0.0, 1e-6, len(specs))[None]
         return index
