@@ -201,6 +201,10 @@ class LogicalMesh:
     def __post_init__(self) -> None:
         assert len(self.sizes) == len(self.names) == len(self.links), self
 
+    def __hash__(self) -> int:
+        # Of few numbers, as meshes are the keys of many tables; those of equal sizes are few.
+        return hash((self.sizes, self.first_rank))
+
     @property
     def n_axes(self) -> int:
         return len(self.sizes)

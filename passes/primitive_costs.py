@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost.model import CostModel
-from autopar.moves import COLLECTIVES
+from autopar.moves import COLLECTIVES, PrimitiveKind
 from autopar.passes.move_graph import MoveGraph
 
 Array = NDArray[np.float64]
@@ -56,17 +56,31 @@ class PrimitiveLines:
 @lru_cache(maxsize=512)
 def primitive_lines(graph: MoveGraph, costs: tuple[CostModel, ...]) -> PrimitiveLines:
     """The lines of a graph's primitives on the meshes of some cost models."""
-    lines = [[cost.lines(p.kind, p.axes) for p in graph.primitives] for cost in costs]
+    # Primitives that differ in what cuts their tensors have the same lines.
+    calls = dict.fromkeys((p.kind, p.axes) for p in graph.primitives)
+    number = {call: k for k, call in enumerate(calls)}
+    lines = [[_lines(cost, *call) for call in number] for cost in costs]
     n_most = max((len(of) for row in lines for of in row), default=1)
-    shape = (len(costs), len(graph.primitives), n_most)
+    shape = (len(costs), len(number), n_most)
     latency_s, s_per_byte = np.full(shape, np.inf), np.zeros(shape)
-    n_shards = np.ones(shape[:2], dtype=np.int64)
-    for b, (cost, row) in enumerate(zip(costs, lines, strict=True)):
-        for p, (primitive, of) in enumerate(zip(graph.primitives, row, strict=True)):
-            latency_s[b, p, : len(of)] = [a for a, _ in of]
-            s_per_byte[b, p, : len(of)] = [slope for _, slope in of]
-            for axis in primitive.shards:
-                n_shards[b, p] *= cost.mesh.sizes[axis]
+    for b, row in enumerate(lines):
+        for k, of in enumerate(row):
+            latency_s[b, k, : len(of)] = [a for a, _ in of]
+            s_per_byte[b, k, : len(of)] = [slope for _, slope in of]
+    which = np.array([number[p.kind, p.axes] for p in graph.primitives], dtype=np.int64)
+    sizes = np.array([cost.mesh.sizes for cost in costs], dtype=np.int64)
+    is_cut = np.zeros((len(graph.primitives), sizes.shape[1]), dtype=bool)
+    for p, primitive in enumerate(graph.primitives):
+        is_cut[p, list(primitive.shards)] = True
+    n_shards = np.where(is_cut, sizes[:, None], 1).prod(axis=2)
     is_collective = np.array([p.kind in COLLECTIVES for p in graph.primitives], dtype=bool)
     buckets = np.array([float(cost.bucket_bytes) for cost in costs])
+    latency_s, s_per_byte = (np.take(array, which, axis=1) for array in (latency_s, s_per_byte))
     return PrimitiveLines(latency_s, s_per_byte, n_shards, is_collective, buckets)
+
+
+@lru_cache(maxsize=1 << 14)
+def _lines(
+    cost: CostModel, kind: PrimitiveKind, axes: tuple[int, ...]
+) -> tuple[tuple[float, float], ...]:
+    return cost.lines(kind, axes)

@@ -19,7 +19,13 @@ from autopar.cost.model import CostModel
 from autopar.moves import COLLECTIVES
 from autopar.passes.move_graph import MoveGraph, Step, clear_graphs, move_graph
 from autopar.passes.primitive_costs import primitive_lines
-from autopar.passes.reshard_paths import LastMoves, find_paths, sum_along
+from autopar.passes.reshard_paths import (
+    LastMoves,
+    find_paths,
+    move_weights,
+    path_seconds,
+    sum_along,
+)
 from autopar.spec import Spec, TensorType
 
 Array = NDArray[np.float64]
@@ -31,14 +37,14 @@ def primitive_calls(graph: MoveGraph) -> Array:
     return np.array([float(p.kind in COLLECTIVES) for p in graph.primitives])
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ReshardTables:
     """The cheapest reshards of tensors on meshes that use the same axes; paths are found when they
     are first asked for.
 
     `legal` is [cases, specs]; `seconds` [cases, primitives of the graph], infinite where one may
-    not be used. There are many, so of the paths only the last moves are kept: spec -> [cases,
-    specs].
+    not be used. There are many, so of the paths only the last moves are kept: [cases, sources,
+    specs], and the `_row` of every source that is known.
     """
 
     tensors: tuple[TensorType, ...]
@@ -46,7 +52,8 @@ class ReshardTables:
     graph: MoveGraph
     legal: NDArray[np.bool_]
     seconds: Array
-    _last: dict[int, LastMoves] = field(default_factory=dict, init=False)
+    _last: LastMoves = field(init=False)
+    _row: dict[int, int] = field(default_factory=dict, init=False)
 
     @property
     def index(self) -> Mapping[Spec, int]:
@@ -81,45 +88,40 @@ class ReshardTables:
         Seconds are forward + backward, infinite where there is no path or either spec is not
         legal; ties whole thousandths.
         """
-        graph, at = self.graph, np.array(targets, dtype=np.int64)
-        last = self.last_moves(sources, cases)
-        time_s = sum_along(graph.source, last, at, self._move_s(cases)[:, None], np.inf)[:, 0]
+        graph, rows = self.graph, self._found(sources)
+        time_s, tie = path_seconds(
+            graph.source, self._last[cases], rows, np.array(targets, dtype=np.int64),
+            graph.forward, graph.backward, self.seconds[cases], self._move_tie,
+        )  # fmt: skip
         time_s[~self.legal[cases, sources]] = np.inf
-        tie = sum_along(graph.source, last, at, self._move_tie[None, None], 0.0)[:, 0]
         return time_s, np.rint(tie * 1e3) / 1e3
 
     def along_paths(self, sources: Sequence[int], move_values: Array) -> Array:
         """[cases, k, moves] -> [cases, k, sources, specs]: sums over the moves of the path to every
         spec."""
-        everywhere = np.arange(len(self.graph.specs))
-        return sum_along(self.graph.source, self.last_moves(sources), everywhere, move_values, 0.0)
+        rows, everywhere = self._found(sources), np.arange(len(self.graph.specs))
+        return sum_along(self.graph.source, self._last, rows, everywhere, move_values)
 
-    def last_moves(self, sources: Sequence[int], cases: slice = _ALL) -> LastMoves:
-        """[cases, sources, specs]: of the cheapest paths, by time, then tie; found together where
-        they are not known."""
-        unknown = [s for s in dict.fromkeys(sources) if s not in self._last]
+    def last_moves(self, source: int, case: int) -> NDArray[np.int32]:
+        """[specs]: of the cheapest paths from a spec, by time, then tie."""
+        (row,) = self._found([source])
+        found: NDArray[np.int32] = self._last[case, row]
+        return found
+
+    def _found(self, sources: Sequence[int]) -> NDArray[np.int64]:
+        """Where the paths from some specs are among those that are known; found together where they
+        are not yet."""
+        unknown = [s for s in dict.fromkeys(sources) if s not in self._row]
         if unknown:
-            found = find_paths(
-                self.graph.first, self.graph.target, self._weights(), np.array(unknown)
-            )
-            self._last.update(zip(unknown, np.moveaxis(found, 1, 0), strict=True))
-        return np.stack([self._last[s][cases] for s in sources], axis=1)
-
-    def _weights(self) -> Array:
-        """[cases, moves]: seconds, and so little of the tie that it decides among equals alone."""
-        graph, move_s = self.graph, self._move_s()
-        move_s[~(self.legal[:, graph.source] & self.legal[:, graph.target])] = np.inf
-        usable = np.isfinite(move_s) & (move_s > 0)
-        positive = np.where(usable, move_s, np.inf).min(axis=1, initial=np.inf)
-        unit = np.where(np.isfinite(positive), positive * 1e-10, 1e-30)[:, None]
-        weights: Array = move_s + unit * self._move_tie
-        return weights
-
-    def _move_s(self, cases: slice = _ALL) -> Array:
-        """[cases, moves]"""
-        seconds, graph = self.seconds[cases], self.graph
-        move_s: Array = seconds[:, graph.forward] + seconds[:, graph.backward]
-        return move_s
+            graph = self.graph
+            weights = move_weights(
+                graph.source, graph.target, graph.forward, graph.backward,
+                self.legal, self.seconds, self._move_tie,
+            )  # fmt: skip
+            found = find_paths(graph.first, graph.target, weights, np.array(unknown))
+            self._last = np.concatenate((self._last, found), axis=1) if self._row else found
+            self._row |= {s: len(self._row) + i for i, s in enumerate(unknown)}
+        return np.array([self._row[s] for s in sources], dtype=np.int64)
 
     @property
     def _move_tie(self) -> Array:
@@ -166,7 +168,7 @@ class ReshardTable:
     def path(self, source: Spec, target: Spec) -> tuple[Step, ...]:
         """The moves of the cheapest reshard; empty when the specs are equal."""
         tables, at, out = self.tables, self.index[target], []
-        last = tables.last_moves([self.index[source]], self._cases)[0, 0]
+        last = tables.last_moves(self.index[source], self.case)
         while at != self.index[source]:
             before = int(tables.graph.source[last[at]])
             out.append(tables.graph.step(self.tensor, tables.sizes[self.case], before, at))

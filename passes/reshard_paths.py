@@ -56,25 +56,71 @@ def _find(first: Indices, target: Indices, weight: Array, source: int, last: Las
 
 @compiled
 def sum_along(
-    before: Indices, last: LastMoves, targets: Indices, values: Array, none: float
+    before: Indices, last: LastMoves, rows: Indices, targets: Indices, values: Array
 ) -> Array:
-    """[cases, k, sources, targets]: sums over the moves of the paths to some vertices, last move
-    first; `none` where there is no path.
+    """[cases, k, rows, targets]: sums over the moves of the paths to some vertices, last move
+    first; 0 where there is no path.
 
-    `before` [moves] are the vertices that moves leave, `last` is [cases, sources, vertices];
-    `values` of moves are [cases or 1, k, moves].
+    `before` [moves] are the vertices that moves leave, `last` is [cases, sources, vertices], of
+    which some `rows` are asked for; `values` of moves are [cases, k, moves].
     """
-    n_cases, n_sources, _ = last.shape
-    sums = np.zeros((n_cases, values.shape[1], n_sources, len(targets)))
-    for case in range(n_cases):
-        of_case = values[case if len(values) > 1 else 0]
-        for row in range(n_sources):
-            for column in range(len(targets)):
-                move = last[case, row, targets[column]]
-                if move == -2:
-                    sums[case, :, row, column] = none
+    sums = np.zeros((len(last), values.shape[1], len(rows), len(targets)))
+    for case in range(len(last)):
+        for i in range(len(rows)):
+            for j in range(len(targets)):
+                move = last[case, rows[i], targets[j]]
                 while move >= 0:
-                    for k in range(len(of_case)):
-                        sums[case, k, row, column] += of_case[k, move]
-                    move = last[case, row, before[move]]
+                    for k in range(values.shape[1]):
+                        sums[case, k, i, j] += values[case, k, move]
+                    move = last[case, rows[i], before[move]]
     return sums
+
+
+@compiled
+def path_seconds(
+    before: Indices, last: LastMoves, rows: Indices, targets: Indices,
+    forward: Indices, backward: Indices, seconds: Array, ties: Array,
+) -> tuple[Array, Array]:  # fmt: skip
+    """[cases, rows, targets]: seconds of the same paths, infinite where there is none, and ties.
+
+    `seconds` are [cases, primitives], of which a move runs one `forward` and one `backward`; `ties`
+    [moves].
+    """
+    time_s = np.zeros((len(last), len(rows), len(targets)))
+    tie = np.zeros(time_s.shape)
+    for case in range(len(last)):
+        for i in range(len(rows)):
+            for j in range(len(targets)):
+                move = last[case, rows[i], targets[j]]
+                if move == -2:
+                    time_s[case, i, j] = np.inf
+                while move >= 0:
+                    time_s[case, i, j] += (
+                        seconds[case, forward[move]] + seconds[case, backward[move]]
+                    )
+                    tie[case, i, j] += ties[move]
+                    move = last[case, rows[i], before[move]]
+    return time_s, tie
+
+
+@compiled
+def move_weights(
+    before: Indices, target: Indices, forward: Indices, backward: Indices,
+    legal: NDArray[np.bool_], seconds: Array, ties: Array,
+) -> Array:  # fmt: skip
+    """[cases, moves]: seconds, and so little of the tie that it decides among equals alone;
+    infinite where a move's end is not `legal` [cases, vertices]. The rest as in `path_seconds`."""
+    weights = np.empty((len(seconds), len(before)))
+    for case in range(len(seconds)):
+        least = np.inf
+        for move in range(len(before)):
+            move_s = seconds[case, forward[move]] + seconds[case, backward[move]]
+            if not (legal[case, before[move]] and legal[case, target[move]]):
+                move_s = np.inf
+            if 0.0 < move_s < least:
+                least = move_s
+            weights[case, move] = move_s
+        unit = least * 1e-10 if least < np.inf else 1e-30
+        for move in range(len(before)):
+            weights[case, move] += unit * ties[move]
+    return weights
