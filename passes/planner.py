@@ -207,8 +207,12 @@ class Planner:
         """Is recompute left alone: would devices without a limit gain less than it costs?"""
         if self.evaluator is self._plain:
             return True
-        free_s = min((self._free_s(tries) for _, tries in self._tried), default=0.0)
-        return math.isfinite(step_time_s) and step_time_s <= MEMORY_COSTS * free_s
+        every = [tries for _, tries in self._tried]
+        # Without a limit no recipe is faster than the search on its view.
+        searched = [tries for tries in every if not tries[0].is_recipe] or every
+        return math.isfinite(step_time_s) and all(
+            step_time_s <= MEMORY_COSTS * self._free_s(tries) for tries in searched
+        )
 
     def _add_recomputed(
         self, errors: list[tuple[InfeasibleError, Candidate]], notes: list[Alternative]
