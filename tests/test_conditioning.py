@@ -80,11 +80,11 @@ def test_the_optimum_is_that_of_elimination() -> None:
         for weights in (Weights(), Weights(size=0.3)):
             potentials = Potentials.of(problem, weights)
             wanted, _ = minimise(plan_elimination(problem), potentials)
-            values, choices = minimise_conditioned(plan, potentials)
-            assert values[0] == pytest.approx(wanted, rel=REL, abs=1e-15), i
+            value, choice = minimise_conditioned(plan, potentials)
+            assert value == pytest.approx(wanted, rel=REL, abs=1e-15), i
             if math.isfinite(wanted):
-                totals = problem.evaluate(choices[0].tolist())
-                summed = totals.cost_s + float(weights.size) * totals.bytes
+                totals = problem.evaluate(choice)
+                summed = totals.cost_s + weights.size * totals.bytes
                 assert summed == pytest.approx(wanted, rel=REL, abs=1e-15), i
     assert n_hubs > 60
 
@@ -137,14 +137,14 @@ def test_repeated_blocks(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
                 if math.isfinite(value):
                     totals = point.totals
                     summed = weights.cost * totals.cost_s + weights.tie * totals.tie
-                    summed += float(weights.size) * totals.bytes
+                    summed += weights.size * totals.bytes
                     assert summed == pytest.approx(value, rel=REL, abs=1e-15)
     assert n_conditioned > 5
 
 
 @pytest.mark.usefixtures("small_tables")
-def test_several_problems_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Corners of the hull, walked together where elimination without hubs is not quick."""
+def test_several_problems_of_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Corners of their hulls, walked where elimination without hubs is not quick."""
     rng = np.random.default_rng(0)
     one = chain_with_hubs(3)
     several = one.several()

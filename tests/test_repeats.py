@@ -122,7 +122,7 @@ def test_the_optimum_is_that_of_the_problem_written_out(first: int) -> None:
             assert (totals.tie, totals.bytes) == (flat.tie, flat.bytes)
             assert totals.cost_s == pytest.approx(flat.cost_s, rel=REL)
             summed = weights.cost * flat.cost_s + weights.tie * flat.tie
-            summed += float(weights.size) * flat.bytes
+            summed += weights.size * flat.bytes
             assert summed == pytest.approx(value, rel=REL, abs=1e-15)
 
 

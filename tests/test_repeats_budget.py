@@ -49,7 +49,7 @@ def test_branches_part_all_choices(first: int) -> None:
                     n_changing += len(handed_on) > 1
                 totals = point.totals
                 summed = weights.cost * totals.cost_s + weights.tie * totals.tie
-                summed += float(weights.size) * totals.bytes
+                summed += weights.size * totals.bytes
                 assert summed == pytest.approx(value, rel=REL, abs=1e-15)
             assert min(values) == pytest.approx(whole, rel=REL, abs=1e-15), (seed, r)
     assert n_changing > 10

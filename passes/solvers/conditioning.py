@@ -27,11 +27,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.passes.solvers.elimination import (
-    Choices,
-    eliminate,
-    least_of_classes,
-)
+from autopar.passes.solvers.elimination import eliminate, least_of_classes
 from autopar.passes.solvers.elimination_order import (
     Axes,
     EliminationPlan,
@@ -41,7 +37,7 @@ from autopar.passes.solvers.elimination_order import (
     plan_order,
 )
 from autopar.passes.solvers.potentials import Potentials
-from autopar.passes.solvers.problem import Codes, FloatArray
+from autopar.passes.solvers.problem import Choice, Codes, FloatArray
 
 # Steps with more entries than this are left to the core, and the core's, without hubs, have fewer.
 FIRST_ENTRIES = 2**25
@@ -207,27 +203,18 @@ def _joined(
 
 def minimise_conditioned(
     plan: ConditionedPlan, potentials: Potentials, lazy: Sequence[Lazy] = ()
-) -> tuple[FloatArray, Choices]:
-    """[problems]: the least totals (infinite: none is allowed); and choices that attain them."""
-    first, n = plan.first, len(potentials.rows)
+) -> tuple[float, Choice]:
+    """Of one problem the least total and a choice that attains it (infinite: none is allowed)."""
+    first = plan.first
     eliminated = eliminate(first, potentials)
-    values, known = np.empty(n), {v: np.zeros(n, np.intp) for v in (*plan.variables, *plan.hubs)}
-    for p in range(n):
-
-        def row(array: FloatArray, p: int = p) -> FloatArray:
-            return array if len(array) == 1 else array[p : p + 1]
-
-        unary = {v: row(potentials.own[v]) for v in known}
-        of_core = [row(eliminated.table(placed.table))[0] for placed in first.left]
-        of_core += [row(one.made_from)[0] for one in lazy]
-        finish = [None] * len(first.left) + [one.finish for one in lazy]
-        core = _Core(plan, unary, of_core, finish)
-        values[p], best = core.least()
-        values[p] += float(row(eliminated.constant)[0])
-        if best is not None:
-            for v, k in core.choices(best).items():
-                known[v][p] = k
-    return values, eliminated.choices(np.arange(n), known)
+    unary = {v: potentials.own[v] for v in (*plan.variables, *plan.hubs)}
+    tables = [eliminated.table(placed.table)[0] for placed in first.left]
+    tables += [one.made_from[0] for one in lazy]
+    finish = [None] * len(first.left) + [one.finish for one in lazy]
+    core = _Core(plan, unary, tables, finish)
+    total, best = core.least()
+    known = dict.fromkeys(unary, 0) if best is None else core.choices(best)
+    return total + float(eliminated.constant[0]), eliminated.choice(known)
 
 
 class _Core:
@@ -329,5 +316,4 @@ class _Core:
             of_class = plan.first.partitions.codes[partition] == k
             out[h] = int(np.where(of_class, self.unary[h][0], np.inf).argmin())
         core = eliminate(plan.core, self._potentials(best[None]))
-        (row,) = core.choices(np.zeros(1, dtype=np.intp), {})
-        return out | dict(zip(plan.variables, row.tolist(), strict=True))
+        return out | dict(zip(plan.variables, core.choice({}), strict=True))

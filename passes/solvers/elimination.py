@@ -6,14 +6,14 @@ S_v, the other variables they mention:
     m_v(S_v) = min over x_v of [ unary_v(x_v) + sum of tables that mention v ]
 
 until a constant, the optimum, is left; walking back, v takes the argmin of the same sum at
-the chosen values of S_v (`Eliminated.choices`), which is one vector. Tables are over classes of
+the chosen values of S_v (`Eliminated.chosen`), which is one vector. Tables are over classes of
 choices: those of v that no table tells apart are one first, the least of them. The order is planned
 in `elimination_order.py`; each value of its hubs is tried with the hub's tables folded into those
 of its neighbours (`minimise`). Where variables remain, what is left is one table over them
 (`project`).
 
-Problems of one structure have arrays that begin with an axis of problems, of length 1 where they
-agree; each is solved by compiled loops (`elimination_loops.py`).
+Numbers may be rows of several problems of one structure; `eliminate` runs compiled loops on each
+(`elimination_loops.py`).
 
 Infinite entries need no care: nothing here subtracts them. Bucket elimination: Dechter,
 "Bucket elimination: a unifying framework for reasoning", Artificial Intelligence 113 (1999).
@@ -37,7 +37,7 @@ from autopar.passes.solvers.elimination_order import EliminationPlan, Placed
 from autopar.passes.solvers.potentials import Potentials
 from autopar.passes.solvers.problem import Choice, Codes, FloatArray
 
-# [problems, variables]
+# [rows, variables]
 Choices = NDArray[np.intp]
 
 
@@ -56,17 +56,21 @@ class Eliminated:
         at, shape = self.code.table_at[t], self.code.shapes[t]
         return self.numbers[:, at : at + math.prod(shape)].reshape(len(self.numbers), *shape)
 
-    def choices(self, problems: Codes, known: Mapping[int, Codes]) -> Choices:
-        """The choices of all variables, a row for each of some problems, where hubs and remaining
-        variables are `known`."""
+    def chosen(self, known: Mapping[int, Codes], n_rows: int = 1) -> Choices:
+        """Of the first problem the best choices of all variables, a row each for values `known`
+        [rows] of hubs and remaining variables."""
         code = self.code
-        out = np.zeros((len(problems), len(self.plan.sizes)), dtype=np.intp)
+        out = np.zeros((n_rows, len(self.plan.sizes)), dtype=np.intp)
         for v, values in known.items():
             out[:, v] = values
-        for p, row in zip(problems.tolist(), out, strict=True):
-            numbers = self.numbers[p if len(self.numbers) > 1 else 0]
-            walk_back(numbers, code.steps, code.reads, code.axes, code.places, row)
+        for row in out:
+            walk_back(self.numbers[0], code.steps, code.reads, code.axes, code.places, row)
         return out
+
+    def choice(self, known: Mapping[int, int]) -> Choice:
+        """The same, where one value each is known."""
+        (row,) = self.chosen({v: np.array([k]) for v, k in known.items()})
+        return tuple(row.tolist())
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,11 +81,11 @@ class Projection:
     eliminated: Eliminated
     table: FloatArray
 
-    def choices_at(self, problems: Codes, remaining: Choices) -> Choices:
+    def choices_at(self, remaining: Choices) -> Choices:
         """The choices of all variables that attain the table's entries where the remaining ones
-        choose so, a row each of one of the problems."""
+        choose so, a row each; of the first problem."""
         known = {v: remaining[:, k] for k, v in enumerate(self.eliminated.plan.remaining)}
-        return self.eliminated.choices(problems, known)
+        return self.eliminated.chosen(known, len(remaining))
 
 
 def eliminate(plan: EliminationPlan, potentials: Potentials) -> Eliminated:
@@ -112,54 +116,42 @@ def project(plan: EliminationPlan, potentials: Potentials) -> Projection:
 
 def minimise(plan: EliminationPlan, potentials: Potentials) -> tuple[float, Choice]:
     """Of one problem the least total and a choice that attains it (infinite: none is allowed)."""
-    values, choices = minimise_all(plan, potentials)
-    return float(values[0]), tuple(choices[0].tolist())
-
-
-def minimise_all(plan: EliminationPlan, potentials: Potentials) -> tuple[FloatArray, Choices]:
-    """[problems]: the least totals (infinite: none is allowed); and choices that attain them."""
-    n = len(potentials.rows)
-    best, best_choices = np.full(n, np.inf), np.zeros((n, len(plan.sizes)), dtype=np.intp)
-    for bounds, values in branches(plan, potentials):
-        if not (bounds < best).any():
-            continue
+    best, choice = math.inf, (0,) * len(plan.sizes)
+    for bound, values in branches(plan, potentials):
+        if bound >= best:
+            break
         constant, branch = condition(plan, potentials, values)
         eliminated = eliminate(plan, branch)
-        totals = np.broadcast_to(constant + eliminated.constant, (n,))
-        better = np.flatnonzero(totals < best)
-        if len(better):
-            known = {h: np.full(len(better), k) for h, k in zip(plan.hubs, values, strict=True)}
-            best[better] = totals[better]
-            best_choices[better] = eliminated.choices(better, known)
-    return best, best_choices
+        total = constant + float(eliminated.constant[0])
+        if total < best:
+            best, choice = total, eliminated.choice(dict(zip(plan.hubs, values, strict=True)))
+    return best, choice
 
 
-def branches(
-    plan: EliminationPlan, potentials: Potentials
-) -> list[tuple[FloatArray, tuple[int, ...]]]:
-    """(lower bound of every problem, values of the hubs), best first; one branch without hubs."""
+def branches(plan: EliminationPlan, potentials: Potentials) -> list[tuple[float, tuple[int, ...]]]:
+    """(lower bound, values of the hubs) of one problem, best first; one branch without hubs."""
     if not plan.hubs:
-        return [(np.full(1, -np.inf), ())]
+        return [(-math.inf, ())]
     out = []
     for values in itertools.product(*(range(plan.sizes[h]) for h in plan.hubs)):
         constant, branch = condition(plan, potentials, values)
-        bounds = constant + sum(branch.own[s.variable].min(axis=1) for s in plan.steps)
+        bound = constant + sum(float(branch.own[s.variable].min()) for s in plan.steps)
         for table in branch.tables:
-            bounds = bounds + table.reshape(len(table), -1).min(axis=1)
-        out.append((bounds, values))
-    return sorted(out, key=lambda branch: (float(branch[0].min()), branch[1]))
+            bound += float(table.min())
+        out.append((bound, values))
+    return sorted(out)
 
 
 def condition(
     plan: EliminationPlan, potentials: Potentials, values: tuple[int, ...]
-) -> tuple[FloatArray, Potentials]:
-    """Fix the hubs: their own cost as a constant, their axes left out of tables."""
-    constant = np.zeros(1)
+) -> tuple[float, Potentials]:
+    """Fix the hubs of one problem: their own cost as a constant, their axes left out of tables."""
     if not plan.hubs:
-        return constant, potentials
+        return 0.0, potentials
     fixed = dict(zip(plan.hubs, values, strict=True))
+    constant = 0.0
     for h, k in fixed.items():
-        constant = constant + potentials.own[h][:, k]
+        constant += float(potentials.own[h][0, k])
     tables = []
     for axes, table in zip(plan.given, potentials.tables, strict=True):
         at: Any = (slice(None),)

@@ -7,24 +7,21 @@ A price p (seconds per byte) makes one cost of two, and elimination solves
 exactly; every optimum is a corner of the lower hull of the points (bytes(x), cost(x)). Starting
 from the fastest and the leanest choice, the next price is the slope between two neighbouring
 corners: either a corner between them comes out, or they are neighbours on the hull. Problems that
-differ in their numbers alone walk together: every round eliminates all of them once.
+differ in their numbers alone have one plan.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from autopar.passes.solvers.conditioning import (
     ConditionedPlan,
     minimise_conditioned,
     plan_conditioned,
 )
-from autopar.passes.solvers.elimination import minimise_all
+from autopar.passes.solvers.elimination import minimise
 from autopar.passes.solvers.elimination_order import (
     Axes,
     EliminationPlan,
@@ -37,7 +34,6 @@ from autopar.passes.solvers.problem import (
     Choice,
     ChoiceProblem,
     ChoiceProblems,
-    FloatArray,
     Infeasible,
 )
 from autopar.passes.solvers.reductions import reduce
@@ -67,7 +63,9 @@ def hull_corners(problem: ChoiceProblem, n_most: int) -> list[Choice] | Infeasib
     except TooWide:
         found = solve(replace(problem, budget_bytes=None))
         return found if isinstance(found, Infeasible) else [found.choice]
-    (corners,) = _Walk(reduced.problem.several(), plan).corners(n_most)
+    alone = reduced.problem.several()
+    numbers = Numbers.of(alone)
+    corners = _Walk(numbers, Entries.of(alone, numbers.layout), plan).corners(n_most)
     return FORBIDDEN if corners is None else [reduced.lift(choice) for choice in corners]
 
 
@@ -82,18 +80,21 @@ def hull_corners_of(problems: ChoiceProblems, n_most: int) -> list[list[Choice] 
             plan = plan_conditioned(problems.sizes, axes, limits=QUICK_BRANCH)
         except TooWide:
             return [hull_corners(problems.of(i), n_most) for i in range(problems.n_problems)]
-    found: list[list[Choice] | None] = []
+    found: list[list[Choice] | Infeasible] = []
     for start in range(0, problems.n_problems, _N_TOGETHER):
         some = range(start, min(start + _N_TOGETHER, problems.n_problems))
-        found += _Walk(problems.some(some), plan).corners(n_most)
-    return [FORBIDDEN if corners is None else corners for corners in found]
+        numbers = Numbers.of(problems.some(some))
+        entries = Entries.of(problems, numbers.layout)
+        for i in range(len(some)):
+            corners = _Walk(numbers.of_one(i), entries, plan).corners(n_most)
+            found.append(FORBIDDEN if corners is None else corners)
+    return found
 
 
 @dataclass
 class _Side:
-    """Two corners of a problem's hull, between which there may be others."""
+    """Two corners of the hull, between which there may be others."""
 
-    problem: int
     fast: _Corner
     lean: _Corner
 
@@ -113,72 +114,44 @@ class _Corner:
     bytes: float
 
 
+@dataclass(frozen=True)
 class _Walk:
-    """Elimination of problems at several prices."""
+    """Elimination of one problem at several prices."""
 
-    def __init__(self, problems: ChoiceProblems, plan: EliminationPlan | ConditionedPlan) -> None:
-        self.n_problems, self.plan = problems.n_problems, plan
-        self.numbers = Numbers.of(problems)
-        self._entries = Entries.of(problems, self.numbers.layout)
+    numbers: Numbers
+    entries: Entries
+    plan: EliminationPlan | ConditionedPlan
 
-    def corners(self, n_most: int) -> list[list[Choice] | None]:
-        """Per problem; None where nothing is allowed."""
-        every = list(range(self.n_problems))
-        free = self._at(every, np.zeros(len(every)))
-        allowed = [i for i in every if free[i] is not None]
-        if n_most == 1 or not allowed:
-            return [None if corner is None else [corner.choice] for corner in free]
-        even = np.array([self._even(free[i]) for i in allowed])
-        fastest, leanest = self._at(allowed, even * _LOW), self._at(allowed, even * _HIGH)
-        found: dict[int, dict[Choice, None]] = {}
-        sides: dict[int, deque[_Side]] = {}
-        for i, fast, lean in zip(allowed, fastest, leanest, strict=True):
-            assert fast is not None and lean is not None, "a price forbids nothing"
-            found[i] = dict.fromkeys((fast.choice, lean.choice))
-            sides[i] = deque([_Side(i, fast, lean)])
-        while round_ := self._round(sides, found, n_most):
-            prices = np.array([price for _, price in round_])
-            corners = self._at([side.problem for side, _ in round_], prices)
-            for (side, _), between in zip(round_, corners, strict=True):
-                assert between is not None
-                if between.choice not in found[side.problem]:
-                    found[side.problem][between.choice] = None
-                    sides[side.problem].append(_Side(side.problem, side.fast, between))
-                    sides[side.problem].append(_Side(side.problem, between, side.lean))
-        return [list(found[i]) if i in found else None for i in every]
-
-    @staticmethod
-    def _round(
-        sides: Mapping[int, deque[_Side]], found: Mapping[int, Mapping[Choice, None]], n_most: int
-    ) -> list[tuple[_Side, float]]:
-        """The next side of every problem that wants more corners, and its price."""
-        out = []
-        for i, waiting in sides.items():
-            while waiting and len(found[i]) < n_most:
-                side = waiting.popleft()
-                if (price := side.s_per_byte) is not None:
-                    out.append((side, price))
-                    break
-        return out
-
-    @staticmethod
-    def _even(corner: _Corner | None) -> float:
-        """The price at which all bytes cost as much as all else."""
-        assert corner is not None
-        return corner.cost_s / corner.bytes if corner.bytes and corner.cost_s else 1.0
-
-    def _at(self, rows: Sequence[int], s_per_byte: FloatArray) -> list[_Corner | None]:
-        """Some of the problems, one after the other: the numbers of one stay in the cache."""
-        return [self._corner(i, price) for i, price in zip(rows, s_per_byte.tolist(), strict=True)]
-
-    def _corner(self, problem: int, s_per_byte: float) -> _Corner | None:
-        numbers = self.numbers.of_one(problem)
-        potentials = numbers.at(Weights(size=s_per_byte))
-        if isinstance(self.plan, ConditionedPlan):
-            values, choices = minimise_conditioned(self.plan, potentials)
-        else:
-            values, choices = minimise_all(self.plan, potentials)
-        if not math.isfinite(values[0]):
+    def corners(self, n_most: int) -> list[Choice] | None:
+        """None where nothing is allowed."""
+        free = self._at(0.0)
+        if free is None:
             return None
-        (cost_s,), (size_bytes,) = numbers.totals(self._entries.at(choices))
-        return _Corner(tuple(choices[0].tolist()), float(cost_s), float(size_bytes))
+        if n_most == 1:
+            return [free.choice]
+        # The price at which all bytes cost as much as all else.
+        even = free.cost_s / free.bytes if free.bytes and free.cost_s else 1.0
+        fast, lean = self._at(even * _LOW), self._at(even * _HIGH)
+        assert fast is not None and lean is not None, "a price forbids nothing"
+        found = dict.fromkeys((fast.choice, lean.choice))
+        sides = deque([_Side(fast, lean)])
+        while sides and len(found) < n_most:
+            side = sides.popleft()
+            if (price := side.s_per_byte) is None:
+                continue
+            between = self._at(price)
+            assert between is not None
+            if between.choice not in found:
+                found[between.choice] = None
+                sides += _Side(side.fast, between), _Side(between, side.lean)
+        return list(found)
+
+    def _at(self, s_per_byte: float) -> _Corner | None:
+        potentials = self.numbers.at(Weights(size=s_per_byte))
+        if isinstance(self.plan, ConditionedPlan):
+            value, choice = minimise_conditioned(self.plan, potentials)
+        else:
+            value, choice = minimise(self.plan, potentials)
+        if not math.isfinite(value):
+            return None
+        return _Corner(choice, *self.numbers.totals(self.entries.at(choice)))

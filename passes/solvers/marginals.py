@@ -42,7 +42,7 @@ def min_marginals(plan: EliminationPlan, potentials: Potentials) -> list[FloatAr
             np.minimum(out[v], marginal + constant, out=out[v])
             total = float(marginal.min())
         for h, k in zip(plan.hubs, values, strict=True):
-            out[h][k] = min(out[h][k], float(constant[0]) + (total if plan.steps else 0.0))
+            out[h][k] = min(out[h][k], constant + (total if plan.steps else 0.0))
     return out
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.passes.solvers.problem import (
+    Choice,
     ChoiceProblem,
     ChoiceProblems,
     Codes,
@@ -26,12 +27,11 @@ Shape = tuple[int, ...]
 
 
 class Weights(NamedTuple):
-    """What is minimised: cost * cost_s + tie * ties + size * bytes. Of several problems, `size` may
-    be one each."""
+    """What is minimised: cost * cost_s + tie * ties + size * bytes."""
 
     cost: float = 1.0
     tie: float = 0.0
-    size: float | FloatArray = 0.0
+    size: float = 0.0
 
 
 class Kinds(NamedTuple):
@@ -187,13 +187,9 @@ class Numbers:
         )
         return Numbers(self.layout, cost_s, tie, size_bytes)
 
-    def totals(self, entries: Codes) -> tuple[FloatArray, FloatArray]:
-        """(costs, bytes) of one choice for each problem, whose `Entries` are given: [problems]."""
-        cost_s, size_bytes = (
-            np.take_along_axis(np.broadcast_to(array, (len(entries), array.shape[1])), entries, 1)
-            for array in (self.cost_s, self.size_bytes)
-        )
-        return cost_s.sum(axis=1), size_bytes.sum(axis=1)
+    def totals(self, entries: Codes) -> tuple[float, float]:
+        """(cost, bytes) of a choice of one problem, whose `Entries` are given."""
+        return float(self.cost_s[0, entries].sum()), float(self.size_bytes[0, entries].sum())
 
     def at(self, weights: Weights) -> Potentials:
         """Weighed; what is forbidden stays infinite."""
@@ -203,18 +199,16 @@ class Numbers:
             rows = self.cost_s * weights.cost
         if weights.tie != 0:
             rows = rows + self.tie * weights.tie
-        if isinstance(weights.size, np.ndarray):
-            rows = rows + self.size_bytes * weights.size[:, None]
-        elif weights.size != 0:
+        if weights.size != 0:
             rows = rows + self.size_bytes * weights.size
         return Potentials(self.layout, rows)
 
 
 @dataclass(frozen=True, eq=False)
 class Entries:
-    """Which entries of a row choices add up: every variable's own at `own_at`, and every table's at
-    `table_at` and what the choices of its two variables `ends` add to that, which begins `ends_at`
-    in `places`."""
+    """Which entries of a row a choice adds up: every variable's own at `own_at`, and every table's
+    at `table_at` and what the choices of its two variables `ends` add to that, which begins
+    `ends_at` in `places`."""
 
     own_at: Codes
     table_at: Codes
@@ -241,13 +235,13 @@ class Entries:
             np.concatenate(every),
         )  # fmt: skip
 
-    def at(self, choices: Codes) -> Codes:
-        """[problems, entries] of choices [problems, variables]."""
+    def at(self, choice: Choice) -> Codes:
+        """[entries] of a choice."""
+        chosen = np.array(choice)
         of_tables = self.table_at + sum(
-            self.places[at + choices[:, end]]
-            for end, at in zip(self.ends, self.ends_at, strict=True)
+            self.places[at + chosen[end]] for end, at in zip(self.ends, self.ends_at, strict=True)
         )
-        return np.concatenate((self.own_at + choices, of_tables), axis=1)
+        return np.concatenate((self.own_at + chosen, of_tables))
 
 
 def _codes(numbers: Sequence[int]) -> Codes:

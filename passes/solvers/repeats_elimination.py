@@ -143,8 +143,7 @@ class RepeatedElimination:
         once = self._once.at(weights)
         if isinstance(self._plan, ConditionedPlan):
             lazy = [Lazy(s.one.table, s.joined) for s in solved]
-            values, every = minimise_conditioned(self._plan, once, lazy)
-            value, chosen = float(values[0]), tuple(every[0].tolist())
+            value, chosen = minimise_conditioned(self._plan, once, lazy)
         else:
             potentials = once.with_tables([s.joined(s.one.table) for s in solved])
             value, chosen = minimise(self._plan, potentials)
@@ -343,7 +342,7 @@ class _Solved:
         states = [part for of in ends for part in _parts(of, block.state_shape)]
         columns = [np.array(column, dtype=np.intp) for column in (*outer, *states)]
         remaining = np.stack(columns, axis=1) if columns else np.zeros((len(pairs), 0), np.intp)
-        found = self.one.choices_at(np.zeros(len(pairs), dtype=np.intp), remaining)
+        found = self.one.choices_at(remaining)
         rows = [tuple(row[: len(block.block)]) for row in found.tolist()]
         row_of = dict(zip(pairs, rows, strict=True))
         return tuple(row_of[pair] for pair in steps)
