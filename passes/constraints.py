@@ -58,8 +58,8 @@ class Constraints:
         return self.roles[axis] if self.roles else "any"
 
     def n_static_shares(self, sizes: Sequence[int]) -> int:
-        """Over how many ranks of axes of such sizes parameters and their state are divided, at most:
-        data parallelism without ZeRO keeps all of them on every rank."""
+        """Over how many ranks of axes of such sizes parameters and their state are divided, at
+        most: data parallelism without ZeRO keeps all of them on every rank."""
         is_whole = self.zero == 0
         kept = (n for a, n in enumerate(sizes) if not (is_whole and self.role(a) == "data"))
         return math.prod(kept)

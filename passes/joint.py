@@ -186,9 +186,9 @@ class JointSearch:
         return self._with(m, self.costs(m), self.estimates).problem(n_stages, self.budget_bytes)
 
     def bound_s(self, m: int, n_stages: int | None) -> float:
-        """What plans with `m` microbatches take at least: what they were expected to before anything
-        was learned, or, if they were not searched, what would be if memory had no limit; had all
-        stages gained as much by being solved as the one that gained most so far."""
+        """What plans with `m` microbatches take at least: what they were expected to before
+        anything was learned, or, if they were not searched, what would be if memory had no limit;
+        had all stages gained as much by being solved as the one that gained most so far."""
         if m not in self._least_s:
             wanted = [Wanted(view, self.constraints(view)) for view in self.views]
             fastest = [costs[0] for costs in self.maker.searched(wanted, m) if costs]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,34 +23,27 @@ from functools import cached_property
 from autopar.cost.hardware import Hardware, resolve
 from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError, MeshError, OptionError
-from autopar.mesh import LogicalMesh, Mesh, factored_view
-from autopar.options import Manual, Options, StageOption
+from autopar.mesh import LogicalMesh, Mesh
+from autopar.options import Options
 from autopar.passes.analysis import Analysis
 from autopar.passes.best_count import best_count, best_recomputed
 from autopar.passes.choose import too_little_memory
-from autopar.passes.constraints import Constraints, Pin, Role
-from autopar.passes.counts import microbatch_counts, recipe_counts
+from autopar.passes.counts import microbatch_counts
 from autopar.passes.effort import Effort
 from autopar.passes.evaluate import Evaluator, Scored, compute_dtype
 from autopar.passes.intra_op import least_step_s
 from autopar.passes.joint import JointSearch, joint_search
 from autopar.passes.layout import (
     Candidate,
-    StageLayout,
-    check_submesh,
-    ends_by_modules,
     n_operators,
 )
-from autopar.passes.recipes import check_ranks, recipe_candidates, recipe_limits
+from autopar.passes.proposals import Proposals, Tries
+from autopar.passes.recipes import recipe_candidates
 from autopar.passes.refined import HOPELESS, refined_candidates
 from autopar.passes.simulated import Predict, Simulator, Solved
 from autopar.passes.submeshes import (
     all_views,
-    axes_text,
-    pins_on,
     submesh_sizes,
-    views_of,
-    views_text,
 )
 from autopar.plan_data import Alternative
 from autopar.units import format_bytes, format_seconds
@@ -81,10 +74,6 @@ class _TimeUp(Exception):
     """`time_limit_s` has passed, and there is a plan."""
 
 
-# Candidates under one name, with ever more microbatches: the best is taken.
-_Tries = tuple[str, list[Candidate]]
-
-
 @dataclass(frozen=True)
 class Planner:
     """Plans one captured program on one machine."""
@@ -95,7 +84,7 @@ class Planner:
     predict: Predict
     report: Progress = lambda text: None
     _found: list[Scored] = field(default_factory=list, init=False)
-    _tried: list[_Tries] = field(default_factory=list, init=False)
+    _tried: list[Tries] = field(default_factory=list, init=False)
     _searches: list[JointSearch] = field(default_factory=list, init=False)
 
     @cached_property
@@ -114,6 +103,10 @@ class Planner:
             tuple(microbatch_counts(self.analysis, self.options, self.mesh.n_ranks)),
             time.perf_counter() + (self.options.time_limit_s or math.inf),
         )  # fmt: skip
+
+    @cached_property
+    def _proposals(self) -> Proposals:
+        return Proposals(self.analysis, self.mesh, self.hardware, self.options)
 
     @property
     def _sizes(self) -> list[int]:
@@ -287,7 +280,7 @@ class Planner:
 
     @property
     def _whole(self) -> LogicalMesh:
-        return self._views(0, self.mesh.n_ranks)[0]
+        return self._proposals.views(0, self.mesh.n_ranks)[0]
 
     def _no_stages(self, n_stages: int) -> MeshError | OptionError | InfeasibleError:
         """Why there is no candidate with this many stages."""
@@ -303,43 +296,19 @@ class Planner:
 
     # -- candidates --------------------------------------------------------------------------
 
-    def _candidates(self) -> Iterator[_Tries]:
+    def _candidates(self) -> Iterator[Tries]:
         stages = self.options.stages
         if self.options.manual is not None:
-            yield from self._manual(self.options.manual)
+            yield from self._proposals.manual(self.options.manual, self.report)
         elif isinstance(stages, tuple):
-            yield from self._given_stages(stages)
+            yield from self._proposals.given(stages, self.evaluator)
         else:
             if stages in ("auto", 1):
-                yield from self._one_stage()
+                yield from self._proposals.one_stage()
             if stages != 1:
                 yield from self._stages(None if stages == "auto" else int(stages))
 
-    def _one_stage(self) -> Iterator[_Tries]:
-        views = self._views(0, self.mesh.n_ranks)
-        for view in views:
-            layout = self._layout(view)
-            yield self._any_count(f"search on {axes_text(view)}", layout, self._counts(layout))
-        if not self.options.force:
-            for name, view, limits in self._recipes(views):
-                layout = StageLayout(view, limits)
-                yield self._any_count(name, layout, self._counts(layout))
-
-    def _counts(self, layout: StageLayout) -> list[int]:
-        """Of one stage; each microbatch of a recipe is split over its data axes too."""
-        n_splits = math.prod(
-            size
-            for axis, size in enumerate(layout.view.sizes)
-            if layout.constraints.role(axis) == "data"
-        )
-        return microbatch_counts(self.analysis, self.options, self.mesh.n_ranks, n_splits)
-
-    def _any_count(self, name: str, layout: StageLayout, counts: Sequence[int]) -> _Tries:
-        """One stage, with every number of microbatches worth trying."""
-        ends = (n_operators(self.analysis.program),)
-        return name, [Candidate(name, ends, (layout,), m) for m in counts]
-
-    def _stages(self, n_stages: int | None) -> Iterator[_Tries]:
+    def _stages(self, n_stages: int | None) -> Iterator[Tries]:
         """The best of the joint search, and the best recipes of several stages."""
         self._tell("searching for stages")
         for candidate in _told_apart(self._with_stages(n_stages)):
@@ -378,86 +347,6 @@ class Planner:
 
     def _is_hopeless(self, candidate: Candidate) -> bool:
         return candidate.estimate_s > HOPELESS * self._least_s
-
-    def _given_stages(self, stages: Sequence[StageOption]) -> Iterator[_Tries]:
-        """The user's stages, each seen as is fastest for it."""
-        held = sum(s.n_ranks for s in stages)
-        if held != self.mesh.n_ranks:
-            raise MeshError(
-                f"stages= hold {held} ranks, the mesh has {self.mesh.n_ranks}",
-                hint="make the submeshes add up to the mesh",
-            )
-        ends = ends_by_modules(self.analysis.program, stages)
-        idle = self.evaluator.stage_without_parameters(ends)
-        if idle is not None:
-            raise OptionError(
-                f"stage {idle} of stages= has no parameter that learns, so nothing to optimise",
-                hint="give it a module with parameters",
-            )
-        first_rank, choices = 0, []
-        for stage in stages:
-            check_submesh(self.mesh, first_rank, stage)
-            views = self._views(first_rank, stage.n_ranks)
-            choices.append([self._layout(view) for view in views])
-            first_rank += stage.n_ranks
-        for m in microbatch_counts(self.analysis, self.options, self.mesh.n_ranks):
-            try:
-                layouts = self.evaluator.fastest(ends, choices, m)
-            except InfeasibleError:  # said by the candidate, of its leanest view
-                layouts = tuple(of_stage[0] for of_stage in choices)
-            name = f"{views_text([layout.view for layout in layouts])}, m={m}"
-            yield name, [Candidate(name, ends, layouts, m)]
-
-    def _layout(self, view: LogicalMesh) -> StageLayout:
-        return StageLayout(view, Constraints(self.options.forbid, pins=self._pins(view)))
-
-    def _views(self, first_rank: int, n_ranks: int) -> list[LogicalMesh]:
-        return views_of(self.mesh, self.hardware, self.options, first_rank, n_ranks)
-
-    def _pins(self, view: LogicalMesh) -> Mapping[str, tuple[Pin, ...]]:
-        return pins_on(self.analysis, self.options, view)
-
-    def _recipes(
-        self, views: Sequence[LogicalMesh]
-    ) -> Iterator[tuple[str, LogicalMesh, Constraints]]:
-        """Plain data parallelism, ZeRO-3 and Megatron, as far as `forbid` allows them."""
-        forbid = self.options.forbid
-        views = [v for v in views if v.active_axes and self.analysis.batch.size]
-        for view in views[:1]:  # every view of the ranks is the same to data parallelism
-            data: Role = "data"
-            everywhere = (data,) * view.n_axes
-            if "data" not in forbid:
-                yield (
-                    f"data parallel on {axes_text(view)}",
-                    view,
-                    Constraints(forbid, everywhere, 0),
-                )
-                if "zero3" not in forbid:
-                    yield f"ZeRO-3 on {axes_text(view)}", view, Constraints(forbid, everywhere, 3)
-        for view in views:
-            splits_batch = view.sizes[0] > 1
-            if view.n_axes != 2 or view.sizes[1] == 1 or "tensor" in forbid:
-                continue
-            if not (splits_batch and "data" in forbid):
-                roles: tuple[Role, ...] = ("data", "tensor")
-                limits = Constraints(forbid | {"sequence"}, roles, 0)
-                yield f"Megatron on {axes_text(view)}", view, limits
-
-    def _manual(self, manual: Manual) -> Iterator[_Tries]:
-        check_ranks(manual, self.mesh)
-        if self.options.force:
-            raise OptionError("manual is the whole recipe; force cannot be combined with it")
-        if manual.pp > 1:  # more microbatches make the bubble smaller, and cost more launches
-            search = (self.analysis, self.mesh, self.hardware, self.options)
-            for candidate in recipe_candidates(*search, manual, self.report):
-                name = f"manual recipe, m={candidate.n_microbatches}"
-                yield name, [replace(candidate, name=name)]
-            return
-        counts = recipe_counts(self.analysis, self.options, manual, self.mesh.n_ranks)
-        links, device = self.hardware.links, self.hardware.device
-        view = factored_view(self.mesh, links, device, {"dp": manual.dp, "tp": manual.tp})
-        layout = StageLayout(view, recipe_limits(self.options, manual))
-        yield self._any_count("manual recipe", layout, counts)
 
 
 def _told_apart(candidates: Iterator[Candidate]) -> Iterator[Candidate]:

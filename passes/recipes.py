@@ -60,8 +60,8 @@ def recipe_candidates(
     splits = [s for s in splits if s.n_stages > 1]
     if not splits:
         return []
-    # As many layers for the one asked for as for all: it is cut alike. Of thousands of ranks no model
-    # has as many layers worth a stage.
+    # As many layers for the one asked for as for all: it is cut alike. No model has thousands of
+    # layers worth a stage.
     n_least = max(min(mesh.n_ranks, MOST_LAYERS), manual.pp if manual else 0)
     n_most = max(mesh.n_ranks, MOST_LAYERS)
     search = JointSearch.of(
