@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -91,10 +91,8 @@ class Pipeline:
         for c in crossings:
             pair = c.source, c.target
             transfers[pair] = transfers.get(pair, False) or (c.has_grad and trains)
-        schedule = lower(
-            order(len(stages), stages[0].n_microbatches),
-            (Transfer(*pair, has_gradient) for pair, has_gradient in transfers.items()),
-        )
+        between = frozenset(Transfer(*pair, returns) for pair, returns in transfers.items())
+        schedule = _schedule(order, len(stages), stages[0].n_microbatches, between)
         n_blocks = math.lcm(*(most_batch_shards(s.delivered, s.axis_sizes) for s in stages))
         return Pipeline(tuple(stages), tuple(meshes), schedule, crossings, _ties(stages), n_blocks)
 
@@ -132,6 +130,13 @@ class Pipeline:
     def between(self, source: int, target: int) -> tuple[Crossing, ...]:
         """What crosses from one stage to another, in the order of their message."""
         return tuple(c for c in self.crossings if (c.source, c.target) == (source, target))
+
+
+@lru_cache(maxsize=16)
+def _schedule(
+    order: Order, n_stages: int, n_microbatches: int, between: frozenset[Transfer]
+) -> Schedule:
+    return lower(order(n_stages, n_microbatches), between)
 
 
 def _crossings(stages: Sequence[StageProgram]) -> tuple[Crossing, ...]:

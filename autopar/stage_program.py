@@ -10,7 +10,7 @@ what is printed is what is priced is what runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -314,6 +314,8 @@ class StageProgram:
     accumulation: Accumulation | None = None
     segments: tuple[Segment, ...] = ()
     repeats: tuple[RepeatedLines, ...] = ()
+    # What it costs, for pipelines that share it (`cost/predict.py`).
+    priced: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def taken(self) -> frozenset[str]:

@@ -117,8 +117,12 @@ def peak_of_stage(pipeline: Pipeline, stage: int, optimizer: str) -> float:
     """Most bytes on a rank of a stage, with as many microbatches as its schedule keeps."""
     schedule = pipeline.schedule
     n_in_flight, n_under_way = in_flight(schedule, stage), gradients_under_way(schedule, stage)
-    program = pipeline.stages[stage]
-    return float(peak_memory(program, optimizer, n_in_flight, n_under_way).peak_bytes)
+    program, key = pipeline.stages[stage], ("peak", optimizer, n_in_flight, n_under_way)
+    if key not in program.priced:
+        found = peak_memory(program, optimizer, n_in_flight, n_under_way)
+        program.priced[key] = float(found.peak_bytes)
+    size_bytes: float = program.priced[key]
+    return size_bytes
 
 
 def timeline_of(
@@ -138,7 +142,7 @@ def timeline_of(
     """
     trains = pipeline.schedule.trains
     stages = [
-        stage_times(_stepping(program, trains), cost, optimizer)
+        _times_of_stage(_stepping(program, trains), cost, optimizer)
         for program, cost in zip(pipeline.stages, costs, strict=True)
     ]
     if with_memory:
@@ -155,6 +159,15 @@ def timeline_of(
     ties = [_tie_times(pipeline, costs, exchange, between) for exchange in tie_exchanges(pipeline)]
     loss_s = _everywhere_s(pipeline, between) if pipeline.stages[-1].loss is not None else 0.0
     return simulate(pipeline.schedule, stages, message_s, ties, loss_s, slow=slow, jitter=jitter)
+
+
+def _times_of_stage(program: StageProgram, cost: CostModel, optimizer: str) -> StageTimes:
+    """`stage_times`, once for meshes on which it costs the same."""
+    key = "times", replace(cost, mesh=cost.mesh.placement), optimizer
+    if key not in program.priced:
+        program.priced[key] = stage_times(program, cost, optimizer)
+    times: StageTimes = program.priced[key]
+    return times
 
 
 def _stepping(program: StageProgram, trains: bool) -> StageProgram:

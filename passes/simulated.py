@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError
+from autopar.facts import Strategy
+from autopar.mesh import LogicalMesh
 from autopar.passes.abridge import Abridger
 from autopar.passes.analysis import Analysis
 from autopar.passes.choose import too_little_memory
@@ -24,6 +27,7 @@ from autopar.passes.solvers.problem import within
 from autopar.pipeline import Pipeline
 from autopar.predicted import Predicted
 from autopar.schedule import ORDERS
+from autopar.stage_program import StageProgram
 
 # How far (relative) scores are from what is simulated on large models: they leave out that buckets
 # fill, that biases are added by products, and launches of the optimizer.
@@ -57,6 +61,10 @@ class Simulator:
     evaluator: Evaluator
     predict: Predict
     _abridgers: dict[int, Abridger] = field(default_factory=dict)
+    # By the stage's program and mesh.
+    _lowered: defaultdict[tuple[int, LogicalMesh], list[tuple[Strategy, StageProgram]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
 
     @property
     def _budget_bytes(self) -> float:
@@ -130,7 +138,7 @@ class Simulator:
                 self.evaluator.parts(candidate.ends), candidate.stages, choices, strict=True
             )
         )
-        programs = [self._abridger(s.analysis).lower(s.strategy, s.cost) for s in stages]
+        programs = [self._program(stage) for stage in stages]
         order = ORDERS[schedule_name(self.evaluator.options)]
         pipeline = Pipeline.of(programs, [s.cost.mesh for s in stages], order)
         predicted = self.predict(pipeline, [s.cost for s in stages])
@@ -142,6 +150,16 @@ class Simulator:
         gap = 0.0 if abstract else max(chosen.gap for chosen in choices)
         solved = Solved(candidate, stages, time_s, objective_s, gap)
         return solved, predicted.peak_bytes
+
+    def _program(self, stage: LaidStage) -> StageProgram:
+        """Lowered; the one that is known already where another candidate has this stage."""
+        known = self._lowered[id(stage.analysis), stage.cost.mesh.placement]
+        for strategy, program in known:
+            if strategy == stage.strategy:
+                return program
+        program = self._abridger(stage.analysis).lower(stage.strategy, stage.cost)
+        known.append((stage.strategy, program))
+        return program
 
     def fastest(self, scored: Sequence[Scored]) -> tuple[list[Solved], dict[str, InfeasibleError]]:
         """The candidates simulated, those of least score first, until what the rest score is out of

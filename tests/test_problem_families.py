@@ -3,14 +3,17 @@ them come out as the simulator says."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import autopar.cost.predict
 from autopar.capture import capture
 from autopar.cost.hardware import Hardware, resolve
 from autopar.cost.model import CostModel
@@ -19,7 +22,7 @@ from autopar.errors import BatchError
 from autopar.mesh import Link, Mesh, factored_view
 from autopar.moves import COLLECTIVES
 from autopar.options import Options
-from autopar.passes import intra_op
+from autopar.passes import abridge, intra_op
 from autopar.passes.analysis import Analysis
 from autopar.passes.constraints import Constraints
 from autopar.passes.cut import cut
@@ -185,6 +188,42 @@ def test_scores_are_near_what_is_simulated(
     ends = (n,) if pp == 1 else (n // 2, n)
     scored = evaluator.scored(Candidate("", ends, stages, m), None)
     assert scored.score_s == pytest.approx(simulator.simulated(scored).step_time_s, rel=SCORE_REL)
+
+
+def test_stages_that_candidates_share_are_lowered_and_priced_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mesh = Mesh((1, 8), hardware="a100-80gb")
+    simulator, hardware = simulator_on(mesh)
+    n, asked = n_operators(wide_llama().program), list[str]()
+
+    def count(module: ModuleType, name: str) -> None:
+        of = getattr(module, name)
+
+        def counted(*args: Any) -> Any:
+            asked.append(name)
+            return of(*args)
+
+        monkeypatch.setattr(module, name, counted)
+
+    count(abridge, "lower")
+    count(autopar.cost.predict, "peak_memory")
+
+    def scored(first: Mapping[str, int], last: Mapping[str, int]) -> Scored:
+        views = [
+            factored_view(mesh, hardware.links, hardware.device, axes, first_rank)
+            for axes, first_rank in ((first, 0), (last, 4))
+        ]
+        stages = tuple(StageLayout(view, Constraints()) for view in views)
+        return simulator.evaluator.scored(Candidate("", (n // 2, n), stages, 8), None)
+
+    data, both = {"dp": 4, "tp": 1}, {"dp": 2, "tp": 2}
+    simulator.simulated(scored(data, data))
+    asked.clear()
+    found = simulator.simulated(scored(both, data))
+    assert sorted(asked) == ["lower", "peak_memory"]
+    anew = Simulator(simulator.evaluator, simulator.predict).simulated(scored(both, data))
+    assert found == anew and len(asked) == 2 + 4
 
 
 def test_candidates_are_simulated_until_none_scores_better(
