@@ -229,10 +229,21 @@ def _graph(n_factors: tuple[int, ...], has_grad: bool, in_use: tuple[bool, ...])
         cut = shards[after if kind == "all_gather" else before] if kind != "identity" else ()
         return primitives.setdefault((kind, axes, cut), len(primitives))
 
+    plain = {spec.placements: i for spec, i in index.items() if not spec.order}
+
+    def moved_to(spec: Spec, axes: tuple[int, ...], placement: Placement) -> int:
+        """The place of `_with`, which is slow; only shards that share a factor have an order."""
+        after = list(spec.placements)
+        for axis in axes:
+            after[axis] = placement
+        if spec.order or (placement.is_shard and after.count(placement) > len(axes)):
+            return index[_with(spec, axes, placement)]
+        return plain[tuple(after)]
+
     ends, moved, run = [], [], []
     for i, spec in enumerate(specs):
         for axes, placement in _changes(tensor, spec, sizes):
-            j = index[_with(spec, axes, placement)]
+            j = moved_to(spec, axes, placement)
             forward, backward = TABLE[_name(spec.placements[axes[0]], placement)]
             backward = backward if has_grad else "identity"
             ends.append((i, j))
