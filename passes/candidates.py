@@ -126,6 +126,9 @@ class CandidateMaker:
     n_like: Mapping[str, int] = field(default_factory=dict)
     known: dict[int, ChoiceTable] = field(default_factory=dict)
     elsewhere: dict[Hashable, ChoiceTable] = field(default_factory=dict)
+    _dividing: dict[tuple[tuple[int, ...], tuple[str, int, int]], NDArray[np.bool_]] = field(
+        default_factory=dict, init=False
+    )
 
     @property
     def _active(self) -> tuple[int, ...]:
@@ -155,14 +158,12 @@ class CandidateMaker:
         return GroupCandidates(group, table)
 
     def _likeness(self, group: Group, first_savers: Set[str]) -> Hashable:
-        """All that decides a group's choices and costs."""
+        """All that decides a group's choices and costs: types in one case, and where their batch
+        is, say them in all."""
         members = tuple(
             (self.saved.get(item.name), self.n_like.get(item.name, 1)) for item in group.members
         )
-        values = tuple(
-            (self.cases.distinct_types(n), self.limits.facts_of(n), n in first_savers)
-            for n in group.values
-        )
+        values = tuple((self.limits.facts_of(n), n in first_savers) for n in group.values)
         return group.likeness, members, values
 
     def _table(self, group: Group, first_savers: Set[str]) -> ChoiceTable:
@@ -210,7 +211,8 @@ class CandidateMaker:
         allowed = self.limits.allowed(group, axis, group.strategies)
         divides = np.ones((len(self.cases), len(allowed)), dtype=bool)
         for i, joint in enumerate(allowed):
-            divides[:, i] = self._divides(axis, joint)
+            for cut in joint.cuts:
+                divides[:, i] &= self._divides((axis,), cut)
         wanted: dict[bytes, NDArray[np.bool_]] = {}
         rows = []
         for row in divides:
@@ -223,13 +225,12 @@ class CandidateMaker:
         kept = np.flatnonzero(marks.any(axis=0))
         return [allowed[i] for i in kept], marks[:, kept]
 
-    def _divides(self, axis: int, joint: JointStrategy) -> NDArray[np.bool_]:
-        """[cases]: do the ranks of an axis divide what a strategy shards?"""
-        cells = {(name, *p.cell) for name, p in joint.placements.items() if p.is_shard}
-        out = np.ones(len(self.cases), dtype=bool)
-        for cell in cells:
-            out &= self.cases.factor(*cell) % self.cases.sizes[:, axis] == 0
-        return out
+    def _divides(self, axes: tuple[int, ...], cut: tuple[str, int, int]) -> NDArray[np.bool_]:
+        """[cases]: do the ranks of axes together divide a factor of a value?"""
+        if (axes, cut) not in self._dividing:
+            n_shards = self.cases.sizes[:, axes].prod(axis=1)
+            self._dividing[axes, cut] = self.cases.factor(*cut) % n_shards == 0
+        return self._dividing[axes, cut]
 
     def _legal(self, group: Group, joints: Sequence[JointStrategy]) -> NDArray[np.bool_] | bool:
         """[cases]: do factors that several axes split still divide, and is no operator replaced
@@ -241,16 +242,13 @@ class CandidateMaker:
             if len({id(s.lowering) for s in chosen if s.lowering}) > 1:
                 return False
         legal: NDArray[np.bool_] | bool = True
-        for name in joints[0].placements:
-            splits: dict[tuple[int, int], list[int]] = {}
-            for axis, joint in zip(self._active, joints, strict=True):
-                placement = joint.placements[name]
-                if placement.is_shard:
-                    splits.setdefault(placement.cell, []).append(axis)
-            for (dim, factor), axes in splits.items():
-                if len(axes) > 1:
-                    n_shards = self.cases.sizes[:, axes].prod(axis=1)
-                    legal = legal & (self.cases.factor(name, dim, factor) % n_shards == 0)
+        splits: dict[tuple[str, int, int], list[int]] = {}
+        for axis, joint in zip(self._active, joints, strict=True):
+            for cut in joint.cuts:
+                splits.setdefault(cut, []).append(axis)
+        for cut, axes in splits.items():
+            if len(axes) > 1:
+                legal = legal & self._divides(tuple(axes), cut)
         return legal
 
     @staticmethod

@@ -46,6 +46,11 @@ class JointStrategy:
     placements: Mapping[str, Placement]
     members: tuple[int, ...]
 
+    @cached_property
+    def cuts(self) -> frozenset[tuple[str, int, int]]:
+        """(value, dim, factor) of every shard."""
+        return frozenset((name, *p.cell) for name, p in self.placements.items() if p.is_shard)
+
 
 @dataclass(frozen=True)
 class Group:
@@ -73,11 +78,11 @@ class Group:
 
     @cached_property
     def likeness(self) -> Hashable:
-        """Its operators, and which of the values each reads and makes."""
+        """Its operators and their types, and which of the values each reads and makes."""
         number = self.number
         return tuple(
             (
-                item.operator.call.likeness,
+                id(item.pattern),  # one of all operators that are alike (`place_operators`)
                 tuple(number[n] for n in item.operator.inputs),
                 tuple(number[n] for n in item.operator.outputs),
             )

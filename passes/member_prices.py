@@ -25,13 +25,14 @@ from autopar.saved import Saved
 from autopar.spec import TensorType
 
 Array = NDArray[np.float64]
+_NOTHING = np.zeros((1, 1))
 
 
 @dataclass(frozen=True, eq=False)
 class MemberPrice:
-    """One operator of a group under each choice, [cases, choices]: seconds of one microbatch, of
-    collectives inside it apart, and bytes kept for backward: its own, and those of values that
-    nobody kept before, by their numbers in the group."""
+    """One operator of a group under each choice, [cases, choices] or [1, 1]: seconds of one
+    microbatch, of collectives inside it apart, and bytes kept for backward: its own, and those of
+    values that nobody kept before, by their numbers in the group."""
 
     forward_s: Array
     backward_s: Array
@@ -65,52 +66,59 @@ class MemberPricer:
     ) -> Iterator[MemberPrice]:  # fmt: skip
         """Of each operator of a group, under the choices that take of every active axis the joint
         strategy that its column says. `first_savers` collects values that are charged."""
-        shape = len(self.cases), n_choices
+        shares: dict[tuple[tuple[bool, ...], ...], Array] = {}
 
         def over_axes(is_cut: Callable[[JointStrategy], bool]) -> Array:
             """The share of a rank of what an axis divides where its strategy `is_cut`."""
-            out = np.ones(shape)
-            for axis, joints, column in zip(self.cases.active_axes, per_axis, columns, strict=True):
-                cut = np.array([is_cut(joint) for joint in joints], dtype=bool)[column]
-                out[:, cut] /= self.cases.sizes[:, axis, None]
-            return out
+            cuts = tuple(tuple(map(is_cut, joints)) for joints in per_axis)
+            if cuts not in shares:
+                out = np.ones((len(self.cases), n_choices))
+                for axis, of_axis, column in zip(
+                    self.cases.active_axes, cuts, columns, strict=True
+                ):
+                    if any(of_axis):
+                        cut = np.array(of_axis, dtype=bool)[column]
+                        out[:, cut] /= self.cases.sizes[:, axis, None]
+                shares[cuts] = out
+            return shares[cuts]
 
-        fractions: dict[str, Array] = {}
+        known: dict[str, Array] = {}
 
-        def fraction(value: str) -> Array:
-            if value not in fractions:
-                fractions[value] = over_axes(lambda joint: joint.placements[value].is_shard)
-            return fractions[value]
+        def local_bytes(value: str) -> Array:
+            if value not in known:
+                share = over_axes(lambda joint: joint.placements[value].is_shard)
+                known[value] = self.cases.size_bytes(value)[:, None] * share
+            return known[value]
 
         for position, item in enumerate(group.members):
             labels = [bool(strategy.label) for strategy in item.strategies]
             labelled = over_axes(lambda joint, p=position, of=labels: of[joint.members[p]])  # type: ignore[misc]
-            moved = np.zeros(shape)
-            for name in (*item.operator.inputs, *item.operator.outputs):
-                moved += self.cases.size_bytes(name)[:, None] * fraction(name)
+            names = (*item.operator.inputs, *item.operator.outputs)
+            moved = sum(map(local_bytes, names), np.zeros((len(self.cases), n_choices)))
             rule = rule_for(str(item.operator.call.op))
-            flops = array_of(
-                self.cases, [rule.flops_of(sizes[item.name]) for sizes in self.sizes_at]
-            )
+            flops = np.zeros(1)
+            if rule.flops is not None:
+                of_counts = [rule.flops_of(sizes[item.name]) for sizes in self.sizes_at]
+                flops = array_of(self.cases, of_counts) * labelled
             forward, backward = operator_times_s(
-                rule, item.operator, self.cases.type, self.cases.costs[0], flops * labelled, moved
+                rule, item.operator, self.cases.type, self.cases.costs[0], flops, moved
             )
             inner = self._inner_times_s(item, position, per_axis, columns)
             own_bytes = self._own_bytes(item, labelled)
-            kept = self._kept_values(group, item, fraction, first_savers)
+            kept = self._kept_values(group, item, local_bytes, first_savers)
             yield MemberPrice(forward, backward, *inner, own_bytes, kept)
 
     def _inner_times_s(
         self, item: PlacedOperator, position: int,
         per_axis: Sequence[Sequence[JointStrategy]], columns: Sequence[NDArray[np.int64]],
     ) -> tuple[Array, Array]:  # fmt: skip
-        """[cases, choices]: the collectives inside a lowered operator, of forward and of
-        backward."""
-        forward_s = np.zeros((len(self.cases), len(columns[0]) if columns else 1))
-        backward_s = np.zeros_like(forward_s)
+        """[cases, choices], or [1, 1] where there are none: the collectives inside a lowered
+        operator, of forward and of backward."""
         rule = rule_for(str(item.operator.call.op))
         if not any(lowering.inner for lowering in rule.lower.values()):
-            return forward_s, backward_s
+            return _NOTHING, _NOTHING
+        forward_s = np.zeros((len(self.cases), len(columns[0]) if columns else 1))
+        backward_s = np.zeros_like(forward_s)
         for c in range(forward_s.shape[1]):
             joints = [per_axis[k][column[c]] for k, column in enumerate(columns)]
             chosen = [item.strategies[joint.members[position]] for joint in joints]
@@ -141,10 +149,10 @@ class MemberPricer:
         return time_s["forward"], time_s["backward"]
 
     def _own_bytes(self, item: PlacedOperator, labelled: Array) -> Array:
-        """Kept for backward besides values."""
+        """Kept for backward besides values: [cases, choices], or [1, 1] where it is nothing."""
         saved = self.saved.get(item.name)
-        if saved is None:
-            return np.zeros_like(labelled)
+        if saved is None or not saved.other_bytes:
+            return _NOTHING
         total = saved.other_bytes * labelled
         batch = self.batch_cells
         if any(n in batch for n in item.operator.outputs + item.operator.inputs):
@@ -153,7 +161,7 @@ class MemberPricer:
         return total
 
     def _kept_values(
-        self, group: Group, item: PlacedOperator, fraction: Callable[[str], Array],
+        self, group: Group, item: PlacedOperator, local_bytes: Callable[[str], Array],
         first_savers: set[str],
     ) -> dict[int, Array]:  # fmt: skip
         """Bytes of the values that an operator is the first to keep."""
@@ -165,8 +173,7 @@ class MemberPricer:
         for name in names:
             if name not in first_savers and name not in self.parameters:
                 first_savers.add(name)
-                size_bytes = self.cases.size_bytes(name)[:, None] * fraction(name)
-                found[group.number[name]] = size_bytes
+                found[group.number[name]] = local_bytes(name)
         return found
 
 
