@@ -146,12 +146,12 @@ def test_repeated_blocks(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_several_problems_of_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Corners of their hulls, walked where elimination without hubs is not quick."""
     rng = np.random.default_rng(0)
-    one = chain_with_hubs(3)
+    one = chain_with_hubs(3, n=6, k=3)
     several = one.several()
     scaled = tuple(cost * (0.5 + rng.random((3, 1))) for cost in several.cost_s)
     problems = ChoiceProblems(3, several.names, scaled, several.tie, several.bytes, several.edges)
     alone = [hull_corners(problems.of(i), 5) for i in range(3)]
-    monkeypatch.setattr("autopar.passes.solvers.hull.QUICK", Limits(table_entries=4**3))
+    monkeypatch.setattr("autopar.passes.solvers.hull.QUICK", Limits(table_entries=3**3))
     together = hull_corners_of(problems, 5)
     for i, (found, wanted) in enumerate(zip(together, alone, strict=True)):
         assert isinstance(found, list) and isinstance(wanted, list)
