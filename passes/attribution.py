@@ -14,24 +14,20 @@ Of ZeRO-2, whose parameters are gathered once and scattered m times, all counts 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost.model import CostModel
 from autopar.mesh import Link
-from autopar.passes.boundaries import boundary_specs
+from autopar.passes.crossings import N_NUMBERS, Crossing, PlacedBy
 from autopar.passes.folding import Folded
 from autopar.passes.intra_op import ProblemBatch
 from autopar.passes.problem import IntraOpProblem
-from autopar.passes.reshard import ReshardTables
-from autopar.passes.solvers.problem import Choice
-from autopar.passes.spec_column import SpecColumn
-from autopar.spec import Spec, local_bytes
+from autopar.passes.solvers.potentials import Entries, Layout
+from autopar.passes.solvers.problem import BoolArray, ChoiceProblems, Codes
 
 Array = NDArray[np.float64]
 PARTS = ("time", "once", "static", "activation")
@@ -58,21 +54,6 @@ class Traffic:
 
     def backward_s(self, link: Link) -> Array:
         return self.numbers[2] * link.latency_s + self.numbers[3] * link.s_per_byte
-
-
-class _Paid(NamedTuple):
-    """Seconds of the stages before and after a boundary for placing what crosses there; then the
-    messages of a rank after it, as in `Traffic`."""
-
-    leave_s: float = 0.0
-    enter_s: float = 0.0
-    n_values: float = 0.0
-    value_bytes: float = 0.0
-    n_gradients: float = 0.0
-    gradient_bytes: float = 0.0
-
-
-_NOTHING = _Paid()
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +101,14 @@ class Wiring:
         return [places[0] for places in self._places]
 
     @cached_property
+    def owners(self) -> list[int]:
+        """The variable that each variable and each edge belongs to: edges of parameters to these,
+        others to their targets."""
+        numbers = self._problem.numbers
+        of_edges = (e.u if e.u in self.parameters else e.v for e in numbers.edges)
+        return [*range(numbers.n_variables), *of_edges]
+
+    @cached_property
     def parameters(self) -> dict[int, str]:
         return {v: name for name, v in self._problem.parameter_variables.items()}
 
@@ -140,6 +129,29 @@ class Wiring:
         blocks = {self.folded.block_of(f) for f in places}
         return len(places) == 1 or (len(blocks) == 1 and None not in blocks)
 
+    @cached_property
+    def is_static(self) -> BoolArray:
+        """[variables and edges]: do they belong to parameters?"""
+        n_groups, numbers = len(self._problem.candidates), self._problem.numbers
+        of_edges = (edge.u in self.parameters for edge in numbers.edges)
+        variables = (v >= n_groups for v in range(numbers.n_variables))
+        return np.array([*variables, *of_edges], dtype=bool)
+
+    def is_once(self, choices: Codes) -> BoolArray:
+        """[choices, variables and edges]: are seconds paid once per step? `choices` are [choices,
+        variables]."""
+        numbers, problem = self._problem.numbers, self._problem
+        once = np.tile(self.is_static, (len(choices), 1))
+        for e, edge in enumerate(numbers.edges, numbers.n_variables):
+            if (name := self.parameters.get(edge.u)) is not None:
+                periods = np.array([s.period == "step" for s in problem.storages[name]])
+                once[:, e] = periods[choices[:, edge.u]]
+        return once
+
+    @cached_property
+    def chosen(self) -> _Chosen:
+        return _Chosen.of(self.batch.problems.numbers)
+
     # -- boundaries --------------------------------------------------------------------------
 
     @cached_property
@@ -153,125 +165,124 @@ class Wiring:
         return list(numbers), kind_of
 
     @cached_property
-    def crossings(self) -> dict[str, _Crossing]:
+    def crossings(self) -> dict[str, Crossing]:
         """Who makes and reads each value of the folded program that crosses."""
         values = {name for like in self.kinds[0] for name in like}
-        made: dict[str, _Placed] = {}
-        read: dict[str, list[_Placed]] = {}
+        made: dict[str, PlacedBy] = {}
+        read: dict[str, list[PlacedBy]] = {}
         for v, candidates in enumerate(self._problem.candidates):
             for operator in (member.operator for member in candidates.group.members):
                 for name in values.intersection(operator.outputs):
-                    made[name] = _Placed(v, candidates.specs(name))
+                    made[name] = PlacedBy(v, candidates.specs(name))
                 for name in values.intersection(operator.inputs):
-                    read.setdefault(name, []).append(_Placed(v, candidates.specs(name)))
+                    read.setdefault(name, []).append(PlacedBy(v, candidates.specs(name)))
         return {
-            name: _Crossing(made[name], read.get(name, []), self.batch.problems.tables_of(name))
+            name: Crossing(made[name], read.get(name, []), self.batch.problems.tables_of(name))
             for name in values
         }
 
 
-class _Placed(NamedTuple):
-    """A variable, and how its choices place a value."""
-
-    variable: int
-    specs: SpecColumn
-
-    def by(self, choice: Choice) -> Spec:
-        return self.specs[choice[self.variable]]
-
-
 @dataclass(frozen=True, eq=False)
-class _Crossing:
-    """A value as a boundary of stages; what was paid for it with some placements is known."""
+class _Chosen:
+    """Where the numbers of choices are. Variables that are alike share arrays: per array, [cases or
+    1, numbers], the variables and edges that it is of."""
 
-    made: _Placed
-    read: Sequence[_Placed]
-    tables: ReshardTables
-    _known: dict[tuple[int, Spec, tuple[Spec, ...]], _Paid] = field(default_factory=dict)
+    entries: Entries
+    cost_s: list[tuple[Array, Codes]]
+    size_bytes: list[tuple[Array, Codes]]
 
-    def paid(self, choice: Choice, case: int) -> _Paid:
-        """Cut into slices after its producer, which the stage that reads it turns into what its
-        operators want, in place of what the producer made."""
-        made, wanted = self.made.by(choice), tuple(dict.fromkeys(r.by(choice) for r in self.read))
-        key = case, made, wanted
-        if key not in self._known:
-            self._known[key] = self._price(made, wanted, case)
-        return self._known[key]
-
-    def _price(self, made: Spec, wanted: Sequence[Spec], case: int) -> _Paid:
-        table, sizes = self.tables.of(case), self.tables.sizes[case]
-        tensor = table.tensor
-        sent = boundary_specs(tensor, sizes, "sent")
-        received = boundary_specs(tensor, sizes, "received")
-        (sent_s,), (read_s,) = table.seconds([made], sent), table.seconds([made], wanted)
-        leave_s, before_s = min(sent_s), sum(read_s)
-        enter_s = min(map(sum, table.seconds(received, wanted)))
-        size_bytes, has_grad = local_bytes(tensor, received[0], sizes), tensor.has_grad
-        return _Paid(
-            leave_s, enter_s - before_s, 1, size_bytes, has_grad, size_bytes if has_grad else 0.0
+    @staticmethod
+    def of(numbers: ChoiceProblems) -> _Chosen:
+        n, edges = len(numbers.names), numbers.edges
+        at_start = Layout((0,) * n, numbers.sizes, (0,) * len(edges), (), 0)
+        return _Chosen(
+            Entries.of(numbers, at_start),
+            _by_array([*numbers.cost_s, *(e.cost_s for e in edges)]),
+            _by_array([*numbers.bytes, *(e.bytes for e in edges)]),
         )
+
+    def values(self, cases: Codes, choices: Codes) -> tuple[Array, Array]:
+        """(seconds, bytes) of choices [choices, variables], each in the case at `cases`: [choices,
+        variables and edges]."""
+        at = np.stack([self.entries.at(tuple(choice)) for choice in choices.tolist()])
+        cost_s, size_bytes = np.zeros(at.shape), np.zeros(at.shape)
+        for out, arrays in ((cost_s, self.cost_s), (size_bytes, self.size_bytes)):
+            for array, places in arrays:
+                rows = cases[:, None] if len(array) > 1 else 0
+                out[:, places] = array[rows, at[:, places]]
+        return cost_s, size_bytes
+
+
+def _by_array(arrays: Sequence[Array | None]) -> list[tuple[Array, Codes]]:
+    """Each array once, flat but for its first axis, and where it is; None are left out."""
+    places: dict[int, list[int]] = {}
+    for i, array in enumerate(arrays):
+        if array is not None:
+            places.setdefault(id(array), []).append(i)
+    found = ((arrays[at[0]], np.array(at, dtype=np.intp)) for at in places.values())
+    return [(a.reshape(len(a), -1), at) for a, at in found if a is not None]
 
 
 @dataclass(frozen=True)
 class Attribution:
-    """Reads choices of the problem of a cost model and a number of microbatches, one of those
-    wired so."""
+    """Reads choices of problems that were wired together: `choices` are [choices, variables], each
+    of the problem at `cases`, [choices]."""
 
     wiring: Wiring
-    cost: CostModel
-    n_microbatches: int
+    cases: Codes
+    choices: Codes
 
-    @cached_property
-    def problem(self) -> IntraOpProblem:
-        return self.wiring.batch.of(self.cost, self.n_microbatches)
-
-    def parts(self, choice: Choice) -> tuple[dict[str, Array], tuple[Shared, ...]]:
-        """Per operator of the whole program, and of parameters used in several places."""
-        folded, place, users = self.wiring.folded, self.wiring.place, self.wiring.shared
-        arrays = {part: [0.0] * len(folded.kept) for part in PARTS}
-        shared = []
-        for v, values in self._numbers(choice):
-            if v in users:
-                shared.append(Shared(users[v], values))
-                continue
-            for part, value in values.items():
-                arrays[part][place[v]] += value
-        at = np.array(folded.stands_for)
-        return {part: np.array(array)[at] for part, array in arrays.items()}, tuple(shared)
-
-    def _numbers(self, choice: Choice) -> Iterator[tuple[int, dict[str, float]]]:
-        """(variable, its numbers), edges with the variable that they belong to."""
-        numbers, m = self.problem.numbers, self.n_microbatches
-        n_groups, parameters = len(self.problem.candidates), self.wiring.parameters
-        for v, k in enumerate(choice):
-            cost_s, size_bytes = numbers.cost_s[v].item(k), numbers.bytes[v].item(k)
-            if v < n_groups:
-                yield v, {"time": cost_s / m, "activation": size_bytes}
-            else:
-                yield v, {"once": cost_s, "static": size_bytes}
-        for edge in numbers.edges:
-            at = edge.at(choice)
-            cost_s = edge.cost_s.item(at)
-            size_bytes = 0.0 if edge.bytes is None else edge.bytes.item(at)
-            name = parameters.get(edge.u)
-            if name is None:  # a reshard, or what runs again in some mode
-                if cost_s or size_bytes:
-                    yield edge.v, {"time": cost_s / m, "activation": size_bytes}
-            elif self.problem.storages[name][choice[edge.u]].period == "step":
-                yield edge.u, {"once": cost_s, "static": size_bytes}
-            else:
-                yield edge.u, {"time": cost_s / m, "static": size_bytes}
-
-    def crossings(self, choice: Choice) -> tuple[Array, Array, Traffic]:
-        """Per boundary: what the stages before and after it pay in each microbatch for placing
-        values of the whole program as they cross there, and the messages of a rank after it."""
-        wiring = self.wiring
-        likes, kind_of = wiring.kinds
-        case = wiring.batch.place(self.cost, self.n_microbatches)
-        paid = {n: of.paid(choice, case) for n, of in wiring.crossings.items()}
-        sums = [
-            _Paid(*map(math.fsum, zip(_NOTHING, *(paid[n] for n in like), strict=True)))
-            for like in likes
+    def parts(self) -> list[tuple[dict[str, Array], tuple[Shared, ...]]]:
+        """Of each choice: per operator of the whole program, and of parameters used in several
+        places."""
+        wiring, folded = self.wiring, self.wiring.folded
+        cost_s, size_bytes = wiring.chosen.values(self.cases, self.choices)
+        counts = np.array([wiring.batch.cases[case][1] for case in self.cases])
+        is_once, is_static = wiring.is_once(self.choices), wiring.is_static
+        values = {
+            "time": np.where(is_once, 0.0, cost_s / counts[:, None]),
+            "once": np.where(is_once, cost_s, 0.0),
+            "static": np.where(is_static, size_bytes, 0.0),
+            "activation": np.where(is_static, 0.0, size_bytes),
+        }
+        shared = [(i, wiring.shared[v]) for i, v in enumerate(wiring.owners) if v in wiring.shared]
+        alone = np.setdiff1d(np.arange(len(wiring.owners)), [i for i, _ in shared])
+        n, n_operators = len(self.cases), len(folded.kept)
+        places = np.array(wiring.place)[np.array(wiring.owners)[alone]]
+        into = (np.arange(n)[:, None] * n_operators + places).ravel()
+        whole = np.array(folded.stands_for)
+        sums = {
+            part: np.bincount(into, array[:, alone].ravel(), n * n_operators).reshape(
+                n, n_operators
+            )[:, whole]
+            for part, array in values.items()
+        }
+        return [
+            (
+                {part: array[k] for part, array in sums.items()},
+                tuple(
+                    Shared(users, {part: float(values[part][k, i]) for part in PARTS})
+                    for i, users in shared
+                ),
+            )
+            for k in range(n)
         ]
-        rows = np.array(sums, dtype=np.float64).reshape(-1, len(_NOTHING))[kind_of].T
-        return rows[0], rows[1], Traffic(rows[2:])
+
+    def crossings(self) -> list[tuple[Array, Array, Traffic]]:
+        """Of each choice, per boundary: what the stages before and after it pay in each microbatch
+        for placing values of the whole program as they cross there, and the messages of a rank
+        after it."""
+        likes, kind_of = self.wiring.kinds
+        paid = {
+            name: of.paid(self.cases, self.choices).tolist()
+            for name, of in self.wiring.crossings.items()
+        }
+        nothing, out = [0.0] * N_NUMBERS, []
+        for k in range(len(self.cases)):
+            sums = [
+                [*map(math.fsum, zip(nothing, *(paid[name][k] for name in like), strict=True))]
+                for like in likes
+            ]
+            rows = np.array(sums, dtype=np.float64).reshape(-1, N_NUMBERS)[kind_of].T
+            out.append((rows[0], rows[1], Traffic(rows[2:])))
+        return out

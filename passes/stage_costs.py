@@ -25,6 +25,7 @@ The hull is not the whole Pareto set.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -33,6 +34,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from autopar.compiled import compiled
 from autopar.cost.model import CostModel
 from autopar.errors import BatchError, InfeasibleError
 from autopar.mesh import Link, LogicalMesh
@@ -77,21 +79,22 @@ class StageCosts:
     def ranges(self, layers: Layers, part: str) -> Array:
         """[first layer, last layer] of a stage; 0 below the diagonal."""
         if part not in self._ranges:
-            self._ranges[part] = self._ranges_of(layers, part)
+            self._ranges.update(zip(PARTS, self._ranges_of(layers), strict=True))
         return self._ranges[part]
 
-    def _ranges_of(self, layers: Layers, part: str) -> Array:
-        n, ends = layers.n_layers, np.array(layers.ends)
-        sums = np.concatenate(([0.0], np.cumsum(self.parts[part])))
-        out = sums[ends][None, :] - sums[[0, *layers.ends[:-1]]][:, None]
-        first, last = np.arange(n)[:, None], np.arange(n)[None, :]
+    def _ranges_of(self, layers: Layers) -> Array:
+        """[parts, first layer, last layer]"""
+        every, ends = np.stack([self.parts[part] for part in PARTS]), np.array(layers.ends)
+        sums = np.concatenate((np.zeros((len(PARTS), 1)), np.cumsum(every, axis=1)), axis=1)
+        out = sums[:, None, ends] - sums[:, [0, *layers.ends[:-1]], None]
         for shared in self.shared:
-            used = np.unique(np.searchsorted(ends, shared.operators, side="right"))
-            touched = np.zeros((n, n), dtype=bool)
-            for layer in used:
-                touched |= (first <= layer) & (layer <= last)
-            out = out + shared.values.get(part, 0.0) * touched
-        return np.where(first <= last, np.maximum(out, 0.0), 0.0)
+            used = np.zeros(layers.n_layers + 1, dtype=np.int64)
+            used[1 + np.searchsorted(ends, shared.operators, side="right")] = 1
+            n_before = np.cumsum(used)
+            touched = n_before[None, 1:] > n_before[:-1, None]
+            values = np.array([shared.values.get(part, 0.0) for part in PARTS])
+            out += values[:, None, None] * touched
+        return np.triu(np.maximum(out, 0.0))
 
     def conversions(self) -> Array:
         """Seconds of placing what crosses both ends, [first layer, last layer] of a stage."""
@@ -172,9 +175,9 @@ class CostMaker:
         """
         cost = CostModel(view, self.dtype)
         batch = self._problems.of(cost, n_microbatches, constraints)
-        attribution = self._attribution(batch, cost, n_microbatches)
-        layout = self._layout(cost, attribution.problem, n_microbatches, constraints)
-        return self._costs(attribution, layout)
+        layout = self._layout(cost, batch.problems.first, n_microbatches, constraints)
+        (costs,) = self._costs(batch, [(view, batch.place(cost, n_microbatches), layout)])
+        return costs
 
     def searched(self, wanted: Sequence[Wanted], n_microbatches: int) -> list[list[StageCosts]]:
         """Of each, the fastest placements first; then leaner ones for several depths, unless the
@@ -203,17 +206,22 @@ class CostMaker:
         """Those whose problems were built together."""
         models = [CostModel(one.view, self.dtype) for one in wanted]
         out: list[list[StageCosts]] = [[] for _ in wanted]
-        known: list[dict[Choice, None]] = [{} for _ in wanted]
+        known: list[set[Choice]] = [set() for _ in wanted]
 
         def add(of: ProblemBatch, rows: Sequence[int], depths: Sequence[int], n_most: int) -> None:
             at = [of.place(models[i], m) for i in rows]
             corners = hull_corners_of(of.problems.in_flight(at, depths), n_most)
-            for i, found in zip(rows, corners, strict=True):
-                new = [] if isinstance(found, Infeasible) else found
-                for choice in dict.fromkeys(new):
-                    if choice not in known[i]:
-                        known[i][choice] = None
-                        out[i].append(self._costs(self._attribution(of, models[i], m), choice))
+            new = [
+                (i, case, choice)
+                for i, case, found in zip(rows, at, corners, strict=True)
+                if not isinstance(found, Infeasible)
+                for choice in dict.fromkeys(found)
+                if choice not in known[i]
+            ]
+            costs = self._costs(of, [(wanted[i].view, case, choice) for i, case, choice in new])
+            for (i, _, choice), one in zip(new, costs, strict=True):
+                known[i].add(choice)
+                out[i].append(one)
 
         every = range(len(wanted))
         add(batch, every, [1] * len(wanted), 1)
@@ -225,11 +233,6 @@ class CostMaker:
             rows = [i for i in tight if k < len(wanted[i].depths)]
             add(leaner, rows, [wanted[i].depths[k] for i in rows], N_CORNERS)
         return out
-
-    def _attribution(self, batch: ProblemBatch, cost: CostModel, m: int) -> Attribution:
-        if batch not in self._wirings:
-            self._wirings[batch] = Wiring(self.folded, batch, self.layers.crossing)
-        return Attribution(self._wirings[batch], cost, m)
 
     def _layout(
         self, cost: CostModel, problem: IntraOpProblem, m: int, constraints: Constraints
@@ -249,9 +252,21 @@ class CostMaker:
             known = self._layouts[key] = (problem.structure, found.choice)
         return known[1]
 
-    def _costs(self, attribution: Attribution, choice: Choice) -> StageCosts:
-        parts, shared = attribution.parts(choice)
-        return StageCosts(attribution.cost.mesh, parts, shared, *attribution.crossings(choice))
+    def _costs(
+        self, batch: ProblemBatch, chosen: Sequence[tuple[LogicalMesh, int, Choice]]
+    ) -> list[StageCosts]:
+        """Of choices: each with its view, and which problem of the batch it is of."""
+        if not chosen:
+            return []
+        if batch not in self._wirings:
+            self._wirings[batch] = Wiring(self.folded, batch, self.layers.crossing)
+        cases, choices = np.array([c for _, c, _ in chosen]), np.array([c for _, _, c in chosen])
+        attribution = Attribution(self._wirings[batch], cases, choices)
+        read = zip(chosen, attribution.parts(), attribution.crossings(), strict=True)
+        return [
+            StageCosts(view, parts, shared, leave_s, enter_s, traffic)
+            for (view, _, _), (parts, shared), (leave_s, enter_s, traffic) in read
+        ]
 
 
 def _contradictory() -> InfeasibleError:
@@ -278,10 +293,21 @@ def undominated(configs: Sequence[StageCosts], layers: Layers) -> list[StageCost
                 for c in same
             ]
         )
-        for i, config in enumerate(same):
-            others = np.delete(np.arange(len(same)), i)
-            no_worse = others[(tables[others] <= tables[i]).all(axis=1)]
-            equal = (tables[no_worse] == tables[i]).all(axis=1)
-            if not len(no_worse) or (equal.all() and i < no_worse.min()):
-                kept.append(config)
+        kept += itertools.compress(same, ~_dominated(tables))
     return kept
+
+
+@compiled
+def _dominated(rows: Array) -> NDArray[np.bool_]:
+    """Which rows of [rows, numbers] are nowhere less than some other one; of equals all but the
+    first."""
+    n_rows, n_numbers = rows.shape
+    out = np.zeros(n_rows, dtype=np.bool_)
+    for i in range(n_rows):
+        for other in range(n_rows):
+            at = 0
+            while at < n_numbers and rows[other, at] <= rows[i, at]:
+                at += 1
+            if at == n_numbers and other != i:
+                out[i] |= other < i or (rows[other] < rows[i]).any()
+    return out
