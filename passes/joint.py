@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -35,7 +35,7 @@ from autopar.passes.constraints import Constraints
 from autopar.passes.counts import microbatch_counts
 from autopar.passes.estimates import Estimates
 from autopar.passes.evaluate import compute_dtype, schedule_name
-from autopar.passes.folding import Folded, find_runs, fold
+from autopar.passes.folding import find_runs, fold
 from autopar.passes.layers import MOST_LAYERS, Layers, find_layers
 from autopar.passes.layout import Candidate, StageLayout
 from autopar.passes.played import Worked
@@ -79,21 +79,26 @@ def joint_search(
 
 @dataclass
 class JointSearch:
-    """The search over one program and machine; costs are made once per number of microbatches."""
+    """The search over one program and machine; costs are made once per number of microbatches.
+
+    With `recomputes`, leaner placements may run again what `maker` says. `free_s` is what plans
+    take at least if memory has no limit, by numbers of microbatches.
+    """
 
     analysis: Analysis
     mesh: Mesh
     hardware: Hardware
     options: Options
     budget_bytes: float
-    folded: Folded
     layers: Layers
     report: Progress
-    recomputable: Recomputable | None = None
-    _costs: dict[int, list[StageCosts]] = field(default_factory=dict)
-    _found: dict[int, list[Planned]] = field(default_factory=dict)
-    _least_s: dict[int, float] = field(default_factory=dict)
-    n_configurations: int = 0
+    maker: CostMaker
+    recomputes: bool = False
+    free_s: dict[int, float] = field(default_factory=dict)
+    n_configurations: int = field(default=0, init=False)
+    _costs: dict[int, list[StageCosts]] = field(default_factory=dict, init=False)
+    _found: dict[int, list[Planned]] = field(default_factory=dict, init=False)
+    _least_s: dict[int, float] = field(default_factory=dict, init=False)
 
     @cached_property
     def estimates(self) -> Estimates:
@@ -111,32 +116,35 @@ class JointSearch:
         n_most: int | None = None,
     ) -> JointSearch:
         """Finds the blocks and layers of the program: of the latter at least `n_least` where there
-        are so many operators, at most `n_most` (`MOST_LAYERS`)."""
+        are so many operators, at most `n_most` (`MOST_LAYERS`).
+
+        Raises `BatchError` when the number of microbatches asked for does not divide the batch.
+        """
         runs, recomputable = find_runs(analysis), Recomputable.of(analysis, options)
         if recomputable is not None and aligned_runs(analysis, recomputable) != runs:
             recomputable = None  # one block does not stand for others: estimates are without it
         layers = find_layers(analysis, runs, n_least, n_most or MOST_LAYERS)
-        folded = fold(analysis, runs)
+        sizes = [*submesh_sizes(mesh), mesh.n_ranks]  # as for one stage, to share prices
+        maker = CostMaker(
+            fold(analysis, runs), layers, compute_dtype(analysis), options.optimizer,
+            all_views(mesh, hardware, options, sizes),
+            tuple(microbatch_counts(analysis, options, mesh.n_ranks)), recomputable=recomputable,
+        )  # fmt: skip
+        recomputes = recomputable is not None and recomputable.is_choice
         return JointSearch(
-            analysis, mesh, hardware, options, budget_bytes, folded, layers, report, recomputable
+            analysis, mesh, hardware, options, budget_bytes, layers, report, maker, recomputes
         )
 
-    @cached_property
-    def maker(self) -> CostMaker:
-        dtype = compute_dtype(self.analysis)
-        sizes = [*submesh_sizes(self.mesh), self.mesh.n_ranks]  # as for one stage, to share prices
-        every = all_views(self.mesh, self.hardware, self.options, sizes)
-        counts = tuple(self.counts())
-        return CostMaker(
-            self.folded, self.layers, dtype, self.options.optimizer, every, counts,
-            recomputable=self.recomputable,
-        )  # fmt: skip
+    @property
+    def without_recompute(self) -> JointSearch:
+        """The same where nothing runs again by choice; what either makes serves the other."""
+        return replace(self, recomputes=False)
 
     # -- what is searched --------------------------------------------------------------------
 
     def counts(self) -> list[int]:
         """Numbers of microbatches worth trying: divisors of the batch, about twice apart."""
-        return microbatch_counts(self.analysis, self.options, self.mesh.n_ranks)
+        return list(self.maker.counts)
 
     @cached_property
     def views(self) -> tuple[LogicalMesh, ...]:
@@ -161,7 +169,7 @@ class JointSearch:
         deepest = self.depth(m, max(1, round(1 / share)))
         depths = tuple(sorted({1, math.ceil(deepest / 2), deepest}))
         enough_bytes = _ROOMY * self.budget_bytes / share
-        return Wanted(view, self.constraints(view), depths, enough_bytes)
+        return Wanted(view, self.constraints(view), depths, enough_bytes, self.recomputes)
 
     @property
     def _is_gpipe(self) -> bool:
@@ -189,12 +197,12 @@ class JointSearch:
         """What plans with `m` microbatches take at least: what they were expected to before
         anything was learned, or, if they were not searched, what would be if memory had no limit;
         had all stages gained as much by being solved as the one that gained most so far."""
-        if m not in self._least_s:
+        if m not in self.free_s:
             wanted = [Wanted(view, self.constraints(view)) for view in self.views]
             fastest = [costs[0] for costs in self.maker.searched(wanted, m) if costs]
             plans = self._with(m, fastest, Estimates(self.layers)).plans(n_stages, math.inf)
-            self._least_s[m] = min((plan.estimate_s for plan in plans), default=math.inf)
-        return self._least_s[m] * self.estimates.least_share
+            self.free_s[m] = min((plan.estimate_s for plan in plans), default=math.inf)
+        return max(self.free_s[m], self._least_s.get(m, 0.0)) * self.estimates.least_share
 
     @cached_property
     def _learns(self) -> NDArray[np.bool_]:
@@ -221,9 +229,9 @@ class JointSearch:
                 self.report(f"searching stages with {m} microbatches")
                 search = self._with(m, self.costs(m), self.estimates)
                 self._found[m] = search.plans(n_stages, self.budget_bytes)
-                least_s = min((plan.estimate_s for plan in self._found[m]), default=math.inf)
-                self._least_s[m] = max(self._least_s[m], least_s)
-            return min((plan.estimate_s for plan in self._found[m]), default=math.inf)
+            least_s = min((plan.estimate_s for plan in self._found[m]), default=math.inf)
+            self._least_s.setdefault(m, least_s)
+            return least_s
 
         first = FIRST_COUNT_PER_STAGE * (n_stages or 2)
         fastest = climb_from(counts, first, lambda m: self.bound_s(m, n_stages))

@@ -322,10 +322,20 @@ class Planner:
                 if self.evaluator.stage_without_parameters(recipe.ends) is None:
                     yield recipe
 
+    @cached_property
+    def _joint(self) -> JointSearch | None:
+        stages = self.options.stages
+        n_stages = int(stages) if isinstance(stages, int) else None
+        on = self.analysis, self.mesh, self.hardware, self.options
+        return joint_search(*on, self.budget_bytes, n_stages, self._tell)
+
     def _searched_stages(self, n_stages: int | None, evaluator: Evaluator) -> Iterator[Candidate]:
         """By the joint search, with what an evaluator may choose from."""
-        on = self.analysis, self.mesh, self.hardware, evaluator.options
-        search = joint_search(*on, self.budget_bytes, n_stages, self._tell)
+        search = self._joint
+        if search is not None and evaluator is self._plain:
+            search = search.without_recompute
+        elif search is not None and not search.recomputes:
+            search = None  # nothing that is not known
         if search is None:
             return
         self._searches.append(search)

@@ -112,12 +112,14 @@ class StageCosts:
 @dataclass(frozen=True)
 class Wanted:
     """A view that costs are wanted of: with placements for several `depths` of microbatches in
-    flight, where those of the fastest need more than `enough_bytes`."""
+    flight, where those of the fastest need more than `enough_bytes`; with `recomputes`, they may
+    run again what the maker says."""
 
     view: LogicalMesh
     constraints: Constraints
     depths: tuple[int, ...] = ()
     enough_bytes: float = 0.0
+    recomputes: bool = False
 
     def is_tight(self, fastest: StageCosts) -> bool:
         """Are leaner placements of use?"""
@@ -149,9 +151,8 @@ class CostMaker:
         return self._families(None if self._searches_recompute else self.recomputable)
 
     @cached_property
-    def _tight_problems(self) -> ProblemFamilies:
-        """Those that leaner placements are from."""
-        return self._families(self.recomputable) if self._searches_recompute else self._problems
+    def _recomputing(self) -> ProblemFamilies:
+        return self._families(self.recomputable)
 
     @property
     def _searches_recompute(self) -> bool:
@@ -228,7 +229,8 @@ class CostMaker:
         tight = [i for i in every if out[i] and wanted[i].is_tight(out[i][0])]
         if tight:
             limits = wanted[tight[0]].constraints
-            leaner = self._tight_problems.of(models[tight[0]], m, limits)
+            families = self._recomputing if wanted[tight[0]].recomputes else self._problems
+            leaner = families.of(models[tight[0]], m, limits)
         for k in range(max((len(wanted[i].depths) for i in tight), default=0)):
             rows = [i for i in tight if k < len(wanted[i].depths)]
             add(leaner, rows, [wanted[i].depths[k] for i in rows], N_CORNERS)
