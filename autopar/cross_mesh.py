@@ -20,9 +20,11 @@ same list with the ends exchanged. Gathering and broadcasting are moves inside e
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from autopar.errors import VerificationError
 from autopar.mesh import LogicalMesh
@@ -65,26 +67,48 @@ def slices(
 
     Raises `VerificationError` for specs that cannot be sent or received.
     """
+    return _slices(tuple(map(tuple, dims)), source, source_mesh, target, target_mesh)
+
+
+@lru_cache(maxsize=256)
+def _slices(
+    dims: tuple[tuple[int, ...], ...],
+    source: Spec,
+    source_mesh: LogicalMesh,
+    target: Spec,
+    target_mesh: LogicalMesh,
+) -> tuple[Slice, ...]:
     _check("sent", dims, source, source_mesh, (R.kind, "S"))
     _check("received", dims, target, target_mesh, (P.kind, "S"))
-    targets = list(_owned(dims, target, target_mesh))
+    if any(0 in factors for factors in dims):
+        return ()
+    ranks = {box: rank for rank, box in _owned(dims, target, target_mesh)}
     found = []
     for source_rank, box in _owned(dims, source, source_mesh):
-        for target_rank, other in targets:
+        for target_rank, other in _overlapping(box, ranks):
             common = tuple(
                 (max(a, b), min(c, d)) for (a, c), (b, d) in zip(box, other, strict=True)
             )
-            if all(start < stop for start, stop in common):
-                found.append(
-                    Slice(
-                        source_rank,
-                        target_rank,
-                        _within(common, box),
-                        _within(common, other),
-                        tuple(stop - start for start, stop in common),
-                    )
+            found.append(
+                Slice(
+                    source_rank,
+                    target_rank,
+                    _within(common, box),
+                    _within(common, other),
+                    tuple(stop - start for start, stop in common),
                 )
+            )
     return tuple(found)
+
+
+def _overlapping(box: _Box, ranks: Mapping[_Box, int]) -> list[tuple[int, _Box]]:
+    """Of the boxes of `ranks`, which tile the tensor and are alike, those that have a part of
+    `box`, in order of ranks."""
+    intervals = []
+    for (start, stop), (a, b) in zip(box, next(iter(ranks)), strict=True):
+        n = b - a
+        intervals.append([(k * n, (k + 1) * n) for k in range(start // n, -(-stop // n))])
+    return sorted((ranks[other], other) for other in itertools.product(*intervals))
 
 
 def local_factors(
