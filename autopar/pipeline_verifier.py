@@ -48,23 +48,34 @@ def pipeline_sequences(pipeline: Pipeline) -> dict[int, list[GroupCall]]:
     """Every rank's calls of one step: its stage's actions, its messages, what all ranks do."""
     messages = Messages(pipeline)
     out: dict[int, list[GroupCall]] = {r: [] for mesh in pipeline.meshes for r in mesh.ranks}
+    meetings: dict[tuple[Piece, Action | None], GroupCall] = {}  # both ends have the same
+
+    def meeting(piece: Piece, send: Action | None) -> GroupCall:
+        if (piece, send) not in meetings:
+            meetings[piece, send] = _meeting(piece, send)
+        return meetings[piece, send]
+
     for stage, mesh in enumerate(pipeline.meshes):
+        ranks = mesh.ranks
         for action in pipeline.schedule.stages[stage]:
             if action.is_compute:
-                for rank in mesh.ranks:
-                    out[rank].append(GroupCall(mesh.ranks, str(action)))
+                call = GroupCall(ranks, str(action))
+                for rank in ranks:
+                    out[rank].append(call)
                 continue
-            send = action if action.is_send else action.partner
+            is_send = action.is_send
+            send = action if is_send else action.partner
             for piece in messages.of(action):
-                rank = piece.source_rank if action.is_send else piece.target_rank
-                out[rank].append(_meeting(piece, send))
+                rank = piece.source_rank if is_send else piece.target_rank
+                out[rank].append(meeting(piece, send))
     for exchange in tie_exchanges(pipeline):
         for piece in exchange.pieces:
             for rank in (piece.source_rank, piece.target_rank):
-                out[rank].append(_meeting(piece, None))
-    everywhere = tuple(out)
-    for calls in out.values() if pipeline.stages[-1].loss is not None else ():
-        calls.append(GroupCall(everywhere, "all_reduce of the loss"))
+                out[rank].append(meeting(piece, None))
+    if pipeline.stages[-1].loss is not None:
+        everywhere = GroupCall(tuple(out), "all_reduce of the loss")
+        for calls in out.values():
+            calls.append(everywhere)
     return out
 
 

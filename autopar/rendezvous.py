@@ -35,66 +35,85 @@ class GroupCall:
 
 def check_rendezvous(calls: Mapping[int, Sequence[GroupCall]]) -> None:
     """Raise `VerificationError` unless the ranks' calls match and can all be finished."""
-    _check_membership(calls)
-    _check_agreement(calls)
+    numbered = _Numbered.of(calls)
+    _check_membership(numbered)
+    _check_agreement(numbered)
+    sequences, distinct = numbered.sequences, numbered.distinct
     position = dict.fromkeys(calls, 0)
+    n_arrived = [0] * len(distinct)
     ready = deque(calls)
     while ready:
         rank = ready.popleft()
-        if position[rank] == len(calls[rank]):
+        if position[rank] == len(sequences[rank]):
             continue
-        call = calls[rank][position[rank]]
-        if all(_next(calls, position, r) == call for r in call.ranks):
-            for member in call.ranks:
+        number = sequences[rank][position[rank]]
+        ranks = distinct[number].ranks
+        n_arrived[number] += 1
+        if n_arrived[number] == len(ranks):
+            n_arrived[number] = 0
+            for member in ranks:
                 position[member] += 1
-                ready.append(member)
-    waiting = {r: _next(calls, position, r) for r in calls if position[r] < len(calls[r])}
+            ready.extend(ranks)
+    waiting = {r: calls[r][position[r]] for r in calls if position[r] < len(calls[r])}
     if waiting:
         text = "; ".join(f"rank {r} in {call}" for r, call in sorted(waiting.items()))
         raise VerificationError(f"ranks wait for each other for ever: {text}", hint=_HINT)
 
 
-def _next(
-    calls: Mapping[int, Sequence[GroupCall]], position: Mapping[int, int], rank: int
-) -> GroupCall | None:
-    at = position[rank]
-    return calls[rank][at] if at < len(calls[rank]) else None
+@dataclass(frozen=True)
+class _Numbered:
+    """Every rank's calls as positions in `distinct`: calls are large, and compared often."""
+
+    sequences: Mapping[int, Sequence[int]]
+    distinct: Sequence[GroupCall]
+
+    @staticmethod
+    def of(calls: Mapping[int, Sequence[GroupCall]]) -> _Numbered:
+        numbers: dict[GroupCall, int] = {}
+        of_object: dict[int, int] = {}  # members often share one call
+        for sequence in calls.values():
+            for call in sequence:
+                if id(call) not in of_object:
+                    of_object[id(call)] = numbers.setdefault(call, len(numbers))
+        sequences = {r: [of_object[id(call)] for call in calls[r]] for r in calls}
+        return _Numbered(sequences, tuple(numbers))
 
 
-def _check_membership(calls: Mapping[int, Sequence[GroupCall]]) -> None:
-    for rank, sequence in calls.items():
-        for call in sequence:
-            if rank not in call.ranks or len(set(call.ranks)) < len(call.ranks):
+def _check_membership(calls: _Numbered) -> None:
+    groups = [frozenset(call.ranks) for call in calls.distinct]
+    for rank, sequence in calls.sequences.items():
+        for number in dict.fromkeys(sequence):
+            call, group = calls.distinct[number], groups[number]
+            if rank not in group or len(group) < len(call.ranks):
                 raise VerificationError(f"rank {rank} calls {call}, a group it is not one of")
-            missing = [r for r in call.ranks if r not in calls]
-            if missing:
+            if not group <= calls.sequences.keys():
+                missing = [r for r in call.ranks if r not in calls.sequences]
                 raise VerificationError(f"{call} waits for ranks {missing}, which do not run")
 
 
-def _check_agreement(calls: Mapping[int, Sequence[GroupCall]]) -> None:
+def _check_agreement(calls: _Numbered) -> None:
     """Every group sees one sequence of calls on all its members."""
-    seen: dict[tuple[int, ...], dict[int, list[Hashable]]] = {}
-    for rank, sequence in calls.items():
-        for call in sequence:
-            members = seen.setdefault(call.ranks, {r: [] for r in call.ranks})
-            members[rank].append(call.what)
+    seen: dict[tuple[int, ...], dict[int, list[int]]] = {}
+    members_of = [
+        seen.setdefault(call.ranks, {r: [] for r in call.ranks}) for call in calls.distinct
+    ]
+    for rank, sequence in calls.sequences.items():
+        for number in sequence:
+            members_of[number][rank].append(number)
     for ranks, members in seen.items():
         first = ranks[0]
         for rank in ranks[1:]:
             if members[rank] == members[first]:
                 continue
+            whats = [[calls.distinct[i].what for i in members[r]] for r in (first, rank)]
             at = next(
-                (
-                    i
-                    for i, (a, b) in enumerate(zip(members[first], members[rank], strict=False))
-                    if a != b
-                ),
-                min(len(members[first]), len(members[rank])),
+                (i for i, (a, b) in enumerate(zip(*whats, strict=False)) if a != b),
+                min(map(len, whats)),
             )
             raise VerificationError(
                 f"ranks {list(ranks)} call different collectives: call {at} is "
-                f"{_item(members[first], at)} on rank {first}, "
-                f"{_item(members[rank], at)} on rank {rank}",
+                f"{_item(whats[0], at)} on rank {first}, "
+                f"{_item(whats[1], at)} on rank {rank}",
                 hint=_HINT,
             )
 

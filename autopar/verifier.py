@@ -24,7 +24,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from autopar.collective import step_calls
+from autopar.collective import Call, step_calls
 from autopar.errors import VerificationError
 from autopar.moves import TABLE, Move, Split
 from autopar.rendezvous import GroupCall, check_rendezvous
@@ -60,25 +60,30 @@ def rank_sequences(program: StageProgram) -> dict[int, list[GroupCall]]:
     calls = step_calls(program)
     once = (*calls.before, *calls.microbatch)
     again = calls.microbatch if calls.n_microbatches > 1 else ()
-    positions = list(itertools.product(*(range(n) for n in program.axis_sizes)))
-    number = {position: rank for rank, position in enumerate(positions)}
-    out: dict[int, list[GroupCall]] = {rank: [] for rank in number.values()}
-    groups: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
+    out: dict[int, list[GroupCall]] = {r: [] for r in range(math.prod(program.axis_sizes))}
+    groups: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    made: dict[Call, list[GroupCall]] = {}
     for call in (*once, *again, *calls.after):
-        what = f"{call.kind} of {call.size_bytes} B ({call.tensor})"
-        for position, rank in number.items():
-            if (rank, call.axes) not in groups:
-                groups[rank, call.axes] = tuple(
-                    number[other]
-                    for other in positions
-                    if all(
-                        a == b
-                        for axis, (a, b) in enumerate(zip(position, other, strict=True))
-                        if axis not in call.axes
-                    )
-                )
-            out[rank].append(GroupCall(groups[rank, call.axes], what))
+        if call not in made:
+            if call.axes not in groups:
+                groups[call.axes] = _groups(program.axis_sizes, call.axes)
+            what = f"{call.kind} of {call.size_bytes} B ({call.tensor})"
+            of_group = {ranks[0]: GroupCall(ranks, what) for ranks in groups[call.axes]}
+            made[call] = [of_group[ranks[0]] for ranks in groups[call.axes]]
+        for rank, group_call in enumerate(made[call]):
+            out[rank].append(group_call)
     return out
+
+
+def _groups(sizes: Sequence[int], axes: Sequence[int]) -> list[tuple[int, ...]]:
+    """Of every rank, those along `axes`, in order."""
+    positions = itertools.product(*(range(n) for n in sizes))
+    others = [tuple(c for a, c in enumerate(at) if a not in axes) for at in positions]
+    members: dict[tuple[int, ...], list[int]] = {}
+    for rank, other in enumerate(others):
+        members.setdefault(other, []).append(rank)
+    groups = {other: tuple(ranks) for other, ranks in members.items()}
+    return [groups[other] for other in others]
 
 
 @dataclass
