@@ -249,7 +249,8 @@ def path_costs(
         ],
         axis=1,
     )
-    time_s, _ = tables.between(sources, range(len(graph.specs)))
-    sums = np.moveaxis(tables.along_paths(sources, values), 1, 0)
+    everywhere = range(len(graph.specs))
+    time_s, _ = tables.between(sources, everywhere)
+    sums = np.moveaxis(tables.along_paths(sources, everywhere, values), 1, 0)
     exist = np.isfinite(time_s)
     return PathCosts(sums[0], sums[1], sums[2], sums[3], sums[4], sums[5], sums[6], exist)

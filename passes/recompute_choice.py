@@ -19,27 +19,24 @@ which the simulated peak knows and the problem does not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.moves import COLLECTIVES
 from autopar.options import Recompute
 from autopar.passes.analysis import Analysis
 from autopar.passes.candidates import CandidateMaker, GroupCandidates
 from autopar.passes.cases import Cases
 from autopar.passes.member_prices import MemberPrice
-from autopar.passes.primitive_costs import primitive_lines
 from autopar.passes.problem import ProblemBuilder, RangeMode, ReshardEdge, Variable
 from autopar.passes.recompute import Recomputable
+from autopar.passes.rerun_costs import RerunCosts, n_shards_of, rerun_costs
 from autopar.passes.rerun_ranges import RerunRanges
-from autopar.passes.reshard import ReshardTables
 from autopar.passes.solvers import Edge
 from autopar.passes.spec_column import SpecColumn
-from autopar.spec import Spec
 
 Array = NDArray[np.float64]
 # Among equals the mode of least effort: beside sums of ties it decides nothing else.
@@ -59,19 +56,6 @@ def add_recompute(
 
 
 @dataclass(frozen=True, eq=False)
-class _Again:
-    """Of the reshards between what two variables' choices say, [cases, specs made, specs wanted]:
-    seconds of one microbatch's forward, of its local moves alone, bytes of what its collectives
-    make, their number, and that of all moves."""
-
-    forward_s: Array
-    local_s: Array
-    kept_bytes: Array
-    calls: Array
-    moves: Array
-
-
-@dataclass(frozen=True, eq=False)
 class _Adder:
     builder: ProblemBuilder
     candidates: Sequence[GroupCandidates]
@@ -81,10 +65,13 @@ class _Adder:
     # [cases, modes, choices] by variable and range: seconds, bytes.
     _joined: dict[tuple[int, int], tuple[Array, Array]] = field(default_factory=dict)
     _members: dict[int, tuple[MemberPrice, ...]] = field(default_factory=dict)
-    _again: dict[tuple[int, int, int], _Again] = field(default_factory=dict)
+    _again: dict[tuple[int, int, int], RerunCosts] = field(default_factory=dict)
     # What a product made -> seconds of a step, [cases, choices], of the bias that is added.
     _sums: dict[str, Array] = field(default_factory=dict)
     _interned: dict[tuple[tuple[int, ...], bytes], Array] = field(default_factory=dict)
+    _in_modes_of: dict[Hashable, tuple[Array, Array, Array] | None] = field(default_factory=dict)
+    # Of an operator's price: seconds of a step.
+    _forward_s: dict[int, Array] = field(default_factory=dict)
 
     @property
     def cases(self) -> Cases:
@@ -125,7 +112,10 @@ class _Adder:
                 always += n_like * price.kept_bytes
                 continue
             is_kept = self._is_kept(v, i)
-            forward_s = (price.forward_s + price.inner_s) * self.cases.n_microbatches[:, None]
+            if id(price) not in self._forward_s:
+                forward_s = (price.forward_s + price.inner_s) * self.cases.n_microbatches[:, None]
+                self._forward_s[id(price)] = forward_s
+            forward_s = self._forward_s[id(price)]
             product = self.ranges.product_of_sum(i)
             if product is not None:  # a part of it, unless a reshard stands between
                 self._sums[product] = forward_s
@@ -219,7 +209,7 @@ class _Adder:
 
     def _local_bytes(self, value: str, specs: SpecColumn) -> Array:
         """[cases, choices]"""
-        of_specs = self.cases.size_bytes(value)[:, None] / _n_shards(specs.distinct, self.cases)
+        of_specs = self.cases.size_bytes(value)[:, None] / n_shards_of(specs.distinct, self.cases)
         found: Array = of_specs[:, specs.code]
         return found
 
@@ -239,42 +229,66 @@ class _Adder:
     def _run_reshard_again(self, reshard: ReshardEdge, variable: int | None) -> None:
         edge = self.builder.edges[reshard.edge]
         wanted = self.builder.variables[reshard.target].specs[reshard.value]
-        cost_s, size_bytes = self._of_modes(reshard)
-        if not (cost_s.any() or size_bytes.any()):
+        found = self._in_modes(reshard, edge)
+        if found is None:
             return
+        total_s, tie, size_bytes = found
         if variable is None:
-            self.builder.edges[reshard.edge] = replace(
-                edge, cost_s=edge.cost_s + cost_s[..., 0], bytes=self._intern(size_bytes[..., 0])
-            )
+            self.builder.edges[reshard.edge] = replace(edge, cost_s=total_s, bytes=size_bytes)
             return
-        # [cases, specs made, pairs of a spec wanted and a mode]
         n_modes, n_specs = len(self.modes), len(wanted.distinct)
-        shape = (*np.broadcast_shapes(edge.cost_s.shape, cost_s.shape[:3])[:2], -1)
-        total_s = (edge.cost_s[..., None] + cost_s).reshape(shape)
-        tie = np.repeat(edge.tie, n_modes, axis=-1)
         pairs = self._variable(f"{reshard.value} again", n_specs * n_modes)
-        spec_of, mode_of = np.divmod(np.arange(n_specs * n_modes), n_modes)
         self.builder.edges[reshard.edge] = Edge(
-            edge.u, pairs, self._intern(total_s), self._intern(tie),
-            self._intern(size_bytes.reshape(shape)), edge.rows, None,
-        )  # fmt: skip
+            edge.u, pairs, total_s, tie, size_bytes, edge.rows, None
+        )
+        spec_of, mode_of = _pair_codes(n_specs, n_modes)
         self._equal(pairs, spec_of, reshard.target, wanted.code, n_specs)
         self._equal(variable, np.arange(n_modes), pairs, mode_of, n_modes)
 
-    def _of_modes(self, reshard: ReshardEdge) -> tuple[Array, Array]:
-        """Seconds of a step and bytes, [cases, specs made, specs wanted, modes]."""
-        again, m = self._paths(reshard), self.cases.n_microbatches[:, None, None]
-        kept_bytes = again.kept_bytes
+    def _in_modes(self, reshard: ReshardEdge, edge: Edge) -> tuple[Array, Array, Array] | None:
+        """Seconds, ties and bytes of an edge, [cases, specs made, pairs of a spec wanted and a
+        mode]; None where nothing runs again. Edges that are alike have the same arrays."""
+        again, sums_s = self._paths(reshard), self._sums.get(reshard.value)
+        wanted = self.builder.variables[reshard.target].specs[reshard.value]
+        hands_on = self._hands_on(reshard)
+        arrays = (edge.cost_s, edge.tie, again, sums_s, wanted)
+        key = (*map(id, arrays), hands_on)  # all are kept
+        if key not in self._in_modes_of:
+            cost_s, size_bytes = self._of_modes(reshard, again, hands_on)
+            total_s = edge.cost_s[..., None] + cost_s
+            shape = (*total_s.shape[:2], -1)
+            self._in_modes_of[key] = (
+                (
+                    self._intern(total_s.reshape(shape)),
+                    self._intern(np.repeat(edge.tie, len(self.modes), axis=-1)),
+                    self._intern(size_bytes.reshape(shape)),
+                )
+                if cost_s.any() or size_bytes.any()
+                else None
+            )
+        return self._in_modes_of[key]
+
+    def _hands_on(self, reshard: ReshardEdge) -> bool:
+        """Is it of a product of its range, and says whether that is kept?"""
         v, value = reshard.source, reshard.value
         r = self._range_of(reshard)
         i = self.ranges.place[self.candidates[v].group.name] if v < len(self.candidates) else -1
-        if self.ranges.party_of.get(i) == r and value in self.ranges.analysis.operators[i].outputs:
-            is_kept = self._is_kept(v, i)
-            is_only = r is not None and self.ranges.is_only(value, r)
-            if r is not None and is_only and self._is_handed_on(v, r, value, is_kept):
-                made = self.candidates[v].specs(value).distinct
-                own = self.cases.size_bytes(value)[:, None] / _n_shards(made, self.cases)
-                kept_bytes = kept_bytes + np.where(again.calls > 0, 0.0, own[..., None])
+        if r is None or self.ranges.party_of.get(i) != r or not self.ranges.is_only(value, r):
+            return False
+        if value not in self.ranges.analysis.operators[i].outputs:
+            return False
+        return self._is_handed_on(v, r, value, self._is_kept(v, i))
+
+    def _of_modes(
+        self, reshard: ReshardEdge, again: RerunCosts, hands_on: bool
+    ) -> tuple[Array, Array]:
+        """Seconds of a step and bytes, [cases, specs made, specs wanted, modes]."""
+        m, value = self.cases.n_microbatches[:, None, None], reshard.value
+        kept_bytes = again.kept_bytes
+        if hands_on:
+            made = self.candidates[reshard.source].specs(value).distinct
+            own = self.cases.size_bytes(value)[:, None] / n_shards_of(made, self.cases)
+            kept_bytes = kept_bytes + np.where(again.calls > 0, 0.0, own[..., None])
         apart_s = again.local_s * m
         if value in self._sums:
             column = self.builder.variables[reshard.target].specs[value]
@@ -288,13 +302,13 @@ class _Adder:
             np.stack([sizes.get(mode or "none", nothing) for mode in self.modes], axis=-1),
         )
 
-    def _paths(self, reshard: ReshardEdge) -> _Again:
+    def _paths(self, reshard: ReshardEdge) -> RerunCosts:
         tables = self.builder.tables(reshard.value)
         made = self.builder.variables[reshard.source].specs[reshard.value]
         wanted = self.builder.variables[reshard.target].specs[reshard.value]
         key = (id(tables), id(made), id(wanted))
         if key not in self._again:
-            self._again[key] = _again(tables, self.cases, made.distinct, wanted.distinct)
+            self._again[key] = rerun_costs(tables, self.cases, made.distinct, wanted.distinct)
         return self._again[key]
 
     # -- variables and edges -----------------------------------------------------------------
@@ -337,8 +351,7 @@ class _Adder:
     def _equal(
         self, u: int, rows: NDArray[np.int64], v: int, columns: NDArray[np.int64], n: int
     ) -> None:
-        cost_s = self._intern(np.where(np.eye(n, dtype=bool), 0.0, np.inf)[None])
-        tie = self._intern(np.zeros((1, n, n)))
+        cost_s, tie = _equality(n)
         self.builder.edges.append(Edge(u, v, cost_s, tie, None, rows, columns))
 
     def _spend(self, v: int, r: int, seconds: Array, mode: Recompute | None) -> None:
@@ -368,25 +381,14 @@ class _Adder:
         return self._interned.setdefault((array.shape, array.tobytes()), array)
 
 
-def _n_shards(specs: Sequence[Spec], cases: Cases) -> Array:
-    """[cases, specs]"""
-    is_cut = np.array([[p.is_shard for p in spec.placements] for spec in specs], dtype=bool)
-    found: Array = np.where(is_cut, cases.sizes[:, None, :], 1).prod(axis=2).astype(np.float64)
-    return found
+@lru_cache(maxsize=64)
+def _equality(n: int) -> tuple[Array, Array]:
+    """Costs and ties, [1, n, n], that allow equal choices alone."""
+    return np.where(np.eye(n, dtype=bool), 0.0, np.inf)[None], np.zeros((1, n, n))
 
 
-def _again(
-    tables: ReshardTables, cases: Cases, made: Sequence[Spec], wanted: Sequence[Spec]
-) -> _Again:
-    """Sums over the moves of the cheapest paths."""
-    graph, size_bytes = tables.graph, tables.size_bytes
-    lines = primitive_lines(graph, cases.meshes).of(cases.mesh_of)
-    seconds = lines.seconds(size_bytes)[:, graph.forward]
-    kinds = np.array([p.kind in COLLECTIVES for p in graph.primitives], dtype=bool)
-    calls = np.broadcast_to(kinds[graph.forward], seconds.shape).astype(np.float64)
-    results = size_bytes[:, None] / _n_shards(graph.specs, cases)[:, graph.target]
-    rows = [tables.index[spec] for spec in made]
-    columns = [tables.index[spec] for spec in wanted]
-    of_moves = [seconds, seconds * (1 - calls), results * calls, calls, np.ones_like(calls)]
-    sums = tables.along_paths(rows, np.stack(of_moves, axis=1))[..., columns]
-    return _Again(*(sums[:, k] for k in range(len(of_moves))))
+@lru_cache(maxsize=64)
+def _pair_codes(n: int, m: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """The first and the second of every pair out of n and m."""
+    first, second = np.divmod(np.arange(n * m), m)
+    return first, second

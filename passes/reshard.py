@@ -96,11 +96,12 @@ class ReshardTables:
         time_s[~self.legal[cases, sources]] = np.inf
         return time_s, np.rint(tie * 1e3) / 1e3
 
-    def along_paths(self, sources: Sequence[int], move_values: Array) -> Array:
-        """[cases, k, moves] -> [cases, k, sources, specs]: sums over the moves of the path to every
-        spec."""
-        rows, everywhere = self._found(sources), np.arange(len(self.graph.specs))
-        return sum_along(self.graph.source, self._last, rows, everywhere, move_values)
+    def along_paths(
+        self, sources: Sequence[int], targets: Sequence[int], move_values: Array
+    ) -> Array:
+        """[cases, k, moves] -> [cases, k, sources, targets]: sums over the moves of the paths."""
+        rows, at = self._found(sources), np.array(targets, dtype=np.int64)
+        return sum_along(self.graph.source, self._last, rows, at, move_values)
 
     def last_moves(self, source: int, case: int) -> NDArray[np.int32]:
         """[specs]: of the cheapest paths from a spec, by time, then tie."""
