@@ -55,6 +55,12 @@ def leaves(atom: Atom) -> list[Atom]:
 
 def unify(left: Sequence[Atom], right: Sequence[Atom]) -> None:
     """Join two lists of atoms of equal product as far as their sizes divide."""
+    if len(left) == len(right) == 1:  # most are whole on both sides
+        x, y = left[0].root(), right[0].root()
+        if x.size == y.size and not (x.parts or y.parts):
+            if x is not y:
+                y.parent = x
+            return
     a = [leaf for atom in left for leaf in leaves(atom)]
     b = [leaf for atom in right for leaf in leaves(atom)]
     while a and b:
@@ -117,6 +123,8 @@ class Factors:
     """Atoms of every tensor's dims, by value name."""
 
     atoms: dict[str, tuple[Atom | None, ...]] = field(default_factory=dict)
+    # Of operators that are alike: their one notation, and the sizes of its names.
+    _sizes: dict[Hashable, tuple[Notation, Mapping[str, int]]] = field(default_factory=dict)
 
     def add(self, name: str, shape: Shape) -> None:
         self.atoms[name] = tuple(Atom(n) if n != 1 else None for n in shape)
@@ -127,7 +135,11 @@ class Factors:
                     *zip(notation.outputs, outputs, strict=True))  # fmt: skip
         shapes = [self._shape(name) for _, name in operands]
         n_inputs = len(notation.inputs)
-        sizes = name_sizes(notation, shapes[:n_inputs], shapes[n_inputs:])
+        key = (id(notation), *shapes)
+        if key not in self._sizes:
+            found = name_sizes(notation, shapes[:n_inputs], shapes[n_inputs:])
+            self._sizes[key] = notation, found
+        sizes = self._sizes[key][1]
         named = {name: Atom(size) for name, size in sizes.items() if size != 1}
         for term, value in operands:
             for dim, atom in zip(term, self.atoms[value], strict=True):

@@ -62,9 +62,10 @@ class Analysis:
         """Raises `MissingRuleError` for an operator without a rule."""
         operators = operators_of(program)
         types = tensor_types(program, operators, batch_dims)
-        batch = find_batch(program, operators, types, batch_dims)
+        patterns: dict[Hashable, PlacedOperator] = {}
+        batch = find_batch(program, operators, types, batch_dims, patterns)
         saved = saved_for_backward(program) if program.training else {}
-        return Analysis(program, operators, types, batch, saved)
+        return Analysis(program, operators, types, batch, saved, _patterns=patterns)
 
     def part(self, program: Program) -> Analysis:
         """What is known of one stage of this program (`passes/cut.py`): the same facts."""

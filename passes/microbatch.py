@@ -21,7 +21,7 @@ or that changes and that the loss depends on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.errors import BatchError, NotSupportedError
@@ -80,14 +80,16 @@ def find_batch(
     operators: Sequence[Operator],
     types: Types,
     batch_dims: Mapping[str, int | None] | None = None,
+    patterns: dict[Hashable, PlacedOperator] | None = None,
 ) -> Batch:
     """Follow the batch from the inputs to the loss.
 
     `batch_dims` maps input paths to the dim that is the batch (None: has no batch); by
-    default it is dim 0 of every input as long as the first one.
+    default it is dim 0 of every input as long as the first one. `patterns` are those known of
+    operators (`place_operators`).
     """
     seeds, size = _seed_inputs(program, types, batch_dims or {})
-    items = place_operators(operators, types.tensors)
+    items = place_operators(operators, types.tensors, patterns)
     # Operators that are alike have one tuple of strategies.
     distinct = {id(item.strategies): item for item in items}
     split = {key: _split(item) for key, item in distinct.items()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -55,13 +55,13 @@ class OpCall:
         value_of: Callable[[Any], Any] = lambda a: a,
     ) -> OpCall:
         named: dict[str, Any] = {}
-        for i, argument in enumerate(op._schema.arguments):
-            if i < len(args) and not argument.kwarg_only:
-                named[argument.name] = args[i]
-            elif argument.name in kwargs:
-                named[argument.name] = kwargs[argument.name]
+        for i, (name, kwarg_only, default) in enumerate(_arguments(op)):
+            if i < len(args) and not kwarg_only:
+                named[name] = args[i]
+            elif name in kwargs:
+                named[name] = kwargs[name]
             else:
-                named[argument.name] = argument.default_value
+                named[name] = default
         tensors = []
         for value in named.values():
             for item in value if isinstance(value, (list, tuple)) else (value,):
@@ -87,6 +87,12 @@ class OpCall:
         """A dim argument, counted from 0."""
         rank = len(self.inputs[0]) if rank is None else rank
         return int(self.args[name]) % max(rank, 1)
+
+
+@lru_cache(maxsize=1024)
+def _arguments(op: torch._ops.OpOverload) -> tuple[tuple[str, bool, Any], ...]:
+    """Of an operator's schema, which is slow to say: name, only by keyword?, default."""
+    return tuple((a.name, a.kwarg_only, a.default_value) for a in op._schema.arguments)
 
 
 def _plain(value: Any) -> Hashable:
