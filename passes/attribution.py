@@ -96,19 +96,6 @@ class Wiring:
         return places
 
     @cached_property
-    def place(self) -> list[int]:
-        """The folded operator that each variable's numbers are added to, but those of `shared`."""
-        return [places[0] for places in self._places]
-
-    @cached_property
-    def owners(self) -> list[int]:
-        """The variable that each variable and each edge belongs to: edges of parameters to these,
-        others to their targets."""
-        numbers = self._problem.numbers
-        of_edges = (e.u if e.u in self.parameters else e.v for e in numbers.edges)
-        return [*range(numbers.n_variables), *of_edges]
-
-    @cached_property
     def parameters(self) -> dict[int, str]:
         return {v: name for name, v in self._problem.parameter_variables.items()}
 
@@ -129,24 +116,55 @@ class Wiring:
         blocks = {self.folded.block_of(f) for f in places}
         return len(places) == 1 or (len(blocks) == 1 and None not in blocks)
 
+    # -- what numbers belong to: those of variables, then of edges ----------------------------
+
+    @cached_property
+    def _owners(self) -> list[int]:
+        """Variables, of themselves; edges of parameters of these, others of their targets."""
+        numbers = self._problem.numbers
+        of_edges = (e.u if e.u in self.parameters else e.v for e in numbers.edges)
+        return [*range(numbers.n_variables), *of_edges]
+
+    @cached_property
+    def paid_together(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Those of `shared`, and the operators that use it."""
+        return [(i, self.shared[v]) for i, v in enumerate(self._owners) if v in self.shared]
+
+    @cached_property
+    def paid_alone(self) -> tuple[Codes, Codes]:
+        """The others, and the folded operator that each is added to."""
+        alone = [(i, v) for i, v in enumerate(self._owners) if v not in self.shared]
+        places = [self._places[v][0] for _, v in alone]
+        return np.array([i for i, _ in alone], dtype=np.intp), np.array(places, dtype=np.intp)
+
     @cached_property
     def is_static(self) -> BoolArray:
-        """[variables and edges]: do they belong to parameters?"""
+        """Are they of parameters?"""
         n_groups, numbers = len(self._problem.candidates), self._problem.numbers
         of_edges = (edge.u in self.parameters for edge in numbers.edges)
         variables = (v >= n_groups for v in range(numbers.n_variables))
         return np.array([*variables, *of_edges], dtype=bool)
 
     def is_once(self, choices: Codes) -> BoolArray:
-        """[choices, variables and edges]: are seconds paid once per step? `choices` are [choices,
-        variables]."""
-        numbers, problem = self._problem.numbers, self._problem
+        """[choices, numbers]: are seconds those of a step, with choices [choices, variables]?"""
         once = np.tile(self.is_static, (len(choices), 1))
+        for per_step, places, variables in self._per_step:
+            once[:, places] = per_step[choices[:, variables]]
+        return once
+
+    @cached_property
+    def _per_step(self) -> list[tuple[BoolArray, list[int], list[int]]]:
+        """Of parameters stored alike: which storages are converted once per step; then their edges'
+        places, and their variables."""
+        numbers, storages = self._problem.numbers, self._problem.storages
+        found: dict[int, tuple[BoolArray, list[int], list[int]]] = {}
         for e, edge in enumerate(numbers.edges, numbers.n_variables):
             if (name := self.parameters.get(edge.u)) is not None:
-                periods = np.array([s.period == "step" for s in problem.storages[name]])
-                once[:, e] = periods[choices[:, edge.u]]
-        return once
+                per_step = np.array([s.period == "step" for s in storages[name]])
+                _, places, variables = found.setdefault(id(storages[name]), (per_step, [], []))
+                places.append(e)
+                variables.append(edge.u)
+        return list(found.values())
 
     @cached_property
     def chosen(self) -> _Chosen:
@@ -245,24 +263,19 @@ class Attribution:
             "static": np.where(is_static, size_bytes, 0.0),
             "activation": np.where(is_static, 0.0, size_bytes),
         }
-        shared = [(i, wiring.shared[v]) for i, v in enumerate(wiring.owners) if v in wiring.shared]
-        alone = np.setdiff1d(np.arange(len(wiring.owners)), [i for i, _ in shared])
-        n, n_operators = len(self.cases), len(folded.kept)
-        places = np.array(wiring.place)[np.array(wiring.owners)[alone]]
+        n, n_operators, (alone, places) = len(self.cases), len(folded.kept), wiring.paid_alone
         into = (np.arange(n)[:, None] * n_operators + places).ravel()
         whole = np.array(folded.stands_for)
-        sums = {
-            part: np.bincount(into, array[:, alone].ravel(), n * n_operators).reshape(
-                n, n_operators
-            )[:, whole]
-            for part, array in values.items()
-        }
+        sums = {}
+        for part, array in values.items():
+            folded_sums = np.bincount(into, array[:, alone].ravel(), n * n_operators)
+            sums[part] = folded_sums.reshape(n, n_operators)[:, whole]
         return [
             (
                 {part: array[k] for part, array in sums.items()},
                 tuple(
                     Shared(users, {part: float(values[part][k, i]) for part in PARTS})
-                    for i, users in shared
+                    for i, users in wiring.paid_together
                 ),
             )
             for k in range(n)
