@@ -80,23 +80,29 @@ class _Numbered:
 
 
 def _check_membership(calls: _Numbered) -> None:
-    groups = [frozenset(call.ranks) for call in calls.distinct]
+    groups, every = [frozenset(call.ranks) for call in calls.distinct], frozenset(calls.sequences)
+    is_sound = [
+        len(group) == len(call.ranks) and group <= every
+        for call, group in zip(calls.distinct, groups, strict=True)
+    ]
     for rank, sequence in calls.sequences.items():
         for number in dict.fromkeys(sequence):
+            if is_sound[number] and rank in groups[number]:
+                continue
             call, group = calls.distinct[number], groups[number]
             if rank not in group or len(group) < len(call.ranks):
                 raise VerificationError(f"rank {rank} calls {call}, a group it is not one of")
-            if not group <= calls.sequences.keys():
-                missing = [r for r in call.ranks if r not in calls.sequences]
-                raise VerificationError(f"{call} waits for ranks {missing}, which do not run")
+            missing = [r for r in call.ranks if r not in every]
+            raise VerificationError(f"{call} waits for ranks {missing}, which do not run")
 
 
 def _check_agreement(calls: _Numbered) -> None:
     """Every group sees one sequence of calls on all its members."""
     seen: dict[tuple[int, ...], dict[int, list[int]]] = {}
-    members_of = [
-        seen.setdefault(call.ranks, {r: [] for r in call.ranks}) for call in calls.distinct
-    ]
+    for call in calls.distinct:
+        if call.ranks not in seen:
+            seen[call.ranks] = {r: [] for r in call.ranks}
+    members_of = [seen[call.ranks] for call in calls.distinct]
     for rank, sequence in calls.sequences.items():
         for number in sequence:
             members_of[number][rank].append(number)

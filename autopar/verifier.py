@@ -68,7 +68,10 @@ def rank_sequences(program: StageProgram) -> dict[int, list[GroupCall]]:
             if call.axes not in groups:
                 groups[call.axes] = _groups(program.axis_sizes, call.axes)
             what = f"{call.kind} of {call.size_bytes} B ({call.tensor})"
-            of_group = {ranks[0]: GroupCall(ranks, what) for ranks in groups[call.axes]}
+            of_group: dict[int, GroupCall] = {}
+            for ranks in groups[call.axes]:
+                if ranks[0] not in of_group:
+                    of_group[ranks[0]] = GroupCall(ranks, what)
             made[call] = [of_group[ranks[0]] for ranks in groups[call.axes]]
         for rank, group_call in enumerate(made[call]):
             out[rank].append(group_call)
