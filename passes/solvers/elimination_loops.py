@@ -3,7 +3,8 @@
 All numbers of a problem are in one row, those given before those made; the arrays of an
 `elimination_code.Code` say where. A step joins its tables in *slots*: at most `N_WIDE` wide ones,
 over classes of the variable that goes, some of the separator, and its last variable, and a narrow
-one without the last. So the innermost loop runs along rows of wide slots.
+one without the last. So the innermost loop runs along rows of wide slots; where these are short
+and the narrow slot has every row that is made, along its rows.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from autopar.compiled import compiled
 from autopar.passes.solvers.problem import Codes, FloatArray
 
 N_WIDE = 3
+# Rows of fewer columns are short: loops along many rows take half as long as along these.
+N_SHORT = 32
 
 # Columns of `Code.steps`: the variable, its numbers of choices and classes; where its own costs are
 # in the numbers, and its choices' classes in the places; how many rows (of the separator but its
@@ -89,22 +92,25 @@ def _make(
         for k in range(n_classes):
             out[0] = min(out[0], least[k])
         return
+    n_x_rows = slots[first, SLOT_ROWS]
+    n_narrow_rows = slots[first + n_wide, SLOT_ROWS] if n_narrow else 0
+    if n_wide == 1 and n_columns < N_SHORT and n_x_rows == 1 and n_narrow_rows == step[N_ROWS]:
+        _least_of_short(out, x, narrow)
+        return
     for r in range(step[N_ROWS]):
         best = out[r * n_columns : (r + 1) * n_columns]
         of_x = places[slots[first, ROWS_AT] + r]
         of_y = places[slots[first + 1, ROWS_AT] + r] if n_wide > 1 else 0
         of_z = places[slots[first + 2, ROWS_AT] + r] if n_wide > 2 else 0
         of_narrow = places[slots[first + n_wide, ROWS_AT] + r] if n_narrow else 0
-        n_narrow_rows = slots[first + n_wide, SLOT_ROWS] if n_narrow else 0
         if n_wide == 1:
-            n_x_rows = slots[first, SLOT_ROWS]
             _least_of_one(best, x, of_x, n_x_rows, narrow, of_narrow, n_narrow_rows, n_classes)
             continue
         for k in range(n_classes):
             fixed = narrow[k * n_narrow_rows + of_narrow]
             if fixed == np.inf:
                 continue
-            row_x = x[k * slots[first, SLOT_ROWS] + of_x]
+            row_x = x[k * n_x_rows + of_x]
             row_y = y[k * slots[first + 1, SLOT_ROWS] + of_y]
             if n_wide == 2:
                 for c in range(n_columns):
@@ -141,6 +147,24 @@ def _least_of_one(
         fixed, row = narrow[of_narrow + k * n_narrow_rows], x[of_x + k * n_x_rows]
         for c in range(len(best)):
             best[c] = min(best[c], row[c] + fixed)
+
+
+@compiled
+def _least_of_short(out: FloatArray, x: FloatArray, narrow: FloatArray) -> None:
+    """Write the least over classes k of x[k, c] + narrow[k, r] into the short rows r of `out`:
+    along the columns of these."""
+    n_classes, n_columns = x.shape
+    n_rows = len(out) // n_columns
+    best = np.full(len(out), np.inf)
+    for k in range(n_classes):
+        given = narrow[k * n_rows : (k + 1) * n_rows]
+        for c in range(n_columns):
+            fixed, column = x[k, c], best[c * n_rows : (c + 1) * n_rows]
+            for r in range(n_rows):
+                column[r] = min(column[r], given[r] + fixed)
+    for r in range(n_rows):
+        for c in range(n_columns):
+            out[r * n_columns + c] = best[c * n_rows + r]
 
 
 @compiled
