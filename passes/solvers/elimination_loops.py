@@ -15,8 +15,6 @@ from autopar.compiled import compiled
 from autopar.passes.solvers.problem import Codes, FloatArray
 
 N_WIDE = 3
-# Rows of fewer columns are short: loops along many rows take half as long as along these.
-N_SHORT = 32
 
 # Columns of `Code.steps`: the variable, its numbers of choices and classes; where its own costs are
 # in the numbers, and its choices' classes in the places; how many rows (of the separator but its
@@ -94,7 +92,8 @@ def _make(
         return
     n_x_rows = slots[first, SLOT_ROWS]
     n_narrow_rows = slots[first + n_wide, SLOT_ROWS] if n_narrow else 0
-    if n_wide == 1 and n_columns < N_SHORT and n_x_rows == 1 and n_narrow_rows == step[N_ROWS]:
+    is_short = n_wide == 1 and n_x_rows == 1 and 2 * n_columns < step[N_ROWS]
+    if is_short and n_narrow_rows == step[N_ROWS]:  # loops along its rows are faster
         _least_of_short(out, x, narrow)
         return
     for r in range(step[N_ROWS]):
