@@ -122,7 +122,7 @@ def test_a_batch_that_does_not_divide(name: str) -> None:
 def test_a_memory_limit_that_nothing_fits(options: dict[str, Any]) -> None:
     limit_bytes = 20_000
     with pytest.raises(InfeasibleError) as refusal:
-        autopar.plan(gpt2(), MESH, tokens(0), memory_limit=limit_bytes, **options)
+        autopar.plan(gpt2(1), MESH, tokens(0), memory_limit=limit_bytes, **options)
     message = str(refusal.value)
     assert "no plan fits in 19.5 KiB per device" in message
     found = re.search(r"the leanest needs ([\d.]+) KiB, ([\d.]+) KiB more", message)
