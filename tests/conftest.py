@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -78,10 +79,20 @@ def registry() -> Iterator[None]:
     rules._registry.update(before)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def captured_once() -> None:
+    """Tests without torch stay without."""
+    if "torch" in sys.modules:
+        from tests.captures import share_captures
+
+        share_captures()
+
+
 @pytest.fixture(scope="session")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], WorkerPool]]:
     """Number of ranks -> its worker processes, started once for all tests."""
     from autopar.runtime.launch import WorkerPool
+    from tests.captures import share_captures
 
     pools: dict[int, WorkerPool] = {}
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
@@ -91,6 +102,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int]
         def pool(n_ranks: int) -> WorkerPool:
             if n_ranks not in pools:
                 pools[n_ranks] = stack.enter_context(WorkerPool(n_ranks, timeout_s=240.0))
+                pools[n_ranks].run(share_captures)
             return pools[n_ranks]
 
         yield pool

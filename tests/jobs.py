@@ -22,9 +22,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import autopar
 from autopar import Device, Link, Manual, Mesh
-from autopar.capture import capture, reference_step, whole_buffers
+from autopar.capture import reference_step, whole_buffers
 from autopar.operators.random import Stream
 from tests import tiny_model
+from tests.captures import captured
 
 BATCH, SEQUENCE, WIDTH, HEADS, VOCABULARY = 16, 8, 32, 4, 32
 N_STEPS, LEARNING_RATE = 3, 1e-2
@@ -249,7 +250,7 @@ def reference(name: str) -> Trained:
 def train_alone(case: Case) -> Trained:
     """The same steps of the captured program in float64, on this process."""
     model, stream = case.model(), Stream(torch.initial_seed())
-    program = capture(model, case.batch(0), precision="fp64", loss_fn=case.loss_fn)
+    program = captured(model, case.batch(0), precision="fp64", loss_fn=case.loss_fn)
     held = dict(model.named_parameters())
     values = {
         n: p.detach().to(torch.float64).requires_grad_(p.requires_grad) for n, p in held.items()

@@ -1,0 +1,83 @@
+"""Equal models are captured once per process by what plans, verifies and trains them.
+
+Captures are equal where models are (their classes, and all that they hold but the values of their
+parameters), batches (but the values of their tensors) and options. What cannot be pickled, as a
+class inside a function, is captured each time. Tests of capture call `capture`, which nothing is
+kept of; that it gives the same program each time is theirs to show (`test_capture_models.py`), that
+nobody writes to a program, of all that share one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import pickle
+from collections import OrderedDict
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from autopar import parallel_module, planning, step_capture
+from autopar.capture import capture
+from autopar.program import Program
+
+N_KEPT = 32  # programs, the last ones used
+_SIGNATURE = inspect.signature(capture)
+_kept: OrderedDict[tuple[object, ...], Program] = OrderedDict()
+
+
+class _Fingerprint(pickle.Pickler):
+    """Writes models and batches without the values that no capture reads."""
+
+    def __init__(self, file: io.BytesIO, *, values: bool) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self.values = values
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, Tensor):
+            return NotImplemented
+        shown: tuple[object, ...] = (type(obj), tuple(obj.shape), obj.stride(), obj.dtype)
+        shown = (*shown, str(obj.device), obj.requires_grad)
+        if self.values and not isinstance(obj, nn.Parameter) and not obj.is_meta:
+            shown = (*shown, obj.detach().tolist())  # a buffer: some are constants of the graph
+        return tuple, (shown,)
+
+
+def _fingerprint(value: object, *, values: bool) -> bytes:
+    file = io.BytesIO()
+    _Fingerprint(file, values=values).dump(value)
+    return file.getvalue()
+
+
+def captured(
+    model: nn.Module, example_inputs: Any, *, loss_fn: Any = None, **options: Any
+) -> Program:
+    """`capture`, once; the program is shared."""
+    call = _SIGNATURE.bind(model, example_inputs, **options)
+    call.apply_defaults()
+    del call.arguments["model"], call.arguments["loss_fn"]
+    try:
+        of_model = _fingerprint(model, values=True)
+        of_call = _fingerprint(call.arguments, values=False)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return capture(model, example_inputs, loss_fn=loss_fn, **options)
+    # A class of the same name is another where its module is imported again.
+    classes = tuple(type(module) for module in model.modules())
+    key = classes, of_model, of_call, loss_fn, torch.get_default_dtype()
+    if key not in _kept:
+        _kept[key] = capture(model, example_inputs, loss_fn=loss_fn, **options)
+    _kept.move_to_end(key)
+    if len(_kept) > N_KEPT:
+        _kept.popitem(last=False)
+    return _kept[key]
+
+
+def share_captures() -> None:
+    """From now on, what autopar captures for plans and modules in this process is captured once.
+
+    A job too: worker processes run it first.
+    """
+    for module in (step_capture, planning, parallel_module):
+        mock.patch.object(module, "capture", captured).start()
