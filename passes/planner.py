@@ -162,13 +162,14 @@ class Planner:
         if not found:
             raise self._nothing_fits(errors)
         self.report("simulating the best")
-        fitting, failed = Simulator(last, self.predict).fastest(found)
+        simulator = Simulator(last, self.predict)
+        fitting, failed = simulator.fastest(found)
         fastest_s = min((s.step_time_s for s in fitting), default=math.inf)
         may_add = not (is_stopped and fitting)
         if last is not self.evaluator and may_add and not self._costs_little(fastest_s):
             with suppress(_TimeUp):  # peaks are above what was solved for
                 self._add_recomputed(errors, notes)
-            fitting, failed = Simulator(self.evaluator, self.predict).fastest(found)
+            fitting, failed = replace(simulator, evaluator=self.evaluator).fastest(found)
         if not fitting:
             raise min(failed.values(), key=lambda error: error.least_bytes or math.inf)
         simulated = {s.candidate.name: s for s in fitting}

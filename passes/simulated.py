@@ -56,11 +56,12 @@ class Solved:
 
 @dataclass
 class Simulator:
-    """Simulates what an evaluator scored, by `predict`."""
+    """Simulates what an evaluator scored, by `predict`. One of another evaluator of the same
+    program shares what was lowered (`dataclasses.replace`)."""
 
     evaluator: Evaluator
     predict: Predict
-    _abridgers: dict[int, Abridger] = field(default_factory=dict)
+    _abridgers: dict[tuple[int, bool], Abridger] = field(default_factory=dict)
     # By the stage's program and mesh.
     _lowered: defaultdict[tuple[int, LogicalMesh], list[tuple[Strategy, StageProgram]]] = field(
         default_factory=lambda: defaultdict(list)
@@ -201,6 +202,7 @@ class Simulator:
         return None
 
     def _abridger(self, part: Analysis) -> Abridger:
-        if id(part) not in self._abridgers:
-            self._abridgers[id(part)] = Abridger(part, self.evaluator.runs(part))
-        return self._abridgers[id(part)]
+        key = id(part), self.evaluator.recomputable is not None
+        if key not in self._abridgers:
+            self._abridgers[key] = Abridger(part, self.evaluator.runs(part))
+        return self._abridgers[key]
