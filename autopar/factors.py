@@ -221,12 +221,16 @@ class Types:
     def with_divided(self, cells: Mapping[str, tuple[int, int]], n: int) -> Types:
         """The types of one of `n` microbatches; `cells` are each value's batch factor."""
         tensors = dict(self.tensors)
-        for name, (dim, factor) in cells.items():
-            dims = [list(factors) for factors in tensors[name].dims]
-            assert dims[dim][factor] % n == 0, (name, dims, n)
-            dims[dim][factor] //= n
-            old = tensors[name]
-            tensors[name] = TensorType(tuple(map(tuple, dims)), old.itemsize, old.has_grad)
+        divided: dict[tuple[TensorType, tuple[int, int]], TensorType] = {}
+        for name, cell in cells.items():
+            old, (dim, factor) = tensors[name], cell
+            if (old, cell) not in divided:
+                dims = [list(factors) for factors in old.dims]
+                assert dims[dim][factor] % n == 0, (name, dims, n)
+                dims[dim][factor] //= n
+                new = TensorType(tuple(map(tuple, dims)), old.itemsize, old.has_grad)
+                divided[old, cell] = new
+            tensors[name] = divided[old, cell]
         return Types(tensors, self.classes)
 
 
@@ -270,5 +274,7 @@ def tensor_types(
         )
         for name, atoms in factors.atoms.items()
     }
-    tensors = {n: TensorType(factors.sizes(n), *facts[n]) for n in factors.atoms}
-    return Types(tensors, classes)
+    # One object for all that are equal: so they are quickly compared.
+    known: dict[TensorType, TensorType] = {}
+    every = ((name, TensorType(factors.sizes(name), *facts[name])) for name in factors.atoms)
+    return Types({name: known.setdefault(t, t) for name, t in every}, classes)
