@@ -200,9 +200,9 @@ class _Recipe:
 
     @cached_property
     def _places(self) -> list[Place]:
-        """Where in its node each stage lies."""
-        mesh, each = self.search.mesh, self._view.n_ranks
-        places = places_of(mesh, self.search.hardware, each)
+        """Where in its node each stage lies; one that lies on two has neighbours on others."""
+        mesh, each, across = self.search.mesh, self._view.n_ranks, self.search.hardware.links[0]
+        places = (*places_of(mesh, self.search.hardware, each), Place(None, across, across))
         firsts = [k * each % mesh.devices_per_node for k in range(self.split.n_stages)]
         return [next(p for p in places if p.offsets is None or f in p.offsets) for f in firsts]
 

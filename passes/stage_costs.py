@@ -26,6 +26,7 @@ The hull is not the whole Pareto set.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -171,13 +172,15 @@ class CostMaker:
     ) -> StageCosts:
         """The placements of a recipe, laid out on the machine of `pricing`.
 
-        Raises `InfeasibleError` when the constraints leave nothing, `BatchError` when the batch
-        does not divide.
+        Raises `InfeasibleError` when the constraints leave nothing, or forbid the layout on the
+        real machine, `BatchError` when the batch does not divide.
         """
         cost = CostModel(view, self.dtype)
         batch = self._problems.of(cost, n_microbatches, constraints)
         layout = self._layout(cost, batch.problems.first, n_microbatches, constraints)
         (costs,) = self._costs(batch, [(view, batch.place(cost, n_microbatches), layout)])
+        if not all(math.isfinite(costs.total(part)) for part in PARTS):
+            raise _contradictory()  # the cheapest ways to convert a parameter here are forbidden
         return costs
 
     def searched(self, wanted: Sequence[Wanted], n_microbatches: int) -> list[list[StageCosts]]:

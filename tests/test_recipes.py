@@ -12,7 +12,7 @@ import torch
 from autopar.capture import capture
 from autopar.cost.model import CostModel
 from autopar.errors import MeshError, OptionError
-from autopar.mesh import LogicalMesh, factored_view
+from autopar.mesh import LogicalMesh, Mesh, factored_view
 from autopar.options import Manual, Options
 from autopar.passes.analysis import Analysis
 from autopar.passes.constraints import Constraints
@@ -22,8 +22,11 @@ from autopar.passes.intra_op import intra_op_problem
 from autopar.passes.layers import find_layers
 from autopar.passes.layout import Candidate
 from autopar.passes.recipes import recipe_candidates
+from autopar.step_capture import capture_step
 from tests.harness import Mlp, random_rows
 from tests.test_joint import assert_covers, cluster, gpt2, hardware_of
+from tests.test_planner_laws import A100, tokens
+from tests.test_planner_laws import gpt2 as wide_gpt2
 
 
 def test_recipes_are_equal_stages_in_every_split() -> None:
@@ -109,3 +112,23 @@ def test_without_zero_what_is_stored_in_data_shards_is_not_made_whole() -> None:
                         choice[edge.u], choice[edge.v] = i, k
                         assert math.isinf(edge.cost_s[edge.at(choice)]), (name, storage, used)
     assert n_seen > 0
+
+
+def test_stages_that_lie_on_two_nodes_are_priced() -> None:
+    mesh = cluster(3, 4)
+    found = recipe_candidates(gpt2(), mesh, hardware_of(mesh), Options.of())
+    assert {3, 4} <= {c.stages[0].view.n_ranks for c in found}
+    assert all(math.isfinite(c.estimate_s) for c in found)
+
+
+def test_what_the_real_machine_forbids_has_no_price() -> None:
+    """Three ranks of nodes of eight: the cheapest way to a bias gathers it, which is forbidden."""
+    mesh = Mesh((12, 8), hardware=A100)
+    options = Options.of(forbid=["zero1", "zero2", "zero3"])
+    analysis = Analysis.of(capture_step(wide_gpt2(1, 192, 64, 768), tokens(192, 64), options))
+    across, inside = Manual(dp=16, tp=3, pp=2), Manual(dp=8, tp=6, pp=2)
+    (forbidden,), (allowed,) = (
+        recipe_candidates(analysis, mesh, hardware_of(mesh), options, manual)
+        for manual in (across, inside)
+    )
+    assert math.isinf(forbidden.estimate_s) and math.isfinite(allowed.estimate_s)

@@ -11,14 +11,21 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.passes.solvers.problem import Choice, ChoiceProblem, Edge, ProblemError, Totals
+from autopar.passes.solvers.problem import (
+    Choice,
+    ChoiceProblem,
+    Edge,
+    FloatArray,
+    ProblemError,
+    Totals,
+)
 from autopar.passes.solvers.reductions import reduce
 
 # So many copies show all there is: the first, the last, and one between its likes.
@@ -137,32 +144,54 @@ class RepeatedProblem:
 
     def evaluate(self, choice: RepeatedChoice) -> Totals:
         """What a choice sums to, over all copies; equal copies are added up once."""
-        numbers, base = self.numbers, list(choice.base)
-        terms: list[tuple[float, float, float]] = []
-
-        def add(variables: Iterable[int], edges: Iterable[Edge], n: int) -> None:
-            for v in variables:
-                k = base[v]
-                cost_s, tie, size_bytes = numbers.cost_s[v], numbers.tie[v], numbers.bytes[v]
-                terms.append((n * cost_s[k], n * tie[k], n * size_bytes[k]))
-            for e in edges:
-                at = e.at(base)
-                of_bytes = 0.0 if e.bytes is None else e.bytes[at]
-                terms.append((n * e.cost_s[at], n * e.tie[at], n * of_bytes))
-
-        add((v for v in range(numbers.n_variables) if v not in self._owner), self.once, 1)
-        for repeat, rows, edges in zip(self.repeats, choice.copies, self.of_copies, strict=True):
+        base = choice.base
+        others = (v for v in range(self.numbers.n_variables) if v not in self._owner)
+        terms = [self._terms(base, others, self.once)]
+        for r, (repeat, rows) in enumerate(zip(self.repeats, choice.copies, strict=True)):
             ins = tuple(repeat.like)
             handed_on = [repeat.block.index(repeat.like[u]) for u in ins]
             first = tuple(base[u] for u in ins)
             given = [first, *(tuple(row[c] for c in handed_on) for row in rows[:-1])]
             for (state, row), n in Counter(zip(given, rows, strict=True)).items():
-                for v, k in (*zip(ins, state, strict=True), *zip(repeat.block, row, strict=True)):
-                    base[v] = k
-                add(repeat.block, edges, n)
-            for v, k in zip(ins, first, strict=True):
-                base[v] = k
-        return Totals(*(math.fsum(column) for column in zip(*terms, strict=True)))
+                terms.append(n * self.of_copy(r, base, state, row))
+        return Totals(*map(math.fsum, np.concatenate(terms, axis=1).tolist()))
+
+    def of_copy(self, r: int, base: Choice, before: Choice, row: Choice) -> FloatArray:
+        """[seconds, ties and bytes; terms] of one copy that is handed `before` and has chosen
+        `row`, where all else is as in `base`."""
+        repeat, edges = self.repeats[r], self.of_copies[r]
+        key = r, tuple([base[v] for v in self._outside[r]]), before, row
+        if key not in self._known:
+            chosen = list(base)
+            for v, k in zip((*repeat.like, *repeat.block), (*before, *row), strict=True):
+                chosen[v] = k
+            self._known[key] = self._terms(chosen, repeat.block, edges)
+        return self._known[key]
+
+    def _terms(
+        self, choice: Sequence[int], variables: Iterable[int], edges: Iterable[Edge]
+    ) -> FloatArray:
+        """[seconds, ties and bytes; terms]"""
+        numbers, terms = self.numbers, list[tuple[float, float, float]]()
+        for v in variables:
+            k = choice[v]
+            terms.append((numbers.cost_s[v][k], numbers.tie[v][k], numbers.bytes[v][k]))
+        for e in edges:
+            at = e.at(choice)
+            terms.append((e.cost_s[at], e.tie[at], 0.0 if e.bytes is None else e.bytes[at]))
+        return np.array(terms).reshape(-1, 3).T
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, Choice, Choice, Choice], FloatArray]:
+        return {}
+
+    @cached_property
+    def _outside(self) -> list[tuple[int, ...]]:
+        """Per repeat, what copies are joined to but each other."""
+        return [
+            tuple(sorted({v for e in edges for v in (e.u, e.v)}.difference(of.block, of.like)))
+            for of, edges in zip(self.repeats, self.of_copies, strict=True)
+        ]
 
     @cached_property
     def of_copies(self) -> tuple[tuple[Edge, ...], ...]:

@@ -188,14 +188,14 @@ class _Copies:
 
     def __init__(self, problem: RepeatedProblem, r: int) -> None:
         repeat = problem.repeats[r]
+        self.problem, self.r = problem, r
         self.numbers, self.block, self.ins = problem.numbers, repeat.block, tuple(repeat.like)
         self.place = {v: i for i, v in enumerate(repeat.block)}
         self.out = [self.place[repeat.like[u]] for u in self.ins]
         self.inner = [i for i in range(len(repeat.block)) if i not in self.out]
-        self.edges = problem.of_copies[r]
         self.joints: list[list[_Joint]] = [[] for _ in repeat.block]
         handed = {u: i for i, u in enumerate(self.ins)}
-        for e in self.edges:
+        for e in problem.of_copies[r]:
             for v, other, along, is_row in ((e.u, e.v, e.rows, True), (e.v, e.u, e.columns, False)):
                 if v not in self.place:
                     continue
@@ -227,19 +227,8 @@ class _Copies:
 
     def total(self, base: Choice, before: Choice, row: Choice) -> tuple[float, float]:
         """The seconds and bytes of a whole copy."""
-        chosen = dict(zip((*self.ins, *self.block), (*before, *row), strict=True))
-        cost_s = [float(self.numbers.cost_s[v][k]) for v, k in zip(self.block, row, strict=True)]
-        size = [float(self.numbers.bytes[v][k]) for v, k in zip(self.block, row, strict=True)]
-        for e in self.edges:
-            r, c = chosen.get(e.u, base[e.u]), chosen.get(e.v, base[e.v])
-            at = (
-                r if e.rows is None else int(e.rows[r]),
-                c if e.columns is None else int(e.columns[c]),
-            )
-            cost_s.append(float(e.cost_s[at]))
-            if e.bytes is not None:
-                size.append(float(e.bytes[at]))
-        return math.fsum(cost_s), math.fsum(size)
+        cost_s, _, size_bytes = self.problem.of_copy(self.r, base, before, row).tolist()
+        return math.fsum(cost_s), math.fsum(size_bytes)
 
 
 def _line(array: FloatArray, joint: _Joint, k: int) -> FloatArray:
