@@ -211,10 +211,15 @@ class CostMaker:
         models = [CostModel(one.view, self.dtype) for one in wanted]
         out: list[list[StageCosts]] = [[] for _ in wanted]
         known: list[set[Choice]] = [set() for _ in wanted]
+        fastest: dict[tuple[ProblemBatch, int], Choice] = {}
 
         def add(of: ProblemBatch, rows: Sequence[int], depths: Sequence[int], n_most: int) -> None:
             at = [of.place(models[i], m) for i in rows]
-            corners = hull_corners_of(of.problems.in_flight(at, depths), n_most)
+            problems = of.problems.in_flight(at, depths)
+            corners = hull_corners_of(problems, n_most, [fastest.get((of, i)) for i in rows])
+            for i, found in zip(rows, corners, strict=True):
+                if not isinstance(found, Infeasible):
+                    fastest[of, i] = found[0]
             new = [
                 (i, case, choice)
                 for i, case, found in zip(rows, at, corners, strict=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar.passes.solvers.conditioning import (
@@ -69,8 +70,10 @@ def hull_corners(problem: ChoiceProblem, n_most: int) -> list[Choice] | Infeasib
     return FORBIDDEN if corners is None else [reduced.lift(choice) for choice in corners]
 
 
-def hull_corners_of(problems: ChoiceProblems, n_most: int) -> list[list[Choice] | Infeasible]:
-    """`hull_corners` of each."""
+def hull_corners_of(
+    problems: ChoiceProblems, n_most: int, fastest: Sequence[Choice | None] | None = None
+) -> list[list[Choice] | Infeasible]:
+    """`hull_corners` of each; of some a `fastest` choice may be known, whatever its bytes."""
     plan: EliminationPlan | ConditionedPlan
     try:
         plan = plan_elimination(problems, QUICK)
@@ -86,7 +89,8 @@ def hull_corners_of(problems: ChoiceProblems, n_most: int) -> list[list[Choice] 
         numbers = Numbers.of(problems.some(some))
         entries = Entries.of(problems, numbers.layout)
         for i in range(len(some)):
-            corners = _Walk(numbers.of_one(i), entries, plan).corners(n_most)
+            walk = _Walk(numbers.of_one(i), entries, plan)
+            corners = walk.corners(n_most, fastest[start + i] if fastest else None)
             found.append(FORBIDDEN if corners is None else corners)
     return found
 
@@ -122,9 +126,9 @@ class _Walk:
     entries: Entries
     plan: EliminationPlan | ConditionedPlan
 
-    def corners(self, n_most: int) -> list[Choice] | None:
-        """None where nothing is allowed."""
-        free = self._at(0.0)
+    def corners(self, n_most: int, fastest: Choice | None = None) -> list[Choice] | None:
+        """None where nothing is allowed; `fastest` may be known."""
+        free = self._at(0.0) if fastest is None else self._corner(fastest)
         if free is None:
             return None
         if n_most == 1:
@@ -152,6 +156,7 @@ class _Walk:
             value, choice = minimise_conditioned(self.plan, potentials)
         else:
             value, choice = minimise(self.plan, potentials)
-        if not math.isfinite(value):
-            return None
+        return self._corner(choice) if math.isfinite(value) else None
+
+    def _corner(self, choice: Choice) -> _Corner:
         return _Corner(choice, *self.numbers.totals(self.entries.at(choice)))
