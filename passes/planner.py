@@ -85,7 +85,7 @@ class Planner:
     report: Progress = lambda text: None
     _found: list[Scored] = field(default_factory=list, init=False)
     _tried: list[Tries] = field(default_factory=list, init=False)
-    _searches: list[JointSearch] = field(default_factory=list, init=False)
+    _n_configurations: list[int] = field(default_factory=list, init=False)  # of each joint search
 
     @cached_property
     def hardware(self) -> Hardware:
@@ -189,7 +189,7 @@ class Planner:
         if is_stopped:  # nothing is known of what was not tried but that it is no faster than this
             least_s = least_step_s(self.analysis, CostModel(self._whole, self.evaluator.dtype))
             solved = replace(solved, gap=max(solved.gap, 1 - least_s / solved.objective_s))
-        effort = self.evaluator.effort(sum(search.n_configurations for search in self._searches))
+        effort = self.evaluator.effort(sum(self._n_configurations))
         return Outcome(solved, self.hardware, (*rows, *notes), effort)
 
     @cached_property
@@ -339,7 +339,6 @@ class Planner:
             search = None  # nothing that is not known
         if search is None:
             return
-        self._searches.append(search)
 
         def score(candidate: Candidate) -> Scored | None:
             """None where it does not fit, or was not worth solving."""
@@ -350,7 +349,10 @@ class Planner:
             except InfeasibleError:
                 return None
 
-        yield from refined_candidates(search, n_stages, _N_SEARCHED, score)
+        try:
+            yield from refined_candidates(search, n_stages, _N_SEARCHED, score)
+        finally:
+            self._n_configurations.append(search.n_configurations)
 
     @property
     def _least_s(self) -> float:
