@@ -7,7 +7,8 @@ it, or is stopped by an error of ours. Each fault is a mistake that stages invit
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from autopar import cross_mesh
 from autopar.capture.reference import reference_step
+from autopar.cross_mesh import Slice
 from autopar.errors import VerificationError
 from autopar.mesh import LogicalMesh
 from autopar.passes.analysis import Analysis
@@ -137,18 +139,26 @@ def test_gradient_of_a_second_reader_is_left_out(monkeypatch: pytest.MonkeyPatch
 
 def every_rank_owns(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks along an axis of `kind` all take part in crossings, instead of the first."""
-    right = cross_mesh._owned
+    right = cross_mesh._slices
+    Dims = tuple[tuple[int, ...], ...]
 
-    def owned(
-        dims: Sequence[Sequence[int]], spec: Spec, mesh: LogicalMesh
-    ) -> Iterator[tuple[int, Any]]:
+    def alike(dims: Dims, spec: Spec, mesh: LogicalMesh, owner: int) -> list[int]:
         if all(p.kind != kind for p in spec.placements):
-            yield from right(dims, spec, mesh)
-            return
-        for rank in mesh.ranks:
-            yield rank, cross_mesh._box(dims, spec, mesh.sizes, mesh.coordinate(rank))
+            return [owner]
+        boxes = {r: cross_mesh._box(dims, spec, mesh.sizes, mesh.coordinate(r)) for r in mesh.ranks}
+        return [r for r, box in boxes.items() if box == boxes[owner]]
 
-    monkeypatch.setattr(cross_mesh, "_owned", owned)
+    def slices(
+        dims: Dims, source: Spec, source_mesh: LogicalMesh, target: Spec, target_mesh: LogicalMesh
+    ) -> tuple[Slice, ...]:
+        return tuple(
+            replace(piece, source_rank=sender, target_rank=receiver)
+            for piece in right(dims, source, source_mesh, target, target_mesh)
+            for sender in alike(dims, source, source_mesh, piece.source_rank)
+            for receiver in alike(dims, target, target_mesh, piece.target_rank)
+        )
+
+    monkeypatch.setattr(cross_mesh, "_slices", slices)
 
 
 def test_every_rank_sends_what_all_hold(monkeypatch: pytest.MonkeyPatch) -> None:
