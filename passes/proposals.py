@@ -46,6 +46,7 @@ class Proposals:
     options: Options
 
     def one_stage(self) -> Iterator[Tries]:
+        """Every view searched, then the plain recipes, which `force` leaves out."""
         views = self.views(0, self.mesh.n_ranks)
         for view in views:
             layout = self._layout(view)
@@ -70,7 +71,11 @@ class Proposals:
         return name, [Candidate(name, ends, (layout,), m) for m in counts]
 
     def given(self, stages: Sequence[StageOption], evaluator: Evaluator) -> Iterator[Tries]:
-        """The user's stages, each seen as is fastest for it."""
+        """The user's stages, each seen as is fastest for it.
+
+        Raises `MeshError` where they do not hold every rank, `OptionError` where one has nothing to
+        optimise.
+        """
         held = sum(s.n_ranks for s in stages)
         if held != self.mesh.n_ranks:
             raise MeshError(
@@ -132,6 +137,7 @@ class Proposals:
                 yield f"Megatron on {axes_text(view)}", view, limits
 
     def manual(self, manual: Manual, report: Progress) -> Iterator[Tries]:
+        """Raises `MeshError` where it does not place every rank, `OptionError` beside `force`."""
         check_ranks(manual, self.mesh)
         if self.options.force:
             raise OptionError("manual is the whole recipe; force cannot be combined with it")

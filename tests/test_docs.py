@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from autopar.cli import app
 from tests import rules_page
 
 ROOT = Path(__file__).parents[1]
@@ -42,6 +45,25 @@ def test_custom_operators_prints_what_it_shows(registry: None) -> None:
             exec(compile(source, str(CUSTOM_OPERATORS), "exec"), namespace)
     assert not printed.getvalue()
     assert (kinds.count("python"), kinds.count("text")) == (6, 5)
+
+
+def test_the_readme_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands of the form `autopar ... demo:mlp ...`, run in `examples`, each before its block."""
+    text = (ROOT / "README.md").read_text()
+    monkeypatch.chdir(ROOT / "examples")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    shown = re.findall(r"`autopar (\w+ demo:mlp [^`]*)`.*?^```\w*\n(.*?)^```$", text, re.M | re.S)
+    for command, block in shown:
+        result = CliRunner().invoke(app, command.split(), env={"COLUMNS": "200"})
+        assert result.exit_code == 0, result.output
+        printed = re.sub(r"\(\S*/demo\.py", "(demo.py", result.output)
+        assert squeezed(block) in squeezed(printed), command
+    assert [command.split()[0] for command, _ in shown] == ["plan", "explain", "code"]
+
+
+def squeezed(text: str) -> str:
+    """Without what indents lines, and the space before comments."""
+    return "\n".join(" ".join(line.split()) for line in text.splitlines())
 
 
 def rounded(text: str) -> str:
