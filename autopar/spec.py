@@ -216,8 +216,7 @@ def illegal_reason(tensor: TensorType, spec: Spec, sizes: Sequence[int]) -> str 
             return f"axis {axis} has one rank, where only I is meaningful, not {placement}"
         if placement.is_shard and placement.cell not in tensor.cells:
             return f"{placement} names no factor of a tensor with factors {tensor.dims}"
-    for cell in {p.cell for p in spec.placements if p.is_shard}:
-        n_shards = math.prod(sizes[a] for a in spec.axes_of(cell))
+    for cell, n_shards in _shard_counts(spec.placements, sizes).items():
         size = tensor.dims[cell[0]][cell[1]]
         if size % n_shards:
             return f"{S(*cell)} has {size} elements, not divisible by {n_shards} ranks"
@@ -242,11 +241,19 @@ def all_specs(tensor: TensorType, sizes: tuple[int, ...]) -> tuple[Spec, ...]:
 
 def divides(tensor: TensorType, placements: Sequence[Placement], sizes: Sequence[int]) -> bool:
     """Do axes of these sizes divide every factor that they shard? The tensor has all of them."""
-    n_shards: dict[tuple[int, int], int] = {}
+    counts = _shard_counts(placements, sizes)
+    return not any(tensor.dims[dim][factor] % n for (dim, factor), n in counts.items())
+
+
+def _shard_counts(
+    placements: Sequence[Placement], sizes: Sequence[int]
+) -> dict[tuple[int, int], int]:
+    """Into how many parts axes of these sizes cut each factor that they shard."""
+    counts: dict[tuple[int, int], int] = {}
     for placement, n_ranks in zip(placements, sizes, strict=True):
         if placement.is_shard:
-            n_shards[placement.cell] = n_shards.get(placement.cell, 1) * n_ranks
-    return not any(tensor.dims[dim][factor] % n for (dim, factor), n in n_shards.items())
+            counts[placement.cell] = counts.get(placement.cell, 1) * n_ranks
+    return counts
 
 
 def with_orders(placements: tuple[Placement, ...]) -> Iterator[Spec]:

@@ -6,7 +6,7 @@ operators want, in place of what the producer made:
     leave     the cheapest reshard of what was made to a way to send it
     enter     the cheapest of a way to receive it to all that is wanted, less what was made to that
 
-`boundary_specs` of `boundaries.py` are the ways, here of many meshes and sizes at once.
+The ways are `boundary_specs`; all of it is of many meshes and sizes at once.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.passes.boundaries import Side
+from autopar.passes.boundaries import Side, boundary_specs
 from autopar.passes.reshard import ReshardTables
 from autopar.passes.spec_column import SpecColumn
-from autopar.spec import I, P, R, S, Spec, local_bytes
+from autopar.spec import Spec, local_bytes
 
 Array = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
@@ -112,27 +112,24 @@ class Crossing:
     @cached_property
     def _slice_bytes(self) -> Array:
         """[cases]: of a rank, in the first of the ways to receive it."""
-        tables, firsts = self.tables, self._received.legal.argmax(axis=1)
-        specs = (tables.graph.specs[self._received.specs[first]] for first in firsts)
-        of_cases = zip(tables.tensors, specs, tables.sizes, strict=True)
+        firsts = (ways[0] for ways in self._received.ways)
+        of_cases = zip(self.tables.tensors, firsts, self.tables.sizes, strict=True)
         return np.array([local_bytes(*of_case) for of_case in of_cases], dtype=np.float64)
 
 
 @dataclass(frozen=True, eq=False)
 class _Cuts:
-    """How a value may be cut where it crosses: places among the specs of its reshards, and
-    [cases, specs]: may it be cut so in each case?"""
+    """How a value may be cut where it crosses: places among the specs of its reshards; [cases,
+    specs]: may it be cut so in each case? And of each case its `boundary_specs`."""
 
     specs: list[int]
     legal: BoolArray
+    ways: Sequence[tuple[Spec, ...]]
 
     @staticmethod
     def of(tables: ReshardTables, side: Side) -> _Cuts:
-        """`boundary_specs` of each case, in their order."""
-        rest, cells = R if side == "sent" else P, [S(*c) for c in tables.tensors[0].cells]
-        options = [(I,) if n == 1 else (*cells, rest) for n in tables.sizes[0]]
-        placements = list(itertools.product(*options))
-        specs = [tables.index[Spec(of_axes)] for of_axes in placements]
-        n_cut = np.array([sum(p.is_shard for p in of_axes) for of_axes in placements])
-        n_legal = np.where(tables.legal[:, specs], n_cut, -1)
-        return _Cuts(specs, n_legal == n_legal.max(axis=1, keepdims=True))
+        pairs = zip(tables.tensors, tables.sizes, strict=True)
+        ways = [boundary_specs(tensor, tuple(sizes), side) for tensor, sizes in pairs]
+        every = tuple(dict.fromkeys(itertools.chain.from_iterable(ways)))
+        legal = [[spec in of for spec in every] for of in map(frozenset, ways)]
+        return _Cuts([tables.index[spec] for spec in every], np.array(legal), ways)
