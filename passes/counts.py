@@ -9,6 +9,9 @@ from autopar.passes.analysis import Analysis
 # More microbatches than this per device make microbatches of next to nothing.
 _PER_DEVICE = 16
 _LEAST_LIMIT = 64
+# Where climbs over microbatches of pipelines begin: a bubble of an eighth; with two stages.
+FIRST_COUNT_PER_STAGE = 8
+FIRST_COUNT = 2 * FIRST_COUNT_PER_STAGE
 
 
 def microbatch_counts(

@@ -8,7 +8,7 @@ The problems of several meshes and numbers of microbatches are built at once (`c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -22,6 +22,7 @@ from autopar.passes.analysis import Analysis
 from autopar.passes.candidates import CandidateMaker
 from autopar.passes.cases import Case, Cases
 from autopar.passes.constraints import Constraints, Limits
+from autopar.passes.counts import FIRST_COUNT
 from autopar.passes.member_prices import operator_times_s
 from autopar.passes.parameters import ParameterMaker
 from autopar.passes.priced import Placed, Priced
@@ -181,9 +182,9 @@ def _same_strategies(analysis: Analysis, m: int, n: int) -> bool:
 
 @dataclass(eq=False)
 class ProblemFamilies:
-    """The problems of one program. Of the cost models of one family, those whose meshes use the
-    same axes have theirs built together, for several of the `counts` of microbatches, when the
-    first of them is asked for.
+    """The problems of one program. Of the cost models of one family, those that are asked for
+    together have theirs built together (`_kind`), for several of the `counts` of microbatches, when
+    the first of them is asked for.
 
     `n_like` gives `intra_op_problems`'s for a number of microbatches, `recomputable` is its.
     """
@@ -202,6 +203,23 @@ class ProblemFamilies:
         return [dict.fromkeys(map(priced_alike, family)) for family in self.families]
 
     @cached_property
+    def _together(self) -> list[dict[Hashable, tuple[CostModel, ...]]]:
+        """Per family, its cost models of each kind."""
+        kinds = [dict.fromkeys(map(self._kind, family)) for family in self._families]
+        return [
+            {kind: tuple(c for c in family if self._kind(c) == kind) for kind in of}
+            for family, of in zip(self._families, kinds, strict=True)
+        ]
+
+    def _kind(self, cost: CostModel) -> tuple[tuple[int, ...], bool]:
+        """The axes that a mesh uses, and whether it has all ranks, as one stage has, or fewer."""
+        return cost.mesh.active_axes, cost.mesh.n_ranks >= self._n_ranks
+
+    @cached_property
+    def _n_ranks(self) -> int:
+        return max((c.mesh.n_ranks for family in self.families for c in family), default=1)
+
+    @cached_property
     def _alike(self) -> list[tuple[int, ...]]:
         return alike_counts(self.analysis, self.counts)
 
@@ -211,16 +229,17 @@ class ProblemFamilies:
         Raises `InfeasibleError` where the constraints leave nothing in any of the cases,
         `BatchError` where the batch does not divide.
         """
-        cost = priced_alike(cost)
-        axes = cost.mesh.active_axes
-        family = next((f for f in self._families if cost in f), (cost,))
-        costs = tuple(c for c in family if c.mesh.active_axes == axes)
+        cost, kind = priced_alike(cost), self._kind(cost)
+        every = [of.get(kind, ()) for of in self._together]
+        costs = next((of for of in every if cost in of), (cost,))
         if constraints.pins or set(constraints.roles) == {"data"}:
             costs = (cost,)  # pins are of one mesh; to data parallelism all meshes are the same
         # As many for all families: their problems offer the same choices.
-        n_most = max(sum(c.mesh.active_axes == axes for c in f) for f in (*self._families, costs))
+        n_most = max(map(len, (*every, costs)))
         n_cases = MOST_CASES if self.recomputable is None else MOST_CASES_AGAIN
-        counts = self._counts_with(n_microbatches, max(1, n_cases // n_most))
+        _, is_whole = kind
+        first = 1 if is_whole else FIRST_COUNT
+        counts = self._counts_with(n_microbatches, first, max(1, n_cases // n_most))
         key = (costs, counts, repr(constraints))
         if key not in self._built:
             cases = tuple((c, m) for m in counts for c in costs)
@@ -231,12 +250,13 @@ class ProblemFamilies:
             self._built[key] = ProblemBatch(cases, problems)
         return self._built[key]
 
-    def _counts_with(self, n_microbatches: int, n_most: int) -> tuple[int, ...]:
-        """The numbers of microbatches that are built with one."""
+    def _counts_with(self, n_microbatches: int, first: int, n_most: int) -> tuple[int, ...]:
+        """The numbers of microbatches that are built with one; fewer than `first` apart."""
         for alike in self._alike:
             if n_microbatches in alike:
-                start = alike.index(n_microbatches) // n_most * n_most
-                return alike[start : start + n_most]
+                near = [m for m in alike if (m < first) == (n_microbatches < first)]
+                start = near.index(n_microbatches) // n_most * n_most
+                return tuple(near[start : start + n_most])
         return (n_microbatches,)
 
 

@@ -32,7 +32,7 @@ from autopar.mesh import LogicalMesh, Mesh
 from autopar.options import Options
 from autopar.passes.analysis import Analysis
 from autopar.passes.constraints import Constraints
-from autopar.passes.counts import microbatch_counts
+from autopar.passes.counts import FIRST_COUNT_PER_STAGE, microbatch_counts
 from autopar.passes.estimates import Estimates
 from autopar.passes.evaluate import compute_dtype, schedule_name
 from autopar.passes.folding import find_runs, fold
@@ -55,8 +55,6 @@ from autopar.passes.submeshes import (
 Progress = Callable[[str], None]
 # Memory decides nothing where a plan of equal stages needs less than this share of the budget.
 _ROOMY = 0.5
-# Where climbs over microbatches begin: a bubble of an eighth.
-FIRST_COUNT_PER_STAGE = 8
 # Plans closer than this (relative) are one.
 _ALIKE_REL = 2e-3
 

@@ -27,11 +27,17 @@ from autopar.passes.analysis import Analysis
 from autopar.passes.constraints import Constraints
 from autopar.passes.cut import cut
 from autopar.passes.evaluate import Evaluator, Scored, recipe_cost
-from autopar.passes.intra_op import ProblemFamilies, intra_op_problem, intra_op_problems
+from autopar.passes.intra_op import (
+    ProblemBatch,
+    ProblemFamilies,
+    intra_op_problem,
+    intra_op_problems,
+)
 from autopar.passes.layout import Candidate, StageLayout, n_operators
 from autopar.passes.move_graph import move_graph
 from autopar.passes.primitive_costs import primitive_lines
 from autopar.passes.recipes import recipe_limits
+from autopar.passes.reshard import priced_alike
 from autopar.passes.simulated import SCORE_REL, Simulator
 from autopar.passes.solvers import Solution, solve
 from autopar.pipeline import Pipeline
@@ -65,15 +71,21 @@ def test_meshes_together_are_meshes_alone(model: str, limits: str) -> None:
 
 
 def test_those_of_a_family_that_use_the_same_axes_are_built_at_once() -> None:
-    sizes = ((2, 2), (2, 4), (4, 1), (2, 1))
-    costs = tuple(abstract_cost(s) for s in sizes)
+    """Of all ranks, and of fewer apart."""
+    shapes = ((2, 2), (2, 4), (4, 2), (4, 1), (2, 1), (1, 2))
+    small, wide, tall, four, two, other = costs = tuple(abstract_cost(s) for s in shapes)
     problems = ProblemFamilies(model_case("mlp").analysis, "adamw", (costs,))
-    flat, square = problems.of(costs[2], 1, Constraints()), problems.of(costs[0], 1, Constraints())
-    assert flat is problems.of(costs[3], 1, Constraints())
-    assert square is problems.of(costs[1], 1, Constraints()) is not flat
-    assert problems.of(costs[0], 2, Constraints()) is not square
-    pinned = problems.of(costs[0], 1, Constraints(roles=("data", "data")))
-    assert len(pinned.cases) == 1
+
+    def of(cost: CostModel, m: int = 1, limits: Constraints = LIMITS["free"]) -> ProblemBatch:
+        return problems.of(cost, m, limits)
+
+    assert of(wide) is of(tall) and {c for c, _ in of(wide).cases} == {
+        priced_alike(wide), priced_alike(tall)
+    }  # fmt: skip
+    assert of(four) is of(two) is not of(other)
+    assert len(of(small).cases) == 1
+    assert of(wide, 2) is not of(wide)
+    assert len(of(wide, 1, Constraints(roles=("data", "data"))).cases) == 1
 
 
 def test_numbers_of_microbatches_together_are_each_alone() -> None:
@@ -151,6 +163,19 @@ def test_stages_of_a_program_share_what_their_groups_may_do() -> None:
         problem = intra_op_problem(part, cost, 1, Constraints(), "adamw")
         tables.append({id(c.table) for c in problem.candidates})
     assert len(tables[0] & tables[1]) > len(tables[0]) // 2
+
+
+def test_numbers_of_microbatches_of_several_stages_begin_where_searches_do() -> None:
+    """One stage is asked for with all of them."""
+    counts, whole, part = (1, 2, 4, 8, 16), abstract_cost((4, 1)), abstract_cost((2, 1))
+    problems = ProblemFamilies(wide_llama(), "adamw", ((whole, part),), counts)
+
+    def built_with(cost: CostModel, m: int) -> tuple[int, ...]:
+        return tuple(n for _, n in problems.of(cost, m, Constraints()).cases)
+
+    assert built_with(whole, 16) == counts
+    assert built_with(part, 16) == (16,)
+    assert built_with(part, 4) == (1, 2, 4, 8)
 
 
 def simulator_on(mesh: Mesh) -> tuple[Simulator, Hardware]:
