@@ -144,10 +144,10 @@ class StageProblem:
         has_room = before == 0 or before + size <= self.node_devices
         return has_room and (offsets is None or before in offsets)
 
-    def stage_bytes(self, n_after: int, stages: Index = ...) -> FloatArray:
+    def stage_bytes(self, n_after: int | NDArray[np.int64], stages: Index = ...) -> FloatArray:
         """What each [first, last, config] needs as a stage that `n_after` stages follow; or those
         of them that `stages` index."""
-        n_in_flight = min(self.n_microbatches, n_after + 1)
+        n_in_flight = np.minimum(self.n_microbatches, n_after + 1)
         size: FloatArray = self.static_bytes[stages] + n_in_flight * self.activation_bytes[stages]
         return size
 

@@ -19,7 +19,9 @@ plans leave the heap by (sum of w, stages in lexicographic order), and each cost
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,20 +32,24 @@ from autopar.passes.solvers.stage_problem import StageChoice, StageProblem
 
 Stages = tuple[StageChoice, ...]
 IntArray = NDArray[np.int64]
-CountArray = NDArray[np.int32]
 
 
 @dataclass(frozen=True, eq=False)
 class Levels:
-    """At which levels a stage may be, and which configurations may begin where.
+    """The stages that fit at some level, and where each may be.
 
-    `n_fitting[first, last, config]`: a stage may be at levels 1 to that, at none if it is 0. The
-    last of `n_levels` stands for all above it; if `exact`, plans have as many stages as levels.
-    Configurations of as many devices that may begin alike are one kind: `kinds[config]` is its
-    number, `sizes[kind]` its devices, and `begins[kind, d]`: may it begin when d devices are left?
+    The arrays `first`, `last`, `config` and `n_fitting` are [stages], ordered by the first three: a
+    stage may be at levels 1 to `n_fitting`. The last of `n_levels` stands for all above it; if
+    `exact`, plans have as many stages as levels. Configurations of as many devices that may begin
+    alike are one kind: `kinds[config]` is its number, `sizes[kind]` its devices, and
+    `begins[kind, d]`: may it begin when d devices are left?
     """
 
-    n_fitting: CountArray
+    first: IntArray
+    last: IntArray
+    config: IntArray
+    n_fitting: IntArray
+    n_layers: int
     n_levels: int
     exact: bool
     kinds: IntArray
@@ -54,14 +60,14 @@ class Levels:
     def of(problem: StageProblem) -> Levels:
         """The levels of a problem, and which stages fit at each."""
         levels = Levels.unlimited(problem)
-        if problem.memory_bytes is None:
-            return levels.without_repeats()
-        n_fitting, left = np.zeros_like(levels.n_fitting), np.nonzero(levels.n_fitting)
-        for n_after in range(levels.n_levels):
-            fits = problem.stage_bytes(n_after, left) <= problem.limit_bytes
-            left = tuple(at[fits] for at in left)
-            n_fitting[left] += 1
-        return replace(levels, n_fitting=n_fitting).without_repeats()
+        if math.isfinite(problem.limit_bytes):
+            at = levels.stages
+            n_fitting = _n_fitting(
+                problem.static_bytes[at], problem.activation_bytes[at], problem.limit_bytes,
+                problem.n_microbatches, levels.n_levels,
+            )  # fmt: skip
+            levels = replace(levels, n_fitting=n_fitting).some(np.flatnonzero(n_fitting))
+        return levels.without_repeats()
 
     @staticmethod
     def unlimited(problem: StageProblem) -> Levels:
@@ -72,8 +78,13 @@ class Levels:
         kinds = [found.setdefault(kind, len(found)) for kind in every]
         firsts = [kinds.index(kind) for kind in range(len(found))]
         lefts = range(problem.n_devices + 1)
+        first, last, config = np.nonzero(problem.possible())
         return Levels(
-            problem.possible() * np.int32(n_levels),
+            first,
+            last,
+            config,
+            np.full(len(first), n_levels),
+            problem.n_layers,
             n_levels,
             problem.n_stages is not None,
             np.array(kinds),
@@ -82,20 +93,33 @@ class Levels:
         )
 
     @property
+    def stages(self) -> tuple[IntArray, IntArray, IntArray]:
+        """Where they are in arrays [first, last, config]."""
+        return self.first, self.last, self.config
+
+    @property
     def n_devices(self) -> int:
         return self.begins.shape[1] - 1
 
-    def within(self, allowed: BoolArray) -> Levels:
-        """Those of the stages that are `allowed`, [first, last, config]."""
-        return replace(self, n_fitting=self.n_fitting * allowed)
+    def some(self, at: IntArray) -> Levels:
+        """Some of the stages, in order."""
+        first, last, config, n_fitting = (
+            array[at] for array in (self.first, self.last, self.config, self.n_fitting)
+        )
+        return replace(self, first=first, last=last, config=config, n_fitting=n_fitting)
 
     def without_repeats(self) -> Levels:
         """With one level for all above the last where anything changes."""
         if self.exact:
             return self
-        changing = self.n_fitting * (self.n_fitting < self.n_levels)
-        n_levels = int(changing.max()) + 1
+        changing = self.n_fitting[self.n_fitting < self.n_levels]
+        n_levels = int(changing.max(initial=0)) + 1
         return replace(self, n_fitting=np.minimum(self.n_fitting, n_levels), n_levels=n_levels)
+
+    @cached_property
+    def starts(self) -> IntArray:
+        """[first layer]: where its stages start; and the end."""
+        return np.searchsorted(self.first, np.arange(self.n_layers + 1))
 
     @property
     def first_levels(self) -> range:
@@ -111,80 +135,91 @@ class Levels:
 def cost_to_go(levels: Levels, cost: FloatArray) -> FloatArray:
     """f of the module docstring, [first layer, devices, level]; infinite where nothing fits.
 
-    `cost` is [first, last, config].
+    `cost` is [stages].
     """
-    least = _least_by_kind(levels.n_fitting, cost, levels.kinds, len(levels.sizes), levels.n_levels)
-    return _recurrence(least, levels.sizes, levels.begins, levels.exact, False)
+    return _table(levels, cost[:, None], False)
 
 
 def least_memory_bytes(problem: StageProblem) -> float:
     """The least memory per device with which some plan fits; infinite: none ever does."""
-    levels, possible = Levels.unlimited(problem), problem.possible().astype(np.int32)
-    sizes = (problem.stage_bytes(n_after) for n_after in range(levels.n_levels))
-    n_kinds = len(levels.sizes)
-    least = [_least_by_kind(possible, size, levels.kinds, n_kinds, 1) for size in sizes]
-    table = _recurrence(
-        np.concatenate(least, axis=-1), levels.sizes, levels.begins, levels.exact, True
-    )
-    return least_total(levels, table)
+    levels = Levels.unlimited(problem)
+    after = np.arange(levels.n_levels)
+    size = problem.stage_bytes(after, tuple(at[:, None] for at in levels.stages))
+    return least_total(levels, _table(levels, size, True))
+
+
+def _table(levels: Levels, cost: FloatArray, largest: bool) -> FloatArray:
+    return _recurrence(
+        cost, levels.last, levels.kinds[levels.config], levels.n_fitting, levels.starts,
+        levels.sizes, levels.begins, levels.n_levels, levels.exact, largest,
+    )  # fmt: skip
 
 
 @compiled
-def _least_by_kind(
-    n_fitting: CountArray, cost: FloatArray, kinds: IntArray, n_kinds: int, n_levels: int
-) -> FloatArray:
-    """The least cost, [kind, first, last, level - 1], of the stages of a kind that fit at a level.
-
-    `n_fitting` and `cost` are [first, last, config].
-    """
-    n_layers, _, n_configs = cost.shape
-    least = np.full((n_kinds, n_layers, n_layers, n_levels), np.inf)
-    for first in range(n_layers):
-        for last in range(first, n_layers):
-            for config in range(n_configs):
-                here, paid = least[kinds[config], first, last], cost[first, last, config]
-                for j in range(n_fitting[first, last, config]):
-                    here[j] = min(here[j], paid)
-    return least
+def _n_fitting(
+    static_bytes: FloatArray,
+    activation_bytes: FloatArray,
+    limit_bytes: float,
+    n_microbatches: int,
+    n_levels: int,
+) -> IntArray:
+    """At how many levels each of [stages] fits: its bytes (`stage_bytes`) rise with the level."""
+    out = np.zeros(len(static_bytes), dtype=np.int64)
+    for i in range(len(out)):
+        low, high = 0, n_levels
+        while low < high:
+            level = (low + high + 1) // 2
+            n_in_flight = min(n_microbatches, level)
+            if static_bytes[i] + n_in_flight * activation_bytes[i] <= limit_bytes:
+                low = level
+            else:
+                high = level - 1
+        out[i] = low
+    return out
 
 
 @compiled
 def _recurrence(
-    least: FloatArray, sizes: IntArray, begins: BoolArray, exact: bool, largest: bool
-) -> FloatArray:
-    """`cost_to_go` of `_least_by_kind`; if `largest`, the least maximum instead of the least sum.
+    cost: FloatArray, lasts: IntArray, kinds: IntArray, n_fitting: IntArray, starts: IntArray,
+    sizes: IntArray, begins: BoolArray, n_levels: int, exact: bool, largest: bool,
+) -> FloatArray:  # fmt: skip
+    """`cost_to_go`; if `largest`, the least maximum instead of the least sum.
 
-    `sizes[kind]` and `begins[kind, devices]` are those of `Levels`.
+    `cost` is [stages, levels], or [stages, 1] of all levels; `lasts`, `kinds` and `n_fitting` are
+    [stages]; the others are those of `Levels`.
     """
-    n_kinds, n_layers, _, n_levels = least.shape
-    n_devices = begins.shape[1] - 1
+    n_layers, n_kinds, n_devices = len(starts) - 1, len(sizes), begins.shape[1] - 1
     out = np.full((n_layers + 1, n_devices + 1, n_levels + 1), np.inf)
     out[n_layers, 0, 0] = 0.0
     # follow[..., j - 1]: what comes after a stage at level j.
     follow = np.full((n_layers + 1, n_devices + 1, n_levels), np.inf)
     follow[n_layers, 0, 0] = 0.0
     for first in range(n_layers - 1, -1, -1):
-        for kind in range(n_kinds):
-            for last in range(first, n_layers):
-                paid = least[kind, first, last]
-                top = min(n_levels, n_layers - last)  # a stage has at least one layer
-                while top > 0 and paid[top - 1] == np.inf:
-                    top -= 1
-                if top == 0:
-                    continue
-                for devices in range(sizes[kind], n_devices + 1):
-                    if begins[kind, devices]:
-                        rest = follow[last + 1, devices - sizes[kind]]
-                        here = out[first, devices]
-                        for j in range(top):
-                            both = max(paid[j], rest[j]) if largest else paid[j] + rest[j]
-                            here[j + 1] = min(here[j + 1], both)
+        start = starts[first]
+        while start < starts[first + 1]:
+            last = lasts[start]
+            top = min(n_levels, n_layers - last)  # a stage has at least one layer
+            least = np.full((n_kinds, top), np.inf)
+            while start < starts[first + 1] and lasts[start] == last:
+                here = least[kinds[start]]
+                for j in range(min(top, n_fitting[start])):
+                    here[j] = min(here[j], cost[start, min(j, cost.shape[1] - 1)])
+                start += 1
+            for kind in range(n_kinds):
+                if least[kind, 0] < np.inf:
+                    for left in range(n_devices + 1 - sizes[kind]):
+                        devices = left + sizes[kind]
+                        if begins[kind, devices]:
+                            for j in range(top):
+                                paid, rest = least[kind, j], follow[last + 1, left, j]
+                                both = max(paid, rest) if largest else paid + rest
+                                out[first, devices, j + 1] = min(out[first, devices, j + 1], both)
         for devices in range(n_devices + 1):
-            here, after = out[first, devices], follow[first, devices]
             for j in range(n_levels):
-                after[j] = here[j]
+                follow[first, devices, j] = out[first, devices, j]
             if not exact:
-                after[n_levels - 1] = min(after[n_levels - 1], here[n_levels])
+                ends = min(out[first, devices, n_levels - 1], out[first, devices, n_levels])
+                follow[first, devices, n_levels - 1] = ends
     return out
 
 
@@ -198,7 +233,7 @@ def first_plans(levels: Levels, cost: FloatArray, table: FloatArray, n_best: int
 
     `table` is `cost_to_go(levels, cost)`; sums of `cost` must be exact, as of whole numbers.
     """
-    n_layers, _, n_configs = cost.shape
+    n_layers = levels.n_layers
     heap: list[tuple[float, Stages, int, int, int, float]] = []
     for level in levels.first_levels:
         total = float(table[0, -1, level])
@@ -210,38 +245,34 @@ def first_plans(levels: Levels, cost: FloatArray, table: FloatArray, n_best: int
         if k == n_layers:
             plans.append(stages)
             continue
-        fits, paid = levels.n_fitting[k, k:] >= level, spent + cost[k, k:]
+        start, end = levels.starts[k : k + 2].tolist()
+        last, config = levels.last[start:end], levels.config[start:end]
+        kinds, paid = levels.kinds[config], spent + cost[start:end]
+        fits = (levels.n_fitting[start:end] >= level) & levels.begins[kinds, devices]
+        left = np.maximum(devices - levels.sizes, 0)[kinds]
         for after in levels.after(level):
-            left = np.maximum(devices - levels.sizes, 0)
-            begins = levels.begins[:, devices, None]
-            rest = np.where(begins, table[k + 1 :, left, after].T, np.inf)
+            totals = np.where(fits, paid + table[last + 1, left, after], np.inf)
             # Whatever comes later is preceded by n_best plans from here alone.
-            totals, places = _first_by_cost(fits, paid, rest, levels.kinds, n_best)
-            for total, at in zip(totals.tolist(), places.tolist(), strict=True):
-                if np.isfinite(total):
-                    i, c = divmod(at, n_configs)
-                    longer = (*stages, StageChoice(k, k + i, c))
-                    left_after = devices - int(levels.sizes[levels.kinds[c]])
-                    entry = (total, longer, after, k + i + 1, left_after, float(paid[i, c]))
-                    heapq.heappush(heap, entry)
+            at = _least(totals, n_best)
+            columns = (array[at].tolist() for array in (totals, last, config, left, paid))
+            for total, i, c, left_after, spent_after in zip(*columns, strict=True):
+                longer = (*stages, StageChoice(k, i, c))
+                entry = (total, longer, after, i + 1, left_after, spent_after)
+                heapq.heappush(heap, entry)
     return plans
 
 
 @compiled
-def _first_by_cost(
-    fits: BoolArray, paid: FloatArray, rest: FloatArray, kinds: IntArray, n_best: int
-) -> tuple[FloatArray, IntArray]:
-    """The least `n_best` of paid[last, config] + rest[kind, last] where it fits, and their places
-    in [last, config], flat; equal ones in that order. Infinite where there are fewer."""
-    n_lasts, n_configs = paid.shape
-    totals, places = np.full(n_best, np.inf), np.zeros(n_best, dtype=np.int64)
-    for last in range(n_lasts):
-        for config in range(n_configs):
-            total = paid[last, config] + rest[kinds[config], last]
-            if fits[last, config] and total < totals[-1]:
-                at = n_best - 1
-                while at > 0 and total < totals[at - 1]:
-                    totals[at], places[at] = totals[at - 1], places[at - 1]
-                    at -= 1
-                totals[at], places[at] = total, last * n_configs + config
-    return totals, places
+def _least(totals: FloatArray, n_best: int) -> IntArray:
+    """The places of the least `n_best` of some numbers, of those that are finite; of equal ones the
+    first come first."""
+    out, n_found = np.zeros(n_best + 1, dtype=np.int64), 0
+    for i in range(len(totals)):
+        if totals[i] < np.inf and (n_found < n_best or totals[i] < totals[out[n_best - 1]]):
+            at = n_found
+            while at > 0 and totals[i] < totals[out[at - 1]]:
+                out[at] = out[at - 1]
+                at -= 1
+            out[at] = i
+            n_found = min(n_found + 1, n_best)
+    return out[:n_found]

@@ -30,6 +30,7 @@ import math
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -79,9 +80,10 @@ def solve_stages(
     dearest_s = max(problem.evaluate(stages).objective_s for stages in some)
     if len(some) == n_best:
         # A stage that alone costs more than these plans is in none of the best.
-        alone_s = problem.n_microbatches * problem.time_s + problem.once_s
-        cheap = alone_s <= dearest_s * (1 + SAME_OPTIMUM_REL)
-        levels = levels.within(cheap).without_repeats()
+        time_s, once_s = problem.time_s[levels.stages], problem.once_s[levels.stages]
+        alone_s = problem.n_microbatches * time_s + once_s
+        cheap = np.flatnonzero(alone_s <= dearest_s * (1 + SAME_OPTIMUM_REL))
+        levels = levels.some(cheap).without_repeats()
     search = _Search(_Scaled.of(problem, levels, dearest_s), n_best, gap_goal, within)
     bound = search.run()
     bound_s = problem.evaluate(search.best[0][2]).objective_s
@@ -93,19 +95,19 @@ def solve_stages(
 
 @dataclass(frozen=True, eq=False)
 class _Scaled:
-    """A problem in whole numbers of `quantum_s`, as floats that hold them exactly.
+    """A problem in whole numbers of `quantum_s`, as floats that hold them exactly; the arrays are
+    [stages] of `levels`.
 
     `weight` is time * `unit` + 1, so that a sum of weights is the sum of times, then the number
     of stages.
     """
 
+    problem: StageProblem
+    levels: Levels
+    quantum_s: float
     time: FloatArray
     once: FloatArray
     weight: FloatArray
-    unit: int
-    levels: Levels
-    quantum_s: float
-    n_microbatches: int
 
     @staticmethod
     def of(problem: StageProblem, levels: Levels, scale_s: float) -> _Scaled:
@@ -114,20 +116,30 @@ class _Scaled:
         # A power of two: dividing by it rounds nothing but what is below it.
         exponent = math.frexp(scale_s)[1] - (EXACT_BITS - unit.bit_length())
         quantum_s = math.ldexp(1.0, exponent)
-        fits = levels.n_fitting > 0
-        time = np.rint(np.where(fits, problem.time_s, 0.0) / quantum_s)
-        once = np.rint(np.where(fits, problem.once_s, 0.0) / quantum_s)
-        weight = time * unit + 1
-        return _Scaled(time, once, weight, unit, levels, quantum_s, problem.n_microbatches)
+        time = np.rint(problem.time_s[levels.stages] / quantum_s)
+        once = np.rint(problem.once_s[levels.stages] / quantum_s)
+        return _Scaled(problem, levels, quantum_s, time, once, time * unit + 1)
 
     def leading(self, n_best: int, t: float = math.inf, o: float = math.inf) -> list[Stages]:
         """The first plans by (sum, number of stages, stages) within the limits `t` and `o`."""
-        levels = self.levels.within((self.time <= t) & (self.once <= o))
-        return first_plans(levels, self.weight, cost_to_go(levels, self.weight), n_best)
+        within = np.flatnonzero((self.time <= t) & (self.once <= o))
+        levels, weight = self.levels.some(within), self.weight[within]
+        return first_plans(levels, weight, cost_to_go(levels, weight), n_best)
 
-    def values(self, array: FloatArray) -> list[int]:
-        """The distinct values of `time` or `once` on stages that fit somewhere, ascending."""
-        return [int(v) for v in np.unique(array[self.levels.n_fitting > 0])]
+    def costs(self, stages: Stages) -> _Costs:
+        """Of a plan."""
+        times = [round(float(self.problem.time_s[s]) / self.quantum_s) for s in stages]
+        onces = [round(float(self.problem.once_s[s]) / self.quantum_s) for s in stages]
+        return _Costs(sum(times), max(times), max(onces))
+
+
+class _Costs(NamedTuple):
+    """Of a plan: the sum and the largest of its stages' times, and the largest of what they cost
+    once."""
+
+    sum: int
+    slowest: int
+    once: int
 
 
 class _Search:
@@ -138,10 +150,10 @@ class _Search:
         self.n_best = n_best
         self.gap_goal = gap_goal
         self.within = within
-        self.repeats = scaled.n_microbatches - 1
+        self.repeats = scaled.problem.n_microbatches - 1
         # One microbatch: the slowest stage does not count, and any limit is as good as none.
-        self.times = scaled.values(scaled.time)[0 if self.repeats else -1 :]
-        self.onces = scaled.values(scaled.once)
+        self.times = _distinct(scaled.time)[0 if self.repeats else -1 :]
+        self.onces = _distinct(scaled.once)
         self.best: list[tuple[int, int, Stages]] = []
         self.n_opened = 0
 
@@ -154,12 +166,13 @@ class _Search:
                 return min(bound, self.best[0][0])
             self.n_opened += 1
             plans = self.scaled.leading(self.n_best, self.times[box[1]], self.onces[box[3]])
-            for stages in plans:
-                self._offer(stages)
+            costs = [self.scaled.costs(stages) for stages in plans]
+            for stages, of_plan in zip(plans, costs, strict=True):
+                self._offer(stages, of_plan)
             if len(plans) < self.n_best:
                 continue  # There are no others within these limits.
-            least = self._sum(plans[0])
-            for rest in self._remainders(box, plans):
+            least = costs[0].sum
+            for rest in self._remainders(box, costs):
                 for part in self._halves(least, rest):
                     heapq.heappush(heap, (self._bound(least, part), part))
         return self.best[0][0]
@@ -174,31 +187,22 @@ class _Search:
             return min(worst, self.best[0][0] * (1 + self.within))
         return worst
 
-    def _sum(self, stages: Stages) -> int:
-        return sum(int(self.scaled.time[s]) for s in stages)
-
-    def _slowest(self, stages: Stages) -> int:
-        return max(int(self.scaled.time[s]) for s in stages)
-
-    def _once(self, stages: Stages) -> int:
-        return max(int(self.scaled.once[s]) for s in stages)
-
-    def _offer(self, stages: Stages) -> None:
-        objective = self._sum(stages) + self.repeats * self._slowest(stages) + self._once(stages)
+    def _offer(self, stages: Stages, costs: _Costs) -> None:
+        objective = costs.sum + self.repeats * costs.slowest + costs.once
         entry = (objective, len(stages), stages)
         if entry not in self.best:
             insort(self.best, entry)
             del self.best[self.n_best :]
 
-    def _remainders(self, box: Box, plans: list[Stages]) -> Iterator[Box]:
+    def _remainders(self, box: Box, plans: list[_Costs]) -> Iterator[Box]:
         """What of the box may hold a plan ranked before all of `plans`, its corner's first.
 
         A plan that is neither faster in its slowest stage than the slowest of theirs, nor
         cheaper once than the dearest of theirs, comes after each of them.
         """
         t_lo, t_hi, o_lo, o_hi = box
-        slowest = max(self._slowest(p) for p in plans)
-        once = max(self._once(p) for p in plans)
+        slowest = max(plan.slowest for plan in plans)
+        once = max(plan.once for plan in plans)
         t = bisect_left(self.times, slowest, t_lo, t_hi + 1)
         o = bisect_left(self.onces, once, o_lo, o_hi + 1)
         if t > t_lo:
@@ -228,3 +232,8 @@ class _Search:
             middle = (o_lo + o_hi) // 2
             yield t_lo, t_hi, o_lo, middle
             yield t_lo, t_hi, middle + 1, o_hi
+
+
+def _distinct(values: FloatArray) -> list[int]:
+    """Ascending."""
+    return [int(v) for v in np.unique(values)]
