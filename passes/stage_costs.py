@@ -30,6 +30,7 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -127,6 +128,13 @@ class Wanted:
         return bool(self.depths) and fastest.bytes_in_flight(max(self.depths)) > self.enough_bytes
 
 
+class _Placed(NamedTuple):
+    """Placements of the folded program, and what they cost."""
+
+    choice: Choice
+    costs: StageCosts
+
+
 @dataclass(frozen=True)
 class CostMaker:
     """Prices views of one program. `pricing` is the machine that placements are chosen for,
@@ -144,6 +152,7 @@ class CostMaker:
     pricing: Callable[[CostModel], CostModel] | None = None
     recomputable: Recomputable | None = None
     _layouts: dict[Hashable, tuple[Hashable, Choice]] = field(default_factory=dict, init=False)
+    _fastest: dict[Hashable, _Placed | None] = field(default_factory=dict, init=False)
     _wirings: dict[ProblemBatch, Wiring] = field(default_factory=dict, init=False)
 
     @cached_property
@@ -209,40 +218,47 @@ class CostMaker:
     ) -> list[list[StageCosts]]:
         """Those whose problems were built together."""
         models = [CostModel(one.view, self.dtype) for one in wanted]
-        out: list[list[StageCosts]] = [[] for _ in wanted]
-        known: list[set[Choice]] = [set() for _ in wanted]
-        fastest: dict[tuple[ProblemBatch, int], Choice] = {}
-
-        def add(of: ProblemBatch, rows: Sequence[int], depths: Sequence[int], n_most: int) -> None:
-            at = [of.place(models[i], m) for i in rows]
-            problems = of.problems.in_flight(at, depths)
-            corners = hull_corners_of(problems, n_most, [fastest.get((of, i)) for i in rows])
-            for i, found in zip(rows, corners, strict=True):
-                if not isinstance(found, Infeasible):
-                    fastest[of, i] = found[0]
-            new = [
-                (i, case, choice)
-                for i, case, found in zip(rows, at, corners, strict=True)
-                if not isinstance(found, Infeasible)
-                for choice in dict.fromkeys(found)
-                if choice not in known[i]
-            ]
-            costs = self._costs(of, [(wanted[i].view, case, choice) for i, case, choice in new])
-            for (i, _, choice), one in zip(new, costs, strict=True):
-                known[i].add(choice)
-                out[i].append(one)
-
-        every = range(len(wanted))
-        add(batch, every, [1] * len(wanted), 1)
-        tight = [i for i in every if out[i] and wanted[i].is_tight(out[i][0])]
+        free = self._fastest_of(wanted, batch, m)
+        known = [{} if one is None else {one.choice: one.costs} for one in free]
+        tight = [i for i, one in enumerate(free) if one and wanted[i].is_tight(one.costs)]
         if tight:
-            limits = wanted[tight[0]].constraints
             families = self._recomputing if wanted[tight[0]].recomputes else self._problems
-            leaner = families.of(models[tight[0]], m, limits)
+            leaner = families.of(models[tight[0]], m, wanted[tight[0]].constraints)
+            fastest = [one.choice if one and leaner is batch else None for one in free]
         for k in range(max((len(wanted[i].depths) for i in tight), default=0)):
             rows = [i for i in tight if k < len(wanted[i].depths)]
-            add(leaner, rows, [wanted[i].depths[k] for i in rows], N_CORNERS)
-        return out
+            at = [leaner.place(models[i], m) for i in rows]
+            problems = leaner.problems.in_flight(at, [wanted[i].depths[k] for i in rows])
+            corners = hull_corners_of(problems, N_CORNERS, [fastest[i] for i in rows])
+            new = []
+            for i, case, found in zip(rows, at, corners, strict=True):
+                assert not isinstance(found, Infeasible), "the fastest is allowed"
+                fastest[i] = found[0]
+                new += [(i, case, choice) for choice in found if choice not in known[i]]
+            costs = self._costs(leaner, [(wanted[i].view, case, choice) for i, case, choice in new])
+            for (i, _, choice), one in zip(new, costs, strict=True):
+                known[i][choice] = one
+        return [list(found.values()) for found in known]
+
+    def _fastest_of(
+        self, wanted: Sequence[Wanted], batch: ProblemBatch, m: int
+    ) -> list[_Placed | None]:
+        """The fastest placements on each view, found once; None where nothing is allowed."""
+        keys = [(batch, one.view, m) for one in wanted]
+        new = [i for i, key in enumerate(keys) if key not in self._fastest]
+        if new:
+            at = [batch.place(CostModel(wanted[i].view, self.dtype), m) for i in new]
+            found = hull_corners_of(batch.problems.in_flight(at, [1] * len(new)), 1)
+            chosen = [
+                (i, case, corners[0])
+                for i, case, corners in zip(new, at, found, strict=True)
+                if not isinstance(corners, Infeasible)
+            ]
+            costs = self._costs(batch, [(wanted[i].view, case, c) for i, case, c in chosen])
+            self._fastest.update(dict.fromkeys(keys[i] for i in new))
+            for (i, _, choice), one in zip(chosen, costs, strict=True):
+                self._fastest[keys[i]] = _Placed(choice, one)
+        return [self._fastest[key] for key in keys]
 
     def _layout(
         self, cost: CostModel, problem: IntraOpProblem, m: int, constraints: Constraints
