@@ -17,6 +17,7 @@ an action, which `verify_program` has shown to end; so here an action is one cal
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from autopar.errors import VerificationError
 from autopar.messages import Messages, Piece, crossing_slices, tie_exchanges
@@ -48,13 +49,7 @@ def pipeline_sequences(pipeline: Pipeline) -> dict[int, list[GroupCall]]:
     """Every rank's calls of one step: its stage's actions, its messages, what all ranks do."""
     messages = Messages(pipeline)
     out: dict[int, list[GroupCall]] = {r: [] for mesh in pipeline.meshes for r in mesh.ranks}
-    meetings: dict[tuple[Piece, Action | None], GroupCall] = {}  # both ends have the same
-
-    def meeting(piece: Piece, send: Action | None) -> GroupCall:
-        if (piece, send) not in meetings:
-            meetings[piece, send] = _meeting(piece, send)
-        return meetings[piece, send]
-
+    meetings: dict[Action, list[GroupCall]] = {}  # by the send: both ends have the same
     for stage, mesh in enumerate(pipeline.meshes):
         ranks = mesh.ranks
         for action in pipeline.schedule.stages[stage]:
@@ -63,15 +58,16 @@ def pipeline_sequences(pipeline: Pipeline) -> dict[int, list[GroupCall]]:
                 for rank in ranks:
                     out[rank].append(call)
                 continue
-            is_send = action.is_send
+            is_send, pieces = action.is_send, messages.of(action)
             send = action if is_send else action.partner
-            for piece in messages.of(action):
-                rank = piece.source_rank if is_send else piece.target_rank
-                out[rank].append(meeting(piece, send))
+            if send not in meetings:
+                meetings[send] = _meetings(pieces, f"in {send}")
+            for piece, call in zip(pieces, meetings[send], strict=True):
+                out[piece.source_rank if is_send else piece.target_rank].append(call)
     for exchange in tie_exchanges(pipeline):
-        for piece in exchange.pieces:
-            for rank in (piece.source_rank, piece.target_rank):
-                out[rank].append(meeting(piece, None))
+        for call in _meetings(exchange.pieces, "tied"):
+            for rank in call.ranks:
+                out[rank].append(call)
     if pipeline.stages[-1].loss is not None:
         everywhere = GroupCall(tuple(out), "all_reduce of the loss")
         for calls in out.values():
@@ -79,11 +75,14 @@ def pipeline_sequences(pipeline: Pipeline) -> dict[int, list[GroupCall]]:
     return out
 
 
-def _meeting(piece: Piece, send: Action | None) -> GroupCall:
-    """A send and its receive: one call of two ranks."""
-    cause = f"in {send}" if send else "tied"
-    what = f"send of {piece.size_bytes} B ({piece.tensor}) {cause} to rank {piece.target_rank}"
-    return GroupCall(tuple(sorted((piece.source_rank, piece.target_rank))), what)
+def _meetings(pieces: Sequence[Piece], cause: str) -> list[GroupCall]:
+    """Each send and its receive: one call of two ranks."""
+    found = []
+    for p in pieces:
+        what = f"send of {p.size_bytes} B ({p.tensor}) {cause} to rank {p.target_rank}"
+        ends = p.source_rank, p.target_rank
+        found.append(GroupCall((min(ends), max(ends)), what))
+    return found
 
 
 def _check_stages(pipeline: Pipeline) -> None:

@@ -13,17 +13,19 @@ other groups (a cycle of waits).
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from autopar.errors import VerificationError
 
 _HINT = "all ranks of a group must call its collectives in the same order"
 
 
-@dataclass(frozen=True)
-class GroupCall:
+class GroupCall(NamedTuple):
     """A call by one rank. `what` must be equal on all members; a send and its receive are one."""
 
     ranks: tuple[int, ...]
@@ -36,92 +38,100 @@ class GroupCall:
 def check_rendezvous(calls: Mapping[int, Sequence[GroupCall]]) -> None:
     """Raise `VerificationError` unless the ranks' calls match and can all be finished."""
     numbered = _Numbered.of(calls)
-    _check_membership(numbered)
-    _check_agreement(numbered)
-    sequences, distinct = numbered.sequences, numbered.distinct
-    position = dict.fromkeys(calls, 0)
-    n_arrived = [0] * len(distinct)
-    ready = deque(calls)
-    while ready:
-        rank = ready.popleft()
-        if position[rank] == len(sequences[rank]):
-            continue
-        number = sequences[rank][position[rank]]
-        ranks = distinct[number].ranks
-        n_arrived[number] += 1
-        if n_arrived[number] == len(ranks):
-            n_arrived[number] = 0
-            for member in ranks:
-                position[member] += 1
-            ready.extend(ranks)
-    waiting = {r: calls[r][position[r]] for r in calls if position[r] < len(calls[r])}
-    if waiting:
-        text = "; ".join(f"rank {r} in {call}" for r, call in sorted(waiting.items()))
-        raise VerificationError(f"ranks wait for each other for ever: {text}", hint=_HINT)
+    over = {rank: numbered.over_groups(rank) for rank in calls}
+    _check_membership(numbered, over)
+    _check_agreement(numbered, over)
+    _check_progress(numbered)
+
+
+# Group -> a rank's calls over it, in order: positions in `_Numbered.groups` and in `distinct`.
+_OverGroups = Mapping[int, NDArray[np.int64]]
 
 
 @dataclass(frozen=True)
 class _Numbered:
-    """Every rank's calls as positions in `distinct`: calls are large, and compared often."""
+    """Every rank's calls as positions in `distinct`: calls are large, and compared often. `group`
+    has the position in `groups` of each distinct call's ranks."""
 
     sequences: Mapping[int, Sequence[int]]
     distinct: Sequence[GroupCall]
+    groups: Sequence[tuple[int, ...]]
+    group: NDArray[np.int64]
 
     @staticmethod
     def of(calls: Mapping[int, Sequence[GroupCall]]) -> _Numbered:
+        # Members often share one call.
+        objects = {id(call): call for sequence in calls.values() for call in sequence}
         numbers: dict[GroupCall, int] = {}
-        of_object: dict[int, int] = {}  # members often share one call
-        for sequence in calls.values():
-            for call in sequence:
-                if id(call) not in of_object:
-                    of_object[id(call)] = numbers.setdefault(call, len(numbers))
-        sequences = {r: [of_object[id(call)] for call in calls[r]] for r in calls}
-        return _Numbered(sequences, tuple(numbers))
+        number = {at: numbers.setdefault(call, len(numbers)) for at, call in objects.items()}
+        sequences = {r: [number[id(call)] for call in sequence] for r, sequence in calls.items()}
+        groups: dict[tuple[int, ...], int] = {}
+        group = [groups.setdefault(call.ranks, len(groups)) for call in numbers]
+        return _Numbered(sequences, tuple(numbers), tuple(groups), np.array(group, dtype=np.int64))
+
+    def over_groups(self, rank: int) -> _OverGroups:
+        sequence = np.array(self.sequences[rank], dtype=np.int64)
+        group = self.group[sequence]
+        order = np.argsort(group, kind="stable")
+        found, first = np.unique(group[order], return_index=True)
+        return dict(zip(found.tolist(), np.split(sequence[order], first[1:]), strict=False))
 
 
-def _check_membership(calls: _Numbered) -> None:
-    groups, every = [frozenset(call.ranks) for call in calls.distinct], frozenset(calls.sequences)
-    is_sound = [
-        len(group) == len(call.ranks) and group <= every
-        for call, group in zip(calls.distinct, groups, strict=True)
-    ]
-    for rank, sequence in calls.sequences.items():
-        for number in dict.fromkeys(sequence):
-            if is_sound[number] and rank in groups[number]:
-                continue
-            call, group = calls.distinct[number], groups[number]
-            if rank not in group or len(group) < len(call.ranks):
-                raise VerificationError(f"rank {rank} calls {call}, a group it is not one of")
-            missing = [r for r in call.ranks if r not in every]
-            raise VerificationError(f"{call} waits for ranks {missing}, which do not run")
+def _check_membership(calls: _Numbered, over: Mapping[int, _OverGroups]) -> None:
+    every = frozenset(calls.sequences)
+    is_sound = [len(set(ranks)) == len(ranks) and every.issuperset(ranks) for ranks in calls.groups]
+    for rank, own in over.items():
+        wrong = {k for k in own if not (is_sound[k] and rank in calls.groups[k])}
+        if not wrong:
+            continue
+        call = next(calls.distinct[i] for i in calls.sequences[rank] if calls.group[i] in wrong)
+        if rank not in call.ranks or len(set(call.ranks)) < len(call.ranks):
+            raise VerificationError(f"rank {rank} calls {call}, a group it is not one of")
+        missing = [r for r in call.ranks if r not in every]
+        raise VerificationError(f"{call} waits for ranks {missing}, which do not run")
 
 
-def _check_agreement(calls: _Numbered) -> None:
+def _check_agreement(calls: _Numbered, over: Mapping[int, _OverGroups]) -> None:
     """Every group sees one sequence of calls on all its members."""
-    seen: dict[tuple[int, ...], dict[int, list[int]]] = {}
-    for call in calls.distinct:
-        if call.ranks not in seen:
-            seen[call.ranks] = {r: [] for r in call.ranks}
-    members_of = [seen[call.ranks] for call in calls.distinct]
-    for rank, sequence in calls.sequences.items():
-        for number in sequence:
-            members_of[number][rank].append(number)
-    for ranks, members in seen.items():
-        first = ranks[0]
-        for rank in ranks[1:]:
-            if members[rank] == members[first]:
+    nothing = np.zeros(0, dtype=np.int64)
+    for group, ranks in enumerate(calls.groups):
+        members = [over[rank].get(group, nothing) for rank in ranks]
+        for rank, other in zip(ranks, members, strict=True):
+            if np.array_equal(members[0], other):
                 continue
-            whats = [[calls.distinct[i].what for i in members[r]] for r in (first, rank)]
+            whats = [[calls.distinct[i].what for i in of] for of in (members[0], other)]
             at = next(
                 (i for i, (a, b) in enumerate(zip(*whats, strict=False)) if a != b),
                 min(map(len, whats)),
             )
             raise VerificationError(
                 f"ranks {list(ranks)} call different collectives: call {at} is "
-                f"{_item(whats[0], at)} on rank {first}, "
+                f"{_item(whats[0], at)} on rank {ranks[0]}, "
                 f"{_item(whats[1], at)} on rank {rank}",
                 hint=_HINT,
             )
+
+
+def _check_progress(calls: _Numbered) -> None:
+    """One simulation: whoever made a call goes on when all its group has made it."""
+    ranks = [call.ranks for call in calls.distinct]
+    n_missing = [len(group) for group in ranks]
+    left = {rank: iter(sequence) for rank, sequence in calls.sequences.items()}
+    made: dict[int, int | None] = {}  # None: a rank that is done
+    ready = list(left)
+    while ready:
+        rank = ready.pop()
+        made[rank] = number = next(left[rank], None)
+        if number is None:
+            continue
+        n_missing[number] -= 1
+        if not n_missing[number]:
+            n_missing[number] = len(ranks[number])
+            ready.extend(ranks[number])
+    waiting = {r: calls.distinct[i] for r, i in sorted(made.items()) if i is not None}
+    if waiting:
+        text = "; ".join(f"rank {r} in {call}" for r, call in waiting.items())
+        raise VerificationError(f"ranks wait for each other for ever: {text}", hint=_HINT)
 
 
 def _item(sequence: Sequence[Hashable], at: int) -> str:

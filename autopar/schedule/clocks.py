@@ -59,11 +59,12 @@ def start_times(schedule: Schedule, duration: Callable[[Action], float]) -> Time
                         break
                     ended_at[action[:3]] = free_at[device] = start + duration(action)
                 else:
-                    if _awaited_end(schedule, action, starts) is not None:
+                    partner = action.partner
+                    if _awaited_end(schedule, action, partner, starts) is not None:
                         break
-                    other = schedule.device_of(action.partner.stage)
+                    other = schedule.device_of(partner.stage)
                     start = max(free_at[device], free_at[other])
-                    end = start + duration(action if action.is_send else action.partner)
+                    end = start + duration(action if action.is_send else partner)
                     free_at[device] = free_at[other] = end
                     starts[other].append(start)
                 mine.append(start)
@@ -131,9 +132,10 @@ def _needed(schedule: Schedule, action: Action) -> _Compute | None:
     return (kind, other, microbatch) if 0 <= other < schedule.n_stages else None
 
 
-def _awaited_end(schedule: Schedule, message: Action, starts: list[list[float]]) -> int | None:
-    """The device whose next action is not the other end of `message`; None if it is."""
-    partner = message.partner
+def _awaited_end(
+    schedule: Schedule, message: Action, partner: Action, starts: list[list[float]]
+) -> int | None:
+    """The device whose next action is not `partner`, the other end of `message`; None if it is."""
     peer = schedule.device_of(partner.stage)
     if peer == schedule.device_of(message.stage) or not partner.stage < schedule.n_stages:
         raise VerificationError(
@@ -149,7 +151,7 @@ def _waits_for(
 ) -> int | None:
     """The device that keeps `action`, the next of its own device, from starting; None if none."""
     if not action.is_compute:
-        return _awaited_end(schedule, action, starts)
+        return _awaited_end(schedule, action, action.partner, starts)
     needed = _needed(schedule, action)
     if needed is None or needed in ended_at:
         return None

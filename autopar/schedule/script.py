@@ -9,6 +9,7 @@ microbatch k, of m, on channel c.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,11 +50,18 @@ class Script:
 
     def actions(self) -> tuple[tuple[Action, ...], ...]:
         """The same written out, device by device."""
-        return tuple(tuple(a for step in row for a in self._actions(step)) for row in self.rows)
+        ends = [(send, send.partner) for send in self.channels]
 
-    def _actions(self, step: Step) -> Iterator[Action]:
+        def written(row: Sequence[Step]) -> Iterator[Action]:
+            return itertools.chain.from_iterable(self._actions(step, ends) for step in row)
+
+        return tuple(tuple(written(row)) for row in self.rows)
+
+    def _actions(self, step: Step, ends: Sequence[tuple[Action, Action]]) -> Iterator[Action]:
         for end in step.posts:
-            yield self.send(end) if end >= 0 else self.send(~end).partner
+            channel, microbatch = divmod(end if end >= 0 else ~end, self.n_microbatches)
+            kind, stage, _, peer = ends[channel][end < 0]
+            yield Action(kind, stage, microbatch, peer)
         if step.compute is not None:
             yield step.compute
 
@@ -138,18 +146,22 @@ def place_as_made(schedule: Schedule, transfers: Iterable[Transfer]) -> Script:
 def _read(schedule: Schedule, transfers: Iterable[Transfer]) -> Script:
     """The steps of a schedule that has its messages."""
     sends, _, read = _channels(schedule, transfers)
-    first = {send[:2] + send[3:]: i * schedule.n_microbatches for i, send in enumerate(sends)}
+    first = {
+        (end.kind, end.stage, end.peer): i * schedule.n_microbatches
+        for i, send in enumerate(sends)
+        for end in (send, send.partner)
+    }
     rows = []
     for row in schedule.rows:
         steps: list[Step] = []
         posts: list[int] = []
         for action in row:
-            if action.is_compute:
+            kind, stage, microbatch, peer = action
+            if peer is None:
                 steps.append(Step(posts, _numbers(read, action), action))
                 posts = []
                 continue
-            send = action if action.is_send else action.partner
-            message = first[send[:2] + send[3:]] + action.microbatch
+            message = first[kind, stage, peer] + microbatch
             posts.append(message if action.is_send else ~message)
         if posts:
             steps.append(Step(posts, (), None))

@@ -68,9 +68,10 @@ def _row(schedule: Schedule, device: int) -> str:
 
 def _check_complete(schedule: Schedule, device: int) -> None:
     """Each action that the device must do is there once, and no other."""
-    found = Counter(schedule.rows[device])
-    wanted = dict.fromkeys(_wanted(schedule, device))
-    who = _row(schedule, device)
+    row, wanted = schedule.rows[device], dict.fromkeys(_wanted(schedule, device))
+    if len(row) == len(wanted) and wanted.keys() == set(row):
+        return
+    found, who = Counter(row), _row(schedule, device)
     for action in wanted:
         if found[action] == 0:
             raise VerificationError(f"{who} never runs {action}")
@@ -95,18 +96,15 @@ def _wanted(schedule: Schedule, device: int) -> Iterable[Action]:
     """Every action of a device, in no particular order."""
     kinds = schedule.computes()
     for stage in range(device, schedule.n_stages, schedule.n_devices):
-        own = [
-            t
-            for t in sorted(schedule.transfers or ())
-            if stage in (t.source, t.target) and not schedule.is_inside(t)
-        ]
-        for k in range(schedule.n_microbatches):
-            yield from (Action(kind, stage, k) for kind in kinds)
-            for transfer in own:
-                ends = list(transfer.forward(k))
+        first = [Action(kind, stage, 0) for kind in kinds]
+        for transfer in sorted(schedule.transfers or ()):
+            if stage in (transfer.source, transfer.target) and not schedule.is_inside(transfer):
+                ends = list(transfer.forward(0))
                 if transfer.has_gradient and schedule.trains:
-                    ends += transfer.backward(k)
-                yield from (end for end in ends if end.stage == stage)
+                    ends += transfer.backward(0)
+                first += (end for end in ends if end.stage == stage)
+        for k in range(schedule.n_microbatches):
+            yield from (Action(kind, stage, k, peer) for kind, _, _, peer in first)
 
 
 def _check_microbatch_order(actions: tuple[Action, ...]) -> None:
