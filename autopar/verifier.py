@@ -24,7 +24,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from autopar.collective import Call, step_calls
+from autopar.collective import step_calls
 from autopar.errors import VerificationError
 from autopar.moves import TABLE, Move, Split
 from autopar.rendezvous import GroupCall, check_rendezvous
@@ -55,26 +55,21 @@ def verify_program(program: StageProgram) -> None:
 def rank_sequences(program: StageProgram) -> dict[int, list[GroupCall]]:
     """Every rank's calls of one step: forward, then backward in reverse.
 
-    All microbatches make the same calls, so two stand for any number of them.
+    All microbatches make the same calls, so two stand for any number of them. Calls over the same
+    axes with none of other axes between them are one, of which `what` says what they are.
     """
     calls = step_calls(program)
-    once = (*calls.before, *calls.microbatch)
     again = calls.microbatch if calls.n_microbatches > 1 else ()
     out: dict[int, list[GroupCall]] = {r: [] for r in range(math.prod(program.axis_sizes))}
     groups: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
-    made: dict[Call, list[GroupCall]] = {}
-    for call in (*once, *again, *calls.after):
-        if call not in made:
-            if call.axes not in groups:
-                groups[call.axes] = _groups(program.axis_sizes, call.axes)
-            what = f"{call.kind} of {call.size_bytes} B ({call.tensor})"
-            of_group: dict[int, GroupCall] = {}
-            for ranks in groups[call.axes]:
-                if ranks[0] not in of_group:
-                    of_group[ranks[0]] = GroupCall(ranks, what)
-            made[call] = [of_group[ranks[0]] for ranks in groups[call.axes]]
-        for rank, group_call in enumerate(made[call]):
-            out[rank].append(group_call)
+    every = (*calls.before, *calls.microbatch, *again, *calls.after)
+    for axes, run in itertools.groupby(every, key=lambda call: call.axes):
+        if axes not in groups:
+            groups[axes] = _groups(program.axis_sizes, axes)
+        what = "; ".join(f"{c.kind} of {c.size_bytes} B ({c.tensor})" for c in run)
+        of_group = {ranks: GroupCall(ranks, what) for ranks in groups[axes]}
+        for rank, ranks in enumerate(groups[axes]):
+            out[rank].append(of_group[ranks])
     return out
 
 
@@ -96,6 +91,9 @@ class _Checker:
     program: StageProgram
     known: dict[str, Local] = field(default_factory=dict)
     freed: set[str] = field(default_factory=set)
+    # What was found sound once is not looked at again: blocks repeat it under other names.
+    sound_types: set[tuple[object, ...]] = field(default_factory=set)
+    sound_moves: set[tuple[object, ...]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.sizes = self.program.axis_sizes
@@ -147,6 +145,9 @@ class _Checker:
         return self.known[name]
 
     def _type(self, local: Local, where: str) -> None:
+        key = local.dims, local.dtype, local.has_grad, local.spec, local.shape
+        if key in self.sound_types:
+            return
         tensor = TensorType(local.dims, local.dtype.itemsize, local.has_grad)
         reason = illegal_reason(tensor, local.spec, self.sizes)
         if reason is not None:
@@ -158,6 +159,7 @@ class _Checker:
                 f"{list(tensor.shape)} leaves {list(wanted)}",
                 where,
             )
+        self.sound_types.add(key)
 
     # -- lines ---------------------------------------------------------------------------------
 
@@ -275,6 +277,10 @@ class _Checker:
             raise _error(f"{line.out.name} and {source.name} are not one tensor", where)
         if line.has_grad != source.has_grad:
             raise _error(f"has_grad is {line.has_grad}, but {source.name}'s is not", where)
+        found = line.forward_bytes, line.backward_bytes
+        key = *same, source.spec, line.move, line.out.spec, found
+        if key in self.sound_moves:
+            return
         tensor = TensorType(source.dims, source.dtype.itemsize, source.has_grad)
         reason = check_move(tensor, source.spec, line.move, line.out.spec, self.sizes)
         if reason is not None:
@@ -283,9 +289,9 @@ class _Checker:
         forward = after if line.move.forward == "all_gather" else before
         backward = before if line.move.backward == "all_gather" else after
         wanted = (forward, backward if line.has_grad else 0)
-        if (line.forward_bytes, line.backward_bytes) != wanted:
-            found = (line.forward_bytes, line.backward_bytes)
+        if found != wanted:
             raise _error(f"moves {found} bytes (forward, backward), not {wanted}", where)
+        self.sound_moves.add(key)
 
     def _chain(self, start: Local, moves: Sequence[MoveLine], end: Local, where: str) -> None:
         """`moves` lead from `start` to `end`."""
