@@ -8,6 +8,8 @@ STAMP  := $(VENV)/.autopar-installed
 
 # One thread per rank: ranks that share cores are several times slower with more.
 export OMP_NUM_THREADS := 1
+# Bytecode is kept: tests start dozens of processes, and each would compile all sources again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo compare bench-plan validate-local test lint golden docs parity validate install clean
 

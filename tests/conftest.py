@@ -6,7 +6,6 @@ import difflib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -95,17 +94,20 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int]
     from tests.captures import share_captures
 
     pools: dict[int, WorkerPool] = {}
-    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+    with pytest.MonkeyPatch.context() as patch:
         # Workers inherit it: generated programs stay out of the user's cache.
         patch.setenv("AUTOPAR_CODE_DIR", str(tmp_path_factory.mktemp("code")))
 
         def pool(n_ranks: int) -> WorkerPool:
             if n_ranks not in pools:
-                pools[n_ranks] = stack.enter_context(WorkerPool(n_ranks, timeout_s=240.0))
+                pools[n_ranks] = WorkerPool(n_ranks, timeout_s=240.0)
                 pools[n_ranks].run(share_captures)
             return pools[n_ranks]
 
         yield pool
+        # Not closed: a worker that ends frees all it holds for seconds. Without its pool it is
+        # killed; how workers end is for `test_runtime_launch.py` to show.
+        pools.clear()
 
 
 def compare_golden(path: Path, text: str, *, update: bool) -> None:

@@ -221,19 +221,21 @@ def test_a_model_on_meta_captures_the_same_program() -> None:
 
 
 def test_an_8b_model_on_meta_captures() -> None:
+    """As many parameters in few layers: the time it takes is theirs."""
     with torch.device("meta"):
         model = LlamaForCausalLM(
             LlamaConfig(
-                hidden_size=4096,
-                intermediate_size=14336,
-                num_hidden_layers=32,
-                num_attention_heads=32,
+                hidden_size=8192,
+                intermediate_size=28672,
+                num_hidden_layers=8,
+                num_attention_heads=64,
                 num_key_value_heads=8,
                 vocab_size=128256,
             )
         )
+    assert sum(parameter.numel() for parameter in model.parameters()) > 8e9
     ids = torch.empty(4, 2048, dtype=torch.long, device="meta")
     program = capture(model, {"input_ids": ids, "labels": ids})
     assert len(program.inputs) == 2
-    assert sum(1 for _ in program.operators) < 2000
+    assert sum(1 for _ in program.operators) < 500
     assert not any(str(v) == "meta" for n in program.graph.nodes for v in n.kwargs.values())

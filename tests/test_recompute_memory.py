@@ -123,7 +123,7 @@ def test_any_operators(seed: int) -> None:
 CASES = [
     Manual(tp=2, sp=True),
     Manual(dp=2, zero=3, microbatch_size=4),
-    Manual(pp=2, microbatch_size=2),
+    Manual(pp=2, microbatch_size=4),
 ]
 
 

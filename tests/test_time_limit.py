@@ -39,12 +39,10 @@ def test_after_the_limit_there_is_the_best_plan_so_far_and_its_gap() -> None:
     assert json.loads(limited.data.to_json())["gap"] == limited.gap
 
 
-def test_a_limit_that_is_long_enough_changes_nothing() -> None:
-    assert planned(time_limit_s=600.0).data == undisturbed().data
-
-
 @pytest.mark.parametrize("stages", [2, "auto"])
-def test_an_interrupt_leaves_nothing_behind(stages: int | str) -> None:
+def test_an_interrupt_leaves_nothing_behind_and_a_long_limit_changes_nothing(
+    stages: int | str,
+) -> None:
     said: list[str] = []
 
     def interrupt(text: str) -> None:
@@ -56,4 +54,4 @@ def test_an_interrupt_leaves_nothing_behind(stages: int | str) -> None:
     with pytest.raises(KeyboardInterrupt):
         planned(stages=stages, progress=interrupt)
     assert len(said) == 6
-    assert planned(stages=stages).data == before.data
+    assert planned(stages=stages, time_limit_s=600.0).data == before.data
