@@ -123,6 +123,7 @@ class Planner:
         Raises `InfeasibleError` when nothing fits, `MeshError` or `OptionError` for more stages
         than ranks or operators.
         """
+        self._check_stages()
         try:
             return self._best()
         finally:
@@ -158,7 +159,11 @@ class Planner:
             passed = f"not tried when time_limit_s={self.options.time_limit_s:g} had passed"
             notes.append(Alternative("the rest", None, passed))
         if not found and not errors:
-            raise self._no_stages(int(self.options.stages))  # type: ignore[arg-type]
+            raise InfeasibleError(
+                f"no plan of {self.options.stages} stages fits in "
+                f"{format_bytes(self.budget_bytes)} per device",
+                hint="use other stages, more microbatches or devices, or raise memory_limit",
+            )
         if not found:
             raise self._nothing_fits(errors)
         self.report("simulating the best")
@@ -283,17 +288,16 @@ class Planner:
     def _whole(self) -> LogicalMesh:
         return self._proposals.views(0, self.mesh.n_ranks)[0]
 
-    def _no_stages(self, n_stages: int) -> MeshError | OptionError | InfeasibleError:
-        """Why there is no candidate with this many stages."""
-        n_ranks, n_all = self.mesh.n_ranks, n_operators(self.analysis.program)
+    def _check_stages(self) -> None:
+        """Raises `MeshError` or `OptionError` where so many stages cannot be."""
+        n_stages, n_ranks = self.options.stages, self.mesh.n_ranks
+        if not isinstance(n_stages, int):
+            return
         if n_stages > n_ranks:
-            return MeshError(f"stages={n_stages} cannot share {n_ranks} ranks")
+            raise MeshError(f"stages={n_stages} cannot share {n_ranks} ranks")
+        n_all = n_operators(self.analysis.program)
         if n_stages > n_all:
-            return OptionError(f"{n_stages} stages of {n_all} operators")
-        return InfeasibleError(
-            f"no plan of {n_stages} stages fits in {format_bytes(self.budget_bytes)} per device",
-            hint="use other stages, more microbatches or devices, or raise memory_limit",
-        )
+            raise OptionError(f"{n_stages} stages of {n_all} operators")
 
     # -- candidates --------------------------------------------------------------------------
 
