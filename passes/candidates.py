@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,10 +24,12 @@ from autopar.passes.constraints import Limits
 from autopar.passes.groups import Group, JointStrategy, PlacedOperator
 from autopar.passes.member_prices import MemberPrice, MemberPricer, lowered_over
 from autopar.passes.spec_column import SpecColumn
+from autopar.rules.pattern import AxisStrategy
 from autopar.saved import Saved
 from autopar.spec import PREFERENCE, I, Placement, Spec
 
 Array = NDArray[np.float64]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,17 +69,20 @@ class ChoiceTable:
 
         if not self.active_axes:
             return SpecColumn.of([spec(0)])
-        codes, kinds = [], []
-        for k in range(len(self.active_axes)):
-            numbers: dict[Placement, int] = {}
-            of_axis = (joints[k].placements[value] for joints in self.choices)
-            codes.append([numbers.setdefault(p, len(numbers)) for p in of_axis])
-            kinds.append(len(numbers))
-        joint = np.ravel_multi_index(codes, kinds)
+        numbers: dict[Placement, int] = {}
+        placements = (joint.placements[value] for joint in self.first.strategies)
+        of_strategies = np.array([numbers.setdefault(p, len(numbers)) for p in placements])
+        kinds = (len(numbers),) * len(self.active_axes)
+        joint = np.ravel_multi_index(tuple(of_strategies[self.picked]), kinds)
         _, first, code = np.unique(joint, return_index=True, return_inverse=True)
         order = np.argsort(first)
         distinct = tuple(spec(int(c)) for c in first[order])
         return SpecColumn(distinct, np.argsort(order)[code])
+
+    @cached_property
+    def picked(self) -> NDArray[np.int64]:
+        """[axes, choices]: the picks."""
+        return np.array(self.picks, dtype=np.int64).T
 
 
 @dataclass(frozen=True)
@@ -169,20 +175,26 @@ class CandidateMaker:
     def _table(self, group: Group, first_savers: Set[str]) -> ChoiceTable:
         fitting = [self._fitting(group, axis) for axis in self._active]
         per_axis = [joints for joints, _ in fitting]
-        picks = list(itertools.product(*(range(len(joints)) for joints in per_axis)))
-        legal = np.ones((len(self.cases), len(picks)), dtype=bool)
-        for c, pick in enumerate(picks):
-            chosen = [per_axis[k][i] for k, i in enumerate(pick)]
-            legal[:, c] = self._legal(group, chosen)
-            for k, i in enumerate(pick):
-                legal[:, c] &= fitting[k][1][:, i]
+        every = list(itertools.product(*(range(len(joints)) for joints in per_axis)))
+        picks = np.array(every, dtype=np.int64).reshape(len(every), len(per_axis))
+        legal = np.ones((len(self.cases), len(every)), dtype=bool)
+        for (_, fits), column in zip(fitting, picks.T, strict=True):
+            legal &= fits[:, column]
+        replaced = [
+            (position, item.strategies)
+            for position, item in enumerate(group.members)
+            if any(strategy.lowering for strategy in item.strategies)
+        ]
+        for c in np.flatnonzero(legal.any(axis=0)):
+            (pick,) = _picked(per_axis, every[c : c + 1])
+            legal[:, c] &= self._legal(pick, replaced)
         index = np.flatnonzero(legal.any(axis=0))
         if not len(index):
             raise InfeasibleError(
                 f"no allowed placement is left for operator {group.name}",
                 hint="relax forbid, force or the recipe for the tensors it uses",
             )
-        columns = [np.array([picks[c][k] for c in index]) for k in range(len(per_axis))]
+        columns, chosen = list(picks[index].T), [every[c] for c in index]
         savers = set(first_savers)
         time_s, size_bytes = self._price(group, per_axis, columns, len(index), savers)
         legal = legal[:, index]
@@ -190,9 +202,9 @@ class CandidateMaker:
         preference = np.zeros(len(index))
         for joints, column in zip(per_axis, columns, strict=True):
             preference += np.array([self._preference(j) for j in joints])[column]
-        choices = tuple(tuple(per_axis[k][i] for k, i in enumerate(picks[c])) for c in index)
         position = {id(joint): i for i, joint in enumerate(group.strategies)}
-        positions = tuple(tuple(position[id(joint)] for joint in joints) for joints in choices)
+        places = [[position[id(joint)] for joint in joints] for joints in per_axis]
+        choices, positions = _picked(per_axis, chosen), _picked(places, chosen)
         saved = frozenset(group.number[name] for name in savers - set(first_savers))
         return ChoiceTable(
             group, choices, positions, self._active, self.cases.costs[0].mesh.n_axes,
@@ -232,14 +244,17 @@ class CandidateMaker:
             self._dividing[axes, cut] = self.cases.factor(*cut) % n_shards == 0
         return self._dividing[axes, cut]
 
-    def _legal(self, group: Group, joints: Sequence[JointStrategy]) -> NDArray[np.bool_] | bool:
+    def _legal(
+        self, joints: Sequence[JointStrategy],
+        replaced: Sequence[tuple[int, Sequence[AxisStrategy]]],
+    ) -> NDArray[np.bool_] | bool:  # fmt: skip
         """[cases]: do factors that several axes split still divide, and is no operator replaced
-        twice?"""
+        twice? `replaced` are the members of the group that may be, and their strategies."""
         if len(joints) < 2:
             return True
-        for position, item in enumerate(group.members):
-            chosen = [item.strategies[j.members[position]] for j in joints]
-            if len({id(s.lowering) for s in chosen if s.lowering}) > 1:
+        for position, strategies in replaced:
+            chosen = [strategies[joint.members[position]].lowering for joint in joints]
+            if len({id(lowering) for lowering in chosen if lowering}) > 1:
                 return False
         legal: NDArray[np.bool_] | bool = True
         splits: dict[tuple[str, int, int], list[int]] = {}
@@ -283,13 +298,20 @@ class CandidateMaker:
         return self.n_like.get(item.name, 1)
 
 
+def _picked(
+    per_axis: Sequence[Sequence[T]], picks: Sequence[tuple[int, ...]]
+) -> tuple[tuple[T, ...], ...]:
+    """What picks take of each axis."""
+    return tuple(tuple(of[i] for of, i in zip(per_axis, pick, strict=True)) for pick in picks)
+
+
 def _over_axes(
     table: ChoiceTable, group: Group
 ) -> tuple[list[list[JointStrategy]], list[NDArray[np.int64]]]:
     """Per active axis, the joint strategies of a group that choices take, and which each does."""
     per_axis, columns = [], []
-    for picks in zip(*table.picks, strict=True):
-        distinct, column = np.unique(np.array(picks), return_inverse=True)
+    for picks in table.picked:
+        distinct, column = np.unique(picks, return_inverse=True)
         per_axis.append([group.strategies[int(i)] for i in distinct])
         columns.append(column)
     return per_axis, columns

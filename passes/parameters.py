@@ -16,6 +16,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.compiled import compiled
 from autopar.cost.memory import StaticBytes
 from autopar.cost.model import CostModel
 from autopar.facts import Period, Storage
@@ -27,6 +28,7 @@ from autopar.spec import PREFERENCE, I, S, Spec, TensorType, divides, with_order
 
 PERIODS: tuple[Period, ...] = ("step", "micro", "use")
 Array = NDArray[np.float64]
+Indices = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -132,38 +134,20 @@ class ParameterMaker:
         Seconds are infinite where the constraints forbid it. ZeRO-3 gathers at each of
         `n_uses` uses, forward and backward; the others once per distinct use.
         """
-        m = self.cases.n_microbatches[:, None, None]
         rows = [tables.index[written(tables.tensors[0], s.spec, self.sizes[0])] for s in storages]
         columns = [tables.index[u] for u in uses]
         distinct = {row: i for i, row in enumerate(dict.fromkeys(rows))}
         paths = path_costs(tables, self.cases.meshes, tuple(distinct))
-        at_rows = np.array([distinct[row] for row in rows])
-        pick = np.ix_(np.arange(len(self.sizes)), at_rows, np.array(columns))
-        of = self.cases.mesh_of
-        period = np.array([PERIODS.index(s.period) for s in storages])[:, None]
-        forward, backward = paths.forward_s[pick], paths.backward_s[pick]
-        per_microbatch_s = np.where(
-            period == 1,
-            forward[of] + m * backward[of],
-            m * n_uses * (2 * forward + backward)[of],
-        )
-        time_s = np.where(period == 0, paths.bucketed_s[pick][of], per_microbatch_s)
-        calls = paths.calls[pick] + 1e-3 * paths.moves[pick]
-        tie = calls[of] * np.where(period == 0, 0.01, m)
-        used = self._local_bytes(tables.tensors[0], uses)[:, None, :]
-        copied, moved = paths.copies[pick] > 0, paths.moves[pick] > 0
-        has_grad = float(tables.tensors[0].has_grad)
-        n_kept = np.where(
-            period == 0, copied + has_grad * moved, np.where(period == 1, copied * 1.0, 0.0)
-        )
-        size_bytes = used * n_kept[of]
-        with_gathers, without = (self._periods_allowed(storages, g) for g in (True, False))
-        allowed = np.where(paths.gathers[pick] > 0, with_gathers, without)
+        allowed = np.array([self._periods_allowed(storages, g) for g in (False, True)])
+        fits = np.ones((len(storages), len(uses)), dtype=bool)
         if self.limits.constraints.zero is not None:
-            fits = self.limits.fits_recipe
-            allowed &= np.array([[fits(s.spec, u) for u in uses] for s in storages], dtype=bool)
-        time_s[~(allowed & paths.exist[pick])[of]] = np.inf
-        return time_s, tie, size_bytes
+            fits[:] = [[self.limits.fits_recipe(s.spec, u) for u in uses] for s in storages]
+        return conversion_costs(
+            paths, self.cases.mesh_of, self.cases.n_microbatches,
+            np.array([distinct[row] for row in rows]), np.array(columns),
+            np.array([PERIODS.index(s.period) for s in storages]), allowed & fits, n_uses,
+            self._local_bytes(tables.tensors[0], uses), float(tables.tensors[0].has_grad),
+        )  # fmt: skip
 
     def _periods_allowed(self, storages: Sequence[Storage], gathers: bool) -> NDArray[np.bool_]:
         """[storages, 1]: may a parameter be converted as often?"""
@@ -206,26 +190,48 @@ def _storage_specs(
     )
 
 
-@dataclass(frozen=True, eq=False)
-class PathCosts:
-    """Sums over the cheapest paths from some specs of a type to all: [meshes, sources, specs]; and
-    which paths `exist`."""
+@compiled
+def conversion_costs(
+    sums: Array, mesh_of: Indices, n_microbatches: Array, rows: Indices, columns: Indices,
+    periods: Indices, allowed: NDArray[np.bool_], n_uses: int, use_bytes: Array, has_grad: float,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """`ParameterMaker.conversions`, of sums over paths (`path_costs`), [cases, storages, uses].
 
-    forward_s: Array
-    backward_s: Array
-    bucketed_s: Array
-    calls: Array
-    moves: Array
-    copies: Array
-    gathers: Array
-    exist: NDArray[np.bool_]
+    `rows` and `columns` are those of the storages and of the uses in the sums, `periods` of the
+    storages as numbers in `PERIODS`; `allowed` [2, storages, uses] is without and with a gather,
+    `use_bytes` [cases, uses].
+    """
+    shape = (len(mesh_of), len(rows), len(columns))
+    time_s, tie, size_bytes = np.empty(shape), np.empty(shape), np.empty(shape)
+    for case in range(shape[0]):
+        m = n_microbatches[case]
+        for i in range(shape[1]):
+            for j in range(shape[2]):
+                of = sums[mesh_of[case], rows[i], columns[j]]
+                forward_s, backward_s, bucketed_s, calls, moves, copies, gathers, exists = of
+                calls += 1e-3 * moves
+                copied = 1.0 if copies > 0 else 0.0
+                moved = has_grad if moves > 0 else 0.0
+                if periods[i] == 0:
+                    seconds, times, n_kept = bucketed_s, 0.01, copied + moved
+                elif periods[i] == 1:
+                    seconds, times, n_kept = forward_s + m * backward_s, m, copied
+                else:
+                    seconds, times, n_kept = m * n_uses * (2 * forward_s + backward_s), m, 0.0
+                may = exists > 0 and allowed[int(gathers > 0), i, j]
+                time_s[case, i, j] = seconds if may else np.inf
+                tie[case, i, j] = calls * times
+                size_bytes[case, i, j] = use_bytes[case, j] * n_kept
+    return time_s, tie, size_bytes
 
 
 @lru_cache(maxsize=256)
 def path_costs(
     tables: ReshardTables, costs: tuple[CostModel, ...], sources: tuple[int, ...]
-) -> PathCosts:
-    """What conversions of a parameter of this type cost, on the tables' meshes."""
+) -> Array:
+    """Sums over the cheapest paths from some specs of a parameter's type to all, [meshes, sources,
+    specs, 8]: seconds forward, backward, and bucketed, collectives, moves, copies, gathers; and 1
+    where there is a path."""
     graph, size_bytes = tables.graph, tables.size_bytes
     calls, kinds = primitive_calls(graph), np.array([p.kind for p in graph.primitives])
     # A sum of shards among zeros is the whole too.
@@ -251,6 +257,6 @@ def path_costs(
     )
     everywhere = range(len(graph.specs))
     time_s, _ = tables.between(sources, everywhere)
-    sums = np.moveaxis(tables.along_paths(sources, everywhere, values), 1, 0)
-    exist = np.isfinite(time_s)
-    return PathCosts(sums[0], sums[1], sums[2], sums[3], sums[4], sums[5], sums[6], exist)
+    sums = tables.along_paths(sources, everywhere, values)
+    every = np.concatenate((sums, np.isfinite(time_s)[:, None]), axis=1)
+    return np.ascontiguousarray(np.moveaxis(every, 1, -1))

@@ -20,7 +20,7 @@ from autopar.passes.candidates import ChoiceTable
 from autopar.passes.cases import Cases
 from autopar.passes.parameters import ParameterMaker, Storages
 from autopar.passes.reshard import ReshardTables, reshard_tables
-from autopar.passes.spec_column import SpecColumn
+from autopar.passes.spec_column import SpecColumn, all_alike
 from autopar.spec import Spec, TensorType
 
 Array = NDArray[np.float64]
@@ -33,12 +33,23 @@ class Placed:
     groups: dict[Hashable, ChoiceTable] = field(default_factory=dict)
     _storages: dict[Hashable, Storages] = field(default_factory=dict)
     _columns: dict[tuple[Spec, ...], SpecColumn] = field(default_factory=dict)
+    _pairs: dict[Hashable, tuple[SpecColumn, SpecColumn]] = field(default_factory=dict)
     _zeros: dict[int, Array] = field(default_factory=dict)
     _equal: dict[tuple[int, int], Reshards] = field(default_factory=dict)
 
     def column(self, specs: tuple[Spec, ...]) -> SpecColumn:
         """One choice per spec."""
         return self._columns.setdefault(specs, SpecColumn.of(specs))
+
+    def pairs(
+        self, first: tuple[Spec, ...], second: tuple[Spec, ...]
+    ) -> tuple[SpecColumn, SpecColumn]:
+        """One choice per pair of specs."""
+        key = (first, second)
+        if key not in self._pairs:
+            code, other = np.divmod(np.arange(len(first) * len(second)), len(second))
+            self._pairs[key] = SpecColumn(first, code), SpecColumn(second, other)
+        return self._pairs[key]
 
     def zeros(self, n_choices: int) -> Array:
         """[1, choices] of a variable that costs nothing by itself."""
@@ -99,8 +110,9 @@ class Priced:
             rows, columns = ([tables.index[s] for s in of.distinct] for of in (made, wanted))
             time_s, tie = tables.between(rows, columns)
             n = cases.n_microbatches[:, None, None]
-            tie = np.where(np.isfinite(time_s), tie, 0.0)
-            self._reshards[key] = Reshards(time_s * n, tie * n, made, wanted)
+            time_s *= n
+            tie *= n
+            self._reshards[key] = Reshards(time_s, tie, made, wanted)
         return self._reshards[key]
 
     def storage_costs(
@@ -121,7 +133,32 @@ class Priced:
         key = (id(tables), id(storages), id(uses), n_uses)
         if key not in self._conversions:
             found = maker.conversions(tables, storages, uses.distinct, n_uses)
-            self._conversions[key] = Conversions(*found, storages, uses)
+            self._conversions[key] = Conversions(*found, storages, (uses,))
+        return self._conversions[key]
+
+    def shared_conversions(
+        self, maker: ParameterMaker, tables: ReshardTables, storages: tuple[Storage, ...],
+        uses: tuple[SpecColumn, ...], n_uses: tuple[int, ...],
+    ) -> Conversions:  # fmt: skip
+        """The same for choices of several kinds of uses, [cases, storages, choices]: converted once
+        where they place the parameter alike."""
+        key = (id(tables), id(storages), *map(id, uses), *n_uses)
+        if key not in self._conversions:
+            alike = all_alike(uses)
+            together = self.conversions(maker, tables, storages, uses[0], sum(n_uses)).arrays
+            apart = [
+                self.conversions(maker, tables, storages, column, n).arrays
+                for column, n in zip(uses, n_uses, strict=True)
+            ]
+            cost_s, tie, size_bytes = (
+                np.where(
+                    alike,
+                    shared[..., uses[0].code],
+                    sum(array[..., c.code] for array, c in zip(each, uses, strict=True)),
+                )
+                for shared, *each in zip(together, *apart, strict=True)
+            )
+            self._conversions[key] = Conversions(cost_s, tie, size_bytes, storages, uses)
         return self._conversions[key]
 
 
@@ -143,7 +180,7 @@ class Conversions:
     tie: Array
     size_bytes: Array
     storages: tuple[Storage, ...]
-    uses: SpecColumn
+    uses: tuple[SpecColumn, ...]
 
     @property
     def arrays(self) -> tuple[Array, Array, Array]:

@@ -36,7 +36,7 @@ from autopar.passes.parameters import ParameterMaker
 from autopar.passes.priced import Priced
 from autopar.passes.reshard import ReshardTables
 from autopar.passes.solvers import ChoiceProblem, ChoiceProblems, Edge
-from autopar.passes.spec_column import SpecColumn, all_alike
+from autopar.passes.spec_column import SpecColumn
 from autopar.program import Program
 from autopar.spec import PREFERENCE, I, R, Spec
 
@@ -137,11 +137,11 @@ class IntraOpProblem:
         names = {v: name for name, v in self.parameter_variables.items()}
         edges = []
         for edge in numbers.edges:
-            cost_s = np.zeros_like(edge.cost_s)
+            cost_s = np.broadcast_to(0.0, edge.cost_s.shape)
             if edge.u in names:
                 periods = [storage.period for storage in self.storages[names[edge.u]]]
                 once = np.array([period == "step" for period in periods])
-                cost_s[once] = edge.cost_s[once]
+                cost_s = np.where(once[:, None], edge.cost_s, 0.0)
             edges.append(replace(edge, cost_s=cost_s))
         zeros = (np.zeros_like(of_group) for of_group in numbers.cost_s[:n])
         return replace(numbers, cost_s=(*zeros, *numbers.cost_s[n:]), edges=tuple(edges))
@@ -365,7 +365,7 @@ class ProblemBuilder:
             rows = variable.specs[value].looked_up(tables.index)
             cost_s, tie = (array[..., 0] for array in tables.between(rows.tolist(), [goal]))
             variable.cost_s = variable.cost_s + cost_s * m
-            variable.tie = variable.tie + np.where(np.isfinite(cost_s), tie, 0.0) * m
+            variable.tie = variable.tie + tie * m
 
     def _connect_parameter(self, name: str, readers: Sequence[Consumer]) -> None:
         members = [r.variable for r in readers]
@@ -379,9 +379,8 @@ class ProblemBuilder:
         self.variables.append(Variable(f"{name} stored", *costs))
         self.storages[name], self.parameter_variables[name] = storages.every, index
         if len(members) == 1:
-            self._conversion_edge(
-                name, index, members[0], [self.variables[members[0]].specs[name]], [1]
-            )
+            uses = (self.variables[members[0]].specs[name],)
+            self._conversion_edge(name, index, members[0], uses, (1,))
         elif members:
             self._connect_shared_parameter(name, index, readers)
 
@@ -393,13 +392,12 @@ class ProblemBuilder:
         clusters = list(alike.values())
         domains = [self.variables[c[0]].specs[name].distinct for c in clusters]
         if len(clusters) == 2 and len(domains[0]) * len(domains[1]) <= MAX_PAIRS:
-            pairs = tuple(itertools.product(*domains))
-            columns = [SpecColumn.of([p[k] for p in pairs]) for k in range(2)]
+            columns: tuple[SpecColumn, ...] = self.priced.placed.pairs(*domains)
         else:
-            common = [s for s in domains[0] if all(s in d for d in domains[1:])]
+            common = tuple(s for s in domains[0] if all(s in d for d in domains[1:]))
             if not common:
                 raise InfeasibleError(f"the uses of {name} have no placement in common")
-            columns = [SpecColumn.of(common)] * len(clusters)
+            columns = (self.priced.placed.column(common),) * len(clusters)
         shared = self._add_variable(
             f"{name} used", {f"{name}:{k}": c for k, c in enumerate(columns)}
         )
@@ -410,32 +408,17 @@ class ProblemBuilder:
         for column, cluster in zip(columns, clusters, strict=True):
             for member in cluster:
                 self._equality_edge(shared, column, member, self.variables[member].specs[name])
-        self._conversion_edge(name, index, shared, columns, [len(c) for c in clusters])
+        self._conversion_edge(name, index, shared, columns, tuple(len(c) for c in clusters))
 
     def _conversion_edge(
         self, name: str, index: int, target: int,
-        columns: Sequence[SpecColumn], n_uses: Sequence[int],
+        uses: tuple[SpecColumn, ...], n_uses: tuple[int, ...],
     ) -> None:  # fmt: skip
         """Storage -> use(s): every distinct use placement is converted once."""
-        tables, storages = self.tables(name), self.storages[name]
-
-        def conversions(uses: SpecColumn, n: int) -> tuple[Array, Array, Array]:
-            return self.priced.conversions(self.maker, tables, storages, uses, n).arrays
-
-        if len(columns) == 1:
-            cost, tie, size_bytes = conversions(columns[0], n_uses[0])
-            edge = Edge(index, target, cost, tie, size_bytes, None, columns[0].code)
-            self.edges.append(edge)
-            return
-        alike = all_alike(columns)
-        together = conversions(columns[0], sum(n_uses))
-        apart = [conversions(c, n) for c, n in zip(columns, n_uses, strict=True)]
-        cost, tie, size_bytes = (
-            np.where(
-                alike,
-                shared[..., columns[0].code],
-                sum(array[..., c.code] for array, c in zip(each, columns, strict=True)),
-            )
-            for shared, *each in zip(together, *apart, strict=True)
-        )
-        self.edges.append(Edge(index, target, cost, tie, size_bytes))
+        known = self.maker, self.tables(name), self.storages[name]
+        if len(uses) == 1:
+            arrays = self.priced.conversions(*known, uses[0], n_uses[0]).arrays
+            self.edges.append(Edge(index, target, *arrays, None, uses[0].code))
+        else:
+            arrays = self.priced.shared_conversions(*known, uses, n_uses).arrays
+            self.edges.append(Edge(index, target, *arrays))

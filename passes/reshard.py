@@ -86,7 +86,7 @@ class ReshardTables:
         """(seconds, ties) from some specs to others: [cases, sources, targets].
 
         Seconds are forward + backward, infinite where there is no path or either spec is not
-        legal; ties whole thousandths.
+        legal; ties whole thousandths, 0 where seconds are infinite: no move leads there.
         """
         graph, rows = self.graph, self._found(sources)
         time_s, tie = path_seconds(
@@ -94,7 +94,7 @@ class ReshardTables:
             graph.forward, graph.backward, self.seconds[cases], self._move_tie,
         )  # fmt: skip
         time_s[~self.legal[cases, sources]] = np.inf
-        return time_s, np.rint(tie * 1e3) / 1e3
+        return time_s, tie
 
     def along_paths(
         self, sources: Sequence[int], targets: Sequence[int], move_values: Array

@@ -81,7 +81,8 @@ def path_seconds(
     before: Indices, last: LastMoves, rows: Indices, targets: Indices,
     forward: Indices, backward: Indices, seconds: Array, ties: Array,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """[cases, rows, targets]: seconds of the same paths, infinite where there is none, and ties.
+    """[cases, rows, targets]: seconds of the same paths, infinite where there is none, and ties, to
+    whole thousandths.
 
     `seconds` are [cases, primitives], of which a move runs one `forward` and one `backward`; `ties`
     [moves].
@@ -100,6 +101,7 @@ def path_seconds(
                     )
                     tie[case, i, j] += ties[move]
                     move = last[case, rows[i], before[move]]
+                tie[case, i, j] = np.rint(tie[case, i, j] * 1e3) / 1e3
     return time_s, tie
 
 
