@@ -79,8 +79,8 @@ def joint_search(
 class JointSearch:
     """The search over one program and machine; costs are made once per number of microbatches.
 
-    With `recomputes`, leaner placements may run again what `maker` says. `free_s` is what plans
-    take at least if memory has no limit, by numbers of microbatches.
+    With `recomputes`, leaner placements may run again what `maker` says. `free` are the fastest
+    plans if memory has no limit, by numbers of microbatches; None: there is none.
     """
 
     analysis: Analysis
@@ -92,7 +92,7 @@ class JointSearch:
     report: Progress
     maker: CostMaker
     recomputes: bool = False
-    free_s: dict[int, float] = field(default_factory=dict)
+    free: dict[int, Planned | None] = field(default_factory=dict)
     n_configurations: int = field(default=0, init=False)
     _costs: dict[int, list[StageCosts]] = field(default_factory=dict, init=False)
     _found: dict[int, list[Planned]] = field(default_factory=dict, init=False)
@@ -195,12 +195,17 @@ class JointSearch:
         """What plans with `m` microbatches take at least: what they were expected to before
         anything was learned, or, if they were not searched, what would be if memory had no limit;
         had all stages gained as much by being solved as the one that gained most so far."""
-        if m not in self.free_s:
+        free = self._free(m, n_stages)
+        free_s = math.inf if free is None else free.estimate_s
+        return max(free_s, self._least_s.get(m, 0.0)) * self.estimates.least_share
+
+    def _free(self, m: int, n_stages: int | None) -> Planned | None:
+        if m not in self.free:
             wanted = [Wanted(view, self.constraints(view)) for view in self.views]
             fastest = [costs[0] for costs in self.maker.searched(wanted, m) if costs]
             plans = self._with(m, fastest, Estimates(self.layers)).plans(n_stages, math.inf)
-            self.free_s[m] = min((plan.estimate_s for plan in plans), default=math.inf)
-        return max(self.free_s[m], self._least_s.get(m, 0.0)) * self.estimates.least_share
+            self.free[m] = min(plans, key=lambda plan: plan.estimate_s, default=None)
+        return self.free[m]
 
     @cached_property
     def _learns(self) -> NDArray[np.bool_]:
@@ -210,11 +215,12 @@ class JointSearch:
         counts = np.concatenate(([0], np.cumsum(flags)))[[0, *self.layers.ends]]
         return np.asarray(counts[None, 1:] > counts[:-1, None])
 
-    def plans(self, n_stages: int | None) -> list[Planned]:
+    def plans(self, n_stages: int | None, limit_s: float = math.inf) -> list[Planned]:
         """The best plans of all numbers of microbatches tried, by what they should take.
 
         Those come first that may be fastest by their bounds; what by its bound is slower than plans
-        that are found is not searched.
+        that are found, or than `limit_s`, is not searched. Where that leaves out all, the fastest
+        plan if memory had no limit comes out.
         """
         counts = self.counts()
 
@@ -222,7 +228,7 @@ class JointSearch:
             if m not in self._found:
                 found_s = (plan.estimate_s for plans in self._found.values() for plan in plans)
                 bound_s = self.bound_s(m, n_stages)
-                if bound_s >= min(found_s, default=math.inf):
+                if bound_s >= min(found_s, default=math.inf) or bound_s > limit_s:
                     return bound_s
                 self.report(f"searching stages with {m} microbatches")
                 search = self._with(m, self.costs(m), self.estimates)
@@ -235,6 +241,8 @@ class JointSearch:
         fastest = climb_from(counts, first, lambda m: self.bound_s(m, n_stages))
         climb_from(counts, fastest, least_s)
         every = [plan for plans in self._found.values() for plan in plans]
+        if not self._least_s and (free := self._free(fastest, n_stages)) is not None:
+            every = [free]
         return sorted(every, key=lambda plan: plan.estimate_s)
 
     def learn(self, plan: Planned, solved: Sequence[Worked]) -> None:

@@ -354,7 +354,9 @@ class Planner:
                 return None
 
         try:
-            yield from refined_candidates(search, n_stages, _N_SEARCHED, score)
+            yield from refined_candidates(
+                search, n_stages, _N_SEARCHED, score, lambda: HOPELESS * self._least_s
+            )
         finally:
             self._n_configurations.append(search.n_configurations)
 

@@ -31,10 +31,15 @@ Score = Callable[[Candidate], Scored | None]
 
 
 def refined_candidates(
-    search: JointSearch, n_stages: int | None, n_best: int, score: Score
+    search: JointSearch,
+    n_stages: int | None,
+    n_best: int,
+    score: Score,
+    limit_s: Callable[[], float] = lambda: math.inf,
 ) -> Iterator[Candidate]:
     """The `n_best` most promising plans of at least two stages, or of exactly `n_stages`; then
-    those that solving them shows to be as promising. `score` is asked of each after it was given.
+    those that solving them shows to be as promising. `score` is asked of each after it was given;
+    what is expected to take longer than `limit_s` need not be found.
 
     Raises `BatchError` when the number of microbatches asked for does not divide the batch.
     """
@@ -43,9 +48,9 @@ def refined_candidates(
     n_extra = EXTRA_OPERATORS // len(search.analysis.operators)
     n_wanted = n_best
     while n_wanted > 0:
-        fresh = [plan for plan in search.plans(n_stages) if plan not in solved]
-        limit_s = best_s if solved else HOPELESS * min((p.estimate_s for p in fresh), default=0.0)
-        batch = different([p for p in fresh if p.estimate_s <= limit_s], n_wanted)
+        fresh = [plan for plan in search.plans(n_stages, limit_s()) if plan not in solved]
+        most_s = best_s if solved else HOPELESS * min((p.estimate_s for p in fresh), default=0.0)
+        batch = different([p for p in fresh if p.estimate_s <= most_s], n_wanted)
         if not batch:
             return
         learned = []

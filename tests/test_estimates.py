@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -76,6 +77,18 @@ def test_conversions_are_expected_once_they_were_paid(searched: Searched) -> Non
     base = expected(costs, search, (0, 1))
     time_s = base.time_s + 0.4 * float(costs.conversions()[0, 1])
     assert estimates.of(M, costs, 0, 1).time_s == pytest.approx(time_s, rel=REL)
+
+
+def test_what_is_slower_than_a_limit_even_without_a_limit_of_memory_is_not_searched(
+    searched: Searched,
+) -> None:
+    search = replace(searched.search)
+    bound_s = search.bound_s(M, None)
+    (free,) = search.plans(None, 0.99 * bound_s)
+    assert free.estimate_s >= bound_s and search.n_configurations == 0
+    found = search.plans(None, 1.01 * bound_s)
+    assert search.n_configurations > 0
+    assert found == replace(searched.search).plans(None)
 
 
 def test_the_search_ends_with_a_plan_that_nothing_unsolved_looks_better_than(
