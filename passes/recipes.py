@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.cost.hardware import Hardware
 from autopar.errors import BatchError, InfeasibleError, MeshError
@@ -33,6 +34,8 @@ from autopar.passes.layers import MOST_LAYERS, balanced
 from autopar.passes.layout import Candidate, StageLayout
 from autopar.passes.stage_costs import CostMaker, StageCosts
 from autopar.passes.submeshes import Place, places_of, view_at, views_text
+
+Array = NDArray[np.float64]
 
 
 def recipe_candidates(
@@ -70,8 +73,10 @@ def recipe_candidates(
     splits = [s for s in splits if s.n_stages <= search.layers.n_layers]
     maker = replace(search.maker, pricing=recipe_cost)
     limits = recipe_limits(options, manual)
-    recipes = [_Recipe(search, maker, split, limits) for split in splits]
-    found = [r.best(manual) for r in recipes if manual or r.least_bytes <= budget_bytes]
+    cuts = {n: balanced(search.layers.flops, n) for n in {split.n_stages for split in splits}}
+    recipes = [_Recipe(search, maker, split, limits, cuts[split.n_stages]) for split in splits]
+    static = static_bytes(analysis, maker.dtype, options.optimizer)
+    found = [r.best(manual) for r in recipes if manual or r.least_bytes(static) <= budget_bytes]
     fitting = [(cost_s, c) for cost_s, c in found if manual or math.isfinite(cost_s)]
     return [c for _, c in sorted(fitting, key=lambda pair: pair[0])]
 
@@ -123,18 +128,21 @@ def recipe_limits(options: Options, manual: Manual | None) -> Constraints:
 
 @dataclass(frozen=True)
 class _Recipe:
-    """One split of the mesh, priced with any number of microbatches."""
+    """One split of the mesh, priced with any number of microbatches; `last_layers` are those of its
+    stages."""
 
     search: JointSearch
     maker: CostMaker
     split: _Split
     limits: Constraints
+    last_layers: Sequence[int]
+    # Of numbers of microbatches that were priced, the bytes that each stage stores, and those that
+    # it keeps of one microbatch.
+    _sizes: dict[int, tuple[Array, Array]] = field(default_factory=dict, init=False)
 
-    @property
-    def least_bytes(self) -> float:
-        """What its largest stage keeps at least, with any number of microbatches."""
-        optimizer = self.search.options.optimizer
-        static = static_bytes(self.search.analysis, self.maker.dtype, optimizer)
+    def least_bytes(self, static: float) -> float:
+        """What its largest stage keeps at least, with any number of microbatches, of `static` bytes
+        of the whole program."""
         return static / (self.split.n_stages * self.limits.n_static_shares(self._view.sizes))
 
     def best(self, manual: Manual | None) -> tuple[float, Candidate]:
@@ -144,7 +152,9 @@ class _Recipe:
         known: dict[int, float] = {}
 
         def cost_s(m: int) -> float:
-            if m not in known:
+            if m not in known and self._is_too_large(m):
+                known[m] = math.inf
+            elif m not in known:
                 self.search.report(f"recipe of {n_stages} stages with {m} microbatches")
                 known[m] = self._cost_s(m)
             return known[m]
@@ -177,17 +187,26 @@ class _Recipe:
             costs = self.maker.recipe(view, m, self.limits)
         except (InfeasibleError, BatchError):
             return math.inf
-        n_stages = self.split.n_stages
         tables = self._of_stages(costs)
-        in_flight = np.array([self.search.depth(m, n_stages - s) for s in range(n_stages)])
-        sizes = tables["static"] + in_flight * tables["activation"]
-        if sizes.max() > self.search.budget_bytes:
+        self._sizes[m] = tables["static"], tables["activation"]
+        if self._is_too_large(m):
             return math.inf
         times = tables["time"]
         return float(times.sum() + (m - 1) * times.max() + tables["once"].max())
 
+    def _is_too_large(self, m: int) -> bool:
+        """Is a stage, by what is known? Of a microbatch that is n times as small no less than an
+        n-th is kept."""
+        n_stages = self.split.n_stages
+        in_flight = np.array([self.search.depth(m, n_stages - s) for s in range(n_stages)])
+        return any(
+            (static + in_flight * activation * min(1.0, priced / m)).max()
+            > self.search.budget_bytes
+            for priced, (static, activation) in self._sizes.items()
+        )
+
     def _of_stages(self, costs: StageCosts) -> dict[str, np.ndarray]:
-        last = self._last_layers
+        last = self.last_layers
         at = np.array([0, *(layer + 1 for layer in last[:-1])]), np.array(last)
         layers = self.search.layers
         tables = {part: costs.ranges(layers, part)[at] for part in PARTS}
@@ -206,10 +225,6 @@ class _Recipe:
         firsts = [k * each % mesh.devices_per_node for k in range(self.split.n_stages)]
         return [next(p for p in places if p.offsets is None or f in p.offsets) for f in firsts]
 
-    @cached_property
-    def _last_layers(self) -> Sequence[int]:
-        return balanced(self.search.layers.flops, self.split.n_stages)
-
     def _candidate(self, m: int) -> Candidate:
         mesh, hardware, view = self.search.mesh, self.search.hardware, self._view
         views = [
@@ -217,7 +232,7 @@ class _Recipe:
         ]
         return Candidate(
             f"Megatron, {views_text(views)}, m={m}",
-            self.search.layers.ends_of(self._last_layers),
+            self.search.layers.ends_of(self.last_layers),
             tuple(StageLayout(v, self.limits) for v in views),
             m,
         )

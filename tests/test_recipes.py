@@ -22,6 +22,7 @@ from autopar.passes.intra_op import intra_op_problem
 from autopar.passes.layers import find_layers
 from autopar.passes.layout import Candidate
 from autopar.passes.recipes import recipe_candidates
+from autopar.passes.stage_costs import CostMaker, StageCosts
 from autopar.step_capture import capture_step
 from tests.harness import Mlp, random_rows
 from tests.test_joint import assert_covers, cluster, gpt2, hardware_of
@@ -132,3 +133,32 @@ def test_what_the_real_machine_forbids_has_no_price() -> None:
         for manual in (across, inside)
     )
     assert math.isinf(forbidden.estimate_s) and math.isfinite(allowed.estimate_s)
+
+
+def test_counts_that_do_not_fit_by_what_others_keep_are_not_priced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mesh = cluster(2)
+    rows = {name: values.repeat(16, 1) for name, values in random_rows(0, "x", "y").items()}
+    analysis = Analysis.of(capture(Mlp(n_layers=8), rows, precision="fp64"))
+    priced: list[int] = []
+    price = CostMaker.recipe
+
+    def counted(self: CostMaker, view: LogicalMesh, m: int, limits: Constraints) -> StageCosts:
+        priced.append(m)
+        return price(self, view, m, limits)
+
+    def best(limit_bytes: float, manual: Manual | None = None) -> Candidate:
+        options = Options.of(memory_limit=limit_bytes)
+        (found,) = recipe_candidates(analysis, mesh, hardware_of(mesh), options, manual)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CostMaker, "recipe", counted)
+        assert best(50e3).n_microbatches == 32 and priced == [16, 32, 64]
+        priced.clear()
+        assert best(40e3).n_microbatches == 64 and priced == [16, 64]
+    halves = Manual(pp=2, microbatch_size=len(rows["x"]) // 32)
+    assert math.isinf(best(40e3, halves).estimate_s) and math.isfinite(
+        best(50e3, halves).estimate_s
+    )
