@@ -176,34 +176,32 @@ def value_names(node: torch.fx.Node) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator of the graph as the passes see it: names of values, call and notation."""
+    """An operator of the graph as the passes see it: names of values, call and notation.
+
+    `likeness` is a number, the same for those of one program whose `OpCall.likeness` is equal.
+    """
 
     name: str
     call: OpCall
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     notation: Notation
+    likeness: int
 
 
 def operators_of(program: Program) -> tuple[Operator, ...]:
     """Every operator with its rule's notation; raises `MissingRuleError`."""
     out = []
-    notations: dict[Hashable, Notation] = {}
+    known: dict[Hashable, tuple[Notation, int]] = {}
     for node in program.operators:
         call = OpCall.of_node(node)
-        if call.likeness not in notations:
+        found = known.get(call.likeness)
+        if found is None:
             rule = rule_for(str(node.target), program.where(node.name))
             check_call(rule, call, program.where(node.name))
-            notations[call.likeness] = rule.notation_of(call)
-        out.append(
-            Operator(
-                node.name,
-                call,
-                tuple(t.name for t in call.tensors),
-                value_names(node),
-                notations[call.likeness],
-            )
-        )
+            found = known[call.likeness] = rule.notation_of(call), len(known)
+        inputs = tuple(t.name for t in call.tensors)
+        out.append(Operator(node.name, call, inputs, value_names(node), *found))
     return tuple(out)
 
 

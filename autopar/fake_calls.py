@@ -7,7 +7,7 @@ and other models of the process make equal calls; what one of them shows holds f
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -33,6 +33,16 @@ class PerCall(Generic[T]):
         self._run = run
         self._wanted = wanted
         self._known: OrderedDict[tuple[Any, ...], T] = OrderedDict()
+
+    def of_all(
+        self, program: Program, nodes: Iterable[torch.fx.Node], alike: Mapping[str, str]
+    ) -> dict[str, T]:
+        """By name; `alike` names the first of those whose calls are known to be alike."""
+        found: dict[str, T] = {}
+        for node in nodes:
+            first = alike.get(node.name, node.name)
+            found[node.name] = found[first] if first in found else self.of(program, node)
+        return found
 
     def of(self, program: Program, node: torch.fx.Node) -> T:
         key = call_key(program, node)
@@ -60,10 +70,8 @@ def call_key(program: Program, node: torch.fx.Node) -> tuple[Any, ...]:
     first_use: dict[torch.fx.Node, int] = {}
 
     def describe(source: torch.fx.Node) -> Any:
-        value = source.meta["val"]
         index = first_use.setdefault(source, len(first_use))
-        grad = source.name in program.has_grad
-        return (index, tuple(value.shape), value.stride(), value.dtype, value.device, grad)
+        return (index, *description(program, source))
 
     names = (argument.name for argument in node.target._schema.arguments)
     given = [a for name, a in zip(names, node.args, strict=False) if name != "occurrence"]
@@ -71,6 +79,12 @@ def call_key(program: Program, node: torch.fx.Node) -> tuple[Any, ...]:
     # By text: as dictionary keys 1, 1.0 and True would be one argument.
     arguments = torch.fx.node.map_arg((given, named), describe)
     return (node.target, node.name in program.has_grad, repr(arguments), _attention_kernels())
+
+
+def description(program: Program, source: torch.fx.Node) -> tuple[Any, ...]:
+    """What of a tensor decides the effects of a call that takes it."""
+    value, has_grad = source.meta["val"], source.name in program.has_grad
+    return (tuple(value.shape), value.stride(), value.dtype, value.device, has_grad)
 
 
 def _attention_kernels() -> tuple[bool, ...]:

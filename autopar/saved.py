@@ -22,6 +22,7 @@ fp16 activations with float32 scales keeps float32 statistics on CPU, and is cou
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,30 +49,37 @@ class Saved:
     other_bytes: int = 0
 
 
+_NOTHING = Saved()
+
+
 @dataclass(frozen=True)
 class _Effect:
-    """`shares[i]` is the position of the input whose storage result i has, or None."""
+    """`shares[i]` is the position in `Node.all_input_nodes` of the one whose storage result i has,
+    or None."""
 
     saved: Saved
     shares: tuple[int | None, ...]
 
 
-def saved_for_backward(program: Program) -> dict[str, Saved]:
+def saved_for_backward(program: Program, alike: Mapping[str, str] = {}) -> dict[str, Saved]:
     """Operator node name -> what it keeps; nothing for operators without gradient.
 
-    Raises `NotSupportedError` for an operator that does not run on fake tensors.
+    `alike` are calls that are known to be alike (`PerCall.of_all`). Raises `NotSupportedError` for
+    an operator that does not run on fake tensors.
     """
-    return {
-        node.name: _effects.of(program, node).saved if node.name in program.has_grad else Saved()
-        for node in program.operators
-    }
+    operators = list(program.operators)
+    with_grad = (node for node in operators if node.name in program.has_grad)
+    effects = _effects.of_all(program, with_grad, alike)
+    return {o.name: effects[o.name].saved if o.name in effects else _NOTHING for o in operators}
 
 
-def storage_owners(program: Program) -> dict[str, str]:
+def storage_owners(program: Program, alike: Mapping[str, str] = {}) -> dict[str, str]:
     """Tensor name -> name of the tensor whose storage it has, itself unless it is a view.
 
-    Raises `NotSupportedError` for an operator that does not run on fake tensors.
+    `alike` are calls that are known to be alike (`PerCall.of_all`). Raises `NotSupportedError` for
+    an operator that does not run on fake tensors.
     """
+    effects = _effects.of_all(program, program.operators, alike)
     owners: dict[str, str] = {}
     for node in program.graph.nodes:
         if not isinstance(node.meta.get("val"), torch.Tensor):
@@ -79,9 +87,9 @@ def storage_owners(program: Program) -> dict[str, str]:
         source, position = node.args if node.target is operator.getitem else (node, 0)
         owner = _result_name(source, position)
         if source.op == "call_function":
-            shared = _effects.of(program, source).shares[position]
+            shared = effects[source.name].shares[position]
             if shared is not None:
-                owner = owners[OpCall.of_node(source).tensors[shared].name]
+                owner = owners[source.all_input_nodes[shared].name]
         owners[node.name] = owner
     return owners
 
@@ -133,7 +141,11 @@ def _run(program: Program, node: torch.fx.Node, mode: FakeTensorMode) -> _Effect
     with mode, torch.set_grad_enabled(has_grad), hooks:
         result = node.target(*args, **kwargs)
     inputs = [fakes[source] for source in OpCall.of_node(node).tensors]
-    return _attribute(inputs, as_list(result), packed)
+    results = as_list(result)
+    # Each of the fakes has a storage of its own.
+    position = {_storage(t): i for i, t in enumerate(fakes.values())}
+    shares = (None if r is None else position.get(_storage(r)) for r in results)
+    return _Effect(_attribute(inputs, results, packed), tuple(shares))
 
 
 _effects = PerCall(_run, "what it keeps for backward")
@@ -141,22 +153,16 @@ _effects = PerCall(_run, "what it keeps for backward")
 
 def _attribute(
     inputs: list[torch.Tensor], results: list[torch.Tensor | None], packed: list[torch.Tensor]
-) -> _Effect:
+) -> Saved:
     """Sorts packed tensors by whose storage they have."""
     in_storages = [_storage(t) for t in inputs]
     out_storages = [_storage(t) for t in results if t is not None]
     kept = {_storage(t): _storage_bytes(t) for t in packed}
     others = kept.keys() - {*in_storages, *out_storages}
-    return _Effect(
-        Saved(
-            frozenset(i for i, s in enumerate(in_storages) if s in kept),
-            frozenset(i for i, s in enumerate(out_storages) if s in kept and s not in in_storages),
-            sum(kept[s] for s in others),
-        ),
-        tuple(
-            in_storages.index(_storage(t)) if t is not None and _storage(t) in in_storages else None
-            for t in results
-        ),
+    return Saved(
+        frozenset(i for i, s in enumerate(in_storages) if s in kept),
+        frozenset(i for i, s in enumerate(out_storages) if s in kept and s not in in_storages),
+        sum(kept[s] for s in others),
     )
 
 

@@ -13,7 +13,7 @@ on: without either, a predicted peak is off by the largest tensor of the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,12 +38,13 @@ class Temporaries:
     passed: frozenset[int] = frozenset()
 
 
-def temporaries(program: Program) -> dict[str, Temporaries]:
+def temporaries(program: Program, alike: Mapping[str, str] = {}) -> dict[str, Temporaries]:
     """Operator node name -> its temporaries.
 
-    Raises `NotSupportedError` for an operator that does not run on fake tensors.
+    `alike` are calls that are known to be alike (`PerCall.of_all`). Raises `NotSupportedError` for
+    an operator that does not run on fake tensors.
     """
-    return {node.name: _measured.of(program, node) for node in program.operators}
+    return _measured.of_all(program, program.operators, alike)
 
 
 def _measure(program: Program, node: torch.fx.Node, mode: FakeTensorMode) -> Temporaries:

@@ -6,7 +6,7 @@ have some of the operators of a `whole`, and its graph.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 
 from autopar.errors import BatchError
 from autopar.factors import Operator, Types, operators_of, tensor_types
+from autopar.fake_calls import description
 from autopar.passes.groups import Group, PlacedOperator, form_groups, place_operators
 from autopar.passes.microbatch import Batch, find_batch
 from autopar.program import Program
@@ -25,19 +26,29 @@ from autopar.workspace import Temporaries, temporaries
 
 @dataclass(frozen=True)
 class Analysis:
-    """What is known of a program before any mesh: shared by every plan of it."""
+    """What is known of a program before any mesh: shared by every plan of it.
+
+    `kinds` numbers operators by all that decides their placements and costs but their wiring:
+    those of one kind are alike, whatever the number of microbatches.
+    """
 
     program: Program
     operators: tuple[Operator, ...]
     types: Types
     batch: Batch
     saved: Mapping[str, Saved]
+    kinds: Mapping[str, int]
+    # Operator -> the first whose call is alike, as for `fake_calls.py`.
+    _calls: Mapping[str, str] = field(repr=False, compare=False)
     _types: dict[int, Types] = field(default_factory=dict, repr=False, compare=False)
-    # Of operators that are alike, also in parts.
+    # Of operators that are alike, also with other numbers of microbatches.
     _patterns: dict[Hashable, PlacedOperator] = field(
         default_factory=dict, repr=False, compare=False
     )
     # Of these operators alone, so never handed on to a part.
+    _alike: dict[int, dict[int, PlacedOperator]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     _placed: dict[int, tuple[PlacedOperator, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -63,9 +74,12 @@ class Analysis:
         operators = operators_of(program)
         types = tensor_types(program, operators, batch_dims)
         patterns: dict[Hashable, PlacedOperator] = {}
-        batch = find_batch(program, operators, types, batch_dims, patterns)
-        saved = saved_for_backward(program) if program.training else {}
-        return Analysis(program, operators, types, batch, saved, _patterns=patterns)
+        placed = place_operators(operators, types.tensors, patterns)
+        batch = find_batch(program, placed, types, batch_dims)
+        calls = _alike_calls(program, operators)
+        saved = saved_for_backward(program, calls) if program.training else {}
+        kinds = _kinds(placed, batch, saved)
+        return Analysis(program, operators, types, batch, saved, kinds, calls, _patterns=patterns)
 
     def part(self, program: Program) -> Analysis:
         """What is known of one stage of this program (`passes/cut.py`): the same facts."""
@@ -80,7 +94,9 @@ class Analysis:
     @cached_property
     def storage_owners(self) -> Mapping[str, str]:
         """Value -> the value whose storage it has, itself unless it is a view."""
-        return self.whole.storage_owners if self.whole else storage_owners(self.program)
+        if self.whole:
+            return self.whole.storage_owners
+        return storage_owners(self.program, self._calls)
 
     @cached_property
     def dtypes(self) -> Mapping[str, torch.dtype]:
@@ -90,7 +106,9 @@ class Analysis:
     @cached_property
     def temporaries(self) -> Mapping[str, Temporaries]:
         """Operator -> what it needs while it runs."""
-        return self.whole.temporaries if self.whole else temporaries(self.program)
+        if self.whole:
+            return self.whole.temporaries
+        return temporaries(self.program, self._calls)
 
     @cached_property
     def matrices(self) -> frozenset[str]:
@@ -131,8 +149,37 @@ class Analysis:
     def placed_operators(self, n_microbatches: int) -> tuple[PlacedOperator, ...]:
         """Every operator's strategies on one axis, at the sizes of one microbatch."""
         if n_microbatches not in self._placed:
-            self._placed[n_microbatches] = self._place(n_microbatches)
+            alike = self.placed_alike(n_microbatches)
+            self._placed[n_microbatches] = tuple(
+                alike[self.kinds[o.name]].of(o) for o in self.operators
+            )
         return self._placed[n_microbatches]
+
+    def placed_alike(self, n_microbatches: int) -> Mapping[int, PlacedOperator]:
+        """One operator of each kind, as in `placed_operators`."""
+        if n_microbatches not in self._alike:
+            if self.whole:
+                known = self.whole.placed_alike(n_microbatches)
+                found = {kind: known[kind] for kind in self._distinct}
+            else:
+                tensors = self.microbatch_types(n_microbatches).tensors
+                placed = place_operators(self._distinct.values(), tensors, self._patterns)
+                found = dict(zip(self._distinct, placed, strict=True))
+            self._alike[n_microbatches] = found
+        return self._alike[n_microbatches]
+
+    @cached_property
+    def _distinct(self) -> Mapping[int, Operator]:
+        """The first operator of each kind."""
+        found: dict[int, Operator] = {}
+        for operator in self.operators:
+            found.setdefault(self.kinds[operator.name], operator)
+        return found
+
+    def notation_sizes(self, n_microbatches: int) -> Mapping[str, Mapping[str, int]]:
+        """Operator -> sizes of the names of its notation, in one microbatch."""
+        alike = self.placed_alike(n_microbatches)
+        return {o.name: alike[self.kinds[o.name]].sizes for o in self.operators}
 
     def groups(self, n_microbatches: int) -> tuple[Group, ...]:
         """The planning nodes, at the sizes of one microbatch."""
@@ -140,10 +187,6 @@ class Analysis:
             placed = self.placed_operators(n_microbatches)
             self._groups[n_microbatches] = form_groups(self.program, placed)
         return self._groups[n_microbatches]
-
-    def _place(self, n_microbatches: int) -> tuple[PlacedOperator, ...]:
-        tensors = self.microbatch_types(n_microbatches).tensors
-        return place_operators(self.operators, tensors, self._patterns)
 
     def _divided(self, n_microbatches: int) -> Types:
         if n_microbatches == 1:
@@ -161,6 +204,39 @@ class Analysis:
                     hint="choose fewer microbatches",
                 )
         return self.types.with_divided(self.batch.cells, n_microbatches)
+
+
+def _alike_calls(program: Program, operators: Sequence[Operator]) -> dict[str, str]:
+    """Operator -> the first whose call has the same effects: it takes alike tensors."""
+    described: dict[str, int] = {}
+    numbers: dict[Hashable, int] = {}
+    firsts: dict[Hashable, str] = {}
+    found: dict[str, str] = {}
+    for operator in operators:
+        inputs, node = operator.inputs, program.node(operator.name)
+        for name in inputs:
+            if name not in described:
+                text = description(program, program.node(name))
+                described[name] = numbers.setdefault(text, len(numbers))
+        tensors = tuple((described[name], inputs.index(name)) for name in inputs)
+        call = (operator.likeness, node.name in program.has_grad, tensors, tuple(node.kwargs))
+        found[operator.name] = firsts.setdefault(call, operator.name)
+    return found
+
+
+def _kinds(
+    placed: Sequence[PlacedOperator], batch: Batch, saved: Mapping[str, Saved]
+) -> dict[str, int]:
+    """Number operators by their calls, types, where the batch is in them, and what they keep."""
+    numbers: dict[Hashable, int] = {}
+    kinds: dict[str, int] = {}
+    for item in placed:
+        operator = item.operator
+        cells = tuple(map(batch.cells.get, (*operator.inputs, *operator.outputs)))
+        # There is one pattern of all calls and types that are alike.
+        kind = (id(item.pattern), cells, saved.get(operator.name))
+        kinds[operator.name] = numbers.setdefault(kind, len(numbers))
+    return kinds
 
 
 def _dtypes(program: Program) -> dict[str, torch.dtype]:

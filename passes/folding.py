@@ -1,9 +1,9 @@
 """Repeated blocks of a program, and the same program with few of them.
 
-Operators i and i + p are *alike* when they are the same operator with the same arguments and
-tensor types, and read alike: what one reads of operator k, the other reads of k + p, or both
-read the same value. A *run* is a range of operators alike at one distance p, its period: blocks
-that differ in names only (`find_runs`; several runs if there are several stacks of layers).
+Operators i and i + p are *alike* when they are of one kind (`Analysis.kinds`), and read alike: what
+one reads of operator k, the other reads of k + p, or both read the same value. A *run* is a range
+of operators alike at one distance p, its period: blocks that differ in names only (`find_runs`;
+several runs if there are several stacks of layers).
 
 Folding keeps some blocks of every run, by default the first two and the last; each reads, in place
 of the blocks before it, those that are kept before it (`fold`). Placements of the folded program
@@ -18,12 +18,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.factors import Operator
 from autopar.passes.analysis import Analysis
 
 _BEFORE, _AFTER = 2, 1
@@ -198,13 +196,10 @@ class _Finder:
             self.own.append(frozenset(program.buffers))
         made: dict[str, tuple[int, int]] = {}
         self.sources: list[tuple[tuple[int, int] | str, ...]] = []
-        numbers: dict[Any, int] = {}
-        codes = []
         for i, operator in enumerate(analysis.operators):
             self.sources.append(tuple(made.get(n, n) for n in operator.inputs))
             made |= {name: (i, k) for k, name in enumerate(operator.outputs)}
-            code = _signature(operator, analysis)
-            codes.append(numbers.setdefault(code, len(numbers)))
+        codes = [analysis.kinds[operator.name] for operator in analysis.operators]
         self.codes: NDArray[np.int64] = np.array(codes, dtype=np.int64)
 
     def within(self, low: int, high: int) -> Iterator[Run]:
@@ -257,14 +252,3 @@ def _stretches(marks: NDArray[np.bool_]) -> list[tuple[int, int]]:
     """The maximal ranges of true marks."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], marks, [False])).astype(np.int8)))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
-
-
-def _signature(operator: Operator, analysis: Analysis) -> tuple[Any, ...]:
-    """All that decides an operator's placements and costs but its wiring."""
-    names = (*operator.inputs, *operator.outputs)
-    return (
-        operator.call.likeness,
-        tuple(analysis.types.tensors[n] for n in names),
-        tuple(analysis.batch.cells.get(n) for n in names),
-        repr(analysis.saved.get(operator.name)),
-    )

@@ -13,7 +13,7 @@ the joins of its operators' strategies.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -36,6 +36,10 @@ class PlacedOperator:
     @property
     def name(self) -> str:
         return self.operator.name
+
+    def of(self, operator: Operator) -> PlacedOperator:
+        """What is known of an operator that is like this one."""
+        return PlacedOperator(operator, self.pattern, self.sizes, self.strategies)
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ class Group:
 
 
 def place_operators(
-    operators: Sequence[Operator],
+    operators: Iterable[Operator],
     types: Mapping[str, TensorType],
     known: dict[Hashable, PlacedOperator] | None = None,
 ) -> tuple[PlacedOperator, ...]:
@@ -114,11 +118,11 @@ def place_operators(
     for operator in operators:
         inputs = tuple(types[n] for n in operator.inputs)
         outputs = tuple(types[n] for n in operator.outputs)
-        key = (operator.call.likeness, inputs, outputs)
+        key = (operator.likeness, inputs, outputs)
         alike = known.get(key)
         if alike is None:
             alike = known[key] = _placed(operator, inputs, outputs)
-        out.append(PlacedOperator(operator, alike.pattern, alike.sizes, alike.strategies))
+        out.append(alike.of(operator))
     return tuple(out)
 
 

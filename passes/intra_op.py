@@ -122,7 +122,7 @@ def intra_op_problems(
         {m: analysis.batch.n_splits(m) for m in counts},
     )
     priced = _priced(analysis, stacked, constraints, optimizer)
-    sizes_at = [{p.name: p.sizes for p in analysis.placed_operators(m)} for m in counts]
+    sizes_at = [analysis.notation_sizes(m) for m in counts]
     maker = CandidateMaker(
         stacked, sizes_at, analysis.saved, limits, n_like or {}, priced.groups, priced.placed.groups
     )
@@ -174,10 +174,10 @@ def alike_counts(analysis: Analysis, counts: Sequence[int]) -> list[tuple[int, .
 
 def _same_strategies(analysis: Analysis, m: int, n: int) -> bool:
     """Have all operators the same strategies on one axis, whether m or n are the microbatches?"""
-    pairs = zip(analysis.placed_operators(m), analysis.placed_operators(n), strict=True)
-    # Operators that are alike have theirs in common: few pairs are distinct.
-    distinct = {(id(a.strategies), id(b.strategies)): (a, b) for a, b in pairs}
-    return all(a.strategies == b.strategies for a, b in distinct.values())
+    alike = analysis.placed_alike(n)
+    return all(
+        item.strategies == alike[kind].strategies for kind, item in analysis.placed_alike(m).items()
+    )
 
 
 @dataclass(eq=False)

@@ -82,9 +82,9 @@ def find_layers(
 
 def operator_flops(analysis: Analysis) -> list[float]:
     """Forward flops of the global batch, per operator."""
-    return [
-        rule_for(str(p.operator.call.op)).flops_of(p.sizes) for p in analysis.placed_operators(1)
-    ]
+    alike = analysis.placed_alike(1)
+    flops = {k: rule_for(str(p.operator.call.op)).flops_of(p.sizes) for k, p in alike.items()}
+    return [flops[analysis.kinds[operator.name]] for operator in analysis.operators]
 
 
 def balanced(weights: Sequence[float], n_parts: int) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ or that changes and that the loss depends on.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.errors import BatchError, NotSupportedError
@@ -77,19 +77,17 @@ class Batch:
 
 def find_batch(
     program: Program,
-    operators: Sequence[Operator],
+    items: Sequence[PlacedOperator],
     types: Types,
     batch_dims: Mapping[str, int | None] | None = None,
-    patterns: dict[Hashable, PlacedOperator] | None = None,
 ) -> Batch:
-    """Follow the batch from the inputs to the loss.
+    """Follow the batch through the operators (`place_operators`), from the inputs to the loss.
 
     `batch_dims` maps input paths to the dim that is the batch (None: has no batch); by
-    default it is dim 0 of every input as long as the first one. `patterns` are those known of
-    operators (`place_operators`).
+    default it is dim 0 of every input as long as the first one.
     """
     seeds, size = _seed_inputs(program, types, batch_dims or {})
-    items = place_operators(operators, types.tensors, patterns)
+    open_values = _without_batch(program, items, seeds)
     # Operators that are alike have one tuple of strategies.
     distinct = {id(item.strategies): item for item in items}
     split = {key: _split(item) for key, item in distinct.items()}
@@ -97,7 +95,7 @@ def find_batch(
     every = [_Followed(item.operator, split[id(item.strategies)]) for item in items]
     # How the batch may pass where its parts cannot exchange values.
     alone = [_Followed(item.operator, plain[id(item.strategies)]) for item in items]
-    placed, stuck = _Walk(seeds, _without_batch(program, operators, seeds)).run(alone)
+    placed, stuck = _Walk(seeds, open_values).run(alone)
     broken: str | None = None if size else "the inputs, which have no batch dim"
     if stuck is not None:
         broken = broken or program.where(stuck)
@@ -105,7 +103,7 @@ def find_batch(
         broken = broken or program.where(program.loss)
     broken = broken or _changed_from_rows(program, placed)
     if broken is not None:  # ranks may exchange what microbatches may not: a batch's statistics
-        placed, _ = _Walk(seeds, _without_batch(program, operators, seeds)).run(every)
+        placed, _ = _Walk(seeds, open_values).run(every)
     cells = {name: p.cell for name, p in placed.items() if p.is_shard}
     accumulation = program.accumulation
     return Batch(size, cells, broken, accumulation.n if accumulation else 1)
@@ -114,7 +112,8 @@ def find_batch(
 def batch_of(program: Program, batch_dims: Mapping[str, int | None] | None = None) -> Batch:
     """The batch of a program of which nothing else is known."""
     operators = operators_of(program)
-    return find_batch(program, operators, tensor_types(program, operators, batch_dims), batch_dims)
+    types = tensor_types(program, operators, batch_dims)
+    return find_batch(program, place_operators(operators, types.tensors), types, batch_dims)
 
 
 def _seed_inputs(
@@ -148,7 +147,7 @@ def _changed_from_rows(program: Program, placed: Mapping[str, Placement]) -> str
 
 
 def _without_batch(
-    program: Program, operators: Sequence[Operator], seeds: Mapping[str, Placement]
+    program: Program, items: Sequence[PlacedOperator], seeds: Mapping[str, Placement]
 ) -> frozenset[str]:
     """Constants, and what is computed without any batched input.
 
@@ -157,7 +156,7 @@ def _without_batch(
     """
     found = set(program.constants)
     reached = {name for name, placement in seeds.items() if placement.is_shard}
-    for operator in operators:
+    for operator in (item.operator for item in items):
         (found if reached.isdisjoint(operator.inputs) else reached).update(operator.outputs)
     return frozenset(found)
 
