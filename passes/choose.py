@@ -9,19 +9,21 @@ A program with repeated blocks is solved from the problem of the same with few o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol, TypeVar
 
 from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError
 from autopar.facts import OperatorStrategy, Recomputed, Storage, Strategy
+from autopar.passes.alike import renamed
 from autopar.passes.analysis import Analysis
 from autopar.passes.boundaries import Side
 from autopar.passes.constraints import Constraints
 from autopar.passes.folding import Folded
 from autopar.passes.intra_op import ProblemBatch, ProblemFamilies, intra_op_problem
+from autopar.passes.problem import IntraOpProblem
 from autopar.passes.recompute import Recomputable
 from autopar.passes.repeated import Repeated, placed_once, repeated_problem
 from autopar.passes.solvers import Infeasible, Solver, TooWide, solve
@@ -42,6 +44,8 @@ CLOSE_GAP = Effort(n_columns=30_000, n_nodes=200)
 FOLDED_GAP_GOAL = 2e-2
 # A mode for each block is coarse; who asks compares with what is best without recompute.
 MODES_GAP_GOAL = 5e-2
+# Problems written out that are kept: of a recipe's stages on the submeshes of one node.
+MOST_KNOWN = 8
 C = TypeVar("C", contravariant=True)
 # A problem: the batch it was built in, its place there, microbatches in flight.
 _Case = tuple[ProblemBatch, int, int]
@@ -75,6 +79,15 @@ class Chosen:
     def strategy(self) -> Strategy:
         """Every operator's placements, and every parameter's storage."""
         return self.read()
+
+    def named(self, names: Mapping[str, str]) -> Chosen:
+        """The same of a program that is alike, which calls things otherwise (`passes/alike.py`)."""
+        return replace(
+            self,
+            received={names[n]: spec for n, spec in self.received.items()},
+            sent={names[n]: spec for n, spec in self.sent.items()},
+            read=lambda: renamed(self.strategy, names),
+        )
 
 
 @dataclass(frozen=True)
@@ -111,6 +124,7 @@ class Chooser:
     counts: Sequence[int] = ()
     _first: dict[ProblemBatch, Repeated | None] = field(default_factory=dict)
     _repeats: dict[_Case, tuple[Repeated, RepeatedSolver] | None] = field(default_factory=dict)
+    _written_out: dict[Hashable, IntraOpProblem] = field(default_factory=dict)
 
     @cached_property
     def _problems(self) -> ProblemFamilies:
@@ -137,11 +151,11 @@ class Chooser:
         """
         whole = self.folded.whole, ask, self.optimizer, budget_bytes, solver, time_limit_s
         if not self.folded.runs or solver != "auto" or ask.constraints.pins:
-            return choose(*whole, self.recomputable)
+            return choose(*whole, self.recomputable, self._written_out)
         solved = self._repeated(ask, ask.cost)
         by_copies = solved and self._by_copies(*solved, ask, budget_bytes, time_limit_s, limit_s)
         if solved is None or by_copies is None:
-            return choose(*whole, self.recomputable)
+            return choose(*whole, self.recomputable, self._written_out)
         is_coarse = self.recomputable is not None and self.recomputable.is_choice
         enough = max(ask.gap_goal, MODES_GAP_GOAL if is_coarse else FOLDED_GAP_GOAL)
         columns = solved[0].problem.written(most_columns)
@@ -149,7 +163,8 @@ class Chooser:
             return by_copies
         if by_copies.bound_s >= limit_s:
             return by_copies
-        return min(by_copies, choose(*whole, self.recomputable), key=lambda c: c.gap)
+        other = choose(*whole, self.recomputable, self._written_out)
+        return min(by_copies, other, key=lambda c: c.gap)
 
     def _repeated(self, ask: Ask, cost: CostModel) -> tuple[Repeated, RepeatedSolver] | None:
         """The problem of all blocks, and what is known of it so far; None where one does not stand
@@ -209,8 +224,10 @@ def choose(
     solver: Solver = "auto",
     time_limit_s: float | None = None,
     recomputable: Recomputable | None = None,
+    known: dict[Hashable, IntraOpProblem] | None = None,
 ) -> Chosen:
-    """The fastest strategy of a program within `budget_bytes` per device.
+    """The fastest strategy of a program within `budget_bytes` per device; `known` keeps the last
+    `MOST_KNOWN` problems, as stages that are alike differ in what is in flight.
 
     Where the budget binds, "auto" stops at `GAP_GOAL`, and closes a wider gap with the effort of
     `CLOSE_GAP`, or until `time_limit_s` has passed; what is left is in `gap`.
@@ -218,15 +235,25 @@ def choose(
     Raises `InfeasibleError` naming the bytes that are missing.
     """
     m, constraints = ask.n_microbatches, ask.constraints
-    found = intra_op_problem(analysis, ask.cost, m, constraints, optimizer, None, recomputable)
-    problem = found.under(budget_bytes, ask.n_in_flight)
+    known = {} if known is None else known
+
+    def built(cost: CostModel) -> IntraOpProblem:
+        case = replace(cost, mesh=cost.mesh.placement), m, repr(constraints)
+        if case not in known:
+            known[case] = intra_op_problem(
+                analysis, cost, m, constraints, optimizer, None, recomputable
+            )
+            if len(known) > MOST_KNOWN:
+                del known[next(iter(known))]
+        return known[case]
+
+    problem = built(ask.cost).under(budget_bytes, ask.n_in_flight)
     solution = solve(problem.numbers, solver, time_limit_s, gap_goal=ask.gap_goal, effort=CLOSE_GAP)
     if isinstance(solution, Infeasible):
         raise _infeasible(solution, budget_bytes, ask.cost)
     choice, priced = solution.choice, problem
     if ask.runs_on is not None:
-        cost = ask.runs_on
-        priced = intra_op_problem(analysis, cost, m, constraints, optimizer, None, recomputable)
+        priced = built(ask.runs_on)
         assert priced.structure == problem.structure, "machines differ in their numbers alone"
     return Chosen(
         priced.numbers.evaluate(choice).cost_s,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -22,6 +22,7 @@ from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError
 from autopar.mesh import Device, Link, LogicalMesh
 from autopar.options import Options
+from autopar.passes.alike import Numbered
 from autopar.passes.analysis import Analysis
 from autopar.passes.choose import Ask, Chooser, Chosen
 from autopar.passes.cut import cut
@@ -53,11 +54,12 @@ class Scored:
 
 @dataclass(frozen=True)
 class _Stage:
-    """What placements are chosen for: a range of the program's operators on a mesh, with so many
-    microbatches, of which `depth` keep their activations at once."""
+    """What placements are chosen for: a part of the program on a mesh, with so many microbatches,
+    of which `depth` keep their activations at once. `names` are those of a part that is alike and
+    asks for them: None where that is the part itself."""
 
     part: Analysis
-    operators: tuple[int, int]
+    names: Mapping[str, str] | None
     layout: StageLayout
     n_microbatches: int
     depth: int
@@ -67,7 +69,7 @@ class _Stage:
         """Equal where the choice is."""
         layout = self.layout
         placed = layout.view.placement, repr(layout.constraints)
-        return self.operators, *placed, self.n_microbatches, self.depth
+        return id(self.part), *placed, self.n_microbatches, self.depth  # parts are kept
 
 
 def compute_dtype(analysis: Analysis) -> torch.dtype:
@@ -109,10 +111,18 @@ class Evaluator:
     _chosen: dict[object, Chosen] = field(default_factory=dict)
     _choosers: dict[tuple[int, bool], Chooser] = field(default_factory=dict)
     _parts: dict[tuple[int, ...], tuple[Analysis, ...]] = field(default_factory=dict)
+    # By likeness the first of the parts that are alike; and by part that one, with the part's names
+    # of what it has.
+    _first: dict[Hashable, tuple[Analysis, Numbered]] = field(default_factory=dict)
+    _alike: dict[int, tuple[Analysis, Mapping[str, str] | None]] = field(default_factory=dict)
+    _named: dict[tuple[int, int], tuple[Chosen, Chosen]] = field(default_factory=dict)
+    # What runs again tells parts apart, also for who searches without recompute.
+    _again: Recomputable | None = None
 
     def __post_init__(self) -> None:
         self.dtype = compute_dtype(self.analysis)
         self.recomputable = Recomputable.of(self.analysis, self.options)
+        self._again = self._again or self.recomputable
 
     @cached_property
     def without_recompute(self) -> Evaluator | None:
@@ -147,7 +157,7 @@ class Evaluator:
         """
         plain, limit_s = self.without_recompute or self, _limit_s(candidate, limit_s)
         stages = (replace(stage, depth=0) for stage in self._stages(candidate))
-        choices = [plain._choose(s, self.budget_bytes, limit_s) for s in stages]
+        choices = [plain._choose_named(s, self.budget_bytes, limit_s) for s in stages]
         return self._scored(candidate, choices)
 
     def _scored(self, candidate: Candidate, choices: Sequence[Chosen]) -> Scored:
@@ -181,7 +191,8 @@ class Evaluator:
     ) -> list[Chosen]:
         """Every stage's placements."""
         limit_s = _limit_s(candidate, limit_s)
-        return [self._choose(stage, budget_bytes, limit_s) for stage in self._stages(candidate)]
+        stages = self._stages(candidate)
+        return [self._choose_named(stage, budget_bytes, limit_s) for stage in stages]
 
     def _stages(self, candidate: Candidate) -> Iterator[_Stage]:
         for k, layout in enumerate(candidate.stages):
@@ -191,8 +202,19 @@ class Evaluator:
         self, ends: tuple[int, ...], k: int, layout: StageLayout, n_microbatches: int
     ) -> _Stage:
         depth = n_in_flight(schedule_name(self.options), k, len(ends), n_microbatches)
-        operators = (ends[k - 1] if k else 0, ends[k])
-        return _Stage(self.parts(ends)[k], operators, layout, n_microbatches, depth)
+        part = self.parts(ends)[k]
+        names: Mapping[str, str] | None = None
+        if len(ends) > 1 and not (layout.constraints.pins or layout.constraints.storage):
+            part, names = self._first_like(part)
+        return _Stage(part, names, layout, n_microbatches, depth)
+
+    def _first_like(self, part: Analysis) -> tuple[Analysis, Mapping[str, str] | None]:
+        """The first part asked for that is like this one, and its names here; None if it is it."""
+        if id(part) not in self._alike:
+            numbered = Numbered.of(part, self._again.within(part) if self._again else ())
+            first, known = self._first.setdefault(numbered.likeness, (part, numbered))
+            self._alike[id(part)] = first, None if first is part else known.names_in(numbered)
+        return self._alike[id(part)]
 
     def least_bytes(self, candidate: Candidate) -> float:
         """The smallest budget that a candidate has placements for.
@@ -291,6 +313,18 @@ class Evaluator:
         if math.isinf(self.deadline):
             return None
         return max(1.0, self.deadline - time.perf_counter())
+
+    def _choose_named(
+        self, stage: _Stage, budget_bytes: float | None, limit_s: float = math.inf
+    ) -> Chosen:
+        """`_choose`, under the names of who asks."""
+        chosen = self._choose(stage, budget_bytes, limit_s)
+        if stage.names is None:
+            return chosen
+        key = id(chosen), id(stage.names)
+        if key not in self._named:
+            self._named[key] = chosen, chosen.named(stage.names)
+        return self._named[key][1]
 
     def _choose(
         self, stage: _Stage, budget_bytes: float | None, limit_s: float = math.inf
