@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -24,6 +25,10 @@ hypothesis.settings.register_profile(
     "autopar", hypothesis.settings.get_profile("explore"), derandomize=True
 )
 hypothesis.settings.load_profile("autopar")
+
+# What was imported and captured lives to the end, so few collections find garbage.
+GC_THRESHOLDS = (10_000, 20, 20)
+gc.set_threshold(*GC_THRESHOLDS)
 
 if TYPE_CHECKING:
     from autopar.runtime.launch import WorkerPool
@@ -101,6 +106,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int]
         def pool(n_ranks: int) -> WorkerPool:
             if n_ranks not in pools:
                 pools[n_ranks] = WorkerPool(n_ranks, timeout_s=240.0)
+                pools[n_ranks].run(gc.set_threshold, *GC_THRESHOLDS)
                 pools[n_ranks].run(share_captures)
             return pools[n_ranks]
 
