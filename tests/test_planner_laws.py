@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections import Counter
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ import autopar
 from autopar import Mesh, Plan
 from autopar.errors import InfeasibleError
 from autopar.plan_data import parse_storage
+from tests.harness import random_tokens, tiny_gpt2
 
 REL = 1e-9
 WHOLE = os.environ.get("AUTOPAR_OPTIMALITY")
@@ -177,32 +179,34 @@ def test_a_plan_is_predicted_to_keep_the_memory_limit() -> None:
 
 # -- determinism ---------------------------------------------------------------------------------
 
-PROGRAM = """
-import sys, torch, autopar
-from tests.harness import random_tokens, tiny_gpt2
-from tests.test_planner_laws import WHOLE, small
 
-torch.manual_seed(0)
-mesh = autopar.Mesh((2, 2), hardware="cpu-local")
-plan = autopar.plan(tiny_gpt2(2), mesh, random_tokens(0), microbatches=4)
-plan.save(sys.argv[1] + "/stages.json")
-if WHOLE:
-    options = {"stages": 1, "mesh_shape": "as-given", "memory_limit": 440_000_000}
-    small((1, 4), **options).save(sys.argv[1] + "/one.json")
-"""
+def save_plans(folder: str) -> None:
+    """Planned with stages and, in the long run, without: one stage within a budget."""
+    torch.manual_seed(0)
+    mesh = Mesh((2, 2), hardware="cpu-local")
+    plan = autopar.plan(tiny_gpt2(2), mesh, random_tokens(0), microbatches=4)
+    plan.save(f"{folder}/stages.json")
+    if WHOLE:
+        one = small((1, 4), stages=1, mesh_shape="as-given", memory_limit=440_000_000)
+        one.save(f"{folder}/one.json")
 
 
-def test_other_hash_seeds_give_the_same_bytes(tmp_path: Any) -> None:
-    """Planned with and without stages; the long run adds a budget."""
-    for seed in ("1", "2"):
-        folder = tmp_path / seed
+PROGRAM = "import sys; from tests.test_planner_laws import save_plans; save_plans(sys.argv[1])"
+
+
+def test_another_hash_seed_gives_the_same_bytes(tmp_path: Path) -> None:
+    """Beside those of this process, whose seed is another in each run, unless it is set."""
+    seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    here, there = (tmp_path / name for name in ("here", "there"))
+    for folder in (here, there):
         folder.mkdir()
-        subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", PROGRAM, str(folder)],
-            env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
-            check=True,
-        )
+    save_plans(str(here))
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM, str(there)],
+        env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
+        check=True,
+    )
     for name in ("stages.json", "one.json") if WHOLE else ("stages.json",):
-        first, second = ((tmp_path / seed / name).read_bytes() for seed in ("1", "2"))
+        first, second = ((folder / name).read_bytes() for folder in (here, there))
         assert len(first) > 1000
         assert first == second, name
