@@ -23,7 +23,7 @@ from autopar import parallel_module, planning, step_capture
 from autopar.capture import capture
 from autopar.program import Program
 
-N_KEPT = 32  # programs, the last ones used
+N_KEPT = 64  # programs, the last ones used
 _SIGNATURE = inspect.signature(capture)
 _kept: OrderedDict[tuple[object, ...], Program] = OrderedDict()
 

@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from autopar.capture import capture
 from autopar.collective import step_calls
 from autopar.cost.model import CostModel
 from autopar.facts import OperatorStrategy, Storage, Strategy
@@ -35,6 +34,7 @@ from autopar.pipeline import Pipeline
 from autopar.runtime.groups import CollectiveCall
 from autopar.spec import Spec
 from autopar.stage_program import StageProgram
+from tests.captures import captured
 from tests.ranks import TOLERANCE, Batch, pipeline_step
 
 AXIS_NAMES = {1: ("tp",), 2: ("dp", "tp"), 3: ("dp", "cp", "tp")}
@@ -151,7 +151,7 @@ class Case:
 def model_case(name: str) -> Case:
     """The analysis of one of `MODELS`."""
     make_model, batch = _MODELS[name]
-    program = capture(make_model(), batch(0), precision="fp64")
+    program = captured(make_model(), batch(0), precision="fp64")
     return Case(Analysis.of(program), batch)
 
 

@@ -13,7 +13,6 @@ from functools import cache
 import pytest
 import torch
 
-from autopar.capture import capture
 from autopar.cost.liveness import PeakMemory, peak_memory
 from autopar.cost.model import CostModel
 from autopar.cost.predict import predict
@@ -30,6 +29,7 @@ from autopar.passes.lower import lower
 from autopar.passes.recompute import MODES, recomputed_operators
 from autopar.pipeline import Pipeline
 from autopar.stage_program import StageProgram
+from tests.captures import captured
 from tests.harness import random_tokens, tiny_gpt2
 from tests.test_optimality import FAMILIES, folded, machine
 
@@ -41,7 +41,7 @@ REPEATED = [name for name in FAMILIES if name != "resnet"]
 @cache
 def deep() -> Folded:
     torch.manual_seed(0)
-    analysis = Analysis.of(capture(tiny_gpt2(N_BLOCKS), random_tokens(0), precision="fp64"))
+    analysis = Analysis.of(captured(tiny_gpt2(N_BLOCKS), random_tokens(0), precision="fp64"))
     return fold(analysis, find_runs(analysis))
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from autopar.capture import capture
 from autopar.cost.hardware import Hardware, resolve
 from autopar.cost.model import CostModel
 from autopar.cost.predict import link_between, predict
@@ -31,6 +30,7 @@ from autopar.passes.solvers import Solution, solve
 from autopar.passes.stage_costs import CostMaker, StageCosts, Wanted
 from autopar.passes.submeshes import submesh_sizes
 from autopar.predicted import Predicted
+from tests.captures import captured
 from tests.harness import MODELS, Mlp, model_case, random_tokens, tiny_gpt2
 from tests.test_layers import Block, Chain
 
@@ -41,7 +41,7 @@ PARTS = ("time", "once", "static", "activation")
 
 @lru_cache
 def gpt2(n_layers: int = 4) -> Analysis:
-    return Analysis.of(capture(tiny_gpt2(n_layers), random_tokens(0), precision="fp64"))
+    return Analysis.of(captured(tiny_gpt2(n_layers), random_tokens(0), precision="fp64"))
 
 
 @lru_cache
@@ -49,7 +49,7 @@ def wide_mlp() -> Analysis:
     """Products that are worth the devices' time."""
     model = Mlp(width=256, n_layers=6)
     batch = {name: torch.randn(256, 256, dtype=torch.float64) for name in ("x", "y")}
-    return Analysis.of(capture(model, batch, precision="fp64"))
+    return Analysis.of(captured(model, batch, precision="fp64"))
 
 
 def hardware_of(mesh: Mesh) -> Hardware:
@@ -106,7 +106,7 @@ def deep_chain() -> Analysis:
     with torch.device("meta"):
         model = Chain([Block(1024) for _ in range(8)])
         batch = {"x": torch.empty(64, 1024)}
-    return Analysis.of(capture(model, batch, precision="fp64"))
+    return Analysis.of(captured(model, batch, precision="fp64"))
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

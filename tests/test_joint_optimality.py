@@ -18,9 +18,9 @@ import torch
 
 import autopar
 from autopar import Device, Link, Manual, Mesh
-from autopar.capture import capture
 from autopar.options import Options
 from autopar.passes.analysis import Analysis
+from tests.captures import captured
 from tests.every_plan import Choices
 from tests.harness import Mlp, random_tokens, tiny_gpt2
 
@@ -42,7 +42,7 @@ def batch_of(model: str) -> dict[str, torch.Tensor]:
 @cache
 def analysis_of(model: str) -> Analysis:
     torch.manual_seed(0)
-    return Analysis.of(capture(MODELS[model](), batch_of(model), precision="fp64"))
+    return Analysis.of(captured(MODELS[model](), batch_of(model), precision="fp64"))
 
 
 def machine(model: str, shape: tuple[int, ...], s_per_byte: tuple[float, float]) -> Mesh:

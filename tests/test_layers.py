@@ -12,11 +12,11 @@ import pytest
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.capture import capture
 from autopar.passes.analysis import Analysis
 from autopar.passes.cut import cut
 from autopar.passes.folding import KEPT, find_runs, fold
 from autopar.passes.layers import Layers, balanced, find_layers, operator_flops
+from tests.captures import captured
 from tests.harness import (
     MODELS,
     WIDTH,
@@ -86,12 +86,12 @@ class TwoStacks(nn.Module):
 
 
 def analysis_of(model: nn.Module) -> Analysis:
-    return Analysis.of(capture(model, random_rows(0, "x"), precision="fp64"))
+    return Analysis.of(captured(model, random_rows(0, "x"), precision="fp64"))
 
 
 @cache
 def language_model(make: Callable[[int], nn.Module], n_blocks: int) -> Analysis:
-    return Analysis.of(capture(make(n_blocks), random_tokens(0), precision="fp64"))
+    return Analysis.of(captured(make(n_blocks), random_tokens(0), precision="fp64"))
 
 
 # -- runs ----------------------------------------------------------------------------------------

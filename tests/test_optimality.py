@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageClassification
 
-from autopar.capture import capture
 from autopar.cost.model import CostModel
 from autopar.mesh import Device, Link, LogicalMesh
 from autopar.passes.analysis import Analysis
@@ -38,6 +37,7 @@ from autopar.passes.solvers import (
     solve,
     solve_by_elimination,
 )
+from tests.captures import captured
 from tests.harness import AXIS_NAMES, random_tokens, tiny_gpt2, tiny_llama
 from tests.test_repeated import tiny_mixtral, tiny_t5
 
@@ -84,7 +84,7 @@ def batch_of(family: str) -> dict[str, Tensor]:
 @cache
 def folded(family: str) -> Folded:
     torch.manual_seed(0)
-    program = capture(FAMILIES[family](), batch_of(family), precision="fp64")
+    program = captured(FAMILIES[family](), batch_of(family), precision="fp64")
     analysis = Analysis.of(program)
     return fold(analysis, find_runs(analysis))
 

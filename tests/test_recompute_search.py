@@ -15,7 +15,6 @@ import torch
 
 import autopar
 from autopar import Device, Link, Manual, Mesh, Plan
-from autopar.capture import capture
 from autopar.cost.liveness import kept_bytes
 from autopar.cost.simulate import Spent
 from autopar.cost.stage_times import stage_times
@@ -30,6 +29,7 @@ from autopar.passes.intra_op import intra_op_problem
 from autopar.passes.lower import lower
 from autopar.passes.recompute import SEARCHED, Recomputable, aligned_runs
 from autopar.passes.solvers import Infeasible, solve
+from tests.captures import captured
 from tests.harness import abstract_cost, random_tokens, tiny_gpt2, tiny_llama
 from tests.jobs import rows
 from tests.ranks import TOLERANCE, pipeline_step
@@ -151,14 +151,14 @@ def test_a_mode_that_is_asked_for_is_in_all_that_is_known(mode: Recompute) -> No
 
 
 @cache
-def captured(name: str) -> Analysis:
+def analysis_of(name: str) -> Analysis:
     torch.manual_seed(0)
     if name == "blocks":
-        return Analysis.of(capture(Blocks(n_blocks=3), rows(0, "x"), precision="fp64"))
+        return Analysis.of(captured(Blocks(n_blocks=3), rows(0, "x"), precision="fp64"))
     if name == "chain":
-        return Analysis.of(capture(Blocks(n_blocks=6), rows(0, "x"), precision="fp64"))
+        return Analysis.of(captured(Blocks(n_blocks=6), rows(0, "x"), precision="fp64"))
     tokens = {"gpt2": tiny_gpt2, "llama": tiny_llama}
-    return Analysis.of(capture(tokens[name](6), random_tokens(0), precision="fp64"))
+    return Analysis.of(captured(tokens[name](6), random_tokens(0), precision="fp64"))
 
 
 def ranges_of(analysis: Analysis) -> tuple[tuple[str, ...], ...]:
@@ -187,7 +187,7 @@ def test_the_joint_optimum_is_the_best_of_every_choice_of_blocks(
     mode: Recompute, sizes: tuple[int, ...]
 ) -> None:
     """Each choice as a problem of its own, in which blocks run again and have no choice."""
-    analysis = captured("blocks")
+    analysis = analysis_of("blocks")
     ranges = ranges_of(analysis)
     assert len(ranges) == 3
     ask = Ask(abstract_cost(sizes), 1, Constraints())
@@ -212,7 +212,7 @@ def test_the_joint_optimum_is_the_best_of_every_choice_of_blocks(
 @pytest.mark.parametrize("sizes", [(1,), (2,)])
 def test_recompute_is_no_faster_than_activations_that_need_no_bytes(sizes: tuple[int, ...]) -> None:
     """What the planner leaves recompute alone by (`Evaluator.without_activations`)."""
-    analysis, cost = captured("blocks"), abstract_cost(sizes)
+    analysis, cost = analysis_of("blocks"), abstract_cost(sizes)
     ask, without = Ask(cost, 1, Constraints()), Ask(cost, 1, Constraints(), n_in_flight=0)
     recomputable = Recomputable(ranges_of(analysis), SEARCHED)
     free = choose(analysis, ask, "adamw", None)
@@ -245,7 +245,7 @@ def test_bytes_and_seconds_are_those_of_the_lines(
 ) -> None:
     """The same placements in every mode: what changes is what changes where lines are counted."""
     analysis, cost, limits = (
-        captured(name),
+        analysis_of(name),
         abstract_cost(sizes),
         Constraints(frozenset(forbid.split())),
     )
@@ -284,7 +284,7 @@ def test_bytes_and_seconds_are_those_of_the_lines(
 @pytest.mark.parametrize("name", ["gpt2", "llama", "chain"])
 def test_repeated_blocks_are_those_of_the_whole_program(name: str) -> None:
     """Few blocks stand for all, with a mode of their own each."""
-    analysis, ask = captured(name), Ask(abstract_cost((2,)), 1, Constraints())
+    analysis, ask = analysis_of(name), Ask(abstract_cost((2,)), 1, Constraints())
     ranges = ranges_of(analysis)
     for modes in ((None, "selective", "full"), ("full",), ("selective",)):
         recomputable = Recomputable(ranges, modes)
@@ -345,7 +345,7 @@ def test_stages_that_fit_with_recompute_alone() -> None:
 
 def test_stages_share_prices() -> None:
     """Groups of one stage are priced as those of another that are alike, under other names."""
-    analysis, cost = captured("chain"), abstract_cost((2,))
+    analysis, cost = analysis_of("chain"), abstract_cost((2,))
     recomputable = Recomputable(ranges_of(analysis), ("full",))
     starts = [positions.start for positions in recomputable.within(analysis)]
     ends = (starts[2], starts[4], len(analysis.operators))

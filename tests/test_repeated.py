@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from autopar.capture import capture
 from autopar.passes.analysis import Analysis
 from autopar.passes.choose import Ask, Chooser, choose
 from autopar.passes.constraints import Constraints
 from autopar.passes.folding import Folded, find_runs, fold
 from autopar.passes.intra_op import intra_op_problem
 from autopar.passes.repeated import Repeated, placed_once, repeated_problem
+from tests.captures import captured
 from tests.harness import (
     WIDTH,
     abstract_cost,
@@ -63,9 +63,9 @@ def folded(name: str) -> Folded:
     }
     tokens = {"gpt2": tiny_gpt2, "llama": tiny_llama, "mixtral": tiny_mixtral, "t5": tiny_t5}
     if name in rows:
-        program = capture(rows[name](), random_rows(0, "x"), precision="fp64")
+        program = captured(rows[name](), random_rows(0, "x"), precision="fp64")
     else:
-        program = capture(tokens[name](N_BLOCKS), random_tokens(0), precision="fp64")
+        program = captured(tokens[name](N_BLOCKS), random_tokens(0), precision="fp64")
     analysis = Analysis.of(program)
     return fold(analysis, find_runs(analysis))
 
