@@ -24,15 +24,24 @@ def boundary_specs(tensor: TensorType, sizes: tuple[int, ...], side: Side) -> tu
 
     Cuts of leading dims come first, so that the batch is preferred among equals.
     """
+    legal: dict[int, list[Spec]] = {}
+    for spec in cuts(tensor, sizes, side):
+        if divides(tensor, spec.placements, sizes):
+            legal.setdefault(n_cut(spec), []).append(spec)
+    return tuple(legal[max(legal)])
+
+
+def cuts(tensor: TensorType, sizes: Sequence[int], side: Side) -> list[Spec]:
+    """How tensors of as many factors cross, if they divide, wherever as many axes are in use."""
     rest = R if side == "sent" else P
     cells = [S(*cell) for cell in tensor.cells]
     options = [(I,) if n == 1 else (*cells, rest) for n in sizes]
-    legal: dict[int, list[Spec]] = {}
-    for placements in itertools.product(*options):
-        if divides(tensor, placements, sizes):
-            n_cut = sum(p.is_shard for p in placements)
-            legal.setdefault(n_cut, []).append(Spec(placements))
-    return tuple(legal[max(legal)])
+    return [Spec(placements) for placements in itertools.product(*options)]
+
+
+def n_cut(spec: Spec) -> int:
+    """Axes that cut a tensor."""
+    return sum(p.is_shard for p in spec.placements)
 
 
 def is_boundary_spec(tensor: TensorType, spec: Spec, sizes: Sequence[int], side: Side) -> bool:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.passes.boundaries import Side, boundary_specs
+from autopar.passes.boundaries import Side, cuts, n_cut
 from autopar.passes.reshard import ReshardTables
 from autopar.passes.spec_column import SpecColumn
 from autopar.spec import Spec, local_bytes
@@ -112,24 +112,24 @@ class Crossing:
     @cached_property
     def _slice_bytes(self) -> Array:
         """[cases]: of a rank, in the first of the ways to receive it."""
-        firsts = (ways[0] for ways in self._received.ways)
+        specs = self.tables.graph.specs
+        firsts = (specs[self._received.specs[k]] for k in self._received.legal.argmax(axis=1))
         of_cases = zip(self.tables.tensors, firsts, self.tables.sizes, strict=True)
         return np.array([local_bytes(*of_case) for of_case in of_cases], dtype=np.float64)
 
 
-@dataclass(frozen=True, eq=False)
-class _Cuts:
-    """How a value may be cut where it crosses: places among the specs of its reshards; [cases,
-    specs]: may it be cut so in each case? And of each case its `boundary_specs`."""
+class _Cuts(NamedTuple):
+    """How a value may be cut where it crosses: places among the specs of its reshards, in the order
+    of `boundary_specs`; [cases, specs]: is it one of them in each case?"""
 
     specs: list[int]
     legal: BoolArray
-    ways: Sequence[tuple[Spec, ...]]
 
     @staticmethod
     def of(tables: ReshardTables, side: Side) -> _Cuts:
-        pairs = zip(tables.tensors, tables.sizes, strict=True)
-        ways = [boundary_specs(tensor, tuple(sizes), side) for tensor, sizes in pairs]
-        every = tuple(dict.fromkeys(itertools.chain.from_iterable(ways)))
-        legal = [[spec in of for spec in every] for of in map(frozenset, ways)]
-        return _Cuts([tables.index[spec] for spec in every], np.array(legal), ways)
+        every = cuts(tables.tensors[0], tables.sizes[0], side)
+        at = np.array([tables.index[spec] for spec in every])
+        n_axes = np.where(tables.legal[:, at], [n_cut(spec) for spec in every], -1)
+        legal = n_axes == n_axes.max(axis=1, keepdims=True)
+        used = legal.any(axis=0)
+        return _Cuts(at[used].tolist(), legal[:, used])
