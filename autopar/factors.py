@@ -20,12 +20,14 @@ from itertools import pairwise
 
 import torch.fx
 
-from autopar.notation import Dim, Notation
+from autopar.notation import Notation
 from autopar.program import Program, row_dims
 from autopar.rules import OpCall, check_call, rule_for
 from autopar.spec import TensorType
 
 Shape = tuple[int, ...]
+Factored = tuple[tuple[int, ...], ...]  # by dim
+Cell = tuple[int, int]  # a dim and one of its factors
 
 
 @dataclass
@@ -118,41 +120,58 @@ def name_sizes(
     return sizes
 
 
+# A dim of an operator: the tensor's position, the dim, its size, and the names it is a product of
+# with theirs; what has size 1 is left out.
+_NamedDim = tuple[int, int, int, list[tuple[str, int]]]
+
+
+def _named_dims(notation: Notation, shapes: Sequence[Shape]) -> list[_NamedDim]:
+    """The dims of an operator's tensors, of inputs first."""
+    n_inputs = len(notation.inputs)
+    sizes = name_sizes(notation, shapes[:n_inputs], shapes[n_inputs:])
+    found: list[_NamedDim] = []
+    terms = (*notation.inputs, *notation.outputs)
+    for position, (term, shape) in enumerate(zip(terms, shapes, strict=True)):
+        for dim, (names, size) in enumerate(zip(term, shape, strict=True)):
+            parts = [(name, sizes[name]) for name in names if sizes.get(name, 1) != 1]
+            if size != 1 and parts:
+                found.append((position, dim, size, parts))
+    return found
+
+
 @dataclass
 class Factors:
     """Atoms of every tensor's dims, by value name."""
 
     atoms: dict[str, tuple[Atom | None, ...]] = field(default_factory=dict)
-    # Of operators that are alike: their one notation, and the sizes of its names.
-    _sizes: dict[Hashable, tuple[Notation, Mapping[str, int]]] = field(default_factory=dict)
+    _shapes: dict[str, Shape] = field(default_factory=dict)
+    # Of operators that are alike: their one notation, and its names over their dims.
+    _named: dict[Hashable, tuple[Notation, list[_NamedDim]]] = field(default_factory=dict)
 
     def add(self, name: str, shape: Shape) -> None:
-        self.atoms[name] = tuple(Atom(n) if n != 1 else None for n in shape)
+        self.atoms[name] = tuple([Atom(n) if n != 1 else None for n in shape])
+        self._shapes[name] = shape
 
     def join(self, notation: Notation, inputs: Sequence[str], outputs: Sequence[str]) -> None:
         """Join the dims of one operator's tensors that share names."""
-        operands = (*zip(notation.inputs, inputs, strict=True),
-                    *zip(notation.outputs, outputs, strict=True))  # fmt: skip
-        shapes = [self._shape(name) for _, name in operands]
-        n_inputs = len(notation.inputs)
+        values = (*inputs, *outputs)
+        shapes = [self._shapes[name] for name in values]
         key = (id(notation), *shapes)
-        if key not in self._sizes:
-            found = name_sizes(notation, shapes[:n_inputs], shapes[n_inputs:])
-            self._sizes[key] = notation, found
-        sizes = self._sizes[key][1]
-        named = {name: Atom(size) for name, size in sizes.items() if size != 1}
-        for term, value in operands:
-            for dim, atom in zip(term, self.atoms[value], strict=True):
-                parts = self._product(dim, named)
-                if atom is not None and parts is not None:
-                    unify([atom], parts)
-
-    def _shape(self, name: str) -> Shape:
-        return tuple(a.size if a else 1 for a in self.atoms[name])
-
-    @staticmethod
-    def _product(dim: Dim, named: Mapping[str, Atom]) -> list[Atom] | None:
-        return [named[n] for n in dim if n in named] or None
+        if key not in self._named:
+            self._named[key] = notation, _named_dims(notation, shapes)
+        atoms = [self.atoms[name] for name in values]
+        named: dict[str, Atom] = {}
+        for position, dim, size, names in self._named[key][1]:
+            atom = atoms[position][dim]
+            assert atom is not None
+            ((first, first_size), *others) = names
+            if not others and first_size == size and first not in named:
+                named[first] = atom
+                continue
+            for name, of_name in names:
+                if name not in named:
+                    named[name] = Atom(of_name)
+            unify([atom], [named[name] for name, _ in names])
 
     def sizes(self, name: str) -> tuple[tuple[int, ...], ...]:
         """Factor sizes of each dim of a value."""
@@ -216,19 +235,24 @@ class Types:
     tensors: Mapping[str, TensorType]
     classes: Mapping[str, tuple[tuple[int, ...], ...]]
 
-    def with_divided(self, cells: Mapping[str, tuple[int, int]], n: int) -> Types:
-        """The types of one of `n` microbatches; `cells` are each value's batch factor."""
-        tensors = dict(self.tensors)
-        divided: dict[tuple[TensorType, tuple[int, int]], TensorType] = {}
+    def by_cell(self, cells: Mapping[str, Cell]) -> dict[tuple[TensorType, Cell], list[str]]:
+        """The values of one type and one factor, together; `cells` are each value's factor."""
+        found: dict[tuple[TensorType, Cell], list[str]] = {}
         for name, cell in cells.items():
-            old, (dim, factor) = tensors[name], cell
-            if (old, cell) not in divided:
-                dims = [list(factors) for factors in old.dims]
-                assert dims[dim][factor] % n == 0, (name, dims, n)
-                dims[dim][factor] //= n
-                new = TensorType(tuple(map(tuple, dims)), old.itemsize, old.has_grad)
-                divided[old, cell] = new
-            tensors[name] = divided[old, cell]
+            found.setdefault((self.tensors[name], cell), []).append(name)
+        return found
+
+    def with_divided(
+        self, values: Mapping[tuple[TensorType, Cell], Sequence[str]], n: int
+    ) -> Types:
+        """The types of one of `n` microbatches; `values` are those with rows (`by_cell`)."""
+        tensors = dict(self.tensors)
+        for (old, (dim, factor)), names in values.items():
+            dims = [list(factors) for factors in old.dims]
+            assert dims[dim][factor] % n == 0, (names[0], dims, n)
+            dims[dim][factor] //= n
+            new = TensorType(tuple(map(tuple, dims)), old.itemsize, old.has_grad)
+            tensors |= dict.fromkeys(names, new)
         return Types(tensors, self.classes)
 
 
@@ -263,16 +287,26 @@ def tensor_types(
             add(name, result, name in program.has_grad)
         factors.join(operator.notation, operator.inputs, operator.outputs)
     numbers: dict[int, int] = {}
-    classes = {
-        name: tuple(
-            tuple(numbers.setdefault(id(leaf), len(numbers)) for leaf in leaves(atom))
-            if atom
-            else ()
-            for atom in atoms
-        )
-        for name, atoms in factors.atoms.items()
-    }
+    # By the roots of a value's dims: the sizes and the classes of their factors.
+    factored: dict[tuple[int, ...], tuple[Factored, Factored]] = {}
     # One object for all that are equal: so they are quickly compared.
-    known: dict[TensorType, TensorType] = {}
-    every = ((name, TensorType(factors.sizes(name), *facts[name])) for name in factors.atoms)
-    return Types({name: known.setdefault(t, t) for name, t in every}, classes)
+    known: dict[Hashable, TensorType] = {}
+    types: dict[str, TensorType] = {}
+    classes: dict[str, Factored] = {}
+    for name, atoms in factors.atoms.items():
+        roots = tuple([id(atom.root()) if atom else 0 for atom in atoms])
+        if roots not in factored:
+            by_dim = [leaves(atom) if atom else [] for atom in atoms]
+            factored[roots] = (
+                tuple(tuple(leaf.size for leaf in found) for found in by_dim),
+                tuple(
+                    tuple(numbers.setdefault(id(leaf), len(numbers)) for leaf in found)
+                    for found in by_dim
+                ),
+            )
+        sizes, classes[name] = factored[roots]
+        fact = (sizes, *facts[name])
+        if fact not in known:
+            known[fact] = TensorType(*fact)
+        types[name] = known[fact]
+    return Types(types, classes)

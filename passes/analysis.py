@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from autopar.errors import BatchError
-from autopar.factors import Operator, Types, operators_of, tensor_types
+from autopar.factors import Cell, Operator, Types, operators_of, tensor_types
 from autopar.fake_calls import description
 from autopar.passes.groups import Group, PlacedOperator, form_groups, place_operators
 from autopar.passes.microbatch import Batch, find_batch
 from autopar.program import Program
 from autopar.rules import rule_for
 from autopar.saved import Saved, saved_for_backward, storage_owners
+from autopar.spec import TensorType
 from autopar.workspace import Temporaries, temporaries
 
 
@@ -194,16 +195,20 @@ class Analysis:
         self.batch.check_divides(n_microbatches)
         if self.batch.n_splits(n_microbatches) == 1:
             return self.types
-        for name, (dim, factor) in self.batch.cells.items():
-            size = self.types.tensors[name].dims[dim][factor]
+        for (tensor, (dim, factor)), names in self._with_rows.items():
+            size = tensor.dims[dim][factor]
             if size % n_microbatches:
                 raise BatchError(
                     f"the model views its batch as factors of {size}, "
                     f"which {n_microbatches} microbatches do not divide",
-                    where=name,
+                    where=names[0],
                     hint="choose fewer microbatches",
                 )
-        return self.types.with_divided(self.batch.cells, n_microbatches)
+        return self.types.with_divided(self._with_rows, n_microbatches)
+
+    @cached_property
+    def _with_rows(self) -> Mapping[tuple[TensorType, Cell], Sequence[str]]:
+        return self.types.by_cell(self.batch.cells)
 
 
 def _alike_calls(program: Program, operators: Sequence[Operator]) -> dict[str, str]:
