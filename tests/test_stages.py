@@ -317,7 +317,8 @@ def test_bad_stage_problems_are_refused() -> None:
 def test_brute_force_refuses_what_it_cannot_count() -> None:
     shape = (9, 9, 4)
     ones = np.ones(shape)
-    problem = StageProblem(ones, ones, ones, ones, (1, 1, 1, 1), 9, 4)
+    # None of those that are counted has the wanted number of stages, so none is evaluated.
+    problem = StageProblem(ones, ones, ones, ones, (1, 1, 1, 1), 9, 4, n_stages=1)
     with pytest.raises(ProblemError, match=str(MAX_PLANS)):
         solve_stages_brute_force(problem)
 
