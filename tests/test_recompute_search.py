@@ -27,6 +27,7 @@ from autopar.passes.cut import cut
 from autopar.passes.folding import fold
 from autopar.passes.intra_op import intra_op_problem
 from autopar.passes.lower import lower
+from autopar.passes.problem import IntraOpProblem
 from autopar.passes.recompute import SEARCHED, Recomputable, aligned_runs
 from autopar.passes.solvers import Infeasible, solve
 from tests.captures import captured
@@ -167,14 +168,15 @@ def ranges_of(analysis: Analysis) -> tuple[tuple[str, ...], ...]:
     return found.ranges
 
 
-def least_s(
-    analysis: Analysis, sizes: tuple[int, ...], recomputable: Recomputable, budget_bytes: float
-) -> float:
+@cache
+def problem_of_blocks(sizes: tuple[int, ...], recomputable: Recomputable) -> IntraOpProblem:
+    analysis, cost = analysis_of("blocks"), abstract_cost(sizes)
+    return intra_op_problem(analysis, cost, 1, Constraints(), "adamw", None, recomputable)
+
+
+def least_s(sizes: tuple[int, ...], recomputable: Recomputable, budget_bytes: float) -> float:
     """The optimum, proven."""
-    problem = intra_op_problem(
-        analysis, abstract_cost(sizes), 1, Constraints(), "adamw", None, recomputable
-    )
-    found = solve(problem.under(budget_bytes).numbers)
+    found = solve(problem_of_blocks(sizes, recomputable).under(budget_bytes).numbers)
     if isinstance(found, Infeasible):
         return float("inf")
     assert found.gap == 0
@@ -196,15 +198,15 @@ def test_the_joint_optimum_is_the_best_of_every_choice_of_blocks(
     n_tight = 0
     for share in (0.25, 0.7):
         budget_bytes = free.size_bytes + share * (lean.size_bytes - free.size_bytes)
-        joint_s = least_s(analysis, sizes, Recomputable(ranges, (None, mode)), budget_bytes)
+        joint_s = least_s(sizes, Recomputable(ranges, (None, mode)), budget_bytes)
         every = [
-            least_s(analysis, sizes, Recomputable(some, (mode,)), budget_bytes)
+            least_s(sizes, Recomputable(some, (mode,)), budget_bytes)
             for n in range(4)
             for some in itertools.combinations(ranges, n)
         ]
         assert joint_s == pytest.approx(min(every), rel=1e-6)
         n_tight += min(every) < every[0] * (1 - 1e-6)
-        both_s = least_s(analysis, sizes, Recomputable(ranges, SEARCHED), budget_bytes)
+        both_s = least_s(sizes, Recomputable(ranges, SEARCHED), budget_bytes)
         assert both_s <= joint_s * (1 + 1e-9)
     assert n_tight, "recompute is of no use"
 
@@ -286,12 +288,12 @@ def test_repeated_blocks_are_those_of_the_whole_program(name: str) -> None:
     """Few blocks stand for all, with a mode of their own each."""
     analysis, ask = analysis_of(name), Ask(abstract_cost((2,)), 1, Constraints())
     ranges = ranges_of(analysis)
+    lean = choose(analysis, ask, "adamw", None, recomputable=Recomputable(ranges, ("full",)))
     for modes in ((None, "selective", "full"), ("full",), ("selective",)):
         recomputable = Recomputable(ranges, modes)
         folded = fold(analysis, aligned_runs(analysis, recomputable))
         assert folded.runs
         chooser = Chooser(folded, "adamw", recomputable=recomputable)
-        lean = choose(analysis, ask, "adamw", None, recomputable=Recomputable(ranges, ("full",)))
         between = (lean.size_bytes + chooser.choose(ask, None).size_bytes) / 2
         for budget_bytes in (None, between) if None in modes else (None,):
             chosen = chooser.choose(ask, budget_bytes)
