@@ -16,7 +16,7 @@ fewest seconds per byte (`fitted`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,31 +36,37 @@ from autopar.passes.solvers.repeats import RepeatedChoice, RepeatedProblem
 _Kind = tuple[int, Choice, Choice]
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """Another choice for all variables of a copy, and what it changes."""
-
-    row: Choice
-    saved_s: float
-    more_bytes: float
-
-    @property
-    def s_per_byte(self) -> float:
-        """Saved for each byte more, or (negative: paid) for each byte less."""
-        return self.saved_s / abs(self.more_bytes) if self.more_bytes else math.inf
-
-    @property
-    def rank(self) -> tuple[float, float]:
-        """The worth of one that saves seconds."""
-        return (self.s_per_byte if self.more_bytes > 0 else math.inf), self.saved_s
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Offers:
-    """The exchanges of alike copies that save seconds, and those that save bytes, best first."""
+    """The exchanges of alike copies [exchanges]: what they save and how many bytes more they take;
+    the places of those that save seconds, and of those that save bytes, best first."""
 
-    gains: list[Exchange]
-    cuts: list[Exchange]
+    saved_s: FloatArray
+    more_bytes: FloatArray
+    gains: Codes
+    cuts: Codes
+
+    @staticmethod
+    def of(saved_s: FloatArray, more_bytes: FloatArray, least_s: float) -> _Offers:
+        """With those that save more than `least_s`, at the most seconds for each byte more, as
+        gains, and with those that save bytes, paid with the fewest seconds each, as cuts."""
+        gains = np.flatnonzero(np.isfinite(saved_s) & (saved_s > least_s))
+        cuts = np.flatnonzero(np.isfinite(saved_s) & (more_bytes < 0))
+        order = np.lexsort((-saved_s[gains], -_s_per_byte(saved_s[gains], more_bytes[gains])))
+        paid = _s_per_byte(saved_s[cuts], -more_bytes[cuts])
+        by_paid = np.argsort(-paid, kind="stable")
+        return _Offers(saved_s, more_bytes, gains[order], cuts[by_paid])
+
+    def rank(self, e: int) -> tuple[float, float]:
+        """The worth of an exchange that saves seconds."""
+        saved_s, more_bytes = float(self.saved_s[e]), float(self.more_bytes[e])
+        return (saved_s / more_bytes if more_bytes > 0 else math.inf), saved_s
+
+
+def _s_per_byte(saved_s: FloatArray, size_bytes: FloatArray) -> FloatArray:
+    """Infinite where there are none."""
+    out = np.full(len(saved_s), np.inf)
+    return np.divide(saved_s, size_bytes, out=out, where=size_bytes > 0)
 
 
 class Exchanges:
@@ -72,8 +78,8 @@ class Exchanges:
         self.problem, self.budget_bytes = problem, budget_bytes
         self._blocks = [_Copies(problem, r) for r in range(len(problem.repeats))]
         self._known = [
-            dict.fromkeys(row for choice in known for row in choice.copies[r])
-            for r in range(len(problem.repeats))
+            block.by_state(row for choice in known for row in choice.copies[r])
+            for r, block in enumerate(self._blocks)
         ]
         self._known_offers: dict[tuple[Choice, _Kind], _Offers] = {}
 
@@ -93,38 +99,41 @@ class Exchanges:
     def _cut(self, base: Choice, copies: list[list[Choice]], over: float) -> float:
         """Save bytes where they cost least; what is then left of the budget."""
         while over > 0:
-            best: tuple[float, _Kind, Exchange] | None = None
+            best: tuple[float, _Kind, int] | None = None
             kinds = self._kinds(base, copies)
             for kind in kinds:
-                for e in self._offers(base, kind).cuts[:1]:
-                    if best is None or e.s_per_byte > best[0]:
-                        best = e.s_per_byte, kind, e
+                offers = self._offers(base, kind)
+                for e in offers.cuts[:1].tolist():
+                    s_per_byte = float(offers.saved_s[e] / -offers.more_bytes[e])
+                    if best is None or s_per_byte > best[0]:
+                        best = s_per_byte, kind, e
             if best is None:
                 break
             _, kind, e = best
-            n = min(len(kinds[kind]), math.ceil(over / -e.more_bytes))
-            _take(copies[kind[0]], kinds[kind][:n], e)
-            over += n * e.more_bytes
+            more_bytes = float(self._offers(base, kind).more_bytes[e])
+            n = min(len(kinds[kind]), math.ceil(over / -more_bytes))
+            self._take(copies, kind, kinds[kind][:n], e)
+            over += n * more_bytes
         return -over
 
     def _fill(self, base: Choice, copies: list[list[Choice]], left: float) -> None:
         """Save seconds where that takes the fewest bytes, while they fit."""
         while True:
-            best: tuple[tuple[float, float], _Kind, Exchange] | None = None
+            best: tuple[tuple[float, float], _Kind, int] | None = None
             kinds = self._kinds(base, copies)
             for kind in kinds:
-                fits = (e for e in self._offers(base, kind).gains if e.more_bytes <= left)
-                e = next(fits, None)
-                if e is not None and (best is None or e.rank > best[0]):
-                    best = e.rank, kind, e
+                offers = self._offers(base, kind)
+                for e in offers.gains[offers.more_bytes[offers.gains] <= left][:1].tolist():
+                    if best is None or offers.rank(e) > best[0]:
+                        best = offers.rank(e), kind, e
             if best is None:
                 return
             _, kind, e = best
-            n = len(kinds[kind])
-            if e.more_bytes > 0:
-                n = min(n, int(left // e.more_bytes))
-            _take(copies[kind[0]], kinds[kind][:n], e)
-            left -= n * e.more_bytes
+            n, more_bytes = len(kinds[kind]), float(self._offers(base, kind).more_bytes[e])
+            if more_bytes > 0:
+                n = min(n, int(left // more_bytes))
+            self._take(copies, kind, kinds[kind][:n], e)
+            left -= n * more_bytes
 
     def _kinds(self, base: Choice, copies: Sequence[Sequence[Choice]]) -> dict[_Kind, list[int]]:
         """The copies of every kind."""
@@ -137,38 +146,40 @@ class Exchanges:
         return kinds
 
     def _offers(self, base: Choice, kind: _Kind) -> _Offers:
+        """Of each variable that is not handed on every choice, then of rows that are known."""
         if (base, kind) not in self._known_offers:
-            every = list(self._found(base, kind))
-            now_s, _ = self._blocks[kind[0]].total(base, *kind[1:])
-            gains = [e for e in every if e.saved_s > SAME_OPTIMUM_REL * now_s]
-            cuts = [e for e in every if e.more_bytes < 0]
-            self._known_offers[base, kind] = _Offers(
-                sorted(gains, key=lambda e: e.rank, reverse=True),
-                sorted(cuts, key=lambda e: e.s_per_byte, reverse=True),
+            r, before, row = kind
+            block = self._blocks[r]
+            saved_s, more_bytes = [], []
+            for i in block.inner:
+                cost_s, size_bytes = block.around(base, before, row, i)
+                saved_s.append(cost_s[row[i]] - cost_s)
+                more_bytes.append(size_bytes - size_bytes[row[i]])
+            now_s, now_bytes = block.total(base, before, row)
+            known = [block.total(base, before, new) for new in self._known_rows(kind)]
+            saved_s.append(np.array([now_s - new_s for new_s, _ in known]))
+            more_bytes.append(np.array([new_bytes - now_bytes for _, new_bytes in known]))
+            self._known_offers[base, kind] = _Offers.of(
+                np.concatenate(saved_s), np.concatenate(more_bytes), SAME_OPTIMUM_REL * now_s
             )
         return self._known_offers[base, kind]
 
-    def _found(self, base: Choice, kind: _Kind) -> Iterator[Exchange]:
-        r, before, row = kind
-        block = self._blocks[r]
-        for i in block.inner:
-            cost_s, size_bytes = block.around(base, before, row, i)
-            saved_s, more_bytes = cost_s[row[i]] - cost_s, size_bytes - size_bytes[row[i]]
-            useful = np.isfinite(saved_s) & ((saved_s > 0) | (more_bytes < 0))
-            for k in np.flatnonzero(useful).tolist():
-                new = (*row[:i], k, *row[i + 1 :])
-                yield Exchange(new, float(saved_s[k]), float(more_bytes[k]))
-        now_s, now_bytes = block.total(base, before, row)
-        for new in self._known[r]:
-            if new != row and block.handed_on(new) == block.handed_on(row):
-                new_s, new_bytes = block.total(base, before, new)
-                if math.isfinite(new_s):
-                    yield Exchange(new, now_s - new_s, new_bytes - now_bytes)
+    def _known_rows(self, kind: _Kind) -> Sequence[Choice]:
+        """Those that hand on the same as copies of a kind."""
+        r, _, row = kind
+        return self._known[r].get(self._blocks[r].handed_on(row), ())
 
-
-def _take(rows: list[Choice], copies: Sequence[int], exchange: Exchange) -> None:
-    for k in copies:
-        rows[k] = exchange.row
+    def _take(self, copies: list[list[Choice]], kind: _Kind, alike: Sequence[int], e: int) -> None:
+        """Make an exchange, the e-th of a kind's offers, in some of its copies."""
+        r, _, row = kind
+        changes = self._blocks[r].changes
+        if e < len(changes):
+            i, k = changes[e]
+            new = (*row[:i], k, *row[i + 1 :])
+        else:
+            new = self._known_rows(kind)[e - len(changes)]
+        for copy in alike:
+            copies[r][copy] = new
 
 
 @dataclass(frozen=True)
@@ -206,8 +217,18 @@ class _Copies:
                     where, at = "handed", handed[other]
                 self.joints[self.place[v]].append(_Joint(e, along, is_row, where, at))
 
+        sizes = ((i, self.numbers.sizes[self.block[i]]) for i in self.inner)
+        self.changes = [(i, k) for i, n in sizes for k in range(n)]
+
     def handed_on(self, row: Choice) -> Choice:
-        return tuple(row[i] for i in self.out)
+        return tuple([row[i] for i in self.out])
+
+    def by_state(self, rows: Iterable[Choice]) -> dict[Choice, list[Choice]]:
+        """Rows, each once, by what they hand on."""
+        out: dict[Choice, list[Choice]] = {}
+        for row in dict.fromkeys(rows):
+            out.setdefault(self.handed_on(row), []).append(row)
+        return out
 
     def around(
         self, base: Choice, before: Choice, row: Choice, i: int
