@@ -196,7 +196,7 @@ class Numbers:
         if weights.cost == 0:  # 0 * inf is NaN
             rows = np.where(np.isfinite(self.cost_s), 0.0, np.inf)
         else:
-            rows = self.cost_s * weights.cost
+            rows = self.cost_s if weights.cost == 1 else self.cost_s * weights.cost
         if weights.tie != 0:
             rows = rows + self.tie * weights.tie
         if weights.size != 0:

@@ -145,8 +145,7 @@ class RepeatedProblem:
     def evaluate(self, choice: RepeatedChoice) -> Totals:
         """What a choice sums to, over all copies; equal copies are added up once."""
         base = choice.base
-        others = (v for v in range(self.numbers.n_variables) if v not in self._owner)
-        terms = [self._terms(base, others, self.once)]
+        terms = [self._of_once(base)]
         for r, (repeat, rows) in enumerate(zip(self.repeats, choice.copies, strict=True)):
             ins = tuple(repeat.like)
             handed_on = [repeat.block.index(repeat.like[u]) for u in ins]
@@ -155,6 +154,13 @@ class RepeatedProblem:
             for (state, row), n in Counter(zip(given, rows, strict=True)).items():
                 terms.append(n * self.of_copy(r, base, state, row))
         return Totals(*map(math.fsum, np.concatenate(terms, axis=1).tolist()))
+
+    def _of_once(self, base: Choice) -> FloatArray:
+        """[seconds, ties and bytes; terms] of what is no copy's."""
+        if base not in self._known_once:
+            others = (v for v in range(self.numbers.n_variables) if v not in self._owner)
+            self._known_once[base] = self._terms(base, others, self.once)
+        return self._known_once[base]
 
     def of_copy(self, r: int, base: Choice, before: Choice, row: Choice) -> FloatArray:
         """[seconds, ties and bytes; terms] of one copy that is handed `before` and has chosen
@@ -183,6 +189,10 @@ class RepeatedProblem:
 
     @cached_property
     def _known(self) -> dict[tuple[int, Choice, Choice, Choice], FloatArray]:
+        return {}
+
+    @cached_property
+    def _known_once(self) -> dict[Choice, FloatArray]:
         return {}
 
     @cached_property
