@@ -28,9 +28,11 @@ def best_count(
     start = next((i for i, c in enumerate(tries) if evaluator.may_fit(c)), len(tries) - 1)
     low, high, bound_s = start, len(tries), 0.0
     if high - low > 1 and math.isfinite(least_s):
-        free_s = evaluator.scored(tries[start], None).score_s
-        if free_s > least_s:
-            return free_s
+        free = evaluator.scored(tries[start], None, least_s)
+        if free.score_s > least_s:
+            return free.score_s
+        if evaluator.bound_over_budget_s(tries[start]) is None:
+            high = start
     if low == high - 1:  # nothing to choose from: the budget may as well be there at once
         low = high
     while low < high:
@@ -68,25 +70,43 @@ def best_recomputed(
     they are on down, while they get faster. None is faster than if activations needed no bytes.
     """
     best: Scored | None = None
-    for i, candidate in reversed(list(enumerate(tries))):
-        try:
-            free = evaluator.scored(candidate, None)
-        except InfeasibleError:
-            continue
-        if within(evaluator.budget_bytes, free.size_bytes):
+    for candidate in reversed(_promising(evaluator, tries, least_s)):
+        if within(evaluator.budget_bytes, evaluator.scored(candidate, None).size_bytes):
             continue
         limit_s = least_s if best is None else best.score_s
-        worth_s = limit_s * (1 - WORTH_REL)
+        if not _may_be_worth(evaluator, candidate, limit_s):
+            continue
         try:
-            if free.score_s >= worth_s:
-                continue
-            if evaluator.without_activations(candidate, worth_s).score_s >= worth_s:
-                continue
             found = evaluator.scored(candidate, evaluator.budget_bytes, limit_s)
         except InfeasibleError:
             continue
         if best is not None and found.score_s >= best.score_s:
             break
         if found.score_s < least_s:
-            best = replace(found, others=tuple(tries[i + 1 :]))
+            best = replace(found, others=tuple(tries[tries.index(candidate) + 1 :]))
     return best
+
+
+def _promising(evaluator: Evaluator, tries: Sequence[Candidate], limit_s: float) -> list[Candidate]:
+    """Those that may be below `limit_s` if activations needed no bytes. Where one is not, none is
+    whose microbatches are parts of its: they allow no more placements, and only cost time."""
+    found, hopeless = list[Candidate](), list[int]()
+    for candidate in tries:
+        if any(candidate.n_microbatches % m == 0 for m in hopeless):
+            continue
+        if _may_be_worth(evaluator, candidate, limit_s):
+            found.append(candidate)
+        else:
+            hopeless.append(candidate.n_microbatches)
+    return found
+
+
+def _may_be_worth(evaluator: Evaluator, candidate: Candidate, limit_s: float) -> bool:
+    """Would a candidate be solved for less than `limit_s`, if activations needed no bytes?"""
+    worth_s = limit_s * (1 - WORTH_REL)
+    try:
+        if evaluator.scored(candidate, None, worth_s).score_s >= worth_s:
+            return False
+        return evaluator.without_activations(candidate, worth_s).score_s < worth_s
+    except InfeasibleError:
+        return False

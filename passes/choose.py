@@ -57,7 +57,8 @@ class Chosen:
     and how sure it is. `read` makes the strategy.
 
     `size_bytes` is what it needs per device by the solver's account; `n_written_out` the number of
-    variables with every copy of a block written out, `n_variables` without.
+    variables with every copy of a block written out, `n_variables` without. One that is not
+    `settled` shows no more than that nothing is below the limit that was asked for.
     """
 
     objective_s: float
@@ -69,6 +70,7 @@ class Chosen:
     received: Mapping[str, Spec]
     sent: Mapping[str, Spec]
     read: Callable[[], Strategy] = field(repr=False, compare=False)
+    settled: bool = True
 
     @property
     def bound_s(self) -> float:
@@ -147,7 +149,7 @@ class Chooser:
         """`choose` of the whole program, from its folded problem where that is exact. Pins are of
         single parameters, which other blocks do not have.
 
-        Where no objective can be below `limit_s`, no more is found out than that (`bound_s`).
+        Where no objective can be below `limit_s`, no more is found out than that (`settled`).
         """
         whole = self.folded.whole, ask, self.optimizer, budget_bytes, solver, time_limit_s
         if not self.folded.runs or solver != "auto" or ask.constraints.pins:
@@ -161,7 +163,7 @@ class Chooser:
         columns = solved[0].problem.written(most_columns)
         if by_copies.gap <= enough or columns > CLOSE_GAP.most_columns:
             return by_copies
-        if by_copies.bound_s >= limit_s:
+        if not by_copies.settled:
             return by_copies
         other = choose(*whole, self.recomputable, self._written_out)
         return min(by_copies, other, key=lambda c: c.gap)
@@ -213,6 +215,7 @@ class Chooser:
             whole.boundaries(choice, "received"),
             whole.boundaries(choice, "sent"),
             lambda: _strategy(self.folded.whole, whole, choice, ask),
+            solution.settled,
         )
 
 

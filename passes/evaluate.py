@@ -333,6 +333,8 @@ class Evaluator:
         fits without it is slower."""
         recomputable, plain = self.recomputable, self.without_recompute
         if plain is not None:
+            if budget_bytes is None:
+                return plain._choose(stage, None, limit_s)
             free = plain._choose(stage, None)
             if within(budget_bytes, free.size_bytes):
                 return free
@@ -345,7 +347,7 @@ class Evaluator:
             chosen = self._chooser(stage.part).choose(
                 ask, budget_bytes, self.options.solver, self._left_s(), limit_s
             )
-            if chosen.bound_s >= limit_s:
+            if not chosen.settled:
                 return chosen
             if plain is not None:
                 with suppress(InfeasibleError):

@@ -265,8 +265,8 @@ class Planner:
 
     def _free_s(self, tries: Sequence[Candidate]) -> float:
         """A step with the fewest microbatches, had devices no limit; infinite: there is none."""
-        try:
-            return self._plain.scored(tries[0], None).score_s
+        try:  # which of equals it is does not matter
+            return self._plain.scored(tries[0], None, limit_s=0.0).score_s
         except InfeasibleError:
             return math.inf
 

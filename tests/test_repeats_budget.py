@@ -14,7 +14,11 @@ from autopar.passes.solvers.potentials import Weights
 from autopar.passes.solvers.repeats import Repeat, RepeatedChoice, RepeatedProblem
 from autopar.passes.solvers.repeats_elimination import Branch, RepeatedElimination
 from autopar.passes.solvers.repeats_exchange import Exchanges
-from autopar.passes.solvers.repeats_select import RepeatedSolution, solve_repeated
+from autopar.passes.solvers.repeats_select import (
+    RepeatedSolution,
+    RepeatedSolver,
+    solve_repeated,
+)
 from tests.test_repeats import REL, WEIGHTS, random_repeated
 
 NONE = np.zeros(2)
@@ -131,3 +135,21 @@ def test_gaps_are_honest_and_closed_to_the_goal() -> None:
             n_all += 1
             n_wide += found.gap > max(goal, 0.03)
     assert n_all > 20 and n_wide <= n_all // 4, (n_all, n_wide)
+
+
+def test_above_a_limit_no_more_is_found_out() -> None:
+    n_over = 0
+    for seed in range(20):
+        problem = random_repeated(seed)
+        best = RepeatedSolver(problem).solve(None)
+        if isinstance(best, Infeasible):
+            continue
+        cost_s = best.totals.cost_s
+        over = RepeatedSolver(problem).solve(None, limit_s=cost_s * (1 - REL))
+        under = RepeatedSolver(problem).solve(None, limit_s=cost_s * (1 + 2 * REL))
+        assert not isinstance(over, Infeasible)
+        assert under == best and best.settled
+        assert over.totals.cost_s == pytest.approx(cost_s, rel=REL)
+        assert over.settled == (cost_s == 0.0)
+        n_over += not over.settled
+    assert n_over > 5

@@ -19,7 +19,7 @@ import itertools
 import math
 import time
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -41,11 +41,13 @@ from autopar.passes.solvers.select import QUICK, break_ties
 
 @dataclass(frozen=True)
 class RepeatedSolution:
-    """A choice within the budget, and how far (relative) it may be from the cheapest."""
+    """A choice within the budget, and how far (relative) it may be from the cheapest; one that is
+    not `settled` shows no more than that nothing is below the limit that was asked for."""
 
     choice: RepeatedChoice
     totals: Totals
     gap: float
+    settled: bool = True
 
 
 # The best choice known, and a bound on all.
@@ -85,6 +87,8 @@ class RepeatedSolver:
         if hull is None or hull.fastest is None:
             return FORBIDDEN
         if within(budget_bytes, hull.fastest.totals.bytes):
+            if hull.fastest.totals.cost_s > limit_s:
+                return self._solution(hull.fastest, 0.0, settled=False)
             chosen = self._chosen
             fits = within(budget_bytes, chosen.totals.bytes)
             return self._solution(chosen if fits else hull.fastest, 0.0)
@@ -92,7 +96,7 @@ class RepeatedSolver:
         if not within(budget_bytes, hull.leanest.totals.bytes):
             return over_budget(budget_bytes, hull.leanest.totals.bytes)
         best, bound_s = self._searched(hull, budget_bytes, gap_goal, deadline, limit_s)
-        return self._solution(best, _gap(best, bound_s))
+        return self._solution(best, _gap(best, bound_s), settled=bound_s < limit_s)
 
     @cached_property
     def _hull(self) -> Hull[RepeatedChoice] | None:
@@ -203,7 +207,9 @@ class RepeatedSolver:
         bracket = search(hull, budget_bytes, deadline)
         return self._exchanged(hull, bracket, budget_bytes, gap_goal)
 
-    def _solution(self, point: Point[RepeatedChoice], gap: float) -> RepeatedSolution:
+    def _solution(
+        self, point: Point[RepeatedChoice], gap: float, settled: bool = True
+    ) -> RepeatedSolution:
         """In the indices of the problem before it was reduced."""
         kept, choice = self._kept, point.choice
         base = tuple(int(of_v[k]) for of_v, k in zip(kept, choice.base, strict=True))
@@ -214,7 +220,7 @@ class RepeatedSolver:
             )
             for repeat, rows in zip(self.problem.repeats, choice.copies, strict=True)
         )
-        return RepeatedSolution(RepeatedChoice(base, copies), point.totals, gap)
+        return RepeatedSolution(RepeatedChoice(base, copies), point.totals, gap, settled)
 
 
 def _mixed(
@@ -240,6 +246,7 @@ def _fullest(
     """With the most copies as in `over` that fit, and with one more; bytes rise with them."""
     n_most = max(repeat.count for repeat in problem.repeats)
 
+    @cache
     def at(n: int) -> Point[RepeatedChoice]:
         pair, fraction = (over, under), n / n_most
         if not is_first:
