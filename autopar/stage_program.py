@@ -317,6 +317,11 @@ class StageProgram:
     # What it costs, for pipelines that share it (`cost/predict.py`).
     priced: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
+    def priced_as(self, other: StageProgram) -> StageProgram:
+        """Itself, which costs what `other` does: what is found of one is known of both."""
+        object.__setattr__(self, "priced", other.priced)
+        return self
+
     @cached_property
     def taken(self) -> frozenset[str]:
         """Variables that the function returns."""

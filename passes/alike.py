@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 
 from autopar.facts import Strategy
 from autopar.passes.analysis import Analysis
+from autopar.program import Program
+from autopar.stage_program import Boundary, StageProgram, StoredParameter
 
 
 @dataclass(frozen=True)
@@ -33,13 +35,18 @@ class Numbered:
         ends = (tuple(program.parameters), program.received, program.sent, program.outputs)
         likeness = (
             tuple(
-                (analysis.kinds[o.name], *(number[n] for n in (*o.inputs, *o.outputs)))
+                (
+                    analysis.kinds[o.name],
+                    analysis.temporaries[o.name],
+                    *(number[n] for n in (*o.inputs, *o.outputs)),
+                )
                 for o in operators
             ),
             tuple(tuple(number[n] for n in names) for names in ends),
             number[program.loss] if program.loss is not None else None,
             _placeholders(analysis, number),
             _factors(analysis, values),
+            tuple(analysis.dtypes[n] for n in values),
             tuple(ranges),
         )
         return Numbered(values, tuple(o.name for o in operators), likeness)
@@ -63,7 +70,7 @@ def _placeholders(analysis: Analysis, number: Mapping[str, int]) -> tuple[Hashab
             found.append((i, info.shape, info.dtype, info.requires_grad, is_mirror))
         elif node.name in program.constants:  # of those that are equal the first is delivered
             same = first.setdefault(program.constants[node.name], len(first))
-            found.append((i, same, analysis.dtypes[node.name]))
+            found.append((i, same))
         elif node.name not in program.received:
             found.append((i, node.name))
     return tuple(found)
@@ -89,3 +96,30 @@ def renamed(strategy: Strategy, names: Mapping[str, str]) -> Strategy:
             for item in strategy.recomputed
         ),
     )
+
+
+def lowered_as(
+    lowered: StageProgram, program: Program, other: Program, names: Mapping[str, str]
+) -> StageProgram:
+    """A lowered program as that of another that is alike, to be joined and priced: its lines keep
+    their names."""
+    infos = {info.name: other.parameters[names[n]] for n, info in program.parameters.items()}
+
+    def parameter(p: StoredParameter) -> StoredParameter:
+        info = infos[p.name]
+        return replace(p, name=info.name, aliases=info.aliases, mirror_of=info.mirror_of)
+
+    def crossing(boundary: Boundary) -> Boundary:
+        value = names[boundary.value]
+        return replace(boundary, value=value, key=other.value_key(value))
+
+    return replace(
+        lowered,
+        parameters=tuple(map(parameter, lowered.parameters)),
+        received=tuple(map(crossing, lowered.received)),
+        sent=tuple(map(crossing, lowered.sent)),
+        repeats=tuple(
+            replace(r, parameters=frozenset(infos[n].name for n in r.parameters))
+            for r in lowered.repeats
+        ),
+    ).priced_as(lowered)

@@ -204,12 +204,14 @@ class Evaluator:
         depth = n_in_flight(schedule_name(self.options), k, len(ends), n_microbatches)
         part = self.parts(ends)[k]
         names: Mapping[str, str] | None = None
-        if len(ends) > 1 and not (layout.constraints.pins or layout.constraints.storage):
-            part, names = self._first_like(part)
+        if not (layout.constraints.pins or layout.constraints.storage):
+            part, names = self.first_like(part)
         return _Stage(part, names, layout, n_microbatches, depth)
 
-    def _first_like(self, part: Analysis) -> tuple[Analysis, Mapping[str, str] | None]:
+    def first_like(self, part: Analysis) -> tuple[Analysis, Mapping[str, str] | None]:
         """The first part asked for that is like this one, and its names here; None if it is it."""
+        if part is self.analysis:
+            return part, None
         if id(part) not in self._alike:
             numbered = Numbered.of(part, self._again.within(part) if self._again else ())
             first, known = self._first.setdefault(numbered.likeness, (part, numbered))

@@ -18,6 +18,7 @@ from autopar.errors import InfeasibleError
 from autopar.facts import Strategy
 from autopar.mesh import LogicalMesh
 from autopar.passes.abridge import Abridger
+from autopar.passes.alike import lowered_as, renamed
 from autopar.passes.analysis import Analysis
 from autopar.passes.choose import too_little_memory
 from autopar.passes.evaluate import Evaluator, Scored, schedule_name
@@ -153,7 +154,13 @@ class Simulator:
         return solved, predicted.peak_bytes
 
     def _program(self, stage: LaidStage) -> StageProgram:
-        """Lowered; the one that is known already where another candidate has this stage."""
+        """Lowered; the one that is known already where another candidate has this stage, or one
+        that is alike."""
+        first, names = self.evaluator.first_like(stage.analysis)
+        if names is not None:
+            own = {there: name for name, there in names.items()}
+            like = LaidStage(first, renamed(stage.strategy, own), stage.cost)
+            return lowered_as(self._program(like), first.program, stage.analysis.program, names)
         known = self._lowered[id(stage.analysis), stage.cost.mesh.placement]
         for strategy, program in known:
             if strategy == stage.strategy:

@@ -8,14 +8,18 @@ from functools import cache
 import torch
 
 from autopar.capture import capture
+from autopar.cost.liveness import peak_memory
+from autopar.cost.stage_times import stage_times
 from autopar.facts import Strategy
-from autopar.passes.alike import Numbered, renamed
+from autopar.passes.alike import Numbered, lowered_as, renamed
 from autopar.passes.analysis import Analysis
 from autopar.passes.choose import Ask, choose
 from autopar.passes.constraints import Constraints
 from autopar.passes.cut import cut
 from autopar.passes.folding import find_runs
 from autopar.passes.lower import lower
+from autopar.pipeline import Pipeline
+from autopar.schedule import one_f_one_b
 from tests.harness import random_tokens, tiny_gpt2
 from tests.test_optimality import machine
 
@@ -80,3 +84,26 @@ def test_what_one_chooses_the_others_choose_under_their_names() -> None:
     assert list(found.storage) == list(theirs.storage)
     program = lower(other, found, machine((2, 2)))
     assert program == lower(other, theirs, machine((2, 2)))
+
+
+def test_what_is_lowered_for_one_is_joined_and_priced_as_the_others() -> None:
+    begin, one, other, end = stages(whole(), 1, 2, 2)
+    cost = machine((2, 2))
+    names = Numbered.of(one).names_in(Numbered.of(other))
+    ends = [lower(part, strategy_of(part), cost) for part in (begin, end)]
+    middle = [lower(part, strategy_of(part), cost) for part in (one, other)]
+    named = lowered_as(middle[0], one.program, other.program, names)
+    assert [p.name for p in named.parameters] == [p.name for p in middle[1].parameters]
+    found, wanted = (
+        Pipeline.of([ends[0], middle[0], third, ends[1]], [cost.mesh] * 4, one_f_one_b)
+        for third in (named, middle[1])
+    )
+    assert found.ties == wanted.ties
+    assert found.schedule == wanted.schedule
+    assert [(c.source, c.target, c.value) for c in found.crossings] == [
+        (c.source, c.target, c.value) for c in wanted.crossings
+    ]
+    peaks = [peak_memory(program, "adamw", 2) for program in (named, middle[1])]
+    assert peaks[0].peak_bytes == peaks[1].peak_bytes
+    assert peaks[0].parts == peaks[1].parts
+    assert stage_times(named, cost, "adamw") == stage_times(middle[1], cost, "adamw")
