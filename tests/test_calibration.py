@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import autopar
-from autopar.calibration import calibrate, measure
+from autopar.calibration import calibrate
 from autopar.calibration.fit import (
     fit_link,
     fit_memory,
@@ -38,7 +36,6 @@ from autopar.cost.hardware import load_profile, resolve
 from autopar.cost.topology import flat_group
 from autopar.errors import CalibrationError, OptionError
 from autopar.mesh import Link, Mesh
-from autopar.runtime.launch import WorkerPool
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
 CPU_MACHINE = Machine("a CPU", False, 2, 16 << 30, 300 << 20)
@@ -258,11 +255,8 @@ def test_group_sizes_that_cannot_be_measured_are_refused() -> None:
         calibrate([1])
 
 
-def test_this_machine(
-    tmp_path: Path, workers: Callable[[int], WorkerPool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Measured, on processes that there are, written, loaded, resolved, planned with."""
-    monkeypatch.setattr(measure, "WorkerPool", lambda n_ranks: nullcontext(workers(n_ranks)))
+def test_this_machine(tmp_path: Path) -> None:
+    """Measured, written, loaded, resolved, planned with."""
     phases: list[str] = []
     found = calibrate([2], quick=True, progress=phases.append)
     path = tmp_path / "here.toml"
