@@ -32,9 +32,9 @@ from autopar.passes.recompute_choice import add_recompute
 from autopar.passes.reshard import ReshardTable, priced_alike
 from autopar.rules import rule_for
 
-# Built at once, so that arrays stay small enough to be kept: about 2 MB each; with recompute, whose
-# problems are several times as large, fewer.
-MOST_CASES, MOST_CASES_AGAIN = 128, 32
+# Built at once, so that arrays stay small enough to be kept: about 1 MB each, and few cases are
+# built that nobody asks for; with recompute, whose problems are several times as large, fewer.
+MOST_CASES, MOST_CASES_AGAIN = 72, 32
 
 
 def static_bytes(analysis: Analysis, dtype: torch.dtype, optimizer: str) -> float:
