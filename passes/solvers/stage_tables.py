@@ -194,6 +194,13 @@ def _recurrence(
     # follow[..., j - 1]: what comes after a stage at level j.
     follow = np.full((n_layers + 1, n_devices + 1, n_levels), np.inf)
     follow[n_layers, 0, 0] = 0.0
+    # Of each kind, the first n_begins of its row: with how many devices left it may begin.
+    may_begin, n_begins = np.zeros(begins.shape, dtype=np.int64), np.zeros(n_kinds, dtype=np.int64)
+    for kind in range(n_kinds):
+        for devices in range(sizes[kind], n_devices + 1):
+            if begins[kind, devices]:
+                may_begin[kind, n_begins[kind]] = devices
+                n_begins[kind] += 1
     for first in range(n_layers - 1, -1, -1):
         start = starts[first]
         while start < starts[first + 1]:
@@ -207,13 +214,12 @@ def _recurrence(
                 start += 1
             for kind in range(n_kinds):
                 if least[kind, 0] < np.inf:
-                    for left in range(n_devices + 1 - sizes[kind]):
-                        devices = left + sizes[kind]
-                        if begins[kind, devices]:
-                            for j in range(top):
-                                paid, rest = least[kind, j], follow[last + 1, left, j]
-                                both = max(paid, rest) if largest else paid + rest
-                                out[first, devices, j + 1] = min(out[first, devices, j + 1], both)
+                    for devices in may_begin[kind, : n_begins[kind]]:
+                        left = devices - sizes[kind]
+                        for j in range(top):
+                            paid, rest = least[kind, j], follow[last + 1, left, j]
+                            both = max(paid, rest) if largest else paid + rest
+                            out[first, devices, j + 1] = min(out[first, devices, j + 1], both)
         for devices in range(n_devices + 1):
             for j in range(n_levels):
                 follow[first, devices, j] = out[first, devices, j]
