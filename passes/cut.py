@@ -67,10 +67,15 @@ class _Cutter:
     readers: dict[str, set[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for node in self.program.graph.nodes:
-            if node.op == "call_function":
-                for source in node.all_input_nodes:
-                    self.readers.setdefault(source.name, set()).add(self.stage_of[node.name])
+        nodes = list(self.program.graph.nodes)
+        self.placeholders = [node.name for node in nodes if node.op == "placeholder"]
+        calls = [node for node in nodes if node.op == "call_function"]
+        self.bodies: list[list[torch.fx.Node]] = [[] for _ in range(self.n_stages)]
+        for node in calls:
+            stage = self.stage_of[node.name]
+            self.bodies[stage].append(node)
+            for source in node.all_input_nodes:
+                self.readers.setdefault(source.name, set()).add(stage)
         self.outputs = self.program.outputs if self.with_outputs else ()
         for name in self.outputs:
             self.readers.setdefault(name, set()).add(self.n_stages - 1)
@@ -79,20 +84,16 @@ class _Cutter:
             update = self.program.buffers[name].update
             if update is not None and home is not None:
                 self.readers.setdefault(update, set()).add(home)
+        # What later stages read than the one that makes it.
+        made = (node.name for node in calls)
+        self.crossing = [n for n in made if max(self.readers.get(n, (0,))) > self.stage_of[n]]
 
     def stage(self, k: int) -> Program:
         whole, is_last = self.program, k == self.n_stages - 1
-        nodes = list(whole.graph.nodes)
-        roots = [n.name for n in nodes if n.op == "placeholder" and self._takes(n.name, k)]
-        received = tuple(
-            n.name
-            for n in nodes
-            if n.op == "call_function"
-            and self.stage_of[n.name] < k
-            and k in self.readers.get(n.name, ())
-        )
-        body = [n for n in nodes if self.stage_of.get(n.name) == k]
-        sent = tuple(n.name for n in body if any(r > k for r in self.readers.get(n.name, ())))
+        roots = [name for name in self.placeholders if self._takes(name, k)]
+        stage_of, readers = self.stage_of, self.readers
+        received = tuple(n for n in self.crossing if stage_of[n] < k and k in readers[n])
+        sent = tuple(n for n in self.crossing if stage_of[n] == k)
         outputs = self.outputs if is_last else ()
         loss = whole.loss if is_last else None
         taken = frozenset(roots)
@@ -104,7 +105,7 @@ class _Cutter:
             prologue = None
         return replace(
             whole,
-            graph=_subgraph(whole, roots, received, body, returned),
+            graph=_subgraph(whole, roots, received, self.bodies[k], returned),
             parameters={
                 name: self._parameter(name, info, k)
                 for name, info in whole.parameters.items()
@@ -188,10 +189,10 @@ def _subgraph(
     for name in (*roots, *received):
         old = program.node(name)
         made[old] = graph.create_node("placeholder", name, name=name)
+        made[old].meta = dict(old.meta)
     for old in body:
         made[old] = graph.node_copy(old, made.__getitem__)
     for old, new in made.items():
-        new.meta = dict(old.meta)
         assert new.name == old.name, (new.name, old.name)
     graph.output(tuple(made[program.node(name)] for name in returned))
     return graph
