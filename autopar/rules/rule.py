@@ -54,14 +54,8 @@ class OpCall:
         result: Any,
         value_of: Callable[[Any], Any] = lambda a: a,
     ) -> OpCall:
-        named: dict[str, Any] = {}
-        for i, (name, kwarg_only, default) in enumerate(_arguments(op)):
-            if i < len(args) and not kwarg_only:
-                named[name] = args[i]
-            elif name in kwargs:
-                named[name] = kwargs[name]
-            else:
-                named[name] = default
+        defaults = _defaults(op)
+        named = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
         tensors = []
         for value in named.values():
             for item in value if isinstance(value, (list, tuple)) else (value,):
@@ -81,7 +75,7 @@ class OpCall:
         """Equal for calls that differ only in which tensors of these shapes they take, or in which
         draw of random numbers: no rule tells them apart."""
         args = ((name, _plain(v)) for name, v in self.args.items() if name != "occurrence")
-        return str(self.op), tuple(args), self.inputs, self.outputs
+        return self.op, tuple(args), self.inputs, self.outputs
 
     def dim(self, name: str = "dim", rank: int | None = None) -> int:
         """A dim argument, counted from 0."""
@@ -90,19 +84,19 @@ class OpCall:
 
 
 @lru_cache(maxsize=1024)
-def _arguments(op: torch._ops.OpOverload) -> tuple[tuple[str, bool, Any], ...]:
-    """Of an operator's schema, which is slow to say: name, only by keyword?, default."""
-    return tuple((a.name, a.kwarg_only, a.default_value) for a in op._schema.arguments)
+def _defaults(op: torch._ops.OpOverload) -> Mapping[str, Any]:
+    """The arguments of an operator's schema, which is slow to say; those by keyword alone last."""
+    return {a.name: a.default_value for a in op._schema.arguments}
 
 
 def _plain(value: Any) -> Hashable:
     """An argument with tensors left out; hashable."""
     if isinstance(value, (torch.fx.Node, torch.Tensor)):
         return "tensor"
-    if isinstance(value, Mapping):
-        return tuple((key, _plain(v)) for key, v in value.items())
     if isinstance(value, (list, tuple)):
-        return tuple(_plain(v) for v in value)
+        return tuple([_plain(v) for v in value])
+    if isinstance(value, dict):
+        return tuple([(key, _plain(v)) for key, v in value.items()])
     return repr(value)
 
 
