@@ -43,6 +43,7 @@ def best_count(
         else:
             bound_s, low = over_s, middle + 1
     best = evaluator.scored(tries[low], None) if low < len(tries) else None
+    open_s = math.inf
     for candidate in reversed(tries[start:low]):
         if best is not None and best.score_s * (1 - WORTH_REL) <= bound_s:
             break
@@ -53,12 +54,13 @@ def best_count(
             if best is None:
                 return error
             break
+        open_s = min(open_s, bought.open_s)
         if best is not None and bought.score_s >= best.score_s:
             break
         best, bound_s = bought, 0.0
     assert best is not None
     place = tries.index(best.candidate)
-    return replace(best, others=tuple(tries[place + 1 :]))
+    return replace(best, others=tuple(tries[place + 1 :]), open_s=open_s)
 
 
 def best_recomputed(

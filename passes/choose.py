@@ -58,7 +58,7 @@ class Chosen:
 
     `size_bytes` is what it needs per device by the solver's account; `n_written_out` the number of
     variables with every copy of a block written out, `n_variables` without. One that is not
-    `settled` shows no more than that nothing is below the limit that was asked for.
+    `settled` is not the best yet: more was not worth finding out, or is to be asked for.
     """
 
     objective_s: float
@@ -145,11 +145,13 @@ class Chooser:
         solver: Solver = "auto",
         time_limit_s: float | None = None,
         limit_s: float = math.inf,
+        closes: bool = True,
     ) -> Chosen:
         """`choose` of the whole program, from its folded problem where that is exact. Pins are of
         single parameters, which other blocks do not have.
 
-        Where no objective can be below `limit_s`, no more is found out than that (`settled`).
+        Where no objective can be below `limit_s`, no more is found out than that; and unless it
+        `closes` gaps, one is left that blocks share (`settled`).
         """
         whole = self.folded.whole, ask, self.optimizer, budget_bytes, solver, time_limit_s
         if not self.folded.runs or solver != "auto" or ask.constraints.pins:
@@ -163,8 +165,8 @@ class Chooser:
         columns = solved[0].problem.written(most_columns)
         if by_copies.gap <= enough or columns > CLOSE_GAP.most_columns:
             return by_copies
-        if not by_copies.settled:
-            return by_copies
+        if not (by_copies.settled and closes):
+            return replace(by_copies, settled=False)
         other = choose(*whole, self.recomputable, self._written_out)
         return min(by_copies, other, key=lambda c: c.gap)
 

@@ -39,12 +39,14 @@ from autopar.schedule import ORDERS, in_flight
 @dataclass(frozen=True)
 class Scored:
     """A candidate with every stage solved; `score_s` is its step, played. `others` are the
-    same with more microbatches, should it not fit."""
+    same with more microbatches, should it not fit; `open_s` is what it may take at least, it or
+    what it was compared with, if that were settled."""
 
     candidate: Candidate
     choices: tuple[Chosen, ...]
     score_s: float
     others: tuple[Candidate, ...] = ()
+    open_s: float = math.inf
 
     @property
     def size_bytes(self) -> float:
@@ -98,7 +100,7 @@ class Evaluator:
 
     `views` are meshes that it and its stages will be asked for on, with some of `counts`
     microbatches. Solves close their gaps until the `deadline`, on the clock of `time.perf_counter`,
-    for a second at least.
+    for a second at least; unless it `closes` gaps, those that blocks share are left.
     """
 
     analysis: Analysis
@@ -108,6 +110,7 @@ class Evaluator:
     views: Sequence[LogicalMesh] = ()
     counts: Sequence[int] = ()
     deadline: float = math.inf
+    closes: bool = True
     _chosen: dict[object, Chosen] = field(default_factory=dict)
     _choosers: dict[tuple[int, bool], Chooser] = field(default_factory=dict)
     _parts: dict[tuple[int, ...], tuple[Analysis, ...]] = field(default_factory=dict)
@@ -130,6 +133,11 @@ class Evaluator:
         if self.recomputable is None or not self.recomputable.is_choice:
             return None
         return replace(self, options=replace(self.options, recompute="none"))
+
+    @cached_property
+    def hasty(self) -> Evaluator:
+        """One that leaves gaps open; what is known of solves is shared."""
+        return replace(self, closes=False)
 
     def parts(self, ends: tuple[int, ...]) -> tuple[Analysis, ...]:
         """The analyses of the stages that end so; of one stage, the whole."""
@@ -163,7 +171,9 @@ class Evaluator:
     def _scored(self, candidate: Candidate, choices: Sequence[Chosen]) -> Scored:
         m = candidate.n_microbatches
         if len(choices) == 1:
-            return Scored(candidate, tuple(choices), choices[0].objective_s)
+            (chosen,) = choices
+            open_s = math.inf if chosen.settled else chosen.bound_s
+            return Scored(candidate, (chosen,), chosen.objective_s, open_s=open_s)
         parts, loss = self.parts(candidate.ends), self.analysis.program.loss
         worked = [Worked((c.objective_s - c.once_s) / m, c.once_s) for c in choices]
         ends = [
@@ -347,7 +357,7 @@ class Evaluator:
             if constraints.roles:
                 ask = replace(ask, cost=recipe_cost(cost), runs_on=cost)
             chosen = self._chooser(stage.part).choose(
-                ask, budget_bytes, self.options.solver, self._left_s(), limit_s
+                ask, budget_bytes, self.options.solver, self._left_s(), limit_s, self.closes
             )
             if not chosen.settled:
                 return chosen

@@ -144,7 +144,8 @@ class Planner:
                 self._tried.append((name, tries))
                 # What a recipe costs is worth knowing even where it cannot win.
                 limit_s = math.inf if tries[0].is_recipe else least_s
-                best = best_count(self._plain, tries, limit_s)
+                is_one = len(tries[0].stages) == 1
+                best = best_count(self._plain.hasty if is_one else self._plain, tries, limit_s)
                 if isinstance(best, Scored):
                     found.append(best)
                 elif isinstance(best, InfeasibleError):
@@ -152,6 +153,7 @@ class Planner:
                     notes.append(Alternative(name, None, str(best).splitlines()[0]))
                 else:
                     notes.append(Alternative(name, None, f"at least {format_seconds(best)}"))
+            self._settle()
             if not self._costs_little(self._least_s):
                 last = self._add_recomputed(errors, notes)
         except _TimeUp:
@@ -201,6 +203,17 @@ class Planner:
     def _plain(self) -> Evaluator:
         """Without recompute, as far as it is searched: it comes after all else (`_recomputed`)."""
         return self.evaluator.without_recompute or self.evaluator
+
+    def _settle(self) -> None:
+        """Close the gaps of what may be the best then: of other plans they are not worth it."""
+        tried = dict(self._tried)
+        for scored in sorted(self._found, key=lambda s: s.score_s):
+            if scored.open_s >= self._least_s:
+                continue
+            self._tell(f"closing the gap of {scored.candidate.name}")
+            better = best_count(self._plain, tried[scored.candidate.name], self._least_s)
+            if isinstance(better, Scored) and better.score_s <= scored.score_s:
+                self._found[self._found.index(scored)] = better
 
     def _costs_little(self, step_time_s: float) -> bool:
         """Is recompute left alone: would devices without a limit gain less than it costs?"""
