@@ -12,8 +12,8 @@ class Effort:
     n_written_out      choice variables of the largest problem solved, all copies of blocks written
                        out
     n_variables        those that were solved for: one block stands for its copies
-    n_configurations   stages in the tables of the joint search: ranges of layers x placements on a
-                       view x numbers of microbatches
+    n_configurations   stages in the tables of the joint search and of its bounds: ranges of
+                       layers x placements on a view x numbers of microbatches
     n_solved           stages and whole programs that were solved
     """
 

@@ -158,9 +158,12 @@ class JointSearch:
             wanted = [self._wanted(view, m) for view in self.views]
             every = tuple(itertools.chain.from_iterable(self.maker.searched(wanted, m)))
             self._costs[m] = undominated(every, self.layers)
-            n_layers = self.layers.n_layers
-            self.n_configurations += len(every) * n_layers * (n_layers + 1) // 2
+            self._count(len(every))
         return self._costs[m]
+
+    def _count(self, n_placements: int) -> None:
+        n_layers = self.layers.n_layers
+        self.n_configurations += n_placements * n_layers * (n_layers + 1) // 2
 
     def _wanted(self, view: LogicalMesh, m: int) -> Wanted:
         share = view.n_ranks / self.mesh.n_ranks
@@ -203,6 +206,7 @@ class JointSearch:
         if m not in self.free:
             wanted = [Wanted(view, self.constraints(view)) for view in self.views]
             fastest = [costs[0] for costs in self.maker.searched(wanted, m) if costs]
+            self._count(len(fastest))
             plans = self._with(m, fastest, Estimates(self.layers)).plans(n_stages, math.inf)
             self.free[m] = min(plans, key=lambda plan: plan.estimate_s, default=None)
         return self.free[m]
