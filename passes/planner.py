@@ -144,6 +144,7 @@ class Planner:
                 self._tried.append((name, tries))
                 # What a recipe costs is worth knowing even where it cannot win.
                 limit_s = math.inf if tries[0].is_recipe else least_s
+                # What stages take is learned from, so theirs are settled at once.
                 is_one = len(tries[0].stages) == 1
                 best = best_count(self._plain.hasty if is_one else self._plain, tries, limit_s)
                 if isinstance(best, Scored):
