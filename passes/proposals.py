@@ -1,8 +1,8 @@
 """Candidates that need no search for stages: one stage, stages that the user gave, a recipe that
 the user asked for.
 
-    one stage     on every logical view of the mesh: what is searched, and the plain recipes (data
-                  parallelism, ZeRO-3, Megatron)
+    one stage     on every logical view of the mesh: what is searched (once where views differ in
+                  names of axes), and the plain recipes (data parallelism, ZeRO-3, Megatron)
     given         the user's stages, each on the view that is fastest for it
     manual        one recipe, laid out as asked
 """
@@ -30,7 +30,7 @@ from autopar.passes.layout import (
     n_operators,
 )
 from autopar.passes.recipes import check_ranks, recipe_candidates, recipe_limits
-from autopar.passes.submeshes import axes_text, pins_on, views_of, views_text
+from autopar.passes.submeshes import axes_text, distinct_views, pins_on, views_of, views_text
 
 # Candidates under one name, with ever more microbatches: the best is taken.
 Tries = tuple[str, list[Candidate]]
@@ -47,12 +47,12 @@ class Proposals:
 
     def one_stage(self) -> Iterator[Tries]:
         """Every view searched, then the plain recipes, which `force` leaves out."""
-        views = self.views(0, self.mesh.n_ranks)
-        for view in views:
+        n_ranks = self.mesh.n_ranks
+        for view in distinct_views(self.mesh, self.hardware, self.options, [n_ranks]):
             layout = self._layout(view)
             yield self._any_count(f"search on {axes_text(view)}", layout, self._counts(layout))
         if not self.options.force:
-            for name, view, limits in self._recipes(views):
+            for name, view, limits in self._recipes(self.views(0, n_ranks)):
                 layout = StageLayout(view, limits)
                 yield self._any_count(name, layout, self._counts(layout))
 
