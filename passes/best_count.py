@@ -25,7 +25,8 @@ def best_count(
     cost time: the first such count is found by bisection. Fewer than that are bought with slower
     placements; they are tried one by one while they are faster, or may be.
     """
-    start = next((i for i, c in enumerate(tries) if evaluator.may_fit(c)), len(tries) - 1)
+    may_fit = (i for i, c in enumerate(tries[:-1]) if evaluator.may_fit(c))
+    start = next(may_fit, len(tries) - 1)
     low, high, bound_s = start, len(tries), 0.0
     if high - low > 1 and math.isfinite(least_s):
         free = evaluator.scored(tries[start], None, least_s)

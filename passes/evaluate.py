@@ -88,10 +88,11 @@ def schedule_name(options: Options) -> str:
     return "1f1b" if options.schedule == "auto" else options.schedule
 
 
-@lru_cache(maxsize=1024)
-def n_in_flight(schedule: str, stage: int, n_stages: int, n_microbatches: int) -> int:
-    """How many microbatches' activations a stage keeps at once."""
-    return in_flight(ORDERS[schedule](n_stages, n_microbatches), stage)
+@lru_cache(maxsize=128)
+def depths(schedule: str, n_stages: int, n_microbatches: int) -> tuple[int, ...]:
+    """How many microbatches' activations every stage keeps at once."""
+    order = ORDERS[schedule](n_stages, n_microbatches)
+    return tuple(in_flight(order, stage) for stage in range(n_stages))
 
 
 @dataclass
@@ -201,8 +202,7 @@ class Evaluator:
     ) -> list[Chosen]:
         """Every stage's placements."""
         limit_s = _limit_s(candidate, limit_s)
-        stages = self._stages(candidate)
-        return [self._choose_named(stage, budget_bytes, limit_s) for stage in stages]
+        return [self._choose_named(s, budget_bytes, limit_s) for s in self._stages(candidate)]
 
     def _stages(self, candidate: Candidate) -> Iterator[_Stage]:
         for k, layout in enumerate(candidate.stages):
@@ -211,7 +211,7 @@ class Evaluator:
     def _stage(
         self, ends: tuple[int, ...], k: int, layout: StageLayout, n_microbatches: int
     ) -> _Stage:
-        depth = n_in_flight(schedule_name(self.options), k, len(ends), n_microbatches)
+        depth = depths(schedule_name(self.options), len(ends), n_microbatches)[k]
         part = self.parts(ends)[k]
         names: Mapping[str, str] | None = None
         if not (layout.constraints.pins or layout.constraints.storage):

@@ -28,7 +28,7 @@ from autopar.decisions import Choice, Decision, Option, Rest
 from autopar.facts import OperatorStrategy, Storage, Strategy
 from autopar.passes.analysis import Analysis
 from autopar.passes.constraints import Constraints
-from autopar.passes.evaluate import n_in_flight
+from autopar.passes.evaluate import depths
 from autopar.passes.folding import KEPT, Folded, find_runs, fold
 from autopar.passes.intra_op import intra_op_problem
 from autopar.passes.join import LaidStage
@@ -114,7 +114,7 @@ def _decision(
 def _choice(
     stage: LaidStage, k: int, data: PlanData, target: _Target, limits: Limits, n_shown: int
 ) -> Choice:
-    depth = n_in_flight(data.schedule, k, len(data.stages), data.microbatches)
+    depth = depths(data.schedule, len(data.stages), data.microbatches)[k]
     own: Storage | OperatorStrategy = (
         stage.strategy.storage[target.node]
         if target.is_parameter
