@@ -153,7 +153,7 @@ class Planner:
                     errors.append((best, tries[-1]))
                     notes.append(Alternative(name, None, str(best).splitlines()[0]))
                 else:
-                    notes.append(Alternative(name, None, f"at least {format_seconds(best)}"))
+                    notes.append(_at_least(name, best))
             self._settle()
             if not self._costs_little(self._least_s):
                 last = self._add_recomputed(errors, notes)
@@ -171,16 +171,17 @@ class Planner:
             raise self._nothing_fits(errors)
         self.report("simulating the best")
         simulator = Simulator(last, self.predict)
-        fitting, failed = simulator.fastest(found)
-        fastest_s = min((s.step_time_s for s in fitting), default=math.inf)
-        may_add = not (is_stopped and fitting)
+        simulations = simulator.fastest(found)
+        fastest_s = min((s.step_time_s for s in simulations.found), default=math.inf)
+        may_add = not (is_stopped and simulations.found)
         if last is not self.evaluator and may_add and not self._costs_little(fastest_s):
             with suppress(_TimeUp):  # peaks are above what was solved for
                 self._add_recomputed(errors, notes)
-            fitting, failed = replace(simulator, evaluator=self.evaluator).fastest(found)
-        if not fitting:
+            simulations = replace(simulator, evaluator=self.evaluator).fastest(found)
+        failed, slower_s = simulations.failed, simulations.slower_s
+        if not simulations.found:
             raise min(failed.values(), key=lambda error: error.least_bytes or math.inf)
-        simulated = {s.candidate.name: s for s in fitting}
+        simulated = {s.candidate.name: s for s in simulations.found}
         least_s = min(s.step_time_s for s in simulated.values()) * (1 + 1e-9)
         # Among equals the first: a search before the recipes it ties with, one stage before more.
         names = [scored.candidate.name for scored in found if scored.candidate.name in simulated]
@@ -190,9 +191,10 @@ class Planner:
             if (name := scored.candidate.name) in simulated
             else Alternative(name, scored.score_s, "not simulated")
             for scored in found
-            if scored.candidate.name not in failed
+            if scored.candidate.name not in {*failed, *slower_s}
         ]
         notes += [Alternative(n, None, str(e).splitlines()[0]) for n, e in failed.items()]
+        notes += [_at_least(name, time_s) for name, time_s in slower_s.items()]
         rows.sort(key=lambda row: row.step_time_s or 0.0)
         if is_stopped:  # nothing is known of what was not tried but that it is no faster than this
             least_s = least_step_s(self.analysis, CostModel(self._whole, self.evaluator.dtype))
@@ -380,6 +382,10 @@ class Planner:
 
     def _is_hopeless(self, candidate: Candidate) -> bool:
         return candidate.estimate_s > HOPELESS * self._least_s
+
+
+def _at_least(name: str, least_s: float) -> Alternative:
+    return Alternative(name, None, f"at least {format_seconds(least_s)}")
 
 
 def _told_apart(candidates: Iterator[Candidate]) -> Iterator[Candidate]:

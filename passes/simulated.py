@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.cost.model import CostModel
@@ -55,6 +55,16 @@ class Solved:
     gap: float
 
 
+@dataclass(frozen=True)
+class Simulated:
+    """Of many candidates those that were simulated; by name those that do not fit, and those whose
+    placements that may fit take longer than the fastest, with what they take at least."""
+
+    found: Sequence[Solved]
+    failed: Mapping[str, InfeasibleError]
+    slower_s: Mapping[str, float]
+
+
 @dataclass
 class Simulator:
     """Simulates what an evaluator scored, by `predict`. One of another evaluator of the same
@@ -85,13 +95,26 @@ class Simulator:
 
         Raises `InfeasibleError` where none fits.
         """
+        found = self._fitting(scored, math.inf)
+        assert isinstance(found, Solved)
+        return found
+
+    def _fitting(self, scored: Scored, limit_s: float) -> Solved | float:
+        """As `simulated`; or, where that is no less than `limit_s`, what a step takes at least: no
+        bound is known of recipes, whose placements are not what is fastest."""
         solved, peak_bytes = self._simulated(scored)
         if within(self._budget_bytes, peak_bytes):
             return solved
         # Smaller budgets solve another problem; what is proven of this one holds.
         bound_s, least_bytes = solved.objective_s * (1 - solved.gap), peak_bytes
+        if scored.candidate.is_recipe:
+            limit_s = math.inf
+        least_s = solved.step_time_s * (1 - solved.gap)
+        if least_s >= limit_s:
+            return least_s
+        off = solved.step_time_s / scored.score_s  # about the same of all its placements
         size_bytes, known = scored.size_bytes, {scored.size_bytes: (solved, peak_bytes)}
-        budgets, fitting = self._smaller_budgets(scored.candidate), None
+        budgets, fitting, slow_s = self._smaller_budgets(scored.candidate), None, None
         low, high = 0, len(budgets)
         while low < high:
             if fitting is None:  # as much more is needed as was needed here
@@ -100,6 +123,11 @@ class Simulator:
             else:
                 at = (low + high) // 2
             leaner = self.evaluator.scored(scored.candidate, budgets[at])
+            gap = max(chosen.gap for chosen in leaner.choices)
+            least_s = leaner.score_s * (1 - gap) * off
+            if least_s >= limit_s:  # and those that keep less
+                slow_s, high = least_s, at
+                continue
             size_bytes = leaner.size_bytes
             if size_bytes not in known:
                 known[size_bytes] = self._simulated(leaner)
@@ -108,6 +136,8 @@ class Simulator:
                 fitting, high = solved, at
             else:
                 least_bytes, low = min(least_bytes, peak_bytes), at + 1
+        if fitting is None and slow_s is not None:
+            return slow_s
         if fitting is None:
             raise too_little_memory(self._budget_bytes, least_bytes, scored.candidate.name)
         gap = max(fitting.gap, 1 - bound_s / fitting.objective_s)
@@ -169,24 +199,24 @@ class Simulator:
         known.append((stage.strategy, program))
         return program
 
-    def fastest(self, scored: Sequence[Scored]) -> tuple[list[Solved], dict[str, InfeasibleError]]:
+    def fastest(self, scored: Sequence[Scored]) -> Simulated:
         """The candidates simulated, those of least score first, until what the rest score is out of
         reach of the fastest: by `SCORE_REL` and more than scores of their kind were off so far, or
-        `UNSEEN_REL`. What does not fit after all is tried with more microbatches; and by name those
-        that still do not."""
+        `UNSEEN_REL`. What does not fit after all is tried with more microbatches."""
         found: list[Solved] = []
         failed: dict[str, InfeasibleError] = {}
+        slower_s: dict[str, float] = {}
         off_rel: dict[object, float] = {}
         waiting = sorted(scored, key=lambda s: s.score_s)
         while waiting:
             one = waiting.pop(0)
             kind = len(one.candidate.stages) > 1, one.candidate.is_recipe
             least_s = min((s.step_time_s for s in found), default=math.inf)
-            reach_rel = SCORE_REL + off_rel.get(kind, UNSEEN_REL)
-            if least_s * (1 + reach_rel) <= one.score_s:
+            kind_rel = off_rel.get(kind, UNSEEN_REL)
+            if least_s * (1 + SCORE_REL + kind_rel) <= one.score_s:
                 continue
             try:
-                found.append(self.simulated(one))
+                solved = self._fitting(one, least_s * (1 + kind_rel))
             except InfeasibleError as error:
                 leaner = self._with_more_microbatches(one)
                 if leaner is None:
@@ -194,9 +224,13 @@ class Simulator:
                 else:
                     insort(waiting, leaner, key=lambda s: s.score_s)
                 continue
-            off = abs(one.score_s / found[-1].step_time_s - 1)
+            if isinstance(solved, float):
+                slower_s[one.candidate.name] = solved
+                continue
+            found.append(solved)
+            off = abs(one.score_s / solved.step_time_s - 1)
             off_rel[kind] = max(off_rel.get(kind, 0.0), off)
-        return found, failed
+        return Simulated(found, failed, slower_s)
 
     def _with_more_microbatches(self, scored: Scored) -> Scored | None:
         """The next of the others that has placements within the budget; None if there is none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ from autopar.passes.move_graph import move_graph
 from autopar.passes.primitive_costs import primitive_lines
 from autopar.passes.recipes import recipe_limits
 from autopar.passes.reshard import priced_alike
-from autopar.passes.simulated import SCORE_REL, Simulator
+from autopar.passes.simulated import SCORE_REL, Simulator, Solved
 from autopar.passes.solvers import Solution, solve
 from autopar.pipeline import Pipeline
 from autopar.predicted import Predicted
@@ -261,15 +261,53 @@ def test_candidates_are_simulated_until_none_scores_better(
     scored = [Scored(Candidate(name, (1,), (), 1), (), score) for name, score in scores.items()]
     asked: list[str] = []
 
-    class Simulated:
-        def __init__(self, one: Scored) -> None:
-            asked.append(one.candidate.name)
-            self.step_time_s = truth[one.candidate.name]
+    def simulated(one: Scored) -> tuple[Solved, float]:
+        asked.append(one.candidate.name)
+        time_s = truth[one.candidate.name]
+        return Solved(one.candidate, (), time_s, time_s, 0.0), 0.0
 
-    monkeypatch.setattr(simulator, "simulated", Simulated)
-    found, _ = simulator.fastest(scored)
+    monkeypatch.setattr(simulator, "_simulated", simulated)
+    found = simulator.fastest(scored).found
     assert asked == ["a", "b", "c"]
     assert [s.step_time_s for s in found] == [1.05, 1.02, 1.1]
+
+
+def test_smaller_budgets_are_left_where_what_fits_is_slower(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every candidate needs a byte more than is counted, and 10 bytes are allowed."""
+    simulator, _ = simulator_on(Mesh((1, 8), hardware="a100-80gb"))
+    off = {"best": 1.0, "slower": 1.0, "steep": 0.97, "flat": 0.97}  # simulated, of the score
+    score_s = {
+        ("best", 9.0): 1.0,
+        ("slower", 10.0): 1.01,
+        ("steep", 10.0): 1.011, ("steep", 9.0): 1.3, ("steep", 9.5): 1.2,
+        ("flat", 10.0): 1.015, ("flat", 9.0): 1.03, ("flat", 9.5): 1.02,
+    }  # fmt: skip
+    asked: list[tuple[str, float]] = []
+
+    def scored(candidate: Candidate, size_bytes: float) -> Scored:
+        chosen: Any = SimpleNamespace(size_bytes=size_bytes, gap=0.0)
+        return Scored(candidate, (chosen,), score_s[candidate.name, size_bytes])
+
+    def simulated(one: Scored) -> tuple[Solved, float]:
+        asked.append((one.candidate.name, one.size_bytes))
+        time_s = one.score_s * off[one.candidate.name]
+        return Solved(one.candidate, (), time_s, time_s, 0.0), one.size_bytes + 1.0
+
+    monkeypatch.setattr(simulator.evaluator, "budget_bytes", 10.0)
+    monkeypatch.setattr(simulator.evaluator, "scored", scored)
+    monkeypatch.setattr(simulator, "_simulated", simulated)
+    monkeypatch.setattr(simulator, "_smaller_budgets", lambda candidate: [9.5, 9.0])
+    sizes_bytes = {"best": 9.0, "slower": 10.0, "steep": 10.0, "flat": 10.0}
+    simulations = simulator.fastest(
+        [scored(Candidate(name, (1,), (), 1), held) for name, held in sizes_bytes.items()]
+    )
+    tried = [("flat", 10.0), ("flat", 9.0), ("flat", 9.5)]
+    assert asked == [("best", 9.0), ("slower", 10.0), ("steep", 10.0), *tried]
+    assert [s.candidate.name for s in simulations.found] == ["best", "flat"]
+    assert simulations.slower_s == pytest.approx({"slower": 1.01, "steep": 1.2 * 0.97})
+    assert not simulations.failed
 
 
 def test_machines_of_several_families_offer_the_same_choices(
