@@ -10,6 +10,8 @@ STAMP  := $(VENV)/.autopar-installed
 export OMP_NUM_THREADS := 1
 # Bytecode is kept: tests start dozens of processes, and each would compile all sources again.
 export PYTHONDONTWRITEBYTECODE :=
+# Processes draw hash seeds of their own, so that tests of equal plans compare different ones.
+export PYTHONHASHSEED :=
 
 .PHONY: demo compare bench-plan validate-local test lint golden docs parity validate install clean
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,9 @@ import autopar
 from autopar import Mesh, Plan
 from autopar.errors import InfeasibleError
 from autopar.plan_data import parse_storage
+from autopar.runtime.launch import WorkerPool
 from tests.harness import random_tokens, tiny_gpt2
+from tests.jobs import rank
 
 REL = 1e-9
 WHOLE = os.environ.get("AUTOPAR_OPTIMALITY")
@@ -180,32 +181,30 @@ def test_a_plan_is_predicted_to_keep_the_memory_limit() -> None:
 # -- determinism ---------------------------------------------------------------------------------
 
 
-def save_plans(folder: str) -> None:
-    """Planned with stages and, in the long run, without: one stage within a budget."""
-    torch.manual_seed(0)
-    mesh = Mesh((2, 2), hardware="cpu-local")
-    plan = autopar.plan(tiny_gpt2(2), mesh, random_tokens(0), microbatches=4)
-    plan.save(f"{folder}/stages.json")
-    if WHOLE:
-        one = small((1, 4), stages=1, mesh_shape="as-given", memory_limit=440_000_000)
-        one.save(f"{folder}/one.json")
+def save_plans(folder: str) -> int:
+    """Planned with stages and, in the long run, without: one stage within a budget; by rank 0 of a
+    job. What this process hashes a word to.
+    """
+    if rank() == 0:
+        torch.manual_seed(0)
+        mesh = Mesh((2, 2), hardware="cpu-local")
+        plan = autopar.plan(tiny_gpt2(2), mesh, random_tokens(0), microbatches=4)
+        plan.save(f"{folder}/stages.json")
+        if WHOLE:
+            one = small((1, 4), stages=1, mesh_shape="as-given", memory_limit=440_000_000)
+            one.save(f"{folder}/one.json")
+    return hash("seed")
 
 
-PROGRAM = "import sys; from tests.test_planner_laws import save_plans; save_plans(sys.argv[1])"
-
-
-def test_another_hash_seed_gives_the_same_bytes(tmp_path: Path) -> None:
-    """Beside those of this process, whose seed is another in each run, unless it is set."""
-    seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+def test_another_hash_seed_gives_the_same_bytes(
+    tmp_path: Path, workers: Callable[[int], WorkerPool]
+) -> None:
+    """Every process draws a seed of its own, unless PYTHONHASHSEED is set (`make` empties it)."""
     here, there = (tmp_path / name for name in ("here", "there"))
     for folder in (here, there):
         folder.mkdir()
-    save_plans(str(here))
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM, str(there)],
-        env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
-        check=True,
-    )
+    hashed = workers(2).run(save_plans, str(there))[0]
+    assert hashed != save_plans(str(here)), "the seeds are the same: unset PYTHONHASHSEED"
     for name in ("stages.json", "one.json") if WHOLE else ("stages.json",):
         first, second = ((folder / name).read_bytes() for folder in (here, there))
         assert len(first) > 1000

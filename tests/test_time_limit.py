@@ -7,21 +7,17 @@ from functools import cache
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 import autopar
 from autopar.planning import Plan
-
-SHAPES = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 128, "n_positions": 32}
+from tests.harness import Mlp
 
 
 def planned(**options: object) -> Plan:
     torch.manual_seed(0)
-    config = AutoConfig.for_model("gpt2", use_cache=False, **SHAPES)
-    model = AutoModelForCausalLM.from_config(config)
-    ids = torch.zeros(16, 16, dtype=torch.int64)
+    batch = {name: torch.zeros(16, 64) for name in ("x", "y")}
     mesh = autopar.Mesh((1, 4), hardware="a100-80gb")
-    return autopar.plan(model, mesh, {"input_ids": ids, "labels": ids}, **options)
+    return autopar.plan(Mlp(width=64, n_layers=4), mesh, batch, **options)
 
 
 @cache
