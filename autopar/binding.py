@@ -1,13 +1,16 @@
 """Binding: a plan's decisions laid on a captured program, verified, and priced.
 
-Costs are computed here, from the program that will run, never read from a plan. Programs of
-other input shapes, and those that return outputs, are laid by the same plan (`lay_stages`).
+Costs are computed from the program, never read from a plan. What runs is lowered when it is first
+asked for (`Bound.pipeline`). Programs of other input shapes, and those that return outputs, are
+laid by the same plan (`lay_stages`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from autopar.cost.hardware import Hardware, resolve
 from autopar.cost.model import CostModel
@@ -19,9 +22,10 @@ from autopar.passes.cut import cut
 from autopar.passes.evaluate import compute_dtype
 from autopar.passes.join import LaidStage, join
 from autopar.passes.replay import replay, replay_ends
+from autopar.passes.simulated import Predict
 from autopar.pipeline import Pipeline
 from autopar.pipeline_verifier import verify_pipeline
-from autopar.plan_data import PlanData
+from autopar.plan_data import InputSignature, PlanData
 from autopar.predicted import Predicted
 from autopar.schedule import ORDERS
 
@@ -30,19 +34,53 @@ from autopar.schedule import ORDERS
 class Bound:
     """A plan laid on a captured program: everything that can be computed from it."""
 
+    data: PlanData
     analysis: Analysis
+    mesh: Mesh
     stages: tuple[LaidStage, ...]
-    pipeline: Pipeline
-    hardware: Hardware
-    predicted: Predicted
+
+    @cached_property
+    def hardware(self) -> Hardware:
+        return resolve(self.mesh, compute_dtype(self.analysis))
 
     @property
     def costs(self) -> list[CostModel]:
         return [stage.cost for stage in self.stages]
 
+    @cached_property
+    def pipeline(self) -> Pipeline:
+        """The stages lowered and joined, as they run; verified before anyone has them."""
+        pipeline = join(self.stages, ORDERS[self.data.schedule])
+        verify_pipeline(pipeline)
+        return pipeline
+
+    @cached_property
+    def predicted(self) -> Predicted:
+        predicted = predict_on(self.mesh, self.analysis, self.data.optimizer, self.data.inputs)
+        return predicted(self.pipeline, self.costs)
+
+
+def predict_on(
+    mesh: Mesh, analysis: Analysis, optimizer: str, inputs: Sequence[InputSignature]
+) -> Predict:
+    """How pipelines of a program are priced on a machine; `inputs` are one global batch."""
+    hardware = resolve(mesh, compute_dtype(analysis))
+    integers = [i for i in inputs if i.dtype.startswith("int") and len(i.shape) == 2]
+    n_tokens = max((math.prod(i.shape) for i in integers), default=0)
+    n_samples = analysis.batch.size * analysis.batch.n_accumulated
+
+    def predicted(pipeline: Pipeline, costs: Sequence[CostModel]) -> Predicted:
+        return predict(
+            pipeline, costs, optimizer, link_between(mesh, hardware.links),
+            peak_flops_per_s=hardware.peak_flops_per_s,
+            n_samples=n_samples or None, n_tokens=n_tokens or None,
+        )  # fmt: skip
+
+    return predicted
+
 
 def bind(data: PlanData, analysis: Analysis, mesh: Mesh) -> Bound:
-    """Lay plan data on an analysed program; verified before anything runs.
+    """Lay plan data on an analysed program.
 
     Raises `PlanError` where the plan is another graph's, or not legal on it.
     """
@@ -53,29 +91,7 @@ def bind(data: PlanData, analysis: Analysis, mesh: Mesh) -> Bound:
             hint="same model, mode, input shapes, precision and versions; or plan again",
         )
     hardware = resolve(mesh, compute_dtype(analysis))
-    stages = lay_stages(data, analysis, mesh, hardware)
-    return bind_lowered(data, analysis, mesh, stages, join(stages, ORDERS[data.schedule]))
-
-
-def bind_lowered(
-    data: PlanData,
-    analysis: Analysis,
-    mesh: Mesh,
-    stages: tuple[LaidStage, ...],
-    pipeline: Pipeline,
-) -> Bound:
-    """A plan and its stages as they are laid and lowered, verified and priced."""
-    verify_pipeline(pipeline)
-    hardware = resolve(mesh, compute_dtype(analysis))
-    integers = [i for i in data.inputs if i.dtype.startswith("int") and len(i.shape) == 2]
-    tokens = max((math.prod(i.shape) for i in integers), default=0)
-    predicted = predict(
-        pipeline, [s.cost for s in stages], data.optimizer, link_between(mesh, hardware.links),
-        peak_flops_per_s=hardware.peak_flops_per_s,
-        n_samples=analysis.batch.size * analysis.batch.n_accumulated or None,
-        n_tokens=tokens or None,
-    )  # fmt: skip
-    return Bound(analysis, stages, pipeline, hardware, predicted)
+    return Bound(data, analysis, mesh, lay_stages(data, analysis, mesh, hardware))
 
 
 def lay_stages(

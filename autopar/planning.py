@@ -8,7 +8,7 @@ model to cost, print or run it.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,13 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.binding import Bound, bind, bind_lowered
+from autopar.binding import Bound, bind, predict_on
 from autopar.capture import capture
 from autopar.codegen import emit, file_name
 from autopar.collective import Collective
-from autopar.cost.hardware import resolve, resolve_on
-from autopar.cost.model import CostModel
-from autopar.cost.predict import collectives_of, link_between, predict, timeline_of
+from autopar.cost.hardware import resolve_on
+from autopar.cost.predict import collectives_of, link_between, timeline_of
 from autopar.cost.simulate import Timeline
 from autopar.cost.what_if import changed, profile_of
 from autopar.errors import OptionError, PlanError
@@ -34,13 +33,10 @@ from autopar.passes.analysis import Analysis
 from autopar.passes.effort import Effort
 from autopar.passes.evaluate import compute_dtype, schedule_name
 from autopar.passes.fallback import accept_again, accept_missing
-from autopar.passes.join import join
 from autopar.passes.next_best import decisions
 from autopar.passes.padding import find_paddings, pad
 from autopar.passes.planner import Planner
 from autopar.passes.replay import stage_record
-from autopar.passes.simulated import Predict
-from autopar.pipeline import Pipeline
 from autopar.plan_data import PlanData, parse_storage
 from autopar.plan_inputs import (
     ExampleInputs,
@@ -53,7 +49,6 @@ from autopar.plan_inputs import (
 from autopar.predicted import Predicted
 from autopar.program import Program
 from autopar.report import Compared, Comparison, ReportFiles, dot, explain, write_report
-from autopar.schedule import ORDERS
 from autopar.step_capture import capture_step, options_for, planned_accumulation
 
 
@@ -324,13 +319,14 @@ def plan_program(
     paddings = find_paddings(program, mesh.n_ranks)
     analysis = Analysis.of(pad(program, paddings.shapes), options.batch_dims or None)
     report = options.progress if callable(options.progress) else lambda text: None
-    outcome = Planner(analysis, mesh, options, _predict_on(mesh, analysis, options), report).run()
+    inputs, static = signature_of(program, example_inputs)
+    predict = predict_on(mesh, analysis, options.optimizer, inputs)
+    outcome = Planner(analysis, mesh, options, predict, report).run()
     solved = outcome.solved
     padded = paddings.used(item for stage in solved.stages for item in stage.specs())
     is_final = padded == paddings.shapes
     if not is_final:
         analysis = Analysis.of(pad(program, padded), options.batch_dims or None)
-    inputs, static = signature_of(program, example_inputs)
     data = PlanData(
         model=program.model_name,
         graph_hash=analysis.program.hash(),
@@ -363,18 +359,6 @@ def plan_program(
         accumulates=program.accumulation is not None,
     )
     if is_final:
-        pipeline = join(solved.stages, ORDERS[schedule_name(options)])
-        bound = bind_lowered(data, analysis, mesh, solved.stages, pipeline)
+        bound = Bound(data, analysis, mesh, solved.stages)
         return Plan(data, bound, outcome.effort)
     return Plan(data, bind(data, analysis, mesh), outcome.effort)
-
-
-def _predict_on(mesh: Mesh, analysis: Analysis, options: Options) -> Predict:
-    """How the planner prices a pipeline: the simulated step."""
-    links = resolve(mesh, compute_dtype(analysis)).links
-
-    def predicted(pipeline: Pipeline, costs: Sequence[CostModel]) -> Predicted:
-        between = link_between(mesh, links)
-        return predict(pipeline, costs, options.optimizer, between)
-
-    return predicted

@@ -291,8 +291,8 @@ class Planner:
         error, candidate = min(errors, key=lambda pair: pair[0].least_bytes or math.inf)
         if error.least_bytes is None:
             return error
-        _, peak_bytes = Simulator(self.evaluator, self.predict).leanest(candidate)
-        return too_little_memory(self.budget_bytes, peak_bytes, candidate.name)
+        leanest = Simulator(self.evaluator, self.predict).leanest(candidate)
+        return too_little_memory(self.budget_bytes, leanest.peak_bytes, candidate.name)
 
     def _tell(self, text: str) -> None:
         """Say what comes next, unless the time is up and there is a plan to return."""

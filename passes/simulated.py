@@ -50,9 +50,18 @@ class Solved:
 
     candidate: Candidate
     stages: tuple[LaidStage, ...]
-    step_time_s: float
+    predicted: Predicted
     objective_s: float
     gap: float
+
+    @property
+    def step_time_s(self) -> float:
+        return self.predicted.step_time_s
+
+    @property
+    def peak_bytes(self) -> float:
+        """Of the device that needs most, with what operators need while they run."""
+        return self.predicted.peak_bytes
 
 
 @dataclass(frozen=True)
@@ -102,23 +111,23 @@ class Simulator:
     def _fitting(self, scored: Scored, limit_s: float) -> Solved | float:
         """As `simulated`; or, where that is no less than `limit_s`, what a step takes at least: no
         bound is known of recipes, whose placements are not what is fastest."""
-        solved, peak_bytes = self._simulated(scored)
-        if within(self._budget_bytes, peak_bytes):
+        solved = self._simulated(scored)
+        if within(self._budget_bytes, solved.peak_bytes):
             return solved
         # Smaller budgets solve another problem; what is proven of this one holds.
-        bound_s, least_bytes = solved.objective_s * (1 - solved.gap), peak_bytes
+        bound_s, least_bytes = solved.objective_s * (1 - solved.gap), solved.peak_bytes
         if scored.candidate.is_recipe:
             limit_s = math.inf
         least_s = solved.step_time_s * (1 - solved.gap)
         if least_s >= limit_s:
             return least_s
         off = solved.step_time_s / scored.score_s  # about the same of all its placements
-        size_bytes, known = scored.size_bytes, {scored.size_bytes: (solved, peak_bytes)}
+        size_bytes, known = scored.size_bytes, {scored.size_bytes: solved}
         budgets, fitting, slow_s = self._smaller_budgets(scored.candidate), None, None
         low, high = 0, len(budgets)
         while low < high:
             if fitting is None:  # as much more is needed as was needed here
-                wanted_bytes = self._budget_bytes - (peak_bytes - size_bytes)
+                wanted_bytes = self._budget_bytes - (solved.peak_bytes - size_bytes)
                 at = bisect_left(budgets, -wanted_bytes, low, high - 1, key=lambda b: -b)
             else:
                 at = (low + high) // 2
@@ -131,11 +140,11 @@ class Simulator:
             size_bytes = leaner.size_bytes
             if size_bytes not in known:
                 known[size_bytes] = self._simulated(leaner)
-            solved, peak_bytes = known[size_bytes]
-            if within(self._budget_bytes, peak_bytes):
+            solved = known[size_bytes]
+            if within(self._budget_bytes, solved.peak_bytes):
                 fitting, high = solved, at
             else:
-                least_bytes, low = min(least_bytes, peak_bytes), at + 1
+                least_bytes, low = min(least_bytes, solved.peak_bytes), at + 1
         if fitting is None and slow_s is not None:
             return slow_s
         if fitting is None:
@@ -151,9 +160,8 @@ class Simulator:
         steps = (free + (least - free) * k / N_BUDGETS for k in range(1, N_BUDGETS + 1))
         return [budget_bytes for budget_bytes in steps if budget_bytes <= self._budget_bytes]
 
-    def leanest(self, candidate: Candidate) -> tuple[Solved, float]:
-        """A candidate with the placements that keep least, simulated; and its most bytes of a
-        device, which count what operators need while they run.
+    def leanest(self, candidate: Candidate) -> Solved:
+        """A candidate with the placements that keep least, simulated.
 
         Raises `InfeasibleError` where the constraints leave nothing.
         """
@@ -161,8 +169,8 @@ class Simulator:
             self.evaluator.scored(candidate, self.evaluator.least_bytes(candidate))
         )
 
-    def _simulated(self, scored: Scored) -> tuple[Solved, float]:
-        """And the most bytes of a device."""
+    def _simulated(self, scored: Scored) -> Solved:
+        """Whatever its peak."""
         candidate, choices = scored.candidate, scored.choices
         stages = tuple(
             LaidStage(part, chosen.strategy, CostModel(layout.view, self.evaluator.dtype))
@@ -174,14 +182,13 @@ class Simulator:
         order = ORDERS[schedule_name(self.evaluator.options)]
         pipeline = Pipeline.of(programs, [s.cost.mesh for s in stages], order)
         predicted = self.predict(pipeline, [s.cost for s in stages])
-        time_s = predicted.step_time_s
         # A recipe is laid out on an abstract machine, and stages are joined by the simulator:
         # their cost is this one's.
         abstract = candidate.is_recipe
-        objective_s = time_s if abstract or len(stages) > 1 else choices[0].objective_s
+        is_simulated = abstract or len(stages) > 1
+        objective_s = predicted.step_time_s if is_simulated else choices[0].objective_s
         gap = 0.0 if abstract else max(chosen.gap for chosen in choices)
-        solved = Solved(candidate, stages, time_s, objective_s, gap)
-        return solved, predicted.peak_bytes
+        return Solved(candidate, stages, predicted, objective_s, gap)
 
     def _program(self, stage: LaidStage) -> StageProgram:
         """Lowered; the one that is known already where another candidate has this stage, or one

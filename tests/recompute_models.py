@@ -12,15 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar import Plan
-from autopar.binding import bind_lowered
+from autopar.binding import Bound
 from autopar.facts import Recomputed
 from autopar.options import Recompute
 from autopar.passes.analysis import Analysis
-from autopar.passes.join import join
 from autopar.passes.recompute import recomputed_operators
 from autopar.passes.replay import stage_record
 from autopar.plan_inputs import mesh_of
-from autopar.schedule import ORDERS
 from tests.jobs import WIDTH
 
 
@@ -69,5 +67,5 @@ def recomputing(plan: Plan, mode: Recompute) -> Plan:
         stage_record(s.analysis, s.strategy, s.cost.mesh, record.mesh_shape)
         for s, record in zip(stages, plan.data.stages, strict=True)
     )
-    data, pipeline = replace(plan.data, stages=records), join(stages, ORDERS[plan.schedule])
-    return Plan(data, bind_lowered(data, analysis, mesh, stages, pipeline))
+    data = replace(plan.data, stages=records)
+    return Plan(data, Bound(data, analysis, mesh, stages))

@@ -251,6 +251,13 @@ def test_stages_that_candidates_share_are_lowered_and_priced_once(
     assert found == anew and len(asked) == 2 + 4
 
 
+def solved(scored: Scored, step_time_s: float, peak_bytes: float) -> Solved:
+    """That time, and nothing else of note."""
+    nothing = 0.0, 0.0, 0.0, 0.0, 0.0, None, None, 0.0
+    predicted = Predicted(step_time_s, peak_bytes, *nothing)
+    return Solved(scored.candidate, (), predicted, step_time_s, 0.0)
+
+
 def test_candidates_are_simulated_until_none_scores_better(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -261,10 +268,9 @@ def test_candidates_are_simulated_until_none_scores_better(
     scored = [Scored(Candidate(name, (1,), (), 1), (), score) for name, score in scores.items()]
     asked: list[str] = []
 
-    def simulated(one: Scored) -> tuple[Solved, float]:
+    def simulated(one: Scored) -> Solved:
         asked.append(one.candidate.name)
-        time_s = truth[one.candidate.name]
-        return Solved(one.candidate, (), time_s, time_s, 0.0), 0.0
+        return solved(one, truth[one.candidate.name], 0.0)
 
     monkeypatch.setattr(simulator, "_simulated", simulated)
     found = simulator.fastest(scored).found
@@ -290,10 +296,9 @@ def test_smaller_budgets_are_left_where_what_fits_is_slower(
         chosen: Any = SimpleNamespace(size_bytes=size_bytes, gap=0.0)
         return Scored(candidate, (chosen,), score_s[candidate.name, size_bytes])
 
-    def simulated(one: Scored) -> tuple[Solved, float]:
+    def simulated(one: Scored) -> Solved:
         asked.append((one.candidate.name, one.size_bytes))
-        time_s = one.score_s * off[one.candidate.name]
-        return Solved(one.candidate, (), time_s, time_s, 0.0), one.size_bytes + 1.0
+        return solved(one, one.score_s * off[one.candidate.name], one.size_bytes + 1.0)
 
     monkeypatch.setattr(simulator.evaluator, "budget_bytes", 10.0)
     monkeypatch.setattr(simulator.evaluator, "scored", scored)

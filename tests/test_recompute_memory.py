@@ -18,13 +18,11 @@ from autopar.binding import Bound
 from autopar.codegen import emit
 from autopar.cost.predict import peak_of_stage
 from autopar.options import Recompute
-from autopar.passes.join import join
 from autopar.runtime.executor import Environment, Executor
 from autopar.runtime.groups import make_groups, world_group
 from autopar.runtime.launch import WorkerPool
 from autopar.runtime.load import load_code
 from autopar.runtime.p2p import DistMessenger
-from autopar.schedule import ORDERS
 from tests.harness import generated_code
 from tests.recompute_models import recomputing
 from tests.test_recompute_random import random_ranges
@@ -114,9 +112,9 @@ def test_any_operators(seed: int) -> None:
     (stage,) = bound.stages
     ranges = random_ranges(bound.analysis, random.Random(seed))
     stage = replace(stage, strategy=replace(stage.strategy, recomputed=ranges))
-    pipeline = join([stage], ORDERS["1f1b"])
-    assert pipeline.stages[0].segments
-    measured, predicted = peaks(replace(bound, stages=(stage,), pipeline=pipeline))
+    bound = replace(bound, stages=(stage,))
+    assert bound.pipeline.stages[0].segments
+    measured, predicted = peaks(bound)
     assert predicted == pytest.approx(measured, rel=0.01)
 
 
