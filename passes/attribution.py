@@ -26,8 +26,10 @@ from autopar.passes.crossings import N_NUMBERS, Crossing, PlacedBy
 from autopar.passes.folding import Folded
 from autopar.passes.intra_op import ProblemBatch
 from autopar.passes.problem import IntraOpProblem
-from autopar.passes.solvers.potentials import Entries, Layout
-from autopar.passes.solvers.problem import BoolArray, ChoiceProblems, Codes
+from autopar.passes.solvers.layout import Layout
+from autopar.passes.solvers.potentials import Entries
+from autopar.passes.solvers.problem import BoolArray, Codes
+from autopar.passes.solvers.problems import ChoiceProblems
 
 Array = NDArray[np.float64]
 PARTS = ("time", "once", "static", "activation")

@@ -25,7 +25,7 @@ from autopar.passes.folding import Folded
 from autopar.passes.intra_op import ProblemBatch, ProblemFamilies, intra_op_problem
 from autopar.passes.problem import IntraOpProblem
 from autopar.passes.recompute import Recomputable
-from autopar.passes.repeated import Repeated, placed_once, repeated_problem
+from autopar.passes.repeated import Repeated, placed_once, repeated_problems
 from autopar.passes.solvers import Infeasible, Solver, TooWide, solve
 from autopar.passes.solvers.ilp import Effort, most_columns
 from autopar.passes.solvers.repeats_select import RepeatedSolver
@@ -47,8 +47,8 @@ MODES_GAP_GOAL = 5e-2
 # Problems written out that are kept: of a recipe's stages on the submeshes of one node.
 MOST_KNOWN = 8
 C = TypeVar("C", contravariant=True)
-# A problem: the batch it was built in, its place there, microbatches in flight.
-_Case = tuple[ProblemBatch, int, int]
+# A problem: of several, its place among them, microbatches in flight.
+_Case = tuple[Repeated, int, int]
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ class Chooser:
     recomputable: Recomputable | None = None
     families: Sequence[tuple[CostModel, ...]] = ()
     counts: Sequence[int] = ()
-    _first: dict[ProblemBatch, Repeated | None] = field(default_factory=dict)
-    _repeats: dict[_Case, tuple[Repeated, RepeatedSolver] | None] = field(default_factory=dict)
+    _repeated: dict[ProblemBatch, Repeated | None] = field(default_factory=dict)
+    _solvers: dict[_Case, RepeatedSolver] = field(default_factory=dict)
     _written_out: dict[Hashable, IntraOpProblem] = field(default_factory=dict)
 
     @cached_property
@@ -156,63 +156,64 @@ class Chooser:
         whole = self.folded.whole, ask, self.optimizer, budget_bytes, solver, time_limit_s
         if not self.folded.runs or solver != "auto" or ask.constraints.pins:
             return choose(*whole, self.recomputable, self._written_out)
-        solved = self._repeated(ask, ask.cost)
-        by_copies = solved and self._by_copies(*solved, ask, budget_bytes, time_limit_s, limit_s)
-        if solved is None or by_copies is None:
+        repeated, place = self._case(ask, ask.cost)
+        by_copies = None
+        if repeated is not None:
+            by_copies = self._by_copies(repeated, place, ask, budget_bytes, time_limit_s, limit_s)
+        if repeated is None or by_copies is None:
             return choose(*whole, self.recomputable, self._written_out)
         is_coarse = self.recomputable is not None and self.recomputable.is_choice
         enough = max(ask.gap_goal, MODES_GAP_GOAL if is_coarse else FOLDED_GAP_GOAL)
-        columns = solved[0].problem.written(most_columns)
-        if by_copies.gap <= enough or columns > CLOSE_GAP.most_columns:
+        if by_copies.gap <= enough:
+            return by_copies
+        if repeated.problems.written(most_columns) > CLOSE_GAP.most_columns:
             return by_copies
         if not (by_copies.settled and closes):
             return replace(by_copies, settled=False)
         other = choose(*whole, self.recomputable, self._written_out)
         return min(by_copies, other, key=lambda c: c.gap)
 
-    def _repeated(self, ask: Ask, cost: CostModel) -> tuple[Repeated, RepeatedSolver] | None:
-        """The problem of all blocks, and what is known of it so far; None where one does not stand
-        for the others."""
+    def _case(self, ask: Ask, cost: CostModel) -> tuple[Repeated | None, int]:
+        """The problems of all blocks, None where one does not stand for the others; and which of
+        them is that of `cost`."""
         batch = self._problems.of(cost, ask.n_microbatches, ask.constraints)
-        at = batch, batch.place(cost, ask.n_microbatches), ask.n_in_flight
-        if at not in self._repeats:
-            problem = batch.of(cost, ask.n_microbatches)
-            if batch not in self._first:  # how blocks repeat is the same in all cases
-                self._first[batch] = repeated_problem(self.folded, problem)
-            first = self._first[batch]
-            found = first and first.of(problem.under(None, ask.n_in_flight))
-            self._repeats[at] = (found, RepeatedSolver(found.problem)) if found else None
-        return self._repeats[at]
+        if batch not in self._repeated:
+            self._repeated[batch] = repeated_problems(self.folded, batch.problems)
+        return self._repeated[batch], batch.place(cost, ask.n_microbatches)
 
     def _by_copies(
         self,
         whole: Repeated,
-        solver: RepeatedSolver,
+        place: int,
         ask: Ask,
         budget_bytes: float | None,
         time_limit_s: float | None,
         limit_s: float,
     ) -> Chosen | None:
         """None: tables would be too large."""
+        key = whole, place, ask.n_in_flight
+        if key not in self._solvers:
+            problem = whole.problems.of(place, ask.n_in_flight)
+            self._solvers[key] = RepeatedSolver(problem, whole.plan)
+        solver = self._solvers[key]
         try:
             solution = solver.solve(budget_bytes, time_limit_s, ask.gap_goal, limit_s)
         except TooWide:
             return None
         if isinstance(solution, Infeasible):
             raise _infeasible(solution, budget_bytes, ask.cost)
-        choice = solution.choice
-        priced = whole
+        choice, priced, runs_on = solution.choice, solver.problem, whole
         if ask.runs_on is not None:
-            other = self._repeated(ask, ask.runs_on)
+            other, place = self._case(ask, ask.runs_on)
             assert other is not None, "machines differ in their numbers alone"
-            priced, _ = other
-        assert priced.folded_problem.structure == whole.folded_problem.structure
+            assert other.folded_problem.structure == whole.folded_problem.structure
+            priced, runs_on = other.problems.of(place, ask.n_in_flight), other
         return Chosen(
-            priced.problem.evaluate(choice).cost_s,
-            priced.once.evaluate(choice).cost_s,
+            priced.evaluate(choice).cost_s,
+            replace(priced, only=runs_on.is_once).evaluate(choice).cost_s,
             solution.gap,
             solution.totals.bytes,
-            whole.problem.numbers.n_variables,
+            whole.n_variables,
             whole.n_written_out,
             whole.boundaries(choice, "received"),
             whole.boundaries(choice, "sent"),

@@ -36,6 +36,8 @@ from autopar.passes.parameters import ParameterMaker
 from autopar.passes.priced import Priced
 from autopar.passes.reshard import ReshardTables
 from autopar.passes.solvers import ChoiceProblem, ChoiceProblems, Edge
+from autopar.passes.solvers.problem import BoolArray
+from autopar.passes.solvers.problems import SomeProblems
 from autopar.passes.spec_column import SpecColumn
 from autopar.program import Program
 from autopar.spec import PREFERENCE, I, R, Spec
@@ -107,41 +109,32 @@ class IntraOpProblem:
         """The same with a budget, and so many microbatches' activations kept at once."""
         numbers = replace(self.numbers, budget_bytes=budget_bytes)
         if n_in_flight != 1:
-            kept, edges = self._in_flight(numbers.bytes, numbers.edges, n_in_flight)
-            numbers = replace(numbers, bytes=kept, edges=edges)
+            numbers = numbers.times(n_in_flight, set(self.parameter_variables.values()))
         return replace(self, numbers=numbers)
-
-    def _in_flight(
-        self, kept: Sequence[Array], edges: Sequence[Edge], n: int | Array
-    ) -> tuple[tuple[Array, ...], tuple[Edge, ...]]:
-        """Bytes with several microbatches' activations kept: all but those of parameters."""
-        stored, times = set(self.parameter_variables.values()), _Multiplier(n)
-        return (
-            tuple(a if v in stored else times(a) for v, a in enumerate(kept)),
-            tuple(
-                e if e.bytes is None or e.u in stored else replace(e, bytes=times(e.bytes))
-                for e in edges
-            ),
-        )
 
     @property
     def structure(self) -> Hashable:
         """Problems of one program that have this in common offer the same choices."""
         return tuple(c.table.picks for c in self.candidates), tuple(self.storages.values())
 
+    @property
+    def converted_once(self) -> dict[int, BoolArray]:
+        """Per variable of a parameter, which of its storages are converted once per step."""
+        return {
+            v: np.array([storage.period == "step" for storage in self.storages[name]])
+            for name, v in self.parameter_variables.items()
+        }
+
     @cached_property
     def once(self) -> ChoiceProblem:
         """Of all costs, those that a step pays once, whatever its microbatches: updates, and
         parameters converted once."""
-        n, numbers = len(self.candidates), self.numbers
-        names = {v: name for name, v in self.parameter_variables.items()}
+        n, numbers, converted = len(self.candidates), self.numbers, self.converted_once
         edges = []
         for edge in numbers.edges:
             cost_s = np.broadcast_to(0.0, edge.cost_s.shape)
-            if edge.u in names:
-                periods = [storage.period for storage in self.storages[names[edge.u]]]
-                once = np.array([period == "step" for period in periods])
-                cost_s = np.where(once[:, None], edge.cost_s, 0.0)
+            if edge.u in converted:
+                cost_s = np.where(converted[edge.u][:, None], edge.cost_s, 0.0)
             edges.append(replace(edge, cost_s=cost_s))
         zeros = (np.zeros_like(of_group) for of_group in numbers.cost_s[:n])
         return replace(numbers, cost_s=(*zeros, *numbers.cost_s[n:]), edges=tuple(edges))
@@ -174,21 +167,6 @@ class IntraOpProblem:
         return tuple(item for item in found if item is not None)
 
 
-class _Multiplier:
-    """Multiplies arrays, equal ones once: alike groups stay alike. `n` may be one of each case."""
-
-    def __init__(self, n: int | Array) -> None:
-        self.n, self._known = n, dict[Hashable, Array]()
-
-    def __call__(self, array: Array) -> Array:
-        key = (array.ctypes.data, array.shape, array.strides)
-        if key not in self._known:
-            n = self.n
-            each = n if isinstance(n, int) else n.reshape(-1, *(1 for _ in array.shape[1:]))
-            self._known[key] = array * each
-        return self._known[key]
-
-
 @dataclass(frozen=True)
 class IntraOpProblems:
     """The problems of a program in several cases: of `IntraOpProblem` only the numbers differ."""
@@ -197,14 +175,9 @@ class IntraOpProblems:
     first: IntraOpProblem
     tables_of: Callable[[str], ReshardTables]
 
-    def in_flight(self, cases: Sequence[int], depths: Sequence[int]) -> ChoiceProblems:
+    def in_flight(self, cases: Sequence[int], depths: Sequence[int]) -> SomeProblems:
         """Of some cases, with so many microbatches' activations kept at once in each."""
-        some = self.numbers.some(cases)
-        if max(depths) == 1:
-            return some
-        each = np.array(depths, dtype=np.float64)
-        kept, edges = self.first._in_flight(some.bytes, some.edges, each)
-        return replace(some, bytes=kept, edges=edges)
+        return self.numbers.some(cases, depths)
 
     def of(self, case: int) -> IntraOpProblem:
         """The problem of one of the cases."""
@@ -259,6 +232,7 @@ class ProblemBuilder:
             tuple(v.tie for v in self.variables),
             tuple(v.size_bytes for v in self.variables),
             tuple(self.edges),
+            frozenset(self.parameter_variables.values()),
         )
         crossing = {
             (side, value): self.variables[index].specs[value]

@@ -11,8 +11,9 @@ whole program; where a block is joined otherwise, there is no such problem (`rep
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -21,9 +22,11 @@ from autopar.facts import OperatorStrategy, Recomputed, Storage
 from autopar.passes.boundaries import Side
 from autopar.passes.folding import Folded, Run
 from autopar.passes.groups import Group
-from autopar.passes.problem import IntraOpProblem
-from autopar.passes.solvers.problem import ProblemError
-from autopar.passes.solvers.repeats import Repeat, RepeatedChoice, RepeatedProblem
+from autopar.passes.problem import IntraOpProblem, IntraOpProblems
+from autopar.passes.solvers.problem import BoolArray, ProblemError
+from autopar.passes.solvers.repeats import Repeat, RepeatedChoice, RepeatedProblems
+from autopar.passes.solvers.repeats_plan import RepeatedPlan
+from autopar.passes.solvers.repeats_select import quick_plan
 from autopar.spec import Spec
 
 # (run, block) of a folded operator or of a variable; None: outside all runs, or in several blocks.
@@ -31,32 +34,44 @@ Place = tuple[int, int] | None
 _FIRST, _COPIED, _LAST = 0, 1, 2
 
 
-def repeated_problem(folded: Folded, problem: IntraOpProblem) -> Repeated | None:
-    """The whole program's problem; None where one block does not stand for the others exactly."""
-    return _Maker(folded, problem).make()
+def repeated_problems(folded: Folded, problems: IntraOpProblems) -> Repeated | None:
+    """The whole program's problems; None where one block does not stand for the others exactly."""
+    return _Maker(folded, problems).make()
 
 
 @dataclass(frozen=True, eq=False)
 class Repeated:
-    """The whole program's problem, and how its choices are read."""
+    """The whole program's problems in several cases, and how their choices are read."""
 
     folded: Folded
     folded_problem: IntraOpProblem
-    problem: RepeatedProblem
+    problems: RepeatedProblems
     group_of: Mapping[int, int]
     _strategies: dict[tuple[int, int], dict[str, OperatorStrategy]] = field(
         default_factory=dict, init=False
     )
 
-    def of(self, problem: IntraOpProblem) -> Repeated:
-        """The same blocks with other numbers."""
-        numbers = RepeatedProblem(problem.numbers, self.problem.repeats)
-        return replace(self, folded_problem=problem, problem=numbers)
+    @cached_property
+    def plan(self) -> RepeatedPlan | None:
+        """The `quick_plan` of all cases."""
+        return quick_plan(self.problems)
 
     @cached_property
-    def once(self) -> RepeatedProblem:
-        """What of all costs a step pays once, whatever its microbatches."""
-        return RepeatedProblem(self.folded_problem.once, self.problem.repeats)
+    def is_once(self) -> BoolArray:
+        """[numbers of a row]: of costs, what a step pays once, whatever its microbatches: updates,
+        and parameters converted once."""
+        layout, problem = self.problems.layout, self.folded_problem
+        out = np.zeros(layout.n_numbers, dtype=bool)
+        for v in range(len(problem.candidates), self.n_variables):
+            out[layout.own_at[v] :][: layout.n_choices[v]] = True
+        converted = problem.converted_once
+        for edge, at, shape in self.problems.tables(range(len(self.problems.numbers.edges))):
+            table = out[at : at + math.prod(shape)].reshape(shape)
+            if edge.u in converted:
+                table[:] = converted[edge.u][:, None]
+            elif edge.v in converted:
+                table[:] = converted[edge.v]
+        return out
 
     def operators(self, choice: RepeatedChoice) -> dict[str, OperatorStrategy]:
         """Per operator of the whole program, its specs."""
@@ -83,10 +98,14 @@ class Repeated:
         return {name: out[name] for name in parameters}
 
     @property
+    def n_variables(self) -> int:
+        return len(self.problems.sizes)
+
+    @property
     def n_written_out(self) -> int:
         """Variables of the whole program's problem, with all copies of blocks."""
-        copies = sum(len(repeat.block) * (repeat.count - 1) for repeat in self.problem.repeats)
-        return self.problem.numbers.n_variables + copies
+        copies = sum(len(repeat.block) * (repeat.count - 1) for repeat in self.problems.repeats)
+        return self.n_variables + copies
 
     def boundaries(self, choice: RepeatedChoice, side: Side) -> dict[str, Spec]:
         """Value -> how it crosses, of the values on one side."""
@@ -126,7 +145,7 @@ class Repeated:
     def _chosen(self, choice: RepeatedChoice, v: int, copy: int | None) -> int:
         """What variable v chooses in a copy of its block; outside blocks there is but one."""
         if copy is not None:
-            for repeat, rows in zip(self.problem.repeats, choice.copies, strict=True):
+            for repeat, rows in zip(self.problems.repeats, choice.copies, strict=True):
                 if v in repeat.block:
                     return rows[copy][repeat.block.index(v)]
         return choice.base[v]
@@ -139,7 +158,7 @@ class Repeated:
         joined one of the copies.
         """
         folded, out = self.folded, []
-        blocks = [set(repeat.block) for repeat in self.problem.repeats]
+        blocks = [set(repeat.block) for repeat in self.problems.repeats]
         for i, f in enumerate(folded.stands_for):
             at = next(
                 ((r, run) for r, run in enumerate(folded.runs) if run.start <= i < run.end), None
@@ -182,12 +201,12 @@ def placed_once(folded: Folded, n_microbatches: int) -> dict[str, int]:
 
 
 class _Maker:
-    def __init__(self, folded: Folded, problem: IntraOpProblem) -> None:
-        self.folded, self.problem = folded, problem
+    def __init__(self, folded: Folded, problems: IntraOpProblems) -> None:
+        self.folded, self.problem, self.numbers = folded, problems.first, problems.numbers
         operators = folded.analysis.operators
         position = {o.name: f for f, o in enumerate(operators)}
         self.members = [
-            tuple(position[m.name] for m in c.group.members) for c in problem.candidates
+            tuple(position[m.name] for m in c.group.members) for c in self.problem.candidates
         ]
         self.group_of = {f: v for v, members in enumerate(self.members) for f in members}
 
@@ -201,7 +220,7 @@ class _Maker:
                 return None
             repeats.append(repeat)
         try:
-            whole = RepeatedProblem(self.problem.numbers, tuple(repeats))
+            whole = RepeatedProblems(self.numbers, tuple(repeats))
         except ProblemError:  # a block is joined to others in a way that copies are not
             return None
         return Repeated(self.folded, self.problem, whole, self.group_of)
@@ -230,9 +249,9 @@ class _Maker:
     @cached_property
     def _groups_of(self) -> list[frozenset[int]]:
         """The groups that each variable belongs to: itself, or all that read it."""
-        n = self.problem.numbers.n_variables
+        n = len(self.numbers.sizes)
         readers: dict[int, list[int]] = {}
-        for edge in self.problem.numbers.edges:
+        for edge in self.numbers.edges:
             readers.setdefault(edge.u, []).append(edge.v)
 
         def reached(v: int) -> frozenset[int]:
@@ -281,7 +300,7 @@ class _Maker:
 
     def _edges(self) -> Iterator[tuple[int, int]]:
         """Every edge, from both ends."""
-        for edge in self.problem.numbers.edges:
+        for edge in self.numbers.edges:
             yield edge.u, edge.v
             yield edge.v, edge.u
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autopar.passes.solvers import ChoiceProblem, Edge, conditioning, repeats_elimination
+from autopar.passes.solvers import ChoiceProblem, Edge, conditioning, repeats_plan
 from autopar.passes.solvers.conditioning import (
     ConditionedPlan,
     minimise_conditioned,
@@ -19,7 +19,7 @@ from autopar.passes.solvers.elimination import minimise
 from autopar.passes.solvers.elimination_order import Axes, Limits, TooWide, plan_elimination
 from autopar.passes.solvers.hull import hull_corners, hull_corners_of
 from autopar.passes.solvers.potentials import Potentials, Weights
-from autopar.passes.solvers.problem import ChoiceProblems
+from autopar.passes.solvers.problems import ChoiceProblems
 from autopar.passes.solvers.repeats import RepeatedProblem
 from autopar.passes.solvers.repeats_elimination import RepeatedElimination
 from tests.test_repeats import WEIGHTS, random_repeated
@@ -32,7 +32,7 @@ REL = 1e-9
 def small_tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Everything is large, so that the core and its hubs are not empty."""
     conditioning._planned.cache_clear()
-    for module in (conditioning, repeats_elimination):
+    for module in (conditioning, repeats_plan):
         monkeypatch.setattr(module, "FIRST_ENTRIES", 8)
     monkeypatch.setattr(conditioning, "CORE_ENTRIES", 6)
     yield
@@ -124,12 +124,14 @@ def test_repeated_blocks(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
         problem = random_repeated(seed)
         for count in (None, 9):
             repeats = tuple(replace(r, count=count or r.count) for r in problem.repeats)
-            problem = RepeatedProblem(problem.numbers, repeats)
+            problem = RepeatedProblem.alone(problem.numbers, repeats)
             with monkeypatch.context() as patch:
-                patch.setattr(repeats_elimination, "FIRST_ENTRIES", 2**30)
-                plain = RepeatedElimination(problem)
-            made = RepeatedElimination(problem)
-            n_conditioned += isinstance(made._plan, ConditionedPlan) and bool(made._plan.hubs)
+                patch.setattr(repeats_plan, "FIRST_ENTRIES", 2**30)
+                plain = RepeatedElimination.of(problem)
+            made = RepeatedElimination.of(problem)
+            n_conditioned += isinstance(made.plan.plan, ConditionedPlan) and bool(
+                made.plan.plan.hubs
+            )
             for weights in WEIGHTS:
                 wanted, _ = plain.at(weights)
                 value, point = made.at(weights)
@@ -147,12 +149,12 @@ def test_several_problems_of_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Corners of their hulls, walked where elimination without hubs is not quick."""
     rng = np.random.default_rng(0)
     one = chain_with_hubs(3, n=6, k=3)
-    several = one.several()
+    several = ChoiceProblems.alone(one)
     scaled = tuple(cost * (0.5 + rng.random((3, 1))) for cost in several.cost_s)
     problems = ChoiceProblems(3, several.names, scaled, several.tie, several.bytes, several.edges)
     alone = [hull_corners(problems.of(i), 5) for i in range(3)]
     monkeypatch.setattr("autopar.passes.solvers.hull.QUICK", Limits(table_entries=3**3))
-    together = hull_corners_of(problems, 5)
+    together = hull_corners_of(problems.some(range(3)), 5)
     for i, (found, wanted) in enumerate(zip(together, alone, strict=True)):
         assert isinstance(found, list) and isinstance(wanted, list)
         of = problems.of(i)

@@ -13,8 +13,8 @@ from autopar.passes.analysis import Analysis
 from autopar.passes.choose import Ask, Chooser, choose
 from autopar.passes.constraints import Constraints
 from autopar.passes.folding import Folded, find_runs, fold
-from autopar.passes.intra_op import intra_op_problem
-from autopar.passes.repeated import Repeated, placed_once, repeated_problem
+from autopar.passes.intra_op import intra_op_problems
+from autopar.passes.repeated import Repeated, placed_once, repeated_problems
 from tests.captures import captured
 from tests.harness import (
     WIDTH,
@@ -73,8 +73,8 @@ def folded(name: str) -> Folded:
 def repeated(name: str, sizes: tuple[int, ...], limits: Constraints) -> Repeated | None:
     found = folded(name)
     once, cost = placed_once(found, 1), abstract_cost(sizes)
-    problem = intra_op_problem(found.analysis, cost, 1, limits, "adamw", once)
-    return repeated_problem(found, problem)
+    problems = intra_op_problems(found.analysis, [(cost, 1)], limits, "adamw", once)
+    return repeated_problems(found, problems)
 
 
 CASES = [

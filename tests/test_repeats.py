@@ -87,7 +87,7 @@ def random_repeated(seed: int) -> RepeatedProblem:
         tuple(rng.integers(0, 4, k).astype(float) for k in sizes),
         tuple(edges),
     )
-    return RepeatedProblem(numbers, tuple(repeats))
+    return RepeatedProblem.alone(numbers, tuple(repeats))
 
 
 def written_out(problem: RepeatedProblem, choice: RepeatedChoice) -> Choice:
@@ -110,7 +110,7 @@ def test_the_optimum_is_that_of_the_problem_written_out(first: int) -> None:
         problem = random_repeated(seed)
         written, where = problem.unrolled()
         assert written.n_variables == sum(map(len, where))
-        elimination = RepeatedElimination(problem)
+        elimination = RepeatedElimination.of(problem)
         for weights in WEIGHTS:
             value, point = elimination.at(weights)
             choice, totals = point.choice, point.totals
@@ -137,7 +137,7 @@ def test_what_is_dropped_does_not_matter(seed: int) -> None:
     smaller, kept = reduced
     assert smaller.numbers.sizes == tuple(map(len, kept))
     for weights in WEIGHTS[:2]:
-        value, _ = RepeatedElimination(smaller).at(weights)
+        value, _ = RepeatedElimination.of(smaller).at(weights)
         assert value == pytest.approx(least(written, weights), rel=REL, abs=1e-15)
 
 
@@ -149,7 +149,7 @@ def test_small_ones_against_every_choice() -> None:
         if math.prod(written.sizes) > 20_000:
             continue
         n_counted += 1
-        value, _ = RepeatedElimination(problem).at(Weights())
+        value, _ = RepeatedElimination.of(problem).at(Weights())
         counted = solve_brute_force(written)
         if isinstance(counted, Infeasible):
             assert math.isinf(value)
@@ -162,7 +162,8 @@ def test_sizes_written_out() -> None:
     for seed in range(20):
         problem = random_repeated(seed)
         written, _ = problem.unrolled()
-        assert problem.written(most_columns) == most_columns(written.sizes, written.edges)
+        tables = [e.cost_s.shape for e in written.edges]
+        assert problem.every.written(most_columns) == most_columns(written.sizes, tables)
 
 
 def test_many_copies() -> None:
@@ -170,8 +171,8 @@ def test_many_copies() -> None:
     for seed in range(12):
         problem = random_repeated(seed)
         many = tuple(replace(repeat, count=40 + seed) for repeat in problem.repeats)
-        longer = RepeatedProblem(problem.numbers, many)
-        value, point = RepeatedElimination(longer).at(Weights())
+        longer = RepeatedProblem.alone(problem.numbers, many)
+        value, point = RepeatedElimination.of(longer).at(Weights())
         assert value == pytest.approx(least(longer.unrolled()[0], Weights()), rel=REL, abs=1e-15)
         if math.isfinite(value):
             n_feasible += 1
@@ -206,20 +207,20 @@ def chain(*edges: tuple[int, int]) -> ChoiceProblem:
 
 def test_blocks_that_are_joined_otherwise_are_refused() -> None:
     with pytest.raises(ProblemError, match="cannot be joined"):
-        RepeatedProblem(chain((0, 1), (1, 2)), (Repeat((1,), {}, frozenset({2}), 2),))
+        RepeatedProblem.alone(chain((0, 1), (1, 2)), (Repeat((1,), {}, frozenset({2}), 2),))
     with pytest.raises(ProblemError, match="cannot be the like"):
-        RepeatedProblem(chain((0, 1)), (Repeat((1,), {0: 2}, frozenset(), 2),))
+        RepeatedProblem.alone(chain((0, 1)), (Repeat((1,), {0: 2}, frozenset(), 2),))
     with pytest.raises(ProblemError, match="two repeated blocks"):
-        RepeatedProblem(chain(), (Repeat((1,), {}, frozenset(), 2),) * 2)
+        RepeatedProblem.alone(chain(), (Repeat((1,), {}, frozenset(), 2),) * 2)
     joined = (Repeat((1,), {}, frozenset(), 2), Repeat((2,), {}, frozenset(), 2))
     with pytest.raises(ProblemError, match="cannot be joined"):
-        RepeatedProblem(chain((1, 2)), joined)
+        RepeatedProblem.alone(chain((1, 2)), joined)
 
 
 def test_blocks_that_hand_on_too_much_are_refused() -> None:
     problem = random_repeated(3)
     with pytest.raises(TooWide):
-        RepeatedElimination(problem, Limits(table_entries=1))
+        RepeatedElimination.of(problem, Limits(table_entries=1))
 
 
 @pytest.mark.parametrize("first", range(0, 100, 20))
@@ -231,7 +232,7 @@ def test_under_a_budget(first: int) -> None:
         n_variables = problem.unrolled()[0].n_variables
         budget_bytes = float(np.random.default_rng(seed).integers(0, 4 * n_variables))
         numbers = replace(problem.numbers, budget_bytes=budget_bytes)
-        problem = RepeatedProblem(numbers, problem.repeats)
+        problem = RepeatedProblem.alone(numbers, problem.repeats)
         written, _ = problem.unrolled()
         found, wanted = solve_repeated(problem), solve(written)
         if isinstance(wanted, Infeasible):
@@ -254,7 +255,7 @@ def test_copies_share_what_a_budget_leaves(budget_bytes: float) -> None:
     """Each of ten copies pays a second or a byte; all of them change at one price of bytes."""
     pay, none = np.array([1.0, 0.0]), np.zeros(2)
     numbers = ChoiceProblem(("copy",), (pay,), (none,), (1.0 - pay,), (), budget_bytes)
-    problem = RepeatedProblem(numbers, (Repeat((0,), {}, frozenset(), 10),))
+    problem = RepeatedProblem.alone(numbers, (Repeat((0,), {}, frozenset(), 10),))
     found = solve_repeated(problem)
     assert not isinstance(found, Infeasible)
     assert found.totals.bytes == math.floor(budget_bytes)

@@ -17,6 +17,7 @@ from autopar.passes.solvers.repeats_exchange import Exchanges
 from autopar.passes.solvers.repeats_select import (
     RepeatedSolution,
     RepeatedSolver,
+    quick_plan,
     solve_repeated,
 )
 from tests.test_repeats import REL, WEIGHTS, random_repeated
@@ -26,7 +27,7 @@ NONE = np.zeros(2)
 
 def solved(problem: RepeatedProblem, budget_bytes: float, goal: float = 0.0) -> RepeatedSolution:
     numbers = replace(problem.numbers, budget_bytes=budget_bytes)
-    found = solve_repeated(RepeatedProblem(numbers, problem.repeats), None, goal)
+    found = solve_repeated(RepeatedProblem.alone(numbers, problem.repeats), None, goal)
     assert not isinstance(found, Infeasible)
     return found
 
@@ -36,7 +37,7 @@ def test_branches_part_all_choices(first: int) -> None:
     n_changing = 0
     for seed in range(first, first + 20):
         problem = random_repeated(seed)
-        elimination = RepeatedElimination(problem)
+        elimination = RepeatedElimination.of(problem)
         for r, weights in ((r, w) for r in range(len(problem.repeats)) for w in WEIGHTS):
             whole, _ = elimination.at(weights)
             every: list[int | None] = [*range(elimination.n_states(r)), None]
@@ -67,7 +68,7 @@ def chain_of_states(n_copies: int, change_s: float) -> RepeatedProblem:
         ("first", "copy"), (pay, pay), (NONE, NONE), (1 - pay, 1 - pay),
         (Edge(0, 1, change, np.zeros((2, 2))),),
     )  # fmt: skip
-    return RepeatedProblem(numbers, (Repeat((1,), {0: 1}, frozenset(), n_copies),))
+    return RepeatedProblem.alone(numbers, (Repeat((1,), {0: 1}, frozenset(), n_copies),))
 
 
 def test_what_a_change_costs_is_in_the_bound() -> None:
@@ -88,7 +89,7 @@ def uneven_parts(n_copies: int, budget_bytes: float) -> RepeatedProblem:
         ("large", "small"), (large, small), (NONE, NONE), (large[::-1], small[::-1]), (),
         budget_bytes,
     )  # fmt: skip
-    return RepeatedProblem(numbers, (Repeat((0, 1), {}, frozenset(), n_copies),))
+    return RepeatedProblem.alone(numbers, (Repeat((0, 1), {}, frozenset(), n_copies),))
 
 
 @pytest.mark.parametrize("budget_bytes", [9.0, 16.0, 24.0, 62.0])
@@ -118,8 +119,8 @@ def test_gaps_are_honest_and_closed_to_the_goal() -> None:
     for seed in range(24):
         problem = random_repeated(seed)
         long = tuple(replace(r, count=7) for r in problem.repeats)
-        problem = RepeatedProblem(problem.numbers, long)
-        elimination = RepeatedElimination(problem)
+        problem = RepeatedProblem.alone(problem.numbers, long)
+        elimination = RepeatedElimination.of(problem)
         value, fastest = elimination.at(Weights())
         if math.isinf(value) or fastest.totals.cost_s == 0:
             continue
@@ -141,12 +142,13 @@ def test_above_a_limit_no_more_is_found_out() -> None:
     n_over = 0
     for seed in range(20):
         problem = random_repeated(seed)
-        best = RepeatedSolver(problem).solve(None)
+        plan = quick_plan(problem.every)
+        best = RepeatedSolver(problem, plan).solve(None)
         if isinstance(best, Infeasible):
             continue
         cost_s = best.totals.cost_s
-        over = RepeatedSolver(problem).solve(None, limit_s=cost_s * (1 - REL))
-        under = RepeatedSolver(problem).solve(None, limit_s=cost_s * (1 + 2 * REL))
+        over = RepeatedSolver(problem, plan).solve(None, limit_s=cost_s * (1 - REL))
+        under = RepeatedSolver(problem, plan).solve(None, limit_s=cost_s * (1 + 2 * REL))
         assert not isinstance(over, Infeasible)
         assert under == best and best.settled
         assert over.totals.cost_s == pytest.approx(cost_s, rel=REL)

@@ -10,7 +10,6 @@ from autopar.passes.solvers.ilp import solve_ilp
 from autopar.passes.solvers.problem import (
     SAME_OPTIMUM_REL,
     ChoiceProblem,
-    ChoiceProblems,
     Edge,
     Infeasible,
     ProblemError,
@@ -18,6 +17,7 @@ from autopar.passes.solvers.problem import (
     TimeLimitError,
     Totals,
 )
+from autopar.passes.solvers.problems import ChoiceProblems
 from autopar.passes.solvers.select import Solver, solve, solve_by_elimination
 
 __all__ = [

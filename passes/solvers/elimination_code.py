@@ -16,7 +16,7 @@ import numpy as np
 
 from autopar.passes.solvers import elimination_loops as loops
 from autopar.passes.solvers.elimination_order import EliminationPlan, Placed, Step
-from autopar.passes.solvers.potentials import Layout, Shape
+from autopar.passes.solvers.layout import Layout, Shape
 from autopar.passes.solvers.problem import Codes
 
 

@@ -21,7 +21,8 @@ import numpy as np
 from autopar.errors import AutoparError
 from autopar.passes.solvers.greedy_order import GreedyOrder, Sight, greedy_order
 from autopar.passes.solvers.partitions import Partitions
-from autopar.passes.solvers.problem import ChoiceProblem, ChoiceProblems, Codes, Edge
+from autopar.passes.solvers.problem import ChoiceProblem, Codes, Edge
+from autopar.passes.solvers.problems import SomeProblems
 
 Scope = tuple[int, ...]
 HUBS_TRIED = 4
@@ -153,7 +154,7 @@ class EliminationPlan:
 
 
 def plan_elimination(
-    problem: ChoiceProblem | ChoiceProblems, limits: Limits | None = None
+    problem: ChoiceProblem | SomeProblems, limits: Limits | None = None
 ) -> EliminationPlan:
     """The cheapest order found, with up to `MAX_HUBS` hubs conditioned on if need be.
 

@@ -34,9 +34,9 @@ from autopar.passes.solvers.problem import (
     FORBIDDEN,
     Choice,
     ChoiceProblem,
-    ChoiceProblems,
     Infeasible,
 )
+from autopar.passes.solvers.problems import ChoiceProblems, SomeProblems
 from autopar.passes.solvers.reductions import reduce
 from autopar.passes.solvers.select import QUICK, QUICK_BRANCH, solve
 
@@ -64,14 +64,14 @@ def hull_corners(problem: ChoiceProblem, n_most: int) -> list[Choice] | Infeasib
     except TooWide:
         found = solve(replace(problem, budget_bytes=None))
         return found if isinstance(found, Infeasible) else [found.choice]
-    alone = reduced.problem.several()
-    numbers = Numbers.of(alone)
+    alone = ChoiceProblems.alone(reduced.problem)
+    numbers = Numbers.of(alone.some((0,)))
     corners = _Walk(numbers, Entries.of(alone, numbers.layout), plan).corners(n_most)
     return FORBIDDEN if corners is None else [reduced.lift(choice) for choice in corners]
 
 
 def hull_corners_of(
-    problems: ChoiceProblems, n_most: int, fastest: Sequence[Choice | None] | None = None
+    problems: SomeProblems, n_most: int, fastest: Sequence[Choice | None] | None = None
 ) -> list[list[Choice] | Infeasible]:
     """`hull_corners` of each; of some a `fastest` choice may be known, whatever its bytes."""
     plan: EliminationPlan | ConditionedPlan

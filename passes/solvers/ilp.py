@@ -39,6 +39,7 @@ from typing import Any
 import numpy as np
 import pulp
 
+from autopar.passes.solvers.layout import Shape
 from autopar.passes.solvers.problem import (
     BUDGET_REL,
     FORBIDDEN,
@@ -175,9 +176,9 @@ def _explain(problem: ChoiceProblem, time_limit_s: float | None) -> Infeasible:
     return Infeasible("no choice fits the budget", None)
 
 
-def most_columns(sizes: Iterable[int], edges: Iterable[Edge]) -> int:
+def most_columns(sizes: Iterable[int], tables: Iterable[Shape]) -> int:
     """A bound on the columns of a program: the choices, and the pairs that edges tell apart."""
-    return sum(sizes) + sum(e.cost_s.size for e in edges)
+    return sum(sizes) + sum(map(math.prod, tables))
 
 
 def _typical_cost(problem: ChoiceProblem) -> float:
@@ -209,7 +210,8 @@ def _run(
     """
     effort = effort or Effort(None, MAX_NODES)
     too_large = Outcome(None, 0.0, False)
-    if objective != "tie" and most_columns(problem.sizes, problem.edges) > effort.most_columns:
+    n_columns = most_columns(problem.sizes, (e.cost_s.shape for e in problem.edges))
+    if objective != "tie" and n_columns > effort.most_columns:
         return too_large
     model = _Model(problem, objective, scale, cap_s)
     if model.n_columns > effort.most_columns:

@@ -7,23 +7,16 @@ ties and bytes are kept so (`Numbers`); a weighted sum of them is what is minimi
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from autopar.passes.solvers.problem import (
-    Choice,
-    ChoiceProblem,
-    ChoiceProblems,
-    Codes,
-    Edge,
-    FloatArray,
-)
-
-Shape = tuple[int, ...]
+from autopar.passes.solvers.layout import Layout
+from autopar.passes.solvers.problem import ChoiceProblem, Codes, FloatArray
+from autopar.passes.solvers.problems import ChoiceProblems, SomeProblems
 
 
 class Weights(NamedTuple):
@@ -34,79 +27,6 @@ class Weights(NamedTuple):
     size: float = 0.0
 
 
-class Kinds(NamedTuple):
-    """The numbers of a variable or of a table, [problems or 1, ...] each; no bytes are zeros."""
-
-    cost_s: FloatArray
-    tie: FloatArray
-    size_bytes: FloatArray | None = None
-
-    @staticmethod
-    def of(problem: ChoiceProblem, v: int) -> Kinds:
-        """Of a variable of one problem."""
-        return Kinds(problem.cost_s[v][None], problem.tie[v][None], problem.bytes[v][None])
-
-    @staticmethod
-    def of_edge(edge: Edge) -> Kinds:
-        """Of a table of one problem."""
-        size_bytes = None if edge.bytes is None else edge.bytes[None]
-        return Kinds(edge.cost_s[None], edge.tie[None], size_bytes)
-
-    @staticmethod
-    def none(n_choices: int) -> Kinds:
-        """Of a variable that costs nothing by itself."""
-        zeros = np.zeros((1, n_choices))
-        return Kinds(zeros, zeros)
-
-    @property
-    def memory(self) -> Hashable:
-        """Equal where the numbers are the same memory, as those of alike blocks are."""
-        return tuple((a.ctypes.data, a.shape, a.strides) for a in self if a is not None)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where in a row every variable's own costs and every table are, how many choices and which
-    shapes they have, and how long the row is."""
-
-    own_at: tuple[int, ...]
-    n_choices: tuple[int, ...]
-    table_at: tuple[int, ...]
-    shapes: tuple[Shape, ...]
-    n_numbers: int
-
-    @staticmethod
-    def of(
-        own: Sequence[FloatArray], tables: Sequence[FloatArray], keys: Iterable[Hashable]
-    ) -> Layout:
-        """Of arrays [problems or 1, ...]; those of equal keys are in one place."""
-        n_numbers, at, places = 0, dict[Hashable, int](), list[int]()
-        for key, array in zip(keys, (*own, *tables), strict=True):
-            if key not in at:
-                at[key] = n_numbers
-                n_numbers += array[0].size
-            places.append(at[key])
-        return Layout(
-            tuple(places[: len(own)]),
-            tuple(array.shape[1] for array in own),
-            tuple(places[len(own) :]),
-            tuple(table.shape[1:] for table in tables),
-            n_numbers,
-        )
-
-    def rows(
-        self, own: Sequence[FloatArray | None], tables: Sequence[FloatArray | None]
-    ) -> FloatArray:
-        """[problems or 1, numbers]: arrays in their places; None are zeros."""
-        arrays = dict(zip((*self.own_at, *self.table_at), (*own, *tables), strict=True))
-        n = max((len(array) for array in arrays.values() if array is not None), default=1)
-        out = np.zeros((n, self.n_numbers))
-        for at, array in arrays.items():
-            if array is not None:
-                out[:, at : at + array[0].size] = array.reshape(len(array), -1)
-        return out
-
-
 @dataclass(frozen=True, eq=False)
 class Potentials:
     """One weighted sum of costs: [problems, numbers] in the places of a layout."""
@@ -115,15 +35,15 @@ class Potentials:
     rows: FloatArray
 
     @staticmethod
-    def of(problem: ChoiceProblem | ChoiceProblems, weights: Weights) -> Potentials:
-        """Of one problem, for `plan_elimination` of it, or of several."""
+    def of(problem: ChoiceProblem, weights: Weights) -> Potentials:
+        """Of one problem, for `plan_elimination` of it."""
         return Numbers.of(problem).at(weights)
 
     @staticmethod
     def given(own: Sequence[FloatArray], tables: Sequence[FloatArray]) -> Potentials:
         """Of arrays [problems or 1, choices] per variable, and [problems or 1, ...] per table."""
         layout = Layout.of(own, tables, map(id, (*own, *tables)))
-        return Potentials(layout, layout.rows(own, tables))
+        return Potentials(layout, layout.rows(layout.placed(own, tables)))
 
     @cached_property
     def own(self) -> tuple[FloatArray, ...]:
@@ -138,16 +58,6 @@ class Potentials:
         n = len(self.rows)
         return tuple(self.rows[:, at : at + math.prod(of)].reshape(n, *of) for at, of in pairs)
 
-    def with_tables(self, tables: Sequence[FloatArray]) -> Potentials:
-        """And more tables, of one problem: [1, ...]."""
-        layout, n = self.layout, self.layout.n_numbers
-        more = Layout.of((), tables, map(id, tables))
-        joined = Layout(
-            layout.own_at, layout.n_choices, (*layout.table_at, *(n + at for at in more.table_at)),
-            (*layout.shapes, *more.shapes), n + more.n_numbers,
-        )  # fmt: skip
-        return Potentials(joined, np.concatenate((self.rows, more.rows((), tables)), axis=1))
-
 
 @dataclass(frozen=True, eq=False)
 class Numbers:
@@ -159,25 +69,11 @@ class Numbers:
     size_bytes: FloatArray
 
     @staticmethod
-    def of(problem: ChoiceProblem | ChoiceProblems) -> Numbers:
+    def of(problem: ChoiceProblem | SomeProblems) -> Numbers:
         """Of one problem, or of several."""
-        problems = problem if isinstance(problem, ChoiceProblems) else problem.several()
-        own = zip(problems.cost_s, problems.tie, problems.bytes, strict=True)
-        return Numbers.given(
-            [Kinds(*kinds) for kinds in own],
-            [Kinds(e.cost_s, e.tie, e.bytes) for e in problems.edges],
-        )
-
-    @staticmethod
-    def given(own: Sequence[Kinds], tables: Sequence[Kinds]) -> Numbers:
-        """Of variables and tables."""
-        keys = (kinds.memory for kinds in (*own, *tables))
-        layout = Layout.of([k.cost_s for k in own], [k.cost_s for k in tables], keys)
-        cost_s, tie, size_bytes = (
-            layout.rows([kinds[i] for kinds in own], [kinds[i] for kinds in tables])
-            for i in range(3)
-        )
-        return Numbers(layout, cost_s, tie, size_bytes)
+        if isinstance(problem, ChoiceProblem):
+            problem = ChoiceProblems.alone(problem).some((0,))
+        return Numbers(problem.every.layout, *problem.rows())
 
     def of_one(self, problem: int) -> Numbers:
         """Of one of the problems."""
@@ -206,10 +102,11 @@ class Numbers:
 
 @dataclass(frozen=True, eq=False)
 class Entries:
-    """Which entries of a row a choice adds up: every variable's own at `own_at`, and every table's
-    at `table_at` and what the choices of its two variables `ends` add to that, which begins
-    `ends_at` in `places`."""
+    """Which entries of a row a choice adds up: the own ones of `variables` at `own_at`, and those
+    of tables at `table_at` and what the choices of their two variables `ends` add to that, which
+    begins `ends_at` in `places`."""
 
+    variables: Codes
     own_at: Codes
     table_at: Codes
     ends: tuple[Codes, Codes]
@@ -217,11 +114,24 @@ class Entries:
     places: Codes
 
     @staticmethod
-    def of(problems: ChoiceProblems, layout: Layout) -> Entries:
+    def of(problems: ChoiceProblems | SomeProblems, layout: Layout) -> Entries:
+        """Of all variables and edges."""
+        return Entries.some(
+            problems, layout, range(len(problems.sizes)), range(len(problems.edges))
+        )
+
+    @staticmethod
+    def some(
+        problems: ChoiceProblems | SomeProblems,
+        layout: Layout,
+        variables: Sequence[int],
+        edges: Sequence[int],
+    ) -> Entries:
+        """Of some variables, and edges by their places."""
         every, n_places = [np.zeros(0, dtype=np.intp)], 0
         ends: tuple[list[int], list[int]] = ([], [])
         ends_at: tuple[list[int], list[int]] = ([], [])
-        for e in problems.edges:
+        for e in (problems.edges[i] for i in edges):
             n_columns = e.cost_s.shape[-1]
             for k, (v, codes, stride) in enumerate(((e.u, e.rows, n_columns), (e.v, e.columns, 1))):
                 places = np.arange(problems.sizes[v]) if codes is None else codes
@@ -230,18 +140,20 @@ class Entries:
                 ends_at[k].append(n_places)
                 n_places += len(places)
         return Entries(
-            _codes(layout.own_at), _codes(layout.table_at),
+            _codes(variables),
+            _codes([layout.own_at[v] for v in variables]),
+            _codes([layout.table_at[i] for i in edges]),
             (_codes(ends[0]), _codes(ends[1])), (_codes(ends_at[0]), _codes(ends_at[1])),
             np.concatenate(every),
         )  # fmt: skip
 
-    def at(self, choice: Choice) -> Codes:
-        """[entries] of a choice."""
+    def at(self, choice: Sequence[int]) -> Codes:
+        """[entries] of a choice of all variables."""
         chosen = np.array(choice)
         of_tables = self.table_at + sum(
             self.places[at + chosen[end]] for end, at in zip(self.ends, self.ends_at, strict=True)
         )
-        return np.concatenate((self.own_at + chosen, of_tables))
+        return np.concatenate((self.own_at + chosen[self.variables], of_tables))
 
 
 def _codes(numbers: Sequence[int]) -> Codes:

@@ -14,9 +14,9 @@ Every solver of this package takes a `ChoiceProblem` and returns a `Solution`, o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, reduce
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +63,10 @@ class Edge:
     def bytes_or_zero(self) -> FloatArray:
         return np.zeros_like(self.cost_s) if self.bytes is None else self.bytes
 
+    def is_of(self, variables: Set[int]) -> bool:
+        """Is one of its ends among some variables?"""
+        return self.u in variables or self.v in variables
+
     def at(self, choice: Sequence[int]) -> tuple[int, int]:
         """The row and column of one choice of all variables."""
         row, column = choice[self.u], choice[self.v]
@@ -87,72 +91,14 @@ class Edge:
 
     def turned(self) -> Edge:
         """The same, from v to u."""
-        size = None if self.bytes is None else self.bytes.T
-        return Edge(self.v, self.u, self.cost_s.T, self.tie.T, size, self.columns, self.rows)
+        turned = self.mapped(lambda array: array.swapaxes(-1, -2))
+        return replace(turned, u=self.v, v=self.u, rows=self.columns, columns=self.rows)
 
     def restricted(self, keep_u: BoolArray, keep_v: BoolArray) -> Edge:
         """With only the choices that are marked."""
         rows = np.arange(len(keep_u)) if self.rows is None else self.rows
         columns = np.arange(len(keep_v)) if self.columns is None else self.columns
         return replace(self, rows=rows[keep_u], columns=columns[keep_v])
-
-
-@dataclass(frozen=True, eq=False)
-class ChoiceProblems:
-    """Problems of the same variables, choices and edges, with numbers of their own.
-
-    Arrays are those of `ChoiceProblem` and `Edge` with one more axis in front, of the problems; it
-    has length 1 where they agree. Raises `ProblemError` as `ChoiceProblem` does.
-    """
-
-    n_problems: int
-    names: tuple[str, ...]
-    cost_s: tuple[FloatArray, ...]
-    tie: tuple[FloatArray, ...]
-    bytes: tuple[FloatArray, ...]
-    edges: tuple[Edge, ...] = ()
-    is_checked: bool = field(default=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        if not self.is_checked:
-            _check_all(self.names, self.cost_s, self.tie, self.bytes, self.edges, 1)
-
-    @cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """How many choices each variable has."""
-        return tuple(c.shape[-1] for c in self.cost_s)
-
-    def some(self, rows: Sequence[int]) -> ChoiceProblems:
-        """Some of the problems; arrays that are one stay one."""
-        at, known = np.array(rows, dtype=np.intp), dict[int, FloatArray]()
-
-        def own(array: FloatArray) -> FloatArray:
-            return known.setdefault(id(array), array if len(array) == 1 else array[at])
-
-        edges = (e.mapped(own) for e in self.edges)
-        cost_s, tie, size_bytes = (
-            tuple(map(own, arrays)) for arrays in (self.cost_s, self.tie, self.bytes)
-        )
-        return ChoiceProblems(
-            len(at), self.names, cost_s, tie, size_bytes, tuple(edges), is_checked=True
-        )
-
-    def of(self, i: int) -> ChoiceProblem:
-        """One of the problems."""
-
-        def own(array: FloatArray) -> FloatArray:
-            found: FloatArray = array[i if len(array) > 1 else 0]
-            return found
-
-        edges = (e.mapped(own) for e in self.edges)
-        return ChoiceProblem(
-            self.names,
-            tuple(map(own, self.cost_s)),
-            tuple(map(own, self.tie)),
-            tuple(map(own, self.bytes)),
-            tuple(edges),
-            is_checked=True,
-        )
 
 
 @dataclass(frozen=True)
@@ -172,7 +118,7 @@ class ChoiceProblem:
     differences that matter above 1e-3: it is weighed at 1e-11 of the cost.
 
     Raises `ProblemError` for NaN, negative numbers, infinite ties or bytes, wrong shapes; unless
-    it `is_checked` where the numbers come from (`ChoiceProblems`).
+    it `is_checked` where the numbers come from (`problems.py`).
     """
 
     names: tuple[str, ...]
@@ -188,7 +134,7 @@ class ChoiceProblem:
             raise ProblemError(f"budget_bytes must be at least 0: {self.budget_bytes}")
         if self.is_checked:
             return
-        _check_all(self.names, self.cost_s, self.tie, self.bytes, self.edges, 0)
+        check_numbers(self.names, self.cost_s, self.tie, self.bytes, self.edges, 0)
 
     @property
     def n_variables(self) -> int:
@@ -216,14 +162,6 @@ class ChoiceProblem:
         """Is `size_bytes` within the budget (to `BUDGET_REL`)?"""
         return within(self.budget_bytes, size_bytes)
 
-    def several(self) -> ChoiceProblems:
-        """The problem as the only one of several."""
-        edges = (e.mapped(lambda array: array[None]) for e in self.edges)
-        cost_s, tie, size_bytes = (
-            tuple(array[None] for array in arrays) for arrays in (self.cost_s, self.tie, self.bytes)
-        )
-        return ChoiceProblems(1, self.names, cost_s, tie, size_bytes, tuple(edges), is_checked=True)
-
     def restrict(self, keep: Sequence[BoolArray]) -> ChoiceProblem:
         """The same problem with only the choices that `keep[v]` marks."""
         edges = [e.restricted(keep[e.u], keep[e.v]) for e in self.edges]
@@ -236,28 +174,56 @@ class ChoiceProblem:
         )
 
     def merged(self) -> ChoiceProblem:
-        """The same problem with at most one edge per pair, u < v, sorted by (u, v)."""
-        grouped: dict[tuple[int, int], list[Edge]] = {}
-        for e in self.edges:
-            e = e if e.u < e.v else e.turned()
-            grouped.setdefault((e.u, e.v), []).append(e)
-        return replace(self, edges=tuple(_sum(of) for _, of in sorted(grouped.items())))
+        """The same problem with `merged` edges."""
+        return replace(self, edges=merged(self.edges))
+
+    def times(self, n: float, stored: Set[int]) -> ChoiceProblem:
+        """With n times the bytes of all but `stored` variables and their edges; those that are the
+        same memory stay so."""
+        known = dict[Hashable, FloatArray]()
+
+        def grown(array: FloatArray) -> FloatArray:
+            key = memory(array)
+            if key not in known:
+                known[key] = array * n
+            return known[key]
+
+        edges = (
+            e if e.bytes is None or e.is_of(stored) else replace(e, bytes=grown(e.bytes))
+            for e in self.edges
+        )
+        own = (a if v in stored else grown(a) for v, a in enumerate(self.bytes))
+        return replace(self, bytes=tuple(own), edges=tuple(edges))
 
     def has_ties(self) -> bool:
         """Is any tie not zero, so that breaking ties means anything?"""
         return any(np.any(t) for t in self.tie) or any(np.any(e.tie) for e in self.edges)
 
 
+def merged(edges: Iterable[Edge]) -> tuple[Edge, ...]:
+    """At most one edge per pair, u < v, sorted by (u, v): parallel ones add up."""
+    grouped: dict[tuple[int, int], list[Edge]] = {}
+    for e in edges:
+        e = e if e.u < e.v else e.turned()
+        grouped.setdefault((e.u, e.v), []).append(e)
+    return tuple(_sum(of) for _, of in sorted(grouped.items()))
+
+
 def _sum(edges: Sequence[Edge]) -> Edge:
     """Parallel edges as one."""
     if len(edges) == 1:
         return edges[0]
-    cost, tie = (
-        np.sum([e.written(array) for e, array in arrays], axis=0)
+    cost_s, tie = (
+        reduce(np.add, [e.written(array) for e, array in arrays])
         for arrays in ([(e, e.cost_s) for e in edges], [(e, e.tie) for e in edges])
     )
     sizes = [e.written(e.bytes) for e in edges if e.bytes is not None]
-    return Edge(edges[0].u, edges[0].v, cost, tie, np.sum(sizes, axis=0) if sizes else None)
+    return Edge(edges[0].u, edges[0].v, cost_s, tie, reduce(np.add, sizes) if sizes else None)
+
+
+def memory(*arrays: FloatArray | None) -> Hashable:
+    """Equal for arrays that are the same memory."""
+    return tuple((a.ctypes.data, a.shape, a.strides) for a in arrays if a is not None)
 
 
 def within(budget_bytes: float | None, size_bytes: float) -> bool:
@@ -265,7 +231,7 @@ def within(budget_bytes: float | None, size_bytes: float) -> bool:
     return budget_bytes is None or size_bytes <= budget_bytes * (1 + BUDGET_REL)
 
 
-def _check_all(
+def check_numbers(
     names: Sequence[str],
     cost_s: Sequence[FloatArray],
     tie: Sequence[FloatArray],

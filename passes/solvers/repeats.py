@@ -4,6 +4,7 @@ A problem of N alike layers has N copies of one block of variables. Copy k is jo
 as the first is to what comes before it, so one block and its number of copies say all. Every copy
 makes choices of its own: the problem is that of all copies written out
 (`RepeatedProblem.unrolled`), and is solved without writing them out (`repeats_elimination.py`).
+Problems that differ in their numbers alone share all else (`RepeatedProblems`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.passes.solvers.layout import Layout, Shape
+from autopar.passes.solvers.potentials import Entries, Numbers
 from autopar.passes.solvers.problem import (
+    BoolArray,
     Choice,
     ChoiceProblem,
     Edge,
@@ -26,10 +30,14 @@ from autopar.passes.solvers.problem import (
     ProblemError,
     Totals,
 )
+from autopar.passes.solvers.problems import ChoiceProblems
 from autopar.passes.solvers.reductions import reduce
 
 # So many copies show all there is: the first, the last, and one between its likes.
 _TELLING = 3
+# Rows of numbers that are kept, of the problems that were last asked for: writing one down takes a
+# fraction of what solving it does.
+MOST_ROWS = 4
 
 
 @dataclass(frozen=True)
@@ -57,18 +65,19 @@ class RepeatedChoice:
 
 
 @dataclass(frozen=True, eq=False)
-class RepeatedProblem:
-    """A choice problem, of which some blocks stand for several copies; parallel edges are merged.
+class RepeatedProblems:
+    """Choice problems of the same variables, choices and edges, of which some blocks stand for
+    several copies; parallel edges are merged. What does not depend on their numbers is found once.
 
     Raises `ProblemError` where a block is joined otherwise than `Repeat` says.
     """
 
-    numbers: ChoiceProblem
+    numbers: ChoiceProblems
     repeats: tuple[Repeat, ...]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "numbers", self.numbers.merged())
-        sizes, owner = self.numbers.sizes, self._owner
+        sizes, owner = self.numbers.sizes, self.owner
         if len(owner) < sum(len(r.block) for r in self.repeats):
             raise ProblemError("a variable is in two repeated blocks")
         for repeat in self.repeats:
@@ -85,10 +94,144 @@ class RepeatedProblem:
                 if other is not None or (last and inside not in repeat.like.values()):
                     raise ProblemError(f"variables {inside} and {outside} cannot be joined")
 
+    def of(self, i: int, times: int = 1) -> RepeatedProblem:
+        """One of the problems, with so many times the bytes of what is not stored."""
+        return RepeatedProblem(self, i, times)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many choices each variable has."""
+        return self.numbers.sizes
+
+    @property
+    def layout(self) -> Layout:
+        """Where numbers are in a row."""
+        return self.numbers.layout
+
     @cached_property
-    def _owner(self) -> dict[int, int]:
+    def owner(self) -> dict[int, int]:
         """Variable of a block -> the number of its repeat."""
         return {v: r for r, repeat in enumerate(self.repeats) for v in repeat.block}
+
+    @cached_property
+    def of_copies(self) -> tuple[tuple[int, ...], ...]:
+        """Per repeat, the edges that every copy has, by their places."""
+        out = []
+        for repeat in self.repeats:
+            block = {*repeat.block}
+            every = ((i, e) for i, e in enumerate(self.numbers.edges) if e.is_of(block))
+            out.append(tuple(i for i, e in every if not e.is_of(repeat.after)))
+        return tuple(out)
+
+    @cached_property
+    def once(self) -> tuple[int, ...]:
+        """The edges that are there once: of no copy, or of the last one alone."""
+        repeated = set(itertools.chain.from_iterable(self.of_copies))
+        return tuple(i for i in range(len(self.numbers.edges)) if i not in repeated)
+
+    def edges(self, places: Iterable[int]) -> list[Edge]:
+        """Those at some places."""
+        return [self.numbers.edges[i] for i in places]
+
+    def tables(self, places: Iterable[int]) -> Iterator[tuple[Edge, int, Shape]]:
+        """Edges at some places, with where their table is in a row, and its shape."""
+        layout, edges = self.layout, self.numbers.edges
+        return ((edges[i], layout.table_at[i], layout.shapes[i]) for i in places)
+
+    @cached_property
+    def outside(self) -> list[tuple[int, ...]]:
+        """Per repeat, what copies are joined to but each other."""
+        return [
+            tuple(sorted({v for e in self.edges(at) for v in (e.u, e.v)} - {*of.block, *of.like}))
+            for of, at in zip(self.repeats, self.of_copies, strict=True)
+        ]
+
+    @cached_property
+    def once_entries(self) -> Entries:
+        """Of what is no copy's."""
+        others = [v for v in range(len(self.sizes)) if v not in self.owner]
+        return Entries.some(self.numbers, self.layout, others, self.once)
+
+    @cached_property
+    def copy_entries(self) -> list[Entries]:
+        """Per repeat, of one copy."""
+        return [
+            Entries.some(self.numbers, self.layout, repeat.block, edges)
+            for repeat, edges in zip(self.repeats, self.of_copies, strict=True)
+        ]
+
+    def written(self, size: Callable[[Iterable[int], Iterable[Shape]], int]) -> int:
+        """A size of a problem written out, where those of variables and tables add up."""
+        sizes, shapes = self.sizes, self.layout.shapes
+        total = size(
+            [k for v, k in enumerate(sizes) if v not in self.owner], [shapes[i] for i in self.once]
+        )
+        for repeat, edges in zip(self.repeats, self.of_copies, strict=True):
+            of_copy = size([sizes[v] for v in repeat.block], [shapes[i] for i in edges])
+            total += repeat.count * of_copy
+        return total
+
+    def row(self, i: int, times: int) -> Numbers:
+        """The numbers of one problem; the last few are kept."""
+        key = i, times
+        if key not in self._rows:
+            self._rows[key] = Numbers.of(self.numbers.some((i,), (times,)))
+            if len(self._rows) > MOST_ROWS:
+                del self._rows[next(iter(self._rows))]
+        return self._rows[key]
+
+    @cached_property
+    def _rows(self) -> dict[tuple[int, int], Numbers]:
+        return {}
+
+
+@dataclass(frozen=True, eq=False)
+class RepeatedProblem:
+    """One of several problems with repeated blocks, with `times` the bytes of what is not stored;
+    `only` are the numbers of a row whose costs count (None: all)."""
+
+    every: RepeatedProblems
+    case: int
+    times: int = 1
+    only: BoolArray | None = None
+    budget_bytes: float | None = None
+
+    @staticmethod
+    def alone(numbers: ChoiceProblem, repeats: tuple[Repeat, ...]) -> RepeatedProblem:
+        """A problem of which some blocks stand for several copies."""
+        every = RepeatedProblems(ChoiceProblems.alone(numbers), repeats)
+        return RepeatedProblem(every, 0, budget_bytes=numbers.budget_bytes)
+
+    @property
+    def repeats(self) -> tuple[Repeat, ...]:
+        return self.every.repeats
+
+    @property
+    def row(self) -> Numbers:
+        """Its numbers, [1, numbers]."""
+        row = self.every.row(self.case, self.times)
+        if self.only is None:
+            return row
+        return replace(row, cost_s=np.where(self.only, row.cost_s, 0.0))
+
+    @property
+    def numbers(self) -> ChoiceProblem:
+        """With every block written down once."""
+        every, layout = self.every.numbers, self.every.layout
+        own_at = list(zip(layout.own_at, layout.n_choices, strict=True))
+        table_at = list(zip(layout.table_at, layout.shapes, strict=True))
+        row = self.row
+        own, tables = [], []
+        for kind in (row.cost_s[0], row.tie[0], row.size_bytes[0]):
+            own.append(tuple(kind[at : at + n] for at, n in own_at))
+            tables.append([kind[at : at + math.prod(of)].reshape(of) for at, of in table_at])
+        edges = (
+            replace(e, cost_s=cost_s, tie=tie, bytes=size_bytes)
+            for e, cost_s, tie, size_bytes in zip(every.edges, *tables, strict=True)
+        )
+        return ChoiceProblem(
+            every.names, own[0], own[1], own[2], tuple(edges), self.budget_bytes, is_checked=True
+        )
 
     # -- written out -------------------------------------------------------------------------
 
@@ -96,9 +239,8 @@ class RepeatedProblem:
         """The problem with every copy, or at most `n_most` of each, written out; and per variable
         the numbers of its copies there."""
         numbers, counts = self.numbers, [min(r.count, n_most or r.count) for r in self.repeats]
-        n_copies = [
-            counts[self._owner[v]] if v in self._owner else 1 for v in range(len(numbers.names))
-        ]
+        owner = self.every.owner
+        n_copies = [counts[owner[v]] if v in owner else 1 for v in range(len(numbers.names))]
         ends = np.cumsum([0, *n_copies])
         where = [list(range(a, b)) for a, b in itertools.pairwise(ends)]
         origin = [v for v, copies in enumerate(where) for _ in copies]
@@ -117,23 +259,16 @@ class RepeatedProblem:
 
     def _joined(self, edge: Edge, where: list[list[int]]) -> Iterator[tuple[int, int]]:
         """The pairs of copies that an edge joins."""
-        r = self._owner.get(edge.u, self._owner.get(edge.v))
+        owner = self.every.owner
+        r = owner.get(edge.u, owner.get(edge.v))
         if r is None:
             yield where[edge.u][0], where[edge.v][0]
             return
         repeat = self.repeats[r]
         for k in range(max(len(where[edge.u]), len(where[edge.v]))):
             ends = [self._at_copy(v, k, repeat, where) for v in (edge.u, edge.v)]
-            if not {edge.u, edge.v} & repeat.after or k + 1 == len(where[repeat.block[0]]):
+            if not edge.is_of(repeat.after) or k + 1 == len(where[repeat.block[0]]):
                 yield ends[0], ends[1]
-
-    def written(self, size: Callable[[Iterable[int], Iterable[Edge]], int]) -> int:
-        """A size of the problem written out, where those of variables and edges add up."""
-        sizes, owner = self.numbers.sizes, self._owner
-        total = size([k for v, k in enumerate(sizes) if v not in owner], self.once)
-        for repeat, edges in zip(self.repeats, self.of_copies, strict=True):
-            total += repeat.count * size([sizes[v] for v in repeat.block], edges)
-        return total
 
     @staticmethod
     def _at_copy(v: int, k: int, repeat: Repeat, where: list[list[int]]) -> int:
@@ -158,34 +293,25 @@ class RepeatedProblem:
     def _of_once(self, base: Choice) -> FloatArray:
         """[seconds, ties and bytes; terms] of what is no copy's."""
         if base not in self._known_once:
-            others = (v for v in range(self.numbers.n_variables) if v not in self._owner)
-            self._known_once[base] = self._terms(base, others, self.once)
+            self._known_once[base] = self._terms(self.every.once_entries, base)
         return self._known_once[base]
 
     def of_copy(self, r: int, base: Choice, before: Choice, row: Choice) -> FloatArray:
         """[seconds, ties and bytes; terms] of one copy that is handed `before` and has chosen
         `row`, where all else is as in `base`."""
-        repeat, edges = self.repeats[r], self.of_copies[r]
-        key = r, tuple([base[v] for v in self._outside[r]]), before, row
+        repeat = self.repeats[r]
+        key = r, tuple([base[v] for v in self.every.outside[r]]), before, row
         if key not in self._known:
             chosen = list(base)
             for v, k in zip((*repeat.like, *repeat.block), (*before, *row), strict=True):
                 chosen[v] = k
-            self._known[key] = self._terms(chosen, repeat.block, edges)
+            self._known[key] = self._terms(self.every.copy_entries[r], chosen)
         return self._known[key]
 
-    def _terms(
-        self, choice: Sequence[int], variables: Iterable[int], edges: Iterable[Edge]
-    ) -> FloatArray:
+    def _terms(self, entries: Entries, choice: Sequence[int]) -> FloatArray:
         """[seconds, ties and bytes; terms]"""
-        numbers, terms = self.numbers, list[tuple[float, float, float]]()
-        for v in variables:
-            k = choice[v]
-            terms.append((numbers.cost_s[v][k], numbers.tie[v][k], numbers.bytes[v][k]))
-        for e in edges:
-            at = e.at(choice)
-            terms.append((e.cost_s[at], e.tie[at], 0.0 if e.bytes is None else e.bytes[at]))
-        return np.array(terms).reshape(-1, 3).T
+        at, row = entries.at(choice), self.row
+        return np.stack((row.cost_s[0, at], row.tie[0, at], row.size_bytes[0, at]))
 
     @cached_property
     def _known(self) -> dict[tuple[int, Choice, Choice, Choice], FloatArray]:
@@ -195,43 +321,18 @@ class RepeatedProblem:
     def _known_once(self) -> dict[Choice, FloatArray]:
         return {}
 
-    @cached_property
-    def _outside(self) -> list[tuple[int, ...]]:
-        """Per repeat, what copies are joined to but each other."""
-        return [
-            tuple(sorted({v for e in edges for v in (e.u, e.v)}.difference(of.block, of.like)))
-            for of, edges in zip(self.repeats, self.of_copies, strict=True)
-        ]
-
-    @cached_property
-    def of_copies(self) -> tuple[tuple[Edge, ...], ...]:
-        """Per repeat, the edges that every copy has."""
-        out = []
-        for repeat in self.repeats:
-            block = {*repeat.block}
-            every = (e for e in self.numbers.edges if not block.isdisjoint((e.u, e.v)))
-            out.append(tuple(e for e in every if repeat.after.isdisjoint((e.u, e.v))))
-        return tuple(out)
-
-    @cached_property
-    def once(self) -> tuple[Edge, ...]:
-        """The edges that are there once: of no copy, or of the last one alone."""
-        repeated = {id(e) for edges in self.of_copies for e in edges}
-        return tuple(e for e in self.numbers.edges if id(e) not in repeated)
-
     # -- made smaller ------------------------------------------------------------------------
 
     def reduced(self) -> tuple[RepeatedProblem, tuple[NDArray[np.intp], ...]] | None:
         """Without choices that cannot matter, and what is left of each variable; None: nothing."""
+        numbers = self.numbers
         written, where = self.unrolled(_TELLING)
         found = reduce(written, self._classes(where))
         if found is None:
             return None
         kept = tuple(found.kept[copies[0]] for copies in where)
-        masks = [
-            np.isin(np.arange(k), left) for k, left in zip(self.numbers.sizes, kept, strict=True)
-        ]
-        return RepeatedProblem(self.numbers.restrict(masks), self.repeats), kept
+        masks = [np.isin(np.arange(k), left) for k, left in zip(numbers.sizes, kept, strict=True)]
+        return RepeatedProblem.alone(numbers.restrict(masks), self.repeats), kept
 
     def _classes(self, where: list[list[int]]) -> list[list[int]]:
         """Copies of one variable, with what they are the likes of."""

@@ -27,39 +27,20 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
-from autopar.passes.solvers.conditioning import (
-    FIRST_ENTRIES,
-    ConditionedPlan,
-    Lazy,
-    minimise_conditioned,
-    plan_conditioned,
-)
-from autopar.passes.solvers.elimination import (
-    Projection,
-    minimise,
-    project,
-)
-from autopar.passes.solvers.elimination_order import (
-    Axes,
-    EliminationPlan,
-    Limits,
-    Scope,
-    TooWide,
-    plan_order,
-)
+from autopar.passes.solvers.conditioning import ConditionedPlan, Lazy, minimise_conditioned
+from autopar.passes.solvers.elimination import Projection, minimise, project
+from autopar.passes.solvers.elimination_order import Limits, Scope
 from autopar.passes.solvers.lagrangian import Point
-from autopar.passes.solvers.partitions import Partitions
-from autopar.passes.solvers.potentials import Kinds, Numbers, Weights
+from autopar.passes.solvers.potentials import Potentials, Weights
 from autopar.passes.solvers.powers import Power
-from autopar.passes.solvers.problem import Choice, Codes, Edge, FloatArray, Totals
+from autopar.passes.solvers.problem import Choice, Codes, FloatArray, Totals
 from autopar.passes.solvers.repeats import RepeatedChoice, RepeatedProblem
+from autopar.passes.solvers.repeats_plan import BlockPlan, RepeatedPlan
 
 
 @dataclass(frozen=True)
@@ -71,55 +52,24 @@ class Branch:
 
 
 class RepeatedElimination:
-    """A `Minimiser` of a problem with repeats.
+    """A `Minimiser` of a problem with repeats."""
 
-    Raises `TooWide` where a table over what one copy hands on would be too large.
-    """
-
-    def __init__(self, problem: RepeatedProblem, limits: Limits | None = None) -> None:
-        self.problem = problem
+    def __init__(self, problem: RepeatedProblem, plan: RepeatedPlan) -> None:
+        self.problem, self.plan = problem, plan
         self.branch: Branch | None = None
-        limits = limits or Limits()
-        self._blocks = [_Block(problem, r, limits) for r in range(len(problem.repeats))]
-        # Of a block, only the states of the last copy are variables here.
-        self._states = {s.last: s for block in self._blocks for s in block.states}
-        inside = {v for repeat in problem.repeats for v in repeat.block} - self._states.keys()
-        numbers = problem.numbers
-        self._variables = [v for v in range(numbers.n_variables) if v not in inside]
-        place = {v: i for i, v in enumerate(self._variables)}
-        sizes = [
-            self._states[v].n if v in self._states else numbers.sizes[v] for v in self._variables
-        ]
-        once, blocks = (
-            [Axes(tuple(place[v] for v in t.scope), t.codes) for t in tables]
-            for tables in (
-                [self._axes(e) for e in problem.once],
-                [block.axes for block in self._blocks],
-            )
-        )
-        handed_on = [place[v] for block in self._blocks for s in block.states for v in s.ends]
-        self._plan = _plan(sizes, once, blocks, handed_on, self._blocks, limits)
-        own = [
-            Kinds.none(self._states[v].n) if v in self._states else Kinds.of(numbers, v)
-            for v in self._variables
-        ]
-        self._once = Numbers.given(own, list(map(Kinds.of_edge, problem.once)))
 
-    def _axes(self, edge: Edge) -> Axes:
-        """What a table outside the blocks is over."""
-        codes = []
-        for v, of in ((edge.u, edge.rows), (edge.v, edge.columns)):
-            state = self._states.get(v)
-            codes.append(of if state is None else state.seen_by(of))
-        return Axes((edge.u, edge.v), tuple(codes))
+    @staticmethod
+    def of(problem: RepeatedProblem, limits: Limits | None = None) -> RepeatedElimination:
+        """Raises `TooWide` as `RepeatedPlan` does."""
+        return RepeatedElimination(problem, RepeatedPlan(problem.every, limits))
 
     def n_states(self, repeat: int) -> int:
         """How many states the copies of a repeat may hand on."""
-        return self._blocks[repeat].n_states
+        return self.plan.blocks[repeat].n_states
 
     def states(self, repeat: int, choice: RepeatedChoice) -> set[int]:
         """Those that they do hand on in a choice."""
-        block = self._blocks[repeat]
+        block = self.plan.blocks[repeat]
         at = [block.block.index(s.last) for s in block.states]
         return {
             _flat([int(s.codes[row[i]]) for s, i in zip(block.states, at, strict=True)], shape)
@@ -135,21 +85,22 @@ class RepeatedElimination:
 
     def at(self, weights: Weights) -> tuple[float, Point[RepeatedChoice]]:
         """The least total and a choice that attains it (infinite: none is allowed)."""
-        numbers, branch = self.problem.numbers, self.branch
+        of, branch = self.plan, self.branch
+        row = of.constants.after(self.problem.row.at(weights).rows)
         solved = [
-            block.solved(weights, branch if branch is not None and branch.repeat == r else None)
-            for r, block in enumerate(self._blocks)
+            _Solved.of(block, row, branch if branch is not None and branch.repeat == r else None)
+            for r, block in enumerate(of.blocks)
         ]
-        once = self._once.at(weights)
-        if isinstance(self._plan, ConditionedPlan):
+        if isinstance(of.plan, ConditionedPlan):
             lazy = [Lazy(s.one.table, s.joined) for s in solved]
-            value, chosen = minimise_conditioned(self._plan, once, lazy)
+            value, chosen = minimise_conditioned(of.plan, Potentials(of.once, row), lazy)
         else:
-            potentials = once.with_tables([s.joined(s.one.table) for s in solved])
-            value, chosen = minimise(self._plan, potentials)
+            tables = (s.joined(s.one.table).ravel() for s in solved)
+            potentials = Potentials(of.whole, np.concatenate((row[0], *tables))[None])
+            value, chosen = minimise(of.plan, potentials)
         # Of states, the class; of others, the choice.
-        base = [0] * numbers.n_variables
-        for v, k in zip(self._variables, chosen, strict=True):
+        base = [0] * of.n_variables
+        for v, k in zip(of.variables, chosen, strict=True):
             base[v] = k
         if math.isinf(value):
             return value, Point(RepeatedChoice(tuple(base), ()), Totals(math.inf, 0.0, math.inf))
@@ -163,141 +114,19 @@ class RepeatedElimination:
         return value, Point(choice, self.problem.evaluate(choice))
 
 
-def _plan(
-    sizes: Sequence[int], once: Sequence[Axes], blocks: Sequence[Axes], handed_on: Sequence[int],
-    of_blocks: Sequence[_Block], limits: Limits,
-) -> EliminationPlan | ConditionedPlan:  # fmt: skip
-    """Of what is outside of copies, and the tables of all copies; where either is large, with the
-    variables that all copies are joined to as hubs."""
-    entries = max((block.entries for block in of_blocks), default=1)
-    if entries <= FIRST_ENTRIES:
-        narrow = limits.and_(Limits(table_entries=FIRST_ENTRIES))
-        with suppress(TooWide):
-            return plan_order(sizes, (*once, *blocks), limits=narrow)
-    try:
-        return plan_conditioned(sizes, once, blocks, handed_on, limits)
-    except TooWide:
-        if entries > limits.table_entries:
-            raise
-        return plan_order(sizes, (*once, *blocks), limits=limits)
-
-
-@dataclass(frozen=True, eq=False)
-class _State:
-    """What copies hand on of one variable: `first` is that of before them, `last` the last copy's;
-    choice k is in class `codes[k]` of n, of which choice `firsts[c]` is one."""
-
-    first: int
-    last: int
-    codes: Codes
-    firsts: Codes
-
-    @property
-    def n(self) -> int:
-        return len(self.firsts)
-
-    @property
-    def ends(self) -> tuple[int, int]:
-        return self.first, self.last
-
-    def seen_by(self, codes: Codes | None) -> Codes:
-        """The place of every class, where these are the places of choices."""
-        return self.firsts if codes is None else codes[self.firsts]
-
-
-class _Block:
-    """One repeat as a problem of its own: of the variables of a copy, its `outer` ones, and the
-    states it is handed and hands on."""
-
-    def __init__(self, problem: RepeatedProblem, r: int, limits: Limits) -> None:
-        self.numbers, self.edges = problem.numbers, problem.of_copies[r]
-        repeat, numbers = problem.repeats[r], problem.numbers
-        self.block, self.count = repeat.block, repeat.count
-        partitions = Partitions()
-        self.states = [_state(problem, r, u, v, partitions) for u, v in sorted(repeat.like.items())]
-        firsts = {s.first: s for s in self.states}
-        around = {w for e in self.edges for w in (e.u, e.v)}
-        self.outer = tuple(sorted(around - {*repeat.block} - firsts.keys()))
-        self.variables = (*self.block, *self.outer)
-        place = {v: i for i, v in enumerate(self.variables)}
-        sizes = [numbers.sizes[v] for v in self.variables]
-        n, n_states = len(sizes), len(self.states)
-        sizes += 2 * [s.n for s in self.states]
-        handed = {s.first: n + i for i, s in enumerate(self.states)}
-        tables = []
-        for e in self.edges:
-            scope = tuple(handed.get(w, place.get(w, -1)) for w in (e.u, e.v))
-            codes = tuple(
-                firsts[w].seen_by(of) if w in firsts else of
-                for w, of in ((e.u, e.rows), (e.v, e.columns))
-            )
-            tables.append(Axes(scope, codes))
-        for i, s in enumerate(self.states):
-            tables.append(Axes((place[s.last], n + n_states + i), (s.codes, None)))
-        first_outer = len(self.block)
-        remaining = tuple(range(first_outer, n + 2 * n_states))
-        whole = tuple(range(n, n + 2 * n_states))
-        self.plan = plan_order(sizes, tables, remaining, whole, limits)
-        self.n_states = math.prod(s.n for s in self.states)
-        shape = [self.plan.partitions.n_classes(p) for p in self.plan.left_over]
-        # Of a product of two tables of one copy.
-        self.entries = math.prod(shape) * self.n_states
-        if math.prod(shape) > min(limits.kept_entries, limits.table_entries):
-            raise TooWide(
-                f"a repeated block hands on {self.n_states} states, a table of "
-                f"{math.prod(shape)} entries; the limits are {limits}",
-                hint="solve the ILP instead",
-            )
-        self.outer_codes = [
-            self.plan.partitions.codes[p] for p in self.plan.left_over[: len(self.outer)]
-        ]
-        self.outer_shape = tuple(shape[: len(self.outer)])
-        self.state_shape = tuple(s.n for s in self.states)
-
-    @property
-    def axes(self) -> Axes:
-        """What all copies together are a table over: outer variables, those before, and the states
-        of the last copy."""
-        scope = (*self.outer, *(s.first for s in self.states), *(s.last for s in self.states))
-        codes = (*self.outer_codes, *(s.codes for s in self.states))
-        return Axes(scope, (*codes, *(None for _ in self.states)))
-
-    def solved(self, weights: Weights, branch: Branch | None) -> _Solved:
-        """One copy eliminated, for all walks or those of a branch."""
-        return _Solved(self, project(self.plan, self._numbers.at(weights)), branch)
-
-    @cached_property
-    def _numbers(self) -> Numbers:
-        """Of one copy: what is outside costs nothing, and states are those of its variables."""
-        own = [Kinds.of(self.numbers, v) for v in self.block]
-        own += [Kinds.none(k) for k in self.plan.sizes[len(self.block) :]]
-        same = [np.where(np.eye(s.n, dtype=bool), 0.0, np.inf)[None] for s in self.states]
-        tables = [*map(Kinds.of_edge, self.edges), *(Kinds(of, np.zeros_like(of)) for of in same)]
-        return Numbers.given(own, tables)
-
-
-def _state(
-    problem: RepeatedProblem, r: int, first: int, last: int, partitions: Partitions
-) -> _State:
-    """The classes of choices that later copies, or what comes after them, tell apart."""
-    seen = [partitions.of_none(problem.numbers.sizes[first])]
-    for edges, v in ((problem.of_copies[r], first), (problem.once, last)):
-        for e in edges:
-            for w, codes in ((e.u, e.rows), (e.v, e.columns)):
-                if w == v:
-                    every = np.arange(problem.numbers.sizes[v])
-                    seen.append(partitions.of(every if codes is None else codes))
-    join = partitions.join(seen)
-    return _State(first, last, partitions.codes[join], partitions.firsts[join])
-
-
 @dataclass(frozen=True, eq=False)
 class _Solved:
     """A block at some weights: the table of one copy, and from that of all."""
 
-    block: _Block
+    block: BlockPlan
     one: Projection
     branch: Branch | None
+
+    @staticmethod
+    def of(block: BlockPlan, row: FloatArray, branch: Branch | None) -> _Solved:
+        """Of a row [1, numbers], for all walks or those of a branch."""
+        given = Potentials(block.layout, row[:, : block.layout.n_numbers])
+        return _Solved(block, project(block.plan, given), branch)
 
     def joined(self, one: FloatArray) -> FloatArray:
         """Of tables of one copy [..., states before, states after] those of all."""

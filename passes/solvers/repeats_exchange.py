@@ -26,7 +26,6 @@ from autopar.passes.solvers.problem import (
     SAME_OPTIMUM_REL,
     Choice,
     Codes,
-    Edge,
     FloatArray,
     within,
 )
@@ -184,12 +183,12 @@ class Exchanges:
 
 @dataclass(frozen=True)
 class _Joint:
-    """An edge of a variable: its places along the variable's choices, and where the place on the
-    other axis is found: in the copy itself, in what it is handed, or outside."""
+    """An edge of a variable: where the numbers along the variable's choices are, but for what the
+    choice on its other axis adds, `places` by that choice; this is found in the copy itself, in
+    what it is handed, or outside."""
 
-    edge: Edge
-    along: Codes | None
-    is_row: bool
+    along: Codes
+    places: Codes
     where: str
     at: int
 
@@ -198,16 +197,20 @@ class _Copies:
     """The costs of one copy of a repeat."""
 
     def __init__(self, problem: RepeatedProblem, r: int) -> None:
-        repeat = problem.repeats[r]
+        repeat, every = problem.repeats[r], problem.every
         self.problem, self.r = problem, r
-        self.numbers, self.block, self.ins = problem.numbers, repeat.block, tuple(repeat.like)
+        self.block, self.ins = repeat.block, tuple(repeat.like)
         self.place = {v: i for i, v in enumerate(repeat.block)}
         self.out = [self.place[repeat.like[u]] for u in self.ins]
         self.inner = [i for i in range(len(repeat.block)) if i not in self.out]
         self.joints: list[list[_Joint]] = [[] for _ in repeat.block]
         handed = {u: i for i, u in enumerate(self.ins)}
-        for e in problem.of_copies[r]:
-            for v, other, along, is_row in ((e.u, e.v, e.rows, True), (e.v, e.u, e.columns, False)):
+        for e, table_at, shape in every.tables(every.of_copies[r]):
+            rows, columns = (
+                (np.arange(every.sizes[v]) if codes is None else codes) * stride
+                for v, codes, stride in ((e.u, e.rows, shape[1]), (e.v, e.columns, 1))
+            )
+            for v, other, along, places in ((e.u, e.v, rows, columns), (e.v, e.u, columns, rows)):
                 if v not in self.place:
                     continue
                 where, at = "outside", other
@@ -215,9 +218,9 @@ class _Copies:
                     where, at = "inside", self.place[other]
                 elif other in handed:
                     where, at = "handed", handed[other]
-                self.joints[self.place[v]].append(_Joint(e, along, is_row, where, at))
+                self.joints[self.place[v]].append(_Joint(along + table_at, places, where, at))
 
-        sizes = ((i, self.numbers.sizes[self.block[i]]) for i in self.inner)
+        sizes = ((i, every.sizes[self.block[i]]) for i in self.inner)
         self.changes = [(i, k) for i, n in sizes for k in range(n)]
 
     def handed_on(self, row: Choice) -> Choice:
@@ -234,24 +237,19 @@ class _Copies:
         self, base: Choice, before: Choice, row: Choice, i: int
     ) -> tuple[FloatArray, FloatArray]:
         """[choices of a variable]: the seconds and bytes of what it is part of, all else kept."""
-        v = self.block[i]
-        cost_s, size_bytes = self.numbers.cost_s[v], self.numbers.bytes[v]
+        v, numbers, layout = self.block[i], self.problem.row, self.problem.every.layout
+        own = slice(layout.own_at[v], layout.own_at[v] + layout.n_choices[v])
+        cost_s, size_bytes = numbers.cost_s[0, own], numbers.size_bytes[0, own]
         of = {"inside": row, "handed": before, "outside": base}
         for joint in self.joints[i]:
-            e, k = joint.edge, of[joint.where][joint.at]
-            codes = e.columns if joint.is_row else e.rows
-            k = k if codes is None else int(codes[k])
-            cost_s = cost_s + _line(e.cost_s, joint, k)
-            if e.bytes is not None:
-                size_bytes = size_bytes + _line(e.bytes, joint, k)
+            at = joint.along + joint.places[of[joint.where][joint.at]]
+            cost_s, size_bytes = (
+                cost_s + numbers.cost_s[0, at],
+                size_bytes + numbers.size_bytes[0, at],
+            )
         return cost_s, size_bytes
 
     def total(self, base: Choice, before: Choice, row: Choice) -> tuple[float, float]:
         """The seconds and bytes of a whole copy."""
         cost_s, _, size_bytes = self.problem.of_copy(self.r, base, before, row).tolist()
         return math.fsum(cost_s), math.fsum(size_bytes)
-
-
-def _line(array: FloatArray, joint: _Joint, k: int) -> FloatArray:
-    line = array[:, k] if joint.is_row else array[k]
-    return line if joint.along is None else line[joint.along]

@@ -21,22 +21,22 @@ import time
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-import numpy as np
-
 from autopar.passes.solvers.elimination_order import TooWide
 from autopar.passes.solvers.lagrangian import Bracket, Hull, Point, search
 from autopar.passes.solvers.problem import (
     FORBIDDEN,
     SAME_OPTIMUM_REL,
+    Codes,
     Infeasible,
     Totals,
     over_budget,
     within,
 )
-from autopar.passes.solvers.repeats import RepeatedChoice, RepeatedProblem
+from autopar.passes.solvers.repeats import RepeatedChoice, RepeatedProblem, RepeatedProblems
 from autopar.passes.solvers.repeats_elimination import Branch, RepeatedElimination
 from autopar.passes.solvers.repeats_exchange import Exchanges
-from autopar.passes.solvers.select import QUICK, break_ties
+from autopar.passes.solvers.repeats_plan import RepeatedPlan
+from autopar.passes.solvers.select import QUICK, least_tie, tie_weight
 
 
 @dataclass(frozen=True)
@@ -57,20 +57,31 @@ _Found = tuple[Point[RepeatedChoice], float]
 def solve_repeated(
     problem: RepeatedProblem, time_limit_s: float | None = None, gap_goal: float = 0.0
 ) -> RepeatedSolution | Infeasible:
-    """The cheapest choice within the budget of `problem.numbers`, or near it; a gap no wider than
+    """The cheapest choice within the budget of a problem, or near it; a gap no wider than
     `gap_goal` is not closed further.
 
     Raises `TooWide` where a table would be too large.
     """
-    return RepeatedSolver(problem).solve(problem.numbers.budget_bytes, time_limit_s, gap_goal)
+    solver = RepeatedSolver(problem, quick_plan(problem.every))
+    return solver.solve(problem.budget_bytes, time_limit_s, gap_goal)
+
+
+def quick_plan(problems: RepeatedProblems) -> RepeatedPlan | None:
+    """How problems are eliminated as they are; None where that takes long."""
+    try:
+        return RepeatedPlan(problems, QUICK)
+    except TooWide:
+        return None
 
 
 class RepeatedSolver:
-    """Solves one problem within any budgets: what one of them leads to serves the others."""
+    """Solves one problem within any budgets: what one of them leads to serves the others. `plan` is
+    the `quick_plan` of it and its likes."""
 
-    def __init__(self, problem: RepeatedProblem) -> None:
-        self.problem = problem
-        self._smaller, self._kept = problem, tuple(np.arange(k) for k in problem.numbers.sizes)
+    def __init__(self, problem: RepeatedProblem, plan: RepeatedPlan | None) -> None:
+        self.problem, self.plan = problem, plan
+        self._smaller = problem
+        self._kept: tuple[Codes, ...] | None = None
         self._branches: dict[Branch, Hull[RepeatedChoice]] = {}
 
     def solve(
@@ -101,22 +112,24 @@ class RepeatedSolver:
     @cached_property
     def _hull(self) -> Hull[RepeatedChoice] | None:
         """None: some variable has no choice that is allowed."""
-        try:
-            return Hull(RepeatedElimination(self.problem, QUICK))
-        except TooWide:
-            reduced = self.problem.reduced()
-            if reduced is None:
-                return None
-            self._smaller, self._kept = reduced
-            return Hull(RepeatedElimination(self._smaller))
+        if self.plan is not None:
+            return Hull(RepeatedElimination(self.problem, self.plan))
+        reduced = self.problem.reduced()
+        if reduced is None:
+            return None
+        self._smaller, self._kept = reduced
+        return Hull(RepeatedElimination.of(self._smaller))
 
     @cached_property
     def _chosen(self) -> Point[RepeatedChoice]:
         """Of the fastest one of least tie."""
         hull = self._hull
         assert hull is not None and hull.fastest is not None
+        if not self._smaller.row.tie.any():
+            return hull.fastest
         most = max((repeat.count for repeat in self.problem.repeats), default=1)
-        return break_ties(self._smaller.numbers, hull.minimiser, hull.fastest, most)
+        weight = tie_weight(hull.fastest, lambda: self._smaller.numbers, most)
+        return least_tie(hull.minimiser, hull.fastest, weight)
 
     def _searched(
         self,
@@ -212,6 +225,8 @@ class RepeatedSolver:
     ) -> RepeatedSolution:
         """In the indices of the problem before it was reduced."""
         kept, choice = self._kept, point.choice
+        if kept is None:
+            return RepeatedSolution(choice, point.totals, gap, settled)
         base = tuple(int(of_v[k]) for of_v, k in zip(kept, choice.base, strict=True))
         copies = tuple(
             tuple(

@@ -11,7 +11,7 @@
 `solve(problem, "ilp")` solves the whole, unreduced ILP: the check of all of the above.
 
 Ties. With T the optimum, the second elimination minimises cost + w * tie with w = 1e-11 T
-(`_tie_weight`; if T is 0, w keeps the sum of all ties below the least positive cost). If its
+(`tie_weight`; if T is 0, w keeps the sum of all ties below the least positive cost). If its
 choice costs more than `SAME_OPTIMUM_REL` above T, w was too large for these ties and shrinks.
 """
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal, TypeVar
@@ -167,17 +167,16 @@ def solve_by_elimination(
     return make_solution(problem, chosen.choice, None, "elimination")
 
 
-def break_ties(
-    problem: ChoiceProblem, minimiser: Minimiser[C], fastest: Point[C], n_copies: int = 1
-) -> Point[C]:
-    """Among choices as cheap as `fastest`, an optimum, one of least tie.
-
-    `minimiser` is of the problem, or of one where variables stand for up to `n_copies`.
-    """
+def break_ties(problem: ChoiceProblem, minimiser: Minimiser[C], fastest: Point[C]) -> Point[C]:
+    """Among choices as cheap as `fastest`, an optimum, one of least tie."""
     if not problem.has_ties():
         return fastest
+    return least_tie(minimiser, fastest, tie_weight(fastest, lambda: problem))
+
+
+def least_tie(minimiser: Minimiser[C], fastest: Point[C], weight: float) -> Point[C]:
+    """`break_ties`, which weigh so much at first."""
     cost_s = fastest.totals.cost_s
-    weight = _tie_weight(problem, cost_s, n_copies)
     # Each round shrinks the perturbation tenfold; below float64 resolution it means nothing.
     while weight > cost_s * 1e-17:
         _, point = minimiser.at(Weights(tie=weight))
@@ -187,12 +186,14 @@ def break_ties(
     return fastest
 
 
-def _tie_weight(problem: ChoiceProblem, optimum_s: float, n_copies: int) -> float:
-    if optimum_s > 0:
-        return TIE_WEIGHT_REL * optimum_s
-    most = sum(float(t.max()) for t in problem.tie)
-    most += sum(float(e.tie.max()) for e in problem.edges)
-    tables = [*problem.cost_s, *(e.cost_s for e in problem.edges)]
+def tie_weight(fastest: Point[C], problem: Callable[[], ChoiceProblem], n_copies: int = 1) -> float:
+    """What ties weigh beside the cost of a problem, of whose variables some stand for up to
+    `n_copies`."""
+    if fastest.totals.cost_s > 0:
+        return TIE_WEIGHT_REL * fastest.totals.cost_s
+    free = problem()
+    most = sum(float(t.max()) for t in free.tie) + sum(float(e.tie.max()) for e in free.edges)
+    tables = [*free.cost_s, *(e.cost_s for e in free.edges)]
     costs = np.concatenate([table.ravel() for table in tables])
     positive = costs[(costs > 0) & np.isfinite(costs)]
     return float(positive.min(initial=1.0)) / (2 * most * n_copies)
