@@ -9,7 +9,7 @@ A program with repeated blocks is solved from the problem of the same with few o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol, TypeVar
@@ -22,7 +22,7 @@ from autopar.passes.analysis import Analysis
 from autopar.passes.boundaries import Side
 from autopar.passes.constraints import Constraints
 from autopar.passes.folding import Folded
-from autopar.passes.intra_op import ProblemBatch, ProblemFamilies, intra_op_problem
+from autopar.passes.intra_op import ProblemBatch, ProblemFamilies
 from autopar.passes.problem import IntraOpProblem
 from autopar.passes.recompute import Recomputable
 from autopar.passes.repeated import Repeated, placed_once, repeated_problems
@@ -126,7 +126,13 @@ class Chooser:
     counts: Sequence[int] = ()
     _repeated: dict[ProblemBatch, Repeated | None] = field(default_factory=dict)
     _solvers: dict[_Case, RepeatedSolver] = field(default_factory=dict)
-    _written_out: dict[Hashable, IntraOpProblem] = field(default_factory=dict)
+
+    @cached_property
+    def _written_out(self) -> ProblemFamilies:
+        """Of the whole program, each problem by itself."""
+        return ProblemFamilies(
+            self.folded.whole, self.optimizer, recomputable=self.recomputable, most_kept=MOST_KNOWN
+        )
 
     @cached_property
     def _problems(self) -> ProblemFamilies:
@@ -230,10 +236,10 @@ def choose(
     solver: Solver = "auto",
     time_limit_s: float | None = None,
     recomputable: Recomputable | None = None,
-    known: dict[Hashable, IntraOpProblem] | None = None,
+    problems: ProblemFamilies | None = None,
 ) -> Chosen:
-    """The fastest strategy of a program within `budget_bytes` per device; `known` keeps the last
-    `MOST_KNOWN` problems, as stages that are alike differ in what is in flight.
+    """The fastest strategy of a program within `budget_bytes` per device; `problems` are its own,
+    which are kept as stages that are alike differ in what is in flight.
 
     Where the budget binds, "auto" stops at `GAP_GOAL`, and closes a wider gap with the effort of
     `CLOSE_GAP`, or until `time_limit_s` has passed; what is left is in `gap`.
@@ -241,17 +247,10 @@ def choose(
     Raises `InfeasibleError` naming the bytes that are missing.
     """
     m, constraints = ask.n_microbatches, ask.constraints
-    known = {} if known is None else known
+    families = problems or ProblemFamilies(analysis, optimizer, recomputable=recomputable)
 
     def built(cost: CostModel) -> IntraOpProblem:
-        case = replace(cost, mesh=cost.mesh.placement), m, repr(constraints)
-        if case not in known:
-            known[case] = intra_op_problem(
-                analysis, cost, m, constraints, optimizer, None, recomputable
-            )
-            if len(known) > MOST_KNOWN:
-                del known[next(iter(known))]
-        return known[case]
+        return families.of(cost, m, constraints).of(cost, m)
 
     problem = built(ask.cost).under(budget_bytes, ask.n_in_flight)
     solution = solve(problem.numbers, solver, time_limit_s, gap_goal=ask.gap_goal, effort=CLOSE_GAP)

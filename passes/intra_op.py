@@ -8,6 +8,7 @@ The problems of several meshes and numbers of microbatches are built at once (`c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -186,7 +187,8 @@ class ProblemFamilies:
     together have theirs built together (`_kind`), for several of the `counts` of microbatches, when
     the first of them is asked for.
 
-    `n_like` gives `intra_op_problems`'s for a number of microbatches, `recomputable` is its.
+    `n_like` gives `intra_op_problems`'s for a number of microbatches, `recomputable` is its. The
+    last `most_kept` that were built are kept.
     """
 
     analysis: Analysis
@@ -195,6 +197,7 @@ class ProblemFamilies:
     counts: Sequence[int] = ()
     n_like: Callable[[int], Mapping[str, int]] = lambda m: {}
     recomputable: Recomputable | None = None
+    most_kept: float = math.inf
     _built: dict[object, ProblemBatch] = field(default_factory=dict)
 
     @cached_property
@@ -248,6 +251,8 @@ class ProblemFamilies:
                 self.recomputable,
             )  # fmt: skip
             self._built[key] = ProblemBatch(cases, problems)
+            if len(self._built) > self.most_kept:
+                del self._built[next(iter(self._built))]
         return self._built[key]
 
     def _counts_with(self, n_microbatches: int, first: int, n_most: int) -> tuple[int, ...]:
