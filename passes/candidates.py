@@ -12,7 +12,6 @@ import itertools
 from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,27 +23,23 @@ from autopar.passes.constraints import Limits
 from autopar.passes.groups import Group, JointStrategy, PlacedOperator
 from autopar.passes.member_prices import MemberPrice, MemberPricer, lowered_over
 from autopar.passes.spec_column import SpecColumn
-from autopar.rules.pattern import AxisStrategy
 from autopar.saved import Saved
 from autopar.spec import PREFERENCE, I, Placement, Spec
 
 Array = NDArray[np.float64]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
 class ChoiceTable:
     """What groups that are alike may choose; values go by their numbers in `Group.values`.
 
-    `choices[c]` are the joint strategies of choice c in the `first` of the groups, one per active
-    axis, and `picks[c]` their positions among all of its. `legal`, `time_s` and `size_bytes` are
-    [cases, choices], `preference` [choices]. The bytes are those of the values `saved`, and of what
-    is no value.
+    `picked` [active axes, choices] are the joint strategies of each choice, as positions among
+    those of the `first` of the groups. `legal`, `time_s` and `size_bytes` are [cases, choices],
+    `preference` [choices]. The bytes are those of the values `saved`, and of what is no value.
     """
 
     first: Group
-    choices: tuple[tuple[JointStrategy, ...], ...]
-    picks: tuple[tuple[int, ...], ...]
+    picked: NDArray[np.int64]
     active_axes: tuple[int, ...]
     n_axes: int
     legal: NDArray[np.bool_]
@@ -54,6 +49,20 @@ class ChoiceTable:
     saved: frozenset[int]
     _columns: dict[int, SpecColumn] = field(default_factory=dict)
 
+    def __len__(self) -> int:
+        return self.picked.shape[1]
+
+    @property
+    def likeness(self) -> Hashable:
+        """Equal for tables of one group that offer the same choices."""
+        return self.picked.shape, self.picked.tobytes()
+
+    @cached_property
+    def choices(self) -> tuple[tuple[JointStrategy, ...], ...]:
+        """One joint strategy per active axis, of every choice."""
+        every = self.first.strategies
+        return tuple(tuple(every[i] for i in of) for of in self.picked.T.tolist())
+
     def column(self, number: int) -> SpecColumn:
         """How each choice places a value."""
         if number not in self._columns:
@@ -61,28 +70,24 @@ class ChoiceTable:
         return self._columns[number]
 
     def _column(self, value: str) -> SpecColumn:
-        def spec(choice: int) -> Spec:
+        kinds: dict[Placement, int] = {}
+        placements = (joint.placements[value] for joint in self.first.strategies)
+        kind_of = np.array([kinds.setdefault(p, len(kinds)) for p in placements])
+        joint = np.zeros(len(self), dtype=np.int64)
+        for picks in self.picked:
+            joint = joint * len(kinds) + kind_of[picks]
+        numbers: dict[int, int] = {}
+        code = [numbers.setdefault(j, len(numbers)) for j in joint.tolist()]
+        every = tuple(kinds)
+
+        def spec(joint: int) -> Spec:
             placements = [I] * self.n_axes
-            for axis, joint in zip(self.active_axes, self.choices[choice], strict=True):
-                placements[axis] = joint.placements[value]
+            for axis in reversed(self.active_axes):
+                joint, kind = divmod(joint, len(every))
+                placements[axis] = every[kind]
             return Spec(tuple(placements))
 
-        if not self.active_axes:
-            return SpecColumn.of([spec(0)])
-        numbers: dict[Placement, int] = {}
-        placements = (joint.placements[value] for joint in self.first.strategies)
-        of_strategies = np.array([numbers.setdefault(p, len(numbers)) for p in placements])
-        kinds = (len(numbers),) * len(self.active_axes)
-        joint = np.ravel_multi_index(tuple(of_strategies[self.picked]), kinds)
-        _, first, code = np.unique(joint, return_index=True, return_inverse=True)
-        order = np.argsort(first)
-        distinct = tuple(spec(int(c)) for c in first[order])
-        return SpecColumn(distinct, np.argsort(order)[code])
-
-    @cached_property
-    def picked(self) -> NDArray[np.int64]:
-        """[axes, choices]: the picks."""
-        return np.array(self.picks, dtype=np.int64).T
+        return SpecColumn(tuple(map(spec, numbers)), np.array(code, dtype=np.int64))
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,7 @@ class GroupCandidates:
     table: ChoiceTable
 
     def __len__(self) -> int:
-        return len(self.table.choices)
+        return len(self.table)
 
     def specs(self, value: str) -> SpecColumn:
         """How each choice places a value that the group touches."""
@@ -132,9 +137,6 @@ class CandidateMaker:
     n_like: Mapping[str, int] = field(default_factory=dict)
     known: dict[int, ChoiceTable] = field(default_factory=dict)
     elsewhere: dict[Hashable, ChoiceTable] = field(default_factory=dict)
-    _dividing: dict[tuple[tuple[int, ...], tuple[str, int, int]], NDArray[np.bool_]] = field(
-        default_factory=dict, init=False
-    )
 
     @property
     def _active(self) -> tuple[int, ...]:
@@ -173,97 +175,89 @@ class CandidateMaker:
         return group.likeness, members, values
 
     def _table(self, group: Group, first_savers: Set[str]) -> ChoiceTable:
-        fitting = [self._fitting(group, axis) for axis in self._active]
-        per_axis = [joints for joints, _ in fitting]
-        every = list(itertools.product(*(range(len(joints)) for joints in per_axis)))
-        picks = np.array(every, dtype=np.int64).reshape(len(every), len(per_axis))
-        legal = np.ones((len(self.cases), len(every)), dtype=bool)
-        for (_, fits), column in zip(fitting, picks.T, strict=True):
-            legal &= fits[:, column]
-        replaced = [
-            (position, item.strategies)
-            for position, item in enumerate(group.members)
-            if any(strategy.lowering for strategy in item.strategies)
-        ]
-        for c in np.flatnonzero(legal.any(axis=0)):
-            (pick,) = _picked(per_axis, every[c : c + 1])
-            legal[:, c] &= self._legal(pick, replaced)
+        factors = self._factors(group)
+        fitting = [self._fitting(group, axis, factors) for axis in self._active]
+        every = [np.flatnonzero(fits.any(axis=0)).tolist() for fits in fitting]
+        products = list(itertools.product(*every))
+        picked = np.array(products, dtype=np.int64).reshape(len(products), len(every)).T
+        legal = self._legal(group, fitting, picked, factors)
         index = np.flatnonzero(legal.any(axis=0))
         if not len(index):
             raise InfeasibleError(
                 f"no allowed placement is left for operator {group.name}",
                 hint="relax forbid, force or the recipe for the tensors it uses",
             )
-        columns, chosen = list(picks[index].T), [every[c] for c in index]
+        legal, picked = legal[:, index], np.ascontiguousarray(picked[:, index])
         savers = set(first_savers)
-        time_s, size_bytes = self._price(group, per_axis, columns, len(index), savers)
-        legal = legal[:, index]
+        time_s, size_bytes = self._price(group, picked, savers)
         time_s[~legal] = np.inf
+        preferences = np.array([self._preference(joint) for joint in group.strategies])
         preference = np.zeros(len(index))
-        for joints, column in zip(per_axis, columns, strict=True):
-            preference += np.array([self._preference(j) for j in joints])[column]
-        position = {id(joint): i for i, joint in enumerate(group.strategies)}
-        places = [[position[id(joint)] for joint in joints] for joints in per_axis]
-        choices, positions = _picked(per_axis, chosen), _picked(places, chosen)
+        for picks in picked:
+            preference += preferences[picks]
         saved = frozenset(group.number[name] for name in savers - set(first_savers))
         return ChoiceTable(
-            group, choices, positions, self._active, self.cases.costs[0].mesh.n_axes,
+            group, picked, self._active, self.cases.costs[0].mesh.n_axes,
             legal, time_s, size_bytes, preference, saved,
         )  # fmt: skip
 
     def _repriced(self, table: ChoiceTable, group: Group, first_savers: Set[str]) -> ChoiceTable:
         """The table of another machine of the same sizes, with the times of this one."""
-        per_axis, columns = _over_axes(table, group)
-        time_s, _ = self._price(group, per_axis, columns, len(table.choices), set(first_savers))
+        time_s, _ = self._price(group, table.picked, set(first_savers))
         time_s[~table.legal] = np.inf
         return replace(table, time_s=time_s)
 
-    def _fitting(self, group: Group, axis: int) -> tuple[list[JointStrategy], NDArray[np.bool_]]:
-        """What a group may do on one axis in some case; and [cases, strategies] in which."""
-        allowed = self.limits.allowed(group, axis, group.strategies)
-        divides = np.ones((len(self.cases), len(allowed)), dtype=bool)
-        for i, joint in enumerate(allowed):
-            for cut in joint.cuts:
-                divides[:, i] &= self._divides((axis,), cut)
-        wanted: dict[bytes, NDArray[np.bool_]] = {}
-        rows = []
-        for row in divides:
-            if (key := row.tobytes()) not in wanted:
-                dividing = [joint for joint, fits in zip(allowed, row, strict=True) if fits]
-                ids = {id(j) for j in self.limits.preferred(group, axis, dividing)}
-                wanted[key] = np.array([id(j) in ids for j in allowed], dtype=bool)
-            rows.append(wanted[key])
-        marks = np.array(rows, dtype=bool).reshape(len(self.cases), len(allowed))
-        kept = np.flatnonzero(marks.any(axis=0))
-        return [allowed[i] for i in kept], marks[:, kept]
+    def _factors(self, group: Group) -> NDArray[np.int64]:
+        """[cases, factors]: the sizes of what a group's strategies shard."""
+        found = [self.cases.factor(*cut) for cut in group.cuts.factors]
+        return np.array(found, dtype=np.int64).reshape(-1, len(self.cases)).T
 
-    def _divides(self, axes: tuple[int, ...], cut: tuple[str, int, int]) -> NDArray[np.bool_]:
-        """[cases]: do the ranks of axes together divide a factor of a value?"""
-        if (axes, cut) not in self._dividing:
-            n_shards = self.cases.sizes[:, axes].prod(axis=1)
-            self._dividing[axes, cut] = self.cases.factor(*cut) % n_shards == 0
-        return self._dividing[axes, cut]
+    def _uneven(
+        self, group: Group, axes: tuple[int, ...], factors: NDArray[np.int64]
+    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Of the factors that the ranks of some axes together do not divide in every case: [cases,
+        factors], in which they do not; and [strategies, factors], which strategies shard them."""
+        n_shards = self.cases.sizes[:, axes].prod(axis=1)
+        uneven = factors % n_shards[:, None] > 0
+        some = uneven.any(axis=0)
+        return uneven[:, some], group.cuts.marks[:, some]
+
+    def _fitting(self, group: Group, axis: int, factors: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """[cases, strategies]: what a group may do on one axis."""
+        allowed = {id(j) for j in self.limits.allowed(group, axis, group.strategies)}
+        uneven, marks = self._uneven(group, (axis,), factors)
+        fits = np.array([id(j) in allowed for j in group.strategies]) & ~(uneven @ marks.T)
+        wanted: dict[bytes, NDArray[np.bool_]] = {}
+        for row in fits:
+            key = row.tobytes()
+            if key not in wanted:
+                fitting = [group.strategies[i] for i in np.flatnonzero(row)]
+                ids = {id(j) for j in self.limits.preferred(group, axis, fitting)}
+                wanted[key] = np.array([id(j) in ids for j in group.strategies])
+            row[:] = wanted[key]
+        return fits
 
     def _legal(
-        self, joints: Sequence[JointStrategy],
-        replaced: Sequence[tuple[int, Sequence[AxisStrategy]]],
-    ) -> NDArray[np.bool_] | bool:  # fmt: skip
-        """[cases]: do factors that several axes split still divide, and is no operator replaced
-        twice? `replaced` are the members of the group that may be, and their strategies."""
-        if len(joints) < 2:
-            return True
-        for position, strategies in replaced:
-            chosen = [strategies[joint.members[position]].lowering for joint in joints]
-            if len({id(lowering) for lowering in chosen if lowering}) > 1:
-                return False
-        legal: NDArray[np.bool_] | bool = True
-        splits: dict[tuple[str, int, int], list[int]] = {}
-        for axis, joint in zip(self._active, joints, strict=True):
-            for cut in joint.cuts:
-                splits.setdefault(cut, []).append(axis)
-        for cut, axes in splits.items():
-            if len(axes) > 1:
-                legal = legal & self._divides(tuple(axes), cut)
+        self, group: Group, fitting: Sequence[NDArray[np.bool_]], picked: NDArray[np.int64],
+        factors: NDArray[np.int64],
+    ) -> NDArray[np.bool_]:  # fmt: skip
+        """[cases, choices]: what fits every axis, where factors that several axes shard still
+        divide, and no operator is replaced twice."""
+        legal = np.ones((len(self.cases), picked.shape[1]), dtype=bool)
+        for fits, picks in zip(fitting, picked, strict=True):
+            legal &= fits[:, picks]
+        for n in range(2, len(picked) + 1):
+            for some in itertools.combinations(range(len(picked)), n):
+                axes = tuple(self._active[k] for k in some)
+                uneven, marks = self._uneven(group, axes, factors)
+                shared = np.logical_and.reduce([marks[picked[k]] for k in some])
+                legal &= ~(uneven @ shared.T)
+        for item, chosen in zip(group.members, group.chosen.T, strict=True):
+            if len(picked) > 1 and any(strategy.lowering for strategy in item.strategies):
+                numbers = np.array([id(s.lowering) if s.lowering else 0 for s in item.strategies])
+                replaced = numbers[chosen[picked]]
+                most = replaced.max(axis=0)
+                legal &= np.where(replaced > 0, replaced, most).min(axis=0) == most
         return legal
 
     @staticmethod
@@ -271,13 +265,12 @@ class CandidateMaker:
         return sum(PREFERENCE[p.kind] for p in joint.placements.values()) * 1e-5
 
     def _price(
-        self, group: Group, per_axis: Sequence[Sequence[JointStrategy]],
-        columns: Sequence[NDArray[np.int64]], n_choices: int, first_savers: set[str],
-    ) -> tuple[Array, Array]:  # fmt: skip
+        self, group: Group, picked: NDArray[np.int64], first_savers: set[str]
+    ) -> tuple[Array, Array]:
         """[cases, choices]: seconds per step, and bytes kept for backward by one microbatch."""
-        shape = len(self.cases), n_choices
+        shape = len(self.cases), picked.shape[1]
         time_s, kept_bytes = np.zeros(shape), np.zeros(shape)
-        prices = self._pricer.members(group, per_axis, columns, n_choices, first_savers)
+        prices = self._pricer.members(group, picked, first_savers)
         for item, price in zip(group.members, prices, strict=True):
             n_like = self.n_stood_for(item)
             time_s += n_like * (price.forward_s + price.backward_s)
@@ -289,29 +282,9 @@ class CandidateMaker:
         """What each operator of a group costs, apart; `MemberPrice.kept` has what the group is
         charged with."""
         group, table = candidates.group, candidates.table
-        per_axis, columns = _over_axes(table, group)
         charged = {name for i, name in enumerate(group.values) if i not in table.saved}
-        return tuple(self._pricer.members(group, per_axis, columns, len(candidates), charged))
+        return tuple(self._pricer.members(group, table.picked, charged))
 
     def n_stood_for(self, item: PlacedOperator) -> int:
         """How many operators one stands for in its group."""
         return self.n_like.get(item.name, 1)
-
-
-def _picked(
-    per_axis: Sequence[Sequence[T]], picks: Sequence[tuple[int, ...]]
-) -> tuple[tuple[T, ...], ...]:
-    """What picks take of each axis."""
-    return tuple(tuple(of[i] for of, i in zip(per_axis, pick, strict=True)) for pick in picks)
-
-
-def _over_axes(
-    table: ChoiceTable, group: Group
-) -> tuple[list[list[JointStrategy]], list[NDArray[np.int64]]]:
-    """Per active axis, the joint strategies of a group that choices take, and which each does."""
-    per_axis, columns = [], []
-    for picks in table.picked:
-        distinct, column = np.unique(picks, return_inverse=True)
-        per_axis.append([group.strategies[int(i)] for i in distinct])
-        columns.append(column)
-    return per_axis, columns

@@ -16,6 +16,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
 
 from autopar.factors import Operator, name_sizes
 from autopar.program import Program
@@ -50,10 +54,14 @@ class JointStrategy:
     placements: Mapping[str, Placement]
     members: tuple[int, ...]
 
-    @cached_property
-    def cuts(self) -> frozenset[tuple[str, int, int]]:
-        """(value, dim, factor) of every shard."""
-        return frozenset((name, *p.cell) for name, p in self.placements.items() if p.is_shard)
+
+@dataclass(frozen=True, eq=False)
+class Cuts:
+    """Of `factors`, (value, dim, factor), `marks` [strategies, factors] says which ones each
+    strategy of a group shards."""
+
+    factors: tuple[tuple[str, int, int], ...]
+    marks: NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -104,6 +112,32 @@ class Group:
                 for index, added in _consistent(item, known)
             ]
         return tuple(JointStrategy(known, chosen) for known, chosen in partial)
+
+    @cached_property
+    def chosen(self) -> NDArray[np.int64]:
+        """[strategies, members]: the index of each operator's strategy."""
+        return np.array([joint.members for joint in self.strategies], dtype=np.int64)
+
+    @cached_property
+    def cuts(self) -> Cuts:
+        """What its strategies shard."""
+        each = [
+            [(name, *p.cell) for name, p in joint.placements.items() if p.is_shard]
+            for joint in self.strategies
+        ]
+        number = {cut: k for k, cut in enumerate(dict.fromkeys(chain.from_iterable(each)))}
+        marks = np.zeros((len(each), len(number)), dtype=bool)
+        for row, cuts in zip(marks, each, strict=True):
+            row[[number[cut] for cut in cuts]] = True
+        return Cuts(tuple(number), marks)
+
+    @cached_property
+    def is_cut(self) -> NDArray[np.bool_]:
+        """[values, strategies]: which values each strategy shards."""
+        found = np.zeros((len(self.values), len(self.strategies)), dtype=bool)
+        for (name, _, _), marks in zip(self.cuts.factors, self.cuts.marks.T, strict=True):
+            found[self.number[name]] |= marks
+        return found
 
 
 def place_operators(

@@ -6,7 +6,6 @@ value that several operators keep for backward is charged to the first of them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
@@ -16,8 +15,9 @@ from numpy.typing import NDArray
 from autopar.cost.compute import Kind
 from autopar.cost.model import CostModel
 from autopar.factors import Operator
+from autopar.moves import PrimitiveKind
 from autopar.passes.cases import Cases, array_of
-from autopar.passes.groups import Group, JointStrategy, PlacedOperator
+from autopar.passes.groups import Group, PlacedOperator
 from autopar.rules import OpRule, rule_for
 from autopar.rules.lowering import Lowering
 from autopar.rules.pattern import AxisStrategy
@@ -61,40 +61,37 @@ class MemberPricer:
     parameters: Set[str]
 
     def members(
-        self, group: Group, per_axis: Sequence[Sequence[JointStrategy]],
-        columns: Sequence[NDArray[np.int64]], n_choices: int, first_savers: set[str],
-    ) -> Iterator[MemberPrice]:  # fmt: skip
-        """Of each operator of a group, under the choices that take of every active axis the joint
-        strategy that its column says. `first_savers` collects values that are charged."""
-        shares: dict[tuple[tuple[bool, ...], ...], Array] = {}
+        self, group: Group, picked: NDArray[np.int64], first_savers: set[str]
+    ) -> Iterator[MemberPrice]:
+        """Of each operator of a group, under choices that are `picked` [active axes, choices] of
+        its joint strategies. `first_savers` collects values that are charged."""
+        shape = len(self.cases), picked.shape[1]
+        shares: dict[bytes, Array] = {}
 
-        def over_axes(is_cut: Callable[[JointStrategy], bool]) -> Array:
-            """The share of a rank of what an axis divides where its strategy `is_cut`."""
-            cuts = tuple(tuple(map(is_cut, joints)) for joints in per_axis)
-            if cuts not in shares:
-                out = np.ones((len(self.cases), n_choices))
-                for axis, of_axis, column in zip(
-                    self.cases.active_axes, cuts, columns, strict=True
-                ):
-                    if any(of_axis):
-                        cut = np.array(of_axis, dtype=bool)[column]
-                        out[:, cut] /= self.cases.sizes[:, axis, None]
-                shares[cuts] = out
-            return shares[cuts]
+        def share(is_cut: NDArray[np.bool_]) -> Array:
+            """A rank's, of what an axis divides where its strategy `is_cut` [strategies]."""
+            key = is_cut.tobytes()
+            if key not in shares:
+                shares[key] = np.ones(shape)
+                for axis, picks in zip(self.cases.active_axes, picked, strict=True):
+                    n_ranks = self.cases.sizes[:, axis, None]
+                    shares[key] /= np.where(is_cut[picks], n_ranks, 1)
+            return shares[key]
 
         known: dict[str, Array] = {}
 
         def local_bytes(value: str) -> Array:
             if value not in known:
-                share = over_axes(lambda joint: joint.placements[value].is_shard)
-                known[value] = self.cases.size_bytes(value)[:, None] * share
+                of_rank = share(group.is_cut[group.number[value]])
+                known[value] = self.cases.size_bytes(value)[:, None] * of_rank
             return known[value]
 
-        for position, item in enumerate(group.members):
-            labels = [bool(strategy.label) for strategy in item.strategies]
-            labelled = over_axes(lambda joint, p=position, of=labels: of[joint.members[p]])  # type: ignore[misc]
-            names = (*item.operator.inputs, *item.operator.outputs)
-            moved = sum(map(local_bytes, names), np.zeros((len(self.cases), n_choices)))
+        for item, chosen in zip(group.members, group.chosen.T, strict=True):
+            is_labelled = np.array([bool(strategy.label) for strategy in item.strategies])
+            labelled = share(is_labelled[chosen])
+            moved = np.zeros(shape)
+            for name in (*item.operator.inputs, *item.operator.outputs):
+                moved += local_bytes(name)
             rule = rule_for(str(item.operator.call.op))
             flops = np.zeros(1)
             if rule.flops is not None:
@@ -103,50 +100,72 @@ class MemberPricer:
             forward, backward = operator_times_s(
                 rule, item.operator, self.cases.type, self.cases.costs[0], flops, moved
             )
-            inner = self._inner_times_s(item, position, per_axis, columns)
+            inner = self._inner_times_s(rule, item, chosen[picked])
             own_bytes = self._own_bytes(item, labelled)
             kept = self._kept_values(group, item, local_bytes, first_savers)
             yield MemberPrice(forward, backward, *inner, own_bytes, kept)
 
     def _inner_times_s(
-        self, item: PlacedOperator, position: int,
-        per_axis: Sequence[Sequence[JointStrategy]], columns: Sequence[NDArray[np.int64]],
-    ) -> tuple[Array, Array]:  # fmt: skip
-        """[cases, choices], or [1, 1] where there are none: the collectives inside a lowered
-        operator, of forward and of backward."""
-        rule = rule_for(str(item.operator.call.op))
+        self, rule: OpRule, item: PlacedOperator, chosen: NDArray[np.int64]
+    ) -> tuple[Array, Array]:
+        """The collectives inside a lowered operator, of forward and of backward, under choices of
+        its strategies `chosen` [active axes, choices]: [cases, choices], or [1, 1] where there are
+        none."""
         if not any(lowering.inner for lowering in rule.lower.values()):
             return _NOTHING, _NOTHING
-        forward_s = np.zeros((len(self.cases), len(columns[0]) if columns else 1))
-        backward_s = np.zeros_like(forward_s)
-        for c in range(forward_s.shape[1]):
-            joints = [per_axis[k][column[c]] for k, column in enumerate(columns)]
-            chosen = [item.strategies[joint.members[position]] for joint in joints]
-            lowering, axes = lowered_over(chosen, self.cases.active_axes)
-            if lowering is not None:
-                for b in range(len(self.cases)):
-                    found = self._inner_in(b, item, chosen, lowering, axes)
-                    forward_s[b, c], backward_s[b, c] = found
-        return forward_s, backward_s
-
-    def _inner_in(
-        self, case: int, item: PlacedOperator, chosen: Sequence[AxisStrategy],
-        lowering: Lowering, axes: Sequence[int],
-    ) -> tuple[float, float]:  # fmt: skip
-        """Seconds of a lowered operator's collectives in one case, forward and backward."""
-        cost, types = self.cases.costs[case], [self.cases.type(n) for n in item.operator.inputs]
+        shape = len(self.cases), chosen.shape[1]
+        time_s = {"forward": np.zeros(shape), "backward": np.zeros(shape)}
+        types = [self.cases.type(n) for n in item.operator.inputs]
         itemsize, grads = types[0].itemsize, [t.has_grad for t in types]
-        sizes = dict(self.sizes_at[self.cases.count_of[case]][item.name])
-        for axis, strategy in zip(self.cases.active_axes, chosen, strict=True):
-            for label in (strategy.label or "").split():
-                sizes[item.pattern.names[label]] //= cost.mesh.sizes[axis]
-        n_ranks = math.prod(cost.mesh.sizes[axis] for axis in axes)
-        time_s = {"forward": 0.0, "backward": 0.0}
-        for inner in lowering.inner:
-            if inner.runs(grads):
-                size_bytes = int(lowering.value(inner.size_bytes, sizes, itemsize, n_ranks))
-                time_s[inner.phase] += cost.primitive_time_s(inner.kind, size_bytes, tuple(axes))
+        sizes = self._local_sizes(item, chosen)
+        alike: dict[tuple[Lowering, tuple[int, ...]], list[int]] = {}
+        for c, indices in enumerate(chosen.T.tolist()):
+            strategies = [item.strategies[i] for i in indices]
+            lowering, axes = lowered_over(strategies, self.cases.active_axes)
+            if lowering is not None:
+                alike.setdefault((lowering, axes), []).append(c)
+        for (lowering, axes), at in alike.items():
+            local = {name: of[:, at] for name, of in sizes.items()}
+            n_ranks = self.cases.sizes[:, axes].prod(axis=1)[:, None]
+            for inner in lowering.inner:
+                if inner.runs(grads):
+                    size_bytes = lowering.values(inner.size_bytes, local, itemsize, n_ranks)
+                    inner_s = self._collective_times_s(inner.kind, size_bytes, axes)
+                    time_s[inner.phase][:, at] += inner_s
         return time_s["forward"], time_s["backward"]
+
+    def _local_sizes(
+        self, item: PlacedOperator, chosen: NDArray[np.int64]
+    ) -> dict[str, NDArray[np.int64]]:
+        """[cases, choices]: of the names of an operator's notation, those of one rank."""
+        n_shards = {
+            name: np.ones((len(self.cases), chosen.shape[1]), dtype=np.int64) for name in item.sizes
+        }
+        names = [
+            {item.pattern.names[label] for label in (strategy.label or "").split()}
+            for strategy in item.strategies
+        ]
+        for name, n in n_shards.items():
+            is_cut = np.array([name in of for of in names])
+            for axis, of_axis in zip(self.cases.active_axes, chosen, strict=True):
+                n *= np.where(is_cut[of_axis], self.cases.sizes[:, axis, None], 1)
+        whole = [sizes[item.name] for sizes in self.sizes_at]
+        return {
+            name: np.array([of[name] for of in whole])[self.cases.count_of][:, None] // n
+            for name, n in n_shards.items()
+        }
+
+    def _collective_times_s(
+        self, kind: PrimitiveKind, size_bytes: Array, axes: tuple[int, ...]
+    ) -> Array:
+        """[cases, k]: a collective on so many bytes, of which fractions are dropped."""
+        time_s = np.empty_like(size_bytes)
+        for i, cost in enumerate(self.cases.meshes):
+            at = self.cases.mesh_of == i
+            distinct, place = np.unique(size_bytes[at], return_inverse=True)
+            found = [cost.primitive_time_s(kind, int(n), axes) for n in distinct.tolist()]
+            time_s[at] = np.array(found)[place].reshape(size_bytes[at].shape)
+        return time_s
 
     def _own_bytes(self, item: PlacedOperator, labelled: Array) -> Array:
         """Kept for backward besides values: [cases, choices], or [1, 1] where it is nothing."""

@@ -115,7 +115,7 @@ class IntraOpProblem:
     @property
     def structure(self) -> Hashable:
         """Problems of one program that have this in common offer the same choices."""
-        return tuple(c.table.picks for c in self.candidates), tuple(self.storages.values())
+        return tuple(c.table.likeness for c in self.candidates), tuple(self.storages.values())
 
     @property
     def converted_once(self) -> dict[int, BoolArray]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -228,6 +229,20 @@ def test_flops_count_leading_dims_and_ignore_names_that_are_not_there() -> None:
     assert attention.flops_of({"_0": 2, "s": 3, "t": 5, "e": 7}) == 4 * 2 * 3 * 5 * 7
     assert rule_for("aten.einsum.default").flops_of({"_a": 2, "_b": 3, "_c": 5}) == 60
     assert rule_for("aten.relu.default").flops_of({"d0": 8}) == 0
+
+
+def test_sizes_of_collectives_inside_are_found_together_as_apart() -> None:
+    lowered = {low for rule in all_rules() for low in rule.lower.values() if low.inner}
+    sizes = {name: np.array([3, 640, 4097]) for name in ("n", "i", "o", "e", "c", "_0")}
+    assert lowered
+    for low in lowered:
+        for inner in low.inner:
+            of_all = low.values(inner.size_bytes, sizes, 2, np.array([2, 4, 8]))
+            of_each = [
+                low.value(inner.size_bytes, {name: int(of[k]) for name, of in sizes.items()}, 2, n)
+                for k, n in enumerate((2, 4, 8))
+            ]
+            assert of_all.tolist() == of_each
 
 
 def notation_of(rule: OpRule, *args: Any) -> None:

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import mul
 
+import numpy as np
 import sympy
+from numpy.typing import NDArray
 
+Sizes = NDArray[np.int64]
 LEAD = "lead"
 # One-letter names that sympy would read as constants.
 _NAMES = ("E", "I", "N", "O", "Q", "S", "beta", "gamma", "zeta")
@@ -22,6 +26,14 @@ def evaluate(formula: str, sizes: Mapping[str, float]) -> float:
     names, function = _compiled(formula)
     known = {LEAD: leading(sizes), **sizes}
     return float(function(**{n: known.get(n, 1.0) for n in names}))
+
+
+def evaluate_all(formula: str, sizes: Mapping[str, int | Sizes]) -> NDArray[np.float64]:
+    """`evaluate` for arrays of sizes, which broadcast; of a formula without `Max`."""
+    names, function = _compiled(formula)
+    lead = reduce(mul, (size for name, size in sizes.items() if name.startswith("_")), 1)
+    known = {LEAD: lead, **sizes}
+    return np.asarray(function(**{n: known.get(n, 1) for n in names}), dtype=np.float64)
 
 
 def names_of(formula: str) -> tuple[str, ...]:

@@ -19,8 +19,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autopar.moves import PrimitiveKind
-from autopar.rules.formulas import evaluate
+from autopar.rules.formulas import Sizes, evaluate, evaluate_all
 
 # The argument that is the group of the ranks that share the name.
 GROUP = "group"
@@ -80,6 +83,13 @@ class Lowering:
         """A formula of this lowering; `sizes` are those of one of `n_ranks`."""
         widths = {"item": itemsize, "width": width_bytes(itemsize)}
         return evaluate(formula, {**sizes, **widths, "ranks": n_ranks})
+
+    def values(
+        self, formula: str, sizes: Mapping[str, Sizes], itemsize: int, n_ranks: Sizes
+    ) -> NDArray[np.float64]:
+        """`value` for arrays of sizes, which broadcast; of a formula without `Max`."""
+        widths = {"item": itemsize, "width": width_bytes(itemsize)}
+        return evaluate_all(formula, {**sizes, **widths, "ranks": n_ranks})
 
 
 VOCABULARY_EMBEDDING = Lowering(
