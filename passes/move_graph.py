@@ -8,7 +8,8 @@ Which moves there are depends on how many factors each dim has, and on which axe
 ranks; which specs are legal, on what divides the factors; and which share of a tensor a move sends,
 on the ranks of the axes that shard it. So all tensors with as many factors have one graph, for
 meshes of all sizes: it is drawn for factors that everything divides (`_everything_divides`), and a
-mesh and a tensor say which specs they leave out (`MoveGraph.legal`).
+mesh and a tensor say which specs they leave out (`MoveGraph.legal`). Nor does it matter in which
+dims the factors are: a graph is drawn for one factor in each dim, and its specs are renamed.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.moves import TABLE, Move, PrimitiveKind, Split
+from autopar.moves import COLLECTIVES, TABLE, Move, PrimitiveKind, Split
 from autopar.spec import I, P, Placement, R, S, Spec, TensorType, all_specs, local_bytes, local_dims
 
 # (primitive, local bytes by NCCL's accounting, axes) -> seconds
@@ -160,7 +161,8 @@ class MoveGraph:
     Move e goes from `specs[source[e]]` to `specs[target[e]]` over `axes[e]`; forward it runs
     `primitives[forward[e]]`, backward `primitives[backward[e]]`, the identity without gradient.
     `splits` are the distinct (factor, axes that share it) of the specs, of which `has_split[i]`
-    marks those of spec i.
+    marks those of spec i. All but the specs, and the factors of the splits, is that of the `drawn`
+    graph, None for one that is.
     """
 
     specs: tuple[Spec, ...]
@@ -174,6 +176,18 @@ class MoveGraph:
     at: Mapping[tuple[int, int], int]
     splits: tuple[tuple[tuple[int, int], tuple[int, ...]], ...]
     has_split: NDArray[np.bool_]
+    drawn: MoveGraph | None = None
+
+    @cached_property
+    def calls(self) -> NDArray[np.float64]:
+        """[primitives]: 1 for a collective, else 0."""
+        return np.array([float(p.kind in COLLECTIVES) for p in self.primitives])
+
+    @cached_property
+    def ties(self) -> NDArray[np.float64]:
+        """[moves]: their collectives, and a little for every move: no detours."""
+        found: NDArray[np.float64] = self.calls[self.forward] + self.calls[self.backward] + 1e-3
+        return found
 
     @cached_property
     def first(self) -> NDArray[np.int64]:
@@ -207,17 +221,30 @@ def move_graph(tensor: TensorType, sizes: tuple[int, ...]) -> MoveGraph:
 
 
 def _everything_divides(
-    n_factors: tuple[int, ...], has_grad: bool, in_use: tuple[bool, ...]
+    n_dims: int, has_grad: bool, in_use: tuple[bool, ...]
 ) -> tuple[TensorType, tuple[int, ...]]:
     """A tensor that all axes together divide everywhere, and their sizes."""
     sizes = tuple(2 if used else 1 for used in in_use)
-    factor = math.prod(sizes)
-    return TensorType(tuple((factor,) * n for n in n_factors), 1, has_grad), sizes
+    return TensorType(((math.prod(sizes),),) * n_dims, 1, has_grad), sizes
 
 
 @lru_cache(maxsize=1024)
 def _graph(n_factors: tuple[int, ...], has_grad: bool, in_use: tuple[bool, ...]) -> MoveGraph:
-    tensor, sizes = _everything_divides(n_factors, has_grad, in_use)
+    cells = [(dim, k) for dim, n in enumerate(n_factors) for k in range(n)]
+    drawn = _drawn(len(cells), has_grad, in_use)
+    names = {S(number): S(*cell) for number, cell in enumerate(cells)}
+    specs = tuple(
+        Spec(tuple([names.get(p, p) for p in s.placements]), s.order) for s in drawn.specs
+    )
+    splits = tuple((cells[number], axes) for (number, _), axes in drawn.splits)
+    index = {spec: i for i, spec in enumerate(specs)}
+    return replace(drawn, specs=specs, index=index, splits=splits, drawn=drawn)
+
+
+@lru_cache(maxsize=256)
+def _drawn(n_cells: int, has_grad: bool, in_use: tuple[bool, ...]) -> MoveGraph:
+    """The graph of tensors with one factor in each dim."""
+    tensor, sizes = _everything_divides(n_cells, has_grad, in_use)
     specs = all_specs(tensor, sizes)
     index = {spec: i for i, spec in enumerate(specs)}
     shards = [tuple(a for a, p in enumerate(s.placements) if p.is_shard) for s in specs]
@@ -268,3 +295,4 @@ def _graph(n_factors: tuple[int, ...], has_grad: bool, in_use: tuple[bool, ...])
 def clear_graphs() -> None:
     """Forget all graphs: tests that change which moves there are need it."""
     _graph.cache_clear()
+    _drawn.cache_clear()

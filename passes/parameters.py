@@ -23,7 +23,7 @@ from autopar.facts import Period, Storage
 from autopar.passes.cases import Cases
 from autopar.passes.constraints import Limits
 from autopar.passes.primitive_costs import primitive_lines
-from autopar.passes.reshard import ReshardTables, primitive_calls
+from autopar.passes.reshard import ReshardTables
 from autopar.spec import PREFERENCE, I, S, Spec, TensorType, divides, with_orders, written
 
 PERIODS: tuple[Period, ...] = ("step", "micro", "use")
@@ -233,7 +233,7 @@ def path_costs(
     specs, 8]: seconds forward, backward, and bucketed, collectives, moves, copies, gathers; and 1
     where there is a path."""
     graph, size_bytes = tables.graph, tables.size_bytes
-    calls, kinds = primitive_calls(graph), np.array([p.kind for p in graph.primitives])
+    calls, kinds = graph.calls, np.array([p.kind for p in graph.primitives])
     # A sum of shards among zeros is the whole too.
     copies, gathers = kinds != "identity", np.isin(kinds, ("all_gather", "all_reduce"))
     forward, backward = graph.forward, graph.backward

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost.model import CostModel
-from autopar.moves import COLLECTIVES, PrimitiveKind
+from autopar.moves import PrimitiveKind
 from autopar.passes.move_graph import MoveGraph
 
 Array = NDArray[np.float64]
@@ -53,9 +53,13 @@ class PrimitiveLines:
         return times
 
 
-@lru_cache(maxsize=512)
 def primitive_lines(graph: MoveGraph, costs: tuple[CostModel, ...]) -> PrimitiveLines:
     """The lines of a graph's primitives on the meshes of some cost models."""
+    return _primitive_lines(graph.drawn or graph, costs)
+
+
+@lru_cache(maxsize=512)
+def _primitive_lines(graph: MoveGraph, costs: tuple[CostModel, ...]) -> PrimitiveLines:
     # Primitives that differ in what cuts their tensors have the same lines.
     calls = dict.fromkeys((p.kind, p.axes) for p in graph.primitives)
     number = {call: k for k, call in enumerate(calls)}
@@ -73,7 +77,7 @@ def primitive_lines(graph: MoveGraph, costs: tuple[CostModel, ...]) -> Primitive
     for p, primitive in enumerate(graph.primitives):
         is_cut[p, list(primitive.shards)] = True
     n_shards = np.where(is_cut, sizes[:, None], 1).prod(axis=2)
-    is_collective = np.array([p.kind in COLLECTIVES for p in graph.primitives], dtype=bool)
+    is_collective = graph.calls > 0
     buckets = np.array([float(cost.bucket_bytes) for cost in costs])
     latency_s, s_per_byte = (np.take(array, which, axis=1) for array in (latency_s, s_per_byte))
     return PrimitiveLines(latency_s, s_per_byte, n_shards, is_collective, buckets)

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost.model import CostModel
-from autopar.moves import COLLECTIVES
 from autopar.passes.move_graph import MoveGraph, Step, clear_graphs, move_graph
 from autopar.passes.primitive_costs import primitive_lines
 from autopar.passes.reshard_paths import (
@@ -30,11 +29,6 @@ from autopar.spec import Spec, TensorType
 
 Array = NDArray[np.float64]
 _ALL = slice(None)
-
-
-def primitive_calls(graph: MoveGraph) -> Array:
-    """1 for a collective, else 0."""
-    return np.array([float(p.kind in COLLECTIVES) for p in graph.primitives])
 
 
 @dataclass(eq=False)
@@ -91,7 +85,7 @@ class ReshardTables:
         graph, rows = self.graph, self._found(sources)
         time_s, tie = path_seconds(
             graph.source, self._last[cases], rows, np.array(targets, dtype=np.int64),
-            graph.forward, graph.backward, self.seconds[cases], self._move_tie,
+            graph.forward, graph.backward, self.seconds[cases], graph.ties,
         )  # fmt: skip
         time_s[~self.legal[cases, sources]] = np.inf
         return time_s, tie
@@ -117,19 +111,12 @@ class ReshardTables:
             graph = self.graph
             weights = move_weights(
                 graph.source, graph.target, graph.forward, graph.backward,
-                self.legal, self.seconds, self._move_tie,
+                self.legal, self.seconds, graph.ties,
             )  # fmt: skip
             found = find_paths(graph.first, graph.target, weights, np.array(unknown))
             self._last = np.concatenate((self._last, found), axis=1) if self._row else found
             self._row |= {s: len(self._row) + i for i, s in enumerate(unknown)}
         return np.array([self._row[s] for s in sources], dtype=np.int64)
-
-    @property
-    def _move_tie(self) -> Array:
-        """[moves]: their collectives, and a little for every move: no detours."""
-        calls = primitive_calls(self.graph)
-        ties: Array = calls[self.graph.forward] + calls[self.graph.backward] + 1e-3
-        return ties
 
     def of(self, case: int) -> ReshardTable:
         """The table of one of the cases."""
