@@ -7,7 +7,6 @@ on which placements are written. Every logical axis carries the link its collect
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -237,18 +236,18 @@ class LogicalMesh:
     def groups(self, axes: Sequence[int]) -> list[tuple[int, ...]]:
         """Every group of ranks that differ only along `axes`, in row-major order of `axes`."""
         others = [i for i in range(self.n_axes) if i not in axes]
-        out = []
-        for fixed in itertools.product(*(range(self.sizes[i]) for i in others)):
-            members = []
-            for moving in itertools.product(*(range(self.sizes[i]) for i in axes)):
-                position = dict(zip(others, fixed, strict=True)) | dict(
-                    zip(axes, moving, strict=True)
-                )
-                rank = 0
-                for i, size in enumerate(self.sizes):
-                    rank = rank * size + position[i]
-                members.append(self.first_rank + rank)
-            out.append(tuple(members))
+        offsets = self._offsets(axes)
+        return [
+            tuple(self.first_rank + fixed + moving for moving in offsets)
+            for fixed in self._offsets(others)
+        ]
+
+    def _offsets(self, axes: Sequence[int]) -> list[int]:
+        """Of ranks along `axes` from the first of their group, in row-major order of `axes`."""
+        out = [0]
+        for i in axes:
+            step = math.prod(self.sizes[i + 1 :])
+            out = [offset + k * step for offset in out for k in range(self.sizes[i])]
         return out
 
     def group_size(self, axes: Sequence[int]) -> int:

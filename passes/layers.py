@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.passes.analysis import Analysis
@@ -185,16 +186,14 @@ def _fewer(
     return [chosen[last] for last in balanced(weights, max(n_parts, n_least))[:-1]]
 
 
-def _crossing(analysis: Analysis, ends: Sequence[int]) -> Iterator[tuple[str, ...]]:
-    """Values made in the first `end` operators and read later, for each end."""
+def _crossing(analysis: Analysis, ends: Sequence[int]) -> list[tuple[str, ...]]:
+    """Values made in the first `end` operators and read later, for each of rising ends."""
     last_read: dict[str, int] = {}
     for i, operator in enumerate(analysis.operators):
         last_read |= dict.fromkeys(operator.inputs, i)
-    made = [
-        (i, name, last_read[name])
-        for i, operator in enumerate(analysis.operators)
-        for name in operator.outputs
-        if name in last_read
-    ]
-    for end in ends:
-        yield tuple(name for i, name, last in made if i < end <= last)
+    found: list[list[str]] = [[] for _ in ends]
+    for i, operator in enumerate(analysis.operators):
+        for name in operator.outputs:
+            for at in range(bisect_right(ends, i), bisect_right(ends, last_read.get(name, i))):
+                found[at].append(name)
+    return [tuple(values) for values in found]
