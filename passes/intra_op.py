@@ -15,6 +15,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from autopar.cost.memory import optimizer_time_s, static_bytes_per_param
 from autopar.cost.model import CostModel
@@ -33,6 +34,7 @@ from autopar.passes.recompute_choice import add_recompute
 from autopar.passes.reshard import ReshardTable, priced_alike
 from autopar.rules import rule_for
 
+Array = NDArray[np.float64]
 # Built at once, so that arrays stay small enough to be kept: about 1 MB each, and few cases are
 # built that nobody asks for; with recompute, whose problems are several times as large, fewer.
 MOST_CASES, MOST_CASES_AGAIN = 72, 32
@@ -68,18 +70,24 @@ def least_bytes(
 def least_step_s(analysis: Analysis, cost: CostModel) -> float:
     """What no plan is faster than on as many devices: every operator of the whole batch as one, in
     equal shares, without a collective, an update or a wait."""
-    types = analysis.types.tensors
-    total_s = 0.0
-    for item in analysis.placed_operators(analysis.batch.n_accumulated):
+    n_accumulated, (times_s, _) = analysis.batch.n_accumulated, least_times_s(analysis, cost)
+    return float(sum(times_s.tolist())) * n_accumulated / cost.mesh.n_ranks
+
+
+def least_times_s(analysis: Analysis, cost: CostModel) -> Array:
+    """[2, operators]: seconds on one device with the program's batch as one, and what of them a
+    share of it takes as well, however small, for its launches."""
+    types, alike = analysis.types.tensors, dict[int, Array]()
+    for kind, item in analysis.placed_alike(analysis.batch.n_accumulated).items():
         operator = item.operator
         rule = rule_for(str(operator.call.op))
         moved = sum(types[n].size_bytes for n in (*operator.inputs, *operator.outputs))
         forward, backward = operator_times_s(
             rule, operator, types.__getitem__, cost,
-            np.array([float(rule.flops_of(item.sizes))]), np.array([float(moved)]),
+            np.array([float(rule.flops_of(item.sizes)), 0.0]), np.array([float(moved), 0.0]),
         )  # fmt: skip
-        total_s += float(forward[0] + backward[0])
-    return total_s * analysis.batch.n_accumulated / cost.mesh.n_ranks
+        alike[kind] = forward + backward
+    return np.stack([alike[analysis.kinds[o.name]] for o in analysis.operators], axis=1)
 
 
 def intra_op_problem(

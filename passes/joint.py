@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost.hardware import Hardware
+from autopar.cost.model import CostModel
 from autopar.mesh import LogicalMesh, Mesh
 from autopar.options import Options
 from autopar.passes.analysis import Analysis
@@ -41,6 +42,7 @@ from autopar.passes.layout import Candidate, StageLayout
 from autopar.passes.played import Worked
 from autopar.passes.recompute import Recomputable, aligned_runs
 from autopar.passes.solvers.stages import StageProblem
+from autopar.passes.stage_bounds import StageBounds
 from autopar.passes.stage_costs import CostMaker, StageCosts, Wanted, undominated
 from autopar.passes.stage_search import Planned, StageSearch
 from autopar.passes.submeshes import (
@@ -150,6 +152,11 @@ class JointSearch:
         sizes = submesh_sizes(self.mesh)
         return distinct_views(self.mesh, self.hardware, self.options, sizes)
 
+    @cached_property
+    def bounds(self) -> StageBounds:
+        cost = CostModel(self.maker.views[0], self.maker.dtype)
+        return StageBounds.of(self.analysis, cost, self.layers)
+
     # -- costs and plans ---------------------------------------------------------------------
 
     def costs(self, m: int) -> list[StageCosts]:
@@ -202,6 +209,15 @@ class JointSearch:
         free_s = math.inf if free is None else free.estimate_s
         return max(free_s, self._least_s.get(m, 0.0)) * self.estimates.least_share
 
+    def _is_hopeless(self, n_stages: int | None, limit_s: float) -> bool:
+        """Is every plan slower than `limit_s`, whatever its placements? Nothing is built for it."""
+        first = FIRST_COUNT_PER_STAGE * (n_stages or 2)
+        counts = sorted(self.counts(), key=lambda m: m < first)  # mostly fastest from there on
+        sizes = submesh_sizes(self.mesh)
+        return math.isfinite(limit_s) and all(
+            self.bounds.step_s(self.mesh, sizes, m, n_stages) > limit_s for m in counts
+        )
+
     def _free(self, m: int, n_stages: int | None) -> Planned | None:
         if m not in self.free:
             wanted = [Wanted(view, self.constraints(view)) for view in self.views]
@@ -224,8 +240,11 @@ class JointSearch:
 
         Those come first that may be fastest by their bounds; what by its bound is slower than plans
         that are found, or than `limit_s`, is not searched. Where that leaves out all, the fastest
-        plan if memory had no limit comes out.
+        plan if memory had no limit comes out; none where no placements could make up for the
+        bubble and for layers that do not divide evenly.
         """
+        if self._is_hopeless(n_stages, limit_s):
+            return []
         counts = self.counts()
 
         def least_s(m: int) -> float:

@@ -339,7 +339,8 @@ class Planner:
         on = self.analysis, self.mesh, self.hardware, self.options
         yield from self._searched_stages(n_stages, self._plain)
         if n_stages is None:
-            for recipe in recipe_candidates(*on, report=self._tell)[:_N_RECIPES]:
+            limit_s = HOPELESS * self._least_s
+            for recipe in recipe_candidates(*on, None, self._tell, _N_RECIPES, limit_s):
                 if self.evaluator.stage_without_parameters(recipe.ends) is None:
                     yield recipe
 

@@ -12,6 +12,7 @@ of the estimates in `stage_costs.py`, among those that fit in memory.
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -45,8 +46,11 @@ def recipe_candidates(
     options: Options,
     manual: Manual | None = None,
     report: Progress = lambda text: None,
+    n_most: int | None = None,
+    limit_s: float = math.inf,
 ) -> list[Candidate]:
-    """Megatron with two stages or more, the most promising first; with `manual`, that one alone.
+    """Megatron with two stages or more, the `n_most` most promising first, or all, but for what is
+    slower than `limit_s` by its bound; with `manual`, that one alone.
 
     Those that no number of microbatches lets fit are left out, but the one asked for by `manual`
     is not: it comes with the most microbatches.
@@ -66,19 +70,38 @@ def recipe_candidates(
     # As many layers for the one asked for as for all: it is cut alike. No model has thousands of
     # layers worth a stage.
     n_least = max(min(mesh.n_ranks, MOST_LAYERS), manual.pp if manual else 0)
-    n_most = max(mesh.n_ranks, MOST_LAYERS)
     search = JointSearch.of(
-        analysis, mesh, hardware, options, budget_bytes, n_least, report, n_most
+        analysis, mesh, hardware, options, budget_bytes, n_least, report,
+        max(mesh.n_ranks, MOST_LAYERS),
     )  # fmt: skip
     splits = [s for s in splits if s.n_stages <= search.layers.n_layers]
     maker = replace(search.maker, pricing=recipe_cost)
     limits = recipe_limits(options, manual)
     cuts = {n: balanced(search.layers.flops, n) for n in {split.n_stages for split in splits}}
     recipes = [_Recipe(search, maker, split, limits, cuts[split.n_stages]) for split in splits]
+    if manual is not None:
+        return [recipe.candidate(*recipe.best(recipe.counts(manual))) for recipe in recipes]
     static = static_bytes(analysis, maker.dtype, options.optimizer)
-    found = [r.best(manual) for r in recipes if manual or r.least_bytes(static) <= budget_bytes]
-    fitting = [(cost_s, c) for cost_s, c in found if manual or math.isfinite(cost_s)]
-    return [c for _, c in sorted(fitting, key=lambda pair: pair[0])]
+    recipes = [recipe for recipe in recipes if recipe.least_bytes(static) <= budget_bytes]
+    return [recipe.candidate(cost_s, m) for cost_s, recipe, m in _fastest(recipes, n_most, limit_s)]
+
+
+def _fastest(
+    recipes: Sequence[_Recipe], n_most: int | None, limit_s: float
+) -> list[tuple[float, _Recipe, int]]:
+    """Those that fit with the least seconds, and with how many microbatches; what is slower by its
+    bound than `n_most` others, or than `limit_s`, is not priced."""
+    found: list[tuple[float, int, int]] = []
+    least_s = [recipe.least_s(recipe.counts()) for recipe in recipes]
+    for i in sorted(range(len(recipes)), key=least_s.__getitem__):
+        if n_most is not None and len(found) >= n_most:
+            limit_s = min(limit_s, found[n_most - 1][0])
+        if least_s[i] > limit_s:
+            break
+        cost_s, m = recipes[i].best(recipes[i].counts())
+        if math.isfinite(cost_s):
+            insort(found, (cost_s, i, m))
+    return [(cost_s, recipes[i], m) for cost_s, i, m in found[:n_most]]
 
 
 @dataclass(frozen=True)
@@ -145,9 +168,13 @@ class _Recipe:
         of the whole program."""
         return static / (self.split.n_stages * self.limits.n_static_shares(self._view.sizes))
 
-    def best(self, manual: Manual | None) -> tuple[float, Candidate]:
-        """(estimated seconds, the candidate); infinite if it fits with no count tried."""
-        counts = self._counts(manual)
+    def least_s(self, counts: Sequence[int]) -> float:
+        """The least that the closed form can be with any of `counts`."""
+        bounds, n_ranks = self.search.bounds, self._view.n_ranks
+        return min(bounds.balanced_s(self.last_layers, n_ranks, m) for m in counts)
+
+    def best(self, counts: Sequence[int]) -> tuple[float, int]:
+        """(estimated seconds, the number of microbatches); infinite if it fits with no count."""
         n_stages = self.split.n_stages
         known: dict[int, float] = {}
 
@@ -166,9 +193,9 @@ class _Recipe:
         if best == counts[start] and math.isfinite(cost_s(best)):
             climb(counts[start::-1], cost_s)
         m = min(known, key=lambda n: (known[n], -n))
-        return known[m], replace(self._candidate(m), estimate_s=known[m])
+        return known[m], m
 
-    def _counts(self, manual: Manual | None) -> list[int]:
+    def counts(self, manual: Manual | None = None) -> list[int]:
         """Numbers of microbatches that split the batch over dp ranks too."""
         analysis, options = self.search.analysis, self.search.options
         n_devices = self.search.mesh.n_ranks
@@ -225,7 +252,7 @@ class _Recipe:
         firsts = [k * each % mesh.devices_per_node for k in range(self.split.n_stages)]
         return [next(p for p in places if p.offsets is None or f in p.offsets) for f in firsts]
 
-    def _candidate(self, m: int) -> Candidate:
+    def candidate(self, cost_s: float, m: int) -> Candidate:
         mesh, hardware, view = self.search.mesh, self.search.hardware, self._view
         views = [
             view_at(mesh, hardware, view, k * view.n_ranks) for k in range(self.split.n_stages)
@@ -235,4 +262,5 @@ class _Recipe:
             self.search.layers.ends_of(self.last_layers),
             tuple(StageLayout(v, self.limits) for v in views),
             m,
+            cost_s,
         )
