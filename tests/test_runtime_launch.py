@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import subprocess
@@ -65,6 +66,10 @@ def leave_early(code: int) -> None:
     os._exit(code)
 
 
+def write_at_exit(path: str) -> None:
+    atexit.register(Path(path).write_text, "written")
+
+
 def sleep() -> None:
     time.sleep(600)
 
@@ -124,7 +129,7 @@ def test_pool_reuses_workers_and_starts_new_ones_after_a_failure(tmp_path: Path)
         assert gone(second)
 
 
-def test_other_ends_of_a_worker() -> None:
+def test_other_ends_of_a_worker(tmp_path: Path) -> None:
     with WorkerPool(1, timeout_s=1.0) as pool:
         with pytest.raises(LaunchError, match="rank 0 of 1 exited with code 7"):
             pool.run(leave_early, 7)
@@ -132,6 +137,12 @@ def test_other_ends_of_a_worker() -> None:
             pool.run(unpicklable_result)
         with pytest.raises(LaunchError, match=r"ranks \[0\] of 1 did not run within 1 s"):
             pool.run(sleep)
+        # With the pool, in the end; what a job left to do is done.
+        pool.run(write_at_exit, str(tmp_path / "note"))
+        (worker,) = pool._workers
+        pool.close()
+        assert worker.exitcode == 0
+        assert (tmp_path / "note").read_text() == "written"
 
 
 def test_what_cannot_be_sent_is_refused_before_any_process_starts() -> None:
