@@ -30,7 +30,6 @@ from io import BytesIO
 from multiprocessing import connection, get_context, parent_process
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -120,12 +119,7 @@ class WorkerPool:
     def __enter__(self) -> WorkerPool:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
@@ -379,7 +373,6 @@ def _skip_teardown(finished: threading.Event) -> None:
     """End here: the interpreter would take modules and tensors apart for a second or two."""
     if finished.is_set():
         sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(0)
 
 
