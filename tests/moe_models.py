@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from autopar.capture import capture
 from autopar.passes.analysis import Analysis
+from tests.captures import captured
 from tests.harness import HEADS, SEQUENCE, VOCABULARY, WIDTH, Case, random_tokens
 
 N_EXPERTS = 4
@@ -49,5 +49,5 @@ def moe_model(family: str, **changes: Any) -> nn.Module:
 
 @lru_cache
 def moe_case(family: str) -> Case:
-    program = capture(moe_model(family), random_tokens(0), precision="fp64")
+    program = captured(moe_model(family), random_tokens(0), precision="fp64")
     return Case(Analysis.of(program), random_tokens)

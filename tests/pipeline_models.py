@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from autopar.capture import capture
 from autopar.passes.analysis import Analysis
+from tests.captures import captured
 
 N_ROWS, WIDTH = 16, 8
 
@@ -84,5 +84,5 @@ def batch_of(model: type[nn.Module], seed: int) -> dict[str, Tensor]:
 
 def analysis_of(model: type[nn.Module], training: bool = True) -> Analysis:
     """Captured in float64."""
-    program = capture(model(), batch_of(model, 0), training=training, precision="fp64")
+    program = captured(model(), batch_of(model, 0), training=training, precision="fp64")
     return Analysis.of(program)

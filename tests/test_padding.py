@@ -22,6 +22,7 @@ from autopar.plan_data import PlanData
 from autopar.program import Program
 from autopar.runtime.lowered import vocab_parallel_cross_entropy, vocab_parallel_embedding
 from autopar.runtime.threads import ThreadWorld, run_threads
+from tests.captures import captured
 from tests.harness import generated_code  # noqa: F401
 from tests.jobs import error, machine
 from tests.padding_models import (
@@ -63,7 +64,7 @@ def gradient(value: Tensor) -> Tensor:
 @pytest.mark.parametrize("make", PADDED)
 def test_nothing_sees_what_padding_holds(make: Model) -> None:
     """Loss, outputs and gradients are those without it, and its own gradient is exactly 0."""
-    program = capture(make(), batch(make), precision="fp64")
+    program = captured(make(), batch(make), precision="fp64")
     found = find_paddings(program, 4)
     assert found.shapes == PADDED[make]
     plain = drawn(program)
@@ -162,7 +163,7 @@ def test_a_dim_of_several_factors_is_left_alone() -> None:
 
 @pytest.mark.parametrize("shape", [(60, WIDTH), (64,)])
 def test_a_plan_cannot_shorten_a_parameter(shape: tuple[int, ...]) -> None:
-    program = capture(Smoothed(), batch(Smoothed))
+    program = captured(Smoothed(), batch(Smoothed))
     with pytest.raises(PlanError, match=r"embed.weight \[61, 16\] cannot be padded to"):
         pad(program, {"embed.weight": shape})
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 import autopar
-from autopar.capture import capture, reference_step
+from autopar.capture import reference_step
 from autopar.runtime.launch import WorkerPool
+from tests.captures import captured
 from tests.jobs import Batch, error, gradient, machine
 from tests.parity_table import TOLERANCE
 from tests.pipeline_jobs import CASES, LAYOUTS, ROWS
@@ -45,7 +46,7 @@ def reference(
 
 def reference_of(model: str, batch: Batch, training: bool = True) -> Step:
     own = CASES[model].model()
-    program = capture(own, batch, training=training, precision="fp64")
+    program = captured(own, batch, training=training, precision="fp64")
     values = {n: p.detach().double().requires_grad_() for n, p in own.named_parameters()}
     loss, outputs = reference_step(program, values, batch)
     assert loss is not None

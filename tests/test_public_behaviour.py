@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import Manual, NotPlannedError, VerificationError
-from autopar.capture import capture, reference_step
+from autopar.capture import reference_step
 from autopar.runtime.executor import Environment, Executor
 from autopar.runtime.launch import WorkerPool
 from autopar.runtime.load import load_code
 from autopar.runtime.threads import ThreadWorld, run_threads
+from tests.captures import captured
 from tests.jobs import CASES, Batch, error, gpt2, gradient, machine, rows, tokens
 from tests.parity_table import TOLERANCE
 
@@ -40,7 +41,7 @@ def ready(manual: Manual = TP, **options: Any) -> autopar.ParallelModule:
 def reference(batch: Batch, training: bool = True) -> tuple[Tensor, Any, dict[str, Tensor]]:
     """(loss, outputs, parameters with gradient) of the captured program on one process."""
     own = model()
-    program = capture(own, batch, training=training, precision="fp64")
+    program = captured(own, batch, training=training, precision="fp64")
     values = {n: p.detach().double().requires_grad_() for n, p in own.named_parameters()}
     loss, outputs = reference_step(program, values, batch)
     assert loss is not None

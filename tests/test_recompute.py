@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar import Manual, Plan
-from autopar.capture import capture, reference_step
+from autopar.capture import reference_step
 from autopar.collective import rank_collectives
 from autopar.errors import NotSupportedError, PlanError, VerificationError
 from autopar.options import Recompute
@@ -42,6 +42,7 @@ from autopar.stage_program import (
     reads,
 )
 from autopar.verifier import verify_program
+from tests.captures import captured
 from tests.conftest import Golden
 from tests.dropout_models import dropped_gpt2
 from tests.harness import foretold_calls, generated_code
@@ -100,7 +101,7 @@ def planned(model: str, how: str, mode: Recompute | None = None) -> Plan:
 @lru_cache
 def analysis_of(model: str, n_layers: int) -> Analysis:
     torch.manual_seed(0)
-    return Analysis.of(capture(MODELS[model](n_layers), tokens(0), precision="fp64"))
+    return Analysis.of(captured(MODELS[model](n_layers), tokens(0), precision="fp64"))
 
 
 def pipeline_of(plan: Plan) -> Pipeline:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import autopar
-from autopar.capture import capture
 from autopar.cost.model import CostModel
 from autopar.facts import Strategy
 from autopar.mesh import Device
@@ -28,6 +27,7 @@ from autopar.passes.choose import Ask, choose
 from autopar.passes.constraints import Constraints
 from autopar.planning import Plan
 from autopar.spec import S, Spec
+from tests.captures import captured
 from tests.harness import (
     Step,
     abstract_cost,
@@ -132,7 +132,7 @@ class Small:
     @staticmethod
     def of(make: Callable[[], nn.Module], *forbid: str) -> Small:
         batch = {name: ids[1:2] for name, ids in random_tokens(0).items()}
-        analysis = Analysis.of(capture(make(), batch, precision="fp64"))
+        analysis = Analysis.of(captured(make(), batch, precision="fp64"))
         cost = abstract_cost((4,), Device(1.0, 1.0, 1e15))
         limits = Constraints(frozenset(forbid))
         return Small(
