@@ -87,12 +87,14 @@ class Edge:
     def mapped(self, change: Callable[[FloatArray], FloatArray]) -> Edge:
         """With each of its arrays changed."""
         size = None if self.bytes is None else change(self.bytes)
-        return replace(self, cost_s=change(self.cost_s), tie=change(self.tie), bytes=size)
+        cost_s, tie = change(self.cost_s), change(self.tie)
+        return Edge(self.u, self.v, cost_s, tie, size, self.rows, self.columns)
 
     def turned(self) -> Edge:
         """The same, from v to u."""
-        turned = self.mapped(lambda array: array.swapaxes(-1, -2))
-        return replace(turned, u=self.v, v=self.u, rows=self.columns, columns=self.rows)
+        cost_s, tie = self.cost_s.swapaxes(-1, -2), self.tie.swapaxes(-1, -2)
+        size = None if self.bytes is None else self.bytes.swapaxes(-1, -2)
+        return Edge(self.v, self.u, cost_s, tie, size, self.columns, self.rows)
 
     def restricted(self, keep_u: BoolArray, keep_v: BoolArray) -> Edge:
         """With only the choices that are marked."""
