@@ -22,7 +22,7 @@ from autopar.passes.cases import Cases
 from autopar.passes.constraints import Limits
 from autopar.passes.groups import Group, JointStrategy, PlacedOperator
 from autopar.passes.member_prices import MemberPrice, MemberPricer, lowered_over
-from autopar.passes.spec_column import SpecColumn
+from autopar.passes.spec_column import SpecColumn, SpecColumns
 from autopar.saved import Saved
 from autopar.spec import PREFERENCE, I, Placement, Spec
 
@@ -47,6 +47,7 @@ class ChoiceTable:
     size_bytes: Array
     preference: Array
     saved: frozenset[int]
+    known: SpecColumns
     _columns: dict[int, SpecColumn] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -70,8 +71,13 @@ class ChoiceTable:
         return self._columns[number]
 
     def _column(self, value: str) -> SpecColumn:
+        placements = tuple([joint.placements[value] for joint in self.first.strategies])
+        key = (placements, self.likeness, self.active_axes, self.n_axes)
+        return self.known.of(key, lambda: self._new_column(placements))
+
+    def _new_column(self, placements: Sequence[Placement]) -> SpecColumn:
+        """Of a value that joint strategies place so."""
         kinds: dict[Placement, int] = {}
-        placements = (joint.placements[value] for joint in self.first.strategies)
         kind_of = np.array([kinds.setdefault(p, len(kinds)) for p in placements])
         joint = np.zeros(len(self), dtype=np.int64)
         for picks in self.picked:
@@ -127,7 +133,8 @@ class CandidateMaker:
 
     Some operators stand for `n_like` alike in one group (`repeated.py`). `sizes_at` has operators'
     sizes by name, per distinct number of microbatches. `elsewhere` keeps the choices of groups on
-    some machine of the same sizes by all that decides them, `known` the same with this one's times.
+    some machine of the same sizes by all that decides them, `known` the same with this one's times;
+    `columns` are those of all problems of a program.
     """
 
     cases: Cases
@@ -137,6 +144,7 @@ class CandidateMaker:
     n_like: Mapping[str, int] = field(default_factory=dict)
     known: dict[int, ChoiceTable] = field(default_factory=dict)
     elsewhere: dict[Hashable, ChoiceTable] = field(default_factory=dict)
+    columns: SpecColumns = field(default_factory=SpecColumns)
 
     @property
     def _active(self) -> tuple[int, ...]:
@@ -198,7 +206,7 @@ class CandidateMaker:
         saved = frozenset(group.number[name] for name in savers - set(first_savers))
         return ChoiceTable(
             group, picked, self._active, self.cases.costs[0].mesh.n_axes,
-            legal, time_s, size_bytes, preference, saved,
+            legal, time_s, size_bytes, preference, saved, self.columns,
         )  # fmt: skip
 
     def _repriced(self, table: ChoiceTable, group: Group, first_savers: Set[str]) -> ChoiceTable:

@@ -32,6 +32,7 @@ from autopar.passes.problem import IntraOpProblem, IntraOpProblems, ProblemBuild
 from autopar.passes.recompute import Recomputable
 from autopar.passes.recompute_choice import add_recompute
 from autopar.passes.reshard import ReshardTable, priced_alike
+from autopar.passes.spec_column import SpecColumns
 from autopar.rules import rule_for
 
 Array = NDArray[np.float64]
@@ -132,9 +133,11 @@ def intra_op_problems(
     )
     priced = _priced(analysis, stacked, constraints, optimizer)
     sizes_at = [analysis.notation_sizes(m) for m in counts]
+    columns = analysis.priced.setdefault("columns", SpecColumns())
     maker = CandidateMaker(
-        stacked, sizes_at, analysis.saved, limits, n_like or {}, priced.groups, priced.placed.groups
-    )
+        stacked, sizes_at, analysis.saved, limits, n_like or {}, priced.groups,
+        priced.placed.groups, columns,
+    )  # fmt: skip
     savers: set[str] = set()
     candidates = [maker.make(group, savers) for group in analysis.groups(counts[0])]
     device, dtype = every[0][0].mesh.device, every[0][0].dtype

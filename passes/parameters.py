@@ -141,7 +141,9 @@ class ParameterMaker:
         allowed = np.array([self._periods_allowed(storages, g) for g in (False, True)])
         fits = np.ones((len(storages), len(uses)), dtype=bool)
         if self.limits.constraints.zero is not None:
-            fits[:] = [[self.limits.fits_recipe(s.spec, u) for u in uses] for s in storages]
+            fit = self.limits.fits_recipe
+            of = {spec: [fit(spec, use) for use in uses] for spec in {s.spec for s in storages}}
+            fits[:] = [of[s.spec] for s in storages]
         return conversion_costs(
             paths, self.cases.mesh_of, self.cases.n_microbatches,
             np.array([distinct[row] for row in rows]), np.array(columns),

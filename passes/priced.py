@@ -57,10 +57,11 @@ class Placed:
 
     def equality(self, mine: SpecColumn, theirs: SpecColumn) -> Reshards:
         """Nothing between choices that place a value alike; others are not to be."""
-        key = (id(mine), id(theirs))
+        key = (id(mine.distinct), id(theirs.distinct))
         if key not in self._equal:
             cost_s = np.where(mine.equals(theirs), 0.0, np.inf)[None]
-            self._equal[key] = Reshards(cost_s, np.zeros_like(cost_s), mine, theirs)
+            tie = np.zeros_like(cost_s)
+            self._equal[key] = Reshards(cost_s, tie, mine.distinct, theirs.distinct)
         return self._equal[key]
 
     def storages(
@@ -105,14 +106,14 @@ class Priced:
         self, cases: Cases, tables: ReshardTables, made: SpecColumn, wanted: SpecColumn
     ) -> Reshards:
         """The seconds and ties of all microbatches between what two variables' choices say."""
-        key = (id(tables), id(made), id(wanted))
+        key = (id(tables), id(made.distinct), id(wanted.distinct))
         if key not in self._reshards:
             rows, columns = ([tables.index[s] for s in of.distinct] for of in (made, wanted))
             time_s, tie = tables.between(rows, columns)
             n = cases.n_microbatches[:, None, None]
             time_s *= n
             tie *= n
-            self._reshards[key] = Reshards(time_s, tie, made, wanted)
+            self._reshards[key] = Reshards(time_s, tie, made.distinct, wanted.distinct)
         return self._reshards[key]
 
     def storage_costs(
@@ -130,7 +131,7 @@ class Priced:
         uses: SpecColumn, n_uses: int,
     ) -> Conversions:  # fmt: skip
         """The seconds, ties and bytes of turning every storage into each of the specs used."""
-        key = (id(tables), id(storages), id(uses), n_uses)
+        key = (id(tables), id(storages), id(uses.distinct), n_uses)
         if key not in self._conversions:
             found = maker.conversions(tables, storages, uses.distinct, n_uses)
             self._conversions[key] = Conversions(*found, storages, (uses,))
@@ -168,8 +169,8 @@ class Reshards:
 
     cost_s: Array
     tie: Array
-    made: SpecColumn
-    wanted: SpecColumn
+    made: tuple[Spec, ...]
+    wanted: tuple[Spec, ...]
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,23 @@ class SpecColumn:
         """[distinct of this, distinct of the other]: are they the same spec?"""
         alike = [[mine == theirs for theirs in other.distinct] for mine in self.distinct]
         return np.array(alike, dtype=bool)
+
+
+@dataclass(eq=False)
+class SpecColumns:
+    """Columns by what they are made of; those with the same distinct specs share the tuple."""
+
+    _known: dict[Hashable, SpecColumn] = field(default_factory=dict)
+    _distinct: dict[tuple[Spec, ...], tuple[Spec, ...]] = field(default_factory=dict)
+
+    def of(self, key: Hashable, make: Callable[[], SpecColumn]) -> SpecColumn:
+        """The column of a key, which is made when it is first asked for."""
+        found = self._known.get(key)
+        if found is None:
+            new = make()
+            distinct = self._distinct.setdefault(new.distinct, new.distinct)
+            found = self._known[key] = SpecColumn(distinct, new.code)
+        return found
 
 
 def all_alike(columns: Sequence[SpecColumn]) -> NDArray[np.bool_]:
