@@ -6,9 +6,17 @@ line by line and parameter by parameter, in a time that does not grow with the n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
 
 from autopar.stage_program import Delivered, StageProgram, StoredParameter
+
+
+def counted_sum(counted: Iterable[tuple[float, int]]) -> float:
+    """Of numbers with how often each is there: as if they were written out, rounded once."""
+    return math.fsum(itertools.chain.from_iterable(itertools.starmap(itertools.repeat, counted)))
 
 
 def line_counts(program: StageProgram) -> list[int]:
@@ -19,30 +27,17 @@ def line_counts(program: StageProgram) -> list[int]:
     return counts
 
 
-def parameter_counts(program: StageProgram) -> dict[str, int]:
-    """Of parameters that stand for several, how many."""
-    return {name: repeat.count for repeat in program.repeats for name in repeat.parameters}
+def parameter_counts(program: StageProgram) -> Counter[str]:
+    """For how many parameters of the whole each stands."""
+    return Counter(parameter.name for parameter in every_parameter(program))
 
 
 def every_parameter(program: StageProgram) -> Iterator[StoredParameter]:
-    """The parameters of the whole, in its order: those of one block after those of another, each
-    as the one that stands for it."""
+    """The parameters of the whole, in its order, each as the one that stands for it."""
     if not program.repeats:
-        yield from program.parameters
-        return
-    repeat_of = {name: repeat for repeat in program.repeats for name in repeat.parameters}
-    waiting: list[StoredParameter] = []
-    for parameter in program.parameters:
-        repeat = repeat_of.get(parameter.name)
-        if waiting and repeat is not repeat_of[waiting[0].name]:
-            yield from waiting * repeat_of[waiting[0].name].count
-            waiting = []
-        if repeat is None:
-            yield parameter
-        else:
-            waiting.append(parameter)
-    if waiting:
-        yield from waiting * repeat_of[waiting[0].name].count
+        return iter(program.parameters)
+    named = {parameter.name: parameter for parameter in program.parameters}
+    return (named[name] for name in program.every_parameter)
 
 
 def every_delivered(program: StageProgram) -> Iterator[tuple[Delivered, int]]:

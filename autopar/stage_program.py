@@ -202,12 +202,11 @@ class Segment:
 @dataclass(frozen=True)
 class RepeatedLines:
     """Lines `start` to `stop` - 1 of a body that stand for `count` blocks, one after the other; and
-    by name what each of the blocks has of its own: parameters, and variables of constants."""
+    the variables of constants that each of the blocks has of its own."""
 
     start: int
     stop: int
     count: int
-    parameters: frozenset[str]
     delivered: frozenset[str]
 
 
@@ -292,7 +291,8 @@ class StageProgram:
     loss, `sent`, what `changed` buffers now hold, and `outputs`, for one microbatch. With
     `accumulation`, microbatches are parts of the inputs from which everything starts anew.
     `segments` are disjoint, in order. A program with `repeats`, which are disjoint too, is there to
-    be priced, not to be run (`autopar/abridged.py`).
+    be priced, not to be run (`autopar/abridged.py`); `every_parameter` are those of the whole, in
+    its order, each by the name of the one that stands for it.
     """
 
     name: str
@@ -314,6 +314,7 @@ class StageProgram:
     accumulation: Accumulation | None = None
     segments: tuple[Segment, ...] = ()
     repeats: tuple[RepeatedLines, ...] = ()
+    every_parameter: tuple[str, ...] = ()
     # What it costs, for pipelines that share it (`cost/predict.py`).
     priced: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 

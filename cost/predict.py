@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from autopar.abridged import line_counts
+from autopar.abridged import counted_sum, line_counts
 from autopar.collective import Collective, rank_collectives
 from autopar.cost.collectives import collective_time_s
 from autopar.cost.liveness import gradients_under_way, kept_bytes, peak_memory
@@ -90,8 +90,8 @@ def predict(
     """
     timeline = timeline_of(pipeline, costs, optimizer, link_between)
     busiest, step_s = timeline.busiest, timeline.step_time_s
-    flops = pipeline.n_microbatches * sum(
-        line.model_flops * n
+    flops = pipeline.n_microbatches * counted_sum(
+        (line.model_flops, n)
         for program in pipeline.stages
         for line, n in zip(program.body, line_counts(program), strict=True)
         if isinstance(line, CallLine)

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 
 import torch
 
-from autopar.abridged import every_parameter, line_counts
+from autopar.abridged import counted_sum, every_parameter, line_counts
 from autopar.collective import Call, step_calls
 from autopar.cost.memory import optimizer_time_s
 from autopar.cost.model import CostModel
@@ -52,7 +52,7 @@ def calls_time_s(calls: Iterable[Call], cost: CostModel) -> float:
 def _forward_s(program: StageProgram) -> float:
     """Operators and local parts of reshards of one microbatch's forward."""
     counted = zip(program.body, line_counts(program), strict=True)
-    return math.fsum(time_s * n for line, n in counted for time_s in _line_s(line))
+    return counted_sum((time_s, n) for line, n in counted for time_s in _line_s(line))
 
 
 def _line_s(line: Line) -> list[float]:
@@ -66,7 +66,7 @@ def _line_s(line: Line) -> list[float]:
 def _backward_s(program: StageProgram) -> float:
     """The same of its backward, with what is gathered and what runs again."""
     anew, again, counts = regathered(program), rerun(program), line_counts(program)
-    every = []
+    every: list[tuple[float, int]] = []
     for i in program.differentiated:
         line, times = program.body[i], list[float]()
         if isinstance(line, CallLine):
@@ -77,8 +77,8 @@ def _backward_s(program: StageProgram) -> float:
             times += [_local_backward_s(move) for move in line.moves]
         times += [_local_s(move) for gather in anew.get(i, ()) for move in gather.moves]
         times += [time_s for k in again.get(i, ()) for time_s in _line_s(program.body[k])]
-        every += [time_s * counts[i] for time_s in times]
-    return math.fsum(every)
+        every += [(time_s, counts[i]) for time_s in times]
+    return counted_sum(every)
 
 
 def _local_s(line: MoveLine) -> float:

@@ -61,7 +61,7 @@ class Abridger:
             for stretch in stretches
             if stretch.n_like > 1
         )
-        return replace(program, repeats=repeats)
+        return replace(program, repeats=repeats, every_parameter=_every_parameter(folded))
 
     def _stretches(self, run: Run, strategy: Strategy) -> list[_Stretch]:
         """Runs of blocks that are placed alike; what another stage reads may be anywhere in one."""
@@ -137,11 +137,19 @@ def _repeat(program: StageProgram, folded: Folded, run: Run, stretch: _Stretch) 
         _end(program, [captured.keys[name] for name in before]),
         _end(program, [captured.keys[o.name] for o in block]),
         stretch.n_like,
-        frozenset(p.name for n, p in captured.parameters.items() if n in alone),
         frozenset(
             d.local.name for d in program.delivered if d.kind == "constant" and d.source in alone
         ),
     )
+
+
+def _every_parameter(folded: Folded) -> tuple[str, ...]:
+    """The parameters of the whole, each by the name of the one that stands for it."""
+    own, instead = folded.analysis.program.parameters, dict[str, str]()
+    for operator, f in zip(folded.whole.operators, folded.stands_for, strict=True):
+        instead.update(zip(operator.inputs, folded.analysis.operators[f].inputs, strict=True))
+    every = folded.whole.program.parameters
+    return tuple(own[n if n in own else instead[n]].name for n in every)
 
 
 def _end(program: StageProgram, keys: Sequence[str]) -> int:

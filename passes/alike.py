@@ -118,8 +118,5 @@ def lowered_as(
         parameters=tuple(map(parameter, lowered.parameters)),
         received=tuple(map(crossing, lowered.received)),
         sent=tuple(map(crossing, lowered.sent)),
-        repeats=tuple(
-            replace(r, parameters=frozenset(infos[n].name for n in r.parameters))
-            for r in lowered.repeats
-        ),
+        every_parameter=tuple(infos[n].name for n in lowered.every_parameter),
     ).priced_as(lowered)
