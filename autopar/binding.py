@@ -32,12 +32,17 @@ from autopar.schedule import ORDERS
 
 @dataclass(frozen=True)
 class Bound:
-    """A plan laid on a captured program: everything that can be computed from it."""
+    """A plan laid on a captured program: everything that can be computed from it.
+
+    `simulated` is what planning has priced these stages at, with few of their blocks; None where
+    they were not planned here.
+    """
 
     data: PlanData
     analysis: Analysis
     mesh: Mesh
     stages: tuple[LaidStage, ...]
+    simulated: Predicted | None = None
 
     @cached_property
     def hardware(self) -> Hardware:
@@ -56,6 +61,8 @@ class Bound:
 
     @cached_property
     def predicted(self) -> Predicted:
+        if self.simulated is not None:
+            return self.simulated
         predicted = predict_on(self.mesh, self.analysis, self.data.optimizer, self.data.inputs)
         return predicted(self.pipeline, self.costs)
 

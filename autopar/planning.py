@@ -359,6 +359,6 @@ def plan_program(
         accumulates=program.accumulation is not None,
     )
     if is_final:
-        bound = Bound(data, analysis, mesh, solved.stages)
+        bound = Bound(data, analysis, mesh, solved.stages, solved.predicted)
         return Plan(data, bound, outcome.effort)
     return Plan(data, bind(data, analysis, mesh), outcome.effort)
