@@ -211,12 +211,14 @@ class JointSearch:
 
     def _is_hopeless(self, n_stages: int | None, limit_s: float) -> bool:
         """Is every plan slower than `limit_s`, whatever its placements? Nothing is built for it."""
-        first = FIRST_COUNT_PER_STAGE * (n_stages or 2)
-        counts = sorted(self.counts(), key=lambda m: m < first)  # mostly fastest from there on
-        sizes = submesh_sizes(self.mesh)
-        return math.isfinite(limit_s) and all(
-            self.bounds.step_s(self.mesh, sizes, m, n_stages) > limit_s for m in counts
-        )
+        if math.isinf(limit_s):
+            return False
+        sizes, first = submesh_sizes(self.mesh), FIRST_COUNT_PER_STAGE * (n_stages or 2)
+        for m in sorted(self.counts(), key=lambda m: m < first):  # mostly fastest from there on
+            self._count(len(sizes))
+            if self.bounds.step_s(self.mesh, sizes, m, n_stages) <= limit_s:
+                return False
+        return True
 
     def _free(self, m: int, n_stages: int | None) -> Planned | None:
         if m not in self.free:
