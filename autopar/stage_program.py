@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -315,13 +315,13 @@ class StageProgram:
     segments: tuple[Segment, ...] = ()
     repeats: tuple[RepeatedLines, ...] = ()
     every_parameter: tuple[str, ...] = ()
-    # What it costs, for pipelines that share it (`cost/predict.py`).
-    priced: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    # What it costs, for pipelines that share it (`cost/predict.py`): `known` of one that costs the
+    # same, and then what is found of either is known of both.
+    priced: dict[Hashable, Any] = field(init=False, repr=False, compare=False)
+    known: InitVar[dict[Hashable, Any] | None] = None
 
-    def priced_as(self, other: StageProgram) -> StageProgram:
-        """Itself, which costs what `other` does: what is found of one is known of both."""
-        object.__setattr__(self, "priced", other.priced)
-        return self
+    def __post_init__(self, known: dict[Hashable, Any] | None) -> None:
+        object.__setattr__(self, "priced", {} if known is None else known)
 
     @cached_property
     def taken(self) -> frozenset[str]:
