@@ -3,7 +3,8 @@
     python -m examples.bench_plan llama-8b-1x8 t5-11b
 
 Every case is planned in a process of its own; nothing but planning is timed, by the clock of the
-CPU: capture is apart. What is printed:
+CPU: capture is apart, and so are the programs of the plan, which are lowered when they are asked
+for. What is printed:
 
     seconds       of planning: of the CPU, by the clock on the wall, and what is aimed at, for two
                   cores
