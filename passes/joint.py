@@ -209,16 +209,17 @@ class JointSearch:
         free_s = math.inf if free is None else free.estimate_s
         return max(free_s, self._least_s.get(m, 0.0)) * self.estimates.least_share
 
-    def _is_hopeless(self, n_stages: int | None, limit_s: float) -> bool:
-        """Is every plan slower than `limit_s`, whatever its placements? Nothing is built for it."""
-        if math.isinf(limit_s):
-            return False
-        sizes, first = submesh_sizes(self.mesh), FIRST_COUNT_PER_STAGE * (n_stages or 2)
+    def least_step_s(self, n_stages: int | None, limit_s: float = math.inf) -> float:
+        """What every plan takes at least, whatever its placements: nothing is built for it. No
+        more is found out than that some may be below `limit_s`."""
+        first, sizes = FIRST_COUNT_PER_STAGE * (n_stages or 2), submesh_sizes(self.mesh)
+        least_s = math.inf
         for m in sorted(self.counts(), key=lambda m: m < first):  # mostly fastest from there on
             self._count(len(sizes))
-            if self.bounds.step_s(self.mesh, sizes, m, n_stages) <= limit_s:
-                return False
-        return True
+            least_s = min(least_s, self.bounds.step_s(self.mesh, sizes, m, n_stages))
+            if least_s <= limit_s:
+                break
+        return least_s
 
     def _free(self, m: int, n_stages: int | None) -> Planned | None:
         if m not in self.free:
@@ -245,7 +246,7 @@ class JointSearch:
         plan if memory had no limit comes out; none where no placements could make up for the
         bubble and for layers that do not divide evenly.
         """
-        if self._is_hopeless(n_stages, limit_s):
+        if math.isfinite(limit_s) and self.least_step_s(n_stages, limit_s) > limit_s:
             return []
         counts = self.counts()
 

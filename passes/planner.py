@@ -33,18 +33,12 @@ from autopar.passes.effort import Effort
 from autopar.passes.evaluate import Evaluator, Scored, compute_dtype
 from autopar.passes.intra_op import least_step_s
 from autopar.passes.joint import JointSearch, joint_search
-from autopar.passes.layout import (
-    Candidate,
-    n_operators,
-)
+from autopar.passes.layout import Candidate, n_operators
 from autopar.passes.proposals import Proposals, Tries
 from autopar.passes.recipes import recipe_candidates
 from autopar.passes.refined import HOPELESS, refined_candidates
 from autopar.passes.simulated import Predict, Simulator, Solved
-from autopar.passes.submeshes import (
-    all_views,
-    submesh_sizes,
-)
+from autopar.passes.submeshes import all_views, submesh_sizes
 from autopar.plan_data import Alternative
 from autopar.units import format_bytes, format_seconds
 
@@ -86,6 +80,7 @@ class Planner:
     _found: list[Scored] = field(default_factory=list, init=False)
     _tried: list[Tries] = field(default_factory=list, init=False)
     _n_configurations: list[int] = field(default_factory=list, init=False)  # of each joint search
+    _ruled_out: list[Alternative] = field(default_factory=list, init=False)
 
     @cached_property
     def hardware(self) -> Hardware:
@@ -154,6 +149,7 @@ class Planner:
                     notes.append(Alternative(name, None, str(best).splitlines()[0]))
                 else:
                     notes.append(_at_least(name, best))
+            notes += self._ruled_out
             self._settle()
             if not self._costs_little(self._least_s):
                 last = self._add_recomputed(errors, notes)
@@ -332,8 +328,13 @@ class Planner:
     def _stages(self, n_stages: int | None) -> Iterator[Tries]:
         """The best of the joint search, and the best recipes of several stages."""
         self._tell("searching for stages")
+        names = list[str]()
         for candidate in _told_apart(self._with_stages(n_stages)):
+            names.append(candidate.name)
             yield candidate.name, [candidate]
+        if not names and self._joint is not None:
+            least_s = self._joint.least_step_s(n_stages, 0.0)
+            self._ruled_out.append(_at_least("several stages", least_s))
 
     def _with_stages(self, n_stages: int | None) -> Iterator[Candidate]:
         on = self.analysis, self.mesh, self.hardware, self.options
