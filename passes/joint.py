@@ -209,7 +209,7 @@ class JointSearch:
         free_s = math.inf if free is None else free.estimate_s
         return max(free_s, self._least_s.get(m, 0.0)) * self.estimates.least_share
 
-    def least_step_s(self, n_stages: int | None, limit_s: float = math.inf) -> float:
+    def least_step_s(self, n_stages: int | None, limit_s: float = -math.inf) -> float:
         """What every plan takes at least, whatever its placements: nothing is built for it. No
         more is found out than that some may be below `limit_s`."""
         first, sizes = FIRST_COUNT_PER_STAGE * (n_stages or 2), submesh_sizes(self.mesh)

@@ -80,7 +80,7 @@ class Planner:
     _found: list[Scored] = field(default_factory=list, init=False)
     _tried: list[Tries] = field(default_factory=list, init=False)
     _n_configurations: list[int] = field(default_factory=list, init=False)  # of each joint search
-    _ruled_out: list[Alternative] = field(default_factory=list, init=False)
+    _notes: list[Alternative] = field(default_factory=list, init=False)  # of what has no plan
 
     @cached_property
     def hardware(self) -> Hardware:
@@ -125,7 +125,7 @@ class Planner:
             self.analysis.priced.clear()
 
     def _best(self) -> Outcome:
-        found, notes = self._found, list[Alternative]()
+        found, notes = self._found, self._notes
         errors: list[tuple[InfeasibleError, Candidate]] = []
         is_stopped, last = False, self._plain
         try:
@@ -149,10 +149,9 @@ class Planner:
                     notes.append(Alternative(name, None, str(best).splitlines()[0]))
                 else:
                     notes.append(_at_least(name, best))
-            notes += self._ruled_out
             self._settle()
             if not self._costs_little(self._least_s):
-                last = self._add_recomputed(errors, notes)
+                last = self._add_recomputed(errors)
         except _TimeUp:
             is_stopped = True
             passed = f"not tried when time_limit_s={self.options.time_limit_s:g} had passed"
@@ -172,7 +171,7 @@ class Planner:
         may_add = not (is_stopped and simulations.found)
         if last is not self.evaluator and may_add and not self._costs_little(fastest_s):
             with suppress(_TimeUp):  # peaks are above what was solved for
-                self._add_recomputed(errors, notes)
+                self._add_recomputed(errors)
             simulations = replace(simulator, evaluator=self.evaluator).fastest(found)
         failed, slower_s = simulations.failed, simulations.slower_s
         if not simulations.found:
@@ -225,9 +224,7 @@ class Planner:
             step_time_s <= MEMORY_COSTS * self._free_s(tries) for tries in searched
         )
 
-    def _add_recomputed(
-        self, errors: list[tuple[InfeasibleError, Candidate]], notes: list[Alternative]
-    ) -> Evaluator:
+    def _add_recomputed(self, errors: list[tuple[InfeasibleError, Candidate]]) -> Evaluator:
         """Put what recompute betters in its place; returns the evaluator that knows recompute."""
         for scored in self._recomputed():
             name = scored.candidate.name
@@ -237,7 +234,7 @@ class Planner:
             else:
                 self._found.append(scored)
             errors[:] = [(error, c) for error, c in errors if c.name != name]
-            notes[:] = [note for note in notes if note.name != name]
+            self._notes[:] = [note for note in self._notes if note.name != name]
         return self.evaluator
 
     def _recomputed(self) -> Iterator[Scored]:
@@ -333,8 +330,10 @@ class Planner:
             names.append(candidate.name)
             yield candidate.name, [candidate]
         if not names and self._joint is not None:
-            least_s = self._joint.least_step_s(n_stages, 0.0)
-            self._ruled_out.append(_at_least("several stages", least_s))
+            least_s, name = self._joint.least_step_s(n_stages), "several stages"
+            is_slower = self._least_s < least_s < math.inf
+            none = Alternative(name, None, "none found that fits")
+            self._notes.append(_at_least(name, least_s) if is_slower else none)
 
     def _with_stages(self, n_stages: int | None) -> Iterator[Candidate]:
         on = self.analysis, self.mesh, self.hardware, self.options

@@ -92,13 +92,14 @@ def _fastest(
     """Those that fit with the least seconds, and with how many microbatches; what is slower by its
     bound than `n_most` others, or than `limit_s`, is not priced."""
     found: list[tuple[float, int, int]] = []
-    least_s = [recipe.least_s(recipe.counts()) for recipe in recipes]
+    counts = [recipe.counts() for recipe in recipes]
+    least_s = [recipe.least_s(of) for recipe, of in zip(recipes, counts, strict=True)]
     for i in sorted(range(len(recipes)), key=least_s.__getitem__):
         if n_most is not None and len(found) >= n_most:
             limit_s = min(limit_s, found[n_most - 1][0])
         if least_s[i] > limit_s:
             break
-        cost_s, m = recipes[i].best(recipes[i].counts())
+        cost_s, m = recipes[i].best(counts[i])
         if math.isfinite(cost_s):
             insort(found, (cost_s, i, m))
     return [(cost_s, recipes[i], m) for cost_s, i, m in found[:n_most]]

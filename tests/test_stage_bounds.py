@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from autopar.binding import predict_on
 from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.passes.analysis import Analysis
 from autopar.passes.joint import JointSearch
 from autopar.passes.layout import Candidate
+from autopar.passes.planner import Planner
 from autopar.passes.recipes import recipe_candidates
 from autopar.passes.stage_bounds import StageBounds
 from autopar.passes.stage_costs import CostMaker
@@ -97,3 +99,18 @@ def test_recipes_that_cannot_be_among_the_best_are_not_priced() -> None:
     best, best_said = recipes(1, math.inf)
     assert best == every[:1] and "of 4 stages" in all_said and "of 4 stages" not in best_said
     assert recipes(None, 1e-9) == ([], "")
+
+
+def test_a_plan_says_that_no_stages_were_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slower by the bound or, where the bound does not say so, none that fits."""
+    monkeypatch.setattr(Planner, "_with_stages", lambda self, n_stages: iter(()))
+
+    def said() -> list[str]:
+        mesh = cluster(4)
+        predict = predict_on(mesh, gpt2(), "adamw", ())
+        planner = Planner(gpt2(), mesh, Options.of(), predict)
+        return [row.note for row in planner.run().alternatives if row.name == "several stages"]
+
+    assert said() == ["none found that fits"]
+    monkeypatch.setattr(JointSearch, "least_step_s", lambda self, n_stages: 1.0)
+    assert said() == ["at least 1 s"]
