@@ -14,7 +14,7 @@ Of ZeRO-2, whose parameters are gathered once and scattered m times, all counts 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,7 +28,7 @@ from autopar.passes.intra_op import ProblemBatch
 from autopar.passes.problem import IntraOpProblem
 from autopar.passes.solvers.layout import Layout
 from autopar.passes.solvers.potentials import Entries
-from autopar.passes.solvers.problem import BoolArray, Codes
+from autopar.passes.solvers.problem import BoolArray, Codes, memory
 from autopar.passes.solvers.problems import ChoiceProblems
 
 Array = NDArray[np.float64]
@@ -205,7 +205,7 @@ class Wiring:
 @dataclass(frozen=True, eq=False)
 class _Chosen:
     """Where the numbers of choices are. Variables that are alike share arrays: per array, [cases or
-    1, numbers], the variables and edges that it is of."""
+    1, ...], the variables and edges that it is of."""
 
     entries: Entries
     cost_s: list[tuple[Array, Codes]]
@@ -229,18 +229,18 @@ class _Chosen:
         for out, arrays in ((cost_s, self.cost_s), (size_bytes, self.size_bytes)):
             for array, places in arrays:
                 rows = cases[:, None] if len(array) > 1 else 0
-                out[:, places] = array[rows, at[:, places]]
+                within = np.unravel_index(at[:, places], array.shape[1:])
+                out[:, places] = array[rows, *within]
         return cost_s, size_bytes
 
 
 def _by_array(arrays: Sequence[Array | None]) -> list[tuple[Array, Codes]]:
-    """Each array once, flat but for its first axis, and where it is; None are left out."""
-    places: dict[int, list[int]] = {}
+    """Each array once, and where it is; None are left out."""
+    found: dict[Hashable, tuple[Array, list[int]]] = {}
     for i, array in enumerate(arrays):
         if array is not None:
-            places.setdefault(id(array), []).append(i)
-    found = ((arrays[at[0]], np.array(at, dtype=np.intp)) for at in places.values())
-    return [(a.reshape(len(a), -1), at) for a, at in found if a is not None]
+            found.setdefault(memory(array), (array, []))[1].append(i)
+    return [(array, np.array(at, dtype=np.intp)) for array, at in found.values()]
 
 
 @dataclass(frozen=True)

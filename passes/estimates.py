@@ -23,7 +23,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.mesh import LogicalMesh
-from autopar.passes.layers import Layers
 from autopar.passes.played import Worked
 from autopar.passes.stage_costs import StageCosts
 
@@ -35,7 +34,6 @@ Range = tuple[int, int]
 class Estimates:
     """Of stages as ranges of layers."""
 
-    layers: Layers
     _solved: dict[tuple[int, int], dict[Range, Worked]] = field(default_factory=dict)
     _share: dict[LogicalMesh, float] = field(default_factory=dict)
     _paid: dict[LogicalMesh, float] = field(default_factory=dict)
@@ -48,10 +46,10 @@ class Estimates:
     def tables(self, m: int, config: StageCosts) -> tuple[Array, Array]:
         """Seconds of a microbatch and once per step, [first, last layer]; without messages."""
         share, paid = self._share.get(config.view, 1.0), self._paid.get(config.view, 0.0)
-        time_s = share * config.ranges(self.layers, "time")
+        time_s = share * config.ranges("time")
         if paid:
             time_s = np.maximum(time_s + paid * config.conversions(), 0.0)
-        once_s = share * config.ranges(self.layers, "once")
+        once_s = share * config.ranges("once")
         for at, worked in self._solved.get((m, id(config)), {}).items():
             time_s[at], once_s[at] = worked
         return time_s, once_s
@@ -80,5 +78,5 @@ class Estimates:
 
     def _expected_s(self, m: int, config: StageCosts, at: Range) -> float:
         """Of a step, by the tables alone."""
-        time_s, once_s = (float(config.ranges(self.layers, p)[at]) for p in ("time", "once"))
+        time_s, once_s = (float(config.ranges(p)[at]) for p in ("time", "once"))
         return m * time_s + once_s

@@ -102,7 +102,7 @@ class JointSearch:
 
     @cached_property
     def estimates(self) -> Estimates:
-        return Estimates(self.layers)
+        return Estimates()
 
     @staticmethod
     def of(
@@ -164,7 +164,7 @@ class JointSearch:
         if m not in self._costs:
             wanted = [self._wanted(view, m) for view in self.views]
             every = tuple(itertools.chain.from_iterable(self.maker.searched(wanted, m)))
-            self._costs[m] = undominated(every, self.layers)
+            self._costs[m] = undominated(every)
             self._count(len(every))
         return self._costs[m]
 
@@ -226,7 +226,7 @@ class JointSearch:
             wanted = [Wanted(view, self.constraints(view)) for view in self.views]
             fastest = [costs[0] for costs in self.maker.searched(wanted, m) if costs]
             self._count(len(fastest))
-            plans = self._with(m, fastest, Estimates(self.layers)).plans(n_stages, math.inf)
+            plans = self._with(m, fastest, Estimates()).plans(n_stages, math.inf)
             self.free[m] = min(plans, key=lambda plan: plan.estimate_s, default=None)
         return self.free[m]
 

@@ -236,8 +236,7 @@ class _Recipe:
     def _of_stages(self, costs: StageCosts) -> dict[str, np.ndarray]:
         last = self.last_layers
         at = np.array([0, *(layer + 1 for layer in last[:-1])]), np.array(last)
-        layers = self.search.layers
-        tables = {part: costs.ranges(layers, part)[at] for part in PARTS}
+        tables = {part: costs.ranges(part)[at] for part in PARTS}
         messages = {p: costs.messages(p.before, p.after) for p in dict.fromkeys(self._places)}
         messages_s = [
             messages[place][first, end] for first, end, place in zip(*at, self._places, strict=True)

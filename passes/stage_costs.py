@@ -58,40 +58,53 @@ N_CORNERS = 5
 
 @dataclass(frozen=True, eq=False)
 class StageCosts:
-    """One way to place the program on a view: `parts` per operator of the whole program, and
-    per inner boundary between layers what the stages before and after it pay for placing what
-    crosses, and their messages."""
+    """One way to place the program on a view: of the whole program's operators the sums of all,
+    [parts], and of those before each layer and at the end, [parts, layers + 1]; per inner boundary
+    between layers what the stages before and after it pay for placing what crosses, and their
+    messages."""
 
     view: LogicalMesh
-    parts: Mapping[str, Array]
+    layers: Layers
+    sums: Array
+    sums_before: Array
     shared: tuple[Shared, ...]
     leave_s: Array
     enter_s: Array
     traffic: Traffic
-    _ranges: dict[str, Array] = field(default_factory=dict)
 
     def total(self, part: str) -> float:
         """Of the whole program as one stage."""
-        return float(self.parts[part].sum()) + sum(s.values.get(part, 0.0) for s in self.shared)
+        alone = float(self.sums[PARTS.index(part)])
+        return alone + sum(s.values.get(part, 0.0) for s in self.shared)
 
     def bytes_in_flight(self, depth: int) -> float:
         """Of the whole program as one stage, with `depth` microbatches in flight."""
         return self.total("static") + depth * self.total("activation")
 
-    def ranges(self, layers: Layers, part: str) -> Array:
-        """[first layer, last layer] of a stage; 0 below the diagonal."""
-        if part not in self._ranges:
-            self._ranges.update(zip(PARTS, self._ranges_of(layers), strict=True))
-        return self._ranges[part]
+    @staticmethod
+    def of(
+        view: LogicalMesh, layers: Layers, parts: Mapping[str, Array], shared: tuple[Shared, ...],
+        leave_s: Array, enter_s: Array, traffic: Traffic,
+    ) -> StageCosts:  # fmt: skip
+        """Of `parts` per operator of the whole program."""
+        every = np.stack([parts[part] for part in PARTS])
+        before = np.concatenate((np.zeros((len(PARTS), 1)), np.cumsum(every, axis=1)), axis=1)
+        before = before[:, [0, *layers.ends]]
+        return StageCosts(
+            view, layers, every.sum(axis=1), before, shared, leave_s, enter_s, traffic
+        )
 
-    def _ranges_of(self, layers: Layers) -> Array:
+    def ranges(self, part: str) -> Array:
+        """[first layer, last layer] of a stage; 0 below the diagonal."""
+        return self._ranges[PARTS.index(part)]
+
+    @cached_property
+    def _ranges(self) -> Array:
         """[parts, first layer, last layer]"""
-        every, ends = np.stack([self.parts[part] for part in PARTS]), np.array(layers.ends)
-        sums = np.concatenate((np.zeros((len(PARTS), 1)), np.cumsum(every, axis=1)), axis=1)
-        out = sums[:, None, ends] - sums[:, [0, *layers.ends[:-1]], None]
+        out = self.sums_before[:, None, 1:] - self.sums_before[:, :-1, None]
         for shared in self.shared:
-            used = np.zeros(layers.n_layers + 1, dtype=np.int64)
-            used[1 + np.searchsorted(ends, shared.operators, side="right")] = 1
+            used = np.zeros(self.layers.n_layers + 1, dtype=np.int64)
+            used[1 + np.searchsorted(self.layers.ends, shared.operators, side="right")] = 1
             n_before = np.cumsum(used)
             touched = n_before[None, 1:] > n_before[:-1, None]
             values = np.array([shared.values.get(part, 0.0) for part in PARTS])
@@ -290,7 +303,7 @@ class CostMaker:
         attribution = Attribution(self._wirings[batch], cases, choices)
         read = zip(chosen, attribution.parts(), attribution.crossings(), strict=True)
         return [
-            StageCosts(view, parts, shared, leave_s, enter_s, traffic)
+            StageCosts.of(view, self.layers, parts, shared, leave_s, enter_s, traffic)
             for (view, _, _), (parts, shared), (leave_s, enter_s, traffic) in read
         ]
 
@@ -301,7 +314,7 @@ def _contradictory() -> InfeasibleError:
     )
 
 
-def undominated(configs: Sequence[StageCosts], layers: Layers) -> list[StageCosts]:
+def undominated(configs: Sequence[StageCosts]) -> list[StageCosts]:
     """Without those that another of as many devices betters, or equals, in every part of every
     range of layers and in its messages; of equals the first stays."""
     kept: list[StageCosts] = []
@@ -311,7 +324,7 @@ def undominated(configs: Sequence[StageCosts], layers: Layers) -> list[StageCost
             [
                 np.concatenate(
                     [
-                        *(c.ranges(layers, part).ravel() for part in PARTS),
+                        *(c.ranges(part).ravel() for part in PARTS),
                         c.conversions().ravel(),
                         c.traffic.numbers.ravel(),
                     ]

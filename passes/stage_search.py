@@ -84,7 +84,7 @@ class StageSearch:
             return None
         at = [c for c, _ in placed]
         static, activation = (
-            np.stack([configs[c].ranges(self.layers, part) for c in at], axis=-1)
+            np.stack([configs[c].ranges(part) for c in at], axis=-1)
             for part in ("static", "activation")
         )
         if self.schedule == "gpipe":  # all microbatches are in flight at once, on every stage

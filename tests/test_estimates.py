@@ -44,7 +44,7 @@ def searched() -> Searched:
 
 
 def expected(costs: StageCosts, search: JointSearch, at: tuple[int, int]) -> Worked:
-    return Worked(*(float(costs.ranges(search.layers, part)[at]) for part in ("time", "once")))
+    return Worked(*(float(costs.ranges(part)[at]) for part in ("time", "once")))
 
 
 def test_what_was_solved_is_known_and_others_of_its_view_are_expected_to_be_like_it(
@@ -52,7 +52,7 @@ def test_what_was_solved_is_known_and_others_of_its_view_are_expected_to_be_like
 ) -> None:
     search = searched.search
     configs = search.costs(M)
-    estimates, c = Estimates(search.layers), next(i for i in range(len(configs)))
+    estimates, c = Estimates(), next(i for i in range(len(configs)))
     costs, other = configs[c], next(k for k in configs if k.view != configs[c].view)
     before = expected(costs, search, (1, 2))
     assert estimates.of(M, costs, 1, 2) == pytest.approx(before, rel=REL)
@@ -69,7 +69,7 @@ def test_conversions_are_expected_once_they_were_paid(searched: Searched) -> Non
     search = searched.search
     configs = search.costs(M)
     c = next(i for i, k in enumerate(configs) if k.conversions()[1, 1] > 0)
-    costs, estimates = configs[c], Estimates(search.layers)
+    costs, estimates = configs[c], Estimates()
     for share, at in ((0.7, (1, 1)), (0.4, (1, 2)), (0.9, (2, 2))):
         base = expected(costs, search, at)
         paid_s = share * float(costs.conversions()[at])

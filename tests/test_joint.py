@@ -87,7 +87,7 @@ def stage_costs(
 @pytest.mark.parametrize(("dp", "tp", "m"), [(2, 2, 4), (1, 4, 2), (1, 1, 1)])
 def test_totals_are_the_solved_objective(model: str, dp: int, tp: int, m: int) -> None:
     analysis = model_case(model).analysis
-    costs, maker, cost = stage_costs(analysis, {"dp": dp, "tp": tp}, m)
+    costs, _, cost = stage_costs(analysis, {"dp": dp, "tp": tp}, m)
     problem = intra_op_problem(analysis, cost, m, Constraints(), "adamw")
     solved = solve(problem.numbers)
     assert isinstance(solved, Solution)
@@ -97,7 +97,7 @@ def test_totals_are_the_solved_objective(model: str, dp: int, tp: int, m: int) -
     size_bytes = costs.total("static") + costs.total("activation")
     assert size_bytes == pytest.approx(solved.bytes, rel=REL)
     for part in PARTS:
-        assert costs.ranges(maker.layers, part)[0, -1] == pytest.approx(costs.total(part), rel=REL)
+        assert costs.ranges(part)[0, -1] == pytest.approx(costs.total(part), rel=REL)
 
 
 @lru_cache
@@ -119,9 +119,7 @@ def test_a_folded_program_costs_what_the_whole_does(zero: int) -> None:
     assert len(maker.folded.kept) < len(deep_chain().operators)
     for part in PARTS:
         assert folded.total(part) == pytest.approx(whole.total(part), rel=REL)
-        np.testing.assert_allclose(
-            folded.ranges(maker.layers, part), whole.ranges(maker.layers, part), rtol=1e-6
-        )
+        np.testing.assert_allclose(folded.ranges(part), whole.ranges(part), rtol=1e-6)
 
 
 def test_a_folded_search_is_near_the_whole() -> None:
@@ -134,7 +132,7 @@ def test_a_folded_search_is_near_the_whole() -> None:
 def test_a_tied_parameter_counts_once_in_every_stage_that_uses_it(folded: bool) -> None:
     analysis = gpt2()
     costs, maker, _ = stage_costs(analysis, {"dp": 1, "tp": 1}, 1, folded=folded)
-    static = costs.ranges(maker.layers, "static")
+    static = costs.ranges("static")
     embedding = next(i for i in analysis.program.parameters.values() if "wte" in i.name)
     size_bytes = math.prod(embedding.shape) * 8 * 4  # with its gradient and two moments
     for last in range(maker.layers.n_layers - 1):
@@ -150,8 +148,8 @@ def test_estimates_are_near_the_stages_solved_alone(axes: dict[str, int]) -> Non
     analysis, m = deep_chain(), 2
     costs, maker, cost = stage_costs(analysis, axes, m, None, True, "a100-80gb")
     layers = maker.layers
-    time, once = costs.ranges(layers, "time"), costs.ranges(layers, "once")
-    static = costs.ranges(layers, "static")
+    time, once = costs.ranges("time"), costs.ranges("once")
+    static = costs.ranges("static")
     for last in range(layers.n_layers - 1):
         for k, program in enumerate(cut(analysis.program, (layers.ends[last], layers.ends[-1]))):
             at = (0, last) if k == 0 else (last + 1, layers.n_layers - 1)

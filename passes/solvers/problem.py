@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -208,22 +209,50 @@ def merged(edges: Iterable[Edge]) -> tuple[Edge, ...]:
     for e in edges:
         e = e if e.u < e.v else e.turned()
         grouped.setdefault((e.u, e.v), []).append(e)
-    return tuple(_sum(of) for _, of in sorted(grouped.items()))
+    sums: dict[Hashable, Edge] = {}  # edges of the same arrays have one sum
+
+    def sum_of(parallel: Sequence[Edge]) -> Edge:
+        if len(parallel) == 1:
+            return parallel[0]
+        key = tuple(
+            (memory(e.cost_s, e.tie, e.bytes), memory(e.rows), memory(e.columns)) for e in parallel
+        )
+        if key not in sums:
+            sums[key] = _sum(parallel)
+        return replace(sums[key], u=parallel[0].u, v=parallel[0].v)
+
+    return tuple(sum_of(parallel) for _, parallel in sorted(grouped.items()))
 
 
 def _sum(edges: Sequence[Edge]) -> Edge:
-    """Parallel edges as one."""
-    if len(edges) == 1:
-        return edges[0]
-    cost_s, tie = (
-        reduce(np.add, [e.written(array) for e, array in arrays])
-        for arrays in ([(e, e.cost_s) for e in edges], [(e, e.tie) for e in edges])
-    )
-    sizes = [e.written(e.bytes) for e in edges if e.bytes is not None]
-    return Edge(edges[0].u, edges[0].v, cost_s, tie, reduce(np.add, sizes) if sizes else None)
+    """Parallel edges as one; what none of them tells apart shares a row or a column of it too."""
+    of_rows, rows = _told_apart([_codes(e.rows, e.cost_s.shape[-2]) for e in edges])
+    of_columns, columns = _told_apart([_codes(e.columns, e.cost_s.shape[-1]) for e in edges])
+
+    def total(arrays: Iterable[FloatArray | None]) -> FloatArray | None:
+        each = zip(arrays, of_rows, of_columns, strict=True)
+        found = [a[..., r[:, None], c] for a, r, c in each if a is not None]
+        return reduce(np.add, found) if found else None
+
+    cost_s, tie = total(e.cost_s for e in edges), total(e.tie for e in edges)
+    assert cost_s is not None and tie is not None
+    size_bytes = total(e.bytes for e in edges)
+    return Edge(edges[0].u, edges[0].v, cost_s, tie, size_bytes, rows, columns)
 
 
-def memory(*arrays: FloatArray | None) -> Hashable:
+def _codes(codes: Codes | None, n: int) -> Codes:
+    return np.arange(n) if codes is None else codes
+
+
+def _told_apart(codes: Sequence[Codes]) -> tuple[Codes, Codes | None]:
+    """The kinds of choices of a variable that edges tell apart by their codes: the code of every
+    kind, [edges, kinds], and the kind of every choice, None where each is its own."""
+    every = np.stack(codes)
+    kinds, kind_of = np.unique(every, axis=1, return_inverse=True)
+    return (every, None) if kinds.shape == every.shape else (kinds, kind_of.ravel())
+
+
+def memory(*arrays: NDArray[Any] | None) -> Hashable:
     """Equal for arrays that are the same memory."""
     return tuple((a.ctypes.data, a.shape, a.strides) for a in arrays if a is not None)
 
