@@ -24,6 +24,7 @@ from autopar.passes.cases import Cases
 from autopar.passes.constraints import Limits
 from autopar.passes.primitive_costs import primitive_lines
 from autopar.passes.reshard import ReshardTables
+from autopar.passes.reshard_paths import Ties
 from autopar.spec import PREFERENCE, I, S, Spec, TensorType, divides, with_orders, written
 
 PERIODS: tuple[Period, ...] = ("step", "micro", "use")
@@ -127,7 +128,7 @@ class ParameterMaker:
 
     def conversions(
         self, tables: ReshardTables, storages: Sequence[Storage], uses: Sequence[Spec], n_uses: int
-    ) -> tuple[Array, Array, Array]:
+    ) -> tuple[Array, Ties, Array]:
         """(seconds per step, tie, bytes) of turning each storage into each use: [cases, storages,
         uses].
 
@@ -135,9 +136,9 @@ class ParameterMaker:
         `n_uses` uses, forward and backward; the others once per distinct use.
         """
         rows = [tables.index[written(tables.tensors[0], s.spec, self.sizes[0])] for s in storages]
-        columns = [tables.index[u] for u in uses]
         distinct = {row: i for i, row in enumerate(dict.fromkeys(rows))}
-        paths = path_costs(tables, self.cases.meshes, tuple(distinct))
+        columns = [tables.index[u] for u in uses]
+        paths = path_costs(tables, self.cases.meshes, tuple(distinct), columns)
         allowed = np.array([self._periods_allowed(storages, g) for g in (False, True)])
         fits = np.ones((len(storages), len(uses)), dtype=bool)
         if self.limits.constraints.zero is not None:
@@ -146,7 +147,7 @@ class ParameterMaker:
             fits[:] = [of[s.spec] for s in storages]
         return conversion_costs(
             paths, self.cases.mesh_of, self.cases.n_microbatches,
-            np.array([distinct[row] for row in rows]), np.array(columns),
+            np.array([distinct[row] for row in rows]),
             np.array([PERIODS.index(s.period) for s in storages]), allowed & fits, n_uses,
             self._local_bytes(tables.tensors[0], uses), float(tables.tensors[0].has_grad),
         )  # fmt: skip
@@ -194,22 +195,22 @@ def _storage_specs(
 
 @compiled
 def conversion_costs(
-    sums: Array, mesh_of: Indices, n_microbatches: Array, rows: Indices, columns: Indices,
-    periods: Indices, allowed: NDArray[np.bool_], n_uses: int, use_bytes: Array, has_grad: float,
-) -> tuple[Array, Array, Array]:  # fmt: skip
+    sums: Array, mesh_of: Indices, n_microbatches: Array, rows: Indices, periods: Indices,
+    allowed: NDArray[np.bool_], n_uses: int, use_bytes: Array, has_grad: float,
+) -> tuple[Array, Ties, Array]:  # fmt: skip
     """`ParameterMaker.conversions`, of sums over paths (`path_costs`), [cases, storages, uses].
 
-    `rows` and `columns` are those of the storages and of the uses in the sums, `periods` of the
-    storages as numbers in `PERIODS`; `allowed` [2, storages, uses] is without and with a gather,
-    `use_bytes` [cases, uses].
+    `rows` are those of the storages in the sums, `periods` their numbers in `PERIODS`; `allowed`
+    [2, storages, uses] is without and with a gather, `use_bytes` [cases, uses].
     """
-    shape = (len(mesh_of), len(rows), len(columns))
-    time_s, tie, size_bytes = np.empty(shape), np.empty(shape), np.empty(shape)
+    shape = (len(mesh_of), len(rows), sums.shape[2])
+    time_s, size_bytes = np.empty(shape), np.empty(shape)
+    tie = np.empty(shape, dtype=np.float32)
     for case in range(shape[0]):
         m = n_microbatches[case]
         for i in range(shape[1]):
             for j in range(shape[2]):
-                of = sums[mesh_of[case], rows[i], columns[j]]
+                of = sums[mesh_of[case], rows[i], j]
                 forward_s, backward_s, bucketed_s, calls, moves, copies, gathers, exists = of
                 calls += 1e-3 * moves
                 copied = 1.0 if copies > 0 else 0.0
@@ -227,12 +228,12 @@ def conversion_costs(
     return time_s, tie, size_bytes
 
 
-@lru_cache(maxsize=256)
 def path_costs(
-    tables: ReshardTables, costs: tuple[CostModel, ...], sources: tuple[int, ...]
-) -> Array:
-    """Sums over the cheapest paths from some specs of a parameter's type to all, [meshes, sources,
-    specs, 8]: seconds forward, backward, and bucketed, collectives, moves, copies, gathers; and 1
+    tables: ReshardTables, costs: tuple[CostModel, ...], sources: Sequence[int],
+    targets: Sequence[int],
+) -> Array:  # fmt: skip
+    """Sums over the cheapest paths between some specs of a parameter's type, [meshes, sources,
+    targets, 8]: seconds forward, backward, and bucketed, collectives, moves, copies, gathers; and 1
     where there is a path."""
     graph, size_bytes = tables.graph, tables.size_bytes
     calls, kinds = graph.calls, np.array([p.kind for p in graph.primitives])
@@ -257,8 +258,7 @@ def path_costs(
         ],
         axis=1,
     )
-    everywhere = range(len(graph.specs))
-    time_s, _ = tables.between(sources, everywhere)
-    sums = tables.along_paths(sources, everywhere, values)
+    time_s, _ = tables.between(sources, targets)
+    sums = tables.along_paths(sources, targets, values)
     every = np.concatenate((sums, np.isfinite(time_s)[:, None]), axis=1)
     return np.ascontiguousarray(np.moveaxis(every, 1, -1))

@@ -20,6 +20,7 @@ from autopar.passes.candidates import ChoiceTable
 from autopar.passes.cases import Cases
 from autopar.passes.parameters import ParameterMaker, Storages
 from autopar.passes.reshard import ReshardTables, reshard_tables
+from autopar.passes.reshard_paths import Ties
 from autopar.passes.spec_column import SpecColumn, all_alike
 from autopar.spec import Spec, TensorType
 
@@ -168,7 +169,7 @@ class Reshards:
     """[cases, specs of the producer, specs of the reader]; and whose they are."""
 
     cost_s: Array
-    tie: Array
+    tie: Ties
     made: tuple[Spec, ...]
     wanted: tuple[Spec, ...]
 
@@ -178,11 +179,11 @@ class Conversions:
     """[cases, storages, specs of the reader]; and whose they are."""
 
     cost_s: Array
-    tie: Array
+    tie: Ties
     size_bytes: Array
     storages: tuple[Storage, ...]
     uses: tuple[SpecColumn, ...]
 
     @property
-    def arrays(self) -> tuple[Array, Array, Array]:
+    def arrays(self) -> tuple[Array, Ties, Array]:
         return self.cost_s, self.tie, self.size_bytes

@@ -20,6 +20,7 @@ from autopar.passes.move_graph import MoveGraph, Step, clear_graphs, move_graph
 from autopar.passes.primitive_costs import primitive_lines
 from autopar.passes.reshard_paths import (
     LastMoves,
+    Ties,
     find_paths,
     move_weights,
     path_seconds,
@@ -76,7 +77,7 @@ class ReshardTables:
 
     def between(
         self, sources: Sequence[int], targets: Sequence[int], cases: slice = _ALL
-    ) -> tuple[Array, Array]:
+    ) -> tuple[Array, Ties]:
         """(seconds, ties) from some specs to others: [cases, sources, targets].
 
         Seconds are forward + backward, infinite where there is no path or either spec is not

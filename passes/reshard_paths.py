@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from autopar.compiled import compiled
 
 Array = NDArray[np.float64]
+Ties = NDArray[np.float32]  # they decide among equals, so half of the memory is enough
 Indices = NDArray[np.int64]
 LastMoves = NDArray[np.int32]
 
@@ -80,7 +81,7 @@ def sum_along(
 def path_seconds(
     before: Indices, last: LastMoves, rows: Indices, targets: Indices,
     forward: Indices, backward: Indices, seconds: Array, ties: Array,
-) -> tuple[Array, Array]:  # fmt: skip
+) -> tuple[Array, Ties]:  # fmt: skip
     """[cases, rows, targets]: seconds of the same paths, infinite where there is none, and ties, to
     whole thousandths.
 
@@ -88,10 +89,11 @@ def path_seconds(
     [moves].
     """
     time_s = np.zeros((len(last), len(rows), len(targets)))
-    tie = np.zeros(time_s.shape)
+    tie = np.zeros(time_s.shape, dtype=np.float32)
     for case in range(len(last)):
         for i in range(len(rows)):
             for j in range(len(targets)):
+                sum_of_ties = 0.0
                 move = last[case, rows[i], targets[j]]
                 if move == -2:
                     time_s[case, i, j] = np.inf
@@ -99,9 +101,9 @@ def path_seconds(
                     time_s[case, i, j] += (
                         seconds[case, forward[move]] + seconds[case, backward[move]]
                     )
-                    tie[case, i, j] += ties[move]
+                    sum_of_ties += ties[move]
                     move = last[case, rows[i], before[move]]
-                tie[case, i, j] = np.rint(tie[case, i, j] * 1e3) / 1e3
+                tie[case, i, j] = np.rint(sum_of_ties * 1e3) / 1e3
     return time_s, tie
 
 

@@ -11,7 +11,7 @@ from autopar.passes.solvers.problem import (
     FORBIDDEN,
     SAME_OPTIMUM_REL,
     ChoiceProblem,
-    FloatArray,
+    Floats,
     Infeasible,
     ProblemError,
     Solution,
@@ -56,7 +56,7 @@ def solve_brute_force(problem: ChoiceProblem) -> Solution | Infeasible:
     return make_solution(problem, choice, None, "brute force")
 
 
-def _along(problem: ChoiceProblem, array: FloatArray, *variables: int) -> FloatArray:
+def _along(problem: ChoiceProblem, array: Floats, *variables: int) -> Floats:
     """`array` shaped to broadcast along the axes of its variables in the joint table."""
     ordered = array if list(variables) == sorted(variables) else array.T
     shape = [k if v in variables else 1 for v, k in enumerate(problem.sizes)]

@@ -48,7 +48,7 @@ from autopar.passes.solvers.problem import (
     ChoiceProblem,
     Codes,
     Edge,
-    FloatArray,
+    Floats,
     Infeasible,
     Solution,
     TimeLimitError,
@@ -183,7 +183,7 @@ def most_columns(sizes: Iterable[int], tables: Iterable[Shape]) -> int:
 
 def _typical_cost(problem: ChoiceProblem) -> float:
     """The cost of a local optimum (each variable in turn takes its best); 1 if it is useless."""
-    around: list[list[tuple[int, FloatArray]]] = [[] for _ in problem.names]
+    around: list[list[tuple[int, Floats]]] = [[] for _ in problem.names]
     for e in problem.edges:
         pairs_s = e.written(e.cost_s)
         around[e.u].append((e.v, pairs_s))
@@ -280,7 +280,8 @@ class _Model:
         return x
 
     def _add_edge(self, i: int, edge: Edge) -> None:
-        tables = [edge.cost_s, edge.bytes_or_zero(), *([edge.tie] if self.with_tie else [])]
+        tables: list[Floats] = [edge.cost_s, edge.bytes_or_zero()]
+        tables += [edge.tie] if self.with_tie else []
         rows, row_of = _groups(tables, edge.rows)
         columns, column_of = _groups([t.T for t in tables], edge.columns)
         at_row: list[list[Any]] = [[] for _ in rows]
@@ -372,7 +373,7 @@ def _stop_at_node(kind: int, message: str, found: Any, asked: Any, n_nodes: int)
         asked.user_interrupt = True
 
 
-def _groups(tables: list[FloatArray], codes: Codes | None) -> tuple[list[int], list[int]]:
+def _groups(tables: list[Floats], codes: Codes | None) -> tuple[list[int], list[int]]:
     """Equal rows of the tables that some choice has, taken together: one member of each group, and
     the group of each choice."""
     stacked = np.ascontiguousarray(np.concatenate(tables, axis=1))

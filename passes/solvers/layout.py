@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.passes.solvers.problem import Codes, FloatArray
+from autopar.passes.solvers.problem import Codes, FloatArray, Floats
 
 Shape = tuple[int, ...]
 # Where arrays [problems or 1, ...] are in a row.
-Placed = Mapping[int, FloatArray]
+Placed = Mapping[int, Floats]
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,7 @@ class Layout:
             n_numbers,
         )
 
-    def placed(
-        self, own: Sequence[FloatArray | None], tables: Sequence[FloatArray | None]
-    ) -> Placed:
+    def placed(self, own: Sequence[Floats | None], tables: Sequence[Floats | None]) -> Placed:
         """Arrays by their place; None are left out."""
         arrays = zip((*self.own_at, *self.table_at), (*own, *tables), strict=True)
         return {at: array for at, array in arrays if array is not None}

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from autopar.errors import AutoparError
 
 FloatArray = NDArray[np.float64]
+Floats = NDArray[np.floating[Any]]  # of any precision: ties of edges, which are many, in single
 BoolArray = NDArray[np.bool_]
 Codes = NDArray[np.intp]
 Choice = tuple[int, ...]
@@ -56,7 +57,7 @@ class Edge:
     u: int
     v: int
     cost_s: FloatArray
-    tie: FloatArray
+    tie: Floats
     bytes: FloatArray | None = None
     rows: Codes | None = None
     columns: Codes | None = None
@@ -77,7 +78,7 @@ class Edge:
             column = int(self.columns[column])
         return row, column
 
-    def written(self, array: FloatArray) -> FloatArray:
+    def written(self, array: Floats) -> Floats:
         """One of the arrays with a row and a column per choice: [..., K_u, K_v]."""
         if self.rows is not None:
             array = array[..., self.rows, :]
@@ -85,7 +86,7 @@ class Edge:
             array = array[..., self.columns]
         return array
 
-    def mapped(self, change: Callable[[FloatArray], FloatArray]) -> Edge:
+    def mapped(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> Edge:
         """With each of its arrays changed."""
         size = None if self.bytes is None else change(self.bytes)
         cost_s, tie = change(self.cost_s), change(self.tie)
@@ -229,7 +230,7 @@ def _sum(edges: Sequence[Edge]) -> Edge:
     of_rows, rows = _told_apart([_codes(e.rows, e.cost_s.shape[-2]) for e in edges])
     of_columns, columns = _told_apart([_codes(e.columns, e.cost_s.shape[-1]) for e in edges])
 
-    def total(arrays: Iterable[FloatArray | None]) -> FloatArray | None:
+    def total(arrays: Iterable[NDArray[Any] | None]) -> NDArray[Any] | None:
         each = zip(arrays, of_rows, of_columns, strict=True)
         found = [a[..., r[:, None], c] for a, r, c in each if a is not None]
         return reduce(np.add, found) if found else None
@@ -308,7 +309,7 @@ def _n_codes(
 
 def _check(
     sound: set[tuple[int, bool]], name: str, shape: tuple[int, ...], lead: int,
-    cost: FloatArray, *others: FloatArray | None,
+    cost: FloatArray, *others: Floats | None,
 ) -> None:  # fmt: skip
     """`sound` are the arrays, and whether as costs, that have been found so: variables share
     them."""
