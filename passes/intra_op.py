@@ -210,6 +210,7 @@ class ProblemFamilies:
     recomputable: Recomputable | None = None
     most_kept: float = math.inf
     _built: dict[object, ProblemBatch] = field(default_factory=dict)
+    _starts: dict[Hashable, int] = field(default_factory=dict)
 
     @cached_property
     def _families(self) -> list[dict[CostModel, None]]:
@@ -267,12 +268,19 @@ class ProblemFamilies:
         return self._built[key]
 
     def _counts_with(self, n_microbatches: int, first: int, n_most: int) -> tuple[int, ...]:
-        """The numbers of microbatches that are built with one; fewer than `first` apart."""
+        """The numbers of microbatches that are built with one; fewer than `first` apart.
+
+        Parts of a program are built for the same numbers, so that they share what is priced. With
+        recompute, parts are built alone, and the numbers begin with the first asked for.
+        """
         for alike in self._alike:
             if n_microbatches in alike:
-                near = [m for m in alike if (m < first) == (n_microbatches < first)]
-                start = near.index(n_microbatches) // n_most * n_most
-                return tuple(near[start : start + n_most])
+                near = tuple(m for m in alike if (m < first) == (n_microbatches < first))
+                at, start = near.index(n_microbatches), 0
+                if self.recomputable is not None:
+                    start = self._starts.setdefault((near, n_most), at)
+                start += (at - start) // n_most * n_most
+                return near[max(start, 0) : start + n_most]
         return (n_microbatches,)
 
 

@@ -37,6 +37,7 @@ from autopar.passes.layout import Candidate, StageLayout, n_operators
 from autopar.passes.move_graph import move_graph
 from autopar.passes.primitive_costs import primitive_lines
 from autopar.passes.recipes import recipe_limits
+from autopar.passes.recompute import Recomputable
 from autopar.passes.reshard import priced_alike
 from autopar.passes.simulated import SCORE_REL, Simulator, Solved
 from autopar.passes.solvers import Solution, solve
@@ -176,6 +177,20 @@ def test_numbers_of_microbatches_of_several_stages_begin_where_searches_do() -> 
     assert built_with(whole, 16) == counts
     assert built_with(part, 16) == (16,)
     assert built_with(part, 4) == (1, 2, 4, 8)
+
+
+def test_numbers_of_microbatches_with_recompute_begin_with_the_first_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(intra_op, "MOST_CASES_AGAIN", 2)
+    analysis, cost = wide_llama(), abstract_cost((2,))
+    recomputable = Recomputable.of(analysis, Options())
+    assert recomputable is not None
+    families = ProblemFamilies(
+        analysis, "adamw", ((cost,),), (1, 2, 4, 8, 16), recomputable=recomputable
+    )
+    for m, built in ((4, (4, 8)), (8, (4, 8)), (1, (1, 2)), (2, (1, 2)), (16, (16,))):
+        assert tuple(n for _, n in families.of(cost, m, Constraints()).cases) == built
 
 
 def simulator_on(mesh: Mesh) -> tuple[Simulator, Hardware]:
