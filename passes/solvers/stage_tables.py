@@ -42,7 +42,7 @@ class Levels:
     stage may be at levels 1 to `n_fitting`. The last of `n_levels` stands for all above it; if
     `exact`, plans have as many stages as levels. Configurations of as many devices that may begin
     alike are one kind: `kinds[config]` is its number, `sizes[kind]` its devices, and
-    `begins[kind, d]`: may it begin when d devices are left?
+    `begins[kind, d]`: may it begin when d devices are left? Devices are counted in some unit.
     """
 
     first: IntArray
@@ -102,11 +102,16 @@ class Levels:
         return self.begins.shape[1] - 1
 
     def some(self, at: IntArray) -> Levels:
-        """Some of the stages, in order."""
+        """Some of the stages, in order, with devices in the largest unit that divides those of all
+        of them: no other number is ever left."""
         first, last, config, n_fitting = (
             array[at] for array in (self.first, self.last, self.config, self.n_fitting)
         )
-        return replace(self, first=first, last=last, config=config, n_fitting=n_fitting)
+        unit = math.gcd(self.n_devices, *self.sizes[np.unique(self.kinds[config])].tolist())
+        return replace(
+            self, first=first, last=last, config=config, n_fitting=n_fitting,
+            sizes=self.sizes // unit, begins=np.ascontiguousarray(self.begins[:, ::unit]),
+        )  # fmt: skip
 
     def without_repeats(self) -> Levels:
         """With one level for all above the last where anything changes."""
