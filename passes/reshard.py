@@ -98,10 +98,10 @@ class ReshardTables:
         rows, at = self._found(sources), np.array(targets, dtype=np.int64)
         return sum_along(self.graph.source, self._last, rows, at, move_values)
 
-    def last_moves(self, source: int, case: int) -> NDArray[np.int32]:
+    def last_moves(self, source: int, case: int) -> LastMoves:
         """[specs]: of the cheapest paths from a spec, by time, then tie."""
         (row,) = self._found([source])
-        found: NDArray[np.int32] = self._last[case, row]
+        found: LastMoves = self._last[case, row]
         return found
 
     def _found(self, sources: Sequence[int]) -> NDArray[np.int64]:
@@ -115,6 +115,8 @@ class ReshardTables:
                 self.legal, self.seconds, graph.ties,
             )  # fmt: skip
             found = find_paths(graph.first, graph.target, weights, np.array(unknown))
+            if len(graph.target) < 2**15:  # they are many
+                found = found.astype(np.int16)
             self._last = np.concatenate((self._last, found), axis=1) if self._row else found
             self._row |= {s: len(self._row) + i for i, s in enumerate(unknown)}
         return np.array([self._row[s] for s in sources], dtype=np.int64)

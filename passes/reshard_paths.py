@@ -9,6 +9,8 @@ first[v + 1].
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,7 +19,7 @@ from autopar.compiled import compiled
 Array = NDArray[np.float64]
 Ties = NDArray[np.float32]  # they decide among equals, so half of the memory is enough
 Indices = NDArray[np.int64]
-LastMoves = NDArray[np.int32]
+LastMoves = NDArray[np.signedinteger[Any]]
 
 
 @compiled
