@@ -16,12 +16,13 @@ from autopar.passes.solvers.conditioning import (
     plan_conditioned,
 )
 from autopar.passes.solvers.elimination import minimise
-from autopar.passes.solvers.elimination_order import Axes, Limits, TooWide, plan_elimination
+from autopar.passes.solvers.elimination_order import Limits, TooWide, plan_elimination
 from autopar.passes.solvers.hull import hull_corners, hull_corners_of
 from autopar.passes.solvers.potentials import Potentials, Weights
 from autopar.passes.solvers.problems import ChoiceProblems
 from autopar.passes.solvers.repeats import RepeatedProblem
 from autopar.passes.solvers.repeats_elimination import RepeatedElimination
+from autopar.passes.solvers.tables import axes_of
 from tests.test_repeats import WEIGHTS, random_repeated
 from tests.test_solvers import random_problem
 
@@ -40,7 +41,7 @@ def small_tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def conditioned(problem: ChoiceProblem, limits: Limits | None = None) -> ConditionedPlan:
-    return plan_conditioned(problem.sizes, map(Axes.of, problem.edges), limits=limits)
+    return plan_conditioned(problem.sizes, axes_of(problem.edges), limits=limits)
 
 
 def chain_with_hubs(seed: int, n: int = 8, k: int = 4, n_hubs: int = 3) -> ChoiceProblem:

@@ -12,7 +12,6 @@ import pytest
 from autopar.passes.solvers import conditioning, elimination_order
 from autopar.passes.solvers.conditioning import plan_conditioned
 from autopar.passes.solvers.elimination_order import (
-    Axes,
     EliminationPlan,
     Limits,
     TooWide,
@@ -21,6 +20,7 @@ from autopar.passes.solvers.elimination_order import (
 )
 from autopar.passes.solvers.greedy_order import Sight, greedy_order
 from autopar.passes.solvers.partitions import Partitions
+from autopar.passes.solvers.tables import Axes, axes_of
 from tests.test_solvers import clique
 
 # Per variable of a table, the code of every choice.
@@ -101,7 +101,7 @@ def nothing_known() -> None:
 @pytest.mark.usefixtures("nothing_known")
 def test_what_is_too_wide_is_planned_once() -> None:
     problem, limits = clique(6, 3, seed=0), Limits(table_entries=2)
-    tables = [Axes.of(e) for e in problem.edges]
+    tables = axes_of(problem.edges)
     for _ in range(3):
         with pytest.raises(TooWide, match="a table of 27 entries, 37 in all, 27 times"):
             plan_elimination(problem, limits)

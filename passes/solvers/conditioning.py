@@ -29,15 +29,14 @@ from numpy.typing import NDArray
 
 from autopar.passes.solvers.elimination import eliminate, least_of_classes
 from autopar.passes.solvers.elimination_order import (
-    Axes,
     EliminationPlan,
     Limits,
-    Scope,
     TooWide,
     plan_order,
 )
 from autopar.passes.solvers.potentials import Potentials
 from autopar.passes.solvers.problem import Choice, Codes, FloatArray
+from autopar.passes.solvers.tables import Axes, Scope
 
 # Steps with more entries than this are left to the core, and the core's, without hubs, have fewer.
 FIRST_ENTRIES = 2**25

@@ -33,9 +33,10 @@ from numpy.typing import NDArray
 from autopar.passes.solvers.elimination_code import Code, code_of
 from autopar.passes.solvers.elimination_loops import eliminate as run
 from autopar.passes.solvers.elimination_loops import walk_back
-from autopar.passes.solvers.elimination_order import EliminationPlan, Placed
+from autopar.passes.solvers.elimination_order import EliminationPlan
 from autopar.passes.solvers.potentials import Potentials
 from autopar.passes.solvers.problem import Choice, Codes, FloatArray
+from autopar.passes.solvers.tables import Placed
 
 # [rows, variables]
 Choices = NDArray[np.intp]

@@ -15,9 +15,10 @@ from functools import lru_cache
 import numpy as np
 
 from autopar.passes.solvers import elimination_loops as loops
-from autopar.passes.solvers.elimination_order import EliminationPlan, Placed, Step
+from autopar.passes.solvers.elimination_order import EliminationPlan
 from autopar.passes.solvers.layout import Layout, Shape
 from autopar.passes.solvers.problem import Codes
+from autopar.passes.solvers.tables import Placed, Step
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +84,11 @@ class _Coder:
         self.n_numbers = self.layout.n_numbers
         known: dict[Hashable, int] = {}
         for step in self.plan.steps:
-            of_tables = (self.table_at[placed.table] for placed in step.bucket)
+            if step.is_view:
+                self._see(step)
+                self._add(step, 0, False)
+                continue
+            of_tables = ((self.table_at[p.table], self.shapes[p.table]) for p in step.bucket)
             key = (step.kind, self.layout.own_at[step.variable], *of_tables)
             is_new = key not in known
             shape = tuple(self.plan.partitions.n_classes(p) for p in step.made.partitions)
@@ -100,6 +105,15 @@ class _Coder:
             tuple(self.table_at[t] for t, shape in self.shapes.items() if not shape),
             self.n_numbers, self._n_scratch,
         )  # fmt: skip
+
+    def _see(self, view: Step) -> None:
+        """Place what a view makes where the table of its pair is."""
+        table, _, second = view.bucket
+        *before, n_pairs = self.shapes[table.table][: table.scope.index(view.variable) + 1]
+        after = self.shapes[table.table][len(before) + 1 :]
+        n_second = int(second.codes_of(view.variable).max()) + 1
+        self.table_at[view.made.table] = self.table_at[table.table]
+        self.shapes[view.made.table] = (*before, n_pairs // n_second, n_second, *after)
 
     def _at(self, codes: Codes) -> int:
         """Where some places are, alike ones once."""

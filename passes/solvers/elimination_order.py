@@ -3,8 +3,8 @@
 Eliminating a variable joins all tables that mention it into one over its *separator*, the other
 variables they mention. Tables tell classes of choices apart (`partitions.py`), so work and memory
 are products of numbers of classes over the variable and its separator. The order decides; it is a
-greedy one (`greedy_order.py`). Where a table would be too large, hubs are *conditioned* on: each of
-their values is tried by itself.
+greedy one (`greedy_order.py`), after pairs, which cost nothing (`tables.py`). Where a table would
+be too large, hubs are *conditioned* on: each of their values is tried by itself.
 
 Variables may be left: they remain, and what is eliminated becomes one table over them.
 """
@@ -21,10 +21,18 @@ import numpy as np
 from autopar.errors import AutoparError
 from autopar.passes.solvers.greedy_order import GreedyOrder, Sight, greedy_order
 from autopar.passes.solvers.partitions import Partitions
-from autopar.passes.solvers.problem import ChoiceProblem, Codes, Edge
+from autopar.passes.solvers.problem import ChoiceProblem
 from autopar.passes.solvers.problems import SomeProblems
+from autopar.passes.solvers.tables import (
+    Axes,
+    Placed,
+    Scope,
+    Step,
+    axes_of,
+    seen_through,
+    views,
+)
 
-Scope = tuple[int, ...]
 HUBS_TRIED = 4
 MAX_HUBS = 3
 
@@ -50,63 +58,6 @@ class Limits:
         """The narrower of both."""
         pairs = zip(astuple(self), astuple(other), strict=True)
         return Limits(*(min(pair) for pair in pairs))
-
-
-@dataclass(frozen=True, eq=False)
-class Axes:
-    """What a table is over: variables, and per variable the place of every choice on that axis
-    (None: each choice has its own). Alike axes are equal."""
-
-    scope: Scope
-    codes: tuple[Codes | None, ...]
-
-    @staticmethod
-    def of(edge: Edge) -> Axes:
-        return Axes((edge.u, edge.v), (edge.rows, edge.columns))
-
-    @cached_property
-    def _key(self) -> tuple[Scope, tuple[bytes | None, ...]]:
-        return self.scope, tuple(None if c is None else c.tobytes() for c in self.codes)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Axes) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-
-@dataclass(frozen=True, eq=False)
-class Placed:
-    """A table in a plan: its variables, the place of every choice on their axes, and the partitions
-    that this makes."""
-
-    table: int
-    scope: Scope
-    codes: tuple[Codes, ...]
-    partitions: tuple[int, ...]
-
-    def without(self, variables: Scope) -> Placed:
-        """Without the axes of variables whose values are fixed."""
-        kept = [k for k, v in enumerate(self.scope) if v not in variables]
-        return Placed(
-            self.table,
-            tuple(self.scope[k] for k in kept),
-            tuple(self.codes[k] for k in kept),
-            tuple(self.partitions[k] for k in kept),
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class Step:
-    """One variable eliminated. `bucket` are the tables that mention it; `partition` joins theirs of
-    the variable, where they are of more than it; what is `made` is a table over the separator.
-    Steps of one `kind` do the same with their tables."""
-
-    variable: int
-    partition: int
-    bucket: tuple[Placed, ...]
-    made: Placed
-    kind: Hashable
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +87,11 @@ class EliminationPlan:
         return math.prod(self.sizes[h] for h in self.hubs)
 
     def entries_of(self, step: Step) -> int:
-        """Of the joint table of one step."""
+        """Of the joint table that one step makes; a view makes none."""
+        return 0 if step.is_view else self.joint_entries(step)
+
+    def joint_entries(self, step: Step) -> int:
+        """Of the joint table of one step's bucket."""
         of = (step.partition, *step.made.partitions)
         return math.prod(self.partitions.n_classes(p) for p in of)
 
@@ -160,7 +115,11 @@ def plan_elimination(
 
     Raises `TooWide` when every plan found exceeds `limits`.
     """
-    return plan_order(problem.sizes, [Axes.of(e) for e in problem.edges], limits=limits)
+    if isinstance(problem, SomeProblems):
+        axes = problem.every.axes
+    else:
+        axes = axes_of(problem.edges, problem.cost_s, problem.tie, problem.bytes)
+    return plan_order(problem.sizes, axes, limits=limits)
 
 
 def plan_order(
@@ -214,12 +173,13 @@ def _given(partitions: Partitions, sizes: Scope, table: int, axes: Axes) -> Plac
         np.arange(sizes[v]) if c is None else c for v, c in zip(axes.scope, axes.codes, strict=True)
     )
     of = tuple(partitions.of(c) for c in codes)
-    return Placed(table, axes.scope, codes, of)
+    return Placed(table, axes.scope, codes, of, axes.follows)
 
 
 @dataclass(frozen=True)
 class _Orders:
-    """Greedy orders of some tables, with hubs or without."""
+    """Greedy orders of some tables, with hubs or without: with hubs, pairs are variables like
+    others."""
 
     sizes: tuple[int, ...]
     given: tuple[Axes, ...]
@@ -227,20 +187,36 @@ class _Orders:
     remaining: Scope
     whole: Scope
     partitions: Partitions
-    sight: Sight
+    views: Sequence[Step]
 
     @staticmethod
     def of(sizes: Scope, given: tuple[Axes, ...], remaining: Scope, whole: Scope) -> _Orders:
         partitions = Partitions()
         tables = [_given(partitions, sizes, t, axes) for t, axes in enumerate(given)]
-        sight = Sight.of(partitions, len(sizes), ((t.scope, t.partitions) for t in tables))
-        return _Orders(sizes, given, tables, remaining, whole, partitions, sight)
+        free = (v for v in range(len(sizes)) if v not in remaining)
+        pairs = views(partitions, tables, free)
+        return _Orders(sizes, given, tables, remaining, whole, partitions, pairs)
+
+    def views_beside(self, hubs: Scope) -> Sequence[Step]:
+        return () if hubs else self.views
+
+    @cached_property
+    def _given_sight(self) -> Sight:
+        return self._sight_of(self.tables)
+
+    def _sight_of(self, tables: Iterable[Placed]) -> Sight:
+        return Sight.of(self.partitions, len(self.sizes), ((t.scope, t.partitions) for t in tables))
 
     def cheapest(self, hubs: Scope, most: float = math.inf) -> GreedyOrder | None:
-        """None: more entries than `most`."""
-        fixed = {*self.remaining, *hubs}
+        """Of what are no views; None: more entries than `most`."""
+        pairs = self.views_beside(hubs)
+        if hubs:
+            sight = self._given_sight.without(hubs)
+        else:
+            sight = self._sight_of(seen_through(self.tables, pairs))
+        fixed = {*self.remaining, *hubs, *(step.variable for step in pairs)}
         free = (v for v in range(len(self.sizes)) if v not in fixed)
-        return greedy_order(self.sight.without(hubs), free, most)
+        return greedy_order(sight, free, most)
 
     def with_one_of(self, tried: Iterable[int], hubs: Scope) -> EliminationPlan:
         """With one more hub, by which all branches have the fewest entries."""
@@ -266,14 +242,14 @@ class _Steps:
     def __init__(self, orders: _Orders, hubs: Scope) -> None:
         self.orders, self.hubs, self.partitions = orders, hubs, orders.partitions
         self.of: list[dict[int, Placed]] = [{} for _ in orders.sizes]
-        for table in orders.tables:
+        for table in seen_through(orders.tables, orders.views_beside(hubs)):
             self._add(table.without(hubs) if hubs else table)
 
     def plan(self, order: Sequence[int]) -> EliminationPlan:
-        steps, sizes_made, sizes_joint = [], [], []
-        for i, v in enumerate(order):
+        steps, sizes_made, sizes_joint = [*self.orders.views_beside(self.hubs)], [], []
+        for v in order:
             joins, bucket = self._joins(v), tuple(self.of[v].values())
-            made = self._made(len(self.orders.tables) + i, v, joins)
+            made = self._made(len(self.orders.tables) + len(steps), v, joins)
             steps.append(Step(v, joins[v], bucket, made, self._kind(joins, bucket)))
             sizes_made.append(math.prod(map(self.partitions.n_classes, made.partitions)))
             sizes_joint.append(sizes_made[-1] * self.partitions.n_classes(joins[v]))

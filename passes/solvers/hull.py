@@ -24,7 +24,6 @@ from autopar.passes.solvers.conditioning import (
 )
 from autopar.passes.solvers.elimination import minimise
 from autopar.passes.solvers.elimination_order import (
-    Axes,
     EliminationPlan,
     TooWide,
     plan_elimination,
@@ -79,7 +78,7 @@ def hull_corners_of(
         plan = plan_elimination(problems, QUICK)
     except TooWide:
         try:
-            axes = (Axes.of(e) for e in problems.edges)
+            axes = problems.every.axes
             plan = plan_conditioned(problems.sizes, axes, limits=QUICK_BRANCH)
         except TooWide:
             return [hull_corners(problems.of(i), n_most) for i in range(problems.n_problems)]

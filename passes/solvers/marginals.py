@@ -19,9 +19,10 @@ from autopar.passes.solvers.elimination import (
     least_of_classes,
     over,
 )
-from autopar.passes.solvers.elimination_order import EliminationPlan, Limits, Placed, Step, TooWide
+from autopar.passes.solvers.elimination_order import EliminationPlan, Limits, TooWide
 from autopar.passes.solvers.potentials import Potentials
 from autopar.passes.solvers.problem import FloatArray
+from autopar.passes.solvers.tables import Placed, Step
 
 
 def min_marginals(plan: EliminationPlan, potentials: Potentials) -> list[FloatArray]:
@@ -30,10 +31,9 @@ def min_marginals(plan: EliminationPlan, potentials: Potentials) -> list[FloatAr
 
     Raises `TooWide` when the tables that must be kept at once are too large.
     """
-    if plan.largest > Limits.marginal_entries or plan.kept > Limits.kept_entries // 4:
-        raise TooWide(
-            f"min-marginals need {plan.kept} entries in all and {plan.largest} in one table"
-        )
+    largest = max(map(plan.joint_entries, plan.steps), default=1)
+    if largest > Limits.marginal_entries or plan.kept > Limits.kept_entries // 4:
+        raise TooWide(f"min-marginals need {plan.kept} entries in all and {largest} in one table")
     out = [np.full(k, np.inf) for k in plan.sizes]
     for _, values in branches(plan, potentials):
         constant, branch = condition(plan, potentials, values)

@@ -23,6 +23,7 @@ from autopar.passes.solvers.problem import (
     memory,
     merged,
 )
+from autopar.passes.solvers.tables import Axes, axes_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +90,11 @@ class ChoiceProblems:
             tuple(edges),
             is_checked=True,
         )
+
+    @cached_property
+    def axes(self) -> tuple[Axes, ...]:
+        """What every edge's table is over."""
+        return axes_of(self.edges, self.cost_s, self.tie, self.bytes)
 
     @cached_property
     def layout(self) -> Layout:

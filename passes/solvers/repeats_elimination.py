@@ -34,13 +34,14 @@ import numpy as np
 
 from autopar.passes.solvers.conditioning import ConditionedPlan, Lazy, minimise_conditioned
 from autopar.passes.solvers.elimination import Projection, minimise, project
-from autopar.passes.solvers.elimination_order import Limits, Scope
+from autopar.passes.solvers.elimination_order import Limits
 from autopar.passes.solvers.lagrangian import Point
 from autopar.passes.solvers.potentials import Potentials, Weights
 from autopar.passes.solvers.powers import Power
 from autopar.passes.solvers.problem import Choice, Codes, FloatArray, Totals
 from autopar.passes.solvers.repeats import RepeatedChoice, RepeatedProblem
 from autopar.passes.solvers.repeats_plan import BlockPlan, RepeatedPlan
+from autopar.passes.solvers.tables import Scope
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -17,7 +17,6 @@ import numpy as np
 
 from autopar.passes.solvers.conditioning import FIRST_ENTRIES, ConditionedPlan, plan_conditioned
 from autopar.passes.solvers.elimination_order import (
-    Axes,
     EliminationPlan,
     Limits,
     TooWide,
@@ -25,8 +24,9 @@ from autopar.passes.solvers.elimination_order import (
 )
 from autopar.passes.solvers.layout import Layout
 from autopar.passes.solvers.partitions import Partitions
-from autopar.passes.solvers.problem import Codes, Edge, FloatArray
+from autopar.passes.solvers.problem import Codes, FloatArray
 from autopar.passes.solvers.repeats import RepeatedProblems
+from autopar.passes.solvers.tables import Axes
 
 
 class RepeatedPlan:
@@ -50,13 +50,7 @@ class RepeatedPlan:
         place = {v: i for i, v in enumerate(self.variables)}
         n_choices = [states[v].n if v in states else sizes[v] for v in self.variables]
 
-        def axes(edge: Edge) -> Axes:
-            """What a table outside the blocks is over."""
-            ends = ((edge.u, edge.rows), (edge.v, edge.columns))
-            codes = (states[v].seen_by(of) if v in states else of for v, of in ends)
-            return Axes((place[edge.u], place[edge.v]), tuple(codes))
-
-        once = [axes(e) for e in problems.edges(problems.once)]
+        once = [_placed(problems.numbers.axes[i], place, states) for i in problems.once]
         blocks = [
             Axes(tuple(place[v] for v in block.axes.scope), block.axes.codes)
             for block in self.blocks
@@ -152,6 +146,16 @@ class _State:
         return self.firsts if codes is None else codes[self.firsts]
 
 
+def _placed(axes: Axes, place: Mapping[int, int], states: Mapping[int, _State]) -> Axes:
+    """Axes with variables numbered anew, some of which choose states."""
+    ends = zip(axes.scope, axes.codes, strict=True)
+    return Axes(
+        tuple(place[v] for v in axes.scope),
+        tuple(states[v].seen_by(of) if v in states else of for v, of in ends),
+        tuple(place[v] for v in axes.follows),
+    )
+
+
 class BlockPlan:
     """One repeat as a problem of its own: of the variables of a copy, its `outer` ones, and the
     states it is handed and hands on."""
@@ -175,13 +179,8 @@ class BlockPlan:
         sizes += 2 * [s.n for s in self.states]
         handed = {s.first: n + i for i, s in enumerate(self.states)}
         tables = []
-        for e in edges:
-            scope = tuple(handed.get(w, place.get(w, -1)) for w in (e.u, e.v))
-            codes = tuple(
-                firsts[w].seen_by(of) if w in firsts else of
-                for w, of in ((e.u, e.rows), (e.v, e.columns))
-            )
-            tables.append(Axes(scope, codes))
+        for i in problems.of_copies[r]:
+            tables.append(_placed(problems.numbers.axes[i], place | handed, firsts))
         for i, s in enumerate(self.states):
             tables.append(Axes((place[s.last], n + n_states + i), (s.codes, None)))
         first_outer = len(self.block)
