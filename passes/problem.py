@@ -375,10 +375,11 @@ class ProblemBuilder:
         shared = self._add_variable(
             f"{name} used", {f"{name}:{k}": c for k, c in enumerate(columns)}
         )
-        preference = [
-            sum(PREFERENCE[p.kind] for p in s.placements) * 1e-5 for s in columns[0].distinct
-        ]
-        self.variables[shared].tie = np.array(preference)[columns[0].code][None]
+        # Of the first reader, not of the pair: what costs nothing itself is seen through.
+        first = self.variables[clusters[0][0]]
+        read = first.specs[name]
+        preference = [sum(PREFERENCE[p.kind] for p in s.placements) * 1e-5 for s in read.distinct]
+        first.tie = first.tie + np.array(preference)[read.code]
         for column, cluster in zip(columns, clusters, strict=True):
             for member in cluster:
                 self._equality_edge(shared, column, member, self.variables[member].specs[name])

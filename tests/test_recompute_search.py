@@ -30,6 +30,7 @@ from autopar.passes.lower import lower
 from autopar.passes.problem import IntraOpProblem
 from autopar.passes.recompute import SEARCHED, Recomputable, aligned_runs
 from autopar.passes.solvers import Infeasible, solve
+from autopar.passes.solvers.elimination_order import plan_elimination
 from tests.captures import captured
 from tests.harness import abstract_cost, random_tokens, tiny_gpt2, tiny_llama
 from tests.jobs import rows
@@ -281,6 +282,19 @@ def test_bytes_and_seconds_are_those_of_the_lines(
         assert selective_s - none_s == pytest.approx(selective_again - none, rel=1e-6)
         assert full_s - none_s == pytest.approx(full_again - none, rel=1e-6)
         assert selective > full and none_s <= selective_s < full_s
+
+
+def test_pairs_of_choices_are_seen_through() -> None:
+    """What reshards that may run again cost, and two kinds of uses of a tied embedding."""
+    analysis = analysis_of("gpt2")
+    again = Recomputable(ranges_of(analysis), SEARCHED)
+    cost = abstract_cost((2, 2))
+    numbers = intra_op_problem(analysis, cost, 1, Constraints(), "adamw", None, again).numbers
+    problem = numbers.merged()
+    views = [step.variable for step in plan_elimination(problem).steps if step.is_view]
+    ends = {problem.names[v].rsplit(" ", 1)[1] for v in views}
+    pairs = [name for name in problem.names if name.rsplit(" ", 1)[1:] in (["again"], ["used"])]
+    assert ends == {"again", "used"} and sorted(problem.names[v] for v in views) == sorted(pairs)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "chain"])
