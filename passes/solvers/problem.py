@@ -65,16 +65,6 @@ class Edge:
     def bytes_or_zero(self) -> FloatArray:
         return np.zeros_like(self.cost_s) if self.bytes is None else self.bytes
 
-    @property
-    def is_equality(self) -> bool:
-        """Does it allow equal places alone, at no cost, in all problems?"""
-        n, n_columns = self.cost_s.shape[-2:]
-        if n != n_columns or self.cost_s.size != n * n:
-            return False
-        same = np.where(np.eye(n, dtype=bool), 0.0, np.inf)
-        costs_nothing = not (self.tie.any() or (self.bytes is not None and self.bytes.any()))
-        return costs_nothing and np.array_equal(self.cost_s.reshape(n, n), same)
-
     def is_of(self, variables: Set[int]) -> bool:
         """Is one of its ends among some variables?"""
         return self.u in variables or self.v in variables

@@ -52,9 +52,19 @@ def axes_of(edges: Iterable[Edge], *own: Sequence[FloatArray]) -> tuple[Axes, ..
     out = []
     for e in edges:
         ends = tuple(v for v in (e.u, e.v) if v in free)
-        follows = ends if ends and e.is_equality else ()
+        follows = ends if ends and _is_equality(e) else ()
         out.append(Axes((e.u, e.v), (e.rows, e.columns), follows))
     return tuple(out)
+
+
+def _is_equality(edge: Edge) -> bool:
+    """Does it allow equal places alone, at no cost, in all problems?"""
+    n, n_columns = edge.cost_s.shape[-2:]
+    if n != n_columns or edge.cost_s.size != n * n:
+        return False
+    if edge.tie.any() or (edge.bytes is not None and edge.bytes.any()):
+        return False
+    return np.array_equal(edge.cost_s.reshape(n, n), np.where(np.eye(n, dtype=bool), 0.0, np.inf))
 
 
 @dataclass(frozen=True, eq=False)
