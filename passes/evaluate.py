@@ -312,7 +312,8 @@ class Evaluator:
         if key not in self._choosers:
             folded = fold(part, self.runs(part))
             asked = self.options.optimizer, recomputable
-            if recomputable is not None and recomputable.is_choice:  # few are asked for
+            is_choice = recomputable is not None and recomputable.is_choice
+            if is_choice and part is not self.analysis:  # few are asked for
                 self._choosers[key] = Chooser(folded, *asked)
             else:
                 real = tuple(CostModel(view, self.dtype) for view in self.views)

@@ -37,8 +37,9 @@ from autopar.rules import rule_for
 
 Array = NDArray[np.float64]
 # Built at once, so that arrays stay small enough to be kept: about 1 MB each, and few cases are
-# built that nobody asks for; with recompute, whose problems are several times as large, fewer.
-MOST_CASES, MOST_CASES_AGAIN = 72, 32
+# built that nobody asks for; with recompute, whose problems are several times as large, fewer, and
+# of one stage, for which few numbers of microbatches are tried with it, fewer still.
+MOST_CASES, MOST_CASES_AGAIN, MOST_CASES_OF_ONE = 72, 32, 8
 
 
 def static_bytes(analysis: Analysis, dtype: torch.dtype, optimizer: str) -> float:
@@ -251,8 +252,8 @@ class ProblemFamilies:
             costs = (cost,)  # pins are of one mesh; to data parallelism all meshes are the same
         # As many for all families: their problems offer the same choices.
         n_most = max(map(len, (*every, costs)))
-        n_cases = MOST_CASES if self.recomputable is None else MOST_CASES_AGAIN
         _, is_whole = kind
+        n_cases = self._most_cases(is_whole)
         first = 1 if is_whole else FIRST_COUNT
         counts = self._counts_with(n_microbatches, first, max(1, n_cases // n_most))
         key = (costs, counts, repr(constraints))
@@ -266,6 +267,11 @@ class ProblemFamilies:
             if len(self._built) > self.most_kept:
                 del self._built[next(iter(self._built))]
         return self._built[key]
+
+    def _most_cases(self, is_whole: bool) -> int:
+        if self.recomputable is None:
+            return MOST_CASES
+        return MOST_CASES_OF_ONE if is_whole and self.recomputable.is_choice else MOST_CASES_AGAIN
 
     def _counts_with(self, n_microbatches: int, first: int, n_most: int) -> tuple[int, ...]:
         """The numbers of microbatches that are built with one; fewer than `first` apart.

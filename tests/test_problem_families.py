@@ -182,15 +182,23 @@ def test_numbers_of_microbatches_of_several_stages_begin_where_searches_do() -> 
 def test_numbers_of_microbatches_with_recompute_begin_with_the_first_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(intra_op, "MOST_CASES_AGAIN", 2)
-    analysis, cost = wide_llama(), abstract_cost((2,))
+    """Of one stage, fewer are built at once."""
+    monkeypatch.setattr(intra_op, "MOST_CASES_OF_ONE", 2)
+    monkeypatch.setattr(intra_op, "MOST_CASES_AGAIN", 3)
+    analysis, whole, part = wide_llama(), abstract_cost((4, 1)), abstract_cost((2, 1))
     recomputable = Recomputable.of(analysis, Options())
     assert recomputable is not None
+    counts = (1, 2, 4, 8, 16)
     families = ProblemFamilies(
-        analysis, "adamw", ((cost,),), (1, 2, 4, 8, 16), recomputable=recomputable
+        analysis, "adamw", ((whole, part),), counts, recomputable=recomputable
     )
+
+    def built_with(cost: CostModel, m: int) -> tuple[int, ...]:
+        return tuple(n for _, n in families.of(cost, m, Constraints()).cases)
+
     for m, built in ((4, (4, 8)), (8, (4, 8)), (1, (1, 2)), (2, (1, 2)), (16, (16,))):
-        assert tuple(n for _, n in families.of(cost, m, Constraints()).cases) == built
+        assert built_with(whole, m) == built
+    assert [built_with(part, m) for m in (2, 1)] == [(2, 4, 8), (1,)]
 
 
 def simulator_on(mesh: Mesh) -> tuple[Simulator, Hardware]:
