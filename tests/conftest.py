@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import hypothesis
 import pytest
 
-from tests.distribution import PoolsTogether, uses_workers
+from tests.distribution import PoolsTogether, turn
 
 # Ranks share few cores: one thread each. Set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,8 +27,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("autopar")
 
 # What was imported and captured lives to the end, so few collections find garbage.
-GC_THRESHOLDS = (10_000, 20, 20)
-gc.set_threshold(*GC_THRESHOLDS)
+gc.set_threshold(10_000, 20, 20)
 
 if TYPE_CHECKING:
     from autopar.runtime.launch import WorkerPool
@@ -49,8 +48,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that start processes come first, others in their order."""
-    items.sort(key=lambda item: not uses_workers(item.path))
+    """Files in the order of `turn`, then in their own."""
+    items.sort(key=lambda item: turn(item.path))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> PoolsTogether | None:
@@ -95,25 +94,14 @@ def captured_once() -> None:
 @pytest.fixture(scope="session")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], WorkerPool]]:
     """Number of ranks -> its worker processes, started once for all tests."""
-    from autopar.runtime.launch import WorkerPool
-    from tests.captures import share_captures
+    from tests.pools import Pools
 
-    pools: dict[int, WorkerPool] = {}
     with pytest.MonkeyPatch.context() as patch:
         # Workers inherit it: generated programs stay out of the user's cache.
         patch.setenv("AUTOPAR_CODE_DIR", str(tmp_path_factory.mktemp("code")))
-
-        def pool(n_ranks: int) -> WorkerPool:
-            if n_ranks not in pools:
-                pools[n_ranks] = WorkerPool(n_ranks, timeout_s=240.0)
-                pools[n_ranks].run(gc.set_threshold, *GC_THRESHOLDS)
-                pools[n_ranks].run(share_captures)
-            return pools[n_ranks]
-
-        yield pool
         # Not closed: a worker that ends frees all it holds for seconds. Without its pool it is
         # killed; how workers end is for `test_runtime_launch.py` to show.
-        pools.clear()
+        yield Pools()
 
 
 def compare_golden(path: Path, text: str, *, update: bool) -> None:
