@@ -94,14 +94,14 @@ def captured_once() -> None:
 @pytest.fixture(scope="session")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], WorkerPool]]:
     """Number of ranks -> its worker processes, started once for all tests."""
-    from tests.pools import Pools
+    from tests.pools import Shared
 
     with pytest.MonkeyPatch.context() as patch:
         # Workers inherit it: generated programs stay out of the user's cache.
         patch.setenv("AUTOPAR_CODE_DIR", str(tmp_path_factory.mktemp("code")))
         # Not closed: a worker that ends frees all it holds for seconds. Without its pool it is
         # killed; how workers end is for `test_runtime_launch.py` to show.
-        yield Pools()
+        yield Shared().first
 
 
 def compare_golden(path: Path, text: str, *, update: bool) -> None:

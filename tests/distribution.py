@@ -23,12 +23,11 @@ class PoolsTogether(LoadFileScheduling):  # type: ignore[misc]
 
 
 def turn(file: Path) -> int:
-    """Files come in this order: those that use worker processes, the largest pool first (it serves
-    jobs of fewer ranks too); those that plan nothing, while the planner's machine code is made for
-    the first time; all others."""
+    """Files come in this order: those that use worker processes; those that plan nothing, while the
+    first of the others has machine code made of the planner's loops; all others."""
     if uses_workers(file):
-        return 0 if "workers(4)" in file.read_text(encoding="utf-8") else 1
-    return 2 if file.name.startswith("test_rule_") else 3
+        return 0
+    return 1 if file.name.startswith("test_rule_") else 2
 
 
 @lru_cache

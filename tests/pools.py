@@ -1,8 +1,8 @@
 """Worker processes that tests share: one pool, whose first ranks serve jobs of fewer ranks too.
 
 A process imports for several seconds and captures each model that it runs, so as few as can be are
-started. Ranks that were another number for the job before join a new process group first, as
-torchrun's workers do after a restart.
+started. Where a job has another number of ranks than the one before, its ranks join a new process
+group first.
 """
 
 from __future__ import annotations
@@ -15,50 +15,43 @@ from typing import Any
 
 import torch.distributed as dist
 
-from autopar.runtime.launch import WorkerPool, init_from_environment
+from autopar.runtime.launch import WorkerPool
 from tests.captures import share_captures
 
+MOST_RANKS = 4
 TIMEOUT_S = 240.0
+_n_joined = 0  # in a worker: which change it has made last
 
 
-class Pools:
-    """Number of ranks -> workers: the first of a pool that is large enough, or of a new one."""
+class Shared:
+    """The pool; how many ranks its last job had, and how often that has changed."""
 
     def __init__(self) -> None:
-        self._started: list[_Shared] = []
-
-    def __call__(self, n_ranks: int) -> WorkerPool:
-        large = [shared for shared in self._started if shared.pool.n_ranks >= n_ranks]
-        if not large:
-            large = [_Shared(WorkerPool(n_ranks, TIMEOUT_S))]
-            self._started += large
-        return _FirstRanks(n_ranks, large[0])
-
-
-class _Shared:
-    """A pool; how many ranks its last job had, and how often that has changed."""
-
-    def __init__(self, pool: WorkerPool) -> None:
-        self.pool = pool
-        self._n_ranks = pool.n_ranks
+        self._pool = WorkerPool(MOST_RANKS, TIMEOUT_S)
+        self._n_ranks = MOST_RANKS
         self._n_changes = 0
+
+    def first(self, n_ranks: int) -> WorkerPool:
+        assert n_ranks <= MOST_RANKS
+        return _FirstRanks(n_ranks, self)
 
     def run(self, n_ranks: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
         """The results of the first ranks."""
         self._n_changes += n_ranks != self._n_ranks
         self._n_ranks = n_ranks
-        return self.pool.run(_on_rank, n_ranks, self._n_changes, gc.get_threshold(), fn, args)
+        how = n_ranks, self._n_changes, gc.get_threshold()
+        return self._pool.run(_on_rank, *how, fn, args)[:n_ranks]
 
 
 class _FirstRanks(WorkerPool):
-    """The first workers of a pool, as a world of their own."""
+    """The first workers of the pool, as a world of their own."""
 
-    def __init__(self, n_ranks: int, shared: _Shared) -> None:
+    def __init__(self, n_ranks: int, shared: Shared) -> None:
         super().__init__(n_ranks, TIMEOUT_S)
         self._shared = shared
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        return self._shared.run(self.n_ranks, fn, args)[: self.n_ranks]
+        return self._shared.run(self.n_ranks, fn, args)
 
 
 def _on_rank(
@@ -69,12 +62,22 @@ def _on_rank(
     _prepare(thresholds)
     if int(os.environ["RANK"]) >= n_ranks:
         return None
-    if os.environ["TORCHELASTIC_RESTART_COUNT"] != str(n_changes):
-        dist.destroy_process_group()
-        os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(n_ranks)
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(n_changes)
-        init_from_environment()
+    _join(n_ranks, n_changes)
     return fn(*args)
+
+
+def _join(n_ranks: int, n_changes: int) -> None:
+    """Be one of `n_ranks`, unless this process is already; new ones are of all ranks."""
+    global _n_joined
+    if _n_joined == n_changes:
+        return
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.PrefixStore(f"world {n_changes}", dist.TCPStore(address, port, is_master=False))
+    dist.destroy_process_group()
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=n_ranks)
+    os.environ["WORLD_SIZE"] = str(n_ranks)
+    _n_joined = n_changes
 
 
 @cache

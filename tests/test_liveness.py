@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from autopar.capture import capture
-from autopar.codegen import emit
 from autopar.cost.liveness import peak_memory
 from autopar.cost.model import CostModel
 from autopar.cost.predict import peak_of_stage
@@ -25,12 +24,9 @@ from autopar.passes.constraints import Constraints
 from autopar.passes.cut import cut
 from autopar.passes.lower import lower
 from autopar.pipeline import Pipeline
-from autopar.runtime.executor import Environment, Executor
-from autopar.runtime.groups import Group, make_groups, world_group
 from autopar.runtime.launch import WorkerPool
-from autopar.runtime.load import load_code
-from autopar.runtime.p2p import DistMessenger
 from autopar.schedule import ORDERS, in_flight
+from tests.captures import captured
 from tests.harness import (
     abstract_cost,
     free_problem,
@@ -39,7 +35,7 @@ from tests.harness import (
     random_strategy,
 )
 from tests.test_predict import zero_strategy_of
-from tests.whole_steps import step_bytes
+from tests.whole_steps import WholeStep, bytes_of_each
 
 __all__ = ["generated_code"]
 
@@ -55,7 +51,7 @@ def small_gpt2() -> Analysis:
         embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     ids = torch.zeros((16, 32), dtype=torch.int64)
-    return Analysis.of(capture(GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}))
+    return Analysis.of(captured(GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}))
 
 
 def laid_out(n_microbatches: int, n_ranks: int, how: str) -> tuple[CostModel, Strategy]:
@@ -72,43 +68,40 @@ def laid_out(n_microbatches: int, n_ranks: int, how: str) -> tuple[CostModel, St
     return cost, chosen.strategy
 
 
-def measured_and_predicted(
-    n_microbatches: int, n_ranks: int, how: str
-) -> tuple[float, float, float]:
-    """(peak of live tensors over a whole step, predicted, bytes between steps)."""
-    torch.set_num_threads(1)
-    analysis = small_gpt2()
+def batch() -> dict[str, Tensor]:
+    ids = torch.randint(0, 256, (16, 32), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids}
+
+
+def whole_step(pipeline: Pipeline) -> WholeStep:
+    return WholeStep.of(small_gpt2().program, pipeline, batch())
+
+
+def one_stage(n_microbatches: int, n_ranks: int, how: str) -> Pipeline:
     cost, strategy = laid_out(n_microbatches, n_ranks, how)
-    program = lower(analysis, strategy, cost)
-    code, _ = load_code("stage_0.py", emit(program))
-    constants = {name: compute() for name, compute in analysis.program.constants.items()}
-    groups: Mapping[tuple[int, ...], Group] = make_groups(cost.mesh) if n_ranks > 1 else {}
-    rank = torch.distributed.get_rank() if n_ranks > 1 else 0
-    environment = Environment(torch.device("cpu"), groups)
-    executor = Executor(Pipeline.single(program, cost.mesh), rank, code, environment, constants)
-    peak_bytes, between_bytes = whole_step(executor)
-    return peak_bytes, peak_memory(program, "adamw").peak_bytes, between_bytes
+    return Pipeline.single(lower(small_gpt2(), strategy, cost), cost.mesh)
+
+
+def predicted_bytes(pipeline: Pipeline) -> float:
+    return peak_memory(pipeline.stages[0], "adamw").peak_bytes
 
 
 @pytest.mark.parametrize("n_microbatches", [1, 4])
 def test_peak_memory_of_one_rank(n_microbatches: int) -> None:
-    measured, predicted, between_bytes = measured_and_predicted(n_microbatches, 1, "plain")
+    pipeline = one_stage(n_microbatches, 1, "plain")
+    measured, between_bytes = whole_step(pipeline).bytes()
     assert measured > 2 * between_bytes, "activations must matter"
-    assert predicted == pytest.approx(measured, rel=CLOSE)
+    assert predicted_bytes(pipeline) == pytest.approx(measured, rel=CLOSE)
 
 
 CASES = [("plain", 4), ("tensor", 1), ("zero1", 1), ("zero2", 4), ("zero3", 4)]
 
 
-def all_cases() -> list[tuple[float, float, float]]:
-    """In a worker process: every case, one after the other."""
-    return [measured_and_predicted(m, 2, how) for how, m in CASES]
-
-
 def test_peak_memory_of_two_processes(workers: Pool) -> None:
-    for found in workers(2).run(all_cases):
-        for case, (measured, predicted, _) in zip(CASES, found, strict=True):
-            assert predicted == pytest.approx(measured, rel=CLOSE), case
+    pipelines = [one_stage(m, 2, how) for how, m in CASES]
+    for found in workers(2).run(bytes_of_each, [whole_step(p) for p in pipelines]):
+        for case, pipeline, (measured, _) in zip(CASES, pipelines, found, strict=True):
+            assert predicted_bytes(pipeline) == pytest.approx(measured, rel=CLOSE), case
 
 
 # -- stages ----------------------------------------------------------------------------------------
@@ -138,39 +131,15 @@ def staged_pipeline(sizes: tuple[int, ...], n_microbatches: int, order: str) -> 
     return Pipeline.of(stages, meshes, ORDERS[order])
 
 
-def stage_measured_and_predicted(
-    sizes: tuple[int, ...], n_microbatches: int, order: str
-) -> tuple[float, float]:
-    """(peak of live tensors over a whole step, predicted) of this process's stage."""
-    torch.set_num_threads(1)
-    pipeline = staged_pipeline(sizes, n_microbatches, order)
-    rank = torch.distributed.get_rank()
-    stage = pipeline.stage_of(rank)
-    program, device = pipeline.stages[stage], torch.device("cpu")
-    groups = [make_groups(mesh) for mesh in pipeline.meshes][stage]
-    environment = Environment(device, groups, DistMessenger(device), world_group())
-    code, _ = load_code(f"stage_{stage}.py", emit(program, stage, pipeline.n_stages))
-    constants = {name: compute() for name, compute in small_gpt2().program.constants.items()}
-    executor = Executor(pipeline, rank, code, environment, constants)
-    return whole_step(executor)[0], peak_of_stage(pipeline, stage, "adamw")
-
-
-def whole_step(executor: Executor) -> tuple[float, float]:
-    """(peak of live tensors over a step, the optimizer's included; those between steps)."""
-    ids = torch.randint(0, 256, (16, 32), generator=torch.Generator().manual_seed(0))
-    return step_bytes(executor, {name: ids.clone() for name in small_gpt2().program.inputs})
-
-
-def all_staged(n_ranks: int) -> list[tuple[float, float]]:
-    """In a worker process: every case of that many ranks."""
-    return [stage_measured_and_predicted(*case) for case in STAGED[n_ranks]]
-
-
 @pytest.mark.parametrize("n_ranks", sorted(STAGED))
 def test_peak_memory_of_every_stage(n_ranks: int, workers: Pool) -> None:
     """Microbatches in flight, received tensors, and gradients that are still under way."""
-    for rank, found in enumerate(workers(n_ranks).run(all_staged, n_ranks)):
-        for case, (measured, predicted) in zip(STAGED[n_ranks], found, strict=True):
+    cases = STAGED[n_ranks]
+    pipelines = [staged_pipeline(*case) for case in cases]
+    found = workers(n_ranks).run(bytes_of_each, [whole_step(p) for p in pipelines])
+    for rank, of_rank in enumerate(found):
+        for case, pipeline, (measured, _) in zip(cases, pipelines, of_rank, strict=True):
+            predicted = peak_of_stage(pipeline, pipeline.stage_of(rank), "adamw")
             assert predicted == pytest.approx(measured, rel=CLOSE), (rank, case)
 
 

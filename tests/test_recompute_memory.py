@@ -15,18 +15,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import autopar
 from autopar import Device, Link, Manual, Mesh, Plan
 from autopar.binding import Bound
-from autopar.codegen import emit
 from autopar.cost.predict import peak_of_stage
 from autopar.options import Recompute
-from autopar.runtime.executor import Environment, Executor
-from autopar.runtime.groups import make_groups, world_group
 from autopar.runtime.launch import WorkerPool
-from autopar.runtime.load import load_code
-from autopar.runtime.p2p import DistMessenger
 from tests.harness import generated_code
 from tests.recompute_models import recomputing
 from tests.test_recompute_random import random_ranges
-from tests.whole_steps import step_bytes
+from tests.whole_steps import WholeStep, bytes_of_each
 
 __all__ = ["generated_code"]
 
@@ -60,31 +55,26 @@ def planned(kind: str, manual: Manual) -> Plan:
     return autopar.plan(model(kind), mesh, batch(), manual=manual)
 
 
-def measured_and_predicted(
-    kind: str, mode: Recompute | None, manual: Manual
-) -> tuple[float, float]:
-    """Peaks of live bytes over a whole step, of this rank."""
+def bound_of(kind: str, mode: Recompute | None, manual: Manual) -> Bound:
     plan = planned(kind, manual)
     bound = (recomputing(plan, mode) if mode else plan).bound
     assert bound is not None
-    return peaks(bound)
+    return bound
+
+
+def whole_step(bound: Bound) -> WholeStep:
+    return WholeStep.of(bound.analysis.program, bound.pipeline, batch())
 
 
 def peaks(bound: Bound) -> tuple[float, float]:
-    """(measured, predicted), as above."""
-    torch.set_num_threads(1)
-    pipeline = bound.pipeline
-    several = pipeline.n_ranks > 1
-    rank = torch.distributed.get_rank() if several else 0
-    stage = pipeline.stage_of(rank)
-    program, device = pipeline.stages[stage], torch.device("cpu")
-    groups = [make_groups(mesh) if several else {} for mesh in pipeline.meshes][stage]
-    joined = (DistMessenger(device), world_group()) if pipeline.n_stages > 1 else (None, None)
-    code, _ = load_code(f"stage_{stage}.py", emit(program, stage, pipeline.n_stages))
-    constants = {name: make() for name, make in bound.analysis.program.constants.items()}
-    executor = Executor(pipeline, rank, code, Environment(device, groups, *joined), constants)
-    inputs = {n: batch()[i.path].clone() for n, i in bound.analysis.program.inputs.items()}
-    return step_bytes(executor, inputs)[0], peak_of_stage(pipeline, stage, "adamw")
+    """(measured, predicted) peak of live bytes over a whole step of one process."""
+    return whole_step(bound).bytes()[0], peak_of_stage(bound.pipeline, 0, "adamw")
+
+
+def measured_and_predicted(
+    kind: str, mode: Recompute | None, manual: Manual
+) -> tuple[float, float]:
+    return peaks(bound_of(kind, mode, manual))
 
 
 # Mode -> at most this part of the peak without recompute, for attention by primitives.
@@ -125,20 +115,18 @@ CASES = [
 ]
 
 
-def all_cases() -> list[tuple[Manual, Recompute | None, float, float]]:
-    """In a worker process: every case, one after the other."""
-    return [
-        (manual, mode, *measured_and_predicted("dropped", mode, manual))
-        for manual in CASES
-        for mode in (None, *FALLS)
-    ]
-
-
 def test_peaks_of_two_processes(workers: Pool) -> None:
     """Shards, gathered parameters and stages: what falls is what is predicted to fall."""
-    for rank, found in enumerate(workers(2).run(all_cases)):
+    cases = [(manual, mode) for manual in CASES for mode in (None, *FALLS)]
+    pipelines, steps = [], []
+    for manual, mode in cases:
+        bound = bound_of("dropped", mode, manual)
+        pipelines.append(bound.pipeline)
+        steps.append(whole_step(bound))
+    for rank, found in enumerate(workers(2).run(bytes_of_each, steps)):
         peaks: dict[Manual, dict[Recompute | None, float]] = {}
-        for manual, mode, measured, predicted in found:
+        for (manual, mode), pipeline, (measured, _) in zip(cases, pipelines, found, strict=True):
+            predicted = peak_of_stage(pipeline, pipeline.stage_of(rank), "adamw")
             assert predicted == pytest.approx(measured, rel=CLOSE), (rank, manual, mode)
             peaks.setdefault(manual, {})[mode] = measured
         for manual, of_mode in peaks.items():

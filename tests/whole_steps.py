@@ -1,16 +1,26 @@
-"""Bytes of live tensors over whole training steps of an executor."""
+"""Bytes of live tensors over whole training steps.
+
+Worker processes are sent what they run (`WholeStep`): they need neither the model nor the planner.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from autopar.codegen import emit
 from autopar.live_bytes import LiveBytes
-from autopar.runtime.executor import Executor
+from autopar.pipeline import Pipeline
+from autopar.program import Program
+from autopar.runtime.executor import Environment, Executor
+from autopar.runtime.groups import make_groups, world_group
+from autopar.runtime.load import load_code
+from autopar.runtime.p2p import DistMessenger
 
 # Gloo's threads hold what a collective read and wrote for a moment after it is done.
 LET_GO_S = 0.002
@@ -33,6 +43,40 @@ class _Settled(LiveBytes):
             time.sleep(LET_GO_S)
         self._is_settled = func.namespace != "c10d"
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class WholeStep(NamedTuple):
+    """What ranks need for a step; constants and inputs by placeholder."""
+
+    pipeline: Pipeline
+    constants: Mapping[str, Tensor]
+    inputs: Mapping[str, Tensor]
+
+    @staticmethod
+    def of(program: Program, pipeline: Pipeline, batch: Mapping[str, Tensor]) -> WholeStep:
+        constants = {name: compute() for name, compute in program.constants.items()}
+        inputs = {name: batch[info.path].clone() for name, info in program.inputs.items()}
+        return WholeStep(pipeline, constants, inputs)
+
+    def bytes(self) -> tuple[float, float]:
+        """`step_bytes` of this rank; all ranks of the pipeline call it."""
+        torch.set_num_threads(1)
+        pipeline, device = self.pipeline, torch.device("cpu")
+        several = pipeline.n_ranks > 1
+        rank = dist.get_rank() if several else 0
+        stage = pipeline.stage_of(rank)
+        groups = [make_groups(mesh) if several else {} for mesh in pipeline.meshes][stage]
+        joined = (DistMessenger(device), world_group()) if pipeline.n_stages > 1 else (None, None)
+        text = emit(pipeline.stages[stage], stage, pipeline.n_stages)
+        code, _ = load_code(f"stage_{stage}.py", text)
+        environment = Environment(device, groups, *joined)
+        executor = Executor(pipeline, rank, code, environment, self.constants)
+        return step_bytes(executor, self.inputs)
+
+
+def bytes_of_each(steps: Sequence[WholeStep]) -> list[tuple[float, float]]:
+    """The job of a worker: one after the other."""
+    return [step.bytes() for step in steps]
 
 
 def step_bytes(executor: Executor, inputs: Mapping[str, Tensor]) -> tuple[float, float]:
