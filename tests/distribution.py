@@ -1,7 +1,8 @@
 """Which of pytest's workers runs a file: all that use worker processes go to one, and first.
 
 A process of a `WorkerPool` imports for several seconds, so pools are started once, not once by
-each of pytest's workers. While one of those waits for its pools, the others run other files.
+each of pytest's workers. While one of those waits for its pools, the others run other files. Files
+that capture the same models of many blocks go to one worker too: it captures them once.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ from pathlib import Path
 from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
 ROOT = Path(__file__).parents[1]
+DEEP = "abridge alike layers optimality recompute_search repeated".split()
 
 
 class PoolsTogether(LoadFileScheduling):  # type: ignore[misc]
-    """`--dist loadfile`, with the files that use the fixture `workers` as one."""
+    """`--dist loadfile`, with the files that use the fixture `workers` as one, and `DEEP` ones."""
 
     def _split_scope(self, nodeid: str) -> str:
         file: str = super()._split_scope(nodeid)
-        return "workers" if uses_workers(ROOT / file) else file
+        if uses_workers(ROOT / file):
+            return "workers"
+        return "deep" if Path(file).stem.removeprefix("test_") in DEEP else file
 
 
 def turn(file: Path) -> int:

@@ -7,7 +7,6 @@ from functools import cache
 
 import torch
 
-from autopar.capture import capture
 from autopar.cost.liveness import peak_memory
 from autopar.cost.stage_times import stage_times
 from autopar.facts import Strategy
@@ -20,6 +19,7 @@ from autopar.passes.folding import find_runs
 from autopar.passes.lower import lower
 from autopar.pipeline import Pipeline
 from autopar.schedule import one_f_one_b
+from tests.captures import captured
 from tests.harness import random_tokens, tiny_gpt2
 from tests.test_optimality import machine
 
@@ -33,7 +33,7 @@ def whole(frozen_block: int | None = None) -> Analysis:
     for name, parameter in model.named_parameters():
         if f".h.{frozen_block}." in name:
             parameter.requires_grad_(False)
-    return Analysis.of(capture(model, random_tokens(0), precision="fp64"))
+    return Analysis.of(captured(model, random_tokens(0), precision="fp64"))
 
 
 def stages(analysis: Analysis, *n_blocks: int, shift: int = 0) -> list[Analysis]:

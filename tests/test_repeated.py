@@ -29,7 +29,7 @@ from tests.test_layers import Block, Chain, TwoStacks
 from tests.test_layers import Repeated as SharedBlock
 
 REL = 1e-6
-N_BLOCKS = 6
+N_BLOCKS = 5
 
 
 def tiny_mixtral(n_layers: int) -> nn.Module:
