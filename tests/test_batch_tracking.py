@@ -56,11 +56,13 @@ def tiny_bert() -> nn.Module:
     return BertForMaskedLM(config)
 
 
-def tiny_t5(feed_forward: str = "relu") -> nn.Module:
+def tiny_t5(n_layers: int = 1, feed_forward: str = "relu") -> nn.Module:
+    """Blocks after the first read its bias of positions."""
     config = AutoConfig.for_model(
-        "t5", num_layers=2, d_model=WIDTH, d_kv=WIDTH // HEADS, d_ff=2 * WIDTH, num_heads=HEADS,
-        vocab_size=VOCABULARY, relative_attention_num_buckets=8, relative_attention_max_distance=16,
-        dropout_rate=0.0, feed_forward_proj=feed_forward, decoder_start_token_id=0,
+        "t5", num_layers=n_layers, d_model=WIDTH, d_kv=WIDTH // HEADS, d_ff=2 * WIDTH,
+        num_heads=HEADS, vocab_size=VOCABULARY, relative_attention_num_buckets=8,
+        relative_attention_max_distance=16, dropout_rate=0.0, feed_forward_proj=feed_forward,
+        decoder_start_token_id=0,
     )  # fmt: skip
     return T5ForConditionalGeneration(config)
 
@@ -146,8 +148,8 @@ BODIES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tensor]]]] = {
     "bert": (tiny_bert, random_tokens),
-    "t5": (tiny_t5, sequences),
-    "t5-gated": (lambda: tiny_t5("gated-gelu"), sequences),
+    "t5": (lambda: tiny_t5(n_layers=2), sequences),
+    "t5-gated": (lambda: tiny_t5(feed_forward="gated-gelu"), sequences),
     "t5-padded": (tiny_t5, padded_sequences),
     "t5-labels": (tiny_t5, only_labels),
     "gpt2-classifier": (tiny_classifier, labelled_sequences),
