@@ -136,11 +136,14 @@ def total_of_ranks() -> tuple[str, float]:
 
 
 def test_the_world_is_a_group(workers: Workers) -> None:
+    """Also where jobs of other numbers of ranks run on the same workers."""
+
     def work(world: ThreadWorld) -> tuple[str, float]:
         g = world.world_group()
         return g.label, g.all_reduce(torch.tensor(float(g.rank + 1))).item()
 
-    assert workers(2).run(total_of_ranks) == [("world", 3.0)] * 2
+    for n_ranks, total in ((4, 10.0), (2, 3.0), (3, 6.0), (2, 3.0)):
+        assert workers(n_ranks).run(total_of_ranks) == [("world", total)] * n_ranks
     assert run_threads(work, 2) == [("world", 3.0)] * 2
     with pytest.raises(MeshError, match=r"a group of all ranks needs torch\.distributed"):
         world_group()

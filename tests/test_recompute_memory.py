@@ -71,6 +71,7 @@ def peaks(bound: Bound) -> tuple[float, float]:
     return whole_step(bound).bytes()[0], peak_of_stage(bound.pipeline, 0, "adamw")
 
 
+@lru_cache
 def measured_and_predicted(
     kind: str, mode: Recompute | None, manual: Manual
 ) -> tuple[float, float]:
