@@ -34,7 +34,7 @@ from autopar.passes.effort import Effort
 from autopar.passes.evaluate import compute_dtype, schedule_name
 from autopar.passes.fallback import accept_again, accept_missing
 from autopar.passes.next_best import decisions
-from autopar.passes.padding import find_paddings, pad
+from autopar.passes.padding import pad, padded_for
 from autopar.passes.planner import Planner
 from autopar.passes.replay import stage_record
 from autopar.plan_data import PlanData, parse_storage
@@ -316,8 +316,8 @@ def plan_program(
     """`plan`, for a program that is already captured."""
     options = options_for(program, options)
     kept_whole = accept_missing(program, options.fallback)
-    paddings = find_paddings(program, mesh.n_ranks)
-    analysis = Analysis.of(pad(program, paddings.shapes), options.batch_dims or None)
+    longer, paddings = padded_for(program, mesh.n_ranks)
+    analysis = Analysis.of(longer, options.batch_dims or None)
     report = options.progress if callable(options.progress) else lambda text: None
     inputs, static = signature_of(program, example_inputs)
     predict = predict_on(mesh, analysis, options.optimizer, inputs)

@@ -90,10 +90,20 @@ def find_paddings(program: Program, n_ranks: int) -> Paddings:
 
     Raises `MissingRuleError` for an operator without a rule.
     """
-    found = Paddings({}, {})
+    return _find(program, n_ranks)[0]
+
+
+def padded_for(program: Program, n_ranks: int) -> tuple[Program, Paddings]:
+    """The program with all that `find_paddings` finds; and that. Raises as it does."""
+    found, classes = _find(program, n_ranks)
+    return _pad(program, found.shapes, classes), found
+
+
+def _find(program: Program, n_ranks: int) -> tuple[Paddings, _Classes | None]:
+    """With the classes that it was found by, where there were any to look at."""
     uneven = any(n % n_ranks for info in program.parameters.values() for n in info.shape)
     if not uneven:
-        return found
+        return Paddings({}, {}), None
     classes = _Classes(program)
     shapes: dict[str, list[int]] = {}
     refused: dict[str, str] = {}
@@ -114,11 +124,12 @@ def find_paddings(program: Program, n_ranks: int) -> Paddings:
                 refused[info.name] = (
                     f"dim {dim} of {size} is not sharded over {n_ranks} ranks: {obstacle}"
                 )
-    return Paddings(
+    found = Paddings(
         {name: tuple(shape) for name, shape in shapes.items()},
         refused,
         {name: frozenset(held) for name, held in cells.items()},
     )
+    return found, classes
 
 
 def pad(program: Program, shapes: Mapping[str, Sequence[int]]) -> Program:
@@ -126,6 +137,12 @@ def pad(program: Program, shapes: Mapping[str, Sequence[int]]) -> Program:
 
     `ParameterInfo.shape` stays the user's. Raises `PlanError` for a shape that is not longer.
     """
+    return _pad(program, shapes, None)
+
+
+def _pad(
+    program: Program, shapes: Mapping[str, Sequence[int]], classes: _Classes | None
+) -> Program:
     wanted: dict[Cell, int] = {}
     for value, info in program.parameters.items():
         shape = shapes.get(info.name, info.shape)
@@ -136,7 +153,7 @@ def pad(program: Program, shapes: Mapping[str, Sequence[int]]) -> Program:
         wanted |= {(value, dim): shape[dim] for dim in added}
     if not wanted:
         return program
-    classes = _Classes(program)
+    classes = classes or _Classes(program)
     sizes = dict(wanted)
     cut: dict[str, list[int]] = {}
     for (value, dim), size in wanted.items():
