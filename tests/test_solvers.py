@@ -31,7 +31,7 @@ from autopar.passes.solvers.elimination import minimise
 from autopar.passes.solvers.elimination_order import plan_elimination
 from autopar.passes.solvers.marginals import min_marginals
 from autopar.passes.solvers.potentials import Potentials, Weights
-from autopar.passes.solvers.problem import make_solution
+from autopar.passes.solvers.problem import make_solution, merged
 from autopar.passes.solvers.reductions import reduce
 from tests.strategies import choice_problems
 
@@ -242,6 +242,27 @@ def test_auto_agrees_with_the_whole_ilp_on_a_larger_graph(share: float | None) -
     assert auto.objective_s == pytest.approx(whole.objective_s, rel=REL, abs=0)
     assert auto.gap == whole.gap == 0
     assert auto.tie == whole.tie
+
+
+def test_parallel_edges_are_summed_once_by_what_they_tell_apart() -> None:
+    rng = np.random.default_rng(0)
+    codes = np.array([0, 0, 1, 1, 2, 2]), np.array([0, 0, 0, 1, 1, 1])
+    tables = rng.random((3, 4)), rng.random((2, 4))
+    ties = [table.astype(np.float32) for table in tables]
+    every = [
+        Edge(u, u + 1, table, tie, rows=of)
+        for u in (0, 2)
+        for table, tie, of in zip(tables, ties, codes, strict=True)
+    ]
+    # The last from its other end, as edges may be.
+    first, second = merged([*every[:-1], every[-1].turned()])
+    assert (first.u, first.v, second.u, second.v) == (0, 1, 2, 3)
+    expected = tables[0][codes[0]] + tables[1][codes[1]]
+    for edge in (first, second):
+        np.testing.assert_array_equal(edge.written(edge.cost_s), expected)
+        assert edge.cost_s.shape == (4, 4), "six choices, of which four are told apart"
+        assert edge.tie.dtype == np.float32 and edge.columns is None
+    assert first.cost_s is second.cost_s
 
 
 def test_equal_runs_give_equal_solutions() -> None:

@@ -83,6 +83,21 @@ def placed_stages(seed: int) -> StageProblem:
     return replace(problem, node_devices=each, config_offsets=tuple(offsets))
 
 
+def wide_stages(seed: int) -> StageProblem:
+    """`placed_stages` with three devices for each."""
+    problem = placed_stages(seed)
+    assert problem.node_devices is not None and problem.config_offsets is not None
+    return replace(
+        problem,
+        config_devices=tuple(3 * n for n in problem.config_devices),
+        n_devices=3 * problem.n_devices,
+        node_devices=3 * problem.node_devices,
+        config_offsets=tuple(
+            None if of is None else frozenset(3 * at for at in of) for of in problem.config_offsets
+        ),
+    )
+
+
 def growing_stages(seed: int, n_layers: int, n_devices: int) -> StageProblem:
     """Work that adds up over layers, shared less than perfectly by 1, 2, 4... devices."""
     rng = np.random.default_rng(seed)
@@ -132,7 +147,7 @@ def assert_legal(problem: StageProblem, plan: StagePlan) -> None:
         assert size <= plan.peak_bytes
 
 
-@pytest.mark.parametrize("make", [random_stages, restricted_stages, placed_stages])
+@pytest.mark.parametrize("make", [random_stages, restricted_stages, placed_stages, wide_stages])
 @pytest.mark.parametrize("chunk", range(4))
 def test_search_equals_every_plan_counted_out(
     chunk: int, make: Callable[[int], StageProblem]
