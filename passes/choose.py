@@ -24,7 +24,7 @@ from autopar.passes.constraints import Constraints
 from autopar.passes.folding import Folded
 from autopar.passes.intra_op import ProblemBatch, ProblemFamilies
 from autopar.passes.problem import IntraOpProblem
-from autopar.passes.recompute import Recomputable
+from autopar.passes.recompute import Recomputable, is_searched
 from autopar.passes.repeated import Repeated, placed_once, repeated_problems
 from autopar.passes.solvers import Infeasible, Solver, TooWide, solve
 from autopar.passes.solvers.ilp import Effort, most_columns
@@ -168,7 +168,7 @@ class Chooser:
             by_copies = self._by_copies(repeated, place, ask, budget_bytes, time_limit_s, limit_s)
         if repeated is None or by_copies is None:
             return choose(*whole, self.recomputable, self._written_out)
-        is_coarse = self.recomputable is not None and self.recomputable.is_choice
+        is_coarse = is_searched(self.recomputable)
         enough = max(ask.gap_goal, MODES_GAP_GOAL if is_coarse else FOLDED_GAP_GOAL)
         if by_copies.gap <= enough:
             return by_copies

@@ -31,7 +31,7 @@ from autopar.passes.folding import Run, find_runs, fold
 from autopar.passes.intra_op import least_bytes
 from autopar.passes.layout import Candidate, StageLayout
 from autopar.passes.played import Boundary, Worked, step_s
-from autopar.passes.recompute import Recomputable, aligned_runs
+from autopar.passes.recompute import Recomputable, aligned_runs, is_searched
 from autopar.passes.solvers.problem import within
 from autopar.schedule import ORDERS, in_flight
 
@@ -131,7 +131,7 @@ class Evaluator:
     @cached_property
     def without_recompute(self) -> Evaluator | None:
         """None where recompute is not what is searched; what is known of solves is shared."""
-        if self.recomputable is None or not self.recomputable.is_choice:
+        if not is_searched(self.recomputable):
             return None
         return replace(self, options=replace(self.options, recompute="none"))
 
@@ -312,8 +312,7 @@ class Evaluator:
         if key not in self._choosers:
             folded = fold(part, self.runs(part))
             asked = self.options.optimizer, recomputable
-            is_choice = recomputable is not None and recomputable.is_choice
-            if is_choice and part is not self.analysis:  # few are asked for
+            if is_searched(recomputable) and part is not self.analysis:  # few are asked for
                 self._choosers[key] = Chooser(folded, *asked)
             else:
                 real = tuple(CostModel(view, self.dtype) for view in self.views)

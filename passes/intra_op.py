@@ -29,7 +29,7 @@ from autopar.passes.member_prices import operator_times_s
 from autopar.passes.parameters import ParameterMaker
 from autopar.passes.priced import Placed, Priced
 from autopar.passes.problem import IntraOpProblem, IntraOpProblems, ProblemBuilder
-from autopar.passes.recompute import Recomputable
+from autopar.passes.recompute import Recomputable, is_searched
 from autopar.passes.recompute_choice import add_recompute
 from autopar.passes.reshard import ReshardTable, priced_alike
 from autopar.passes.spec_column import SpecColumns
@@ -271,19 +271,20 @@ class ProblemFamilies:
     def _most_cases(self, is_whole: bool) -> int:
         if self.recomputable is None:
             return MOST_CASES
-        return MOST_CASES_OF_ONE if is_whole and self.recomputable.is_choice else MOST_CASES_AGAIN
+        is_one = is_whole and is_searched(self.recomputable)
+        return MOST_CASES_OF_ONE if is_one else MOST_CASES_AGAIN
 
     def _counts_with(self, n_microbatches: int, first: int, n_most: int) -> tuple[int, ...]:
         """The numbers of microbatches that are built with one; fewer than `first` apart.
 
-        Parts of a program are built for the same numbers, so that they share what is priced. With
-        recompute, parts are built alone, and the numbers begin with the first asked for.
+        Parts of a program are built for the same numbers, so that they share what is priced. Where
+        recompute is searched, parts are built alone; the numbers begin with the first asked for.
         """
         for alike in self._alike:
             if n_microbatches in alike:
                 near = tuple(m for m in alike if (m < first) == (n_microbatches < first))
                 at, start = near.index(n_microbatches), 0
-                if self.recomputable is not None:
+                if is_searched(self.recomputable):
                     start = self._starts.setdefault((near, n_most), at)
                 start += (at - start) // n_most * n_most
                 return near[max(start, 0) : start + n_most]

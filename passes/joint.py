@@ -40,7 +40,7 @@ from autopar.passes.folding import find_runs, fold
 from autopar.passes.layers import MOST_LAYERS, Layers, find_layers
 from autopar.passes.layout import Candidate, StageLayout
 from autopar.passes.played import Worked
-from autopar.passes.recompute import Recomputable, aligned_runs
+from autopar.passes.recompute import Recomputable, aligned_runs, is_searched
 from autopar.passes.solvers.stages import StageProblem
 from autopar.passes.stage_bounds import StageBounds
 from autopar.passes.stage_costs import CostMaker, StageCosts, Wanted, undominated
@@ -130,7 +130,7 @@ class JointSearch:
             all_views(mesh, hardware, options, sizes),
             tuple(microbatch_counts(analysis, options, mesh.n_ranks)), recomputable=recomputable,
         )  # fmt: skip
-        recomputes = recomputable is not None and recomputable.is_choice
+        recomputes = is_searched(recomputable)
         return JointSearch(
             analysis, mesh, hardware, options, budget_bytes, layers, report, maker, recomputes
         )

@@ -91,6 +91,11 @@ class Recomputable:
         return len(self.modes) > 1
 
 
+def is_searched(recomputable: Recomputable | None) -> bool:
+    """Is what runs again chosen, and not given?"""
+    return recomputable is not None and recomputable.is_choice
+
+
 def aligned_runs(part: Analysis, recomputable: Recomputable) -> tuple[Run, ...]:
     """The repeated blocks of a program (`folding.find_runs`), cut where ranges begin; none where
     ranges and blocks are not the same, so that no block stands for others."""

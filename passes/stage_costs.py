@@ -46,7 +46,7 @@ from autopar.passes.folding import Folded
 from autopar.passes.intra_op import ProblemBatch, ProblemFamilies
 from autopar.passes.layers import Layers
 from autopar.passes.problem import IntraOpProblem
-from autopar.passes.recompute import Recomputable
+from autopar.passes.recompute import Recomputable, is_searched
 from autopar.passes.reshard import priced_alike
 from autopar.passes.solvers import Infeasible, solve
 from autopar.passes.solvers.hull import hull_corners_of
@@ -171,15 +171,11 @@ class CostMaker:
     @cached_property
     def _problems(self) -> ProblemFamilies:
         """Without recompute, unless a mode is given."""
-        return self._families(None if self._searches_recompute else self.recomputable)
+        return self._families(None if is_searched(self.recomputable) else self.recomputable)
 
     @cached_property
     def _recomputing(self) -> ProblemFamilies:
         return self._families(self.recomputable)
-
-    @property
-    def _searches_recompute(self) -> bool:
-        return self.recomputable is not None and self.recomputable.is_choice
 
     def _families(self, recomputable: Recomputable | None) -> ProblemFamilies:
         real = tuple(CostModel(view, self.dtype) for view in self.views)

@@ -32,17 +32,11 @@ class _Settled(LiveBytes):
 
     _is_settled = True
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, *call: Any, **named: Any) -> Any:
         if not self._is_settled:
             time.sleep(LET_GO_S)
         self._is_settled = func.namespace != "c10d"
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        return super().__torch_dispatch__(func, *call, **named)
 
 
 class WholeStep(NamedTuple):
@@ -103,6 +97,5 @@ def step_bytes(executor: Executor, inputs: Mapping[str, Tensor]) -> tuple[float,
         for _ in range(N_STEPS if executor.pipeline.n_ranks > 1 else 1):
             live.reset_peak()
             step()
-            optimizer.zero_grad()
             peaks.append(live.peak_bytes)
     return min(peaks), between_bytes

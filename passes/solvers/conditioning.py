@@ -159,8 +159,7 @@ def _entries(tables: Sequence[_Given], hubs: Scope) -> int:
 
 def _written(sizes: Scope, axes: Axes) -> _Given:
     """With a place for every choice."""
-    pairs = zip(axes.scope, axes.codes, strict=True)
-    return axes.scope, tuple(np.arange(sizes[v]) if c is None else c for v, c in pairs)
+    return axes.scope, axes.written(sizes)
 
 
 def _core_plan(

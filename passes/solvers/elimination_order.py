@@ -16,8 +16,6 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import astuple, dataclass
 from functools import cached_property, lru_cache
 
-import numpy as np
-
 from autopar.errors import AutoparError
 from autopar.passes.solvers.greedy_order import GreedyOrder, Sight, greedy_order
 from autopar.passes.solvers.partitions import Partitions
@@ -169,9 +167,7 @@ def _planned(
 
 
 def _given(partitions: Partitions, sizes: Scope, table: int, axes: Axes) -> Placed:
-    codes = tuple(
-        np.arange(sizes[v]) if c is None else c for v, c in zip(axes.scope, axes.codes, strict=True)
-    )
+    codes = axes.written(sizes)
     of = tuple(partitions.of(c) for c in codes)
     return Placed(table, axes.scope, codes, of, axes.follows)
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.passes.solvers.layout import Layout
-from autopar.passes.solvers.problem import ChoiceProblem, Codes, FloatArray
+from autopar.passes.solvers.problem import ChoiceProblem, Codes, FloatArray, codes_of
 from autopar.passes.solvers.problems import ChoiceProblems, SomeProblems
 
 
@@ -134,7 +134,7 @@ class Entries:
         for e in (problems.edges[i] for i in edges):
             n_columns = e.cost_s.shape[-1]
             for k, (v, codes, stride) in enumerate(((e.u, e.rows, n_columns), (e.v, e.columns, 1))):
-                places = np.arange(problems.sizes[v]) if codes is None else codes
+                places = codes_of(codes, problems.sizes[v])
                 every.append(places * stride)
                 ends[k].append(v)
                 ends_at[k].append(n_places)

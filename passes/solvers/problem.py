@@ -100,8 +100,7 @@ class Edge:
 
     def restricted(self, keep_u: BoolArray, keep_v: BoolArray) -> Edge:
         """With only the choices that are marked."""
-        rows = np.arange(len(keep_u)) if self.rows is None else self.rows
-        columns = np.arange(len(keep_v)) if self.columns is None else self.columns
+        rows, columns = codes_of(self.rows, len(keep_u)), codes_of(self.columns, len(keep_v))
         return replace(self, rows=rows[keep_u], columns=columns[keep_v])
 
 
@@ -227,8 +226,8 @@ def merged(edges: Iterable[Edge]) -> tuple[Edge, ...]:
 
 def _sum(edges: Sequence[Edge]) -> Edge:
     """Parallel edges as one; what none of them tells apart shares a row or a column of it too."""
-    of_rows, rows = _told_apart([_codes(e.rows, e.cost_s.shape[-2]) for e in edges])
-    of_columns, columns = _told_apart([_codes(e.columns, e.cost_s.shape[-1]) for e in edges])
+    of_rows, rows = _told_apart([codes_of(e.rows, e.cost_s.shape[-2]) for e in edges])
+    of_columns, columns = _told_apart([codes_of(e.columns, e.cost_s.shape[-1]) for e in edges])
 
     def total(arrays: Iterable[NDArray[Any] | None]) -> NDArray[Any] | None:
         each = zip(arrays, of_rows, of_columns, strict=True)
@@ -241,8 +240,9 @@ def _sum(edges: Sequence[Edge]) -> Edge:
     return Edge(edges[0].u, edges[0].v, cost_s, tie, size_bytes, rows, columns)
 
 
-def _codes(codes: Codes | None, n: int) -> Codes:
-    return np.arange(n) if codes is None else codes
+def codes_of(codes: Codes | None, n_choices: int) -> Codes:
+    """The row of every choice; None: each has its own."""
+    return np.arange(n_choices) if codes is None else codes
 
 
 def _told_apart(codes: Sequence[Codes]) -> tuple[Codes, Codes | None]:

@@ -30,6 +30,7 @@ from autopar.passes.solvers.problem import (
     Codes,
     Edge,
     FloatArray,
+    codes_of,
 )
 
 Classes = Sequence[Sequence[int]]
@@ -84,8 +85,8 @@ def drop_forbidden(reduced: Reduced, classes: Classes | None = None) -> Reduced 
     for e in problem.edges:
         allowed = np.isfinite(e.cost_s)
         if not allowed.all():
-            rows = _codes(e.rows, problem.sizes[e.u])
-            columns = _codes(e.columns, problem.sizes[e.v])
+            rows = codes_of(e.rows, problem.sizes[e.u])
+            columns = codes_of(e.columns, problem.sizes[e.v])
             hard += [(e.u, rows, e.v, columns, allowed), (e.v, columns, e.u, rows, allowed.T)]
     changed = True
     while changed:
@@ -132,16 +133,11 @@ def _tables(
         yield own[:, None], every
     for e in incident:
         e = e if e.u == v else e.turned()
-        rows = _codes(e.rows, problem.sizes[v])
-        seen = np.unique(_codes(e.columns, problem.sizes[e.v])[keep[e.v]])
+        rows = codes_of(e.rows, problem.sizes[v])
+        seen = np.unique(codes_of(e.columns, problem.sizes[e.v])[keep[e.v]])
         for array in (e.cost_s, e.tie, e.bytes if with_bytes else None):
             if array is not None:
                 yield np.take(array, seen, axis=1), rows
-
-
-def _codes(codes: Codes | None, n_choices: int) -> Codes:
-    """The row of every choice."""
-    return np.arange(n_choices) if codes is None else codes
 
 
 def _undominated(n: int, tables: Iterable[tuple[FloatArray, Codes]]) -> BoolArray:

@@ -27,6 +27,7 @@ from autopar.passes.solvers.problem import (
     Choice,
     Codes,
     FloatArray,
+    codes_of,
     within,
 )
 from autopar.passes.solvers.repeats import RepeatedChoice, RepeatedProblem
@@ -207,7 +208,7 @@ class _Copies:
         handed = {u: i for i, u in enumerate(self.ins)}
         for e, table_at, shape in every.tables(every.of_copies[r]):
             rows, columns = (
-                (np.arange(every.sizes[v]) if codes is None else codes) * stride
+                codes_of(codes, every.sizes[v]) * stride
                 for v, codes, stride in ((e.u, e.rows, shape[1]), (e.v, e.columns, 1))
             )
             for v, other, along, places in ((e.u, e.v, rows, columns), (e.v, e.u, columns, rows)):

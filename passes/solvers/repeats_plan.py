@@ -24,7 +24,7 @@ from autopar.passes.solvers.elimination_order import (
 )
 from autopar.passes.solvers.layout import Layout
 from autopar.passes.solvers.partitions import Partitions
-from autopar.passes.solvers.problem import Codes, FloatArray
+from autopar.passes.solvers.problem import Codes, FloatArray, codes_of
 from autopar.passes.solvers.repeats import RepeatedProblems
 from autopar.passes.solvers.tables import Axes
 
@@ -234,6 +234,6 @@ def _state(
         for e in problems.edges(edges):
             for w, codes in ((e.u, e.rows), (e.v, e.columns)):
                 if w == v:
-                    seen.append(partitions.of(np.arange(sizes[v]) if codes is None else codes))
+                    seen.append(partitions.of(codes_of(codes, sizes[v])))
     join = partitions.join(seen)
     return _State(first, last, partitions.codes[join], partitions.firsts[join])

@@ -19,7 +19,7 @@ from functools import cached_property
 import numpy as np
 
 from autopar.passes.solvers.partitions import Partitions
-from autopar.passes.solvers.problem import Codes, Edge, FloatArray
+from autopar.passes.solvers.problem import Codes, Edge, FloatArray, codes_of
 
 Scope = tuple[int, ...]
 
@@ -33,6 +33,11 @@ class Axes:
     scope: Scope
     codes: tuple[Codes | None, ...]
     follows: Scope = ()
+
+    def written(self, sizes: Scope) -> tuple[Codes, ...]:
+        """With a place for every choice, of `sizes` by variable."""
+        pairs = zip(self.scope, self.codes, strict=True)
+        return tuple(codes_of(codes, sizes[v]) for v, codes in pairs)
 
     @cached_property
     def _key(self) -> tuple[Scope, tuple[bytes | None, ...], Scope]:
