@@ -113,17 +113,16 @@ class JointSearch:
         budget_bytes: float,
         n_least: int = 2,
         report: Progress = lambda text: None,
-        n_most: int | None = None,
     ) -> JointSearch:
         """Finds the blocks and layers of the program: of the latter at least `n_least` where there
-        are so many operators, at most `n_most` (`MOST_LAYERS`).
+        are so many operators, at most `MOST_LAYERS`.
 
         Raises `BatchError` when the number of microbatches asked for does not divide the batch.
         """
         runs, recomputable = find_runs(analysis), Recomputable.of(analysis, options)
         if recomputable is not None and aligned_runs(analysis, recomputable) != runs:
             recomputable = None  # one block does not stand for others: estimates are without it
-        layers = find_layers(analysis, runs, n_least, n_most or MOST_LAYERS)
+        layers = find_layers(analysis, runs, n_least)
         sizes = [*submesh_sizes(mesh), mesh.n_ranks]  # as for one stage, to share prices
         maker = CostMaker(
             fold(analysis, runs), layers, compute_dtype(analysis), options.optimizer,
@@ -134,6 +133,13 @@ class JointSearch:
         return JointSearch(
             analysis, mesh, hardware, options, budget_bytes, layers, report, maker, recomputes
         )
+
+    def with_layers(self, n_least: int, n_most: int) -> JointSearch:
+        """The same over other layers: at least and at most so many, as in `of`."""
+        layers = self.layers
+        if n_most != MOST_LAYERS or n_least > layers.n_layers:
+            layers = find_layers(self.analysis, self.maker.folded.runs, n_least, n_most)
+        return replace(self, layers=layers, maker=replace(self.maker, layers=layers), free={})
 
     @property
     def without_recompute(self) -> JointSearch:
@@ -243,11 +249,8 @@ class JointSearch:
 
         Those come first that may be fastest by their bounds; what by its bound is slower than plans
         that are found, or than `limit_s`, is not searched. Where that leaves out all, the fastest
-        plan if memory had no limit comes out; none where no placements could make up for the
-        bubble and for layers that do not divide evenly.
+        plan if memory had no limit comes out.
         """
-        if math.isfinite(limit_s) and self.least_step_s(n_stages, limit_s) > limit_s:
-            return []
         counts = self.counts()
 
         def least_s(m: int) -> float:

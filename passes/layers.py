@@ -65,14 +65,14 @@ def find_layers(
     At least `n_least` if there are so many operators before the loss.
     """
     flops = operator_flops(analysis)
-    bytes_after = _allowed(analysis, crossing_bytes(analysis))
+    bytes_after, depths = _allowed(analysis, crossing_bytes(analysis)), _depths(analysis.program)
     thin = _thin(bytes_after, _block_limit(bytes_after, runs))
-    if not runs or len(_distinct(analysis.program, thin, flops, bytes_after)) + 1 < n_least:
+    if not runs or len(_distinct(depths, thin, flops, bytes_after)) + 1 < n_least:
         thin = _thin(bytes_after, _clustered_limit(flops, bytes_after, max(n_least, N_WANTED)))
-    chosen = _distinct(analysis.program, thin, flops, bytes_after)
+    chosen = _distinct(depths, thin, flops, bytes_after)
     if len(chosen) + 1 < n_least:
         chosen = [b for b, size in enumerate(bytes_after) if math.isfinite(size)]
-    chosen = _fewer(analysis.program, chosen, flops, n_least, n_most)
+    chosen = _fewer(depths, chosen, flops, n_least, n_most)
     ends = (*(b + 1 for b in chosen), len(flops))
     return Layers(
         ends,
@@ -142,11 +142,10 @@ def _thin(bytes_after: Sequence[float], limit_bytes: float) -> list[int]:
 
 
 def _distinct(
-    program: Program, thin: Sequence[int], flops: Sequence[float], bytes_after: Sequence[float]
+    depths: Sequence[int], thin: Sequence[int], flops: Sequence[float], bytes_after: Sequence[float]
 ) -> list[int]:
     """One of the boundaries between every two layers that have flops."""
     done = list(itertools.accumulate(flops))
-    depths = _depths(program)
     groups = itertools.groupby(thin, key=lambda b: done[b])
     return [
         min(group, key=lambda b: (depths[b], bytes_after[b], b))
@@ -165,13 +164,12 @@ def _depths(program: Program) -> list[int]:
 
 
 def _fewer(
-    program: Program, chosen: list[int], flops: Sequence[float], n_least: int, n_most: int
+    depths: Sequence[int], chosen: list[int], flops: Sequence[float], n_least: int, n_most: int
 ) -> list[int]:
     """At most `n_most - 1` of the boundaries, and `n_least - 1` if there are so many."""
     n_most = max(n_most, n_least)
     if len(chosen) < n_most:
         return chosen
-    depths = _depths(program)
     for depth in sorted({depths[b] for b in chosen}, reverse=True):
         outer = [b for b in chosen if depths[b] <= depth]
         if len(outer) + 1 < max(n_least, n_most // 4):

@@ -165,14 +165,10 @@ class Planner:
         if not found:
             raise self._nothing_fits(errors)
         self.report("simulating the best")
-        simulator = Simulator(last, self.predict)
-        simulations = simulator.fastest(found)
-        fastest_s = min((s.step_time_s for s in simulations.found), default=math.inf)
-        may_add = not (is_stopped and simulations.found)
-        if last is not self.evaluator and may_add and not self._costs_little(fastest_s):
+        if last is not self.evaluator and not self._fits_for_little():
             with suppress(_TimeUp):  # peaks are above what was solved for
-                self._add_recomputed(errors)
-            simulations = replace(simulator, evaluator=self.evaluator).fastest(found)
+                last = self._add_recomputed(errors)
+        simulations = replace(self._simulator, evaluator=last).fastest(found)
         failed, slower_s = simulations.failed, simulations.slower_s
         if not simulations.found:
             raise min(failed.values(), key=lambda error: error.least_bytes or math.inf)
@@ -213,16 +209,32 @@ class Planner:
             if isinstance(better, Scored) and better.score_s <= scored.score_s:
                 self._found[self._found.index(scored)] = better
 
+    @property
+    def _enough_s(self) -> Iterator[float]:
+        """Of everything tried, what it takes if memory had no limit, and what memory may cost."""
+        every = [tries for _, tries in self._tried]
+        # Without a limit no recipe is faster than the search on its view.
+        searched = [tries for tries in every if not tries[0].is_recipe] or every
+        return (MEMORY_COSTS * self._free_s(tries) for tries in searched)
+
     def _costs_little(self, step_time_s: float) -> bool:
         """Is recompute left alone: would devices without a limit gain less than it costs?"""
         if self.evaluator is self._plain:
             return True
-        every = [tries for _, tries in self._tried]
-        # Without a limit no recipe is faster than the search on its view.
-        searched = [tries for tries in every if not tries[0].is_recipe] or every
-        return math.isfinite(step_time_s) and all(
-            step_time_s <= MEMORY_COSTS * self._free_s(tries) for tries in searched
-        )
+        return math.isfinite(step_time_s) and all(step_time_s <= s for s in self._enough_s)
+
+    def _fits_for_little(self) -> bool:
+        """The same of the best by its score, simulated: peaks are above what was solved for."""
+        best = min(self._found, key=lambda s: s.score_s)
+        try:
+            found = self._simulator.fitting(best, min(self._enough_s, default=math.inf))
+        except InfeasibleError:
+            return False
+        return not isinstance(found, float) and self._costs_little(found.step_time_s)
+
+    @cached_property
+    def _simulator(self) -> Simulator:
+        return Simulator(self._plain, self.predict)
 
     def _add_recomputed(self, errors: list[tuple[InfeasibleError, Candidate]]) -> Evaluator:
         """Put what recompute betters in its place; returns the evaluator that knows recompute."""
@@ -336,11 +348,10 @@ class Planner:
             self._notes.append(_at_least(name, least_s) if is_slower else none)
 
     def _with_stages(self, n_stages: int | None) -> Iterator[Candidate]:
-        on = self.analysis, self.mesh, self.hardware, self.options
         yield from self._searched_stages(n_stages, self._plain)
-        if n_stages is None:
-            limit_s = HOPELESS * self._least_s
-            for recipe in recipe_candidates(*on, None, self._tell, _N_RECIPES, limit_s):
+        if n_stages is None and self._joint is not None:
+            limit_s = min(HOPELESS * self._least_s, self._simulated_s)
+            for recipe in recipe_candidates(self._joint, None, _N_RECIPES, limit_s):
                 if self.evaluator.stage_without_parameters(recipe.ends) is None:
                     yield recipe
 
@@ -359,6 +370,9 @@ class Planner:
         elif search is not None and not search.recomputes:
             search = None  # nothing that is not known
         if search is None:
+            return
+        least_s = search.least_step_s(n_stages, self._least_s)
+        if least_s > self._least_s and least_s > self._simulated_s:
             return
 
         def score(candidate: Candidate) -> Scored | None:
@@ -380,6 +394,14 @@ class Planner:
     @property
     def _least_s(self) -> float:
         return min((s.score_s for s in self._found), default=math.inf)
+
+    @property
+    def _simulated_s(self) -> float:
+        """A step of the best by its score, simulated; infinite where that does not fit."""
+        if not self._found:
+            return math.inf
+        solved = self._simulator.as_it_is(min(self._found, key=lambda s: s.score_s))
+        return math.inf if solved is None else solved.step_time_s
 
     def _is_hopeless(self, candidate: Candidate) -> bool:
         return candidate.estimate_s > HOPELESS * self._least_s

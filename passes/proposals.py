@@ -21,7 +21,7 @@ from autopar.passes.analysis import Analysis
 from autopar.passes.constraints import Constraints, Role
 from autopar.passes.counts import microbatch_counts, recipe_counts
 from autopar.passes.evaluate import Evaluator
-from autopar.passes.joint import Progress
+from autopar.passes.joint import JointSearch, Progress
 from autopar.passes.layout import (
     Candidate,
     StageLayout,
@@ -142,8 +142,10 @@ class Proposals:
         if self.options.force:
             raise OptionError("manual is the whole recipe; force cannot be combined with it")
         if manual.pp > 1:  # more microbatches make the bubble smaller, and cost more launches
-            search = (self.analysis, self.mesh, self.hardware, self.options)
-            for candidate in recipe_candidates(*search, manual, report):
+            budget_bytes = self.options.memory_limit or self.hardware.memory_limit_bytes
+            on = self.analysis, self.mesh, self.hardware, self.options
+            search = JointSearch.of(*on, budget_bytes, report=report)
+            for candidate in recipe_candidates(search, manual):
                 name = f"manual recipe, m={candidate.n_microbatches}"
                 yield name, [replace(candidate, name=name)]
             return

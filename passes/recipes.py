@@ -30,7 +30,7 @@ from autopar.passes.constraints import Constraints
 from autopar.passes.counts import FIRST_COUNT_PER_STAGE, microbatch_counts, recipe_counts
 from autopar.passes.evaluate import recipe_cost
 from autopar.passes.intra_op import static_bytes
-from autopar.passes.joint import JointSearch, Progress, climb
+from autopar.passes.joint import JointSearch, climb
 from autopar.passes.layers import MOST_LAYERS, balanced
 from autopar.passes.layout import Candidate, StageLayout
 from autopar.passes.stage_costs import CostMaker, StageCosts
@@ -40,17 +40,14 @@ Array = NDArray[np.float64]
 
 
 def recipe_candidates(
-    analysis: Analysis,
-    mesh: Mesh,
-    hardware: Hardware,
-    options: Options,
+    search: JointSearch,
     manual: Manual | None = None,
-    report: Progress = lambda text: None,
     n_most: int | None = None,
     limit_s: float = math.inf,
 ) -> list[Candidate]:
-    """Megatron with two stages or more, the `n_most` most promising first, or all, but for what is
-    slower than `limit_s` by its bound; with `manual`, that one alone.
+    """Megatron with two stages or more, of the program and machine of a search: the `n_most` most
+    promising first, or all, but for what is slower than `limit_s` by its bound; with `manual`, that
+    one alone.
 
     Those that no number of microbatches lets fit are left out, but the one asked for by `manual`
     is not: it comes with the most microbatches.
@@ -58,9 +55,9 @@ def recipe_candidates(
     Raises `MeshError` when `manual` does not place every rank, `OptionError` and `BatchError`
     when the batch does not divide as it says.
     """
-    budget_bytes = options.memory_limit or hardware.memory_limit_bytes
+    mesh, options = search.mesh, search.options
     if manual is None:
-        splits = list(_splits(analysis, mesh, options))
+        splits = list(_splits(search.analysis, mesh, options))
     else:
         check_ranks(manual, mesh)
         splits = [_Split(manual.pp, manual.dp, manual.tp)]
@@ -70,10 +67,7 @@ def recipe_candidates(
     # As many layers for the one asked for as for all: it is cut alike. No model has thousands of
     # layers worth a stage.
     n_least = max(min(mesh.n_ranks, MOST_LAYERS), manual.pp if manual else 0)
-    search = JointSearch.of(
-        analysis, mesh, hardware, options, budget_bytes, n_least, report,
-        max(mesh.n_ranks, MOST_LAYERS),
-    )  # fmt: skip
+    search = search.with_layers(n_least, max(mesh.n_ranks, MOST_LAYERS))
     splits = [s for s in splits if s.n_stages <= search.layers.n_layers]
     maker = replace(search.maker, pricing=recipe_cost)
     limits = recipe_limits(options, manual)
@@ -81,8 +75,8 @@ def recipe_candidates(
     recipes = [_Recipe(search, maker, split, limits, cuts[split.n_stages]) for split in splits]
     if manual is not None:
         return [recipe.candidate(*recipe.best(recipe.counts(manual))) for recipe in recipes]
-    static = static_bytes(analysis, maker.dtype, options.optimizer)
-    recipes = [recipe for recipe in recipes if recipe.least_bytes(static) <= budget_bytes]
+    static = static_bytes(search.analysis, maker.dtype, options.optimizer)
+    recipes = [recipe for recipe in recipes if recipe.least_bytes(static) <= search.budget_bytes]
     return [recipe.candidate(cost_s, m) for cost_s, recipe, m in _fastest(recipes, n_most, limit_s)]
 
 
@@ -170,7 +164,7 @@ class _Recipe:
         return static / (self.split.n_stages * self.limits.n_static_shares(self._view.sizes))
 
     def least_s(self, counts: Sequence[int]) -> float:
-        """The least that the closed form can be with any of `counts`."""
+        """What a step takes at least with any of `counts`."""
         bounds, n_ranks = self.search.bounds, self._view.n_ranks
         return min(bounds.balanced_s(self.last_layers, n_ranks, m) for m in counts)
 

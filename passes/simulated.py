@@ -20,7 +20,7 @@ from autopar.mesh import LogicalMesh
 from autopar.passes.abridge import Abridger
 from autopar.passes.alike import lowered_as, renamed
 from autopar.passes.analysis import Analysis
-from autopar.passes.choose import too_little_memory
+from autopar.passes.choose import Chosen, too_little_memory
 from autopar.passes.evaluate import Evaluator, Scored, schedule_name
 from autopar.passes.join import LaidStage
 from autopar.passes.layout import Candidate
@@ -77,7 +77,7 @@ class Simulated:
 @dataclass
 class Simulator:
     """Simulates what an evaluator scored, by `predict`. One of another evaluator of the same
-    program shares what was lowered (`dataclasses.replace`)."""
+    program shares what was lowered and simulated (`dataclasses.replace`)."""
 
     evaluator: Evaluator
     predict: Predict
@@ -86,6 +86,8 @@ class Simulator:
     _lowered: defaultdict[tuple[int, LogicalMesh], list[tuple[Strategy, StageProgram]]] = field(
         default_factory=lambda: defaultdict(list)
     )
+    # By what tells candidates apart once every choice is made; the choices live as long as this.
+    _known: dict[object, tuple[Scored, Solved]] = field(default_factory=dict)
 
     @property
     def _budget_bytes(self) -> float:
@@ -104,11 +106,16 @@ class Simulator:
 
         Raises `InfeasibleError` where none fits.
         """
-        found = self._fitting(scored, math.inf)
+        found = self.fitting(scored, math.inf)
         assert isinstance(found, Solved)
         return found
 
-    def _fitting(self, scored: Scored, limit_s: float) -> Solved | float:
+    def as_it_is(self, scored: Scored) -> Solved | None:
+        """The stages lowered, joined and simulated; None where that needs more than the budget."""
+        solved = self._simulated(scored)
+        return solved if within(self._budget_bytes, solved.peak_bytes) else None
+
+    def fitting(self, scored: Scored, limit_s: float) -> Solved | float:
         """As `simulated`; or, where that is no less than `limit_s`, what a step takes at least: no
         bound is known of recipes, whose placements are not what is fastest."""
         solved = self._simulated(scored)
@@ -172,6 +179,12 @@ class Simulator:
     def _simulated(self, scored: Scored) -> Solved:
         """Whatever its peak."""
         candidate, choices = scored.candidate, scored.choices
+        key = candidate.name, candidate.ends, candidate.n_microbatches, tuple(map(id, choices))
+        if key not in self._known:
+            self._known[key] = scored, self._played(candidate, choices)
+        return self._known[key][1]
+
+    def _played(self, candidate: Candidate, choices: Sequence[Chosen]) -> Solved:
         stages = tuple(
             LaidStage(part, chosen.strategy, CostModel(layout.view, self.evaluator.dtype))
             for part, layout, chosen in zip(
@@ -223,7 +236,7 @@ class Simulator:
             if least_s * (1 + SCORE_REL + kind_rel) <= one.score_s:
                 continue
             try:
-                solved = self._fitting(one, least_s * (1 + kind_rel))
+                solved = self.fitting(one, least_s * (1 + kind_rel))
             except InfeasibleError as error:
                 leaner = self._with_more_microbatches(one)
                 if leaner is None:

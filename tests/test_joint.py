@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from autopar.passes.intra_op import intra_op_problem
 from autopar.passes.joint import JointSearch, climb, different, joint_search
 from autopar.passes.layers import find_layers
 from autopar.passes.layout import Candidate
+from autopar.passes.recipes import recipe_candidates
 from autopar.passes.simulated import Simulator
 from autopar.passes.solvers import Solution, solve
 from autopar.passes.stage_costs import CostMaker, StageCosts, Wanted
@@ -163,6 +165,14 @@ def test_estimates_are_near_the_stages_solved_alone(axes: dict[str, int]) -> Non
 
 
 # -- candidates ----------------------------------------------------------------------------------
+
+
+def recipes(
+    analysis: Analysis, mesh: Mesh, hardware: Hardware, options: Options, *how: Any
+) -> list[Candidate]:
+    """Those of `recipe_candidates`; `how` as there."""
+    budget_bytes = options.memory_limit or hardware.memory_limit_bytes
+    return recipe_candidates(JointSearch.of(analysis, mesh, hardware, options, budget_bytes), *how)
 
 
 def candidates(

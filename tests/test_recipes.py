@@ -21,18 +21,17 @@ from autopar.passes.folding import find_runs
 from autopar.passes.intra_op import intra_op_problem
 from autopar.passes.layers import find_layers
 from autopar.passes.layout import Candidate
-from autopar.passes.recipes import recipe_candidates
 from autopar.passes.stage_costs import CostMaker, StageCosts
 from autopar.step_capture import capture_step
 from tests.harness import Mlp, random_rows
-from tests.test_joint import assert_covers, cluster, gpt2, hardware_of
+from tests.test_joint import assert_covers, cluster, gpt2, hardware_of, recipes
 from tests.test_planner_laws import A100, tokens
 from tests.test_planner_laws import gpt2 as wide_gpt2
 
 
 def test_recipes_are_equal_stages_in_every_split() -> None:
     mesh = cluster(2, 2)
-    found = recipe_candidates(gpt2(), mesh, hardware_of(mesh), Options.of())
+    found = recipes(gpt2(), mesh, hardware_of(mesh), Options.of())
     splits = {(len(c.ends), *c.stages[0].view.sizes) for c in found}
     assert splits == {(2, 2, 1), (2, 1, 2), (4, 1, 1)}
     for candidate in found:
@@ -50,7 +49,7 @@ def test_recipes_respect_forbid() -> None:
 
     def splits(*forbid: str) -> set[tuple[int, ...]]:
         options = Options.of(forbid=forbid)
-        found = recipe_candidates(gpt2(), mesh, hardware, options)
+        found = recipes(gpt2(), mesh, hardware, options)
         return {(len(c.ends), *c.stages[0].view.sizes) for c in found}
 
     assert splits("pipeline") == set()
@@ -66,7 +65,7 @@ def test_a_manual_recipe_is_that_one() -> None:
     mesh = cluster(2, 4)
     hardware, options = hardware_of(mesh), Options.of()
     manual = Manual(dp=2, tp=2, pp=2, sp=True, zero=1, microbatch_size=2)
-    (candidate,) = recipe_candidates(gpt2(), mesh, hardware, options, manual)
+    (candidate,) = recipes(gpt2(), mesh, hardware, options, manual)
     assert [v.sizes for v in views(candidate)] == [(2, 2)] * 2
     assert [v.first_rank for v in views(candidate)] == [0, 4]
     assert candidate.n_microbatches == 16 // 2 // 2
@@ -74,15 +73,15 @@ def test_a_manual_recipe_is_that_one() -> None:
     assert "zero=1" in limits and "sequence" not in limits
     uneven, too_many = replace(manual, microbatch_size=3), replace(manual, dp=4)
     with pytest.raises(OptionError, match="microbatch_size=3"):
-        recipe_candidates(gpt2(), mesh, hardware, options, uneven)
+        recipes(gpt2(), mesh, hardware, options, uneven)
     with pytest.raises(MeshError, match="places 16 ranks"):
-        recipe_candidates(gpt2(), mesh, hardware, options, too_many)
+        recipes(gpt2(), mesh, hardware, options, too_many)
 
 
 def test_stages_of_a_recipe_have_balanced_flops() -> None:
     rows = Analysis.of(capture(Mlp(n_layers=8), random_rows(0, "x", "y"), precision="fp64"))
     mesh = cluster(4)
-    found = recipe_candidates(rows, mesh, hardware_of(mesh), Options.of())
+    found = recipes(rows, mesh, hardware_of(mesh), Options.of())
     layers = find_layers(rows, find_runs(rows), 4)
     for candidate in found:
         last = [layers.ends.index(end) for end in candidate.ends]
@@ -117,7 +116,7 @@ def test_without_zero_what_is_stored_in_data_shards_is_not_made_whole() -> None:
 
 def test_stages_that_lie_on_two_nodes_are_priced() -> None:
     mesh = cluster(3, 4)
-    found = recipe_candidates(gpt2(), mesh, hardware_of(mesh), Options.of())
+    found = recipes(gpt2(), mesh, hardware_of(mesh), Options.of())
     assert {3, 4} <= {c.stages[0].view.n_ranks for c in found}
     assert all(math.isfinite(c.estimate_s) for c in found)
 
@@ -129,8 +128,7 @@ def test_what_the_real_machine_forbids_has_no_price() -> None:
     analysis = Analysis.of(capture_step(wide_gpt2(1, 192, 64, 768), tokens(192, 64), options))
     across, inside = Manual(dp=16, tp=3, pp=2), Manual(dp=8, tp=6, pp=2)
     (forbidden,), (allowed,) = (
-        recipe_candidates(analysis, mesh, hardware_of(mesh), options, manual)
-        for manual in (across, inside)
+        recipes(analysis, mesh, hardware_of(mesh), options, manual) for manual in (across, inside)
     )
     assert math.isinf(forbidden.estimate_s) and math.isfinite(allowed.estimate_s)
 
@@ -150,7 +148,7 @@ def test_counts_that_do_not_fit_by_what_others_keep_are_not_priced(
 
     def best(limit_bytes: float, manual: Manual | None = None) -> Candidate:
         options = Options.of(memory_limit=limit_bytes)
-        (found,) = recipe_candidates(analysis, mesh, hardware_of(mesh), options, manual)
+        (found,) = recipes(analysis, mesh, hardware_of(mesh), options, manual)
         return found
 
     with monkeypatch.context() as patch:

@@ -142,7 +142,7 @@ def cost_to_go(levels: Levels, cost: FloatArray) -> FloatArray:
 
     `cost` is [stages].
     """
-    return _table(levels, cost[:, None], False)
+    return _table(levels, cost[:, None], 0.0, 1.0)
 
 
 def least_memory_bytes(problem: StageProblem) -> float:
@@ -150,13 +150,28 @@ def least_memory_bytes(problem: StageProblem) -> float:
     levels = Levels.unlimited(problem)
     after = np.arange(levels.n_levels)
     size = problem.stage_bytes(after, tuple(at[:, None] for at in levels.stages))
-    return least_total(levels, _table(levels, size, True))
+    return least_total(levels, _table(levels, size, 1.0, 0.0))
 
 
-def _table(levels: Levels, cost: FloatArray, largest: bool) -> FloatArray:
+def least_span_s(problem: StageProblem) -> float:
+    """What a step takes at least, whatever the schedule: the first microbatch passes every stage
+    before s, then s works on B of them, then the last one's gradient passes back, so
+
+        max_s  (sum of time_r over r < s)  +  B time_s
+
+    of the plan where that is least. It is no more than the closed form of `stage_problem`, which
+    schedules undercut: where a stage is slow, those after it work on the last microbatch while it
+    is still busy with the one before. Infinite where there is no plan.
+    """
+    levels = Levels.of(problem)
+    time_s = problem.time_s[levels.stages][:, None]
+    return least_total(levels, _table(levels, time_s, float(problem.n_microbatches), 1.0))
+
+
+def _table(levels: Levels, cost: FloatArray, alone: float, added: float) -> FloatArray:
     return _recurrence(
         cost, levels.last, levels.kinds[levels.config], levels.n_fitting, levels.starts,
-        levels.sizes, levels.begins, levels.n_levels, levels.exact, largest,
+        levels.sizes, levels.begins, levels.n_levels, levels.exact, alone, added,
     )  # fmt: skip
 
 
@@ -186,9 +201,10 @@ def _n_fitting(
 @compiled
 def _recurrence(
     cost: FloatArray, lasts: IntArray, kinds: IntArray, n_fitting: IntArray, starts: IntArray,
-    sizes: IntArray, begins: BoolArray, n_levels: int, exact: bool, largest: bool,
+    sizes: IntArray, begins: BoolArray, n_levels: int, exact: bool, alone: float, added: float,
 ) -> FloatArray:  # fmt: skip
-    """`cost_to_go`; if `largest`, the least maximum instead of the least sum.
+    """The least that stages can come to, where one and what follows it come to
+    max(alone * cost, added * cost + rest): (0, 1) is the sum, (1, 0) the maximum.
 
     `cost` is [stages, levels], or [stages, 1] of all levels; `lasts`, `kinds` and `n_fitting` are
     [stages]; the others are those of `Levels`.
@@ -223,7 +239,7 @@ def _recurrence(
                         left = devices - sizes[kind]
                         for j in range(top):
                             paid, rest = least[kind, j], follow[last + 1, left, j]
-                            both = max(paid, rest) if largest else paid + rest
+                            both = max(alone * paid, added * paid + rest)
                             out[first, devices, j + 1] = min(out[first, devices, j + 1], both)
         for devices in range(n_devices + 1):
             for j in range(n_levels):

@@ -48,9 +48,13 @@ from autopar.passes.solvers.stage_tables import (
     cost_to_go,
     first_plans,
     least_memory_bytes,
+    least_span_s,
 )
 
-__all__ = ["StageChoice", "StagePlan", "StageProblem", "least_memory_bytes", "solve_stages"]
+__all__ = [
+    "StageChoice", "StagePlan", "StageProblem", "least_memory_bytes", "least_span_s",
+    "solve_stages",
+]  # fmt: skip
 
 EXACT_BITS = 52
 Box = tuple[int, int, int, int]  # first and last index of the times, then of the once costs
