@@ -29,15 +29,15 @@ from autopar.passes.analysis import Analysis
 from autopar.passes.best_count import best_count, best_recomputed
 from autopar.passes.choose import too_little_memory
 from autopar.passes.counts import microbatch_counts
-from autopar.passes.effort import Effort
 from autopar.passes.evaluate import Evaluator, Scored, compute_dtype
 from autopar.passes.intra_op import least_step_s
 from autopar.passes.joint import JointSearch, joint_search
 from autopar.passes.layout import Candidate, n_operators
+from autopar.passes.outcome import Outcome, at_least, fastest_of, rows_of, without_plan
 from autopar.passes.proposals import Proposals, Tries
 from autopar.passes.recipes import recipe_candidates
 from autopar.passes.refined import HOPELESS, refined_candidates
-from autopar.passes.simulated import Predict, Simulator, Solved
+from autopar.passes.simulated import Predict, Simulator
 from autopar.passes.submeshes import all_views, submesh_sizes
 from autopar.plan_data import Alternative
 from autopar.units import format_bytes, format_seconds
@@ -48,20 +48,6 @@ _N_SEARCHED, _N_RECIPES = 6, 3
 # about as long.
 MEMORY_COSTS = 1.1
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The winning plan, what it beat, and what finding it took."""
-
-    solved: Solved
-    hardware: Hardware
-    alternatives: tuple[Alternative, ...] = ()
-    effort: Effort = field(default_factory=Effort)
-
-    @property
-    def forbid(self) -> frozenset[str]:
-        return self.solved.candidate.stages[0].constraints.forbid
 
 
 class _TimeUp(Exception):
@@ -146,12 +132,13 @@ class Planner:
                     found.append(best)
                 elif isinstance(best, InfeasibleError):
                     errors.append((best, tries[-1]))
-                    notes.append(Alternative(name, None, str(best).splitlines()[0]))
+                    notes.append(without_plan(name, best))
                 else:
-                    notes.append(_at_least(name, best))
+                    notes.append(at_least(name, best))
             self._settle()
             if not self._costs_little(self._least_s):
-                last = self._add_recomputed(errors)
+                last = self.evaluator
+                self._add_recomputed(errors)
         except _TimeUp:
             is_stopped = True
             passed = f"not tried when time_limit_s={self.options.time_limit_s:g} had passed"
@@ -165,33 +152,18 @@ class Planner:
         if not found:
             raise self._nothing_fits(errors)
         self.report("simulating the best")
-        if last is not self.evaluator and not self._fits_for_little():
-            with suppress(_TimeUp):  # peaks are above what was solved for
-                last = self._add_recomputed(errors)
-        simulations = replace(self._simulator, evaluator=last).fastest(found)
-        failed, slower_s = simulations.failed, simulations.slower_s
-        if not simulations.found:
-            raise min(failed.values(), key=lambda error: error.least_bytes or math.inf)
-        simulated = {s.candidate.name: s for s in simulations.found}
-        least_s = min(s.step_time_s for s in simulated.values()) * (1 + 1e-9)
-        # Among equals the first: a search before the recipes it ties with, one stage before more.
-        names = [scored.candidate.name for scored in found if scored.candidate.name in simulated]
-        solved = next(simulated[n] for n in names if simulated[n].step_time_s <= least_s)
-        rows = [
-            Alternative(name, simulated[name].step_time_s)
-            if (name := scored.candidate.name) in simulated
-            else Alternative(name, scored.score_s, "not simulated")
-            for scored in found
-            if scored.candidate.name not in {*failed, *slower_s}
-        ]
-        notes += [Alternative(n, None, str(e).splitlines()[0]) for n, e in failed.items()]
-        notes += [_at_least(name, time_s) for name, time_s in slower_s.items()]
-        rows.sort(key=lambda row: row.step_time_s or 0.0)
+        if not (is_stopped or last is self.evaluator or self._fits_for_little()):
+            last = self.evaluator
+            with suppress(_TimeUp):
+                self._add_recomputed(errors)
+        simulated = replace(self._simulator, evaluator=last).fastest(found)
+        solved = fastest_of(found, simulated)
         if is_stopped:  # nothing is known of what was not tried but that it is no faster than this
             least_s = least_step_s(self.analysis, CostModel(self._whole, self.evaluator.dtype))
             solved = replace(solved, gap=max(solved.gap, 1 - least_s / solved.objective_s))
         effort = self.evaluator.effort(sum(self._n_configurations))
-        return Outcome(solved, self.hardware, (*rows, *notes), effort)
+        rows = (*rows_of(found, simulated), *notes)
+        return Outcome(solved, self.hardware, rows, effort)
 
     @cached_property
     def _plain(self) -> Evaluator:
@@ -236,8 +208,8 @@ class Planner:
     def _simulator(self) -> Simulator:
         return Simulator(self._plain, self.predict)
 
-    def _add_recomputed(self, errors: list[tuple[InfeasibleError, Candidate]]) -> Evaluator:
-        """Put what recompute betters in its place; returns the evaluator that knows recompute."""
+    def _add_recomputed(self, errors: list[tuple[InfeasibleError, Candidate]]) -> None:
+        """Put what recompute betters in its place."""
         for scored in self._recomputed():
             name = scored.candidate.name
             place = [s.candidate.name for s in self._found]
@@ -247,7 +219,6 @@ class Planner:
                 self._found.append(scored)
             errors[:] = [(error, c) for error, c in errors if c.name != name]
             self._notes[:] = [note for note in self._notes if note.name != name]
-        return self.evaluator
 
     def _recomputed(self) -> Iterator[Scored]:
         """What is faster, or fits at all, with recompute: of what was tried, and of a search for
@@ -345,7 +316,7 @@ class Planner:
             least_s, name = self._joint.least_step_s(n_stages), "several stages"
             is_slower = self._least_s < least_s < math.inf
             none = Alternative(name, None, "none found that fits")
-            self._notes.append(_at_least(name, least_s) if is_slower else none)
+            self._notes.append(at_least(name, least_s) if is_slower else none)
 
     def _with_stages(self, n_stages: int | None) -> Iterator[Candidate]:
         yield from self._searched_stages(n_stages, self._plain)
@@ -405,10 +376,6 @@ class Planner:
 
     def _is_hopeless(self, candidate: Candidate) -> bool:
         return candidate.estimate_s > HOPELESS * self._least_s
-
-
-def _at_least(name: str, least_s: float) -> Alternative:
-    return Alternative(name, None, f"at least {format_seconds(least_s)}")
 
 
 def _told_apart(candidates: Iterator[Candidate]) -> Iterator[Candidate]:

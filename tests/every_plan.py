@@ -30,7 +30,8 @@ from autopar.passes.evaluate import Evaluator, compute_dtype
 from autopar.passes.folding import find_runs
 from autopar.passes.layers import find_layers
 from autopar.passes.layout import Candidate, StageLayout
-from autopar.passes.planner import Outcome, Planner
+from autopar.passes.outcome import Outcome
+from autopar.passes.planner import Planner
 from autopar.passes.simulated import Simulator
 from autopar.passes.submeshes import submesh_sizes, views_of
 from autopar.pipeline import Pipeline
