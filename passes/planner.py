@@ -320,7 +320,9 @@ class Planner:
 
     def _with_stages(self, n_stages: int | None) -> Iterator[Candidate]:
         yield from self._searched_stages(n_stages, self._plain)
-        if n_stages is None and self._joint is not None:
+        if n_stages is not None or self._joint is None:
+            return
+        if self._joint.free_s <= HOPELESS * self._least_s:
             limit_s = min(HOPELESS * self._least_s, self._simulated_s)
             for recipe in recipe_candidates(self._joint, None, _N_RECIPES, limit_s):
                 if self.evaluator.stage_without_parameters(recipe.ends) is None:

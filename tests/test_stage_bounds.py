@@ -83,11 +83,13 @@ def test_no_plan_is_faster_than_its_bound(shape: tuple[int, ...]) -> None:
     for m in search.counts():
         bound_s, free_s = search.bounds.step_s(mesh, sizes, m, None), search.bound_s(m, None)
         assert 0 < bound_s <= free_s < math.inf
+    assert 0 < search.free_s == min(search.bound_s(m, None) for m in search.counts())
     found = recipes(gpt2(), mesh, hardware_of(mesh), Options.of())
     for candidate in found:
         last = [search.layers.ends.index(end) for end in candidate.ends]
         n_ranks, m = candidate.stages[0].view.n_ranks, candidate.n_microbatches
         assert search.bounds.balanced_s(last, n_ranks, m) <= candidate.estimate_s
+        assert search.free_s <= candidate.estimate_s
 
 
 def said_of_stages() -> list[tuple[str, str]]:
@@ -112,6 +114,24 @@ def test_nothing_is_built_where_bubbles_alone_take_too_long(
         assert said_of_stages() == [("several stages", "at least 1 s")]
     monkeypatch.setattr(Simulator, "as_it_is", lambda self, scored: None)
     assert ("several stages", "at least 1 s") not in said_of_stages()
+
+
+def test_recipes_are_left_where_no_stages_would_be_fast_without_a_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("step_s", "balanced_s"):
+        monkeypatch.setattr(StageBounds, name, lambda *_: 0.0)
+    mesh, said = cluster(4), list[str]()
+
+    def n_priced() -> int:
+        said.clear()
+        predict = predict_on(mesh, gpt2(), "adamw", ())
+        Planner(gpt2(), mesh, Options.of(), predict, said.append).run()
+        return sum("recipe of" in text for text in said)
+
+    assert n_priced() == 0
+    monkeypatch.setattr(JointSearch, "free_s", 0.0)
+    assert n_priced() > 0
 
 
 def test_recipes_that_cannot_be_among_the_best_are_not_priced() -> None:
