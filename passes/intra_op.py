@@ -275,14 +275,17 @@ class ProblemFamilies:
         return MOST_CASES_OF_ONE if is_one else MOST_CASES_AGAIN
 
     def _counts_with(self, n_microbatches: int, first: int, n_most: int) -> tuple[int, ...]:
-        """The numbers of microbatches that are built with one; fewer than `first` apart.
+        """The numbers of microbatches that are built with one; fewer than `first` apart, where not
+        all can be built at once.
 
         Parts of a program are built for the same numbers, so that they share what is priced. Where
         recompute is searched, parts are built alone; the numbers begin with the first asked for.
         """
         for alike in self._alike:
             if n_microbatches in alike:
-                near = tuple(m for m in alike if (m < first) == (n_microbatches < first))
+                near = alike
+                if len(alike) > n_most:
+                    near = tuple(m for m in alike if (m < first) == (n_microbatches < first))
                 at, start = near.index(n_microbatches), 0
                 if is_searched(self.recomputable):
                     start = self._starts.setdefault((near, n_most), at)

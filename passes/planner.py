@@ -344,10 +344,6 @@ class Planner:
             search = None  # nothing that is not known
         if search is None:
             return
-        least_s = search.least_step_s(n_stages, self._least_s)
-        if least_s > self._least_s and least_s > self._simulated_s:
-            return
-
         def score(candidate: Candidate) -> Scored | None:
             """None where it does not fit, or was not worth solving."""
             if self._is_hopeless(candidate):
@@ -358,9 +354,11 @@ class Planner:
                 return None
 
         try:
-            yield from refined_candidates(
-                search, n_stages, _N_SEARCHED, score, lambda: HOPELESS * self._least_s
-            )
+            least_s = search.least_step_s(n_stages, self._least_s)
+            if least_s <= self._least_s or least_s <= self._simulated_s:
+                yield from refined_candidates(
+                    search, n_stages, _N_SEARCHED, score, lambda: HOPELESS * self._least_s
+                )
         finally:
             self._n_configurations.append(search.n_configurations)
 

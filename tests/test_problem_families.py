@@ -166,17 +166,22 @@ def test_stages_of_a_program_share_what_their_groups_may_do() -> None:
     assert len(tables[0] & tables[1]) > len(tables[0]) // 2
 
 
-def test_numbers_of_microbatches_of_several_stages_begin_where_searches_do() -> None:
-    """One stage is asked for with all of them."""
+@pytest.mark.parametrize(
+    ("n_most", "built"), [(5, ((1, 2, 4, 8, 16),) * 2), (4, ((16,), (1, 2, 4, 8)))]
+)
+def test_numbers_of_microbatches_of_several_stages_begin_where_searches_do(
+    monkeypatch: pytest.MonkeyPatch, n_most: int, built: tuple[tuple[int, ...], ...]
+) -> None:
+    """Unless all are built at once; one stage is asked for with all of them."""
+    monkeypatch.setattr(intra_op, "MOST_CASES", n_most)
     counts, whole, part = (1, 2, 4, 8, 16), abstract_cost((4, 1)), abstract_cost((2, 1))
     problems = ProblemFamilies(wide_llama(), "adamw", ((whole, part),), counts)
 
     def built_with(cost: CostModel, m: int) -> tuple[int, ...]:
         return tuple(n for _, n in problems.of(cost, m, Constraints()).cases)
 
-    assert built_with(whole, 16) == counts
-    assert built_with(part, 16) == (16,)
-    assert built_with(part, 4) == (1, 2, 4, 8)
+    assert built_with(whole, 2) == counts[:n_most]
+    assert (built_with(part, 16), built_with(part, 4)) == built
 
 
 def test_numbers_of_microbatches_with_recompute_begin_with_the_first_asked_for(
