@@ -344,6 +344,7 @@ class Planner:
             search = None  # nothing that is not known
         if search is None:
             return
+
         def score(candidate: Candidate) -> Scored | None:
             """None where it does not fit, or was not worth solving."""
             if self._is_hopeless(candidate):
