@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 
+import autopar
 from autopar.binding import predict_on
 from autopar.errors import InfeasibleError
 from autopar.options import Options
+from autopar.passes import planner
 from autopar.passes.evaluate import Scored
 from autopar.passes.planner import MEMORY_COSTS, Planner
 from autopar.passes.simulated import Simulator, Solved
 from tests.test_joint import cluster, gpt2
+from tests.test_recompute_memory import batch, model
+from tests.test_recompute_search import machine, modes_of
 
 Fitting = Callable[[Solved], Solved | float]
 
@@ -59,3 +63,27 @@ def test_recompute_is_tried_where_the_best_does_not_fit_for_little(
     assert tried == ["again"] * is_tried
     # More than memory may cost is not worth knowing.
     assert asked[0] == pytest.approx(MEMORY_COSTS * best.step_time_s, rel=0.05)
+
+
+def test_what_is_found_with_recompute_when_the_time_is_up_is_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On one device nothing else fits: the first that does is all there is."""
+
+    def planned(limit: int | None) -> autopar.Plan:
+        return autopar.plan(
+            model("plain"), machine(1), batch(), precision="fp64", stages=1, microbatches=1,
+            memory_limit=limit, time_limit_s=600.0,
+        )  # fmt: skip
+
+    limit = int(0.7 * planned(None).predicted.peak_bytes)
+    recomputed = Planner._recomputed
+
+    def stopped(self: Planner) -> Iterator[Scored]:
+        yield next(recomputed(self))
+        raise planner._TimeUp
+
+    monkeypatch.setattr(Planner, "_recomputed", stopped)
+    plan = planned(limit)
+    assert modes_of(plan) and plan.predicted.peak_bytes <= limit
+    assert any(row.name == "the rest" for row in plan.data.alternatives)
