@@ -87,7 +87,8 @@ class Planner:
 
     @cached_property
     def _proposals(self) -> Proposals:
-        return Proposals(self.analysis, self.mesh, self.hardware, self.options)
+        on = self.analysis, self.mesh, self.hardware, self.options
+        return Proposals(*on, self.budget_bytes)
 
     @property
     def _sizes(self) -> list[int]:
@@ -197,9 +198,10 @@ class Planner:
 
     def _fits_for_little(self) -> bool:
         """The same of the best by its score, simulated: peaks are above what was solved for."""
-        best = min(self._found, key=lambda s: s.score_s)
+        assert self._best_scored is not None, "asked where something was found"
         try:
-            found = self._simulator.fitting(best, min(self._enough_s, default=math.inf))
+            enough_s = min(self._enough_s, default=math.inf)
+            found = self._simulator.fitting(self._best_scored, enough_s)
         except InfeasibleError:
             return False
         return not isinstance(found, float) and self._costs_little(found.step_time_s)
@@ -364,15 +366,19 @@ class Planner:
             self._n_configurations.append(search.n_configurations)
 
     @property
+    def _best_scored(self) -> Scored | None:
+        return min(self._found, key=lambda s: s.score_s, default=None)
+
+    @property
     def _least_s(self) -> float:
-        return min((s.score_s for s in self._found), default=math.inf)
+        best = self._best_scored
+        return math.inf if best is None else best.score_s
 
     @property
     def _simulated_s(self) -> float:
         """A step of the best by its score, simulated; infinite where that does not fit."""
-        if not self._found:
-            return math.inf
-        solved = self._simulator.as_it_is(min(self._found, key=lambda s: s.score_s))
+        best = self._best_scored
+        solved = None if best is None else self._simulator.as_it_is(best)
         return math.inf if solved is None else solved.step_time_s
 
     def _is_hopeless(self, candidate: Candidate) -> bool:

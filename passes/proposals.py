@@ -44,6 +44,7 @@ class Proposals:
     mesh: Mesh
     hardware: Hardware
     options: Options
+    budget_bytes: float
 
     def one_stage(self) -> Iterator[Tries]:
         """Every view searched, then the plain recipes, which `force` leaves out."""
@@ -142,9 +143,8 @@ class Proposals:
         if self.options.force:
             raise OptionError("manual is the whole recipe; force cannot be combined with it")
         if manual.pp > 1:  # more microbatches make the bubble smaller, and cost more launches
-            budget_bytes = self.options.memory_limit or self.hardware.memory_limit_bytes
             on = self.analysis, self.mesh, self.hardware, self.options
-            search = JointSearch.of(*on, budget_bytes, report=report)
+            search = JointSearch.of(*on, self.budget_bytes, report=report)
             for candidate in recipe_candidates(search, manual):
                 name = f"manual recipe, m={candidate.n_microbatches}"
                 yield name, [replace(candidate, name=name)]

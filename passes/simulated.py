@@ -181,10 +181,10 @@ class Simulator:
         candidate, choices = scored.candidate, scored.choices
         key = candidate.name, candidate.ends, candidate.n_microbatches, tuple(map(id, choices))
         if key not in self._known:
-            self._known[key] = scored, self._played(candidate, choices)
+            self._known[key] = scored, self._simulated_anew(candidate, choices)
         return self._known[key][1]
 
-    def _played(self, candidate: Candidate, choices: Sequence[Chosen]) -> Solved:
+    def _simulated_anew(self, candidate: Candidate, choices: Sequence[Chosen]) -> Solved:
         stages = tuple(
             LaidStage(part, chosen.strategy, CostModel(layout.view, self.evaluator.dtype))
             for part, layout, chosen in zip(
