@@ -96,7 +96,8 @@ class ReshardTables:
     ) -> Array:
         """[cases, k, moves] -> [cases, k, sources, targets]: sums over the moves of the paths."""
         rows, at = self._found(sources), np.array(targets, dtype=np.int64)
-        return sum_along(self.graph.source, self._last, rows, at, move_values)
+        values = np.ascontiguousarray(move_values)  # loops are compiled for each layout
+        return sum_along(self.graph.source, self._last, rows, at, values)
 
     def last_moves(self, source: int, case: int) -> LastMoves:
         """[specs]: of the cheapest paths from a spec, by time, then tie."""

@@ -33,9 +33,8 @@ from autopar.stage_program import StageProgram
 # How far (relative) scores are from what is simulated on large models: they leave out that buckets
 # fill, that biases are added by products, and launches of the optimizer.
 SCORE_REL = 0.02
-# How far they may be for a kind of candidate of which none was simulated yet: those of small
-# pipelines leave out gradients of tied parameters, and how a stage's time divides into forward and
-# backward.
+# How much more they may be above it where stages were not simulated yet: scores of small pipelines
+# leave out how a stage's time divides into forward and backward (up to 4% too much was seen).
 UNSEEN_REL = 0.05
 # Budgets of which some are tried, where what runs needs more than the solver's account of it:
 # gathered parameters, buckets, what operators need while they run, and a block that runs again.
@@ -221,18 +220,19 @@ class Simulator:
 
     def fastest(self, scored: Sequence[Scored]) -> Simulated:
         """The candidates simulated, those of least score first, until what the rest score is out of
-        reach of the fastest: by `SCORE_REL` and more than scores of their kind were off so far, or
-        `UNSEEN_REL`. What does not fit after all is tried with more microbatches."""
+        reach of the fastest: by `SCORE_REL` and more than scores of their kind were too much so
+        far, or `UNSEEN_REL`. What does not fit after all is tried with more microbatches."""
         found: list[Solved] = []
         failed: dict[str, InfeasibleError] = {}
         slower_s: dict[str, float] = {}
-        off_rel: dict[object, float] = {}
+        over_rel: dict[object, float] = {}
         waiting = sorted(scored, key=lambda s: s.score_s)
         while waiting:
             one = waiting.pop(0)
-            kind = len(one.candidate.stages) > 1, one.candidate.is_recipe
+            has_stages = len(one.candidate.stages) > 1
+            kind = has_stages, one.candidate.is_recipe
             least_s = min((s.step_time_s for s in found), default=math.inf)
-            kind_rel = off_rel.get(kind, UNSEEN_REL)
+            kind_rel = over_rel.get(kind, UNSEEN_REL if has_stages else 0.0)
             if least_s * (1 + SCORE_REL + kind_rel) <= one.score_s:
                 continue
             try:
@@ -248,8 +248,8 @@ class Simulator:
                 slower_s[one.candidate.name] = solved
                 continue
             found.append(solved)
-            off = abs(one.score_s / solved.step_time_s - 1)
-            off_rel[kind] = max(off_rel.get(kind, 0.0), off)
+            over = one.score_s / solved.step_time_s - 1
+            over_rel[kind] = max(over_rel.get(kind, 0.0), over)
         return Simulated(found, failed, slower_s)
 
     def _with_more_microbatches(self, scored: Scored) -> Scored | None:

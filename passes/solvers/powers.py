@@ -29,7 +29,7 @@ class Power:
     def of(table: FloatArray, n: int) -> Power:
         """`table` is [cases, states, states]; n is at least 1."""
         assert n >= 1
-        squares = [table]
+        squares = [np.array(table)]  # one that may be written to, as all others: compiled once
         while 2 ** len(squares) <= n:
             squares.append(_product(squares[-1], squares[-1]))
         bits = tuple(b for b in range(len(squares)) if n >> b & 1)

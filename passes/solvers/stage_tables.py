@@ -78,7 +78,8 @@ class Levels:
         kinds = [found.setdefault(kind, len(found)) for kind in every]
         firsts = [kinds.index(kind) for kind in range(len(found))]
         lefts = range(problem.n_devices + 1)
-        first, last, config = np.nonzero(problem.possible())
+        # Not views of one array: loops are compiled for each layout that they are given.
+        first, last, config = map(np.ascontiguousarray, np.nonzero(problem.possible()))
         return Levels(
             first,
             last,
