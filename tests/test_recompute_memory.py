@@ -109,27 +109,27 @@ def test_any_operators(seed: int) -> None:
     assert predicted == pytest.approx(measured, rel=0.01)
 
 
-CASES = [
-    Manual(tp=2, sp=True),
-    Manual(dp=2, zero=3, microbatch_size=4),
-    Manual(pp=2, microbatch_size=4),
-]
+# Layout -> modes, of which each holds more than the one before.
+CASES: dict[Manual, tuple[Recompute | None, ...]] = {
+    Manual(tp=2, sp=True): ("full", "selective", "attention-core", None),
+    Manual(dp=2, zero=3, microbatch_size=4): ("full", None),
+    Manual(pp=2, microbatch_size=4): ("full", "selective", None),
+}
 
 
 def test_peaks_of_two_processes(workers: Pool) -> None:
     """Shards, gathered parameters and stages: what falls is what is predicted to fall."""
-    cases = [(manual, mode) for manual in CASES for mode in (None, *FALLS)]
+    cases = [(manual, mode) for manual, modes in CASES.items() for mode in modes]
     pipelines, steps = [], []
     for manual, mode in cases:
         bound = bound_of("dropped", mode, manual)
         pipelines.append(bound.pipeline)
         steps.append(whole_step(bound))
     for rank, found in enumerate(workers(2).run(bytes_of_each, steps)):
-        peaks: dict[Manual, dict[Recompute | None, float]] = {}
+        peaks: dict[Manual, list[float]] = {}
         for (manual, mode), pipeline, (measured, _) in zip(cases, pipelines, found, strict=True):
             predicted = peak_of_stage(pipeline, pipeline.stage_of(rank), "adamw")
             assert predicted == pytest.approx(measured, rel=CLOSE), (rank, manual, mode)
-            peaks.setdefault(manual, {})[mode] = measured
-        for manual, of_mode in peaks.items():
-            assert of_mode["full"] < of_mode["selective"] < of_mode[None], (rank, manual)
-            assert of_mode["attention-core"] < of_mode[None], (rank, manual)
+            peaks.setdefault(manual, []).append(measured)
+        for manual, rising in peaks.items():
+            assert rising == sorted(set(rising)), (rank, manual)
