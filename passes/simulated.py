@@ -229,10 +229,10 @@ class Simulator:
         waiting = sorted(scored, key=lambda s: s.score_s)
         while waiting:
             one = waiting.pop(0)
-            has_stages = len(one.candidate.stages) > 1
-            kind = has_stages, one.candidate.is_recipe
+            is_pipeline = len(one.candidate.stages) > 1
+            kind = is_pipeline, one.candidate.is_recipe
             least_s = min((s.step_time_s for s in found), default=math.inf)
-            kind_rel = over_rel.get(kind, UNSEEN_REL if has_stages else 0.0)
+            kind_rel = over_rel.get(kind, UNSEEN_REL if is_pipeline else 0.0)
             if least_s * (1 + SCORE_REL + kind_rel) <= one.score_s:
                 continue
             try:

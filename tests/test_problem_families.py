@@ -39,7 +39,7 @@ from autopar.passes.primitive_costs import primitive_lines
 from autopar.passes.recipes import recipe_limits
 from autopar.passes.recompute import Recomputable
 from autopar.passes.reshard import priced_alike
-from autopar.passes.simulated import SCORE_REL, Simulator, Solved
+from autopar.passes.simulated import SCORE_REL, UNSEEN_REL, Simulator, Solved
 from autopar.passes.solvers import Solution, solve
 from autopar.pipeline import Pipeline
 from autopar.predicted import Predicted
@@ -291,10 +291,13 @@ def test_candidates_are_simulated_until_none_scores_better(
 ) -> None:
     simulator, _ = simulator_on(Mesh((1, 8), hardware="a100-80gb"))
     # By its score a is 3% slower than it is; that b is 10% slower than its score says nothing of c.
-    truth = {"a": 1.0, "b": 1.12, "c": 1.1, "d": 0.1, "e": 0.2}
+    truth = {"a": 1.0, "b": 1.12, "c": 1.1, "d": 0.1, "e": 0.2, "pipeline": 1.2}
     out_of_reach = 1 + SCORE_REL + 0.03
     scores = {"d": 1.5, "e": out_of_reach, "c": out_of_reach - 1e-3, "a": 1.03, "b": 1.02}
     scored = [Scored(Candidate(name, (1,), (), 1), (), score) for name, score in scores.items()]
+    layout = StageLayout(abstract_cost((4, 1)).mesh, Constraints())
+    pipeline = Candidate("pipeline", (1, 2), (layout, layout), 1)  # nothing is known of its kind
+    scored.append(Scored(pipeline, (), 1 + SCORE_REL + UNSEEN_REL - 1e-3))
     asked: list[str] = []
 
     def simulated(one: Scored) -> Solved:
@@ -303,8 +306,8 @@ def test_candidates_are_simulated_until_none_scores_better(
 
     monkeypatch.setattr(simulator, "_simulated", simulated)
     found = simulator.fastest(scored).found
-    assert asked == ["b", "a", "c"]
-    assert [s.step_time_s for s in found] == [1.12, 1.0, 1.1]
+    assert asked == ["b", "a", "c", "pipeline"]
+    assert [s.step_time_s for s in found] == [1.12, 1.0, 1.1, 1.2]
 
 
 def test_smaller_budgets_are_left_where_what_fits_is_slower(
