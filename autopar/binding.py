@@ -17,9 +17,8 @@ from autopar.cost.model import CostModel
 from autopar.cost.predict import link_between, predict
 from autopar.errors import PlanError
 from autopar.mesh import Mesh, factored_view
-from autopar.passes.analysis import Analysis
+from autopar.passes.analysis import Analysis, compute_dtype
 from autopar.passes.cut import cut
-from autopar.passes.evaluate import compute_dtype
 from autopar.passes.join import LaidStage, join
 from autopar.passes.replay import replay, replay_ends
 from autopar.passes.simulated import Predict

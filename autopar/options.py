@@ -368,3 +368,8 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "loss_fn": _loss_fn,
     "progress": _progress,
 }
+
+
+def schedule_name(options: Options) -> str:
+    """1f1b unless the user wants another: it is as fast as gpipe and keeps less."""
+    return "1f1b" if options.schedule == "auto" else options.schedule

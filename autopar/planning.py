@@ -28,10 +28,9 @@ from autopar.cost.simulate import Timeline
 from autopar.cost.what_if import changed, profile_of
 from autopar.errors import OptionError, PlanError
 from autopar.mesh import Mesh
-from autopar.options import Options
-from autopar.passes.analysis import Analysis
+from autopar.options import Options, schedule_name
+from autopar.passes.analysis import Analysis, compute_dtype
 from autopar.passes.effort import Effort
-from autopar.passes.evaluate import compute_dtype, schedule_name
 from autopar.passes.fallback import accept_again, accept_missing
 from autopar.passes.next_best import decisions
 from autopar.passes.padding import pad, padded_for

@@ -255,3 +255,12 @@ def _dtypes(program: Program) -> dict[str, torch.dtype]:
             results = ((i, r) for i, r in enumerate(value) if r is not None)
             found |= {f"{node.name}:{i}": result.dtype for i, result in results}
     return found
+
+
+def compute_dtype(analysis: Analysis) -> torch.dtype:
+    """The dtype most parameters have; matmuls are priced in it."""
+    counts: dict[torch.dtype, int] = {}
+    for info in analysis.program.parameters.values():
+        if info.dtype.is_floating_point:
+            counts[info.dtype] = counts.get(info.dtype, 0) + torch.Size(info.shape).numel()
+    return max(counts, key=counts.__getitem__) if counts else torch.float32

@@ -15,15 +15,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
-import torch
-
 from autopar.cost.hardware import Hardware
 from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError
-from autopar.mesh import Device, Link, LogicalMesh
-from autopar.options import Options
+from autopar.mesh import LogicalMesh
+from autopar.options import Options, schedule_name
 from autopar.passes.alike import Numbered
-from autopar.passes.analysis import Analysis
+from autopar.passes.analysis import Analysis, compute_dtype
 from autopar.passes.choose import Ask, Chooser, Chosen
 from autopar.passes.cut import cut
 from autopar.passes.effort import Effort
@@ -31,6 +29,7 @@ from autopar.passes.folding import Run, find_runs, fold
 from autopar.passes.intra_op import least_bytes
 from autopar.passes.layout import Candidate, StageLayout
 from autopar.passes.played import Boundary, Worked, step_s
+from autopar.passes.recipe_cost import recipe_cost
 from autopar.passes.recompute import Recomputable, aligned_runs, is_searched
 from autopar.passes.solvers.problem import within
 from autopar.schedule import ORDERS, in_flight
@@ -72,20 +71,6 @@ class _Stage:
         layout = self.layout
         placed = layout.view.placement, repr(layout.constraints)
         return id(self.part), *placed, self.n_microbatches, self.depth  # parts are kept
-
-
-def compute_dtype(analysis: Analysis) -> torch.dtype:
-    """The dtype most parameters have; matmuls are priced in it."""
-    counts: dict[torch.dtype, int] = {}
-    for info in analysis.program.parameters.values():
-        if info.dtype.is_floating_point:
-            counts[info.dtype] = counts.get(info.dtype, 0) + torch.Size(info.shape).numel()
-    return max(counts, key=counts.__getitem__) if counts else torch.float32
-
-
-def schedule_name(options: Options) -> str:
-    """1f1b unless the user wants another: it is as fast as gpipe and keeps less."""
-    return "1f1b" if options.schedule == "auto" else options.schedule
 
 
 @lru_cache(maxsize=128)
@@ -380,17 +365,3 @@ def _faster(chosen: Chosen, other: Chosen) -> Chosen:
     if other.objective_s > chosen.objective_s:
         return chosen
     return replace(other, gap=max(0.0, 1 - chosen.bound_s / other.objective_s))
-
-
-def recipe_cost(cost: CostModel) -> CostModel:
-    """The abstract machine a recipe is laid out on: flops dearest, then bytes moved between
-    ranks, then bytes touched.
-
-    The Megatron layout is the optimum of that order: split every product that can be, with
-    the least communication. Real rates would let small models replicate.
-    """
-    mesh = cost.mesh
-    machine = Device(flops_per_s=1.0, bytes_per_s=1e3, memory_bytes=mesh.device.memory_bytes)
-    links = (Link(1.0, 1.0),) * mesh.n_axes
-    view = LogicalMesh(mesh.sizes, mesh.names, links, machine, mesh.first_rank)
-    return CostModel(view, cost.dtype)

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 
+from autopar.rules.tables import FUSED
 from autopar.stage_program import (
     CallLine,
     GatherLine,
@@ -30,8 +31,6 @@ from autopar.stage_program import (
     reads,
     writes,
 )  # fmt: skip
-
-FUSED = {"aten.mm.default": "aten.addmm.default", "aten.linear.default": "aten.linear.default"}
 
 
 def fuse_bias(

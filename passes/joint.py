@@ -30,12 +30,11 @@ from numpy.typing import NDArray
 from autopar.cost.hardware import Hardware
 from autopar.cost.model import CostModel
 from autopar.mesh import LogicalMesh, Mesh
-from autopar.options import Options
-from autopar.passes.analysis import Analysis
+from autopar.options import Options, schedule_name
+from autopar.passes.analysis import Analysis, compute_dtype
 from autopar.passes.constraints import Constraints
 from autopar.passes.counts import FIRST_COUNT_PER_STAGE, microbatch_counts
 from autopar.passes.estimates import Estimates
-from autopar.passes.evaluate import compute_dtype, schedule_name
 from autopar.passes.folding import find_runs, fold
 from autopar.passes.layers import MOST_LAYERS, Layers, find_layers
 from autopar.passes.layout import Candidate, StageLayout

@@ -25,11 +25,11 @@ from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError, MeshError, OptionError
 from autopar.mesh import LogicalMesh, Mesh
 from autopar.options import Options
-from autopar.passes.analysis import Analysis
+from autopar.passes.analysis import Analysis, compute_dtype
 from autopar.passes.best_count import best_count, best_recomputed
 from autopar.passes.choose import too_little_memory
 from autopar.passes.counts import microbatch_counts
-from autopar.passes.evaluate import Evaluator, Scored, compute_dtype
+from autopar.passes.evaluate import Evaluator, Scored
 from autopar.passes.intra_op import least_step_s
 from autopar.passes.joint import JointSearch, joint_search
 from autopar.passes.layout import Candidate, n_operators

@@ -28,11 +28,11 @@ from autopar.passes.analysis import Analysis
 from autopar.passes.attribution import PARTS
 from autopar.passes.constraints import Constraints
 from autopar.passes.counts import FIRST_COUNT_PER_STAGE, microbatch_counts, recipe_counts
-from autopar.passes.evaluate import recipe_cost
 from autopar.passes.intra_op import static_bytes
 from autopar.passes.joint import JointSearch, climb
 from autopar.passes.layers import MOST_LAYERS, balanced
 from autopar.passes.layout import Candidate, StageLayout
+from autopar.passes.recipe_cost import recipe_cost
 from autopar.passes.stage_costs import CostMaker, StageCosts
 from autopar.passes.submeshes import Place, places_of, view_at, views_text
 

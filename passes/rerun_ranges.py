@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.passes.analysis import Analysis
-from autopar.passes.fuse import FUSED
 from autopar.rules import OpRule, rule_for
+from autopar.rules.tables import FUSED
 
 # Positions in `Analysis.operators`, next to each other.
 Positions = range

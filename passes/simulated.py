@@ -17,11 +17,12 @@ from autopar.cost.model import CostModel
 from autopar.errors import InfeasibleError
 from autopar.facts import Strategy
 from autopar.mesh import LogicalMesh
+from autopar.options import schedule_name
 from autopar.passes.abridge import Abridger
 from autopar.passes.alike import lowered_as, renamed
 from autopar.passes.analysis import Analysis
 from autopar.passes.choose import Chosen, too_little_memory
-from autopar.passes.evaluate import Evaluator, Scored, schedule_name
+from autopar.passes.evaluate import Evaluator, Scored
 from autopar.passes.join import LaidStage
 from autopar.passes.layout import Candidate
 from autopar.passes.solvers.problem import within

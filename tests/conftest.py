@@ -74,12 +74,12 @@ def golden(request: pytest.FixtureRequest) -> Golden:
 @pytest.fixture
 def registry() -> Iterator[None]:
     """Rules that a test registers are forgotten after it."""
-    from autopar import rules
+    from autopar.rules.registry import _registry
 
-    before = dict(rules._registry)
+    before = dict(_registry)
     yield
-    rules._registry.clear()
-    rules._registry.update(before)
+    _registry.clear()
+    _registry.update(before)
 
 
 @pytest.fixture(scope="session", autouse=True)

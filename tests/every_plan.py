@@ -23,10 +23,10 @@ from autopar.cost.predict import link_between, predict
 from autopar.errors import BatchError, InfeasibleError
 from autopar.mesh import LogicalMesh, Mesh
 from autopar.options import Options
-from autopar.passes.analysis import Analysis
+from autopar.passes.analysis import Analysis, compute_dtype
 from autopar.passes.constraints import Constraints
 from autopar.passes.counts import microbatch_counts
-from autopar.passes.evaluate import Evaluator, compute_dtype
+from autopar.passes.evaluate import Evaluator
 from autopar.passes.folding import find_runs
 from autopar.passes.layers import find_layers
 from autopar.passes.layout import Candidate, StageLayout

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar import rules
+from autopar.rules import registry
 from autopar.errors import MissingRuleError, OptionError
 from autopar.options import Options
 
@@ -59,7 +59,7 @@ WARNING = r"autopar_tests\.scan\.default has no sharding rule and is kept whole[
 def _forgotten() -> Iterator[None]:
     """What a test accepts is refused in the next one."""
     yield
-    rules._kept_whole.clear()
+    registry._kept_whole.clear()
 
 
 def test_an_error_by_default_also_after_it_was_accepted() -> None:
@@ -89,7 +89,7 @@ def test_a_saved_plan_remembers_what_was_accepted(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=WARNING):
         made = autopar.plan(Scanning(), MESH, BATCH, fallback="replicate")
     made.save(tmp_path / "plan.json")
-    rules._kept_whole.clear()  # as in another process
+    registry._kept_whole.clear()  # as in another process
     bound = autopar.Plan.load(tmp_path / "plan.json").bind(Scanning())
     assert bound.data == made.data
 

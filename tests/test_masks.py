@@ -20,7 +20,7 @@ from autopar.capture.rewrites import gathers
 from autopar.passes.analysis import Analysis
 from autopar.passes.choose import Ask, choose
 from autopar.passes.constraints import Constraints
-from autopar.passes.evaluate import recipe_cost
+from autopar.passes.recipe_cost import recipe_cost
 from autopar.program import Program
 from autopar.rules import has_rule
 from tests.harness import (

@@ -16,8 +16,8 @@ from autopar.facts import Period, Strategy
 from autopar.moves import Move
 from autopar.passes.choose import Ask, choose
 from autopar.passes.constraints import Constraints
-from autopar.passes.evaluate import recipe_cost
 from autopar.passes.lower import lower
+from autopar.passes.recipe_cost import recipe_cost
 from autopar.spec import I, R, Spec
 from autopar.stage_program import StageProgram
 from tests.harness import Case, abstract_cost, generated_code, model_case, thread_step

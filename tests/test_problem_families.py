@@ -26,7 +26,7 @@ from autopar.passes import abridge, intra_op
 from autopar.passes.analysis import Analysis
 from autopar.passes.constraints import Constraints
 from autopar.passes.cut import cut
-from autopar.passes.evaluate import Evaluator, Scored, recipe_cost
+from autopar.passes.evaluate import Evaluator, Scored
 from autopar.passes.intra_op import (
     ProblemBatch,
     ProblemFamilies,
@@ -36,6 +36,7 @@ from autopar.passes.intra_op import (
 from autopar.passes.layout import Candidate, StageLayout, n_operators
 from autopar.passes.move_graph import move_graph
 from autopar.passes.primitive_costs import primitive_lines
+from autopar.passes.recipe_cost import recipe_cost
 from autopar.passes.recipes import recipe_limits
 from autopar.passes.recompute import Recomputable
 from autopar.passes.reshard import priced_alike

@@ -16,11 +16,11 @@ from autopar.mesh import LogicalMesh, Mesh, factored_view
 from autopar.options import Manual, Options
 from autopar.passes.analysis import Analysis
 from autopar.passes.constraints import Constraints
-from autopar.passes.evaluate import recipe_cost
 from autopar.passes.folding import find_runs
 from autopar.passes.intra_op import intra_op_problem
 from autopar.passes.layers import find_layers
 from autopar.passes.layout import Candidate
+from autopar.passes.recipe_cost import recipe_cost
 from autopar.passes.stage_costs import CostMaker, StageCosts
 from autopar.step_capture import capture_step
 from tests.harness import Mlp, random_rows

@@ -21,11 +21,11 @@ from autopar.capture import capture
 from autopar.passes.analysis import Analysis
 from autopar.passes.choose import Ask, choose
 from autopar.passes.constraints import Constraints
-from autopar.passes.evaluate import recipe_cost
 from autopar.passes.intra_op import intra_op_problem
 from autopar.passes.layers import operator_flops
 from autopar.passes.lower import lower
 from autopar.passes.problem import IntraOpProblem
+from autopar.passes.recipe_cost import recipe_cost
 from autopar.stage_program import CallLine
 from tests.harness import abstract_cost, generated_code, random_strategy, thread_step
 

@@ -1,18 +1,18 @@
 """Sharding rules: one line of notation per operator, found by overload name."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from typing import Any
-
-from autopar.errors import MissingRuleError, NotSupportedError
-from autopar.notation import Notation
-from autopar.rules.derived import derived_rule, is_pure
-from autopar.rules.families import whole
+from autopar.rules.derived import is_pure
 from autopar.rules.operators import find_operator
-from autopar.rules.rule import Localise, OpCall, OpRule
-from autopar.rules.signature import check_flops, check_notation, check_operator
-from autopar.rules.tables import RULES
+from autopar.rules.registry import (
+    all_rules,
+    check_call,
+    has_rule,
+    keep_whole,
+    missing_rule,
+    own_rule,
+    register_rule,
+    rule_for,
+)
+from autopar.rules.rule import OpCall, OpRule
 
 __all__ = [
     "OpCall",
@@ -28,91 +28,3 @@ __all__ = [
     "register_rule",
     "rule_for",
 ]
-
-_registry: dict[str, OpRule] = {rule.op: rule for rule in RULES}
-_kept_whole: dict[str, OpRule] = {}
-assert len(_registry) == len(RULES), "an operator has two rules"
-
-
-def all_rules() -> Iterator[OpRule]:
-    return iter(_registry.values())
-
-
-def has_rule(op: str) -> bool:
-    return op in _registry or derived_rule(op) is not None
-
-
-def own_rule(op: str) -> OpRule | None:
-    """The rule written for an overload, in the tables or by `register_rule`."""
-    return _registry.get(op)
-
-
-def rule_for(op: str, where: str = "") -> OpRule:
-    """The rule of an overload; raises `MissingRuleError` with the line to write."""
-    rule = _registry.get(op) or derived_rule(op) or _kept_whole.get(op)
-    if rule is None:
-        raise missing_rule(op, where)
-    return rule
-
-
-def missing_rule(op: str, where: str = "") -> MissingRuleError:
-    public = op.removesuffix(".default").replace(".", "::", 1)
-    return MissingRuleError(
-        f"operator {op} has no sharding rule",
-        where=where,
-        hint=f'autopar.register_rule("{public}", "b s h, h f -> b s f") '
-        "with the notation of its tensors in order",
-    )
-
-
-def keep_whole(op: str, where: str = "") -> None:
-    """From now on an operator without a rule has one: it is never sharded.
-
-    Raises `MissingRuleError` for one that writes to its arguments or draws random numbers:
-    running it on every rank would not be the same.
-    """
-    if not is_pure(find_operator(op)):
-        raise missing_rule(op, where)
-    _kept_whole[op] = OpRule(op, whole)
-
-
-def check_call(rule: OpRule, call: OpCall, where: str = "") -> None:
-    """Refuse a call whose arguments the rule does not cover."""
-    reason = rule.check(call) if rule.check else None
-    if reason is not None:
-        what, _, hint = reason.partition("\n")
-        raise NotSupportedError(what, where=where, hint=hint or "change the model or the loss")
-
-
-def register_rule(
-    op: str | Callable[..., Any],
-    notation: str,
-    *,
-    flops: str | None = None,
-    lower: Localise | None = None,
-) -> OpRule:
-    """Teach autopar how an operator may be sharded.
-
-    op: `"namespace::name"` (or `"namespace::name.overload"`), or the operator itself.
-    notation: its tensor arguments and results, `"b s h, h f -> b s f"`; terms of optional
-    tensors fall away in calls without them.
-    flops: a formula over the notation's names, `"2*b*s*h*f"`; without one the operator
-    costs the bytes it touches. lower: `(call, local_inputs, local_outputs) -> {argument:
-    value}` for arguments that carry sizes.
-
-    A second rule of an operator replaces the first. Plans that are made from then on use it,
-    also of models that were captured before.
-
-    Raises `NotationError` for a notation that is malformed or has not the operator's tensors,
-    `OptionError` for an operator that does not exist or flops of other names,
-    `NotSupportedError` for an operator that writes to its arguments or draws random numbers.
-    """
-    overload = find_operator(op)
-    parsed = Notation.parse(notation)
-    check_operator(overload)
-    check_notation(parsed, overload)
-    if flops is not None:
-        check_flops(flops, parsed, overload)
-    rule = OpRule(str(overload), notation, flops=flops, localise=lower)
-    _registry[rule.op] = rule
-    return rule

@@ -24,6 +24,9 @@ from autopar.rules.padded import PADDED
 from autopar.rules.random import RANDOM
 from autopar.rules.rule import Family, LinearSets, Localise, OpCall, OpRule
 
+# A matmul -> the operator that adds a bias too.
+FUSED = {"aten.mm.default": "aten.addmm.default", "aten.linear.default": "aten.linear.default"}
+
 ALONE: LinearSets = ((0,),)
 
 

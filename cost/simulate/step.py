@@ -1,0 +1,96 @@
+"""When everything of a step happens: the runtime's own actions, with durations.
+
+    before      every stage gathers its parameters                              once
+    schedule    the actions of a schedule, in the executor's order:
+                  compute             waits for what it receives, then takes its time (`times.py`)
+                  messages            a run of them is posted at once and takes no time of the
+                                      device; a transfer starts when both ends are posted and
+                                      the sender's earlier transfers are over
+                At most as many posted batches as devices are under way (`Crossings.post`).
+                Gradient sync may run beside the last backward (`times.py`).
+    after       gradients to storage; tied gradients between two stages at a time; the loss on
+                all ranks; the optimizer                                        once
+
+A device is the ranks that share a row of the schedule, and the busiest of them: a stage, or
+several where the schedule is interleaved. At any time it computes, calls collectives (which compute
+waits for), waits while what it needs is being transferred, or is idle:
+
+    step_time_s = compute_s + collectives_s + waited_s + update_s + idle_s      on every device
+    bubble      = sum over devices of n_ranks idle_s / (n_ranks of all x step_time_s)
+
+With equal stages, free messages and nothing before or after, that is the textbook's
+(p - 1) / (m + p - 1), or (p - 1) / (v m + p - 1) with v chunks per device. Transfers and
+collectives that share a link do not slow each other down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from autopar.cost.simulate.play import Play
+from autopar.cost.simulate.timeline import Timeline
+from autopar.cost.simulate.times import Spent, StageTimes, TieTimes
+from autopar.errors import OptionError
+from autopar.schedule import Action, Schedule, Script, script_of
+
+
+def simulate(
+    schedule: Schedule | Script,
+    stages: Sequence[StageTimes],
+    message_s: Callable[[Action], float] | float = 0.0,
+    ties: Sequence[TieTimes] = (),
+    loss_s: float = 0.0,
+    *,
+    slow: tuple[int, float] | None = None,
+    jitter: tuple[float, int] | None = None,
+    sends_as_made: bool = False,
+) -> Timeline:
+    """Play one step of a valid schedule, or of its script (`script_of`), which may be kept.
+
+    stages          one per stage: n_chunks per device
+    message_s       of a send: how long its transfer takes, alike for all microbatches; or one
+                    number for all. A schedule without messages is given those of a chain.
+    loss_s          of giving the loss to all ranks
+    slow            (device, factor): its compute takes that much longer
+    jitter          (fraction, seed): every compute takes longer by up to this fraction of itself
+    sends_as_made   a schedule without messages sends each as soon as it is made
+
+    Raises `OptionError` for a slow device that there is not, and for what would make any faster.
+    """
+    _check_options(len(schedule.rows), slow, jitter)
+    if isinstance(schedule, Schedule):
+        schedule = script_of(schedule, sends_as_made)
+    play = Play(
+        schedule, stages, message_s if callable(message_s) else lambda send: message_s, slow, jitter
+    )
+    for stage, times in enumerate(stages):
+        play.work(stage, "gather parameters", times.before)
+    play.actions()
+    for stage, times in enumerate(stages):
+        play.work(stage, "sync gradients", times.after)
+    for tie in ties:
+        play.together(tie.stages, "tied gradients", tie.exchange_s)
+        for stage, inside_s in zip(tie.stages, tie.inside_s, strict=True):
+            play.work(stage, "tied gradients", Spent(0.0, inside_s))
+    if len(schedule.rows) > 1:
+        play.together(range(len(stages)), "loss", loss_s)
+    for stage, times in enumerate(stages):
+        play.update(stage, times.update_s)
+    return Timeline(
+        play.record(), tuple(play.totals), max(device.clock_s for device in play.devices)
+    )
+
+
+def _check_options(
+    n_devices: int, slow: tuple[int, float] | None, jitter: tuple[float, int] | None
+) -> None:
+    if slow is not None and not (0 <= slow[0] < n_devices and slow[1] >= 1):
+        raise OptionError(
+            f"slow={slow!r} is not one of {n_devices} devices and a factor of at least 1",
+            hint="slow=(0, 1.2): compute of the first takes a fifth longer",
+        )
+    if jitter is not None and not jitter[0] >= 0:
+        raise OptionError(
+            f"jitter={jitter!r} is not a fraction of at least 0 and a seed",
+            hint="jitter=(0.1, 0): every compute takes up to a tenth longer",
+        )
