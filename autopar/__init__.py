@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autopar.api import load, parallelize, save
+    from autopar.api import compare, load, parallelize, plan, save
     from autopar.errors import (
         AutoparError,
         BatchError,
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
         VerificationError,
     )
     from autopar.mesh import Device, Link, Mesh
+    from autopar.module import ParallelModule
     from autopar.options import Manual
-    from autopar.parallel_module import ParallelModule
-    from autopar.planning import Plan, compare, plan
-    from autopar.rule_report import check_rule
+    from autopar.parity import Report, verify
+    from autopar.planning import Plan
     from autopar.rules import register_rule
     from autopar.runtime.launch import launch
-    from autopar.verification import Report, verify
+    from autopar.verifier import check_rule
 
 __version__ = "0.3.0"
 
@@ -88,20 +88,20 @@ _HOMES = {
     "NotSupportedError": "autopar.errors",
     "NotationError": "autopar.errors",
     "OptionError": "autopar.errors",
-    "ParallelModule": "autopar.parallel_module",
+    "ParallelModule": "autopar.module",
     "Plan": "autopar.planning",
     "PlanError": "autopar.errors",
-    "Report": "autopar.verification",
+    "Report": "autopar.parity",
     "VerificationError": "autopar.errors",
-    "check_rule": "autopar.rule_report",
-    "compare": "autopar.planning",
+    "check_rule": "autopar.verifier",
+    "compare": "autopar.api",
     "launch": "autopar.runtime.launch",
     "load": "autopar.api",
     "parallelize": "autopar.api",
-    "plan": "autopar.planning",
+    "plan": "autopar.api",
     "register_rule": "autopar.rules",
     "save": "autopar.api",
-    "verify": "autopar.verification",
+    "verify": "autopar.parity",
 }
 
 

@@ -11,10 +11,27 @@ from torch import nn
 
 from autopar.errors import OptionError
 from autopar.mesh import Mesh
+from autopar.module import ParallelModule
 from autopar.options import Options
-from autopar.parallel_module import ParallelModule
-from autopar.planning import Plan
-from autopar.runtime import checkpoint
+from autopar.planning import ExampleInputs, Plan, capture_step, plan_program, settled_heap
+from autopar.report import Compared, Comparison
+from autopar.runtime import state
+
+
+@settled_heap()
+def plan(model: nn.Module, mesh: Any, example_inputs: ExampleInputs, **options: Any) -> Plan:
+    """Choose how to run `model` on `mesh`; needs no devices and no weights.
+
+    example_inputs: one global batch, a dict of keyword inputs or a tuple of positional ones;
+    meta or fake tensors will do. Options: see `autopar.options.Options`.
+
+    Raises `CaptureError`, `MissingRuleError`, `InfeasibleError`, `OptionError`,
+    `NotSupportedError`, each with a way out.
+    """
+    checked = Options.of(**options)
+    machine = Mesh.of(mesh)
+    program = capture_step(model, example_inputs, checked)
+    return plan_program(program, machine, example_inputs, checked)
 
 
 def parallelize(
@@ -74,7 +91,7 @@ def save(
     extra: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a checkpoint that any mesh and plan can load; every rank calls it."""
-    checkpoint.save(
+    state.save_checkpoint(
         module._placed, module.shards, optimizer, path, step, extra, module.persistent_buffers,
         module.stream,
     )  # fmt: skip
@@ -84,6 +101,25 @@ def load(
     module: ParallelModule, optimizer: torch.optim.Optimizer | None, path: str | Path
 ) -> tuple[int, dict[str, Any]]:
     """Read a checkpoint into the module and its optimizer; returns (step, extra)."""
-    return checkpoint.load(
+    return state.load_checkpoint(
         module._placed, module.shards, optimizer, path, module.persistent_buffers, module.stream
     )
+
+
+def compare(*plans: Plan) -> Comparison:
+    """Plans side by side: costs, collectives, and what lies otherwise; `.text()`, `.html()`, JSON.
+
+    Plans that were only loaded are compared without costs. Raises `OptionError` for less than two.
+    """
+    if len(plans) < 2:
+        raise OptionError(
+            f"{len(plans)} to compare: give two plans or more",
+            hint="plan.explain() lists the alternatives to one",
+        )
+    compared = tuple(
+        Compared(made.data, made.predicted, tuple(made.collectives()))
+        if made.bound
+        else Compared(made.data)
+        for made in plans
+    )
+    return Comparison(tuple(f"plan {k}" for k in range(1, len(plans) + 1)), compared)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from autopar.errors import NotSupportedError, OptionError
-from autopar.pins import Pin, parse_pins
+from autopar.placement import Pin, parse_pins
 
 # What of a block runs again in backward, and so is not kept until then:
 #   full             all of it; only what enters the block is kept

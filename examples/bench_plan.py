@@ -45,9 +45,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from autopar.mesh import Mesh
 from autopar.options import Options
-from autopar.passes.effort import Effort
-from autopar.planning import plan_program
-from autopar.step_capture import capture_step
+from autopar.passes.search.effort import Effort
+from autopar.planning.plan import plan_program
+from autopar.planning.step_capture import capture_step
 from autopar.units import format_bytes, format_seconds
 from examples.joint_plan import LLAMA_3_8B
 

@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import autopar
-from autopar.live_bytes import LiveBytes
+from autopar.measured.live_bytes import LiveBytes
 from autopar.units import format_bytes, format_seconds
 
 TEXT = Path(__file__).parent / "wisdom.txt"

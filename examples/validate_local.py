@@ -44,10 +44,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import autopar
 from autopar import Manual
 from autopar.calibration import calibrate
-from autopar.cost.compute import op_time_s
-from autopar.cost.hardware import resolve
-from autopar.live_bytes import LiveBytes
-from autopar.runtime.launch import WorkerPool
+from autopar.cost.hardware.hardware import resolve
+from autopar.cost.laws.compute import op_time_s
+from autopar.measured.live_bytes import LiveBytes
+from autopar.runtime.launch.processes import WorkerPool
 from autopar.units import format_bytes, format_seconds
 
 ROWS, LENGTH, VOCABULARY = 8, 128, 512

@@ -19,9 +19,11 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from autopar import parallel_module, planning, step_capture
 from autopar.capture import capture
-from autopar.program import Program
+from autopar.module import parallel_module
+from autopar.planning import plan as planning
+from autopar.planning import step_capture
+from autopar.program.program import Program
 
 N_KEPT = 64  # programs, the last ones used
 _SIGNATURE = inspect.signature(capture)

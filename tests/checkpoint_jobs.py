@@ -11,10 +11,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
-from autopar.runtime import checkpoint
-from autopar.runtime.sharding import gather_whole, local_shard
-from autopar.runtime.weights import initial_buffers, initial_shards
-from autopar.stage_program import StoredParameter
+from autopar.program.stage_program import StoredParameter
+from autopar.runtime.state import checkpoint
+from autopar.runtime.state.sharding import gather_whole, local_shard
+from autopar.runtime.state.weights import initial_buffers, initial_shards
 from tests.state_model import CPU, Shapes, Tied, gradient, pipeline_of, process_place, seeded_model
 
 
@@ -46,10 +46,14 @@ class Rank:
         return local_shard(whole, p, self.place.sizes, self.place.coordinate)
 
     def save(self, path: str, step: int, extra: dict[str, Any] | None = None) -> None:
-        checkpoint.save(self.place, self.locals, self.optimizer, path, step, extra, self.buffers)
+        checkpoint.save_checkpoint(
+            self.place, self.locals, self.optimizer, path, step, extra, self.buffers
+        )
 
     def load(self, path: str) -> tuple[int, dict[str, Any]]:
-        return checkpoint.load(self.place, self.locals, self.optimizer, path, self.buffers)
+        return checkpoint.load_checkpoint(
+            self.place, self.locals, self.optimizer, path, self.buffers
+        )
 
     def whole(self) -> dict[str, Tensor]:
         """Parameters and optimizer state of all stages, whole, the mirrors' apart; on rank 0."""

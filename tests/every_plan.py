@@ -17,25 +17,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from autopar.cost.hardware import Hardware, resolve
-from autopar.cost.model import CostModel
-from autopar.cost.predict import link_between, predict
+from autopar.cost.hardware.hardware import Hardware, resolve
+from autopar.cost.laws.model import CostModel
+from autopar.cost.price.prediction import link_between, predict
 from autopar.errors import BatchError, InfeasibleError
 from autopar.mesh import LogicalMesh, Mesh
 from autopar.options import Options
-from autopar.passes.analysis import Analysis, compute_dtype
-from autopar.passes.constraints import Constraints
-from autopar.passes.counts import microbatch_counts
-from autopar.passes.evaluate import Evaluator
-from autopar.passes.folding import find_runs
-from autopar.passes.layers import find_layers
-from autopar.passes.layout import Candidate, StageLayout
-from autopar.passes.outcome import Outcome
-from autopar.passes.planner import Planner
-from autopar.passes.simulated import Simulator
-from autopar.passes.submeshes import submesh_sizes, views_of
-from autopar.pipeline import Pipeline
-from autopar.predicted import Predicted
+from autopar.passes.analysis.analysis import Analysis, compute_dtype
+from autopar.passes.analysis.counts import microbatch_counts
+from autopar.passes.analysis.folding import find_runs
+from autopar.passes.inter.candidate import Candidate, StageLayout
+from autopar.passes.inter.layers import find_layers
+from autopar.passes.inter.submeshes import submesh_sizes, views_of
+from autopar.passes.intra.constraints import Constraints
+from autopar.passes.search.evaluator import Evaluator
+from autopar.passes.search.outcome import Outcome
+from autopar.passes.search.planner import Planner
+from autopar.passes.search.simulator import Simulator
+from autopar.plans.predicted import Predicted
+from autopar.program.pipeline import Pipeline
 
 
 @dataclass(frozen=True)

@@ -21,19 +21,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from autopar.collective import step_calls
-from autopar.cost.model import CostModel
-from autopar.facts import OperatorStrategy, Storage, Strategy
+from autopar.cost.laws.model import CostModel
 from autopar.mesh import Device, Link, LogicalMesh
-from autopar.passes.analysis import Analysis
-from autopar.passes.constraints import Constraints
-from autopar.passes.intra_op import intra_op_problem
-from autopar.passes.lower import lower
-from autopar.passes.problem import IntraOpProblem
-from autopar.pipeline import Pipeline
-from autopar.runtime.groups import CollectiveCall
-from autopar.spec import Spec
-from autopar.stage_program import StageProgram
+from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.intra.constraints import Constraints
+from autopar.passes.intra.intra_op import intra_op_problem
+from autopar.passes.intra.problem import IntraOpProblem
+from autopar.passes.lowering.lines import lower
+from autopar.placement.spec import Spec
+from autopar.program.collective import step_calls
+from autopar.program.pipeline import Pipeline
+from autopar.program.stage_program import StageProgram
+from autopar.program.strategy import OperatorStrategy, Storage, Strategy
+from autopar.runtime.groups.calls import CollectiveCall
 from tests.captures import captured
 from tests.ranks import TOLERANCE, Batch, pipeline_step
 

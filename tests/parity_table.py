@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar import AutoparError
-from autopar.runtime.launch import WorkerPool
+from autopar.runtime.launch.processes import WorkerPool
 from tests.jobs import PLANS, AnyCell, Cell, errors, train, train_alone
 from tests.pipeline_jobs import pipeline_cells
 from tests.zoo import cells as zoo

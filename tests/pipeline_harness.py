@@ -13,21 +13,21 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from autopar.cost.model import CostModel
-from autopar.facts import Period, Strategy
+from autopar.cost.laws.model import CostModel
 from autopar.mesh import Device, Link, LogicalMesh
-from autopar.passes.analysis import Analysis
-from autopar.passes.boundaries import boundary_specs
-from autopar.passes.constraints import Constraints
-from autopar.passes.cut import cut
-from autopar.passes.intra_op import intra_op_problem
-from autopar.passes.lower import lower
-from autopar.passes.problem import IntraOpProblem
-from autopar.pipeline import Pipeline
-from autopar.program import Program
+from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.analysis.boundaries import boundary_specs
+from autopar.passes.analysis.cutting import cut
+from autopar.passes.intra.constraints import Constraints
+from autopar.passes.intra.intra_op import intra_op_problem
+from autopar.passes.intra.problem import IntraOpProblem
+from autopar.passes.lowering.lines import lower
+from autopar.program.pipeline import Pipeline
+from autopar.program.program import Program
+from autopar.program.stage_program import StageProgram
+from autopar.program.strategy import Period, Strategy
 from autopar.schedule import ORDERS, forward_only
-from autopar.stage_program import StageProgram
-from autopar.verifier import verify_program
+from autopar.verifier.stage import verify_program
 from tests.harness import legal_storages, random_strategy
 
 Shapes = Sequence[tuple[int, ...]]

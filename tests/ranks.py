@@ -17,15 +17,15 @@ from torch import Tensor
 
 from autopar.capture.reference import change_buffers, reference_step
 from autopar.codegen import emit
-from autopar.pipeline import Pipeline
-from autopar.program import Program
-from autopar.runtime import delivery
-from autopar.runtime.executor import Environment, Executor
-from autopar.runtime.groups import CollectiveCall, Recorder
-from autopar.runtime.load import load_code
-from autopar.runtime.threads import ThreadWorld, run_threads
-from autopar.shards import difference, gather
-from autopar.spec import TensorType
+from autopar.placement.shards import difference, gather
+from autopar.placement.spec import TensorType
+from autopar.program.pipeline import Pipeline
+from autopar.program.program import Program
+from autopar.runtime.execute import delivery
+from autopar.runtime.execute.executor import Environment, Executor
+from autopar.runtime.execute.load import load_code
+from autopar.runtime.groups.calls import CollectiveCall, Recorder
+from autopar.runtime.launch.threads import ThreadWorld, run_threads
 
 TOLERANCE = 1e-10
 Batch = Mapping[str, Tensor]

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar import Plan
-from autopar.binding import Bound
-from autopar.facts import Recomputed
 from autopar.options import Recompute
-from autopar.passes.analysis import Analysis
-from autopar.passes.recompute import recomputed_operators
-from autopar.passes.replay import stage_record
-from autopar.plan_inputs import mesh_of
+from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.analysis.recompute import recomputed_operators
+from autopar.passes.lowering.replaying import stage_record
+from autopar.planning.binding import Bound
+from autopar.planning.inputs import mesh_of
+from autopar.program.strategy import Recomputed
 from tests.jobs import WIDTH
 
 

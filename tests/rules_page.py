@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from autopar.capture.rewrites.decompose import PYTHON_DECOMPOSITIONS
-from autopar.notation import Notation
+from autopar.placement.notation import Notation
 from autopar.rules import OpCall, OpRule, find_operator, own_rule, rule_for, tables
 from autopar.rules.convolutions import CONVOLUTIONAL
 from autopar.rules.experts import EXPERT_PRODUCTS

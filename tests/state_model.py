@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.mesh import Device, Link, LogicalMesh
-from autopar.pipeline import Pipeline
-from autopar.runtime.groups import make_groups, world_group
-from autopar.runtime.p2p import DistMessenger
-from autopar.runtime.stage_state import StageState
-from autopar.runtime.threads import ThreadWorld
-from autopar.spec import I, Placement, S, Spec, TensorType, local_shape
-from autopar.stage_program import Local, StageProgram, StoredParameter
+from autopar.placement.spec import I, Placement, S, Spec, TensorType, local_shape
+from autopar.program.pipeline import Pipeline
+from autopar.program.stage_program import Local, StageProgram, StoredParameter
+from autopar.runtime.collectives.p2p import DistMessenger
+from autopar.runtime.groups.distributed import make_groups, world_group
+from autopar.runtime.launch.threads import ThreadWorld
+from autopar.runtime.state.stage_state import StageState
 
 Sizes = tuple[int, ...]
 Shapes = tuple[Sizes, ...]

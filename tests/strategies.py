@@ -9,17 +9,10 @@ import numpy as np
 from hypothesis import strategies as st
 
 from autopar.cost.simulate import Spent, SplitBackward, StageTimes
-from autopar.notation import ELLIPSIS, Dim, Notation, Term
-from autopar.passes.solvers import ChoiceProblem, Edge
-from autopar.schedule import (
-    ORDERS,
-    Schedule,
-    Transfer,
-    forward_only,
-    interleaved,
-    zero_bubble,
-)
-from autopar.spec import Placement, S, Spec, TensorType, all_specs
+from autopar.passes.solvers.problem import ChoiceProblem, Edge
+from autopar.placement.notation import ELLIPSIS, Dim, Notation, Term
+from autopar.placement.spec import Placement, S, Spec, TensorType, all_specs
+from autopar.schedule import ORDERS, Schedule, Transfer, forward_only, interleaved, zero_bubble
 
 PLAIN_ORDERS = (*ORDERS.values(), zero_bubble, forward_only)
 AXIS_SIZES = ((2,), (4,), (2, 2), (1, 4), (2, 3))

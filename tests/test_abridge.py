@@ -13,24 +13,24 @@ from functools import cache
 import pytest
 import torch
 
-from autopar.abridged import every_parameter
-from autopar.cost.liveness import PeakMemory, peak_memory
-from autopar.cost.model import CostModel
-from autopar.cost.predict import predict
-from autopar.cost.stage_times import stage_times
+from autopar.cost.laws.model import CostModel
+from autopar.cost.memory.liveness import PeakMemory, peak_memory
+from autopar.cost.price.prediction import predict
+from autopar.cost.price.stage_times import stage_times
 from autopar.errors import InfeasibleError
-from autopar.facts import Recomputed, Strategy
 from autopar.options import Recompute
-from autopar.passes.abridge import Abridger
-from autopar.passes.analysis import Analysis
-from autopar.passes.choose import Ask, Chooser
-from autopar.passes.constraints import Constraints
-from autopar.passes.cut import cut
-from autopar.passes.folding import Folded, find_runs, fold
-from autopar.passes.lower import lower
-from autopar.passes.recompute import MODES, recomputed_operators
-from autopar.pipeline import Pipeline
-from autopar.stage_program import StageProgram
+from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.analysis.cutting import cut
+from autopar.passes.analysis.folding import Folded, find_runs, fold
+from autopar.passes.analysis.recompute import MODES, recomputed_operators
+from autopar.passes.intra.chooser import Ask, Chooser
+from autopar.passes.intra.constraints import Constraints
+from autopar.passes.lowering.abridger import Abridger
+from autopar.passes.lowering.lines import lower
+from autopar.program.abridged import every_parameter
+from autopar.program.pipeline import Pipeline
+from autopar.program.stage_program import StageProgram
+from autopar.program.strategy import Recomputed, Strategy
 from tests.captures import captured
 from tests.harness import random_tokens, tiny_gpt2
 from tests.test_optimality import FAMILIES, folded, machine

@@ -7,17 +7,17 @@ from functools import cache
 
 import torch
 
-from autopar.cost.liveness import peak_memory
-from autopar.cost.stage_times import stage_times
-from autopar.facts import Strategy
-from autopar.passes.alike import Numbered, lowered_as, renamed
-from autopar.passes.analysis import Analysis
-from autopar.passes.choose import Ask, choose
-from autopar.passes.constraints import Constraints
-from autopar.passes.cut import cut
-from autopar.passes.folding import find_runs
-from autopar.passes.lower import lower
-from autopar.pipeline import Pipeline
+from autopar.cost.memory.liveness import peak_memory
+from autopar.cost.price.stage_times import stage_times
+from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.analysis.cutting import cut
+from autopar.passes.analysis.equal_parts import Numbered, lowered_as, renamed
+from autopar.passes.analysis.folding import find_runs
+from autopar.passes.intra.chooser import Ask, choose
+from autopar.passes.intra.constraints import Constraints
+from autopar.passes.lowering.lines import lower
+from autopar.program.pipeline import Pipeline
+from autopar.program.strategy import Strategy
 from autopar.schedule import one_f_one_b
 from tests.captures import captured
 from tests.harness import random_tokens, tiny_gpt2

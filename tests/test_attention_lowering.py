@@ -18,17 +18,18 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import autopar
 from autopar.capture import capture
-from autopar.cost.model import CostModel
-from autopar.facts import OperatorStrategy, Strategy
-from autopar.moves import Split
-from autopar.passes.analysis import Analysis
-from autopar.passes.choose import Ask, choose
-from autopar.passes.constraints import Constraints
-from autopar.passes.intra_op import intra_op_problem
+from autopar.cost.laws.model import CostModel
+from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.intra.chooser import Ask, choose
+from autopar.passes.intra.constraints import Constraints
+from autopar.passes.intra.intra_op import intra_op_problem
+from autopar.placement.moves import Split
+from autopar.program.strategy import OperatorStrategy, Strategy
 from autopar.rules.lowering import CAUSAL_ATTENTION
-from autopar.runtime.groups import Group, Recorder
+from autopar.runtime.groups.calls import Recorder
+from autopar.runtime.groups.group import Group
+from autopar.runtime.launch.threads import ThreadWorld, run_threads
 from autopar.runtime.lowered import causal_attention
-from autopar.runtime.threads import ThreadWorld, run_threads
 from tests.harness import abstract_cost, generated_code, model_case, random_strategy, thread_step
 from tests.test_runtime_collectives import mesh_of, random
 

@@ -23,10 +23,10 @@ from transformers import (
 
 from autopar.capture import capture
 from autopar.errors import NotSupportedError
-from autopar.passes.analysis import Analysis
-from autopar.passes.choose import Ask, choose
-from autopar.passes.constraints import Constraints
-from autopar.passes.intra_op import intra_op_problem
+from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.intra.chooser import Ask, choose
+from autopar.passes.intra.constraints import Constraints
+from autopar.passes.intra.intra_op import intra_op_problem
 from tests.harness import (
     BATCH,
     HEADS,

@@ -9,11 +9,11 @@ from typing import cast
 import pytest
 
 from autopar.errors import InfeasibleError
-from autopar.facts import Strategy
-from autopar.passes.best_count import WORTH_REL, best_count, best_recomputed
-from autopar.passes.choose import Chosen
-from autopar.passes.evaluate import Evaluator, Scored
-from autopar.passes.layout import Candidate
+from autopar.passes.inter.candidate import Candidate
+from autopar.passes.intra.chooser import Chosen
+from autopar.passes.search.count_search import WORTH_REL, best_count, best_recomputed
+from autopar.passes.search.evaluator import Evaluator, Scored
+from autopar.program.strategy import Strategy
 
 COUNTS = (1, 2, 3, 6, 12, 24)
 

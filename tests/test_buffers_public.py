@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.capture import capture, reference_step, whole_buffers
-from autopar.runtime.launch import WorkerPool
-from autopar.runtime.names import StateError
+from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.state.names import StateError
 from tests.jobs import Batch, Case, Trained, error, errors, machine, train_alone, train_module
 from tests.ranks import TOLERANCE
 

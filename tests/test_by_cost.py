@@ -22,16 +22,16 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.collective import step_calls
-from autopar.cost.model import CostModel
-from autopar.facts import Strategy
+from autopar.cost.laws.model import CostModel
 from autopar.mesh import Device, Link, LogicalMesh
-from autopar.passes.analysis import Analysis
-from autopar.passes.choose import Ask, choose
-from autopar.passes.constraints import Constraints
-from autopar.passes.lower import lower
-from autopar.spec import I, Placement, R, S
-from autopar.stage_program import StageProgram
+from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.intra.chooser import Ask, choose
+from autopar.passes.intra.constraints import Constraints
+from autopar.passes.lowering.lines import lower
+from autopar.placement.spec import I, Placement, R, S
+from autopar.program.collective import step_calls
+from autopar.program.stage_program import StageProgram
+from autopar.program.strategy import Strategy
 from tests.harness import Bert, generated_code, thread_step
 
 __all__ = ["generated_code"]

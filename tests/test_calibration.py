@@ -15,25 +15,13 @@ from torch import nn
 
 import autopar
 from autopar.calibration import calibrate
-from autopar.calibration.fit import (
-    fit_link,
-    fit_memory,
-    fit_products,
-    fit_steps,
-    median_error,
-)
+from autopar.calibration.fit import fit_link, fit_memory, fit_products, fit_steps, median_error
 from autopar.calibration.machine import Machine
 from autopar.calibration.result import Calibration
-from autopar.calibration.samples import (
-    CPU,
-    OperatorSample,
-    Samples,
-    StepSample,
-    TransferSample,
-)
-from autopar.cost.collectives import collective_time_s
-from autopar.cost.hardware import load_profile, resolve
-from autopar.cost.topology import flat_group
+from autopar.calibration.samples import CPU, OperatorSample, Samples, StepSample, TransferSample
+from autopar.cost.hardware.hardware import load_profile, resolve
+from autopar.cost.hardware.topology import flat_group
+from autopar.cost.laws.collectives import collective_time_s
 from autopar.errors import CalibrationError, OptionError
 from autopar.mesh import Link, Mesh
 

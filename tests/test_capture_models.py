@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from autopar.capture import capture, reference_step
-from autopar.program import Program, flatten_inputs
+from autopar.program.program import Program, flatten_inputs
 
 VOCABULARY = 61
 

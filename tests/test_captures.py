@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.program import Program
+from autopar.program.program import Program
 from tests.captures import captured
 
 WIDTH = 4

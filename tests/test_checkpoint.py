@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from autopar.errors import AutoparError, OptionError
-from autopar.runtime import checkpoint
-from autopar.runtime.dtensors import dtensor_placements, state_dict
-from autopar.runtime.launch import WorkerPool
-from autopar.runtime.names import StateError
-from autopar.runtime.state import full_state_dict
-from autopar.runtime.weights import initial_shards
+from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.state import checkpoint
+from autopar.runtime.state.access import full_state_dict
+from autopar.runtime.state.dtensors import dtensor_placements, state_dict
+from autopar.runtime.state.names import StateError
+from autopar.runtime.state.weights import initial_shards
 from tests.checkpoint_jobs import (
     Rank,
     assert_same,
@@ -204,12 +204,14 @@ def test_optimizers_that_do_not_fit(tmp_path: Path) -> None:
     rank = Rank(ONE, 0, AdamW)
     rank.train(0, 1)
     with pytest.raises(StateError, match="are not parameters of the parallel module"):
-        checkpoint.save(rank.place, rank.locals, AdamW(Tied().parameters()), path, 1, None)
+        checkpoint.save_checkpoint(
+            rank.place, rank.locals, AdamW(Tied().parameters()), path, 1, None
+        )
     rank.save(path, 1)
     rank.optimizer = AdamW(rank.locals.values())
     with pytest.raises(StateError, match="parameter groups are not those of the checkpoint"):
         rank.load(path)
-    checkpoint.save(rank.place, rank.locals, None, path, 1, None, rank.buffers)
+    checkpoint.save_checkpoint(rank.place, rank.locals, None, path, 1, None, rank.buffers)
     with pytest.raises(StateError, match="holds no optimizer state"):
         rank.load(path)
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from autopar.errors import OptionError
-from autopar.runtime.sharding import local_shard
-from autopar.runtime.state import clip_grad_norm_
-from autopar.runtime.threads import ThreadWorld, run_threads
-from autopar.runtime.weights import initial_shards
+from autopar.runtime.launch.threads import ThreadWorld, run_threads
+from autopar.runtime.state.access import clip_grad_norm_
+from autopar.runtime.state.sharding import local_shard
+from autopar.runtime.state.weights import initial_shards
 from tests.state_model import (
     DIMS,
     FROZEN,

@@ -9,20 +9,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autopar.passes.solvers import ChoiceProblem, Edge, conditioning, repeats_plan
-from autopar.passes.solvers.conditioning import (
+from autopar.passes.solvers.choice.hull import hull_corners, hull_corners_of
+from autopar.passes.solvers.eliminate import conditioning
+from autopar.passes.solvers.eliminate.conditioning import (
     ConditionedPlan,
     minimise_conditioned,
     plan_conditioned,
 )
-from autopar.passes.solvers.elimination import minimise
-from autopar.passes.solvers.elimination_order import Limits, TooWide, plan_elimination
-from autopar.passes.solvers.hull import hull_corners, hull_corners_of
-from autopar.passes.solvers.potentials import Potentials, Weights
-from autopar.passes.solvers.problems import ChoiceProblems
-from autopar.passes.solvers.repeats import RepeatedProblem
-from autopar.passes.solvers.repeats_elimination import RepeatedElimination
-from autopar.passes.solvers.tables import axes_of
+from autopar.passes.solvers.eliminate.elimination import minimise
+from autopar.passes.solvers.eliminate.elimination_order import Limits, TooWide, plan_elimination
+from autopar.passes.solvers.problem import ChoiceProblem, Edge
+from autopar.passes.solvers.problem.potentials import Potentials, Weights
+from autopar.passes.solvers.problem.problems import ChoiceProblems
+from autopar.passes.solvers.problem.tables import axes_of
+from autopar.passes.solvers.repeats import order as repeats_plan
+from autopar.passes.solvers.repeats.elimination import RepeatedElimination
+from autopar.passes.solvers.repeats.repeats import RepeatedProblem
 from tests.test_repeats import WEIGHTS, random_repeated
 from tests.test_solvers import random_problem
 

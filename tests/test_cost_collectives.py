@@ -7,16 +7,16 @@ import sympy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cost import formulas
-from autopar.cost.collectives import (
+from autopar.cost.hardware.topology import Group, even_group, flat_group, group_of
+from autopar.cost.laws import formulas
+from autopar.cost.laws.collectives import (
     algorithms_of,
     bus_bytes_per_s,
     cheapest_algorithm,
     collective_time_s,
     explain,
 )
-from autopar.cost.formulas import FORMULAS, KINDS, LEGEND, SYMBOLS, algorithms, formula
-from autopar.cost.topology import Group, even_group, flat_group, group_of
+from autopar.cost.laws.formulas import FORMULAS, KINDS, LEGEND, SYMBOLS, algorithms, formula
 from autopar.errors import OptionError
 from autopar.mesh import Link
 

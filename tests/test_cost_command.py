@@ -9,10 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from autopar.cli import app, shell
-from autopar.cost.collectives import algorithms_of, collective_time_s
-from autopar.cost.formulas import KINDS, algorithms
-from autopar.cost.hardware import load_profile
-from autopar.cost.topology import even_group
+from autopar.cost.hardware.hardware import load_profile
+from autopar.cost.hardware.topology import even_group
+from autopar.cost.laws.collectives import algorithms_of, collective_time_s
+from autopar.cost.laws.formulas import KINDS, algorithms
 
 HARDWARE = ("--hardware", "a100-80gb")
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.cost.formulas import alpha, beta, formula, gamma, n, on_one_level, p
-from autopar.cost.hardware import (
+from autopar.cost.hardware.hardware import (
     DEFAULTS,
     PROFILE_FOLDER,
     Hardware,
@@ -22,6 +21,7 @@ from autopar.cost.hardware import (
     load_profile,
     resolve,
 )
+from autopar.cost.laws.formulas import alpha, beta, formula, gamma, n, on_one_level, p
 from autopar.errors import NotSupportedError, OptionError
 from autopar.mesh import Device, Link, Mesh
 

@@ -7,14 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cost.compute import op_time_s
-from autopar.cost.hardware import flops_per_s, resolve
-from autopar.cost.memory import (
-    OPTIMIZERS,
-    POLICIES,
-    optimizer_time_s,
-    static_bytes_per_param,
-)
+from autopar.cost.hardware.hardware import flops_per_s, resolve
+from autopar.cost.laws.compute import op_time_s
+from autopar.cost.memory.state import OPTIMIZERS, POLICIES, optimizer_time_s, static_bytes_per_param
 from autopar.errors import NotSupportedError, OptionError
 from autopar.mesh import Device, Mesh
 

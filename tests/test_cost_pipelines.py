@@ -9,22 +9,22 @@ from collections.abc import Callable, Iterable
 import pytest
 import torch
 
-from autopar.collective import Collective, rank_collectives
-from autopar.cost.collectives import collective_time_s
-from autopar.cost.model import CostModel
-from autopar.cost.predict import (
+from autopar.cost.hardware.topology import flat_group
+from autopar.cost.laws.collectives import collective_time_s
+from autopar.cost.laws.model import CostModel
+from autopar.cost.price.prediction import (
     collectives_of,
     link_between,
     predict,
     timeline_of,
     transfer_s,
 )
-from autopar.cost.stage_times import stage_times
-from autopar.cost.topology import flat_group
+from autopar.cost.price.stage_times import stage_times
 from autopar.mesh import Link, Mesh
-from autopar.messages import Messages, Piece
-from autopar.pipeline import Pipeline
-from autopar.runtime.groups import CollectiveCall
+from autopar.program.collective import Collective, rank_collectives
+from autopar.program.messages import Messages, Piece
+from autopar.program.pipeline import Pipeline
+from autopar.runtime.groups.calls import CollectiveCall
 from autopar.schedule import Action
 from tests.harness import generated_code, model_case
 from tests.pipeline_harness import Layout, Shapes, random_ends, random_pipeline

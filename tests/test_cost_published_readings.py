@@ -10,11 +10,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autopar.cost.collectives import bus_bytes_per_s, collective_time_s
-from autopar.cost.compute import op_time_s
-from autopar.cost.hardware import attention_flops_per_s, load_profile, on_links, resolve
+from autopar.cost.hardware.hardware import attention_flops_per_s, load_profile, on_links, resolve
+from autopar.cost.hardware.topology import flat_group
+from autopar.cost.laws.collectives import bus_bytes_per_s, collective_time_s
+from autopar.cost.laws.compute import op_time_s
 from autopar.cost.published.fit import at_priors
-from autopar.cost.topology import flat_group
 from autopar.mesh import Link, Mesh
 
 GIB = 1024**3

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autopar.cross_mesh import Slice, local_factors, slices
 from autopar.errors import VerificationError
 from autopar.mesh import Device, Link, LogicalMesh
-from autopar.runtime.delivery import shard
-from autopar.spec import I, P, Placement, R, S, Spec, TensorType, all_specs, local_shape
+from autopar.placement.spec import I, P, Placement, R, S, Spec, TensorType, all_specs, local_shape
+from autopar.program.cross_mesh import Slice, local_factors, slices
+from autopar.runtime.execute.delivery import shard
 
 MESHES = (
     ((1, 1), (1, 3)),

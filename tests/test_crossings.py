@@ -7,11 +7,11 @@ import itertools
 import numpy as np
 import pytest
 
-from autopar.passes.boundaries import Side, boundary_specs
-from autopar.passes.crossings import _Cuts
-from autopar.passes.move_graph import move_graph
-from autopar.passes.reshard import ReshardTables
-from autopar.spec import TensorType
+from autopar.passes.analysis.boundaries import Side, boundary_specs
+from autopar.passes.inter.crossings import _Cuts
+from autopar.passes.reshard.costs import ReshardTables
+from autopar.passes.reshard.move_graph import move_graph
+from autopar.placement.spec import TensorType
 
 
 @pytest.mark.parametrize("side", ["sent", "received"])

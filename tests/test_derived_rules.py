@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from autopar.errors import VerificationError
-from autopar.oracle import Case
-from autopar.rule_report import report_case
 from autopar.rules import has_rule, own_rule, rule_for
 from autopar.rules.derived import derived_rule
 from autopar.rules.operators import lookup
+from autopar.verifier.oracle import Case
+from autopar.verifier.rule_report import report_case
 from tests.rule_samples import bools, fixed, ints, positive, x
 
 

@@ -17,13 +17,13 @@ from torch import Tensor
 import autopar
 from autopar.capture import capture, reference_step
 from autopar.errors import MissingRuleError, NotSupportedError
-from autopar.facts import Period
 from autopar.operators.random import DROPOUT, Stream
-from autopar.passes.analysis import Analysis
-from autopar.passes.constraints import Constraints
-from autopar.passes.folding import find_runs
-from autopar.passes.intra_op import intra_op_problem
-from autopar.runtime.launch import WorkerPool
+from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.analysis.folding import find_runs
+from autopar.passes.intra.constraints import Constraints
+from autopar.passes.intra.intra_op import intra_op_problem
+from autopar.program.strategy import Period
+from autopar.runtime.launch.processes import WorkerPool
 from tests.capture_harness import Module
 from tests.dropout_models import (
     BATCH,

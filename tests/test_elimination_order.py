@@ -9,18 +9,18 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from autopar.passes.solvers import conditioning, elimination_order
-from autopar.passes.solvers.conditioning import plan_conditioned
-from autopar.passes.solvers.elimination_order import (
+from autopar.passes.solvers.eliminate import conditioning, elimination_order
+from autopar.passes.solvers.eliminate.conditioning import plan_conditioned
+from autopar.passes.solvers.eliminate.elimination_order import (
     EliminationPlan,
     Limits,
     TooWide,
     plan_elimination,
     plan_order,
 )
-from autopar.passes.solvers.greedy_order import Sight, greedy_order
-from autopar.passes.solvers.partitions import Partitions
-from autopar.passes.solvers.tables import Axes, axes_of
+from autopar.passes.solvers.eliminate.greedy_order import Sight, greedy_order
+from autopar.passes.solvers.problem.partitions import Partitions
+from autopar.passes.solvers.problem.tables import Axes, axes_of
 from tests.test_solvers import clique
 
 # Per variable of a table, the code of every choice.

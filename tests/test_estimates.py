@@ -11,15 +11,15 @@ import pytest
 
 from autopar.mesh import Link, Mesh
 from autopar.options import Options
-from autopar.passes.attribution import Traffic
-from autopar.passes.estimates import Estimates
-from autopar.passes.joint import JointSearch, joint_search
-from autopar.passes.layout import Candidate
-from autopar.passes.played import Worked
-from autopar.passes.refined import refined_candidates
-from autopar.passes.stage_costs import StageCosts
-from autopar.passes.stage_search import Planned
-from autopar.passes.submeshes import places_of
+from autopar.passes.inter.attribution import Traffic
+from autopar.passes.inter.candidate import Candidate
+from autopar.passes.inter.estimates import Estimates
+from autopar.passes.inter.joint import JointSearch, joint_search
+from autopar.passes.inter.score import Worked
+from autopar.passes.inter.stage_search import Planned
+from autopar.passes.inter.submeshes import places_of
+from autopar.passes.inter.tables import StageCosts
+from autopar.passes.search.refined import refined_candidates
 from tests.every_plan import Choices
 from tests.test_joint_optimality import SLOW, analysis_of, machine
 

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from autopar import operators
 from autopar.errors import VerificationError
 from autopar.mesh import Device, Link, LogicalMesh
-from autopar.oracle import Case as OracleCase
-from autopar.oracle import check_strategy, combinations
 from autopar.rules import rule_for
-from autopar.runtime.groups import CollectiveCall, Group, Recorder
-from autopar.runtime.threads import ThreadWorld, run_threads
+from autopar.runtime.groups.calls import CollectiveCall, Recorder
+from autopar.runtime.groups.group import Group
+from autopar.runtime.launch.threads import ThreadWorld, run_threads
+from autopar.verifier.oracle import Case as OracleCase
+from autopar.verifier.oracle import check_strategy, combinations
 from tests.capture_harness import Module, check, targets
 from tests.moe_models import FAMILIES, moe_model
 from tests.rule_samples import call, x

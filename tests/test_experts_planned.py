@@ -19,18 +19,18 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.collective import step_calls
-from autopar.cost.model import CostModel
+from autopar.cost.laws.model import CostModel
 from autopar.errors import NotSupportedError
-from autopar.facts import Strategy
 from autopar.mesh import Device, Link, LogicalMesh
-from autopar.passes.analysis import Analysis
-from autopar.passes.choose import Ask, choose
-from autopar.passes.constraints import Constraints, Pin
-from autopar.passes.intra_op import intra_op_problem
-from autopar.passes.lower import lower
-from autopar.spec import S
-from autopar.stage_program import StageProgram
+from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.intra.chooser import Ask, choose
+from autopar.passes.intra.constraints import Constraints, Pin
+from autopar.passes.intra.intra_op import intra_op_problem
+from autopar.passes.lowering.lines import lower
+from autopar.placement.spec import S
+from autopar.program.collective import step_calls
+from autopar.program.stage_program import StageProgram
+from autopar.program.strategy import Strategy
 from tests.harness import (
     Case,
     abstract_cost,

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.factors import Atom, Factors, Types, leaves, name_sizes, unify
-from autopar.notation import Notation
+from autopar.placement.notation import Notation
+from autopar.placement.spec import TensorType
+from autopar.program.factors import Atom, Factors, Types, leaves, name_sizes, unify
 from autopar.rules.pattern import resolve
 from autopar.rules.views import view_notation
-from autopar.spec import TensorType
 
 Shape = tuple[int, ...]
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.passes.fuse import fuse_bias
-from autopar.spec import R, Spec
-from autopar.stage_program import (
+from autopar.passes.lowering.fusion import fuse_bias
+from autopar.placement.spec import R, Spec
+from autopar.program.stage_program import (
     CallLine,
     Line,
     Local,
@@ -20,7 +20,7 @@ from autopar.stage_program import (
     Ref,
     StoredParameter,
     Workspace,
-)  # fmt: skip
+)
 
 Step = tuple[str, str, tuple[Any, ...]]  # variable, operator, arguments
 ADD, MM, LINEAR = "aten.add.Tensor", "aten.mm.default", "aten.linear.default"

@@ -8,9 +8,9 @@ import math
 import numpy as np
 import pytest
 
-from autopar.passes.solvers import ChoiceProblem, ChoiceProblems, Edge, Infeasible
-from autopar.passes.solvers.hull import hull_corners, hull_corners_of
-from autopar.passes.solvers.problem import FloatArray
+from autopar.passes.solvers.choice.hull import hull_corners, hull_corners_of
+from autopar.passes.solvers.problem import ChoiceProblem, ChoiceProblems, Edge, Infeasible
+from autopar.passes.solvers.problem.problem import FloatArray
 
 
 def random_problem(seed: int) -> ChoiceProblem:

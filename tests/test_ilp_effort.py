@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pulp
 import pytest
 
-from autopar.passes.solvers import ChoiceProblem, Solution, TimeLimitError, solve
-from autopar.passes.solvers.ilp import Effort, minimise_cost, most_columns, solve_ilp
+from autopar.passes.solvers.choice import solve
+from autopar.passes.solvers.choice.ilp import Effort, minimise_cost, most_columns, solve_ilp
+from autopar.passes.solvers.problem import ChoiceProblem, Solution, TimeLimitError
 from tests.test_solvers import chain_with_residuals
 
 REL = 1e-9

@@ -16,12 +16,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.facts import Strategy
-from autopar.moves import TABLE, PrimitiveKind, Split
-from autopar.passes import move_graph, reshard
-from autopar.runtime import collectives, delivery, executor
-from autopar.spec import I, R, Spec, TensorType
-from autopar.stage_program import Delivered, batch_shards
+from autopar.passes.reshard import costs as reshard
+from autopar.passes.reshard import move_graph
+from autopar.placement.moves import TABLE, PrimitiveKind, Split
+from autopar.placement.spec import I, R, Spec, TensorType
+from autopar.program.stage_program import Delivered, batch_shards
+from autopar.program.strategy import Strategy
+from autopar.runtime.collectives import pairs as collectives
+from autopar.runtime.execute import delivery, executor
 from tests.harness import (
     abstract_cost,
     free_problem,

@@ -7,18 +7,19 @@ from collections.abc import Sequence
 
 import pytest
 
-from autopar.cost.model import CostModel
-from autopar.cost.predict import link_between, predict
+from autopar.cost.laws.model import CostModel
+from autopar.cost.price.prediction import link_between, predict
 from autopar.mesh import Device, Link, Mesh
 from autopar.options import Options
-from autopar.passes.choose import Ask, choose
-from autopar.passes.constraints import Constraints
-from autopar.passes.intra_op import intra_op_problem
-from autopar.passes.lower import lower
-from autopar.passes.planner import Planner
-from autopar.passes.solvers import Infeasible, Solution, solve, solve_brute_force
-from autopar.pipeline import Pipeline
-from autopar.predicted import Predicted
+from autopar.passes.intra.chooser import Ask, choose
+from autopar.passes.intra.constraints import Constraints
+from autopar.passes.intra.intra_op import intra_op_problem
+from autopar.passes.lowering.lines import lower
+from autopar.passes.search.planner import Planner
+from autopar.passes.solvers.choice import solve, solve_brute_force
+from autopar.passes.solvers.problem import Infeasible, Solution
+from autopar.plans.predicted import Predicted
+from autopar.program.pipeline import Pipeline
 from tests.harness import MODELS, abstract_cost, free_problem, model_case
 
 

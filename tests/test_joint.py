@@ -11,27 +11,28 @@ import numpy as np
 import pytest
 import torch
 
-from autopar.cost.hardware import Hardware, resolve
-from autopar.cost.model import CostModel
-from autopar.cost.predict import link_between, predict
+from autopar.cost.hardware.hardware import Hardware, resolve
+from autopar.cost.laws.model import CostModel
+from autopar.cost.price.prediction import link_between, predict
 from autopar.errors import BatchError, OptionError
 from autopar.mesh import Mesh, factored_view
 from autopar.options import Options
-from autopar.passes.analysis import Analysis
-from autopar.passes.constraints import Constraints
-from autopar.passes.cut import cut
-from autopar.passes.evaluate import Evaluator
-from autopar.passes.folding import find_runs, fold
-from autopar.passes.intra_op import intra_op_problem
-from autopar.passes.joint import JointSearch, climb, different, joint_search
-from autopar.passes.layers import find_layers
-from autopar.passes.layout import Candidate
-from autopar.passes.recipes import recipe_candidates
-from autopar.passes.simulated import Simulator
-from autopar.passes.solvers import Solution, solve
-from autopar.passes.stage_costs import CostMaker, StageCosts, Wanted
-from autopar.passes.submeshes import submesh_sizes
-from autopar.predicted import Predicted
+from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.analysis.cutting import cut
+from autopar.passes.analysis.folding import find_runs, fold
+from autopar.passes.inter.candidate import Candidate
+from autopar.passes.inter.joint import JointSearch, climb, different, joint_search
+from autopar.passes.inter.layers import find_layers
+from autopar.passes.inter.recipes import recipe_candidates
+from autopar.passes.inter.submeshes import submesh_sizes
+from autopar.passes.inter.tables import CostMaker, StageCosts, Wanted
+from autopar.passes.intra.constraints import Constraints
+from autopar.passes.intra.intra_op import intra_op_problem
+from autopar.passes.search.evaluator import Evaluator
+from autopar.passes.search.simulator import Simulator
+from autopar.passes.solvers.choice import solve
+from autopar.passes.solvers.problem import Solution
+from autopar.plans.predicted import Predicted
 from tests.captures import captured
 from tests.harness import MODELS, Mlp, model_case, random_tokens, tiny_gpt2
 from tests.test_layers import Block, Chain

@@ -19,7 +19,7 @@ import torch
 import autopar
 from autopar import Device, Link, Manual, Mesh
 from autopar.options import Options
-from autopar.passes.analysis import Analysis
+from autopar.passes.analysis.analysis import Analysis
 from tests.captures import captured
 from tests.every_plan import Choices
 from tests.harness import Mlp, random_tokens, tiny_gpt2

@@ -12,10 +12,10 @@ import pytest
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.passes.analysis import Analysis
-from autopar.passes.cut import cut
-from autopar.passes.folding import KEPT, find_runs, fold
-from autopar.passes.layers import Layers, balanced, find_layers, operator_flops
+from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.analysis.cutting import cut
+from autopar.passes.analysis.folding import KEPT, find_runs, fold
+from autopar.passes.inter.layers import Layers, balanced, find_layers, operator_flops
 from tests.captures import captured
 from tests.harness import (
     MODELS,

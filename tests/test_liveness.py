@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from autopar.cost.liveness import peak_memory
-from autopar.cost.model import CostModel
-from autopar.cost.predict import peak_of_stage
-from autopar.facts import Strategy
-from autopar.live_bytes import LiveBytes
+from autopar.cost.laws.model import CostModel
+from autopar.cost.memory.liveness import peak_memory
+from autopar.cost.price.prediction import peak_of_stage
+from autopar.measured.live_bytes import LiveBytes
 from autopar.mesh import Device, Link, LogicalMesh
-from autopar.passes.analysis import Analysis
-from autopar.passes.choose import Ask, choose
-from autopar.passes.constraints import Constraints
-from autopar.passes.cut import cut
-from autopar.passes.lower import lower
-from autopar.pipeline import Pipeline
-from autopar.runtime.launch import WorkerPool
+from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.analysis.cutting import cut
+from autopar.passes.intra.chooser import Ask, choose
+from autopar.passes.intra.constraints import Constraints
+from autopar.passes.lowering.lines import lower
+from autopar.program.pipeline import Pipeline
+from autopar.program.strategy import Strategy
+from autopar.runtime.launch.processes import WorkerPool
 from autopar.schedule import ORDERS, in_flight
 from tests.captures import captured
 from tests.harness import (

@@ -17,11 +17,11 @@ from transformers import AutoConfig, BertForMaskedLM
 
 from autopar.capture import capture, reference_step
 from autopar.capture.rewrites import gathers
-from autopar.passes.analysis import Analysis
-from autopar.passes.choose import Ask, choose
-from autopar.passes.constraints import Constraints
-from autopar.passes.recipe_cost import recipe_cost
-from autopar.program import Program
+from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.intra.chooser import Ask, choose
+from autopar.passes.intra.constraints import Constraints
+from autopar.passes.intra.recipe_machine import recipe_cost
+from autopar.program.program import Program
 from autopar.rules import has_rule
 from tests.harness import (
     BATCH,

@@ -14,17 +14,19 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import Manual, Plan, PlanError
-from autopar.decisions import Choice, Option
-from autopar.facts import OperatorStrategy, Storage
-from autopar.passes import next_best
-from autopar.passes.constraints import Constraints
-from autopar.passes.intra_op import intra_op_problem
-from autopar.passes.next_best import decisions
-from autopar.passes.problem import IntraOpProblem
-from autopar.passes.solvers import Limits, Solution, solve
-from autopar.plan_data import parse_storage
+from autopar.passes.explain import next_best
+from autopar.passes.explain.next_best import decisions
+from autopar.passes.intra.constraints import Constraints
+from autopar.passes.intra.intra_op import intra_op_problem
+from autopar.passes.intra.problem import IntraOpProblem
+from autopar.passes.solvers.choice import solve
+from autopar.passes.solvers.eliminate import Limits
+from autopar.passes.solvers.problem import Solution
+from autopar.placement.spec import Spec
+from autopar.plans.data import parse_storage
+from autopar.plans.decisions import Choice, Option
+from autopar.program.strategy import OperatorStrategy, Storage
 from autopar.report.next_best import storage_words
-from autopar.spec import Spec
 from tests import jobs
 from tests.jobs import machine
 from tests.test_layers import Block as ResidualBlock

@@ -23,20 +23,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageClassification
 
-from autopar.cost.model import CostModel
+from autopar.cost.laws.model import CostModel
 from autopar.mesh import Device, Link, LogicalMesh
-from autopar.passes.analysis import Analysis
-from autopar.passes.choose import Ask, Chooser, Chosen
-from autopar.passes.constraints import Constraints
-from autopar.passes.folding import Folded, find_runs, fold
-from autopar.passes.intra_op import intra_op_problem
-from autopar.passes.solvers import (
-    ChoiceProblem,
-    Infeasible,
-    Solution,
-    solve,
-    solve_by_elimination,
-)
+from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.analysis.folding import Folded, find_runs, fold
+from autopar.passes.intra.chooser import Ask, Chooser, Chosen
+from autopar.passes.intra.constraints import Constraints
+from autopar.passes.intra.intra_op import intra_op_problem
+from autopar.passes.solvers.choice import solve, solve_by_elimination
+from autopar.passes.solvers.problem import ChoiceProblem, Infeasible, Solution
 from tests.captures import captured
 from tests.harness import AXIS_NAMES, random_tokens, tiny_gpt2, tiny_llama
 from tests.test_repeated import tiny_mixtral, tiny_t5

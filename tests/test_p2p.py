@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from autopar.errors import MeshError, VerificationError
-from autopar.runtime.groups import CollectiveCall, Recorder, world_group
-from autopar.runtime.launch import WorkerPool
-from autopar.runtime.p2p import DistMessenger, Messenger, Receive
-from autopar.runtime.threads import ThreadWorld, run_threads
+from autopar.runtime.collectives.p2p import DistMessenger, Messenger, Receive
+from autopar.runtime.groups.calls import CollectiveCall, Recorder
+from autopar.runtime.groups.distributed import world_group
+from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.launch.threads import ThreadWorld, run_threads
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool)
 N_LARGE = 2**21  # float32 elements: 8 MiB, more than any socket buffers

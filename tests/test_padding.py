@@ -17,11 +17,11 @@ from torch import Tensor, nn
 import autopar
 from autopar import Manual, PlanError
 from autopar.capture import capture, reference_step
-from autopar.passes.padding import find_paddings, pad
-from autopar.plan_data import PlanData
-from autopar.program import Program
+from autopar.passes.analysis.padding import find_paddings, pad
+from autopar.plans.data import PlanData
+from autopar.program.program import Program
+from autopar.runtime.launch.threads import ThreadWorld, run_threads
 from autopar.runtime.lowered import vocab_parallel_cross_entropy, vocab_parallel_embedding
-from autopar.runtime.threads import ThreadWorld, run_threads
 from tests.captures import captured
 from tests.harness import generated_code  # noqa: F401
 from tests.jobs import error, machine

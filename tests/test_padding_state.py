@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 import autopar
 from autopar import Manual
 from autopar.capture import capture, reference_step
-from autopar.runtime.dtensors import dtensor_of
-from autopar.runtime.sharding import boxes, gather_whole, local_shard
-from autopar.runtime.threads import ThreadWorld, run_threads
-from autopar.spec import I, S, Spec
-from autopar.stage_program import StoredParameter
+from autopar.placement.spec import I, S, Spec
+from autopar.program.stage_program import StoredParameter
+from autopar.runtime.launch.threads import ThreadWorld, run_threads
+from autopar.runtime.state.dtensors import dtensor_of
+from autopar.runtime.state.sharding import boxes, gather_whole, local_shard
 from tests.harness import generated_code  # noqa: F401
 from tests.jobs import adamw, error, machine
 from tests.padding_models import (

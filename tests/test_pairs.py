@@ -7,21 +7,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autopar.passes.solvers import ChoiceProblem, Edge, Totals, solve
-from autopar.passes.solvers.elimination import minimise
-from autopar.passes.solvers.elimination_order import (
+from autopar.passes.solvers.choice import solve
+from autopar.passes.solvers.eliminate.elimination import minimise
+from autopar.passes.solvers.eliminate.elimination_order import (
     EliminationPlan,
     Limits,
     TooWide,
     plan_elimination,
     plan_order,
 )
-from autopar.passes.solvers.marginals import min_marginals
-from autopar.passes.solvers.potentials import Potentials, Weights
-from autopar.passes.solvers.problem import Choice
-from autopar.passes.solvers.repeats import Repeat, RepeatedProblem
-from autopar.passes.solvers.repeats_elimination import RepeatedElimination
-from autopar.passes.solvers.tables import axes_of
+from autopar.passes.solvers.eliminate.marginals import min_marginals
+from autopar.passes.solvers.problem import ChoiceProblem, Edge, Totals
+from autopar.passes.solvers.problem.potentials import Potentials, Weights
+from autopar.passes.solvers.problem.problem import Choice
+from autopar.passes.solvers.problem.tables import axes_of
+from autopar.passes.solvers.repeats.elimination import RepeatedElimination
+from autopar.passes.solvers.repeats.repeats import Repeat, RepeatedProblem
 from tests.test_solvers import check_same, random_problem
 
 WEIGHTS = (Weights(), Weights(1.0, 1e-5), Weights(1.0, 0.0, 2e-4), Weights(0.0, 0.0, 1.0))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from autopar.runtime.launch import WorkerPool
+from autopar.runtime.launch.processes import WorkerPool
 from tests.jobs import train_alone
 from tests.parity_table import wrong
 from tests.pipeline_jobs import CASES, LAYOUTS, PINNED, SEARCHED, PipelineCell, pipeline_cells

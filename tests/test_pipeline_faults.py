@@ -15,19 +15,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar import cross_mesh
 from autopar.capture.reference import reference_step
-from autopar.cross_mesh import Slice
 from autopar.errors import VerificationError
 from autopar.mesh import LogicalMesh
-from autopar.passes.analysis import Analysis
-from autopar.pipeline import Pipeline
-from autopar.runtime.crossings import Crossings
-from autopar.runtime.executor import Executor
-from autopar.runtime.ties import TiedGradients
+from autopar.passes.analysis.analysis import Analysis
+from autopar.placement.spec import Spec
+from autopar.program import cross_mesh
+from autopar.program.cross_mesh import Slice
+from autopar.program.pipeline import Pipeline
+from autopar.program.stage_program import Local, most_batch_shards
+from autopar.runtime.collectives.crossings import Crossings
+from autopar.runtime.collectives.ties import TiedGradients
+from autopar.runtime.execute.executor import Executor
 from autopar.schedule import Action
-from autopar.spec import Spec
-from autopar.stage_program import Local, most_batch_shards
 from tests.harness import generated_code, model_case
 from tests.pipeline_harness import Layout, Shapes, ends_before, random_pipeline
 from tests.pipeline_models import Skip, Tied, analysis_of, batch_of

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import autopar
 from autopar.capture import reference_step
-from autopar.runtime.launch import WorkerPool
+from autopar.runtime.launch.processes import WorkerPool
 from tests.captures import captured
 from tests.jobs import Batch, error, gradient, machine
 from tests.parity_table import TOLERANCE

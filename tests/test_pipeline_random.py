@@ -17,8 +17,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from autopar.pipeline import Pipeline
-from autopar.runtime.groups import WORLD_AXIS, CollectiveCall
+from autopar.program.pipeline import Pipeline
+from autopar.runtime.groups.calls import CollectiveCall
+from autopar.runtime.groups.group import WORLD_AXIS
 from tests.harness import MODELS, foretold_calls, generated_code, model_case
 from tests.pipeline_harness import Layout, Shapes, random_ends, random_pipeline
 from tests.ranks import TOLERANCE, pipeline_step

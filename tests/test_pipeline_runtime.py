@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture.reference import reference_step
-from autopar.facts import Period
-from autopar.passes.analysis import Analysis
-from autopar.pipeline import Pipeline
-from autopar.program import Program
-from autopar.runtime.executor import Executor
-from autopar.shards import gather
-from autopar.spec import TensorType
+from autopar.passes.analysis.analysis import Analysis
+from autopar.placement.shards import gather
+from autopar.placement.spec import TensorType
+from autopar.program.pipeline import Pipeline
+from autopar.program.program import Program
+from autopar.program.strategy import Period
+from autopar.runtime.execute.executor import Executor
 from tests.harness import generated_code, model_case
 from tests.pipeline_harness import Layout, Shapes, ends_before, random_ends, random_pipeline
 from tests.pipeline_models import Frozen, SideOutput, Skip, Tied, analysis_of, batch_of

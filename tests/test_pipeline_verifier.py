@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from autopar.errors import VerificationError
-from autopar.pipeline import Crossing, Pipeline
-from autopar.pipeline_verifier import pipeline_sequences, verify_pipeline
-from autopar.rendezvous import check_rendezvous
+from autopar.placement.spec import P, Spec
+from autopar.program.pipeline import Crossing, Pipeline
+from autopar.program.stage_program import Boundary
 from autopar.schedule import Action, Schedule
-from autopar.spec import P, Spec
-from autopar.stage_program import Boundary
+from autopar.verifier.deadlock import check_rendezvous
+from autopar.verifier.pipeline import pipeline_sequences, verify_pipeline
 from tests.harness import model_case
 from tests.pipeline_harness import Layout, Shapes, random_ends, random_pipeline
 

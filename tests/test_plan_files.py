@@ -21,11 +21,11 @@ from torch import nn
 
 import autopar
 from autopar import BatchError, CaptureError, MeshError, OptionError, Plan, PlanError
-from autopar.cost.hardware import resolve
+from autopar.cost.hardware.hardware import resolve
 from autopar.mesh import Device, Link, Mesh
-from autopar.plan_data import PlanData
-from autopar.plan_inputs import mesh_of, record_of
-from autopar.runtime.launch import WorkerPool
+from autopar.planning.inputs import mesh_of, record_of
+from autopar.plans.data import PlanData
+from autopar.runtime.launch.processes import WorkerPool
 from tests.conftest import Golden
 from tests.jobs import CASES, AnyCell, Cell, errors, gpt2, machine, reference, train, train_planned
 from tests.parity_table import TOLERANCE

@@ -12,14 +12,14 @@ from functools import cache
 
 import pytest
 
-from autopar.facts import Period, Strategy
-from autopar.moves import Move
-from autopar.passes.choose import Ask, choose
-from autopar.passes.constraints import Constraints
-from autopar.passes.lower import lower
-from autopar.passes.recipe_cost import recipe_cost
-from autopar.spec import I, R, Spec
-from autopar.stage_program import StageProgram
+from autopar.passes.intra.chooser import Ask, choose
+from autopar.passes.intra.constraints import Constraints
+from autopar.passes.intra.recipe_machine import recipe_cost
+from autopar.passes.lowering.lines import lower
+from autopar.placement.moves import Move
+from autopar.placement.spec import I, R, Spec
+from autopar.program.stage_program import StageProgram
+from autopar.program.strategy import Period, Strategy
 from tests.harness import Case, abstract_cost, generated_code, model_case, thread_step
 
 __all__ = ["generated_code"]

@@ -22,8 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import autopar
 from autopar import Mesh, Plan
 from autopar.errors import InfeasibleError
-from autopar.plan_data import parse_storage
-from autopar.runtime.launch import WorkerPool
+from autopar.plans.data import parse_storage
+from autopar.runtime.launch.processes import WorkerPool
 from tests.harness import random_tokens, tiny_gpt2
 from tests.jobs import rank
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.cost.predict import link_between, transfer_s
-from autopar.messages import Messages
+from autopar.cost.price.prediction import link_between, transfer_s
 from autopar.options import Options
-from autopar.passes.evaluate import Evaluator, Scored
-from autopar.passes.join import join
-from autopar.passes.layout import Candidate
-from autopar.passes.played import Boundary, Hop, Worked, hops_of, played_s
+from autopar.passes.inter.candidate import Candidate
+from autopar.passes.inter.score import Boundary, Hop, Worked, hops_of, played_s
+from autopar.passes.lowering.joining import join
+from autopar.passes.search.evaluator import Evaluator, Scored
+from autopar.program.messages import Messages
 from autopar.schedule import ORDERS, Transfer
 from tests.every_plan import Choices
 from tests.test_joint_optimality import SLOW, TIERED, analysis_of, machine

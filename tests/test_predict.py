@@ -13,28 +13,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.buckets import BUCKET_BYTES, buckets, primitive_bytes
 from autopar.codegen import emit
-from autopar.collective import step_calls
-from autopar.cost.liveness import peak_memory
-from autopar.cost.model import CostModel
-from autopar.cost.predict import collectives_of, predict
+from autopar.cost.laws.model import CostModel
+from autopar.cost.memory.liveness import peak_memory
+from autopar.cost.price.prediction import collectives_of, predict
 from autopar.errors import NotSupportedError
-from autopar.facts import Period, Storage, Strategy
 from autopar.mesh import LogicalMesh
-from autopar.passes.analysis import Analysis
-from autopar.passes.choose import Ask, choose
-from autopar.passes.constraints import Constraints
-from autopar.passes.intra_op import intra_op_problem
-from autopar.passes.lower import lower
-from autopar.pipeline import Pipeline
-from autopar.predicted import Predicted
-from autopar.runtime import delivery
-from autopar.runtime.executor import Environment, Executor
-from autopar.runtime.groups import Recorder
-from autopar.runtime.load import load_code
-from autopar.runtime.threads import ThreadWorld, run_threads
-from autopar.stage_program import GatherLine, StageProgram, batch_shards
+from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.intra.chooser import Ask, choose
+from autopar.passes.intra.constraints import Constraints
+from autopar.passes.intra.intra_op import intra_op_problem
+from autopar.passes.lowering.lines import lower
+from autopar.plans.predicted import Predicted
+from autopar.program.bucketing import BUCKET_BYTES, buckets, primitive_bytes
+from autopar.program.collective import step_calls
+from autopar.program.pipeline import Pipeline
+from autopar.program.stage_program import GatherLine, StageProgram, batch_shards
+from autopar.program.strategy import Period, Storage, Strategy
+from autopar.runtime.execute import delivery
+from autopar.runtime.execute.executor import Environment, Executor
+from autopar.runtime.execute.load import load_code
+from autopar.runtime.groups.calls import Recorder
+from autopar.runtime.launch.threads import ThreadWorld, run_threads
 from tests.harness import (
     abstract_cost,
     free_problem,

@@ -13,38 +13,40 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import autopar.cost.predict
+import autopar.cost.price.prediction
 from autopar.capture import capture
-from autopar.cost.hardware import Hardware, resolve
-from autopar.cost.model import CostModel
-from autopar.cost.predict import link_between, predict
+from autopar.cost.hardware.hardware import Hardware, resolve
+from autopar.cost.laws.model import CostModel
+from autopar.cost.price.prediction import link_between, predict
 from autopar.errors import BatchError
 from autopar.mesh import Link, Mesh, factored_view
-from autopar.moves import COLLECTIVES
 from autopar.options import Options
-from autopar.passes import abridge, intra_op
-from autopar.passes.analysis import Analysis
-from autopar.passes.constraints import Constraints
-from autopar.passes.cut import cut
-from autopar.passes.evaluate import Evaluator, Scored
-from autopar.passes.intra_op import (
+from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.analysis.cutting import cut
+from autopar.passes.analysis.recompute import Recomputable
+from autopar.passes.inter.candidate import Candidate, StageLayout, n_operators
+from autopar.passes.inter.recipes import recipe_limits
+from autopar.passes.intra import intra_op
+from autopar.passes.intra.constraints import Constraints
+from autopar.passes.intra.intra_op import (
     ProblemBatch,
     ProblemFamilies,
     intra_op_problem,
     intra_op_problems,
 )
-from autopar.passes.layout import Candidate, StageLayout, n_operators
-from autopar.passes.move_graph import move_graph
-from autopar.passes.primitive_costs import primitive_lines
-from autopar.passes.recipe_cost import recipe_cost
-from autopar.passes.recipes import recipe_limits
-from autopar.passes.recompute import Recomputable
-from autopar.passes.reshard import priced_alike
-from autopar.passes.simulated import SCORE_REL, UNSEEN_REL, Simulator, Solved
-from autopar.passes.solvers import Solution, solve
-from autopar.pipeline import Pipeline
-from autopar.predicted import Predicted
-from autopar.spec import TensorType
+from autopar.passes.intra.recipe_machine import recipe_cost
+from autopar.passes.lowering import abridger as abridge
+from autopar.passes.reshard.costs import priced_alike
+from autopar.passes.reshard.move_graph import move_graph
+from autopar.passes.reshard.primitive_costs import primitive_lines
+from autopar.passes.search.evaluator import Evaluator, Scored
+from autopar.passes.search.simulator import SCORE_REL, UNSEEN_REL, Simulator, Solved
+from autopar.passes.solvers.choice import solve
+from autopar.passes.solvers.problem import Solution
+from autopar.placement.moves import COLLECTIVES
+from autopar.placement.spec import TensorType
+from autopar.plans.predicted import Predicted
+from autopar.program.pipeline import Pipeline
 from tests.harness import abstract_cost, model_case
 
 REL = 1e-12
@@ -261,7 +263,7 @@ def test_stages_that_candidates_share_are_lowered_and_priced_once(
         monkeypatch.setattr(module, name, counted)
 
     count(abridge, "lower")
-    count(autopar.cost.predict, "peak_memory")
+    count(autopar.cost.price.prediction, "peak_memory")
 
     def scored(first: Mapping[str, int], last: Mapping[str, int]) -> Scored:
         views = [

@@ -22,8 +22,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import autopar
 from autopar import Mesh, Plan
-from autopar.passes import best_count, joint, planner, recipes, refined, simulated, stage_search
-from autopar.passes.layers import MOST_LAYERS
+from autopar.passes.inter import joint, recipes, stage_search
+from autopar.passes.inter.layers import MOST_LAYERS
+from autopar.passes.search import count_search as best_count
+from autopar.passes.search import planner, refined
+from autopar.passes.search import simulator as simulated
 from tests.harness import random_tokens, tiny_gpt2
 from tests.test_planner_laws import A100, tokens
 

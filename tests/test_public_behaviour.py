@@ -16,10 +16,10 @@ from torch import Tensor, nn
 import autopar
 from autopar import Manual, NotPlannedError, VerificationError
 from autopar.capture import reference_step
-from autopar.runtime.executor import Environment, Executor
-from autopar.runtime.launch import WorkerPool
-from autopar.runtime.load import load_code
-from autopar.runtime.threads import ThreadWorld, run_threads
+from autopar.runtime.execute.executor import Environment, Executor
+from autopar.runtime.execute.load import load_code
+from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.launch.threads import ThreadWorld, run_threads
 from tests.captures import captured
 from tests.jobs import CASES, Batch, error, gpt2, gradient, machine, rows, tokens
 from tests.parity_table import TOLERANCE

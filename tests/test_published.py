@@ -15,7 +15,7 @@ from autopar.cli.validate import score_text
 from autopar.cost.published.accuracy import Errors, Target, errors_of, ordering
 from autopar.cost.published.rows import read_row
 from autopar.cost.published.runs import RunsFile, read_runs
-from autopar.cost.published.score import Compared, Entry, Score, entry_of, score
+from autopar.cost.published.scoring import Compared, Entry, Score, entry_of, score
 from autopar.cost.published.tables import activation_memory, layer_passes_s, layer_times
 from autopar.errors import OptionError
 

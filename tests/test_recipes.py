@@ -10,19 +10,19 @@ import pytest
 import torch
 
 from autopar.capture import capture
-from autopar.cost.model import CostModel
+from autopar.cost.laws.model import CostModel
 from autopar.errors import MeshError, OptionError
 from autopar.mesh import LogicalMesh, Mesh, factored_view
 from autopar.options import Manual, Options
-from autopar.passes.analysis import Analysis
-from autopar.passes.constraints import Constraints
-from autopar.passes.folding import find_runs
-from autopar.passes.intra_op import intra_op_problem
-from autopar.passes.layers import find_layers
-from autopar.passes.layout import Candidate
-from autopar.passes.recipe_cost import recipe_cost
-from autopar.passes.stage_costs import CostMaker, StageCosts
-from autopar.step_capture import capture_step
+from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.analysis.folding import find_runs
+from autopar.passes.inter.candidate import Candidate
+from autopar.passes.inter.layers import find_layers
+from autopar.passes.inter.tables import CostMaker, StageCosts
+from autopar.passes.intra.constraints import Constraints
+from autopar.passes.intra.intra_op import intra_op_problem
+from autopar.passes.intra.recipe_machine import recipe_cost
+from autopar.planning.step_capture import capture_step
 from tests.harness import Mlp, random_rows
 from tests.test_joint import assert_covers, cluster, gpt2, hardware_of, recipes
 from tests.test_planner_laws import A100, tokens

@@ -22,16 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autopar
 from autopar import Manual, Plan
 from autopar.capture import reference_step
-from autopar.collective import rank_collectives
 from autopar.errors import NotSupportedError, PlanError, VerificationError
 from autopar.options import Recompute
-from autopar.passes.analysis import Analysis
-from autopar.passes.recompute import MODES, blocks, recomputed_operators
-from autopar.pipeline import Pipeline
-from autopar.rerun import rerun
-from autopar.runtime.launch import WorkerPool
-from autopar.schedule import forward_only
-from autopar.stage_program import (
+from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.analysis.recompute import MODES, blocks, recomputed_operators
+from autopar.program.collective import rank_collectives
+from autopar.program.pipeline import Pipeline
+from autopar.program.rerun_lines import rerun
+from autopar.program.stage_program import (
     CallLine,
     FreeLine,
     GatherLine,
@@ -41,7 +39,9 @@ from autopar.stage_program import (
     StageProgram,
     reads,
 )
-from autopar.verifier import verify_program
+from autopar.runtime.launch.processes import WorkerPool
+from autopar.schedule import forward_only
+from autopar.verifier.stage import verify_program
 from tests.captures import captured
 from tests.conftest import Golden
 from tests.dropout_models import dropped_gpt2

@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import autopar
 from autopar import Device, Link, Manual, Mesh, Plan
-from autopar.binding import Bound
-from autopar.cost.predict import peak_of_stage
+from autopar.cost.price.prediction import peak_of_stage
 from autopar.options import Recompute
-from autopar.runtime.launch import WorkerPool
+from autopar.planning.binding import Bound
+from autopar.runtime.launch.processes import WorkerPool
 from tests.harness import generated_code
 from tests.recompute_models import recomputing
 from tests.test_recompute_random import random_ranges

@@ -13,11 +13,11 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.facts import Period, Recomputed
-from autopar.passes.analysis import Analysis
-from autopar.passes.lower import lower
-from autopar.passes.recompute import MODES
-from autopar.verifier import verify_program
+from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.analysis.recompute import MODES
+from autopar.passes.lowering.lines import lower
+from autopar.program.strategy import Period, Recomputed
+from autopar.verifier.stage import verify_program
 from tests.harness import (
     abstract_cost,
     free_problem,

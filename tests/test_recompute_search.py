@@ -15,22 +15,23 @@ import torch
 
 import autopar
 from autopar import Device, Link, Manual, Mesh, Plan
-from autopar.cost.liveness import kept_bytes
+from autopar.cost.memory.liveness import kept_bytes
+from autopar.cost.price.stage_times import stage_times
 from autopar.cost.simulate import Spent
-from autopar.cost.stage_times import stage_times
 from autopar.errors import InfeasibleError
 from autopar.options import Options, Recompute
-from autopar.passes.analysis import Analysis
-from autopar.passes.choose import Ask, Chooser, choose
-from autopar.passes.constraints import Constraints
-from autopar.passes.cut import cut
-from autopar.passes.folding import fold
-from autopar.passes.intra_op import intra_op_problem
-from autopar.passes.lower import lower
-from autopar.passes.problem import IntraOpProblem
-from autopar.passes.recompute import SEARCHED, Recomputable, aligned_runs
-from autopar.passes.solvers import Infeasible, solve
-from autopar.passes.solvers.elimination_order import plan_elimination
+from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.analysis.cutting import cut
+from autopar.passes.analysis.folding import fold
+from autopar.passes.analysis.recompute import SEARCHED, Recomputable, aligned_runs
+from autopar.passes.intra.chooser import Ask, Chooser, choose
+from autopar.passes.intra.constraints import Constraints
+from autopar.passes.intra.intra_op import intra_op_problem
+from autopar.passes.intra.problem import IntraOpProblem
+from autopar.passes.lowering.lines import lower
+from autopar.passes.solvers.choice import solve
+from autopar.passes.solvers.eliminate.elimination_order import plan_elimination
+from autopar.passes.solvers.problem import Infeasible
 from tests.captures import captured
 from tests.harness import abstract_cost, random_tokens, tiny_gpt2, tiny_llama
 from tests.jobs import rows

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 import autopar
-from autopar.binding import predict_on
 from autopar.errors import InfeasibleError
 from autopar.options import Options
-from autopar.passes import planner
-from autopar.passes.evaluate import Scored
-from autopar.passes.planner import MEMORY_COSTS, Planner
-from autopar.passes.simulated import Simulator, Solved
+from autopar.passes.search import planner
+from autopar.passes.search.evaluator import Scored
+from autopar.passes.search.planner import MEMORY_COSTS, Planner
+from autopar.passes.search.simulator import Simulator, Solved
+from autopar.planning.binding import predict_on
 from tests.test_joint import cluster, gpt2
 from tests.test_recompute_memory import batch, model
 from tests.test_recompute_search import machine, modes_of

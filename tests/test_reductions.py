@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from autopar.passes.solvers.reductions import _undominated
+from autopar.passes.solvers.choice.reductions import _undominated
 
 
 def test_what_is_left_is_dominated_by_no_other_choice() -> None:

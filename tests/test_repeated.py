@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from autopar.passes.analysis import Analysis
-from autopar.passes.choose import Ask, Chooser, choose
-from autopar.passes.constraints import Constraints
-from autopar.passes.folding import Folded, find_runs, fold
-from autopar.passes.intra_op import intra_op_problems
-from autopar.passes.repeated import Repeated, placed_once, repeated_problems
+from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.analysis.folding import Folded, find_runs, fold
+from autopar.passes.intra.chooser import Ask, Chooser, choose
+from autopar.passes.intra.constraints import Constraints
+from autopar.passes.intra.intra_op import intra_op_problems
+from autopar.passes.intra.repeated import Repeated, placed_once, repeated_problems
 from tests.captures import captured
 from tests.harness import (
     WIDTH,

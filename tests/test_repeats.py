@@ -9,23 +9,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autopar.passes.solvers import (
-    ChoiceProblem,
-    Edge,
-    Infeasible,
-    ProblemError,
-    solve,
-    solve_brute_force,
-)
-from autopar.passes.solvers.elimination import minimise
-from autopar.passes.solvers.elimination_order import Limits, TooWide, plan_elimination
-from autopar.passes.solvers.ilp import most_columns
-from autopar.passes.solvers.potentials import Potentials, Weights
-from autopar.passes.solvers.powers import Power
-from autopar.passes.solvers.problem import Choice
-from autopar.passes.solvers.repeats import Repeat, RepeatedChoice, RepeatedProblem
-from autopar.passes.solvers.repeats_elimination import RepeatedElimination
-from autopar.passes.solvers.repeats_select import solve_repeated
+from autopar.passes.solvers.choice import solve, solve_brute_force
+from autopar.passes.solvers.choice.ilp import most_columns
+from autopar.passes.solvers.eliminate.elimination import minimise
+from autopar.passes.solvers.eliminate.elimination_order import Limits, TooWide, plan_elimination
+from autopar.passes.solvers.problem import ChoiceProblem, Edge, Infeasible, ProblemError
+from autopar.passes.solvers.problem.potentials import Potentials, Weights
+from autopar.passes.solvers.problem.problem import Choice
+from autopar.passes.solvers.repeats.elimination import RepeatedElimination
+from autopar.passes.solvers.repeats.powers import Power
+from autopar.passes.solvers.repeats.repeats import Repeat, RepeatedChoice, RepeatedProblem
+from autopar.passes.solvers.repeats.select import solve_repeated
 
 REL = 1e-9
 WEIGHTS = (Weights(), Weights(1.0, 1e-5), Weights(1.0, 0.0, 2e-4), Weights(0.0, 0.0, 1.0))

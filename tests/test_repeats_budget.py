@@ -8,13 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autopar.passes.solvers import ChoiceProblem, Edge, Infeasible, solve
-from autopar.passes.solvers.lagrangian import Point
-from autopar.passes.solvers.potentials import Weights
-from autopar.passes.solvers.repeats import Repeat, RepeatedChoice, RepeatedProblem
-from autopar.passes.solvers.repeats_elimination import Branch, RepeatedElimination
-from autopar.passes.solvers.repeats_exchange import Exchanges
-from autopar.passes.solvers.repeats_select import (
+from autopar.passes.solvers.choice import solve
+from autopar.passes.solvers.choice.lagrangian import Point
+from autopar.passes.solvers.problem import ChoiceProblem, Edge, Infeasible
+from autopar.passes.solvers.problem.potentials import Weights
+from autopar.passes.solvers.repeats.elimination import Branch, RepeatedElimination
+from autopar.passes.solvers.repeats.exchange import Exchanges
+from autopar.passes.solvers.repeats.repeats import Repeat, RepeatedChoice, RepeatedProblem
+from autopar.passes.solvers.repeats.select import (
     RepeatedSolution,
     RepeatedSolver,
     quick_plan,

@@ -21,16 +21,16 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import Manual, OptionError, Plan, PlanError
-from autopar.collective import step_calls
-from autopar.moves import COLLECTIVES
-from autopar.pipeline import Pipeline
+from autopar.placement.moves import COLLECTIVES
+from autopar.program.collective import step_calls
+from autopar.program.pipeline import Pipeline
+from autopar.program.stage_program import StageProgram
 from autopar.report import dot, html
 from autopar.report.boxes import escaped
-from autopar.report.dot import INSTALL_HINT, render_svg
 from autopar.report.folding import fold
+from autopar.report.graph_text import INSTALL_HINT, render_svg
 from autopar.report.html import page
 from autopar.report.picture import Block, picture
-from autopar.stage_program import StageProgram
 from tests.conftest import Golden
 from tests.jobs import CASES
 from tests.tiny_model import Tiny, batch

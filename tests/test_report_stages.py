@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import OptionError, Plan
-from autopar.cross_mesh import slices
-from autopar.pipeline import Pipeline
-from autopar.plan_data import Alternative
+from autopar.plans.data import Alternative
+from autopar.program.cross_mesh import slices
+from autopar.program.pipeline import Pipeline
 from autopar.report import explain
 from autopar.report.folding import fold
 from autopar.report.picture import picture

@@ -15,14 +15,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from autopar.mesh import Device, Link, LogicalMesh
-from autopar.moves import COLLECTIVES, TABLE, Move, PrimitiveKind
-from autopar.passes.move_graph import PrimitiveTime, Step, move_graph, moves_from, step_time_s
-from autopar.passes.reshard import ReshardTable, ReshardTables
-from autopar.runtime import collectives
-from autopar.runtime.groups import Group, Recorder
-from autopar.runtime.threads import ThreadWorld, run_threads
-from autopar.shards import gather, gradient_spec, scatter
-from autopar.spec import I, P, R, S, Spec, TensorType, all_specs, local_shape
+from autopar.passes.reshard.costs import ReshardTable, ReshardTables
+from autopar.passes.reshard.move_graph import (
+    PrimitiveTime,
+    Step,
+    move_graph,
+    moves_from,
+    step_time_s,
+)
+from autopar.placement.moves import COLLECTIVES, TABLE, Move, PrimitiveKind
+from autopar.placement.shards import gather, gradient_spec, scatter
+from autopar.placement.spec import I, P, R, S, Spec, TensorType, all_specs, local_shape
+from autopar.runtime.collectives import pairs as collectives
+from autopar.runtime.groups.calls import Recorder
+from autopar.runtime.groups.group import Group
+from autopar.runtime.launch.threads import ThreadWorld, run_threads
 from tests.strategies import AXIS_SIZES, reshards, tensor_types
 
 TOLERANCE = 1e-13

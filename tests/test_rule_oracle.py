@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from autopar.errors import MissingRuleError, VerificationError
-from autopar.oracle import Case, check_strategy, combinations
-from autopar.rule_report import check_rule, report_case
+from autopar.placement.spec import I, P, R, S
 from autopar.rules import OpRule, all_rules, find_operator, has_rule, rule_for
 from autopar.rules.lowering import VOCABULARY_CROSS_ENTROPY
 from autopar.rules.pattern import AxisStrategy
-from autopar.spec import I, P, R, S
+from autopar.verifier.oracle import Case, check_strategy, combinations
+from autopar.verifier.rule_report import check_rule, report_case
 from tests.place_samples import PLACE_SAMPLES
 from tests.random_samples import RANDOM_SAMPLES
 from tests.rule_samples import SAMPLES as GENERAL_SAMPLES

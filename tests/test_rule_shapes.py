@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from autopar.oracle import MESHES, Case, check_strategy, combinations
 from autopar.rules import find_operator, rule_for
+from autopar.verifier.oracle import MESHES, Case, check_strategy, combinations
 from tests.drawn_calls import FAMILIES as GENERAL
 from tests.drawn_calls import Call
 from tests.drawn_place_calls import FAMILIES as PLACES

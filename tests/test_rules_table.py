@@ -21,9 +21,7 @@ from autopar.errors import (
 )
 from autopar.mesh import Mesh
 from autopar.options import Manual, Options
-from autopar.oracle import Case
-from autopar.planning import plan_program
-from autopar.rule_report import check_rule, report_case
+from autopar.planning.plan import plan_program
 from autopar.rules import (
     OpCall,
     OpRule,
@@ -34,6 +32,8 @@ from autopar.rules import (
     register_rule,
     rule_for,
 )
+from autopar.verifier.oracle import Case
+from autopar.verifier.rule_report import check_rule, report_case
 from tests.conftest import Golden
 from tests.rule_samples import ints, x
 

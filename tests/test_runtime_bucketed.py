@@ -7,11 +7,12 @@ from typing import cast
 import pytest
 import torch
 
-from autopar.moves import COLLECTIVES, PrimitiveKind, Split
-from autopar.runtime.bucketed import BucketItem, bucketed_apply
-from autopar.runtime.collectives import apply_primitive
-from autopar.runtime.groups import Group, Recorder
-from autopar.runtime.threads import ThreadWorld, run_threads
+from autopar.placement.moves import COLLECTIVES, PrimitiveKind, Split
+from autopar.runtime.collectives.pairs import apply_primitive
+from autopar.runtime.execute.bucketed import BucketItem, bucketed_apply
+from autopar.runtime.groups.calls import Recorder
+from autopar.runtime.groups.group import Group
+from autopar.runtime.launch.threads import ThreadWorld, run_threads
 from tests.test_runtime_collectives import mesh_of, random
 
 SPLITS: dict[str, list[tuple[Split, ...]]] = {

@@ -17,19 +17,13 @@ from torch import Tensor
 
 from autopar.errors import VerificationError
 from autopar.mesh import Device, Link, LogicalMesh
-from autopar.moves import TABLE, Split
-from autopar.runtime import collectives
-from autopar.runtime.groups import (
-    CollectiveCall,
-    Group,
-    Recorder,
-    cut,
-    join,
-    make_groups,
-    phase,
-)
-from autopar.runtime.launch import WorkerPool
-from autopar.runtime.threads import ThreadWorld, run_threads
+from autopar.placement.moves import TABLE, Split
+from autopar.runtime.collectives import pairs as collectives
+from autopar.runtime.groups.calls import CollectiveCall, Recorder, phase
+from autopar.runtime.groups.distributed import make_groups
+from autopar.runtime.groups.group import Group, cut, join
+from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.launch.threads import ThreadWorld, run_threads
 
 SHAPE = (12, 144, 2)
 N_FACTOR = 12  # dim 1 of SHAPE is 12 x 12, so both factors split over 2, 3, 4 and 6 ranks

@@ -7,11 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.moves import Split
-from autopar.runtime.collectives import i_to_s, p_to_r
-from autopar.runtime.groups import Group, Recorder
+from autopar.placement.moves import Split
+from autopar.runtime.collectives.pairs import i_to_s, p_to_r
+from autopar.runtime.groups.calls import Recorder
+from autopar.runtime.groups.group import Group
+from autopar.runtime.launch.threads import ThreadWorld, run_threads
 from autopar.runtime.lowered import vocab_parallel_cross_entropy, vocab_parallel_embedding
-from autopar.runtime.threads import ThreadWorld, run_threads
 from tests.test_runtime_collectives import mesh_of, random
 
 N_VOCAB, N_ROWS = 12, 9

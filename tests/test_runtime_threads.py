@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from autopar.errors import MeshError, VerificationError
-from autopar.moves import Split
-from autopar.runtime.groups import Group
-from autopar.runtime.threads import ThreadWorld, run_threads
+from autopar.placement.moves import Split
+from autopar.runtime.groups.group import Group
+from autopar.runtime.launch.threads import ThreadWorld, run_threads
 from tests.test_runtime_collectives import mesh_of
 
 MESH = mesh_of(2, 2)

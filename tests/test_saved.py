@@ -14,12 +14,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from transformers import GPT2Config, GPT2LMHeadModel
 
-import autopar.saved
+import autopar.measured.saved
 from autopar.capture import capture, reference_step
 from autopar.errors import NotSupportedError
-from autopar.fake_calls import PerCall
-from autopar.program import Program
-from autopar.saved import Saved, activation_bytes, saved_for_backward, storage_owners
+from autopar.measured.fake_calls import PerCall
+from autopar.measured.saved import Saved, activation_bytes, saved_for_backward, storage_owners
+from autopar.program.program import Program
 
 aten = torch.ops.aten
 B, S, H, D, V = 2, 6, 4, 8, 11
@@ -385,7 +385,7 @@ class TestModel:
     def test_repeated_layers_are_run_once(
         self, dropout: float, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        run, runs = autopar.saved._run, []
+        run, runs = autopar.measured.saved._run, []
 
         def counted(program: Program, node: fx.Node, mode: FakeTensorMode) -> Any:
             runs.append(node.name)
@@ -394,7 +394,9 @@ class TestModel:
         n_runs = []
         for n_layers in (2, 4):
             runs.clear()
-            monkeypatch.setattr(autopar.saved, "_effects", PerCall(counted, "what it keeps"))
+            monkeypatch.setattr(
+                autopar.measured.saved, "_effects", PerCall(counted, "what it keeps")
+            )
             saved_for_backward(capture(gpt2(n_layers, dropout), batch()))
             n_runs.append(len(runs))
         assert n_runs[0] == n_runs[1] > 0

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from autopar.cli import app, shell
-from autopar.cost.hardware import load_profile
+from autopar.cost.hardware.hardware import load_profile
+from autopar.cost.hardware.what_if import changed
 from autopar.cost.transformer.configs import shape_of
 from autopar.cost.transformer.recipe import Recipe
 from autopar.cost.transformer.scaling import Scaling, default_nodes, training_dtype, weak_scaling
 from autopar.cost.transformer.shape import TransformerShape
-from autopar.cost.what_if import changed
 from autopar.errors import NotSupportedError, OptionError
 from autopar.report.scaling import scaling_svg, scaling_text
 

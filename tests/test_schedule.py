@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from autopar.cost.simulate import Spent, SplitBackward, StageTimes, simulate
 from autopar.errors import AutoparError, OptionError, PlanError, VerificationError
-from autopar.rendezvous import GroupCall, check_rendezvous
 from autopar.schedule import (
     ORDERS,
     Action,
@@ -35,6 +34,7 @@ from autopar.schedule import (
     validate,
     zero_bubble,
 )
+from autopar.verifier.deadlock import GroupCall, check_rendezvous
 from tests.conftest import Golden
 from tests.strategies import schedules, transfers
 

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import autopar
-from autopar.cost.model import CostModel
-from autopar.facts import Strategy
+from autopar.cost.laws.model import CostModel
 from autopar.mesh import Device
-from autopar.passes.analysis import Analysis
-from autopar.passes.choose import Ask, choose
-from autopar.passes.constraints import Constraints
-from autopar.planning import Plan
-from autopar.spec import S, Spec
+from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.intra.chooser import Ask, choose
+from autopar.passes.intra.constraints import Constraints
+from autopar.placement.spec import S, Spec
+from autopar.planning.plan import Plan
+from autopar.program.strategy import Strategy
 from tests.captures import captured
 from tests.harness import (
     Step,

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 import autopar
-from autopar.passes import choose
-from autopar.passes.analysis import Analysis
-from autopar.passes.choose import FOLDED_GAP_GOAL, Ask, Chosen
-from autopar.plan_data import PlanData
+from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.intra import chooser as choose
+from autopar.passes.intra.chooser import FOLDED_GAP_GOAL, Ask, Chosen
+from autopar.plans.data import PlanData
 from tests.harness import random_tokens, tiny_gpt2
 
 N_BLOCKS = 4  # as many as are folded

@@ -11,14 +11,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from autopar.cost.simulate import (
-    Spent,
-    SplitBackward,
-    StageTimes,
-    TieTimes,
-    Timeline,
-    simulate,
-)
+from autopar.cost.simulate import Spent, SplitBackward, StageTimes, TieTimes, Timeline, simulate
 from autopar.schedule import (
     ORDERS,
     Action,

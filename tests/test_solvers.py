@@ -12,27 +12,28 @@ import pytest
 from hypothesis import given, settings
 
 from autopar.errors import OptionError
-from autopar.passes.solvers import (
-    ChoiceProblem,
-    Edge,
-    Infeasible,
-    Limits,
-    ProblemError,
-    Solution,
-    TimeLimitError,
-    TooWide,
+from autopar.passes.solvers.choice import (
     ilp,
     solve,
     solve_brute_force,
     solve_by_elimination,
     solve_ilp,
 )
-from autopar.passes.solvers.elimination import minimise
-from autopar.passes.solvers.elimination_order import plan_elimination
-from autopar.passes.solvers.marginals import min_marginals
-from autopar.passes.solvers.potentials import Potentials, Weights
-from autopar.passes.solvers.problem import make_solution, merged
-from autopar.passes.solvers.reductions import reduce
+from autopar.passes.solvers.choice.reductions import reduce
+from autopar.passes.solvers.eliminate import Limits, TooWide
+from autopar.passes.solvers.eliminate.elimination import minimise
+from autopar.passes.solvers.eliminate.elimination_order import plan_elimination
+from autopar.passes.solvers.eliminate.marginals import min_marginals
+from autopar.passes.solvers.problem import (
+    ChoiceProblem,
+    Edge,
+    Infeasible,
+    ProblemError,
+    Solution,
+    TimeLimitError,
+)
+from autopar.passes.solvers.problem.potentials import Potentials, Weights
+from autopar.passes.solvers.problem.problem import make_solution, merged
 from tests.strategies import choice_problems
 
 REL = 1e-9

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.errors import OptionError
-from autopar.shards import gather, gradient_spec, scatter
-from autopar.spec import (
+from autopar.placement.shards import gather, gradient_spec, scatter
+from autopar.placement.spec import (
     I,
     P,
     Placement,

@@ -12,19 +12,20 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from autopar.binding import predict_on
 from autopar.mesh import Mesh
 from autopar.options import Options
-from autopar.passes.analysis import Analysis
-from autopar.passes.joint import JointSearch
-from autopar.passes.layout import Candidate
-from autopar.passes.planner import Planner
-from autopar.passes.played import Hop, Worked, played_s
-from autopar.passes.recipes import recipe_candidates
-from autopar.passes.simulated import Simulator
-from autopar.passes.solvers.stages import StageProblem, least_span_s
-from autopar.passes.stage_bounds import StageBounds
-from autopar.passes.stage_costs import CostMaker
+from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.inter.bounds import StageBounds
+from autopar.passes.inter.candidate import Candidate
+from autopar.passes.inter.joint import JointSearch
+from autopar.passes.inter.recipes import recipe_candidates
+from autopar.passes.inter.score import Hop, Worked, played_s
+from autopar.passes.inter.tables import CostMaker
+from autopar.passes.search.planner import Planner
+from autopar.passes.search.simulator import Simulator
+from autopar.passes.solvers.stages.problem import StageProblem
+from autopar.passes.solvers.stages.tables import least_span_s
+from autopar.planning.binding import predict_on
 from autopar.schedule import ORDERS
 from tests.captures import captured
 from tests.test_joint import cluster, gpt2, hardware_of, recipes

@@ -13,15 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import OptionError
-from autopar.passes.solvers import Infeasible, ProblemError
-from autopar.passes.solvers.clustering import Clustering, cluster_operators
-from autopar.passes.solvers.stages import (
-    StagePlan,
-    StageProblem,
-    least_memory_bytes,
-    solve_stages,
-)
-from autopar.passes.solvers.stages_brute_force import MAX_PLANS, solve_stages_brute_force
+from autopar.passes.solvers.problem import Infeasible, ProblemError
+from autopar.passes.solvers.stages.brute_force import MAX_PLANS, solve_stages_brute_force
+from autopar.passes.solvers.stages.clustering import Clustering, cluster_operators
+from autopar.passes.solvers.stages.problem import StagePlan, StageProblem
+from autopar.passes.solvers.stages.search import solve_stages
+from autopar.passes.solvers.stages.tables import least_memory_bytes
 
 REL = 1e-9
 N_BEST = 5

@@ -16,21 +16,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from autopar.runtime.dtensors import (
+from autopar.placement.shards import scatter
+from autopar.placement.spec import Spec, TensorType, all_specs
+from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.launch.threads import ThreadWorld, run_threads
+from autopar.runtime.state.access import full_gradients, full_state_dict, load_state_dict
+from autopar.runtime.state.dtensors import (
     dtensor_of,
     dtensor_placements,
     stage_device_mesh,
     state_dict,
 )
-from autopar.runtime.launch import WorkerPool
-from autopar.runtime.names import StateError, all_names
-from autopar.runtime.sharding import boxes, gather_whole, local_shard
-from autopar.runtime.stage_state import StageState
-from autopar.runtime.state import full_gradients, full_state_dict, load_state_dict
-from autopar.runtime.threads import ThreadWorld, run_threads
-from autopar.runtime.weights import initial_buffers, initial_shards
-from autopar.shards import scatter
-from autopar.spec import Spec, TensorType, all_specs
+from autopar.runtime.state.names import StateError, all_names
+from autopar.runtime.state.sharding import boxes, gather_whole, local_shard
+from autopar.runtime.state.stage_state import StageState
+from autopar.runtime.state.weights import initial_buffers, initial_shards
 from tests.state_model import (
     CPU,
     DIMS,

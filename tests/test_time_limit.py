@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import autopar
-from autopar.planning import Plan
+from autopar.planning.plan import Plan
 from tests.harness import Mlp
 
 

@@ -36,7 +36,7 @@ from autopar.cost.transformer.ends import embedding_items, head_items
 from autopar.cost.transformer.layer import LayerModel
 from autopar.cost.transformer.recipe import Recipe, Software
 from autopar.cost.transformer.work import Exchange, Item, Kernel
-from autopar.stage_program import CallLine
+from autopar.program.stage_program import CallLine
 from tests.jobs import BATCH, CASES, SEQUENCE, WIDTH
 
 N_LAYERS, TP, FLOAT32 = 2, 2, 4

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.cost.hardware import Profile, flops_per_s, load_profile, on_links
+from autopar.cost.hardware.hardware import Profile, flops_per_s, load_profile, on_links
+from autopar.cost.hardware.what_if import changed, doublings
 from autopar.cost.published.fit import log_error
 from autopar.cost.published.rows import read_row
 from autopar.cost.published.runs import read_runs
@@ -24,7 +25,6 @@ from autopar.cost.transformer.memory import KeptBytes, kept_of_layer
 from autopar.cost.transformer.recipe import Order, Recipe, Software
 from autopar.cost.transformer.shape import TransformerShape
 from autopar.cost.transformer.work import Exchange
-from autopar.cost.what_if import changed, doublings
 
 # What 2205.05198 counts: scores are stored, and dropout keeps its masks.
 UNFUSED = Software(fused_attention=False, dropout=True)

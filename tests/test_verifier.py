@@ -12,12 +12,11 @@ import pytest
 from hypothesis import strategies as st
 
 from autopar.errors import VerificationError
-from autopar.moves import Split
-from autopar.passes.lower import lower
-from autopar.passes.move_graph import moves_from
-from autopar.rendezvous import GroupCall, check_rendezvous
-from autopar.spec import I, P, R, Spec, TensorType, all_specs
-from autopar.stage_program import (
+from autopar.passes.lowering.lines import lower
+from autopar.passes.reshard.move_graph import moves_from
+from autopar.placement.moves import Split
+from autopar.placement.spec import I, P, R, Spec, TensorType, all_specs
+from autopar.program.stage_program import (
     CallLine,
     FreeLine,
     GatherLine,
@@ -27,7 +26,8 @@ from autopar.stage_program import (
     StageProgram,
     reads,
 )
-from autopar.verifier import check_move, rank_sequences, verify_program
+from autopar.verifier.deadlock import GroupCall, check_rendezvous
+from autopar.verifier.stage import check_move, rank_sequences, verify_program
 from tests.harness import abstract_cost, free_problem, model_case, random_strategy
 
 

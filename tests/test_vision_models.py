@@ -18,15 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.passes.analysis import Analysis
-from autopar.passes.choose import Ask, choose
-from autopar.passes.constraints import Constraints
-from autopar.passes.intra_op import intra_op_problem
-from autopar.passes.layers import operator_flops
-from autopar.passes.lower import lower
-from autopar.passes.problem import IntraOpProblem
-from autopar.passes.recipe_cost import recipe_cost
-from autopar.stage_program import CallLine
+from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.inter.layers import operator_flops
+from autopar.passes.intra.chooser import Ask, choose
+from autopar.passes.intra.constraints import Constraints
+from autopar.passes.intra.intra_op import intra_op_problem
+from autopar.passes.intra.problem import IntraOpProblem
+from autopar.passes.intra.recipe_machine import recipe_cost
+from autopar.passes.lowering.lines import lower
+from autopar.program.stage_program import CallLine
 from tests.harness import abstract_cost, generated_code, random_strategy, thread_step
 
 __all__ = ["generated_code"]

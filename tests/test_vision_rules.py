@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopar.factors import name_sizes
-from autopar.notation import Notation
-from autopar.oracle import Case
-from autopar.rule_report import report_case
+from autopar.placement.notation import Notation
+from autopar.program.factors import name_sizes
 from autopar.rules import OpCall, find_operator, rule_for
 from autopar.rules.convolutions import CONVOLUTIONS
+from autopar.verifier.oracle import Case
+from autopar.verifier.rule_report import report_case
 from tests.rule_samples import Sample, call, x
 from tests.test_saved import really_saved, saved_of
 from tests.vision_samples import CONV_1D, CONV_2D, TRANSPOSED_2D, VISION_SAMPLES

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from autopar.runtime.initialise import initial_values
-from autopar.runtime.launch import WorkerPool
-from autopar.runtime.names import StateError
-from autopar.runtime.sharding import local_shard
-from autopar.runtime.state import full_state_dict
-from autopar.runtime.weights import initial_buffers, initial_shards
+from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.state.access import full_state_dict
+from autopar.runtime.state.initialise import initial_values
+from autopar.runtime.state.names import StateError
+from autopar.runtime.state.sharding import local_shard
+from autopar.runtime.state.weights import initial_buffers, initial_shards
 from tests.state_model import (
     CPU,
     DIMS,

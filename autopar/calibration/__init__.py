@@ -19,9 +19,10 @@ steps in the end, so what the model leaves out is in the constants and not missi
 predictions.
 """
 
-from __future__ import annotations
-
 from autopar.calibration.measure import calibrate
 from autopar.calibration.result import Calibration
 
-__all__ = ["Calibration", "calibrate"]
+__all__ = [
+    "Calibration",
+    "calibrate",
+]

@@ -25,9 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.calibration.samples import OperatorSample, StepSample, TransferSample
-from autopar.cost.collectives import collective_time_s
-from autopar.cost.hardware import MEASURED_RATIOS
-from autopar.cost.topology import flat_group
+from autopar.cost.hardware import MEASURED_RATIOS, flat_group
+from autopar.cost.laws import collective_time_s
 from autopar.errors import CalibrationError
 from autopar.mesh import Link
 

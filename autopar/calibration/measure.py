@@ -29,13 +29,7 @@ from autopar.calibration.operators import (
     turn_samples,
 )
 from autopar.calibration.result import Calibration
-from autopar.calibration.samples import (
-    Grid,
-    OperatorSample,
-    Samples,
-    StepSample,
-    TransferSample,
-)
+from autopar.calibration.samples import Grid, OperatorSample, Samples, StepSample, TransferSample
 from autopar.calibration.steps import step_samples
 from autopar.calibration.transfers import transfer_samples
 from autopar.errors import OptionError

@@ -17,14 +17,7 @@ from functools import cached_property
 
 import torch
 
-from autopar.calibration.fit import (
-    LinkFit,
-    MemoryFit,
-    ProductFit,
-    Residual,
-    StepFit,
-    median_error,
-)
+from autopar.calibration.fit import LinkFit, MemoryFit, ProductFit, Residual, StepFit, median_error
 from autopar.calibration.machine import Machine
 from autopar.calibration.samples import Samples
 from autopar.cost.hardware import DEFAULT_PROFILE, Profile, Quantity, detect, load_profile

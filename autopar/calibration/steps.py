@@ -30,15 +30,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autopar.api import parallelize
+from autopar.api import parallelize, plan
 from autopar.calibration.samples import Grid, StepProgram, StepSample
 from autopar.calibration.timing import Case, medians_s
 from autopar.mesh import Mesh
 from autopar.options import Manual
-from autopar.planning import Plan, plan
+from autopar.planning import Plan
 from autopar.program import flatten_inputs
-from autopar.runtime.executor import Environment, Executor
-from autopar.runtime.load import load_code
+from autopar.runtime.execute import Environment, Executor, load_code
 
 Step = Callable[[int], None]
 

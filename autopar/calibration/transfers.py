@@ -17,9 +17,9 @@ from torch import Tensor
 from autopar.calibration.samples import Grid, TransferSample
 from autopar.calibration.timing import Case, medians_s
 from autopar.mesh import Device, Link, LogicalMesh
-from autopar.moves import Split
+from autopar.placement import Split
+from autopar.runtime.collectives import DistMessenger, Messenger
 from autopar.runtime.groups import Group, make_groups
-from autopar.runtime.p2p import DistMessenger, Messenger
 
 _ROWS, _COLUMNS = Split(0), Split(1)
 _WIDTH = 64

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.grad import carries_gradient, is_differentiable, result_carries_gradient
 from autopar.capture.names import result_name
-from autopar.operators.random import seed_tensor
+from autopar.operators import seed_tensor
 
 aten = torch.ops.aten
 _COPIED_META = ("nn_module_stack", "stack_trace")

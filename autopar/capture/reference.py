@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from autopar.capture.constants import buffer
 from autopar.errors import BatchError
-from autopar.operators.random import seed_tensor, step_seed
+from autopar.operators import seed_tensor, step_seed
 from autopar.program import Program
 
 

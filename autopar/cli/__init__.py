@@ -19,4 +19,7 @@ autopar are imported inside commands, so that help is quick.
 
 from autopar.cli.app import app, main
 
-__all__ = ["app", "main"]
+__all__ = [
+    "app",
+    "main",
+]

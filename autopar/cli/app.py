@@ -171,7 +171,7 @@ def verify(model: ModelArgument, request: PlanRequest) -> Result:
     mesh = request.machine()
     with progress("loading the model") as report:
         subject = load_model(model, request, real=True)
-        from autopar.verification import verify as verify_model
+        from autopar.parity import verify as verify_model
 
         report("capturing")
         options = request.options() | {"progress": report}
@@ -208,7 +208,7 @@ def ops(
     n_ranks = math.prod(parse_mesh(mesh)) if mesh is not None else 0
     with progress("loading the model") as report:
         from autopar.options import Options
-        from autopar.step_capture import capture_step
+        from autopar.planning import capture_step
 
         options = Options.of(fallback=fallback)
         subject = load_subject(model, batch, seq)

@@ -11,16 +11,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from autopar.cli.shell import Result
-from autopar.cost.collectives import (
+from autopar.cost.hardware import Group, detect, even_group, load_profile
+from autopar.cost.laws import (
+    LEGEND,
     Explained,
     bus_bytes_per_s,
     cheapest_algorithm,
     collective_time_s,
     explain,
+    require_kind,
 )
-from autopar.cost.formulas import LEGEND, require_kind
-from autopar.cost.hardware import detect, load_profile
-from autopar.cost.topology import Group, even_group
 from autopar.errors import OptionError
 from autopar.mesh import Link
 from autopar.units import format_bytes, format_seconds

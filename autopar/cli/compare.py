@@ -17,7 +17,8 @@ def compare_result(
     subjects: Sequence[str], model: str | None, request: PlanRequest, output: Path | None
 ) -> Result:
     """Compare saved plans, bound to `model` where it is given, and new plans of models."""
-    from autopar.planning import Plan, compare
+    from autopar.api import compare
+    from autopar.planning import Plan
 
     files = [subject for subject in subjects if is_plan_file(subject)]
     if model is not None and not files:

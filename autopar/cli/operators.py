@@ -142,9 +142,8 @@ def uneven_dims(program: Program, n_ranks: int, kept_whole: Sequence[str] = ()) 
     Dims of fewer elements than ranks are left out, but for vocabularies. All operators have a
     rule, or are in `kept_whole`.
     """
-    from autopar.factors import operators_of, tensor_types
-    from autopar.passes.fallback import accept_again
-    from autopar.passes.padding import find_paddings
+    from autopar.passes.analysis import accept_again, find_paddings
+    from autopar.program import operators_of, tensor_types
 
     accept_again(kept_whole)
     paddings = find_paddings(program, n_ranks)

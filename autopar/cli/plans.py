@@ -32,7 +32,7 @@ def make_plan(model: str, request: PlanRequest) -> Plan:
     mesh, options = request.machine(), request.options()
     with progress("loading the model") as report:
         subject = load_model(model, request)
-        from autopar.planning import plan
+        from autopar.api import plan
 
         report("capturing")
         made = plan(subject.model, mesh, subject.example_inputs, progress=report, **options)

@@ -19,7 +19,7 @@ from autopar.cli.shell import Result, progress, writing
 from autopar.errors import OptionError
 
 if TYPE_CHECKING:
-    from autopar.cost.transformer.recipe import Recipe
+    from autopar.cost.transformer import Recipe
 
 DEVICES_PER_NODE = 8
 _ORDERS = ("1f1b", "gpipe", "interleaved", "zero-bubble")
@@ -93,11 +93,9 @@ def scale_config(
     """Weak scaling of a configuration's model, on its hardware and on others."""
     _refuse_others(subject, request)
     assert request.seq is not None and request.hardware is not None
-    from autopar.cost.hardware import load_profile
-    from autopar.cost.transformer.configs import shape_of
-    from autopar.cost.transformer.scaling import default_nodes, training_dtype, weak_scaling
-    from autopar.cost.what_if import changed
-    from autopar.report.scaling import scaling_svg, scaling_text
+    from autopar.cost.hardware import changed, load_profile
+    from autopar.cost.transformer import default_nodes, shape_of, training_dtype, weak_scaling
+    from autopar.report import scaling_svg, scaling_text
 
     shape, left_out = shape_of(read_config(Path(subject)), request.seq)
     recipe, profile = _recipe(request, scale), load_profile(request.hardware)
@@ -144,7 +142,7 @@ def _refuse_others(subject: str, request: PlanRequest) -> None:
 
 
 def _recipe(request: PlanRequest, scale: ScaleRequest) -> Recipe:
-    from autopar.cost.transformer.recipe import Recipe
+    from autopar.cost.transformer import Recipe
 
     n_chunks = scale.recipe.get("interleave", 1)
     order = request.given.get("schedule", "auto")

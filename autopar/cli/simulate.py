@@ -53,14 +53,14 @@ def simulate_plan(
     svg: Path | None,
 ) -> Result:
     """Simulate one step of a plan, and of the same plan on other machines."""
-    from autopar.cost.what_if import parse_changes
-    from autopar.report.simulation import (
+    from autopar.cost.hardware import parse_changes
+    from autopar.report import (
+        headline,
         simulation_dict,
         simulation_text,
         what_if_dict,
         what_if_text,
     )
-    from autopar.report.tables import headline
 
     # What cannot be read is told before planning, which may take minutes.
     slow, jitter = _slow(play.slow), _jitter(play.jitter)
@@ -85,8 +85,8 @@ def simulate_plan(
 
 
 def _doublings(plan: Plan) -> tuple[str, ...]:
-    from autopar.cost.what_if import doublings, profile_of
-    from autopar.plan_inputs import mesh_of
+    from autopar.cost.hardware import doublings, profile_of
+    from autopar.planning import mesh_of
 
     return doublings(profile_of(mesh_of(plan.data.mesh)))
 

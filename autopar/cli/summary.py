@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from autopar.errors import OptionError
 
 if TYPE_CHECKING:
-    from autopar.plan_data import PlanData
     from autopar.planning import Plan
+    from autopar.plans import PlanData
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def data_text(data: PlanData, name: str | None = None) -> str:
                 hint="names are the keys of `parameters` and `operators` in the plan file",
             )
         return "\n".join(found)
-    from autopar.report.tables import headline
+    from autopar.report import headline
 
     tables = []
     for number, stage in enumerate(data.stages):

@@ -12,10 +12,19 @@ from dataclasses import asdict
 from pathlib import Path
 
 from autopar.cli.shell import Progress, Result
-from autopar.cost.published.accuracy import Errors, Ordering, Target
-from autopar.cost.published.runs import SHIPPED, is_runs_file, read_runs
-from autopar.cost.published.score import Compared, Entry, Score, score
-from autopar.cost.published.tables import Cell
+from autopar.cost.published import (
+    SHIPPED,
+    Cell,
+    Compared,
+    Entry,
+    Errors,
+    Ordering,
+    Score,
+    Target,
+    is_runs_file,
+    read_runs,
+    score,
+)
 from autopar.errors import OptionError
 from autopar.units import format_bytes, format_seconds
 

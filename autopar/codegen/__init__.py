@@ -1,5 +1,8 @@
 """Code generation: a `StageProgram` printed as one readable Python file."""
 
-from autopar.codegen.emit import emit, file_name
+from autopar.codegen.source import emit, file_name
 
-__all__ = ["emit", "file_name"]
+__all__ = [
+    "emit",
+    "file_name",
+]

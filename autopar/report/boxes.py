@@ -7,11 +7,10 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from autopar.moves import COLLECTIVES
+from autopar.placement import COLLECTIVES, Spec
+from autopar.program import MoveLine, StageProgram
 from autopar.report.kinds import ParameterUsed
 from autopar.report.picture import VIEWS, Node, operator_name
-from autopar.spec import Spec
-from autopar.stage_program import MoveLine, StageProgram
 from autopar.units import format_bytes
 
 COLOURS = {

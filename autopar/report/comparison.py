@@ -20,15 +20,14 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from autopar.collective import Collective
 from autopar.errors import PlanError
-from autopar.plan_data import PlanData, StageRecord, parse_operator, parse_storage
-from autopar.predicted import Predicted
+from autopar.placement import Spec
+from autopar.plans import PlanData, Predicted, StageRecord, parse_operator, parse_storage
+from autopar.program import Collective
 from autopar.report.boxes import escaped
 from autopar.report.page import document, html_table
 from autopar.report.stages import axes_text
 from autopar.report.tables import traffic_rows
-from autopar.spec import Spec
 from autopar.units import format_bytes, format_count, format_seconds
 
 # Differences that a text lists; pages and JSON have all.

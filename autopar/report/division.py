@@ -15,15 +15,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from autopar.pipeline import Pipeline
-from autopar.stage_program import (
-    CallLine,
-    Local,
-    StageProgram,
-    StoredParameter,
-    outs,
-    reads,
-)
+from autopar.program import CallLine, Local, Pipeline, StageProgram, StoredParameter, outs, reads
 
 
 @dataclass(frozen=True)

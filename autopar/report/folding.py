@@ -17,9 +17,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.moves import COLLECTIVES
+from autopar.placement import COLLECTIVES
+from autopar.program import MoveLine
 from autopar.report.picture import Block, Edge, Node, Picture, operator_name
-from autopar.stage_program import MoveLine
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from autopar.collective import Collective
 from autopar.cost.simulate import Timeline
 from autopar.errors import OptionError
-from autopar.pipeline import Pipeline
-from autopar.plan_data import PlanData
-from autopar.predicted import Predicted
+from autopar.plans import PlanData, Predicted
+from autopar.program import Collective, Pipeline
 from autopar.report.boxes import escaped
-from autopar.report.dot import INSTALL_HINT, dot, render_svg
+from autopar.report.graph_text import INSTALL_HINT, dot, render_svg
 from autopar.report.page import document, html_table
 from autopar.report.stages import (
     crossing_rows,
@@ -23,12 +21,7 @@ from autopar.report.stages import (
     stage_rows,
     tie_text,
 )
-from autopar.report.tables import (
-    alternative_rows,
-    headline,
-    idle_warnings,
-    traffic_rows,
-)
+from autopar.report.tables import alternative_rows, headline, idle_warnings, traffic_rows
 from autopar.units import format_bytes, format_count, format_seconds
 
 

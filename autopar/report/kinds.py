@@ -15,16 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.spec import Placement, Spec
-from autopar.stage_program import (
-    GatherLine,
-    Local,
-    MoveLine,
-    StageProgram,
-    StoredParameter,
-    outs,
-    reads,
-)
+from autopar.placement import Placement, Spec
+from autopar.program import GatherLine, Local, MoveLine, StageProgram, StoredParameter, outs, reads
 
 KINDS = ("data", "tensor", "sequence", "replicated", "partial")
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from autopar.decisions import Choice, Decision, Option
-from autopar.facts import Storage
-from autopar.plan_data import operator_text
-from autopar.spec import Spec
+from autopar.placement import Spec
+from autopar.plans import Choice, Decision, Option, operator_text
+from autopar.program import Storage
 from autopar.units import format_bytes, format_seconds
 
 N_READERS = 4

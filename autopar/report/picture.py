@@ -22,8 +22,8 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from autopar.program import CallLine, DetachLine, Local, MoveLine, StageProgram, reads
 from autopar.report.kinds import ParameterUsed, parameter_variables, shard_kinds
-from autopar.stage_program import CallLine, DetachLine, Local, MoveLine, StageProgram, reads
 
 _MATMULS = frozenset({"mm", "bmm", "addmm", "matmul", "linear", "baddbmm", "convolution"})
 _NORMS = frozenset({"layer_norm", "rms_norm", "group_norm", "batch_norm", "rsqrt"})

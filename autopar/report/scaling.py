@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from autopar.cost.transformer.scaling import ScalePoint, Scaling
+from autopar.cost.transformer import ScalePoint, Scaling
 from autopar.report.boxes import FRAME, escaped
 from autopar.units import format_bytes, format_count, format_seconds
 

@@ -13,19 +13,10 @@ from functools import cached_property
 
 import graphviz
 
-from autopar.report.boxes import (
-    CROSSING,
-    FRAME,
-    LOCAL,
-    TRAFFIC,
-    box_label,
-    escaped,
-    pill,
-    traffic,
-)
+from autopar.program import MoveLine, StageProgram
+from autopar.report.boxes import CROSSING, FRAME, LOCAL, TRAFFIC, box_label, escaped, pill, traffic
 from autopar.report.folding import Section, fold, is_collective
 from autopar.report.picture import Edge, picture
-from autopar.stage_program import MoveLine, StageProgram
 
 
 class StageGraph:

@@ -14,11 +14,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.pipeline import Crossing, Pipeline, Tie
+from autopar.program import CallLine, Crossing, Pipeline, StageProgram, Tie
 from autopar.report.picture import Block
 from autopar.report.tables import ParameterRow, parameter_rows
 from autopar.schedule import Action, Schedule, clocks, start_times
-from autopar.stage_program import CallLine, StageProgram
 
 # Clocks of the grid that are shown: the start of a step tells the pattern.
 N_CLOCKS = 10

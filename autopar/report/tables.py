@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.collective import Collective
-from autopar.plan_data import Alternative, PlanData, StageRecord
-from autopar.stage_program import StageProgram, StoredParameter
+from autopar.plans import Alternative, PlanData, StageRecord
+from autopar.program import Collective, StageProgram, StoredParameter
 
 # Alternatives that are listed; a search over stages considers many more.
 N_ALTERNATIVES = 25

@@ -1,7 +1,10 @@
 """Sharding rules: one line of notation per operator, found by overload name."""
 
 from autopar.rules.derived import is_pure
+from autopar.rules.lowering import GROUP, Lowering
 from autopar.rules.operators import find_operator
+from autopar.rules.padded import N_VALID, PADDED
+from autopar.rules.pattern import AxisStrategy, Pattern, axis_strategies, resolve
 from autopar.rules.registry import (
     all_rules,
     check_call,
@@ -13,11 +16,22 @@ from autopar.rules.registry import (
     rule_for,
 )
 from autopar.rules.rule import OpCall, OpRule
+from autopar.rules.tables import FUSED, PRODUCTS, VIEWS
 
 __all__ = [
+    "FUSED",
+    "GROUP",
+    "N_VALID",
+    "PADDED",
+    "PRODUCTS",
+    "VIEWS",
+    "AxisStrategy",
+    "Lowering",
     "OpCall",
     "OpRule",
+    "Pattern",
     "all_rules",
+    "axis_strategies",
     "check_call",
     "find_operator",
     "has_rule",
@@ -26,5 +40,6 @@ __all__ = [
     "missing_rule",
     "own_rule",
     "register_rule",
+    "resolve",
     "rule_for",
 ]

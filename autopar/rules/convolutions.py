@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from autopar.notation import Notation, Term
+from autopar.placement import Notation, Term
 from autopar.rules.families import named_term, names
 from autopar.rules.lowering import BATCH_NORM
 from autopar.rules.rule import Family, LinearSets, OpCall, OpRule, Shape

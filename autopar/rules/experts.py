@@ -14,7 +14,7 @@ are spread evenly; collectives are counted by a rank's own rows, which is exact.
 from __future__ import annotations
 
 from autopar import operators
-from autopar.notation import Notation
+from autopar.placement import Notation
 from autopar.rules.lowering import GROUP, Inner, Lowering
 from autopar.rules.rule import OpCall, OpRule
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from autopar.notation import Dim, Notation, Term
+from autopar.placement import Dim, Notation, Term
 from autopar.rules.rule import LinearSets, OpCall, Shape
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.notation import Notation, Term
+from autopar.placement import Notation, Term
 from autopar.rules.families import broadcast_term, named_term, names, whole
 from autopar.rules.rule import LinearSets, OpCall, OpRule, Shape
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from autopar.notation import Notation
+from autopar.placement import Notation
 from autopar.rules.families import broadcast_term, named_term, names, pointwise
 from autopar.rules.rule import LinearSets, OpCall, OpRule
 

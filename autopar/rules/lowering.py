@@ -22,7 +22,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.moves import PrimitiveKind
+from autopar.placement import PrimitiveKind
 from autopar.rules.formulas import Sizes, evaluate, evaluate_all
 
 # The argument that is the group of the ranks that share the name.

@@ -8,7 +8,7 @@ Statistics are over all but the channels: those may be sharded, and the batch by
 
 from __future__ import annotations
 
-from autopar.notation import Notation
+from autopar.placement import Notation
 from autopar.rules.convolutions import batch_norm
 from autopar.rules.families import named_term
 from autopar.rules.lowering import BATCH_NORM_WITH_STATISTICS

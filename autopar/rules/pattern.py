@@ -20,10 +20,9 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.notation import Notation
+from autopar.placement import I, Notation, P, Placement, R, S, TensorType
 from autopar.rules.lowering import Lowering
 from autopar.rules.rule import OpCall, OpRule
-from autopar.spec import I, P, Placement, R, S, TensorType
 
 Cell = tuple[int, int]
 

@@ -6,7 +6,7 @@ positions per dim. So every dim may be sharded, its vector with it, and nothing 
 
 from __future__ import annotations
 
-from autopar.notation import Notation, Term
+from autopar.placement import Notation, Term
 from autopar.rules import families as f
 from autopar.rules.rule import OpCall, OpRule, Shape
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from autopar.errors import MissingRuleError, NotSupportedError
-from autopar.notation import Notation
+from autopar.placement import Notation
 from autopar.rules.derived import derived_rule, is_pure
 from autopar.rules.families import whole
 from autopar.rules.operators import find_operator

@@ -15,7 +15,7 @@ import torch
 import torch.fx
 
 from autopar.errors import NotationError
-from autopar.notation import ELLIPSIS, Notation
+from autopar.placement import ELLIPSIS, Notation
 from autopar.rules.formulas import evaluate, leading
 from autopar.rules.lowering import Lowering
 from autopar.rules.signature import without_absent

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from autopar.errors import NotationError, NotSupportedError, OptionError
-from autopar.notation import ELLIPSIS, Notation
+from autopar.placement import ELLIPSIS, Notation
 from autopar.rules.formulas import LEAD, names_of
 
 _OPTIONAL, _LIST = "Optional", "List"

@@ -14,11 +14,7 @@ from autopar.rules.convolutions import CONVOLUTIONAL
 from autopar.rules.experts import EXPERT_PRODUCTS
 from autopar.rules.indexing import INDEXING
 from autopar.rules.losses import LOSSES, refuse_mean
-from autopar.rules.lowering import (
-    CAUSAL_ATTENTION,
-    VOCABULARY_CROSS_ENTROPY,
-    VOCABULARY_EMBEDDING,
-)
+from autopar.rules.lowering import CAUSAL_ATTENTION, VOCABULARY_CROSS_ENTROPY, VOCABULARY_EMBEDDING
 from autopar.rules.normalisation import NORMALISATION
 from autopar.rules.padded import PADDED
 from autopar.rules.random import RANDOM

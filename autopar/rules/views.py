@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from autopar.notation import Dim, Notation, Term
+from autopar.placement import Dim, Notation, Term
 from autopar.rules.families import broadcast_term, named_term, names
 from autopar.rules.rule import OpCall, Shape
 

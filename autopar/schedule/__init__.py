@@ -17,7 +17,8 @@ from autopar.schedule.actions import (
     parse_action,
     parse_schedule,
 )
-from autopar.schedule.clocks import clocks, format_grid, in_flight, start_times
+from autopar.schedule.grid import clocks, format_grid, in_flight, start_times
+from autopar.schedule.legality import prove_deadlock_free, validate
 from autopar.schedule.lowering import lower
 from autopar.schedule.orders import (
     ORDERS,
@@ -27,8 +28,7 @@ from autopar.schedule.orders import (
     one_f_one_b,
     zero_bubble,
 )
-from autopar.schedule.script import Script, Step, script_of
-from autopar.schedule.validate import prove_deadlock_free, validate
+from autopar.schedule.script import Script, Step, place, script_of
 
 __all__ = [
     "GRADIENTS_DONE",
@@ -50,6 +50,7 @@ __all__ = [
     "one_f_one_b",
     "parse_action",
     "parse_schedule",
+    "place",
     "prove_deadlock_free",
     "script_of",
     "start_times",

@@ -31,8 +31,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from autopar.schedule.actions import Schedule, Transfer
+from autopar.schedule.legality import check_transfers, validate
 from autopar.schedule.script import place
-from autopar.schedule.validate import check_transfers, validate
 
 
 def lower(schedule: Schedule, transfers: Iterable[Transfer]) -> Schedule:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from autopar.schedule.actions import Action, Kind, Schedule, Transfer, chain
-from autopar.schedule.clocks import start_times
+from autopar.schedule.grid import start_times
 
 
 class Step(NamedTuple):

@@ -8,3 +8,22 @@ accuracy  what errors come to: means, order, targets
 score     predictions beside what was published
 fit       constants of a hardware profile from runs
 """
+
+from autopar.cost.published.accuracy import Errors, Ordering, Target
+from autopar.cost.published.runs import SHIPPED, is_runs_file, read_runs
+from autopar.cost.published.scoring import Compared, Entry, Score, score
+from autopar.cost.published.tables import Cell
+
+__all__ = [
+    "SHIPPED",
+    "Cell",
+    "Compared",
+    "Entry",
+    "Errors",
+    "Ordering",
+    "Score",
+    "Target",
+    "is_runs_file",
+    "read_runs",
+    "score",
+]

@@ -8,9 +8,7 @@ import torch
 
 from autopar.cost.hardware import Profile, load_profile, on_links
 from autopar.cost.published.rows import Row
-from autopar.cost.transformer.estimate import StepModel
-from autopar.cost.transformer.layer import LayerModel
-from autopar.cost.transformer.machine import Machine
+from autopar.cost.transformer import LayerModel, Machine, StepModel
 
 _DEVICES_PER_NODE = 8
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -39,8 +39,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from autopar.cost.transformer.recipe import Module, Order, Recipe, Recompute, Software
-from autopar.cost.transformer.shape import Experts, TransformerShape
+from autopar.cost.transformer import (
+    Experts,
+    Module,
+    Order,
+    Recipe,
+    Recompute,
+    Software,
+    TransformerShape,
+)
 from autopar.errors import NotSupportedError, OptionError
 
 _ARXIV = re.compile(r"arXiv (\d{4}\.\d{4,5})")

@@ -16,9 +16,7 @@ from typing import Any
 
 from autopar.cost.published.predict import step_model
 from autopar.cost.published.rows import Row, read_row
-from autopar.cost.transformer.chunks import Chunk
-from autopar.cost.transformer.estimate import StepModel
-from autopar.cost.transformer.memory import kept_of_layer
+from autopar.cost.transformer import Chunk, StepModel, kept_of_layer
 
 _TP = 8
 _MICROBENCH_MODEL, _MICROBENCH_BATCH = "22B", 4

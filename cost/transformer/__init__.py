@@ -9,3 +9,40 @@ memory      bytes on a rank                state     what a parameter keeps; its
 orders      schedules                      estimate  a step: stage times, simulated
 scaling     the same recipe on more devices
 """
+
+from autopar.cost.transformer.chunks import Chunk
+from autopar.cost.transformer.configs import shape_of
+from autopar.cost.transformer.estimate import StepModel
+from autopar.cost.transformer.layer import LayerModel
+from autopar.cost.transformer.machine import Machine
+from autopar.cost.transformer.memory import kept_of_layer
+from autopar.cost.transformer.recipe import Module, Order, Recipe, Recompute, Software
+from autopar.cost.transformer.scaling import (
+    ScalePoint,
+    Scaling,
+    default_nodes,
+    training_dtype,
+    weak_scaling,
+)
+from autopar.cost.transformer.shape import Experts, TransformerShape
+
+__all__ = [
+    "Chunk",
+    "Experts",
+    "LayerModel",
+    "Machine",
+    "Module",
+    "Order",
+    "Recipe",
+    "Recompute",
+    "ScalePoint",
+    "Scaling",
+    "Software",
+    "StepModel",
+    "TransformerShape",
+    "default_nodes",
+    "kept_of_layer",
+    "shape_of",
+    "training_dtype",
+    "weak_scaling",
+]

@@ -16,10 +16,8 @@ from functools import cached_property
 
 import torch
 
-from autopar.cost.collectives import collective_time_s
-from autopar.cost.compute import op_time_s
-from autopar.cost.hardware import Hardware, ProfiledDevice
-from autopar.cost.topology import Group, even_group
+from autopar.cost.hardware import Group, Hardware, ProfiledDevice, even_group
+from autopar.cost.laws import collective_time_s, op_time_s
 from autopar.cost.transformer.recipe import Recipe
 from autopar.cost.transformer.work import Exchange, Item, Kernel
 from autopar.mesh import Device, Link

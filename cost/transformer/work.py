@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from autopar.cost.compute import Kind
+from autopar.cost.laws import Kind
 
 Group = Literal["tp", "ep", "cp", "expert_tp"]
 # What recompute may drop: the attention core, cheap elementwise work, everything else.

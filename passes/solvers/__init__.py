@@ -4,12 +4,18 @@
 both are tested against on small problems.
 """
 
-from autopar.passes.solvers.brute_force import solve_brute_force
-from autopar.passes.solvers.elimination_order import Limits, TooWide
-from autopar.passes.solvers.ilp import solve_ilp
+from autopar.passes.solvers.choice import (
+    Solver,
+    solve,
+    solve_brute_force,
+    solve_by_elimination,
+    solve_ilp,
+)
+from autopar.passes.solvers.eliminate import Limits, TooWide
 from autopar.passes.solvers.problem import (
     SAME_OPTIMUM_REL,
     ChoiceProblem,
+    ChoiceProblems,
     Edge,
     Infeasible,
     ProblemError,
@@ -17,8 +23,6 @@ from autopar.passes.solvers.problem import (
     TimeLimitError,
     Totals,
 )
-from autopar.passes.solvers.problems import ChoiceProblems
-from autopar.passes.solvers.select import Solver, solve, solve_by_elimination
 
 __all__ = [
     "SAME_OPTIMUM_REL",

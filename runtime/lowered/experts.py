@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from autopar import operators
-from autopar.moves import Split
+from autopar.placement import Split
 from autopar.runtime.groups import Group, phase
 
 expert_linear = operators.experts.expert_linear

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from autopar.moves import Split
+from autopar.placement import Split
 from autopar.precision import working_dtype
 from autopar.runtime.groups import Group, phase
 

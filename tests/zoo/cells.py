@@ -19,7 +19,7 @@ import autopar
 from autopar import Device, Link, Manual, Mesh, Plan
 from autopar.report.division import Division, division
 from autopar.report.tables import headline
-from autopar.runtime.launch import WorkerPool
+from autopar.runtime.launch.processes import WorkerPool
 from tests.jobs import Case, Trained, errors, train_alone, train_module
 from tests.zoo import FAMILIES
 from tests.zoo.entries import Entry

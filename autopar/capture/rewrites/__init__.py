@@ -7,4 +7,7 @@ What has neither a rewrite nor a rule is decomposed (`decompose.py`).
 from autopar.capture.rewrites.decompose import decomposition
 from autopar.capture.rewrites.table import rewrite_of
 
-__all__ = ["decomposition", "rewrite_of"]
+__all__ = [
+    "decomposition",
+    "rewrite_of",
+]

@@ -32,7 +32,7 @@ import torch
 from torch import fx
 
 from autopar.capture.builder import Builder, Call
-from autopar.operators.random import DROPOUT, UNIFORM
+from autopar.operators import DROPOUT, UNIFORM
 
 aten = torch.ops.aten
 Rewrite = Callable[[Builder, Call], fx.Node | None]

@@ -1,0 +1,7 @@
+"""module."""
+
+from autopar.module.parallel_module import ParallelModule
+
+__all__ = [
+    "ParallelModule",
+]

@@ -1,0 +1,415 @@
+"""The parallel module: what `autopar.parallelize` returns, an `nn.Module` that trains.
+
+Rank 0 plans; every rank captures the same graph, takes rank 0's plan as text, checks the
+graph's hash and lays the plan on its own capture. Parameters are the stored shards, under
+the user's names. Every input shape, and evaluation, is a program of its own over the same
+shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.capture import capture
+from autopar.errors import BatchError, NotPlannedError, NotSupportedError, OptionError
+from autopar.mesh import Mesh
+from autopar.module.compiled_step import Built, Links, evaluation_pipeline, training_pipeline
+from autopar.module.job import from_rank_0, join_process_group, own_rank
+from autopar.operators import Stream
+from autopar.options import Options
+from autopar.passes.analysis import Analysis, accept_again, pad
+from autopar.planning import (
+    Bound,
+    Plan,
+    bind,
+    capture_step,
+    check_mesh,
+    example_of,
+    has_nested_inputs,
+    plan_program,
+    planned_accumulation,
+)
+from autopar.plans import PlanData
+from autopar.program import Delivered, Program, batch_shards, flatten_inputs
+from autopar.runtime import state
+from autopar.runtime.execute import batch_index
+from autopar.runtime.state import (
+    StageState,
+    all_names,
+    changed_buffers,
+    constant_buffers,
+    initial_buffers,
+    initial_shards,
+    stage_device_mesh,
+    state_dict,
+)
+
+Signature = tuple[tuple[str, Any], ...]
+
+
+class ParallelModule(nn.Module):
+    """A model sharded by a plan. Make it with `autopar.parallelize`."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh, options: Options, weights: str) -> None:
+        super().__init__()
+        self._model = (model,)  # in a tuple, so that it is no submodule
+        self._mesh, self._options, self._weights = mesh, options, weights
+        self._device = join_process_group(mesh)
+        self._plan: Plan | None = None
+        self._dtensor_mesh: DeviceMesh | None = None
+        self._built: dict[tuple[bool, bool, Signature], Built] = {}
+        self._live_buffers: frozenset[str] = frozenset()
+        self.training = model.training
+
+    # -- planning ------------------------------------------------------------------------------
+
+    @property
+    def code_path(self) -> Path:
+        """The generated file of the planned program on this machine."""
+        _ = self.plan
+        return next(iter(self._built.values())).code_path
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force; raises `NotPlannedError` before there is one."""
+        if self._plan is None:
+            raise NotPlannedError(
+                "there is no plan yet: no example_inputs and no plan were given",
+                hint="call pm.prepare(**batch), or pm.step(**batch) once",
+            )
+        return self._plan
+
+    def prepare(self, *args: Any, **kwargs: Any) -> ParallelModule:
+        """Plan for a batch like this one, unless there is a plan. Returns self."""
+        if self._plan is None:
+            self._make_plan(args if args else kwargs)
+        return self
+
+    def _make_plan(self, batch: Mapping[str, Any] | Sequence[Any]) -> None:
+        program = self._capture(batch, training=True)
+
+        def on_rank_0() -> PlanData:
+            return plan_program(program, self._mesh, batch, self._options).data
+
+        self._adopt(from_rank_0(on_rank_0), program)
+
+    def _use_plan(self, plan: Plan, batch: Mapping[str, Any] | Sequence[Any] | None = None) -> None:
+        """Take rank 0's plan; `batch` serves where a plan cannot rebuild nested inputs."""
+        data = from_rank_0(lambda: plan.data)
+        check_mesh(data, self._mesh)
+        example = batch if has_nested_inputs(data) and batch is not None else example_of(data)
+        self._adopt(data, self._capture(example, training=True, data=data))
+
+    def _adopt(self, data: PlanData, program: Program) -> None:
+        accept_again(data.kept_whole)
+        analysis = Analysis.of(pad(program, data.padded), data.batch_dims or None)
+        bound = bind(data, analysis, self._mesh)
+        pipeline = bound.pipeline
+        self._links = links = Links.join(pipeline.meshes, own_rank(), self._device)
+        self._place = StageState(
+            pipeline, links.rank, links.device, links.groups, links.messenger, links.world
+        )
+        self._adopt_state(program)
+        self.stream = Stream(from_rank_0(torch.initial_seed))
+        self._plan = Plan(data, bound)
+        signature = _signature({i.path: _Like(i.shape) for i in data.inputs}, data.static_inputs)
+        self._built[True, False, signature] = Built.of(
+            analysis.program, pipeline, links, self._held_buffers
+        )
+
+    def _adopt_state(self, program: Program) -> None:
+        """Shards, buffers that steps change here, and buffers that are constants of programs."""
+        model, place = self._model[0], self._place
+        changed = changed_buffers(place, model)
+        for name, parameter in initial_shards(place, self._weights, model, buffers=changed).items():
+            self._parameters[name] = parameter
+        self._live_buffers = frozenset(b.name for b in program.buffers.values())
+        persistent = initial_buffers(model, torch.device("cpu"))
+        self._buffers |= constant_buffers(persistent, place.changed_anywhere)
+        for buffer in place.changed:
+            self._buffers |= dict.fromkeys(all_names(buffer), changed[buffer.name])
+            if not buffer.persistent:
+                self._non_persistent_buffers_set |= {*all_names(buffer)}
+
+    def _capture(
+        self,
+        batch: Mapping[str, Any] | Sequence[Any],
+        training: bool,
+        data: PlanData | None = None,
+    ) -> Program:
+        """The graph of a mode; `data` is the plan, where it is not in force yet."""
+        if training and self._plan is None and data is None:
+            return capture_step(self._model[0], batch, self._options)
+        data = self._plan.data if self._plan is not None else data
+        program = capture(
+            self._model[0], batch, training=training, precision=self._options.precision,
+            loss_fn=self._options.loss_fn if training else None, live_buffers=self._live_buffers,
+            accumulation=planned_accumulation(data, batch) if training and data else None,
+        )  # fmt: skip
+        for buffer in program.buffers.values():
+            if self._plan is not None and buffer.name not in self._live_buffers:
+                raise NotSupportedError(
+                    f"buffer `{buffer.name}` changes here, and not in the step that was planned",
+                    hint="change it in every mode and for all shapes, or never",
+                )
+        return program
+
+    # -- programs ------------------------------------------------------------------------------
+
+    def _program(self, batch: Mapping[str, Any] | Sequence[Any], with_outputs: bool) -> Built:
+        """The compiled program for this mode and these shapes."""
+        leaves = flatten_inputs(batch)
+        tensors = {k: v for k, v in leaves.items() if isinstance(v, Tensor)}
+        signature = _signature(tensors, {k: v for k, v in leaves.items() if k not in tensors})
+        key = (self.training, with_outputs, signature)
+        if key not in self._built:
+            data, bound = self.plan.data, self._bound
+            program = pad(self._capture(batch, self.training), data.padded)
+            if self.training:
+                pipeline = training_pipeline(program, data, bound, self._mesh, with_outputs)
+            else:
+                pipeline = evaluation_pipeline(program, data, bound)
+            self._built[key] = Built.of(program, pipeline, self._links, self._held_buffers)
+        return self._built[key]
+
+    @property
+    def _bound(self) -> Bound:
+        bound = self.plan.bound
+        assert bound is not None
+        return bound
+
+    # -- running -------------------------------------------------------------------------------
+
+    def step(
+        self,
+        *args: Any,
+        batch: str = "global",
+        outputs: Callable[[Any], None] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Forward and backward of every microbatch; gradients are synchronised on return.
+
+        Inputs are the global batch, the same on every rank; with `batch="local"` only the
+        rows of `local_slice`. `outputs` sees each microbatch's outputs, in the model's own
+        structure. Returns the loss: detached, 0-d, the same on every rank. Gradients add to
+        `.grad`. Dropout draws anew at each call, the same whatever the plan.
+
+        Raises `BatchError` when the batch does not divide.
+        """
+        if batch not in ("global", "local"):
+            raise OptionError(f'batch={batch!r}: it is "global" or "local"')
+        if not self.training:
+            raise OptionError("step in evaluation mode", hint="call pm.train() first")
+        given: Mapping[str, Any] | Sequence[Any] = args if args else kwargs
+        if self._plan is None:
+            if batch == "local":
+                raise NotPlannedError(
+                    "a local batch says nothing of the global one",
+                    hint="call pm.prepare(**global_batch) first",
+                )
+            self.prepare(*args, **kwargs)
+        local = batch == "local"
+        if local and self.plan.data.accumulates:
+            raise NotSupportedError(
+                "a local batch of microbatches that are parts of the whole batch",
+                hint="pass the global batch, or plan with microbatches=1",
+            )
+        self._inputs(self._bound.analysis.program, given, local)  # before a trace fails on it
+        whole = self._globalised(given) if local else given
+        built = self._program(whole, outputs is not None)
+        on_outputs = None
+        if outputs is not None:
+            rebuild, handler = built.program.rebuild, outputs
+            on_outputs = lambda tensors: handler(rebuild(tensors))  # noqa: E731
+        inputs = self._inputs(built.program, given, local)
+        loss = built.executor.step(self.shards, inputs, local, on_outputs, self.stream.seed)
+        self.stream.n_steps += 1
+        return loss
+
+    def forward(self, *args: Any, gather: str = "last", **kwargs: Any) -> Any:
+        """The model's own output for a global batch, without gradients.
+
+        The loss is on every rank, other tensors whole on the last stage's ranks (all ranks,
+        with one stage); `gather="all"` puts them everywhere.
+        """
+        if gather not in ("last", "all"):
+            raise OptionError(f'gather={gather!r}: it is "last" or "all"')
+        given: Mapping[str, Any] | Sequence[Any] = args if args else kwargs
+        if self._plan is None:
+            raise NotPlannedError(
+                "the module is not planned yet", hint="call pm.prepare(**batch) in training mode"
+            )
+        if self.training:
+            raise NotSupportedError(
+                "calling the module in training mode", hint="use pm.step(**batch), or pm.eval()"
+            )
+        built = self._program(given, True)
+        inputs = self._inputs(built.program, given)
+        everywhere, seed = gather == "all", self.stream.seed
+        loss, *tensors = built.executor.forward(self.shards, inputs, False, everywhere, seed)
+        names = built.program.outputs
+        return built.program.rebuild(
+            [loss if n == built.program.loss else t for n, t in zip(names, tensors, strict=True)]
+        )
+
+    def _inputs(
+        self, program: Program, given: Mapping[str, Any] | Sequence[Any], is_local: bool = False
+    ) -> dict[str, Tensor]:
+        """By placeholder; of a local batch, what this stage does not read may be missing."""
+        leaves = flatten_inputs(given)
+        wanted = {n: i for n, i in program.inputs.items() if not is_local or self._takes(n)}
+        missing = [i.path for i in wanted.values() if i.path not in leaves]
+        if missing:
+            raise BatchError(f"the batch lacks {missing}; it has {sorted(leaves)}")
+        return {n: leaves[i.path] for n, i in program.inputs.items() if i.path in leaves}
+
+    def _takes(self, placeholder: str) -> bool:
+        stage = self._place.pipeline.stages[self._place.stage]
+        return placeholder in stage.prologue_inputs or bool(self._delivered(placeholder))
+
+    def _delivered(self, placeholder: str) -> list[Delivered]:
+        stage = self._place.pipeline.stages[self._place.stage]
+        return [d for d in stage.delivered if d.source == placeholder]
+
+    def local_slice(self, name: str) -> slice | None:
+        """Which rows of input `name` this rank uses; None: it reads nothing of it."""
+        program = self._bound.analysis.program
+        paths = {info.path: placeholder for placeholder, info in program.inputs.items()}
+        if name not in paths:
+            raise OptionError(f"there is no input {name!r}; inputs are {sorted(paths)}")
+        items, sizes = self._delivered(paths[name]), self._place.sizes
+        if not self._takes(paths[name]):
+            return None
+        accumulation = program.accumulation
+        shape = program.inputs[paths[name]].shape
+        n_rows = (shape[0] if shape else 1) * (accumulation.n if accumulation else 1)
+        if accumulation is not None:
+            return slice(0, n_rows)
+        counts = {batch_shards(d, sizes) for d in items}
+        if counts in (set(), {1}) or len(counts) > 1:
+            return slice(0, n_rows)
+        (n_shards,) = counts
+        index = batch_index(items[0], sizes, self._place.coordinate)
+        return slice(index * n_rows // n_shards, (index + 1) * n_rows // n_shards)
+
+    def _globalised(
+        self, given: Mapping[str, Any] | Sequence[Any]
+    ) -> Mapping[str, Any] | Sequence[Any]:
+        """Meta tensors of the global shapes a local batch stands for."""
+        program, sizes = self._bound.analysis.program, self._place.sizes
+        whole: dict[str, Any] = dict(flatten_inputs(given))
+        for placeholder, info in program.inputs.items():
+            value = whole.get(info.path)
+            items = [d for d in self._delivered(placeholder) if d.batch_cell]
+            if value is None:  # another stage's; a batch of other rows needs it
+                whole[info.path] = torch.empty(info.shape, dtype=info.dtype, device="meta")
+                continue
+            if not isinstance(value, Tensor) or len({batch_shards(d, sizes) for d in items}) != 1:
+                continue
+            assert items[0].batch_cell is not None
+            shape = list(value.shape)
+            shape[items[0].batch_cell[0]] *= batch_shards(items[0], sizes)
+            whole[info.path] = torch.empty(shape, dtype=value.dtype, device="meta")
+        if isinstance(given, Mapping):
+            return whole
+        return tuple(whole[str(i)] for i in range(len(whole)))
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Not supported; raises `NotSupportedError` with the way to do it."""
+        raise NotSupportedError(
+            "generate() on a parallel module",
+            hint="load pm.full_state_dict() into the original model on one process",
+        )
+
+    # -- state ---------------------------------------------------------------------------------
+
+    @property
+    def shards(self) -> dict[str, nn.Parameter]:
+        """Parameter name -> this rank's shard."""
+        return {name: p for name, p in self._parameters.items() if p is not None}
+
+    @property
+    def persistent_buffers(self) -> dict[str, Tensor]:
+        """Name -> buffer, as far as state dicts have it; with stages, of this rank's stage."""
+        return {
+            n: b for n, b in self._held_buffers.items() if n not in self._non_persistent_buffers_set
+        }
+
+    @property
+    def _held_buffers(self) -> dict[str, Tensor]:
+        return {name: b for name, b in self._buffers.items() if b is not None}
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's shards under the user's names; raises `NotPlannedError` before a plan."""
+        _ = self.plan
+        yield from super().named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """What this rank holds of the model's buffers: constants, and what its stage changes.
+
+        Constants that are not persistent are in no state dict, and not here either. Raises
+        `NotPlannedError` before a plan.
+        """
+        _ = self.plan
+        yield from super().named_buffers(prefix, recurse, remove_duplicate)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale gradients to at most `max_norm`, over all shards; returns the norm before."""
+        return state.clip_grad_norm_(self._placed, self.shards, max_norm, norm_type)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Whole tensors on the CPU of rank 0, under the model's own names; {} elsewhere."""
+        return state.full_state_dict(self._placed, self.shards, self.persistent_buffers)
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Whole gradients on the CPU of rank 0, by parameter name; {} elsewhere.
+
+        A parameter that took no part in the loss has a gradient of zeros.
+        """
+        return state.full_gradients(self._placed, self.shards)
+
+    def state_dict(  # type: ignore[override]
+        self, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """`DTensor`s under the model's own names; with stages, of this rank's stage."""
+        place = self._placed
+        if self._dtensor_mesh is None:
+            self._dtensor_mesh = stage_device_mesh(place.pipeline, place.rank, self._device.type)
+        return state_dict(place, self.shards, self._dtensor_mesh, self.persistent_buffers)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Take values from whole tensors or `DTensor`s, under the model's own names."""
+        return state.load_state_dict(
+            self._placed, self.shards, state_dict, self.persistent_buffers, strict
+        )
+
+    @property
+    def _placed(self) -> StageState:
+        """Where this rank stands; raises `NotPlannedError` before a plan."""
+        _ = self.plan
+        return self._place
+
+
+@dataclass(frozen=True)
+class _Like:
+    """Something with a shape."""
+
+    shape: tuple[int, ...]
+
+
+def _signature(tensors: Mapping[str, Any], static: Mapping[str, Any]) -> Signature:
+    shapes = {path: tuple(value.shape) for path, value in tensors.items()}
+    return tuple(sorted((shapes | {k: repr(v) for k, v in static.items()}).items()))

@@ -1,0 +1,60 @@
+"""placement."""
+
+from autopar.placement.moves import COLLECTIVES, TABLE, Move, PrimitiveKind, Split
+from autopar.placement.notation import ELLIPSIS, Dim, Notation, Term
+from autopar.placement.pins import Pin, parse_pins
+from autopar.placement.shards import difference, gather, gradient_spec, scatter
+from autopar.placement.spec import (
+    PREFERENCE,
+    I,
+    P,
+    Placement,
+    R,
+    S,
+    Spec,
+    TensorType,
+    all_specs,
+    divides,
+    illegal_reason,
+    local_bytes,
+    local_dims,
+    local_shape,
+    with_orders,
+    without_gradient,
+    written,
+)
+
+__all__ = [
+    "COLLECTIVES",
+    "ELLIPSIS",
+    "PREFERENCE",
+    "TABLE",
+    "Dim",
+    "I",
+    "Move",
+    "Notation",
+    "P",
+    "Pin",
+    "Placement",
+    "PrimitiveKind",
+    "R",
+    "S",
+    "Spec",
+    "Split",
+    "TensorType",
+    "Term",
+    "all_specs",
+    "difference",
+    "divides",
+    "gather",
+    "gradient_spec",
+    "illegal_reason",
+    "local_bytes",
+    "local_dims",
+    "local_shape",
+    "parse_pins",
+    "scatter",
+    "with_orders",
+    "without_gradient",
+    "written",
+]

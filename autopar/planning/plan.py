@@ -1,0 +1,330 @@
+"""Planning: from a model, a mesh and options to a `Plan` one can read, edit and run.
+
+A `Plan` is its data (plan_data.py) bound to a captured program; what it predicts is computed from
+the bound program, never read from a file. `Plan.load` gives unbound data; `bind` it to the
+model to cost, print or run it.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.capture import capture
+from autopar.codegen import emit, file_name
+from autopar.cost.hardware import changed, profile_of, resolve_on
+from autopar.cost.price import collectives_of, link_between, timeline_of
+from autopar.cost.simulate import Timeline
+from autopar.errors import PlanError
+from autopar.mesh import Mesh
+from autopar.options import Options, schedule_name
+from autopar.passes.analysis import (
+    Analysis,
+    accept_again,
+    accept_missing,
+    compute_dtype,
+    pad,
+    padded_for,
+)
+from autopar.passes.explain import decisions
+from autopar.passes.lowering import stage_record
+from autopar.passes.search import Effort, Planner
+from autopar.planning.binding import Bound, bind, predict_on
+from autopar.planning.inputs import (
+    ExampleInputs,
+    check_mesh,
+    example_of,
+    mesh_of,
+    record_of,
+    signature_of,
+)
+from autopar.planning.step_capture import options_for, planned_accumulation
+from autopar.plans import PlanData, Predicted, parse_storage
+from autopar.program import Collective, Program
+from autopar.report import ReportFiles, dot, explain, write_report
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage: its part of the machine, and what runs on it."""
+
+    mesh_shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    modules: tuple[str, ...]
+    axes: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A parallel plan. `data` is what `save` writes; `bound` is None for a loaded plan, and so is
+    `effort`, what planning took."""
+
+    data: PlanData
+    bound: Bound | None = field(default=None, repr=False, compare=False)
+    effort: Effort | None = field(default=None, repr=False, compare=False)
+
+    # -- what was decided ----------------------------------------------------------------------
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """The pipeline stages, first to last."""
+        found: list[Stage] = []
+        first_rank = 0
+        for record in self.data.stages:
+            modules = dict.fromkeys(key.rpartition("/")[0] for key in record.operators)
+            ranks = tuple(range(first_rank, first_rank + record.n_ranks))
+            first_rank += record.n_ranks
+            found.append(
+                Stage(record.mesh_shape, ranks, tuple(m for m in modules if m), dict(record.axes))
+            )
+        return tuple(found)
+
+    @cached_property
+    def placements(self) -> dict[str, tuple[str, ...]]:
+        """Parameter -> stored placement on each logical axis of its stage: `("I", "S(0)")`."""
+        return {
+            name: tuple(str(p) for p in parse_storage(text, name).spec.placements)
+            for name, text in self.data.parameters.items()
+        }
+
+    @cached_property
+    def uses(self) -> dict[str, dict[str, tuple[str, ...]]]:
+        """Parameter -> operator -> placement in use on each logical axis."""
+        out: dict[str, dict[str, tuple[str, ...]]] = {}
+        for stage in self._bound("uses").stages:
+            program = stage.analysis.program
+            for info in program.parameters.values():
+                out.setdefault(info.name, {})
+            for operator in stage.analysis.operators:
+                chosen = stage.strategy.operators[operator.name]
+                for value, spec in zip(operator.inputs, chosen.inputs, strict=True):
+                    if value in program.parameters:
+                        key = program.keys[operator.name]
+                        placements = tuple(str(p) for p in spec.placements)
+                        out[program.parameters[value].name][key] = placements
+        return out
+
+    @property
+    def schedule(self) -> str:
+        """The order of work of the stages: "gpipe" or "1f1b"."""
+        return self.data.schedule
+
+    @property
+    def microbatches(self) -> int:
+        return self.data.microbatches
+
+    @property
+    def objective_s(self) -> float:
+        """What the solver minimised, seconds per step."""
+        return self.data.objective_s
+
+    @property
+    def gap(self) -> float:
+        """Proven relative distance of `objective_s` from the optimum."""
+        return self.data.gap
+
+    # -- what follows from it ------------------------------------------------------------------
+
+    @property
+    def predicted(self) -> Predicted:
+        """Step time, memory and communication, from the bound program."""
+        return self._bound("predicted").predicted
+
+    def collectives(self) -> list[Collective]:
+        """Every collective of one step."""
+        return list(collectives_of(self._bound("collectives()").pipeline, self.data.optimizer))
+
+    def code(self) -> dict[str, str]:
+        """File name -> generated source."""
+        stages = self._bound("code()").pipeline.stages
+        return {file_name(k): emit(stage, k, len(stages)) for k, stage in enumerate(stages)}
+
+    def explain(self, name: str | None = None) -> str:
+        """The plan in words; with a parameter or operator name, that one, what it was chosen over
+        and what the next best would cost."""
+        bound = self._bound("explain()")
+        weighed = decisions(bound.stages, self.data, name) if name is not None else ()
+        collectives = self.collectives()
+        return explain(self.data, bound.pipeline, bound.predicted, collectives, name, weighed)
+
+    def to_dot(self) -> str:
+        """The plan as a Graphviz graph."""
+        return dot(self.data.model, self._bound("to_dot()").pipeline)
+
+    def report(self, path: str | Path) -> ReportFiles:
+        """Write the plan as one HTML page, and its graph beside it as `.dot`.
+
+        The page has the picture where the program `dot` is installed, else it says how to
+        install it. Raises `OptionError` where `path` cannot be written.
+        """
+        bound = self._bound("report(path)")
+        timeline = self.simulate()
+        return write_report(
+            path, self.data, bound.pipeline, bound.predicted, self.collectives(), timeline
+        )
+
+    def simulate(
+        self,
+        slow: tuple[int, float] | None = None,
+        jitter: tuple[float, int] | None = None,
+    ) -> Timeline:
+        """One step, event by event, and the bytes of every stage over time.
+
+        slow      (stage, factor): its compute takes that much longer
+        jitter    (fraction, seed): every compute takes longer, by up to this fraction of itself;
+                  the same seed draws the same
+        """
+        bound = self._bound("simulate()")
+        return timeline_of(
+            bound.pipeline,
+            bound.costs,
+            self.data.optimizer,
+            link_between(mesh_of(self.data.mesh), bound.hardware.links),
+            with_memory=True,
+            slow=slow,
+            jitter=jitter,
+        )
+
+    def what_if(self, changes: str) -> Plan:
+        """This plan on a machine with other figures: `"link.inter_node.s_per_byte=0.5x"`.
+
+        What it decides stays; what it costs is computed anew. `changes`: see `cost.what_if`.
+        Raises `OptionError` for what the machine's profile does not have.
+        """
+        analysis = self._bound("what_if()").analysis
+        machine = mesh_of(self.data.mesh)
+        profile = changed(profile_of(machine), changes)
+        other = resolve_on(profile, machine, compute_dtype(analysis))
+        return Plan(
+            self.data, bind(self.data, analysis, machine.with_links(other.links, other.device))
+        )
+
+    def __str__(self) -> str:
+        return self.explain() if self.bound else f"unbound plan of {self.data.model}"
+
+    # -- files -----------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        self.data.save(path)
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a plan; it is unbound until it meets its model. Raises `PlanError`."""
+        return Plan(PlanData.load(path))
+
+    def bind(
+        self,
+        model: nn.Module,
+        mesh: Any = None,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+    ) -> Plan:
+        """Lay a loaded plan on its model, check it, and compute its costs anew.
+
+        Raises `PlanError` when the graph or the mesh is another one, or a placement is not
+        legal.
+        """
+        machine = Mesh.of(mesh) if mesh is not None else mesh_of(self.data.mesh)
+        check_mesh(self.data, machine)
+        batch = example_of(self.data)
+        program = capture(
+            model, batch, precision=self.data.precision, loss_fn=loss_fn,
+            accumulation=planned_accumulation(self.data, batch),
+        )  # fmt: skip
+        accept_again(self.data.kept_whole)
+        analysis = Analysis.of(pad(program, self.data.padded), self.data.batch_dims)
+        return Plan(self.data, bind(self.data, analysis, machine))
+
+    def _bound(self, what: str) -> Bound:
+        if self.bound is None:
+            raise PlanError(
+                f"{what} needs the model, and this plan was only loaded",
+                hint="plan.bind(model), or pass it to autopar.parallelize(model, mesh, plan=plan)",
+            )
+        return self.bound
+
+
+# Objects made between garbage collections while planning, where up to a million live as long as it
+# does: so seldom, looking through them takes less than 1% of the time instead of 3%, and 0.4% more
+# memory is needed.
+_GC_EVERY = 300_000
+
+
+@contextmanager
+def settled_heap() -> Iterator[None]:
+    """What is there stays out of garbage collections, and those are few: planning makes many small
+    objects, and every full collection would walk the captured model, torch and all else again."""
+    if gc.get_freeze_count():  # it is somebody else's to thaw
+        yield
+        return
+    thresholds = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(max(_GC_EVERY, thresholds[0]) if thresholds[0] else 0, *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
+
+
+@settled_heap()
+def plan_program(
+    program: Program, mesh: Mesh, example_inputs: ExampleInputs, options: Options
+) -> Plan:
+    """`plan`, for a program that is already captured."""
+    options = options_for(program, options)
+    kept_whole = accept_missing(program, options.fallback)
+    longer, paddings = padded_for(program, mesh.n_ranks)
+    analysis = Analysis.of(longer, options.batch_dims or None)
+    report = options.progress if callable(options.progress) else lambda text: None
+    inputs, static = signature_of(program, example_inputs)
+    predict = predict_on(mesh, analysis, options.optimizer, inputs)
+    outcome = Planner(analysis, mesh, options, predict, report).run()
+    solved = outcome.solved
+    padded = paddings.used(item for stage in solved.stages for item in stage.specs())
+    is_final = padded == paddings.shapes
+    if not is_final:
+        analysis = Analysis.of(pad(program, padded), options.batch_dims or None)
+    data = PlanData(
+        model=program.model_name,
+        graph_hash=analysis.program.hash(),
+        mesh=record_of(mesh, outcome.hardware),
+        microbatches=solved.candidate.n_microbatches,
+        precision=options.precision,
+        optimizer=options.optimizer,
+        schedule=schedule_name(options),
+        inputs=inputs,
+        static_inputs=static,
+        positional=not isinstance(example_inputs, Mapping),
+        batch_dims=dict(options.batch_dims or {}),
+        forbid=tuple(sorted(outcome.forbid)),
+        stages=tuple(
+            stage_record(
+                stage.analysis,
+                stage.strategy,
+                stage.cost.mesh,
+                mesh.submesh_shape(stage.cost.mesh.first_rank, stage.cost.mesh.n_ranks),
+            )
+            for stage in solved.stages
+        ),
+        objective_s=solved.objective_s,
+        gap=solved.gap,
+        chosen=solved.candidate.name,
+        alternatives=outcome.alternatives,
+        comments=paddings.refused,
+        padded=padded,
+        kept_whole=kept_whole,
+        accumulates=program.accumulation is not None,
+    )
+    if is_final:
+        bound = Bound(data, analysis, mesh, solved.stages, solved.predicted)
+        return Plan(data, bound, outcome.effort)
+    return Plan(data, bind(data, analysis, mesh), outcome.effort)

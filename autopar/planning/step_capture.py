@@ -1,0 +1,79 @@
+"""The graph that a training step is planned on: of the whole batch, or of one microbatch.
+
+Microbatches of a loss that is a sum over rows are parts of the whole batch's graph. Of another
+loss (contrastive, batch statistics) they are only what the user asks for, and have a graph of
+their own (`capture/accumulate.py`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+from torch import nn
+
+from autopar.capture import accumulation_of, capture
+from autopar.options import Options
+from autopar.passes.analysis import accept_missing, batch_of
+from autopar.planning.inputs import ExampleInputs
+from autopar.plans import PlanData
+from autopar.program import Accumulation, Program
+
+
+def capture_step(model: nn.Module, example_inputs: ExampleInputs, options: Options) -> Program:
+    """The program of a training step, before there is a plan.
+
+    Warns where the microbatches asked for are gradient accumulation, which another number of
+    microbatches would not repeat.
+    """
+
+    def captured(accumulation: Accumulation | None = None) -> Program:
+        return capture(
+            model, example_inputs, precision=options.precision, loss_fn=options.loss_fn,
+            accumulation=accumulation,
+        )  # fmt: skip
+
+    program = captured()
+    if not _asks_for_several(options):
+        return program
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the planner warns
+        accept_missing(program, options.fallback)
+    batch = batch_of(program, options.batch_dims)
+    n = _asked(options, batch.size)
+    if n == 1 or batch.broken_at is None:
+        return program
+    part = captured(accumulation_of(example_inputs, n, options.batch_dims or {}))
+    warnings.warn(
+        f"microbatches={n}: the loss is not a sum over rows ({batch.broken_at}), so this is "
+        f"gradient accumulation: the mean of the losses of {n} parts of the batch",
+        stacklevel=3,
+    )
+    return part
+
+
+def planned_accumulation(data: PlanData, example_inputs: ExampleInputs) -> Accumulation | None:
+    """How a plan's graph is captured, where microbatches have a graph of their own."""
+    if not data.accumulates:
+        return None
+    return accumulation_of(example_inputs, data.microbatches, data.batch_dims)
+
+
+def options_for(program: Program, options: Options) -> Options:
+    """The options with the number of microbatches that the program was captured for."""
+    if program.accumulation is None:
+        return options
+    manual = options.manual and replace(options.manual, microbatch_size=None)
+    return replace(options, microbatches=program.accumulation.n, manual=manual)
+
+
+def _asks_for_several(options: Options) -> bool:
+    by_size = options.manual is not None and options.manual.microbatch_size is not None
+    return by_size or (isinstance(options.microbatches, int) and options.microbatches > 1)
+
+
+def _asked(options: Options, n_rows: int) -> int:
+    if isinstance(options.microbatches, int):
+        return options.microbatches
+    assert options.manual is not None and options.manual.microbatch_size is not None
+    return max(n_rows // (options.manual.dp * options.manual.microbatch_size), 1)

@@ -1,0 +1,267 @@
+"""Plan data: everything a plan decides, as JSON that a person can edit.
+
+Keyed by parameter names, and operators by module path / operator name # occurrence, never by
+graph node ids. It holds no code and no costs that are believed: costs are computed anew when
+a plan is loaded. A stage begins at an operator and holds all that follow, up to the next
+stage's; its ranks follow those of the stage before. Each operator's entry is
+`inputs -> outputs`, one spec per tensor, one placement per logical axis; a parameter's entry is
+its storage and, when it is gathered for use, how often; `received` and `sent` say how the
+values are cut that cross from and to other stages, by the key of the operator that made them.
+`recomputed` says which operators run again in backward, by the key of the first:
+`full until KEY`, where KEY is the last one's, and the modes are those of `facts.Recompute`.
+`padded` are the shapes of parameters that are stored longer than they are (`passes/padding.py`);
+`comments` are what the planner has to say of a parameter; `kept_whole` are the operators
+without a rule that the user accepted (`passes/fallback.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, get_args
+
+from autopar.errors import OptionError, PlanError
+from autopar.options import Recompute
+from autopar.placement import Spec
+from autopar.program import Period, Storage
+from autopar.schedule import ORDERS
+
+VERSION = 2
+_MAY_BE_MISSING = frozenset({"accumulates", "comments", "kept_whole", "padded"})
+
+
+@dataclass(frozen=True)
+class InputSignature:
+    """Shape and dtype of one model input, so that a saved plan needs no example."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class MeshRecord:
+    """The mesh a plan was made for; explicit links and device are kept as numbers."""
+
+    shape: tuple[int, ...]
+    axis_names: tuple[str, ...]
+    hardware: str
+    links: tuple[tuple[float, ...], ...]
+    device: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A plan that was considered: its predicted step time, or in `note` why there is none."""
+
+    name: str
+    step_time_s: float | None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class StageRecord:
+    """The decisions of one stage. `mesh_shape` is its (nodes, devices per node)."""
+
+    begins_at: str
+    mesh_shape: tuple[int, int]
+    axes: Mapping[str, int]
+    parameters: Mapping[str, str]
+    operators: Mapping[str, str]
+    received: Mapping[str, str] = field(default_factory=dict)
+    sent: Mapping[str, str] = field(default_factory=dict)
+    recomputed: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def n_ranks(self) -> int:
+        return math.prod(self.axes.values())
+
+
+@dataclass(frozen=True)
+class PlanData:
+    """The decisions of a plan; see the module docstring for what the texts mean."""
+
+    model: str
+    graph_hash: str
+    mesh: MeshRecord
+    microbatches: int
+    precision: str
+    optimizer: str
+    schedule: str
+    inputs: tuple[InputSignature, ...]
+    static_inputs: Mapping[str, Any]
+    positional: bool
+    batch_dims: Mapping[str, int | None]
+    forbid: tuple[str, ...]
+    stages: tuple[StageRecord, ...]
+    objective_s: float
+    gap: float
+    chosen: str = ""
+    alternatives: tuple[Alternative, ...] = ()
+    version: int = VERSION
+    comments: Mapping[str, str] = field(default_factory=dict)
+    padded: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    kept_whole: tuple[str, ...] = ()
+    accumulates: bool = False
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        """Parameter -> how its owning stage stores it; mirrors that have names of their own too."""
+        texts: dict[str, str] = {}
+        for stage in self.stages:
+            for name, text in stage.parameters.items():
+                texts.setdefault(name, text)
+        return texts
+
+    @property
+    def operators(self) -> dict[str, str]:
+        """Operator -> its specs, of all stages."""
+        return {key: text for stage in self.stages for key, text in stage.operators.items()}
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json())
+
+    @staticmethod
+    def from_json(text: str, where: str = "plan") -> PlanData:
+        """Read a plan; raises `PlanError` that says what is malformed."""
+        try:
+            raw = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"{where} is not JSON: {error}") from error
+        if not isinstance(raw, dict):
+            raise PlanError(f"{where} is not a JSON object")
+        if raw.get("version") != VERSION:
+            raise PlanError(
+                f"{where} has version {raw.get('version')!r}; this autopar reads {VERSION}",
+                hint="plan again with this version",
+            )
+        known = {f.name for f in fields(PlanData)}
+        unknown, missing = sorted(set(raw) - known), sorted(known - set(raw) - _MAY_BE_MISSING)
+        if unknown or missing:
+            raise PlanError(f"{where}: unknown keys {unknown}, missing keys {missing}")
+        try:
+            return _from_dict(raw)
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
+            raise PlanError(f"{where} is malformed: {error}") from error
+
+    @staticmethod
+    def load(path: str | Path) -> PlanData:
+        file = Path(path)
+        if not file.exists():
+            raise PlanError(f"there is no plan at {file}")
+        return PlanData.from_json(file.read_text(), str(file))
+
+
+def _from_dict(raw: dict[str, Any]) -> PlanData:
+    mesh = raw["mesh"]
+    values = dict(raw)
+    values["mesh"] = MeshRecord(
+        tuple(mesh["shape"]),
+        tuple(mesh["axis_names"]),
+        mesh["hardware"],
+        tuple(_link_numbers(link) for link in mesh["links"]),
+        {k: float(v) for k, v in mesh["device"].items()},
+    )
+    values["forbid"] = tuple(raw["forbid"])
+    values["padded"] = {
+        name: tuple(int(n) for n in shape) for name, shape in raw.get("padded", {}).items()
+    }
+    values["accumulates"] = bool(raw.get("accumulates", False))
+    values["kept_whole"] = tuple(raw.get("kept_whole", ()))
+    values["inputs"] = tuple(
+        InputSignature(i["path"], tuple(i["shape"]), i["dtype"]) for i in raw["inputs"]
+    )
+    values["alternatives"] = tuple(Alternative(**a) for a in raw["alternatives"])
+    values["stages"] = tuple(_stage_from_dict(stage) for stage in raw["stages"])
+    if not values["stages"]:
+        raise ValueError("stages: a plan has at least one")
+    if not isinstance(values["microbatches"], int) or values["microbatches"] < 1:
+        raise ValueError(f"microbatches={values['microbatches']!r}")
+    if values["schedule"] not in ORDERS:
+        raise ValueError(f"schedule={values['schedule']!r} is none of {sorted(ORDERS)}")
+    if "\n" in values["model"]:
+        raise ValueError("a model name is one line")
+    return PlanData(**values)
+
+
+def _link_numbers(link: Sequence[float]) -> tuple[float, ...]:
+    """The fields of a `Link`; the last only where the switch sums."""
+    if len(link) not in (2, 3):
+        raise ValueError(f"a link has two or three numbers, not {link}")
+    return tuple(float(number) for number in link)
+
+
+def _stage_from_dict(raw: dict[str, Any]) -> StageRecord:
+    values = {"recomputed": {}, **raw}
+    for table in ("parameters", "operators", "received", "sent", "recomputed"):
+        for name, text in values[table].items():
+            if not isinstance(text, str) or "\n" in name or "\n" in text:
+                raise ValueError(f"{table}: {name!r} must be one line of text")
+    for name, size in values["axes"].items():
+        if not name.isidentifier() or not isinstance(size, int) or size < 1:
+            raise ValueError(f"axes: {name!r}={size!r}")
+    nodes, per_node = values["mesh_shape"]
+    values["mesh_shape"] = (int(nodes), int(per_node))
+    if not isinstance(values["begins_at"], str):
+        raise ValueError(f"begins_at={values['begins_at']!r}")
+    return StageRecord(**values)
+
+
+def storage_text(storage: Storage) -> str:
+    """`I S(0)`, or `S(0) I; each use` for ZeRO-3."""
+    period = "" if storage.period == "step" else f"; each {storage.period}"
+    return f"{storage.spec}{period}"
+
+
+def parse_storage(text: str, name: str) -> Storage:
+    """The inverse of `storage_text`; raises `PlanError`."""
+    spec, _, period = text.partition(";")
+    word = period.strip().removeprefix("each").strip() or "step"
+    if word not in get_args(Period):
+        raise PlanError(f"parameter {name}: {word!r} is none of {get_args(Period)}")
+    return Storage(parse_spec(spec.strip(), f"parameter {name}"), word)  # type: ignore[arg-type]
+
+
+def parse_spec(text: str, where: str) -> Spec:
+    try:
+        return Spec.parse(text)
+    except OptionError as error:
+        raise PlanError(f"{where}: {error}") from error
+
+
+def operator_text(inputs: Sequence[Spec], outputs: Sequence[Spec]) -> str:
+    """`S(0) R, R S(0) -> S(0) S(1)`."""
+    return f"{', '.join(map(str, inputs))} -> {', '.join(map(str, outputs))}"
+
+
+def parse_operator(text: str, key: str) -> tuple[tuple[Spec, ...], tuple[Spec, ...]]:
+    """The inverse of `operator_text`; raises `PlanError`."""
+    left, arrow, right = text.partition("->")
+    if not arrow:
+        raise PlanError(f"operator {key}: {text!r} is not `inputs -> outputs`")
+
+    def specs(side: str) -> tuple[Spec, ...]:
+        words = [w.strip() for w in side.split(",")]
+        return tuple(parse_spec(w, f"operator {key}") for w in words if w)
+
+    return specs(left), specs(right)
+
+
+def recomputed_text(mode: Recompute, last: str) -> str:
+    """`full until h.0.mlp/add#0`."""
+    return f"{mode} until {last}"
+
+
+def parse_recomputed(text: str, key: str) -> tuple[Recompute, str]:
+    """The inverse of `recomputed_text`; raises `PlanError`."""
+    mode, until, last = text.partition(" until ")
+    if not until or mode not in get_args(Recompute):
+        words = ", ".join(get_args(Recompute))
+        raise PlanError(f"recomputed from {key}: {text!r} is not `MODE until KEY`", hint=words)
+    return mode, last  # type: ignore[return-value]

@@ -1,0 +1,395 @@
+"""Which collectives a step executes, in order, read off the lines of the stages' programs.
+
+    step  =  gathers of parameters (fused)                          once
+             per microbatch: the lines of the body in order         forward, loss
+                             the differentiated lines in reverse    backward, grad_sync
+                             ZeRO-2 gradients back to storage       (fused)
+             gradients back to storage (fused)                      once
+  with several stages, besides
+             what a rank sends to other stages                      p2p, once per microbatch
+             gradients of tied parameters, exchanged and summed     grad_sync, once
+             the loss to all ranks                                  once
+
+A line runs backward when the loss, or what later stages read, depends on it through tensors
+that carry gradient. A gathered parameter that an operator keeps is gathered again in that
+operator's backward, and a recomputed segment runs again before its own (`autopar/rerun.py`): its
+collectives count as backward then.
+The runtime records exactly these calls, the cost model prices them, and the verifier proves
+that they cannot wait for each other for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from autopar.placement import COLLECTIVES, PrimitiveKind
+from autopar.program.abridged import every_parameter, line_counts
+from autopar.program.bucketing import BUCKET_BYTES, Bucket, buckets
+from autopar.program.messages import Messages, Piece, copy_axes, tie_exchanges
+from autopar.program.pipeline import Pipeline
+from autopar.program.rerun_lines import regathered, rerun
+from autopar.program.stage_program import (
+    CallLine,
+    GatherLine,
+    Line,
+    MoveLine,
+    ParameterUse,
+    StageProgram,
+    StoredParameter,
+    outs,
+    reads,
+)
+
+# "output": model outputs made whole for the user; only in programs that return them.
+# "buffer": what a changed buffer holds, made whole.
+Phase = Literal[
+    "forward",
+    "backward",
+    "grad_sync",
+    "param_gather",
+    "p2p",
+    "loss",
+    "optimizer",
+    "output",
+    "buffer",
+]
+
+
+# Uses that are converted together, and a call for some of them, by position.
+Waiting = tuple[tuple[StoredParameter, ParameterUse], ...]
+ConversionBucket = Bucket[tuple[PrimitiveKind, tuple[int, ...], torch.dtype]]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind of call of a step.
+
+    axis        name of the logical axis, or a tuple of names for a merged group; "pp" of a
+                message to another stage, "world" of what all ranks do
+    count       calls per step on one rank, all microbatches, after bucketing
+    size_bytes  of one call: all_reduce its buffer, all_gather its output, reduce_scatter its
+                input, all_to_all the local send buffer, send its tensor
+    tensor      parameter names, joined by ", " when one call carries several; else the
+                operator whose result it is, or the input
+    """
+
+    kind: str
+    phase: str
+    axis: str | tuple[str, ...]
+    stage: int
+    count: int
+    size_bytes: int
+    tensor: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a collective by one rank, over the group along `axes`."""
+
+    kind: PrimitiveKind
+    axes: tuple[int, ...]
+    phase: str
+    size_bytes: int
+    tensor: str
+
+
+@dataclass(frozen=True)
+class StepCalls:
+    """The calls of a step: `before`, per microbatch `forward` and `backward`, `after`."""
+
+    before: tuple[Call, ...]
+    forward: tuple[Call, ...]
+    backward: tuple[Call, ...]
+    after: tuple[Call, ...]
+    n_microbatches: int
+
+    @property
+    def microbatch(self) -> tuple[Call, ...]:
+        """One microbatch's calls; where there are several stages, others come in between."""
+        return self.forward + self.backward
+
+    def __iter__(self) -> Iterator[Call]:
+        yield from self.before
+        for _ in range(self.n_microbatches):
+            yield from self.microbatch
+        yield from self.after
+
+    def counted(self) -> Iterator[tuple[Call, int]]:
+        """Every call with how often a step makes it."""
+        for calls, count in (
+            (self.before, 1),
+            (self.microbatch, self.n_microbatches),
+            (self.after, 1),
+        ):
+            for call in calls:
+                yield call, count
+
+
+def step_calls(program: StageProgram, local_inputs: bool = False) -> StepCalls:
+    """The calls of one training step.
+
+    `local_inputs`: ranks are given their own rows of the batch, and add up the divisors.
+    """
+    returned = {
+        period: _bucket_calls(return_buckets(program, period), "grad_sync")
+        for period in ("micro", "step")
+    }
+    before = _bucket_calls(conversion_buckets(program), "param_gather") + (
+        _divisors(program) if local_inputs else []
+    )
+    return StepCalls(
+        tuple(before),
+        tuple(_forward(program)),
+        (*_backward(program), *returned["micro"]),
+        tuple(returned["step"]),
+        program.n_microbatches,
+    )
+
+
+def summarise(calls: StepCalls, axis_names: Sequence[str], stage: int) -> tuple[Collective, ...]:
+    """Calls that are alike as one row, in order of their first call."""
+    counts: dict[Call, int] = {}
+    for call, count in calls.counted():
+        counts[call] = counts.get(call, 0) + count
+    rows = []
+    for call, count in counts.items():
+        names = tuple(axis_names[a] for a in call.axes)
+        axis = names[0] if len(names) == 1 else names
+        rows.append(
+            Collective(call.kind, call.phase, axis, stage, count, call.size_bytes, call.tensor)
+        )
+    return tuple(rows)
+
+
+def rank_collectives(
+    pipeline: Pipeline, rank: int, local_inputs: bool = False
+) -> tuple[Collective, ...]:
+    """What one rank of the world calls and sends in a step, alike ones counted.
+
+    Ranks of a stage make the same calls, but not all of them send: of ranks that hold the
+    same part of a tensor, the first one does, so the rank at coordinate 0 always takes part.
+    """
+    stage = pipeline.stage_of(rank)
+    program = replace(pipeline.stages[stage], trains=pipeline.schedule.trains)
+    rows = list(summarise(step_calls(program, local_inputs), program.axis_names, stage))
+    rows += _sends(pipeline, stage, rank)
+    rows += _tied(pipeline, stage, rank)
+    if pipeline.n_stages > 1 and pipeline.stages[-1].loss is not None:
+        size_bytes = pipeline.loss_dtype.itemsize
+        rows.append(Collective("all_reduce", "loss", "world", stage, 1, size_bytes, "loss"))
+    return tuple(rows)
+
+
+def _sends(pipeline: Pipeline, stage: int, rank: int) -> list[Collective]:
+    """Activations and gradients that a rank sends to other stages, direction by direction."""
+    messages = Messages(pipeline)
+    counts: dict[tuple[str, Piece], int] = {}
+    for action in pipeline.schedule.stages[stage]:
+        for piece in messages.of(action) if action.is_send else ():
+            if piece.source_rank == rank:
+                counts[action.kind, piece] = counts.get((action.kind, piece), 0) + 1
+    rows: dict[tuple[str, int, str], int] = {}
+    for (kind, piece), count in counts.items():
+        key = kind, piece.size_bytes, piece.tensor
+        rows[key] = rows.get(key, 0) + count
+    return [
+        Collective("send", "p2p", "pp", stage, count, size_bytes, tensor)
+        for (_, size_bytes, tensor), count in rows.items()
+    ]
+
+
+def _tied(pipeline: Pipeline, stage: int, rank: int) -> list[Collective]:
+    """A rank's part in summing the gradients of tied parameters."""
+    program, counts = pipeline.stages[stage], dict[Collective, int]()
+    for exchange in tie_exchanges(pipeline):
+        if stage not in exchange.stages:
+            continue
+        name = exchange.names[exchange.stages.index(stage)]
+        calls = [
+            Collective("send", "grad_sync", "pp", stage, 1, piece.size_bytes, name)
+            for piece in exchange.pieces
+            if piece.source_rank == rank
+        ]
+        parameter = pipeline.parameter(stage, name)
+        axes = tuple(program.axis_names[a] for a in copy_axes(parameter, pipeline.meshes[stage]))
+        if axes:
+            axis = axes[0] if len(axes) == 1 else axes
+            size_bytes = parameter.stored.size_bytes
+            calls.append(Collective("all_reduce", "grad_sync", axis, stage, 1, size_bytes, name))
+        for call in calls:
+            counts[call] = counts.get(call, 0) + 1
+    return [replace(call, count=count) for call, count in counts.items()]
+
+
+def used_parameters(program: StageProgram) -> frozenset[str]:
+    """Variables of the body that backward brings a gradient to."""
+    return frozenset(name for i in program.differentiated for name in reads(program.body[i]))
+
+
+# -- parameters ------------------------------------------------------------------------------
+
+
+def conversion_buckets(program: StageProgram) -> tuple[Waiting, tuple[ConversionBucket, ...]]:
+    """Parameters turned into use once a step; a bucket's members are positions in the first."""
+    waiting = tuple((p, use) for p in every_parameter(program) for use in p.uses if use.moves)
+    steps = [[(m.move.forward, m.move.axes, m.forward_bytes) for m in u.moves] for _, u in waiting]
+    return waiting, _fused(waiting, steps)
+
+
+def return_buckets(
+    program: StageProgram, period: str
+) -> tuple[Waiting, tuple[ConversionBucket, ...]]:
+    """Gradients of such uses brought back to storage, once per `period`."""
+    used = used_parameters(program)
+    waiting = tuple(
+        (p, use)
+        for p in every_parameter(program)
+        for use in p.uses
+        if use.moves and p.period == period and p.requires_grad and use.local.name in used
+    )
+    steps = [
+        [(m.move.backward, m.move.axes, m.backward_bytes) for m in reversed(u.moves)]
+        for _, u in waiting
+    ]
+    return waiting, _fused(waiting, steps)
+
+
+def _fused(
+    waiting: Waiting, steps: Sequence[Sequence[tuple[PrimitiveKind, tuple[int, ...], int]]]
+) -> tuple[ConversionBucket, ...]:
+    keyed = [
+        [
+            ((kind, axes, p.stored.dtype), size_bytes)
+            for kind, axes, size_bytes in items
+            if kind in COLLECTIVES
+        ]
+        for (p, _), items in zip(waiting, steps, strict=True)
+    ]
+    return tuple(buckets(keyed, BUCKET_BYTES))
+
+
+def _bucket_calls(found: tuple[Waiting, tuple[ConversionBucket, ...]], phase: Phase) -> list[Call]:
+    waiting, fused = found
+    return [
+        Call(
+            bucket.key[0],
+            bucket.key[1],
+            phase,
+            bucket.size_bytes,
+            ", ".join(waiting[i][0].name for i in bucket.members),
+        )
+        for bucket in fused
+    ]
+
+
+def _divisors(program: StageProgram) -> list[Call]:
+    """Sums of what the ranks' own rows contribute to the divisors."""
+    rows = next(
+        (
+            item
+            for item in program.delivered
+            if item.source in program.prologue_inputs and item.batch_cell is not None
+        ),
+        None,
+    )
+    axes = tuple(sorted(rows.local.spec.axes_of(rows.batch_cell))) if rows else ()  # type: ignore[arg-type]
+    sizes = {d.source: d.local.size_bytes for d in program.delivered if d.kind == "divisor"}
+    if not axes:
+        return []
+    return [
+        Call("all_reduce", axes, "loss", sizes[name], name)
+        for name in program.prologue_outputs
+        if name in sizes
+    ]
+
+
+# -- one microbatch --------------------------------------------------------------------------
+
+
+def _origins(program: StageProgram) -> dict[str, str]:
+    """Variable -> the operator or input it is a placement of."""
+    origin = {d.local.name: d.source for d in program.delivered}
+    for line in program.body:
+        for out in outs(line):
+            if isinstance(line, CallLine):
+                origin[out.name] = line.key
+            else:
+                origin.setdefault(out.name, origin.get(reads(line)[0], out.name))
+    return origin
+
+
+def _forward(program: StageProgram) -> list[Call]:
+    origin = _origins(program)
+    counted = zip(program.body, line_counts(program), strict=True)
+    return [call for line, n in counted for call in _forward_calls(line, origin) * n]
+
+
+def _forward_calls(line: Line, origin: Mapping[str, str], again: bool = False) -> list[Call]:
+    """Of a line that runs, or runs `again` in backward."""
+    if isinstance(line, GatherLine):
+        return _gathered(line)
+    if isinstance(line, MoveLine):
+        phase = "backward" if again else line.phase
+        return _call(line.move.forward, line, phase, line.forward_bytes, origin[line.out.name])
+    if isinstance(line, CallLine):
+        phase = "backward" if again else "forward"
+        return [
+            Call(c.kind, line.lowered_axes, phase, c.size_bytes, line.key)
+            for c in line.inner
+            if c.phase == "forward"
+        ]
+    return []
+
+
+def _backward(program: StageProgram) -> list[Call]:
+    origin = _origins(program)
+    anew, again = regathered(program), rerun(program)
+    counts = line_counts(program)
+    every: list[Call] = []
+    for i in sorted(program.differentiated, reverse=True):
+        line, calls = program.body[i], list[Call]()
+        if i in again:
+            calls += [call for gather in anew.get(i, ()) for call in _gathered(gather)]
+            for k in again[i]:
+                calls += _forward_calls(program.body[k], origin, again=True)
+        if isinstance(line, GatherLine):
+            for move in reversed(line.moves):
+                calls += _call(
+                    move.move.backward, move, "grad_sync", move.backward_bytes, line.parameter
+                )
+        elif isinstance(line, MoveLine):
+            calls += _call(
+                line.move.backward, line, "backward", line.backward_bytes, origin[line.out.name]
+            )
+        elif isinstance(line, CallLine):
+            calls += [
+                Call(c.kind, line.lowered_axes, c.phase, c.size_bytes, line.key)
+                for c in line.inner
+                if c.phase == "backward"
+            ]
+        if i not in again:
+            calls += [call for gather in anew.get(i, ()) for call in _gathered(gather)]
+        every += calls * counts[i]
+    return every
+
+
+def _gathered(line: GatherLine) -> list[Call]:
+    return [
+        call
+        for move in line.moves
+        for call in _call(
+            move.move.forward, move, "param_gather", move.forward_bytes, line.parameter
+        )
+    ]
+
+
+def _call(
+    kind: PrimitiveKind, line: MoveLine, phase: str, size_bytes: int, tensor: str
+) -> list[Call]:
+    if kind not in COLLECTIVES:
+        return []
+    return [Call(kind, line.move.axes, phase, size_bytes, tensor)]

@@ -1,0 +1,174 @@
+"""Cross-mesh tensors: which slice goes from which rank of one stage to which of another.
+
+A tensor leaves a stage at a *sent* spec and arrives in the next at a *received* spec. Every
+rank's part of it is a box in the space of its factors: the axes that cut a factor of n
+elements, outermost first with sizes p and positions c, leave the interval
+
+    [o, o + n / prod(p)),    o = sum_i c_i * n / (p_1 ... p_i)          (`_box`)
+
+A rank *owns* its part if it stands at position 0 on every axis that does not cut the tensor,
+so the parts of the owners tile it. On an axis of more than one rank
+
+    sent       S, or R: position 0 sends, and its gradient P arrives there, zeros elsewhere
+    received   S, or P: the value arrives at position 0, zeros elsewhere; its gradient R
+               is sent back from there
+
+hence what crosses is the intersections of an owner's box in the source with an owner's box
+in the target (`slices`): every element once, and its gradient once the other way, by the
+same list with the ends exchanged. Gathering and broadcasting are moves inside either mesh.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from autopar.errors import VerificationError
+from autopar.mesh import LogicalMesh
+from autopar.placement import P, R, Spec, TensorType, illegal_reason, local_dims
+
+# One interval [start, stop) per factor.
+_Box = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One rectangular piece of a tensor that goes from one rank to another.
+
+    Ranks are those of the world. `source` and `target` index the local tensors of the two
+    ranks, viewed by their `local_factors`; `shape` is the piece's, by factors.
+    """
+
+    source_rank: int
+    target_rank: int
+    source: tuple[slice, ...]
+    target: tuple[slice, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def n_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+def slices(
+    dims: Sequence[Sequence[int]],
+    source: Spec,
+    source_mesh: LogicalMesh,
+    target: Spec,
+    target_mesh: LogicalMesh,
+) -> tuple[Slice, ...]:
+    """The slices that take a tensor from `source` to `target`, by source rank, then target's.
+
+    `dims` are its factor sizes per dim over all ranks. A tensor without dims is one slice
+    of shape (); one without elements has no slices.
+
+    Raises `VerificationError` for specs that cannot be sent or received.
+    """
+    return _slices(tuple(map(tuple, dims)), source, source_mesh, target, target_mesh)
+
+
+@lru_cache(maxsize=256)
+def _slices(
+    dims: tuple[tuple[int, ...], ...],
+    source: Spec,
+    source_mesh: LogicalMesh,
+    target: Spec,
+    target_mesh: LogicalMesh,
+) -> tuple[Slice, ...]:
+    _check("sent", dims, source, source_mesh, (R.kind, "S"))
+    _check("received", dims, target, target_mesh, (P.kind, "S"))
+    if any(0 in factors for factors in dims):
+        return ()
+    ranks = {box: rank for rank, box in _owned(dims, target, target_mesh)}
+    found = []
+    for source_rank, box in _owned(dims, source, source_mesh):
+        for target_rank, other in _overlapping(box, ranks):
+            common = tuple(
+                (max(a, b), min(c, d)) for (a, c), (b, d) in zip(box, other, strict=True)
+            )
+            found.append(
+                Slice(
+                    source_rank,
+                    target_rank,
+                    _within(common, box),
+                    _within(common, other),
+                    tuple(stop - start for start, stop in common),
+                )
+            )
+    return tuple(found)
+
+
+def _overlapping(box: _Box, ranks: Mapping[_Box, int]) -> list[tuple[int, _Box]]:
+    """Of the boxes of `ranks`, which tile the tensor and are alike, those that have a part of
+    `box`, in order of ranks."""
+    intervals = []
+    for (start, stop), (a, b) in zip(box, next(iter(ranks)), strict=True):
+        n = b - a
+        intervals.append([(k * n, (k + 1) * n) for k in range(start // n, -(-stop // n))])
+    return sorted((ranks[other], other) for other in itertools.product(*intervals))
+
+
+def local_factors(
+    dims: Sequence[Sequence[int]], spec: Spec, sizes: Sequence[int]
+) -> tuple[int, ...]:
+    """The factor sizes of one rank's part, flattened over dims: the shape slices index."""
+    return tuple(n for factors in local_dims(_tensor(dims), spec, sizes) for n in factors)
+
+
+def _tensor(dims: Sequence[Sequence[int]]) -> TensorType:
+    """What placement asks of a tensor: its factors; bytes and gradient do not matter here."""
+    return TensorType(tuple(tuple(factors) for factors in dims), 1, True)
+
+
+def _check(
+    end: str,
+    dims: Sequence[Sequence[int]],
+    spec: Spec,
+    mesh: LogicalMesh,
+    kinds: Sequence[str],
+) -> None:
+    reason = illegal_reason(_tensor(dims), spec, mesh.sizes)
+    for axis in mesh.active_axes if reason is None else ():
+        if spec.placements[axis].kind not in kinds:
+            reason = f"axis {mesh.names[axis]} is {spec.placements[axis]}, not {' or '.join(kinds)}"
+    if reason is not None:
+        raise VerificationError(
+            f"a tensor cannot be {end} at {spec} on mesh {mesh.axes}: {reason}",
+            hint="reshard it inside the stage first",
+        )
+
+
+def _owned(
+    dims: Sequence[Sequence[int]], spec: Spec, mesh: LogicalMesh
+) -> Iterator[tuple[int, _Box]]:
+    """Every rank that owns its part, with its box, in order of ranks."""
+    whole = [axis for axis, p in enumerate(spec.placements) if not p.is_shard]
+    for rank in mesh.ranks:
+        coordinate = mesh.coordinate(rank)
+        if not any(coordinate[axis] for axis in whole):
+            yield rank, _box(dims, spec, mesh.sizes, coordinate)
+
+
+def _box(
+    dims: Sequence[Sequence[int]], spec: Spec, sizes: Sequence[int], coordinate: Sequence[int]
+) -> _Box:
+    """The part of the rank at `coordinate`, as an interval of every factor."""
+    intervals = []
+    for dim, factors in enumerate(dims):
+        for factor, n in enumerate(factors):
+            start = 0
+            for axis in spec.axes_of((dim, factor)):
+                n //= sizes[axis]
+                start += coordinate[axis] * n
+            intervals.append((start, start + n))
+    return tuple(intervals)
+
+
+def _within(part: _Box, box: _Box) -> tuple[slice, ...]:
+    """`part` as an index into the tensor that holds `box`."""
+    return tuple(
+        slice(start - base, stop - base) for (start, stop), (base, _) in zip(part, box, strict=True)
+    )

@@ -1,0 +1,162 @@
+"""A whole program as data: one stage program per pipeline stage, and what joins them.
+
+    crossings   a value made on one stage and read on another; sent once to each stage that
+                reads it, in the layouts that the two stages chose (`cross_mesh.slices`)
+    ties        a parameter that several stages use: each keeps its own, and after backward
+                all of them get the sum of their gradients
+    schedule    the order of work of every stage, lowered to sends and receives
+    n_blocks    how the rows of a batch are dealt: all stages see them as `n_blocks` blocks of
+                `n_microbatches` parts, so that a microbatch is the same rows everywhere and
+                the rows of a rank are contiguous on each stage (the least common multiple of
+                the stages' own splits)
+
+Without stages it is a pipeline of one, which crosses nothing. What the runtime executes, the
+simulator prices and the verifier proves is this.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+
+from autopar.errors import VerificationError
+from autopar.mesh import LogicalMesh
+from autopar.program.stage_program import Boundary, StageProgram, StoredParameter, most_batch_shards
+from autopar.schedule import Schedule, Transfer, forward_only, lower, one_f_one_b
+
+# (number of stages, number of microbatches) -> the order of their work
+Order = Callable[[int, int], Schedule]
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A value that stage `source` makes and stage `target` reads."""
+
+    source: int
+    target: int
+    sent: Boundary
+    received: Boundary
+
+    @property
+    def value(self) -> str:
+        return self.sent.value
+
+    @property
+    def has_grad(self) -> bool:
+        return self.sent.local.has_grad
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A parameter that several stages use: (stage, its name there), the owner first."""
+
+    places: tuple[tuple[int, str], ...]
+
+    @property
+    def name(self) -> str:
+        return self.places[0][1]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The stages in order, each on its mesh. Make it with `Pipeline.of`."""
+
+    stages: tuple[StageProgram, ...]
+    meshes: tuple[LogicalMesh, ...]
+    schedule: Schedule
+    crossings: tuple[Crossing, ...]
+    ties: tuple[Tie, ...]
+    n_blocks: int
+
+    @staticmethod
+    def of(
+        stages: Sequence[StageProgram], meshes: Sequence[LogicalMesh], order: Order = forward_only
+    ) -> Pipeline:
+        """Join the stages; `order` says when each works.
+
+        Raises `VerificationError` where a stage reads what no earlier one sends.
+        """
+        crossings = _crossings(stages)
+        transfers: dict[tuple[int, int], bool] = {}
+        trains = all(s.trains for s in stages)
+        for c in crossings:
+            pair = c.source, c.target
+            transfers[pair] = transfers.get(pair, False) or (c.has_grad and trains)
+        between = frozenset(Transfer(*pair, returns) for pair, returns in transfers.items())
+        schedule = _schedule(order, len(stages), stages[0].n_microbatches, between)
+        n_blocks = math.lcm(*(most_batch_shards(s.delivered, s.axis_sizes) for s in stages))
+        return Pipeline(tuple(stages), tuple(meshes), schedule, crossings, _ties(stages), n_blocks)
+
+    @staticmethod
+    def single(program: StageProgram, mesh: LogicalMesh) -> Pipeline:
+        """A pipeline of one stage, which crosses nothing."""
+        return Pipeline.of([program], [mesh], one_f_one_b if program.trains else forward_only)
+
+    @property
+    def n_stages(self) -> int:
+        return len(self.stages)
+
+    @property
+    def n_microbatches(self) -> int:
+        return self.stages[0].n_microbatches
+
+    @property
+    def n_ranks(self) -> int:
+        return sum(mesh.n_ranks for mesh in self.meshes)
+
+    def stage_of(self, rank: int) -> int:
+        """Which stage a rank of the world belongs to."""
+        return next(k for k, mesh in enumerate(self.meshes) if rank in mesh.ranks)
+
+    def parameter(self, stage: int, name: str) -> StoredParameter:
+        return next(p for p in self.stages[stage].parameters if p.name == name)
+
+    @cached_property
+    def loss_dtype(self) -> torch.dtype:
+        """Of the loss that the last stage makes."""
+        last = self.stages[-1]
+        assert last.loss is not None, "a pipeline without a loss"
+        return last.made(last.loss).dtype
+
+    def between(self, source: int, target: int) -> tuple[Crossing, ...]:
+        """What crosses from one stage to another, in the order of their message."""
+        return tuple(c for c in self.crossings if (c.source, c.target) == (source, target))
+
+
+@lru_cache(maxsize=16)
+def _schedule(
+    order: Order, n_stages: int, n_microbatches: int, between: frozenset[Transfer]
+) -> Schedule:
+    return lower(order(n_stages, n_microbatches), between)
+
+
+def _crossings(stages: Sequence[StageProgram]) -> tuple[Crossing, ...]:
+    made: dict[str, tuple[int, Boundary]] = {}
+    found = []
+    for stage, program in enumerate(stages):
+        for received in program.received:
+            if received.value not in made:
+                raise VerificationError(
+                    f"stage {stage} reads {received.key}, which no earlier stage sends"
+                )
+            source, sent = made[received.value]
+            same = (sent.local.dims, sent.local.dtype, sent.local.has_grad)
+            if same != (received.local.dims, received.local.dtype, received.local.has_grad):
+                raise VerificationError(
+                    f"{received.key} is one tensor on stage {source}, another on stage {stage}"
+                )
+            found.append(Crossing(source, stage, sent, received))
+        made |= {sent.value: (stage, sent) for sent in program.sent}
+    return tuple(found)
+
+
+def _ties(stages: Sequence[StageProgram]) -> tuple[Tie, ...]:
+    places: dict[str, list[tuple[int, str]]] = {}
+    for stage, program in enumerate(stages):
+        for p in program.parameters:
+            places.setdefault(p.mirror_of or p.name, []).append((stage, p.name))
+    return tuple(Tie(tuple(at)) for at in places.values() if len(at) > 1)

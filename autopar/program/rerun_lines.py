@@ -1,0 +1,50 @@
+"""What backward runs again: recomputed segments, and parameters that are gathered anew.
+
+The lines of a segment (`stage_program.Segment`) run again before the backward of its last line,
+and what they gather then is held until its backward. Elsewhere a gathered parameter that an
+operator keeps is gathered anew in that operator's backward; so is one that a segment takes,
+before the segment runs again.
+"""
+
+from __future__ import annotations
+
+from autopar.program.stage_program import (
+    CallLine,
+    FreeLine,
+    GatherLine,
+    StageProgram,
+    storage_owners,
+)
+
+
+def rerun(program: StageProgram) -> dict[int, tuple[int, ...]]:
+    """Position of a line -> those of the lines that run again before its backward, in order."""
+    return {
+        segment.last: tuple(
+            i
+            for i in segment.again
+            if i not in segment.kept | segment.handed_on
+            and not isinstance(program.body[i], FreeLine)
+        )
+        for segment in program.segments
+    }
+
+
+def regathered(program: StageProgram) -> dict[int, tuple[GatherLine, ...]]:
+    """Position of an operator -> what is gathered anew before its backward."""
+    if not any(isinstance(line, GatherLine) for line in program.body):
+        return {}
+    inside = {i for segment in program.segments for i in range(segment.start, segment.stop)}
+    takes = {segment.start: segment for segment in program.segments}
+    made: dict[str, GatherLine] = {}
+    found: dict[int, tuple[GatherLine, ...]] = {}
+    for i, (line, owner) in enumerate(zip(program.body, storage_owners(program.body), strict=True)):
+        if i in takes:
+            taken = [owner.get(name, name) for name in takes[i].inputs]
+            found[takes[i].last] = tuple(made[k] for k in taken if k in made)
+        if isinstance(line, GatherLine):
+            made[owner[line.out.name]] = line
+        elif isinstance(line, CallLine) and i not in inside:
+            kept = [owner.get(name, name) for name in line.keeps]
+            found[i] = tuple(made[k] for k in kept if k in made)
+    return {i: lines for i, lines in found.items() if lines}

@@ -1,0 +1,258 @@
+"""A plan in words: stages, what is sharded, what it communicates, what it cost and what it beat."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from autopar.errors import OptionError
+from autopar.plans import Decision, PlanData, Predicted, StageRecord
+from autopar.program import (
+    CallLine,
+    Collective,
+    GatherLine,
+    MoveLine,
+    Pipeline,
+    StageProgram,
+    StoredParameter,
+)
+from autopar.report.division import division
+from autopar.report.next_best import next_best_lines
+from autopar.report.stages import (
+    ParameterTable,
+    crossing_rows,
+    ideal_bubble,
+    parameter_tables,
+    stage_rows,
+    tie_text,
+)
+from autopar.report.tables import alternative_rows, headline, idle_warnings, traffic_rows
+from autopar.units import format_bytes, format_count, format_seconds
+
+
+def explain(
+    data: PlanData,
+    pipeline: Pipeline,
+    predicted: Predicted,
+    collectives: Sequence[Collective],
+    name: str | None = None,
+    decisions: Sequence[Decision] = (),
+) -> str:
+    """The whole plan, or one parameter, operator or module, with what was decided of it.
+
+    Raises `OptionError` for a name the plan does not have.
+    """
+    if name is not None:
+        return _explain_one(data, pipeline, name, predicted.step_time_s, decisions)
+    several = pipeline.n_stages > 1
+    parts = [
+        _header(data),
+        _stages(pipeline, predicted) if several else "",
+        *(
+            (f"{table.title}\n" if several else "") + _parameters(table)
+            for table in parameter_tables(pipeline)
+        ),
+        "\n".join(f"{name}: {text}" for name, text in data.comments.items()),
+        _crossings(pipeline),
+        "\n".join(tie_text(tie) for tie in pipeline.ties),
+        _recomputed(pipeline),
+        str(division(pipeline)) if pipeline.n_ranks > 1 else "",
+        _communication(collectives, several),
+        _prediction(predicted, pipeline),
+        _alternatives(data),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _header(data: PlanData) -> str:
+    return "\n  ".join([headline(data), *idle_warnings(data)])
+
+
+def _stages(pipeline: Pipeline, predicted: Predicted) -> str:
+    rows = stage_rows(pipeline)
+    ranks, axes = (max(len(text) for text in column) for column in (
+        ["ranks", *(r.ranks for r in rows)], ["mesh", *(r.axes for r in rows)]))  # fmt: skip
+    lines = [f"stage  {'ranks':{ranks}}  {'mesh':{axes}}  {'peak':>10}  modules"]
+    lines += [
+        f"{r.stage:5}  {r.ranks:{ranks}}  {r.axes:{axes}}  {format_bytes(peak_bytes):>10}  "
+        f"{r.modules}"
+        for r, peak_bytes in zip(rows, predicted.peak_bytes_per_stage, strict=True)
+    ]
+    return "\n".join(lines)
+
+
+def _parameters(table: ParameterTable) -> str:
+    if not table.rows:
+        return "no parameters"
+    width = max(len(row.pattern) for row in table.rows)
+    axes = " ".join(table.axis_names)
+    lines = [f"{'parameter':{width}}  count  {'stored':16} {'used':16} shape   (on {axes})"]
+    lines += [
+        f"{r.pattern:{width}}  {r.count:5}  {r.stored:16} {r.used:16} {r.shape}" for r in table.rows
+    ]
+    return "\n".join(lines)
+
+
+def _crossings(pipeline: Pipeline) -> str:
+    rows = crossing_rows(pipeline)
+    if not rows:
+        return ""
+    width = max(len(row.value) for row in rows)
+    tensor = max(len(row.tensor) for row in rows)
+    lines = [
+        f"{'crosses':{width}}  stages  {'microbatch':{tensor}}  {'forward':>10}  {'backward':>10}  "
+        "sent -> received"
+    ]
+    for r in rows:
+        backward = "-" if r.backward_bytes is None else format_bytes(r.backward_bytes)
+        lines.append(
+            f"{r.value:{width}}  {r.stages}  {r.tensor:{tensor}}  "
+            f"{format_bytes(r.forward_bytes):>10}  {backward:>10}  {r.sent} -> {r.received}"
+        )
+    return "\n".join(lines)
+
+
+def _communication(collectives: Sequence[Collective], several_stages: bool) -> str:
+    if not collectives:
+        return "no communication"
+    heads = f"{'phase':13} {'collective':15} {'axis':8} {'calls':>6}  bytes per step and rank"
+    lines = [("stage  " if several_stages else "") + heads]
+    lines += [
+        (f"{r.stage:5}  " if several_stages else "")
+        + f"{r.phase:13} {r.kind:15} {r.axis:8} {r.calls:6}  {format_bytes(r.size_bytes)}"
+        for r in sorted(traffic_rows(collectives), key=lambda row: row.stage)
+    ]
+    return "\n".join(lines)
+
+
+def _prediction(predicted: Predicted, pipeline: Pipeline) -> str:
+    words = [
+        f"predicted: step {format_seconds(predicted.step_time_s)} "
+        f"(compute {format_seconds(predicted.compute_time_s)}, "
+        f"communication {format_seconds(predicted.comm_time_s)})",
+        f"peak {format_bytes(predicted.peak_bytes)} per rank",
+    ]
+    if pipeline.n_stages > 1:
+        ideal = f"{ideal_bubble(pipeline):.1%}"
+        words.append(f"bubble {predicted.bubble:.1%} (equal stages, free messages: {ideal})")
+    if predicted.tokens_per_s:
+        words.append(f"{format_count(predicted.tokens_per_s)} tokens/s")
+    if predicted.mfu:
+        words.append(f"MFU {predicted.mfu:.1%}")
+    return ", ".join(words)
+
+
+def _alternatives(data: PlanData) -> str:
+    if len(data.alternatives) < 2:
+        return ""
+    shown, others = alternative_rows(data)
+    width = max(len(a.name) for a in shown)
+    lines = ["considered"]
+    for a in shown:
+        mark = "->" if a.name == data.chosen else "  "
+        time = "-" if a.step_time_s is None else format_seconds(a.step_time_s)
+        lines.append(f" {mark} {a.name:{width}}  {time:>9}  {a.note}".rstrip())
+    return "\n".join([*lines, f"    {others}"] if others else lines)
+
+
+def _explain_one(
+    data: PlanData,
+    pipeline: Pipeline,
+    name: str,
+    step_time_s: float,
+    decisions: Sequence[Decision],
+) -> str:
+    found = []
+    for stage, program in enumerate(pipeline.stages):
+        texts = _found_on(data.stages[stage], program, name, _where(pipeline, stage))
+        for decision in (d for d in decisions if texts and d.stage == stage):
+            lines = next_best_lines(decision, step_time_s, pipeline.n_stages, texts[-1])
+            texts.append("\n".join(f"  {line}" for line in lines))
+        found += texts
+    if not found:
+        raise OptionError(
+            f"the plan has no parameter, operator or module {name!r}",
+            hint="names are those of model.named_parameters() and the keys in the plan file",
+        )
+    ties = [
+        tie_text(tie)
+        for tie in pipeline.ties
+        if any(
+            name in (p.name, *p.aliases)
+            for stage, held in tie.places
+            for p in [pipeline.parameter(stage, held)]
+        )
+    ]
+    comment = [f"  {data.comments[name]}"] if name in data.comments else []
+    return "\n".join([*found, *comment, *ties])
+
+
+def _where(pipeline: Pipeline, stage: int) -> str:
+    return f"stage {stage}, " if pipeline.n_stages > 1 else ""
+
+
+def _recomputed(pipeline: Pipeline) -> str:
+    """What runs again in backward, by mode, under the names of the generated program."""
+    rows = []
+    for k, program in enumerate(pipeline.stages):
+        by_mode: dict[str, list[str]] = {}
+        for segment in program.segments:
+            by_mode.setdefault(segment.mode, []).append(segment.name)
+        where = f"stage {k}, " if pipeline.n_stages > 1 else ""
+        rows += [
+            f"runs again in backward: {where}{len(names)} in mode {mode}: {', '.join(names)}"
+            for mode, names in by_mode.items()
+        ]
+    return "\n".join(rows)
+
+
+def _found_on(record: StageRecord, program: StageProgram, name: str, where: str) -> list[str]:
+    """What one stage has under `name`: a parameter, or operators."""
+    found = [
+        _explain_parameter(parameter, program, where)
+        for parameter in program.parameters
+        if name in (parameter.name, *parameter.aliases)
+    ]
+    if found:
+        return found
+    lines = {line.key: line for line in program.body if isinstance(line, CallLine)}
+    return [
+        _explain_operator(key, text, lines.get(key), where)
+        for key, text in record.operators.items()
+        if key == name or key.startswith(f"{name}/")
+    ]
+
+
+def _explain_operator(key: str, text: str, line: CallLine | None, where: str) -> str:
+    """Its placements, and what it costs; a bias may have no line of its own (`passes/fuse.py`)."""
+    if line is None:
+        place = f"  ({where.removesuffix(', ')})" if where else ""
+        return f"{key}{place}\n  {text}\n  runs inside the product that it follows"
+    total_s = line.forward_s + line.backward_s
+    return (
+        f"{key}  ({where}{line.where})\n  {text}\n"
+        f"  {format_seconds(total_s)} forward and backward per microbatch"
+    )
+
+
+def _explain_parameter(parameter: StoredParameter, program: StageProgram, where: str) -> str:
+    stored = parameter.stored
+    whole = [math.prod(factors) for factors in parameter.dims]
+    padded = "" if whole == list(parameter.shape) else f", padded to {whole}"
+    out = [
+        f"{parameter.name} {list(parameter.shape)}{padded}: {where}stored {stored.spec} as "
+        f"{list(stored.shape)} on ({', '.join(program.axis_names)})",
+    ]
+    for use in parameter.uses:
+        out.append(f"  used {use.local.spec}" + _conversion(use.moves))
+    for line in program.body:
+        if isinstance(line, GatherLine) and line.parameter == parameter.name:
+            out.append(f"  gathered for one operator as {line.out.spec}" + _conversion(line.moves))
+    return "\n".join(out)
+
+
+def _conversion(moves: Sequence[MoveLine]) -> str:
+    if not moves:
+        return ", as it is stored"
+    words = [f"{m.move.name} (forward {m.move.forward}, backward {m.move.backward})" for m in moves]
+    return " by " + ", ".join(words)

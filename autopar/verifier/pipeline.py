@@ -1,0 +1,172 @@
+"""The verifier of a whole pipeline: its stages, and what joins them, before anything runs.
+
+    stages      each program's own invariants (`verify_program`); as many ranks as its mesh has,
+                consecutive and in order; one number of microbatches; blocks of rows that
+                every stage's split divides; the loss on the last stage
+    crossings   every received tensor is one that an earlier stage sends: the same factors, dtype
+                and gradient; slices exist between the two layouts; the schedule has a
+                transfer for it, with gradients if it has one
+    ties        the same tensor on all its stages: shape, factors, dtype, whether it learns
+    progress    no rank waits for ever                               (`pipeline_sequences`)
+
+Progress is proved for messages that block one by one, which asks more than the runtime does:
+it posts a run of messages as one batch and goes on. All ranks of a stage make the same calls in
+an action, which `verify_program` has shown to end; so here an action is one call of them all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from autopar.errors import VerificationError
+from autopar.program import (
+    Crossing,
+    Messages,
+    Piece,
+    Pipeline,
+    Tie,
+    crossing_slices,
+    most_batch_shards,
+    tie_exchanges,
+)
+from autopar.schedule import Action, validate
+from autopar.verifier.deadlock import GroupCall, check_rendezvous
+from autopar.verifier.stage import verify_program
+
+_HINT = "this is a bug of autopar, or the pipeline was edited; plan again"
+
+
+def verify_pipeline(pipeline: Pipeline) -> None:
+    """Raise `VerificationError`, naming the place and the reason, unless all invariants hold."""
+    for program in pipeline.stages:
+        verify_program(program)
+    _check_stages(pipeline)
+    _check_received(pipeline)
+    for crossing in pipeline.crossings:
+        _check_crossing(pipeline, crossing)
+    for tie in pipeline.ties:
+        _check_tie(pipeline, tie)
+    if pipeline.n_stages > 1:
+        validate(pipeline.schedule)
+        check_rendezvous(pipeline_sequences(pipeline))
+
+
+def pipeline_sequences(pipeline: Pipeline) -> dict[int, list[GroupCall]]:
+    """Every rank's calls of one step: its stage's actions, its messages, what all ranks do."""
+    messages = Messages(pipeline)
+    out: dict[int, list[GroupCall]] = {r: [] for mesh in pipeline.meshes for r in mesh.ranks}
+    meetings: dict[Action, list[GroupCall]] = {}  # by the send: both ends have the same
+    for stage, mesh in enumerate(pipeline.meshes):
+        ranks = mesh.ranks
+        for action in pipeline.schedule.stages[stage]:
+            if action.is_compute:
+                call = GroupCall(ranks, str(action))
+                for rank in ranks:
+                    out[rank].append(call)
+                continue
+            is_send, pieces = action.is_send, messages.of(action)
+            send = action if is_send else action.partner
+            if send not in meetings:
+                meetings[send] = _meetings(pieces, f"in {send}")
+            for piece, call in zip(pieces, meetings[send], strict=True):
+                out[piece.source_rank if is_send else piece.target_rank].append(call)
+    for exchange in tie_exchanges(pipeline):
+        for call in _meetings(exchange.pieces, "tied"):
+            for rank in call.ranks:
+                out[rank].append(call)
+    if pipeline.stages[-1].loss is not None:
+        everywhere = GroupCall(tuple(out), "all_reduce of the loss")
+        for calls in out.values():
+            calls.append(everywhere)
+    return out
+
+
+def _meetings(pieces: Sequence[Piece], cause: str) -> list[GroupCall]:
+    """Each send and its receive: one call of two ranks."""
+    found = []
+    for p in pieces:
+        what = f"send of {p.size_bytes} B ({p.tensor}) {cause} to rank {p.target_rank}"
+        ends = p.source_rank, p.target_rank
+        found.append(GroupCall((min(ends), max(ends)), what))
+    return found
+
+
+def _check_stages(pipeline: Pipeline) -> None:
+    if not len(pipeline.stages) == len(pipeline.meshes) == pipeline.schedule.n_stages:
+        counts = (len(pipeline.stages), len(pipeline.meshes), pipeline.schedule.n_stages)
+        raise _error(f"{counts} stages, meshes and lines of the schedule", "the pipeline")
+    first = pipeline.meshes[0].first_rank
+    for stage, (program, mesh) in enumerate(zip(pipeline.stages, pipeline.meshes, strict=True)):
+        where, is_last = f"stage {stage}", stage == pipeline.n_stages - 1
+        if (program.axis_names, program.axis_sizes) != (mesh.names, mesh.sizes):
+            raise _error(f"its program is for axes {program.axis_sizes}, not {mesh.sizes}", where)
+        if mesh.first_rank != first:
+            raise _error(f"it begins at rank {mesh.first_rank}, not {first}", where)
+        first += mesh.n_ranks
+        if program.n_microbatches != pipeline.schedule.n_microbatches:
+            n_microbatches = pipeline.schedule.n_microbatches
+            raise _error(
+                f"{program.n_microbatches} microbatches, the schedule has {n_microbatches}", where
+            )
+        n_shards = most_batch_shards(program.delivered, program.axis_sizes)
+        if pipeline.n_blocks % n_shards:
+            raise _error(f"{pipeline.n_blocks} blocks of rows for {n_shards} shards", where)
+        if program.loss is not None and not is_last:
+            raise _error("it makes the loss, and is not the last stage", where)
+        if pipeline.schedule.trains and not program.trains:
+            raise _error("it does not train, but the schedule does", where)
+
+
+def _check_received(pipeline: Pipeline) -> None:
+    """Whatever a stage reads of others crosses once."""
+    for stage, program in enumerate(pipeline.stages):
+        for boundary in program.received:
+            found = [
+                c for c in pipeline.crossings if c.target == stage and c.value == boundary.value
+            ]
+            if [c.received for c in found] != [boundary]:
+                raise _error(f"{boundary.key} crosses {len(found)} times", f"stage {stage}")
+
+
+def _check_crossing(pipeline: Pipeline, crossing: Crossing) -> None:
+    sent, received = crossing.sent, crossing.received
+    where = f"{sent.key} from stage {crossing.source} to stage {crossing.target}"
+    if not 0 <= crossing.source < crossing.target < pipeline.n_stages:
+        raise _error("it does not go to a later stage", where)
+    if sent not in pipeline.stages[crossing.source].sent:
+        raise _error("its source does not send it", where)
+    if received not in pipeline.stages[crossing.target].received:
+        raise _error("its target does not receive it", where)
+    ends = [(b.value, b.local.dims, b.local.dtype, b.local.has_grad) for b in (sent, received)]
+    if ends[0] != ends[1]:
+        raise _error(f"it is {ends[0]} where it is sent, {ends[1]} where it is received", where)
+    pieces = crossing_slices(pipeline, crossing)  # raises for layouts that cannot cross
+    n_elements = math.prod(n for factors in sent.local.dims for n in factors)
+    if sum(piece.n_elements for piece in pieces) != n_elements:
+        raise _error(f"its slices do not hold its {n_elements} elements", where)
+    pair = crossing.source, crossing.target
+    transfers = {(t.source, t.target): t for t in pipeline.schedule.transfers or ()}
+    if pair not in transfers:
+        raise _error("the schedule has no transfer for it", where)
+    if crossing.has_grad and pipeline.schedule.trains and not transfers[pair].has_gradient:
+        raise _error("the schedule brings no gradient back", where)
+
+
+def _check_tie(pipeline: Pipeline, tie: Tie) -> None:
+    (owner, owned), *mirrors = tie.places
+    first = pipeline.parameter(owner, owned)
+    for stage, name in mirrors:
+        p = pipeline.parameter(stage, name)
+        where = f"{name} on stage {stage}, tied to {owned} on stage {owner}"
+        if p.mirror_of != owned:
+            raise _error(f"it mirrors {p.mirror_of}", where)
+        for what in ("shape", "dims", "requires_grad"):
+            if getattr(p, what) != getattr(first, what):
+                raise _error(f"{what} is {getattr(p, what)}, not {getattr(first, what)}", where)
+        if p.stored.dtype != first.stored.dtype:
+            raise _error(f"it is {p.stored.dtype}, not {first.stored.dtype}", where)
+
+
+def _error(reason: str, where: str) -> VerificationError:
+    return VerificationError(reason, where=where, hint=_HINT)

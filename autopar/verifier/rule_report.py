@@ -1,0 +1,99 @@
+"""`autopar.check_rule`: every sharding that a rule allows of one call, checked and in print.
+
+One line per strategy and mesh (`oracle.check_strategy`). A name whose size no mesh divides has no
+line, so it is said that the call proves nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.errors import VerificationError
+from autopar.rules import find_operator, rule_for
+from autopar.verifier.oracle import MESHES, Case, Errors, check_strategy, combinations
+
+
+@dataclass(frozen=True)
+class Line:
+    """One strategy on one mesh: its errors, or why it is wrong."""
+
+    strategies: str
+    sizes: tuple[int, ...]
+    errors: Errors
+    failure: str | None = None
+
+    def __str__(self) -> str:
+        head = f"{'x'.join(map(str, self.sizes)):>4}  {self.strategies}"
+        if self.failure is not None:
+            return f"{head}  WRONG: {self.failure}"
+        return f"{head}  value {self.errors.value:.1e}, gradients {self.errors.gradient:.1e}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a check found, one line per strategy and mesh.
+
+    `unchecked` are the names that the rule lets shard and no mesh here divides, with their sizes.
+    """
+
+    title: str
+    lines: tuple[Line, ...]
+    unchecked: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return all(line.failure is None for line in self.lines)
+
+    def text(self) -> str:
+        verdict = "holds" if self.ok else "is WRONG"
+        lines = [f"{self.title} {verdict}", *map(str, self.lines)]
+        if self.unchecked:
+            lines.append(f"not checked, as no mesh divides them: {', '.join(self.unchecked)}")
+        return "\n".join(lines)
+
+
+def report_case(case: Case, meshes: Sequence[tuple[int, ...]] = MESHES) -> Report:
+    """Check all strategies of one call on several meshes."""
+    lines, checked = [], set()
+    for sizes in meshes:
+        for strategies in combinations(case, sizes):
+            checked |= {strategy.label for strategy in strategies}
+            text = " | ".join(map(str, strategies))
+            try:
+                lines.append(Line(text, sizes, check_strategy(case, strategies, sizes)))
+            except VerificationError as error:
+                lines.append(Line(text, sizes, Errors(), str(error).partition("\n")[0]))
+    offered = dict.fromkeys(s.label for s in case.strategies() if s.label)
+    unchecked = [_shown(case, label) for label in offered if label not in checked]
+    return Report(f"rule of {case.rule.op}", tuple(lines), tuple(unchecked))
+
+
+def _shown(case: Case, label: str) -> str:
+    """`v of 3`, or a pair of names."""
+    pattern = case.pattern
+    return " and ".join(f"{pattern.names[k]} of {pattern.sizes[k]}" for k in label.split())
+
+
+def check_rule(op: str | Callable[..., Any], *inputs: Any, **options: Any) -> Report:
+    """Check an operator's rule on real inputs: every strategy, on 2, 4 and 2 x 2 ranks.
+
+    op: the operator or its name, as in `register_rule`. inputs, options: its arguments;
+    floating tensors are taken in float64 and with gradient. Dims of 4, or of a multiple, let
+    every name be checked; the report says which could not be.
+
+    Raises `MissingRuleError` for an operator without a rule.
+    """
+    overload = find_operator(op)
+    args, kwargs = torch.utils._pytree.tree_map(_lifted, (inputs, options))
+    return report_case(Case.of(rule_for(str(overload)), overload, args, kwargs))
+
+
+def _lifted(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.detach().double().requires_grad_()
+    return value

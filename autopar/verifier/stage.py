@@ -1,0 +1,473 @@
+"""The plan verifier: a stage program's invariants, checked before anything runs.
+
+    variables    every variable is defined before it is read, and not read after it was freed
+    types        a variable's shape is what its factors and its spec leave on one rank
+    reshards     a move changes the placement its name says, on its axes only: the source's
+                 axes are innermost where they leave a factor, and become innermost where they
+                 join one; the cuts (dim, outer) and the bytes follow            (`check_move`)
+    operators    all inputs with gradient are Invariant on an axis, or none; outputs likewise
+    parameters   every use follows from the stored spec by its moves
+    segments     what runs again reads only what it takes or makes, makes what others read, frees
+                 nothing of others, and has the phase of forward
+    loss         Invariant on every axis, so that backward starts with 1 everywhere
+    collectives  every group of ranks sees one sequence of calls on all its members, and no
+                 rank waits for ever under rendezvous semantics            (`rank_sequences`)
+
+Lines hold no condition on the rank, so a collective is never inside something that only some
+ranks do; the last check proves that the groups cut from the mesh agree with that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from autopar.errors import VerificationError
+from autopar.placement import (
+    TABLE,
+    Move,
+    Placement,
+    Spec,
+    Split,
+    TensorType,
+    illegal_reason,
+    local_bytes,
+    local_dims,
+)
+from autopar.program import (
+    UNUSED,
+    CallLine,
+    DetachLine,
+    FreeLine,
+    GatherLine,
+    Line,
+    Local,
+    MoveLine,
+    Segment,
+    StageProgram,
+    StoredParameter,
+    reads,
+    step_calls,
+    writes,
+)
+from autopar.verifier.deadlock import GroupCall, check_rendezvous
+
+
+def verify_program(program: StageProgram) -> None:
+    """Raise `VerificationError`, naming the line and the reason, unless all invariants hold."""
+    _Checker(program).run()
+    check_rendezvous(rank_sequences(program))
+
+
+def rank_sequences(program: StageProgram) -> dict[int, list[GroupCall]]:
+    """Every rank's calls of one step: forward, then backward in reverse.
+
+    All microbatches make the same calls, so two stand for any number of them. Calls over the same
+    axes with none of other axes between them are one, of which `what` says what they are.
+    """
+    calls = step_calls(program)
+    again = calls.microbatch if calls.n_microbatches > 1 else ()
+    out: dict[int, list[GroupCall]] = {r: [] for r in range(math.prod(program.axis_sizes))}
+    groups: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    every = (*calls.before, *calls.microbatch, *again, *calls.after)
+    for axes, run in itertools.groupby(every, key=lambda call: call.axes):
+        if axes not in groups:
+            groups[axes] = _groups(program.axis_sizes, axes)
+        what = "; ".join(f"{c.kind} of {c.size_bytes} B ({c.tensor})" for c in run)
+        of_group = {ranks: GroupCall(ranks, what) for ranks in groups[axes]}
+        for rank, ranks in enumerate(groups[axes]):
+            out[rank].append(of_group[ranks])
+    return out
+
+
+def _groups(sizes: Sequence[int], axes: Sequence[int]) -> list[tuple[int, ...]]:
+    """Of every rank, those along `axes`, in order."""
+    positions = itertools.product(*(range(n) for n in sizes))
+    others = [tuple(c for a, c in enumerate(at) if a not in axes) for at in positions]
+    members: dict[tuple[int, ...], list[int]] = {}
+    for rank, other in enumerate(others):
+        members.setdefault(other, []).append(rank)
+    groups = {other: tuple(ranks) for other, ranks in members.items()}
+    return [groups[other] for other in others]
+
+
+@dataclass
+class _Checker:
+    """Walks the lines; `known` are the variables that may be read."""
+
+    program: StageProgram
+    known: dict[str, Local] = field(default_factory=dict)
+    freed: set[str] = field(default_factory=set)
+    # What was found sound once is not looked at again: blocks repeat it under other names.
+    sound_types: set[tuple[object, ...]] = field(default_factory=set)
+    sound_moves: set[tuple[object, ...]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.sizes = self.program.axis_sizes
+        self.axes = range(len(self.sizes))
+        names = self.program.axis_names
+        # Words of the generated function that are no tensors.
+        self.words = {"device"} | {
+            "_".join(names[a] for a in axes)
+            for n in range(1, len(names) + 1)
+            for axes in itertools.combinations(self.axes, n)
+        }
+
+    def run(self) -> None:
+        if len(self.program.axis_names) != len(self.sizes):
+            raise _error(f"{len(self.program.axis_names)} axis names for {self.sizes}", "the mesh")
+        for parameter in self.program.parameters:
+            self._parameter(parameter)
+        for item in self.program.delivered:
+            where = f"delivered {item.source}"
+            self._type(item.local, where)
+            self._define(item.local, where)
+        for boundary in self.program.received:
+            where = f"received {boundary.key}"
+            self._type(boundary.local, where)
+            self._crosses(boundary.local, "P", where)
+            self._define(boundary.local, where)
+        starts = {s.start: s for s in self.program.segments}
+        self._order()
+        for number, line in enumerate(self.program.body):
+            if number in starts:
+                self._segment(starts[number])
+            self._line(line, f"line {number}: {describe(line)}")
+        self._results()
+
+    # -- variables -----------------------------------------------------------------------------
+
+    def _define(self, local: Local, where: str) -> None:
+        if local.name == UNUSED:
+            return
+        if local.name in self.known or local.name in self.freed or local.name in self.words:
+            raise _error(f"{local.name} is defined twice", where)
+        self.known[local.name] = local
+
+    def _read(self, name: str, where: str) -> Local:
+        if name in self.freed:
+            raise _error(f"{name} is read after it was freed", where)
+        if name not in self.known:
+            raise _error(f"{name} is read before it is defined", where)
+        return self.known[name]
+
+    def _type(self, local: Local, where: str) -> None:
+        key = local.dims, local.dtype, local.has_grad, local.spec, local.shape
+        if key in self.sound_types:
+            return
+        tensor = TensorType(local.dims, local.dtype.itemsize, local.has_grad)
+        reason = illegal_reason(tensor, local.spec, self.sizes)
+        if reason is not None:
+            raise _error(f"{local.name} cannot be {local.spec}: {reason}", where)
+        wanted = tuple(math.prod(d) for d in local_dims(tensor, local.spec, self.sizes))
+        if local.shape != wanted:
+            raise _error(
+                f"{local.name} has local shape {list(local.shape)}, but {local.spec} of "
+                f"{list(tensor.shape)} leaves {list(wanted)}",
+                where,
+            )
+        self.sound_types.add(key)
+
+    # -- lines ---------------------------------------------------------------------------------
+
+    def _line(self, line: Line, where: str) -> None:
+        match line:
+            case FreeLine():
+                for name in line.names:
+                    self._read(name, where)
+                    del self.known[name]
+                    self.freed.add(name)
+            case MoveLine():
+                self._move(line, self._read(line.source, where), where)
+                if line.out.name == line.source:
+                    self.known[line.out.name] = line.out
+                else:
+                    self._define(line.out, where)
+            case DetachLine():
+                source = self._read(line.source, where)
+                self._type(line.out, where)
+                found = (line.out.shape, line.out.dtype, line.out.has_grad)
+                if found != (source.shape, source.dtype, False):
+                    raise _error(f"{line.out.name} is not the tensor that was detached", where)
+                self._define(line.out, where)
+            case GatherLine():
+                self._gather(line, where)
+            case CallLine():
+                self._call(line, where)
+
+    def _order(self) -> None:
+        """Segments are ranges of the body, one after the other."""
+        end = 0
+        for s in self.program.segments:
+            if not end <= s.start <= s.last < s.stop <= len(self.program.body):
+                raise _error(f"lines {s.start} to {s.stop} are no range of the body", s.name)
+            end = s.stop
+
+    def _segment(self, segment: Segment) -> None:
+        """What others know of its lines is what it takes and what it returns."""
+        body, where = self.program.body, f"segment {segment.name}"
+        lines = body[segment.start : segment.stop]
+        for line in lines:
+            if isinstance(line, DetachLine) or (
+                isinstance(line, MoveLine) and line.phase != "forward"
+            ):
+                raise _error(f"{describe(line)} cannot run again", where)
+        made = {name for line in lines for name in writes(line)}
+        freed = {n for line in lines if isinstance(line, FreeLine) for n in line.names}
+        taken = {n for line in lines for n in reads(line) if n in self.known} - self.words
+        after = {n for line in body[segment.stop :] for n in reads(line)} | self.program.taken
+        for found, wanted, what in (
+            (set(segment.inputs), taken, "takes"),
+            (set(segment.results), made & after, "returns"),
+        ):
+            if found != wanted:
+                raise _error(f"{what} {sorted(found)}, not {sorted(wanted)}", where)
+        if freed - made:
+            raise _error(f"frees {sorted(freed - made)} of its caller", where)
+        if freed & set(segment.results):
+            raise _error(f"frees {sorted(freed & set(segment.results))}, which it returns", where)
+        last = body[segment.last]
+        if not isinstance(last, CallLine) or segment.last not in self.program.differentiated:
+            raise _error("backward needs nothing of its last line", where)
+        positions = range(segment.start, segment.last)
+        if not segment.kept <= set(positions):
+            raise _error(f"keeps lines {sorted(segment.kept)} that do not run again", where)
+        for i in segment.handed_on:
+            line, others = body[i], [k for k in positions if k != i]
+            readers = [k for k in others if set(writes(line)) & set(reads(body[k]))]
+            if i not in positions or not all(
+                k in segment.kept and isinstance(body[k], MoveLine) for k in readers
+            ):
+                raise _error(f"{describe(line)} is read by more than what is kept", where)
+
+    def _call(self, line: CallLine, where: str) -> None:
+        inputs = [self._read(name, where) for name in reads(line) if name not in self.words]
+        for name in (*line.keeps, *(s for s in line.shares if s is not None)):
+            if name not in (*reads(line), *(out.name for out in line.outs)):
+                raise _error(f"{name} is neither read nor written here", where)
+        if line.shares and len(line.shares) != len(line.outs):
+            raise _error(f"{len(line.shares)} shares for {len(line.outs)} results", where)
+        for out in line.outs:
+            self._type(out, where)
+            self._define(out, where)
+        for axis in self.axes:
+            if self.sizes[axis] > 1 and axis not in line.lowered_axes:
+                self._one_kind(inputs, line.outs, axis, where)
+        if any(axis not in self.axes or self.sizes[axis] == 1 for axis in line.lowered_axes):
+            raise _error(f"there is no group over axes {line.lowered_axes}", where)
+
+    def _one_kind(
+        self, inputs: Sequence[Local], results: Sequence[Local], axis: int, where: str
+    ) -> None:
+        """All inputs with gradient are Invariant, or none; and the results with them."""
+        placed = [
+            (local.name, local.spec.placements[axis])
+            for local in (*inputs, *results)
+            if local.has_grad
+        ]
+        invariant = [name for name, p in placed if p.kind == "I"]
+        others = [(name, p) for name, p in placed if p.kind != "I"]
+        if invariant and others:
+            name, placement = others[0]
+            raise _error(
+                f"{invariant[0]} is I and {name} is {placement} on axis "
+                f"{self.program.axis_names[axis]}; the gradients would be wrong",
+                where,
+            )
+        if invariant and any(i.spec.placements[axis].kind in ("S", "P") for i in inputs):
+            raise _error(f"{invariant[0]} is I, but an input differs between ranks", where)
+
+    def _move(self, line: MoveLine, source: Local, where: str) -> None:
+        self._type(line.out, where)
+        same = (source.dims, source.dtype, source.has_grad)
+        if (line.out.dims, line.out.dtype, line.out.has_grad) != same:
+            raise _error(f"{line.out.name} and {source.name} are not one tensor", where)
+        if line.has_grad != source.has_grad:
+            raise _error(f"has_grad is {line.has_grad}, but {source.name}'s is not", where)
+        found = line.forward_bytes, line.backward_bytes
+        key = *same, source.spec, line.move, line.out.spec, found
+        if key in self.sound_moves:
+            return
+        tensor = TensorType(source.dims, source.dtype.itemsize, source.has_grad)
+        reason = check_move(tensor, source.spec, line.move, line.out.spec, self.sizes)
+        if reason is not None:
+            raise _error(reason, where)
+        before, after = (local_bytes(tensor, s, self.sizes) for s in (source.spec, line.out.spec))
+        forward = after if line.move.forward == "all_gather" else before
+        backward = before if line.move.backward == "all_gather" else after
+        wanted = (forward, backward if line.has_grad else 0)
+        if found != wanted:
+            raise _error(f"moves {found} bytes (forward, backward), not {wanted}", where)
+        self.sound_moves.add(key)
+
+    def _chain(self, start: Local, moves: Sequence[MoveLine], end: Local, where: str) -> None:
+        """`moves` lead from `start` to `end`."""
+        at = start
+        for move in moves:
+            if move.source != at.name:
+                raise _error(f"{move.move.name} starts from {move.source}, not {at.name}", where)
+            self._move(move, at, where)
+            at = move.out
+        if (at.spec, at.shape) != (end.spec, end.shape):
+            raise _error(f"its moves lead to {at.spec}, but {end.name} is {end.spec}", where)
+        if at.name != end.name:
+            raise _error(f"its moves lead to {at.name}, not {end.name}", where)
+
+    def _gather(self, line: GatherLine, where: str) -> None:
+        owner = {p.name: p for p in self.program.parameters}.get(line.parameter)
+        if owner is None or owner.period != "use" or owner.stored.name != line.source:
+            raise _error(f"{line.parameter} is not gathered for each use", where)
+        self._type(line.out, where)
+        self._chain(self._read(line.source, where), line.moves, line.out, where)
+        self._define(line.out, where)
+
+    # -- parameters and results ----------------------------------------------------------------
+
+    def _parameter(self, parameter: StoredParameter) -> None:
+        where = f"parameter {parameter.name}"
+        stored = parameter.stored
+        self._type(stored, where)
+        for axis, placement in enumerate(stored.spec.placements):
+            # Without gradient I and R are the same.
+            if placement.kind not in ("I", "S") and (stored.has_grad or placement.kind != "R"):
+                name = self.program.axis_names[axis]
+                raise _error(f"stored {placement} on axis {name}; only I and S can be", where)
+        if stored.dims != parameter.dims or stored.has_grad != parameter.requires_grad:
+            raise _error("its storage is another tensor", where)
+        if parameter.period == "use":
+            if parameter.uses:
+                raise _error("gathered at each use, but converted once a step too", where)
+            self._define(stored, where)
+        for use in parameter.uses:
+            self._type(use.local, where)
+            # Without moves the use is the stored tensor under whatever name.
+            start = stored if use.moves else replace(stored, name=use.local.name)
+            self._chain(start, use.moves, use.local, where)
+            self._define(use.local, where)
+
+    def _results(self) -> None:
+        loss = self.program.loss
+        if loss is not None:
+            local = self._read(loss, "the loss")
+            if local.shape != ():
+                raise _error(f"{loss} has shape {list(local.shape)}", "the loss")
+            for axis, placement in self._active(local.spec):
+                # Without gradient I and R are the same.
+                if placement.kind != "I" and (local.has_grad or placement.kind != "R"):
+                    name = self.program.axis_names[axis]
+                    raise _error(f"{loss} ends {placement} on axis {name}, not I", "the loss")
+        for boundary in self.program.sent:
+            where = f"sent {boundary.key}"
+            local = self._read(boundary.local.name, where)
+            if local != boundary.local:
+                raise _error(f"{local.name} is {local.spec}, not {boundary.local.spec}", where)
+            self._crosses(local, "R", where)
+        for name in self.program.outputs:
+            self._is_whole(self._read(name, "the outputs"), "the outputs")
+        for buffer in self.program.changed:
+            where = f"buffer {buffer.name}"
+            local = self._read(buffer.local.name, where)
+            if local != buffer.local:
+                raise _error(f"{local.name} is {local.spec}, not {buffer.local.spec}", where)
+            self._is_whole(local, where)
+
+    def _is_whole(self, local: Local, where: str) -> None:
+        for axis, placement in self._active(local.spec):
+            if placement.kind not in ("I", "R"):
+                name = self.program.axis_names[axis]
+                raise _error(f"{local.name} ends {placement} on axis {name}, not whole", where)
+
+    def _crosses(self, local: Local, rest: str, where: str) -> None:
+        """A tensor that crosses is cut, or `rest` where one rank of an axis takes part."""
+        for axis, placement in self._active(local.spec):
+            if not placement.is_shard and placement.kind != rest:
+                name = self.program.axis_names[axis]
+                raise _error(f"{local.name} crosses {placement} on axis {name}", where)
+
+    def _active(self, spec: Spec) -> Iterator[tuple[int, Placement]]:
+        return ((a, p) for a, p in enumerate(spec.placements) if self.sizes[a] > 1)
+
+
+def check_move(
+    tensor: TensorType, source: Spec, move: Move, target: Spec, sizes: Sequence[int]
+) -> str | None:
+    """Why `move` does not turn `source` into `target`; None when it does."""
+    if move.name not in TABLE:
+        return f"there is no move {move.name}"
+    axes = move.axes
+    if not axes or list(axes) != sorted(set(axes)):
+        return f"axes {axes} are no group: they must be distinct and ascending"
+    if any(a not in range(len(sizes)) or sizes[a] == 1 for a in axes):
+        return f"axes {axes} are not all axes of more than one rank"
+    before, after = move.name.upper().split("_TO_")
+    for axis, (old, new) in enumerate(zip(source.placements, target.placements, strict=True)):
+        if axis not in axes and old != new:
+            return f"{move.name} over axes {axes} changes axis {axis} from {old} to {new}"
+        if axis in axes and (old.kind, new.kind) != (before, after):
+            return f"{move.name} is no move from {old} to {new} on axis {axis}"
+    old, new = source.placements[axes[0]], target.placements[axes[0]]
+    if any(source.placements[a] != old or target.placements[a] != new for a in axes):
+        return f"axes {axes} are placed differently: from {source} to {target}"
+    if old == new:
+        return f"{move.name} from {old} to {new} changes nothing"
+    if old.is_shard and source.axes_of(old.cell)[-len(axes) :] != axes:
+        return f"axes {axes} are not innermost on {old}: an inner axis still splits it"
+    for cell in tensor.cells:
+        holders = tuple(a for a in source.axes_of(cell) if a not in axes)
+        wanted = (*holders, *axes) if new.is_shard and cell == new.cell else holders
+        if target.axes_of(cell) != wanted:
+            return f"S{cell} is split by axes {target.axes_of(cell)}, not {wanted} in this order"
+    splits = _splits(tensor, source, axes, old, new, sizes)
+    if move.splits != splits:
+        return f"{move.name} cuts {_shown(move.splits)}, not {_shown(splits)}"
+    return None
+
+
+def _splits(
+    tensor: TensorType,
+    source: Spec,
+    axes: Sequence[int],
+    old: Placement,
+    new: Placement,
+    sizes: Sequence[int],
+) -> tuple[Split, ...]:
+    """The cuts, from the definition in `moves.Move`."""
+
+    def outer(dims: Sequence[Sequence[int]], placement: Placement) -> Split:
+        return Split(placement.dim, math.prod(dims[placement.dim][: placement.factor]))
+
+    dims = [list(factors) for factors in local_dims(tensor, source, sizes)]
+    if not (old.is_shard and new.is_shard):
+        return tuple(outer(dims, p) for p in (old, new) if p.is_shard)
+    taken = outer(dims, new)
+    dims[new.dim][new.factor] //= math.prod(sizes[a] for a in axes)
+    return outer(dims, old), taken
+
+
+def _shown(splits: Sequence[Split]) -> str:
+    return " then ".join(f"dim {s.dim} outer {s.outer}" for s in splits) or "nothing"
+
+
+def describe(line: Line) -> str:
+    """A line in few words, for messages."""
+    match line:
+        case MoveLine():
+            return f"{line.out.name} = {line.move.name}({line.source})"
+        case GatherLine():
+            return f"{line.out.name} = gathered({line.source})"
+        case DetachLine():
+            return f"{line.out.name} = {line.source}.detach()"
+        case FreeLine():
+            return f"del {', '.join(line.names)}"
+        case CallLine():
+            outs = ", ".join(out.name for out in line.outs)
+            place = f" at {line.where}" if line.where else ""
+            return f"{outs} = {line.lowered or line.target}({', '.join(reads(line))}){place}"
+
+
+def _error(reason: str, where: str) -> VerificationError:
+    return VerificationError(
+        reason, where=where, hint="this is a bug of autopar, or the program was edited; plan again"
+    )

@@ -1,0 +1,467 @@
+"""Live bytes of one microbatch, line by line: forward, then backward in reverse.
+
+A storage is held by the variables that view it and by the operators that autograd keeps it
+for; it is gone when nobody holds it. A gradient is made by the first consumer's backward,
+added to by others, and gone after its producer's; a parameter's stays.
+
+Of a segment that runs again only what it takes is held, and what it keeps of products and
+collectives (`Segment.kept`). Before the backward of its last line its lines are played again:
+what they make then is other storage, held as autograd holds it elsewhere, gathered parameters
+included. What it takes is let go after the backward of the first line that needs something.
+
+Between stages, a received tensor lives until its microbatch's backward is over, and so do what
+was sent, the gradient that comes back for it, and the gradient that is sent back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from autopar.cost.memory.ledger import Before, Ledger
+from autopar.placement import PrimitiveKind
+from autopar.program import (
+    UNUSED,
+    CallLine,
+    FreeLine,
+    GatherLine,
+    Line,
+    Local,
+    MoveLine,
+    Segment,
+    StageProgram,
+    outs,
+    reads,
+    regathered,
+    rerun,
+    storage_owners,
+)
+
+ACTIVATIONS, GRADIENTS = "activations", "activation gradients"
+
+
+@dataclass
+class _Holders:
+    """Storages of one kind with how many hold them."""
+
+    ledger: Ledger
+    kind: str
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def make(self, owner: str, size_bytes: float) -> None:
+        self.ledger.add(self.kind, owner, size_bytes)
+        self.counts[owner] = 0
+
+    def hold(self, owner: str) -> None:
+        if owner in self.counts:
+            self.counts[owner] += 1
+
+    def release(self, owner: str) -> None:
+        if owner not in self.counts:
+            return
+        self.counts[owner] -= 1
+        if self.counts[owner] <= 0:
+            del self.counts[owner]
+            self.ledger.drop(self.kind, owner)
+
+
+class MicrobatchMemory:
+    """Plays the body of a program on a ledger.
+
+    What depends on the lines alone is found once; `forward` and `backward` may be played
+    any number of times. Gradients of parameters are left in the ledger under "gradients"
+    (of stored tensors) and "gradients of uses".
+    """
+
+    def __init__(self, program: StageProgram, ledger: Ledger) -> None:
+        self.program, self.ledger = program, ledger
+        self.owners = [
+            # Only what the line touches: a map of all variables per line would be quadratic.
+            {n: owner[n] for n in (*reads(line), *[o.name for o in outs(line)]) if n in owner}
+            for line, owner in zip(program.body, storage_owners(program.body), strict=True)
+        ]
+        self.reached, self.anew = program.differentiated, regathered(program)
+        self.backward_order = sorted(self.reached, reverse=True)
+        self.segments = {i: s for s in program.segments for i in range(s.start, s.stop)}
+        self.again = rerun(program)
+        # Storages that a segment makes again, by its first line; its name tells them apart.
+        self.remade = {
+            s.start: {
+                self.owners[i][out.name]
+                for i in (*self.again[s.last], *s.handed_on)
+                for out in outs(program.body[i])
+                if self.owners[i].get(out.name, "").endswith(f"@{i}")
+            }
+            for s in program.segments
+        }
+        self.lets_go = {self._first_needed(s): s for s in program.segments}
+        self.gathered = {
+            self.owners[i][line.out.name]
+            for i, line in enumerate(program.body)
+            if isinstance(line, GatherLine)
+        }
+        every = range(len(program.body))
+        self.forward_ends = self._ends_of_repeats(every)
+        self.backward_ends = self._ends_of_repeats(self.backward_order)
+        self.before: Before | None = None
+        self.inputs = self._inputs()
+        self.leaves = self._leaves()
+        self.storages = _Holders(ledger, ACTIVATIONS)
+        self.gradients = _Holders(ledger, GRADIENTS)
+        self.kept: dict[int, list[str]] = {}
+        self.segment_kept: dict[int, list[str]] = {}
+        self.gradient_of: dict[str, str] = {}
+
+    # -- blocks played once for several ----------------------------------------------------------
+
+    def _ends_of_repeats(self, order: Sequence[int]) -> dict[int, tuple[bool, bool, int]]:
+        """Per line that is first or last of a repeat, in the order of play: is it the first, is it
+        the last, and how many blocks are played as one."""
+        ends: dict[int, tuple[bool, bool, int]] = {}
+        for repeat in self.program.repeats:
+            lines = [i for i in order if repeat.start <= i < repeat.stop]
+            for i in (lines[0], lines[-1]) if lines else ():
+                ends[i] = (i == lines[0], i == lines[-1], repeat.count)
+        return ends
+
+    def _begin(self, end: tuple[bool, bool, int] | None) -> None:
+        """Before the play of a line that may be an end of a repeat."""
+        if end is not None and end[0]:
+            self.before = self.ledger.before_block()
+
+    def _finish(self, end: tuple[bool, bool, int] | None) -> None:
+        """After it."""
+        if end is not None and end[1] and self.before is not None:
+            self.ledger.repeat(self.before, end[2], ("gradients", "gradients of uses"))
+            self.before = None
+
+    def _inputs(self) -> list[dict[str, Local]]:
+        """What each line reads, as it is then: a reshard's variable changes its type."""
+        known = {d.local.name: d.local for d in self.program.delivered}
+        known.update((b.local.name, b.local) for b in self.program.received)
+        for parameter in self.program.parameters:
+            known[parameter.stored.name] = parameter.stored
+            known.update((use.local.name, use.local) for use in parameter.uses)
+        found = []
+        for line in self.program.body:
+            found.append({name: known[name] for name in reads(line) if name in known})
+            known.update((out.name, out) for out in outs(line))
+        return found
+
+    def _leaves(self) -> dict[str, tuple[str, str, float]]:
+        """Variable of a parameter -> the kind and name its gradient is kept under, and bytes."""
+        leaves: dict[str, tuple[str, str, float]] = {}
+        for p in self.program.parameters:
+            leaves[p.stored.name] = ("gradients", p.name, p.stored.size_bytes)
+            for use in p.uses:
+                if use.moves:
+                    kept = ("gradients of uses", use.local.name, float(use.local.size_bytes))
+                    leaves[use.local.name] = kept
+        return leaves
+
+    def _first_needed(self, segment: Segment) -> int:
+        """The first line of a segment that autograd keeps something for: its backward is the last
+        to need what the segment takes."""
+        lines = ((i, self.program.body[i]) for i in range(segment.start, segment.stop))
+        return next(
+            i
+            for i, line in lines
+            if i in self.reached and isinstance(line, CallLine) and (line.keeps or line.saved_bytes)
+        )
+
+    # -- forward ---------------------------------------------------------------------------------
+
+    def forward(self) -> None:
+        """Every line in order; afterwards only what autograd keeps, the loss, and what was
+        received and sent are held."""
+        variables: dict[str, str] = {}
+        for boundary in self.program.received:
+            self.storages.make(boundary.local.name, boundary.local.size_bytes)
+            self.storages.hold(boundary.local.name)
+        for i, line in enumerate(self.program.body):
+            end = self.forward_ends.get(i)
+            self._begin(end)
+            self._line_forward(i, line, variables)
+            self._finish(end)
+        held = {b.local.name for b in self.program.sent if b.local.has_grad}
+        for name, owner in variables.items():
+            if name != self.program.loss and name not in held:
+                self.storages.release(owner)
+
+    def _line_forward(self, i: int, line: Line, variables: dict[str, str]) -> None:
+        segment = self.segments.get(i)
+        if segment is not None and i == segment.start:
+            self._hold_inputs(segment, variables)
+        if isinstance(line, FreeLine):
+            for name in line.names:
+                self.storages.release(variables.pop(name))
+            return
+        self._write(i, line, variables)
+        self.ledger.mark(_text(line), self._forward_workspace(line))
+        if segment is None:
+            self._keep(i, line)
+        elif i in segment.kept:
+            self._keep_results(i, line)
+
+    def _hold_inputs(self, segment: Segment, variables: dict[str, str]) -> None:
+        """What the segment takes, and is given again; a gathered parameter is gathered instead."""
+        owners = [variables.get(name, name) for name in segment.inputs]
+        held = [owner for owner in owners if owner not in self.gathered]
+        self.segment_kept[segment.start] = held
+        for owner in held:
+            self.storages.hold(owner)
+
+    def _keep_results(self, i: int, line: Line) -> None:
+        """Of a line that does not run again with its segment. Copies that a product makes of its
+        inputs it makes again."""
+        self.kept[i] = [self.owners[i][out.name] for out in outs(line) if out.name != UNUSED]
+        for owner in self.kept[i]:
+            self.storages.hold(owner)
+        if isinstance(line, CallLine) and line.has_grad and line.is_attention:
+            self.ledger.add(ACTIVATIONS, f"saved@{i}", line.saved_bytes)
+
+    def _write(self, i: int, line: Line, variables: dict[str, str], again: bool = False) -> None:
+        for position, out in enumerate(outs(line)):
+            owner = self.owners[i].get(out.name, out.name)
+            if out.name == UNUSED:
+                if isinstance(line, CallLine) and line.shares and line.shares[position]:
+                    continue
+                owner = f"{UNUSED}{position}@{i}"
+            is_made = owner.endswith(f"@{i}")
+            if again:
+                owner = self._owner_again(i, owner)
+            if is_made:
+                self.storages.make(owner, out.size_bytes)
+            self.storages.hold(owner)
+            if out.name in variables:
+                self.storages.release(variables[out.name])
+            variables[out.name] = owner
+
+    def _owner_again(self, i: int, owner: str) -> str:
+        """The storage that stands for another where its segment runs again."""
+        return f"{owner} again" if owner in self.remade[self.segments[i].start] else owner
+
+    def _keep(self, i: int, line: Line, again: bool = False) -> None:
+        if not isinstance(line, CallLine) or not line.has_grad:
+            return
+        kept = [self.owners[i].get(name, name) for name in line.keeps]
+        if again:
+            self.kept[i] = [self._owner_again(i, owner) for owner in kept]
+        else:
+            self.kept[i] = [owner for owner in kept if owner not in self.gathered]
+        for owner in self.kept[i]:
+            self.storages.hold(owner)
+        if line.saved_bytes:
+            self.ledger.add(ACTIVATIONS, f"saved@{i}", line.saved_bytes)
+
+    def _forward_workspace(self, line: Line) -> float:
+        match line:
+            case CallLine():
+                # What is kept besides results is made now, and held from here on.
+                return line.workspace.forward_bytes + (line.saved_bytes if line.has_grad else 0.0)
+            case MoveLine():
+                return _primitive_bytes(line, line.move.forward, line.forward_bytes)
+            case GatherLine():
+                return self._gather_bytes(line)
+        return 0.0
+
+    @staticmethod
+    def _gather_bytes(line: GatherLine) -> float:
+        """Buffers of gathering, and the tensors between its moves."""
+        needed = 0.0
+        for n, move in enumerate(line.moves):
+            between = float(move.out.size_bytes) if n + 1 < len(line.moves) else 0.0
+            own = _primitive_bytes(move, move.move.forward, move.forward_bytes)
+            needed = max(needed, own + between)
+        return needed
+
+    # -- backward --------------------------------------------------------------------------------
+
+    def backward(self) -> None:
+        """The differentiated lines in reverse; the rest of what was kept goes with the graph."""
+        loss = self.program.loss
+        if loss is not None and self.reached:
+            self._give(loss, "seed", self._loss_bytes(loss))
+        for boundary in self.program.sent:
+            if boundary.local.has_grad:
+                owner = f"{boundary.local.name}@received"
+                self._give(boundary.local.name, owner, boundary.local.size_bytes)
+                self.gradients.hold(owner)  # the executor holds it until backward is over
+        for i in self.backward_order:
+            end = self.backward_ends.get(i)
+            self._begin(end)
+            self._line_backward(i, self.program.body[i])
+            self._finish(end)
+        self.forget()
+
+    def _line_backward(self, i: int, line: Line) -> None:
+        if i in self.again:
+            self._run_again(self.segments[i])
+        if isinstance(line, CallLine):
+            self._call_backward(i, line)
+        elif isinstance(line, MoveLine):
+            self._move_backward(i, line)
+        elif isinstance(line, GatherLine):
+            self._gather_backward(line)
+        if i in self.lets_go:
+            for owner in self.segment_kept.pop(self.lets_go[i].start):
+                self.storages.release(owner)
+
+    def _run_again(self, segment: Segment) -> None:
+        """The segment's lines once more; afterwards what autograd keeps of them is held."""
+        variables: dict[str, str] = {}
+        for i in range(segment.start, segment.last + 1):
+            line = self.program.body[i]
+            if isinstance(line, FreeLine):
+                for name in line.names:
+                    self.storages.release(variables.pop(name))
+                continue
+            if i in segment.kept:
+                self._hand_out(i, line, variables)
+                continue
+            if i in segment.handed_on:
+                self._write(i, line, variables, again=True)
+            elif i in segment.again:
+                self._write(i, line, variables, again=True)
+                self.ledger.mark(f"{_text(line)} again", self._forward_workspace(line))
+            self._keep(i, line, again=True)
+        for owner in variables.values():
+            self.storages.release(owner)
+
+    def _hand_out(self, i: int, line: Line, variables: dict[str, str]) -> None:
+        """What was kept of a line becomes its results, and what autograd keeps."""
+        waiting = self.kept.pop(i)
+        self.ledger.drop(ACTIVATIONS, f"saved@{i}")
+        self._write_known(i, line, variables)
+        self._keep(i, line, again=True)
+        for owner in waiting:
+            self.storages.release(owner)
+
+    def _write_known(self, i: int, line: Line, variables: dict[str, str]) -> None:
+        for out in outs(line):
+            if out.name != UNUSED:
+                owner = self.owners[i][out.name]
+                self.storages.hold(owner)
+                if out.name in variables:
+                    self.storages.release(variables[out.name])
+                variables[out.name] = owner
+
+    def forget(self) -> None:
+        """Let go of the microbatch."""
+        for kind in (ACTIVATIONS, GRADIENTS):
+            self.ledger.clear(kind)
+        self.storages.counts.clear()
+        self.gradients.counts.clear()
+        self.gradient_of.clear()
+        self.kept.clear()
+        self.segment_kept.clear()
+
+    def _loss_bytes(self, loss: str) -> float:
+        made = (out for line in self.program.body for out in outs(line) if out.name == loss)
+        return float(next(made).size_bytes)
+
+    def _give(self, name: str, owner: str, size_bytes: float) -> None:
+        """`name` gets a new gradient."""
+        self.gradients.make(owner, size_bytes)
+        self.gradients.hold(owner)
+        self.gradient_of[name] = owner
+
+    def _call_backward(self, i: int, line: CallLine) -> None:
+        taken = [
+            self.gradient_of.pop(out.name) for out in line.outs if out.name in self.gradient_of
+        ]
+        for gather in self.anew.get(i, ()):
+            self.ledger.add(ACTIVATIONS, f"again@{i}", gather.out.size_bytes)
+            self.ledger.mark(f"gathering {gather.parameter} again", self._gather_bytes(gather))
+        made: list[tuple[str, str]] = []
+        for name, local in self.inputs[i].items():
+            if not local.has_grad:
+                continue
+            if name in line.workspace.passed and taken and name not in self.leaves:
+                self.gradients.hold(taken[0])
+                made.append((name, taken[0]))
+            else:
+                owner = f"{name}@{i}"
+                self.gradients.make(owner, local.size_bytes)
+                self.gradients.hold(owner)
+                made.append((name, owner))
+        self.ledger.mark(f"backward of {_text(line)}", line.workspace.backward_bytes)
+        self.ledger.drop(ACTIVATIONS, f"saved@{i}")
+        self.ledger.drop(ACTIVATIONS, f"again@{i}")
+        for owner in self.kept.pop(i, ()):
+            self.storages.release(owner)
+        for owner in taken:
+            self.gradients.release(owner)
+        for name, owner in made:
+            self._arrive(name, owner)
+
+    def _move_backward(self, i: int, line: MoveLine) -> None:
+        taken = self.gradient_of.pop(line.out.name)
+        local = self.inputs[i][line.source]
+        if line.move.backward == "identity":
+            self.gradients.hold(taken)
+            owner = taken
+        else:
+            owner = f"{line.source}@{i}"
+            self.gradients.make(owner, local.size_bytes)
+            self.gradients.hold(owner)
+        needed = _primitive_bytes(line, line.move.backward, line.backward_bytes)
+        self.ledger.mark(f"backward of {_text(line)}", needed)
+        self.gradients.release(taken)
+        self._arrive(line.source, owner)
+
+    def _gather_backward(self, line: GatherLine) -> None:
+        taken = self.gradient_of.pop(line.out.name)
+        owner = f"{line.source}@gathered"
+        self.gradients.make(owner, self.leaves[line.source][2])
+        self.gradients.hold(owner)
+        needed = max(_primitive_bytes(m, m.move.backward, m.backward_bytes) for m in line.moves)
+        self.ledger.mark(f"backward of {_text(line)}", needed)
+        self.gradients.release(taken)
+        self._arrive(line.source, owner)
+
+    def _arrive(self, name: str, owner: str) -> None:
+        """A gradient of `name`: the first is kept, later ones are added to it."""
+        if name in self.leaves:
+            kind, kept_as, size_bytes = self.leaves[name]
+            self.gradients.release(owner)
+            if not self.ledger.has(kind, kept_as):
+                self.ledger.add(kind, kept_as, size_bytes)
+            return
+        before = self.gradient_of.get(name)
+        if before is None:
+            self.gradient_of[name] = owner
+            return
+        if self.gradients.counts.get(before, 0) > 1:
+            # The first one belongs to another tensor too, so the sum is a new one.
+            total = f"{owner}+"
+            self.gradients.make(total, self.ledger.held[GRADIENTS][owner])
+            self.gradients.hold(total)
+            self.ledger.mark(f"adding gradients of {name}")
+            self.gradients.release(before)
+            self.gradient_of[name] = total
+        self.gradients.release(owner)
+
+
+def _primitive_bytes(line: MoveLine, kind: PrimitiveKind, size_bytes: int) -> float:
+    """Buffers of a primitive besides its result; rows are cut and joined without a copy."""
+    rows = all(s.dim == 0 and s.outer == 1 for s in line.move.splits)
+    match kind:
+        case "all_gather" | "reduce_scatter":
+            return 0.0 if rows else float(size_bytes)
+        case "all_to_all":
+            return 2.0 * size_bytes
+        case _:
+            return 0.0
+
+
+def _text(line: Line) -> str:
+    match line:
+        case CallLine():
+            return line.key
+        case GatherLine():
+            return f"gathering {line.parameter}"
+        case MoveLine():
+            return f"{line.move.name} of {line.value}"
+        case _:
+            return ", ".join(out.name for out in outs(line))

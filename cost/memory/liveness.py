@@ -1,0 +1,214 @@
+"""The most memory one rank needs in a step: liveness of storages over the lines.
+
+    always      stored parameters, optimizer state, the rank's part of batch and constants
+    per step    parameters converted for use, and the gradients of those uses
+    forward     what a line writes, until the variable is freed and autograd has passed it;
+                what autograd keeps (`CallLine.keeps`, `saved_bytes`), until its backward
+    backward    one gradient per variable, from the first consumer's backward to the
+                producer's; a gradient handed on (`Workspace.passed`) counts once
+    workspace   temporaries of operators, buffers of collectives
+    in flight   what the other microbatches keep, that are between their forward and backward:
+                as much each as the one that is played
+    messages    gradients that were sent and are still under way
+
+A storage counts once however many variables view it. The first microbatch makes the
+gradients, later ones add to them: both are played. PyTorch's allocator and buffers inside
+kernels are not counted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.cost.memory.ledger import Ledger
+from autopar.cost.memory.live_microbatch import MicrobatchMemory
+from autopar.cost.memory.state import OPTIMIZERS, static_bytes_per_param
+from autopar.program import (
+    ConversionBucket,
+    StageProgram,
+    conversion_buckets,
+    every_delivered,
+    every_parameter,
+    parameter_counts,
+    return_buckets,
+)
+from autopar.schedule import Schedule, in_flight
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """The peak of one rank, where it is reached, and what it is made of then."""
+
+    peak_bytes: float
+    at: str
+    parts: Mapping[str, float]
+
+
+def peak_memory(
+    program: StageProgram, optimizer: str, n_in_flight: int = 1, n_under_way: int = 0
+) -> PeakMemory:
+    """Play one step of `program` and return its peak.
+
+    n_in_flight   microbatches between their forward and their backward at once (`in_flight`)
+    n_under_way   gradients sent back that may not have left while others are computed
+                  (`gradients_under_way`)
+    """
+    ledger = Ledger()
+    _always(program, optimizer, ledger)
+    _convert(program, ledger)
+    player = MicrobatchMemory(program, ledger)
+    others = min(n_in_flight, program.n_microbatches) - 1
+    kept_bytes = _kept_bytes(player, ledger) if others else 0.0
+    for first in (True, False)[: program.n_microbatches]:
+        # Where all are in flight, the second backward comes after the last forward.
+        is_last = not first and others + 1 == program.n_microbatches
+        ledger.drop("in flight", "others")
+        ledger.add("in flight", "others", kept_bytes * (others - is_last))
+        ledger.is_paused = is_last and others > 0
+        player.forward()
+        ledger.is_paused = False
+        player.backward()
+        _bring_back(program, "micro", ledger)
+        _send_back(program, n_under_way, ledger)
+    ledger.clear("in flight")
+    _bring_back(program, "step", ledger)
+    ledger.clear("converted")
+    ledger.clear("messages")
+    if program.trains:
+        ledger.mark("the optimizer", _update_bytes(program, optimizer))
+    return PeakMemory(ledger.peak_bytes, ledger.at, ledger.parts)
+
+
+def kept_bytes(program: StageProgram, optimizer: str) -> float:
+    """What a microbatch keeps between its forward and its backward."""
+    ledger = Ledger()
+    _always(program, optimizer, ledger)
+    _convert(program, ledger)
+    return _kept_bytes(MicrobatchMemory(program, ledger), ledger)
+
+
+def gradients_under_way(schedule: Schedule, stage: int) -> int:
+    """The most gradient messages that a stage has sent, and may still hold in a backward with
+    the most microbatches in flight, which is where peaks are.
+
+    The runtime waits for a batch of messages when it has posted as many later ones as there are
+    stages.
+    """
+    most_in_flight, now = in_flight(schedule, stage), 0
+    most, held = 0, deque[int](maxlen=schedule.n_stages)
+    for is_compute, run in itertools.groupby(schedule.stages[stage], lambda a: a.is_compute):
+        if not is_compute:
+            sends = [action.kind for action in run if action.is_send]
+            held += [sends.count("send_backward")] if sends else []
+            continue
+        for action in run:
+            if action.kind == "forward":
+                now += 1
+                continue
+            most = max(most, sum(held) if now == most_in_flight else 0)
+            now -= 1
+    return most
+
+
+# -- once a step -----------------------------------------------------------------------------------
+
+
+def _kept_bytes(player: MicrobatchMemory, ledger: Ledger) -> float:
+    """What a microbatch keeps between its forward and its backward."""
+    before_bytes, ledger.is_paused = ledger.live_bytes, True
+    player.forward()
+    kept_bytes = ledger.live_bytes - before_bytes
+    player.forget()
+    ledger.is_paused = False
+    return kept_bytes
+
+
+def _send_back(program: StageProgram, n_under_way: int, ledger: Ledger) -> None:
+    """Gradients of what was received, of as many microbatches as may be under way."""
+    returned = [b.local.size_bytes for b in program.received if b.local.has_grad]
+    ledger.drop("messages", "gradients")
+    ledger.add("messages", "gradients", float(n_under_way * sum(returned)))
+
+
+def _always(program: StageProgram, optimizer: str, ledger: Ledger) -> None:
+    for p in every_parameter(program):
+        ledger.add("parameters", p.name, p.stored.size_bytes)
+        if p.requires_grad and program.trains:
+            each = static_bytes_per_param(optimizer, p.stored.dtype, shape=p.stored.shape)
+            n_elements = p.stored.size_bytes / p.stored.dtype.itemsize
+            ledger.add("optimizer", p.name, each.optimizer_bytes * n_elements)
+    for item, n in every_delivered(program):
+        n_parts = program.n_microbatches if item.batch_cell is not None else 1
+        ledger.add("batch", item.local.name, item.local.size_bytes * n_parts * n)
+
+
+def _convert(program: StageProgram, ledger: Ledger) -> None:
+    """Parameters into use, bucket by bucket; a use that is the stored tensor costs nothing."""
+    waiting, found = conversion_buckets(program)
+    for bucket in found:
+        for i in bucket.members:
+            ledger.drop("converted", f"{i}")
+            ledger.add("converted", f"{i}", waiting[i][1].local.size_bytes)
+        ledger.mark("gathering parameters", _bucket_bytes(bucket, program))
+    for i, (_, use) in enumerate(waiting):
+        changed = any(m.move.forward != "identity" for m in use.moves)
+        if changed and not ledger.has("converted", f"{i}"):
+            ledger.add("converted", f"{i}", use.local.size_bytes)
+    ledger.mark("converting parameters")
+
+
+def _bring_back(program: StageProgram, period: str, ledger: Ledger) -> None:
+    """Gradients of converted uses to storage: old and new ones live until all are back."""
+    waiting, found = return_buckets(program, period)
+    counts = parameter_counts(program)
+    fused = {i for bucket in found if len(bucket.members) > 1 for i in bucket.members}
+    for bucket in found:
+        for i in bucket.members:
+            parameter = waiting[i][0]
+            ledger.drop("synced", f"{i}")
+            ledger.add("synced", f"{i}", parameter.stored.size_bytes)
+        ledger.mark("gradient sync", _bucket_bytes(bucket, program))
+    new = {
+        parameter.name: counts.get(parameter.name, 1)
+        for parameter, _ in waiting
+        if not ledger.has("gradients", parameter.name)
+    }
+    for i, (parameter, _) in enumerate(waiting):
+        if new.get(parameter.name, 0) > 0:
+            # A part of a bucket is copied out of it; a whole result is kept as it is.
+            if i not in fused:
+                ledger.drop("synced", f"{i}")
+            ledger.add("gradients", parameter.name, parameter.stored.size_bytes)
+            new[parameter.name] -= 1
+    ledger.mark("gradient sync")
+    ledger.clear("synced")
+    for _, use in waiting:
+        ledger.drop("gradients of uses", use.local.name)
+
+
+def _bucket_bytes(bucket: ConversionBucket, program: StageProgram) -> float:
+    """Buffers of one fused call besides its results."""
+    kind, axes, _ = bucket.key
+    n_ranks = math.prod(program.axis_sizes[axis] for axis in axes)
+    whole = float(bucket.size_bytes)
+    if len(bucket.members) == 1:
+        return {"all_gather": whole, "reduce_scatter": whole, "all_to_all": 2 * whole}.get(kind, 0)
+    match kind:
+        case "all_gather":  # the shards side by side, and the stacked result
+            return whole / n_ranks + whole
+        case "reduce_scatter":  # pieces, and the pieces side by side
+            return 2 * whole
+        case "all_to_all":
+            return 3 * whole
+        case _:  # the tensors side by side
+            return whole
+
+
+def _update_bytes(program: StageProgram, optimizer: str) -> float:
+    """Temporaries of the update: `torch.optim` on lists of tensors makes each for all at once."""
+    copies = OPTIMIZERS[optimizer].temporaries
+    return copies * sum(p.stored.size_bytes for p in every_parameter(program) if p.requires_grad)

@@ -1,0 +1,225 @@
+"""What a pipeline costs: its collectives, its step time, its memory.
+
+    step   = the end of the simulated schedule, optimizer included       (`timeline_of`)
+    mfu    = model flops of all ranks / (n_ranks x peak flops_per_s x step)
+    peak   = the most over stages of `liveness.peak_memory`
+
+With one stage nothing waits, and step = compute + comm + optimizer. Times of one rank
+(compute, comm, exposed comm, optimizer) are those of the busiest stage: the one with the most
+compute and communication. Collectives come from `autopar.collective`, which says what the runtime
+executes, so a bucket is priced as the one call that it is.
+
+A message takes as long as its slowest rank, which sends or receives its slices one by one:
+
+    max over ranks of sum over its slices of latency_s + size_bytes x s_per_byte   of the two's link
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from autopar.cost.hardware import flat_group
+from autopar.cost.laws import CostModel, collective_time_s
+from autopar.cost.memory import gradients_under_way, kept_bytes, peak_memory
+from autopar.cost.price.stage_times import stage_times
+from autopar.cost.simulate import StageTimes, TieTimes, Timeline, simulate
+from autopar.errors import NotSupportedError
+from autopar.mesh import Link, Mesh
+from autopar.plans import Predicted
+from autopar.program import (
+    CallLine,
+    Collective,
+    Messages,
+    Piece,
+    Pipeline,
+    StageProgram,
+    TieExchange,
+    copy_axes,
+    counted_sum,
+    line_counts,
+    rank_collectives,
+    tie_exchanges,
+)
+from autopar.schedule import Action, in_flight
+
+# (rank, rank) -> the link between the two.
+LinkBetween = Callable[[int, int], Link]
+
+# Optimizers that update every element alone, so a rank updates its shard without talking.
+_ELEMENTWISE = ("adamw", "adam", "sgd")
+
+
+def link_between(mesh: Mesh, links: Sequence[Link]) -> LinkBetween:
+    """The link of any two ranks of the machine; `links` are its axes', slowest first."""
+    return lambda a, b: links[-1] if mesh.node_of(a) == mesh.node_of(b) else links[0]
+
+
+def collectives_of(
+    pipeline: Pipeline, optimizer: str = "adamw", local_inputs: bool = False
+) -> tuple[Collective, ...]:
+    """Every collective and message of one training step, stage by stage, alike ones counted.
+
+    What only some ranks of a stage do (messages) is that of its first rank, which sends as many
+    bytes as any. `local_inputs`: every rank is given its own rows of the batch, so divisors are
+    summed.
+
+    Raises `NotSupportedError` for an optimizer that would need collectives of its own.
+    """
+    if optimizer not in _ELEMENTWISE:
+        raise NotSupportedError(
+            f"optimizer {optimizer!r} does not update every element alone",
+            hint=f"use one of {', '.join(_ELEMENTWISE)}",
+        )
+    return tuple(
+        row
+        for mesh in pipeline.meshes
+        for row in rank_collectives(pipeline, mesh.first_rank, local_inputs)
+    )
+
+
+def predict(
+    pipeline: Pipeline,
+    costs: Sequence[CostModel],
+    optimizer: str = "adamw",
+    link_between: LinkBetween | None = None,
+    *,
+    peak_flops_per_s: float | None = None,
+    n_samples: int | None = None,
+    n_tokens: int | None = None,
+) -> Predicted:
+    """Price one training step of a pipeline; `costs` are its stages'.
+
+    link_between: of two ranks of the world; needed where there are several stages.
+    peak_flops_per_s: the datasheet's, for MFU; by default what the device achieves.
+    n_samples, n_tokens: of one global batch.
+    """
+    timeline = timeline_of(pipeline, costs, optimizer, link_between)
+    busiest, step_s = timeline.busiest, timeline.step_time_s
+    flops = pipeline.n_microbatches * counted_sum(
+        (line.model_flops, n)
+        for program in pipeline.stages
+        for line, n in zip(program.body, line_counts(program), strict=True)
+        if isinstance(line, CallLine)
+    )
+    peak = peak_flops_per_s or costs[0].mesh.device.flops_per_s
+    peaks = tuple(peak_of_stage(pipeline, k, optimizer) for k in range(pipeline.n_stages))
+    return Predicted(
+        step_time_s=step_s,
+        peak_bytes=max(peaks),
+        compute_time_s=busiest.compute_s,
+        comm_time_s=busiest.comm_s,
+        exposed_comm_s=busiest.exposed_comm_s,
+        optimizer_time_s=busiest.update_s,
+        bubble=timeline.bubble,
+        samples_per_s=n_samples / step_s if n_samples and step_s else None,
+        tokens_per_s=n_tokens / step_s if n_tokens and step_s else None,
+        mfu=flops / (pipeline.n_ranks * peak * step_s) if step_s else 0.0,
+        peak_bytes_per_stage=peaks,
+    )
+
+
+def peak_of_stage(pipeline: Pipeline, stage: int, optimizer: str) -> float:
+    """Most bytes on a rank of a stage, with as many microbatches as its schedule keeps."""
+    schedule = pipeline.schedule
+    n_in_flight, n_under_way = in_flight(schedule, stage), gradients_under_way(schedule, stage)
+    program, key = pipeline.stages[stage], ("peak", optimizer, n_in_flight, n_under_way)
+    if key not in program.priced:
+        found = peak_memory(program, optimizer, n_in_flight, n_under_way)
+        program.priced[key] = float(found.peak_bytes)
+    size_bytes: float = program.priced[key]
+    return size_bytes
+
+
+def timeline_of(
+    pipeline: Pipeline,
+    costs: Sequence[CostModel],
+    optimizer: str = "adamw",
+    link_between: LinkBetween | None = None,
+    *,
+    with_memory: bool = False,
+    slow: tuple[int, float] | None = None,
+    jitter: tuple[float, int] | None = None,
+) -> Timeline:
+    """Simulate one training step; `slow` and `jitter` as in `simulate`.
+
+    with_memory: the bytes of every stage over time, whose peak is `peak_of_stage`: what is not kept
+    by microbatches in flight is drawn as if it were there all the time.
+    """
+    trains = pipeline.schedule.trains
+    stages = [
+        _times_of_stage(_stepping(program, trains), cost, optimizer)
+        for program, cost in zip(pipeline.stages, costs, strict=True)
+    ]
+    if with_memory:
+        stages = [_with_memory(pipeline, k, stages[k], optimizer) for k in range(len(stages))]
+    if pipeline.n_stages == 1:
+        return simulate(pipeline.schedule, stages, slow=slow, jitter=jitter)
+    assert link_between is not None, "several stages, and no links between them"
+    between = link_between
+    messages = Messages(pipeline)
+
+    def message_s(action: Action) -> float:
+        return transfer_s(messages.of(action), between)
+
+    ties = [_tie_times(pipeline, costs, exchange, between) for exchange in tie_exchanges(pipeline)]
+    loss_s = _everywhere_s(pipeline, between) if pipeline.stages[-1].loss is not None else 0.0
+    return simulate(pipeline.schedule, stages, message_s, ties, loss_s, slow=slow, jitter=jitter)
+
+
+def _times_of_stage(program: StageProgram, cost: CostModel, optimizer: str) -> StageTimes:
+    """`stage_times`, once for meshes on which it costs the same."""
+    key = "times", replace(cost, mesh=cost.mesh.placement), optimizer
+    if key not in program.priced:
+        program.priced[key] = stage_times(program, cost, optimizer)
+    times: StageTimes = program.priced[key]
+    return times
+
+
+def _stepping(program: StageProgram, trains: bool) -> StageProgram:
+    """The program itself where it can be: what was found of it stays known."""
+    return program if program.trains == trains else replace(program, trains=trains)
+
+
+def _with_memory(pipeline: Pipeline, stage: int, times: StageTimes, optimizer: str) -> StageTimes:
+    kept = kept_bytes(pipeline.stages[stage], optimizer)
+    n_in_flight = in_flight(pipeline.schedule, stage)
+    static = peak_of_stage(pipeline, stage, optimizer) - n_in_flight * kept
+    return replace(times, static_bytes=static, kept_bytes=kept)
+
+
+def transfer_s(pieces: Iterable[Piece], link_between: LinkBetween) -> float:
+    """Seconds of a message: of the rank that is slowest to send its pieces, or to receive."""
+    times_s: defaultdict[tuple[str, int], float] = defaultdict(float)
+    for piece in pieces:
+        link = link_between(piece.source_rank, piece.target_rank)
+        time_s = link.message_s(piece.size_bytes)
+        times_s["sends", piece.source_rank] += time_s
+        times_s["receives", piece.target_rank] += time_s
+    return max(times_s.values(), default=0.0)
+
+
+def _tie_times(
+    pipeline: Pipeline, costs: Sequence[CostModel], exchange: TieExchange, between: LinkBetween
+) -> TieTimes:
+    """Both directions at once; then each stage gives its copies what the first rank got."""
+    inside_s = []
+    for stage, name in zip(exchange.stages, exchange.names, strict=True):
+        parameter = pipeline.parameter(stage, name)
+        axes = copy_axes(parameter, pipeline.meshes[stage])
+        size_bytes = parameter.stored.size_bytes
+        cost = costs[stage]
+        inside_s.append(cost.primitive_time_s("all_reduce", size_bytes, axes) if axes else 0.0)
+    a, b = inside_s
+    return TieTimes(exchange.stages, transfer_s(exchange.pieces, between), (a, b))
+
+
+def _everywhere_s(pipeline: Pipeline, between: LinkBetween) -> float:
+    """The all_reduce of the loss over all ranks, at the speed of the slowest neighbours' link."""
+    ranks = [rank for mesh in pipeline.meshes for rank in mesh.ranks]
+    links = [between(a, b) for a, b in itertools.pairwise(ranks)]
+    slowest = Link(max(k.latency_s for k in links), max(k.s_per_byte for k in links))
+    group = flat_group(len(ranks), slowest)
+    return collective_time_s("all_reduce", pipeline.loss_dtype.itemsize, group)

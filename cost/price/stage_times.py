@@ -1,0 +1,127 @@
+"""How long the parts of a step take on one stage, read off its lines and its collectives.
+
+    before    parameters turned into use                                once
+    forward   the lines of the body                                     per microbatch
+    backward  the differentiated lines, those that run again, and
+              ZeRO-2 gradients returned                                 per microbatch
+    after     the other gradients returned; then the optimizer          once
+
+Each is compute (operators, and the local parts of reshards) and collectives, which do not
+overlap. Collectives inside lowered operators are part of their lines' times, and are taken out
+of compute here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+from autopar.cost.laws import CostModel
+from autopar.cost.memory import optimizer_time_s
+from autopar.cost.simulate import Spent, StageTimes
+from autopar.placement import COLLECTIVES
+from autopar.program import (
+    Call,
+    CallLine,
+    GatherLine,
+    Line,
+    MoveLine,
+    StageProgram,
+    counted_sum,
+    every_parameter,
+    line_counts,
+    regathered,
+    rerun,
+    step_calls,
+)
+
+
+def stage_times(program: StageProgram, cost: CostModel, optimizer: str) -> StageTimes:
+    """Price one stage; all its ranks take the same time."""
+    calls = step_calls(program)
+    converted_s, returned_s = _conversions_s(program)
+    forward_s = _forward_s(program)
+    backward_s = _backward_s(program) + returned_s["micro"]
+    return StageTimes(
+        n_ranks=cost.mesh.n_ranks,
+        before=Spent(converted_s, calls_time_s(calls.before, cost)),
+        forward=Spent(forward_s, calls_time_s(calls.forward, cost)),
+        backward=Spent(backward_s, calls_time_s(calls.backward, cost)),
+        after=Spent(returned_s["step"], calls_time_s(calls.after, cost)),
+        update_s=_update_s(program, cost, optimizer) if program.trains else 0.0,
+    )
+
+
+def calls_time_s(calls: Iterable[Call], cost: CostModel) -> float:
+    """Seconds of collectives one after the other."""
+    return math.fsum(cost.primitive_time_s(c.kind, c.size_bytes, c.axes) for c in calls)
+
+
+def _forward_s(program: StageProgram) -> float:
+    """Operators and local parts of reshards of one microbatch's forward."""
+    counted = zip(program.body, line_counts(program), strict=True)
+    return counted_sum((time_s, n) for line, n in counted for time_s in _line_s(line))
+
+
+def _line_s(line: Line) -> list[float]:
+    if isinstance(line, CallLine):
+        return [line.forward_s]
+    if isinstance(line, MoveLine):
+        return [_local_s(line)]
+    return [_local_s(move) for move in line.moves] if isinstance(line, GatherLine) else []
+
+
+def _backward_s(program: StageProgram) -> float:
+    """The same of its backward, with what is gathered and what runs again."""
+    anew, again, counts = regathered(program), rerun(program), line_counts(program)
+    every: list[tuple[float, int]] = []
+    for i in program.differentiated:
+        line, times = program.body[i], list[float]()
+        if isinstance(line, CallLine):
+            times.append(line.backward_s)
+        elif isinstance(line, MoveLine):
+            times.append(_local_backward_s(line))
+        elif isinstance(line, GatherLine):
+            times += [_local_backward_s(move) for move in line.moves]
+        times += [_local_s(move) for gather in anew.get(i, ()) for move in gather.moves]
+        times += [time_s for k in again.get(i, ()) for time_s in _line_s(program.body[k])]
+        every += [(time_s, counts[i]) for time_s in times]
+    return counted_sum(every)
+
+
+def _local_s(line: MoveLine) -> float:
+    """Forward of a move that communicates nothing."""
+    return 0.0 if line.move.forward in COLLECTIVES else line.forward_s
+
+
+def _local_backward_s(line: MoveLine) -> float:
+    return 0.0 if line.move.backward in COLLECTIVES else line.backward_s
+
+
+def _conversions_s(program: StageProgram) -> tuple[float, dict[str, float]]:
+    """Local parts of turning parameters into use once, and by period of bringing one
+    gradient back."""
+    converted: list[float] = []
+    returned: dict[str, list[float]] = {"micro": [], "step": []}
+    for parameter in every_parameter(program):
+        for use in parameter.uses:
+            converted += [_local_s(move) for move in use.moves]
+            period = "micro" if parameter.period == "micro" else "step"
+            returned[period] += [_local_backward_s(move) for move in use.moves]
+    return math.fsum(converted), {period: math.fsum(times) for period, times in returned.items()}
+
+
+def _update_s(program: StageProgram, cost: CostModel, optimizer: str) -> float:
+    """The optimizer's update of the stored shards, all tensors of a dtype in one launch each."""
+    stored: dict[torch.dtype, int] = {}
+    for parameter in every_parameter(program):
+        if parameter.requires_grad:
+            dtype = parameter.stored.dtype
+            stored[dtype] = stored.get(dtype, 0) + math.prod(parameter.stored.shape)
+    device = cost.mesh.device
+    return math.fsum(
+        optimizer_time_s(n_elements, optimizer, dtype, device)
+        for dtype, n_elements in stored.items()
+    )

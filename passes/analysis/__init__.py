@@ -1,0 +1,61 @@
+"""analysis."""
+
+from autopar.passes.analysis.analysis import Analysis, compute_dtype
+from autopar.passes.analysis.arguments import override, prologue_lines
+from autopar.passes.analysis.boundaries import Side, boundary_specs, cuts, is_boundary_spec, n_cut
+from autopar.passes.analysis.counts import (
+    FIRST_COUNT,
+    FIRST_COUNT_PER_STAGE,
+    microbatch_counts,
+    recipe_counts,
+)
+from autopar.passes.analysis.cutting import cut
+from autopar.passes.analysis.equal_parts import Numbered, lowered_as, renamed
+from autopar.passes.analysis.fallback import accept_again, accept_missing
+from autopar.passes.analysis.folding import KEPT, Folded, Run, find_runs, fold
+from autopar.passes.analysis.groups import Group, JointStrategy, PlacedOperator
+from autopar.passes.analysis.microbatch import batch_of
+from autopar.passes.analysis.names import group_name, identifier, reserved_names, suffix
+from autopar.passes.analysis.padding import find_paddings, pad, padded_for
+from autopar.passes.analysis.recompute import Recomputable, aligned_runs, is_searched
+
+__all__ = [
+    "FIRST_COUNT",
+    "FIRST_COUNT_PER_STAGE",
+    "KEPT",
+    "Analysis",
+    "Folded",
+    "Group",
+    "JointStrategy",
+    "Numbered",
+    "PlacedOperator",
+    "Recomputable",
+    "Run",
+    "Side",
+    "accept_again",
+    "accept_missing",
+    "aligned_runs",
+    "batch_of",
+    "boundary_specs",
+    "compute_dtype",
+    "cut",
+    "cuts",
+    "find_paddings",
+    "find_runs",
+    "fold",
+    "group_name",
+    "identifier",
+    "is_boundary_spec",
+    "is_searched",
+    "lowered_as",
+    "microbatch_counts",
+    "n_cut",
+    "override",
+    "pad",
+    "padded_for",
+    "prologue_lines",
+    "recipe_counts",
+    "renamed",
+    "reserved_names",
+    "suffix",
+]

@@ -1,0 +1,270 @@
+"""What is known of a program before any mesh: notation, factors, batch, groups, what is saved.
+
+Found once; stages (`cut.py`) and programs with fewer blocks (`folding.py`) take part of it: they
+have some of the operators of a `whole`, and its graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from autopar.errors import BatchError
+from autopar.measured import (
+    Saved,
+    Temporaries,
+    description,
+    saved_for_backward,
+    storage_owners,
+    temporaries,
+)
+from autopar.passes.analysis.groups import Group, PlacedOperator, form_groups, place_operators
+from autopar.passes.analysis.microbatch import Batch, find_batch
+from autopar.placement import TensorType
+from autopar.program import Cell, Operator, Program, Types, operators_of, tensor_types
+from autopar.rules import rule_for
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What is known of a program before any mesh: shared by every plan of it.
+
+    `kinds` numbers operators by all that decides their placements and costs but their wiring:
+    those of one kind are alike, whatever the number of microbatches.
+    """
+
+    program: Program
+    operators: tuple[Operator, ...]
+    types: Types
+    batch: Batch
+    saved: Mapping[str, Saved]
+    kinds: Mapping[str, int]
+    # Operator -> the first whose call is alike, as for `fake_calls.py`.
+    _calls: Mapping[str, str] = field(repr=False, compare=False)
+    _types: dict[int, Types] = field(default_factory=dict, repr=False, compare=False)
+    # Of operators that are alike, also with other numbers of microbatches.
+    _patterns: dict[Hashable, PlacedOperator] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    # Of these operators alone, so never handed on to a part.
+    _alike: dict[int, dict[int, PlacedOperator]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _placed: dict[int, tuple[PlacedOperator, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _groups: dict[int, tuple[Group, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _kept_bytes: dict[tuple[int, frozenset[int]], float] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    # By what was asked for (`folding.find_runs`).
+    repeated: dict[tuple[int, bool], Any] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    whole: Analysis | None = field(default=None, repr=False, compare=False)
+    # What problems of this program and of its parts have in common (`intra_op.py`).
+    priced: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    # Of a program with fewer blocks, those of all blocks: they fill buckets together.
+    parameter_names: frozenset[str] | None = field(default=None, repr=False, compare=False)
+
+    @staticmethod
+    def of(program: Program, batch_dims: Mapping[str, int | None] | None = None) -> Analysis:
+        """Raises `MissingRuleError` for an operator without a rule."""
+        operators = operators_of(program)
+        types = tensor_types(program, operators, batch_dims)
+        patterns: dict[Hashable, PlacedOperator] = {}
+        placed = place_operators(operators, types.tensors, patterns)
+        batch = find_batch(program, placed, types, batch_dims)
+        calls = _alike_calls(program, operators)
+        saved = saved_for_backward(program, calls) if program.training else {}
+        kinds = _kinds(placed, batch, saved)
+        return Analysis(program, operators, types, batch, saved, kinds, calls, _patterns=patterns)
+
+    def part(self, program: Program) -> Analysis:
+        """What is known of one stage of this program (`passes/cut.py`): the same facts."""
+        names = {node.name for node in program.operators}
+        return replace(
+            self,
+            program=program,
+            operators=tuple(o for o in self.operators if o.name in names),
+            whole=self,
+        )
+
+    @cached_property
+    def storage_owners(self) -> Mapping[str, str]:
+        """Value -> the value whose storage it has, itself unless it is a view."""
+        if self.whole:
+            return self.whole.storage_owners
+        return storage_owners(self.program, self._calls)
+
+    @cached_property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """Of every value; kept, as fake tensors are slow to say."""
+        return self.whole.dtypes if self.whole else _dtypes(self.program)
+
+    @cached_property
+    def temporaries(self) -> Mapping[str, Temporaries]:
+        """Operator -> what it needs while it runs."""
+        if self.whole:
+            return self.whole.temporaries
+        return temporaries(self.program, self._calls)
+
+    @cached_property
+    def matrices(self) -> frozenset[str]:
+        """Parameters, and what only shows them in another shape."""
+        found = set(self.program.parameters)
+        for operator in self.operators:
+            if rule_for(str(operator.call.op)).view and found.issuperset(operator.inputs):
+                found.update(operator.outputs)
+        return frozenset(found)
+
+    @cached_property
+    def parameter_bytes(self) -> int:
+        """Of all parameters, unsharded."""
+        names = self.parameter_names or self.program.parameters
+        return sum(self.types.tensors[n].size_bytes for n in names)
+
+    def kept_bytes(self, n_microbatches: int, again: frozenset[int] = frozenset()) -> float:
+        """What autograd keeps of one microbatch, unsharded, of operators but those `again`."""
+        key = n_microbatches, again
+        if key not in self._kept_bytes:
+            types = self.microbatch_types(n_microbatches).tensors
+            operators = (o for i, o in enumerate(self.operators) if i not in again)
+            found = [(o, self.saved[o.name]) for o in operators if o.name in self.saved]
+            kept = {o.inputs[i] for o, saved in found for i in saved.inputs}
+            kept |= {o.outputs[i] for o, saved in found for i in saved.outputs}
+            other_bytes = sum(saved.other_bytes for _, saved in found)
+            self._kept_bytes[key] = sum(
+                types[n].size_bytes for n in kept - self.program.parameters.keys()
+            ) + other_bytes / self.batch.n_splits(n_microbatches)
+        return self._kept_bytes[key]
+
+    def microbatch_types(self, n_microbatches: int) -> Types:
+        """Types of one microbatch; raises `BatchError` when the batch does not divide."""
+        if n_microbatches not in self._types:
+            self._types[n_microbatches] = self._divided(n_microbatches)
+        return self._types[n_microbatches]
+
+    def placed_operators(self, n_microbatches: int) -> tuple[PlacedOperator, ...]:
+        """Every operator's strategies on one axis, at the sizes of one microbatch."""
+        if n_microbatches not in self._placed:
+            alike = self.placed_alike(n_microbatches)
+            self._placed[n_microbatches] = tuple(
+                alike[self.kinds[o.name]].of(o) for o in self.operators
+            )
+        return self._placed[n_microbatches]
+
+    def placed_alike(self, n_microbatches: int) -> Mapping[int, PlacedOperator]:
+        """One operator of each kind, as in `placed_operators`."""
+        if n_microbatches not in self._alike:
+            if self.whole:
+                known = self.whole.placed_alike(n_microbatches)
+                found = {kind: known[kind] for kind in self._distinct}
+            else:
+                tensors = self.microbatch_types(n_microbatches).tensors
+                placed = place_operators(self._distinct.values(), tensors, self._patterns)
+                found = dict(zip(self._distinct, placed, strict=True))
+            self._alike[n_microbatches] = found
+        return self._alike[n_microbatches]
+
+    @cached_property
+    def _distinct(self) -> Mapping[int, Operator]:
+        """The first operator of each kind."""
+        found: dict[int, Operator] = {}
+        for operator in self.operators:
+            found.setdefault(self.kinds[operator.name], operator)
+        return found
+
+    def notation_sizes(self, n_microbatches: int) -> Mapping[str, Mapping[str, int]]:
+        """Operator -> sizes of the names of its notation, in one microbatch."""
+        alike = self.placed_alike(n_microbatches)
+        return {o.name: alike[self.kinds[o.name]].sizes for o in self.operators}
+
+    def groups(self, n_microbatches: int) -> tuple[Group, ...]:
+        """The planning nodes, at the sizes of one microbatch."""
+        if n_microbatches not in self._groups:
+            placed = self.placed_operators(n_microbatches)
+            self._groups[n_microbatches] = form_groups(self.program, placed)
+        return self._groups[n_microbatches]
+
+    def _divided(self, n_microbatches: int) -> Types:
+        if n_microbatches == 1:
+            return self.types
+        self.batch.check_divides(n_microbatches)
+        if self.batch.n_splits(n_microbatches) == 1:
+            return self.types
+        for (tensor, (dim, factor)), names in self._with_rows.items():
+            size = tensor.dims[dim][factor]
+            if size % n_microbatches:
+                raise BatchError(
+                    f"the model views its batch as factors of {size}, "
+                    f"which {n_microbatches} microbatches do not divide",
+                    where=names[0],
+                    hint="choose fewer microbatches",
+                )
+        return self.types.with_divided(self._with_rows, n_microbatches)
+
+    @cached_property
+    def _with_rows(self) -> Mapping[tuple[TensorType, Cell], Sequence[str]]:
+        return self.types.by_cell(self.batch.cells)
+
+
+def _alike_calls(program: Program, operators: Sequence[Operator]) -> dict[str, str]:
+    """Operator -> the first whose call has the same effects: it takes alike tensors."""
+    described: dict[str, int] = {}
+    numbers: dict[Hashable, int] = {}
+    firsts: dict[Hashable, str] = {}
+    found: dict[str, str] = {}
+    for operator in operators:
+        inputs, node = operator.inputs, program.node(operator.name)
+        for name in inputs:
+            if name not in described:
+                text = description(program, program.node(name))
+                described[name] = numbers.setdefault(text, len(numbers))
+        tensors = tuple((described[name], inputs.index(name)) for name in inputs)
+        call = (operator.likeness, node.name in program.has_grad, tensors, tuple(node.kwargs))
+        found[operator.name] = firsts.setdefault(call, operator.name)
+    return found
+
+
+def _kinds(
+    placed: Sequence[PlacedOperator], batch: Batch, saved: Mapping[str, Saved]
+) -> dict[str, int]:
+    """Number operators by their calls, types, where the batch is in them, and what they keep."""
+    numbers: dict[Hashable, int] = {}
+    kinds: dict[str, int] = {}
+    for item in placed:
+        operator = item.operator
+        cells = tuple(map(batch.cells.get, (*operator.inputs, *operator.outputs)))
+        # There is one pattern of all calls and types that are alike.
+        kind = (id(item.pattern), cells, saved.get(operator.name))
+        kinds[operator.name] = numbers.setdefault(kind, len(numbers))
+    return kinds
+
+
+def _dtypes(program: Program) -> dict[str, torch.dtype]:
+    """Value -> dtype; results that nobody takes are named as in `value_names`."""
+    found: dict[str, torch.dtype] = {}
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            found[node.name] = value.dtype
+        elif isinstance(value, (tuple, list)):
+            results = ((i, r) for i, r in enumerate(value) if r is not None)
+            found |= {f"{node.name}:{i}": result.dtype for i, result in results}
+    return found
+
+
+def compute_dtype(analysis: Analysis) -> torch.dtype:
+    """The dtype most parameters have; matmuls are priced in it."""
+    counts: dict[torch.dtype, int] = {}
+    for info in analysis.program.parameters.values():
+        if info.dtype.is_floating_point:
+            counts[info.dtype] = counts.get(info.dtype, 0) + torch.Size(info.shape).numel()
+    return max(counts, key=counts.__getitem__) if counts else torch.float32

@@ -1,0 +1,68 @@
+"""Numbers of microbatches worth trying."""
+
+from __future__ import annotations
+
+from autopar.errors import BatchError, OptionError
+from autopar.options import Manual, Options
+from autopar.passes.analysis.analysis import Analysis
+
+# More microbatches than this per device make microbatches of next to nothing.
+_PER_DEVICE = 16
+_LEAST_LIMIT = 64
+# Where climbs over microbatches of pipelines begin: a bubble of an eighth; with two stages.
+FIRST_COUNT_PER_STAGE = 8
+FIRST_COUNT = 2 * FIRST_COUNT_PER_STAGE
+
+
+def microbatch_counts(
+    analysis: Analysis, options: Options, n_devices: int, n_splits: int = 1
+) -> list[int]:
+    """Divisors of the batch, each about twice the one before; or the number asked for.
+
+    Each microbatch is split over `n_splits` ranks as well; where no number divides so, only one
+    microbatch is left. Raises `BatchError` where the number asked for does not divide the batch.
+    """
+    batch = analysis.batch
+    if isinstance(options.microbatches, int):
+        batch.check_divides(options.microbatches)
+        return [options.microbatches]
+    if batch.size == 0 or batch.broken_at is not None:
+        return [1]
+    limit = min(batch.size, max(_LEAST_LIMIT, _PER_DEVICE * n_devices))
+    counts: list[int] = []
+    for m in range(1, limit + 1):
+        if batch.size % (m * n_splits) == 0 and m >= 1.5 * (counts or [0])[-1]:
+            counts.append(m)
+    return counts or [1]
+
+
+def recipe_counts(
+    analysis: Analysis, options: Options, manual: Manual, n_devices: int
+) -> list[int]:
+    """`microbatch_counts` of a recipe that the user asked for.
+
+    Raises `BatchError` where its data parallelism does not divide the batch, `OptionError` where
+    its microbatch size does not divide the rows of a rank.
+    """
+    n_rows, given = analysis.batch.size, options.microbatches
+    n_microbatches = analysis.batch.n_splits(given) if isinstance(given, int) else 1
+    if manual.dp > 1 and n_rows == 0:
+        raise BatchError(
+            f"dp={manual.dp} splits the batch, and no input has a batch of several rows",
+            hint="give a larger batch, or say where it is with batch_dims",
+        )
+    if manual.dp > 1 and n_rows % (manual.dp * n_microbatches):
+        raise BatchError(
+            f"a batch of {n_rows} rows does not divide over dp={manual.dp} ranks"
+            + (f" x {n_microbatches} microbatches" if n_microbatches > 1 else ""),
+            hint="choose a batch size that divides, or drop_last=True in the loader",
+        )
+    if manual.microbatch_size is None or analysis.batch.n_accumulated > 1:
+        return microbatch_counts(analysis, options, n_devices, manual.dp)
+    of_rank = n_rows // manual.dp
+    if of_rank % manual.microbatch_size:
+        raise OptionError(
+            f"microbatch_size={manual.microbatch_size} does not divide the {of_rank} rows "
+            f"of one data-parallel rank"
+        )
+    return [of_rank // manual.microbatch_size]

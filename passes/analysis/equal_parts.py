@@ -1,0 +1,121 @@
+"""Programs that are alike but for names, such as the middle stages of a pipeline: what one of them
+chooses is what the others choose, under their own names.
+
+Two are alike where operators and values of one number are: the same operators on values of the same
+types, factors and batch, that stand in the same places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.passes.analysis.analysis import Analysis
+from autopar.program import Boundary, Program, StageProgram, StoredParameter, Strategy
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """Values and operators of a program in an order that programs alike have in common; programs
+    are alike where their `likeness` is equal."""
+
+    values: tuple[str, ...]
+    operators: tuple[str, ...]
+    likeness: Hashable
+
+    @staticmethod
+    def of(analysis: Analysis, ranges: Sequence[range] = ()) -> Numbered:
+        """`ranges` are positions of operators that are told apart too (`Recomputable.within`)."""
+        program, operators = analysis.program, analysis.operators
+        read = (n for o in operators for n in (*o.inputs, *o.outputs))
+        values = tuple(dict.fromkeys((*read, *program.parameters, *program.received)))
+        number = {name: i for i, name in enumerate(values)}
+        ends = (tuple(program.parameters), program.received, program.sent, program.outputs)
+        likeness = (
+            tuple(
+                (
+                    analysis.kinds[o.name],
+                    analysis.temporaries[o.name],
+                    *(number[n] for n in (*o.inputs, *o.outputs)),
+                )
+                for o in operators
+            ),
+            tuple(tuple(number[n] for n in names) for names in ends),
+            number[program.loss] if program.loss is not None else None,
+            _placeholders(analysis, number),
+            _factors(analysis, values),
+            tuple(analysis.dtypes[n] for n in values),
+            tuple(ranges),
+        )
+        return Numbered(values, tuple(o.name for o in operators), likeness)
+
+    def names_in(self, other: Numbered) -> dict[str, str]:
+        """What is called so here -> its name in a program that is alike."""
+        own, theirs = (*self.values, *self.operators), (*other.values, *other.operators)
+        return dict(zip(own, theirs, strict=True))
+
+
+def _placeholders(analysis: Analysis, number: Mapping[str, int]) -> tuple[Hashable, ...]:
+    """What each of them is. All have parameters and constants of their own; else they are alike
+    that take the very same."""
+    program, first = analysis.program, dict[Hashable, int]()
+    found: list[Hashable] = []
+    for node in program.graph.find_nodes(op="placeholder"):
+        i = number.get(node.name)
+        if node.name in program.parameters:
+            info = program.parameters[node.name]
+            is_mirror = info.mirror_of is not None
+            found.append((i, info.shape, info.dtype, info.requires_grad, is_mirror))
+        elif node.name in program.constants:  # of those that are equal the first is delivered
+            same = first.setdefault(program.constants[node.name], len(first))
+            found.append((i, same))
+        elif node.name not in program.received:
+            found.append((i, node.name))
+    return tuple(found)
+
+
+def _factors(analysis: Analysis, values: Sequence[str]) -> tuple[int, ...]:
+    """The classes of all factors of the values, numbered anew."""
+    numbers: dict[int, int] = {}
+    classes = (c for n in values for dim in analysis.types.classes[n] for c in dim)
+    return tuple(numbers.setdefault(c, len(numbers)) for c in classes)
+
+
+def renamed(strategy: Strategy, names: Mapping[str, str]) -> Strategy:
+    """A strategy of one program as that of one that is alike (`Numbered.names_in`)."""
+    return replace(
+        strategy,
+        operators={names[n]: chosen for n, chosen in strategy.operators.items()},
+        storage={names[n]: storage for n, storage in strategy.storage.items()},
+        received={names[n]: spec for n, spec in strategy.received.items()},
+        sent={names[n]: spec for n, spec in strategy.sent.items()},
+        recomputed=tuple(
+            replace(item, operators=tuple(names[n] for n in item.operators))
+            for item in strategy.recomputed
+        ),
+    )
+
+
+def lowered_as(
+    lowered: StageProgram, program: Program, other: Program, names: Mapping[str, str]
+) -> StageProgram:
+    """A lowered program as that of another that is alike, to be joined and priced: its lines keep
+    their names."""
+    infos = {info.name: other.parameters[names[n]] for n, info in program.parameters.items()}
+
+    def parameter(p: StoredParameter) -> StoredParameter:
+        info = infos[p.name]
+        return replace(p, name=info.name, aliases=info.aliases, mirror_of=info.mirror_of)
+
+    def crossing(boundary: Boundary) -> Boundary:
+        value = names[boundary.value]
+        return replace(boundary, value=value, key=other.value_key(value))
+
+    return replace(
+        lowered,
+        parameters=tuple(map(parameter, lowered.parameters)),
+        received=tuple(map(crossing, lowered.received)),
+        sent=tuple(map(crossing, lowered.sent)),
+        every_parameter=tuple(infos[n].name for n in lowered.every_parameter),
+        known=lowered.priced,
+    )

@@ -1,0 +1,254 @@
+"""Repeated blocks of a program, and the same program with few of them.
+
+Operators i and i + p are *alike* when they are of one kind (`Analysis.kinds`), and read alike: what
+one reads of operator k, the other reads of k + p, or both read the same value. A *run* is a range
+of operators alike at one distance p, its period: blocks that differ in names only (`find_runs`;
+several runs if there are several stacks of layers).
+
+Folding keeps some blocks of every run, by default the first two and the last; each reads, in place
+of the blocks before it, those that are kept before it (`fold`). Placements of the folded program
+stand for placements of the whole: each dropped block takes those of the last one kept before it,
+by default the second, which has its like before it and after it (`Folded.stands_for`). That is
+legal where that block hands on its values placed as it got them, which the optimum of long runs
+does; else costs read off so are estimates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.passes.analysis.analysis import Analysis
+
+_BEFORE, _AFTER = 2, 1
+KEPT = _BEFORE + _AFTER
+_MIN_BLOCKS = KEPT + 1
+
+
+@dataclass(frozen=True)
+class Run:
+    """`count` blocks of `period` operators each, from operator `start` on."""
+
+    start: int
+    period: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.period * self.count
+
+    def block(self, number: int) -> range:
+        """The operators of a block."""
+        first = self.start + number * self.period
+        return range(first, first + self.period)
+
+    @property
+    def usual(self) -> tuple[int, ...]:
+        """The blocks that are kept by default."""
+        return (*range(_BEFORE), *range(self.count - _AFTER, self.count))
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A program with few blocks of each run.
+
+    `kept[f]` is the operator of the whole that operator f of the folded program is;
+    `stands_for[i]` the folded operator that stands for operator i of the whole.
+    """
+
+    whole: Analysis
+    analysis: Analysis
+    runs: tuple[Run, ...]
+    kept: tuple[int, ...]
+    stands_for: tuple[int, ...]
+
+    @cached_property
+    def value_for(self) -> dict[str, str]:
+        """Value of the whole program -> the folded program's value that stands for it."""
+        return {
+            name: self.analysis.operators[f].outputs[k]
+            for i, f in enumerate(self.stands_for)
+            for k, name in enumerate(self.whole.operators[i].outputs)
+        }
+
+    def block_of(self, f: int) -> tuple[int, int] | None:
+        """(run, block) of folded operator f; None outside all runs."""
+        i = self.kept[f]
+        for r, run in enumerate(self.runs):
+            if run.start <= i < run.end:
+                return r, (i - run.start) // run.period
+        return None
+
+
+def find_runs(
+    analysis: Analysis, least: int = _MIN_BLOCKS, own_buffers: bool = False
+) -> tuple[Run, ...]:
+    """The runs of `least` blocks or more that repeat most operators, greedily, in order.
+
+    `own_buffers`: blocks are alike though each changes buffers of its own; such are not folded.
+    """
+    key = least, own_buffers
+    if key not in analysis.repeated:
+        finder = _Finder(analysis, least, own_buffers)
+        found = finder.within(0, len(analysis.operators))
+        analysis.repeated[key] = tuple(sorted(found, key=_start))
+    runs: tuple[Run, ...] = analysis.repeated[key]
+    return runs
+
+
+def fold(
+    analysis: Analysis, runs: Sequence[Run], blocks: Sequence[Sequence[int]] | None = None
+) -> Folded:
+    """The program with some blocks of each run: `blocks`, in order, the first among them."""
+    blocks = [run.usual for run in runs] if blocks is None else blocks
+    operators, places = analysis.operators, _Places(runs, blocks)
+    instead = [places.stands_for(i) for i in range(len(operators))]
+    kept = tuple(i for i, other in enumerate(instead) if i == other)
+    place = {i: f for f, i in enumerate(kept)}
+    made = {n: (i, k) for i, o in enumerate(operators) for k, n in enumerate(o.outputs)}
+
+    def read(name: str, reader: int | None) -> str:
+        i, k = made.get(name, (0, 0))
+        if name not in made or instead[i] == i:
+            return name
+        return operators[places.read_instead(i, reader)].outputs[k]
+
+    remaining = tuple(
+        replace(operators[i], inputs=tuple(read(n, i) for n in operators[i].inputs)) for i in kept
+    )
+    names_read = {name for operator in remaining for name in operator.inputs}
+    read_before = {name for operator in operators for name in operator.inputs}
+    program = analysis.program
+    smaller = replace(
+        program,
+        # What nobody ever reads is stored all the same.
+        parameters={
+            n: p for n, p in program.parameters.items() if n in names_read or n not in read_before
+        },
+        loss=read(program.loss, None) if program.loss else None,
+        outputs=tuple(read(n, None) for n in program.outputs),
+        _by_name={},
+    )
+    folded = replace(
+        analysis,
+        program=smaller,
+        operators=remaining,
+        whole=analysis,
+        parameter_names=analysis.parameter_names or frozenset(program.parameters),
+    )
+    return Folded(analysis, folded, tuple(runs), kept, tuple(place[i] for i in instead))
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Which operators of a program stand for others, where runs keep some blocks."""
+
+    runs: Sequence[Run]
+    blocks: Sequence[Sequence[int]]
+
+    def of(self, i: int | None) -> tuple[int, int] | None:
+        """(run, block) of an operator; None outside all runs."""
+        for r, run in enumerate(self.runs):
+            if i is not None and run.start <= i < run.end:
+                return r, (i - run.start) // run.period
+        return None
+
+    def stands_for(self, i: int) -> int:
+        """The kept operator whose placements operator i takes: itself, or one of a block before."""
+        at = self.of(i)
+        if at is None:
+            return i
+        r, block = at
+        return self._moved(i, r, block, max(b for b in self.blocks[r] if b <= block))
+
+    def read_instead(self, i: int, reader: int | None) -> int:
+        """What a kept operator, or who reads after all, reads in place of dropped operator i."""
+        at, reads_at = self.of(i), self.of(reader)
+        assert at is not None, "only blocks are dropped"
+        r, block = at
+        kept, run = self.blocks[r], self.runs[r]
+        number = reads_at[1] if reads_at is not None and reads_at[0] == r else run.count
+        # So many blocks before the reader's, of those that are kept.
+        back = (kept.index(number) if number in kept else len(kept)) - (number - block)
+        return self._moved(i, r, block, kept[back]) if back >= 0 else self.stands_for(i)
+
+    def _moved(self, i: int, r: int, block: int, other: int) -> int:
+        return i + (other - block) * self.runs[r].period
+
+
+def _start(run: Run) -> int:
+    return run.start
+
+
+class _Finder:
+    """`sources[i]`: per input of operator i, the operator and result it is, or its name."""
+
+    def __init__(self, analysis: Analysis, least: int, own_buffers: bool) -> None:
+        self.least = least
+        program = analysis.program
+        # Kinds of placeholders that each block may have its own of.
+        self.own = [frozenset(program.parameters), frozenset(program.constants)]
+        if own_buffers:
+            self.own.append(frozenset(program.buffers))
+        made: dict[str, tuple[int, int]] = {}
+        self.sources: list[tuple[tuple[int, int] | str, ...]] = []
+        for i, operator in enumerate(analysis.operators):
+            self.sources.append(tuple(made.get(n, n) for n in operator.inputs))
+            made |= {name: (i, k) for k, name in enumerate(operator.outputs)}
+        codes = [analysis.kinds[operator.name] for operator in analysis.operators]
+        self.codes: NDArray[np.int64] = np.array(codes, dtype=np.int64)
+
+    def within(self, low: int, high: int) -> Iterator[Run]:
+        """The best run among operators low..high-1, then the best on either side of it."""
+        best = self._best(low, high)
+        if best is not None:
+            yield from self.within(low, best.start)
+            yield best
+            yield from self.within(best.end, high)
+
+    def _best(self, low: int, high: int) -> Run | None:
+        found: list[tuple[int, int, int, int]] = []
+        for period in range(1, (high - low) // self.least + 1):
+            same = self.codes[low : high - period] == self.codes[low + period : high]
+            for first, end in _stretches(same):
+                # end - first operators are like those one period later.
+                saved = end - first - period * (self.least - 2)
+                if saved >= period:
+                    found.append((-saved, period, low + first, low + end))
+        best: Run | None = None
+        for saved, period, first, end in sorted(found):
+            if best is not None and -saved <= self._gain(best):
+                break
+            wired = np.array([self._alike(i, period) for i in range(first, end)])
+            for a, b in _stretches(wired):
+                run = Run(first + a, period, (b - a) // period + 1)
+                better = best is None or self._gain(run) > self._gain(best)
+                if run.count >= self.least and better:
+                    best = run
+        return best
+
+    def _gain(self, run: Run) -> int:
+        """Operators of blocks beyond those that a run must have."""
+        return run.period * (run.count - self.least + 1)
+
+    def _alike(self, i: int, period: int) -> bool:
+        """Do operators i and i + period read alike?"""
+        return all(
+            self._same_source(a, b, period)
+            for a, b in zip(self.sources[i], self.sources[i + period], strict=True)
+        )
+
+    def _same_source(self, a: tuple[int, int] | str, b: tuple[int, int] | str, period: int) -> bool:
+        if isinstance(a, str) or isinstance(b, str):
+            return a == b or any(a in kind and b in kind for kind in self.own)
+        return a == b or (a[0] + period, a[1]) == b
+
+
+def _stretches(marks: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """The maximal ranges of true marks."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], marks, [False])).astype(np.int8)))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))

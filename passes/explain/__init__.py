@@ -1,0 +1,7 @@
+"""explain."""
+
+from autopar.passes.explain.next_best import decisions
+
+__all__ = [
+    "decisions",
+]

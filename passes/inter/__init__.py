@@ -1,0 +1,50 @@
+"""inter."""
+
+from autopar.passes.inter.candidate import (
+    Candidate,
+    StageLayout,
+    check_submesh,
+    ends_by_modules,
+    ends_by_stage,
+    n_operators,
+)
+from autopar.passes.inter.joint import JointSearch, Progress, different, joint_search
+from autopar.passes.inter.recipes import check_ranks, recipe_candidates, recipe_limits
+from autopar.passes.inter.score import Boundary, Worked, step_s
+from autopar.passes.inter.stage_search import Planned
+from autopar.passes.inter.submeshes import (
+    all_views,
+    axes_text,
+    distinct_views,
+    pins_on,
+    submesh_sizes,
+    views_of,
+    views_text,
+)
+
+__all__ = [
+    "Boundary",
+    "Candidate",
+    "JointSearch",
+    "Planned",
+    "Progress",
+    "StageLayout",
+    "Worked",
+    "all_views",
+    "axes_text",
+    "check_ranks",
+    "check_submesh",
+    "different",
+    "distinct_views",
+    "ends_by_modules",
+    "ends_by_stage",
+    "joint_search",
+    "n_operators",
+    "pins_on",
+    "recipe_candidates",
+    "recipe_limits",
+    "step_s",
+    "submesh_sizes",
+    "views_of",
+    "views_text",
+]

@@ -1,0 +1,349 @@
+"""The joint search: where stages begin, what devices each has and how it sees them, and how
+many microbatches there are.
+
+    layers      operators clustered where little crosses (`layers.py`)
+    submeshes   shares of a node that divide it, and whole nodes; stages hold consecutive ranks,
+                and none straddles nodes
+    views       every dp x tp of a submesh, or its own axes
+    costs       of every range of layers on every view, by one intra-operator problem of the
+                folded program per view and number of microbatches (`stage_costs.py`)
+    search      for one number of microbatches, over these numbers (`stage_search.py`)
+
+The costs are estimates (what is and is not exact: `stage_costs.py`), so the best plans that
+differ in views or microbatches come out; `refined.py` has them solved, and searches again.
+The numbers of microbatches tried are divisors of the batch about twice apart, from the one that is
+fastest if memory had no limit, up or down for as long as that helps (`climb`): costs without leaner
+placements are soon made, and bound what there is to find.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost.hardware import Hardware
+from autopar.cost.laws import CostModel
+from autopar.mesh import LogicalMesh, Mesh
+from autopar.options import Options, schedule_name
+from autopar.passes.analysis import (
+    FIRST_COUNT_PER_STAGE,
+    Analysis,
+    Recomputable,
+    aligned_runs,
+    compute_dtype,
+    find_runs,
+    fold,
+    is_searched,
+    microbatch_counts,
+)
+from autopar.passes.inter.bounds import StageBounds
+from autopar.passes.inter.candidate import Candidate, StageLayout
+from autopar.passes.inter.estimates import Estimates
+from autopar.passes.inter.layers import MOST_LAYERS, Layers, find_layers
+from autopar.passes.inter.score import Worked
+from autopar.passes.inter.stage_search import Planned, StageSearch
+from autopar.passes.inter.submeshes import (
+    all_views,
+    distinct_views,
+    pins_on,
+    submesh_sizes,
+    view_at,
+    views_text,
+)
+from autopar.passes.inter.tables import CostMaker, StageCosts, Wanted, undominated
+from autopar.passes.intra import Constraints
+from autopar.passes.solvers.stages import StageProblem
+
+Progress = Callable[[str], None]
+# Memory decides nothing where a plan of equal stages needs less than this share of the budget.
+_ROOMY = 0.5
+# Plans closer than this (relative) are one.
+_ALIKE_REL = 2e-3
+
+
+def joint_search(
+    analysis: Analysis,
+    mesh: Mesh,
+    hardware: Hardware,
+    options: Options,
+    budget_bytes: float,
+    n_stages: int | None,
+    report: Progress = lambda text: None,
+) -> JointSearch | None:
+    """The search for plans of at least two stages, or of exactly `n_stages`; None where there is
+    nothing to search: pipelines are forbidden, or there is one rank or stage."""
+    if "pipeline" in options.forbid or mesh.n_ranks < 2 or (n_stages or 2) < 2:
+        return None
+    return JointSearch.of(analysis, mesh, hardware, options, budget_bytes, n_stages or 2, report)
+
+
+@dataclass
+class JointSearch:
+    """The search over one program and machine; costs are made once per number of microbatches.
+
+    With `recomputes`, leaner placements may run again what `maker` says. `free` are the fastest
+    plans if memory has no limit, by numbers of microbatches; None: there is none.
+    """
+
+    analysis: Analysis
+    mesh: Mesh
+    hardware: Hardware
+    options: Options
+    budget_bytes: float
+    layers: Layers
+    report: Progress
+    maker: CostMaker
+    recomputes: bool = False
+    free: dict[int, Planned | None] = field(default_factory=dict)
+    n_configurations: int = field(default=0, init=False)
+    _costs: dict[int, list[StageCosts]] = field(default_factory=dict, init=False)
+    _found: dict[int, list[Planned]] = field(default_factory=dict, init=False)
+    _least_s: dict[int, float] = field(default_factory=dict, init=False)
+
+    @cached_property
+    def estimates(self) -> Estimates:
+        return Estimates()
+
+    @staticmethod
+    def of(
+        analysis: Analysis,
+        mesh: Mesh,
+        hardware: Hardware,
+        options: Options,
+        budget_bytes: float,
+        n_least: int = 2,
+        report: Progress = lambda text: None,
+    ) -> JointSearch:
+        """Finds the blocks and layers of the program: of the latter at least `n_least` where there
+        are so many operators, at most `MOST_LAYERS`.
+
+        Raises `BatchError` when the number of microbatches asked for does not divide the batch.
+        """
+        runs, recomputable = find_runs(analysis), Recomputable.of(analysis, options)
+        if recomputable is not None and aligned_runs(analysis, recomputable) != runs:
+            recomputable = None  # one block does not stand for others: estimates are without it
+        layers = find_layers(analysis, runs, n_least)
+        sizes = [*submesh_sizes(mesh), mesh.n_ranks]  # as for one stage, to share prices
+        maker = CostMaker(
+            fold(analysis, runs), layers, compute_dtype(analysis), options.optimizer,
+            all_views(mesh, hardware, options, sizes),
+            tuple(microbatch_counts(analysis, options, mesh.n_ranks)), recomputable=recomputable,
+        )  # fmt: skip
+        recomputes = is_searched(recomputable)
+        return JointSearch(
+            analysis, mesh, hardware, options, budget_bytes, layers, report, maker, recomputes
+        )
+
+    def with_layers(self, n_least: int, n_most: int) -> JointSearch:
+        """The same over other layers: at least and at most so many, as in `of`."""
+        layers = self.layers
+        if n_most != MOST_LAYERS or n_least > layers.n_layers:
+            layers = find_layers(self.analysis, self.maker.folded.runs, n_least, n_most)
+        return replace(self, layers=layers, maker=replace(self.maker, layers=layers), free={})
+
+    @property
+    def without_recompute(self) -> JointSearch:
+        """The same where nothing runs again by choice; what either makes serves the other."""
+        return replace(self, recomputes=False)
+
+    # -- what is searched --------------------------------------------------------------------
+
+    def counts(self) -> list[int]:
+        """Numbers of microbatches worth trying: divisors of the batch, about twice apart."""
+        return list(self.maker.counts)
+
+    @cached_property
+    def views(self) -> tuple[LogicalMesh, ...]:
+        """How a stage may see its submesh, as if it began at the first rank."""
+        sizes = submesh_sizes(self.mesh)
+        return distinct_views(self.mesh, self.hardware, self.options, sizes)
+
+    @cached_property
+    def bounds(self) -> StageBounds:
+        cost = CostModel(self.maker.views[0], self.maker.dtype)
+        return StageBounds.of(self.analysis, cost, self.layers)
+
+    # -- costs and plans ---------------------------------------------------------------------
+
+    def costs(self, m: int) -> list[StageCosts]:
+        """Every configuration of a stage that may be of use, with `m` microbatches."""
+        if m not in self._costs:
+            wanted = [self._wanted(view, m) for view in self.views]
+            every = tuple(itertools.chain.from_iterable(self.maker.searched(wanted, m)))
+            self._costs[m] = undominated(every)
+            self._count(len(every))
+        return self._costs[m]
+
+    def _count(self, n_placements: int) -> None:
+        n_layers = self.layers.n_layers
+        self.n_configurations += n_placements * n_layers * (n_layers + 1) // 2
+
+    def _wanted(self, view: LogicalMesh, m: int) -> Wanted:
+        share = view.n_ranks / self.mesh.n_ranks
+        deepest = self.depth(m, max(1, round(1 / share)))
+        depths = tuple(sorted({1, math.ceil(deepest / 2), deepest}))
+        enough_bytes = _ROOMY * self.budget_bytes / share
+        return Wanted(view, self.constraints(view), depths, enough_bytes, self.recomputes)
+
+    @property
+    def _is_gpipe(self) -> bool:
+        return schedule_name(self.options) == "gpipe"
+
+    def depth(self, m: int, n_left: int) -> int:
+        """Microbatches in flight on a stage when it and those after it are `n_left`."""
+        return m if self._is_gpipe else min(m, n_left)
+
+    def constraints(self, view: LogicalMesh) -> Constraints:
+        pins = pins_on(self.analysis, self.options, view)
+        return Constraints(self.options.forbid, pins=pins)
+
+    def _with(self, m: int, configs: Sequence[StageCosts], estimates: Estimates) -> StageSearch:
+        return StageSearch(
+            self.mesh, self.hardware, schedule_name(self.options), self.layers, self._learns,
+            estimates, m, configs,
+        )  # fmt: skip
+
+    def problem(self, m: int, n_stages: int | None) -> StageProblem | None:
+        """The stage problem with `m` microbatches; None where no view can be."""
+        return self._with(m, self.costs(m), self.estimates).problem(n_stages, self.budget_bytes)
+
+    def bound_s(self, m: int, n_stages: int | None) -> float:
+        """What plans with `m` microbatches take at least: what they were expected to before
+        anything was learned, or, if they were not searched, what would be if memory had no limit;
+        had all stages gained as much by being solved as the one that gained most so far."""
+        free = self._free(m, n_stages)
+        free_s = math.inf if free is None else free.estimate_s
+        return max(free_s, self._least_s.get(m, 0.0)) * self.estimates.least_share
+
+    def least_step_s(self, n_stages: int | None, limit_s: float = -math.inf) -> float:
+        """What every plan takes at least, whatever its placements: nothing is built for it. No
+        more is found out than that some may be below `limit_s`."""
+        first, sizes = FIRST_COUNT_PER_STAGE * (n_stages or 2), submesh_sizes(self.mesh)
+        least_s = math.inf
+        for m in sorted(self.counts(), key=lambda m: m < first):  # mostly fastest from there on
+            self._count(len(sizes))
+            least_s = min(least_s, self.bounds.step_s(self.mesh, sizes, m, n_stages))
+            if least_s <= limit_s:
+                break
+        return least_s
+
+    def _free(self, m: int, n_stages: int | None) -> Planned | None:
+        if m not in self.free:
+            wanted = [Wanted(view, self.constraints(view)) for view in self.views]
+            fastest = [costs[0] for costs in self.maker.searched(wanted, m) if costs]
+            self._count(len(fastest))
+            plans = self._with(m, fastest, Estimates()).plans(n_stages, math.inf)
+            self.free[m] = min(plans, key=lambda plan: plan.estimate_s, default=None)
+        return self.free[m]
+
+    @property
+    def free_s(self) -> float:
+        """Of the plans that are known the least time of a step if memory had no limit, as expected:
+        no recipe takes less. 0 where nothing was searched."""
+        return min((p.estimate_s for p in self.free.values() if p is not None), default=0.0)
+
+    @cached_property
+    def _learns(self) -> NDArray[np.bool_]:
+        """[first, last layer]: is there a parameter to optimise?"""
+        learning = {n for n, p in self.analysis.program.parameters.items() if p.requires_grad}
+        flags = [bool(learning.intersection(o.inputs)) for o in self.analysis.operators]
+        counts = np.concatenate(([0], np.cumsum(flags)))[[0, *self.layers.ends]]
+        return np.asarray(counts[None, 1:] > counts[:-1, None])
+
+    def plans(self, n_stages: int | None, limit_s: float = math.inf) -> list[Planned]:
+        """The best plans of all numbers of microbatches tried, by what they should take.
+
+        Those come first that may be fastest by their bounds; what by its bound is slower than plans
+        that are found, or than `limit_s`, is not searched. Where that leaves out all, the fastest
+        plan if memory had no limit comes out.
+        """
+        counts = self.counts()
+
+        def least_s(m: int) -> float:
+            if m not in self._found:
+                found_s = (plan.estimate_s for plans in self._found.values() for plan in plans)
+                bound_s = self.bound_s(m, n_stages)
+                if bound_s >= min(found_s, default=math.inf) or bound_s > limit_s:
+                    return bound_s
+                self.report(f"searching stages with {m} microbatches")
+                search = self._with(m, self.costs(m), self.estimates)
+                self._found[m] = search.plans(n_stages, self.budget_bytes)
+            least_s = min((plan.estimate_s for plan in self._found[m]), default=math.inf)
+            self._least_s.setdefault(m, least_s)
+            return least_s
+
+        first = FIRST_COUNT_PER_STAGE * (n_stages or 2)
+        fastest = climb_from(counts, first, lambda m: self.bound_s(m, n_stages))
+        climb_from(counts, fastest, least_s)
+        every = [plan for plans in self._found.values() for plan in plans]
+        if not self._least_s and (free := self._free(fastest, n_stages)) is not None:
+            every = [free]
+        return sorted(every, key=lambda plan: plan.estimate_s)
+
+    def learn(self, plan: Planned, solved: Sequence[Worked]) -> None:
+        """What the stages of a plan take, each solved alone."""
+        for (first, last), c, worked in zip(plan.ranges, plan.configs, solved, strict=True):
+            configs = self.costs(plan.n_microbatches)
+            self.estimates.learn(plan.n_microbatches, configs, c, (first, last), worked)
+        self._found.clear()
+
+    def candidate(self, plan: Planned) -> Candidate:
+        """The plan with every stage on its own ranks."""
+        views, first_rank = [], 0
+        for view in plan.views:
+            views.append(view_at(self.mesh, self.hardware, view, first_rank))
+            first_rank += view.n_ranks
+        return Candidate(
+            f"{views_text(views)}, m={plan.n_microbatches}",
+            self.layers.ends_of(plan.last_layers),
+            tuple(StageLayout(view, self.constraints(view)) for view in views),
+            plan.n_microbatches,
+            plan.estimate_s,
+        )
+
+
+def climb(counts: Sequence[int], cost_s: Callable[[int], float]) -> int:
+    """The first of `counts` that the next one does not improve on; what is infinite is passed
+    over, and if all are, it is the first."""
+    best, best_s = counts[0], cost_s(counts[0])
+    for m in counts[1:]:
+        next_s = cost_s(m)
+        if next_s < best_s:
+            best, best_s = m, next_s
+        elif math.isfinite(best_s):
+            break
+    return best
+
+
+def climb_from(counts: Sequence[int], first: int, cost_s: Callable[[int], float]) -> int:
+    """The cheapest of rising `counts`, climbing up from `first` or the next there is; or down, if
+    that gets nowhere."""
+    start = next((i for i, m in enumerate(counts) if m >= first), len(counts) - 1)
+    best = climb(counts[start:], cost_s)
+    return best if best != counts[start] else climb(counts[start::-1], cost_s)
+
+
+def different(plans: Sequence[Planned], n_best: int) -> list[Planned]:
+    """The best plans, one of those that are nearly alike; then what else there is.
+
+    Plans of the same submeshes and microbatches that cost the same are mostly one plan, seen
+    through views that make no difference to it.
+    """
+    chosen: list[Planned] = []
+    for plan in plans:
+        if not any(_nearly_alike(plan, other) for other in chosen):
+            chosen.append(plan)
+    rest = [plan for plan in plans if plan not in chosen]
+    return [*chosen, *rest][:n_best]
+
+
+def _nearly_alike(a: Planned, b: Planned) -> bool:
+    sizes = [tuple(view.n_ranks for view in plan.views) for plan in (a, b)]
+    same = a.n_microbatches == b.n_microbatches and sizes[0] == sizes[1]
+    return same and abs(a.estimate_s - b.estimate_s) <= _ALIKE_REL * b.estimate_s

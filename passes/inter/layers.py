@@ -1,0 +1,196 @@
+"""The program's operators as layers: where pipeline stages may begin.
+
+A boundary between two operators is *thin* if few bytes cross it. How few is read off the model:
+
+    repeated blocks   the least that crosses anywhere inside a block (the residual stream); of
+                      several stacks of blocks, the one that needs most
+    none              the largest cut of the best clustering into `N_WANTED` layers
+                      (`solvers/clustering.py`)
+
+Thin boundaries with no flops between them are alternatives; the one where the module tree
+changes most is taken, because that is where a person would cut. If more than `MOST_LAYERS`
+are left, only those between larger modules stay, and at last neighbours are joined evenly.
+Values that depend on nothing but inputs (masks) count where they are made by operators.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.passes.analysis import Analysis, Run
+from autopar.passes.inter.candidate import crossing_bytes
+from autopar.passes.solvers.problem import Infeasible
+from autopar.passes.solvers.stages import cluster_operators, least_flops
+from autopar.program import Program
+from autopar.rules import rule_for
+
+N_WANTED = 32
+# Of more than 24 blocks no halves are told apart, and more than 48 blocks are joined: the search of
+# stages then takes a tenth of a second, where twice as many layers take two.
+MOST_LAYERS = 48
+# Two cuts of almost the same bytes are equally thin.
+_SAME_BYTES_REL = 1e-3
+# How much more than the mean a layer's flops may be: the least that can be attained is taken.
+_DELTAS = (0.5, *(2.0**k for k in range(12)), math.inf)
+
+
+@dataclass(frozen=True)
+class Layers:
+    """`ends[l]` operators are in layers 0..l; `crossing[b]` are the values that cross between
+    layers b and b + 1."""
+
+    ends: tuple[int, ...]
+    flops: tuple[float, ...]
+    crossing: tuple[tuple[str, ...], ...]
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.ends)
+
+    def ends_of(self, last_layers: Sequence[int]) -> tuple[int, ...]:
+        """The operator counts at which stages end that end with these layers."""
+        return tuple(self.ends[last] for last in last_layers)
+
+
+def find_layers(
+    analysis: Analysis, runs: Sequence[Run], n_least: int = 2, n_most: int = MOST_LAYERS
+) -> Layers:
+    """Layers of a program whose repeated blocks are `runs` (`folding.find_runs`).
+
+    At least `n_least` if there are so many operators before the loss.
+    """
+    flops = operator_flops(analysis)
+    bytes_after, depths = _allowed(analysis, crossing_bytes(analysis)), _depths(analysis.program)
+    thin = _thin(bytes_after, _block_limit(bytes_after, runs))
+    if not runs or len(_distinct(depths, thin, flops, bytes_after)) + 1 < n_least:
+        thin = _thin(bytes_after, _clustered_limit(flops, bytes_after, max(n_least, N_WANTED)))
+    chosen = _distinct(depths, thin, flops, bytes_after)
+    if len(chosen) + 1 < n_least:
+        chosen = [b for b, size in enumerate(bytes_after) if math.isfinite(size)]
+    chosen = _fewer(depths, chosen, flops, n_least, n_most)
+    ends = (*(b + 1 for b in chosen), len(flops))
+    return Layers(
+        ends,
+        tuple(math.fsum(flops[a:b]) for a, b in itertools.pairwise((0, *ends))),
+        tuple(_crossing(analysis, ends[:-1])),
+    )
+
+
+def operator_flops(analysis: Analysis) -> list[float]:
+    """Forward flops of the global batch, per operator."""
+    alike = analysis.placed_alike(1)
+    flops = {k: rule_for(str(p.operator.call.op)).flops_of(p.sizes) for k, p in alike.items()}
+    return [flops[analysis.kinds[operator.name]] for operator in analysis.operators]
+
+
+def balanced(weights: Sequence[float], n_parts: int) -> tuple[int, ...]:
+    """The last index of each of `n_parts` consecutive parts, the heaviest as light as can be.
+
+    Among those, the most even. Raises `ProblemError` for more parts than weights.
+    """
+    n = len(weights)
+    no_cuts = [0.0] * (n - 1)
+    limit = least_flops(weights, n_parts) if 0 < n_parts <= n else 0.0
+    mean = math.fsum(weights) / max(n_parts, 1)
+    delta = max(limit / mean - 1, 0.0) if mean else 0.0
+    found = cluster_operators(weights, no_cuts, n_parts, delta * (1 + 1e-9) + 1e-9)
+    assert not isinstance(found, Infeasible), found
+    return tuple(end - 1 for end in found.ends)
+
+
+def _allowed(analysis: Analysis, bytes_after: Sequence[float]) -> list[float]:
+    """The loss is made on the last stage: nothing is cut after it. One stage reads and changes a
+    buffer: nothing is cut between.
+    """
+    program = analysis.program
+    place = {v: i for i, o in enumerate(analysis.operators) for v in (o.name, *o.outputs)}
+    made = place.get(program.loss, math.inf) if program.loss is not None else math.inf
+    closed = {b for b in range(len(bytes_after)) if b >= made}
+    for placeholder, buffer in program.buffers.items():
+        if buffer.update in place:
+            users = (user.name for user in program.node(placeholder).users)
+            places = [place[buffer.update], *(place[u] for u in users if u in place)]
+            closed.update(range(min(places), max(places)))
+    return [math.inf if b in closed else size for b, size in enumerate(bytes_after)]
+
+
+def _block_limit(bytes_after: Sequence[float], runs: Sequence[Run]) -> float:
+    return max((min(bytes_after[run.start : run.end]) for run in runs), default=0.0)
+
+
+def _clustered_limit(flops: Sequence[float], bytes_after: Sequence[float], n: int) -> float:
+    """The largest cut of the thinnest clustering into `n` layers, or as many as there can be."""
+    n_possible = sum(map(math.isfinite, bytes_after)) + 1
+    # What may not be cut is dearer than everything else together.
+    dearest = math.fsum(filter(math.isfinite, bytes_after)) + 1.0
+    cuts = [min(size, dearest) for size in bytes_after]
+    for delta in _DELTAS[:-1]:
+        found = cluster_operators(flops, cuts, min(n, n_possible), delta)
+        if not isinstance(found, Infeasible):
+            return min(found.largest_cut_bytes, dearest - 1.0)
+    return dearest - 1.0
+
+
+def _thin(bytes_after: Sequence[float], limit_bytes: float) -> list[int]:
+    limit = limit_bytes * (1 + _SAME_BYTES_REL)
+    return [b for b, size in enumerate(bytes_after) if size <= limit]
+
+
+def _distinct(
+    depths: Sequence[int], thin: Sequence[int], flops: Sequence[float], bytes_after: Sequence[float]
+) -> list[int]:
+    """One of the boundaries between every two layers that have flops."""
+    done = list(itertools.accumulate(flops))
+    groups = itertools.groupby(thin, key=lambda b: done[b])
+    return [
+        min(group, key=lambda b: (depths[b], bytes_after[b], b))
+        for before, group in groups
+        if 0 < before < done[-1]
+    ]
+
+
+def _depths(program: Program) -> list[int]:
+    """How many modules the operators on both sides of each boundary are in together."""
+    paths = [program.keys[node.name].rpartition("/")[0].split(".") for node in program.operators]
+    return [
+        next((d for d, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+        for a, b in itertools.pairwise(paths)
+    ]
+
+
+def _fewer(
+    depths: Sequence[int], chosen: list[int], flops: Sequence[float], n_least: int, n_most: int
+) -> list[int]:
+    """At most `n_most - 1` of the boundaries, and `n_least - 1` if there are so many."""
+    n_most = max(n_most, n_least)
+    if len(chosen) < n_most:
+        return chosen
+    for depth in sorted({depths[b] for b in chosen}, reverse=True):
+        outer = [b for b in chosen if depths[b] <= depth]
+        if len(outer) + 1 < max(n_least, n_most // 4):
+            break
+        if len(outer) < n_most:
+            return outer
+        chosen = outer
+    bounds = (0, *(b + 1 for b in chosen), len(flops))
+    weights = [math.fsum(flops[a:b]) for a, b in itertools.pairwise(bounds)]
+    # Joined by twos, or threes...: as even as the layers are.
+    n_parts = math.ceil(len(weights) / math.ceil(len(weights) / n_most))
+    return [chosen[last] for last in balanced(weights, max(n_parts, n_least))[:-1]]
+
+
+def _crossing(analysis: Analysis, ends: Sequence[int]) -> list[tuple[str, ...]]:
+    """Values made in the first `end` operators and read later, for each of rising ends."""
+    last_read: dict[str, int] = {}
+    for i, operator in enumerate(analysis.operators):
+        last_read |= dict.fromkeys(operator.inputs, i)
+    found: list[list[str]] = [[] for _ in ends]
+    for i, operator in enumerate(analysis.operators):
+        for name in operator.outputs:
+            for at in range(bisect_right(ends, i), bisect_right(ends, last_read.get(name, i))):
+                found[at].append(name)
+    return [tuple(values) for values in found]

@@ -1,0 +1,119 @@
+"""What a stage may be: its number of devices, how it sees them, and where in a node it may lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from autopar.cost.hardware import Hardware
+from autopar.errors import OptionError
+from autopar.mesh import Link, LogicalMesh, Mesh, factored_view, logical_views
+from autopar.options import Options
+from autopar.passes.analysis import Analysis
+from autopar.passes.intra import Pin
+
+
+def submesh_sizes(mesh: Mesh) -> list[int]:
+    """Numbers of devices of a stage among several: divisors of a node, powers of two nodes, and
+    divisors of all nodes."""
+    each, nodes = mesh.devices_per_node, mesh.nodes
+    parts = [n for n in range(1, each + 1) if each % n == 0]
+    groups = [k * each for k in range(2, nodes) if nodes % k == 0 or k & (k - 1) == 0]
+    return [n for n in (*parts, *groups) if n < mesh.n_ranks]
+
+
+class Place(NamedTuple):
+    """Where stages of as many devices may begin in their node, as devices before them (None:
+    anywhere), and the links to the stages before and after them."""
+
+    offsets: frozenset[int] | None
+    before: Link
+    after: Link
+
+
+def places_of(mesh: Mesh, hardware: Hardware, n_ranks: int) -> tuple[Place, ...]:
+    """The places of stages of `n_ranks` devices. A share of a node has neighbours on other nodes
+    where it is the first of its node, or the last."""
+    across, inside, each = hardware.links[0], hardware.links[-1], mesh.devices_per_node
+    if n_ranks >= each or mesh.nodes == 1:
+        link = inside if mesh.nodes == 1 else across
+        return (Place(None, link, link),)
+    last = each - n_ranks
+    within = Place(frozenset(range(1, last)), inside, inside)
+    edges = Place(frozenset({0}), across, inside), Place(frozenset({last}), inside, across)
+    return (*edges, within) if within.offsets else edges
+
+
+def views_of(
+    mesh: Mesh, hardware: Hardware, options: Options, first_rank: int, n_ranks: int
+) -> list[LogicalMesh]:
+    """How a stage may see its ranks."""
+    shape = options.mesh_shape
+    return logical_views(mesh, hardware.links, hardware.device, shape, first_rank, n_ranks)
+
+
+def distinct_views(
+    mesh: Mesh, hardware: Hardware, options: Options, sizes: Sequence[int]
+) -> tuple[LogicalMesh, ...]:
+    """How the first ranks may be seen, of each of some numbers of ranks.
+
+    Without `force`, views that differ only in the names of axes are one.
+    """
+    found: dict[object, LogicalMesh] = {}
+    for size in sizes:
+        for view in views_of(mesh, hardware, options, 0, size):
+            axes = tuple((view.sizes[a], view.links[a]) for a in view.active_axes)
+            key = (view.sizes, view.names) if options.force else (size, axes)
+            found.setdefault(key, view)
+    return tuple(found.values())
+
+
+def all_views(
+    mesh: Mesh, hardware: Hardware, options: Options, sizes: Sequence[int]
+) -> tuple[LogicalMesh, ...]:
+    """How the first ranks may be seen, of each of some numbers of ranks: a recipe gives the axes of
+    views roles, so that those that only differ in which axis is in use are several."""
+    return tuple(v for size in sizes for v in views_of(mesh, hardware, options, 0, size))
+
+
+def view_at(mesh: Mesh, hardware: Hardware, view: LogicalMesh, first_rank: int) -> LogicalMesh:
+    """The same axes over the ranks from `first_rank` on."""
+    return factored_view(mesh, hardware.links, hardware.device, view.axes, first_rank)
+
+
+def pins_on(
+    analysis: Analysis, options: Options, view: LogicalMesh
+) -> Mapping[str, tuple[Pin, ...]]:
+    """The pins of `force` on one view, by parameter placeholder.
+
+    Raises `OptionError` for a name that is no parameter, or an axis that the view does not have.
+    """
+    placeholders = {
+        name: placeholder
+        for placeholder, info in analysis.program.parameters.items()
+        for name in (info.name, *info.aliases)
+    }
+    pins: dict[str, tuple[Pin, ...]] = {}
+    for pin in options.force:
+        if pin.parameter not in placeholders:
+            raise OptionError(
+                f"force names {pin.parameter!r}, which is no parameter of the model",
+                hint=f"parameters are such as {', '.join(list(placeholders)[:3])}",
+            )
+        axis = pin.axis_index(view.names)
+        if options.mesh_shape == "as-given" or view.sizes[axis] > 1:
+            key = placeholders[pin.parameter]
+            pins[key] = (*pins.get(key, ()), Pin(pin.storage, pin.use, axis))
+    return pins
+
+
+def views_text(views: Sequence[LogicalMesh]) -> str:
+    """`2 stages: 8 + 8 devices (dp=2 x tp=4 | dp=4 x tp=2)`; views that are all alike once."""
+    sizes = " + ".join(str(view.n_ranks) for view in views)
+    texts = [axes_text(view) for view in views]
+    within = texts[0] if len(set(texts)) == 1 else " | ".join(texts)
+    return f"{len(views)} stages: {sizes} devices ({within})"
+
+
+def axes_text(view: LogicalMesh) -> str:
+    return " x ".join(f"{name}={size}" for name, size in view.axes.items())

@@ -1,0 +1,343 @@
+"""What any range of layers costs as a pipeline stage, on one logical view of its devices.
+
+The intra-operator problem of the whole program, folded (`folding.py`), is solved once per view
+and number of microbatches m, and its numbers are attributed to operators (`attribution.py`):
+
+    time        per microbatch: operators, reshards, and conversions of parameters that are
+                made per microbatch (ZeRO-2 and ZeRO-3)
+    once        per step: the optimizer's update, conversions made once (ZeRO-1, data parallel)
+    static      bytes of parameters, gradients, optimizer state and converted copies
+    activation  bytes that one microbatch keeps for backward
+
+    m sum(time) + sum(once) = the objective,   sum(static) + sum(activation) = the bytes
+
+of the folded program, exactly. A range of layers costs the sum of its operators, and each parameter
+it uses once (`StageCosts.ranges`). To that come messages, which depend on where a stage lies
+(`traffic`), and what it pays for placing values as they cross (`conversions`): all of it where
+placements are given (recipes), and as little as nothing where they are searched, because a stage
+that is solved alone places its ends otherwise. The search learns how much (`refined.py`).
+
+Memory is traded for time by a price per byte (`solvers/hull.py`): placements at some corners of
+the hull, for several depths of microbatches in flight, are configurations of their own, so the
+stage search weighs both. What may run again in backward is part of them (`recompute_choice.py`).
+The hull is not the whole Pareto set.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from autopar.cost.laws import CostModel
+from autopar.errors import BatchError, InfeasibleError
+from autopar.mesh import Link, LogicalMesh
+from autopar.passes.analysis import Folded, Recomputable, is_searched
+from autopar.passes.inter.attribution import PARTS, Attribution, Shared, Traffic, Wiring
+from autopar.passes.inter.layers import Layers
+from autopar.passes.intra import Constraints, IntraOpProblem, ProblemBatch, ProblemFamilies
+from autopar.passes.reshard import priced_alike
+from autopar.passes.solvers.choice import hull_corners_of, solve
+from autopar.passes.solvers.problem import Choice, Infeasible, compiled
+
+Array = NDArray[np.float64]
+N_CORNERS = 5
+
+
+@dataclass(frozen=True, eq=False)
+class StageCosts:
+    """One way to place the program on a view: of the whole program's operators the sums of all,
+    [parts], and of those before each layer and at the end, [parts, layers + 1]; per inner boundary
+    between layers what the stages before and after it pay for placing what crosses, and their
+    messages."""
+
+    view: LogicalMesh
+    layers: Layers
+    sums: Array
+    sums_before: Array
+    shared: tuple[Shared, ...]
+    leave_s: Array
+    enter_s: Array
+    traffic: Traffic
+
+    def total(self, part: str) -> float:
+        """Of the whole program as one stage."""
+        alone = float(self.sums[PARTS.index(part)])
+        return alone + sum(s.values.get(part, 0.0) for s in self.shared)
+
+    def bytes_in_flight(self, depth: int) -> float:
+        """Of the whole program as one stage, with `depth` microbatches in flight."""
+        return self.total("static") + depth * self.total("activation")
+
+    @staticmethod
+    def of(
+        view: LogicalMesh, layers: Layers, parts: Mapping[str, Array], shared: tuple[Shared, ...],
+        leave_s: Array, enter_s: Array, traffic: Traffic,
+    ) -> StageCosts:  # fmt: skip
+        """Of `parts` per operator of the whole program."""
+        every = np.stack([parts[part] for part in PARTS])
+        before = np.concatenate((np.zeros((len(PARTS), 1)), np.cumsum(every, axis=1)), axis=1)
+        before = before[:, [0, *layers.ends]]
+        return StageCosts(
+            view, layers, every.sum(axis=1), before, shared, leave_s, enter_s, traffic
+        )
+
+    def ranges(self, part: str) -> Array:
+        """[first layer, last layer] of a stage; 0 below the diagonal."""
+        return self._ranges[PARTS.index(part)]
+
+    @cached_property
+    def _ranges(self) -> Array:
+        """[parts, first layer, last layer]"""
+        out = self.sums_before[:, None, 1:] - self.sums_before[:, :-1, None]
+        for shared in self.shared:
+            used = np.zeros(self.layers.n_layers + 1, dtype=np.int64)
+            used[1 + np.searchsorted(self.layers.ends, shared.operators, side="right")] = 1
+            n_before = np.cumsum(used)
+            touched = n_before[None, 1:] > n_before[:-1, None]
+            values = np.array([shared.values.get(part, 0.0) for part in PARTS])
+            out += values[:, None, None] * touched
+        return np.triu(np.maximum(out, 0.0))
+
+    def conversions(self) -> Array:
+        """Seconds of placing what crosses both ends, [first layer, last layer] of a stage."""
+        enter, leave = np.concatenate(([0.0], self.enter_s)), np.concatenate((self.leave_s, [0.0]))
+        return np.triu(enter[:, None] + leave[None, :])
+
+    def messages(self, before: Link, after: Link) -> Array:
+        """Seconds of receiving a microbatch and its gradient, over the links to the stages before
+        and after, [first layer, last layer] of a stage: it waits for what it receives."""
+        forward = np.concatenate(([0.0], self.traffic.forward_s(before)))
+        backward = np.concatenate((self.traffic.backward_s(after), [0.0]))
+        return np.triu(forward[:, None] + backward[None, :])
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A view that costs are wanted of: with placements for several `depths` of microbatches in
+    flight, where those of the fastest need more than `enough_bytes`; with `recomputes`, they may
+    run again what the maker says."""
+
+    view: LogicalMesh
+    constraints: Constraints
+    depths: tuple[int, ...] = ()
+    enough_bytes: float = 0.0
+    recomputes: bool = False
+
+    def is_tight(self, fastest: StageCosts) -> bool:
+        """Are leaner placements of use?"""
+        return bool(self.depths) and fastest.bytes_in_flight(max(self.depths)) > self.enough_bytes
+
+
+class _Placed(NamedTuple):
+    """Placements of the folded program, and what they cost."""
+
+    choice: Choice
+    costs: StageCosts
+
+
+@dataclass(frozen=True)
+class CostMaker:
+    """Prices views of one program. `pricing` is the machine that placements are chosen for,
+    where that is not the one they run on (recipes); `views` and `counts` of microbatches are those
+    that will be asked for. `recomputable` is what may run again in backward, in ranges that blocks
+    of the folded program hold.
+    """
+
+    folded: Folded
+    layers: Layers
+    dtype: torch.dtype
+    optimizer: str
+    views: tuple[LogicalMesh, ...] = ()
+    counts: tuple[int, ...] = ()
+    pricing: Callable[[CostModel], CostModel] | None = None
+    recomputable: Recomputable | None = None
+    _layouts: dict[Hashable, tuple[Hashable, Choice]] = field(default_factory=dict, init=False)
+    _fastest: dict[Hashable, _Placed | None] = field(default_factory=dict, init=False)
+    _wirings: dict[ProblemBatch, Wiring] = field(default_factory=dict, init=False)
+
+    @cached_property
+    def _problems(self) -> ProblemFamilies:
+        """Without recompute, unless a mode is given."""
+        return self._families(None if is_searched(self.recomputable) else self.recomputable)
+
+    @cached_property
+    def _recomputing(self) -> ProblemFamilies:
+        return self._families(self.recomputable)
+
+    def _families(self, recomputable: Recomputable | None) -> ProblemFamilies:
+        real = tuple(CostModel(view, self.dtype) for view in self.views)
+        abstract = tuple(map(self.pricing, real)) if self.pricing is not None else ()
+        return ProblemFamilies(
+            self.folded.analysis, self.optimizer, (real, abstract), self.counts,
+            recomputable=recomputable,
+        )  # fmt: skip
+
+    def recipe(
+        self, view: LogicalMesh, n_microbatches: int, constraints: Constraints
+    ) -> StageCosts:
+        """The placements of a recipe, laid out on the machine of `pricing`.
+
+        Raises `InfeasibleError` when the constraints leave nothing, or forbid the layout on the
+        real machine, `BatchError` when the batch does not divide.
+        """
+        cost = CostModel(view, self.dtype)
+        batch = self._problems.of(cost, n_microbatches, constraints)
+        layout = self._layout(cost, batch.problems.first, n_microbatches, constraints)
+        (costs,) = self._costs(batch, [(view, batch.place(cost, n_microbatches), layout)])
+        if not all(math.isfinite(costs.total(part)) for part in PARTS):
+            raise _contradictory()  # the cheapest ways to convert a parameter here are forbidden
+        return costs
+
+    def searched(self, wanted: Sequence[Wanted], n_microbatches: int) -> list[list[StageCosts]]:
+        """Of each, the fastest placements first; then leaner ones for several depths, unless the
+        fastest, of the whole program, need no more than enough bytes. None where the constraints
+        leave nothing, or the batch does not divide."""
+        out: list[list[StageCosts]] = [[] for _ in wanted]
+        together: dict[int, list[int]] = {}
+        batches: dict[int, ProblemBatch] = {}
+        for i, one in enumerate(wanted):
+            cost = CostModel(one.view, self.dtype)
+            try:
+                batch = self._problems.of(cost, n_microbatches, one.constraints)
+            except (InfeasibleError, BatchError):
+                continue  # this view, or this many microbatches, cannot be
+            batches[id(batch)] = batch
+            together.setdefault(id(batch), []).append(i)
+        for key, of_batch in together.items():
+            found = self._walked([wanted[i] for i in of_batch], batches[key], n_microbatches)
+            for i, costs in zip(of_batch, found, strict=True):
+                out[i] = costs
+        return out
+
+    def _walked(
+        self, wanted: Sequence[Wanted], batch: ProblemBatch, m: int
+    ) -> list[list[StageCosts]]:
+        """Those whose problems were built together."""
+        models = [CostModel(one.view, self.dtype) for one in wanted]
+        free = self._fastest_of(wanted, batch, m)
+        known = [{} if one is None else {one.choice: one.costs} for one in free]
+        tight = [i for i, one in enumerate(free) if one and wanted[i].is_tight(one.costs)]
+        if tight:
+            families = self._recomputing if wanted[tight[0]].recomputes else self._problems
+            leaner = families.of(models[tight[0]], m, wanted[tight[0]].constraints)
+            fastest = [one.choice if one and leaner is batch else None for one in free]
+        for k in range(max((len(wanted[i].depths) for i in tight), default=0)):
+            rows = [i for i in tight if k < len(wanted[i].depths)]
+            at = [leaner.place(models[i], m) for i in rows]
+            problems = leaner.problems.in_flight(at, [wanted[i].depths[k] for i in rows])
+            corners = hull_corners_of(problems, N_CORNERS, [fastest[i] for i in rows])
+            new = []
+            for i, case, found in zip(rows, at, corners, strict=True):
+                assert not isinstance(found, Infeasible), "the fastest is allowed"
+                fastest[i] = found[0]
+                new += [(i, case, choice) for choice in found if choice not in known[i]]
+            costs = self._costs(leaner, [(wanted[i].view, case, choice) for i, case, choice in new])
+            for (i, _, choice), one in zip(new, costs, strict=True):
+                known[i][choice] = one
+        return [list(found.values()) for found in known]
+
+    def _fastest_of(
+        self, wanted: Sequence[Wanted], batch: ProblemBatch, m: int
+    ) -> list[_Placed | None]:
+        """The fastest placements on each view, found once; None where nothing is allowed."""
+        keys = [(batch, one.view, m) for one in wanted]
+        new = [i for i, key in enumerate(keys) if key not in self._fastest]
+        if new:
+            at = [batch.place(CostModel(wanted[i].view, self.dtype), m) for i in new]
+            found = hull_corners_of(batch.problems.in_flight(at, [1] * len(new)), 1)
+            chosen = [
+                (i, case, corners[0])
+                for i, case, corners in zip(new, at, found, strict=True)
+                if not isinstance(corners, Infeasible)
+            ]
+            costs = self._costs(batch, [(wanted[i].view, case, c) for i, case, c in chosen])
+            self._fastest.update(dict.fromkeys(keys[i] for i in new))
+            for (i, _, choice), one in zip(chosen, costs, strict=True):
+                self._fastest[keys[i]] = _Placed(choice, one)
+        return [self._fastest[key] for key in keys]
+
+    def _layout(
+        self, cost: CostModel, problem: IntraOpProblem, m: int, constraints: Constraints
+    ) -> Choice:
+        """A recipe's placements: the fastest on the machine it is laid out on. They are the same
+        for any number of microbatches that leaves the same choices."""
+        assert self.pricing is not None
+        key = (priced_alike(cost), repr(constraints))
+        known = self._layouts.get(key)
+        if known is None or known[0] != problem.structure:
+            other = self.pricing(cost)
+            laid_out = self._problems.of(other, m, constraints).of(other, m)
+            assert laid_out.structure == problem.structure, "machines differ in numbers alone"
+            found = solve(laid_out.numbers)
+            if isinstance(found, Infeasible):
+                raise _contradictory()
+            known = self._layouts[key] = (problem.structure, found.choice)
+        return known[1]
+
+    def _costs(
+        self, batch: ProblemBatch, chosen: Sequence[tuple[LogicalMesh, int, Choice]]
+    ) -> list[StageCosts]:
+        """Of choices: each with its view, and which problem of the batch it is of."""
+        if not chosen:
+            return []
+        if batch not in self._wirings:
+            self._wirings[batch] = Wiring(self.folded, batch, self.layers.crossing)
+        cases, choices = np.array([c for _, c, _ in chosen]), np.array([c for _, _, c in chosen])
+        attribution = Attribution(self._wirings[batch], cases, choices)
+        read = zip(chosen, attribution.parts(), attribution.crossings(), strict=True)
+        return [
+            StageCosts.of(view, self.layers, parts, shared, leave_s, enter_s, traffic)
+            for (view, _, _), (parts, shared), (leave_s, enter_s, traffic) in read
+        ]
+
+
+def _contradictory() -> InfeasibleError:
+    return InfeasibleError(
+        "no plan satisfies the constraints together", hint="relax forbid, force or the recipe"
+    )
+
+
+def undominated(configs: Sequence[StageCosts]) -> list[StageCosts]:
+    """Without those that another of as many devices betters, or equals, in every part of every
+    range of layers and in its messages; of equals the first stays."""
+    kept: list[StageCosts] = []
+    for n_ranks in dict.fromkeys(c.view.n_ranks for c in configs):
+        same = [c for c in configs if c.view.n_ranks == n_ranks]
+        tables = np.stack(
+            [
+                np.concatenate(
+                    [
+                        *(c.ranges(part).ravel() for part in PARTS),
+                        c.conversions().ravel(),
+                        c.traffic.numbers.ravel(),
+                    ]
+                )
+                for c in same
+            ]
+        )
+        kept += itertools.compress(same, ~_dominated(tables))
+    return kept
+
+
+@compiled
+def _dominated(rows: Array) -> NDArray[np.bool_]:
+    """Which rows of [rows, numbers] are nowhere less than some other one; of equals all but the
+    first."""
+    n_rows, n_numbers = rows.shape
+    out = np.zeros(n_rows, dtype=np.bool_)
+    for i in range(n_rows):
+        for other in range(n_rows):
+            at = 0
+            while at < n_numbers and rows[other, at] <= rows[i, at]:
+                at += 1
+            if at == n_numbers and other != i:
+                out[i] |= other < i or (rows[other] < rows[i]).any()
+    return out

@@ -1,0 +1,38 @@
+"""intra."""
+
+from autopar.passes.intra.chooser import Ask, Chooser, Chosen, choose, too_little_memory
+from autopar.passes.intra.constraints import Constraints, Pin, Role
+from autopar.passes.intra.intra_op import (
+    ProblemBatch,
+    ProblemFamilies,
+    intra_op_problem,
+    least_bytes,
+    least_step_s,
+    least_times_s,
+    static_bytes,
+)
+from autopar.passes.intra.member_prices import lowered_over, operator_times_s
+from autopar.passes.intra.problem import IntraOpProblem
+from autopar.passes.intra.recipe_machine import recipe_cost
+
+__all__ = [
+    "Ask",
+    "Chooser",
+    "Chosen",
+    "Constraints",
+    "IntraOpProblem",
+    "Pin",
+    "ProblemBatch",
+    "ProblemFamilies",
+    "Role",
+    "choose",
+    "intra_op_problem",
+    "least_bytes",
+    "least_step_s",
+    "least_times_s",
+    "lowered_over",
+    "operator_times_s",
+    "recipe_cost",
+    "static_bytes",
+    "too_little_memory",
+]

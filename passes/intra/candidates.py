@@ -1,0 +1,298 @@
+"""Candidates: what each planning node may choose, and what each choice costs.
+
+A group's choice is one joint strategy per active mesh axis; its time and memory factor over
+axes (a tensor's local bytes are its bytes times one fraction per axis), so the tables are
+outer products and nothing is priced twice. All cases (`cases.py`) have the same choices, and are
+priced together: what is not legal in one of them takes forever there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.errors import InfeasibleError
+from autopar.measured import Saved
+from autopar.passes.analysis import Group, JointStrategy, PlacedOperator
+from autopar.passes.intra.cases import Cases
+from autopar.passes.intra.constraints import Limits
+from autopar.passes.intra.member_prices import MemberPrice, MemberPricer, lowered_over
+from autopar.passes.reshard import SpecColumn, SpecColumns
+from autopar.placement import PREFERENCE, I, Placement, Spec
+from autopar.program import OperatorStrategy
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class ChoiceTable:
+    """What groups that are alike may choose; values go by their numbers in `Group.values`.
+
+    `picked` [active axes, choices] are the joint strategies of each choice, as positions among
+    those of the `first` of the groups. `legal`, `time_s` and `size_bytes` are [cases, choices],
+    `preference` [choices]. The bytes are those of the values `saved`, and of what is no value.
+    """
+
+    first: Group
+    picked: NDArray[np.int64]
+    active_axes: tuple[int, ...]
+    n_axes: int
+    legal: NDArray[np.bool_]
+    time_s: Array
+    size_bytes: Array
+    preference: Array
+    saved: frozenset[int]
+    known: SpecColumns
+    _columns: dict[int, SpecColumn] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return self.picked.shape[1]
+
+    @property
+    def likeness(self) -> Hashable:
+        """Equal for tables of one group that offer the same choices."""
+        return self.picked.shape, self.picked.tobytes()
+
+    @cached_property
+    def choices(self) -> tuple[tuple[JointStrategy, ...], ...]:
+        """One joint strategy per active axis, of every choice."""
+        every = self.first.strategies
+        return tuple(tuple(every[i] for i in of) for of in self.picked.T.tolist())
+
+    def column(self, number: int) -> SpecColumn:
+        """How each choice places a value."""
+        if number not in self._columns:
+            self._columns[number] = self._column(self.first.values[number])
+        return self._columns[number]
+
+    def _column(self, value: str) -> SpecColumn:
+        placements = tuple([joint.placements[value] for joint in self.first.strategies])
+        key = (placements, self.likeness, self.active_axes, self.n_axes)
+        return self.known.of(key, lambda: self._new_column(placements))
+
+    def _new_column(self, placements: Sequence[Placement]) -> SpecColumn:
+        """Of a value that joint strategies place so."""
+        kinds: dict[Placement, int] = {}
+        kind_of = np.array([kinds.setdefault(p, len(kinds)) for p in placements])
+        joint = np.zeros(len(self), dtype=np.int64)
+        for picks in self.picked:
+            joint = joint * len(kinds) + kind_of[picks]
+        numbers: dict[int, int] = {}
+        code = [numbers.setdefault(j, len(numbers)) for j in joint.tolist()]
+        every = tuple(kinds)
+
+        def spec(joint: int) -> Spec:
+            placements = [I] * self.n_axes
+            for axis in reversed(self.active_axes):
+                joint, kind = divmod(joint, len(every))
+                placements[axis] = every[kind]
+            return Spec(tuple(placements))
+
+        return SpecColumn(tuple(map(spec, numbers)), np.array(code, dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class GroupCandidates:
+    """A group and its choices."""
+
+    group: Group
+    table: ChoiceTable
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def specs(self, value: str) -> SpecColumn:
+        """How each choice places a value that the group touches."""
+        return self.table.column(self.group.number[value])
+
+    def spec(self, choice: int, value: str) -> Spec:
+        return self.specs(value)[choice]
+
+    def strategies(self, choice: int) -> dict[str, OperatorStrategy]:
+        """Per operator of the group, its specs under a choice."""
+        out = {}
+        for position, item in enumerate(self.group.members):
+            joints = self.table.choices[choice]
+            chosen = [item.strategies[j.members[position]] for j in joints]
+            out[item.name] = OperatorStrategy(
+                tuple(self.spec(choice, n) for n in item.operator.inputs),
+                tuple(self.spec(choice, n) for n in item.operator.outputs),
+                *lowered_over(chosen, self.table.active_axes),
+            )
+        return out
+
+
+@dataclass(frozen=True)
+class CandidateMaker:
+    """Prices groups in several cases.
+
+    Some operators stand for `n_like` alike in one group (`repeated.py`). `sizes_at` has operators'
+    sizes by name, per distinct number of microbatches. `elsewhere` keeps the choices of groups on
+    some machine of the same sizes by all that decides them, `known` the same with this one's times;
+    `columns` are those of all problems of a program.
+    """
+
+    cases: Cases
+    sizes_at: Sequence[Mapping[str, Mapping[str, int]]]
+    saved: Mapping[str, Saved]
+    limits: Limits
+    n_like: Mapping[str, int] = field(default_factory=dict)
+    known: dict[int, ChoiceTable] = field(default_factory=dict)
+    elsewhere: dict[Hashable, ChoiceTable] = field(default_factory=dict)
+    columns: SpecColumns = field(default_factory=SpecColumns)
+
+    @property
+    def _active(self) -> tuple[int, ...]:
+        return self.cases.active_axes
+
+    @cached_property
+    def _pricer(self) -> MemberPricer:
+        limits = self.limits
+        return MemberPricer(
+            self.cases, self.sizes_at, self.saved, limits.batch_cells, limits.parameters
+        )
+
+    def make(self, group: Group, first_savers: set[str]) -> GroupCandidates:
+        """All legal choices of `group`; raises `InfeasibleError` when constraints leave none.
+
+        `first_savers` collects values whose saving for backward is already charged.
+        """
+        key = self._likeness(group, first_savers)
+        placed = self.elsewhere.get(key)
+        if placed is None:
+            placed = self.elsewhere[key] = self._table(group, first_savers)
+            self.known[id(placed)] = placed
+        elif id(placed) not in self.known:
+            self.known[id(placed)] = self._repriced(placed, group, first_savers)
+        table = self.known[id(placed)]
+        first_savers |= {group.values[number] for number in table.saved}
+        return GroupCandidates(group, table)
+
+    def _likeness(self, group: Group, first_savers: Set[str]) -> Hashable:
+        """All that decides a group's choices and costs: types in one case, and where their batch
+        is, say them in all."""
+        members = tuple(
+            (self.saved.get(item.name), self.n_like.get(item.name, 1)) for item in group.members
+        )
+        values = tuple((self.limits.facts_of(n), n in first_savers) for n in group.values)
+        return group.likeness, members, values
+
+    def _table(self, group: Group, first_savers: Set[str]) -> ChoiceTable:
+        factors = self._factors(group)
+        fitting = [self._fitting(group, axis, factors) for axis in self._active]
+        every = [np.flatnonzero(fits.any(axis=0)).tolist() for fits in fitting]
+        products = list(itertools.product(*every))
+        picked = np.array(products, dtype=np.int64).reshape(len(products), len(every)).T
+        legal = self._legal(group, fitting, picked, factors)
+        index = np.flatnonzero(legal.any(axis=0))
+        if not len(index):
+            raise InfeasibleError(
+                f"no allowed placement is left for operator {group.name}",
+                hint="relax forbid, force or the recipe for the tensors it uses",
+            )
+        legal, picked = legal[:, index], np.ascontiguousarray(picked[:, index])
+        savers = set(first_savers)
+        time_s, size_bytes = self._price(group, picked, savers)
+        time_s[~legal] = np.inf
+        preferences = np.array([self._preference(joint) for joint in group.strategies])
+        preference = np.zeros(len(index))
+        for picks in picked:
+            preference += preferences[picks]
+        saved = frozenset(group.number[name] for name in savers - set(first_savers))
+        return ChoiceTable(
+            group, picked, self._active, self.cases.costs[0].mesh.n_axes,
+            legal, time_s, size_bytes, preference, saved, self.columns,
+        )  # fmt: skip
+
+    def _repriced(self, table: ChoiceTable, group: Group, first_savers: Set[str]) -> ChoiceTable:
+        """The table of another machine of the same sizes, with the times of this one."""
+        time_s, _ = self._price(group, table.picked, set(first_savers))
+        time_s[~table.legal] = np.inf
+        return replace(table, time_s=time_s)
+
+    def _factors(self, group: Group) -> NDArray[np.int64]:
+        """[cases, factors]: the sizes of what a group's strategies shard."""
+        found = [self.cases.factor(*cut) for cut in group.cuts.factors]
+        return np.array(found, dtype=np.int64).reshape(-1, len(self.cases)).T
+
+    def _uneven(
+        self, group: Group, axes: tuple[int, ...], factors: NDArray[np.int64]
+    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Of the factors that the ranks of some axes together do not divide in every case: [cases,
+        factors], in which they do not; and [strategies, factors], which strategies shard them."""
+        n_shards = self.cases.sizes[:, axes].prod(axis=1)
+        uneven = factors % n_shards[:, None] > 0
+        some = uneven.any(axis=0)
+        return uneven[:, some], group.cuts.marks[:, some]
+
+    def _fitting(self, group: Group, axis: int, factors: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """[cases, strategies]: what a group may do on one axis."""
+        allowed = {id(j) for j in self.limits.allowed(group, axis, group.strategies)}
+        uneven, marks = self._uneven(group, (axis,), factors)
+        fits = np.array([id(j) in allowed for j in group.strategies]) & ~(uneven @ marks.T)
+        wanted: dict[bytes, NDArray[np.bool_]] = {}
+        for row in fits:
+            key = row.tobytes()
+            if key not in wanted:
+                fitting = [group.strategies[i] for i in np.flatnonzero(row)]
+                ids = {id(j) for j in self.limits.preferred(group, axis, fitting)}
+                wanted[key] = np.array([id(j) in ids for j in group.strategies])
+            row[:] = wanted[key]
+        return fits
+
+    def _legal(
+        self, group: Group, fitting: Sequence[NDArray[np.bool_]], picked: NDArray[np.int64],
+        factors: NDArray[np.int64],
+    ) -> NDArray[np.bool_]:  # fmt: skip
+        """[cases, choices]: what fits every axis, where factors that several axes shard still
+        divide, and no operator is replaced twice."""
+        legal = np.ones((len(self.cases), picked.shape[1]), dtype=bool)
+        for fits, picks in zip(fitting, picked, strict=True):
+            legal &= fits[:, picks]
+        for n in range(2, len(picked) + 1):
+            for some in itertools.combinations(range(len(picked)), n):
+                axes = tuple(self._active[k] for k in some)
+                uneven, marks = self._uneven(group, axes, factors)
+                shared = np.logical_and.reduce([marks[picked[k]] for k in some])
+                legal &= ~(uneven @ shared.T)
+        for item, chosen in zip(group.members, group.chosen.T, strict=True):
+            if len(picked) > 1 and any(strategy.lowering for strategy in item.strategies):
+                numbers = np.array([id(s.lowering) if s.lowering else 0 for s in item.strategies])
+                replaced = numbers[chosen[picked]]
+                most = replaced.max(axis=0)
+                legal &= np.where(replaced > 0, replaced, most).min(axis=0) == most
+        return legal
+
+    @staticmethod
+    def _preference(joint: JointStrategy) -> float:
+        return sum(PREFERENCE[p.kind] for p in joint.placements.values()) * 1e-5
+
+    def _price(
+        self, group: Group, picked: NDArray[np.int64], first_savers: set[str]
+    ) -> tuple[Array, Array]:
+        """[cases, choices]: seconds per step, and bytes kept for backward by one microbatch."""
+        shape = len(self.cases), picked.shape[1]
+        time_s, kept_bytes = np.zeros(shape), np.zeros(shape)
+        prices = self._pricer.members(group, picked, first_savers)
+        for item, price in zip(group.members, prices, strict=True):
+            n_like = self.n_stood_for(item)
+            time_s += n_like * (price.forward_s + price.backward_s)
+            time_s += n_like * (price.inner_s + price.inner_backward_s)
+            kept_bytes += n_like * price.kept_bytes
+        return time_s * self.cases.n_microbatches[:, None], kept_bytes
+
+    def members(self, candidates: GroupCandidates) -> tuple[MemberPrice, ...]:
+        """What each operator of a group costs, apart; `MemberPrice.kept` has what the group is
+        charged with."""
+        group, table = candidates.group, candidates.table
+        charged = {name for i, name in enumerate(group.values) if i not in table.saved}
+        return tuple(self._pricer.members(group, table.picked, charged))
+
+    def n_stood_for(self, item: PlacedOperator) -> int:
+        """How many operators one stands for in its group."""
+        return self.n_like.get(item.name, 1)

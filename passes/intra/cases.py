@@ -1,0 +1,125 @@
+"""What problems are built for at once: logical meshes, each with a number of microbatches.
+
+Meshes that use the same axes have the same variables and choices, and so have all numbers of
+microbatches: only sizes differ, and what they divide. So numbers are arrays that begin with an axis
+of cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost.laws import CostModel
+from autopar.passes.reshard import priced_alike
+from autopar.placement import TensorType
+
+Array = NDArray[np.float64]
+# A cost model, and a number of microbatches.
+Case = tuple[CostModel, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Cases:
+    """Cases whose meshes use the same axes of the same devices. `types` are of one microbatch, and
+    `n_splits` the parts that the rows of the graph make, by number of microbatches."""
+
+    every: tuple[Case, ...]
+    types: Mapping[int, Mapping[str, TensorType]]
+    n_splits: Mapping[int, int]
+    _size_bytes: dict[str, Array] = field(default_factory=dict, init=False)
+    _distinct_types: dict[str, tuple[TensorType, ...]] = field(default_factory=dict, init=False)
+    _factors: dict[tuple[str, int, int], NDArray[np.int64]] = field(
+        default_factory=dict, init=False
+    )
+
+    def __post_init__(self) -> None:
+        first = self.costs[0]
+        for cost in self.meshes:
+            assert cost.mesh.active_axes == first.mesh.active_axes, "meshes that use other axes"
+            assert (cost.mesh.device, cost.dtype) == (first.mesh.device, first.dtype)
+
+    def __len__(self) -> int:
+        return len(self.every)
+
+    @cached_property
+    def costs(self) -> tuple[CostModel, ...]:
+        return tuple(cost for cost, _ in self.every)
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """The number of microbatches of every case."""
+        return tuple(m for _, m in self.every)
+
+    @cached_property
+    def distinct_counts(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(self.counts))
+
+    @cached_property
+    def count_of(self) -> NDArray[np.int64]:
+        """Of each case, the place of its number of microbatches among the distinct ones."""
+        return np.array([self.distinct_counts.index(m) for m in self.counts], dtype=np.int64)
+
+    @cached_property
+    def n_microbatches(self) -> Array:
+        return np.array(self.counts, dtype=np.float64)
+
+    @cached_property
+    def meshes(self) -> tuple[CostModel, ...]:
+        """The distinct cost models."""
+        return tuple(dict.fromkeys(self.costs))
+
+    @cached_property
+    def alike(self) -> tuple[CostModel, ...]:
+        """What moves are priced by on each of the meshes."""
+        return tuple(map(priced_alike, self.meshes))
+
+    @cached_property
+    def mesh_of(self) -> NDArray[np.int64]:
+        """Of each case, the place of its cost model among the distinct ones."""
+        place = {cost: i for i, cost in enumerate(self.meshes)}
+        return np.array([place[cost] for cost in self.costs], dtype=np.int64)
+
+    @cached_property
+    def sizes(self) -> NDArray[np.int64]:
+        """[cases, axes]: ranks of every axis."""
+        return np.array([cost.mesh.sizes for cost in self.costs], dtype=np.int64)
+
+    @cached_property
+    def active_axes(self) -> tuple[int, ...]:
+        return self.costs[0].mesh.active_axes
+
+    def type(self, value: str) -> TensorType:
+        """A value's type in the first case: of what does not depend on the case."""
+        return self.types[self.counts[0]][value]
+
+    def distinct_types(self, value: str) -> tuple[TensorType, ...]:
+        """Per distinct number of microbatches."""
+        if value not in self._distinct_types:
+            of_counts = tuple(self.types[m][value] for m in self.distinct_counts)
+            self._distinct_types[value] = of_counts
+        return self._distinct_types[value]
+
+    def size_bytes(self, value: str) -> Array:
+        """[cases]"""
+        if value not in self._size_bytes:
+            of_counts = [t.size_bytes for t in self.distinct_types(value)]
+            self._size_bytes[value] = np.array(of_counts, dtype=np.float64)[self.count_of]
+        return self._size_bytes[value]
+
+    def factor(self, value: str, dim: int, factor: int) -> NDArray[np.int64]:
+        """[cases]: one factor of a value's dim."""
+        key = value, dim, factor
+        if key not in self._factors:
+            of_counts = [t.dims[dim][factor] for t in self.distinct_types(value)]
+            self._factors[key] = np.array(of_counts, dtype=np.int64)[self.count_of]
+        return self._factors[key]
+
+
+def array_of(cases: Cases, of_counts: Sequence[float]) -> Array:
+    """[cases, 1], from what is known per distinct number of microbatches."""
+    return np.array(of_counts, dtype=np.float64)[cases.count_of][:, None]

@@ -1,0 +1,259 @@
+"""What a plan may not do: `forbid`, `force`, and the roles a recipe gives to mesh axes.
+
+role "any"     the solver is free on this axis
+role "data"    whatever has a batch shards it, nothing else is sharded (dp)
+role "tensor"  the batch is not sharded, and every product with a parameter shards that
+               parameter if it can (tp). `sequence` is forbidden unless the recipe asks for
+               sequence parallelism; then whatever else can be sharded is
+
+Without sequence parallelism the role "tensor" is Megatron's layout to the letter, so that its
+collectives are those of a hand-written Megatron: where there is a choice,
+
+    a parameter is used S or I, never R: nothing of it is left to synchronise
+    a table looked up by the model's inputs, and a loss over classes, are cut along the
+    vocabulary; a table looked up by constants (positions) stays whole
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from autopar.passes.analysis import Group, JointStrategy, PlacedOperator
+from autopar.placement import Placement, S, Spec
+from autopar.program import Period, Program, Storage
+from autopar.rules import rule_for
+
+Role = Literal["any", "data", "tensor"]
+
+
+@dataclass(frozen=True)
+class Pin:
+    """`force`: a parameter's storage and use on one axis; None leaves that one free."""
+
+    storage: Placement | None
+    use: Placement | None
+    axis: int
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """Limits on the choices of one stage.
+
+    `zero` (recipes only) fixes the storage on "data" axes: 0 replicated, 1 to 3 sharded
+    with that ZeRO stage's period. `pins` are by parameter placeholder; `storage` fixes a
+    parameter's storage outright (evaluation runs over the shards that training made).
+    """
+
+    forbid: frozenset[str] = frozenset()
+    roles: tuple[Role, ...] = ()
+    zero: int | None = None
+    pins: Mapping[str, tuple[Pin, ...]] = field(default_factory=dict)
+    storage: Mapping[str, Storage] = field(default_factory=dict)
+
+    def role(self, axis: int) -> Role:
+        return self.roles[axis] if self.roles else "any"
+
+    def n_static_shares(self, sizes: Sequence[int]) -> int:
+        """Over how many ranks of axes of such sizes parameters and their state are divided, at
+        most: data parallelism without ZeRO keeps all of them on every rank."""
+        is_whole = self.zero == 0
+        kept = (n for a, n in enumerate(sizes) if not (is_whole and self.role(a) == "data"))
+        return math.prod(kept)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Constraints applied to a program whose batch and factor classes are known."""
+
+    constraints: Constraints
+    parameters: frozenset[str]
+    batch_cells: Mapping[str, tuple[int, int]]
+    classes: Mapping[str, tuple[tuple[int, ...], ...]]
+    parameter_classes: frozenset[int]
+    whole: frozenset[str]  # model inputs and constants
+    constants: frozenset[str]
+    matrices: frozenset[str]  # parameters and views of them
+
+    @staticmethod
+    def of(
+        constraints: Constraints,
+        program: Program,
+        batch_cells: Mapping[str, tuple[int, int]],
+        classes: Mapping[str, tuple[tuple[int, ...], ...]],
+        matrices: frozenset[str],
+    ) -> Limits:
+        parameters = frozenset(program.parameters)
+        return Limits(
+            constraints,
+            parameters,
+            batch_cells,
+            classes,
+            frozenset(c for p in parameters for dim in classes[p] for c in dim),
+            frozenset(n.name for n in program.graph.nodes if n.op == "placeholder")
+            - parameters
+            - set(program.received),
+            frozenset(program.constants),
+            matrices,
+        )
+
+    def facts_of(self, value: str) -> Hashable:
+        """All that limits know of a value: values of the same facts and type may do the same."""
+        classes = self.parameter_classes
+        of_parameters = tuple([c in classes for dim in self.classes[value] for c in dim])
+        return (
+            self.batch_cells.get(value),
+            of_parameters,
+            value in self.parameters,
+            value in self.whole,
+            value in self.constants,
+            value in self.matrices,
+            self.constraints.pins.get(value, ()),
+            self.constraints.storage.get(value),
+        )
+
+    def allowed(
+        self, group: Group, axis: int, joints: Sequence[JointStrategy]
+    ) -> list[JointStrategy]:
+        """The strategies a group may use on an axis."""
+        forbid, role = self.constraints.forbid, self.constraints.role(axis)
+        kept = [j for j in joints if not self._is_partial_input(group, j)]
+        if "data" in forbid or role == "tensor":
+            kept = [j for j in kept if not self._shards_batch(j)]
+        if "tensor" in forbid:
+            kept = [j for j in kept if not self._shards_parameter(j)]
+        if "sequence" in forbid:
+            kept = [j for j in kept if not self._shards_other(j)]
+        if "expert" in forbid:
+            kept = [j for j in kept if not self._shards_experts(group, j)]
+        if role == "data":
+            batch = [j for j in kept if self._shards_batch(j)]
+            kept = batch or [j for j in kept if not _shards_something(j)]
+        return [j for j in kept if self._respects_pins(group, j, axis)]
+
+    def preferred(
+        self, group: Group, axis: int, joints: Sequence[JointStrategy]
+    ) -> list[JointStrategy]:
+        """Of the strategies that fit the axis, those that its role takes where there are any.
+
+        Cost alone would not do: a small model would rather shard its sequence and replicate
+        its weights, or leave its norms whole to save the sync of their scales.
+        """
+        if self.constraints.role(axis) != "tensor":
+            return list(joints)
+        rule = rule_for(str(group.members[0].operator.call.op))
+        strict = "sequence" in self.constraints.forbid
+        kept = list(joints)
+        if rule.flops is not None:
+            kept = _where(self._shards_parameter, kept)
+        elif not strict:
+            kept = _where(_shards_something, kept)
+        elif rule.lower and group.members[0].operator.inputs[0] in self.parameters:
+            kept = _where(lambda j: self._cuts_vocabulary(group, j), kept)
+        return _where(lambda j: not self._replicates_parameter(j), kept) if strict else kept
+
+    def _cuts_vocabulary(self, group: Group, joint: JointStrategy) -> bool:
+        """Is a lookup placed as Megatron does: tokens' tables cut by rows, positions' whole?"""
+        (member,), (chosen,) = group.members, joint.members
+        if member.operator.inputs[1] in self.constants:
+            return not _shards_something(joint)
+        return member.strategies[chosen].lowering is not None
+
+    def _replicates_parameter(self, joint: JointStrategy) -> bool:
+        return any(p.kind == "R" and n in self.parameters for n, p in joint.placements.items())
+
+    def _is_partial_input(self, group: Group, joint: JointStrategy) -> bool:
+        """Model inputs and constants are whole on every rank; never partial sums."""
+        return any(joint.placements[n].kind == "P" for n in group.inputs if n in self.whole)
+
+    def _shards_batch(self, joint: JointStrategy) -> bool:
+        return any(
+            p.is_shard and self.batch_cells.get(n) == p.cell for n, p in joint.placements.items()
+        )
+
+    def _shards_parameter(self, joint: JointStrategy) -> bool:
+        return any(p.is_shard and n in self.parameters for n, p in joint.placements.items())
+
+    def _shards_other(self, joint: JointStrategy) -> bool:
+        return any(
+            p.is_shard
+            and self.batch_cells.get(n) != p.cell
+            and self.classes[n][p.dim][p.factor] not in self.parameter_classes
+            for n, p in joint.placements.items()
+        )
+
+    def _shards_experts(self, group: Group, joint: JointStrategy) -> bool:
+        return any(
+            joint.placements[name] == S(*cell)
+            for member in group.members
+            for name, cell in self._expert_cells(member)
+        )
+
+    def _expert_cells(self, member: PlacedOperator) -> Iterator[tuple[str, tuple[int, int]]]:
+        """Dims of a product's parameters that count matrices: experts.
+
+        A feature is either in the other factor (and summed over) or in the result. What is in
+        both (an einsum over experts) or in neither (rows name theirs by ids) has one matrix
+        per element.
+        """
+        operator, notation = member.operator, member.operator.notation
+        if rule_for(str(operator.call.op)).flops is None:
+            return
+        for i, name in enumerate(operator.inputs):
+            if name not in self.matrices:
+                continue
+            others = [t for k, t in enumerate(notation.inputs) if k != i]
+            counting = {
+                n
+                for (n,) in (dim for dim in notation.inputs[i] if len(dim) == 1)
+                if any((n,) in t for t in others) == any((n,) in t for t in notation.outputs)
+            }
+            for label, (cells, _) in member.pattern.labels.items():
+                cell = cells[i]
+                if cell and member.pattern.names[label] in counting:
+                    yield name, cell
+
+    def _respects_pins(self, group: Group, joint: JointStrategy, axis: int) -> bool:
+        return all(
+            pin.use is None or joint.placements[name] == pin.use
+            for name in group.inputs
+            for pin in self.constraints.pins.get(name, ())
+            if pin.axis == axis
+        )
+
+    def storage_allowed(self, parameter: str, storage: Storage) -> bool:
+        """May a parameter be kept so, whatever its use?"""
+        for pin in self.constraints.pins.get(parameter, ()):
+            if pin.storage is not None and storage.spec.placements[pin.axis] != pin.storage:
+                return False
+        return True
+
+    def period_allowed(self, period: Period, gathers: bool) -> bool:
+        """May a parameter be converted so often? `gathers`: the conversion makes it whole."""
+        forbid, zero = self.constraints.forbid, self.constraints.zero
+        if not gathers:
+            return period == "step"
+        level = {"step": 1, "micro": 2, "use": 3}[period]
+        return f"zero{level}" not in forbid and zero in (None, level)
+
+    def fits_recipe(self, stored: Spec, use: Spec) -> bool:
+        """With a given `zero`: is a parameter sharded for storage alone on no axis but "data"?"""
+        return all(
+            kept == used
+            if used.is_shard
+            else not kept.is_shard or self.constraints.role(axis) == "data"
+            for axis, (kept, used) in enumerate(zip(stored.placements, use.placements, strict=True))
+        )
+
+
+def _shards_something(joint: JointStrategy) -> bool:
+    return any(p.is_shard for p in joint.placements.values())
+
+
+def _where(
+    wanted: Callable[[JointStrategy], bool], joints: Sequence[JointStrategy]
+) -> list[JointStrategy]:
+    """Those that are as wanted, or all where none is."""
+    return [j for j in joints if wanted(j)] or list(joints)

@@ -1,0 +1,227 @@
+"""What each operator of a planning node costs under the node's choices.
+
+Time and bytes factor over axes: a tensor's local bytes are its bytes times one fraction per axis. A
+value that several operators keep for backward is charged to the first of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost.laws import CostModel, Kind
+from autopar.measured import Saved
+from autopar.passes.analysis import Group, PlacedOperator
+from autopar.passes.intra.cases import Cases, array_of
+from autopar.placement import PrimitiveKind, TensorType
+from autopar.program import Operator
+from autopar.rules import AxisStrategy, Lowering, OpRule, rule_for
+
+Array = NDArray[np.float64]
+_NOTHING = np.zeros((1, 1))
+
+
+@dataclass(frozen=True, eq=False)
+class MemberPrice:
+    """One operator of a group under each choice, [cases, choices] or [1, 1]: seconds of one
+    microbatch, of collectives inside it apart, and bytes kept for backward: its own, and those of
+    values that nobody kept before, by their numbers in the group."""
+
+    forward_s: Array
+    backward_s: Array
+    inner_s: Array
+    inner_backward_s: Array
+    own_bytes: Array
+    kept: Mapping[int, Array]
+
+    @property
+    def kept_bytes(self) -> Array:
+        total = self.own_bytes
+        for size_bytes in self.kept.values():
+            total = total + size_bytes
+        return total
+
+
+@dataclass(frozen=True)
+class MemberPricer:
+    """Prices operators in several cases; `sizes_at` has their sizes by name, per distinct number of
+    microbatches."""
+
+    cases: Cases
+    sizes_at: Sequence[Mapping[str, Mapping[str, int]]]
+    saved: Mapping[str, Saved]
+    batch_cells: Mapping[str, tuple[int, int]]
+    parameters: Set[str]
+
+    def members(
+        self, group: Group, picked: NDArray[np.int64], first_savers: set[str]
+    ) -> Iterator[MemberPrice]:
+        """Of each operator of a group, under choices that are `picked` [active axes, choices] of
+        its joint strategies. `first_savers` collects values that are charged."""
+        shape = len(self.cases), picked.shape[1]
+        shares: dict[bytes, Array] = {}
+
+        def share(is_cut: NDArray[np.bool_]) -> Array:
+            """A rank's, of what an axis divides where its strategy `is_cut` [strategies]."""
+            key = is_cut.tobytes()
+            if key not in shares:
+                shares[key] = np.ones(shape)
+                for axis, picks in zip(self.cases.active_axes, picked, strict=True):
+                    n_ranks = self.cases.sizes[:, axis, None]
+                    shares[key] /= np.where(is_cut[picks], n_ranks, 1)
+            return shares[key]
+
+        known: dict[str, Array] = {}
+
+        def local_bytes(value: str) -> Array:
+            if value not in known:
+                of_rank = share(group.is_cut[group.number[value]])
+                known[value] = self.cases.size_bytes(value)[:, None] * of_rank
+            return known[value]
+
+        for item, chosen in zip(group.members, group.chosen.T, strict=True):
+            is_labelled = np.array([bool(strategy.label) for strategy in item.strategies])
+            labelled = share(is_labelled[chosen])
+            moved = np.zeros(shape)
+            for name in (*item.operator.inputs, *item.operator.outputs):
+                moved += local_bytes(name)
+            rule = rule_for(str(item.operator.call.op))
+            flops = np.zeros(1)
+            if rule.flops is not None:
+                of_counts = [rule.flops_of(sizes[item.name]) for sizes in self.sizes_at]
+                flops = array_of(self.cases, of_counts) * labelled
+            forward, backward = operator_times_s(
+                rule, item.operator, self.cases.type, self.cases.costs[0], flops, moved
+            )
+            inner = self._inner_times_s(rule, item, chosen[picked])
+            own_bytes = self._own_bytes(item, labelled)
+            kept = self._kept_values(group, item, local_bytes, first_savers)
+            yield MemberPrice(forward, backward, *inner, own_bytes, kept)
+
+    def _inner_times_s(
+        self, rule: OpRule, item: PlacedOperator, chosen: NDArray[np.int64]
+    ) -> tuple[Array, Array]:
+        """The collectives inside a lowered operator, of forward and of backward, under choices of
+        its strategies `chosen` [active axes, choices]: [cases, choices], or [1, 1] where there are
+        none."""
+        if not any(lowering.inner for lowering in rule.lower.values()):
+            return _NOTHING, _NOTHING
+        shape = len(self.cases), chosen.shape[1]
+        time_s = {"forward": np.zeros(shape), "backward": np.zeros(shape)}
+        types = [self.cases.type(n) for n in item.operator.inputs]
+        itemsize, grads = types[0].itemsize, [t.has_grad for t in types]
+        sizes = self._local_sizes(item, chosen)
+        alike: dict[tuple[Lowering, tuple[int, ...]], list[int]] = {}
+        for c, indices in enumerate(chosen.T.tolist()):
+            strategies = [item.strategies[i] for i in indices]
+            lowering, axes = lowered_over(strategies, self.cases.active_axes)
+            if lowering is not None:
+                alike.setdefault((lowering, axes), []).append(c)
+        for (lowering, axes), at in alike.items():
+            local = {name: of[:, at] for name, of in sizes.items()}
+            n_ranks = self.cases.sizes[:, axes].prod(axis=1)[:, None]
+            for inner in lowering.inner:
+                if inner.runs(grads):
+                    size_bytes = lowering.values(inner.size_bytes, local, itemsize, n_ranks)
+                    inner_s = self._collective_times_s(inner.kind, size_bytes, axes)
+                    time_s[inner.phase][:, at] += inner_s
+        return time_s["forward"], time_s["backward"]
+
+    def _local_sizes(
+        self, item: PlacedOperator, chosen: NDArray[np.int64]
+    ) -> dict[str, NDArray[np.int64]]:
+        """[cases, choices]: of the names of an operator's notation, those of one rank."""
+        n_shards = {
+            name: np.ones((len(self.cases), chosen.shape[1]), dtype=np.int64) for name in item.sizes
+        }
+        names = [
+            {item.pattern.names[label] for label in (strategy.label or "").split()}
+            for strategy in item.strategies
+        ]
+        for name, n in n_shards.items():
+            is_cut = np.array([name in of for of in names])
+            for axis, of_axis in zip(self.cases.active_axes, chosen, strict=True):
+                n *= np.where(is_cut[of_axis], self.cases.sizes[:, axis, None], 1)
+        whole = [sizes[item.name] for sizes in self.sizes_at]
+        return {
+            name: np.array([of[name] for of in whole])[self.cases.count_of][:, None] // n
+            for name, n in n_shards.items()
+        }
+
+    def _collective_times_s(
+        self, kind: PrimitiveKind, size_bytes: Array, axes: tuple[int, ...]
+    ) -> Array:
+        """[cases, k]: a collective on so many bytes, of which fractions are dropped."""
+        time_s = np.empty_like(size_bytes)
+        for i, cost in enumerate(self.cases.meshes):
+            at = self.cases.mesh_of == i
+            distinct, place = np.unique(size_bytes[at], return_inverse=True)
+            found = [cost.primitive_time_s(kind, int(n), axes) for n in distinct.tolist()]
+            time_s[at] = np.array(found)[place].reshape(size_bytes[at].shape)
+        return time_s
+
+    def _own_bytes(self, item: PlacedOperator, labelled: Array) -> Array:
+        """Kept for backward besides values: [cases, choices], or [1, 1] where it is nothing."""
+        saved = self.saved.get(item.name)
+        if saved is None or not saved.other_bytes:
+            return _NOTHING
+        total = saved.other_bytes * labelled
+        batch = self.batch_cells
+        if any(n in batch for n in item.operator.outputs + item.operator.inputs):
+            of_counts = [self.cases.n_splits[m] for m in self.cases.distinct_counts]
+            total = total / array_of(self.cases, of_counts)
+        return total
+
+    def _kept_values(
+        self, group: Group, item: PlacedOperator, local_bytes: Callable[[str], Array],
+        first_savers: set[str],
+    ) -> dict[int, Array]:  # fmt: skip
+        """Bytes of the values that an operator is the first to keep."""
+        saved, found = self.saved.get(item.name), dict[int, Array]()
+        if saved is None:
+            return found
+        names = [item.operator.inputs[i] for i in sorted(saved.inputs)]
+        names += [item.operator.outputs[i] for i in sorted(saved.outputs)]
+        for name in names:
+            if name not in first_savers and name not in self.parameters:
+                first_savers.add(name)
+                found[group.number[name]] = local_bytes(name)
+        return found
+
+
+def lowered_over(
+    chosen: Sequence[AxisStrategy], axes: Sequence[int]
+) -> tuple[Lowering | None, tuple[int, ...]]:
+    """What replaces an operator with one strategy per axis, and the axes it communicates over.
+
+    Legal choices replace it by one function or none.
+    """
+    found = [(s.lowering, axis) for s, axis in zip(chosen, axes, strict=True) if s.lowering]
+    return (found[0][0] if found else None), tuple(axis for _, axis in found)
+
+
+def operator_times_s(
+    rule: OpRule, operator: Operator, type_of: Callable[[str], TensorType], cost: CostModel,
+    flops: Array, moved_bytes: Array,
+) -> tuple[Array, Array]:  # fmt: skip
+    """Forward and backward seconds of one operator in one microbatch.
+
+    The backward of a contraction is one more of it per input with gradient; that of fused
+    attention is five products for the forward's two, as it makes the scores again; that of any
+    other operator touches its tensors once more, for the gradients in and out.
+    """
+    if rule.view:
+        return np.zeros_like(moved_bytes), np.zeros_like(moved_bytes)
+    kind: Kind = "memory" if rule.flops is None else "attention" if rule.fused else "product"
+    forward = cost.op_times_s(flops, moved_bytes, kind)
+    if not any(type_of(n).has_grad for n in operator.outputs):
+        return forward, np.zeros_like(forward)
+    if rule.flops is None:
+        return forward, cost.op_times_s(flops, 1.5 * moved_bytes, kind)
+    if rule.fused:
+        return forward, cost.op_times_s(2.5 * flops, 2.0 * moved_bytes, kind, is_backward=True)
+    n_products = sum(type_of(n).has_grad for n in operator.inputs[:2])
+    return forward, n_products * cost.op_times_s(flops, moved_bytes)

@@ -1,0 +1,262 @@
+"""Parameter candidates: where a parameter is kept, and what turning it into use costs.
+
+A parameter is stored Invariant or Sharded and used however its operators want; the reshard
+from storage to use *is* DDP, ZeRO or FSDP, and its period is part of the choice (facts.py).
+Several uses at the same placement share one conversion.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost.laws import CostModel
+from autopar.cost.memory import StaticBytes
+from autopar.passes.intra.cases import Cases
+from autopar.passes.intra.constraints import Limits
+from autopar.passes.reshard import ReshardTables, Ties, primitive_lines
+from autopar.passes.solvers.problem import compiled
+from autopar.placement import PREFERENCE, I, S, Spec, TensorType, divides, with_orders, written
+from autopar.program import Period, Storage
+
+PERIODS: tuple[Period, ...] = ("step", "micro", "use")
+Array = NDArray[np.float64]
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class ParameterMaker:
+    """Prices storage and conversions of parameters in several cases.
+
+    `update_s_per_byte` is the optimizer's time per stored byte; `static` its bytes per
+    parameter.
+    """
+
+    cases: Cases
+    limits: Limits
+    static: StaticBytes
+    update_s_per_byte: float
+
+    @cached_property
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        """The axis sizes of each mesh."""
+        return tuple(cost.mesh.sizes for cost in self.cases.meshes)
+
+    def storages(self, name: str, tensor: TensorType, used: Sequence[Spec]) -> Storages:
+        """Every storage worth considering: on each axis Invariant, sharded as in some use,
+        or sharded along the first factor that divides (for ZeRO)."""
+        known: dict[tuple[Spec, ...], tuple[Storage, ...]] = {}
+        of_meshes = []
+        for sizes in self.sizes:
+            specs = self._specs(name, tensor, used, sizes)
+            if specs not in known:
+                known[specs] = self._with_periods(name, specs)
+            of_meshes.append(specs)
+        every = tuple(dict.fromkeys(itertools.chain.from_iterable(known.values())))
+        marks = [[storage in of for storage in every] for of in map(frozenset, known.values())]
+        legal = np.array(marks, dtype=bool).reshape(len(known), len(every))
+        place = {specs: i for i, specs in enumerate(known)}
+        of_cases = np.array([place[specs] for specs in of_meshes])[self.cases.mesh_of]
+        return Storages(every, legal[of_cases])
+
+    def _specs(
+        self, name: str, tensor: TensorType, used: Sequence[Spec], sizes: tuple[int, ...]
+    ) -> tuple[Spec, ...]:
+        """How a parameter may be placed on one mesh."""
+        fixed = self.limits.constraints.storage.get(name)
+        if fixed is not None:
+            return (fixed.spec,)
+        cells = dict.fromkeys(p.cell for spec in used for p in spec.placements if p.is_shard)
+        spare = _spare_cell(tensor, sizes)
+        if spare is not None:
+            cells.setdefault(spare)
+        return self._by_recipe(_storage_specs(tensor, tuple(cells), sizes))
+
+    def _with_periods(self, name: str, specs: Sequence[Spec]) -> tuple[Storage, ...]:
+        fixed = self.limits.constraints.storage.get(name)
+        if fixed is not None:
+            return tuple(dict.fromkeys((fixed, Storage(fixed.spec))))
+        kept = (
+            Storage(spec, period)
+            for spec in specs
+            for period in (PERIODS if any(p.is_shard for p in spec.placements) else PERIODS[:1])
+        )
+        return tuple(s for s in kept if self.limits.storage_allowed(name, s))
+
+    def _by_recipe(self, specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
+        """Under a ZeRO recipe, only storages sharded on every data axis, if there are any."""
+        constraints = self.limits.constraints
+        if not constraints.zero:
+            return specs
+        data = [a for a in self.cases.active_axes if constraints.role(a) == "data"]
+        sharded = tuple(s for s in specs if all(s.placements[a].is_shard for a in data))
+        return sharded or specs
+
+    def storage_costs(self, tensor: TensorType, storages: Storages) -> tuple[Array, Array, Array]:
+        """(update seconds [cases, storages], preference [storages], static bytes [cases,
+        storages])."""
+        stored = self._local_bytes(tensor, [s.spec for s in storages.every])
+        n_local = stored / tensor.itemsize
+        preference = np.array(
+            [
+                sum(PREFERENCE[p.kind] for p in s.spec.placements) * 1e-5
+                + PERIODS.index(s.period) * 1e-6
+                + bool(s.spec.order) * 1e-6
+                for s in storages.every
+            ]
+        )
+        if tensor.has_grad:
+            time_s, size_bytes = stored * self.update_s_per_byte, n_local * self.static.total_bytes
+        else:
+            time_s, size_bytes = np.zeros_like(stored), stored
+        time_s[~storages.legal] = np.inf
+        return time_s, preference, size_bytes
+
+    def _local_bytes(self, tensor: TensorType, specs: Sequence[Spec]) -> Array:
+        """[cases, specs]"""
+        is_cut = np.array([[p.is_shard for p in spec.placements] for spec in specs], dtype=bool)
+        n_shards = np.where(is_cut, self.cases.sizes[:, None, :], 1).prod(axis=2)
+        return (tensor.size_bytes // n_shards).astype(np.float64)
+
+    def conversions(
+        self, tables: ReshardTables, storages: Sequence[Storage], uses: Sequence[Spec], n_uses: int
+    ) -> tuple[Array, Ties, Array]:
+        """(seconds per step, tie, bytes) of turning each storage into each use: [cases, storages,
+        uses].
+
+        Seconds are infinite where the constraints forbid it. ZeRO-3 gathers at each of
+        `n_uses` uses, forward and backward; the others once per distinct use.
+        """
+        rows = [tables.index[written(tables.tensors[0], s.spec, self.sizes[0])] for s in storages]
+        distinct = {row: i for i, row in enumerate(dict.fromkeys(rows))}
+        columns = [tables.index[u] for u in uses]
+        paths = path_costs(tables, self.cases.meshes, tuple(distinct), columns)
+        allowed = np.array([self._periods_allowed(storages, g) for g in (False, True)])
+        fits = np.ones((len(storages), len(uses)), dtype=bool)
+        if self.limits.constraints.zero is not None:
+            fit = self.limits.fits_recipe
+            of = {spec: [fit(spec, use) for use in uses] for spec in {s.spec for s in storages}}
+            fits[:] = [of[s.spec] for s in storages]
+        return conversion_costs(
+            paths, self.cases.mesh_of, self.cases.n_microbatches,
+            np.array([distinct[row] for row in rows]),
+            np.array([PERIODS.index(s.period) for s in storages]), allowed & fits, n_uses,
+            self._local_bytes(tables.tensors[0], uses), float(tables.tensors[0].has_grad),
+        )  # fmt: skip
+
+    def _periods_allowed(self, storages: Sequence[Storage], gathers: bool) -> NDArray[np.bool_]:
+        """[storages, 1]: may a parameter be converted as often?"""
+        may = self.limits.period_allowed
+        return np.array([[may(s.period, gathers)] for s in storages], dtype=bool)
+
+
+@dataclass(frozen=True, eq=False)
+class Storages:
+    """How a parameter may be kept on some mesh, and [cases, storages] in which."""
+
+    every: tuple[Storage, ...]
+    legal: NDArray[np.bool_]
+
+
+def _spare_cell(tensor: TensorType, sizes: tuple[int, ...]) -> tuple[int, int] | None:
+    """The first factor that all axes together divide; else the first any axis divides.
+
+    A leading factor comes first: its shards are contiguous.
+    """
+    ordered = sorted(tensor.cells, key=lambda c: (c[1], c[0]))
+    for wanted in (math.prod(sizes), *sorted((n for n in sizes if n > 1), reverse=True)):
+        for dim, factor in ordered:
+            if tensor.dims[dim][factor] % wanted == 0:
+                return dim, factor
+    return None
+
+
+@lru_cache(maxsize=1024)
+def _storage_specs(
+    tensor: TensorType, cells: tuple[tuple[int, int], ...], sizes: tuple[int, ...]
+) -> tuple[Spec, ...]:
+    """Invariant or sharded along one of `cells` on each axis, in every order."""
+    options = [(I,) if n == 1 else (I, *(S(*c) for c in cells)) for n in sizes]
+    return tuple(
+        spec
+        for placements in itertools.product(*options)
+        if divides(tensor, placements, sizes)
+        for spec in with_orders(placements)
+    )
+
+
+@compiled
+def conversion_costs(
+    sums: Array, mesh_of: Indices, n_microbatches: Array, rows: Indices, periods: Indices,
+    allowed: NDArray[np.bool_], n_uses: int, use_bytes: Array, has_grad: float,
+) -> tuple[Array, Ties, Array]:  # fmt: skip
+    """`ParameterMaker.conversions`, of sums over paths (`path_costs`), [cases, storages, uses].
+
+    `rows` are those of the storages in the sums, `periods` their numbers in `PERIODS`; `allowed`
+    [2, storages, uses] is without and with a gather, `use_bytes` [cases, uses].
+    """
+    shape = (len(mesh_of), len(rows), sums.shape[2])
+    time_s, size_bytes = np.empty(shape), np.empty(shape)
+    tie = np.empty(shape, dtype=np.float32)
+    for case in range(shape[0]):
+        m = n_microbatches[case]
+        for i in range(shape[1]):
+            for j in range(shape[2]):
+                of = sums[mesh_of[case], rows[i], j]
+                forward_s, backward_s, bucketed_s, calls, moves, copies, gathers, exists = of
+                calls += 1e-3 * moves
+                copied = 1.0 if copies > 0 else 0.0
+                moved = has_grad if moves > 0 else 0.0
+                if periods[i] == 0:
+                    seconds, times, n_kept = bucketed_s, 0.01, copied + moved
+                elif periods[i] == 1:
+                    seconds, times, n_kept = forward_s + m * backward_s, m, copied
+                else:
+                    seconds, times, n_kept = m * n_uses * (2 * forward_s + backward_s), m, 0.0
+                may = exists > 0 and allowed[int(gathers > 0), i, j]
+                time_s[case, i, j] = seconds if may else np.inf
+                tie[case, i, j] = calls * times
+                size_bytes[case, i, j] = use_bytes[case, j] * n_kept
+    return time_s, tie, size_bytes
+
+
+def path_costs(
+    tables: ReshardTables, costs: tuple[CostModel, ...], sources: Sequence[int],
+    targets: Sequence[int],
+) -> Array:  # fmt: skip
+    """Sums over the cheapest paths between some specs of a parameter's type, [meshes, sources,
+    targets, 8]: seconds forward, backward, and bucketed, collectives, moves, copies, gathers; and 1
+    where there is a path."""
+    graph, size_bytes = tables.graph, tables.size_bytes
+    calls, kinds = graph.calls, np.array([p.kind for p in graph.primitives])
+    # A sum of shards among zeros is the whole too.
+    copies, gathers = kinds != "identity", np.isin(kinds, ("all_gather", "all_reduce"))
+    forward, backward = graph.forward, graph.backward
+    lines = primitive_lines(graph, costs)
+    seconds, bucketed = lines.seconds(size_bytes), lines.bucketed(size_bytes)
+    n_meshes, n_moves = len(costs), len(forward)
+    on_all = [
+        calls[forward] + calls[backward],
+        np.ones(n_moves),
+        copies[forward].astype(float),
+        gathers[forward].astype(float),
+    ]
+    values = np.stack(
+        [
+            seconds[:, forward],
+            seconds[:, backward],
+            bucketed[:, forward] + bucketed[:, backward],
+            *(np.broadcast_to(value, (n_meshes, n_moves)) for value in on_all),
+        ],
+        axis=1,
+    )
+    time_s, _ = tables.between(sources, targets)
+    sums = tables.along_paths(sources, targets, values)
+    every = np.concatenate((sums, np.isfinite(time_s)[:, None]), axis=1)
+    return np.ascontiguousarray(np.moveaxis(every, 1, -1))

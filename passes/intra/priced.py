@@ -1,0 +1,187 @@
+"""What problems of one program, and of parts of it, have in common: each is priced once.
+
+Stages of a pipeline, and programs with few of their repeated blocks, consist of the same operators;
+so do copies of a block. For some cases and one set of constraints, `Placed` keeps what may be
+chosen, which machines of the same sizes have in common, and `Priced` what it costs on one of them:
+the choices of groups, the reshards and the conversions of parameters by what decides them. Keys
+that are identities are of objects that are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.passes.intra.candidates import ChoiceTable
+from autopar.passes.intra.cases import Cases
+from autopar.passes.intra.parameters import ParameterMaker, Storages
+from autopar.passes.reshard import ReshardTables, SpecColumn, Ties, all_alike, reshard_tables
+from autopar.placement import Spec, TensorType
+from autopar.program import Storage
+
+Array = NDArray[np.float64]
+
+
+@dataclass(eq=False)
+class Placed:
+    """See the module. `groups` is filled by the `CandidateMaker`, with the times of a machine."""
+
+    groups: dict[Hashable, ChoiceTable] = field(default_factory=dict)
+    _storages: dict[Hashable, Storages] = field(default_factory=dict)
+    _columns: dict[tuple[Spec, ...], SpecColumn] = field(default_factory=dict)
+    _pairs: dict[Hashable, tuple[SpecColumn, SpecColumn]] = field(default_factory=dict)
+    _zeros: dict[int, Array] = field(default_factory=dict)
+    _equal: dict[tuple[int, int], Reshards] = field(default_factory=dict)
+
+    def column(self, specs: tuple[Spec, ...]) -> SpecColumn:
+        """One choice per spec."""
+        return self._columns.setdefault(specs, SpecColumn.of(specs))
+
+    def pairs(
+        self, first: tuple[Spec, ...], second: tuple[Spec, ...]
+    ) -> tuple[SpecColumn, SpecColumn]:
+        """One choice per pair of specs."""
+        key = (first, second)
+        if key not in self._pairs:
+            code, other = np.divmod(np.arange(len(first) * len(second)), len(second))
+            self._pairs[key] = SpecColumn(first, code), SpecColumn(second, other)
+        return self._pairs[key]
+
+    def zeros(self, n_choices: int) -> Array:
+        """[1, choices] of a variable that costs nothing by itself."""
+        return self._zeros.setdefault(n_choices, np.zeros((1, n_choices)))
+
+    def equality(self, mine: SpecColumn, theirs: SpecColumn) -> Reshards:
+        """Nothing between choices that place a value alike; others are not to be."""
+        key = (id(mine.distinct), id(theirs.distinct))
+        if key not in self._equal:
+            cost_s = np.where(mine.equals(theirs), 0.0, np.inf)[None]
+            tie = np.zeros_like(cost_s)
+            self._equal[key] = Reshards(cost_s, tie, mine.distinct, theirs.distinct)
+        return self._equal[key]
+
+    def storages(
+        self, maker: ParameterMaker, name: str, tensor: TensorType, used: tuple[Spec, ...]
+    ) -> Storages:
+        """How a parameter may be kept."""
+        key = (tensor, used, maker.limits.facts_of(name))
+        if key not in self._storages:
+            self._storages[key] = maker.storages(name, tensor, used)
+        return self._storages[key]
+
+
+@dataclass(eq=False)
+class Priced:
+    """See the module. `groups` is filled by the `CandidateMaker`; tables of values are shared by
+    all constraints, and those of parameters by all cases on the same meshes."""
+
+    placed: Placed
+    value_tables: dict[Hashable, ReshardTables]
+    parameter_tables: dict[Hashable, ReshardTables]
+    groups: dict[int, ChoiceTable] = field(default_factory=dict)
+    _reshards: dict[tuple[int, int, int], Reshards] = field(default_factory=dict)
+    _storage_costs: dict[Hashable, tuple[Array, Array, Array]] = field(default_factory=dict)
+    _conversions: dict[Hashable, Conversions] = field(default_factory=dict)
+
+    def tables(
+        self, cases: Cases, value: str, is_parameter: bool, no_reduce_scatter: bool
+    ) -> ReshardTables:
+        """All reshards of a value in every case; of a parameter, on every distinct mesh."""
+        types = cases.distinct_types(value)
+        known = self.parameter_tables if is_parameter else self.value_tables
+        key = (types[0] if is_parameter else types, no_reduce_scatter)
+        if key not in known:
+            if is_parameter:
+                tensors, meshes = types[:1] * len(cases.meshes), np.arange(len(cases.meshes))
+            else:
+                tensors, meshes = tuple(types[i] for i in cases.count_of), cases.mesh_of
+            known[key] = reshard_tables(tensors, cases.alike, meshes, no_reduce_scatter)
+        return known[key]
+
+    def reshards(
+        self, cases: Cases, tables: ReshardTables, made: SpecColumn, wanted: SpecColumn
+    ) -> Reshards:
+        """The seconds and ties of all microbatches between what two variables' choices say."""
+        key = (id(tables), id(made.distinct), id(wanted.distinct))
+        if key not in self._reshards:
+            rows, columns = ([tables.index[s] for s in of.distinct] for of in (made, wanted))
+            time_s, tie = tables.between(rows, columns)
+            n = cases.n_microbatches[:, None, None]
+            time_s *= n
+            tie *= n
+            self._reshards[key] = Reshards(time_s, tie, made.distinct, wanted.distinct)
+        return self._reshards[key]
+
+    def storage_costs(
+        self, maker: ParameterMaker, tensor: TensorType, storages: Storages
+    ) -> tuple[Array, Array, Array]:
+        """Seconds, ties and bytes of keeping a parameter: [cases or 1, storages]."""
+        key = (tensor, id(storages))
+        if key not in self._storage_costs:
+            time_s, tie, size_bytes = maker.storage_costs(tensor, storages)
+            self._storage_costs[key] = time_s, tie[None], size_bytes
+        return self._storage_costs[key]
+
+    def conversions(
+        self, maker: ParameterMaker, tables: ReshardTables, storages: tuple[Storage, ...],
+        uses: SpecColumn, n_uses: int,
+    ) -> Conversions:  # fmt: skip
+        """The seconds, ties and bytes of turning every storage into each of the specs used."""
+        key = (id(tables), id(storages), id(uses.distinct), n_uses)
+        if key not in self._conversions:
+            found = maker.conversions(tables, storages, uses.distinct, n_uses)
+            self._conversions[key] = Conversions(*found, storages, (uses,))
+        return self._conversions[key]
+
+    def shared_conversions(
+        self, maker: ParameterMaker, tables: ReshardTables, storages: tuple[Storage, ...],
+        uses: tuple[SpecColumn, ...], n_uses: tuple[int, ...],
+    ) -> Conversions:  # fmt: skip
+        """The same for choices of several kinds of uses, [cases, storages, choices]: converted once
+        where they place the parameter alike."""
+        key = (id(tables), id(storages), *map(id, uses), *n_uses)
+        if key not in self._conversions:
+            alike = all_alike(uses)
+            together = self.conversions(maker, tables, storages, uses[0], sum(n_uses)).arrays
+            apart = [
+                self.conversions(maker, tables, storages, column, n).arrays
+                for column, n in zip(uses, n_uses, strict=True)
+            ]
+            cost_s, tie, size_bytes = (
+                np.where(
+                    alike,
+                    shared[..., uses[0].code],
+                    sum(array[..., c.code] for array, c in zip(each, uses, strict=True)),
+                )
+                for shared, *each in zip(together, *apart, strict=True)
+            )
+            self._conversions[key] = Conversions(cost_s, tie, size_bytes, storages, uses)
+        return self._conversions[key]
+
+
+@dataclass(frozen=True, eq=False)
+class Reshards:
+    """[cases, specs of the producer, specs of the reader]; and whose they are."""
+
+    cost_s: Array
+    tie: Ties
+    made: tuple[Spec, ...]
+    wanted: tuple[Spec, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Conversions:
+    """[cases, storages, specs of the reader]; and whose they are."""
+
+    cost_s: Array
+    tie: Ties
+    size_bytes: Array
+    storages: tuple[Storage, ...]
+    uses: tuple[SpecColumn, ...]
+
+    @property
+    def arrays(self) -> tuple[Array, Ties, Array]:
+        return self.cost_s, self.tie, self.size_bytes

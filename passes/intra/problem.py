@@ -1,0 +1,401 @@
+"""The intra-operator problem: every choice of a stage as one `ChoiceProblem`.
+
+Variables:  one per group (its joint strategy), one per parameter (its storage), one per
+            *reuse*, the shared placement of like consumers of one tensor, and one per value
+            that crosses to or from another stage
+Costs:      on groups, compute; on parameters, the optimizer's update; on edges, reshards
+
+    minimise  sum_v time[v][x_v] + sum_edges reshard[u, v][x_u, x_v]
+
+Consumers that are alike (same operator, same argument: q, k and v after one norm) read a
+tensor through one reuse variable, so its reshard is priced once, as it runs once, forward
+and backward. A parameter with two unlike uses (a tied embedding) has a reuse variable over
+pairs of placements, priced once where they agree.
+
+Meshes that use the same axes have the same variables and choices: their problems are built together
+(`IntraOpProblems`), with an axis of meshes in front of every array of numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.errors import InfeasibleError
+from autopar.options import Recompute
+from autopar.passes.analysis import Side, boundary_specs
+from autopar.passes.intra.candidates import GroupCandidates
+from autopar.passes.intra.cases import Cases
+from autopar.passes.intra.parameters import ParameterMaker
+from autopar.passes.intra.priced import Priced
+from autopar.passes.reshard import ReshardTables, SpecColumn
+from autopar.passes.solvers.problem import (
+    BoolArray,
+    ChoiceProblem,
+    ChoiceProblems,
+    Edge,
+    SomeProblems,
+)
+from autopar.placement import PREFERENCE, I, R, Spec
+from autopar.program import OperatorStrategy, Program, Recomputed, Storage
+
+Array = NDArray[np.float64]
+MAX_PAIRS = 1500  # largest domain of a reuse variable over pairs of placements
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """One group that reads a value, and the operator and argument it reads it as."""
+
+    variable: int
+    kind: tuple[str, int]
+
+
+@dataclass
+class Variable:
+    """A variable while the problem is being built: its numbers are [cases or 1, choices];
+    `specs[value]` per choice."""
+
+    name: str
+    cost_s: Array
+    tie: Array
+    size_bytes: Array
+    specs: dict[str, SpecColumn] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ReshardEdge:
+    """The edge of a value's reshard, from its maker to a reader or to what several share; the
+    groups that read it."""
+
+    edge: int
+    value: str
+    source: int
+    target: int
+    readers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RangeMode:
+    """Operators next to each other, and how they run again (None: they do not); `variable` chooses
+    among several modes."""
+
+    operators: tuple[str, ...]
+    modes: tuple[Recompute | None, ...]
+    variable: int | None
+
+    def recomputed(self, choice: int | None) -> Recomputed | None:
+        """With a choice of its variable, if it has one."""
+        mode = self.modes[0 if choice is None else choice]
+        return None if mode is None else Recomputed(mode, self.operators)
+
+
+@dataclass(frozen=True)
+class IntraOpProblem:
+    """The numbers, and what each variable's choices mean."""
+
+    numbers: ChoiceProblem
+    candidates: tuple[GroupCandidates, ...]
+    storages: Mapping[str, tuple[Storage, ...]]
+    parameter_variables: Mapping[str, int]
+    boundary_variables: Mapping[tuple[Side, str], int] = field(default_factory=dict)
+    boundary_choices: Mapping[tuple[Side, str], SpecColumn] = field(default_factory=dict)
+    modes: tuple[RangeMode, ...] = ()
+
+    def under(self, budget_bytes: float | None, n_in_flight: int = 1) -> IntraOpProblem:
+        """The same with a budget, and so many microbatches' activations kept at once."""
+        numbers = replace(self.numbers, budget_bytes=budget_bytes)
+        if n_in_flight != 1:
+            numbers = numbers.times(n_in_flight, set(self.parameter_variables.values()))
+        return replace(self, numbers=numbers)
+
+    @property
+    def structure(self) -> Hashable:
+        """Problems of one program that have this in common offer the same choices."""
+        return tuple(c.table.likeness for c in self.candidates), tuple(self.storages.values())
+
+    @property
+    def converted_once(self) -> dict[int, BoolArray]:
+        """Per variable of a parameter, which of its storages are converted once per step."""
+        return {
+            v: np.array([storage.period == "step" for storage in self.storages[name]])
+            for name, v in self.parameter_variables.items()
+        }
+
+    @cached_property
+    def once(self) -> ChoiceProblem:
+        """Of all costs, those that a step pays once, whatever its microbatches: updates, and
+        parameters converted once."""
+        n, numbers, converted = len(self.candidates), self.numbers, self.converted_once
+        edges = []
+        for edge in numbers.edges:
+            cost_s = np.broadcast_to(0.0, edge.cost_s.shape)
+            if edge.u in converted:
+                cost_s = np.where(converted[edge.u][:, None], edge.cost_s, 0.0)
+            edges.append(replace(edge, cost_s=cost_s))
+        zeros = (np.zeros_like(of_group) for of_group in numbers.cost_s[:n])
+        return replace(numbers, cost_s=(*zeros, *numbers.cost_s[n:]), edges=tuple(edges))
+
+    def boundaries(self, choice: Sequence[int], side: Side) -> dict[str, Spec]:
+        """Value -> how it crosses, of the values on one side."""
+        return {
+            value: self.boundary_choices[of, value][choice[index]]
+            for (of, value), index in self.boundary_variables.items()
+            if of == side
+        }
+
+    def operators(self, choice: Sequence[int]) -> dict[str, OperatorStrategy]:
+        out: dict[str, OperatorStrategy] = {}
+        for index, candidates in enumerate(self.candidates):
+            out.update(candidates.strategies(choice[index]))
+        return out
+
+    def storage(self, choice: Sequence[int]) -> dict[str, Storage]:
+        return {
+            name: self.storages[name][choice[index]]
+            for name, index in self.parameter_variables.items()
+        }
+
+    def recomputed(self, choice: Sequence[int]) -> tuple[Recomputed, ...]:
+        """What runs again in backward, in order."""
+        found = (
+            of.recomputed(None if of.variable is None else choice[of.variable]) for of in self.modes
+        )
+        return tuple(item for item in found if item is not None)
+
+
+@dataclass(frozen=True)
+class IntraOpProblems:
+    """The problems of a program in several cases: of `IntraOpProblem` only the numbers differ."""
+
+    numbers: ChoiceProblems
+    first: IntraOpProblem
+    tables_of: Callable[[str], ReshardTables]
+
+    def in_flight(self, cases: Sequence[int], depths: Sequence[int]) -> SomeProblems:
+        """Of some cases, with so many microbatches' activations kept at once in each."""
+        return self.numbers.some(cases, depths)
+
+    def of(self, case: int) -> IntraOpProblem:
+        """The problem of one of the cases."""
+        return replace(self.first, numbers=self.numbers.of(case))
+
+
+@dataclass
+class ProblemBuilder:
+    """Builds the problem of one stage in several cases."""
+
+    program: Program
+    cases: Cases
+    maker: ParameterMaker
+    priced: Priced
+    variables: list[Variable] = field(default_factory=list)
+    edges: list[Edge] = field(default_factory=list)
+    storages: dict[str, tuple[Storage, ...]] = field(default_factory=dict)
+    parameter_variables: dict[str, int] = field(default_factory=dict)
+    boundary_variables: dict[tuple[Side, str], int] = field(default_factory=dict)
+    reshards: list[ReshardEdge] = field(default_factory=list)
+    modes: list[RangeMode] = field(default_factory=list)
+
+    def connect(self, candidates: Sequence[GroupCandidates]) -> None:
+        """Make all variables and edges."""
+        producer: dict[str, int] = {}
+        for index, c in enumerate(candidates):
+            self.variables.append(
+                Variable(
+                    c.group.name, c.table.time_s, c.table.preference[None], c.table.size_bytes,
+                    {n: c.specs(n) for n in (*c.group.inputs, *c.group.outputs)},
+                )
+            )  # fmt: skip
+            producer.update(dict.fromkeys(c.group.outputs, index))
+        for value in self.program.received:
+            producer[value] = self._add_boundary(value, "received")
+        for value in self.program.sent:
+            self._reshard_edge(value, producer[value], self._add_boundary(value, "sent"))
+        consumers = self._consumers(candidates)
+        for value, readers in consumers.items():
+            if value in producer:
+                self._connect_value(value, producer[value], readers)
+        for name in self.program.parameters:
+            self._connect_parameter(name, consumers.get(name, []))
+        self._price_ends(producer)
+
+    def finished(self, candidates: Sequence[GroupCandidates]) -> IntraOpProblems:
+        """The problems of what there is now."""
+        numbers = ChoiceProblems(
+            len(self.cases),
+            tuple(v.name for v in self.variables),
+            tuple(v.cost_s for v in self.variables),
+            tuple(v.tie for v in self.variables),
+            tuple(v.size_bytes for v in self.variables),
+            tuple(self.edges),
+            frozenset(self.parameter_variables.values()),
+        )
+        crossing = {
+            (side, value): self.variables[index].specs[value]
+            for (side, value), index in self.boundary_variables.items()
+        }
+        first = IntraOpProblem(
+            numbers.of(0), tuple(candidates), dict(self.storages), dict(self.parameter_variables),
+            dict(self.boundary_variables), crossing, tuple(self.modes),
+        )  # fmt: skip
+        return IntraOpProblems(numbers, first, self.tables)
+
+    def _add_boundary(self, value: str, side: Side) -> int:
+        """A variable for how a value crosses; the crossing itself costs the same however cut."""
+        of_cases = [
+            boundary_specs(self.cases.types[m][value], cost.mesh.sizes, side)
+            for cost, m in self.cases.every
+        ]
+        distinct = tuple(dict.fromkeys(of_cases))
+        specs = tuple(dict.fromkeys(itertools.chain.from_iterable(distinct)))
+        index = self._add_variable(f"{value} {side}", {value: SpecColumn.of(specs)})
+        self.boundary_variables[side, value] = index
+        marks = {of: [spec in of for spec in specs] for of in distinct}
+        legal = np.array([marks[of] for of in of_cases], dtype=bool)
+        self.variables[index].cost_s = np.where(legal, 0.0, np.inf)
+        self.variables[index].tie = np.linspace(0.0, 1e-6, len(specs))[None]
+        return index
+
+    def tables(self, value: str) -> ReshardTables:
+        """The reshards of a value, of a parameter per mesh; under `forbid="sequence"` activations
+        reduce_scatter not."""
+        restricted = "sequence" in self.maker.limits.constraints.forbid
+        is_parameter = value in self.program.parameters
+        restricted = restricted and not is_parameter
+        return self.priced.tables(self.cases, value, is_parameter, restricted)
+
+    def _consumers(self, candidates: Sequence[GroupCandidates]) -> dict[str, list[Consumer]]:
+        out: dict[str, list[Consumer]] = {}
+        for index, c in enumerate(candidates):
+            for value in c.group.inputs:
+                first = next(m for m in c.group.members if value in m.operator.inputs)
+                kind = (str(first.operator.call.op), first.operator.inputs.index(value))
+                out.setdefault(value, []).append(Consumer(index, kind))
+        return out
+
+    def _connect_value(self, value: str, source: int, readers: Sequence[Consumer]) -> None:
+        alike: dict[tuple[str, int], list[int]] = {}
+        for reader in readers:
+            alike.setdefault(reader.kind, []).append(reader.variable)
+        for members in alike.values():
+            if len(members) == 1:
+                target = members[0]
+            else:
+                target = self._add_reuse(value, members)
+            edge = self._reshard_edge(value, source, target)
+            self.reshards.append(ReshardEdge(edge, value, source, target, tuple(members)))
+
+    def _add_reuse(self, value: str, members: Sequence[int]) -> int:
+        """A variable for the placement that `members` share; they must equal it."""
+        options = dict.fromkeys(self.variables[members[0]].specs[value].distinct)
+        for member in members[1:]:
+            available = set(self.variables[member].specs[value].distinct)
+            options = {s: None for s in options if s in available}
+        if not options:
+            raise InfeasibleError(f"the consumers of {value} have no placement in common")
+        specs = self.priced.placed.column(tuple(options))
+        shared = self._add_variable(f"{value} reused", {value: specs})
+        for member in members:
+            self._equality_edge(shared, specs, member, self.variables[member].specs[value])
+        return shared
+
+    def _add_variable(self, name: str, specs: dict[str, SpecColumn]) -> int:
+        zero = self.priced.placed.zeros(len(next(iter(specs.values()))))
+        self.variables.append(Variable(name, zero, zero, zero, specs))
+        return len(self.variables) - 1
+
+    def _equality_edge(
+        self, shared: int, mine: SpecColumn, member: int, theirs: SpecColumn
+    ) -> None:
+        found = self.priced.placed.equality(mine, theirs)
+        self.edges.append(
+            Edge(shared, member, found.cost_s, found.tie, None, mine.code, theirs.code)
+        )
+
+    def _reshard_edge(self, value: str, source: int, target: int) -> int:
+        """Its place among the edges."""
+        made, wanted = self.variables[source].specs[value], self.variables[target].specs[value]
+        found = self.priced.reshards(self.cases, self.tables(value), made, wanted)
+        self.edges.append(
+            Edge(source, target, found.cost_s, found.tie, None, made.code, wanted.code)
+        )
+        return len(self.edges) - 1
+
+    def _price_ends(self, producer: Mapping[str, int]) -> None:
+        """The loss ends Invariant on every axis, so that every rank seeds backward with 1; what
+        changed buffers hold ends whole.
+        """
+        sizes, m = self.cases.costs[0].mesh.sizes, self.cases.n_microbatches[:, None]
+        for value in (self.program.loss, *self.program.updates):
+            if value is None or value not in producer:
+                continue
+            variable, tables = self.variables[producer[value]], self.tables(value)
+            plain = I if self.cases.type(value).has_grad else R
+            goal = tables.index[Spec.everywhere(plain, sizes)]
+            rows = variable.specs[value].looked_up(tables.index)
+            cost_s, tie = (array[..., 0] for array in tables.between(rows.tolist(), [goal]))
+            variable.cost_s = variable.cost_s + cost_s * m
+            variable.tie = variable.tie + tie * m
+
+    def _connect_parameter(self, name: str, readers: Sequence[Consumer]) -> None:
+        members = [r.variable for r in readers]
+        read_as = (self.variables[m].specs[name].distinct for m in members)
+        used = tuple(dict.fromkeys(itertools.chain.from_iterable(read_as)))
+        storages = self.priced.placed.storages(self.maker, name, self.cases.type(name), used)
+        if not storages.every:
+            raise InfeasibleError(f"no allowed storage is left for {name}", hint="relax force")
+        costs = self.priced.storage_costs(self.maker, self.cases.type(name), storages)
+        index = len(self.variables)
+        self.variables.append(Variable(f"{name} stored", *costs))
+        self.storages[name], self.parameter_variables[name] = storages.every, index
+        if len(members) == 1:
+            uses = (self.variables[members[0]].specs[name],)
+            self._conversion_edge(name, index, members[0], uses, (1,))
+        elif members:
+            self._connect_shared_parameter(name, index, readers)
+
+    def _connect_shared_parameter(self, name: str, index: int, readers: Sequence[Consumer]) -> None:
+        """Uses of like kind agree; two kinds choose a pair, priced once where they agree."""
+        alike: dict[tuple[str, int], list[int]] = {}
+        for reader in readers:
+            alike.setdefault(reader.kind, []).append(reader.variable)
+        clusters = list(alike.values())
+        domains = [self.variables[c[0]].specs[name].distinct for c in clusters]
+        if len(clusters) == 2 and len(domains[0]) * len(domains[1]) <= MAX_PAIRS:
+            columns: tuple[SpecColumn, ...] = self.priced.placed.pairs(*domains)
+        else:
+            common = tuple(s for s in domains[0] if all(s in d for d in domains[1:]))
+            if not common:
+                raise InfeasibleError(f"the uses of {name} have no placement in common")
+            columns = (self.priced.placed.column(common),) * len(clusters)
+        shared = self._add_variable(
+            f"{name} used", {f"{name}:{k}": c for k, c in enumerate(columns)}
+        )
+        # Of the first reader, not of the pair: what costs nothing itself is seen through.
+        first = self.variables[clusters[0][0]]
+        read = first.specs[name]
+        preference = [sum(PREFERENCE[p.kind] for p in s.placements) * 1e-5 for s in read.distinct]
+        first.tie = first.tie + np.array(preference)[read.code]
+        for column, cluster in zip(columns, clusters, strict=True):
+            for member in cluster:
+                self._equality_edge(shared, column, member, self.variables[member].specs[name])
+        self._conversion_edge(name, index, shared, columns, tuple(len(c) for c in clusters))
+
+    def _conversion_edge(
+        self, name: str, index: int, target: int,
+        uses: tuple[SpecColumn, ...], n_uses: tuple[int, ...],
+    ) -> None:  # fmt: skip
+        """Storage -> use(s): every distinct use placement is converted once."""
+        known = self.maker, self.tables(name), self.storages[name]
+        if len(uses) == 1:
+            arrays = self.priced.conversions(*known, uses[0], n_uses[0]).arrays
+            self.edges.append(Edge(index, target, *arrays, None, uses[0].code))
+        else:
+            arrays = self.priced.shared_conversions(*known, uses, n_uses).arrays
+            self.edges.append(Edge(index, target, *arrays))

@@ -1,0 +1,393 @@
+"""Recompute as part of the intra-operator problem: what runs again, and is not kept, per range.
+
+Of every range that may run again (`recompute.Recomputable`) the problem gets a variable, its mode;
+with a mode that is given, its costs alone. By mode,
+
+    none        a range keeps what its operators save
+    full        it keeps what it takes; its operators and reshards run once more
+    selective   it keeps that, and what products and collectives make, but for its last operator's,
+                and a product's where a collective alone reads it; the others run once more
+
+Seconds and bytes of an operator hang on its group's choice and the mode: a table over the two.
+Those of a reshard hang on what is made, what is wanted and the mode: its edge goes to a variable
+over pairs of the latter two, which must be what the target and the range choose. So every number
+is exact that one range alone decides. What several parties hold is charged always
+(`rerun_ranges.py`); parameters that are gathered at use are gathered as often as without recompute,
+once forward and once backward; what runs again holds a range's ordinary activations for a while,
+which the simulated peak knows and the problem does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.options import Recompute
+from autopar.passes.analysis import Analysis, Recomputable
+from autopar.passes.intra.candidates import CandidateMaker, GroupCandidates
+from autopar.passes.intra.cases import Cases
+from autopar.passes.intra.member_prices import MemberPrice
+from autopar.passes.intra.problem import ProblemBuilder, RangeMode, ReshardEdge, Variable
+from autopar.passes.intra.rerun_costs import RerunCosts, n_shards_of, rerun_costs
+from autopar.passes.intra.rerun_ranges import RerunRanges
+from autopar.passes.reshard import SpecColumn
+from autopar.passes.solvers.problem import Edge
+
+Array = NDArray[np.float64]
+# Among equals the mode of least effort: beside sums of ties it decides nothing else.
+_MODE_TIE = 1e-2
+
+
+def add_recompute(
+    builder: ProblemBuilder,
+    candidates: Sequence[GroupCandidates],
+    maker: CandidateMaker,
+    analysis: Analysis,
+    recomputable: Recomputable,
+) -> None:
+    """Give a problem that has all else the modes of its ranges."""
+    ranges = RerunRanges(analysis, recomputable.within(analysis))
+    _Adder(builder, candidates, maker, ranges, recomputable.modes).add()
+
+
+@dataclass(frozen=True, eq=False)
+class _Adder:
+    builder: ProblemBuilder
+    candidates: Sequence[GroupCandidates]
+    maker: CandidateMaker
+    ranges: RerunRanges
+    modes: tuple[Recompute | None, ...]
+    # [cases, modes, choices] by variable and range: seconds, bytes.
+    _joined: dict[tuple[int, int], tuple[Array, Array]] = field(default_factory=dict)
+    _members: dict[int, tuple[MemberPrice, ...]] = field(default_factory=dict)
+    _again: dict[tuple[int, int, int], RerunCosts] = field(default_factory=dict)
+    # What a product made -> seconds of a step, [cases, choices], of the bias that is added.
+    _sums: dict[str, Array] = field(default_factory=dict)
+    _interned: dict[tuple[tuple[int, ...], bytes], Array] = field(default_factory=dict)
+    _in_modes_of: dict[Hashable, tuple[Array, Array, Array] | None] = field(default_factory=dict)
+    # Of an operator's price: seconds of a step.
+    _forward_s: dict[int, Array] = field(default_factory=dict)
+
+    @property
+    def cases(self) -> Cases:
+        return self.builder.cases
+
+    def add(self) -> None:
+        for v in range(len(self.candidates)):
+            self._add_group(v)
+        for r, values in enumerate(self.ranges.taken):
+            for value in values:
+                self._take(value, r)
+        variables = [self._mode_variable(r) for r in range(len(self.ranges.every))]
+        for (v, r), (cost_s, size_bytes) in self._joined.items():
+            self._join(v, r, variables[r], self._intern(cost_s), self._intern(size_bytes))
+        for reshard in self.builder.reshards:
+            if (at := self._range_of(reshard)) is not None:
+                self._run_reshard_again(reshard, variables[at])
+        names = [operator.name for operator in self.ranges.analysis.operators]
+        self.builder.modes += [
+            RangeMode(tuple(names[i] for i in positions), self.modes, variable)
+            for positions, variable in zip(self.ranges.wanted, variables, strict=True)
+        ]
+
+    # -- operators ---------------------------------------------------------------------------
+
+    def _add_group(self, v: int) -> None:
+        """What the operators of a group spend and keep; what they keep in ranges that run again is
+        no longer the group's."""
+        candidates = self.candidates[v]
+        positions = [self.ranges.place[member.name] for member in candidates.group.members]
+        if not any(i in self.ranges.party_of for i in positions):
+            return
+        always = np.zeros((len(self.cases), len(candidates)))
+        prices = self._prices(candidates)
+        for item, price, i in zip(candidates.group.members, prices, positions, strict=True):
+            n_like, r = self.maker.n_stood_for(item), self.ranges.party_of.get(i)
+            if r is None:
+                always += n_like * price.kept_bytes
+                continue
+            is_kept = self._is_kept(v, i)
+            if id(price) not in self._forward_s:
+                forward_s = (price.forward_s + price.inner_s) * self.cases.n_microbatches[:, None]
+                self._forward_s[id(price)] = forward_s
+            forward_s = self._forward_s[id(price)]
+            product = self.ranges.product_of_sum(i)
+            if product is not None:  # a part of it, unless a reshard stands between
+                self._sums[product] = forward_s
+            if self.ranges.runs_again(i):
+                self._spend(v, r, forward_s, "full")
+                apart_s = np.where(is_kept | (product is not None), 0.0, forward_s)
+                self._spend(v, r, apart_s, "selective")
+            self._charge(v, r, price.own_bytes, None)
+            if self.ranges.rule(i).fused:
+                self._charge(v, r, np.where(is_kept, price.own_bytes, 0.0), "selective")
+            for number, size_bytes in price.kept.items():
+                if self.ranges.is_only(candidates.group.values[number], r):
+                    self._charge(v, r, size_bytes, None)
+                else:
+                    always += n_like * size_bytes
+            for value in item.operator.outputs if is_kept.any() else ():
+                self._keep_result(v, r, value, is_kept)
+        self.builder.variables[v].size_bytes = self._intern(always)
+
+    def _prices(self, candidates: GroupCandidates) -> tuple[MemberPrice, ...]:
+        key = id(candidates.table)  # lives as long as the candidates
+        if key not in self._members:
+            self._members[key] = self.maker.members(candidates)
+        return self._members[key]
+
+    def _is_kept(self, v: int, i: int) -> NDArray[np.bool_]:
+        """[choices]: is the result kept in mode "selective"?"""
+        candidates = self.candidates[v]
+        last = self.ranges.every[self.ranges.party_of[i]][-1]
+        if not self.ranges.is_product(i) or i == last:
+            return np.zeros(len(candidates), dtype=bool)
+        name = self.ranges.analysis.operators[i].name
+        position = [member.name for member in candidates.group.members].index(name)
+        strategies = candidates.group.members[position].strategies
+        is_replaced = [
+            any(strategies[joint.members[position]].lowering for joint in joints)
+            for joints in candidates.table.choices
+        ]
+        return ~np.array(is_replaced, dtype=bool)
+
+    def _keep_result(self, v: int, r: int, value: str, is_kept: NDArray[np.bool_]) -> None:
+        if self.ranges.is_only(value, r) and not self._is_handed_on(v, r, value, is_kept):
+            size_bytes = self._local_bytes(value, self.candidates[v].specs(value))
+            self._charge(v, r, np.where(is_kept, size_bytes, 0.0), "selective")
+
+    def _is_handed_on(self, v: int, r: int, value: str, is_kept: NDArray[np.bool_]) -> bool:
+        """Is it a reshard of the range that says whether a product is kept?"""
+        operator = self.ranges.analysis.operators[self.ranges.place[self.candidates[v].group.name]]
+        saved = self.ranges.analysis.saved[operator.name]
+        readers = self._reshards_of.get(value, [])
+        return (
+            len(readers) == 1
+            and self._range_of(readers[0]) == r
+            and not saved.outputs
+            and bool(is_kept.all())
+        )
+
+    @cached_property
+    def _reshards_of(self) -> Mapping[str, list[ReshardEdge]]:
+        found: dict[str, list[ReshardEdge]] = {}
+        for reshard in self.builder.reshards:
+            found.setdefault(reshard.value, []).append(reshard)
+        return found
+
+    # -- what ranges take --------------------------------------------------------------------
+
+    def _take(self, value: str, r: int) -> None:
+        """Held as it was made; by the first range that takes it, where nobody else keeps it."""
+        if not self.ranges.is_only(value, r):
+            first = min(party for party in self.ranges.parties[value] if party is not None)
+            if value in self.ranges.kept or r != first:
+                return
+        v = self._maker_of[value]
+        specs = (
+            self.candidates[v].specs(value)
+            if v < len(self.candidates)
+            else self.builder.variables[v].specs[value]
+        )
+        for mode in self.modes:
+            if mode is not None:
+                self._charge(v, r, self._local_bytes(value, specs), mode)
+
+    @cached_property
+    def _maker_of(self) -> Mapping[str, int]:
+        received = self.builder.boundary_variables.items()
+        found = {value: v for (side, value), v in received if side == "received"}
+        for v, candidates in enumerate(self.candidates):
+            for member in candidates.group.members:
+                found |= dict.fromkeys(member.operator.outputs, v)
+        return found
+
+    def _local_bytes(self, value: str, specs: SpecColumn) -> Array:
+        """[cases, choices]"""
+        of_specs = self.cases.size_bytes(value)[:, None] / n_shards_of(specs.distinct, self.cases)
+        found: Array = of_specs[:, specs.code]
+        return found
+
+    # -- reshards ----------------------------------------------------------------------------
+
+    def _range_of(self, reshard: ReshardEdge) -> int | None:
+        """That of the operator that reads first, where the reshard is done."""
+        place = self.ranges.place
+        readers = (
+            place[member.name]
+            for v in reshard.readers
+            for member in self.candidates[v].group.members
+            if reshard.value in member.operator.inputs
+        )
+        return self.ranges.party_of.get(min(readers))
+
+    def _run_reshard_again(self, reshard: ReshardEdge, variable: int | None) -> None:
+        edge = self.builder.edges[reshard.edge]
+        wanted = self.builder.variables[reshard.target].specs[reshard.value]
+        found = self._in_modes(reshard, edge)
+        if found is None:
+            return
+        total_s, tie, size_bytes = found
+        if variable is None:
+            self.builder.edges[reshard.edge] = replace(edge, cost_s=total_s, bytes=size_bytes)
+            return
+        n_modes, n_specs = len(self.modes), len(wanted.distinct)
+        pairs = self._variable(f"{reshard.value} again", n_specs * n_modes)
+        self.builder.edges[reshard.edge] = Edge(
+            edge.u, pairs, total_s, tie, size_bytes, edge.rows, None
+        )
+        spec_of, mode_of = _pair_codes(n_specs, n_modes)
+        self._equal(pairs, spec_of, reshard.target, wanted.code, n_specs)
+        self._equal(variable, np.arange(n_modes), pairs, mode_of, n_modes)
+
+    def _in_modes(self, reshard: ReshardEdge, edge: Edge) -> tuple[Array, Array, Array] | None:
+        """Seconds, ties and bytes of an edge, [cases, specs made, pairs of a spec wanted and a
+        mode]; None where nothing runs again. Edges that are alike have the same arrays."""
+        again, sums_s = self._paths(reshard), self._sums.get(reshard.value)
+        wanted = self.builder.variables[reshard.target].specs[reshard.value]
+        hands_on = self._hands_on(reshard)
+        arrays = (edge.cost_s, edge.tie, again, sums_s, wanted)
+        key = (*map(id, arrays), hands_on)  # all are kept
+        if key not in self._in_modes_of:
+            cost_s, size_bytes = self._of_modes(reshard, again, hands_on)
+            total_s = edge.cost_s[..., None] + cost_s
+            shape = (*total_s.shape[:2], -1)
+            self._in_modes_of[key] = (
+                (
+                    self._intern(total_s.reshape(shape)),
+                    self._intern(np.repeat(edge.tie, len(self.modes), axis=-1)),
+                    self._intern(size_bytes.reshape(shape)),
+                )
+                if cost_s.any() or size_bytes.any()
+                else None
+            )
+        return self._in_modes_of[key]
+
+    def _hands_on(self, reshard: ReshardEdge) -> bool:
+        """Is it of a product of its range, and says whether that is kept?"""
+        v, value = reshard.source, reshard.value
+        r = self._range_of(reshard)
+        i = self.ranges.place[self.candidates[v].group.name] if v < len(self.candidates) else -1
+        if r is None or self.ranges.party_of.get(i) != r or not self.ranges.is_only(value, r):
+            return False
+        if value not in self.ranges.analysis.operators[i].outputs:
+            return False
+        return self._is_handed_on(v, r, value, self._is_kept(v, i))
+
+    def _of_modes(
+        self, reshard: ReshardEdge, again: RerunCosts, hands_on: bool
+    ) -> tuple[Array, Array]:
+        """Seconds of a step and bytes, [cases, specs made, specs wanted, modes]."""
+        m, value = self.cases.n_microbatches[:, None, None], reshard.value
+        kept_bytes = again.kept_bytes
+        if hands_on:
+            made = self.candidates[reshard.source].specs(value).distinct
+            own = self.cases.size_bytes(value)[:, None] / n_shards_of(made, self.cases)
+            kept_bytes = kept_bytes + np.where(again.calls > 0, 0.0, own[..., None])
+        apart_s = again.local_s * m
+        if value in self._sums:
+            column = self.builder.variables[reshard.target].specs[value]
+            first = [int(np.argmax(column.code == k)) for k in range(len(column.distinct))]
+            apart_s = apart_s + np.where(again.moves > 0, self._sums[value][:, None, first], 0.0)
+        nothing = np.zeros_like(kept_bytes)
+        seconds = {None: nothing, "selective": apart_s}
+        sizes = {"selective": kept_bytes}
+        return (
+            np.stack([seconds.get(mode, again.forward_s * m) for mode in self.modes], axis=-1),
+            np.stack([sizes.get(mode or "none", nothing) for mode in self.modes], axis=-1),
+        )
+
+    def _paths(self, reshard: ReshardEdge) -> RerunCosts:
+        tables = self.builder.tables(reshard.value)
+        made = self.builder.variables[reshard.source].specs[reshard.value]
+        wanted = self.builder.variables[reshard.target].specs[reshard.value]
+        key = (id(tables), id(made), id(wanted))
+        if key not in self._again:
+            self._again[key] = rerun_costs(tables, self.cases, made.distinct, wanted.distinct)
+        return self._again[key]
+
+    # -- variables and edges -----------------------------------------------------------------
+
+    def _mode_variable(self, r: int) -> int | None:
+        """None where there is nothing to choose."""
+        if len(self.modes) == 1:
+            return None
+        name = self.ranges.analysis.operators[self.ranges.wanted[r].start].name
+        variable = self._variable(f"{name} recomputed", len(self.modes))
+        tie = _MODE_TIE * np.arange(len(self.modes), dtype=np.float64)
+        self.builder.variables[variable].tie = tie[None]
+        return variable
+
+    def _variable(self, name: str, n_choices: int) -> int:
+        zero = self.builder.priced.placed.zeros(n_choices)
+        self.builder.variables.append(Variable(name, zero, zero, zero))
+        return len(self.builder.variables) - 1
+
+    def _join(self, v: int, r: int, variable: int | None, cost_s: Array, size_bytes: Array) -> None:
+        """What a variable's choice costs in every mode of a range."""
+        if variable is None:
+            own = self.builder.variables[v]
+            own.cost_s = own.cost_s + cost_s[:, 0]
+            own.size_bytes = self._intern(own.size_bytes + size_bytes[:, 0])
+            return
+        begins_within = v < len(self.candidates) and (
+            self.ranges.place[self.candidates[v].group.name] in self.ranges.wanted[r]
+        )
+        tie = self._intern(np.zeros((1, *cost_s.shape[1:])))
+        u, w = variable, v
+        if not begins_within:  # what a block hands on comes before the next one's mode
+            u, w = v, variable
+            cost_s, tie, size_bytes = (
+                self._intern(a.swapaxes(1, 2)) for a in (cost_s, tie, size_bytes)
+            )
+        edge = Edge(u, w, cost_s, tie, size_bytes)
+        self.builder.edges.append(edge)
+
+    def _equal(
+        self, u: int, rows: NDArray[np.int64], v: int, columns: NDArray[np.int64], n: int
+    ) -> None:
+        cost_s, tie = _equality(n)
+        self.builder.edges.append(Edge(u, v, cost_s, tie, None, rows, columns))
+
+    def _spend(self, v: int, r: int, seconds: Array, mode: Recompute | None) -> None:
+        for k in self._places(mode):
+            self._of(v, r)[0][:, k] += seconds
+
+    def _charge(self, v: int, r: int, size_bytes: Array, mode: Recompute | None) -> None:
+        for k in self._places(mode):
+            self._of(v, r)[1][:, k] += size_bytes
+
+    def _places(self, mode: Recompute | None) -> Iterator[int]:
+        """Where a mode is among those to choose from; "attention-core" runs again in full."""
+        for k, own in enumerate(self.modes):
+            if own == mode or (own == "attention-core" and mode == "full"):
+                yield k
+
+    def _of(self, v: int, r: int) -> tuple[Array, Array]:
+        if (v, r) not in self._joined:
+            n_choices = self.builder.variables[v].cost_s.shape[-1]
+            shape = (len(self.cases), len(self.modes), n_choices)
+            self._joined[v, r] = np.zeros(shape), np.zeros(shape)
+        return self._joined[v, r]
+
+    def _intern(self, array: Array) -> Array:
+        """One array for all that are equal: alike blocks stay alike."""
+        array = np.ascontiguousarray(array, dtype=np.float64)
+        return self._interned.setdefault((array.shape, array.tobytes()), array)
+
+
+@lru_cache(maxsize=64)
+def _equality(n: int) -> tuple[Array, Array]:
+    """Costs and ties, [1, n, n], that allow equal choices alone."""
+    return np.where(np.eye(n, dtype=bool), 0.0, np.inf)[None], np.zeros((1, n, n))
+
+
+@lru_cache(maxsize=64)
+def _pair_codes(n: int, m: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """The first and the second of every pair out of n and m."""
+    first, second = np.divmod(np.arange(n * m), m)
+    return first, second

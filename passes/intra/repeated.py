@@ -1,0 +1,330 @@
+"""The problem of a program with repeated blocks, from that of the same program with few of them.
+
+A folded program (`folding.py`) has the first two blocks of a run and the last. In its problem the
+variables of the second stand for those of every block between the first and the last: copies, of
+which each makes choices of its own (`solvers/repeats.py`). A variable belongs to the block where
+its group of operators begins, or where all its readers are. What the first block hands on to the
+second is what copies hand on, where both have the like variable. So the optimum is that of the
+whole program; where a block is joined otherwise, there is no such problem (`repeated_problem`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from autopar.passes.analysis import Folded, Group, Run, Side
+from autopar.passes.intra.problem import IntraOpProblem, IntraOpProblems
+from autopar.passes.solvers.problem import BoolArray, ProblemError
+from autopar.passes.solvers.repeats import (
+    Repeat,
+    RepeatedChoice,
+    RepeatedPlan,
+    RepeatedProblems,
+    quick_plan,
+)
+from autopar.placement import Spec
+from autopar.program import OperatorStrategy, Recomputed, Storage
+
+# (run, block) of a folded operator or of a variable; None: outside all runs, or in several blocks.
+Place = tuple[int, int] | None
+_FIRST, _COPIED, _LAST = 0, 1, 2
+
+
+def repeated_problems(folded: Folded, problems: IntraOpProblems) -> Repeated | None:
+    """The whole program's problems; None where one block does not stand for the others exactly."""
+    return _Maker(folded, problems).make()
+
+
+@dataclass(frozen=True, eq=False)
+class Repeated:
+    """The whole program's problems in several cases, and how their choices are read."""
+
+    folded: Folded
+    folded_problem: IntraOpProblem
+    problems: RepeatedProblems
+    group_of: Mapping[int, int]
+    _strategies: dict[tuple[int, int], dict[str, OperatorStrategy]] = field(
+        default_factory=dict, init=False
+    )
+
+    @cached_property
+    def plan(self) -> RepeatedPlan | None:
+        """The `quick_plan` of all cases."""
+        return quick_plan(self.problems)
+
+    @cached_property
+    def is_once(self) -> BoolArray:
+        """[numbers of a row]: of costs, what a step pays once, whatever its microbatches: updates,
+        and parameters converted once."""
+        layout, problem = self.problems.layout, self.folded_problem
+        out = np.zeros(layout.n_numbers, dtype=bool)
+        for v in range(len(problem.candidates), self.n_variables):
+            out[layout.own_at[v] :][: layout.n_choices[v]] = True
+        converted = problem.converted_once
+        for edge, at, shape in self.problems.tables(range(len(self.problems.numbers.edges))):
+            table = out[at : at + math.prod(shape)].reshape(shape)
+            if edge.u in converted:
+                table[:] = converted[edge.u][:, None]
+            elif edge.v in converted:
+                table[:] = converted[edge.v]
+        return out
+
+    def operators(self, choice: RepeatedChoice) -> dict[str, OperatorStrategy]:
+        """Per operator of the whole program, its specs."""
+        out = {}
+        for whole, f, copy in self._stand_ins:
+            v = self.group_of[f]
+            at = (v, self._chosen(choice, v, copy))
+            if at not in self._strategies:
+                self._strategies[at] = self.folded_problem.candidates[v].strategies(at[1])
+            name = self.folded.analysis.operators[f].name
+            out[self.folded.whole.operators[whole].name] = self._strategies[at][name]
+        return out
+
+    def storage(self, choice: RepeatedChoice) -> dict[str, Storage]:
+        """Per parameter of the whole program, how it is stored."""
+        variables, storages = self.folded_problem.parameter_variables, self.folded_problem.storages
+        out = {name: storages[name][choice.base[v]] for name, v in variables.items()}
+        parameters = self.folded.whole.program.parameters
+        for whole, f, copy in self._stand_ins:
+            theirs = self.folded.analysis.operators[f].inputs
+            for name, like in zip(self.folded.whole.operators[whole].inputs, theirs, strict=True):
+                if name in parameters:
+                    out[name] = storages[like][self._chosen(choice, variables[like], copy)]
+        return {name: out[name] for name in parameters}
+
+    @property
+    def n_variables(self) -> int:
+        return len(self.problems.sizes)
+
+    @property
+    def n_written_out(self) -> int:
+        """Variables of the whole program's problem, with all copies of blocks."""
+        copies = sum(len(repeat.block) * (repeat.count - 1) for repeat in self.problems.repeats)
+        return self.n_variables + copies
+
+    def boundaries(self, choice: RepeatedChoice, side: Side) -> dict[str, Spec]:
+        """Value -> how it crosses, of the values on one side."""
+        return self.folded_problem.boundaries(choice.base, side)
+
+    def recomputed(self, choice: RepeatedChoice) -> tuple[Recomputed, ...]:
+        """What runs again in backward, in order; ranges lie within blocks."""
+        names = [operator.name for operator in self.folded.whole.operators]
+        found = []
+        for (mode, copy), items in itertools.groupby(self._modes, lambda item: item[:2]):
+            of = None if mode is None else self.folded_problem.modes[mode]
+            if of is not None:
+                v = of.variable
+                like = of.recomputed(None if v is None else self._chosen(choice, v, copy))
+                if like is not None:
+                    own = tuple(names[i] for _, _, i in items)
+                    found.append(Recomputed(like.mode, own))
+        return tuple(found)
+
+    @cached_property
+    def _modes(self) -> list[tuple[int | None, int | None, int]]:
+        """Per operator of the whole program: the range of the folded one that it is like, the copy,
+        and its own position."""
+        folded, out = self.folded, []
+        place = {n: k for k, of in enumerate(self.folded_problem.modes) for n in of.operators}
+        for i, f in enumerate(folded.stands_for):
+            run = next((run for run in folded.runs if run.start <= i < run.end), None)
+            copy = None
+            if run is not None:
+                j, offset = divmod(i - run.start, run.period)
+                is_end = j in (0, run.count - 1)
+                f = places_of(folded, run, offset)[1 if not is_end else 0 if j == 0 else 2]
+                copy = None if is_end else j - 1
+            out.append((place.get(folded.analysis.operators[f].name), copy, i))
+        return out
+
+    def _chosen(self, choice: RepeatedChoice, v: int, copy: int | None) -> int:
+        """What variable v chooses in a copy of its block; outside blocks there is but one."""
+        if copy is not None:
+            for repeat, rows in zip(self.problems.repeats, choice.copies, strict=True):
+                if v in repeat.block:
+                    return rows[copy][repeat.block.index(v)]
+        return choice.base[v]
+
+    @cached_property
+    def _stand_ins(self) -> list[tuple[int, int, int | None]]:
+        """Per operator of the whole, the folded operator whose placement it takes, and the copy.
+
+        Where the second block's operator has joined a group of the first, that of the third has
+        joined one of the copies.
+        """
+        folded, out = self.folded, []
+        blocks = [set(repeat.block) for repeat in self.problems.repeats]
+        for i, f in enumerate(folded.stands_for):
+            at = next(
+                ((r, run) for r, run in enumerate(folded.runs) if run.start <= i < run.end), None
+            )
+            copy: int | None = None
+            if at is not None:
+                r, run = at
+                j, offset = divmod(i - run.start, run.period)
+                first, copied, last = places_of(folded, run, offset)
+                copies_from = 1 if self.group_of[copied] in blocks[r] else 2
+                if j < copies_from:
+                    f = (first, copied)[j]
+                elif copies_from == 1 and j == run.count - 1:
+                    f = last
+                else:
+                    f, copy = (copied, last)[copies_from - 1], j - copies_from
+            out.append((i, f, copy))
+        return out
+
+
+def places_of(folded: Folded, run: Run, offset: int) -> tuple[int, int, int]:
+    """The folded operators at one offset of a run's blocks: the first, the copied, the last."""
+    first = folded.stands_for[run.start] + offset
+    return first, first + run.period, first + 2 * run.period
+
+
+def placed_once(folded: Folded, n_microbatches: int) -> dict[str, int]:
+    """Operators of copied blocks in groups that begin outside all runs (each block masks one
+    tensor, say): such a group has the like of every block, and is no copy's."""
+    blocks = {o.name: folded.block_of(f) for f, o in enumerate(folded.analysis.operators)}
+    out = {}
+    for group in folded.analysis.groups(n_microbatches):
+        if blocks[group.name] is not None:
+            continue
+        for member in group.members:
+            place = blocks[member.name]
+            if place is not None and place[1] == _COPIED:
+                out[member.name] = folded.runs[place[0]].count - 2
+    return out
+
+
+class _Maker:
+    def __init__(self, folded: Folded, problems: IntraOpProblems) -> None:
+        self.folded, self.problem, self.numbers = folded, problems.first, problems.numbers
+        operators = folded.analysis.operators
+        position = {o.name: f for f, o in enumerate(operators)}
+        self.members = [
+            tuple(position[m.name] for m in c.group.members) for c in self.problem.candidates
+        ]
+        self.group_of = {f: v for v, members in enumerate(self.members) for f in members}
+
+    def make(self) -> Repeated | None:
+        if not self._groups_repeat():
+            return None
+        repeats = []
+        for r, run in enumerate(self.folded.runs):
+            repeat = self._repeat(r, run)
+            if repeat is None:
+                return None
+            repeats.append(repeat)
+        try:
+            whole = RepeatedProblems(self.numbers, tuple(repeats))
+        except ProblemError:  # a block is joined to others in a way that copies are not
+            return None
+        return Repeated(self.folded, self.problem, whole, self.group_of)
+
+    def _groups_repeat(self) -> bool:
+        """Are the groups of the copied block's operators those of the first, of the copies, or one
+        for all blocks, and is no parameter shared by blocks?"""
+        for r, run in enumerate(self.folded.runs):
+            for offset in range(run.period):
+                _, copied, last = places_of(self.folded, run, offset)
+                place = self.places[self.group_of[copied]]
+                if place is None and self.group_of[copied] == self.group_of[last]:
+                    continue
+                if place not in ((r, _COPIED), (r, _FIRST)):
+                    return False
+                if place == (r, _FIRST) and self.places[self.group_of[last]] != (r, _COPIED):
+                    return False
+        shared = set(self.problem.parameter_variables.values())
+        return not any(self._blocks_read(v) for v in shared)
+
+    def _blocks_read(self, v: int) -> bool:
+        """Is a parameter read in several blocks of a run?"""
+        places = {self.places[g] for g in self._groups_of[v]} - {None}
+        return len(places) > 1
+
+    @cached_property
+    def _groups_of(self) -> list[frozenset[int]]:
+        """The groups that each variable belongs to: itself, or all that read it."""
+        n = len(self.numbers.sizes)
+        readers: dict[int, list[int]] = {}
+        for edge in self.numbers.edges:
+            readers.setdefault(edge.u, []).append(edge.v)
+
+        def reached(v: int) -> frozenset[int]:
+            if v < len(self.members):
+                return frozenset((v,))
+            return frozenset().union(*(reached(reader) for reader in readers.get(v, ())))
+
+        return [reached(v) for v in range(n)]
+
+    @cached_property
+    def places(self) -> list[Place]:
+        """The block of every variable."""
+        of_groups = [self.folded.block_of(members[0]) for members in self.members]
+        kept = [self._kept_block(place) for place in of_groups]
+        out: list[Place] = []
+        for groups in self._groups_of:
+            places = {kept[g] for g in groups}
+            out.append(places.pop() if len(places) == 1 else None)
+        return out
+
+    def _kept_block(self, place: tuple[int, int] | None) -> Place:
+        if place is None:
+            return None
+        r, block = place
+        return r, block if block in (_FIRST, _COPIED) else _LAST
+
+    def _repeat(self, r: int, run: Run) -> Repeat | None:
+        block = tuple(v for v, place in enumerate(self.places) if place == (r, _COPIED))
+        after = frozenset(v for v, place in enumerate(self.places) if place == (r, _LAST))
+        like: dict[int, int] = {}
+        for u in self._joined_before(r):
+            found = self._like(u, run.period)
+            if found is None or found not in block:
+                return None
+            like[u] = found
+        # What the copies hand on to the last block is what they hand on to each other.
+        handed_on = {v for v, w in self._edges() if w in after and v in block}
+        if not handed_on <= set(like.values()):
+            return None
+        return Repeat(block, like, after, run.count - 2)
+
+    def _joined_before(self, r: int) -> set[int]:
+        """The variables of the first block that the copied one is joined to."""
+        first, copied = (r, _FIRST), (r, _COPIED)
+        return {u for u, v in self._edges() if (self.places[u], self.places[v]) == (first, copied)}
+
+    def _edges(self) -> Iterator[tuple[int, int]]:
+        """Every edge, from both ends."""
+        for edge in self.numbers.edges:
+            yield edge.u, edge.v
+            yield edge.v, edge.u
+
+    def _like(self, u: int, period: int) -> int | None:
+        """The group whose operators are those of group u one period on, with the same choices."""
+        if u >= len(self.members):
+            return None
+        moved = tuple(f + period for f in self.members[u])
+        v = self.group_of.get(moved[0])
+        if v is None or self.members[v] != moved:
+            return None
+        mine, theirs = self.problem.candidates[u], self.problem.candidates[v]
+        same = all(
+            a.distinct == b.distinct and np.array_equal(a.code, b.code)
+            for a, b in (
+                (mine.specs(x), theirs.specs(y))
+                for x, y in zip(_made(mine.group), _made(theirs.group), strict=True)
+            )
+        )
+        return v if same else None
+
+
+def _made(group: Group) -> list[str]:
+    """The values that a group makes, in order."""
+    return [name for member in group.members for name in member.operator.outputs]

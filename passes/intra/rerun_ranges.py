@@ -1,0 +1,154 @@
+"""What of a range of operators runs again, and who holds what, before any placement.
+
+A range that is recomputed ends, as its segment will (`segments.py`), with the last operator of
+which backward needs something that is made within; what comes after runs outside, once. Values go
+by the value whose storage they have. A value is held by
+
+    the operators that keep it for backward    unless they are in a range that runs again
+    the ranges that take it                    if they run again
+
+What one range alone has to do with costs what that range's mode says. What several parties hold is
+held all the same: it is charged whatever their modes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from autopar.passes.analysis import Analysis
+from autopar.rules import FUSED, OpRule, rule_for
+
+# Positions in `Analysis.operators`, next to each other.
+Positions = range
+# A range, by its place among all; None: outside of all.
+Party = int | None
+
+
+@dataclass(frozen=True, eq=False)
+class RerunRanges:
+    """Ranges of a program that may run again: `wanted`, without what comes after their ends; those
+    of which backward needs nothing are none."""
+
+    analysis: Analysis
+    wanted: tuple[Positions, ...]
+
+    @cached_property
+    def every(self) -> tuple[Positions, ...]:
+        """Up to the last operator of which backward needs something, per one wanted."""
+        return tuple(self._needed(positions) for positions in self.wanted)
+
+    @cached_property
+    def place(self) -> Mapping[str, int]:
+        """Operator -> its position."""
+        return {operator.name: i for i, operator in enumerate(self.analysis.operators)}
+
+    @cached_property
+    def party_of(self) -> Mapping[int, int]:
+        """Position -> the range that has it."""
+        return {i: r for r, positions in enumerate(self.every) for i in positions}
+
+    def rule(self, i: int) -> OpRule:
+        return rule_for(str(self.analysis.operators[i].call.op))
+
+    def is_product(self, i: int) -> bool:
+        return self.rule(i).flops is not None
+
+    def runs_again(self, i: int) -> bool:
+        """Does an operator of a range run again? The last does not where it saves before it runs
+        (`segments._saves_before_it_runs`)."""
+        last = self.every[self.party_of[i]][-1]
+        if i < last:
+            return True
+        saved = self.analysis.saved[self.analysis.operators[i].name]
+        rule = self.rule(i)
+        is_plain = rule.flops is not None and not rule.fused
+        return bool(saved.outputs) or not (is_plain or not saved.other_bytes)
+
+    def product_of_sum(self, i: int) -> str | None:
+        """What a product made, where an operator does nothing but add a bias to that: they run as
+        one, unless a reshard stands between (`fuse.py`)."""
+        operator = self.analysis.operators[i]
+        if str(operator.call.op) != "aten.add.Tensor" or len(operator.inputs) != 2:
+            return None
+        for value, bias in (operator.inputs, operator.inputs[::-1]):
+            at = self._made_at.get(value)
+            if at is None or bias not in self.analysis.program.parameters:
+                continue
+            op, tensors = str(self.analysis.operators[at].call.op), self.analysis.types.tensors
+            is_row = tensors[bias].shape == tensors[value].shape[-1:]
+            if op in FUSED and is_row and self._n_reads[value] == 1:
+                return value
+        return None
+
+    @cached_property
+    def _n_reads(self) -> Counter[str]:
+        return Counter(name for operator in self.analysis.operators for name in operator.inputs)
+
+    def owner(self, value: str) -> str:
+        return self.analysis.storage_owners.get(value, value)
+
+    @cached_property
+    def taken(self) -> tuple[tuple[str, ...], ...]:
+        """Per range, what it takes of what other operators or stages make."""
+        found = []
+        for positions in self.every:
+            inputs = (n for i in positions for n in self.analysis.operators[i].inputs)
+            own = dict.fromkeys(self.owner(name) for name in inputs)
+            found.append(tuple(n for n in own if self._is_made_before(n, positions)))
+        return tuple(found)
+
+    def _is_made_before(self, value: str, positions: Positions) -> bool:
+        made = self._made_at.get(value)
+        if made is None:
+            return value in self.analysis.program.received
+        return made not in positions
+
+    @cached_property
+    def _made_at(self) -> Mapping[str, int]:
+        return {n: i for i, o in enumerate(self.analysis.operators) for n in o.outputs}
+
+    @cached_property
+    def parties(self) -> Mapping[str, frozenset[Party]]:
+        """Who may hold each value."""
+        found: dict[str, set[Party]] = {}
+        for i in range(len(self.analysis.operators)):
+            for value in _kept(self.analysis, i):
+                found.setdefault(self.owner(value), set()).add(self.party_of.get(i))
+        for r, values in enumerate(self.taken):
+            for value in values:
+                found.setdefault(value, set()).add(r)
+        return {value: frozenset(of) for value, of in found.items()}
+
+    @cached_property
+    def kept(self) -> frozenset[str]:
+        """What some operator keeps."""
+        n = len(self.analysis.operators)
+        return frozenset(self.owner(v) for i in range(n) for v in _kept(self.analysis, i))
+
+    def is_only(self, value: str, r: int) -> bool:
+        """Does what becomes of a value hang on one range alone?"""
+        return self.parties.get(self.owner(value), frozenset()) <= {r}
+
+    def _needed(self, positions: Positions) -> Positions:
+        operators, saved = self.analysis.operators, self.analysis.saved
+        made = {self.owner(name) for i in positions for name in operators[i].outputs}
+        for i in reversed(positions):
+            own = saved.get(operators[i].name)
+            if own is None:
+                continue
+            kept = {self.owner(name) for name in _kept(self.analysis, i)}
+            if own.other_bytes or kept & made:
+                return range(positions.start, i + 1)
+        return range(positions.start, positions.start)
+
+
+def _kept(analysis: Analysis, i: int) -> Sequence[str]:
+    """The values that an operator keeps for backward."""
+    operator, saved = analysis.operators[i], analysis.saved.get(analysis.operators[i].name)
+    if saved is None:
+        return ()
+    inputs = [operator.inputs[k] for k in sorted(saved.inputs)]
+    return [*inputs, *(operator.outputs[k] for k in sorted(saved.outputs))]

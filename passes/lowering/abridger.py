@@ -1,0 +1,160 @@
+"""A stage lowered with few of its repeated blocks, to be priced.
+
+Blocks next to each other that are placed alike do the like: of a stretch of them the first, where
+what came before may be placed otherwise, the second, which stands for those up to the last, and the
+last are lowered. Every block between has its like before it and after it, so it costs what the
+second costs, and changes what is held by as much (`autopar/abridged.py`, `cost/ledger.py`): the
+price is exact, in a time that does not grow with depth.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from autopar.cost.laws import CostModel
+from autopar.passes.analysis import Analysis, Folded, Run, fold
+from autopar.passes.lowering.lines import lower
+from autopar.program import CallLine, FreeLine, Recomputed, RepeatedLines, StageProgram, Strategy
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Blocks `first` to `last` of a run, placed alike."""
+
+    first: int
+    last: int
+
+    @property
+    def n_like(self) -> int:
+        """For how many the second block stands."""
+        return max(1, self.last - self.first - 1)
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        return tuple(sorted({self.first, min(self.first + 1, self.last), self.last}))
+
+
+@dataclass(frozen=True, eq=False)
+class Abridger:
+    """Lowers one program with few blocks of its `runs`."""
+
+    analysis: Analysis
+    runs: tuple[Run, ...]
+    _folded: dict[tuple[tuple[int, ...], ...], Folded] = field(default_factory=dict, init=False)
+
+    def lower(self, strategy: Strategy, cost: CostModel) -> StageProgram:
+        """The stage program of a strategy of the whole, with `repeats`."""
+        found = [self._stretches(run, strategy) for run in self.runs]
+        blocks = tuple(tuple(b for s in stretches for b in s.kept) for stretches in found)
+        if blocks not in self._folded:
+            self._folded[blocks] = fold(self.analysis, self.runs, blocks)
+        folded = self._folded[blocks]
+        fewer = replace(strategy, recomputed=self._recomputed(strategy, blocks))
+        program = lower(folded.analysis, fewer, cost)
+        repeats = tuple(
+            _repeat(program, folded, run, stretch)
+            for run, stretches in zip(self.runs, found, strict=True)
+            for stretch in stretches
+            if stretch.n_like > 1
+        )
+        return replace(program, repeats=repeats, every_parameter=_every_parameter(folded))
+
+    def _stretches(self, run: Run, strategy: Strategy) -> list[_Stretch]:
+        """Runs of blocks that are placed alike; what another stage reads may be anywhere in one."""
+        again = {
+            name: (item.mode, name == item.operators[0])
+            for item in strategy.recomputed
+            for name in item.operators
+        }
+        sent = {*self.analysis.program.sent}
+        inner = range(run.start, run.end - run.period)
+        if any(sent.intersection(self.analysis.operators[i].outputs) for i in inner):
+            return [_Stretch(b, b) for b in range(run.count)]
+        found: list[_Stretch] = []
+        before: object = None
+        for b in range(run.count):
+            placed = [
+                (strategy.operators[o.name], *self._stored(o.inputs, strategy), again.get(o.name))
+                for o in (self.analysis.operators[i] for i in run.block(b))
+            ]
+            if placed == before:
+                found[-1] = _Stretch(found[-1].first, b)
+            else:
+                found.append(_Stretch(b, b))
+            before = placed
+        return found
+
+    def _stored(self, names: Sequence[str], strategy: Strategy) -> list[object]:
+        return [strategy.storage[n] for n in names if n in self.analysis.program.parameters]
+
+    def _recomputed(
+        self, strategy: Strategy, blocks: Sequence[Sequence[int]]
+    ) -> tuple[Recomputed, ...]:
+        """What is recomputed from an operator on that is kept: where it goes on in the next block,
+        in the next one that is kept."""
+        operators = self.analysis.operators
+        place = {o.name: i for i, o in enumerate(operators)}
+        found = []
+        for item in strategy.recomputed:
+            positions = [place[name] for name in item.operators]
+            moved = [self._moved(i, positions[0], blocks) for i in positions]
+            if None not in moved:
+                names = tuple(operators[i].name for i in moved if i is not None)
+                found.append(replace(item, operators=names))
+        return tuple(found)
+
+    def _moved(self, i: int, first: int, blocks: Sequence[Sequence[int]]) -> int | None:
+        """Where operator i of a range that begins with operator `first` is, of what is kept; None
+        where the range begins in a block that is not."""
+        for run, kept in zip(self.runs, blocks, strict=True):
+            if not run.start <= i < run.end:
+                continue
+            block = (i - run.start) // run.period
+            begins = (first - run.start) // run.period if first >= run.start else None
+            if begins is None or begins == block:
+                return i if block in kept else None
+            if begins not in kept:
+                return None
+            number = kept[kept.index(begins) + block - begins]
+            return i + (number - block) * run.period
+        return i
+
+
+def _repeat(program: StageProgram, folded: Folded, run: Run, stretch: _Stretch) -> RepeatedLines:
+    """The lines of the second block of a stretch, and what it alone reads."""
+    whole, captured = folded.whole.operators, folded.analysis.program
+    own = {o.name: o for o in folded.analysis.operators}
+    block = [own[whole[i].name] for i in run.block(stretch.first + 1)]
+    before = [whole[i].name for i in run.block(stretch.first)]
+    reads = Counter(name for o in own.values() for name in o.inputs)
+    mine = Counter(name for o in block for name in o.inputs)
+    alone = {name for name, n in mine.items() if reads[name] == n}
+    return RepeatedLines(
+        _end(program, [captured.keys[name] for name in before]),
+        _end(program, [captured.keys[o.name] for o in block]),
+        stretch.n_like,
+        frozenset(
+            d.local.name for d in program.delivered if d.kind == "constant" and d.source in alone
+        ),
+    )
+
+
+def _every_parameter(folded: Folded) -> tuple[str, ...]:
+    """The parameters of the whole, each by the name of the one that stands for it."""
+    own, instead = folded.analysis.program.parameters, dict[str, str]()
+    for operator, f in zip(folded.whole.operators, folded.stands_for, strict=True):
+        instead.update(zip(operator.inputs, folded.analysis.operators[f].inputs, strict=True))
+    every = folded.whole.program.parameters
+    return tuple(own[n if n in own else instead[n]].name for n in every)
+
+
+def _end(program: StageProgram, keys: Sequence[str]) -> int:
+    """After the last line of operators, and the frees that follow it."""
+    wanted = frozenset(keys)
+    lines = enumerate(program.body)
+    end = 1 + max(i for i, line in lines if isinstance(line, CallLine) and line.key in wanted)
+    while end < len(program.body) and isinstance(program.body[end], FreeLine):
+        end += 1
+    return end

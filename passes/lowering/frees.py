@@ -1,0 +1,87 @@
+"""Where values of a lowered body end: frees, and gathers that backward repeats."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+
+from autopar.program import (
+    FreeLine,
+    GatherLine,
+    Line,
+    StageProgram,
+    reads,
+    regathered,
+    rerun,
+    writes,
+)
+
+
+def with_regathers(program: StageProgram) -> StageProgram:
+    """Count, for every gathered parameter, how often backward gathers it again."""
+    if not any(isinstance(line, GatherLine) for line in program.body):
+        return program
+    counts = Counter(line.out.name for lines in regathered(program).values() for line in lines)
+    for positions in rerun(program).values():
+        again = (program.body[i] for i in positions)
+        counts.update(line.out.name for line in again if isinstance(line, GatherLine))
+    body = tuple(
+        replace(line, regathers=counts[line.out.name]) if isinstance(line, GatherLine) else line
+        for line in program.body
+    )
+    return replace(program, body=body)
+
+
+def with_frees(program: StageProgram) -> StageProgram:
+    """Insert a `FreeLine` after the last use of every variable the body defines.
+
+    What a segment takes is its caller's, and is freed after it.
+    """
+    body, last = program.body, _last_uses(program)
+    spans = {i: s for s in program.segments for i in range(s.start, s.stop)}
+    out: list[Line] = []
+    moved: dict[int, int] = {}
+    stops: dict[int, int] = {}
+    for i, line in enumerate(body):
+        moved[i] = len(out)
+        out.append(line)
+        dead = dict.fromkeys(n for n in (*reads(line), *writes(line)) if last.get(n) == i)
+        segment = spans.get(i)
+        if segment is None:
+            out += _freed(dead)
+            continue
+        out += _freed(n for n in dead if n not in segment.inputs)
+        if i == segment.stop - 1:
+            stops[segment.start] = len(out)
+            within = range(segment.start, segment.stop)
+            out += _freed(n for n in segment.inputs if last.get(n, -1) in within)
+    segments = tuple(
+        replace(
+            s,
+            start=moved[s.start],
+            stop=stops[s.start],
+            last=moved[s.last],
+            kept=frozenset(moved[i] for i in s.kept),
+            handed_on=frozenset(moved[i] for i in s.handed_on),
+        )
+        for s in program.segments
+    )
+    return replace(program, body=tuple(out), segments=segments)
+
+
+def _last_uses(program: StageProgram) -> dict[str, int]:
+    """Variable that the body defines, and nobody takes -> its last use."""
+    last: dict[str, int] = {}
+    defined: set[str] = set()
+    for i, line in enumerate(program.body):
+        defined.update(writes(line))
+        for name in (*reads(line), *writes(line)):
+            last[name] = i
+    defined -= program.taken
+    return {name: i for name, i in last.items() if name in defined}
+
+
+def _freed(names: Iterable[str]) -> list[Line]:
+    found = tuple(names)
+    return [FreeLine(found)] if found else []

@@ -1,0 +1,111 @@
+"""A product and the bias added to it as one operator.
+
+Capture takes biases out of products, because partial sums must not add one per rank. Once
+tensors are placed, most products are whole sums, and then
+
+    add(mm(x, w), b)     = addmm(b, x, w)          x: m k, w: k n, b: n
+    add(linear(x, w), b) = linear(x, w, b)
+
+saves a pass over the output and a tensor of its size. It holds rank by rank whatever the
+placements are: where a reshard stands between product and bias, the sum reads another variable.
+
+The fused line keeps the product's place in the model. Its predicted time is the sum of both, so
+that the prediction stays what the search has minimised; the pass saved is not credited.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import replace
+
+from autopar.program import (
+    CallLine,
+    GatherLine,
+    Line,
+    Local,
+    Ref,
+    StoredParameter,
+    Workspace,
+    reads,
+    writes,
+)
+from autopar.rules import FUSED
+
+
+def fuse_bias(
+    body: Sequence[Line], parameters: Sequence[StoredParameter], kept: Set[str | None]
+) -> list[Line]:
+    """`body` with fused products, each where its bias was added; for a body without frees.
+
+    `kept` are variables that something reads after the body.
+    """
+    biases = _biases(body, parameters)
+    n_reads = Counter(name for line in body for name in reads(line))
+    products: dict[str, int] = {}
+    out: list[Line | None] = list(body)
+    for i, line in enumerate(body):
+        if not isinstance(line, CallLine):
+            continue
+        for name, bias in _summands(line):
+            at = products.get(name)
+            if at is None or bias not in biases or n_reads[name] > 1 or name in kept:
+                continue
+            product = body[at]
+            assert isinstance(product, CallLine)
+            moved_past = {n for between in body[at + 1 : i] for n in writes(between)}
+            if _is_bias(biases[bias], product, line) and moved_past.isdisjoint(reads(product)):
+                out[at], out[i] = None, _fused(product, line, bias)
+        if line.target in FUSED and line.lowered is None and len(line.args) == 2:
+            products[line.outs[0].name] = i
+    return [line for line in out if line is not None]
+
+
+def _biases(body: Sequence[Line], parameters: Sequence[StoredParameter]) -> dict[str, Local]:
+    """Parameters as the body reads them, by variable."""
+    found = {line.out.name: line.out for line in body if isinstance(line, GatherLine)}
+    for p in parameters:
+        locals_ = [p.stored] if p.period == "use" else [use.local for use in p.uses]
+        found |= {local.name: local for local in locals_}
+    return found
+
+
+def _summands(line: CallLine) -> Iterator[tuple[str, str]]:
+    """A plain sum of two variables, both ways round."""
+    if line.target == "aten.add.Tensor" and len(line.args) == 2 and not line.kwargs:
+        first, second = line.args
+        if isinstance(first, Ref) and isinstance(second, Ref):
+            yield first.name, second.name
+            yield second.name, first.name
+
+
+def _is_bias(bias: Local, product: CallLine, total: CallLine) -> bool:
+    """One number per column, and nothing is promoted or broadcast."""
+    before, after = product.outs[0], total.outs[0]
+    return (
+        before.shape == after.shape
+        and bias.shape == before.shape[-1:]
+        and bias.dtype == before.dtype == after.dtype
+    )
+
+
+def _fused(product: CallLine, total: CallLine, bias: str) -> CallLine:
+    first, second = product.args
+    is_mm = product.target == "aten.mm.default"
+    a, b = product.workspace, total.workspace
+    return replace(
+        product,
+        outs=total.outs,
+        target=FUSED[product.target],
+        args=(Ref(bias), first, second) if is_mm else (first, second, Ref(bias)),
+        flops=product.flops + total.flops,
+        model_flops=product.model_flops + total.model_flops,
+        forward_s=product.forward_s + total.forward_s,
+        backward_s=product.backward_s + total.backward_s,
+        shares=(None,),
+        workspace=Workspace(
+            max(a.forward_bytes, b.forward_bytes),
+            max(a.backward_bytes, b.backward_bytes),
+            a.passed,
+        ),
+    )

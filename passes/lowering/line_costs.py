@@ -1,0 +1,167 @@
+"""What one lowered operator costs on one rank: time, what autograd keeps, what it needs in between.
+
+Measured on whole tensors of the global batch (`autopar/saved.py`, `autopar/workspace.py`) or
+counted by the operator's rule; a rank has the part that its placements leave it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autopar.cost.laws import CostModel
+from autopar.passes.analysis import Analysis, PlacedOperator
+from autopar.passes.intra import operator_times_s
+from autopar.placement import local_bytes
+from autopar.program import (
+    UNUSED,
+    InnerCall,
+    Local,
+    Operator,
+    OperatorStrategy,
+    Strategy,
+    Workspace,
+    name_sizes,
+)
+from autopar.rules import rule_for
+
+
+@dataclass(frozen=True)
+class Price:
+    """Of one rank: flops, model flops of all ranks with backward, and seconds; `share` is its part
+    of the work, which every axis that cuts a tensor divides."""
+
+    flops: float
+    model_flops: float
+    forward_s: float
+    backward_s: float
+    share: float
+
+
+@dataclass
+class LineCosts:
+    """Prices the operators of one stage under its strategy."""
+
+    analysis: Analysis
+    strategy: Strategy
+    cost: CostModel
+    # By pattern, which operators that are alike have in common.
+    _prices: dict[tuple[int, OperatorStrategy], Price] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.types, self.sizes = self.strategy.types, self.cost.mesh.sizes
+        self.active = self.cost.mesh.active_axes
+
+    def price(self, item: PlacedOperator, chosen: OperatorStrategy) -> Price:
+        """Found once for operators that are alike and placed alike."""
+        key = id(item.pattern), chosen
+        found = self._prices.get(key)
+        if found is None:
+            found = self._prices[key] = self._price(item, chosen)
+        return found
+
+    def _price(self, item: PlacedOperator, chosen: OperatorStrategy) -> Price:
+        operator, rule = item.operator, rule_for(str(item.operator.call.op))
+        placed = (*zip(operator.inputs, chosen.inputs, strict=True),
+                  *zip(operator.outputs, chosen.outputs, strict=True))  # fmt: skip
+        moved = sum(local_bytes(self.types[v], s, self.sizes) for v, s in placed)
+        share = 1.0
+        for axis in self.active:
+            if any(s.placements[axis].is_shard for _, s in placed):
+                share /= self.sizes[axis]
+        whole = rule.flops_of(item.sizes)
+        flops = whole * share
+        products = 1
+        if any(self.types[v].has_grad for v in operator.outputs):
+            products += sum(self.types[v].has_grad for v in operator.inputs[:2])
+        forward, backward = operator_times_s(
+            rule,
+            operator,
+            self.types.__getitem__,
+            self.cost,
+            np.array([flops]),
+            np.array([float(moved)]),
+        )
+        return Price(flops, whole * products, float(forward[0]), float(backward[0]), share)
+
+    def share(self, operator: Operator, price: Price) -> float:
+        """One rank's part in one microbatch of bytes measured on whole tensors."""
+        batch = self.strategy.batch_cells
+        if any(v in batch for v in (*operator.inputs, *operator.outputs)):
+            return price.share / self.analysis.batch.n_splits(self.strategy.n_microbatches)
+        return price.share
+
+    def kept(
+        self, operator: Operator, chosen: OperatorStrategy,
+        inputs: Sequence[Local], outs: Sequence[Local], share: float,
+    ) -> tuple[float, tuple[str, ...]]:  # fmt: skip
+        """What autograd keeps: bytes of its own, and variables."""
+        saved = self.analysis.saved.get(operator.name)
+        if saved is None or not any(out.has_grad for out in outs):
+            return 0.0, ()
+        own_bytes = 0.0
+        if chosen.lowered is not None:
+            own_bytes = self._lowered(chosen.lowered.saved_bytes, operator, chosen, inputs, outs)
+            if not chosen.lowered.wraps:
+                values = (operator.call.args[name] for name in chosen.lowered.keeps)
+                positions = (operator.call.tensors.index(v) for v in values if v is not None)
+                return own_bytes, tuple(inputs[i].name for i in positions)
+        keeps = [inputs[i].name for i in sorted(saved.inputs)]
+        keeps += [outs[i].name for i in sorted(saved.outputs) if outs[i].name != UNUSED]
+        own_bytes += sum(outs[i].size_bytes for i in saved.outputs if outs[i].name == UNUSED)
+        return own_bytes + saved.other_bytes * share, tuple(keeps)
+
+    def workspace(
+        self, operator: Operator, chosen: OperatorStrategy,
+        inputs: Sequence[Local], outs: Sequence[Local], share: float,
+    ) -> Workspace:  # fmt: skip
+        forward_bytes = backward_bytes = 0.0
+        if chosen.lowered is not None:
+            formulas = chosen.lowered.forward_bytes, chosen.lowered.backward_bytes
+            forward_bytes, backward_bytes = (
+                self._lowered(formula, operator, chosen, inputs, outs) for formula in formulas
+            )
+            if not chosen.lowered.wraps:
+                return Workspace(forward_bytes, backward_bytes)
+        needed = self.analysis.temporaries[operator.name]
+        return Workspace(
+            forward_bytes + needed.forward_bytes * share,
+            backward_bytes + needed.backward_bytes * share,
+            tuple(inputs[i].name for i in sorted(needed.passed)),
+        )
+
+    def inner(
+        self, operator: Operator, chosen: OperatorStrategy,
+        inputs: Sequence[Local], outs: Sequence[Local],
+    ) -> tuple[InnerCall, ...]:  # fmt: skip
+        """Collectives inside what replaces an operator; those of backward where it has one."""
+        if chosen.lowered is None:
+            return ()
+        return tuple(
+            InnerCall(
+                call.kind,
+                call.phase,
+                int(self._lowered(call.size_bytes, operator, chosen, inputs, outs)),
+            )
+            for call in chosen.lowered.inner
+            if call.runs([i.has_grad for i in inputs])
+        )
+
+    def _lowered(
+        self, formula: str, operator: Operator, chosen: OperatorStrategy,
+        inputs: Sequence[Local], outs: Sequence[Local],
+    ) -> float:  # fmt: skip
+        """A formula of what replaces an operator, with the sizes of one rank."""
+        assert chosen.lowered is not None
+        sizes = name_sizes(operator.notation, [i.shape for i in inputs], [o.shape for o in outs])
+        n_ranks = math.prod(self.sizes[axis] for axis in chosen.lowered_axes)
+        return chosen.lowered.value(formula, sizes, inputs[0].dtype.itemsize, n_ranks)
+
+    def shares(self, operator: Operator, names: Sequence[str]) -> tuple[str | None, ...]:
+        """Per output, the variable it is a view of."""
+        owners = self.analysis.storage_owners
+        by_owner = {owners[v]: n for v, n in zip(operator.inputs, names, strict=True)}
+        return tuple(by_owner.get(owners.get(v, v)) for v in operator.outputs)

@@ -1,0 +1,416 @@
+"""Lowering: from a strategy to the lines each rank runs.
+
+Operators keep the captured order. A tensor is resharded right before the first operator
+that wants it elsewhere, once per distinct target, along the cheapest path; arguments that
+carry sizes are localised by the operator's rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch.fx
+
+from autopar.cost.laws import CostModel
+from autopar.passes.analysis import (
+    Analysis,
+    PlacedOperator,
+    boundary_specs,
+    group_name,
+    identifier,
+    override,
+    prologue_lines,
+    reserved_names,
+    suffix,
+)
+from autopar.passes.lowering.frees import with_frees, with_regathers
+from autopar.passes.lowering.fusion import fuse_bias
+from autopar.passes.lowering.line_costs import LineCosts
+from autopar.passes.lowering.segments import with_segments
+from autopar.passes.reshard import Step, reshard_table, step_time_s
+from autopar.placement import I, R, Spec, TensorType, local_shape, without_gradient, written
+from autopar.program import (
+    UNUSED,
+    Accumulation,
+    Boundary,
+    BufferInfo,
+    CallLine,
+    ChangedBuffer,
+    Delivered,
+    DetachLine,
+    GatherLine,
+    Line,
+    Local,
+    MoveLine,
+    Operator,
+    OperatorStrategy,
+    ParameterUse,
+    Ref,
+    StageProgram,
+    Storage,
+    StoredParameter,
+    Strategy,
+)
+from autopar.rules import GROUP, rule_for
+
+# A move, and its forward and backward seconds.
+_TimedStep = tuple[Step, float, float]
+
+
+def lower(
+    analysis: Analysis, strategy: Strategy, cost: CostModel, with_outputs: bool = False
+) -> StageProgram:
+    """The stage program of a strategy; `with_outputs` also returns the model's outputs whole."""
+    return _Lowering(analysis, strategy, cost, with_outputs).run()
+
+
+@dataclass
+class _Lowering:
+    analysis: Analysis
+    strategy: Strategy
+    cost: CostModel
+    with_outputs: bool
+    body: list[Line] = field(default_factory=list)
+    produced: dict[str, Spec] = field(default_factory=dict)
+    variables: dict[tuple[str, Spec], str] = field(default_factory=dict)
+    taken: set[str] = field(default_factory=set)
+    delivered: dict[tuple[str, Spec], Delivered] = field(default_factory=dict)
+    constants: dict[tuple[Any, ...], str] = field(default_factory=dict)
+    # What repeated blocks have in common is found once.
+    locals: dict[tuple[str, str, Spec], Local] = field(default_factory=dict)
+    shapes: dict[tuple[TensorType, Spec], tuple[int, ...]] = field(default_factory=dict)
+    steps: dict[tuple[TensorType, Spec, Spec, bool], list[_TimedStep]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.program = self.analysis.program
+        self.sizes = self.cost.mesh.sizes
+        self.active = self.cost.mesh.active_axes
+        self.types = self.strategy.types
+        self.line_costs = LineCosts(self.analysis, self.strategy, self.cost)
+        self.taken |= reserved_names(self.cost.mesh.names)
+
+    def run(self) -> StageProgram:
+        parameters = tuple(self._parameter(n) for n in self.program.parameters)
+        received = tuple(self._receive(n) for n in self.program.received)
+        for item in self.analysis.placed_operators(self.strategy.n_microbatches):
+            self._operator(item, self.strategy.operators[item.name])
+        loss = self._loss() if self.program.loss is not None else None
+        sent = tuple(self._send(n) for n in self.program.sent)
+        changed = tuple(self._changed(b) for b in self.program.buffers.values() if b.update)
+        outputs = tuple(self._output(n) for n in self.program.outputs) if self.with_outputs else ()
+        kept = {loss, *outputs, *(s.local.name for s in sent), *(b.local.name for b in changed)}
+        prologue = self.program.prologue
+        lowered = StageProgram(
+            self.program.model_name,
+            self.cost.mesh.names,
+            self.sizes,
+            parameters,
+            tuple(self.delivered.values()),
+            tuple(fuse_bias(self.body, parameters, kept)),
+            loss,
+            outputs,
+            self.strategy.n_microbatches,
+            prologue_lines(prologue.graph.graph) if prologue else (),
+            tuple(n.name for n in prologue.graph.graph.nodes if n.op == "placeholder")
+            if prologue
+            else (),
+            prologue.outputs if prologue else (),
+            received,
+            sent,
+            self.program.training,
+            changed,
+            self._accumulation(),
+        )
+        again = with_segments(lowered, self.strategy.recomputed, self.program)
+        return with_regathers(with_frees(again))
+
+    def _accumulation(self) -> Accumulation | None:
+        """With inputs by placeholder, which is how a stage is given them."""
+        if self.program.accumulation is None:
+            return None
+        dims, inputs = self.program.accumulation.dims, self.program.inputs
+        by_placeholder = {n: dims[i.path] for n, i in inputs.items() if i.path in dims}
+        return Accumulation(self.program.accumulation.n, by_placeholder)
+
+    # -- names and tensors ---------------------------------------------------------------
+
+    def _unique(self, wanted: str) -> str:
+        name, n = identifier(wanted), 2
+        while name in self.taken:
+            name, n = f"{identifier(wanted)}_{n}", n + 1
+        self.taken.add(name)
+        return name
+
+    def _local(self, name: str, value: str, spec: Spec) -> Local:
+        key = name, value, spec
+        if key not in self.locals:
+            self.locals[key] = self._placed(name, value, self.types[value], spec)
+        return self.locals[key]
+
+    def _placed(self, name: str, value: str, tensor: TensorType, spec: Spec) -> Local:
+        key = tensor, spec
+        if key not in self.shapes:
+            self.shapes[key] = local_shape(tensor, spec, self.sizes)
+        dtype = self.analysis.dtypes[value]
+        return Local(name, self.shapes[key], dtype, spec, tensor.dims, tensor.has_grad)
+
+    def _moves(
+        self, value: str, tensor: TensorType, source: Spec, target: Spec,
+        first: str, name: str, phase: str,
+    ) -> tuple[MoveLine, ...]:  # fmt: skip
+        lines, at = [], first
+        restricted = self.strategy.sequence_forbidden and value not in self.program.parameters
+        for step, forward, backward in self._steps(tensor, source, target, restricted):
+            out = self._placed(name, value, tensor, step.target)
+            lines.append(
+                MoveLine(
+                    out, at, step.move, value, phase, step.forward_bytes,
+                    step.backward_bytes if tensor.has_grad else 0, forward, backward,
+                    tensor.has_grad,
+                )
+            )  # fmt: skip
+            at = name
+        return tuple(lines)
+
+    def _steps(
+        self, tensor: TensorType, source: Spec, target: Spec, restricted: bool
+    ) -> list[_TimedStep]:
+        """The cheapest path."""
+        key = tensor, source, target, restricted
+        if key not in self.steps:
+            path = reshard_table(tensor, self.cost, restricted).path(source, target)
+            price, grad = self.cost.primitive_time_s, tensor.has_grad
+            self.steps[key] = [(step, *step_time_s(step, grad, price)) for step in path]
+        return self.steps[key]
+
+    # -- parameters ----------------------------------------------------------------------
+
+    @cached_property
+    def _uses(self) -> Mapping[str, Mapping[Spec, None]]:
+        """The distinct placements every parameter is used at, in order."""
+        used: dict[str, dict[Spec, None]] = {name: {} for name in self.program.parameters}
+        for operator in self.analysis.operators:
+            chosen = self.strategy.operators[operator.name]
+            for value, spec in zip(operator.inputs, chosen.inputs, strict=True):
+                if value in used:
+                    used[value].setdefault(spec)
+        return used
+
+    def _parameter(self, name: str) -> StoredParameter:
+        info, storage = self.program.parameters[name], self._storage(name)
+        base, uses = self._unique(info.name), self._uses[name]
+        stored = self._local(base, name, storage.spec)
+        converted = []
+        for spec in uses:
+            if storage.period == "use":
+                break
+            plain = spec == storage.spec or len(uses) == 1
+            variable = base if plain else self._unique(f"{base}_as_{suffix(spec, self.active)}")
+            moves = self._moves(
+                name, self.types[name], storage.spec, spec, base, variable, "param_gather"
+            )
+            converted.append(ParameterUse(self._local(variable, name, spec), moves))
+            self.variables[name, spec] = variable
+        return StoredParameter(
+            info.name, info.aliases, info.shape, self.types[name].dims, stored, storage.period,
+            tuple(converted), info.requires_grad, info.mirror_of,
+        )  # fmt: skip
+
+    def _storage(self, name: str) -> Storage:
+        """How it is kept, in the words of its type: a frozen parameter has no I."""
+        storage = self.strategy.storage[name]
+        return replace(storage, spec=written(self.types[name], storage.spec, self.sizes))
+
+    def _gather(self, name: str, spec: Spec, storage: Storage) -> str:
+        base = identifier(self.program.parameters[name].name)
+        variable = self._unique(f"{base}_gathered")
+        moves = self._moves(
+            name, self.types[name], storage.spec, spec, base, variable, "param_gather"
+        )
+        if not moves:
+            return base
+        self.body.append(
+            GatherLine(
+                self._local(variable, name, spec), base, self.program.parameters[name].name,
+                moves, 0,
+            )
+        )  # fmt: skip
+        return variable
+
+    # -- operators -----------------------------------------------------------------------
+
+    def _argument(self, operator: Operator, position: int, spec: Spec) -> str:
+        """The variable that holds an operator's input at the placement it wants."""
+        value = operator.inputs[position]
+        if value in self.program.parameters:
+            storage = self._storage(value)
+            if storage.period == "use":
+                return self._gather(value, spec, storage)
+            return self.variables[value, spec]
+        if value not in self.produced:
+            return self._deliver(value, spec)
+        return self._resharded(value, spec)
+
+    def _deliver(self, value: str, spec: Spec) -> str:
+        value = self._first_equal(value)
+        if (value, spec) not in self.delivered:
+            kind, source = "input" if value in self.program.inputs else "constant", value
+            if value in self.program.buffers:
+                kind, source = "buffer", self.program.buffers[value].name
+            if self.program.prologue and value in self.program.prologue.outputs:
+                kind = "divisor"
+            if value == self.program.seed:
+                kind = "seed"
+            first = not any(v == value for v, _ in self.delivered)
+            name = source if first else f"{source}_as_{suffix(spec, self.active)}"
+            self.delivered[value, spec] = Delivered(
+                self._local(self._unique(name), value, spec), source, kind,
+                self.types[value].dims,
+                self.strategy.batch_cells.get(value),
+            )  # fmt: skip
+        return self.delivered[value, spec].local.name
+
+    def _first_equal(self, value: str) -> str:
+        """Of constants that are one tensor, cut alike, only the first is delivered."""
+        constant = self.program.constants.get(value)
+        if constant is None:
+            return value
+        key = (constant, self.types[value].dims, self.strategy.batch_cells.get(value))
+        return self.constants.setdefault(key, value)
+
+    def _resharded(self, value: str, spec: Spec, phase: str = "forward") -> str:
+        source = self.produced[value]
+        if spec == source:
+            return self.variables[value, source]
+        if (value, spec) not in self.variables:
+            first = self.variables[value, source]
+            name = self._unique(f"{first}_as_{suffix(spec, self.active)}")
+            self.body += self._moves(value, self.types[value], source, spec, first, name, phase)
+            self.variables[value, spec] = name
+        return self.variables[value, spec]
+
+    def _operator(self, item: PlacedOperator, chosen: OperatorStrategy) -> None:
+        operator, target = item.operator, str(item.operator.call.op)
+        node, rule = self.program.node(operator.name), rule_for(target)
+        names = [self._argument(operator, i, s) for i, s in enumerate(chosen.inputs)]
+        outs = []
+        for value, spec in zip(operator.outputs, chosen.outputs, strict=True):
+            unused = ":" in value
+            variable = UNUSED if unused else self._unique(value)
+            outs.append(self._local(variable, value, spec))
+            self.produced[value] = spec
+            self.variables[value, spec] = variable
+        inputs = [
+            self._local(name, value, spec)
+            for name, value, spec in zip(names, operator.inputs, chosen.inputs, strict=True)
+        ]
+        args, kwargs = self._arguments(node, operator, names)
+        if rule.localise is not None:
+            shapes = [i.shape for i in inputs], [o.shape for o in outs]
+            args, kwargs = override(node, args, kwargs, rule.localise(operator.call, *shapes))
+        if chosen.lowered is not None:
+            args = self._lowered_arguments(operator, chosen, args, kwargs)
+            kwargs = {}
+        price = self.line_costs.price(item, chosen)
+        share = self.line_costs.share(operator, price)
+        inner = self.line_costs.inner(operator, chosen, inputs, outs)
+        saved_bytes, keeps = self.line_costs.kept(operator, chosen, inputs, outs, share)
+        self.body.append(
+            CallLine(
+                tuple(outs), target, args, kwargs, self.program.keys[node.name],
+                self.program.sources.get(node.name, ""),
+                chosen.lowered.function if chosen.lowered else None, chosen.lowered_axes, inner,
+                price.flops, price.forward_s, price.backward_s, saved_bytes, keeps,
+                self.line_costs.shares(operator, names), price.model_flops,
+                self.line_costs.workspace(operator, chosen, inputs, outs, share),
+            )
+        )  # fmt: skip
+
+    def _arguments(
+        self, node: torch.fx.Node, operator: Operator, names: Sequence[str]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The captured arguments with tensors replaced, in schema order, by variables."""
+        waiting = list(names)
+
+        def replace(value: Any) -> Any:
+            if isinstance(value, torch.fx.Node):
+                return Ref(waiting.pop(0))
+            if isinstance(value, (list, tuple)):
+                return [replace(v) for v in value]
+            return Ref("device") if isinstance(value, torch.device) else value
+
+        args = tuple(replace(a) for a in node.args)
+        schema = list(operator.call.args)
+        ordered = sorted(node.kwargs.items(), key=lambda item: schema.index(item[0]))
+        kwargs = {k: replace(v) for k, v in ordered}
+        assert not waiting, (node, names)
+        return args, kwargs
+
+    def _lowered_arguments(
+        self, operator: Operator, chosen: OperatorStrategy,
+        args: tuple[Any, ...], kwargs: Mapping[str, Any],
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """The arguments of the function that replaces an operator; those not given by default."""
+        assert chosen.lowered is not None
+        schema = operator.call.args
+        values = {**schema, **dict(zip(schema, args, strict=False)), **kwargs}
+        values[GROUP] = Ref(group_name(self.cost.mesh.names, chosen.lowered_axes))
+        return tuple(values[name] for name in chosen.lowered.arguments)
+
+    # -- other stages --------------------------------------------------------------------
+
+    def _receive(self, value: str) -> Boundary:
+        spec = self.strategy.received.get(value)
+        if spec is None:  # only the user wants it: no plan has decided how it crosses
+            spec = boundary_specs(self.types[value], self.sizes, "received")[0]
+        name = self._unique(value)
+        self.produced[value], self.variables[value, spec] = spec, name
+        return Boundary(self._local(name, value, spec), value, self.program.value_key(value))
+
+    def _send(self, value: str) -> Boundary:
+        spec = self.strategy.sent.get(value)
+        if spec is None:
+            spec = boundary_specs(self.types[value], self.sizes, "sent")[0]
+        name = self._resharded(value, spec)
+        return Boundary(self._local(name, value, spec), value, self.program.value_key(value))
+
+    # -- results -------------------------------------------------------------------------
+
+    def _loss(self) -> str:
+        loss = self.program.loss
+        assert loss is not None
+        plain = I if self.types[loss].has_grad else R
+        goal = Spec.everywhere(plain, self.sizes)
+        return self._resharded(loss, goal, phase="loss")
+
+    def _changed(self, buffer: BufferInfo) -> ChangedBuffer:
+        """What a buffer holds after the microbatch: whole on every rank, as it is kept."""
+        value = buffer.update
+        assert value is not None and not self.types[value].has_grad
+        whole = Spec.everywhere(R, self.sizes)
+        if value in self.produced:
+            name = self._resharded(value, whole, "buffer")
+        else:
+            name = self._deliver(value, whole)
+        local = self._local(name, value, whole)
+        return ChangedBuffer(buffer.name, buffer.aliases, buffer.persistent, local)
+
+    def _output(self, value: str) -> str:
+        """A model output whole on every rank, out of autograd."""
+        if value not in self.produced:
+            return self._deliver(value, Spec.everywhere(R, self.sizes))
+        spec = without_gradient(self.produced[value], self.sizes)
+        old = self.types[value]
+        tensor = TensorType(old.dims, old.itemsize, False)
+        name = self._unique(f"{identifier(value)}_out")
+        self.body.append(
+            DetachLine(
+                self._placed(name, value, tensor, spec), self.variables[value, self.produced[value]]
+            )
+        )
+        whole = Spec.everywhere(R, self.sizes)
+        self.body += self._moves(value, tensor, spec, whole, name, name, "output")
+        return name

@@ -1,0 +1,207 @@
+"""Cheapest paths between specs: which moves turn one placement of a tensor into another.
+
+Shortest paths in the graph of single moves (`move_graph.py`), from the specs that are asked for
+(`reshard_paths.py`); weights are forward plus backward time. Meshes that use the same axes share
+the graph, and so do tensors that differ in sizes alone; their paths are found together
+(`ReshardTables`): arrays begin with an axis of cases, a tensor on a mesh each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost.laws import CostModel
+from autopar.passes.reshard.move_graph import MoveGraph, Step, clear_graphs, move_graph
+from autopar.passes.reshard.paths import (
+    LastMoves,
+    Ties,
+    find_paths,
+    move_weights,
+    path_seconds,
+    sum_along,
+)
+from autopar.passes.reshard.primitive_costs import primitive_lines
+from autopar.placement import Spec, TensorType
+
+Array = NDArray[np.float64]
+_ALL = slice(None)
+
+
+@dataclass(eq=False)
+class ReshardTables:
+    """The cheapest reshards of tensors on meshes that use the same axes; paths are found when they
+    are first asked for.
+
+    `legal` is [cases, specs]; `seconds` [cases, primitives of the graph], infinite where one may
+    not be used. There are many, so of the paths only the last moves are kept: [cases, sources,
+    specs], and the `_row` of every source that is known.
+    """
+
+    tensors: tuple[TensorType, ...]
+    sizes: tuple[tuple[int, ...], ...]
+    graph: MoveGraph
+    legal: NDArray[np.bool_]
+    seconds: Array
+    _last: LastMoves = field(init=False)
+    _row: dict[int, int] = field(default_factory=dict, init=False)
+
+    @property
+    def index(self) -> Mapping[Spec, int]:
+        return self.graph.index
+
+    @property
+    def size_bytes(self) -> Array:
+        """[cases]"""
+        return np.array([t.size_bytes for t in self.tensors], dtype=np.float64)
+
+    @staticmethod
+    def build(
+        tensors: Sequence[TensorType],
+        sizes: Sequence[tuple[int, ...]],
+        seconds: Array,
+        no_reduce_scatter: bool = False,
+    ) -> ReshardTables:
+        """Of the primitives' prices, [cases, primitives of the graph]; `no_reduce_scatter` leaves
+        out moves that reduce_scatter."""
+        graph = move_graph(tensors[0], sizes[0])
+        if no_reduce_scatter:
+            scatters = np.array([p.kind == "reduce_scatter" for p in graph.primitives], dtype=bool)
+            seconds = np.where(scatters, np.inf, seconds)
+        legal = graph.legal(tensors, sizes)
+        return ReshardTables(tuple(tensors), tuple(sizes), graph, legal, seconds)
+
+    def between(
+        self, sources: Sequence[int], targets: Sequence[int], cases: slice = _ALL
+    ) -> tuple[Array, Ties]:
+        """(seconds, ties) from some specs to others: [cases, sources, targets].
+
+        Seconds are forward + backward, infinite where there is no path or either spec is not
+        legal; ties whole thousandths, 0 where seconds are infinite: no move leads there.
+        """
+        graph, rows = self.graph, self._found(sources)
+        time_s, tie = path_seconds(
+            graph.source, self._last[cases], rows, np.array(targets, dtype=np.int64),
+            graph.forward, graph.backward, self.seconds[cases], graph.ties,
+        )  # fmt: skip
+        time_s[~self.legal[cases, sources]] = np.inf
+        return time_s, tie
+
+    def along_paths(
+        self, sources: Sequence[int], targets: Sequence[int], move_values: Array
+    ) -> Array:
+        """[cases, k, moves] -> [cases, k, sources, targets]: sums over the moves of the paths."""
+        rows, at = self._found(sources), np.array(targets, dtype=np.int64)
+        values = np.ascontiguousarray(move_values)  # loops are compiled for each layout
+        return sum_along(self.graph.source, self._last, rows, at, values)
+
+    def last_moves(self, source: int, case: int) -> LastMoves:
+        """[specs]: of the cheapest paths from a spec, by time, then tie."""
+        (row,) = self._found([source])
+        found: LastMoves = self._last[case, row]
+        return found
+
+    def _found(self, sources: Sequence[int]) -> NDArray[np.int64]:
+        """Where the paths from some specs are among those that are known; found together where they
+        are not yet."""
+        unknown = [s for s in dict.fromkeys(sources) if s not in self._row]
+        if unknown:
+            graph = self.graph
+            weights = move_weights(
+                graph.source, graph.target, graph.forward, graph.backward,
+                self.legal, self.seconds, graph.ties,
+            )  # fmt: skip
+            found = find_paths(graph.first, graph.target, weights, np.array(unknown))
+            if len(graph.target) < 2**15:  # they are many
+                found = found.astype(np.int16)
+            self._last = np.concatenate((self._last, found), axis=1) if self._row else found
+            self._row |= {s: len(self._row) + i for i, s in enumerate(unknown)}
+        return np.array([self._row[s] for s in sources], dtype=np.int64)
+
+    def of(self, case: int) -> ReshardTable:
+        """The table of one of the cases."""
+        return ReshardTable(self, case)
+
+
+@dataclass(frozen=True, eq=False)
+class ReshardTable:
+    """All-pairs cheapest reshards of one tensor type on one mesh: a case of `tables`."""
+
+    tables: ReshardTables
+    case: int
+
+    @property
+    def tensor(self) -> TensorType:
+        return self.tables.tensors[self.case]
+
+    @property
+    def index(self) -> Mapping[Spec, int]:
+        return self.tables.index
+
+    def seconds(self, sources: Sequence[Spec], targets: Sequence[Spec]) -> list[list[float]]:
+        """Of the cheapest reshards of some specs to others."""
+        rows, columns = ([self.index[spec] for spec in specs] for specs in (sources, targets))
+        return self.tables.between(rows, columns, self._cases)[0][0].tolist()
+
+    @property
+    def _cases(self) -> slice:
+        return slice(self.case, self.case + 1)
+
+    @cached_property
+    def specs(self) -> tuple[Spec, ...]:
+        """The legal ones."""
+        legal = np.flatnonzero(self.tables.legal[self.case])
+        return tuple(self.tables.graph.specs[i] for i in legal)
+
+    def path(self, source: Spec, target: Spec) -> tuple[Step, ...]:
+        """The moves of the cheapest reshard; empty when the specs are equal."""
+        tables, at, out = self.tables, self.index[target], []
+        last = tables.last_moves(self.index[source], self.case)
+        while at != self.index[source]:
+            before = int(tables.graph.source[last[at]])
+            out.append(tables.graph.step(self.tensor, tables.sizes[self.case], before, at))
+            at = before
+        return tuple(reversed(out))
+
+
+def reshard_table(
+    tensor: TensorType, cost: CostModel, no_reduce_scatter: bool = False
+) -> ReshardTable:
+    """The table of a tensor type under a cost model; layers and stages alike share it."""
+    return _table(tensor, priced_alike(cost), no_reduce_scatter).of(0)
+
+
+@lru_cache(maxsize=1024)
+def _table(tensor: TensorType, cost: CostModel, no_reduce_scatter: bool) -> ReshardTables:
+    return reshard_tables((tensor,), (cost,), np.zeros(1, dtype=np.int64), no_reduce_scatter)
+
+
+def reshard_tables(
+    tensors: Sequence[TensorType],
+    costs: tuple[CostModel, ...],
+    cost_of: NDArray[np.int64],
+    no_reduce_scatter: bool = False,
+) -> ReshardTables:
+    """The tables of tensors that differ in sizes, a case each, under cost models of meshes that use
+    the same axes: that of each case is at `cost_of`."""
+    sizes = [costs[i].mesh.sizes for i in cost_of]
+    lines = primitive_lines(move_graph(tensors[0], sizes[0]), costs).of(cost_of)
+    seconds = lines.seconds(np.array([t.size_bytes for t in tensors], dtype=np.float64))
+    return ReshardTables.build(tensors, sizes, seconds, no_reduce_scatter)
+
+
+def clear_tables() -> None:
+    """Forget all tables: tests that change how they are made need it."""
+    _table.cache_clear()
+    clear_graphs()
+
+
+@lru_cache(maxsize=1024)
+def priced_alike(cost: CostModel) -> CostModel:
+    """A cost model that prices moves the same: neither names nor the first rank matter to it."""
+    names = tuple(f"axis_{i}" for i in range(cost.mesh.n_axes))
+    return CostModel(replace(cost.mesh, names=names, first_rank=0), cost.dtype)

@@ -1,0 +1,90 @@
+"""Seconds of a graph's primitives on tensors of any size, on several meshes at once.
+
+Every algorithm of a collective takes a + b n seconds for n bytes, and so does a local copy; a
+primitive takes the least over its algorithms (`CostModel.lines`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost.laws import CostModel
+from autopar.passes.reshard.move_graph import MoveGraph
+from autopar.placement import PrimitiveKind
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class PrimitiveLines:
+    """`latency_s`, `s_per_byte` are [meshes, primitives, algorithms]; `n_shards` is [meshes,
+    primitives], of the local tensor that a primitive sends."""
+
+    latency_s: Array
+    s_per_byte: Array
+    n_shards: NDArray[np.int64]
+    is_collective: NDArray[np.bool_]
+    bucket_bytes: Array
+
+    def of(self, meshes: NDArray[np.int64]) -> PrimitiveLines:
+        """Those of some of the meshes, which may repeat."""
+        return PrimitiveLines(
+            self.latency_s[meshes], self.s_per_byte[meshes], self.n_shards[meshes],
+            self.is_collective, self.bucket_bytes[meshes],
+        )  # fmt: skip
+
+    def seconds(self, size_bytes: Array) -> Array:
+        """[meshes, primitives], on tensors of `size_bytes` [meshes] in all."""
+        return self._of_local(size_bytes[:, None] / self.n_shards)
+
+    def bucketed(self, size_bytes: Array) -> Array:
+        """The same, of tensors that share their collectives with a whole bucket."""
+        sent, bucket = size_bytes[:, None] / self.n_shards, self.bucket_bytes[:, None]
+        shares = self.is_collective & (sent < bucket)
+        full_s = self._of_local(np.where(shares, bucket, sent))
+        return np.where(shares, full_s * sent / bucket, full_s)
+
+    def _of_local(self, size_bytes: Array) -> Array:
+        times: Array = (self.latency_s + self.s_per_byte * size_bytes[..., None]).min(axis=-1)
+        return times
+
+
+def primitive_lines(graph: MoveGraph, costs: tuple[CostModel, ...]) -> PrimitiveLines:
+    """The lines of a graph's primitives on the meshes of some cost models."""
+    return _primitive_lines(graph.drawn or graph, costs)
+
+
+@lru_cache(maxsize=512)
+def _primitive_lines(graph: MoveGraph, costs: tuple[CostModel, ...]) -> PrimitiveLines:
+    # Primitives that differ in what cuts their tensors have the same lines.
+    calls = dict.fromkeys((p.kind, p.axes) for p in graph.primitives)
+    number = {call: k for k, call in enumerate(calls)}
+    lines = [[_lines(cost, *call) for call in number] for cost in costs]
+    n_most = max((len(of) for row in lines for of in row), default=1)
+    shape = (len(costs), len(number), n_most)
+    latency_s, s_per_byte = np.full(shape, np.inf), np.zeros(shape)
+    for b, row in enumerate(lines):
+        for k, of in enumerate(row):
+            latency_s[b, k, : len(of)] = [a for a, _ in of]
+            s_per_byte[b, k, : len(of)] = [slope for _, slope in of]
+    which = np.array([number[p.kind, p.axes] for p in graph.primitives], dtype=np.int64)
+    sizes = np.array([cost.mesh.sizes for cost in costs], dtype=np.int64)
+    is_cut = np.zeros((len(graph.primitives), sizes.shape[1]), dtype=bool)
+    for p, primitive in enumerate(graph.primitives):
+        is_cut[p, list(primitive.shards)] = True
+    n_shards = np.where(is_cut, sizes[:, None], 1).prod(axis=2)
+    is_collective = graph.calls > 0
+    buckets = np.array([float(cost.bucket_bytes) for cost in costs])
+    latency_s, s_per_byte = (np.take(array, which, axis=1) for array in (latency_s, s_per_byte))
+    return PrimitiveLines(latency_s, s_per_byte, n_shards, is_collective, buckets)
+
+
+@lru_cache(maxsize=1 << 14)
+def _lines(
+    cost: CostModel, kind: PrimitiveKind, axes: tuple[int, ...]
+) -> tuple[tuple[float, float], ...]:
+    return cost.lines(kind, axes)

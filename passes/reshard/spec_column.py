@@ -1,0 +1,74 @@
+"""How the choices of a variable place one value: few distinct specs, and a number per choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.placement import Spec
+
+
+@dataclass(frozen=True, eq=False)
+class SpecColumn:
+    """Choice c places the value as `distinct[code[c]]`."""
+
+    distinct: tuple[Spec, ...]
+    code: NDArray[np.int64]
+
+    @staticmethod
+    def of(specs: Sequence[Spec]) -> SpecColumn:
+        """One choice per spec."""
+        numbers: dict[Spec, int] = {}
+        code = [numbers.setdefault(spec, len(numbers)) for spec in specs]
+        return SpecColumn(tuple(numbers), np.array(code, dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.code)
+
+    def __getitem__(self, choice: int) -> Spec:
+        return self.distinct[self.code[choice]]
+
+    def looked_up(self, index: Mapping[Spec, int]) -> NDArray[np.int64]:
+        """The number of every choice's spec in `index`, which has them all."""
+        return np.array([index[spec] for spec in self.distinct], dtype=np.int64)[self.code]
+
+    def equals(self, other: SpecColumn) -> NDArray[np.bool_]:
+        """[distinct of this, distinct of the other]: are they the same spec?"""
+        alike = [[mine == theirs for theirs in other.distinct] for mine in self.distinct]
+        return np.array(alike, dtype=bool)
+
+
+@dataclass(eq=False)
+class SpecColumns:
+    """Columns by what they are made of; those with the same distinct specs share the tuple."""
+
+    _known: dict[Hashable, SpecColumn] = field(default_factory=dict)
+    _distinct: dict[tuple[Spec, ...], tuple[Spec, ...]] = field(default_factory=dict)
+
+    def of(self, key: Hashable, make: Callable[[], SpecColumn]) -> SpecColumn:
+        """The column of a key, which is made when it is first asked for."""
+        found = self._known.get(key)
+        if found is None:
+            new = make()
+            distinct = self._distinct.setdefault(new.distinct, new.distinct)
+            found = self._known[key] = SpecColumn(distinct, new.code)
+        return found
+
+
+def all_alike(columns: Sequence[SpecColumn]) -> NDArray[np.bool_]:
+    """Of columns over the same choices: which choices place the value alike in all of them?"""
+    first, *others = _numbers(columns)
+    alike: NDArray[np.bool_] = np.logical_and.reduce([first == other for other in others])
+    return alike
+
+
+def _numbers(columns: Sequence[SpecColumn]) -> list[NDArray[np.int64]]:
+    """Per column, a number per choice: the same one for the same spec."""
+    index: dict[Spec, int] = {}
+    for column in columns:
+        for spec in column.distinct:
+            index.setdefault(spec, len(index))
+    return [column.looked_up(index) for column in columns]

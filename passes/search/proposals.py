@@ -1,0 +1,162 @@
+"""Candidates that need no search for stages: one stage, stages that the user gave, a recipe that
+the user asked for.
+
+    one stage     on every logical view of the mesh: what is searched (once where views differ in
+                  names of axes), and the plain recipes (data parallelism, ZeRO-3, Megatron)
+    given         the user's stages, each on the view that is fastest for it
+    manual        one recipe, laid out as asked
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.cost.hardware import Hardware
+from autopar.errors import InfeasibleError, MeshError, OptionError
+from autopar.mesh import LogicalMesh, Mesh, factored_view
+from autopar.options import Manual, Options, StageOption
+from autopar.passes.analysis import Analysis, microbatch_counts, recipe_counts
+from autopar.passes.inter import (
+    Candidate,
+    JointSearch,
+    Progress,
+    StageLayout,
+    axes_text,
+    check_ranks,
+    check_submesh,
+    distinct_views,
+    ends_by_modules,
+    n_operators,
+    pins_on,
+    recipe_candidates,
+    recipe_limits,
+    views_of,
+    views_text,
+)
+from autopar.passes.intra import Constraints, Role
+from autopar.passes.search.evaluator import Evaluator
+
+# Candidates under one name, with ever more microbatches: the best is taken.
+Tries = tuple[str, list[Candidate]]
+
+
+@dataclass(frozen=True)
+class Proposals:
+    """Of one program on one machine."""
+
+    analysis: Analysis
+    mesh: Mesh
+    hardware: Hardware
+    options: Options
+    budget_bytes: float
+
+    def one_stage(self) -> Iterator[Tries]:
+        """Every view searched, then the plain recipes, which `force` leaves out."""
+        n_ranks = self.mesh.n_ranks
+        for view in distinct_views(self.mesh, self.hardware, self.options, [n_ranks]):
+            layout = self._layout(view)
+            yield self._any_count(f"search on {axes_text(view)}", layout, self._counts(layout))
+        if not self.options.force:
+            for name, view, limits in self._recipes(self.views(0, n_ranks)):
+                layout = StageLayout(view, limits)
+                yield self._any_count(name, layout, self._counts(layout))
+
+    def _counts(self, layout: StageLayout) -> list[int]:
+        """Of one stage; each microbatch of a recipe is split over its data axes too."""
+        n_splits = math.prod(
+            size
+            for axis, size in enumerate(layout.view.sizes)
+            if layout.constraints.role(axis) == "data"
+        )
+        return microbatch_counts(self.analysis, self.options, self.mesh.n_ranks, n_splits)
+
+    def _any_count(self, name: str, layout: StageLayout, counts: Sequence[int]) -> Tries:
+        """One stage, with every number of microbatches worth trying."""
+        ends = (n_operators(self.analysis.program),)
+        return name, [Candidate(name, ends, (layout,), m) for m in counts]
+
+    def given(self, stages: Sequence[StageOption], evaluator: Evaluator) -> Iterator[Tries]:
+        """The user's stages, each seen as is fastest for it.
+
+        Raises `MeshError` where they do not hold every rank, `OptionError` where one has nothing to
+        optimise.
+        """
+        held = sum(s.n_ranks for s in stages)
+        if held != self.mesh.n_ranks:
+            raise MeshError(
+                f"stages= hold {held} ranks, the mesh has {self.mesh.n_ranks}",
+                hint="make the submeshes add up to the mesh",
+            )
+        ends = ends_by_modules(self.analysis.program, stages)
+        idle = evaluator.stage_without_parameters(ends)
+        if idle is not None:
+            raise OptionError(
+                f"stage {idle} of stages= has no parameter that learns, so nothing to optimise",
+                hint="give it a module with parameters",
+            )
+        first_rank, choices = 0, []
+        for stage in stages:
+            check_submesh(self.mesh, first_rank, stage)
+            views = self.views(first_rank, stage.n_ranks)
+            choices.append([self._layout(view) for view in views])
+            first_rank += stage.n_ranks
+        for m in microbatch_counts(self.analysis, self.options, self.mesh.n_ranks):
+            try:
+                layouts = evaluator.fastest(ends, choices, m)
+            except InfeasibleError:  # said by the candidate, of its leanest view
+                layouts = tuple(of_stage[0] for of_stage in choices)
+            name = f"{views_text([layout.view for layout in layouts])}, m={m}"
+            yield name, [Candidate(name, ends, layouts, m)]
+
+    def _layout(self, view: LogicalMesh) -> StageLayout:
+        pins = pins_on(self.analysis, self.options, view)
+        return StageLayout(view, Constraints(self.options.forbid, pins=pins))
+
+    def views(self, first_rank: int, n_ranks: int) -> list[LogicalMesh]:
+        return views_of(self.mesh, self.hardware, self.options, first_rank, n_ranks)
+
+    def _recipes(
+        self, views: Sequence[LogicalMesh]
+    ) -> Iterator[tuple[str, LogicalMesh, Constraints]]:
+        """Plain data parallelism, ZeRO-3 and Megatron, as far as `forbid` allows them."""
+        forbid = self.options.forbid
+        views = [v for v in views if v.active_axes and self.analysis.batch.size]
+        for view in views[:1]:  # every view of the ranks is the same to data parallelism
+            data: Role = "data"
+            everywhere = (data,) * view.n_axes
+            if "data" not in forbid:
+                yield (
+                    f"data parallel on {axes_text(view)}",
+                    view,
+                    Constraints(forbid, everywhere, 0),
+                )
+                if "zero3" not in forbid:
+                    yield f"ZeRO-3 on {axes_text(view)}", view, Constraints(forbid, everywhere, 3)
+        for view in views:
+            splits_batch = view.sizes[0] > 1
+            if view.n_axes != 2 or view.sizes[1] == 1 or "tensor" in forbid:
+                continue
+            if not (splits_batch and "data" in forbid):
+                roles: tuple[Role, ...] = ("data", "tensor")
+                limits = Constraints(forbid | {"sequence"}, roles, 0)
+                yield f"Megatron on {axes_text(view)}", view, limits
+
+    def manual(self, manual: Manual, report: Progress) -> Iterator[Tries]:
+        """Raises `MeshError` where it does not place every rank, `OptionError` beside `force`."""
+        check_ranks(manual, self.mesh)
+        if self.options.force:
+            raise OptionError("manual is the whole recipe; force cannot be combined with it")
+        if manual.pp > 1:  # more microbatches make the bubble smaller, and cost more launches
+            on = self.analysis, self.mesh, self.hardware, self.options
+            search = JointSearch.of(*on, self.budget_bytes, report=report)
+            for candidate in recipe_candidates(search, manual):
+                name = f"manual recipe, m={candidate.n_microbatches}"
+                yield name, [replace(candidate, name=name)]
+            return
+        counts = recipe_counts(self.analysis, self.options, manual, self.mesh.n_ranks)
+        links, device = self.hardware.links, self.hardware.device
+        view = factored_view(self.mesh, links, device, {"dp": manual.dp, "tp": manual.tp})
+        layout = StageLayout(view, recipe_limits(self.options, manual))
+        yield self._any_count("manual recipe", layout, counts)

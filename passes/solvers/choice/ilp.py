@@ -1,0 +1,390 @@
+"""The whole choice problem as one integer linear program: the definition of the optimum.
+
+    x[v,k] in {0, 1}                      choice k of variable v           `_Model._add_choices`
+    sum_k x[v,k] = 1
+    e[r,c] >= 0                           pair of groups of an edge (u,v)  `_Model._add_edge`
+    sum_c e[r,c] = sum_{k in r} x[u,k]    for each group r of rows
+    sum_r e[r,c] = sum_{k in c} x[v,k]    for each group c of columns
+    minimise sum cost x + sum cost e      such that sum bytes x + sum bytes e <= budget
+
+Equal rows of an edge's matrices form one group, equal columns likewise: reshard matrices have
+few distinct ones, which shrinks the program some thirty times. The transportation form is the
+tightest linearisation of one pair (its vertices are integral), and e needs no integrality: a
+single e survives once x is integral. A forbidden pair has no e, a forbidden choice no x; no
+large constant stands in for infinity.
+
+The program is written with PuLP and solved by HiGHS, or by PuLP's bundled CBC where highspy is
+missing. Their tolerances are absolute, so costs are scaled to about `SCALED_OPTIMUM` and
+bytes too. The gap is set to 0. At a time limit PuLP's `status` says "Optimal"; `sol_status` tells
+the truth and is the one read here. HiGHS 1.15's presolve calls some feasible programs with a tight
+capacity row infeasible, or never returns (its issues 3090 and 3296 are of this kind), so programs
+with a budget or a cap are solved without presolve.
+
+Ties are too small to be perturbations of the objective here. A second program minimises the tie
+under a cap on the cost, when it has at most `MAX_TIE_COLUMNS` columns; its answer is used if its
+cost, recomputed, is the same optimum. Beyond that size ties stay as the solver left them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import itertools
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pulp
+
+from autopar.passes.solvers.choice.reductions import Reduced, drop_forbidden
+from autopar.passes.solvers.problem import (
+    BUDGET_REL,
+    FORBIDDEN,
+    SAME_OPTIMUM_REL,
+    Choice,
+    ChoiceProblem,
+    Codes,
+    Edge,
+    Floats,
+    Infeasible,
+    Shape,
+    Solution,
+    TimeLimitError,
+    make_solution,
+    over_budget,
+)
+
+SCALED_OPTIMUM = 1e3
+# Absolute, on costs near SCALED_OPTIMUM: 1e-12 relative. HiGHS accepts 1e-10 and up.
+TOLERANCE = 1e-9
+MAX_TIE_COLUMNS = 20_000
+MAX_NODES = 2**31 - 1
+MAX_ATTEMPTS = 20
+ICM_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one run of the solver proved: a choice or none, and a bound on its objective."""
+
+    choice: Choice | None
+    bound: float
+    proven: bool
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much work a program is worth, in what does not depend on the machine: programs with more
+    columns (None: any number) are not solved, and of others no more than these nodes are."""
+
+    n_columns: int | None
+    n_nodes: int
+
+    @property
+    def most_columns(self) -> float:
+        return math.inf if self.n_columns is None else self.n_columns
+
+
+def solve_ilp(
+    problem: ChoiceProblem,
+    time_limit_s: float | None = None,
+    break_ties: bool = True,
+    effort: Effort | None = None,
+) -> Solution | Infeasible:
+    """Solve the whole problem as one integer linear program.
+
+    Raises `TimeLimitError` when `time_limit_s` passes, or all `effort` is spent, before any
+    feasible choice is found; a choice found by then is returned with its gap.
+    """
+    start = time.perf_counter()
+    reduced = drop_forbidden(Reduced(problem.merged(), tuple(map(np.arange, problem.sizes))))
+    if reduced is None:
+        return FORBIDDEN
+    outcome = minimise_cost(reduced.problem, time_limit_s, effort)
+    solved = time.perf_counter()
+    if outcome.choice is None:
+        if not outcome.proven:
+            raise TimeLimitError(
+                "the ILP found no feasible choice in "
+                + (f"{time_limit_s} s" if effort is None else f"{effort.n_nodes} nodes"),
+                hint='raise time_limit_s, or use solver="auto"',
+            )
+        return _explain(reduced.problem, time_limit_s)
+    choice, phases = outcome.choice, {"ilp": solved - start}
+    if break_ties and outcome.proven:
+        left_s = None if time_limit_s is None else time_limit_s - (solved - start)
+        choice = minimise_tie(reduced.problem, choice, left_s, effort)
+        phases["ties"] = time.perf_counter() - solved
+    bound_s = None if outcome.proven else outcome.bound
+    return make_solution(problem, reduced.lift(choice), bound_s, "ilp", phases)
+
+
+def minimise_cost(
+    problem: ChoiceProblem, time_limit_s: float | None, effort: Effort | None = None
+) -> Outcome:
+    """The least cost of a merged problem without forbidden choices.
+
+    Scaled by the cost of a local optimum first; if the optimum turns out a thousand times
+    smaller, by that, so that the tolerances stay relative to it.
+    """
+    scale = _typical_cost(problem)
+    deadline = math.inf if time_limit_s is None else time.perf_counter() + time_limit_s
+    while True:
+        outcome = _run(problem, "cost", scale, None, deadline, effort)
+        if outcome.choice is None or not outcome.proven:
+            return outcome
+        cost_s = problem.evaluate(outcome.choice).cost_s
+        if cost_s == 0 or cost_s > scale * 1e-3:
+            return outcome
+        scale = cost_s
+
+
+def minimise_tie(
+    problem: ChoiceProblem,
+    best: Choice,
+    time_limit_s: float | None,
+    effort: Effort | None = None,
+) -> Choice:
+    """Among choices as cheap as `best`, one of least tie, if the program is small enough."""
+    out_of_time = time_limit_s is not None and time_limit_s <= 0
+    if out_of_time or not problem.has_ties():
+        return best
+    totals = problem.evaluate(best)
+    deadline = math.inf if time_limit_s is None else time.perf_counter() + time_limit_s
+    scale = totals.cost_s or _typical_cost(problem)
+    effort = Effort(MAX_TIE_COLUMNS, MAX_NODES if effort is None else effort.n_nodes)
+    outcome = _run(problem, "tie", scale, totals.cost_s, deadline, effort)
+    if outcome.choice is None:
+        return best
+    found = problem.evaluate(outcome.choice)
+    same = found.cost_s <= totals.cost_s * (1 + SAME_OPTIMUM_REL)
+    return outcome.choice if same and found.tie < totals.tie else best
+
+
+def _explain(problem: ChoiceProblem, time_limit_s: float | None) -> Infeasible:
+    """Why nothing is feasible: the least bytes, or forbidden pairs."""
+    deadline = math.inf if time_limit_s is None else time.perf_counter() + time_limit_s
+    scale = max(sum(float(b.max()) for b in problem.bytes), 1.0)
+    outcome = _run(problem, "bytes", scale, None, deadline)
+    if outcome.choice is not None and outcome.proven:
+        return over_budget(problem.budget_bytes, problem.evaluate(outcome.choice).bytes)
+    if outcome.proven:
+        return FORBIDDEN
+    return Infeasible("no choice fits the budget", None)
+
+
+def most_columns(sizes: Iterable[int], tables: Iterable[Shape]) -> int:
+    """A bound on the columns of a program: the choices, and the pairs that edges tell apart."""
+    return sum(sizes) + sum(map(math.prod, tables))
+
+
+def _typical_cost(problem: ChoiceProblem) -> float:
+    """The cost of a local optimum (each variable in turn takes its best); 1 if it is useless."""
+    around: list[list[tuple[int, Floats]]] = [[] for _ in problem.names]
+    for e in problem.edges:
+        pairs_s = e.written(e.cost_s)
+        around[e.u].append((e.v, pairs_s))
+        around[e.v].append((e.u, pairs_s.T))
+    choice = [int(c.argmin()) for c in problem.cost_s]
+    for _, v in itertools.product(range(ICM_ROUNDS), range(problem.n_variables)):
+        costs = problem.cost_s[v] + sum((t[:, choice[w]] for w, t in around[v]), 0.0)
+        choice[v] = int(costs.argmin())
+    cost_s = problem.evaluate(choice).cost_s
+    return cost_s if math.isfinite(cost_s) and cost_s > 0 else 1.0
+
+
+def _run(
+    problem: ChoiceProblem,
+    objective: str,
+    scale: float,
+    cap_s: float | None,
+    deadline: float,
+    effort: Effort | None = None,
+) -> Outcome:
+    """Build, solve, and check the answer in exact sums; an answer that misses is cut off.
+
+    A solver's tolerance may let a choice exceed the budget or the cap by a hair.
+    """
+    effort = effort or Effort(None, MAX_NODES)
+    too_large = Outcome(None, 0.0, False)
+    n_columns = most_columns(problem.sizes, (e.cost_s.shape for e in problem.edges))
+    if objective != "tie" and n_columns > effort.most_columns:
+        return too_large
+    model = _Model(problem, objective, scale, cap_s)
+    if model.n_columns > effort.most_columns:
+        return too_large
+    for _ in range(MAX_ATTEMPTS):
+        outcome = model.solve(deadline - time.perf_counter(), effort.n_nodes)
+        if outcome.choice is None:
+            return outcome
+        totals = problem.evaluate(outcome.choice)
+        fits = objective == "bytes" or problem.fits(totals.bytes)
+        if fits and (cap_s is None or totals.cost_s <= cap_s * (1 + SAME_OPTIMUM_REL)):
+            return outcome
+        model.exclude(outcome.choice)
+    return Outcome(None, outcome.bound, False)
+
+
+class _Model:
+    """One PuLP program; `objective` is "cost", "tie" or "bytes"."""
+
+    def __init__(
+        self, problem: ChoiceProblem, objective: str, scale: float, cap_s: float | None
+    ) -> None:
+        self.problem = problem
+        self.cost_factor = SCALED_OPTIMUM / scale
+        self.objective_factor = 1.0 if objective == "tie" else self.cost_factor
+        self.program = pulp.LpProblem("choices", pulp.LpMinimize)
+        self.columns: dict[str, list[tuple[Any, float]]] = {"cost": [], "tie": [], "bytes": []}
+        self.n_columns = 0
+        self.has_limit = False
+        # Ties split groups only in the program that minimises them.
+        self.with_tie = objective == "tie"
+        self.x = [self._add_choices(v) for v in range(problem.n_variables)]
+        for i, e in enumerate(problem.edges):
+            self._add_edge(i, e)
+        self.program.setObjective(self._sum(objective, self.objective_factor))
+        if problem.budget_bytes is not None and objective != "bytes":
+            self.has_limit = True
+            factor = SCALED_OPTIMUM / max(problem.budget_bytes, 1.0)
+            limit = problem.budget_bytes * factor * (1 + BUDGET_REL)
+            self.program += self._sum("bytes", factor) <= limit
+        if cap_s is not None:
+            self.has_limit = True
+            limit = cap_s * self.cost_factor * (1 + SAME_OPTIMUM_REL)
+            self.program += self._sum("cost", self.cost_factor) <= limit
+
+    def _sum(self, what: str, factor: float) -> Any:
+        return pulp.LpAffineExpression([(x, c * factor) for x, c in self.columns[what]])
+
+    def _column(self, name: str, binary: bool, cost: float, tie: float, size: float) -> Any:
+        category = pulp.LpBinary if binary else pulp.LpContinuous
+        column = self.program.add_variable(name, 0, 1 if binary else None, category)
+        self.n_columns += 1
+        for what, value in (("cost", cost), ("tie", tie), ("bytes", size)):
+            if value != 0:
+                self.columns[what].append((column, value))
+        return column
+
+    def _add_choices(self, v: int) -> list[Any]:
+        problem = self.problem
+        rows = zip(problem.cost_s[v], problem.tie[v], problem.bytes[v], strict=True)
+        x = [
+            self._column(f"x_{v}_{k}", True, float(c), float(t), float(b))
+            for k, (c, t, b) in enumerate(rows)
+        ]
+        self.program += pulp.lpSum(x) == 1
+        return x
+
+    def _add_edge(self, i: int, edge: Edge) -> None:
+        tables: list[Floats] = [edge.cost_s, edge.bytes_or_zero()]
+        tables += [edge.tie] if self.with_tie else []
+        rows, row_of = _groups(tables, edge.rows)
+        columns, column_of = _groups([t.T for t in tables], edge.columns)
+        at_row: list[list[Any]] = [[] for _ in rows]
+        at_column: list[list[Any]] = [[] for _ in columns]
+        for (r, j), (c, k) in itertools.product(enumerate(rows), enumerate(columns)):
+            cost = float(edge.cost_s[j, k])
+            if math.isinf(cost):
+                continue
+            tie, size = float(edge.tie[j, k]), float(edge.bytes_or_zero()[j, k])
+            pair = self._column(f"e_{i}_{r}_{c}", False, cost, tie, size)
+            at_row[r].append(pair)
+            at_column[c].append(pair)
+        ends = ((edge.u, at_row, row_of), (edge.v, at_column, column_of))
+        for variable, at, group_of in ends:
+            for g, pairs in enumerate(at):
+                members = [x for x, h in zip(self.x[variable], group_of, strict=True) if h == g]
+                terms = [(p, 1.0) for p in pairs] + [(x, -1.0) for x in members]
+                self.program += pulp.LpAffineExpression(terms) == 0
+
+    def exclude(self, choice: Choice) -> None:
+        """Cut off one choice and nothing else."""
+        taken = [x[k] for x, k in zip(self.x, choice, strict=True)]
+        self.program += pulp.lpSum(taken) <= len(taken) - 1
+
+    def solve(self, time_limit_s: float, n_nodes: int = MAX_NODES) -> Outcome:
+        if time_limit_s <= 0:
+            return Outcome(None, 0.0, False)
+        self.program.solve(_solver(time_limit_s, not self.has_limit, n_nodes))
+        status = self.program.sol_status
+        if math.isinf(_objective(self.program)):  # stopped at a node before it found any
+            status = pulp.LpSolutionNoSolutionFound
+        if status in (pulp.LpSolutionInfeasible, pulp.LpSolutionUnbounded):
+            return Outcome(None, math.inf, True)
+        if status == pulp.LpSolutionNoSolutionFound:
+            return Outcome(None, max(_dual_bound(self.program), 0.0) / self.objective_factor, False)
+        choice = tuple(max(range(len(x)), key=lambda k: x[k].value() or 0.0) for x in self.x)
+        proven = status == pulp.LpSolutionOptimal
+        bound = self.program.objective.value() if proven else _dual_bound(self.program)
+        return Outcome(choice, max(bound or 0.0, 0.0) / self.objective_factor, proven)
+
+
+def _dual_bound(program: Any) -> float:
+    """HiGHS's proven bound; CBC's is not told by PuLP, and 0 is always one."""
+    model = program.solverModel
+    return float(model.getInfo().mip_dual_bound) if hasattr(model, "getInfo") else 0.0
+
+
+def _objective(program: Any) -> float:
+    """HiGHS's, which is infinite where it has no solution; else what PuLP says of the status
+    holds."""
+    model = program.solverModel
+    if program.sol_status != pulp.LpSolutionIntegerFeasible or not hasattr(model, "getInfo"):
+        return 0.0
+    return float(model.getInfo().objective_function_value)
+
+
+def _has_highs() -> bool:
+    return importlib.util.find_spec("highspy") is not None
+
+
+def _solver(time_limit_s: float, presolve: bool, n_nodes: int) -> Any:
+    limit_s = None if math.isinf(time_limit_s) else time_limit_s
+    options = {"msg": False, "gapRel": 0.0, "gapAbs": 0.0, "timeLimit": limit_s, "threads": 1}
+    if not _has_highs():
+        # PuLP 3.3 deprecates the class that knows the bundled CBC, and 4.0 installs CBC apart.
+        bundled = getattr(pulp, "PULP_CBC_CMD", None)
+        return pulp.COIN_CMD(path=bundled and bundled.pulp_cbc_path, maxNodes=n_nodes, **options)
+    return pulp.HiGHS(
+        **options,
+        # PuLP does not know the status that HiGHS's own limit of nodes leads to.
+        callbackTuple=(_stop_at_node, n_nodes),
+        callbacksToActivate=[_interrupts()],
+        presolve="on" if presolve else "off",
+        mip_feasibility_tolerance=TOLERANCE,
+        primal_feasibility_tolerance=TOLERANCE,
+        dual_feasibility_tolerance=TOLERANCE,
+    )
+
+
+def _interrupts() -> Any:
+    highspy = importlib.import_module("highspy")
+    return highspy.cb.HighsCallbackType.kCallbackMipInterrupt
+
+
+def _stop_at_node(kind: int, message: str, found: Any, asked: Any, n_nodes: int) -> None:
+    """HiGHS asks between nodes whether to go on."""
+    del kind, message
+    if found.mip_node_count >= n_nodes:
+        asked.user_interrupt = True
+
+
+def _groups(tables: list[Floats], codes: Codes | None) -> tuple[list[int], list[int]]:
+    """Equal rows of the tables that some choice has, taken together: one member of each group, and
+    the group of each choice."""
+    stacked = np.ascontiguousarray(np.concatenate(tables, axis=1))
+    index: dict[bytes, int] = {}
+    first: list[int] = []
+    group_of: dict[int, int] = {}
+    row_of = range(len(stacked)) if codes is None else codes.tolist()
+    for k in dict.fromkeys(row_of):
+        # + 0.0 turns -0.0 into 0.0, whose bytes differ.
+        group = index.setdefault((stacked[k] + 0.0).tobytes(), len(index))
+        if group == len(first):
+            first.append(k)
+        group_of[k] = group
+    return first, [group_of[k] for k in row_of]

@@ -1,0 +1,187 @@
+"""The memory budget as a price per byte: a bound, a good choice, and which choices can go.
+
+For a price p >= 0 (s/byte) elimination solves
+
+    g(p) = min over x of cost(x) + p * bytes(x)          g(p) - p * budget <= optimum
+
+The best price is where the lower hull of the points (bytes(x), cost(x)) crosses the budget.
+`search` walks there along the hull: between a point that fits and one that does not, the next
+price is the slope of the line through them; when no point lies below that line, it is the hull.
+The points that fit are feasible choices, the best g is a bound.
+
+A choice k of variable v can be in no solution as cheap as the best known one when its
+min-marginal at price p, less p * budget, exceeds that cost (`keep_marks`). What is left is
+small enough for the ILP to close the gap.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Generic, Protocol, TypeVar
+
+from autopar.passes.solvers.eliminate import EliminationPlan, min_marginals, minimise
+from autopar.passes.solvers.problem import (
+    SAME_OPTIMUM_REL,
+    BoolArray,
+    Choice,
+    ChoiceProblem,
+    Numbers,
+    Potentials,
+    Totals,
+    Weights,
+    within,
+)
+
+MAX_STEPS = 60
+
+
+C = TypeVar("C")
+
+
+@dataclass(frozen=True)
+class Point(Generic[C]):
+    """A choice and what it sums to."""
+
+    choice: C
+    totals: Totals
+
+
+class Minimiser(Protocol[C]):
+    """Finds, at any weights, the least total and a choice of it (infinite: none is allowed)."""
+
+    def at(self, weights: Weights) -> tuple[float, Point[C]]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Elimination:
+    """A `Minimiser`: of a merged problem, by a plan."""
+
+    problem: ChoiceProblem
+    plan: EliminationPlan
+
+    @cached_property
+    def _numbers(self) -> Numbers:
+        return Numbers.of(self.problem)
+
+    def at(self, weights: Weights) -> tuple[float, Point[Choice]]:
+        value, choice = minimise(self.plan, self._numbers.at(weights))
+        return value, Point(choice, self.problem.evaluate(choice))
+
+
+@dataclass(frozen=True)
+class Bracket(Generic[C]):
+    """The end of the search: the best feasible point, the bound, and the price that gave it; and
+    where the budget lies between neighbours on the hull, the one over it and the one under."""
+
+    best: Point[C]
+    bound_s: float
+    s_per_byte: float
+    neighbours: tuple[Point[C], Point[C]] | None = None
+
+    @property
+    def closed(self) -> bool:
+        return self.best.totals.cost_s <= self.bound_s * (1 + SAME_OPTIMUM_REL)
+
+
+class Hull(Generic[C]):
+    """What is known of a problem's lower hull: corners, and the least totals at prices of bytes.
+
+    It does not depend on the budget, so that what one budget leads to serves the others.
+    """
+
+    def __init__(self, minimiser: Minimiser[C]) -> None:
+        self.minimiser = minimiser
+        self.corners: list[Point[C]] = []
+        self._values: list[tuple[float, float]] = []
+        self._sides: set[tuple[Totals, Totals]] = set()
+
+    def at(self, s_per_byte: float) -> tuple[float, Point[C]]:
+        """The least total at a price (infinite: none is allowed), and a corner that attains it."""
+        value, point = self.minimiser.at(Weights(size=s_per_byte))
+        if math.isfinite(value):
+            self.add(s_per_byte, value, point)
+        return value, point
+
+    def add(self, s_per_byte: float, value: float, point: Point[C]) -> None:
+        """What `at` would find."""
+        self.corners.append(point)
+        self._values.append((s_per_byte, value))
+
+    @cached_property
+    def fastest(self) -> Point[C] | None:
+        """Whatever its bytes; None where nothing is allowed."""
+        value, point = self.at(0.0)
+        return point if math.isfinite(value) else None
+
+    @cached_property
+    def leanest(self) -> Point[C]:
+        """A choice of least bytes, where any is allowed."""
+        _, point = self.minimiser.at(Weights(0.0, size=1.0))
+        self.corners.append(point)
+        return point
+
+    def bound(self, budget_bytes: float) -> tuple[float, float]:
+        """The highest lower bound known of what fits, and its price."""
+        return max((value - p * budget_bytes, p) for p, value in self._values)
+
+    def around(self, budget_bytes: float) -> tuple[Point[C], Point[C]]:
+        """The known corners next to a budget that the fastest exceeds and the leanest does not:
+        the one over it, the one that fits."""
+        fits = [within(budget_bytes, c.totals.bytes) for c in self.corners]
+        over = (c for c, f in zip(self.corners, fits, strict=True) if not f)
+        under = (c for c, f in zip(self.corners, fits, strict=True) if f)
+        return (
+            min(over, key=lambda c: (c.totals.bytes, c.totals.cost_s)),
+            min(under, key=lambda c: (c.totals.cost_s, c.totals.bytes)),
+        )
+
+    def is_side(self, over: Point[C], under: Point[C]) -> bool:
+        """Are these known to be neighbours?"""
+        return (over.totals, under.totals) in self._sides
+
+    def add_side(self, over: Point[C], under: Point[C]) -> None:
+        self._sides.add((over.totals, under.totals))
+
+
+def search(
+    hull: Hull[C], budget_bytes: float, deadline: float = math.inf, limit_s: float = math.inf
+) -> Bracket[C]:
+    """Walk along the hull to where the budget is, which the fastest exceeds and the leanest does
+    not; or until nothing within the budget can be below `limit_s`."""
+    over, under = hull.around(budget_bytes)
+    for _ in range(MAX_STEPS):
+        saved_s = under.totals.cost_s - over.totals.cost_s
+        if saved_s <= 0 or hull.is_side(over, under) or time.perf_counter() > deadline:
+            break
+        if hull.bound(budget_bytes)[0] >= limit_s:
+            break
+        price = saved_s / (over.totals.bytes - under.totals.bytes)
+        value, point = hull.at(price)
+        line = over.totals.cost_s + price * over.totals.bytes
+        if value >= line * (1 - 1e-12):
+            hull.add_side(over, under)
+            break
+        fits = within(budget_bytes, point.totals.bytes)
+        over, under = (over, point) if fits else (point, under)
+    _, best = hull.around(budget_bytes)
+    return Bracket(best, *hull.bound(budget_bytes), (over, under))
+
+
+def keep_marks(
+    problem: ChoiceProblem, plan: EliminationPlan, bracket: Bracket[Choice]
+) -> list[BoolArray]:
+    """Which choices may be in a solution no dearer than the best known one.
+
+    Raises `TooWide` where min-marginals need too much memory.
+    """
+    assert problem.budget_bytes is not None
+    price = bracket.s_per_byte
+    paid_s = price * problem.budget_bytes
+    cutoff = bracket.best.totals.cost_s + paid_s
+    # Rounding in sums of this size, and choices that are the same optimum, stay.
+    cutoff += SAME_OPTIMUM_REL * (abs(cutoff) + paid_s)
+    marginals = min_marginals(plan, Potentials.of(problem, Weights(size=price)))
+    return [m <= cutoff for m in marginals]

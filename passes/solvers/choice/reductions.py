@@ -1,0 +1,178 @@
+"""Choices that cannot matter, dropped before any solver runs; the optimum is unchanged.
+
+- A choice is *impossible* when its cost is infinite, or when some neighbour has no choice
+  left that it may be paired with (`drop_forbidden`, to a fixpoint).
+- A choice is *dominated* when another choice of the same variable is no worse in cost, tie
+  and bytes, on the variable and in every entry of every incident edge (`drop_dominated`);
+  of equal choices the first stays. Exchanging one for the other never makes anything worse,
+  so this holds under a budget and for the tie-breaking optimum too.
+
+`reduce` returns the smaller problem and, per variable, the original index of each choice.
+
+Variables of one *class* lose the same choices: those that are impossible for every one of them, or
+dominated for all by the same choice. Copies of one variable that stand for more copies
+(`repeats.py`) stay alike so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.passes.solvers.problem import (
+    BoolArray,
+    Choice,
+    ChoiceProblem,
+    Codes,
+    Edge,
+    FloatArray,
+    codes_of,
+    compiled,
+)
+
+Classes = Sequence[Sequence[int]]
+# Dominance drops make further choices dominated; few rounds get nearly all of it.
+MAX_ROUNDS = 3
+
+
+@dataclass(frozen=True, eq=False)
+class Reduced:
+    """A restricted problem; `kept[v][k]` is the original index of its choice k."""
+
+    problem: ChoiceProblem
+    kept: tuple[NDArray[np.intp], ...]
+
+    def lift(self, choice: Sequence[int]) -> Choice:
+        """A choice of the restricted problem in the original's indices."""
+        return tuple(int(kept[k]) for kept, k in zip(self.kept, choice, strict=True))
+
+    def lower(self, choice: Sequence[int]) -> Choice:
+        """The inverse of `lift`, for a choice that was kept."""
+        pairs = zip(self.kept, choice, strict=True)
+        return tuple(int(np.searchsorted(kept, k)) for kept, k in pairs)
+
+
+def reduce(problem: ChoiceProblem, classes: Classes | None = None) -> Reduced | None:
+    """Drop impossible and dominated choices and merge parallel edges; None: nothing is left."""
+    problem = problem.merged()
+    all_kept = tuple(np.arange(k) for k in problem.sizes)
+    reduced = drop_forbidden(Reduced(problem, all_kept), classes)
+    for _ in range(MAX_ROUNDS):
+        if reduced is None:
+            return None
+        before = sum(reduced.problem.sizes)
+        reduced = drop_dominated(reduced, classes)
+        if sum(reduced.problem.sizes) == before:
+            break
+    return reduced
+
+
+def restrict(reduced: Reduced, keep: Sequence[BoolArray]) -> Reduced:
+    """Keep only the marked choices of an already reduced problem."""
+    kept = tuple(k[mask] for k, mask in zip(reduced.kept, keep, strict=True))
+    return Reduced(reduced.problem.restrict(keep), kept)
+
+
+def drop_forbidden(reduced: Reduced, classes: Classes | None = None) -> Reduced | None:
+    """Remove impossible choices until none is left; None when a variable loses them all."""
+    problem = reduced.problem
+    classes = classes or [(v,) for v in range(problem.n_variables)]
+    keep = [np.isfinite(c) for c in problem.cost_s]
+    hard = []
+    for e in problem.edges:
+        allowed = np.isfinite(e.cost_s)
+        if not allowed.all():
+            rows = codes_of(e.rows, problem.sizes[e.u])
+            columns = codes_of(e.columns, problem.sizes[e.v])
+            hard += [(e.u, rows, e.v, columns, allowed), (e.v, columns, e.u, rows, allowed.T)]
+    changed = True
+    while changed:
+        changed = False
+        alive = [mask.copy() for mask in keep]
+        for here, rows, there, columns, allowed in hard:
+            left_there = np.zeros(allowed.shape[1], dtype=bool)
+            left_there[columns[keep[there]]] = True
+            alive[here] &= np.any(allowed & left_there, axis=1)[rows]
+        for members in classes:
+            left = np.logical_or.reduce([alive[v] for v in members])
+            changed |= any(left.sum() < keep[v].sum() for v in members)
+            for v in members:
+                keep[v] = left
+    if not all(mask.any() for mask in keep):
+        return None
+    return reduced if all(mask.all() for mask in keep) else restrict(reduced, keep)
+
+
+def drop_dominated(reduced: Reduced, classes: Classes | None = None) -> Reduced:
+    """One pass over the classes, each seeing what the earlier ones kept."""
+    problem = reduced.problem
+    incident: list[list[Edge]] = [[] for _ in problem.names]
+    for e in problem.edges:
+        incident[e.u].append(e)
+        incident[e.v].append(e)
+    keep: list[BoolArray] = [np.ones(k, dtype=bool) for k in problem.sizes]
+    for members in classes or [(v,) for v in range(problem.n_variables)]:
+        if (n := problem.sizes[members[0]]) == 1:
+            continue
+        left = _undominated(n, (t for v in members for t in _tables(problem, v, incident[v], keep)))
+        for v in members:
+            keep[v] = left
+    return reduced if all(mask.all() for mask in keep) else restrict(reduced, keep)
+
+
+def _tables(
+    problem: ChoiceProblem, v: int, incident: Sequence[Edge], keep: Sequence[BoolArray]
+) -> Iterator[tuple[FloatArray, Codes]]:
+    """What a variable's choices cost with those that others keep, and the row of every choice."""
+    with_bytes = problem.budget_bytes is not None
+    every = np.arange(problem.sizes[v])
+    for own in (problem.cost_s[v], problem.tie[v], *([problem.bytes[v]] if with_bytes else [])):
+        yield own[:, None], every
+    for e in incident:
+        e = e if e.u == v else e.turned()
+        rows = codes_of(e.rows, problem.sizes[v])
+        seen = np.unique(codes_of(e.columns, problem.sizes[e.v])[keep[e.v]])
+        for array in (e.cost_s, e.tie, e.bytes if with_bytes else None):
+            if array is not None:
+                yield np.take(array, seen, axis=1), rows
+
+
+def _undominated(n: int, tables: Iterable[tuple[FloatArray, Codes]]) -> BoolArray:
+    """Which of n choices no other one dominates: is <= in every entry of its row in each table."""
+    better, worse = np.nonzero(~np.eye(n, dtype=bool))
+    for table, rows in tables:
+        # Few pairs survive the first tables, so the wide ones are compared for few.
+        n_left = _nowhere_above(table, rows, better, worse)
+        better, worse = better[:n_left], worse[:n_left]
+        if not n_left:
+            break
+    pairs = np.zeros((n, n), dtype=bool)
+    pairs[better, worse] = True
+    # Equal rows dominate each other: then only the later one goes.
+    dominates = pairs & (~pairs.T | np.triu(np.ones((n, n), dtype=bool)))
+    out: BoolArray = np.logical_not(dominates.any(axis=0))
+    return out
+
+
+@compiled
+def _nowhere_above(table: FloatArray, rows: Codes, better: Codes, worse: Codes) -> int:
+    """Move the pairs where the one's row of `table`, `rows[better]`, is <= the other's to the
+    front; how many they are."""
+    # Choices share rows: 0 where two are not compared yet, 1 if so, 2 if not.
+    known = np.zeros((len(table), len(table)), dtype=np.int8)
+    n_left = 0
+    for i in range(len(better)):
+        a, b = rows[better[i]], rows[worse[i]]
+        if known[a, b] == 0:
+            known[a, b] = 1
+            for k in range(table.shape[1]):
+                if not table[a, k] <= table[b, k]:
+                    known[a, b] = 2
+                    break
+        if known[a, b] == 1:
+            better[n_left], worse[n_left] = better[i], worse[i]
+            n_left += 1
+    return n_left

@@ -1,0 +1,280 @@
+"""Which solver answers a choice problem; every path proves the same optimum.
+
+`solve(problem, "auto")`:
+
+1. unless elimination is quick as it is, drop choices that cannot matter (`reductions`);
+2. eliminate (`elimination`), then again with the ties as a tiny perturbation;
+3. if that exceeds the budget, price the bytes (`lagrangian`), drop what the bound rules out, and
+   let the ILP close the gap on what remains;
+4. if the graph is too wide for tables, give the reduced problem to the ILP.
+
+`solve(problem, "ilp")` solves the whole, unreduced ILP: the check of all of the above.
+
+Ties. With T the optimum, the second elimination minimises cost + w * tie with w = 1e-11 T
+(`tie_weight`; if T is 0, w keeps the sum of all ties below the least positive cost). If its
+choice costs more than `SAME_OPTIMUM_REL` above T, w was too large for these ties and shrinks.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Literal, TypeVar
+
+import numpy as np
+
+from autopar.errors import OptionError
+from autopar.passes.solvers.choice.ilp import Effort, minimise_cost, minimise_tie, solve_ilp
+from autopar.passes.solvers.choice.lagrangian import (
+    Bracket,
+    Elimination,
+    Hull,
+    Minimiser,
+    Point,
+    keep_marks,
+    search,
+)
+from autopar.passes.solvers.choice.reductions import Reduced, drop_forbidden, reduce, restrict
+from autopar.passes.solvers.eliminate import EliminationPlan, Limits, TooWide, plan_elimination
+from autopar.passes.solvers.problem import (
+    FORBIDDEN,
+    SAME_OPTIMUM_REL,
+    Choice,
+    ChoiceProblem,
+    Infeasible,
+    Solution,
+    Weights,
+    make_solution,
+    over_budget,
+)
+
+Solver = Literal["auto", "ilp"]
+C = TypeVar("C")
+TIE_WEIGHT_REL = 1e-11
+# About a tenth of a second.
+QUICK = Limits(2**26, 2**22, 2**27, branches=1)
+# The same where hubs are conditioned on: of alike copies of a block only one is eliminated.
+QUICK_BRANCH = Limits(2**26, 2**23, 2**28, branches=1)
+
+
+class _Clock:
+    """Wall time by phase, and what is left of the limit."""
+
+    def __init__(self, time_limit_s: float | None) -> None:
+        self.phase_s: dict[str, float] = {}
+        self.limit_s = math.inf if time_limit_s is None else time_limit_s
+        self.deadline = time.perf_counter() + self.limit_s
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.phase_s[name] = self.phase_s.get(name, 0.0) + time.perf_counter() - start
+
+    def left_s(self) -> float | None:
+        if math.isinf(self.limit_s):
+            return None
+        return max(self.deadline - time.perf_counter(), 0.0)
+
+
+def solve(
+    problem: ChoiceProblem,
+    solver: Solver = "auto",
+    time_limit_s: float | None = None,
+    limits: Limits | None = None,
+    gap_goal: float = 0.0,
+    effort: Effort | None = None,
+) -> Solution | Infeasible:
+    """The cheapest choice within the budget, and by `tie` among the equally cheap.
+
+    After `time_limit_s` the best choice so far is returned, with the gap that is left. `limits`
+    bound the tables of elimination; wider problems go to the ILP. Under a budget, "auto" is
+    content with a choice proven to be within `gap_goal` (relative) of the optimum, and closes a
+    wider gap with this `effort`.
+
+    Raises `OptionError` for an unknown `solver`, `TimeLimitError` when the time passes before
+    any feasible choice is known.
+    """
+    if solver == "ilp":
+        return solve_ilp(problem, time_limit_s)
+    if solver != "auto":
+        raise OptionError(f'solver={solver!r} must be "auto" or "ilp"')
+    clock = _Clock(time_limit_s)
+    with clock.phase("order"):
+        ready = as_it_is(problem, limits)
+    if ready is None:
+        with clock.phase("reduce"):
+            smaller = reduce(problem)
+        if smaller is None:
+            return FORBIDDEN
+        try:
+            with clock.phase("order"):
+                ready = smaller, plan_elimination(smaller.problem, limits)
+        except TooWide:
+            return _by_ilp(problem, smaller, clock, effort)
+    reduced, plan = ready
+    with clock.phase("eliminate"):
+        elimination = Elimination(reduced.problem, plan)
+        value, fastest = elimination.at(Weights())
+    if math.isinf(value):
+        return FORBIDDEN
+    with clock.phase("ties"):
+        chosen = break_ties(reduced.problem, elimination, fastest)
+    if problem.fits(chosen.totals.bytes):
+        return _finish(problem, reduced, chosen.choice, None, "elimination", clock)
+    return _within_budget(problem, reduced, plan, fastest, clock, gap_goal, effort)
+
+
+def as_it_is(
+    problem: ChoiceProblem, limits: Limits | None = None
+) -> tuple[Reduced, EliminationPlan] | None:
+    """The whole problem and how to eliminate it; None where that takes long, or over `limits`.
+
+    What elimination takes grows with the choices, so it pays to have fewer first; but to find out
+    which cannot matter takes longer than a quick elimination.
+    """
+    merged = problem.merged()
+    try:
+        plan = plan_elimination(merged, QUICK.and_(limits) if limits else QUICK)
+    except TooWide:
+        return None
+    return Reduced(merged, tuple(np.arange(k) for k in merged.sizes)), plan
+
+
+def solve_by_elimination(
+    problem: ChoiceProblem, limits: Limits | None = None
+) -> Solution | Infeasible:
+    """Elimination alone, on the problem as it is; the budget must be None.
+
+    Raises `TooWide` when the tables would exceed `limits`.
+    """
+    assert problem.budget_bytes is None, "elimination alone knows no budget"
+    merged = problem.merged()
+    plan = plan_elimination(merged, limits)
+    elimination = Elimination(merged, plan)
+    value, fastest = elimination.at(Weights())
+    if math.isinf(value):
+        return FORBIDDEN
+    chosen = break_ties(merged, elimination, fastest)
+    return make_solution(problem, chosen.choice, None, "elimination")
+
+
+def break_ties(problem: ChoiceProblem, minimiser: Minimiser[C], fastest: Point[C]) -> Point[C]:
+    """Among choices as cheap as `fastest`, an optimum, one of least tie."""
+    if not problem.has_ties():
+        return fastest
+    return least_tie(minimiser, fastest, tie_weight(fastest, lambda: problem))
+
+
+def least_tie(minimiser: Minimiser[C], fastest: Point[C], weight: float) -> Point[C]:
+    """`break_ties`, which weigh so much at first."""
+    cost_s = fastest.totals.cost_s
+    # Each round shrinks the perturbation tenfold; below float64 resolution it means nothing.
+    while weight > cost_s * 1e-17:
+        _, point = minimiser.at(Weights(tie=weight))
+        if point.totals.cost_s <= cost_s * (1 + SAME_OPTIMUM_REL):
+            return min(point, fastest, key=lambda p: p.totals.tie)
+        weight /= 10
+    return fastest
+
+
+def tie_weight(fastest: Point[C], problem: Callable[[], ChoiceProblem], n_copies: int = 1) -> float:
+    """What ties weigh beside the cost of a problem, of whose variables some stand for up to
+    `n_copies`."""
+    if fastest.totals.cost_s > 0:
+        return TIE_WEIGHT_REL * fastest.totals.cost_s
+    free = problem()
+    most = sum(float(t.max()) for t in free.tie) + sum(float(e.tie.max()) for e in free.edges)
+    tables = [*free.cost_s, *(e.cost_s for e in free.edges)]
+    costs = np.concatenate([table.ravel() for table in tables])
+    positive = costs[(costs > 0) & np.isfinite(costs)]
+    return float(positive.min(initial=1.0)) / (2 * most * n_copies)
+
+
+def _within_budget(
+    problem: ChoiceProblem,
+    reduced: Reduced,
+    plan: EliminationPlan,
+    fastest: Point[Choice],
+    clock: _Clock,
+    gap_goal: float,
+    effort: Effort | None,
+) -> Solution | Infeasible:
+    """Step 3: the bound, the choices it leaves, and the ILP on those."""
+    assert problem.budget_bytes is not None
+    if problem.fits(fastest.totals.bytes):
+        # Only its cheaper-tie rival was too large.
+        bracket = Bracket(fastest, fastest.totals.cost_s, 0.0)
+    else:
+        hull = Hull(Elimination(reduced.problem, plan))
+        with clock.phase("leanest"):
+            lean = hull.leanest
+        if not problem.fits(lean.totals.bytes):
+            return over_budget(problem.budget_bytes, lean.totals.bytes)
+        with clock.phase("lagrangian"):
+            hull.add(0.0, fastest.totals.cost_s, fastest)
+            bracket = search(hull, problem.budget_bytes, clock.deadline)
+    method, best, bound_s = "lagrangian", bracket.best, bracket.bound_s
+    content = best.totals.cost_s * (1 - gap_goal) <= bound_s
+    if not (bracket.closed or content) and clock.left_s() != 0:
+        method = "lagrangian + ilp"
+        with clock.phase("ilp"):
+            core = _core(reduced.problem, plan, bracket)
+            outcome = minimise_cost(core.problem, clock.left_s(), effort)
+        if outcome.choice is not None:
+            choice = core.lift(outcome.choice)
+            best = min(best, Point(choice, reduced.problem.evaluate(choice)), key=_rank)
+        if math.isfinite(outcome.bound):  # infinite: the solver lost the choice we have
+            # Whatever the core leaves out is dearer than the best choice known.
+            bound_s = max(bound_s, min(outcome.bound, best.totals.cost_s))
+    choice = best.choice
+    proven = best.totals.cost_s <= bound_s * (1 + SAME_OPTIMUM_REL)
+    if proven and problem.has_ties() and clock.left_s() != 0:
+        with clock.phase("ties"):
+            core = _core(reduced.problem, plan, replace(bracket, best=best))
+            choice = core.lift(
+                minimise_tie(core.problem, core.lower(choice), clock.left_s(), effort)
+            )
+    return _finish(problem, reduced, choice, None if proven else bound_s, method, clock)
+
+
+def _rank(point: Point[Choice]) -> tuple[float, float]:
+    return point.totals.cost_s, point.totals.tie
+
+
+def _core(problem: ChoiceProblem, plan: EliminationPlan, bracket: Bracket[Choice]) -> Reduced:
+    """What of `problem` may be in a solution no dearer than the bracket's best; all if unknown."""
+    whole = Reduced(problem, tuple(np.arange(k) for k in problem.sizes))
+    try:
+        core = drop_forbidden(restrict(whole, keep_marks(problem, plan, bracket)))
+    except TooWide:
+        return whole
+    assert core is not None, "the best choice known is in the core"
+    return core
+
+
+def _by_ilp(
+    problem: ChoiceProblem, reduced: Reduced, clock: _Clock, effort: Effort | None
+) -> Solution | Infeasible:
+    """The reduced problem as an ILP, however large: nothing else is known of it."""
+    effort = effort and replace(effort, n_columns=None)
+    found = solve_ilp(reduced.problem, clock.left_s(), effort=effort)
+    if isinstance(found, Infeasible):
+        return found
+    clock.phase_s.update(found.phase_s)
+    bound_s = found.bound_s if found.gap > 0 else None
+    return _finish(problem, reduced, found.choice, bound_s, "reduced ilp", clock)
+
+
+def _finish(
+    problem: ChoiceProblem,
+    reduced: Reduced,
+    choice: Choice,
+    bound_s: float | None,
+    method: str,
+    clock: _Clock,
+) -> Solution:
+    return make_solution(problem, reduced.lift(choice), bound_s, method, clock.phase_s)

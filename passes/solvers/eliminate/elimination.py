@@ -1,0 +1,192 @@
+"""Exact min-sum variable elimination on tables: the fast path for graphs of small width.
+
+Eliminating variable v replaces the tables that mention it by one table over its separator
+S_v, the other variables they mention:
+
+    m_v(S_v) = min over x_v of [ unary_v(x_v) + sum of tables that mention v ]
+
+until a constant, the optimum, is left; walking back, v takes the argmin of the same sum at
+the chosen values of S_v (`Eliminated.chosen`), which is one vector. Tables are over classes of
+choices: those of v that no table tells apart are one first, the least of them. The order is planned
+in `elimination_order.py`; each value of its hubs is tried with the hub's tables folded into those
+of its neighbours (`minimise`). Where variables remain, what is left is one table over them
+(`project`).
+
+Numbers may be rows of several problems of one structure; `eliminate` runs compiled loops on each
+(`elimination_loops.py`).
+
+Infinite entries need no care: nothing here subtracts them. Bucket elimination: Dechter,
+"Bucket elimination: a unifying framework for reasoning", Artificial Intelligence 113 (1999).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.passes.solvers.eliminate.elimination_code import Code, code_of
+from autopar.passes.solvers.eliminate.elimination_loops import eliminate as run
+from autopar.passes.solvers.eliminate.elimination_loops import walk_back
+from autopar.passes.solvers.eliminate.elimination_order import EliminationPlan
+from autopar.passes.solvers.problem import Choice, Codes, FloatArray, Placed, Potentials
+
+# [rows, variables]
+Choices = NDArray[np.intp]
+
+
+@dataclass(frozen=True, eq=False)
+class Eliminated:
+    """Problems after elimination: `numbers` [problems, ...] as `code` places them, and the least
+    totals [problems] of what no remaining variable is joined to."""
+
+    plan: EliminationPlan
+    code: Code
+    numbers: FloatArray
+    constant: FloatArray
+
+    def table(self, t: int) -> FloatArray:
+        """[problems, ...]: a table given or made."""
+        at, shape = self.code.table_at[t], self.code.shapes[t]
+        return self.numbers[:, at : at + math.prod(shape)].reshape(len(self.numbers), *shape)
+
+    def chosen(self, known: Mapping[int, Codes], n_rows: int = 1) -> Choices:
+        """Of the first problem the best choices of all variables, a row each for values `known`
+        [rows] of hubs and remaining variables."""
+        code = self.code
+        out = np.zeros((n_rows, len(self.plan.sizes)), dtype=np.intp)
+        for v, values in known.items():
+            out[:, v] = values
+        for row in out:
+            walk_back(self.numbers[0], code.steps, code.reads, code.axes, code.places, row)
+        return out
+
+    def choice(self, known: Mapping[int, int]) -> Choice:
+        """The same, where one value each is known."""
+        (row,) = self.chosen({v: np.array([k]) for v, k in known.items()})
+        return tuple(row.tolist())
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """What a plan leaves: [problems, classes of each remaining variable], the least total of all
+    others."""
+
+    eliminated: Eliminated
+    table: FloatArray
+
+    def choices_at(self, remaining: Choices) -> Choices:
+        """The choices of all variables that attain the table's entries where the remaining ones
+        choose so, a row each; of the first problem."""
+        known = {v: remaining[:, k] for k, v in enumerate(self.eliminated.plan.remaining)}
+        return self.eliminated.chosen(known, len(remaining))
+
+
+def eliminate(plan: EliminationPlan, potentials: Potentials) -> Eliminated:
+    """All but the hubs, whose values are fixed, and the remaining variables."""
+    code = code_of(plan, potentials.layout)
+    n_given = potentials.layout.n_numbers
+    numbers, scratch = np.empty((len(potentials.rows), code.n_numbers)), np.empty(code.n_scratch)
+    numbers[:, :n_given] = potentials.rows
+    for row in numbers:
+        run(row, code.steps, code.slots, code.sources, code.alone, code.places, scratch)
+    constant = np.zeros(len(numbers))
+    for at in code.constants_at:
+        constant += numbers[:, at]
+    return Eliminated(plan, code, numbers, constant)
+
+
+def project(plan: EliminationPlan, potentials: Potentials) -> Projection:
+    """Eliminate all but the remaining variables, whose own costs are not read."""
+    eliminated = eliminate(plan, potentials)
+    constant = eliminated.constant
+    shape = tuple(plan.partitions.n_classes(p) for p in plan.left_over)
+    joins = dict(zip(plan.remaining, plan.left_over, strict=True))
+    total = constant.reshape(len(constant), *(1 for _ in shape))
+    for placed in plan.left:
+        total = total + over(plan, placed, eliminated.table(placed.table), joins)
+    return Projection(eliminated, np.broadcast_to(total, (len(total), *shape)))
+
+
+def minimise(plan: EliminationPlan, potentials: Potentials) -> tuple[float, Choice]:
+    """Of one problem the least total and a choice that attains it (infinite: none is allowed)."""
+    best, choice = math.inf, (0,) * len(plan.sizes)
+    for bound, values in branches(plan, potentials):
+        if bound >= best:
+            break
+        constant, branch = condition(plan, potentials, values)
+        eliminated = eliminate(plan, branch)
+        total = constant + float(eliminated.constant[0])
+        if total < best:
+            best, choice = total, eliminated.choice(dict(zip(plan.hubs, values, strict=True)))
+    return best, choice
+
+
+def branches(plan: EliminationPlan, potentials: Potentials) -> list[tuple[float, tuple[int, ...]]]:
+    """(lower bound, values of the hubs) of one problem, best first; one branch without hubs."""
+    if not plan.hubs:
+        return [(-math.inf, ())]
+    out = []
+    for values in itertools.product(*(range(plan.sizes[h]) for h in plan.hubs)):
+        constant, branch = condition(plan, potentials, values)
+        bound = constant + sum(float(branch.own[s.variable].min()) for s in plan.steps)
+        for table in branch.tables:
+            bound += float(table.min())
+        out.append((bound, values))
+    return sorted(out)
+
+
+def condition(
+    plan: EliminationPlan, potentials: Potentials, values: tuple[int, ...]
+) -> tuple[float, Potentials]:
+    """Fix the hubs of one problem: their own cost as a constant, their axes left out of tables."""
+    if not plan.hubs:
+        return 0.0, potentials
+    fixed = dict(zip(plan.hubs, values, strict=True))
+    constant = 0.0
+    for h, k in fixed.items():
+        constant += float(potentials.own[h][0, k])
+    tables = []
+    for axes, table in zip(plan.given, potentials.tables, strict=True):
+        at: Any = (slice(None),)
+        for v, codes in zip(axes.scope, axes.codes, strict=True):
+            if v not in fixed:
+                at += (slice(None),)
+            else:
+                at += (fixed[v] if codes is None else int(codes[fixed[v]]),)
+        tables.append(table[at])
+    return constant, Potentials.given(potentials.own, tables)
+
+
+def over(
+    plan: EliminationPlan, placed: Placed, table: FloatArray, joins: Mapping[int, int]
+) -> FloatArray:
+    """A table over the classes of some partitions, finer than its own: [problems, ...], of length
+    1 for variables that it does not mention."""
+    order = [placed.scope.index(v) for v in joins if v in placed.scope]
+    out = table.transpose(0, *(k + 1 for k in order))
+    for axis, k in enumerate(order):
+        join = joins[placed.scope[k]]
+        pick = placed.codes[k][plan.partitions.firsts[join]]
+        if len(pick) != out.shape[axis + 1] or (pick[1:] <= pick[:-1]).any():
+            out = np.take(out, pick, axis=axis + 1)
+    shape = [plan.partitions.n_classes(p) if v in placed.scope else 1 for v, p in joins.items()]
+    return np.ascontiguousarray(out).reshape(len(table), *shape)
+
+
+def least_of_classes(
+    array: FloatArray, plan: EliminationPlan, partition: int, axis: int
+) -> FloatArray:
+    """The least of every class, along an axis of choices."""
+    n = plan.partitions.n_classes(partition)
+    if n == array.shape[axis]:
+        return array
+    if n == 1:
+        return array.min(axis=axis, keepdims=True)
+    order, starts = plan.partitions.grouped(partition)
+    return np.minimum.reduceat(np.take(array, order, axis=axis), starts, axis=axis)

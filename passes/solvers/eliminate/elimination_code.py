@@ -1,0 +1,239 @@
+"""An elimination plan as arrays of whole numbers, which compiled loops run on.
+
+A problem's numbers are in one row: what is given, then what steps make. Where tables are given at
+the same place twice (alike blocks share theirs), steps that do the same with the same numbers are
+done once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+
+from autopar.passes.solvers.eliminate import elimination_loops as loops
+from autopar.passes.solvers.eliminate.elimination_order import EliminationPlan
+from autopar.passes.solvers.problem import Codes, Layout, Placed, Shape, Step
+
+
+@dataclass(frozen=True, eq=False)
+class Code:
+    """What the loops run on: see the columns in `elimination_loops.py`. `table_at` and `shapes` are
+    those of all tables, made ones too; `constants_at` says where those of no variable are;
+    `n_numbers` is the length of a row with what is made."""
+
+    steps: Codes
+    slots: Codes
+    sources: Codes
+    alone: Codes
+    reads: Codes
+    axes: Codes
+    places: Codes
+    table_at: dict[int, int]
+    shapes: dict[int, Shape]
+    constants_at: tuple[int, ...]
+    n_numbers: int
+    n_scratch: int
+
+
+@lru_cache(maxsize=256)
+def code_of(plan: EliminationPlan, layout: Layout) -> Code:
+    """The code of a plan for numbers that are placed so."""
+    return _Coder(plan, layout).code()
+
+
+@dataclass
+class _Source:
+    """A table of a step over classes of the variable that goes, [rows of some of the separator's
+    variables, columns of its last]: what they add to its place."""
+
+    table: Placed
+    by_class: Codes
+    by_axis: dict[int, Codes]
+
+
+_Groups = list[list[_Source]]
+
+
+@dataclass
+class _Coder:
+    plan: EliminationPlan
+    layout: Layout
+    steps: list[list[int]] = field(default_factory=list)
+    slots: list[list[int]] = field(default_factory=list)
+    sources: list[list[int]] = field(default_factory=list)
+    alone: list[list[int]] = field(default_factory=list)
+    reads: list[list[int]] = field(default_factory=list)
+    axes: list[list[int]] = field(default_factory=list)
+    _places: list[Codes] = field(default_factory=list)
+    _place_of: dict[bytes, int] = field(default_factory=dict)
+    _n_places: int = 0
+    _n_scratch: int = 1
+    table_at: dict[int, int] = field(default_factory=dict)
+    shapes: dict[int, Shape] = field(default_factory=dict)
+    n_numbers: int = 0
+
+    def code(self) -> Code:
+        self.table_at.update(enumerate(self.layout.table_at))
+        self.shapes.update(enumerate(self.layout.shapes))
+        self.n_numbers = self.layout.n_numbers
+        known: dict[Hashable, int] = {}
+        for step in self.plan.steps:
+            if step.is_view:
+                self._see(step)
+                self._add(step, 0, False)
+                continue
+            of_tables = ((self.table_at[p.table], self.shapes[p.table]) for p in step.bucket)
+            key = (step.kind, self.layout.own_at[step.variable], *of_tables)
+            is_new = key not in known
+            shape = tuple(self.plan.partitions.n_classes(p) for p in step.made.partitions)
+            if is_new:
+                known[key] = self.n_numbers
+                self.n_numbers += math.prod(shape)
+            self.table_at[step.made.table], self.shapes[step.made.table] = known[key], shape
+            self._add(step, known[key], is_new)
+        places = np.concatenate(self._places) if self._places else np.zeros(1, dtype=np.intp)
+        return Code(
+            _array(self.steps, loops.N_STEP_COLUMNS), _array(self.slots, 5),
+            _array(self.sources, 4), _array(self.alone, 2), _array(self.reads, 4),
+            _array(self.axes, 2), places, self.table_at, self.shapes,
+            tuple(self.table_at[t] for t, shape in self.shapes.items() if not shape),
+            self.n_numbers, self._n_scratch,
+        )  # fmt: skip
+
+    def _see(self, view: Step) -> None:
+        """Place what a view makes where the table of its pair is."""
+        table, _, second = view.bucket
+        *before, n_pairs = self.shapes[table.table][: table.scope.index(view.variable) + 1]
+        after = self.shapes[table.table][len(before) + 1 :]
+        n_second = int(second.codes_of(view.variable).max()) + 1
+        self.table_at[view.made.table] = self.table_at[table.table]
+        self.shapes[view.made.table] = (*before, n_pairs // n_second, n_second, *after)
+
+    def _at(self, codes: Codes) -> int:
+        """Where some places are, alike ones once."""
+        codes = np.ascontiguousarray(codes, dtype=np.intp)
+        key = codes.tobytes()
+        if key not in self._place_of:
+            self._place_of[key] = self._n_places
+            self._places.append(codes)
+            self._n_places += len(codes)
+        return self._place_of[key]
+
+    def _add(self, step: Step, made_at: int, is_new: bool) -> None:
+        plan = self.plan
+        separator, n_first = step.made.scope, len(self.slots)
+        *rows, last = separator or (-1,)
+        sizes = {
+            v: plan.partitions.n_classes(p)
+            for v, p in zip(separator, step.made.partitions, strict=True)
+        }
+        first_alone, first_read = len(self.alone), len(self.reads)
+        wide = narrow = 0
+        if is_new:
+            wide, narrow = self._add_slots(step, tuple(rows), last, sizes)
+            for placed in step.bucket:
+                if len(placed.scope) == 1:
+                    at = self.table_at[placed.table]
+                    self.alone.append([at, self._at(placed.codes[0])])
+        for placed in step.bucket:
+            self._add_read(step, placed)
+        partition = plan.partitions.codes[step.partition]
+        self.steps.append([
+            step.variable, plan.sizes[step.variable], plan.partitions.n_classes(step.partition),
+            self.layout.own_at[step.variable], self._at(partition),
+            math.prod(sizes[v] for v in rows), sizes.get(last, 1), made_at,
+            n_first, wide, narrow, first_alone, len(self.alone) - first_alone,
+            first_read, len(self.reads) - first_read, int(is_new),
+        ])  # fmt: skip
+
+    def _strides(self, placed: Placed) -> list[int]:
+        shape = self.shapes[placed.table]
+        return [math.prod(shape[k + 1 :]) for k in range(len(shape))]
+
+    def _add_read(self, step: Step, placed: Placed) -> None:
+        first, own = len(self.axes), 0
+        for v, codes, stride in zip(placed.scope, placed.codes, self._strides(placed), strict=True):
+            at = self._at(codes * stride)
+            if v == step.variable:
+                own = at
+            else:
+                self.axes.append([v, at])
+        self.reads.append([self.table_at[placed.table], first, len(self.axes) - first, own])
+
+    # -- slots -------------------------------------------------------------------------------
+
+    def _add_slots(
+        self, step: Step, rows: tuple[int, ...], last: int, sizes: dict[int, int]
+    ) -> tuple[int, int]:
+        """Slots for a step's tables, wide ones first; how many are wide, and narrow."""
+        wide, narrow = _grouped(
+            [self._source(step, placed) for placed in step.bucket if len(placed.scope) > 1], last
+        )
+        n_classes, n_scratch = self.plan.partitions.n_classes(step.partition), 0
+        for i, group in enumerate((*wide, *narrow)):
+            mine = [v for v in rows if any(v in source.by_axis for source in group)]
+            n_rows = math.prod(sizes[v] for v in mine)
+            n_columns = sizes[last] if i < len(wide) else 1
+            first = len(self.sources)
+            for source in group:
+                by_row = _sums([source.by_axis.get(v, np.zeros(sizes[v], np.intp)) for v in mine])
+                by_column = source.by_axis.get(last, np.zeros(n_columns, np.intp))
+                self.sources.append([
+                    self.table_at[source.table.table], self._at(source.by_class),
+                    self._at(by_row), self._at(by_column),
+                ])  # fmt: skip
+            row_of = np.arange(n_rows).reshape([sizes[v] if v in mine else 1 for v in rows])
+            row_of = np.broadcast_to(row_of, [sizes[v] for v in rows]).ravel()
+            self.slots.append([first, len(group), n_rows, n_columns, self._at(row_of)])
+            n_scratch += n_classes * n_rows * n_columns
+        self._n_scratch = max(self._n_scratch, n_classes + n_scratch)
+        return len(wide), len(narrow)
+
+    def _source(self, step: Step, placed: Placed) -> _Source:
+        joins = {step.variable: step.partition}
+        joins |= zip(step.made.scope, step.made.partitions, strict=True)
+        by_axis = {
+            v: codes[self.plan.partitions.firsts[joins[v]]] * stride
+            for v, codes, stride in zip(
+                placed.scope, placed.codes, self._strides(placed), strict=True
+            )
+        }
+        by_class = by_axis.pop(step.variable)
+        return _Source(placed, by_class, by_axis)
+
+
+def _grouped(
+    sources: Sequence[_Source], last: int
+) -> tuple[list[list[_Source]], list[list[_Source]]]:
+    """Tables that are added up before they are joined: those over some of another's variables with
+    it, the narrow rest with each other, and wide ones where there are too many."""
+    wide, narrow = _Groups(), list[_Source]()
+    for source in sorted(sources, key=lambda of: (last not in of.by_axis, -len(of.by_axis))):
+        for group in wide:
+            if source.by_axis.keys() <= group[0].by_axis.keys():
+                group.append(source)
+                break
+        else:
+            if last not in source.by_axis:
+                narrow.append(source)
+            elif len(wide) < loops.N_WIDE:
+                wide.append([source])
+            else:
+                wide[-1].append(source)
+    return wide, [narrow] if narrow else []
+
+
+def _sums(by_axis: Sequence[Codes]) -> Codes:
+    """Over all combinations of the axes, the last fastest, what their places add up to."""
+    total = np.zeros(1, dtype=np.intp)
+    for places in by_axis:
+        total = (total[:, None] + places).ravel()
+    return total
+
+
+def _array(rows: Sequence[Sequence[int]], n_columns: int) -> Codes:
+    return np.array(rows, dtype=np.intp).reshape(len(rows), n_columns)

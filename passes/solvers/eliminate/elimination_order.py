@@ -1,0 +1,306 @@
+"""In which order variables are eliminated, and what that costs.
+
+Eliminating a variable joins all tables that mention it into one over its *separator*, the other
+variables they mention. Tables tell classes of choices apart (`partitions.py`), so work and memory
+are products of numbers of classes over the variable and its separator. The order decides; it is a
+greedy one (`greedy_order.py`), after pairs, which cost nothing (`tables.py`). Where a table would
+be too large, hubs are *conditioned* on: each of their values is tried by itself.
+
+Variables may be left: they remain, and what is eliminated becomes one table over them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import astuple, dataclass
+from functools import cached_property, lru_cache
+
+from autopar.errors import AutoparError
+from autopar.passes.solvers.eliminate.greedy_order import GreedyOrder, Sight, greedy_order
+from autopar.passes.solvers.problem import (
+    Axes,
+    ChoiceProblem,
+    Partitions,
+    Placed,
+    Scope,
+    SomeProblems,
+    Step,
+    axes_of,
+    seen_through,
+    views,
+)
+
+HUBS_TRIED = 4
+MAX_HUBS = 3
+
+
+class TooWide(AutoparError):
+    """No elimination order keeps the tables within the limits."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What elimination may use: entries of one joint table, kept in memory, and in all.
+
+    At 1e9 to 2e9 entries per second the defaults allow a few seconds, and 1 GB.
+    """
+
+    table_entries: int = 2**28
+    kept_entries: int = 2**27
+    total_entries: int = 2**32
+    branches: int = 4096
+    marginal_entries: int = 2**24
+
+    def and_(self, other: Limits) -> Limits:
+        """The narrower of both."""
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return Limits(*(min(pair) for pair in pairs))
+
+
+@dataclass(frozen=True, eq=False)
+class EliminationPlan:
+    """Steps in order, and the tables that are left over what remains; `left_over` are the
+    partitions that those have of it.
+
+    Steps' tables are numbered after those given. `hubs` are no axis of any table: values of
+    theirs are tried one by one. `entries` counts the joint tables' entries in one branch, `largest`
+    those of the largest table, `kept` those of what steps make, which stays in memory.
+    """
+
+    sizes: tuple[int, ...]
+    given: tuple[Axes, ...]
+    steps: tuple[Step, ...]
+    hubs: Scope
+    remaining: Scope
+    left: tuple[Placed, ...]
+    left_over: tuple[int, ...]
+    partitions: Partitions
+    entries: int
+    largest: int
+    kept: int
+
+    @property
+    def branches(self) -> int:
+        return math.prod(self.sizes[h] for h in self.hubs)
+
+    def entries_of(self, step: Step) -> int:
+        """Of the joint table that one step makes; a view makes none."""
+        return 0 if step.is_view else self.joint_entries(step)
+
+    def joint_entries(self, step: Step) -> int:
+        """Of the joint table of one step's bucket."""
+        of = (step.partition, *step.made.partitions)
+        return math.prod(self.partitions.n_classes(p) for p in of)
+
+    @property
+    def order(self) -> Scope:
+        return tuple(step.variable for step in self.steps)
+
+    def within(self, limits: Limits) -> bool:
+        return (
+            self.largest <= limits.table_entries
+            and self.kept <= limits.kept_entries
+            and self.entries * self.branches <= limits.total_entries
+            and self.branches <= limits.branches
+        )
+
+
+def plan_elimination(
+    problem: ChoiceProblem | SomeProblems, limits: Limits | None = None
+) -> EliminationPlan:
+    """The cheapest order found, with up to `MAX_HUBS` hubs conditioned on if need be.
+
+    Raises `TooWide` when every plan found exceeds `limits`.
+    """
+    if isinstance(problem, SomeProblems):
+        axes = problem.every.axes
+    else:
+        axes = axes_of(problem.edges, problem.cost_s, problem.tie, problem.bytes)
+    return plan_order(problem.sizes, axes, limits=limits)
+
+
+def plan_order(
+    sizes: Sequence[int],
+    tables: Iterable[Axes],
+    remaining: Scope = (),
+    whole: Scope = (),
+    limits: Limits | None = None,
+) -> EliminationPlan:
+    """The cheapest order found for some tables, of all variables but the `remaining`; what is left
+    over those has every choice of the `whole` among them, and classes of others.
+
+    Problems that differ in numbers alone have one plan. Raises `TooWide` as `plan_elimination`
+    does; where variables remain, no hub is conditioned on.
+    """
+    limits = limits or Limits()
+    plan = _planned(tuple(sizes), tuple(tables), tuple(remaining), tuple(whole), limits)
+    if not plan.within(limits):
+        raise TooWide(
+            f"elimination needs a table of {plan.largest:.3g} entries, {plan.entries:.3g} in all,"
+            f" {plan.branches} times; the limits are {limits}",
+            hint="solve the ILP instead",
+        )
+    return plan
+
+
+# What is too wide is known too: the same tables come again and again.
+@lru_cache(maxsize=256)
+def _planned(
+    sizes: tuple[int, ...], tables: tuple[Axes, ...], remaining: Scope, whole: Scope, limits: Limits
+) -> EliminationPlan:
+    """The first plan within the limits, else the last one tried."""
+    orders = _Orders.of(sizes, tables, remaining, whole)
+    plan = orders.plan((), orders.cheapest(()))
+    n_tables = [0] * len(sizes)
+    for axes in tables:
+        for v in axes.scope:
+            n_tables[v] += 1
+    while not plan.within(limits) and not remaining and len(plan.hubs) < MAX_HUBS:
+        free = [v for v in range(len(sizes)) if v not in plan.hubs and n_tables[v]]
+        free.sort(key=lambda v: (-n_tables[v], v))
+        tried = free[:HUBS_TRIED]
+        if all(plan.branches * sizes[h] > limits.branches for h in tried):
+            break
+        plan = orders.with_one_of(tried, plan.hubs)
+    return plan
+
+
+def _given(partitions: Partitions, sizes: Scope, table: int, axes: Axes) -> Placed:
+    codes = axes.written(sizes)
+    of = tuple(partitions.of(c) for c in codes)
+    return Placed(table, axes.scope, codes, of, axes.follows)
+
+
+@dataclass(frozen=True)
+class _Orders:
+    """Greedy orders of some tables, with hubs or without: with hubs, pairs are variables like
+    others."""
+
+    sizes: tuple[int, ...]
+    given: tuple[Axes, ...]
+    tables: Sequence[Placed]
+    remaining: Scope
+    whole: Scope
+    partitions: Partitions
+    views: Sequence[Step]
+
+    @staticmethod
+    def of(sizes: Scope, given: tuple[Axes, ...], remaining: Scope, whole: Scope) -> _Orders:
+        partitions = Partitions()
+        tables = [_given(partitions, sizes, t, axes) for t, axes in enumerate(given)]
+        free = (v for v in range(len(sizes)) if v not in remaining)
+        pairs = views(partitions, tables, free)
+        return _Orders(sizes, given, tables, remaining, whole, partitions, pairs)
+
+    def views_beside(self, hubs: Scope) -> Sequence[Step]:
+        return () if hubs else self.views
+
+    @cached_property
+    def _given_sight(self) -> Sight:
+        return self._sight_of(self.tables)
+
+    def _sight_of(self, tables: Iterable[Placed]) -> Sight:
+        return Sight.of(self.partitions, len(self.sizes), ((t.scope, t.partitions) for t in tables))
+
+    def cheapest(self, hubs: Scope, most: float = math.inf) -> GreedyOrder | None:
+        """Of what are no views; None: more entries than `most`."""
+        pairs = self.views_beside(hubs)
+        if hubs:
+            sight = self._given_sight.without(hubs)
+        else:
+            sight = self._sight_of(seen_through(self.tables, pairs))
+        fixed = {*self.remaining, *hubs, *(step.variable for step in pairs)}
+        free = (v for v in range(len(self.sizes)) if v not in fixed)
+        return greedy_order(sight, free, most)
+
+    def with_one_of(self, tried: Iterable[int], hubs: Scope) -> EliminationPlan:
+        """With one more hub, by which all branches have the fewest entries."""
+        found: tuple[int, Scope, GreedyOrder] | None = None
+        for h in tried:
+            of = (*hubs, h)
+            branches = math.prod(self.sizes[v] for v in of)
+            order = self.cheapest(of, math.inf if found is None else found[0] // branches)
+            if order is not None:
+                new = (order.entries * branches, of, order)
+                found = new if found is None else min(found, new, key=lambda o: o[:2])
+        assert found is not None
+        return self.plan(*found[1:])
+
+    def plan(self, hubs: Scope, order: GreedyOrder | None) -> EliminationPlan:
+        assert order is not None
+        return _Steps(self, hubs).plan(order.order)
+
+
+class _Steps:
+    """The steps of one order."""
+
+    def __init__(self, orders: _Orders, hubs: Scope) -> None:
+        self.orders, self.hubs, self.partitions = orders, hubs, orders.partitions
+        self.of: list[dict[int, Placed]] = [{} for _ in orders.sizes]
+        for table in seen_through(orders.tables, orders.views_beside(hubs)):
+            self._add(table.without(hubs) if hubs else table)
+
+    def plan(self, order: Sequence[int]) -> EliminationPlan:
+        steps, sizes_made, sizes_joint = [*self.orders.views_beside(self.hubs)], [], []
+        for v in order:
+            joins, bucket = self._joins(v), tuple(self.of[v].values())
+            made = self._made(len(self.orders.tables) + len(steps), v, joins)
+            steps.append(Step(v, joins[v], bucket, made, self._kind(joins, bucket)))
+            sizes_made.append(math.prod(map(self.partitions.n_classes, made.partitions)))
+            sizes_joint.append(sizes_made[-1] * self.partitions.n_classes(joins[v]))
+            self._replace(bucket, made)
+        remaining = self.orders.remaining
+        left = tuple({t.table: t for v in remaining for t in self.of[v].values()}.values())
+        return EliminationPlan(
+            self.orders.sizes, self.orders.given, tuple(steps), self.hubs, remaining, left,
+            self._left_over(left), self.partitions, sum(sizes_joint),
+            max(sizes_joint, default=1), sum(sizes_made),
+        )  # fmt: skip
+
+    def _add(self, table: Placed) -> None:
+        for v in table.scope:
+            self.of[v][table.table] = table
+
+    def _joins(self, v: int) -> dict[int, int]:
+        """The joins of the partitions by which tables that mention v see each variable; they see v
+        itself, where they are of more than it."""
+        joined = self.partitions.joined
+        tables = [table for table in self.of[v].values() if len(table.scope) > 1]
+        if not tables:
+            return {v: self.partitions.of_none(self.orders.sizes[v])}
+        out: dict[int, int] = {v: tables[0].partitions[tables[0].scope.index(v)]}
+        for table in tables:
+            for w, partition in zip(table.scope, table.partitions, strict=True):
+                out[w] = joined(out.get(w, partition), partition)
+        return out
+
+    def _kind(self, joins: dict[int, int], bucket: Sequence[Placed]) -> Hashable:
+        place, exactly = {v: i for i, v in enumerate(joins)}, self.partitions.exactly
+        of_tables = tuple(
+            tuple((place[w], exactly(of)) for w, of in zip(t.scope, t.codes, strict=True))
+            for t in bucket
+        )
+        return tuple(joins.values()), of_tables
+
+    def _made(self, table: int, v: int, joins: dict[int, int]) -> Placed:
+        separator = tuple(w for w in joins if w != v)
+        of = tuple(joins[w] for w in separator)
+        return Placed(table, separator, tuple(self.partitions.codes[p] for p in of), of)
+
+    def _replace(self, bucket: Sequence[Placed], made: Placed) -> None:
+        """Put what was made in the place of its bucket."""
+        for table in bucket:
+            for w in table.scope:
+                del self.of[w][table.table]
+        self._add(made)
+
+    def _left_over(self, left: Sequence[Placed]) -> tuple[int, ...]:
+        out = []
+        for v in self.orders.remaining:
+            n_choices = self.orders.sizes[v]
+            seen = {p for t in left for w, p in zip(t.scope, t.partitions, strict=True) if w == v}
+            if v in self.orders.whole:
+                seen = {self.partitions.of_all(n_choices)}
+            out.append(self.partitions.join(seen or {self.partitions.of_none(n_choices)}))
+        return tuple(out)

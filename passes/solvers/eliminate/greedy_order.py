@@ -1,0 +1,164 @@
+"""Greedy orders of elimination: least table first, or least fill-in, whichever does less work.
+
+What orders need of tables is how they *see* variables: `seen[v][w]` is the partition of w that the
+tables of both v and w make together, `own[v]` that of v by all tables of more than v alone. The
+joint table of v has as many entries as these have classes, multiplied. Eliminating v leaves one
+table over its neighbours, of partitions finer than those of the tables that it replaces:
+
+    seen[w][u] becomes the join of seen[w][u] and seen[v][u], for all neighbours u, w of v
+
+where only a single neighbour, whose tables with v are gone, may be seen coarser by what is left.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from autopar.passes.solvers.problem import Partitions
+
+
+@dataclass(frozen=True)
+class GreedyOrder:
+    """Variables in the order of their elimination, and how many entries their joint tables have."""
+
+    order: tuple[int, ...]
+    entries: int
+
+
+class Sight:
+    """How tables see variables, while those are eliminated.
+
+    `around[v]` are the neighbours of v as bits. `entries[v]` are those of its joint table, and
+    `fill[v]` is twice the number of pairs of its neighbours that are not adjacent.
+    """
+
+    def __init__(self, partitions: Partitions, seen: list[dict[int, int]]) -> None:
+        self.partitions, self.seen = partitions, seen
+        self.around = [sum(1 << w for w in row) for row in seen]
+        variables = range(len(seen))
+        self.own = [self._own(v) for v in variables]
+        self.entries = [self._entries(v) for v in variables]
+        self.fill = [self._fill(v) for v in variables]
+
+    @staticmethod
+    def of(
+        partitions: Partitions,
+        n_variables: int,
+        tables: Iterable[tuple[Sequence[int], Sequence[int]]],
+    ) -> Sight:
+        """Of tables over some variables, with the partitions that they make of them."""
+        seen: list[dict[int, int]] = [{} for _ in range(n_variables)]
+        for scope, made in tables:
+            for v in scope:
+                row = seen[v]
+                for w, partition in zip(scope, made, strict=True):
+                    if w != v:
+                        row[w] = partitions.joined(row.get(w, partition), partition)
+        return Sight(partitions, seen)
+
+    def without(self, variables: Iterable[int]) -> Sight:
+        """Where the values of some variables are fixed."""
+        fixed = set(variables)
+        kept = ({w: p for w, p in row.items() if w not in fixed} for row in self.seen)
+        return Sight(self.partitions, [{} if v in fixed else row for v, row in enumerate(kept)])
+
+    def copy(self) -> Sight:
+        out = Sight.__new__(Sight)
+        out.partitions, out.seen = self.partitions, [dict(row) for row in self.seen]
+        out.around, out.own = list(self.around), list(self.own)
+        out.entries, out.fill = list(self.entries), list(self.fill)
+        return out
+
+    def eliminate(self, v: int) -> set[int]:
+        """The variables whose `entries` or `fill` may have changed."""
+        joined, seen, around = self.partitions.joined, self.seen, self.around
+        joins, neighbours = seen[v], around[v]
+        changed = set(joins)
+        if self.fill[v]:
+            changed |= self._filled(v)
+        for w, own in joins.items():
+            row = seen[w]
+            del row[v]
+            for u, partition in joins.items():
+                if u != w and row.setdefault(u, partition) != partition:
+                    row[u] = joined(row[u], partition)
+            around[w] = (around[w] | neighbours) & ~(1 << v | 1 << w)
+            self.own[w] = joined(self.own[w], own)
+        if len(joins) == 1:
+            (w,) = joins
+            self.own[w] = self._own(w)
+        for w in joins:
+            self.entries[w], self.fill[w] = self._entries(w), self._fill(w)
+        return changed
+
+    def _filled(self, v: int) -> set[int]:
+        """Count pairs of neighbours of v that become adjacent in the `fill` of others next to
+        both, which are returned."""
+        changed, others = set(), ~(self.around[v] | 1 << v)
+        for w in _members(self.around[v]):
+            for u in _members(self.around[v] & ~self.around[w] & -(2 << w)):
+                for x in _members(self.around[u] & self.around[w] & others):
+                    self.fill[x] -= 2
+                    changed.add(x)
+        return changed
+
+    def _own(self, v: int) -> int:
+        """-1: no table is of more than v."""
+        rows = [self.seen[w][v] for w in self.seen[v]]
+        return self.partitions.join(rows) if rows else -1
+
+    def _entries(self, v: int) -> int:
+        if not self.seen[v]:
+            return 1
+        n_classes = self.partitions.n_classes
+        return math.prod(map(n_classes, self.seen[v].values())) * n_classes(self.own[v])
+
+    def _fill(self, v: int) -> int:
+        around, here = self.around, self.around[v]
+        n_others = len(self.seen[v]) - 1
+        return sum(n_others - (around[w] & here).bit_count() for w in self.seen[v])
+
+
+def _members(bits: int) -> Iterator[int]:
+    while bits:
+        lowest = bits & -bits
+        yield lowest.bit_length() - 1
+        bits ^= lowest
+
+
+def greedy_order(start: Sight, free: Iterable[int], most: float) -> GreedyOrder | None:
+    """By least (table, fill-in) or (fill-in, table) of the `free` variables, whichever order has
+    fewer entries; None: both have more than `most`."""
+    free, found = tuple(free), None
+    for by_fill in (False, True):
+        order = _greedy(start.copy(), free, by_fill, most)
+        if order is not None:
+            found, most = order, order.entries - 1
+    return found
+
+
+def _greedy(sight: Sight, free: Iterable[int], by_fill: bool, most: float) -> GreedyOrder | None:
+    """A heap with stale entries; None: more entries than `most`."""
+    first, second = (sight.fill, sight.entries) if by_fill else (sight.entries, sight.fill)
+    current = {v: (first[v], second[v], v) for v in free}
+    heap = list(current.values())
+    heapq.heapify(heap)
+    order, entries = [], 0
+    while heap:
+        key = heapq.heappop(heap)
+        v = key[-1]
+        if current.get(v) != key:
+            continue
+        del current[v]
+        order.append(v)
+        entries += sight.entries[v]
+        if entries > most:
+            return None
+        for w in sight.eliminate(v):
+            if w in current and current[w] != (new := (first[w], second[w], w)):
+                current[w] = new
+                heapq.heappush(heap, new)
+    return GreedyOrder(tuple(order), entries)

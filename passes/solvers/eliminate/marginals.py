@@ -1,0 +1,125 @@
+"""What every choice of every variable costs at the least: elimination up, then down.
+
+Going down, each table that a step made learns the least of all that is not in it. Its parts are
+added up afresh instead of subtracting a variable's own message, because infinity minus infinity is
+no number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from autopar.passes.solvers.eliminate.elimination import (
+    branches,
+    condition,
+    eliminate,
+    least_of_classes,
+    over,
+)
+from autopar.passes.solvers.eliminate.elimination_order import EliminationPlan, Limits, TooWide
+from autopar.passes.solvers.problem import FloatArray, Placed, Potentials, Step
+
+
+def min_marginals(plan: EliminationPlan, potentials: Potentials) -> list[FloatArray]:
+    """For each variable of one problem a [K_v] array: the least total over all choices with
+    x_v = k.
+
+    Raises `TooWide` when the tables that must be kept at once are too large.
+    """
+    largest = max(map(plan.joint_entries, plan.steps), default=1)
+    if largest > Limits.marginal_entries or plan.kept > Limits.kept_entries // 4:
+        raise TooWide(f"min-marginals need {plan.kept} entries in all and {largest} in one table")
+    out = [np.full(k, np.inf) for k in plan.sizes]
+    for _, values in branches(plan, potentials):
+        constant, branch = condition(plan, potentials, values)
+        total = math.inf
+        for v, marginal in _downward(plan, branch):
+            np.minimum(out[v], marginal + constant, out=out[v])
+            total = float(marginal.min())
+        for h, k in zip(plan.hubs, values, strict=True):
+            out[h][k] = min(out[h][k], constant + (total if plan.steps else 0.0))
+    return out
+
+
+def _downward(plan: EliminationPlan, potentials: Potentials) -> Iterable[tuple[int, FloatArray]]:
+    """Min-marginals of the eliminated variables of one problem, by a downward pass."""
+    eliminated = eliminate(plan, potentials)
+    tables = {t: eliminated.table(t) for t in eliminated.code.shapes}
+    step_of = {step.made.table: step for step in plan.steps}
+    total = float(eliminated.constant[0])
+    roots = {t: float(tables[t][0]) for t, step in step_of.items() if not step.made.scope}
+    # Per table made: the least of all that is not in it, over its axes; and its root.
+    down: dict[int, FloatArray] = {}
+    root_of = {root: root for root in roots}
+    for step in reversed(plan.steps):
+        made, root = step.made, root_of[step.made.table]
+        others = total - roots[root] if math.isfinite(total) else math.inf
+        own, others_of = (
+            _own_costs(step, potentials, tables),
+            dict(_other_tables(plan, step, tables)),
+        )
+        above = down.pop(made.table)[:, None] if made.scope else np.zeros((1, 1))
+        joint = np.zeros((1, plan.partitions.n_classes(step.partition), *(1 for _ in made.scope)))
+        joint = sum(others_of.values(), joint + above)
+        of_class = plan.partitions.codes[step.partition]
+        around = joint.min(axis=tuple(range(2, joint.ndim)))[:, of_class]
+        yield step.variable, (own + around)[0] + others
+        for child in step.bucket:
+            if child.table not in step_of:
+                continue
+            root_of[child.table] = root
+            if len(child.scope) == 1:
+                alone = [t for t in step.bucket if len(t.scope) == 1 and t is not child]
+                rest = sum((tables[t.table][:, t.codes[0]] for t in alone), around)
+                rest = rest + potentials.own[step.variable]
+                down[child.table] = least_of_classes(rest, plan, child.partitions[0], 1)
+            else:
+                least = least_of_classes(own, plan, step.partition, 1)
+                rest = least.reshape(*least.shape, *(1 for _ in made.scope)) + above
+                rest = sum((t for placed, t in others_of.items() if placed is not child), rest)
+                down[child.table] = _coarser(plan, rest, _joint_partitions(step), child)
+
+
+def _own_costs(step: Step, potentials: Potentials, tables: Mapping[int, FloatArray]) -> FloatArray:
+    """[problems, choices]: what a variable costs by itself."""
+    total = potentials.own[step.variable]
+    for placed in step.bucket:
+        if len(placed.scope) == 1:
+            total = total + tables[placed.table][:, placed.codes[0]]
+    return total
+
+
+def _joint_partitions(step: Step) -> dict[int, int]:
+    """The partitions of the joint table: the variable's, then its separator's."""
+    separator = zip(step.made.scope, step.made.partitions, strict=True)
+    return {step.variable: step.partition, **dict(separator)}
+
+
+def _other_tables(
+    plan: EliminationPlan, step: Step, tables: Mapping[int, FloatArray]
+) -> Iterable[tuple[Placed, FloatArray]]:
+    """The tables of a bucket that are of more than its variable, over the joint one's classes."""
+    joins = _joint_partitions(step)
+    for placed in step.bucket:
+        if len(placed.scope) > 1:
+            yield placed, over(plan, placed, tables[placed.table], joins)
+
+
+def _coarser(
+    plan: EliminationPlan, joint: FloatArray, joins: Mapping[int, int], placed: Placed
+) -> FloatArray:
+    """The least of a joint table over the classes of one of the tables that are in it."""
+    shape = [plan.partitions.n_classes(p) for p in joins.values()]
+    out = np.broadcast_to(joint, (len(joint), *shape))
+    kept = [v for v in joins if v in placed.scope]
+    out = out.min(axis=tuple(k + 1 for k, v in enumerate(joins) if v not in placed.scope))
+    for axis, v in enumerate(kept):
+        fine, coarse = joins[v], placed.partitions[placed.scope.index(v)]
+        of_class = plan.partitions.codes[coarse][plan.partitions.firsts[fine]]
+        order = np.argsort(of_class, kind="stable")
+        starts = np.searchsorted(of_class[order], np.arange(plan.partitions.n_classes(coarse)))
+        out = np.minimum.reduceat(np.take(out, order, axis=axis + 1), starts, axis=axis + 1)
+    return out.transpose(0, *(kept.index(v) + 1 for v in placed.scope))

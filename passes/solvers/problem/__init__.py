@@ -1,0 +1,78 @@
+"""problem."""
+
+from autopar.passes.solvers.problem.layout import Layout, Shape
+from autopar.passes.solvers.problem.machine_code import compiled
+from autopar.passes.solvers.problem.partitions import Partitions
+from autopar.passes.solvers.problem.potentials import Entries, Numbers, Potentials, Weights
+from autopar.passes.solvers.problem.problem import (
+    BUDGET_REL,
+    FORBIDDEN,
+    SAME_OPTIMUM_REL,
+    BoolArray,
+    Choice,
+    ChoiceProblem,
+    Codes,
+    Edge,
+    FloatArray,
+    Floats,
+    Infeasible,
+    ProblemError,
+    Solution,
+    TimeLimitError,
+    Totals,
+    codes_of,
+    make_solution,
+    memory,
+    over_budget,
+    within,
+)
+from autopar.passes.solvers.problem.problems import ChoiceProblems, SomeProblems
+from autopar.passes.solvers.problem.tables import (
+    Axes,
+    Placed,
+    Scope,
+    Step,
+    axes_of,
+    seen_through,
+    views,
+)
+
+__all__ = [
+    "BUDGET_REL",
+    "FORBIDDEN",
+    "SAME_OPTIMUM_REL",
+    "Axes",
+    "BoolArray",
+    "Choice",
+    "ChoiceProblem",
+    "ChoiceProblems",
+    "Codes",
+    "Edge",
+    "Entries",
+    "FloatArray",
+    "Floats",
+    "Infeasible",
+    "Layout",
+    "Numbers",
+    "Partitions",
+    "Placed",
+    "Potentials",
+    "ProblemError",
+    "Scope",
+    "Shape",
+    "Solution",
+    "SomeProblems",
+    "Step",
+    "TimeLimitError",
+    "Totals",
+    "Weights",
+    "axes_of",
+    "codes_of",
+    "compiled",
+    "make_solution",
+    "memory",
+    "over_budget",
+    "seen_through",
+    "views",
+    "within",
+]

@@ -1,0 +1,63 @@
+"""Where the numbers of problems are in a row: every variable's own, and the entries of every table.
+
+What is the same memory, as the numbers of alike blocks are, is in one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.passes.solvers.problem.problem import Codes, FloatArray, Floats
+
+Shape = tuple[int, ...]
+# Where arrays [problems or 1, ...] are in a row.
+Placed = Mapping[int, Floats]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where in a row every variable's own costs and every table are, how many choices and which
+    shapes they have, and how long the row is."""
+
+    own_at: tuple[int, ...]
+    n_choices: tuple[int, ...]
+    table_at: tuple[int, ...]
+    shapes: tuple[Shape, ...]
+    n_numbers: int
+
+    @staticmethod
+    def of(
+        own: Sequence[FloatArray], tables: Sequence[FloatArray], keys: Iterable[Hashable]
+    ) -> Layout:
+        """Of arrays [problems or 1, ...]; those of equal keys are in one place."""
+        n_numbers, at, places = 0, dict[Hashable, int](), list[int]()
+        for key, array in zip(keys, (*own, *tables), strict=True):
+            if key not in at:
+                at[key] = n_numbers
+                n_numbers += array[0].size
+            places.append(at[key])
+        return Layout(
+            tuple(places[: len(own)]),
+            tuple(array.shape[1] for array in own),
+            tuple(places[len(own) :]),
+            tuple(table.shape[1:] for table in tables),
+            n_numbers,
+        )
+
+    def placed(self, own: Sequence[Floats | None], tables: Sequence[Floats | None]) -> Placed:
+        """Arrays by their place; None are left out."""
+        arrays = zip((*self.own_at, *self.table_at), (*own, *tables), strict=True)
+        return {at: array for at, array in arrays if array is not None}
+
+    def rows(self, placed: Placed, problems: Codes | None = None) -> FloatArray:
+        """[problems or 1, numbers]: arrays in their places, of all problems or some; elsewhere are
+        zeros."""
+        n = max(map(len, placed.values()), default=1)
+        out = np.zeros((n if n == 1 or problems is None else len(problems), self.n_numbers))
+        for at, array in placed.items():
+            mine = array if problems is None or len(array) == 1 else array[problems]
+            out[:, at : at + mine[0].size] = mine.reshape(len(mine), -1)
+        return out

@@ -1,0 +1,160 @@
+"""What elimination is given, in rows of numbers: one row per problem, one place per entry.
+
+A row holds every variable's own costs and the entries of every table, as its `Layout` says. Costs,
+ties and bytes are kept so (`Numbers`); a weighted sum of them is what is minimised (`Potentials`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from autopar.passes.solvers.problem.layout import Layout
+from autopar.passes.solvers.problem.problem import ChoiceProblem, Codes, FloatArray, codes_of
+from autopar.passes.solvers.problem.problems import ChoiceProblems, SomeProblems
+
+
+class Weights(NamedTuple):
+    """What is minimised: cost * cost_s + tie * ties + size * bytes."""
+
+    cost: float = 1.0
+    tie: float = 0.0
+    size: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Potentials:
+    """One weighted sum of costs: [problems, numbers] in the places of a layout."""
+
+    layout: Layout
+    rows: FloatArray
+
+    @staticmethod
+    def of(problem: ChoiceProblem, weights: Weights) -> Potentials:
+        """Of one problem, for `plan_elimination` of it."""
+        return Numbers.of(problem).at(weights)
+
+    @staticmethod
+    def given(own: Sequence[FloatArray], tables: Sequence[FloatArray]) -> Potentials:
+        """Of arrays [problems or 1, choices] per variable, and [problems or 1, ...] per table."""
+        layout = Layout.of(own, tables, map(id, (*own, *tables)))
+        return Potentials(layout, layout.rows(layout.placed(own, tables)))
+
+    @cached_property
+    def own(self) -> tuple[FloatArray, ...]:
+        """[problems, choices] per variable."""
+        pairs = zip(self.layout.own_at, self.layout.n_choices, strict=True)
+        return tuple(self.rows[:, at : at + n] for at, n in pairs)
+
+    @cached_property
+    def tables(self) -> tuple[FloatArray, ...]:
+        """[problems, ...] per table."""
+        pairs = zip(self.layout.table_at, self.layout.shapes, strict=True)
+        n = len(self.rows)
+        return tuple(self.rows[:, at : at + math.prod(of)].reshape(n, *of) for at, of in pairs)
+
+
+@dataclass(frozen=True, eq=False)
+class Numbers:
+    """Costs, ties and bytes, [problems or 1, numbers] each in the places of a layout."""
+
+    layout: Layout
+    cost_s: FloatArray
+    tie: FloatArray
+    size_bytes: FloatArray
+
+    @staticmethod
+    def of(problem: ChoiceProblem | SomeProblems) -> Numbers:
+        """Of one problem, or of several."""
+        if isinstance(problem, ChoiceProblem):
+            problem = ChoiceProblems.alone(problem).some((0,))
+        return Numbers(problem.every.layout, *problem.rows())
+
+    def of_one(self, problem: int) -> Numbers:
+        """Of one of the problems."""
+        cost_s, tie, size_bytes = (
+            array[min(problem, len(array) - 1) :][:1]
+            for array in (self.cost_s, self.tie, self.size_bytes)
+        )
+        return Numbers(self.layout, cost_s, tie, size_bytes)
+
+    def totals(self, entries: Codes) -> tuple[float, float]:
+        """(cost, bytes) of a choice of one problem, whose `Entries` are given."""
+        return float(self.cost_s[0, entries].sum()), float(self.size_bytes[0, entries].sum())
+
+    def at(self, weights: Weights) -> Potentials:
+        """Weighed; what is forbidden stays infinite."""
+        if weights.cost == 0:  # 0 * inf is NaN
+            rows = np.where(np.isfinite(self.cost_s), 0.0, np.inf)
+        else:
+            rows = self.cost_s if weights.cost == 1 else self.cost_s * weights.cost
+        if weights.tie != 0:
+            rows = rows + self.tie * weights.tie
+        if weights.size != 0:
+            rows = rows + self.size_bytes * weights.size
+        return Potentials(self.layout, rows)
+
+
+@dataclass(frozen=True, eq=False)
+class Entries:
+    """Which entries of a row a choice adds up: the own ones of `variables` at `own_at`, and those
+    of tables at `table_at` and what the choices of their two variables `ends` add to that, which
+    begins `ends_at` in `places`."""
+
+    variables: Codes
+    own_at: Codes
+    table_at: Codes
+    ends: tuple[Codes, Codes]
+    ends_at: tuple[Codes, Codes]
+    places: Codes
+
+    @staticmethod
+    def of(problems: ChoiceProblems | SomeProblems, layout: Layout) -> Entries:
+        """Of all variables and edges."""
+        return Entries.some(
+            problems, layout, range(len(problems.sizes)), range(len(problems.edges))
+        )
+
+    @staticmethod
+    def some(
+        problems: ChoiceProblems | SomeProblems,
+        layout: Layout,
+        variables: Sequence[int],
+        edges: Sequence[int],
+    ) -> Entries:
+        """Of some variables, and edges by their places."""
+        every, n_places = [np.zeros(0, dtype=np.intp)], 0
+        ends: tuple[list[int], list[int]] = ([], [])
+        ends_at: tuple[list[int], list[int]] = ([], [])
+        for e in (problems.edges[i] for i in edges):
+            n_columns = e.cost_s.shape[-1]
+            for k, (v, codes, stride) in enumerate(((e.u, e.rows, n_columns), (e.v, e.columns, 1))):
+                places = codes_of(codes, problems.sizes[v])
+                every.append(places * stride)
+                ends[k].append(v)
+                ends_at[k].append(n_places)
+                n_places += len(places)
+        return Entries(
+            _codes(variables),
+            _codes([layout.own_at[v] for v in variables]),
+            _codes([layout.table_at[i] for i in edges]),
+            (_codes(ends[0]), _codes(ends[1])), (_codes(ends_at[0]), _codes(ends_at[1])),
+            np.concatenate(every),
+        )  # fmt: skip
+
+    def at(self, choice: Sequence[int]) -> Codes:
+        """[entries] of a choice of all variables."""
+        chosen = np.array(choice)
+        of_tables = self.table_at + sum(
+            self.places[at + chosen[end]] for end, at in zip(self.ends, self.ends_at, strict=True)
+        )
+        return np.concatenate((self.own_at + chosen[self.variables], of_tables))
+
+
+def _codes(numbers: Sequence[int]) -> Codes:
+    return np.array(numbers, dtype=np.intp)

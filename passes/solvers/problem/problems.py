@@ -1,0 +1,168 @@
+"""Several choice problems of the same variables, choices and edges, with numbers of their own.
+
+Where their numbers are in a row (`Layout`) is found once. The rows of some of them are written when
+they are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from autopar.passes.solvers.problem.layout import Layout, Placed
+from autopar.passes.solvers.problem.problem import (
+    BoolArray,
+    ChoiceProblem,
+    Codes,
+    Edge,
+    FloatArray,
+    check_numbers,
+    memory,
+    merged,
+)
+from autopar.passes.solvers.problem.tables import Axes, axes_of
+
+
+@dataclass(frozen=True, eq=False)
+class ChoiceProblems:
+    """Arrays are those of `ChoiceProblem` and `Edge` with one more axis in front, of the problems;
+    it has length 1 where they agree. `stored` variables keep the same bytes, and their edges,
+    where those of others are multiplied.
+
+    Raises `ProblemError` as `ChoiceProblem` does.
+    """
+
+    n_problems: int
+    names: tuple[str, ...]
+    cost_s: tuple[FloatArray, ...]
+    tie: tuple[FloatArray, ...]
+    bytes: tuple[FloatArray, ...]
+    edges: tuple[Edge, ...] = ()
+    stored: frozenset[int] = frozenset()
+    is_checked: bool = field(default=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.is_checked:
+            check_numbers(self.names, self.cost_s, self.tie, self.bytes, self.edges, 1)
+
+    @staticmethod
+    def alone(problem: ChoiceProblem) -> ChoiceProblems:
+        """A problem as the only one of several."""
+        edges = (e.mapped(lambda array: array[None]) for e in problem.edges)
+        cost_s, tie, size_bytes = (
+            tuple(array[None] for array in arrays)
+            for arrays in (problem.cost_s, problem.tie, problem.bytes)
+        )
+        return ChoiceProblems(
+            1, problem.names, cost_s, tie, size_bytes, tuple(edges), is_checked=True
+        )
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """How many choices each variable has."""
+        return tuple(c.shape[-1] for c in self.cost_s)
+
+    def merged(self) -> ChoiceProblems:
+        """The same problems with `merged` edges."""
+        return replace(self, edges=merged(self.edges), is_checked=True)
+
+    def some(self, at: Sequence[int], times: Sequence[float] | None = None) -> SomeProblems:
+        """Some of them, with so many times the bytes of what is not stored."""
+        factors = None if times is None or set(times) == {1} else np.array(times, dtype=np.float64)
+        return SomeProblems(self, np.array(at, dtype=np.intp), factors)
+
+    def of(self, i: int) -> ChoiceProblem:
+        """One of the problems."""
+
+        def own(array: FloatArray) -> FloatArray:
+            found: FloatArray = array[i if len(array) > 1 else 0]
+            return found
+
+        edges = (e.mapped(own) for e in self.edges)
+        return ChoiceProblem(
+            self.names,
+            tuple(map(own, self.cost_s)),
+            tuple(map(own, self.tie)),
+            tuple(map(own, self.bytes)),
+            tuple(edges),
+            is_checked=True,
+        )
+
+    @cached_property
+    def axes(self) -> tuple[Axes, ...]:
+        """What every edge's table is over."""
+        return axes_of(self.edges, self.cost_s, self.tie, self.bytes)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Where their numbers are in a row; what is the same memory is there once."""
+        own = zip(self.cost_s, self.tie, self.bytes, strict=True)
+        keys = [(v in self.stored, memory(*kinds)) for v, kinds in enumerate(own)]
+        keys += [(e.is_of(self.stored), memory(e.cost_s, e.tie, e.bytes)) for e in self.edges]
+        return Layout.of(self.cost_s, [e.cost_s for e in self.edges], keys)
+
+    @cached_property
+    def placed(self) -> tuple[Placed, Placed, Placed]:
+        """Costs, ties and bytes, where they are in a row."""
+        placed, edges = self.layout.placed, self.edges
+        return (
+            placed(self.cost_s, [e.cost_s for e in edges]),
+            placed(self.tie, [e.tie for e in edges]),
+            placed(self.bytes, [e.bytes for e in edges]),
+        )
+
+    @cached_property
+    def grows(self) -> BoolArray:
+        """[numbers]: are bytes multiplied?"""
+        layout, out = self.layout, np.ones(self.layout.n_numbers, dtype=bool)
+        for v in self.stored:
+            out[layout.own_at[v] :][: layout.n_choices[v]] = False
+        for e, at in zip(self.edges, layout.table_at, strict=True):
+            if e.is_of(self.stored):
+                out[at : at + e.cost_s[0].size] = False
+        return out
+
+
+@dataclass(frozen=True, eq=False)
+class SomeProblems:
+    """Some of several: those `at` places, with their bytes `times` as many [problems]."""
+
+    every: ChoiceProblems
+    at: Codes
+    times: FloatArray | None = None
+
+    @property
+    def n_problems(self) -> int:
+        return len(self.at)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many choices each variable has."""
+        return self.every.sizes
+
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        """Of all of them."""
+        return self.every.edges
+
+    def some(self, places: Sequence[int]) -> SomeProblems:
+        """Some of these."""
+        at = np.array(places, dtype=np.intp)
+        return SomeProblems(self.every, self.at[at], None if self.times is None else self.times[at])
+
+    def of(self, i: int) -> ChoiceProblem:
+        """One of these."""
+        one = self.every.of(int(self.at[i]))
+        return one if self.times is None else one.times(float(self.times[i]), self.every.stored)
+
+    def rows(self) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Costs, ties and bytes, [problems or 1, numbers] each, as the layout says."""
+        every = self.every
+        cost_s, tie, size_bytes = (every.layout.rows(kind, self.at) for kind in every.placed)
+        if self.times is not None:
+            size_bytes = np.broadcast_to(size_bytes, (len(self.at), size_bytes.shape[1])).copy()
+            np.multiply(size_bytes, self.times[:, None], out=size_bytes, where=every.grows)
+        return cost_s, tie, size_bytes

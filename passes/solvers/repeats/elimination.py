@@ -1,0 +1,198 @@
+"""Elimination of a problem with repeated blocks, without writing their copies out.
+
+What a copy hands on to the next is the *state* of its variables that the next is joined to: a
+class of choices that neither the next copy nor what comes after tells apart. Per copy, elimination
+leaves one table over the state it is handed (x), the one it hands on (y), and classes of what all
+copies are joined to (the outer variables o):
+
+    T[o, x, y]      least total of a copy that gets x and hands on y
+
+N copies are the N-th power of T in the algebra of min and + (`powers.py`): one more table of an
+ordinary problem, which elimination solves. Walking back, each copy gets the choices that are best
+between what it gets and hands on.
+
+To branch (`Branch`), walks through the states are restricted: to those that stay in one state,
+
+    T[o, s, s] and nothing else
+
+or to those that change it at least once, which are walks over twice as many states, where the
+second half are those after a change:
+
+    [ diagonal of T   rest of T ]
+    [ infinite        T         ]
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.passes.solvers.choice import Point
+from autopar.passes.solvers.eliminate import (
+    ConditionedPlan,
+    Lazy,
+    Limits,
+    Projection,
+    minimise,
+    minimise_conditioned,
+    project,
+)
+from autopar.passes.solvers.problem import (
+    Choice,
+    Codes,
+    FloatArray,
+    Potentials,
+    Scope,
+    Totals,
+    Weights,
+)
+from autopar.passes.solvers.repeats.order import BlockPlan, RepeatedPlan
+from autopar.passes.solvers.repeats.powers import Power
+from autopar.passes.solvers.repeats.repeats import RepeatedChoice, RepeatedProblem
+
+
+@dataclass(frozen=True)
+class Branch:
+    """The copies of one repeat hand on the `state` that they are handed; None: not all do."""
+
+    repeat: int
+    state: int | None
+
+
+class RepeatedElimination:
+    """A `Minimiser` of a problem with repeats."""
+
+    def __init__(self, problem: RepeatedProblem, plan: RepeatedPlan) -> None:
+        self.problem, self.plan = problem, plan
+        self.branch: Branch | None = None
+
+    @staticmethod
+    def of(problem: RepeatedProblem, limits: Limits | None = None) -> RepeatedElimination:
+        """Raises `TooWide` as `RepeatedPlan` does."""
+        return RepeatedElimination(problem, RepeatedPlan(problem.every, limits))
+
+    def n_states(self, repeat: int) -> int:
+        """How many states the copies of a repeat may hand on."""
+        return self.plan.blocks[repeat].n_states
+
+    def states(self, repeat: int, choice: RepeatedChoice) -> set[int]:
+        """Those that they do hand on in a choice."""
+        block = self.plan.blocks[repeat]
+        at = [block.block.index(s.last) for s in block.states]
+        return {
+            _flat([int(s.codes[row[i]]) for s, i in zip(block.states, at, strict=True)], shape)
+            for row in choice.copies[repeat]
+            for shape in (block.state_shape,)
+        }
+
+    def within(self, branch: Branch) -> RepeatedElimination:
+        """Of the choices of one branch."""
+        out = copy(self)
+        out.branch = branch
+        return out
+
+    def at(self, weights: Weights) -> tuple[float, Point[RepeatedChoice]]:
+        """The least total and a choice that attains it (infinite: none is allowed)."""
+        of, branch = self.plan, self.branch
+        row = of.constants.after(self.problem.row.at(weights).rows)
+        solved = [
+            _Solved.of(block, row, branch if branch is not None and branch.repeat == r else None)
+            for r, block in enumerate(of.blocks)
+        ]
+        if isinstance(of.plan, ConditionedPlan):
+            lazy = [Lazy(s.one.table, s.joined) for s in solved]
+            value, chosen = minimise_conditioned(of.plan, Potentials(of.once, row), lazy)
+        else:
+            tables = (s.joined(s.one.table).ravel() for s in solved)
+            potentials = Potentials(of.whole, np.concatenate((row[0], *tables))[None])
+            value, chosen = minimise(of.plan, potentials)
+        # Of states, the class; of others, the choice.
+        base = [0] * of.n_variables
+        for v, k in zip(of.variables, chosen, strict=True):
+            base[v] = k
+        if math.isinf(value):
+            return value, Point(RepeatedChoice(tuple(base), ()), Totals(math.inf, 0.0, math.inf))
+        copies = []
+        for s in solved:
+            rows = s.copies(base)
+            copies.append(rows)
+            for v, k in zip(s.block.block, rows[-1], strict=True):
+                base[v] = k
+        choice = RepeatedChoice(tuple(base), tuple(copies))
+        return value, Point(choice, self.problem.evaluate(choice))
+
+
+@dataclass(frozen=True, eq=False)
+class _Solved:
+    """A block at some weights: the table of one copy, and from that of all."""
+
+    block: BlockPlan
+    one: Projection
+    branch: Branch | None
+
+    @staticmethod
+    def of(block: BlockPlan, row: FloatArray, branch: Branch | None) -> _Solved:
+        """Of a row [1, numbers], for all walks or those of a branch."""
+        given = Potentials(block.layout, row[:, : block.layout.n_numbers])
+        return _Solved(block, project(block.plan, given), branch)
+
+    def joined(self, one: FloatArray) -> FloatArray:
+        """Of tables of one copy [..., states before, states after] those of all."""
+        n = self.block.n_states
+        table = self._power(one.reshape(-1, n, n)).table
+        return table[:, :n, -n:].reshape(one.shape)
+
+    def _power(self, cases: FloatArray) -> Power:
+        """[cases, states, states] of one copy, to the number of copies."""
+        branch, n = self.branch, self.block.n_states
+        stays = np.eye(n, dtype=bool)
+        if branch is None:
+            walks = cases
+        elif branch.state is not None:
+            stays &= np.arange(n) == branch.state
+            walks = np.where(stays, cases, np.inf)
+        else:
+            walks = np.full((len(cases), 2 * n, 2 * n), np.inf)
+            walks[:, :n, :n] = np.where(stays, cases, np.inf)
+            walks[:, :n, n:] = np.where(stays, np.inf, cases)
+            walks[:, n:, n:] = cases
+        return Power.of(walks, self.block.count)
+
+    def copies(self, base: Sequence[int]) -> tuple[Choice, ...]:
+        """The choices of `block` in every copy, given those around all copies, and the class of the
+        last copy's states."""
+        block = self.block
+        case = _flat(
+            [int(codes[base[v]]) for v, codes in zip(block.outer, block.outer_codes, strict=True)],
+            block.outer_shape,
+        )
+        start = _flat([int(s.codes[base[s.first]]) for s in block.states], block.state_shape)
+        end = _flat([base[s.last] for s in block.states], block.state_shape)
+        n = block.n_states
+        power = self._power(self.one.table.reshape(-1, n, n)[case : case + 1])
+        end += power.table.shape[-1] - n
+        path = [state % n for state in power.path(0, start, end)]
+        steps = list(itertools.pairwise(path))
+        pairs = list(dict.fromkeys(steps))
+        outer = [[base[v]] * len(pairs) for v in block.outer]
+        ends = [np.array(states, dtype=np.intp) for states in zip(*pairs, strict=True)]
+        states = [part for of in ends for part in _parts(of, block.state_shape)]
+        columns = [np.array(column, dtype=np.intp) for column in (*outer, *states)]
+        remaining = np.stack(columns, axis=1) if columns else np.zeros((len(pairs), 0), np.intp)
+        found = self.one.choices_at(remaining)
+        rows = [tuple(row[: len(block.block)]) for row in found.tolist()]
+        row_of = dict(zip(pairs, rows, strict=True))
+        return tuple(row_of[pair] for pair in steps)
+
+
+def _flat(at: Sequence[int], shape: Scope) -> int:
+    return int(np.ravel_multi_index(at, shape)) if shape else 0
+
+
+def _parts(flat: Codes, shape: Scope) -> Sequence[Codes]:
+    return list(np.unravel_index(flat, shape)) if shape else []

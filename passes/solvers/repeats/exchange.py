@@ -1,0 +1,256 @@
+"""Exchanges in single copies of repeated blocks: what a budget leaves is used, what is over saved.
+
+At a price of bytes all copies that are alike change at once; between two such corners of the hull
+lie choices of which some copies are as in one and some as in the other. Their bytes go in steps of
+a whole copy. Smaller steps are *exchanges*: a copy takes another choice of one variable that it
+does not hand on, or all the choices of a copy in another known solution that hands on the same. So
+exchanges change nothing around the copy, and those of different copies add up:
+
+    saved_s, more_bytes     of one exchange in a copy that is handed `before` and has chosen `row`
+
+This is a knapsack, filled greedily: the most seconds per byte first (Dantzig, "Discrete-variable
+extremum problems", Operations Research 5, 1957), after what is over the budget is saved at the
+fewest seconds per byte (`fitted`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.passes.solvers.choice import Point
+from autopar.passes.solvers.problem import (
+    SAME_OPTIMUM_REL,
+    Choice,
+    Codes,
+    FloatArray,
+    codes_of,
+    within,
+)
+from autopar.passes.solvers.repeats.repeats import RepeatedChoice, RepeatedProblem
+
+# (repeat, what a copy is handed, what it has chosen): copies that have this in common are alike.
+_Kind = tuple[int, Choice, Choice]
+
+
+@dataclass(frozen=True, eq=False)
+class _Offers:
+    """The exchanges of alike copies [exchanges]: what they save and how many bytes more they take;
+    the places of those that save seconds, and of those that save bytes, best first."""
+
+    saved_s: FloatArray
+    more_bytes: FloatArray
+    gains: Codes
+    cuts: Codes
+
+    @staticmethod
+    def of(saved_s: FloatArray, more_bytes: FloatArray, least_s: float) -> _Offers:
+        """With those that save more than `least_s`, at the most seconds for each byte more, as
+        gains, and with those that save bytes, paid with the fewest seconds each, as cuts."""
+        gains = np.flatnonzero(np.isfinite(saved_s) & (saved_s > least_s))
+        cuts = np.flatnonzero(np.isfinite(saved_s) & (more_bytes < 0))
+        order = np.lexsort((-saved_s[gains], -_s_per_byte(saved_s[gains], more_bytes[gains])))
+        paid = _s_per_byte(saved_s[cuts], -more_bytes[cuts])
+        by_paid = np.argsort(-paid, kind="stable")
+        return _Offers(saved_s, more_bytes, gains[order], cuts[by_paid])
+
+    def rank(self, e: int) -> tuple[float, float]:
+        """The worth of an exchange that saves seconds."""
+        saved_s, more_bytes = float(self.saved_s[e]), float(self.more_bytes[e])
+        return (saved_s / more_bytes if more_bytes > 0 else math.inf), saved_s
+
+
+def _s_per_byte(saved_s: FloatArray, size_bytes: FloatArray) -> FloatArray:
+    """Infinite where there are none."""
+    out = np.full(len(saved_s), np.inf)
+    return np.divide(saved_s, size_bytes, out=out, where=size_bytes > 0)
+
+
+class Exchanges:
+    """The exchanges of a problem; `known` are choices whose copies may be taken over."""
+
+    def __init__(
+        self, problem: RepeatedProblem, budget_bytes: float, known: Sequence[RepeatedChoice]
+    ) -> None:
+        self.problem, self.budget_bytes = problem, budget_bytes
+        self._blocks = [_Copies(problem, r) for r in range(len(problem.repeats))]
+        self._known = [
+            block.by_state(row for choice in known for row in choice.copies[r])
+            for r, block in enumerate(self._blocks)
+        ]
+        self._known_offers: dict[tuple[Choice, _Kind], _Offers] = {}
+
+    def fitted(self, point: Point[RepeatedChoice]) -> Point[RepeatedChoice] | None:
+        """A choice within the budget, and of those that exchanges lead to a cheap one; None: there
+        is none."""
+        copies, base = [list(rows) for rows in point.choice.copies], list(point.choice.base)
+        left = self._cut(point.choice.base, copies, point.totals.bytes - self.budget_bytes)
+        self._fill(point.choice.base, copies, left)
+        for repeat, rows in zip(self.problem.repeats, copies, strict=True):
+            for v, k in zip(repeat.block, rows[-1], strict=True):
+                base[v] = k
+        choice = RepeatedChoice(tuple(base), tuple(map(tuple, copies)))
+        found = Point(choice, self.problem.evaluate(choice))
+        return found if within(self.budget_bytes, found.totals.bytes) else None
+
+    def _cut(self, base: Choice, copies: list[list[Choice]], over: float) -> float:
+        """Save bytes where they cost least; what is then left of the budget."""
+        while over > 0:
+            best: tuple[float, _Kind, int] | None = None
+            kinds = self._kinds(base, copies)
+            for kind in kinds:
+                offers = self._offers(base, kind)
+                for e in offers.cuts[:1].tolist():
+                    s_per_byte = float(offers.saved_s[e] / -offers.more_bytes[e])
+                    if best is None or s_per_byte > best[0]:
+                        best = s_per_byte, kind, e
+            if best is None:
+                break
+            _, kind, e = best
+            more_bytes = float(self._offers(base, kind).more_bytes[e])
+            n = min(len(kinds[kind]), math.ceil(over / -more_bytes))
+            self._take(copies, kind, kinds[kind][:n], e)
+            over += n * more_bytes
+        return -over
+
+    def _fill(self, base: Choice, copies: list[list[Choice]], left: float) -> None:
+        """Save seconds where that takes the fewest bytes, while they fit."""
+        while True:
+            best: tuple[tuple[float, float], _Kind, int] | None = None
+            kinds = self._kinds(base, copies)
+            for kind in kinds:
+                offers = self._offers(base, kind)
+                for e in offers.gains[offers.more_bytes[offers.gains] <= left][:1].tolist():
+                    if best is None or offers.rank(e) > best[0]:
+                        best = offers.rank(e), kind, e
+            if best is None:
+                return
+            _, kind, e = best
+            n, more_bytes = len(kinds[kind]), float(self._offers(base, kind).more_bytes[e])
+            if more_bytes > 0:
+                n = min(n, int(left // more_bytes))
+            self._take(copies, kind, kinds[kind][:n], e)
+            left -= n * more_bytes
+
+    def _kinds(self, base: Choice, copies: Sequence[Sequence[Choice]]) -> dict[_Kind, list[int]]:
+        """The copies of every kind."""
+        kinds: dict[_Kind, list[int]] = {}
+        for r, (block, rows) in enumerate(zip(self._blocks, copies, strict=True)):
+            before = tuple(base[u] for u in block.ins)
+            for k, row in enumerate(rows):
+                kinds.setdefault((r, before, row), []).append(k)
+                before = block.handed_on(row)
+        return kinds
+
+    def _offers(self, base: Choice, kind: _Kind) -> _Offers:
+        """Of each variable that is not handed on every choice, then of rows that are known."""
+        if (base, kind) not in self._known_offers:
+            r, before, row = kind
+            block = self._blocks[r]
+            saved_s, more_bytes = [], []
+            for i in block.inner:
+                cost_s, size_bytes = block.around(base, before, row, i)
+                saved_s.append(cost_s[row[i]] - cost_s)
+                more_bytes.append(size_bytes - size_bytes[row[i]])
+            now_s, now_bytes = block.total(base, before, row)
+            known = [block.total(base, before, new) for new in self._known_rows(kind)]
+            saved_s.append(np.array([now_s - new_s for new_s, _ in known]))
+            more_bytes.append(np.array([new_bytes - now_bytes for _, new_bytes in known]))
+            self._known_offers[base, kind] = _Offers.of(
+                np.concatenate(saved_s), np.concatenate(more_bytes), SAME_OPTIMUM_REL * now_s
+            )
+        return self._known_offers[base, kind]
+
+    def _known_rows(self, kind: _Kind) -> Sequence[Choice]:
+        """Those that hand on the same as copies of a kind."""
+        r, _, row = kind
+        return self._known[r].get(self._blocks[r].handed_on(row), ())
+
+    def _take(self, copies: list[list[Choice]], kind: _Kind, alike: Sequence[int], e: int) -> None:
+        """Make an exchange, the e-th of a kind's offers, in some of its copies."""
+        r, _, row = kind
+        changes = self._blocks[r].changes
+        if e < len(changes):
+            i, k = changes[e]
+            new = (*row[:i], k, *row[i + 1 :])
+        else:
+            new = self._known_rows(kind)[e - len(changes)]
+        for copy in alike:
+            copies[r][copy] = new
+
+
+@dataclass(frozen=True)
+class _Joint:
+    """An edge of a variable: where the numbers along the variable's choices are, but for what the
+    choice on its other axis adds, `places` by that choice; this is found in the copy itself, in
+    what it is handed, or outside."""
+
+    along: Codes
+    places: Codes
+    where: str
+    at: int
+
+
+class _Copies:
+    """The costs of one copy of a repeat."""
+
+    def __init__(self, problem: RepeatedProblem, r: int) -> None:
+        repeat, every = problem.repeats[r], problem.every
+        self.problem, self.r = problem, r
+        self.block, self.ins = repeat.block, tuple(repeat.like)
+        self.place = {v: i for i, v in enumerate(repeat.block)}
+        self.out = [self.place[repeat.like[u]] for u in self.ins]
+        self.inner = [i for i in range(len(repeat.block)) if i not in self.out]
+        self.joints: list[list[_Joint]] = [[] for _ in repeat.block]
+        handed = {u: i for i, u in enumerate(self.ins)}
+        for e, table_at, shape in every.tables(every.of_copies[r]):
+            rows, columns = (
+                codes_of(codes, every.sizes[v]) * stride
+                for v, codes, stride in ((e.u, e.rows, shape[1]), (e.v, e.columns, 1))
+            )
+            for v, other, along, places in ((e.u, e.v, rows, columns), (e.v, e.u, columns, rows)):
+                if v not in self.place:
+                    continue
+                where, at = "outside", other
+                if other in self.place:
+                    where, at = "inside", self.place[other]
+                elif other in handed:
+                    where, at = "handed", handed[other]
+                self.joints[self.place[v]].append(_Joint(along + table_at, places, where, at))
+
+        sizes = ((i, every.sizes[self.block[i]]) for i in self.inner)
+        self.changes = [(i, k) for i, n in sizes for k in range(n)]
+
+    def handed_on(self, row: Choice) -> Choice:
+        return tuple([row[i] for i in self.out])
+
+    def by_state(self, rows: Iterable[Choice]) -> dict[Choice, list[Choice]]:
+        """Rows, each once, by what they hand on."""
+        out: dict[Choice, list[Choice]] = {}
+        for row in dict.fromkeys(rows):
+            out.setdefault(self.handed_on(row), []).append(row)
+        return out
+
+    def around(
+        self, base: Choice, before: Choice, row: Choice, i: int
+    ) -> tuple[FloatArray, FloatArray]:
+        """[choices of a variable]: the seconds and bytes of what it is part of, all else kept."""
+        v, numbers, layout = self.block[i], self.problem.row, self.problem.every.layout
+        own = slice(layout.own_at[v], layout.own_at[v] + layout.n_choices[v])
+        cost_s, size_bytes = numbers.cost_s[0, own], numbers.size_bytes[0, own]
+        of = {"inside": row, "handed": before, "outside": base}
+        for joint in self.joints[i]:
+            at = joint.along + joint.places[of[joint.where][joint.at]]
+            cost_s, size_bytes = (
+                cost_s + numbers.cost_s[0, at],
+                size_bytes + numbers.size_bytes[0, at],
+            )
+        return cost_s, size_bytes
+
+    def total(self, base: Choice, before: Choice, row: Choice) -> tuple[float, float]:
+        """The seconds and bytes of a whole copy."""
+        cost_s, _, size_bytes = self.problem.of_copy(self.r, base, before, row).tolist()
+        return math.fsum(cost_s), math.fsum(size_bytes)

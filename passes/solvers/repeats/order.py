@@ -1,0 +1,238 @@
+"""How problems with repeated blocks are eliminated: what does not depend on their numbers.
+
+Every block has a plan of its own, of one copy, which leaves a table over states and outer variables
+(`repeats_elimination.py`). The others, with the tables of all copies of every block, have another.
+What both read is one row: the numbers of a problem, and constants.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.passes.solvers.eliminate import (
+    FIRST_ENTRIES,
+    ConditionedPlan,
+    EliminationPlan,
+    Limits,
+    TooWide,
+    plan_conditioned,
+    plan_order,
+)
+from autopar.passes.solvers.problem import Axes, Codes, FloatArray, Layout, Partitions, codes_of
+from autopar.passes.solvers.repeats.repeats import RepeatedProblems
+
+
+class RepeatedPlan:
+    """How problems with repeated blocks are eliminated, whatever their numbers.
+
+    Raises `TooWide` where a table over what one copy hands on would be too large.
+    """
+
+    def __init__(self, problems: RepeatedProblems, limits: Limits | None = None) -> None:
+        limits = limits or Limits()
+        self.constants = _Constants(problems.layout.n_numbers)
+        self.blocks = [
+            BlockPlan(problems, r, limits, self.constants) for r in range(len(problems.repeats))
+        ]
+        # Of a block, only the states of the last copy are variables here.
+        states = {s.last: s for block in self.blocks for s in block.states}
+        inside = {v for repeat in problems.repeats for v in repeat.block} - states.keys()
+        sizes, layout = problems.sizes, problems.layout
+        self.n_variables = len(sizes)
+        self.variables = [v for v in range(len(sizes)) if v not in inside]
+        place = {v: i for i, v in enumerate(self.variables)}
+        n_choices = [states[v].n if v in states else sizes[v] for v in self.variables]
+
+        once = [_placed(problems.numbers.axes[i], place, states) for i in problems.once]
+        blocks = [
+            Axes(tuple(place[v] for v in block.axes.scope), block.axes.codes)
+            for block in self.blocks
+        ]
+        handed_on = [place[v] for block in self.blocks for s in block.states for v in s.ends]
+        self.plan = _plan(n_choices, once, blocks, handed_on, self.blocks, limits)
+        own_at = [
+            self.constants.zeros(states[v].n) if v in states else layout.own_at[v]
+            for v in self.variables
+        ]
+        self.once = Layout(
+            tuple(own_at), tuple(n_choices), tuple(layout.table_at[i] for i in problems.once),
+            tuple(layout.shapes[i] for i in problems.once), self.constants.n_numbers,
+        )  # fmt: skip
+        shapes = [block.table_shape for block in self.blocks]
+        ends = [self.once.n_numbers, *(math.prod(shape) for shape in shapes)]
+        *tables_at, n_numbers = itertools.accumulate(ends)
+        # With the tables of all copies of every block.
+        self.whole = Layout(
+            self.once.own_at, self.once.n_choices, (*self.once.table_at, *tables_at),
+            (*self.once.shapes, *shapes), n_numbers,
+        )  # fmt: skip
+
+
+class _Constants:
+    """Numbers that follow those of a problem in its row: zeros, and tables that are 0 where two
+    choices are the same and forbid all else."""
+
+    def __init__(self, n_numbers: int) -> None:
+        self.n_numbers = n_numbers
+        self._arrays: list[FloatArray] = []
+        self._at: dict[tuple[str, int], int] = {}
+
+    def zeros(self, n: int) -> int:
+        """Where n zeros are."""
+        return self._place(("zeros", n), np.zeros(n))
+
+    def same(self, n: int) -> int:
+        """Where a table of n choices is."""
+        return self._place(("same", n), np.where(np.eye(n, dtype=bool), 0.0, np.inf))
+
+    def _place(self, key: tuple[str, int], array: FloatArray) -> int:
+        if key not in self._at:
+            self._at[key] = self.n_numbers
+            self._arrays.append(array.ravel())
+            self.n_numbers += array.size
+        return self._at[key]
+
+    def after(self, row: FloatArray) -> FloatArray:
+        """The row [1, numbers] with these after it."""
+        return np.concatenate((row[0], *self._arrays))[None]
+
+
+def _plan(
+    sizes: Sequence[int], once: Sequence[Axes], blocks: Sequence[Axes], handed_on: Sequence[int],
+    of_blocks: Sequence[BlockPlan], limits: Limits,
+) -> EliminationPlan | ConditionedPlan:  # fmt: skip
+    """Of what is outside of copies, and the tables of all copies; where either is large, with the
+    variables that all copies are joined to as hubs."""
+    entries = max((block.entries for block in of_blocks), default=1)
+    if entries <= FIRST_ENTRIES:
+        narrow = limits.and_(Limits(table_entries=FIRST_ENTRIES))
+        with suppress(TooWide):
+            return plan_order(sizes, (*once, *blocks), limits=narrow)
+    try:
+        return plan_conditioned(sizes, once, blocks, handed_on, limits)
+    except TooWide:
+        if entries > limits.table_entries:
+            raise
+        return plan_order(sizes, (*once, *blocks), limits=limits)
+
+
+@dataclass(frozen=True, eq=False)
+class _State:
+    """What copies hand on of one variable: `first` is that of before them, `last` the last copy's;
+    choice k is in class `codes[k]` of n, of which choice `firsts[c]` is one."""
+
+    first: int
+    last: int
+    codes: Codes
+    firsts: Codes
+
+    @property
+    def n(self) -> int:
+        return len(self.firsts)
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        return self.first, self.last
+
+    def seen_by(self, codes: Codes | None) -> Codes:
+        """The place of every class, where these are the places of choices."""
+        return self.firsts if codes is None else codes[self.firsts]
+
+
+def _placed(axes: Axes, place: Mapping[int, int], states: Mapping[int, _State]) -> Axes:
+    """Axes with variables numbered anew, some of which choose states."""
+    ends = zip(axes.scope, axes.codes, strict=True)
+    return Axes(
+        tuple(place[v] for v in axes.scope),
+        tuple(states[v].seen_by(of) if v in states else of for v, of in ends),
+        tuple(place[v] for v in axes.follows),
+    )
+
+
+class BlockPlan:
+    """One repeat as a problem of its own: of the variables of a copy, its `outer` ones, and the
+    states it is handed and hands on."""
+
+    def __init__(
+        self, problems: RepeatedProblems, r: int, limits: Limits, constants: _Constants
+    ) -> None:
+        edges, repeat = problems.edges(problems.of_copies[r]), problems.repeats[r]
+        self.block, self.count = repeat.block, repeat.count
+        partitions = Partitions()
+        self.states = [
+            _state(problems, r, u, v, partitions) for u, v in sorted(repeat.like.items())
+        ]
+        firsts = {s.first: s for s in self.states}
+        around = {w for e in edges for w in (e.u, e.v)}
+        self.outer = tuple(sorted(around - {*repeat.block} - firsts.keys()))
+        self.variables = (*self.block, *self.outer)
+        place = {v: i for i, v in enumerate(self.variables)}
+        sizes = [problems.sizes[v] for v in self.variables]
+        n, n_states = len(sizes), len(self.states)
+        sizes += 2 * [s.n for s in self.states]
+        handed = {s.first: n + i for i, s in enumerate(self.states)}
+        tables = []
+        for i in problems.of_copies[r]:
+            tables.append(_placed(problems.numbers.axes[i], place | handed, firsts))
+        for i, s in enumerate(self.states):
+            tables.append(Axes((place[s.last], n + n_states + i), (s.codes, None)))
+        first_outer = len(self.block)
+        remaining = tuple(range(first_outer, n + 2 * n_states))
+        whole = tuple(range(n, n + 2 * n_states))
+        self.plan = plan_order(sizes, tables, remaining, whole, limits)
+        self.n_states = math.prod(s.n for s in self.states)
+        shape = [self.plan.partitions.n_classes(p) for p in self.plan.left_over]
+        # Of a product of two tables of one copy.
+        self.entries = math.prod(shape) * self.n_states
+        if math.prod(shape) > min(limits.kept_entries, limits.table_entries):
+            raise TooWide(
+                f"a repeated block hands on {self.n_states} states, a table of "
+                f"{math.prod(shape)} entries; the limits are {limits}",
+                hint="solve the ILP instead",
+            )
+        self.outer_codes = [
+            self.plan.partitions.codes[p] for p in self.plan.left_over[: len(self.outer)]
+        ]
+        self.outer_shape = tuple(shape[: len(self.outer)])
+        self.state_shape = tuple(s.n for s in self.states)
+        self.table_shape = (*self.outer_shape, *self.state_shape, *self.state_shape)
+        self.layout = self._laid_out(problems, r, constants)
+
+    def _laid_out(self, problems: RepeatedProblems, r: int, constants: _Constants) -> Layout:
+        """Of one copy: what is outside costs nothing, and states are those of its variables."""
+        layout, at, sizes = problems.layout, problems.of_copies[r], self.plan.sizes
+        own_at = [layout.own_at[v] for v in self.block]
+        own_at += [constants.zeros(n) for n in sizes[len(self.block) :]]
+        tables_at = [layout.table_at[i] for i in at] + [constants.same(s.n) for s in self.states]
+        shapes = [layout.shapes[i] for i in at] + [(s.n, s.n) for s in self.states]
+        n_numbers = constants.n_numbers
+        return Layout(tuple(own_at), sizes, tuple(tables_at), tuple(shapes), n_numbers)
+
+    @property
+    def axes(self) -> Axes:
+        """What all copies together are a table over: outer variables, those before, and the states
+        of the last copy."""
+        scope = (*self.outer, *(s.first for s in self.states), *(s.last for s in self.states))
+        codes = (*self.outer_codes, *(s.codes for s in self.states))
+        return Axes(scope, (*codes, *(None for _ in self.states)))
+
+
+def _state(
+    problems: RepeatedProblems, r: int, first: int, last: int, partitions: Partitions
+) -> _State:
+    """The classes of choices that later copies, or what comes after them, tell apart."""
+    sizes = problems.sizes
+    seen = [partitions.of_none(sizes[first])]
+    for edges, v in ((problems.of_copies[r], first), (problems.once, last)):
+        for e in problems.edges(edges):
+            for w, codes in ((e.u, e.rows), (e.v, e.columns)):
+                if w == v:
+                    seen.append(partitions.of(codes_of(codes, sizes[v])))
+    join = partitions.join(seen)
+    return _State(first, last, partitions.codes[join], partitions.firsts[join])

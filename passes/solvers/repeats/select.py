@@ -1,0 +1,300 @@
+"""Which choices a problem with repeated blocks takes: the optimum, or nearly so under a budget.
+
+Without a budget that binds, elimination finds the optimum, and of equals one of least tie, as
+`select.py` does of a problem written out. Under one, the price of bytes gives a bound and a choice
+that fits (`lagrangian.py`); their distance is the gap. It is closed from both sides:
+
+    choices   from one corner of the hull to the next all copies change at once. Some take those of
+              the corner over the budget, as many as there is room for (`_mixed`), and exchanges in
+              single copies do the rest (`repeats_exchange.py`)
+    bounds    prices mix corners for nothing, but copies that hand on unlike states are joined by
+              one that pays to change. So all choices are parted into *branches* (`Branch`): all
+              copies hand on one state, for each state, or some copy changes it. The least bound of
+              all branches is one of the problem, and each is searched unless its bound is high
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+from autopar.passes.solvers.choice import QUICK, Bracket, Hull, Point, least_tie, search, tie_weight
+from autopar.passes.solvers.eliminate import TooWide
+from autopar.passes.solvers.problem import (
+    FORBIDDEN,
+    SAME_OPTIMUM_REL,
+    Codes,
+    Infeasible,
+    Totals,
+    over_budget,
+    within,
+)
+from autopar.passes.solvers.repeats.elimination import Branch, RepeatedElimination
+from autopar.passes.solvers.repeats.exchange import Exchanges
+from autopar.passes.solvers.repeats.order import RepeatedPlan
+from autopar.passes.solvers.repeats.repeats import RepeatedChoice, RepeatedProblem, RepeatedProblems
+
+
+@dataclass(frozen=True)
+class RepeatedSolution:
+    """A choice within the budget, and how far (relative) it may be from the cheapest; one that is
+    not `settled` shows no more than that nothing is below the limit that was asked for."""
+
+    choice: RepeatedChoice
+    totals: Totals
+    gap: float
+    settled: bool = True
+
+
+# The best choice known, and a bound on all.
+_Found = tuple[Point[RepeatedChoice], float]
+
+
+def solve_repeated(
+    problem: RepeatedProblem, time_limit_s: float | None = None, gap_goal: float = 0.0
+) -> RepeatedSolution | Infeasible:
+    """The cheapest choice within the budget of a problem, or near it; a gap no wider than
+    `gap_goal` is not closed further.
+
+    Raises `TooWide` where a table would be too large.
+    """
+    solver = RepeatedSolver(problem, quick_plan(problem.every))
+    return solver.solve(problem.budget_bytes, time_limit_s, gap_goal)
+
+
+def quick_plan(problems: RepeatedProblems) -> RepeatedPlan | None:
+    """How problems are eliminated as they are; None where that takes long."""
+    try:
+        return RepeatedPlan(problems, QUICK)
+    except TooWide:
+        return None
+
+
+class RepeatedSolver:
+    """Solves one problem within any budgets: what one of them leads to serves the others. `plan` is
+    the `quick_plan` of it and its likes."""
+
+    def __init__(self, problem: RepeatedProblem, plan: RepeatedPlan | None) -> None:
+        self.problem, self.plan = problem, plan
+        self._smaller = problem
+        self._kept: tuple[Codes, ...] | None = None
+        self._branches: dict[Branch, Hull[RepeatedChoice]] = {}
+
+    def solve(
+        self,
+        budget_bytes: float | None,
+        time_limit_s: float | None = None,
+        gap_goal: float = 0.0,
+        limit_s: float = math.inf,
+    ) -> RepeatedSolution | Infeasible:
+        """As `solve_repeated`, whatever the problem's own budget; only a choice and its gap where
+        nothing can be below `limit_s`."""
+        deadline = time.perf_counter() + (math.inf if time_limit_s is None else time_limit_s)
+        hull = self._hull
+        if hull is None or hull.fastest is None:
+            return FORBIDDEN
+        if within(budget_bytes, hull.fastest.totals.bytes):
+            if hull.fastest.totals.cost_s > limit_s:
+                return self._solution(hull.fastest, 0.0, settled=False)
+            chosen = self._chosen
+            fits = within(budget_bytes, chosen.totals.bytes)
+            return self._solution(chosen if fits else hull.fastest, 0.0)
+        assert budget_bytes is not None, "everything is within no budget"
+        if not within(budget_bytes, hull.leanest.totals.bytes):
+            return over_budget(budget_bytes, hull.leanest.totals.bytes)
+        best, bound_s = self._searched(hull, budget_bytes, gap_goal, deadline, limit_s)
+        return self._solution(best, _gap(best, bound_s), settled=bound_s < limit_s)
+
+    @cached_property
+    def _hull(self) -> Hull[RepeatedChoice] | None:
+        """None: some variable has no choice that is allowed."""
+        if self.plan is not None:
+            return Hull(RepeatedElimination(self.problem, self.plan))
+        reduced = self.problem.reduced()
+        if reduced is None:
+            return None
+        self._smaller, self._kept = reduced
+        return Hull(RepeatedElimination.of(self._smaller))
+
+    @cached_property
+    def _chosen(self) -> Point[RepeatedChoice]:
+        """Of the fastest one of least tie."""
+        hull = self._hull
+        assert hull is not None and hull.fastest is not None
+        if not self._smaller.row.tie.any():
+            return hull.fastest
+        most = max((repeat.count for repeat in self.problem.repeats), default=1)
+        weight = tie_weight(hull.fastest, lambda: self._smaller.numbers, most)
+        return least_tie(hull.minimiser, hull.fastest, weight)
+
+    def _searched(
+        self,
+        hull: Hull[RepeatedChoice],
+        budget_bytes: float,
+        gap_goal: float,
+        deadline: float,
+        limit_s: float,
+    ) -> _Found:
+        """By prices, exchanges, and, while that leaves too much, branches."""
+        bracket = search(hull, budget_bytes, deadline, limit_s)
+        if bracket.bound_s >= limit_s:
+            return bracket.best, bracket.bound_s
+        best, bound_s = self._exchanged(hull, bracket, budget_bytes, gap_goal)
+        if _gap(best, bound_s) <= gap_goal or bracket.neighbours is None:
+            return best, bound_s
+        least_s = math.inf
+        for branch in self._parted(hull, bracket.neighbours):
+            of_branch = self._branch(hull, branch)
+            found = self._within(of_branch, bracket, best, budget_bytes, gap_goal, deadline)
+            best = min(best, found[0], key=lambda point: point.totals.cost_s)
+            least_s = min(least_s, found[1])
+        return best, bound_s if math.isinf(least_s) else max(bound_s, least_s)
+
+    def _exchanged(
+        self,
+        hull: Hull[RepeatedChoice],
+        bracket: Bracket[RepeatedChoice],
+        budget_bytes: float,
+        gap_goal: float,
+    ) -> _Found:
+        """What exchanges between the corners of the hull next to the budget lead to."""
+        best = bracket.best
+        if _gap(best, bracket.bound_s) > gap_goal and bracket.neighbours is not None:
+            known = [point.choice for point in hull.corners]
+            exchanges = Exchanges(self._smaller, budget_bytes, known)
+            for start in _mixed(self._smaller, budget_bytes, *bracket.neighbours):
+                found = exchanges.fitted(start)
+                if found is not None and found.totals.cost_s < best.totals.cost_s:
+                    best = found
+        return best, bracket.bound_s
+
+    def _parted(
+        self,
+        hull: Hull[RepeatedChoice],
+        neighbours: tuple[Point[RepeatedChoice], Point[RepeatedChoice]],
+    ) -> list[Branch]:
+        """All choices, by what copies hand on in one repeat; none where both neighbours hand on the
+        same."""
+        elimination = self._elimination(hull)
+        for r in range(len(self.problem.repeats)):
+            if len(set.union(*(elimination.states(r, p.choice) for p in neighbours))) > 1:
+                every = range(elimination.n_states(r))
+                return [*(Branch(r, s) for s in every), Branch(r, None)]
+        return []
+
+    def _branch(self, hull: Hull[RepeatedChoice], branch: Branch) -> Hull[RepeatedChoice]:
+        if branch not in self._branches:
+            self._branches[branch] = Hull(self._elimination(hull).within(branch))
+        return self._branches[branch]
+
+    @staticmethod
+    def _elimination(hull: Hull[RepeatedChoice]) -> RepeatedElimination:
+        assert isinstance(hull.minimiser, RepeatedElimination)
+        return hull.minimiser
+
+    def _within(
+        self,
+        hull: Hull[RepeatedChoice],
+        whole: Bracket[RepeatedChoice],
+        best: Point[RepeatedChoice],
+        budget_bytes: float,
+        gap_goal: float,
+        deadline: float,
+    ) -> _Found:
+        """In one branch; only a bound where nothing in it betters what is known by enough."""
+        value, _ = hull.at(whole.s_per_byte)
+        if math.isinf(value):
+            return best, math.inf
+        bound_s, _ = hull.bound(budget_bytes)
+        if _gap(best, bound_s) <= gap_goal:
+            return best, bound_s
+        assert hull.fastest is not None, "a price forbids nothing"
+        if within(budget_bytes, hull.fastest.totals.bytes):
+            return hull.fastest, hull.fastest.totals.cost_s
+        if not within(budget_bytes, hull.leanest.totals.bytes):
+            return best, math.inf
+        bracket = search(hull, budget_bytes, deadline)
+        return self._exchanged(hull, bracket, budget_bytes, gap_goal)
+
+    def _solution(
+        self, point: Point[RepeatedChoice], gap: float, settled: bool = True
+    ) -> RepeatedSolution:
+        """In the indices of the problem before it was reduced."""
+        kept, choice = self._kept, point.choice
+        if kept is None:
+            return RepeatedSolution(choice, point.totals, gap, settled)
+        base = tuple(int(of_v[k]) for of_v, k in zip(kept, choice.base, strict=True))
+        copies = tuple(
+            tuple(
+                tuple(int(kept[v][k]) for v, k in zip(repeat.block, row, strict=True))
+                for row in rows
+            )
+            for repeat, rows in zip(self.problem.repeats, choice.copies, strict=True)
+        )
+        return RepeatedSolution(RepeatedChoice(base, copies), point.totals, gap, settled)
+
+
+def _mixed(
+    problem: RepeatedProblem, budget_bytes: float, over: Point[RepeatedChoice],
+    under: Point[RepeatedChoice],
+) -> list[Point[RepeatedChoice]]:  # fmt: skip
+    """Choices near the budget of which as many copies as there is room for, or one more, the first
+    or the last, are as in `over`, and the others as in `under`; what is no copy as in either."""
+    found = {
+        point.choice: point
+        for ends, is_first in itertools.product((under, over), (True, False))
+        for point in _fullest(
+            problem, budget_bytes, ends.choice, over.choice, under.choice, is_first
+        )
+    }
+    return [point for point in found.values() if math.isfinite(point.totals.cost_s)]
+
+
+def _fullest(
+    problem: RepeatedProblem, budget_bytes: float, ends: RepeatedChoice, over: RepeatedChoice,
+    under: RepeatedChoice, is_first: bool,
+) -> list[Point[RepeatedChoice]]:  # fmt: skip
+    """With the most copies as in `over` that fit, and with one more; bytes rise with them."""
+    n_most = max(repeat.count for repeat in problem.repeats)
+
+    @cache
+    def at(n: int) -> Point[RepeatedChoice]:
+        pair, fraction = (over, under), n / n_most
+        if not is_first:
+            pair, fraction = (under, over), 1 - fraction
+        choice = _joined(problem, ends, *pair, fraction)
+        return Point(choice, problem.evaluate(choice))
+
+    low, high = 0, n_most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if within(budget_bytes, at(middle).totals.bytes):
+            low = middle
+        else:
+            high = middle - 1
+    return [at(n) for n in range(low, min(low + 1, n_most) + 1)]
+
+
+def _joined(
+    problem: RepeatedProblem, ends: RepeatedChoice, first: RepeatedChoice, last: RepeatedChoice,
+    fraction: float,
+) -> RepeatedChoice:  # fmt: skip
+    """This fraction of every repeat's copies from `first`, the rest from `last`; what is no copy
+    from `ends`."""
+    base, copies = list(ends.base), []
+    for r, repeat in enumerate(problem.repeats):
+        n = round(fraction * repeat.count)
+        rows = (*first.copies[r][:n], *last.copies[r][n:])
+        copies.append(rows)
+        for v, k in zip(repeat.block, rows[-1], strict=True):
+            base[v] = k
+    return RepeatedChoice(tuple(base), tuple(copies))
+
+
+def _gap(best: Point[RepeatedChoice], bound_s: float) -> float:
+    cost_s = best.totals.cost_s
+    proven = cost_s <= bound_s * (1 + SAME_OPTIMUM_REL)
+    return 0.0 if proven else 1 - max(bound_s, 0.0) / cost_s

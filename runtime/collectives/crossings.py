@@ -1,0 +1,182 @@
+"""Tensors that cross between stages, as one rank sends and receives them.
+
+A message from stage i to stage j carries every value of a microbatch that j reads of i, one
+slice after another in a fixed order, the same at both ends. Activations go from the layout a
+value is sent in to the one it is received in; gradients go back by the same slices. A rank
+that takes no part in a crossing holds zeros: its placement is Partial there
+(`autopar/cross_mesh.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autopar.program import Crossing, Local, Pipeline, Slice, crossing_slices, local_factors
+from autopar.runtime.collectives.p2p import Messenger, Posted
+from autopar.schedule import Action
+
+Sends = list[tuple[Tensor, int]]
+Receives = list[tuple[tuple[int, ...], torch.dtype, int]]
+
+
+@dataclass(frozen=True)
+class _Route:
+    """One crossing as this rank sees it: the slices it has a part in."""
+
+    crossing: Crossing
+    slices: tuple[Slice, ...]
+
+
+@dataclass
+class _Batch:
+    """What one batch of messages brings, in order of its receives; None: taken already."""
+
+    posted: Posted
+    pieces: list[Tensor | None] | None = None
+
+    def take(self, start: int, end: int) -> list[Tensor]:
+        if self.pieces is None:
+            self.pieces = list(self.posted.wait_received())
+        taken = [piece for piece in self.pieces[start:end] if piece is not None]
+        self.pieces[start:end] = [None] * (end - start)
+        return taken
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A slice as one of its ends sees it: where it lies, and who has the other end."""
+
+    peer: int
+    at: tuple[slice, ...]
+    shape: tuple[int, ...]
+
+
+class Crossings:
+    """Posts the messages of one rank's schedule, and puts what arrives together.
+
+    Sends are not waited for until there are more of them under way than stages: enough that
+    neighbours do not block each other, and few enough that sent tensors do not pile up.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, rank: int, messenger: Messenger, device: torch.device
+    ) -> None:
+        self.pipeline, self.rank, self.messenger, self.device = pipeline, rank, messenger, device
+        self._sent: list[Posted] = []
+        self._waiting: dict[Action, tuple[_Batch, int, int]] = {}
+        self._routes: dict[tuple[int, int], tuple[_Route, ...]] = {}
+
+    # -- messages --------------------------------------------------------------------------
+
+    def post(
+        self, actions: Sequence[Action], values: Mapping[Action, Mapping[str, Tensor]]
+    ) -> None:
+        """Post a run of messages as one batch; `values` are what its sends carry, by value.
+
+        Nothing waits: `arrived` does, for what it is asked for.
+        """
+        sends: Sends = []
+        receives: Receives = []
+        ends: list[tuple[Action, int, int]] = []
+        for action in actions:
+            if action.is_send:
+                sends += self._pieces(action, values[action])
+            else:
+                start = len(receives)
+                receives += self._wanted(action)
+                ends.append((action, start, len(receives)))
+        posted = self.messenger.post(sends, receives)
+        batch = _Batch(posted)
+        self._waiting |= {action: (batch, start, end) for action, start, end in ends}
+        if sends:
+            self._sent.append(posted)
+        # As if batches followed one another: the schedule was proved right for that.
+        while len(self._sent) > self.pipeline.n_stages:
+            self._sent.pop(0).wait_sent()
+
+    def arrived(self, action: Action) -> dict[str, Tensor]:
+        """The local tensors that a receive brings, by value; waits for them."""
+        batch, start, end = self._waiting.pop(action)
+        pieces = iter(batch.take(start, end))
+        out = {}
+        for route in self._of(action):
+            local = _end(route.crossing, action)
+            shape = local_factors(local.dims, local.spec, self._sizes())
+            mine = [(part, next(pieces)) for part in self._parts(route, action)]
+            out[route.crossing.value] = self._together(local, shape, mine)
+        return out
+
+    def finish(self) -> None:
+        """Wait until everything this rank sent has left."""
+        for posted in self._sent:
+            posted.wait_sent()
+        self._sent.clear()
+
+    # -- slices ----------------------------------------------------------------------------
+
+    def _sizes(self) -> tuple[int, ...]:
+        return self.pipeline.meshes[self.pipeline.stage_of(self.rank)].sizes
+
+    def _of(self, action: Action) -> list[_Route]:
+        """What a message carries, of one direction."""
+        assert action.peer is not None
+        source, target = sorted((action.stage, action.peer))
+        if (source, target) not in self._routes:
+            self._routes[source, target] = tuple(
+                _Route(c, self._slices(c)) for c in self.pipeline.between(source, target)
+            )
+        return [r for r in self._routes[source, target] if action.is_forward or r.crossing.has_grad]
+
+    def _slices(self, crossing: Crossing) -> tuple[Slice, ...]:
+        found = crossing_slices(self.pipeline, crossing)
+        return tuple(s for s in found if self.rank in (s.source_rank, s.target_rank))
+
+    def _parts(self, route: _Route, action: Action) -> list[_Part]:
+        """What of a crossing this rank sends, or receives, in an action."""
+        at_source = action.stage == route.crossing.source
+        ends = [
+            (s.source_rank, _Part(s.target_rank, s.source, s.shape))
+            if at_source
+            else (s.target_rank, _Part(s.source_rank, s.target, s.shape))
+            for s in route.slices
+        ]
+        return [part for own, part in ends if own == self.rank]
+
+    def _wanted(self, action: Action) -> Receives:
+        return [
+            (part.shape, route.crossing.sent.local.dtype, part.peer)
+            for route in self._of(action)
+            for part in self._parts(route, action)
+        ]
+
+    def _pieces(self, action: Action, values: Mapping[str, Tensor]) -> Sends:
+        """What this rank sends."""
+        out: Sends = []
+        for route in self._of(action):
+            local = _end(route.crossing, action)
+            shape = local_factors(local.dims, local.spec, self._sizes())
+            seen = values[route.crossing.value].detach().reshape(shape)
+            for part in self._parts(route, action):
+                out.append((seen[part.at].contiguous(), part.peer))
+        return out
+
+    def _together(
+        self, local: Local, shape: tuple[int, ...], pieces: Sequence[tuple[_Part, Tensor]]
+    ) -> Tensor:
+        """The local tensor made of its pieces; zeros where this rank takes no part."""
+        if len(pieces) == 1 and pieces[0][0].shape == shape:
+            return pieces[0][1].view(local.shape)
+        out = torch.zeros(shape, dtype=local.dtype, device=self.device)
+        for part, piece in pieces:
+            out[part.at] = piece
+        return out.view(local.shape)
+
+
+def _end(crossing: Crossing, action: Action) -> Local:
+    """The crossing's local tensor on the stage that does `action`."""
+    boundary = crossing.sent if action.stage == crossing.source else crossing.received
+    return boundary.local

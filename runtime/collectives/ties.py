@@ -1,0 +1,131 @@
+"""Gradients of parameters that several stages use: all of them get the sum.
+
+Every stage has brought its own gradient to storage. Each sends its shards to every other
+stage, in that one's layout, each slice once; where copies of a shard are held, the first rank
+gets it and an all_reduce with zeros gives it to the others. All sum in the order of stages, so
+the copies stay bit-equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autopar.program import Pipeline, Slice, Tie, copy_axes, local_factors, tied_slices
+from autopar.runtime.collectives.p2p import Messenger
+from autopar.runtime.groups import Group, phase
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """What this rank tells another stage of a gradient, and what it is told."""
+
+    told: tuple[Slice, ...]
+    heard: tuple[Slice, ...]
+
+
+@dataclass(frozen=True)
+class _Share:
+    """This rank's part in one tie: its own stage's name for it, and an exchange with each other.
+
+    `stages` are in the order in which their gradients are summed, `shape` is the shard's by
+    factors, and `copies` the axes along which ranks hold the same shard.
+    """
+
+    name: str
+    stages: tuple[int, ...]
+    shape: tuple[int, ...]
+    copies: tuple[int, ...]
+    exchanges: Mapping[int, _Exchange]
+
+
+class TiedGradients:
+    """This rank's part in summing the gradients of tied parameters."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        rank: int,
+        messenger: Messenger,
+        groups: Mapping[tuple[int, ...], Group],
+    ) -> None:
+        self.messenger, self.groups = messenger, groups
+        self.stage = pipeline.stage_of(rank)
+        self._shares = [
+            _share(pipeline, tie, self.stage, rank)
+            for tie in pipeline.ties
+            if self.stage in dict(tie.places)
+        ]
+
+    def set_aside(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+        """Take the gradients of earlier steps off, which are sums already."""
+        kept: dict[str, Tensor | None] = {}
+        for share in self._shares:
+            parameter = stored[share.name]
+            kept[share.name], parameter.grad = parameter.grad, None
+        return kept
+
+    @torch.no_grad()
+    def sum(self, stored: Mapping[str, Tensor], kept: Mapping[str, Tensor | None]) -> None:
+        """Replace this step's gradients by their sums, and add those of earlier steps."""
+        with phase("grad_sync"):
+            for share in self._shares:
+                parameter = stored[share.name]
+                if not parameter.requires_grad:
+                    continue
+                own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                total = self._total(share, own.detach())
+                earlier = kept[share.name]
+                parameter.grad = total if earlier is None else earlier + total
+
+    def _total(self, share: _Share, own: Tensor) -> Tensor:
+        parts = {
+            other: self._exchange(share, exchange, own)
+            for other, exchange in share.exchanges.items()
+        }
+        parts[self.stage] = own
+        first, *rest = (parts[stage] for stage in share.stages)
+        total = first.clone()
+        for part in rest:
+            total += part
+        return total
+
+    def _exchange(self, share: _Share, exchange: _Exchange, own: Tensor) -> Tensor:
+        """Give the other stage this one's gradient, and return theirs in this one's layout."""
+        seen = own.reshape(share.shape)
+        posted = self.messenger.post(
+            [(seen[s.source].contiguous(), s.target_rank) for s in exchange.told],
+            [(s.shape, own.dtype, s.source_rank) for s in exchange.heard],
+            "grad_sync",
+        )
+        out = own.new_zeros(share.shape)
+        for s, piece in zip(exchange.heard, posted.wait_received(), strict=True):
+            out[s.target] = piece
+        posted.wait_sent()
+        whole = out.view(own.shape)
+        return self.groups[share.copies].all_reduce(whole) if share.copies else whole
+
+
+def _share(pipeline: Pipeline, tie: Tie, stage: int, rank: int) -> _Share:
+    """Exchanges with the other stages, in order: so no two wait for each other in a ring."""
+    name, mesh = dict(tie.places)[stage], pipeline.meshes[stage]
+    parameter = pipeline.parameter(stage, name)
+    exchanges = {}
+    for other, _ in tie.places:
+        if other != stage:
+            told = tied_slices(pipeline, tie, stage, other)
+            heard = tied_slices(pipeline, tie, other, stage)
+            exchanges[other] = _Exchange(
+                tuple(s for s in told if s.source_rank == rank),
+                tuple(s for s in heard if s.target_rank == rank),
+            )
+    return _Share(
+        name,
+        tuple(k for k, _ in tie.places),
+        local_factors(parameter.dims, parameter.stored.spec, mesh.sizes),
+        copy_axes(parameter, mesh),
+        exchanges,
+    )

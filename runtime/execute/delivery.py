@@ -1,0 +1,101 @@
+"""Delivery: which part of each model input a rank's program takes, per microbatch.
+
+Rows of the batch are exchangeable, so microbatches are dealt out such that every rank's rows
+are contiguous: with D ranks sharding the batch and m microbatches, the B rows are seen as
+(D, m, B / (D m)); rank c owns the c-th block and microbatch i takes part i of every block.
+Whatever is not sharded takes the same rows, in the same order, so a gathered tensor and a
+replicated one agree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from autopar.errors import BatchError
+from autopar.placement import Spec
+from autopar.program import Delivered, batch_shards
+
+
+def batch_index(item: Delivered, sizes: Sequence[int], coordinate: Sequence[int]) -> int:
+    """Which of the item's batch shards the rank at `coordinate` holds."""
+    index = 0
+    for axis in item.local.spec.axes_of(item.batch_cell) if item.batch_cell else ():
+        index = index * sizes[axis] + coordinate[axis]
+    return index
+
+
+def _batch_view(item: Delivered, rows: int, n_outer: int, n_microbatches: int) -> tuple[int, ...]:
+    """The batch factor of `item` as (outer blocks, microbatches, rest)."""
+    per_block, left = divmod(rows, n_outer * n_microbatches)
+    if left:
+        raise BatchError(
+            f"{rows} rows do not divide over {n_outer} blocks of {n_microbatches} microbatches",
+            hint="use drop_last=True in the loader, or a batch size that divides",
+        )
+    return n_outer, n_microbatches, per_block
+
+
+def microbatch_of(
+    whole: Tensor, item: Delivered, index: int, n_microbatches: int, n_blocks: int
+) -> Tensor:
+    """The rows of microbatch `index`, over all ranks, or of one rank's rows."""
+    if item.batch_cell is None or n_microbatches == 1:
+        return whole
+    dim, factor = item.batch_cell
+    before = math.prod(item.dims[dim][:factor])
+    after = math.prod(item.dims[dim][factor + 1 :])
+    rows = whole.shape[dim] // (before * after)
+    split = (before, *_batch_view(item, rows, n_blocks, n_microbatches), after)
+    seen = whole.reshape(*whole.shape[:dim], *split, *whole.shape[dim + 1 :])
+    part = seen.select(dim + 2, index)
+    return part.reshape(*whole.shape[:dim], -1, *whole.shape[dim + 1 :])
+
+
+def shard(
+    whole: Tensor,
+    dims: Sequence[Sequence[int]],
+    spec: Spec,
+    sizes: Sequence[int],
+    coordinate: Sequence[int],
+    skip: tuple[int, int] | None = None,
+) -> Tensor:
+    """One rank's part of a whole tensor; factor `skip` is taken as already cut."""
+    left = [list(factors) for factors in dims]
+    out = whole
+    for axis in spec.order or range(len(sizes)):
+        placement, n = spec.placements[axis], sizes[axis]
+        if not placement.is_shard:
+            continue
+        dim, factor = placement.cell
+        size = left[dim][factor] // n
+        left[dim][factor] = size
+        if placement.cell == skip:
+            continue
+        outer, inner = math.prod(left[dim][:factor]), math.prod(left[dim][factor + 1 :])
+        seen = out.reshape(*out.shape[:dim], outer, n, size * inner, *out.shape[dim + 1 :])
+        part = seen.select(dim + 1, coordinate[axis])
+        out = part.reshape(*out.shape[:dim], outer * size * inner, *out.shape[dim + 1 :])
+    return out
+
+
+def deliver(
+    value: Tensor,
+    item: Delivered,
+    microbatch: int,
+    n_microbatches: int,
+    n_blocks: int,
+    sizes: Sequence[int],
+    coordinate: Sequence[int],
+    is_local: bool,
+) -> Tensor:
+    """What the program takes of `value`: the global tensor, or this rank's rows of it."""
+    dims = [list(factors) for factors in item.dims]
+    if is_local and item.batch_cell is not None:
+        blocks = max(n_blocks // batch_shards(item, sizes), 1)
+        part = microbatch_of(value, item, microbatch, n_microbatches, blocks)
+        return shard(part, dims, item.local.spec, sizes, coordinate, skip=item.batch_cell)
+    part = microbatch_of(value, item, microbatch, n_microbatches, n_blocks)
+    return shard(part, dims, item.local.spec, sizes, coordinate)

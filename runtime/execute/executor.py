@@ -1,0 +1,382 @@
+"""The executor: runs one rank's part of a pipeline, action by action.
+
+    step  =  gather parameters once          (ZeRO-1, ZeRO-2, tensor-parallel conversions)
+             prologue                        divisors over the whole batch
+             the schedule's actions          forward: deliver inputs, run the stage's program,
+                                             take what buffers now hold
+                                             backward: from the loss, or from the gradients of
+                                             what was sent; scatter ZeRO-2 gradients
+                                             sends and receives, posted without waiting
+             synchronise gradients           bucketed, once; then sums over tied parameters
+             the loss to every rank
+             store changed buffers           backwards are done with what they held before
+
+A microbatch is forgotten when its backward is done. Microbatches run forward in order, each with
+the buffers that the one before left, as when one process accumulates gradients.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.operators import seed_tensor, step_seed
+from autopar.program import Accumulation, Delivered, GatherLine, Local, Pipeline
+from autopar.runtime.collectives import Crossings, Messenger, TiedGradients
+from autopar.runtime.execute.conversions import Conversions
+from autopar.runtime.execute.delivery import deliver
+from autopar.runtime.execute.recompute import Recompute
+from autopar.runtime.execute.regather import Regather
+from autopar.runtime.groups import Group, phase
+from autopar.schedule import Action, Kind
+
+OutputsFn = Callable[[tuple[Tensor, ...]], None]
+
+
+@dataclass
+class Environment:
+    """What generated code and the executor ask of the runtime.
+
+    `groups` are the stage's; `world`, a group of all ranks, and `messenger` join the stages,
+    and may be missing where there is one stage.
+    """
+
+    device: torch.device
+    groups: Mapping[tuple[int, ...], Group]
+    messenger: Messenger | None = None
+    world: Group | None = None
+    regather: Regather = field(default_factory=Regather)
+    recompute: Recompute = field(default_factory=Recompute)
+
+    def group(self, axes: tuple[int, ...]) -> Group:
+        return self.groups[axes]
+
+    def gathered(self, stored: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
+        return self.regather.gathered(stored, convert)
+
+    def recomputed(
+        self, segment: Callable[..., Any], *inputs: Tensor,
+        stops_early: bool = True, keeps: bool = False,
+    ) -> Any:  # fmt: skip
+        return self.recompute.recomputed(segment, inputs, stops_early, keeps)
+
+    def kept(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self.recompute.kept(function, args, kwargs)
+
+    def handed_on(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self.recompute.handed_on(function, args, kwargs)
+
+
+@dataclass(frozen=True)
+class StageCode:
+    """The compiled functions of one generated file."""
+
+    microbatch: Callable[..., tuple[Any, ...]]
+    prologue: Callable[..., tuple[Tensor, ...]] | None
+
+
+@dataclass
+class _InFlight:
+    """A microbatch between its forward and its backward: where its gradients start and end."""
+
+    loss: Tensor | None
+    received: dict[str, Tensor]
+    sent: dict[str, Tensor]
+
+
+@dataclass
+class _Step:
+    """What one step works on."""
+
+    stored: Mapping[str, Tensor]
+    leaves: Mapping[str, Tensor]
+    inputs: Mapping[str, Tensor]
+    scalars: Mapping[str, Tensor]
+    buffers: dict[str, Tensor]
+    seed: int
+    is_local: bool
+    on_outputs: OutputsFn | None
+    loss: Tensor | None = None
+    outputs: tuple[Any, ...] = ()
+    in_flight: dict[int, _InFlight] = field(default_factory=dict)
+    # Of messages to come: microbatch and peer -> what they carry.
+    activations: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+
+
+class Executor:
+    """Runs one rank of a pipeline.
+
+    `rank` is the rank's number in the world; `code` its stage's; `constants` maps placeholder
+    names to whole tensors, `buffers` the names of buffers to what they hold: steps write those
+    that they change.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        rank: int,
+        code: StageCode,
+        environment: Environment,
+        constants: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self.pipeline, self.stage = pipeline, pipeline.stage_of(rank)
+        self.program, self.code, self.environment = pipeline.stages[self.stage], code, environment
+        self.coordinate = pipeline.meshes[self.stage].coordinate(rank)
+        self.constants, self.buffers = constants, buffers or {}
+        self.conversions = Conversions(self.program.parameters, environment.groups)
+        self.actions = pipeline.schedule.stages[self.stage]
+        self._messages: dict[tuple[Kind, int], list[Action]] = {}
+        for action in self.actions:
+            self._messages.setdefault((action.kind, action.microbatch), []).append(action)
+        self.crossings: Crossings | None = None
+        self.ties: TiedGradients | None = None
+        if pipeline.n_stages > 1:
+            messenger = environment.messenger
+            assert messenger is not None and environment.world is not None
+            self.crossings = Crossings(pipeline, rank, messenger, environment.device)
+            self.ties = TiedGradients(pipeline, rank, messenger, environment.groups)
+        # Of several ranks with the loss and the outputs, the one that tells the others.
+        self._tells = rank == pipeline.meshes[-1].first_rank
+        self._regathers = any(isinstance(line, GatherLine) for line in self.program.body)
+        self._constant_parts: dict[tuple[str, int], Tensor] = {}
+
+    # -- one step --------------------------------------------------------------------------
+
+    def step(
+        self,
+        stored: Mapping[str, Tensor],
+        inputs: Mapping[str, Tensor],
+        is_local: bool = False,
+        on_outputs: OutputsFn | None = None,
+        seed: int = 0,
+    ) -> Tensor:
+        """Forward and backward of every microbatch; gradients are added to `.grad`.
+
+        `stored`: parameter name -> local shard. `inputs`: placeholder name -> the global
+        tensor, or this rank's rows of it. `on_outputs` is called on the last stage. `seed` is
+        the step's (`Stream.seed`), the same on all ranks. Returns the loss, detached, the same
+        everywhere.
+        """
+        kept = self.ties.set_aside(stored) if self.ties else {}
+        scalars = {} if self.program.accumulation else self._scalars(inputs, is_local, seed)
+        step = _Step(
+            stored, self.conversions.leaves(stored), inputs, scalars, dict(self.buffers), seed,
+            is_local, on_outputs,
+        )  # fmt: skip
+        self._run(step)
+        self.conversions.return_gradients(step.leaves, stored, "step")
+        if self.ties:
+            self.ties.sum(stored, kept)
+        last = self.pipeline.stages[-1]
+        assert last.loss is not None, "a training program has a loss"
+        loss = self._from_last_stage(step.loss, last.made(last.loss))
+        if self.crossings:
+            self.crossings.finish()
+        self._store_buffers(step)
+        return loss
+
+    @torch.no_grad()
+    def forward(
+        self,
+        stored: Mapping[str, Tensor],
+        inputs: Mapping[str, Tensor],
+        is_local: bool = False,
+        everywhere: bool = False,
+        seed: int = 0,
+    ) -> tuple[Any, ...]:
+        """(loss or None, *outputs), without gradients, as one microbatch.
+
+        The loss is the same everywhere; outputs are None but on the last stage, unless they
+        are wanted `everywhere`.
+        """
+        assert self.program.n_microbatches == 1
+        leaves, scalars = self.conversions.leaves(stored), self._scalars(inputs, is_local, seed)
+        step = _Step(stored, leaves, inputs, scalars, dict(self.buffers), seed, is_local, None)
+        self._run(step)
+        if self.crossings:
+            self.crossings.finish()
+        self._store_buffers(step)
+        last = self.pipeline.stages[-1]
+        loss = None if last.loss is None else self._from_last_stage(step.loss, last.made(last.loss))
+        outputs: list[Tensor | None] = list(step.outputs) or [None] * len(last.outputs)
+        if everywhere:
+            outputs = [
+                self._from_last_stage(value, last.made(name))
+                for value, name in zip(outputs, last.outputs, strict=True)
+            ]
+        return (loss, *outputs)
+
+    def _run(self, step: _Step) -> None:
+        """The actions in order; messages next to each other go as one batch."""
+        for is_compute, actions in itertools.groupby(self.actions, lambda a: a.is_compute):
+            if not is_compute:
+                self._post(list(actions), step)
+                continue
+            for action in actions:
+                if action.kind == "forward":
+                    self._forward(action.microbatch, step)
+                else:
+                    self._backward(action.microbatch, step)
+
+    def _post(self, actions: Sequence[Action], step: _Step) -> None:
+        assert self.crossings is not None
+        made = {"send_forward": step.activations, "send_backward": step.gradients}
+        values = {a: made[a.kind][a.microbatch] for a in actions if a.is_send}
+        self.crossings.post(actions, values)
+        for action in actions:  # a value goes to several stages; keep it until the last send
+            if action.is_send and self._is_last_send(action):
+                del made[action.kind][action.microbatch]
+
+    def _is_last_send(self, action: Action) -> bool:
+        return self._messages[action.kind, action.microbatch][-1] == action
+
+    def _peers(self, kind: Kind, microbatch: int) -> Sequence[Action]:
+        """The messages of a kind that this stage has for a microbatch."""
+        return self._messages.get((kind, microbatch), ())
+
+    def _forward(self, index: int, step: _Step) -> None:
+        received: dict[str, Tensor] = {}
+        for action in self._peers("recv_forward", index):
+            assert self.crossings is not None
+            received |= self.crossings.arrived(action)
+        for boundary in self.program.received:
+            received[boundary.value].requires_grad_(
+                boundary.local.has_grad and torch.is_grad_enabled()
+            )
+        with self._hooks():
+            loss, *results = self.code.microbatch(*self._arguments(index, step, received))
+        n_sent, n_state = len(self.program.sent), len(self.program.sent) + len(self.program.changed)
+        sent = {b.value: r for b, r in zip(self.program.sent, results[:n_sent], strict=True)}
+        held = zip(self.program.changed, results[n_sent:n_state], strict=True)
+        step.buffers.update((buffer.name, value) for buffer, value in held)
+        step.outputs = tuple(results[n_state:])
+        if step.on_outputs is not None and self.stage == self.pipeline.n_stages - 1:
+            step.on_outputs(step.outputs)
+        if self._peers("send_forward", index):
+            step.activations[index] = {value: r.detach() for value, r in sent.items()}
+        if loss is not None:
+            step.loss = loss.detach() if step.loss is None else step.loss + loss.detach()
+        if torch.is_grad_enabled():
+            roots = {value: r for value, r in sent.items() if r.requires_grad}
+            step.in_flight[index] = _InFlight(loss, received, roots)
+
+    def _hooks(self) -> AbstractContextManager[Any]:
+        """What autograd saves is looked at only where something is gathered for each use."""
+        return self.environment.regather.hooks() if self._regathers else nullcontext()
+
+    def _arguments(
+        self, index: int, step: _Step, received: Mapping[str, Tensor]
+    ) -> tuple[Any, ...]:
+        parameters = []
+        for p in self.program.parameters:
+            if p.period == "use":
+                parameters.append(step.stored[p.name])
+            parameters += [step.leaves[use.local.name] for use in p.uses]
+        if self.program.accumulation is not None:
+            step = self._of_microbatch(step, index, self.program.accumulation)
+        delivered = [self._deliver(item, step, index) for item in self.program.delivered]
+        taken = [[received[b.value] for b in self.program.received]] if received else []
+        return (parameters, delivered, *taken, self.environment)
+
+    def _backward(self, index: int, step: _Step) -> None:
+        microbatch = step.in_flight.pop(index)
+        gradients: dict[str, Tensor] = {}
+        for action in self._peers("recv_backward", index):
+            assert self.crossings is not None
+            for value, gradient in self.crossings.arrived(action).items():
+                known = gradients.get(value)
+                gradients[value] = gradient if known is None else known + gradient
+        roots = [(root, gradients[value]) for value, root in microbatch.sent.items()]
+        if microbatch.loss is not None and microbatch.loss.requires_grad:
+            roots.append((microbatch.loss, torch.ones_like(microbatch.loss)))
+        if roots:
+            torch.autograd.backward([r for r, _ in roots], [g for _, g in roots])
+        if self._peers("send_backward", index):
+            step.gradients[index] = {
+                value: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                for value, leaf in microbatch.received.items()
+                if leaf.requires_grad
+            }
+        self.conversions.return_gradients(step.leaves, step.stored, "micro")
+
+    @torch.no_grad()
+    def _from_last_stage(self, value: Tensor | None, made: Local) -> Tensor:
+        """What the last stage has, on every rank: a sum in which one rank has it, all others 0."""
+        if self.pipeline.n_stages == 1:
+            assert value is not None
+            return value
+        if value is None or not self._tells:
+            value = torch.zeros(made.shape, dtype=made.dtype, device=self.environment.device)
+        assert self.environment.world is not None
+        with phase("loss" if made.name == self.pipeline.stages[-1].loss else "output"):
+            return self.environment.world.all_reduce(value)
+
+    @torch.no_grad()
+    def _store_buffers(self, step: _Step) -> None:
+        """In place, as the model itself would: others may hold the tensors."""
+        for buffer in self.program.changed:
+            self.buffers[buffer.name].copy_(step.buffers[buffer.name])
+
+    # -- inputs ----------------------------------------------------------------------------
+
+    def _deliver(self, item: Delivered, step: _Step, index: int) -> Tensor:
+        if item.kind in ("divisor", "seed"):
+            return step.scalars[item.source]
+        if item.kind == "buffer":
+            return self._part(step.buffers[item.source], item, index, False).contiguous()
+        if item.kind == "constant":
+            key = (item.local.name, index if item.batch_cell else 0)
+            if key not in self._constant_parts:
+                part = self._part(self.constants[item.source], item, index, False)
+                self._constant_parts[key] = part.to(self.environment.device).contiguous()
+            return self._constant_parts[key]
+        value = self._part(step.inputs[item.source], item, index, step.is_local)
+        return value.to(self.environment.device, item.local.dtype)
+
+    def _of_microbatch(self, step: _Step, index: int, accumulation: Accumulation) -> _Step:
+        """The step on the rows of one microbatch, with divisors and randomness of its own."""
+        inputs, seed = accumulation.rows(step.inputs, index), step_seed(step.seed, index)
+        return replace(step, inputs=inputs, scalars=self._scalars(inputs, False, seed))
+
+    def _part(self, value: Tensor, item: Delivered, index: int, is_local: bool) -> Tensor:
+        n_parts = 1 if self.program.accumulation else self.program.n_microbatches
+        return deliver(
+            value, item, index, n_parts, self.pipeline.n_blocks,
+            self.program.axis_sizes, self.coordinate, is_local,
+        )  # fmt: skip
+
+    def _scalars(
+        self, inputs: Mapping[str, Tensor], is_local: bool, seed: int
+    ) -> dict[str, Tensor]:
+        """What a step has besides its batch: its seed, and the prologue's divisors."""
+        seeds = {d.source: seed_tensor(seed) for d in self.program.delivered if d.kind == "seed"}
+        return seeds | self._divisors(inputs, is_local)
+
+    def _divisors(self, inputs: Mapping[str, Tensor], is_local: bool) -> dict[str, Tensor]:
+        """The prologue's scalars over the whole batch."""
+        if self.code.prologue is None:
+            return {}
+        values = self.code.prologue(*(inputs[name] for name in self.program.prologue_inputs))
+        axes = self._prologue_axes() if is_local else ()
+        with phase("loss"):
+            return {
+                name: (self.environment.group(axes).all_reduce(value) if axes else value).to(
+                    self.environment.device
+                )
+                for name, value in zip(self.program.prologue_outputs, values, strict=True)
+            }
+
+    def _prologue_axes(self) -> tuple[int, ...]:
+        """The axes that split the rows the prologue reads."""
+        for item in self.program.delivered:
+            if item.source in self.program.prologue_inputs and item.batch_cell is not None:
+                return tuple(sorted(item.local.spec.axes_of(item.batch_cell)))
+        return ()

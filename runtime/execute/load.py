@@ -1,0 +1,41 @@
+"""Generated files as functions: written where tracebacks can find them, then compiled."""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+import os
+import tempfile
+from pathlib import Path
+
+from autopar.runtime.execute.executor import StageCode
+
+
+def code_directory() -> Path:
+    """Where generated programs go: `AUTOPAR_CODE_DIR`, else a folder of this user in tmp."""
+    given = os.environ.get("AUTOPAR_CODE_DIR")
+    if given:
+        return Path(given)
+    return Path(tempfile.gettempdir()) / f"autopar-{os.getuid()}"
+
+
+def write_code(name: str, source: str) -> Path:
+    """Write one generated file under a folder named by its content; safe among ranks."""
+    digest = hashlib.sha256(source.encode()).hexdigest()[:12]
+    folder = code_directory() / digest
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    if not path.exists():
+        draft = folder / f".{name}.{os.getpid()}"
+        draft.write_text(source)
+        draft.replace(path)
+    return path
+
+
+def load_code(name: str, source: str) -> tuple[StageCode, Path]:
+    """Compile generated source; tracebacks show its lines."""
+    path = write_code(name, source)
+    linecache.checkcache(str(path))
+    namespace: dict[str, object] = {"__name__": f"autopar_generated_{path.parent.name}"}
+    exec(compile(source, str(path), "exec"), namespace)
+    return StageCode(namespace["microbatch"], namespace.get("prologue")), path  # type: ignore[arg-type]

@@ -1,0 +1,28 @@
+"""groups."""
+
+from autopar.runtime.groups.calls import (
+    CollectiveCall,
+    RankContext,
+    current_context,
+    phase,
+    set_thread_context,
+)
+from autopar.runtime.groups.distributed import DistGroup, axis_subsets, make_groups, world_group
+from autopar.runtime.groups.group import WORLD_AXIS, Group, ReduceOp, cut, join
+
+__all__ = [
+    "WORLD_AXIS",
+    "CollectiveCall",
+    "DistGroup",
+    "Group",
+    "RankContext",
+    "ReduceOp",
+    "axis_subsets",
+    "current_context",
+    "cut",
+    "join",
+    "make_groups",
+    "phase",
+    "set_thread_context",
+    "world_group",
+]

@@ -1,0 +1,122 @@
+"""Groups of processes: a `Group` whose bytes `torch.distributed` carries, and how they are made.
+
+Every rank makes the groups of a mesh in the same order, also those it is not in.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.errors import MeshError
+from autopar.mesh import LogicalMesh
+from autopar.placement import Split
+from autopar.runtime.groups.group import WORLD_AXIS, Group, ReduceOp
+
+
+class DistGroup(Group):
+    """A group over `torch.distributed`: NCCL, gloo, or what the user initialised.
+
+    Buffers are passed flat, because gloo takes no stacked form.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], rank: int, axes: Sequence[str], process_group: dist.ProcessGroup
+    ) -> None:
+        super().__init__(ranks, rank, axes)
+        self.process_group = process_group
+
+    def _all_reduce(self, x: Tensor, op: ReduceOp) -> Tensor:
+        out = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(
+            out,
+            op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX,
+            group=self.process_group,
+        )
+        return out
+
+    def _all_gather(self, x: Tensor, split: Split) -> Tensor:
+        out = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
+        dist.all_gather_single(out.view(-1), x.view(-1), group=self.process_group)
+        return out
+
+    def _reduce_scatter(self, stack: Tensor, split: Split) -> Tensor:
+        out = torch.empty(stack.shape[1:], dtype=stack.dtype, device=stack.device)
+        dist.reduce_scatter_single(out.view(-1), stack.view(-1), group=self.process_group)
+        return out
+
+    def _all_to_all(self, stack: Tensor, source: Split, target: Split) -> Tensor:
+        out = torch.empty_like(stack)
+        dist.all_to_all_single(out.view(-1), stack.view(-1), group=self.process_group)
+        return out
+
+    def _all_to_all_rows(
+        self, rows: Tensor, n_sent: Sequence[int], n_received: Sequence[int]
+    ) -> Tensor:
+        out = rows.new_empty(sum(n_received), *rows.shape[1:])
+        dist.all_to_all_single(out, rows, list(n_received), list(n_sent), self.process_group)
+        return out
+
+
+def axis_subsets(mesh: LogicalMesh) -> Iterator[tuple[int, ...]]:
+    """Every non-empty subset of the axes of more than one rank, single axes first."""
+    active = mesh.active_axes
+    for n_axes in range(1, len(active) + 1):
+        yield from itertools.combinations(active, n_axes)
+
+
+# Keyed by the default group, so that destroying and initialising it again starts afresh.
+_process_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]
+_process_groups = WeakKeyDictionary()
+
+
+def make_groups(mesh: LogicalMesh) -> dict[tuple[int, ...], Group]:
+    """This rank's groups of `mesh`, keyed by sorted axis indices; {} for ranks outside it.
+
+    Every rank of the world must call it with the same meshes in the same order: process
+    groups are created on all ranks, members or not, once per distinct set of ranks.
+
+    Raises `MeshError` when `torch.distributed` is not initialised or the world is too small.
+    """
+    default = _default_group(f"a mesh of {mesh.n_ranks} ranks")
+    world_size, me = dist.get_world_size(), dist.get_rank()
+    if mesh.ranks[-1] >= world_size:
+        raise MeshError(
+            f"mesh {mesh.axes} uses ranks up to {mesh.ranks[-1]}, but {world_size} are running",
+            hint=f"start {mesh.ranks[-1] + 1} processes with torchrun or autopar.launch",
+        )
+    known = _process_groups.setdefault(default, {tuple(range(world_size)): default})
+    groups: dict[tuple[int, ...], Group] = {}
+    for axes in axis_subsets(mesh):
+        for ranks in mesh.groups(axes):
+            if ranks not in known:
+                known[ranks] = dist.new_group(list(ranks))
+            if me in ranks:
+                names = [mesh.names[i] for i in axes]
+                groups[axes] = DistGroup(ranks, ranks.index(me), names, known[ranks])
+    return groups
+
+
+def world_group() -> Group:
+    """All ranks of the world, whatever their stages: an axis called "world".
+
+    Raises `MeshError` when `torch.distributed` is not initialised.
+    """
+    default = _default_group("a group of all ranks")
+    return DistGroup(range(dist.get_world_size()), dist.get_rank(), (WORLD_AXIS,), default)
+
+
+def _default_group(what: str) -> dist.ProcessGroup:
+    if not dist.is_initialized():
+        raise MeshError(
+            f"{what} needs torch.distributed, which is not initialised",
+            hint="start the script with torchrun, or use autopar.launch",
+        )
+    default = dist.group.WORLD
+    assert default is not None
+    return default

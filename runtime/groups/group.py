@@ -1,0 +1,181 @@
+"""Groups of ranks and the primitives they execute, whatever carries the bytes.
+
+A `Group` is what a generated program calls `g`: the ranks that differ only along some mesh
+axes, seen from one of them. Every primitive returns a new contiguous tensor without autograd
+history; `runtime/collectives` adds the gradients. With n ranks and a tensor dim of local size
+outer * rest, a `Split(dim, outer)` cuts or concatenates along `rest`:
+
+    cut   [.., outer * n * rest, ..] -> [n, .., outer * rest, ..]     (`cut`)
+    join  [n, .., outer * rest, ..]  -> [.., outer * n * rest, ..]    (`join`, its inverse)
+
+so all_gather = join . gather, reduce_scatter = scatter-sum . cut, all_to_all =
+join(source) . transpose . cut(target), and a carrier (`DistGroup`, `ThreadGroup`)
+moves only stacks along a leading dim of size n.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from autopar.errors import VerificationError
+from autopar.placement import PrimitiveKind, Split
+from autopar.runtime.groups.calls import CollectiveCall, RankContext, current_context
+
+ReduceOp = Literal["sum", "max"]
+# The axis of the group of all ranks.
+WORLD_AXIS = "world"
+
+
+def cut(x: Tensor, split: Split, n_pieces: int) -> Tensor:
+    """The pieces of `x` along `split`, stacked on a new leading dim; contiguous."""
+    dim = split.dim
+    parts = x.unflatten(dim, (split.outer, n_pieces, _rest(x, split, n_pieces)))
+    return parts.movedim(dim + 1, 0).flatten(dim + 1, dim + 2).contiguous()
+
+
+def join(stack: Tensor, split: Split) -> Tensor:
+    """The inverse of `cut`; contiguous, and may share memory with `stack`."""
+    dim = split.dim
+    rest = _rest(stack[0], split, 1)
+    parts = stack.unflatten(dim + 1, (split.outer, rest)).movedim(0, dim + 1)
+    return parts.flatten(dim, dim + 2).contiguous()
+
+
+def _rest(x: Tensor, split: Split, n_pieces: int) -> int:
+    """The size of one piece within one outer block."""
+    if not 0 <= split.dim < x.ndim or x.shape[split.dim] % (split.outer * n_pieces):
+        raise VerificationError(
+            f"a tensor of shape {tuple(x.shape)} has no dim {split.dim} of "
+            f"{split.outer} x {n_pieces} equal pieces",
+            hint="the program was generated for other shapes, or edited; regenerate it",
+        )
+    return x.shape[split.dim] // (split.outer * n_pieces)
+
+
+def _replaced(x: Tensor, dim: int, size: int) -> tuple[int, ...]:
+    return (*x.shape[:dim], size, *x.shape[dim + 1 :])
+
+
+class Group(ABC):
+    """The ranks along `axes`, seen from the one at position `rank` of `size`.
+
+    `ranks` are their numbers in the world, row-major over the axes. The collectives block,
+    and must be called by all members in the same order with equal shapes and dtypes.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        axes: Sequence[str],
+        context: RankContext | None = None,
+    ) -> None:
+        self.ranks = tuple(ranks)
+        self.size = len(self.ranks)
+        self.rank = rank
+        self.axes = tuple(axes)
+        self.label = "+".join(self.axes)
+        self.context = context or current_context()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.label}, rank {self.rank} of {self.ranks})"
+
+    def all_reduce(self, x: Tensor, op: ReduceOp = "sum") -> Tensor:
+        """The sum (or maximum) over ranks; for bool both are "or"."""
+        self._record("all_reduce", x.nbytes)
+        return self._all_reduce(x.detach(), op)
+
+    def all_gather(self, x: Tensor, split: Split) -> Tensor:
+        """All ranks' shards, concatenated along `split`."""
+        _rest(x, split, 1)
+        self._record("all_gather", x.nbytes * self.size)
+        return join(self._all_gather(x.detach().contiguous(), split), split)
+
+    def reduce_scatter(self, x: Tensor, split: Split) -> Tensor:
+        """This rank's piece along `split` of the sum over ranks."""
+        stack = cut(x.detach(), split, self.size)
+        self._record("reduce_scatter", x.nbytes)
+        return self._reduce_scatter(stack, split)
+
+    def all_to_all(self, x: Tensor, source: Split, target: Split) -> Tensor:
+        """From sharded along `source` to sharded along `target`.
+
+        `target.outer` counts in `x`, `source.outer` in a piece of it.
+        """
+        stack = cut(x.detach(), target, self.size)
+        _rest(stack[0], source, 1)
+        self._record("all_to_all", x.nbytes)
+        return join(self._all_to_all(stack, source, target), source)
+
+    def send_rows(self, rows: Tensor, n_sent: Sequence[int], n_received: Sequence[int]) -> Tensor:
+        """`rows` in the order of the ranks they go to, `n_sent[r]` to rank r; those that come.
+
+        The numbers differ among ranks, and each must know how many it gets from every other.
+        """
+        self._record("all_to_all", rows.nbytes)
+        return self._all_to_all_rows(rows.detach().contiguous(), n_sent, n_received)
+
+    def return_rows(self, rows: Tensor, n_sent: Sequence[int], n_received: Sequence[int]) -> Tensor:
+        """One row for each that `send_rows` brought, back to where that came from.
+
+        Counted by what comes back to this rank, so that both ways are counted by its own rows.
+        """
+        returned = self._all_to_all_rows(rows.detach().contiguous(), n_received, n_sent)
+        self._record("all_to_all", returned.nbytes)
+        return returned
+
+    def slice(self, x: Tensor, split: Split) -> Tensor:
+        """This rank's piece of `x` along `split`; no communication."""
+        dim, rest = split.dim, _rest(x, split, self.size)
+        out = torch.empty(_replaced(x, dim, split.outer * rest), dtype=x.dtype, device=x.device)
+        parts = x.detach().unflatten(dim, (split.outer, self.size, rest))
+        out.unflatten(dim, (split.outer, rest)).copy_(parts.select(dim + 1, self.rank))
+        return out
+
+    def zero_pad(self, x: Tensor, split: Split) -> Tensor:
+        """`x` as this rank's piece along `split`, zeros in the others; no communication."""
+        dim, rest = split.dim, _rest(x, split, 1)
+        out = torch.zeros(
+            _replaced(x, dim, split.outer * rest * self.size), dtype=x.dtype, device=x.device
+        )
+        parts = out.unflatten(dim, (split.outer, self.size, rest))
+        parts.select(dim + 1, self.rank).copy_(x.detach().unflatten(dim, (split.outer, rest)))
+        return out
+
+    def keep_first(self, x: Tensor) -> Tensor:
+        """`x` on the group's first rank, zeros on the others; no communication."""
+        if self.rank == 0:
+            return x.detach().clone(memory_format=torch.contiguous_format)
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+
+    def _record(self, kind: PrimitiveKind, size_bytes: int) -> None:
+        self.context.record(CollectiveCall(kind, self.axes, size_bytes, self.context.phase))
+
+    # The carrier's part. Splits are given so that it can compare the members' calls.
+
+    @abstractmethod
+    def _all_reduce(self, x: Tensor, op: ReduceOp) -> Tensor:
+        """Reduce `x`, which may be strided, into a new contiguous tensor."""
+
+    @abstractmethod
+    def _all_gather(self, x: Tensor, split: Split) -> Tensor:
+        """[*shape] -> [n, *shape]."""
+
+    @abstractmethod
+    def _reduce_scatter(self, stack: Tensor, split: Split) -> Tensor:
+        """[n, *piece] -> this rank's [*piece], summed."""
+
+    @abstractmethod
+    def _all_to_all(self, stack: Tensor, source: Split, target: Split) -> Tensor:
+        """[n, *piece], one for each rank -> [n, *piece], one from each rank."""
+
+    @abstractmethod
+    def _all_to_all_rows(
+        self, rows: Tensor, n_sent: Sequence[int], n_received: Sequence[int]
+    ) -> Tensor:
+        """[sum(n_sent), *row], in the order of ranks -> [sum(n_received), *row], likewise."""

@@ -1,0 +1,225 @@
+"""Messages between thread ranks, as gloo carries them or as NCCL does (`p2p.py`).
+
+Both ends of a message meet in a mailbox per (source, target), first come, first matched; the
+one that comes second compares shapes and dtypes, and copies the tensor. In the meantime the
+sender may not change it: autograd's version counter tells, where gloo would send either value.
+
+With `rendezvous` a rank's batches form a queue, the stream of an NCCL communicator: only the
+first is at the mailboxes, and the next one follows when all its messages have been matched.
+Waiting for either side of a batch is then waiting for both.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from autopar.errors import VerificationError
+from autopar.runtime.collectives import Messenger, Posted, Receive, Send
+from autopar.runtime.groups import RankContext
+
+
+class Waits(Protocol):
+    """What a rank waits in, for the report of a deadlock."""
+
+    def describe(self) -> str: ...
+
+
+class Turns(Protocol):
+    """The part of the ranks' scheduler that messages need."""
+
+    waiting: dict[int, Waits]
+
+    def check(self) -> None:
+        """Unwind the calling rank if another one failed."""
+
+    def wait(self, rank: int, reason: Waits) -> None:
+        """Hand on the turn until `wake(rank)`; raises if all ranks wait."""
+
+    def wake(self, rank: int) -> None: ...
+
+
+@dataclass(eq=False)
+class _End:
+    """One end of a message. A send's `value` is the sender's tensor, a receive's the copy."""
+
+    kind: Literal["send", "receive"]
+    peer: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    batch: _Batch
+    value: Tensor | None = None
+    version: int = 0
+    is_done: bool = False
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        way = "to" if self.kind == "send" else "from"
+        return f"{self.kind}({dtype} {list(self.shape)}) {way} rank {self.peer}"
+
+
+@dataclass(eq=False)
+class _Batch(Posted):
+    """The messages of one post."""
+
+    messenger: ThreadMessenger
+    sends: list[_End] = field(default_factory=list)
+    receives: list[_End] = field(default_factory=list)
+
+    @property
+    def ends(self) -> list[_End]:
+        return [*self.sends, *self.receives]
+
+    @property
+    def is_over(self) -> bool:
+        return all(end.is_done for end in self.ends)
+
+    def wait_received(self) -> list[Tensor]:
+        self._wait(self.receives)
+        values = [end.value for end in self.receives]
+        for end in self.receives:
+            end.value = None
+        return [value for value in values if value is not None]
+
+    def is_sent(self) -> bool:
+        return _Wait(self, self._together(self.sends)).is_over
+
+    def wait_sent(self) -> None:
+        self._wait(self.sends)
+
+    def _together(self, ends: list[_End]) -> list[_End]:
+        return self.ends if self.messenger.rendezvous else ends
+
+    def _wait(self, ends: list[_End]) -> None:
+        self.messenger.turns.check()
+        wait = _Wait(self, self._together(ends))
+        if not wait.is_over:
+            self.messenger.turns.wait(self.messenger.rank, wait)
+
+
+@dataclass(frozen=True, eq=False)
+class _Wait:
+    """A rank that waits for some of a batch's messages."""
+
+    batch: _Batch
+    ends: list[_End]
+
+    @property
+    def is_over(self) -> bool:
+        return all(end.is_done for end in self.ends)
+
+    def describe(self) -> str:
+        text = str(next(end for end in self.ends if not end.is_done))
+        queue = self.batch.messenger.queue
+        if not queue or self.batch is queue[0]:
+            return text
+        ahead = next(end for end in queue[0].ends if not end.is_done)
+        return f"{text}, queued behind {ahead}"
+
+
+class Mailboxes:
+    """The messages of a world that have not met their other end, by (source, target)."""
+
+    def __init__(self, turns: Turns) -> None:
+        self.turns = turns
+        self._waiting: dict[tuple[int, int], deque[_End]] = {}
+
+    def bring(self, batch: _Batch) -> None:
+        """Take in the ends of `batch`, and of every batch that this lets begin."""
+        batches = deque([batch])
+        while batches:
+            batch = batches.popleft()
+            for end in batch.ends:
+                other = None if end.is_done else self._match(end)
+                if other is not None:
+                    batches += other.batch.messenger.next_batches()
+                    self._wake(other.batch.messenger.rank)
+            batches += batch.messenger.next_batches()
+            self._wake(batch.messenger.rank)
+
+    def unmet(self) -> list[str]:
+        """Every message with one end only."""
+        return [
+            f"rank {end.batch.messenger.rank} in {end}"
+            for _, ends in sorted(self._waiting.items())
+            for end in ends
+        ]
+
+    def _match(self, end: _End) -> _End | None:
+        """Complete `end` with the first other end in its mailbox, or leave it there."""
+        rank = end.batch.messenger.rank
+        path = (rank, end.peer) if end.kind == "send" else (end.peer, rank)
+        box = self._waiting.setdefault(path, deque())
+        if not box or box[0].kind == end.kind:
+            box.append(end)
+            return None
+        other = box.popleft()
+        send, receive = (end, other) if end.kind == "send" else (other, end)
+        _check_ends(send, receive)
+        assert send.value is not None
+        receive.value, send.value = send.value.clone(), None
+        send.is_done = receive.is_done = True
+        return other
+
+    def _wake(self, rank: int) -> None:
+        wait = self.turns.waiting.get(rank)
+        if isinstance(wait, _Wait) and wait.is_over:
+            self.turns.wake(rank)
+
+
+def _check_ends(send: _End, receive: _End) -> None:
+    ends = f"rank {receive.peer} in {send}, rank {send.peer} in {receive}"
+    if (send.shape, send.dtype) != (receive.shape, receive.dtype):
+        raise VerificationError(
+            f"the ends of a message differ: {ends}",
+            hint="messages from one rank to another are matched in the order of their posts",
+        )
+    assert send.value is not None
+    if send.value._version != send.version:
+        raise VerificationError(
+            f"a tensor was changed in place before it was sent: {ends}",
+            hint="call wait_sent() first, or send a copy",
+        )
+
+
+class ThreadMessenger(Messenger):
+    """The messages of one thread rank; see the module for `rendezvous`."""
+
+    def __init__(
+        self, mail: Mailboxes, rank: int, n_ranks: int, context: RankContext, rendezvous: bool
+    ) -> None:
+        super().__init__(rank, n_ranks, context)
+        self.turns = mail.turns
+        self.queue: deque[_Batch] = deque()
+        self._mail = mail
+        self.rendezvous = rendezvous
+
+    def _post(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Posted:
+        self.turns.check()
+        batch = _Batch(self)
+        batch.sends = [
+            _End("send", peer, tuple(x.shape), x.dtype, batch, x, x._version) for x, peer in sends
+        ]
+        for shape, dtype, peer in receives:
+            end = _End("receive", peer, tuple(shape), dtype, batch)
+            if 0 in end.shape:
+                end.value, end.is_done = torch.empty(end.shape, dtype=dtype), True
+            batch.receives.append(end)
+        if self.rendezvous:
+            self.queue.append(batch)
+            if self.queue[0] is not batch:
+                return batch
+        self._mail.bring(batch)
+        return batch
+
+    def next_batches(self) -> list[_Batch]:
+        """The batch that begins because the first of the queue is over, if it is."""
+        if not self.queue or not self.queue[0].is_over:
+            return []
+        self.queue.popleft()
+        return [self.queue[0]] if self.queue else []

@@ -1,0 +1,293 @@
+"""Operations on the state of a running module: whole values in and out, and the global norm.
+
+Every rank keeps its shards; what crosses ranks goes parameter by parameter, so no rank ever
+holds more than one whole parameter. On the way out a stage gathers inside its mesh, and its
+first rank sends to rank 0. With N(p) the ranks that hold copies of p's shard, mirrors of p on
+other stages among them, the norm over the whole, undivided gradient is
+
+    (sum over ranks, over p of sum |g|^q / N(p))^(1/q)  =  (sum over p's distinct shards ...)^(1/q)
+
+where copies are left out by counting a shard only on the stage that owns it, on the ranks
+that stand first on every axis that does not split it. For q = inf copies do no harm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import OptionError
+from autopar.program import ChangedBuffer, StoredParameter
+from autopar.runtime.groups import Group
+from autopar.runtime.state.names import (
+    Shape,
+    StateError,
+    all_names,
+    check_buffer,
+    constant_buffers,
+    match_names,
+    own_rank,
+    together,
+    world_size,
+)
+from autopar.runtime.state.sharding import gather_whole, local_shard
+from autopar.runtime.state.stage_state import StageState
+
+
+class IncompatibleKeys(NamedTuple):
+    """What a state dict lacked, and what it had beyond the model."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+# -- whole values out --------------------------------------------------------------------------
+
+
+def full_state_dict(
+    place: StageState, locals_: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Whole CPU tensors under every name on rank 0, {} on the others; all must call it."""
+    out: dict[str, Tensor] = {}
+    for parameter, whole in _on_rank_0(place, locals_, place.owners):
+        out |= dict.fromkeys(all_names(parameter), whole)
+    if place.rank == 0:
+        constants = constant_buffers(buffers, place.changed_anywhere).items()
+        out |= {name: value.detach().to("cpu", copy=True) for name, value in constants}
+    for buffer in place.changed_anywhere:
+        value = _from_its_stage(place, buffer, buffers or {})
+        if value is not None:
+            out |= dict.fromkeys(all_names(buffer), value)
+    return out
+
+
+def _from_its_stage(
+    place: StageState, buffer: ChangedBuffer, buffers: Mapping[str, Tensor]
+) -> Tensor | None:
+    """What a changed buffer holds, a CPU tensor of its own on rank 0; None elsewhere."""
+    source = place.first_rank_that_changes(buffer)
+    if source == 0:
+        own = buffers[buffer.name].detach() if place.rank == 0 else None
+        return None if own is None else own.to("cpu", copy=True)
+    if place.rank not in (0, source):
+        return None
+    assert place.messenger is not None, "stages without messages"
+    if place.rank == source:
+        place.messenger.post([(buffers[buffer.name].contiguous(), 0)], []).wait_sent()
+        return None
+    receive = buffer.shape, buffer.local.dtype, source
+    return place.messenger.post([], [receive]).wait_received()[0].to("cpu")
+
+
+def full_gradients(place: StageState, locals_: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Whole gradients on the CPU of rank 0, a tied one once; {} elsewhere; all must call it.
+
+    A parameter that took no part in the loss has a gradient of zeros.
+    """
+    gradients = {
+        name: torch.zeros_like(value) if value.grad is None else value.grad
+        for name, value in locals_.items()
+    }
+    trained = [p for p in place.owners if p.requires_grad]
+    return {p.name: whole for p, whole in _on_rank_0(place, gradients, trained)}
+
+
+def _on_rank_0(
+    place: StageState, locals_: Mapping[str, Tensor], wanted: Sequence[StoredParameter]
+) -> Iterator[tuple[StoredParameter, Tensor]]:
+    """(parameter, a CPU tensor of its own) of each of `wanted`; nothing on other ranks."""
+    own = {p.name for p in place.parameters if p.mirror_of is None}
+    for owned in wanted:
+        if owned.name in own:
+            local = locals_[owned.name]
+            whole = gather_whole(local, owned, place.sizes, place.groups)
+            if place.rank == 0:
+                yield owned, whole.to("cpu", copy=whole.data_ptr() == local.data_ptr())
+            elif place.is_first:
+                assert place.messenger is not None, "stages without messages"
+                place.messenger.post([(whole.contiguous(), 0)], []).wait_sent()
+        elif place.rank == 0:
+            assert place.messenger is not None, "stages without messages"
+            source = place.first_rank_of(owned)
+            receive = owned.shape, owned.stored.dtype, source
+            yield owned, place.messenger.post([], [receive]).wait_received()[0].to("cpu")
+
+
+# -- values in ---------------------------------------------------------------------------------
+
+
+def load_state_dict(
+    place: StageState,
+    locals_: Mapping[str, Tensor],
+    values: Mapping[str, Any],
+    buffers: Mapping[str, Tensor] | None = None,
+    strict: bool = True,
+) -> IncompatibleKeys:
+    """Load whole tensors or DTensors into shards and buffers, in place; every rank must call it.
+
+    With the same whole tensors everywhere; with rank 0's and {} elsewhere (what
+    `full_state_dict` returned): then they are broadcast one by one; or with DTensors, of which
+    a rank needs those that it keeps a part of. Names are judged over all ranks together. A
+    tied parameter and its mirrors take the first of their names that is given. Of `buffers`
+    those that steps change take what is given; others must have it already.
+
+    Raises `StateError` listing names and shapes that do not fit; without `strict` missing and
+    unexpected names are returned instead.
+    """
+    tensors = {name: v for name, v in values.items() if isinstance(v, Tensor)}
+    given = _given_on_ranks(tensors)
+    from_rank0 = len(given) > 1 and bool(given[0]) and not any(given[1:])
+    everywhere = {name: it for held in reversed(given) for name, it in held.items()}
+    shapes = {name: shape for name, (shape, _) in everywhere.items()}
+    with together():
+        own = {name: tuple(v.shape) for name, v in tensors.items()}
+        constants = constant_buffers(buffers, place.changed_anywhere)
+        found, missing, unexpected = match_names(
+            place.entries, shapes | own, constants, "the state dict", strict
+        )
+        for name in sorted(constants.keys() & own.keys()):
+            check_buffer(name, _whole(tensors[name]), constants, "the state dict")
+        if not from_rank0:
+            _check_within_reach(place, tensors, found)
+    with torch.no_grad():
+        for owned in place.entries:
+            if owned.name not in found:
+                continue
+            if from_rank0:
+                name = found[owned.name]
+                whole = _broadcast(tensors.get(name), *everywhere[name], place.device)
+            else:
+                # A DTensor's ranks gather it together, those that keep nothing of it too.
+                name = next((n for n in all_names(owned) if n in tensors), "")
+                if not name:
+                    continue
+                whole = _whole(tensors[name])
+            kept = place.held.get(owned.name)
+            if kept is not None:
+                part = local_shard(whole, kept, place.sizes, place.coordinate)
+                locals_[kept.name].copy_(part)
+            elif owned in place.changed:
+                assert buffers is not None
+                buffers[owned.name].copy_(whole)
+    return IncompatibleKeys(missing, unexpected)
+
+
+def _given_on_ranks(values: Mapping[str, Tensor]) -> list[dict[str, tuple[Shape, torch.dtype]]]:
+    """Per rank, name -> (whole shape, dtype) of what it was given."""
+    own = {name: (tuple(v.shape), v.dtype) for name, v in values.items()}
+    if world_size() == 1:
+        return [own]
+    every: list[Any] = [None] * world_size()
+    dist.all_gather_object(every, own)
+    return every
+
+
+def _check_within_reach(
+    place: StageState, values: Mapping[str, Tensor], found: Mapping[str, str]
+) -> None:
+    """Raise `StateError` for what this rank keeps and only others were given."""
+    for owned in place.entries:
+        is_held = owned.name in place.held or owned in place.changed
+        if is_held and owned.name in found and not any(name in values for name in all_names(owned)):
+            raise StateError(
+                f"the state dict of rank {own_rank()} lacks `{found[owned.name]}`, which other "
+                "ranks have",
+                hint="give every rank all of it, rank 0 alone, or each the DTensors of its stage",
+            )
+
+
+def _whole(value: Tensor) -> Tensor:
+    detached = value.detach()
+    return detached.full_tensor() if isinstance(detached, DTensor) else detached
+
+
+def _broadcast(
+    value: Tensor | None, shape: Shape, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    if value is None:
+        whole = torch.empty(shape, dtype=dtype, device=device)
+    else:
+        whole = value.detach().to(device).contiguous()
+    dist.broadcast(whole, src=0)
+    return whole
+
+
+# -- the norm ----------------------------------------------------------------------------------
+
+
+def clip_grad_norm_(
+    place: StageState,
+    locals_: Mapping[str, Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale all gradients so that their global norm is at most `max_norm`; that norm, before.
+
+    As `torch.nn.utils.clip_grad_norm_` in one process: 0-d, the same on every rank, all of
+    which must call it.
+
+    Raises `OptionError` for a norm that is not positive, and `RuntimeError` as torch does for
+    one that is not finite if `error_if_nonfinite`.
+    """
+    order = float(norm_type)
+    if not order > 0:
+        raise OptionError(f"norm_type must be positive or inf, not {norm_type}")
+    norm = _global_norm(place, locals_, order)
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise RuntimeError(
+            f"the total norm of order {order} of the gradients is {norm.item()}, which "
+            "cannot be clipped; pass error_if_nonfinite=False to scale by it anyway"
+        )
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for parameter in place.parameters:
+        gradient = locals_[parameter.name].grad
+        if gradient is not None:
+            gradient.detach().mul_(scale.to(gradient.device, gradient.dtype))
+    return norm
+
+
+def _global_norm(place: StageState, locals_: Mapping[str, Tensor], order: float) -> Tensor:
+    """The norm over all stages, summed in float64: powers of a large norm overflow float32."""
+    total = torch.zeros((), dtype=torch.float64, device=place.device)
+    for parameter in place.parameters:
+        gradient = locals_[parameter.name].grad
+        if gradient is None or not gradient.numel() or not _counts_here(place, parameter):
+            continue
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(gradient.detach(), order, dtype=wide).double()
+        total = torch.maximum(total, norm) if math.isinf(order) else total + norm.pow(order)
+    result = torch.float32
+    for parameter in place.owners:  # alike on all stages, whatever their own gradients are
+        if parameter.requires_grad:
+            result = torch.promote_types(result, parameter.stored.dtype)
+    group = _everyone(place)
+    if not math.isinf(order):
+        return (group.all_reduce(total) if group else total).pow(1.0 / order).to(result)
+    if group:
+        # A carrier's maximum may drop a NaN, so it is told apart.
+        seen = torch.stack([total.nan_to_num(0.0, math.inf), total.isnan().to(total.dtype)])
+        total, is_nan = group.all_reduce(seen, "max")
+        total = torch.where(is_nan > 0, math.nan, total)
+    return total.to(result)
+
+
+def _everyone(place: StageState) -> Group | None:
+    """All ranks of all stages; None where there is one."""
+    if place.pipeline.n_stages > 1:
+        assert place.world is not None, "stages without a group of all ranks"
+        return place.world
+    axes = max(place.groups, key=len, default=())
+    return place.groups[axes] if axes else None
+
+
+def _counts_here(place: StageState, parameter: StoredParameter) -> bool:
+    """Whether this rank is the one of its copies that counts."""
+    placed = zip(parameter.stored.spec.placements, place.coordinate, strict=True)
+    return parameter.mirror_of is None and all(p.is_shard or c == 0 for p, c in placed)

@@ -1,0 +1,127 @@
+"""Names and agreement: which value a stored tensor takes, and errors that reach every rank.
+
+State arrives under the user's names: from a file, a checkpoint, a state dict. A tied
+parameter may come under any of its names. Everything that does not fit is gathered into
+one error; where ranks read different things, that error is raised on all of them, because
+a rank that stops alone leaves the others waiting in a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.errors import AutoparError
+from autopar.program import ChangedBuffer, StoredParameter
+
+_SHOWN = 8
+Shape = tuple[int, ...]
+
+
+class StateError(AutoparError):
+    """Weights, a checkpoint or a state dict that does not fit the model it is loaded into."""
+
+
+def world_size() -> int:
+    """Ranks that take part; one where `torch.distributed` is not initialised."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def own_rank() -> int:
+    return dist.get_rank() if world_size() > 1 else 0
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Raise on every rank what any rank raises inside; a collective of the whole world."""
+    error: AutoparError | OSError | None = None
+    try:
+        yield
+    except (AutoparError, OSError) as raised:
+        error = raised
+    messages: list[str | None] = [None if error is None else str(error)]
+    if world_size() > 1:
+        messages = [None] * world_size()
+        dist.all_gather_object(messages, None if error is None else str(error))
+    if error is not None:
+        raise error
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise StateError(f"rank {rank} failed: {message}")
+
+
+def all_names(value: StoredParameter | ChangedBuffer) -> tuple[str, ...]:
+    """Every name the user's model has for it."""
+    return (value.name, *value.aliases)
+
+
+def match_names(
+    wanted: Sequence[StoredParameter | ChangedBuffer],
+    given: Mapping[str, Shape],
+    constants: Collection[str],
+    source: str,
+    strict: bool = True,
+) -> tuple[dict[str, str], list[str], list[str]]:
+    """(wanted -> the name its value is given under, missing names, unexpected names).
+
+    `constants` are buffers that may be given. Raises `StateError` listing what is missing and
+    unexpected (if `strict`) and every whole shape that differs.
+    """
+    found: dict[str, str] = {}
+    missing, wrong = [], []
+    for value in wanted:
+        names = [name for name in all_names(value) if name in given]
+        if not names:
+            missing.append(value.name)
+            continue
+        found[value.name] = names[0]
+        wrong += [
+            f"{name}: {given[name]}, the model has {value.shape}"
+            for name in names
+            if tuple(given[name]) != tuple(value.shape)
+        ]
+    known = {name for value in wanted for name in all_names(value)} | set(constants)
+    unexpected = sorted(set(given) - known)
+    lines = _listed("with another shape", wrong)
+    if strict:
+        lines = _listed("missing", missing) + _listed("unexpected", unexpected) + lines
+    if lines:
+        raise StateError(
+            "\n".join([f"{source} does not fit the model:", *lines]),
+            hint="names are those of the model's own state_dict()",
+        )
+    return found, missing, unexpected
+
+
+def _listed(what: str, names: Sequence[str]) -> list[str]:
+    if not names:
+        return []
+    more = [f"    ... and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
+    return [f"  {len(names)} {what}:", *(f"    {name}" for name in names[:_SHOWN]), *more]
+
+
+def constant_buffers(
+    buffers: Mapping[str, Tensor] | None, changed: Sequence[ChangedBuffer]
+) -> dict[str, Tensor]:
+    """Those of a rank's buffers that no step changes."""
+    live = {name for buffer in changed for name in all_names(buffer)}
+    return {name: value for name, value in (buffers or {}).items() if name not in live}
+
+
+def check_buffer(name: str, value: Tensor, buffers: Mapping[str, Tensor], source: str) -> None:
+    """Raise `StateError` unless `value` is the model's own.
+
+    Programs hold buffers that no step changes as constants, so another value would be loaded and
+    never used.
+    """
+    own = buffers[name]
+    if value.shape != own.shape or not torch.equal(value.cpu().to(own.dtype), own.cpu()):
+        raise StateError(
+            f"buffer `{name}` of {source} differs from the model's",
+            hint="load it into the model before autopar.parallelize: plans hold buffers that no "
+            "step changes as constants",
+        )

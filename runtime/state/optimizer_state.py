@@ -1,0 +1,289 @@
+"""Optimizer state under parameter names, sharded like the parameters.
+
+`torch.optim` keys state by parameter objects and positions, which mean nothing on another
+mesh. Here it is split into
+
+    tensors   optimizer.state.<name>.<key>; of the shard's shape: sharded as the parameter,
+              so stored whole; scalars, and state of parameters that are not sharded: plain
+    record    JSON: the parameter groups by name with their options, and which key is what
+
+Elementwise optimizers (SGD, Adam, AdamW, ...) have only such state. State of another shape
+beside a sharded parameter (Adafactor's rows and columns) has no meaning per shard: refused.
+
+With several stages every rank's optimizer has its own stage's parameters. Their records become
+one, as if one optimizer had all of them, so any other number of stages reads it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.optim import Optimizer
+
+from autopar.program import StoredParameter
+from autopar.runtime.state.dcp import WholeOnDisk
+from autopar.runtime.state.names import StateError
+from autopar.runtime.state.sharding import boxes, is_sharded
+from autopar.runtime.state.stage_state import StageState
+
+OPTIMIZER_PREFIX = "optimizer.state."
+_SHARD, _PLAIN = "shard", "plain"
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """`tensors` as DCP takes them; `record` for JSON, or for `Optimizer.load_state_dict`."""
+
+    tensors: dict[str, Tensor]
+    record: dict[str, Any]
+
+
+def split_state(
+    place: StageState, locals_: Mapping[str, Tensor], optimizer: Optimizer
+) -> OptimizerState:
+    """This rank's part of the state, named; its tensors share the optimizer's memory.
+
+    The groups are this stage's with its mirrors, for `merged_record`; state is of what the
+    stage owns.
+
+    Raises `StateError` for parameters that are not in `locals_`, and state that cannot be
+    cut anew for another mesh.
+    """
+    groups = [
+        {
+            "parameters": names,
+            "options": {
+                key: _plain_option(key, value)
+                for key, value in group.items()
+                if key not in ("params", "param_names")
+            },
+        }
+        for group, names in _named_groups(locals_, optimizer)
+    ]
+    tensors: dict[str, Tensor] = {}
+    kinds: dict[str, dict[str, Any]] = {}
+    for p in place.owned_by(place.stage):
+        local = locals_[p.name]
+        for key, value in optimizer.state.get(local, {}).items():
+            kind = _kind(p, key, value, local)
+            kinds.setdefault(p.name, {})[key] = kind
+            if kind == {"kind": _SHARD}:
+                value = WholeOnDisk(value, boxes(p, place.sizes, place.coordinate), p.shape)
+            if isinstance(value, Tensor):
+                tensors[f"{OPTIMIZER_PREFIX}{p.name}.{key}"] = value
+    return OptimizerState(tensors, {"groups": groups, "state": kinds})
+
+
+def merged_record(
+    place: StageState, records: Sequence[Mapping[str, Any] | None]
+) -> dict[str, Any] | None:
+    """One record of the stages' own, each None where the stage has no optimizer.
+
+    Groups at the same position with equal options become one. Mirrors are left out.
+
+    Raises `StateError` for a mirror that is optimized unlike its owner: they drift apart.
+    """
+    if all(record is None for record in records):
+        return None
+    groups: list[dict[str, Any]] = []
+    state: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    for stage, record in enumerate(records):
+        own = () if record is None else record["groups"]
+        state |= {} if record is None else record["state"]
+        found = {name: group["options"] for group in own for name in group["parameters"]}
+        for p in place.pipeline.stages[stage].parameters:
+            if p.mirror_of is None:
+                options[p.name] = found.get(p.name)
+            elif found.get(p.name) != options[p.mirror_of]:
+                raise _drifts(p)
+        owned = {p.name for p in place.owned_by(stage)}
+        for position, group in enumerate(own):
+            names = [name for name in group["parameters"] if name in owned]
+            if position < len(groups) and groups[position]["options"] == group["options"]:
+                groups[position]["parameters"] += names
+            else:
+                groups.append({"parameters": names, "options": group["options"]})
+    return {"groups": groups, "state": state}
+
+
+def _drifts(mirror: StoredParameter) -> StateError:
+    return StateError(
+        f"`{mirror.name}` is tied to `{mirror.mirror_of}` of an earlier stage, but the optimizers "
+        "have other options for it, so the two are no longer equal",
+        hint="put both in parameter groups with the same options",
+    )
+
+
+def restore(
+    place: StageState,
+    locals_: Mapping[str, Tensor],
+    optimizer: Optimizer,
+    record: Mapping[str, Any] | None,
+    stored: Mapping[str, TensorStorageMetadata],
+) -> OptimizerState:
+    """Tensors for DCP to fill, inside a `record` for `optimizer.load_state_dict` afterwards.
+
+    A mirror gets its owner's state. Raises `StateError` when the checkpoint has no optimizer,
+    or one whose options for a group's parameters are missing or unlike, or state that cannot
+    be cut for this plan.
+    """
+    if record is None:
+        raise StateError(
+            "the checkpoint holds no optimizer state", hint="pass optimizer=None to load without"
+        )
+    groups, indices = _restored_groups(place, locals_, optimizer, record)
+    tensors: dict[str, Tensor] = {}
+    state: dict[int, dict[str, Any]] = {}
+    for saved_name, kinds in record["state"].items():
+        p = place.held.get(place.canonical[saved_name])
+        if p is None:
+            continue
+        for key, kind in kinds.items():
+            value = kind.get("value")
+            if "kind" in kind:
+                file_key = f"{OPTIMIZER_PREFIX}{saved_name}.{key}"
+                entry = stored.get(file_key)
+                if entry is None:
+                    raise StateError(f"the checkpoint lacks `{file_key}`, which its record lists")
+                value, tensors[file_key] = _empty(
+                    place, p, locals_[p.name], key, kind["kind"], entry
+                )
+            state.setdefault(indices[p.name], {})[key] = value
+    return OptimizerState(tensors, {"state": state, "param_groups": groups})
+
+
+def _restored_groups(
+    place: StageState,
+    locals_: Mapping[str, Tensor],
+    optimizer: Optimizer,
+    record: Mapping[str, Any],
+) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """(the optimizer's groups with the saved options, parameter -> its position).
+
+    A saved group may be spread over stages, so a group here takes the options that all of its
+    parameters had.
+    """
+    saved = {
+        place.canonical.get(name, name): group["options"]
+        for group in record["groups"]
+        for name in group["parameters"]
+    }
+    groups: list[dict[str, Any]] = []
+    indices: dict[str, int] = {}
+    for group, names in _named_groups(locals_, optimizer):
+        had = [saved.get(place.canonical[name]) for name in names]
+        if any(options is None or options != had[0] for options in had):
+            raise _other_groups(record, names)
+        positions = range(len(indices), len(indices) + len(names))
+        indices |= dict(zip(names, positions, strict=True))
+        now = {k: v for k, v in group.items() if k != "params"}
+        then = (had[0] if had else None) or {}
+        options = {k: _typed_option(v, now.get(k)) for k, v in then.items()}
+        groups.append({**(options or now), "params": list(positions)})
+        if "param_names" in group:
+            groups[-1]["param_names"] = group["param_names"]
+    left = [p.name for owner, p in place.held.items() if owner in saved and p.name not in indices]
+    if left:
+        raise _other_groups(record, left)
+    return groups, indices
+
+
+def _other_groups(record: Mapping[str, Any], names: Sequence[str]) -> StateError:
+    return StateError(
+        "the optimizer's parameter groups are not those of the checkpoint, which has "
+        f"{len(record['groups'])}; see {', '.join(names[:4])}"
+        + (f" and {len(names) - 4} more" if len(names) > 4 else ""),
+        hint="build the optimizer as it was built before the checkpoint was saved",
+    )
+
+
+def _empty(
+    place: StageState,
+    p: StoredParameter,
+    local: Tensor,
+    key: str,
+    kind: str,
+    entry: TensorStorageMetadata,
+) -> tuple[Tensor, Tensor]:
+    """(a tensor for the optimizer, what DCP fills it through)."""
+    shape, dtype = tuple(entry.size), entry.properties.dtype
+    if kind == _SHARD:
+        if shape != tuple(p.shape):
+            raise StateError(f"optimizer state `{key}` of `{p.name}` is {shape}, not {p.shape}")
+        value = torch.zeros(local.shape, dtype=dtype, device=local.device)  # also of padding
+        return value, WholeOnDisk(value, boxes(p, place.sizes, place.coordinate), p.shape)
+    if math.prod(shape) != 1 and is_sharded(p):
+        raise _no_shard(p, key, shape)
+    value = torch.empty(shape, dtype=dtype)
+    return value, value
+
+
+def _named_groups(
+    locals_: Mapping[str, Tensor], optimizer: Optimizer
+) -> list[tuple[dict[str, Any], list[str]]]:
+    names = {id(local): name for name, local in locals_.items()}
+    found = []
+    for group in optimizer.param_groups:
+        unknown = [p for p in group["params"] if id(p) not in names]
+        if unknown:
+            raise StateError(
+                f"the optimizer holds {len(unknown)} tensors that are not parameters of the "
+                f"parallel module, one of shape {tuple(unknown[0].shape)}",
+                hint="build it from the parallel module's parameters(), not the model's",
+            )
+        found.append((group, [names[id(p)] for p in group["params"]]))
+    return found
+
+
+def _kind(p: StoredParameter, key: str, value: Any, local: Tensor) -> dict[str, Any]:
+    if isinstance(value, Tensor):
+        if value.shape == local.shape:
+            return {"kind": _SHARD}
+        if value.numel() != 1 and is_sharded(p):
+            raise _no_shard(p, key, tuple(value.shape))
+        return {"kind": _PLAIN}
+    if value is None or type(value) in (bool, int, float, str):
+        return {"value": value}
+    raise StateError(
+        f"optimizer state `{key}` of `{p.name}` is a {type(value).__name__}",
+        hint="state is tensors and numbers; save anything else in extra",
+    )
+
+
+def _no_shard(p: StoredParameter, key: str, shape: tuple[int, ...]) -> StateError:
+    return StateError(
+        f"optimizer state `{key}` of `{p.name}` has shape {shape}: neither a scalar nor the "
+        f"shape of the parameter's shard, {p.stored.shape}",
+        hint="use an elementwise optimizer (SGD, Adam, AdamW), or store the parameter unsharded",
+    )
+
+
+def _plain_option(key: str, value: Any) -> Any:
+    """An option of a parameter group as JSON; tensors (a learning rate) become numbers."""
+    if isinstance(value, Tensor):
+        return value.item()
+    if isinstance(value, tuple | list):
+        return [_plain_option(key, item) for item in value]
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    raise StateError(
+        f"option `{key}` of a parameter group is a {type(value).__name__}, which cannot be saved",
+        hint="options are numbers, strings, and lists of them",
+    )
+
+
+def _typed_option(value: Any, current: Any) -> Any:
+    """A saved option in the type the optimizer has it now."""
+    if isinstance(current, Tensor):
+        return torch.tensor(value, dtype=current.dtype, device=current.device)
+    if isinstance(current, tuple):
+        pairs = zip(value, current, strict=True)
+        return tuple(_typed_option(v, c) for v, c in pairs)
+    return value

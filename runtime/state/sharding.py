@@ -1,0 +1,191 @@
+"""What one rank keeps of a parameter: the shard, the boxes it is made of, and the way back.
+
+A stored parameter is Invariant or Shard on every axis. Its whole dim of factor sizes
+f_0 x f_1 x ... is cut along one factor per axis, outermost axis first (`delivery.shard`), so
+
+    local_shard    whole -> shard                    a slice, or a strided slice where k > 0
+    gather_whole   shard -> whole                    all_gathers, innermost axis first
+    boxes          where in the whole tensor the shard lies
+
+A dim cut along factor k > 0 keeps f_0 ... f_(k-1) runs of indices; a shard is the product of
+its dims' runs, a set of boxes that lie in it in increasing order.
+
+A dim may be padded at its end (`passes/padding.py`): its factors' product is then more than the
+user's size. Whole tensors have the user's shape, padding comes in as zeros and never leaves:
+boxes end where the user's tensor does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.placement import I, S, Spec, Split
+from autopar.program import StoredParameter
+from autopar.runtime.execute import shard
+from autopar.runtime.groups import DistGroup, Group
+from autopar.runtime.state.stage_state import Groups
+
+
+@dataclass(frozen=True)
+class Box:
+    """A block of a whole tensor: where it starts there, and in the shard that holds it."""
+
+    start: tuple[int, ...]
+    held: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def of_whole(self) -> tuple[slice, ...]:
+        return tuple(slice(a, a + n) for a, n in zip(self.start, self.sizes, strict=True))
+
+    @property
+    def of_shard(self) -> tuple[slice, ...]:
+        return tuple(slice(a, a + n) for a, n in zip(self.held, self.sizes, strict=True))
+
+
+def is_sharded(parameter: StoredParameter) -> bool:
+    return any(p.is_shard for p in parameter.stored.spec.placements)
+
+
+def padding(parameter: StoredParameter) -> tuple[int, ...]:
+    """How much longer each dim is in storage than the user's."""
+    stored = (math.prod(factors) for factors in parameter.dims)
+    return tuple(a - b for a, b in zip(stored, parameter.shape, strict=True))
+
+
+def extended(whole: Tensor, parameter: StoredParameter) -> Tensor:
+    """A whole tensor of the user's shape with zeros for padding."""
+    more = padding(parameter)
+    return F.pad(whole, [n for m in reversed(more) for n in (0, m)]) if any(more) else whole
+
+
+def local_shard(
+    whole: Tensor, parameter: StoredParameter, sizes: Sequence[int], coordinate: Sequence[int]
+) -> Tensor:
+    """The part of `whole` that the rank at `coordinate` keeps; contiguous, in memory of its own."""
+    part = shard(
+        extended(whole.detach(), parameter),
+        parameter.dims,
+        parameter.stored.spec,
+        sizes,
+        coordinate,
+    )
+    memory = part.untyped_storage()
+    is_view = memory.data_ptr() == whole.untyped_storage().data_ptr()
+    # Two strided cuts leave a view of an intermediate copy.
+    if is_view or memory.nbytes() != part.nbytes:
+        return part.clone(memory_format=torch.contiguous_format)
+    return part.contiguous()
+
+
+def boxes(
+    parameter: StoredParameter,
+    sizes: Sequence[int],
+    coordinate: Sequence[int],
+    whole_dims: frozenset[int] = frozenset(),
+) -> tuple[Box, ...]:
+    """The blocks of the whole tensor that the rank at `coordinate` keeps, in order.
+
+    Those of its shard where `whole_dims` were gathered.
+    """
+    runs = [
+        [(0, 0, size)] if dim in whole_dims else _runs(parameter, dim, sizes, coordinate)
+        for dim, size in enumerate(parameter.shape)
+    ]
+    return tuple(
+        Box(
+            tuple(run[0] for run in chosen),
+            tuple(run[1] for run in chosen),
+            tuple(run[2] for run in chosen),
+        )
+        for chosen in itertools.product(*runs)
+    )
+
+
+def without_padding(
+    local: Tensor,
+    parameter: StoredParameter,
+    sizes: Sequence[int],
+    coordinate: Sequence[int],
+    whole_dims: frozenset[int] = frozenset(),
+) -> Tensor:
+    """The part of a shard that the user's tensor has: a view. Arguments are those of `boxes`."""
+    out = local
+    for dim, more in enumerate(padding(parameter)):
+        if more and dim in whole_dims:
+            out = out.narrow(dim, 0, parameter.shape[dim])
+        elif more:
+            runs = _runs(parameter, dim, sizes, coordinate)
+            out = out.narrow(dim, 0, sum(length for *_, length in runs))
+    return out
+
+
+def _runs(
+    parameter: StoredParameter, dim: int, sizes: Sequence[int], coordinate: Sequence[int]
+) -> list[tuple[int, int, int]]:
+    """(start in the whole dim, start in the shard, length) of what is kept of one dim."""
+    spec, size = parameter.stored.spec, parameter.shape[dim]
+    if not any(p.is_shard and p.dim == dim for p in spec.placements):
+        return [(0, 0, size)]
+    alone = tuple(S(0, p.factor) if p.is_shard and p.dim == dim else I for p in spec.placements)
+    whole = torch.arange(size + padding(parameter)[dim])
+    kept = shard(whole, (parameter.dims[dim],), Spec(alone, spec.order), sizes, coordinate)
+    kept = kept[kept < size]  # padding is at the end of the whole, so of a shard too
+    if not len(kept):
+        return []
+    cuts = (kept.diff() != 1).nonzero().flatten().add(1).tolist()
+    begins, ends = [0, *cuts], [*cuts, len(kept)]
+    return [(int(kept[a]), a, b - a) for a, b in zip(begins, ends, strict=True)]
+
+
+def gather_whole(
+    local: Tensor,
+    parameter: StoredParameter,
+    sizes: Sequence[int],
+    groups: Groups,
+    only_dims: frozenset[int] | None = None,
+) -> Tensor:
+    """The whole tensor from its shards, or just `only_dims` of it whole; on every rank.
+
+    Whole dims are without padding. The inverse of `local_shard`; every rank of the stage must
+    call it. `groups` holds a group for each single axis that shards the parameter.
+    """
+    spec = parameter.stored.spec
+    dims = [list(factors) for factors in parameter.dims]
+    for axis, placement in enumerate(spec.placements):
+        if placement.is_shard:
+            dims[placement.dim][placement.factor] //= sizes[axis]
+    out = local.detach()
+    for axis in reversed(spec.order or range(len(sizes))):
+        placement = spec.placements[axis]
+        if not placement.is_shard or (only_dims is not None and placement.dim not in only_dims):
+            continue
+        dim, factor = placement.cell
+        outer = math.prod(dims[dim][:factor])
+        out = groups[(axis,)].all_gather(out, Split(dim, outer))
+        dims[dim][factor] *= sizes[axis]
+    more = padding(parameter)
+    padded = [d for d, n in enumerate(parameter.shape) if more[d] and out.shape[d] == n + more[d]]
+    for dim in padded:
+        out = out.narrow(dim, 0, parameter.shape[dim])
+    return out.clone() if padded else out  # a view would be saved with the padding
+
+
+def axis_groups(mesh: DeviceMesh) -> dict[tuple[int, ...], Group]:
+    """The groups of single axes of a torch `DeviceMesh`, as `gather_whole` takes them."""
+    names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
+    found: dict[tuple[int, ...], Group] = {}
+    for axis, name in enumerate(names):
+        process_group = mesh.get_group(axis)
+        ranks = dist.get_process_group_ranks(process_group)
+        found[(axis,)] = DistGroup(ranks, mesh.get_local_rank(axis), (name,), process_group)
+    return found

@@ -1,0 +1,327 @@
+"""Weights: the initial values of a rank's shards, from a model, an initialiser or a file.
+
+    "rank0"   rank 0's model: one whole parameter at a time is broadcast, each rank cuts
+              its shard
+    "init"    a model on `meta`: every rank initialises the same values, one group of modules
+              at a time, and keeps its shard (`initialise`)
+    a path    a .safetensors file, a folder of them, or a checkpoint: each rank reads only the
+              boxes of its shards (`sharding.boxes`)
+
+A parameter that several stages use is read and drawn under its owner's name, by all of them.
+At no time does a rank hold more than one whole parameter (or group) beyond the user's model,
+which is never modified.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from autopar.program import ChangedBuffer, StoredParameter
+from autopar.runtime.state import dcp
+from autopar.runtime.state.initialise import initial_values
+from autopar.runtime.state.names import (
+    StateError,
+    all_names,
+    check_buffer,
+    constant_buffers,
+    match_names,
+    own_rank,
+    together,
+    world_size,
+)
+from autopar.runtime.state.optimizer_state import OPTIMIZER_PREFIX
+from autopar.runtime.state.sharding import boxes, local_shard
+from autopar.runtime.state.stage_state import StageState
+
+_INDEX = "model.safetensors.index.json"
+
+
+def initial_shards(
+    place: StageState,
+    weights: str | os.PathLike[str],
+    model: nn.Module,
+    seed: int | None = None,
+    buffers: Mapping[str, Tensor] | None = None,
+) -> dict[str, nn.Parameter]:
+    """This rank's shard of every parameter of its stage, by name; `requires_grad` is the model's.
+
+    A mirror gets its owner's values. `seed` is that of weights="init", by default rank 0's
+    `torch.initial_seed()`. `buffers` are those that the stage changes (`changed_buffers`), with
+    the model's values; from rank 0 and from a path they get new ones. Where `torch.distributed`
+    is initialised this is a collective of the whole world.
+
+    Raises `StateError` on all ranks when names or shapes do not fit, listing them, or when
+    there is nothing to read values from.
+    """
+    if weights == "rank0":
+        shards = _from_rank0(place, model)
+        _buffers_from_rank0(place, model, buffers or {})
+    elif weights == "init":
+        shared = _shared_seed(seed)
+        with together():
+            shards = _initialised(place, model, shared)
+    else:
+        shards = {
+            p.name: torch.zeros(p.stored.shape, dtype=p.stored.dtype, device=place.device)
+            for p in place.parameters  # padding is in no file
+        }
+        _fill_from_path(place, shards, Path(weights), model, buffers or {})
+    return {
+        p.name: nn.Parameter(
+            shards[p.name].to(place.device, p.stored.dtype), requires_grad=p.requires_grad
+        )
+        for p in place.parameters
+    }
+
+
+def initial_buffers(
+    model: nn.Module, device: torch.device, seed: int | None = None
+) -> dict[str, Tensor]:
+    """The persistent buffers, as `model.state_dict()` has them; copies on `device`.
+
+    A buffer on `meta` gets the value its module's initialiser gives it, whatever the weights.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    held = {n: v for n, v in model.state_dict().items() if n not in parameters}
+    empty = [n for n, v in held.items() if isinstance(v, Tensor) and v.is_meta]
+    seed = torch.initial_seed() if seed is None else seed
+    filled = dict(initial_values(model, empty, seed)) if empty else {}
+    return {
+        name: filled.get(name, value).detach().to(device, copy=True)
+        for name, value in held.items()
+        if isinstance(value, Tensor)  # not a module's extra state
+    }
+
+
+def changed_buffers(
+    place: StageState, model: nn.Module, seed: int | None = None
+) -> dict[str, Tensor]:
+    """What the model has in the buffers that this rank's stage changes, persistent or not.
+
+    A buffer on `meta` gets the value its module's initialiser gives it.
+    """
+    held = {b.name: model.get_buffer(b.name).detach() for b in place.changed}
+    empty = [name for name, value in held.items() if value.is_meta]
+    seed = torch.initial_seed() if seed is None else seed
+    held |= dict(initial_values(model, empty, seed)) if empty else {}
+    return {b.name: held[b.name].to(place.device, b.local.dtype, copy=True) for b in place.changed}
+
+
+# -- from the model ----------------------------------------------------------------------------
+
+
+def _from_rank0(place: StageState, model: nn.Module) -> dict[str, Tensor]:
+    values: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    with together():
+        if own_rank() == 0:
+            _check_model(place.owners, values)
+    shards = {}
+    for owned in place.owners:
+        dtype = owned.stored.dtype
+        if world_size() == 1:
+            whole = values[owned.name]
+        elif own_rank() == 0:
+            whole = values[owned.name].detach().to(place.device, dtype).contiguous()
+        else:
+            whole = torch.empty(owned.shape, dtype=dtype, device=place.device)
+        if world_size() > 1:
+            dist.broadcast(whole, src=0)
+        kept = place.held.get(owned.name)
+        if kept is not None:
+            shards[kept.name] = local_shard(whole, kept, place.sizes, place.coordinate)
+    return shards
+
+
+def _buffers_from_rank0(place: StageState, model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Models of other ranks may hold other values, or none."""
+    if world_size() == 1:
+        return
+    for program in place.pipeline.stages:
+        for buffer in program.changed:
+            value = torch.empty(buffer.shape, dtype=buffer.local.dtype, device=place.device)
+            if own_rank() == 0:
+                value.copy_(model.get_buffer(buffer.name))
+            dist.broadcast(value, src=0)
+            if buffer in place.changed:
+                buffers[buffer.name].copy_(value)
+
+
+def _check_model(parameters: Sequence[StoredParameter], values: Mapping[str, Tensor]) -> None:
+    match_names(parameters, {n: tuple(v.shape) for n, v in values.items()}, {}, "the model")
+    empty = [p.name for p in parameters if values[p.name].is_meta]
+    if empty:
+        raise StateError(
+            f'weights="rank0" needs values, but the model of rank 0 is on meta: {empty[0]}'
+            + (f" and {len(empty) - 1} more" if len(empty) > 1 else ""),
+            hint='use weights="init" or a path, or build the model on CPU',
+        )
+
+
+def _shared_seed(seed: int | None) -> int:
+    """`seed`, or rank 0's; every rank must draw the same values."""
+    held: list[Any] = [torch.initial_seed() if seed is None else seed]
+    if world_size() > 1:
+        dist.broadcast_object_list(held, src=0)
+    return int(held[0])
+
+
+def _initialised(place: StageState, model: nn.Module, seed: int) -> dict[str, Tensor]:
+    """Drawn under the owners' names, so that a mirror's values are its owner's."""
+    shards = {}
+    for name, value in initial_values(model, list(place.held), seed):
+        kept = place.held[name]
+        shards[kept.name] = local_shard(value, kept, place.sizes, place.coordinate)
+    return shards
+
+
+# -- from files --------------------------------------------------------------------------------
+
+
+def _fill_from_path(
+    place: StageState,
+    shards: Mapping[str, Tensor],
+    path: Path,
+    model: nn.Module,
+    changed: Mapping[str, Tensor],
+) -> None:
+    constants: dict[str, Tensor] = {}
+    with together():
+        if not path.exists():
+            raise StateError(
+                f"weights={str(path)!r}: there is no such file or folder",
+                hint='weights are "rank0", "init", a .safetensors file, a folder of them, or a '
+                "checkpoint folder",
+            )
+        held = initial_buffers(model, torch.device("cpu"))
+        constants = constant_buffers(held, place.changed_anywhere)
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    fits = _Fits(place.entries, str(path), constants, tuple(ignored))
+    if path.is_dir() and dcp.is_dcp_folder(path):
+        _fill_from_checkpoint(fits, place, shards, path, changed)
+        return
+    with together(), _Safetensors(path) as files:
+        names = fits.match(files.shapes)
+        for owner, kept in place.held.items():
+            for box in boxes(kept, place.sizes, place.coordinate):
+                part = files.read(names[owner], box.of_whole)
+                shards[kept.name][box.of_shard].copy_(part)
+        for buffer in place.changed:
+            if buffer.persistent:
+                changed[buffer.name].copy_(files.read(names[buffer.name]))
+        for name in sorted(constants.keys() & files.shapes.keys()):
+            check_buffer(name, files.read(name), constants, str(path))
+
+
+@dataclass(frozen=True)
+class _Fits:
+    """What the model has, and what the source may hold beside it."""
+
+    wanted: Sequence[StoredParameter | ChangedBuffer]
+    source: str
+    constants: Mapping[str, Tensor]
+    ignored: tuple[str, ...]
+
+    def match(self, given: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+        """Wanted -> name in the source; transformers' own list of stale keys is honoured."""
+        known = {name for value in self.wanted for name in all_names(value)} | set(self.constants)
+        kept = {
+            name: shape
+            for name, shape in given.items()
+            if name in known or not any(re.search(pattern, name) for pattern in self.ignored)
+        }
+        return match_names(self.wanted, kept, self.constants, self.source)[0]
+
+
+def _fill_from_checkpoint(
+    fits: _Fits,
+    place: StageState,
+    shards: Mapping[str, Tensor],
+    path: Path,
+    changed: Mapping[str, Tensor],
+) -> None:
+    names: dict[str, str] = {}
+    stored: dict[str, tuple[int, ...]] = {}
+    with together():
+        stored |= {
+            name: tuple(entry.size)
+            for name, entry in dcp.stored_tensors(path).items()
+            if not name.startswith(OPTIMIZER_PREFIX)
+        }
+        names = fits.match(stored)
+    values: dict[str, Tensor] = {
+        names[owner]: dcp.WholeOnDisk(
+            shards[kept.name], boxes(kept, place.sizes, place.coordinate), kept.shape
+        )
+        for owner, kept in place.held.items()
+    }
+    values |= {names[b.name]: changed[b.name] for b in place.changed if b.persistent}
+    held = {n: torch.empty_like(b) for n, b in fits.constants.items() if n in stored}
+    dcp.read(values | held, path)
+    with together():
+        for name, value in held.items():
+            check_buffer(name, value, fits.constants, fits.source)
+
+
+class _Safetensors:
+    """One .safetensors file, or a folder of them with or without an index."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._stack = ExitStack()
+        self._of: dict[str, Any] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+
+    def __enter__(self) -> _Safetensors:
+        for file in self._files():
+            try:
+                opened = self._stack.enter_context(safe_open(file, framework="pt", device="cpu"))
+            except SafetensorError as error:
+                raise StateError(f"cannot read weights from {file}: {error}") from error
+            for name in opened.keys():  # noqa: SIM118 - not a mapping
+                self._of[name] = opened
+                self.shapes[name] = tuple(opened.get_slice(name).get_shape())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
+        """A block of one tensor; only its bytes are read."""
+        if not index:
+            return self._of[name].get_tensor(name)
+        return self._of[name].get_slice(name)[index]
+
+    def _files(self) -> list[Path]:
+        if self.path.is_file():
+            if self.path.suffix != ".safetensors":
+                raise StateError(
+                    f"weights={str(self.path)!r} is not a .safetensors file",
+                    hint="save the state dict with safetensors.torch.save_file",
+                )
+            return [self.path]
+        index = self.path / _INDEX
+        if index.is_file():
+            listed = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            absent = [name for name in listed if not (self.path / name).is_file()]
+            if absent:
+                raise StateError(f"{index} lists files that are not there: {', '.join(absent)}")
+            return [self.path / name for name in listed]
+        found = sorted(self.path.glob("*.safetensors"))
+        if not found:
+            raise StateError(
+                f"{self.path} holds neither .safetensors files nor a finished checkpoint",
+                hint="a checkpoint whose save was interrupted is not loaded",
+            )
+        return found

@@ -1,0 +1,1 @@
+"""What tests share: models, jobs of worker processes, drawn calls; no tests."""
