@@ -14,7 +14,7 @@ from autopar.mesh import Mesh
 from autopar.module import ParallelModule
 from autopar.options import Options
 from autopar.planning import ExampleInputs, Plan, capture_step, plan_program, settled_heap
-from autopar.report import Compared, Comparison
+from autopar.report import ComparedPlan, Comparison
 from autopar.runtime import state
 
 
@@ -117,9 +117,9 @@ def compare(*plans: Plan) -> Comparison:
             hint="plan.explain() lists the alternatives to one",
         )
     compared = tuple(
-        Compared(made.data, made.predicted, tuple(made.collectives()))
+        ComparedPlan(made.data, made.predicted, tuple(made.collectives()))
         if made.bound
-        else Compared(made.data)
+        else ComparedPlan(made.data)
         for made in plans
     )
     return Comparison(tuple(f"plan {k}" for k in range(1, len(plans) + 1)), compared)

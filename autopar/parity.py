@@ -35,7 +35,7 @@ from autopar.runtime.state import extended, local_shard
 TOLERANCE = {"fp64": 1e-10, "model": 1e-6}
 
 
-class Step(NamedTuple):
+class StepResult(NamedTuple):
     """What one step gives; gradients and buffers by name."""
 
     loss: Tensor
@@ -126,7 +126,7 @@ def reference(
     buffers: Mapping[str, Tensor],
     n_microbatches: int = 1,
     seed: int = 0,
-) -> Step:
+) -> StepResult:
     """The step of the captured program on one process; it starts from `buffers`."""
     changed = dict(buffers)
     total = torch.zeros(())
@@ -137,7 +137,7 @@ def reference(
         total = total + loss.detach()
     if program.accumulation is None:
         change_buffers(program, parameters, inputs, changed, n_microbatches - 1)
-    return Step(total, _gradients(parameters), changed)
+    return StepResult(total, _gradients(parameters), changed)
 
 
 def _gradients(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -152,7 +152,7 @@ def _thread_errors(
     parameters: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
     inputs: Mapping[str, Tensor],
-    wanted: Step,
+    wanted: StepResult,
 ) -> dict[str, float]:
     assert plan.bound is not None
     pipeline, program = plan.bound.pipeline, plan.bound.analysis.program
@@ -160,7 +160,7 @@ def _thread_errors(
     constants = {k: make() for k, make in program.constants.items()}
     given = {n: inputs[info.path] for n, info in program.inputs.items()}
 
-    def run(world: ThreadWorld) -> Step:
+    def run(world: ThreadWorld) -> StepResult:
         k = pipeline.stage_of(world.rank)
         mesh = pipeline.meshes[k]
         coordinate = mesh.coordinate(world.rank)
@@ -176,7 +176,7 @@ def _thread_errors(
         )
         held = {name: value.clone() for name, value in buffers.items()}
         executor = Executor(pipeline, world.rank, codes[k], environment, constants, held)
-        return Step(executor.step(stored, given), _gradients(stored), held)
+        return StepResult(executor.step(stored, given), _gradients(stored), held)
 
     results = run_threads(run, pipeline.n_ranks)
     errors = {"loss": max(relative_error(found.loss, wanted.loss) for found in results)}

@@ -45,7 +45,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from autopar.mesh import Mesh
 from autopar.options import Options
-from autopar.passes.search.effort import Effort
+from autopar.passes.search.effort import PlanningStats
 from autopar.planning.plan import plan_program
 from autopar.planning.step_capture import capture_step
 from autopar.units import format_bytes, format_seconds
@@ -157,7 +157,7 @@ class Measured:
     memory_bytes: int = 0
     wall_s: float = 0.0
     peak_bytes: int = 0
-    effort: Effort = field(default_factory=Effort)
+    effort: PlanningStats = field(default_factory=PlanningStats)
 
 
 class Phases:
@@ -191,7 +191,7 @@ def measure(name: str) -> Measured:
     return Measured(
         name, plan_s, phases.spent_s, len(plan.data.alternatives), plan.data.chosen,
         plan.objective_s, plan.gap, _most_held_bytes() - before_bytes, wall_s, _most_held_bytes(),
-        plan.effort or Effort(),
+        plan.effort or PlanningStats(),
     )  # fmt: skip
 
 
@@ -207,7 +207,7 @@ def in_process(name: str) -> Measured:
     if done.returncode:
         raise SystemExit(f"{name}: {done.stderr.strip()}")
     found = json.loads(done.stdout.splitlines()[-1])
-    return Measured(**found | {"effort": Effort(**found["effort"])})
+    return Measured(**found | {"effort": PlanningStats(**found["effort"])})
 
 
 def table_of(rows: Sequence[Measured]) -> Table:

@@ -31,7 +31,7 @@ from autopar.passes.inter.layers import find_layers
 from autopar.passes.inter.submeshes import submesh_sizes, views_of
 from autopar.passes.intra.constraints import Constraints
 from autopar.passes.search.evaluator import Evaluator
-from autopar.passes.search.outcome import Outcome
+from autopar.passes.search.outcome import PlanningResult
 from autopar.passes.search.planner import Planner
 from autopar.passes.search.simulator import Simulator
 from autopar.plans.predicted import Predicted
@@ -50,7 +50,7 @@ class Choices:
     def hardware(self) -> Hardware:
         return resolve(self.mesh, compute_dtype(self.analysis))
 
-    def planned(self) -> Outcome:
+    def planned(self) -> PlanningResult:
         """What the planner takes."""
         return Planner(self.analysis, self.mesh, self.options, self._predicted).run()
 

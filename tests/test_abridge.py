@@ -23,7 +23,7 @@ from autopar.passes.analysis.analysis import Analysis
 from autopar.passes.analysis.cutting import cut
 from autopar.passes.analysis.folding import Folded, find_runs, fold
 from autopar.passes.analysis.recompute import MODES, recomputed_operators
-from autopar.passes.intra.chooser import Ask, Chooser
+from autopar.passes.intra.chooser import Chooser, PlacementRequest
 from autopar.passes.intra.constraints import Constraints
 from autopar.passes.lowering.abridger import Abridger
 from autopar.passes.lowering.lines import lower
@@ -48,13 +48,13 @@ def deep() -> Folded:
 
 def strategy_of(program: Folded, sizes: tuple[int, ...]) -> Strategy:
     """The fastest."""
-    ask = Ask(machine(sizes), 1, Constraints())
+    ask = PlacementRequest(machine(sizes), 1, Constraints())
     return Chooser(program, "adamw").choose(ask, None).strategy
 
 
 def within_budgets(program: Folded, shares: Sequence[float]) -> Iterator[Strategy]:
     """The fastest on four devices with so much of the bytes between the leanest and the fastest."""
-    chooser, ask = Chooser(program, "adamw"), Ask(machine((4,)), 4, Constraints())
+    chooser, ask = Chooser(program, "adamw"), PlacementRequest(machine((4,)), 4, Constraints())
     free = chooser.choose(ask, None)
     with pytest.raises(InfeasibleError) as caught:
         chooser.choose(ask, 1.0)
@@ -133,7 +133,9 @@ def test_stages_of_a_pipeline(shift: int) -> None:
     for program in cut(whole.program, ends):
         part = whole.part(program)
         runs, cost = find_runs(part), machine((2, 2))
-        chosen = Chooser(fold(part, runs), "adamw").choose(Ask(cost, 4, Constraints()), None)
+        chosen = Chooser(fold(part, runs), "adamw").choose(
+            PlacementRequest(cost, 4, Constraints()), None
+        )
         few = Abridger(part, runs).lower(chosen.strategy, cost)
         assert few.repeats
         complete = lower(part, chosen.strategy, cost)

@@ -13,7 +13,7 @@ from autopar.passes.analysis.analysis import Analysis
 from autopar.passes.analysis.cutting import cut
 from autopar.passes.analysis.equal_parts import Numbered, lowered_as, renamed
 from autopar.passes.analysis.folding import find_runs
-from autopar.passes.intra.chooser import Ask, choose
+from autopar.passes.intra.chooser import PlacementRequest, choose
 from autopar.passes.intra.constraints import Constraints
 from autopar.passes.lowering.lines import lower
 from autopar.program.pipeline import Pipeline
@@ -46,7 +46,9 @@ def stages(analysis: Analysis, *n_blocks: int, shift: int = 0) -> list[Analysis]
 
 def strategy_of(part: Analysis) -> Strategy:
     """Of the stages of one node, with two microbatches in flight."""
-    return choose(part, Ask(machine((2, 2)), 2, Constraints(), 2), "adamw", None).strategy
+    return choose(
+        part, PlacementRequest(machine((2, 2)), 2, Constraints(), 2), "adamw", None
+    ).strategy
 
 
 def test_stages_of_as_many_blocks_are_alike() -> None:

@@ -20,7 +20,7 @@ import autopar
 from autopar.capture import capture
 from autopar.cost.laws.model import CostModel
 from autopar.passes.analysis.analysis import Analysis
-from autopar.passes.intra.chooser import Ask, choose
+from autopar.passes.intra.chooser import PlacementRequest, choose
 from autopar.passes.intra.constraints import Constraints
 from autopar.passes.intra.intra_op import intra_op_problem
 from autopar.placement.moves import Split
@@ -188,7 +188,10 @@ class Placed:
         analysis, cost = Analysis.of(program), abstract_cost(sizes)
         limits = Constraints(frozenset(forbid))
         return Placed(
-            analysis, cost, choose(analysis, Ask(cost, 1, limits), "adamw", None).strategy, batch
+            analysis,
+            cost,
+            choose(analysis, PlacementRequest(cost, 1, limits), "adamw", None).strategy,
+            batch,
         )
 
     @property
@@ -235,7 +238,7 @@ def test_keys_that_the_model_repeats() -> None:
     """A Llama whose keys are expanded to its heads: keys over one axis, groups over the other."""
     analysis, cost = model_case("llama").analysis, abstract_cost((2, 2))
     limits = Constraints(frozenset({"sequence", "data"}))
-    strategy = choose(analysis, Ask(cost, 1, limits), "adamw", None).strategy
+    strategy = choose(analysis, PlacementRequest(cost, 1, limits), "adamw", None).strategy
     placed = Placed(analysis, cost, strategy, model_case("llama").batch(0))
     assert [str(s) for s in placed.attention.inputs[:3]] == ["S(1) S(1.1)"] * 3
     assert placed.wrong() == {}

@@ -24,7 +24,7 @@ from transformers import (
 from autopar.capture import capture
 from autopar.errors import NotSupportedError
 from autopar.passes.analysis.analysis import Analysis
-from autopar.passes.intra.chooser import Ask, choose
+from autopar.passes.intra.chooser import PlacementRequest, choose
 from autopar.passes.intra.constraints import Constraints
 from autopar.passes.intra.intra_op import intra_op_problem
 from tests.harness import (
@@ -191,7 +191,7 @@ def test_parity_of_random_assignments(
 @pytest.mark.parametrize("name", ["bert", "t5", "t5-gated", "t5-padded", "t5-labels"])
 def test_parity_of_the_best_plan_that_splits_rows_and_tensors(name: str) -> None:
     found, cost = analysis(name), abstract_cost((2, 2))
-    chosen = choose(found, Ask(cost, 4, MEGATRON), "adamw", None)
+    chosen = choose(found, PlacementRequest(cost, 4, MEGATRON), "adamw", None)
     step = thread_step(found, cost, chosen.strategy, CASES[name][1](3), 3)
     assert step.wrong == {}
 

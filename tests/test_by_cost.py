@@ -25,7 +25,7 @@ from autopar.capture import capture
 from autopar.cost.laws.model import CostModel
 from autopar.mesh import Device, Link, LogicalMesh
 from autopar.passes.analysis.analysis import Analysis
-from autopar.passes.intra.chooser import Ask, choose
+from autopar.passes.intra.chooser import PlacementRequest, choose
 from autopar.passes.intra.constraints import Constraints
 from autopar.passes.lowering.lines import lower
 from autopar.placement.spec import I, Placement, R, S
@@ -89,7 +89,9 @@ class Planned:
 def plan(model: nn.Module, x: Tensor, precision: str, *forbid: str) -> Planned:
     analysis = Analysis.of(capture(model, (x,), precision=precision))
     cost = CostModel(MESH, DTYPES[precision])
-    chosen = choose(analysis, Ask(cost, 1, Constraints(NO_ZERO | set(forbid))), "adamw", None)
+    chosen = choose(
+        analysis, PlacementRequest(cost, 1, Constraints(NO_ZERO | set(forbid))), "adamw", None
+    )
     program = lower(analysis, chosen.strategy, cost)
     return Planned(analysis, cost, chosen.strategy, program, x.double())
 

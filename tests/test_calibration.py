@@ -16,7 +16,7 @@ from torch import nn
 import autopar
 from autopar.calibration import calibrate
 from autopar.calibration.fit import fit_link, fit_memory, fit_products, fit_steps, median_error
-from autopar.calibration.machine import Machine
+from autopar.calibration.machine import LocalMachine
 from autopar.calibration.result import Calibration
 from autopar.calibration.samples import CPU, OperatorSample, Samples, StepSample, TransferSample
 from autopar.cost.hardware.hardware import load_profile, resolve
@@ -26,7 +26,7 @@ from autopar.errors import CalibrationError, OptionError
 from autopar.mesh import Link, Mesh
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
-CPU_MACHINE = Machine("a CPU", False, 2, 16 << 30, 300 << 20)
+CPU_MACHINE = LocalMachine("a CPU", False, 2, 16 << 30, 300 << 20)
 
 
 def magnitudes(low: float, high: float) -> st.SearchStrategy[float]:

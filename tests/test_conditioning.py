@@ -17,7 +17,11 @@ from autopar.passes.solvers.eliminate.conditioning import (
     plan_conditioned,
 )
 from autopar.passes.solvers.eliminate.elimination import minimise
-from autopar.passes.solvers.eliminate.elimination_order import Limits, TooWide, plan_elimination
+from autopar.passes.solvers.eliminate.elimination_order import (
+    TableLimits,
+    TooWide,
+    plan_elimination,
+)
 from autopar.passes.solvers.problem import ChoiceProblem, Edge
 from autopar.passes.solvers.problem.potentials import Potentials, Weights
 from autopar.passes.solvers.problem.problems import ChoiceProblems
@@ -42,7 +46,7 @@ def small_tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     conditioning._planned.cache_clear()
 
 
-def conditioned(problem: ChoiceProblem, limits: Limits | None = None) -> ConditionedPlan:
+def conditioned(problem: ChoiceProblem, limits: TableLimits | None = None) -> ConditionedPlan:
     return plan_conditioned(problem.sizes, axes_of(problem.edges), limits=limits)
 
 
@@ -101,7 +105,7 @@ def test_tables_without_hubs_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan_elimination(problem).largest >= 4**5
     assert max(plan.first.largest, plan.core.largest) <= 4**3
     with pytest.raises(TooWide, match="beside 3 hubs"):
-        conditioned(problem, Limits(table_entries=2))
+        conditioned(problem, TableLimits(table_entries=2))
 
 
 @pytest.mark.usefixtures("small_tables")
@@ -156,7 +160,7 @@ def test_several_problems_of_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     scaled = tuple(cost * (0.5 + rng.random((3, 1))) for cost in several.cost_s)
     problems = ChoiceProblems(3, several.names, scaled, several.tie, several.bytes, several.edges)
     alone = [hull_corners(problems.of(i), 5) for i in range(3)]
-    monkeypatch.setattr("autopar.passes.solvers.hull.QUICK", Limits(table_entries=3**3))
+    monkeypatch.setattr("autopar.passes.solvers.hull.QUICK", TableLimits(table_entries=3**3))
     together = hull_corners_of(problems.some(range(3)), 5)
     for i, (found, wanted) in enumerate(zip(together, alone, strict=True)):
         assert isinstance(found, list) and isinstance(wanted, list)

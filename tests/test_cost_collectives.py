@@ -7,7 +7,7 @@ import sympy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cost.hardware.topology import Group, even_group, flat_group, group_of
+from autopar.cost.hardware.topology import LinkGroup, even_group, flat_group, group_of
 from autopar.cost.laws import formulas
 from autopar.cost.laws.collectives import (
     algorithms_of,
@@ -47,7 +47,7 @@ def placed_links(draw: st.DrawFn, in_switch: bool = True) -> tuple[Link, Link]:
 
 
 @st.composite
-def groups(draw: st.DrawFn) -> Group:
+def groups(draw: st.DrawFn) -> LinkGroup:
     """Every so many ranks, from anywhere on the machine: nodes may hold unequal numbers."""
     ranks_per_node, first = draw(st.integers(1, 16)), draw(st.integers(0, 16))
     stride, n_ranks = draw(st.sampled_from([1, 2, 3, 4, 8])), draw(st.integers(2, 256))
@@ -55,7 +55,7 @@ def groups(draw: st.DrawFn) -> Group:
     return group_of(members, ranks_per_node, *draw(placed_links()))
 
 
-def symbolic_time_s(kind: str, algorithm: str, size_bytes: int, group: Group) -> float:
+def symbolic_time_s(kind: str, algorithm: str, size_bytes: int, group: LinkGroup) -> float:
     log2 = (sympy.ceiling(sympy.log(k, 2)) for k in (group.n_ranks, group.n_nodes, group.per_node))
     across = group.inside if group.n_nodes == 1 else group.across
     ports = (across.latency_s, across.s_per_byte, group.inside.latency_s, group.inside.s_per_byte)
@@ -66,7 +66,7 @@ def symbolic_time_s(kind: str, algorithm: str, size_bytes: int, group: Group) ->
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("group", GROUPS, ids=lambda g: f"{g.n_ranks} on {g.n_nodes}")
-def test_time_is_the_least_of_the_symbolic_formulas(kind: str, group: Group) -> None:
+def test_time_is_the_least_of_the_symbolic_formulas(kind: str, group: LinkGroup) -> None:
     for size_bytes in (0, 1000, 10**6, 10**10):
         times = {
             name: symbolic_time_s(kind, name, size_bytes, group)
@@ -129,7 +129,7 @@ def test_the_switch_sums_as_fast_as_measured(n_ranks: int, algorithm_bytes_per_s
 
 
 @given(size_bytes=sizes_bytes, group=groups())
-def test_all_reduce_is_reduce_scatter_then_all_gather(size_bytes: int, group: Group) -> None:
+def test_all_reduce_is_reduce_scatter_then_all_gather(size_bytes: int, group: LinkGroup) -> None:
     whole = collective_time_s("all_reduce", size_bytes, group)
     halves = [collective_time_s(k, size_bytes, group) for k in ("reduce_scatter", "all_gather")]
     if group.in_switch_s_per_byte is None:
@@ -167,7 +167,7 @@ def test_hierarchical_is_flat_in_one_node_and_with_one_rank_in_each(kind: str, f
 
 
 @given(kind=kinds, size_bytes=sizes_bytes, more=sizes_bytes, group=groups())
-def test_time_grows_with_bytes(kind: str, size_bytes: int, more: int, group: Group) -> None:
+def test_time_grows_with_bytes(kind: str, size_bytes: int, more: int, group: LinkGroup) -> None:
     less_s = collective_time_s(kind, size_bytes, group)
     assert less_s <= collective_time_s(kind, size_bytes + more, group) * (1 + 1e-12)
 
@@ -209,7 +209,9 @@ def test_time_grows_with_nodes(
 
 
 @given(kind=kinds, size_bytes=st.integers(1, 2**40), group=groups(), faster=st.floats(1, 1e3))
-def test_time_falls_with_bandwidth(kind: str, size_bytes: int, group: Group, faster: float) -> None:
+def test_time_falls_with_bandwidth(
+    kind: str, size_bytes: int, group: LinkGroup, faster: float
+) -> None:
     quick_s = collective_time_s(kind, size_bytes, sped_up(group, faster))
     slow_s = collective_time_s(kind, size_bytes, group)
     assert quick_s <= slow_s * (1 + 1e-12)
@@ -218,14 +220,14 @@ def test_time_falls_with_bandwidth(kind: str, size_bytes: int, group: Group, fas
 
 @given(kind=kinds, size_bytes=st.integers(1, 2**40), group=groups(), faster=st.floats(1, 1e3))
 def test_time_without_latency_is_inverse_in_bandwidth(
-    kind: str, size_bytes: int, group: Group, faster: float
+    kind: str, size_bytes: int, group: LinkGroup, faster: float
 ) -> None:
     free = sped_up(group, 1.0, latency=0.0)
     one_s = collective_time_s(kind, size_bytes, sped_up(free, faster))
     assert collective_time_s(kind, size_bytes, free) == pytest.approx(faster * one_s, rel=1e-12)
 
 
-def sped_up(group: Group, faster: float, latency: float = 1.0) -> Group:
+def sped_up(group: LinkGroup, faster: float, latency: float = 1.0) -> LinkGroup:
     """The same group on links of `faster` times the bandwidth."""
 
     def quick(link: Link) -> Link:
@@ -234,7 +236,7 @@ def sped_up(group: Group, faster: float, latency: float = 1.0) -> Group:
         return Link(link.latency_s * latency, link.s_per_byte / faster, summing)
 
     links = quick(group.inside), quick(group.across)
-    return Group(group.n_ranks, group.n_nodes, group.per_node, *links)
+    return LinkGroup(group.n_ranks, group.n_nodes, group.per_node, *links)
 
 
 @given(
@@ -266,7 +268,7 @@ def test_summing_costs_gamma_where_something_is_summed() -> None:
 
 
 def test_a_group_runs_the_algorithms_of_its_placement() -> None:
-    def found(group: Group) -> str:
+    def found(group: LinkGroup) -> str:
         return " ".join(algorithms_of("all_reduce", group))
 
     assert found(flat_group(8, LINK)) == "ring halving_doubling"

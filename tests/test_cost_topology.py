@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cost.hardware.topology import Group, even_group, flat_group, group_of, group_on
+from autopar.cost.hardware.topology import LinkGroup, even_group, flat_group, group_of, group_on
 from autopar.cost.laws.formulas import SYMBOLS, formula
 from autopar.cost.laws.model import CostModel
 from autopar.mesh import Device, Link, LogicalMesh, Mesh, factored_view
@@ -35,7 +35,7 @@ def view(shape: tuple[int, int], first_rank: int = 0, **axes: int) -> LogicalMes
 def test_a_group_is_counted_by_nodes(
     members: range, ranks_per_node: int, expected: tuple[int, int, int]
 ) -> None:
-    assert group_of(members, ranks_per_node, FAST, SLOW) == Group(*expected, FAST, SLOW)
+    assert group_of(members, ranks_per_node, FAST, SLOW) == LinkGroup(*expected, FAST, SLOW)
 
 
 def test_levels() -> None:
@@ -58,19 +58,19 @@ def test_members_of_a_node_share_their_ports(per_node: int, s_per_byte: float) -
 
 def test_axes_of_a_view() -> None:
     mesh = view((4, 8), dp=8, tp=4)
-    assert group_on(mesh, (1,)) == Group(4, 1, 4, FAST, SLOW)
-    assert group_on(mesh, (0,)) == Group(8, 4, 2, FAST, SLOW)
-    assert group_on(mesh, (0, 1)) == group_on(mesh, (1, 0)) == Group(32, 4, 8, FAST, SLOW)
+    assert group_on(mesh, (1,)) == LinkGroup(4, 1, 4, FAST, SLOW)
+    assert group_on(mesh, (0,)) == LinkGroup(8, 4, 2, FAST, SLOW)
+    assert group_on(mesh, (0, 1)) == group_on(mesh, (1, 0)) == LinkGroup(32, 4, 8, FAST, SLOW)
 
 
 def test_a_stage_that_begins_inside_a_node() -> None:
     # Ranks 4 to 11 of nodes of 8: tensor parallelism fits the halves, data parallelism crosses.
     mesh = view((2, 8), 4, dp=2, tp=4)
-    assert group_on(mesh, (1,)) == Group(4, 1, 4, FAST, SLOW)
-    assert group_on(mesh, (0,)) == Group(2, 2, 1, FAST, SLOW)
+    assert group_on(mesh, (1,)) == LinkGroup(4, 1, 4, FAST, SLOW)
+    assert group_on(mesh, (0,)) == LinkGroup(2, 2, 1, FAST, SLOW)
     # From rank 6 on, some groups of four straddle: the axis is as slow as those.
-    assert group_on(view((2, 8), 6, dp=2, tp=4), (1,)) == Group(4, 2, 2, FAST, SLOW)
-    assert group_on(view((2, 8), 5, dp=2, tp=4), (1,)) == Group(4, 2, 1, FAST, SLOW)
+    assert group_on(view((2, 8), 6, dp=2, tp=4), (1,)) == LinkGroup(4, 2, 2, FAST, SLOW)
+    assert group_on(view((2, 8), 5, dp=2, tp=4), (1,)) == LinkGroup(4, 2, 1, FAST, SLOW)
 
 
 def test_a_view_without_nodes_has_its_slowest_axis() -> None:
@@ -96,7 +96,7 @@ def test_the_group_of_an_axis_spans_most_nodes(
     held = [Counter(rank // ranks_per_node for rank in g).values() for g in mesh.groups(axes)]
     most = max(len(counts) for counts in held)
     fewest = min(min(counts) for counts in held if len(counts) == most)
-    assert group_on(mesh, axes) == Group(mesh.group_size(axes), most, fewest, FAST, SLOW)
+    assert group_on(mesh, axes) == LinkGroup(mesh.group_size(axes), most, fewest, FAST, SLOW)
 
 
 def test_equal_placements_cost_the_same_and_others_do_not() -> None:

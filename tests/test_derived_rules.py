@@ -12,7 +12,7 @@ from autopar.errors import VerificationError
 from autopar.rules import has_rule, own_rule, rule_for
 from autopar.rules.derived import derived_rule
 from autopar.rules.operators import lookup
-from autopar.verifier.oracle import Case
+from autopar.verifier.oracle import OracleCase
 from autopar.verifier.rule_report import report_case
 from tests.rule_samples import bools, fixed, ints, positive, x
 
@@ -51,14 +51,14 @@ OPERANDS = (
 )
 
 
-def case(op: torch._ops.OpOverload) -> Case | None:
+def case(op: torch._ops.OpOverload) -> OracleCase | None:
     """The operator on the first operands that it takes."""
     for operands in OPERANDS:
         args = arguments(op, operands())
         if args is None:
             return None
         try:
-            found = Case.of(rule_for(str(op)), op, args)
+            found = OracleCase.of(rule_for(str(op)), op, args)
         except (RuntimeError, NotImplementedError, VerificationError):  # not for these dtypes
             continue
         if not any(result.isnan().any() for result in found.results):

@@ -13,7 +13,7 @@ from autopar.passes.solvers.eliminate import conditioning, elimination_order
 from autopar.passes.solvers.eliminate.conditioning import plan_conditioned
 from autopar.passes.solvers.eliminate.elimination_order import (
     EliminationPlan,
-    Limits,
+    TableLimits,
     TooWide,
     plan_elimination,
     plan_order,
@@ -44,7 +44,7 @@ def random_tables(seed: int) -> tuple[list[int], list[Table]]:
 
 
 def planned(
-    sizes: Sequence[int], tables: Sequence[Table], limits: Limits | None = None
+    sizes: Sequence[int], tables: Sequence[Table], limits: TableLimits | None = None
 ) -> EliminationPlan:
     axes = [
         Axes(tuple(table), tuple(np.array(codes, dtype=np.intp) for codes in table.values()))
@@ -100,7 +100,7 @@ def nothing_known() -> None:
 
 @pytest.mark.usefixtures("nothing_known")
 def test_what_is_too_wide_is_planned_once() -> None:
-    problem, limits = clique(6, 3, seed=0), Limits(table_entries=2)
+    problem, limits = clique(6, 3, seed=0), TableLimits(table_entries=2)
     tables = axes_of(problem.edges)
     for _ in range(3):
         with pytest.raises(TooWide, match="a table of 27 entries, 37 in all, 27 times"):
@@ -142,7 +142,7 @@ def test_a_hub_is_the_best_of_those_tried() -> None:
     n_hubs = 0
     for seed in range(60):
         sizes, tables = random_tables(seed)
-        limits = Limits(table_entries=max(planned(sizes, tables).largest - 1, 1))
+        limits = TableLimits(table_entries=max(planned(sizes, tables).largest - 1, 1))
         try:
             plan = planned(sizes, tables, limits)
         except TooWide:

@@ -15,10 +15,10 @@ from autopar.passes.inter.attribution import Traffic
 from autopar.passes.inter.candidate import Candidate
 from autopar.passes.inter.estimates import Estimates
 from autopar.passes.inter.joint import JointSearch, joint_search
-from autopar.passes.inter.score import Worked
-from autopar.passes.inter.stage_search import Planned
+from autopar.passes.inter.score import StageSeconds
+from autopar.passes.inter.stage_search import SearchedPlan
 from autopar.passes.inter.submeshes import places_of
-from autopar.passes.inter.tables import StageCosts
+from autopar.passes.inter.tables import StageTable
 from autopar.passes.search.refined import refined_candidates
 from tests.every_plan import Choices
 from tests.test_joint_optimality import SLOW, analysis_of, machine
@@ -43,8 +43,8 @@ def searched() -> Searched:
     return Searched(analysis_of("mlp"), machine("mlp", (2, 4), SLOW), Options.of(microbatches=M))
 
 
-def expected(costs: StageCosts, search: JointSearch, at: tuple[int, int]) -> Worked:
-    return Worked(*(float(costs.ranges(part)[at]) for part in ("time", "once")))
+def expected(costs: StageTable, search: JointSearch, at: tuple[int, int]) -> StageSeconds:
+    return StageSeconds(*(float(costs.ranges(part)[at]) for part in ("time", "once")))
 
 
 def test_what_was_solved_is_known_and_others_of_its_view_are_expected_to_be_like_it(
@@ -56,7 +56,7 @@ def test_what_was_solved_is_known_and_others_of_its_view_are_expected_to_be_like
     costs, other = configs[c], next(k for k in configs if k.view != configs[c].view)
     before = expected(costs, search, (1, 2))
     assert estimates.of(M, costs, 1, 2) == pytest.approx(before, rel=REL)
-    faster = Worked(0.8 * before.time_s, 0.8 * before.once_s)
+    faster = StageSeconds(0.8 * before.time_s, 0.8 * before.once_s)
     estimates.learn(M, configs, c, (1, 2), faster)
     assert estimates.of(M, costs, 1, 2) == faster
     alike = expected(costs, search, (1, 1))
@@ -73,7 +73,7 @@ def test_conversions_are_expected_once_they_were_paid(searched: Searched) -> Non
     for share, at in ((0.7, (1, 1)), (0.4, (1, 2)), (0.9, (2, 2))):
         base = expected(costs, search, at)
         paid_s = share * float(costs.conversions()[at])
-        estimates.learn(M, configs, c, at, Worked(base.time_s + paid_s, base.once_s))
+        estimates.learn(M, configs, c, at, StageSeconds(base.time_s + paid_s, base.once_s))
     base = expected(costs, search, (0, 1))
     time_s = base.time_s + 0.4 * float(costs.conversions()[0, 1])
     assert estimates.of(M, costs, 0, 1).time_s == pytest.approx(time_s, rel=REL)
@@ -110,7 +110,7 @@ def test_the_search_ends_with_a_plan_that_nothing_unsolved_looks_better_than(
     every = [c for c in searched.candidates() if len(c.stages) > 1]
     assert best_s <= min(searched.evaluator.scored(c, None).score_s for c in every) * (1 + REL)
     known = next(p for p in search.plans(None) if plan_key(search.candidate(p)) in solved)
-    assert isinstance(known, Planned)
+    assert isinstance(known, SearchedPlan)
     score_s = solved[plan_key(search.candidate(known))]
     assert known.estimate_s == pytest.approx(score_s, rel=0.05)
 

@@ -17,7 +17,7 @@ from autopar.rules import rule_for
 from autopar.runtime.groups.calls import CollectiveCall, Recorder
 from autopar.runtime.groups.group import Group
 from autopar.runtime.launch.threads import ThreadWorld, run_threads
-from autopar.verifier.oracle import Case as OracleCase
+from autopar.verifier.oracle import OracleCase as OracleCase
 from autopar.verifier.oracle import check_strategy, combinations
 from tests.capture_harness import Module, check, targets
 from tests.moe_models import FAMILIES, moe_model

@@ -23,8 +23,8 @@ from autopar.cost.laws.model import CostModel
 from autopar.errors import NotSupportedError
 from autopar.mesh import Device, Link, LogicalMesh
 from autopar.passes.analysis.analysis import Analysis
-from autopar.passes.intra.chooser import Ask, choose
-from autopar.passes.intra.constraints import Constraints, Pin
+from autopar.passes.intra.chooser import PlacementRequest, choose
+from autopar.passes.intra.constraints import AxisPin, Constraints
 from autopar.passes.intra.intra_op import intra_op_problem
 from autopar.passes.lowering.lines import lower
 from autopar.placement.spec import S
@@ -53,7 +53,7 @@ EXCHANGE, OWN_ROWS = "expert_exchange_linear", "expert_parallel_linear"
 def on_axis(case: Case, axis: int) -> Constraints:
     """The experts' matrices are used sharded by experts on one axis."""
     parameters = case.analysis.program.parameters
-    pin = (Pin(None, S(0), axis),)
+    pin = (AxisPin(None, S(0), axis),)
     return Constraints(pins={n: pin for n, p in parameters.items() if len(p.shape) == 3})
 
 
@@ -158,7 +158,7 @@ def plan(case: Case, n_ranks: int, *forbid: str, by: int | None = None) -> Plann
     cost = CostModel(mesh, torch.float64)
     pins = on_axis(case, by).pins if by is not None else {}
     limits = Constraints(NO_ZERO | set(forbid), pins=pins)
-    strategy = choose(case.analysis, Ask(cost, 1, limits), "adamw", None).strategy
+    strategy = choose(case.analysis, PlacementRequest(cost, 1, limits), "adamw", None).strategy
     step = thread_step(case.analysis, cost, strategy, case.batch(0), seed=0)
     assert step.wrong == {}
     assert Counter(step.calls) == Counter(step.foretold)
@@ -211,7 +211,7 @@ def test_without_data_parallelism_the_matrices_are_sharded() -> None:
     case = moe_case("mixtral")
     cost = abstract_cost((2,), Device(1e-3, 1e30, 1e15, 0.0))
     limits = Constraints(frozenset({"data", "sequence"}))
-    chosen = choose(case.analysis, Ask(cost, 1, limits), "adamw", None)
+    chosen = choose(case.analysis, PlacementRequest(cost, 1, limits), "adamw", None)
     program = lower(case.analysis, chosen.strategy, cost)
     matrices = [p for p in program.parameters if len(p.shape) == 3]
     assert len(matrices) == 2

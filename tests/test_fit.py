@@ -21,7 +21,7 @@ from autopar.cost.published.fit import (
     with_values,
 )
 from autopar.cost.published.predict import step_model
-from autopar.cost.published.rows import Row, read_row
+from autopar.cost.published.rows import PublishedRun, read_row
 from autopar.cost.published.runs import read_runs
 
 PROFILE = "a100-80gb"
@@ -39,7 +39,7 @@ GATED = {"layers": 4, "hidden": 2048, "heads": 16, "ffn": 5632, "seq": 2048, "vo
 LONG = GATED | {"hidden": 1024, "ffn": 2816, "seq": 32768}
 
 
-def row_of(run_id: str, model: Mapping[str, Any] = GATED, **changes: Any) -> Row:
+def row_of(run_id: str, model: Mapping[str, Any] = GATED, **changes: Any) -> PublishedRun:
     """A Llama on one node, with nothing published."""
     return read_row({
         "id": run_id, "source": "arXiv 2407.00001", "profile": PROFILE, "model": model,
@@ -48,7 +48,7 @@ def row_of(run_id: str, model: Mapping[str, Any] = GATED, **changes: Any) -> Row
     } | changes)  # fmt: skip
 
 
-def published(row: Row, profile: Profile, factor: float = 1.0) -> Row:
+def published(row: PublishedRun, profile: Profile, factor: float = 1.0) -> PublishedRun:
     """The run as if `profile` had been its machine."""
     return replace(row, step_time_s=factor * step_model(row, profile).step_time_s())
 
@@ -68,7 +68,7 @@ PLANTED = {**dict.fromkeys(RATE, 0.62), FORWARD: 0.7, BACKWARD: 0.42, ACROSS: 6e
 
 
 @pytest.fixture(scope="module")
-def planted() -> list[Row]:
+def planted() -> list[PublishedRun]:
     profile = with_values(load_profile(PROFILE), PLANTED)
     return [published(row, profile) for row in ROWS]
 
@@ -77,7 +77,9 @@ def planted() -> list[Row]:
 
 
 @pytest.mark.parametrize("groups", [[], [("products", "wide", "nodes"), ("unknown", "long")]])
-def test_planted_constants_are_found(planted: list[Row], groups: list[tuple[str, ...]]) -> None:
+def test_planted_constants_are_found(
+    planted: list[PublishedRun], groups: list[tuple[str, ...]]
+) -> None:
     found = fit(PROFILE, planted, CONSTANTS, groups)
     assert (found.profile, found.n_runs) == (PROFILE, len(planted))
     assert found.values == pytest.approx(PLANTED, rel=0.01)
@@ -85,7 +87,7 @@ def test_planted_constants_are_found(planted: list[Row], groups: list[tuple[str,
     assert max(abs(log_error(row, fitted)) for row in planted) < 0.005
 
 
-def test_priors_hold_where_no_run_is(planted: list[Row]) -> None:
+def test_priors_hold_where_no_run_is(planted: list[PublishedRun]) -> None:
     priors = {key: c.prior for c in CONSTANTS for key in c.keys}
     elsewhere = [replace(row, profile="h100-sxm") for row in planted]
     silent = [replace(row, step_time_s=None) for row in planted]
@@ -95,14 +97,14 @@ def test_priors_hold_where_no_run_is(planted: list[Row]) -> None:
         assert found.values == pytest.approx(priors)
 
 
-def test_priors_hold_for_what_no_run_tells(planted: list[Row]) -> None:
+def test_priors_hold_for_what_no_run_tells(planted: list[PublishedRun]) -> None:
     """Runs in one node say nothing of the links between nodes."""
     values = fit(PROFILE, planted[:6], CONSTANTS).values
     assert values[ACROSS] == pytest.approx(4e-11)
     assert values[RATE[0]] == pytest.approx(PLANTED[RATE[0]], rel=0.02)
 
 
-def test_the_nearer_the_prior_is_held_the_less_a_run_moves_it(planted: list[Row]) -> None:
+def test_the_nearer_the_prior_is_held_the_less_a_run_moves_it(planted: list[PublishedRun]) -> None:
     """However many steps are taken: each is towards the same least sum."""
     constants = [[Constant(RATE, 0.8, sigma)] for sigma in (1e-4, 0.03, 0.1, 10.0)]
     rates, later = (
@@ -115,7 +117,7 @@ def test_the_nearer_the_prior_is_held_the_less_a_run_moves_it(planted: list[Row]
     assert rates[1] - rates[2] > 0.01
 
 
-def test_a_run_unlike_the_others_moves_constants_little(planted: list[Row]) -> None:
+def test_a_run_unlike_the_others_moves_constants_little(planted: list[PublishedRun]) -> None:
     """Twice its time: least squares would make all steps 2 ** (1/6) as long, 12% longer."""
     odd = planted[0]
     alike = [replace(odd, id=str(i)) for i in range(5)]
@@ -129,7 +131,7 @@ def test_a_run_unlike_the_others_moves_constants_little(planted: list[Row]) -> N
     assert 0.96 * planted_rate < among < planted_rate
 
 
-def test_runs_of_a_group_are_held_to_each_other(planted: list[Row]) -> None:
+def test_runs_of_a_group_are_held_to_each_other(planted: list[PublishedRun]) -> None:
     """All are 20% slower than the one constant that is free explains: alone it takes the blame,
     in a group it explains what differs in it."""
     slower = [

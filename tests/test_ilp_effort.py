@@ -10,7 +10,7 @@ import pulp
 import pytest
 
 from autopar.passes.solvers.choice import solve
-from autopar.passes.solvers.choice.ilp import Effort, minimise_cost, most_columns, solve_ilp
+from autopar.passes.solvers.choice.ilp import WorkLimit, minimise_cost, most_columns, solve_ilp
 from autopar.passes.solvers.problem import ChoiceProblem, Solution, TimeLimitError
 from tests.test_solvers import chain_with_residuals
 
@@ -31,7 +31,7 @@ def tight(seed: int, share: float = 0.8) -> tuple[ChoiceProblem, Solution]:
 @pytest.mark.parametrize("seed", range(4))
 def test_what_is_left_is_in_the_gap(seed: int) -> None:
     problem, best = tight(seed)
-    for effort in (Effort(0, 1), Effort(None, 1), Effort(None, 10**6)):
+    for effort in (WorkLimit(0, 1), WorkLimit(None, 1), WorkLimit(None, 10**6)):
         found = solve(problem, effort=effort)
         assert isinstance(found, Solution)
         assert found == solve(problem, effort=effort)
@@ -44,7 +44,7 @@ def test_what_is_left_is_in_the_gap(seed: int) -> None:
 def test_programs_with_many_columns_are_not_solved() -> None:
     problem, _ = tight(0)
     assert most_columns(problem.sizes, [e.cost_s.shape for e in problem.edges]) > 10
-    outcome = minimise_cost(problem.merged(), None, Effort(10, 1))
+    outcome = minimise_cost(problem.merged(), None, WorkLimit(10, 1))
     assert outcome.choice is None and not outcome.proven
 
 
@@ -61,4 +61,4 @@ def test_spent_before_anything_is_found(monkeypatch: pytest.MonkeyPatch) -> None
     problem, _ = tight(0)
     monkeypatch.setattr(pulp.LpProblem, "solve", stopped)
     with pytest.raises(TimeLimitError, match="found no feasible choice in 3 nodes"):
-        solve_ilp(problem, effort=Effort(None, 3))
+        solve_ilp(problem, effort=WorkLimit(None, 3))

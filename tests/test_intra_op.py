@@ -11,7 +11,7 @@ from autopar.cost.laws.model import CostModel
 from autopar.cost.price.prediction import link_between, predict
 from autopar.mesh import Device, Link, Mesh
 from autopar.options import Options
-from autopar.passes.intra.chooser import Ask, choose
+from autopar.passes.intra.chooser import PlacementRequest, choose
 from autopar.passes.intra.constraints import Constraints
 from autopar.passes.intra.intra_op import intra_op_problem
 from autopar.passes.lowering.lines import lower
@@ -46,7 +46,9 @@ def test_both_agree_on_two_axes() -> None:
 def test_brute_force_agrees_on_a_small_program() -> None:
     """The mlp with its storage fixed to what the optimum keeps: few enough to enumerate."""
     case = model_case("mlp")
-    best = choose(case.analysis, Ask(abstract_cost((2,)), 1, Constraints()), "adamw", None)
+    best = choose(
+        case.analysis, PlacementRequest(abstract_cost((2,)), 1, Constraints()), "adamw", None
+    )
     fixed = Constraints(storage=dict(best.strategy.storage))
     problem = intra_op_problem(case.analysis, abstract_cost((2,)), 1, fixed, "adamw").numbers
     assert math.prod(problem.sizes) > 1000, "too little to choose from"
@@ -64,7 +66,7 @@ def test_consumers_alike_share_one_reshard() -> None:
     """Megatron's f after a norm: q, k and v of a Llama block read one reshard."""
     case, cost = model_case("llama"), abstract_cost((2,))
     limits = Constraints(frozenset({"sequence"}), ("tensor",), 0)
-    chosen = choose(case.analysis, Ask(cost, 1, limits), "adamw", None)
+    chosen = choose(case.analysis, PlacementRequest(cost, 1, limits), "adamw", None)
     program = lower(case.analysis, chosen.strategy, cost)
     entries = [m for m in program.moves() if m.move.name == "i_to_r"]
     read = [m.source for m in entries]

@@ -25,7 +25,7 @@ from autopar.passes.inter.joint import JointSearch, climb, different, joint_sear
 from autopar.passes.inter.layers import find_layers
 from autopar.passes.inter.recipes import recipe_candidates
 from autopar.passes.inter.submeshes import submesh_sizes
-from autopar.passes.inter.tables import CostMaker, StageCosts, Wanted
+from autopar.passes.inter.tables import CostMaker, StageTable, TableRequest
 from autopar.passes.intra.constraints import Constraints
 from autopar.passes.intra.intra_op import intra_op_problem
 from autopar.passes.search.evaluator import Evaluator
@@ -70,7 +70,7 @@ def stage_costs(
     constraints: Constraints | None = None,
     folded: bool = False,
     hardware_name: str = "cpu-local",
-) -> tuple[StageCosts, CostMaker, CostModel]:
+) -> tuple[StageTable, CostMaker, CostModel]:
     """The fastest placements on a view of one node."""
     mesh = Mesh((math.prod(axes.values()),), hardware=hardware_name)
     hardware = hardware_of(mesh)
@@ -78,7 +78,7 @@ def stage_costs(
     runs = find_runs(analysis)
     layers = find_layers(analysis, runs)
     maker = CostMaker(fold(analysis, runs if folded else ()), layers, torch.float64, "adamw")
-    wanted = Wanted(view, constraints or Constraints())
+    wanted = TableRequest(view, constraints or Constraints())
     ((costs,),) = maker.searched([wanted], m)
     return costs, maker, CostModel(view, torch.float64)
 

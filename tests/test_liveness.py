@@ -19,7 +19,7 @@ from autopar.measured.live_bytes import LiveBytes
 from autopar.mesh import Device, Link, LogicalMesh
 from autopar.passes.analysis.analysis import Analysis
 from autopar.passes.analysis.cutting import cut
-from autopar.passes.intra.chooser import Ask, choose
+from autopar.passes.intra.chooser import PlacementRequest, choose
 from autopar.passes.intra.constraints import Constraints
 from autopar.passes.lowering.lines import lower
 from autopar.program.pipeline import Pipeline
@@ -64,7 +64,9 @@ def laid_out(n_microbatches: int, n_ranks: int, how: str) -> tuple[CostModel, St
     if how.startswith("zero"):
         return cost, zero_strategy_of(analysis, cost, int(how[-1]), n_microbatches)
     forbid = frozenset({"data"}) if how == "tensor" else frozenset[str]()
-    chosen = choose(analysis, Ask(cost, n_microbatches, Constraints(forbid)), "adamw", None)
+    chosen = choose(
+        analysis, PlacementRequest(cost, n_microbatches, Constraints(forbid)), "adamw", None
+    )
     return cost, chosen.strategy
 
 
@@ -124,7 +126,7 @@ def staged_pipeline(sizes: tuple[int, ...], n_microbatches: int, order: str) -> 
         device = Device(1e12, 1e11, 1e10, 1e-6)
         mesh = LogicalMesh((n_ranks,), ("tp",), links, device, first_rank)
         cost = CostModel(mesh, torch.float32)
-        chosen = choose(part, Ask(cost, n_microbatches, Constraints()), "adamw", None)
+        chosen = choose(part, PlacementRequest(cost, n_microbatches, Constraints()), "adamw", None)
         stages.append(lower(part, chosen.strategy, cost))
         meshes.append(mesh)
         first_rank += n_ranks

@@ -18,7 +18,7 @@ from transformers import AutoConfig, BertForMaskedLM
 from autopar.capture import capture, reference_step
 from autopar.capture.rewrites import gathers
 from autopar.passes.analysis.analysis import Analysis
-from autopar.passes.intra.chooser import Ask, choose
+from autopar.passes.intra.chooser import PlacementRequest, choose
 from autopar.passes.intra.constraints import Constraints
 from autopar.passes.intra.recipe_machine import recipe_cost
 from autopar.program.program import Program
@@ -142,7 +142,9 @@ def check_plan(model: str, inputs: str, constraints: Constraints) -> None:
     assert found.batch.broken_at is None
     assert set(found.program.inputs) <= set(found.batch.cells)
     pricing = recipe_cost(cost) if constraints.roles else cost
-    strategy = choose(found, Ask(pricing, N_MICROBATCHES, constraints), "adamw", None).strategy
+    strategy = choose(
+        found, PlacementRequest(pricing, N_MICROBATCHES, constraints), "adamw", None
+    ).strategy
     step = thread_step(found, cost, strategy, BATCHES[inputs](3), 3)
     assert step.wrong == {}
 

@@ -20,7 +20,7 @@ from autopar.passes.intra.constraints import Constraints
 from autopar.passes.intra.intra_op import intra_op_problem
 from autopar.passes.intra.problem import IntraOpProblem
 from autopar.passes.solvers.choice import solve
-from autopar.passes.solvers.eliminate import Limits
+from autopar.passes.solvers.eliminate import TableLimits
 from autopar.passes.solvers.problem import Solution
 from autopar.placement.spec import Spec
 from autopar.plans.data import parse_storage
@@ -65,7 +65,7 @@ def forced(name: str, placements: tuple[str, ...]) -> Plan:
     )  # fmt: skip
 
 
-def choice_of(plan: Plan, name: str, limits: Limits = next_best.LIMITS) -> Choice:
+def choice_of(plan: Plan, name: str, limits: TableLimits = next_best.LIMITS) -> Choice:
     assert plan.bound is not None
     (decision,) = decisions(plan.bound.stages, plan.data, name, limits, EVERY)
     assert decision.choice is not None
@@ -178,7 +178,7 @@ def test_where_tables_are_too_large_all_else_stays() -> None:
     assert plan.bound is not None
     (stage,) = plan.bound.stages
     anew = {o.storage: o for o in options_of(choice_of(plan, name))}
-    choice = choice_of(plan, name, Limits(table_entries=1))
+    choice = choice_of(plan, name, TableLimits(table_entries=1))
     assert (choice.rest, choice_of(plan, name).rest) == ("kept", "anew")
     problem = problem_of(plan)
     (node,) = (n for n in problem.storages if "up" in n and "weight" in n)

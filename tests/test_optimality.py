@@ -27,7 +27,7 @@ from autopar.cost.laws.model import CostModel
 from autopar.mesh import Device, Link, LogicalMesh
 from autopar.passes.analysis.analysis import Analysis
 from autopar.passes.analysis.folding import Folded, find_runs, fold
-from autopar.passes.intra.chooser import Ask, Chooser, Chosen
+from autopar.passes.intra.chooser import Chooser, Chosen, PlacementRequest
 from autopar.passes.intra.constraints import Constraints
 from autopar.passes.intra.intra_op import intra_op_problem
 from autopar.passes.solvers.choice import solve, solve_by_elimination
@@ -95,7 +95,7 @@ def by_blocks(
     family: str, sizes: tuple[int, ...], forbid: str, budget_bytes: float | None = None
 ) -> Chosen:
     """What the planner asks of a program."""
-    ask = Ask(machine(sizes), 1, Constraints(frozenset(forbid.split())))
+    ask = PlacementRequest(machine(sizes), 1, Constraints(frozenset(forbid.split())))
     return Chooser(folded(family), "adamw").choose(ask, budget_bytes)
 
 

@@ -11,13 +11,13 @@ from autopar.passes.solvers.choice import solve
 from autopar.passes.solvers.eliminate.elimination import minimise
 from autopar.passes.solvers.eliminate.elimination_order import (
     EliminationPlan,
-    Limits,
+    TableLimits,
     TooWide,
     plan_elimination,
     plan_order,
 )
 from autopar.passes.solvers.eliminate.marginals import min_marginals
-from autopar.passes.solvers.problem import ChoiceProblem, Edge, Totals
+from autopar.passes.solvers.problem import ChoiceProblem, ChoiceTotals, Edge
 from autopar.passes.solvers.problem.potentials import Potentials, Weights
 from autopar.passes.solvers.problem.problem import Choice
 from autopar.passes.solvers.problem.tables import axes_of
@@ -76,7 +76,7 @@ def views_of(plan: EliminationPlan) -> list[int]:
     return [step.variable for step in plan.steps if step.is_view]
 
 
-def weighed(totals: Totals, weights: Weights) -> float:
+def weighed(totals: ChoiceTotals, weights: Weights) -> float:
     return weights.cost * totals.cost_s + weights.tie * totals.tie + weights.size * totals.bytes
 
 
@@ -109,7 +109,7 @@ def test_with_hubs_pairs_are_variables_like_others() -> None:
     n_hubs = 0
     for seed in range(60):
         problem = with_pairs(seed).merged()
-        limits = Limits(table_entries=max(plan_elimination(problem).largest - 1, 1))
+        limits = TableLimits(table_entries=max(plan_elimination(problem).largest - 1, 1))
         try:
             plan = plan_elimination(problem, limits)
         except TooWide:

@@ -12,7 +12,7 @@ from functools import cache
 
 import pytest
 
-from autopar.passes.intra.chooser import Ask, choose
+from autopar.passes.intra.chooser import PlacementRequest, choose
 from autopar.passes.intra.constraints import Constraints
 from autopar.passes.intra.recipe_machine import recipe_cost
 from autopar.passes.lowering.lines import lower
@@ -86,7 +86,9 @@ def plan(model: str, sizes: tuple[int, ...], n_microbatches: int, recipe: str) -
     constraints, cost = RECIPES[recipe], abstract_cost(sizes)
     pricing = recipe_cost(cost) if constraints.roles else cost
     case = model_case(model)
-    chosen = choose(case.analysis, Ask(pricing, n_microbatches, constraints), "adamw", None)
+    chosen = choose(
+        case.analysis, PlacementRequest(pricing, n_microbatches, constraints), "adamw", None
+    )
     program = lower(case.analysis, chosen.strategy, cost)
     return Planned(case, sizes, chosen.strategy, program)
 

@@ -7,7 +7,13 @@ import pytest
 from autopar.cost.price.prediction import link_between, transfer_s
 from autopar.options import Options
 from autopar.passes.inter.candidate import Candidate
-from autopar.passes.inter.score import Boundary, Hop, Worked, hops_of, played_s
+from autopar.passes.inter.score import (
+    MessageSeconds,
+    StageBoundary,
+    StageSeconds,
+    hops_of,
+    played_s,
+)
 from autopar.passes.lowering.joining import join
 from autopar.passes.search.evaluator import Evaluator, Scored
 from autopar.program.messages import Messages
@@ -31,14 +37,14 @@ def some_of(every: Choices, one_in: int) -> list[Candidate]:
     return [c for c in every.candidates() if len(c.stages) > 1][::one_in]
 
 
-def hops(evaluator: Evaluator, scored: Scored) -> list[Hop]:
+def hops(evaluator: Evaluator, scored: Scored) -> list[MessageSeconds]:
     candidate = scored.candidate
     types = [
         part.microbatch_types(candidate.n_microbatches).tensors
         for part in evaluator.parts(candidate.ends)
     ]
     ends = [
-        Boundary(layout.view, chosen.sent, chosen.received, of)
+        StageBoundary(layout.view, chosen.sent, chosen.received, of)
         for layout, chosen, of in zip(candidate.stages, scored.choices, types, strict=True)
     ]
     return hops_of(ends, evaluator.hardware.links)
@@ -79,16 +85,16 @@ def test_steps_with_skips_and_ties_are_near_the_lowered_ones() -> None:
 
 def test_a_step_is_the_textbooks() -> None:
     """Equal stages and free messages: m + S - 1 microbatches, then what is done once."""
-    stages = [Worked(3.0, 5.0)] * 4
-    free = [Hop(k, k + 1, 0.0, 0.0) for k in range(3)]
+    stages = [StageSeconds(3.0, 5.0)] * 4
+    free = [MessageSeconds(k, k + 1, 0.0, 0.0) for k in range(3)]
     assert played_s("1f1b", 8, stages, free) == pytest.approx(3.0 * (8 + 3) + 5.0, rel=REL)
     assert played_s("1f1b", 8, stages, free, 2.0) == pytest.approx(3.0 * 11 + 7.0, rel=REL)
 
 
 def test_receivers_wait_for_messages() -> None:
     """In the steady state a stage waits for an activation and for a gradient."""
-    stages = [Worked(3.0, 0.0)] * 3
-    slow = [Hop(k, k + 1, 0.25, 0.5) for k in range(2)]
+    stages = [StageSeconds(3.0, 0.0)] * 3
+    slow = [MessageSeconds(k, k + 1, 0.25, 0.5) for k in range(2)]
     long_s, short_s = (played_s("1f1b", n, stages, slow) for n in (24, 12))
     assert (long_s - short_s) / 12 == pytest.approx(3.0 + 0.25 + 0.5, rel=REL)
 
@@ -97,8 +103,12 @@ def test_receivers_wait_for_messages() -> None:
 def test_many_microbatches_go_on_as_the_last_did(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stages = [Worked(3.0, 1.0), Worked(4.0, 2.0), Worked(2.5, 0.5)]
-    hops = [Hop(0, 1, 0.3, 0.4), Hop(1, 2, 0.2, 0.2), Hop(0, 2, 0.1, None)]
+    stages = [StageSeconds(3.0, 1.0), StageSeconds(4.0, 2.0), StageSeconds(2.5, 0.5)]
+    hops = [
+        MessageSeconds(0, 1, 0.3, 0.4),
+        MessageSeconds(1, 2, 0.2, 0.2),
+        MessageSeconds(0, 2, 0.1, None),
+    ]
     short_s = played_s(schedule, 100, stages, hops)
     monkeypatch.setattr("autopar.passes.played._STEADY", 100)
     assert short_s == pytest.approx(played_s(schedule, 100, stages, hops), rel=1e-3)

@@ -20,7 +20,7 @@ from autopar.cost.price.prediction import collectives_of, predict
 from autopar.errors import NotSupportedError
 from autopar.mesh import LogicalMesh
 from autopar.passes.analysis.analysis import Analysis
-from autopar.passes.intra.chooser import Ask, choose
+from autopar.passes.intra.chooser import PlacementRequest, choose
 from autopar.passes.intra.constraints import Constraints
 from autopar.passes.intra.intra_op import intra_op_problem
 from autopar.passes.lowering.lines import lower
@@ -141,7 +141,7 @@ def zero_strategy_of(
 ) -> Strategy:
     plain = frozenset({"tensor", "sequence"})
     dp = Constraints(plain | {"zero1", "zero2", "zero3"})
-    chosen = choose(analysis, Ask(cost, n_microbatches, dp), "adamw", None).strategy
+    chosen = choose(analysis, PlacementRequest(cost, n_microbatches, dp), "adamw", None).strategy
     if stage == 0:
         return chosen
     problem = intra_op_problem(analysis, cost, n_microbatches, Constraints(plain), "adamw")
@@ -278,7 +278,7 @@ def test_a_step_is_compute_then_collectives_then_the_update() -> None:
 def test_replicated_work_does_not_count_as_model_flops() -> None:
     case, cost = model_case("mlp"), abstract_cost((2,))
     everywhere = Constraints(frozenset({"data", "tensor", "sequence", "zero1", "zero2", "zero3"}))
-    replicated = choose(case.analysis, Ask(cost, 1, everywhere), "sgd", None).strategy
+    replicated = choose(case.analysis, PlacementRequest(cost, 1, everywhere), "sgd", None).strategy
     twice = one_stage(lower(case.analysis, replicated, cost), cost, "sgd")
     shared = one_stage(lower(case.analysis, zero_strategy("mlp", 0, 1), cost), cost, "sgd")
     assert twice.compute_time_s == pytest.approx(2 * shared.compute_time_s, rel=1e-6)

@@ -12,10 +12,10 @@ from typer.testing import CliRunner, Result
 
 from autopar.cli import app, shell
 from autopar.cli.validate import score_text
-from autopar.cost.published.accuracy import Errors, Target, errors_of, ordering
+from autopar.cost.published.accuracy import ErrorSummary, Target, errors_of, ordering
 from autopar.cost.published.rows import read_row
 from autopar.cost.published.runs import RunsFile, read_runs
-from autopar.cost.published.scoring import Compared, Entry, Score, entry_of, score
+from autopar.cost.published.scoring import Entry, PublishedFigure, Score, entry_of, score
 from autopar.cost.published.tables import activation_memory, layer_passes_s, layer_times
 from autopar.errors import OptionError
 
@@ -52,7 +52,7 @@ def test_errors_are_means_of_sizes() -> None:
     found = errors_of([("a", 0.1), ("b", -0.3), ("c", None), ("a", 0.2)])
     assert found.mape == pytest.approx(0.2)
     assert (found.max_error, found.n, found.worst) == (0.3, 3, "b")
-    assert errors_of([("c", None)]) == Errors(None, None, 0, None)
+    assert errors_of([("c", None)]) == ErrorSummary(None, None, 0, None)
 
 
 def test_order_of_pairs() -> None:
@@ -85,18 +85,18 @@ def planted(
     run_id: str, published_s: float | None, predicted_s: float, profile: str = "a100-80gb"
 ) -> Entry:
     row = read_row(small_run(run_id, profile=profile))
-    return Entry(run_id, profile, row, time=Compared(published_s, predicted_s))
+    return Entry(run_id, profile, row, time=PublishedFigure(published_s, predicted_s))
 
 
 def test_a_score_of_planted_predictions() -> None:
-    memory = Compared(100.0, 105.0)
+    memory = PublishedFigure(100.0, 105.0)
     entries = (
         planted("a", 1.0, 1.1),
         planted("b", 2.0, 1.6),
         planted("c", None, 9.0),
         planted("d", 4.0, 4.4, "h100-sxm"),
         Entry("e", "a100-80gb", read_row(small_run("e")), memory=memory),
-        Entry("seqsel_f1_x", "a100-80gb", memory=Compared(100.0, 300.0)),
+        Entry("seqsel_f1_x", "a100-80gb", memory=PublishedFigure(100.0, 300.0)),
         Entry("f", "a100-80gb", skipped="tp is unknown"),
     )
     found = Score(entries, {"all": ("a", "b", "c", "d", "f")}, (), ())
@@ -120,10 +120,12 @@ def test_a_score_of_planted_predictions() -> None:
 
 def test_a_run_with_time_and_bytes_is_one_entry() -> None:
     row = read_row(small_run())
-    data = Entry("x", row.profile, row, Compared(2.0, 1.0), Compared(10.0, 11.0)).to_json()
+    data = Entry(
+        "x", row.profile, row, PublishedFigure(2.0, 1.0), PublishedFigure(10.0, 11.0)
+    ).to_json()
     assert (data["metric"], data["error"]) == ("step_time_s", -0.5)
     assert data["memory"] == {"published": 10.0, "predicted": 11.0, "error": pytest.approx(0.1)}
-    data = Entry("x", row.profile, row, memory=Compared(10.0, 11.0)).to_json()
+    data = Entry("x", row.profile, row, memory=PublishedFigure(10.0, 11.0)).to_json()
     assert (data["metric"], data["published"]) == ("memory_bytes", 10.0)
     assert "memory" not in data
 

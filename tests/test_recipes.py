@@ -18,7 +18,7 @@ from autopar.passes.analysis.analysis import Analysis
 from autopar.passes.analysis.folding import find_runs
 from autopar.passes.inter.candidate import Candidate
 from autopar.passes.inter.layers import find_layers
-from autopar.passes.inter.tables import CostMaker, StageCosts
+from autopar.passes.inter.tables import CostMaker, StageTable
 from autopar.passes.intra.constraints import Constraints
 from autopar.passes.intra.intra_op import intra_op_problem
 from autopar.passes.intra.recipe_machine import recipe_cost
@@ -142,7 +142,7 @@ def test_counts_that_do_not_fit_by_what_others_keep_are_not_priced(
     priced: list[int] = []
     price = CostMaker.recipe
 
-    def counted(self: CostMaker, view: LogicalMesh, m: int, limits: Constraints) -> StageCosts:
+    def counted(self: CostMaker, view: LogicalMesh, m: int, limits: Constraints) -> StageTable:
         priced.append(m)
         return price(self, view, m, limits)
 

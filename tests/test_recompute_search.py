@@ -24,7 +24,7 @@ from autopar.passes.analysis.analysis import Analysis
 from autopar.passes.analysis.cutting import cut
 from autopar.passes.analysis.folding import fold
 from autopar.passes.analysis.recompute import SEARCHED, Recomputable, aligned_runs
-from autopar.passes.intra.chooser import Ask, Chooser, choose
+from autopar.passes.intra.chooser import Chooser, PlacementRequest, choose
 from autopar.passes.intra.constraints import Constraints
 from autopar.passes.intra.intra_op import intra_op_problem
 from autopar.passes.intra.problem import IntraOpProblem
@@ -194,7 +194,7 @@ def test_the_joint_optimum_is_the_best_of_every_choice_of_blocks(
     analysis = analysis_of("blocks")
     ranges = ranges_of(analysis)
     assert len(ranges) == 3
-    ask = Ask(abstract_cost(sizes), 1, Constraints())
+    ask = PlacementRequest(abstract_cost(sizes), 1, Constraints())
     free = choose(analysis, ask, "adamw", None)
     lean = choose(analysis, ask, "adamw", None, recomputable=Recomputable(ranges, (mode,)))
     n_tight = 0
@@ -217,7 +217,10 @@ def test_the_joint_optimum_is_the_best_of_every_choice_of_blocks(
 def test_recompute_is_no_faster_than_activations_that_need_no_bytes(sizes: tuple[int, ...]) -> None:
     """What the planner leaves recompute alone by (`Evaluator.without_activations`)."""
     analysis, cost = analysis_of("blocks"), abstract_cost(sizes)
-    ask, without = Ask(cost, 1, Constraints()), Ask(cost, 1, Constraints(), n_in_flight=0)
+    ask, without = (
+        PlacementRequest(cost, 1, Constraints()),
+        PlacementRequest(cost, 1, Constraints(), n_in_flight=0),
+    )
     recomputable = Recomputable(ranges_of(analysis), SEARCHED)
     free = choose(analysis, ask, "adamw", None)
     with pytest.raises(InfeasibleError) as least:
@@ -261,7 +264,7 @@ def test_bytes_and_seconds_are_those_of_the_lines(
     for fastest in problems:
         found = solve(fastest.numbers)
         assert not isinstance(found, Infeasible)
-        strategy = choose(analysis, Ask(cost, 1, limits), "adamw", None).strategy
+        strategy = choose(analysis, PlacementRequest(cost, 1, limits), "adamw", None).strategy
         strategy = replace(
             strategy,
             operators=fastest.operators(found.choice),
@@ -301,7 +304,7 @@ def test_pairs_of_choices_are_seen_through() -> None:
 @pytest.mark.parametrize("name", ["gpt2", "llama", "chain"])
 def test_repeated_blocks_are_those_of_the_whole_program(name: str) -> None:
     """Few blocks stand for all, with a mode of their own each."""
-    analysis, ask = analysis_of(name), Ask(abstract_cost((2,)), 1, Constraints())
+    analysis, ask = analysis_of(name), PlacementRequest(abstract_cost((2,)), 1, Constraints())
     ranges = ranges_of(analysis)
     lean = choose(analysis, ask, "adamw", None, recomputable=Recomputable(ranges, ("full",)))
     for modes in ((None, "selective", "full"), ("full",), ("selective",)):

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from autopar.passes.analysis.analysis import Analysis
 from autopar.passes.analysis.folding import Folded, find_runs, fold
-from autopar.passes.intra.chooser import Ask, Chooser, choose
+from autopar.passes.intra.chooser import Chooser, PlacementRequest, choose
 from autopar.passes.intra.constraints import Constraints
 from autopar.passes.intra.intra_op import intra_op_problems
 from autopar.passes.intra.repeated import Repeated, placed_once, repeated_problems
@@ -91,8 +91,8 @@ def test_the_optimum_is_that_of_the_whole_program(
 ) -> None:
     found, cost, limits = folded(name), abstract_cost(sizes), Constraints(frozenset(forbid.split()))
     assert repeated(name, sizes, limits) is not None
-    whole = choose(found.whole, Ask(cost, 1, limits), "adamw", None)
-    chosen = Chooser(found, "adamw").choose(Ask(cost, 1, limits), None)
+    whole = choose(found.whole, PlacementRequest(cost, 1, limits), "adamw", None)
+    chosen = Chooser(found, "adamw").choose(PlacementRequest(cost, 1, limits), None)
     assert chosen.objective_s == pytest.approx(whole.objective_s, rel=REL)
     assert chosen.size_bytes == pytest.approx(whole.size_bytes, rel=REL)
     assert chosen.n_variables < whole.n_variables
@@ -104,9 +104,11 @@ def test_the_optimum_is_that_of_the_whole_program(
 def test_within_a_budget(share: float) -> None:
     """Blocks that store or keep unlike things, where that is what fits."""
     found, cost, limits = folded("gpt2"), abstract_cost((2, 2)), Constraints()
-    free = Chooser(found, "adamw").choose(Ask(cost, 1, limits), None)
+    free = Chooser(found, "adamw").choose(PlacementRequest(cost, 1, limits), None)
     budget_bytes = share * free.size_bytes
-    chosen = Chooser(found, "adamw").choose(Ask(cost, 1, limits), budget_bytes, time_limit_s=2.0)
+    chosen = Chooser(found, "adamw").choose(
+        PlacementRequest(cost, 1, limits), budget_bytes, time_limit_s=2.0
+    )
     assert chosen.size_bytes <= budget_bytes * (1 + REL)
     assert chosen.objective_s >= free.objective_s
     step = thread_step(found.whole, cost, chosen.strategy, random_tokens(1), 1)
@@ -116,7 +118,7 @@ def test_within_a_budget(share: float) -> None:
 def test_blocks_that_share_weights_are_not_copies() -> None:
     assert folded("shared").runs
     assert repeated("shared", (4,), Constraints()) is None
-    ask = Ask(abstract_cost((4,)), 1, Constraints())
+    ask = PlacementRequest(abstract_cost((4,)), 1, Constraints())
     whole = choose(folded("shared").whole, ask, "adamw", None)
     chosen = Chooser(folded("shared"), "adamw").choose(ask, None)
     assert chosen.strategy == whole.strategy
@@ -125,7 +127,7 @@ def test_blocks_that_share_weights_are_not_copies() -> None:
 @pytest.mark.parametrize("name", ["two stacks", "llama", "mixtral"])
 def test_a_step_of_the_whole_program(name: str) -> None:
     found, cost = folded(name), abstract_cost((2, 2))
-    chosen = Chooser(found, "adamw").choose(Ask(cost, 1, Constraints()), None)
+    chosen = Chooser(found, "adamw").choose(PlacementRequest(cost, 1, Constraints()), None)
     batch = random_rows(1, "x") if name == "two stacks" else random_tokens(1)
     step = thread_step(found.whole, cost, chosen.strategy, batch, 1)
     assert step.wrong == {}

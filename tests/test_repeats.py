@@ -12,7 +12,11 @@ import pytest
 from autopar.passes.solvers.choice import solve, solve_brute_force
 from autopar.passes.solvers.choice.ilp import most_columns
 from autopar.passes.solvers.eliminate.elimination import minimise
-from autopar.passes.solvers.eliminate.elimination_order import Limits, TooWide, plan_elimination
+from autopar.passes.solvers.eliminate.elimination_order import (
+    TableLimits,
+    TooWide,
+    plan_elimination,
+)
 from autopar.passes.solvers.problem import ChoiceProblem, Edge, Infeasible, ProblemError
 from autopar.passes.solvers.problem.potentials import Potentials, Weights
 from autopar.passes.solvers.problem.problem import Choice
@@ -214,7 +218,7 @@ def test_blocks_that_are_joined_otherwise_are_refused() -> None:
 def test_blocks_that_hand_on_too_much_are_refused() -> None:
     problem = random_repeated(3)
     with pytest.raises(TooWide):
-        RepeatedElimination.of(problem, Limits(table_entries=1))
+        RepeatedElimination.of(problem, TableLimits(table_entries=1))
 
 
 @pytest.mark.parametrize("first", range(0, 100, 20))

@@ -17,8 +17,8 @@ from torch import Tensor
 from autopar.mesh import Device, Link, LogicalMesh
 from autopar.passes.reshard.costs import ReshardTable, ReshardTables
 from autopar.passes.reshard.move_graph import (
+    MoveStep,
     PrimitiveTime,
-    Step,
     move_graph,
     moves_from,
     step_time_s,
@@ -52,7 +52,11 @@ def apply(move: Move, x: Tensor, groups: Mapping[tuple[int, ...], Group]) -> Ten
 
 
 def check_steps(
-    steps: Sequence[Step], tensor: TensorType, sizes: tuple[int, ...], source: Spec, target: Spec
+    steps: Sequence[MoveStep],
+    tensor: TensorType,
+    sizes: tuple[int, ...],
+    source: Spec,
+    target: Spec,
 ) -> list[list[tuple[str, int]]]:
     """Run `steps` on thread ranks, forward and back; the collectives that rank 0 saw."""
     random = torch.Generator().manual_seed(0)
@@ -90,7 +94,7 @@ def check_steps(
 
 
 def check_bytes(
-    steps: Sequence[Step], tensor: TensorType, seen: list[list[tuple[str, int]]]
+    steps: Sequence[MoveStep], tensor: TensorType, seen: list[list[tuple[str, int]]]
 ) -> None:
     """The bytes a plan charges for are those of the collectives that ran."""
     *forward, backward = seen

@@ -14,7 +14,7 @@ from autopar.placement.spec import I, P, R, S
 from autopar.rules import OpRule, all_rules, find_operator, has_rule, rule_for
 from autopar.rules.lowering import VOCABULARY_CROSS_ENTROPY
 from autopar.rules.pattern import AxisStrategy
-from autopar.verifier.oracle import Case, check_strategy, combinations
+from autopar.verifier.oracle import OracleCase, check_strategy, combinations
 from autopar.verifier.rule_report import check_rule, report_case
 from tests.place_samples import PLACE_SAMPLES
 from tests.random_samples import RANDOM_SAMPLES
@@ -26,10 +26,10 @@ SAMPLES = {**GENERAL_SAMPLES, **PLACE_SAMPLES, **VISION_SAMPLES, **RANDOM_SAMPLE
 RULES = {rule.op: rule for rule in all_rules() if rule.op.startswith("aten.")}
 
 
-def case_of(op: str, sample: Sample, refine: bool = False, **changes: Any) -> Case:
+def case_of(op: str, sample: Sample, refine: bool = False, **changes: Any) -> OracleCase:
     """A sample under the operator's own rule, or under one with `changes`."""
     rule = dataclasses.replace(rule_for(op), **changes)
-    return Case.of(rule, find_operator(op), *sample, refine=refine)
+    return OracleCase.of(rule, find_operator(op), *sample, refine=refine)
 
 
 def test_every_rule_has_a_sample_and_every_sample_a_rule() -> None:
@@ -58,7 +58,7 @@ def test_rule_on_strided_shards(op: str) -> None:
                 check_strategy(case, strategies, (2, 2))
 
 
-def share_a_dim(case: Case, strategies: Sequence[AxisStrategy]) -> bool:
+def share_a_dim(case: OracleCase, strategies: Sequence[AxisStrategy]) -> bool:
     inputs, outputs = case.specs(strategies)
     sharded = [[p.dim for p in spec.placements if p.is_shard] for spec in (*inputs, *outputs)]
     return any(len(set(dims)) < len(dims) for dims in sharded)
@@ -262,7 +262,7 @@ class TestCheckRule:
 
     def test_report_of_a_rule_that_is_wrong(self) -> None:
         rule = OpRule("aten.relu.default", "... -> ...", linear=((0,),))
-        case = Case.of(rule, find_operator("aten::relu"), (x(4),))
+        case = OracleCase.of(rule, find_operator("aten::relu"), (x(4),))
         report = report_case(case, [(2,)])
         assert not report.ok
         assert report.text().splitlines()[0] == "rule of aten.relu.default is WRONG"

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autopar.rules import find_operator, rule_for
-from autopar.verifier.oracle import MESHES, Case, check_strategy, combinations
+from autopar.verifier.oracle import MESHES, OracleCase, check_strategy, combinations
 from tests.drawn_calls import FAMILIES as GENERAL
 from tests.drawn_calls import Call
 from tests.drawn_place_calls import FAMILIES as PLACES
@@ -28,9 +28,9 @@ N_EXAMPLES = int(EXTRA) if EXTRA else 30
 N_PLACEMENTS = 3
 
 
-def case_of(drawn: Call, refine: bool) -> Case:
+def case_of(drawn: Call, refine: bool) -> OracleCase:
     op, (args, kwargs) = drawn
-    return Case.of(rule_for(op), find_operator(op), args, kwargs, refine=refine)
+    return OracleCase.of(rule_for(op), find_operator(op), args, kwargs, refine=refine)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -32,7 +32,7 @@ from autopar.rules import (
     register_rule,
     rule_for,
 )
-from autopar.verifier.oracle import Case
+from autopar.verifier.oracle import OracleCase
 from autopar.verifier.rule_report import check_rule, report_case
 from tests.conftest import Golden
 from tests.rule_samples import ints, x
@@ -140,11 +140,11 @@ class TestRegister:
             return {"n_rows": inputs[0][0]}
 
         operator, values = find_operator(row_blocks), torch.ones(4, 8, dtype=torch.float64)
-        wrong = Case.of(register_rule(row_blocks, "b h -> b h"), operator, (values, 4))
+        wrong = OracleCase.of(register_rule(row_blocks, "b h -> b h"), operator, (values, 4))
         (failure,) = [n.failure for n in report_case(wrong, [(2,)]).lines if n.failure]
         assert failure == "autopar_tests.row_blocks.default: 2 rows, not 4"
         right = register_rule(row_blocks, "b h -> b h", lower=localise)
-        assert report_case(Case.of(right, operator, (values, 4)), [(2,)]).ok
+        assert report_case(OracleCase.of(right, operator, (values, 4)), [(2,)]).ok
 
     def test_several_results_integers_and_an_optional_tensor(self) -> None:
         """Terms of tensors that a call leaves out fall away; integers have no gradient."""
@@ -182,7 +182,7 @@ class TestRegister:
         """Rules registered by a line claim none; those of the tables are held to theirs."""
         assert register_rule(scaled_rows, "b h, b -> b h").linear == ()
         rule = OpRule("aten.square.default", "b h -> b h", linear=((0,),))
-        report = report_case(Case.of(rule, aten.square.default, (x(4, 8),)), [(2,)])
+        report = report_case(OracleCase.of(rule, aten.square.default, (x(4, 8),)), [(2,)])
         (failure,) = [line.failure for line in report.lines if line.failure]
         assert failure.startswith("aten.square.default: output 0 under P is wrong by")
 

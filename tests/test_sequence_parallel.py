@@ -22,7 +22,7 @@ import autopar
 from autopar.cost.laws.model import CostModel
 from autopar.mesh import Device
 from autopar.passes.analysis.analysis import Analysis
-from autopar.passes.intra.chooser import Ask, choose
+from autopar.passes.intra.chooser import PlacementRequest, choose
 from autopar.passes.intra.constraints import Constraints
 from autopar.placement.spec import S, Spec
 from autopar.planning.plan import Plan
@@ -136,7 +136,10 @@ class Small:
         cost = abstract_cost((4,), Device(1.0, 1.0, 1e15))
         limits = Constraints(frozenset(forbid))
         return Small(
-            analysis, cost, choose(analysis, Ask(cost, 1, limits), "adamw", None).strategy, batch
+            analysis,
+            cost,
+            choose(analysis, PlacementRequest(cost, 1, limits), "adamw", None).strategy,
+            batch,
         )
 
     def step(self) -> Step:

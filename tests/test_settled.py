@@ -9,7 +9,7 @@ import pytest
 import autopar
 from autopar.passes.analysis.analysis import Analysis
 from autopar.passes.intra import chooser as choose
-from autopar.passes.intra.chooser import FOLDED_GAP_GOAL, Ask, Chosen
+from autopar.passes.intra.chooser import FOLDED_GAP_GOAL, Chosen, PlacementRequest
 from autopar.plans.data import PlanData
 from tests.harness import random_tokens, tiny_gpt2
 
@@ -23,7 +23,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[PlanData, 
     written_out: list[Chosen] = []
     choose_all = choose.choose
 
-    def noted(analysis: Analysis, ask: Ask, *rest: Any) -> Chosen:
+    def noted(analysis: Analysis, ask: PlacementRequest, *rest: Any) -> Chosen:
         found = choose_all(analysis, ask, *rest)
         if analysis.whole is None and ask.cost.mesh.n_ranks == 2:
             written_out.append(found)

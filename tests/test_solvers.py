@@ -20,7 +20,7 @@ from autopar.passes.solvers.choice import (
     solve_ilp,
 )
 from autopar.passes.solvers.choice.reductions import reduce
-from autopar.passes.solvers.eliminate import Limits, TooWide
+from autopar.passes.solvers.eliminate import TableLimits, TooWide
 from autopar.passes.solvers.eliminate.elimination import minimise
 from autopar.passes.solvers.eliminate.elimination_order import plan_elimination
 from autopar.passes.solvers.eliminate.marginals import min_marginals
@@ -38,8 +38,8 @@ from tests.strategies import choice_problems
 
 REL = 1e-9
 # Tables of a few entries: every graph with a cycle needs a hub, or is too wide.
-TINY = Limits(table_entries=16)
-NO_TABLES = Limits(table_entries=0)
+TINY = TableLimits(table_entries=16)
+NO_TABLES = TableLimits(table_entries=0)
 
 
 def random_problem(seed: int, n_max: int = 6, k_max: int = 4) -> ChoiceProblem:
@@ -169,14 +169,14 @@ def test_reductions_keep_an_optimum(problem: ChoiceProblem) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 @pytest.mark.parametrize("limits", [TINY, NO_TABLES], ids=["hubs", "ilp"])
-def test_too_wide_graphs_give_the_same_optimum(seed: int, limits: Limits) -> None:
+def test_too_wide_graphs_give_the_same_optimum(seed: int, limits: TableLimits) -> None:
     problem = random_problem(seed)
     check_same(problem, solve(problem, limits=limits))
 
 
 def test_hubs_are_conditioned_on() -> None:
     problem = clique(6, 4, seed=0)
-    limits = Limits(table_entries=4**4)
+    limits = TableLimits(table_entries=4**4)
     plan = plan_elimination(problem, limits)
     assert len(plan.hubs) == 2 and plan.within(limits)
     check_same(problem, solve_by_elimination(problem, limits))
@@ -191,8 +191,8 @@ def test_too_wide_is_raised_and_then_solved_by_the_ilp() -> None:
     check_same(problem, found)
 
 
-@pytest.mark.parametrize("limits", [None, Limits(table_entries=4**4)], ids=["plain", "hubs"])
-def test_min_marginals_are_the_least_totals_with_each_choice(limits: Limits | None) -> None:
+@pytest.mark.parametrize("limits", [None, TableLimits(table_entries=4**4)], ids=["plain", "hubs"])
+def test_min_marginals_are_the_least_totals_with_each_choice(limits: TableLimits | None) -> None:
     problems = [replace(random_problem(s), budget_bytes=None) for s in range(60)]
     for problem in (p.merged() for p in [*problems, clique(6, 4, seed=2)]):
         potentials = Potentials.of(problem, Weights())

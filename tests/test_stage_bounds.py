@@ -19,7 +19,7 @@ from autopar.passes.inter.bounds import StageBounds
 from autopar.passes.inter.candidate import Candidate
 from autopar.passes.inter.joint import JointSearch
 from autopar.passes.inter.recipes import recipe_candidates
-from autopar.passes.inter.score import Hop, Worked, played_s
+from autopar.passes.inter.score import MessageSeconds, StageSeconds, played_s
 from autopar.passes.inter.tables import CostMaker
 from autopar.passes.search.planner import Planner
 from autopar.passes.search.simulator import Simulator
@@ -71,8 +71,8 @@ def test_no_schedule_is_faster_than_the_span(times: list[float], m: int, schedul
     np.fill_diagonal(each, times)
     nothing, time_s = np.zeros((n, n, 1)), each[:, :, None]
     problem = StageProblem(time_s, nothing, nothing, nothing, (1,), n, m)
-    hops = [Hop(k, k + 1, 0.0, 0.0) for k in range(n - 1)]
-    step_s = played_s(schedule, m, [Worked(t, 0.0) for t in times], hops)
+    hops = [MessageSeconds(k, k + 1, 0.0, 0.0) for k in range(n - 1)]
+    step_s = played_s(schedule, m, [StageSeconds(t, 0.0) for t in times], hops)
     assert least_span_s(problem) <= step_s * (1 + 1e-9) + 1e-12
 
 

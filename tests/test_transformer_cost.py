@@ -20,7 +20,7 @@ from autopar.cost.published.runs import read_runs
 from autopar.cost.transformer.chunks import Chunk, chunks_of, parameters_of
 from autopar.cost.transformer.estimate import StepModel
 from autopar.cost.transformer.layer import LayerModel
-from autopar.cost.transformer.machine import Machine
+from autopar.cost.transformer.machine import TransformerMachine
 from autopar.cost.transformer.memory import KeptBytes, kept_of_layer
 from autopar.cost.transformer.recipe import Order, Recipe, Software
 from autopar.cost.transformer.shape import TransformerShape
@@ -61,7 +61,7 @@ def step(
     layer = LayerModel(shape, recipe, Software(**words))
     links = (profile.link("inter_node"), profile.link("intra_node"))
     hardware = on_links(profile, links, torch.bfloat16)
-    return StepModel(layer, Machine(hardware, 8, recipe))
+    return StepModel(layer, TransformerMachine(hardware, 8, recipe))
 
 
 # -- one layer -------------------------------------------------------------------------------------

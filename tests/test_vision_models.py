@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from autopar.capture import capture
 from autopar.passes.analysis.analysis import Analysis
 from autopar.passes.inter.layers import operator_flops
-from autopar.passes.intra.chooser import Ask, choose
+from autopar.passes.intra.chooser import PlacementRequest, choose
 from autopar.passes.intra.constraints import Constraints
 from autopar.passes.intra.intra_op import intra_op_problem
 from autopar.passes.intra.problem import IntraOpProblem
@@ -197,7 +197,9 @@ def test_plan(model: str, recipe: str) -> None:
     """Where splitting always pays, chosen plans split every convolution and product by 4."""
     analysis, cost, n_microbatches = analysis_of(model), abstract_cost((4,)), 2
     pricing = recipe_cost(cost)
-    chosen = choose(analysis, Ask(pricing, n_microbatches, RECIPES[recipe]), "adamw", None)
+    chosen = choose(
+        analysis, PlacementRequest(pricing, n_microbatches, RECIPES[recipe]), "adamw", None
+    )
     lines = lower(analysis, chosen.strategy, cost).body
     flops = sum(line.flops for line in lines if isinstance(line, CallLine))
     assert flops == sum(operator_flops(analysis)) / (4 * n_microbatches)

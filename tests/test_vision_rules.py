@@ -13,7 +13,7 @@ from autopar.placement.notation import Notation
 from autopar.program.factors import name_sizes
 from autopar.rules import OpCall, find_operator, rule_for
 from autopar.rules.convolutions import CONVOLUTIONS
-from autopar.verifier.oracle import Case
+from autopar.verifier.oracle import OracleCase
 from autopar.verifier.rule_report import report_case
 from tests.rule_samples import Sample, call, x
 from tests.test_saved import really_saved, saved_of
@@ -95,5 +95,5 @@ PLANTED: Mapping[str, tuple[str, Sample, dict[str, Any]]] = {
 def test_planted_fault_is_noticed(fault: str) -> None:
     op, (args, kwargs), changes = PLANTED[fault]
     rules = rule_for(op), dataclasses.replace(rule_for(op), **changes)
-    cases = [Case.of(rule, find_operator(op), args, kwargs) for rule in rules]
+    cases = [OracleCase.of(rule, find_operator(op), args, kwargs) for rule in rules]
     assert [report_case(case, [(2,)]).ok for case in cases] == [True, False]

@@ -13,7 +13,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Machine:
+class LocalMachine:
     """`n_slots`: ranks that compute at full speed, one per core or GPU.
 
     `memory_bytes` is that of one GPU, or of the whole machine where ranks are processes of it;
@@ -36,17 +36,17 @@ def count_slots() -> int:
     return os.cpu_count() or 1
 
 
-def this_machine() -> Machine:
+def this_machine() -> LocalMachine:
     """The machine of this process, which is a rank: on a GPU it starts a context."""
     if torch.cuda.is_available():
         free_bytes, memory_bytes = torch.cuda.mem_get_info()
         name = torch.cuda.get_device_name()
-        return Machine(name, True, count_slots(), memory_bytes, memory_bytes - free_bytes)
+        return LocalMachine(name, True, count_slots(), memory_bytes, memory_bytes - free_bytes)
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     # Linux counts in KiB, macOS in bytes.
     unit = 1 if sys.platform == "darwin" else 1024
     held_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return Machine(_cpu_name(), False, count_slots(), memory_bytes, held_bytes)
+    return LocalMachine(_cpu_name(), False, count_slots(), memory_bytes, held_bytes)
 
 
 def _cpu_name() -> str:

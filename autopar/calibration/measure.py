@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.calibration import samples as grids
-from autopar.calibration.machine import Machine, count_slots, this_machine
+from autopar.calibration.machine import LocalMachine, count_slots, this_machine
 from autopar.calibration.operators import (
     attention_samples,
     issue_samples,
@@ -29,7 +29,13 @@ from autopar.calibration.operators import (
     turn_samples,
 )
 from autopar.calibration.result import Calibration
-from autopar.calibration.samples import Grid, OperatorSample, Samples, StepSample, TransferSample
+from autopar.calibration.samples import (
+    OperatorSample,
+    SampleGrid,
+    Samples,
+    StepSample,
+    TransferSample,
+)
 from autopar.calibration.steps import step_samples
 from autopar.calibration.transfers import transfer_samples
 from autopar.errors import OptionError
@@ -90,7 +96,7 @@ def _measure_transfers(
 
 
 def _measure_steps(
-    samples: Samples, pool: WorkerPool, machine: Machine, quick: bool, progress: Report
+    samples: Samples, pool: WorkerPool, machine: LocalMachine, quick: bool, progress: Report
 ) -> None:
     """What the steps should take is predicted with the constants of what was measured so far."""
     if machine.is_cuda:
@@ -117,20 +123,20 @@ def _group_sizes(ranks: Sequence[int] | None, n_slots: int) -> tuple[int, ...]:
     return tuple(sorted(set(ranks)))
 
 
-def _grid(device: torch.device, quick: bool) -> Grid:
+def _grid(device: torch.device, quick: bool) -> SampleGrid:
     if device.type == "cuda":
         return grids.QUICK_CUDA if quick else grids.CUDA
     return grids.QUICK_CPU if quick else grids.CPU
 
 
-def _of_rank() -> Machine:
+def _of_rank() -> LocalMachine:
     """The machine as a rank finds it, with the buffers of its backend."""
     dist.barrier()
     return this_machine()
 
 
 def _on_rank(
-    measure: Callable[[Grid, torch.device], list[OperatorSample]], quick: bool
+    measure: Callable[[SampleGrid, torch.device], list[OperatorSample]], quick: bool
 ) -> list[OperatorSample]:
     device = init_from_environment()
     return measure(_grid(device, quick), device)

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autopar.calibration.samples import Grid, OperatorSample
-from autopar.calibration.timing import Case, issue_time_s, medians_s
+from autopar.calibration.samples import OperatorSample, SampleGrid
+from autopar.calibration.timing import TimedCall, issue_time_s, medians_s
 from autopar.units import format_bytes
 
 Operator = Callable[[Tensor, Tensor], Tensor]
@@ -52,28 +52,28 @@ MEMORY: dict[str, tuple[Operator, int]] = {
 class Timed:
     """A case, and its sample but for the time."""
 
-    case: Case
+    case: TimedCall
     sample: OperatorSample
 
 
-def operator_samples(grid: Grid, device: torch.device) -> list[OperatorSample]:
+def operator_samples(grid: SampleGrid, device: torch.device) -> list[OperatorSample]:
     """Products, memory-bound and small operators, while all ranks do the same."""
     return _measured([*products(grid, device), *memory_operators(grid, device)], grid, device)
 
 
-def turn_samples(grid: Grid, device: torch.device) -> list[OperatorSample]:
+def turn_samples(grid: SampleGrid, device: torch.device) -> list[OperatorSample]:
     """A few of them, to see how ranks share cores."""
     few = replace(grid, product_shapes=grid.product_shapes[:2], memory_rows=grid.memory_rows[1:2])
     floats = [t for t in products(few, device) if t.sample.dtype == "float32"]
     return _measured([*floats, *memory_operators(few, device)], grid, device)
 
 
-def attention_samples(grid: Grid, device: torch.device) -> list[OperatorSample]:
+def attention_samples(grid: SampleGrid, device: torch.device) -> list[OperatorSample]:
     """Forward, then forward and backward, of causal attention in bfloat16."""
     return _measured(list(_attention(device)), grid, device)
 
 
-def issue_samples(grid: Grid, device: torch.device) -> list[OperatorSample]:
+def issue_samples(grid: SampleGrid, device: torch.device) -> list[OperatorSample]:
     """Small operators again, timed on the interpreter's side."""
     found = []
     for timed in memory_operators(replace(grid, memory_rows=(1,)), device):
@@ -82,7 +82,7 @@ def issue_samples(grid: Grid, device: torch.device) -> list[OperatorSample]:
     return found
 
 
-def products(grid: Grid, device: torch.device) -> Iterator[Timed]:
+def products(grid: SampleGrid, device: torch.device) -> Iterator[Timed]:
     for dtype, most_flops in grid.most_flops:
         for m, n, k in grid.product_shapes:
             flops = 2.0 * m * n * k
@@ -95,7 +95,7 @@ def products(grid: Grid, device: torch.device) -> Iterator[Timed]:
             sample = OperatorSample(
                 f"{dtype} product", size, dtype, 3 * flops, 3.0 * touched_bytes, 3, 0.0
             )
-            yield Timed(Case(partial(_products, x, w)), sample)
+            yield Timed(TimedCall(partial(_products, x, w)), sample)
 
 
 def _products(x: list[Tensor], w: list[Tensor], i: int) -> None:
@@ -106,19 +106,19 @@ def _products(x: list[Tensor], w: list[Tensor], i: int) -> None:
     out.T @ a
 
 
-def memory_operators(grid: Grid, device: torch.device) -> Iterator[Timed]:
+def memory_operators(grid: SampleGrid, device: torch.device) -> Iterator[Timed]:
     for name, (operator, n_touched) in MEMORY.items():
         for rows in grid.memory_rows:
             x = _ring((rows, grid.width), torch.float32, device)
             size, moved = format_bytes(x[0].nbytes), float(_CHAIN * n_touched * x[0].nbytes)
             repeated = partial(_chain, operator)
             sample = OperatorSample(name, size, "", 0.0, moved, _CHAIN, 0.0)
-            yield Timed(Case(partial(_forward, repeated, x, x)), sample)
+            yield Timed(TimedCall(partial(_forward, repeated, x, x)), sample)
             both = replace(
                 sample, name=f"{name} and backward", n_operators=2 * _CHAIN,
                 size_bytes=(1 + _BACKWARD_BYTES) * moved,
             )  # fmt: skip
-            yield Timed(Case(partial(_differentiated, repeated, x, x)), both)
+            yield Timed(TimedCall(partial(_differentiated, repeated, x, x)), both)
 
 
 def _chain(operator: Operator, x: Tensor, y: Tensor) -> Tensor:
@@ -141,10 +141,10 @@ def _attention(device: torch.device) -> Iterator[Timed]:
         ("attention and backward", _differentiated, 2, 3.5 * flops),
     ):
         sample = OperatorSample(name, str(shape), "bfloat16", work, 0.0, n, 0.0)
-        yield Timed(Case(partial(run, attend, x, x)), sample)
+        yield Timed(TimedCall(partial(run, attend, x, x)), sample)
 
 
-def _measured(timed: list[Timed], grid: Grid, device: torch.device) -> list[OperatorSample]:
+def _measured(timed: list[Timed], grid: SampleGrid, device: torch.device) -> list[OperatorSample]:
     cases = [t.case for t in timed]
     times_s = medians_s(cases, device, grid.sample_s, grid.n_rounds)
     return [replace(t.sample, time_s=s) for t, s in zip(timed, times_s, strict=True)]

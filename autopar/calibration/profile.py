@@ -18,7 +18,7 @@ from functools import cached_property
 import torch
 
 from autopar.calibration.fit import LinkFit, MemoryFit, ProductFit, Residual, StepFit, median_error
-from autopar.calibration.machine import Machine
+from autopar.calibration.machine import LocalMachine
 from autopar.calibration.samples import Samples
 from autopar.cost.hardware import DEFAULT_PROFILE, Profile, Quantity, detect, load_profile
 from autopar.errors import CalibrationError
@@ -34,7 +34,7 @@ _MEMORY_BOUND = "add, mul, gelu, layer_norm and softmax, forward and backward"
 class ProfileNumbers:
     """Turns what is known of a machine into quantities by their dotted keys."""
 
-    machine: Machine
+    machine: LocalMachine
     samples: Samples
     memory: MemoryFit
     products: ProductFit

@@ -21,7 +21,7 @@ from autopar.calibration.fit import (
     fit_steps,
     median_error,
 )
-from autopar.calibration.machine import Machine
+from autopar.calibration.machine import LocalMachine
 from autopar.calibration.profile import ProfileNumbers
 from autopar.calibration.samples import Samples
 from autopar.cost.hardware import Quantity
@@ -35,7 +35,7 @@ class Calibration:
     `link` is None for one rank; `steps` where no whole steps were timed.
     """
 
-    machine: Machine
+    machine: LocalMachine
     samples: Samples
     memory: MemoryFit
     products: ProductFit
@@ -43,7 +43,7 @@ class Calibration:
     steps: StepFit | None = None
 
     @staticmethod
-    def of(samples: Samples, machine: Machine) -> Calibration:
+    def of(samples: Samples, machine: LocalMachine) -> Calibration:
         """Fit every law. Raises `CalibrationError` where no positive constants fit."""
         memory = fit_memory([s for s in samples.operators if not s.dtype])
         products = fit_products([s for s in samples.operators if s.dtype], memory)

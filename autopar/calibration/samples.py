@@ -108,7 +108,7 @@ class StepProgram:
 
 
 @dataclass(frozen=True)
-class Grid:
+class SampleGrid:
     """Sizes at which everything is measured, and how long.
 
     `product_shapes` are (m, n, k) of x[m, k] w[n, k]; products above `most_flops[dtype]` are left
@@ -130,7 +130,7 @@ class Grid:
 _KIB, _MIB = 1 << 10, 1 << 20
 _SHAPES = ((256, 256), (768, 256), (256, 1024), (1024, 1024))
 
-CPU = Grid(
+CPU = SampleGrid(
     product_shapes=tuple((m, n, k) for m in (128, 512, 2048) for n, k in _SHAPES),
     most_flops=(("float64", 1.1e9), ("float32", 1.1e9), ("bfloat16", 3e8), ("float16", 7e7)),
     memory_rows=(1, 1024, 4096, 16384),
@@ -152,7 +152,7 @@ CPU = Grid(
     ),
     n_step_rounds=31,
 )
-QUICK_CPU = Grid(
+QUICK_CPU = SampleGrid(
     product_shapes=((128, 256, 256), (1024, 256, 256), (256, 512, 512)),
     most_flops=(("float64", 2e8), ("float32", 2e8), ("bfloat16", 2e8), ("float16", 2e7)),
     memory_rows=(1, 4096),
@@ -168,7 +168,7 @@ QUICK_CPU = Grid(
     n_step_rounds=5,
 )
 _CUDA_FLOPS = (("float64", 2e11), ("float32", 1e12), ("bfloat16", 2e13), ("float16", 2e13))
-CUDA = Grid(
+CUDA = SampleGrid(
     product_shapes=tuple(
         (m, n, k) for m in (512, 2048, 8192) for n in (1024, 4096, 12288) for k in (1024, 4096)
     ),
@@ -179,7 +179,7 @@ CUDA = Grid(
     sample_s=0.02,
     n_rounds=11,
 )
-QUICK_CUDA = Grid(
+QUICK_CUDA = SampleGrid(
     product_shapes=((2048, 1024, 1024), (4096, 4096, 4096)),
     most_flops=_CUDA_FLOPS,
     memory_rows=(1, 8192),

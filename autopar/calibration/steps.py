@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopar.api import parallelize, plan
-from autopar.calibration.samples import Grid, StepProgram, StepSample
-from autopar.calibration.timing import Case, medians_s
+from autopar.calibration.samples import SampleGrid, StepProgram, StepSample
+from autopar.calibration.timing import TimedCall, medians_s
 from autopar.mesh import Mesh
 from autopar.options import Manual
 from autopar.planning import Plan
@@ -112,14 +112,14 @@ class Perceptron(nn.Module):
         return self.layers(x).square().mean()
 
 
-def step_samples(profile: str, grid: Grid, device: torch.device) -> list[StepSample]:
+def step_samples(profile: str, grid: SampleGrid, device: torch.device) -> list[StepSample]:
     """Steps of all programs of `grid`; `profile` is the path of what their parts alone gave."""
     cases, samples = [], []
     for program in grid.step_programs:
         if program.recipe and dist.get_world_size() == 1:
             continue
         planned, step = (_sharded if program.recipe else _alone)(program, profile, device)
-        cases.append(Case(step, by_slowest=True))
+        cases.append(TimedCall(step, by_slowest=True))
         samples.append(_predicted(program, planned))
     times_s = medians_s(cases, device, 0.0, grid.n_step_rounds)
     return [replace(s, time_s=time_s) for s, time_s in zip(samples, times_s, strict=True)]

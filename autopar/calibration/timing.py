@@ -24,7 +24,7 @@ _MOST_CALLS = {"cpu": 1000, "cuda": 50}
 
 
 @dataclass(frozen=True)
-class Case:
+class TimedCall:
     """`run(i)` is timed; i counts calls, to take other buffers each time.
 
     `prepare` comes before each call, untimed: what a rank does before it meets others. `share`:
@@ -39,7 +39,7 @@ class Case:
 
 
 def medians_s(
-    cases: Sequence[Case], device: torch.device, sample_s: float, n_rounds: int
+    cases: Sequence[TimedCall], device: torch.device, sample_s: float, n_rounds: int
 ) -> list[float]:
     """Seconds of one call of each case."""
     n_calls = [_n_calls(case, device, sample_s) for case in cases]
@@ -52,7 +52,7 @@ def medians_s(
     return [statistics.median(times_s) for times_s in rounds]
 
 
-def _n_calls(case: Case, device: torch.device, sample_s: float) -> int:
+def _n_calls(case: TimedCall, device: torch.device, sample_s: float) -> int:
     """As many as fill `sample_s`, the same on all ranks; the first call is not counted."""
     _time_s(case, 1, device)
     pilot_s = _over_ranks(_time_s(case, 3, device) / 3, device)
@@ -66,7 +66,7 @@ def _over_ranks(value: float, device: torch.device, is_largest: bool = False) ->
     return values.item() / (1 if is_largest else dist.get_world_size())
 
 
-def _time_s(case: Case, n_calls: int, device: torch.device) -> float:
+def _time_s(case: TimedCall, n_calls: int, device: torch.device) -> float:
     """Seconds of `n_calls` calls together."""
     timed = _on_gpu_s if device.type == "cuda" else _on_cpu_s
     if case.prepare is None:

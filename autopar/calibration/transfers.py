@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.calibration.samples import Grid, TransferSample
-from autopar.calibration.timing import Case, medians_s
+from autopar.calibration.samples import SampleGrid, TransferSample
+from autopar.calibration.timing import TimedCall, medians_s
 from autopar.mesh import Device, Link, LogicalMesh
 from autopar.placement import Split
 from autopar.runtime.collectives import DistMessenger, Messenger
@@ -27,11 +27,11 @@ _PREPARED = 192  # a product of this many a side precedes every call
 
 
 def transfer_samples(
-    group_sizes: Sequence[int], turns: float, grid: Grid, device: torch.device
+    group_sizes: Sequence[int], turns: float, grid: SampleGrid, device: torch.device
 ) -> list[TransferSample]:
     """Collectives over groups of these sizes, side by side in the world; messages in pairs, where
     no rank is left over."""
-    cases: list[Case] = []
+    cases: list[TimedCall] = []
     samples: list[TransferSample] = []
     messenger = DistMessenger(device)
     work = torch.randn(_PREPARED, _PREPARED, device=device)
@@ -61,18 +61,18 @@ def _group(n_ranks: int) -> Group:
 
 def _calls(
     group: Group, size_bytes: int, device: torch.device, prepare: partial[Tensor]
-) -> Iterator[tuple[str, Case]]:
+) -> Iterator[tuple[str, TimedCall]]:
     """Every collective at `size_bytes` as NCCL counts them."""
     rows = max(size_bytes // 4 // _WIDTH // group.size, 1) * group.size
     whole = torch.randn(rows, _WIDTH, device=device)
     piece = whole[: rows // group.size].contiguous()
-    yield "all_reduce", Case(lambda i: group.all_reduce(whole), prepare)
-    yield "all_gather", Case(lambda i: group.all_gather(piece, _ROWS), prepare)
-    yield "reduce_scatter", Case(lambda i: group.reduce_scatter(whole, _ROWS), prepare)
-    yield "all_to_all", Case(lambda i: group.all_to_all(whole, _ROWS, _COLUMNS), prepare)
+    yield "all_reduce", TimedCall(lambda i: group.all_reduce(whole), prepare)
+    yield "all_gather", TimedCall(lambda i: group.all_gather(piece, _ROWS), prepare)
+    yield "reduce_scatter", TimedCall(lambda i: group.reduce_scatter(whole, _ROWS), prepare)
+    yield "all_to_all", TimedCall(lambda i: group.all_to_all(whole, _ROWS, _COLUMNS), prepare)
 
 
-def _message(messenger: Messenger, size_bytes: int, device: torch.device) -> Case:
+def _message(messenger: Messenger, size_bytes: int, device: torch.device) -> TimedCall:
     """To the other rank of a pair and back."""
     peer = messenger.rank ^ 1
     value = torch.randn(max(size_bytes // 4, 1), device=device)
@@ -87,4 +87,4 @@ def _message(messenger: Messenger, size_bytes: int, device: torch.device) -> Cas
             sent = messenger.post([(value, peer)], [])
         sent.wait_sent()
 
-    return Case(there_and_back, share=0.5)
+    return TimedCall(there_and_back, share=0.5)

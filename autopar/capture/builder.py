@@ -1,6 +1,6 @@
 """Emit normalised nodes: each carries its fake value, and we know whether it carries gradient.
 
-A rewrite receives a `Call` (an operator with arguments already in the new graph) and emits
+A rewrite receives a `TracedCall` (an operator with arguments already in the new graph) and emits
 its replacement through the `Builder`. Under `lift` every floating dtype becomes float64:
 dtype arguments are replaced, fake values recomputed, and an operator that would make a
 float32 of integers alone gets them as float64.
@@ -28,7 +28,7 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Call:
+class TracedCall:
     """One operator call of the traced graph; `args` and `kwargs` hold nodes of the new graph."""
 
     target: torch._ops.OpOverload

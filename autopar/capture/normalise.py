@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.builder import Builder, Call
+from autopar.capture.builder import Builder, TracedCall
 from autopar.capture.inplace import WAS_IN_PLACE
 from autopar.capture.names import source_line
 from autopar.capture.regions import GRAD_ENABLED, substitute
@@ -74,7 +74,7 @@ def _emit(builder: Builder, node: fx.Node, args: tuple[Any, ...], kwargs: dict[s
             where=source_line(node),
             hint="use the out-of-place form, on x.detach() where no gradient is wanted",
         )
-    call = Call(node.target, args, dict(kwargs), node)
+    call = TracedCall(node.target, args, dict(kwargs), node)
     rewrite = rewrite_of(node.target)
     result = rewrite(builder, call) if rewrite is not None else None
     if result is None:
@@ -91,7 +91,7 @@ def _emit(builder: Builder, node: fx.Node, args: tuple[Any, ...], kwargs: dict[s
     return result
 
 
-def _decomposed(builder: Builder, call: Call) -> Any:
+def _decomposed(builder: Builder, call: TracedCall) -> Any:
     """The results of the operators that `call` is made of; None where it is kept."""
     parts = decomposition(builder, call)
     if parts is None:

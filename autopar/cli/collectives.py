@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from autopar.cli.shell import Result
-from autopar.cost.hardware import Group, detect, even_group, load_profile
+from autopar.cost.hardware import LinkGroup, detect, even_group, load_profile
 from autopar.cost.laws import (
     LEGEND,
     Explained,
@@ -30,7 +30,7 @@ _WIDTH = 100
 
 
 @dataclass(frozen=True)
-class Row:
+class SizeRow:
     """The least time at one size."""
 
     size_bytes: int
@@ -86,10 +86,10 @@ def cost_result(
     return Result(text, data)
 
 
-def _row(kind: str, size_bytes: int, group: Group) -> Row:
+def _row(kind: str, size_bytes: int, group: LinkGroup) -> SizeRow:
     time_s = collective_time_s(kind, size_bytes, group)
     bandwidth = bus_bytes_per_s(kind, size_bytes, group.n_ranks, time_s)
-    return Row(size_bytes, cheapest_algorithm(kind, size_bytes, group), time_s, bandwidth)
+    return SizeRow(size_bytes, cheapest_algorithm(kind, size_bytes, group), time_s, bandwidth)
 
 
 def _algorithm_lines(found: Explained) -> list[str]:
@@ -103,7 +103,7 @@ def _algorithm_lines(found: Explained) -> list[str]:
     return [*lines, ""]
 
 
-def _legend_lines(group: Group) -> list[str]:
+def _legend_lines(group: LinkGroup) -> list[str]:
     """The symbols, and what they are here."""
     slowest, inside, switch = group.slowest, group.inside, group.in_switch_s_per_byte
     here = {
@@ -128,7 +128,7 @@ def _link_text(link: Link) -> str:
     return f"{format_seconds(link.latency_s)}, {rate}"
 
 
-def _table_lines(rows: Sequence[Row]) -> list[str]:
+def _table_lines(rows: Sequence[SizeRow]) -> list[str]:
     width = max(len(row.algorithm) for row in rows)
     head = f"{'size':>11}  {'algorithm':{width}}  {'time':>8}  {'bus bandwidth':>14}"
     return [

@@ -15,10 +15,10 @@ from autopar.cli.shell import Progress, Result
 from autopar.cost.published import (
     SHIPPED,
     Cell,
-    Compared,
     Entry,
-    Errors,
+    ErrorSummary,
     Ordering,
+    PublishedFigure,
     Score,
     Target,
     is_runs_file,
@@ -80,7 +80,7 @@ def score_text(found: Score) -> str:
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
-def leave_one_out_text(papers: Mapping[str, Errors]) -> str:
+def leave_one_out_text(papers: Mapping[str, ErrorSummary]) -> str:
     """Errors of papers by constants that were fitted without them."""
     lines = ["step time of each paper, predicted by a fit to the others"]
     width = max(map(len, papers), default=0)
@@ -115,7 +115,7 @@ def _line(name: str, profile: str, metric: str, texts: tuple[str, str, str], wid
     return f"  {name:{width}}  {profile:9}  {metric:9}  {published:>9}  {predicted:>9}  {error:>7}"
 
 
-def _texts_of(found: Compared, pretty: Callable[[float], str]) -> tuple[str, str, str]:
+def _texts_of(found: PublishedFigure, pretty: Callable[[float], str]) -> tuple[str, str, str]:
     published = "-" if found.published is None else pretty(found.published)
     error = "-" if found.error is None else f"{found.error:+.1%}"
     return published, pretty(found.predicted), error

@@ -21,8 +21,8 @@ from autopar.mesh import LogicalMesh, Mesh
 from autopar.module.job import from_rank_0
 from autopar.passes.analysis import Analysis, cut
 from autopar.passes.inter import ends_by_stage
-from autopar.passes.intra import Ask, Constraints, choose
-from autopar.passes.lowering import LaidStage, join, replay, stage_record
+from autopar.passes.intra import Constraints, PlacementRequest, choose
+from autopar.passes.lowering import PlacedStage, join, replay, stage_record
 from autopar.planning import Bound, lay_stages
 from autopar.plans import PlanData, StageRecord
 from autopar.program import Pipeline, Program, Storage
@@ -129,7 +129,7 @@ def evaluation_pipeline(program: Program, data: PlanData, bound: Bound) -> Pipel
 
     found = [StageRecord(**record) for record in from_rank_0(on_rank_0)]  # type: ignore[arg-type]
     stages = [
-        LaidStage(part, replay(part, record, 1), trained.cost)
+        PlacedStage(part, replay(part, record, 1), trained.cost)
         for part, record, trained in zip(parts, found, bound.stages, strict=True)
     ]
     pipeline = join(stages, forward_only, with_outputs=True)
@@ -155,6 +155,6 @@ def _evaluated(part: Analysis, k: int, data: PlanData, bound: Bound) -> StageRec
                 f"evaluation uses buffer {buffer.name} on stage {k}, which does not change it",
                 hint="plan with stages that keep a module's operators together",
             )
-    ask = Ask(cost, 1, Constraints(storage=storage))
+    ask = PlacementRequest(cost, 1, Constraints(storage=storage))
     chosen = choose(part, ask, data.optimizer, None)
     return stage_record(part, chosen.strategy, cost.mesh, data.stages[k].mesh_shape)

@@ -18,7 +18,7 @@ from autopar.cost.price import link_between, predict
 from autopar.errors import PlanError
 from autopar.mesh import Mesh, factored_view
 from autopar.passes.analysis import Analysis, compute_dtype, cut
-from autopar.passes.lowering import LaidStage, join, replay, replay_ends
+from autopar.passes.lowering import PlacedStage, join, replay, replay_ends
 from autopar.passes.search import Predict
 from autopar.plans import InputSignature, PlanData, Predicted
 from autopar.program import Pipeline
@@ -37,7 +37,7 @@ class Bound:
     data: PlanData
     analysis: Analysis
     mesh: Mesh
-    stages: tuple[LaidStage, ...]
+    stages: tuple[PlacedStage, ...]
     simulated: Predicted | None = None
 
     @cached_property
@@ -99,7 +99,7 @@ def bind(data: PlanData, analysis: Analysis, mesh: Mesh) -> Bound:
 
 def lay_stages(
     data: PlanData, analysis: Analysis, mesh: Mesh, hardware: Hardware, with_outputs: bool = False
-) -> tuple[LaidStage, ...]:
+) -> tuple[PlacedStage, ...]:
     """The plan's stages on a program; `with_outputs` also for what the model returns.
 
     Raises `PlanError` where they do not fit it, or do not add up to the mesh.
@@ -121,6 +121,6 @@ def lay_stages(
             )
         view = factored_view(mesh, hardware.links, hardware.device, record.axes, first_rank)
         strategy = replay(part, record, data.microbatches, data.forbid)
-        found.append(LaidStage(part, strategy, CostModel(view, compute_dtype(analysis))))
+        found.append(PlacedStage(part, strategy, CostModel(view, compute_dtype(analysis))))
         first_rank += record.n_ranks
     return tuple(found)

@@ -36,7 +36,7 @@ from autopar.passes.analysis import (
 )
 from autopar.passes.explain import decisions
 from autopar.passes.lowering import stage_record
-from autopar.passes.search import Effort, Planner
+from autopar.passes.search import Planner, PlanningStats
 from autopar.planning.binding import Bound, bind, predict_on
 from autopar.planning.inputs import (
     ExampleInputs,
@@ -69,7 +69,7 @@ class Plan:
 
     data: PlanData
     bound: Bound | None = field(default=None, repr=False, compare=False)
-    effort: Effort | None = field(default=None, repr=False, compare=False)
+    effort: PlanningStats | None = field(default=None, repr=False, compare=False)
 
     # -- what was decided ----------------------------------------------------------------------
 

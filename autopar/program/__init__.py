@@ -9,9 +9,9 @@ from autopar.program.abridged import (
 )
 from autopar.program.bucketing import BUCKET_BYTES, buckets, primitive_bytes
 from autopar.program.collective import (
-    Call,
     Collective,
     ConversionBucket,
+    RankCall,
     conversion_buckets,
     rank_collectives,
     return_buckets,
@@ -88,7 +88,6 @@ __all__ = [
     "Atom",
     "Boundary",
     "BufferInfo",
-    "Call",
     "CallLine",
     "Cell",
     "ChangedBuffer",
@@ -116,6 +115,7 @@ __all__ = [
     "Pipeline",
     "Program",
     "Prologue",
+    "RankCall",
     "Recomputed",
     "Ref",
     "RepeatedLines",

@@ -87,7 +87,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Call:
+class RankCall:
     """One call of a collective by one rank, over the group along `axes`."""
 
     kind: PrimitiveKind
@@ -101,24 +101,24 @@ class Call:
 class StepCalls:
     """The calls of a step: `before`, per microbatch `forward` and `backward`, `after`."""
 
-    before: tuple[Call, ...]
-    forward: tuple[Call, ...]
-    backward: tuple[Call, ...]
-    after: tuple[Call, ...]
+    before: tuple[RankCall, ...]
+    forward: tuple[RankCall, ...]
+    backward: tuple[RankCall, ...]
+    after: tuple[RankCall, ...]
     n_microbatches: int
 
     @property
-    def microbatch(self) -> tuple[Call, ...]:
+    def microbatch(self) -> tuple[RankCall, ...]:
         """One microbatch's calls; where there are several stages, others come in between."""
         return self.forward + self.backward
 
-    def __iter__(self) -> Iterator[Call]:
+    def __iter__(self) -> Iterator[RankCall]:
         yield from self.before
         for _ in range(self.n_microbatches):
             yield from self.microbatch
         yield from self.after
 
-    def counted(self) -> Iterator[tuple[Call, int]]:
+    def counted(self) -> Iterator[tuple[RankCall, int]]:
         """Every call with how often a step makes it."""
         for calls, count in (
             (self.before, 1),
@@ -152,7 +152,7 @@ def step_calls(program: StageProgram, local_inputs: bool = False) -> StepCalls:
 
 def summarise(calls: StepCalls, axis_names: Sequence[str], stage: int) -> tuple[Collective, ...]:
     """Calls that are alike as one row, in order of their first call."""
-    counts: dict[Call, int] = {}
+    counts: dict[RankCall, int] = {}
     for call, count in calls.counted():
         counts[call] = counts.get(call, 0) + count
     rows = []
@@ -272,10 +272,12 @@ def _fused(
     return tuple(buckets(keyed, BUCKET_BYTES))
 
 
-def _bucket_calls(found: tuple[Waiting, tuple[ConversionBucket, ...]], phase: Phase) -> list[Call]:
+def _bucket_calls(
+    found: tuple[Waiting, tuple[ConversionBucket, ...]], phase: Phase
+) -> list[RankCall]:
     waiting, fused = found
     return [
-        Call(
+        RankCall(
             bucket.key[0],
             bucket.key[1],
             phase,
@@ -286,7 +288,7 @@ def _bucket_calls(found: tuple[Waiting, tuple[ConversionBucket, ...]], phase: Ph
     ]
 
 
-def _divisors(program: StageProgram) -> list[Call]:
+def _divisors(program: StageProgram) -> list[RankCall]:
     """Sums of what the ranks' own rows contribute to the divisors."""
     rows = next(
         (
@@ -301,7 +303,7 @@ def _divisors(program: StageProgram) -> list[Call]:
     if not axes:
         return []
     return [
-        Call("all_reduce", axes, "loss", sizes[name], name)
+        RankCall("all_reduce", axes, "loss", sizes[name], name)
         for name in program.prologue_outputs
         if name in sizes
     ]
@@ -322,13 +324,13 @@ def _origins(program: StageProgram) -> dict[str, str]:
     return origin
 
 
-def _forward(program: StageProgram) -> list[Call]:
+def _forward(program: StageProgram) -> list[RankCall]:
     origin = _origins(program)
     counted = zip(program.body, line_counts(program), strict=True)
     return [call for line, n in counted for call in _forward_calls(line, origin) * n]
 
 
-def _forward_calls(line: Line, origin: Mapping[str, str], again: bool = False) -> list[Call]:
+def _forward_calls(line: Line, origin: Mapping[str, str], again: bool = False) -> list[RankCall]:
     """Of a line that runs, or runs `again` in backward."""
     if isinstance(line, GatherLine):
         return _gathered(line)
@@ -338,20 +340,20 @@ def _forward_calls(line: Line, origin: Mapping[str, str], again: bool = False) -
     if isinstance(line, CallLine):
         phase = "backward" if again else "forward"
         return [
-            Call(c.kind, line.lowered_axes, phase, c.size_bytes, line.key)
+            RankCall(c.kind, line.lowered_axes, phase, c.size_bytes, line.key)
             for c in line.inner
             if c.phase == "forward"
         ]
     return []
 
 
-def _backward(program: StageProgram) -> list[Call]:
+def _backward(program: StageProgram) -> list[RankCall]:
     origin = _origins(program)
     anew, again = regathered(program), rerun(program)
     counts = line_counts(program)
-    every: list[Call] = []
+    every: list[RankCall] = []
     for i in sorted(program.differentiated, reverse=True):
-        line, calls = program.body[i], list[Call]()
+        line, calls = program.body[i], list[RankCall]()
         if i in again:
             calls += [call for gather in anew.get(i, ()) for call in _gathered(gather)]
             for k in again[i]:
@@ -367,7 +369,7 @@ def _backward(program: StageProgram) -> list[Call]:
             )
         elif isinstance(line, CallLine):
             calls += [
-                Call(c.kind, line.lowered_axes, c.phase, c.size_bytes, line.key)
+                RankCall(c.kind, line.lowered_axes, c.phase, c.size_bytes, line.key)
                 for c in line.inner
                 if c.phase == "backward"
             ]
@@ -377,7 +379,7 @@ def _backward(program: StageProgram) -> list[Call]:
     return every
 
 
-def _gathered(line: GatherLine) -> list[Call]:
+def _gathered(line: GatherLine) -> list[RankCall]:
     return [
         call
         for move in line.moves
@@ -389,7 +391,7 @@ def _gathered(line: GatherLine) -> list[Call]:
 
 def _call(
     kind: PrimitiveKind, line: MoveLine, phase: str, size_bytes: int, tensor: str
-) -> list[Call]:
+) -> list[RankCall]:
     if kind not in COLLECTIVES:
         return []
-    return [Call(kind, line.move.axes, phase, size_bytes, tensor)]
+    return [RankCall(kind, line.move.axes, phase, size_bytes, tensor)]

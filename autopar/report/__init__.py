@@ -1,6 +1,6 @@
 """Reports: a plan as text that a person reads, as a graph and as a page; plans side by side."""
 
-from autopar.report.comparison import Compared, Comparison
+from autopar.report.comparison import ComparedPlan, Comparison
 from autopar.report.explanation import explain
 from autopar.report.graph_text import INSTALL_HINT, dot
 from autopar.report.html import ReportFiles, write_report
@@ -10,7 +10,7 @@ from autopar.report.tables import headline
 
 __all__ = [
     "INSTALL_HINT",
-    "Compared",
+    "ComparedPlan",
     "Comparison",
     "ReportFiles",
     "dot",

@@ -60,7 +60,7 @@ _DECISIONS: dict[str, Callable[[PlanData], str]] = {
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedPlan:
     """One plan; `predicted` and `collectives` are None where it is not bound to its model."""
 
     data: PlanData
@@ -135,7 +135,7 @@ class Comparison:
     """Plans side by side, under their names."""
 
     names: tuple[str, ...]
-    plans: tuple[Compared, ...]
+    plans: tuple[ComparedPlan, ...]
 
     def text(self) -> str:
         """For a terminal."""
@@ -235,7 +235,7 @@ def _rows(measures: Mapping[str, Callable[[Any], str]], of: Sequence[Any]) -> li
     ]
 
 
-def _stage_text(plan: Compared, stage: int) -> str:
+def _stage_text(plan: ComparedPlan, stage: int) -> str:
     """`dp=1 x tp=2, 503.1 KiB, from transformer.wte/embedding`."""
     if stage >= len(plan.data.stages):
         return UNKNOWN
@@ -246,7 +246,7 @@ def _stage_text(plan: Compared, stage: int) -> str:
     return ", ".join([axes, *peak, f"from {record.begins_at}"])
 
 
-def _traffic_text(plan: Compared, key: tuple[str, str]) -> str:
+def _traffic_text(plan: ComparedPlan, key: tuple[str, str]) -> str:
     if plan.collectives is None:
         return UNKNOWN
     calls, size_bytes = plan.traffic.get(key, (0, 0))
@@ -292,7 +292,7 @@ def _subject(data: PlanData) -> str:
     return f"{data.model} on {inputs}, precision {data.precision}{padded}"
 
 
-def _plan_dict(name: str, plan: Compared) -> dict[str, Any]:
+def _plan_dict(name: str, plan: ComparedPlan) -> dict[str, Any]:
     data = plan.data
     traffic = [
         {"phase": phase, "kind": kind, "calls": calls, "size_bytes": size_bytes}

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from autopar.placement import COLLECTIVES
 from autopar.program import MoveLine
-from autopar.report.picture import Block, Edge, Node, Picture, operator_name
+from autopar.report.picture import Block, Node, Picture, PictureEdge, operator_name
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Section:
         return self.copies[0]
 
 
-def fold(picture: Picture) -> tuple[tuple[Section, ...], tuple[Edge, ...]]:
+def fold(picture: Picture) -> tuple[tuple[Section, ...], tuple[PictureEdge, ...]]:
     """Sections in order, and the edges between nodes that are drawn."""
-    into: dict[int, list[Edge]] = defaultdict(list)
-    out_of: dict[int, list[Edge]] = defaultdict(list)
+    into: dict[int, list[PictureEdge]] = defaultdict(list)
+    out_of: dict[int, list[PictureEdge]] = defaultdict(list)
     for edge in picture.edges:
         into[edge.target].append(edge)
         out_of[edge.source].append(edge)
@@ -71,8 +71,8 @@ def _runs(nodes: Sequence[Node]) -> list[tuple[int, ...]]:
 
 def _continues(
     picture: Picture,
-    into: dict[int, list[Edge]],
-    out_of: dict[int, list[Edge]],
+    into: dict[int, list[PictureEdge]],
+    out_of: dict[int, list[PictureEdge]],
     copies: list[tuple[int, ...]],
     run: tuple[int, ...],
 ) -> bool:
@@ -93,15 +93,15 @@ def _continues(
     )
 
 
-def _share_alike(pairs: list[tuple[Edge, Edge]]) -> bool:
+def _share_alike(pairs: list[tuple[PictureEdge, PictureEdge]]) -> bool:
     """Do the edges of one block share their reshards exactly where those of the other do?"""
     values = {(a.value, b.value) for a, b in pairs if a.moves}
     return len({a for a, _ in values}) == len(values) == len({b for _, b in values})
 
 
 def _same_inputs(
-    first: list[Edge],
-    second: list[Edge],
+    first: list[PictureEdge],
+    second: list[PictureEdge],
     last: tuple[int, ...],
     run: tuple[int, ...],
     before: tuple[int, ...] | None,
@@ -153,7 +153,7 @@ def moves_text(moves: Sequence[MoveLine]) -> tuple[str, ...]:
     )
 
 
-def _drawn(edges: Sequence[Edge], sections: Sequence[Section]) -> tuple[Edge, ...]:
+def _drawn(edges: Sequence[PictureEdge], sections: Sequence[Section]) -> tuple[PictureEdge, ...]:
     """Edges among the nodes drawn; what leaves a fold leaves its last copy."""
     shown: dict[int, int] = {}
     for section in sections:
@@ -161,7 +161,7 @@ def _drawn(edges: Sequence[Edge], sections: Sequence[Section]) -> tuple[Edge, ..
         shown.update(zip(section.copies[-1], section.nodes, strict=True))
     copied = {i for s in sections for copy in s.copies[1:] for i in copy}
     return tuple(
-        Edge(shown[edge.source], edge.target, edge.value, edge.moves)
+        PictureEdge(shown[edge.source], edge.target, edge.value, edge.moves)
         for edge in edges
         if edge.target not in copied and edge.source in shown
     )

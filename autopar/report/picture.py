@@ -83,7 +83,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Edge:
+class PictureEdge:
     """A tensor that one node makes and another reads. Nodes are positions in the picture."""
 
     source: int
@@ -97,7 +97,7 @@ class Picture:
     """Nodes in the order of execution, and edges from earlier to later ones."""
 
     nodes: tuple[Node, ...]
-    edges: tuple[Edge, ...]
+    edges: tuple[PictureEdge, ...]
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class _Read:
 
 
 @dataclass
-class _Group:
+class _NodeDraft:
     """A node being made."""
 
     module: str
@@ -164,7 +164,7 @@ def picture(program: StageProgram, batch_size: int | None = None) -> Picture:
         nodes.append(_node(group, shards, parameters))
     edges = arrivals
     edges += [
-        Edge(home[read.root], home[line.outs[0].name], read.value, read.moves)
+        PictureEdge(home[read.root], home[line.outs[0].name], read.value, read.moves)
         for group in groups
         for line in group.lines
         for read in found[line.key]
@@ -176,7 +176,7 @@ def picture(program: StageProgram, batch_size: int | None = None) -> Picture:
     for kind, name in ends:
         last = found[f"{kind} {name}"][0]
         if last.root in home:
-            edges.append(Edge(home[last.root], len(nodes), last.value, last.moves))
+            edges.append(PictureEdge(home[last.root], len(nodes), last.value, last.moves))
         nodes.append(Node(kind, name, Block(), (), None, ()))
     kept = {(e.source, e.target, e.value): e for e in edges if e.source != e.target}
     return Picture(tuple(nodes), tuple(kept.values()))
@@ -203,12 +203,12 @@ def _sources(
 
 def _arrivals(
     nodes: list[Node], home: dict[str, int], found: dict[str, tuple[_Read, ...]]
-) -> tuple[list[Edge], dict[str, tuple[_Read, ...]]]:
+) -> tuple[list[PictureEdge], dict[str, tuple[_Read, ...]]]:
     """The first reshard of each received value as a node, and reads that start from it.
 
     It is the part that all readers share. Adds to `nodes` and `home`.
     """
-    edges: list[Edge] = []
+    edges: list[PictureEdge] = []
     for position, node in enumerate(list(nodes)):
         root = node.result.name if node.kind == "received" and node.result else ""
         chains = [r.moves for reading in found.values() for r in reading if r.root == root]
@@ -216,7 +216,7 @@ def _arrivals(
         if not any(is_reshard(move) for move in common):
             continue
         value = common[-1].out.name
-        edges.append(Edge(position, len(nodes), value, common))
+        edges.append(PictureEdge(position, len(nodes), value, common))
         home[value] = len(nodes)
         nodes.append(Node("arrived", node.name, Block(), (), None, ()))
         found = {
@@ -264,9 +264,9 @@ def _reads(program: StageProgram) -> dict[str, tuple[_Read, ...]]:
     return out
 
 
-def _runs(program: StageProgram, found: Mapping[str, tuple[_Read, ...]]) -> list[_Group]:
+def _runs(program: StageProgram, found: Mapping[str, tuple[_Read, ...]]) -> list[_NodeDraft]:
     """Operators of one module that follow each other, cut where they reshard in between."""
-    groups: list[_Group] = []
+    groups: list[_NodeDraft] = []
     made: set[str] = set()
     for line in program.body:
         if not isinstance(line, CallLine):
@@ -274,17 +274,17 @@ def _runs(program: StageProgram, found: Mapping[str, tuple[_Read, ...]]) -> list
         module = line.key.rpartition("/")[0]
         cut = any(read.moves and read.root in made for read in found[line.key])
         if not groups or groups[-1].module != module or cut:
-            groups.append(_Group(module))
+            groups.append(_NodeDraft(module))
             made = set()
         groups[-1].lines.append(line)
         made |= {out.name for out in line.outs}
     return groups
 
 
-def _joined(groups: list[_Group], found: Mapping[str, tuple[_Read, ...]]) -> list[_Group]:
+def _joined(groups: list[_NodeDraft], found: Mapping[str, tuple[_Read, ...]]) -> list[_NodeDraft]:
     """Views with what they view; elementwise runs with the elementwise run before them."""
-    out: list[_Group] = []
-    home: dict[str, _Group] = {}
+    out: list[_NodeDraft] = []
+    home: dict[str, _NodeDraft] = {}
     for group in groups:
         own = {o.name for line in group.lines for o in line.outs}
         outer = [r for line in group.lines for r in found[line.key] if r.root not in own]
@@ -299,8 +299,8 @@ def _joined(groups: list[_Group], found: Mapping[str, tuple[_Read, ...]]) -> lis
 
 
 def _host(
-    group: _Group, outer: list[_Read], before: list[_Group], home: Mapping[str, _Group]
-) -> _Group | None:
+    group: _NodeDraft, outer: list[_Read], before: list[_NodeDraft], home: Mapping[str, _NodeDraft]
+) -> _NodeDraft | None:
     """The node that `group` joins; None when it is one of its own."""
     kind = kind_of(group.lines)
     moved = {read.root for read in outer if read.moves}
@@ -318,7 +318,7 @@ def _host(
 
 
 def _node(
-    group: _Group,
+    group: _NodeDraft,
     shards: Mapping[str, tuple[str, ...]],
     parameters: Mapping[str, ParameterUsed],
 ) -> Node:

@@ -16,7 +16,7 @@ import graphviz
 from autopar.program import MoveLine, StageProgram
 from autopar.report.boxes import CROSSING, FRAME, LOCAL, TRAFFIC, box_label, escaped, pill, traffic
 from autopar.report.folding import Section, fold, is_collective
-from autopar.report.picture import Edge, picture
+from autopar.report.picture import PictureEdge, picture
 
 
 class StageGraph:
@@ -66,13 +66,13 @@ class StageGraph:
         return None
 
     @cached_property
-    def _edges_by_frame(self) -> tuple[dict[int, list[Edge]], list[Edge]]:
+    def _edges_by_frame(self) -> tuple[dict[int, list[PictureEdge]], list[PictureEdge]]:
         """Edges inside one frame, by its section; and all others, those without a frame first."""
         within = {
             i: number for number, s in enumerate(self.sections) if _is_framed(s) for i in s.nodes
         }
-        inner: dict[int, list[Edge]] = defaultdict(list)
-        outer: list[Edge] = []
+        inner: dict[int, list[PictureEdge]] = defaultdict(list)
+        outer: list[PictureEdge] = []
         for source, members in _by_value(self.edges).items():
             homes = {within.get(i, -1) for i in (source[0], *(e.target for e in members))}
             # A reshard of one block is drawn inside it.
@@ -86,7 +86,7 @@ class StageGraph:
                 label = box_label(self.shown.nodes[i], self.program, framed)
                 cluster.node(f"{self.prefix}{i}", label=label)
 
-    def _draw_edges(self, cluster: graphviz.Digraph, edges: Sequence[Edge]) -> None:
+    def _draw_edges(self, cluster: graphviz.Digraph, edges: Sequence[PictureEdge]) -> None:
         drawn: set[tuple[int, int]] = set()
         for (source, value), members in _by_value(edges).items():
             targets = list(dict.fromkeys(e.target for e in members))
@@ -130,9 +130,9 @@ def _is_framed(section: Section) -> bool:
     return bool(section.blocks[0].index) and len(section.nodes) + len(section.copies) > 2
 
 
-def _by_value(edges: Sequence[Edge]) -> dict[tuple[int, str], list[Edge]]:
+def _by_value(edges: Sequence[PictureEdge]) -> dict[tuple[int, str], list[PictureEdge]]:
     """Edges that share what they carry, by its source and variable."""
-    found: dict[tuple[int, str], list[Edge]] = defaultdict(list)
+    found: dict[tuple[int, str], list[PictureEdge]] = defaultdict(list)
     for edge in edges:
         found[edge.source, edge.value].append(edge)
     return found

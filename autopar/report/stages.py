@@ -61,7 +61,7 @@ class CrossingRow:
 
 
 @dataclass(frozen=True)
-class Grid:
+class ScheduleGrid:
     """The first clocks of a schedule; a cell is an action, or None where the stage is idle."""
 
     rows: tuple[tuple[Action | None, ...], ...]
@@ -186,7 +186,7 @@ def ideal_bubble(pipeline: Pipeline) -> float:
     return idle / (pipeline.n_microbatches + idle)
 
 
-def grid(pipeline: Pipeline, n_shown: int = N_CLOCKS) -> Grid:
+def grid(pipeline: Pipeline, n_shown: int = N_CLOCKS) -> ScheduleGrid:
     """The first `n_shown` clocks of the schedule without its messages."""
     order = Schedule(
         tuple(tuple(a for a in actions if a.is_compute) for actions in pipeline.schedule.stages),
@@ -198,4 +198,4 @@ def grid(pipeline: Pipeline, n_shown: int = N_CLOCKS) -> Grid:
     for line, actions in zip(times, order.stages, strict=True):
         at = {int(start): action for start, action in zip(line, actions, strict=True)}
         rows.append(tuple(at.get(i) for i in range(min(n_shown, int(clocks(order))))))
-    return Grid(tuple(rows), int(clocks(order)))
+    return ScheduleGrid(tuple(rows), int(clocks(order)))

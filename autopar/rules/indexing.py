@@ -33,7 +33,7 @@ def _is_mask(index: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class _Places:
+class _IndexNames:
     """`x[indices]` in notation: names of the source, of the index tensors and of what is read."""
 
     source: Term
@@ -44,7 +44,7 @@ class _Places:
     block: frozenset[str]
 
     @staticmethod
-    def of(call: OpCall) -> _Places:
+    def of(call: OpCall) -> _IndexNames:
         shape = call.inputs[0]
         dims = [i for i, index in enumerate(call.args["indices"]) if index is not None]
         index_shapes = call.inputs[1 : 1 + len(dims)]
@@ -57,7 +57,7 @@ class _Places:
         rest = [i for i in range(len(shape)) if i not in dims]
         before, after = [i for i in rest if i < start], [i for i in rest if i >= start]
         middle = named_term(tuple(block_shape), block)
-        return _Places(
+        return _IndexNames(
             source,
             tuple(broadcast_term(s, tuple(block_shape), block) for s in index_shapes),
             (*(source[i] for i in before), *middle, *(source[i] for i in after)),
@@ -69,7 +69,7 @@ class _Places:
 
 def index(call: OpCall) -> Notation:
     """`x[i, j]` with integer tensors."""
-    places = _Places.of(call)
+    places = _IndexNames.of(call)
     return Notation((places.source, *places.indices), (places.read,), places.addressed)
 
 
@@ -83,7 +83,7 @@ def index_put(call: OpCall) -> Notation:
     """`x[i, j] = v`, v broadcast to what is read there; masks address all dims."""
     if any(_is_mask(i) for i in call.args["indices"] if i is not None):
         return whole(call)
-    places = _Places.of(call)
+    places = _IndexNames.of(call)
     shape, offset = call.inputs[-1], len(places.read_shape) - len(call.inputs[-1])
     values = tuple(
         places.read[offset + i] if size == places.read_shape[offset + i] else ()

@@ -28,7 +28,7 @@ from autopar.schedule.orders import (
     one_f_one_b,
     zero_bubble,
 )
-from autopar.schedule.script import Script, Step, place, script_of
+from autopar.schedule.script import Script, ScriptStep, place, script_of
 
 __all__ = [
     "GRADIENTS_DONE",
@@ -37,7 +37,7 @@ __all__ = [
     "Kind",
     "Schedule",
     "Script",
-    "Step",
+    "ScriptStep",
     "Transfer",
     "chain",
     "clocks",

@@ -19,7 +19,7 @@ from autopar.schedule.actions import Action, Kind, Schedule, Transfer, chain
 from autopar.schedule.grid import start_times
 
 
-class Step(NamedTuple):
+class ScriptStep(NamedTuple):
     """One compute, and the messages around it.
 
     posts     ends of messages that are posted before it: i is the send of message i, ~i its receive
@@ -36,7 +36,7 @@ class Step(NamedTuple):
 class Script:
     """The steps of every device, and the send of microbatch 0 on every channel."""
 
-    rows: tuple[tuple[Step, ...], ...]
+    rows: tuple[tuple[ScriptStep, ...], ...]
     channels: tuple[Action, ...]
     n_microbatches: int
 
@@ -52,12 +52,12 @@ class Script:
         """The same written out, device by device."""
         ends = [(send, send.partner) for send in self.channels]
 
-        def written(row: Sequence[Step]) -> Iterator[Action]:
+        def written(row: Sequence[ScriptStep]) -> Iterator[Action]:
             return itertools.chain.from_iterable(self._actions(step, ends) for step in row)
 
         return tuple(tuple(written(row)) for row in self.rows)
 
-    def _actions(self, step: Step, ends: Sequence[tuple[Action, Action]]) -> Iterator[Action]:
+    def _actions(self, step: ScriptStep, ends: Sequence[tuple[Action, Action]]) -> Iterator[Action]:
         for end in step.posts:
             channel, microbatch = divmod(end if end >= 0 else ~end, self.n_microbatches)
             kind, stage, _, peer = ends[channel][end < 0]
@@ -91,7 +91,7 @@ def place(schedule: Schedule, transfers: Iterable[Transfer]) -> Script:
             by_clock[start].append(action)
     sends, made, read = _channels(schedule, transfers)
     n_devices = schedule.n_devices
-    rows: list[list[Step]] = [[] for _ in schedule.rows]
+    rows: list[list[ScriptStep]] = [[] for _ in schedule.rows]
     posts: list[list[int]] = [[] for _ in schedule.rows]
     # Right before they are read, or right after they are made: `lowering.py` says which when.
     when_made = schedule.n_chunks > 1 or schedule.splits_backward
@@ -105,12 +105,12 @@ def place(schedule: Schedule, transfers: Iterable[Transfer]) -> Script:
                 posts[target].append(~(first + microbatch))
         for compute in computes:
             device = compute.stage % n_devices
-            rows[device].append(Step(posts[device], _numbers(read, compute), compute))
+            rows[device].append(ScriptStep(posts[device], _numbers(read, compute), compute))
             posts[device] = []
         before = computes
     for row, left in zip(rows, posts, strict=True):
         if left:
-            row.append(Step(left, (), None))
+            row.append(ScriptStep(left, (), None))
     return Script(tuple(map(tuple, rows)), sends, schedule.n_microbatches)
 
 
@@ -135,10 +135,10 @@ def place_as_made(schedule: Schedule, transfers: Iterable[Transfer]) -> Script:
     for row, ready in zip(schedule.rows, posts, strict=True):
         steps = []
         for compute in row:
-            steps.append(Step(ready, _numbers(read, compute), compute))
+            steps.append(ScriptStep(ready, _numbers(read, compute), compute))
             ready = _numbers(made, compute)
         if ready:
-            steps.append(Step(ready, (), None))
+            steps.append(ScriptStep(ready, (), None))
         rows.append(tuple(steps))
     return Script(tuple(rows), sends, schedule.n_microbatches)
 
@@ -153,18 +153,18 @@ def _read(schedule: Schedule, transfers: Iterable[Transfer]) -> Script:
     }
     rows = []
     for row in schedule.rows:
-        steps: list[Step] = []
+        steps: list[ScriptStep] = []
         posts: list[int] = []
         for action in row:
             kind, stage, microbatch, peer = action
             if peer is None:
-                steps.append(Step(posts, _numbers(read, action), action))
+                steps.append(ScriptStep(posts, _numbers(read, action), action))
                 posts = []
                 continue
             message = first[kind, stage, peer] + microbatch
             posts.append(message if action.is_send else ~message)
         if posts:
-            steps.append(Step(posts, (), None))
+            steps.append(ScriptStep(posts, (), None))
         rows.append(tuple(steps))
     return Script(tuple(rows), sends, schedule.n_microbatches)
 

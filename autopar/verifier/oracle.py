@@ -58,7 +58,7 @@ MESHES: tuple[tuple[int, ...], ...] = ((2,), (4,), (2, 2))  # what a rule is che
 
 
 @dataclass(frozen=True)
-class Case:
+class OracleCase:
     """One call of an operator on whole tensors: its types, its results, its gradients.
 
     `gradients` are those of the inputs with gradient, None for the others, for the upstream
@@ -81,7 +81,7 @@ class Case:
         args: Sequence[Any],
         kwargs: Mapping[str, Any] | None = None,
         refine: bool = False,
-    ) -> Case:
+    ) -> OracleCase:
         """Run the operator; `refine` splits every even factor in two, as another operator
         of a graph might, so that shards are strided too."""
         with torch.no_grad():
@@ -102,7 +102,7 @@ class Case:
             for d, t in zip(dims, (*tensors, *results), strict=True)
         ]
         inputs, outputs = types[: len(tensors)], types[len(tensors) :]
-        return Case(
+        return OracleCase(
             rule,
             call,
             resolve(notation, inputs, outputs, sizes),
@@ -222,7 +222,7 @@ def _true_gradients(
 
 
 @dataclass(frozen=True)
-class Errors:
+class StrategyErrors:
     """The largest errors of one strategy, relative to the largest element."""
 
     value: float = 0.0
@@ -230,8 +230,8 @@ class Errors:
 
 
 def check_strategy(
-    case: Case, strategies: Sequence[AxisStrategy], sizes: Sequence[int], seed: int = 0
-) -> Errors:
+    case: OracleCase, strategies: Sequence[AxisStrategy], sizes: Sequence[int], seed: int = 0
+) -> StrategyErrors:
     """Compare one strategy per axis of a mesh of `sizes` with the unsharded operator.
 
     Raises `VerificationError` that names what is wrong: an output, a gradient, a local shape,
@@ -241,7 +241,7 @@ def check_strategy(
     gradient_specs = [gradient_spec(s) for s in input_specs]
     try:
         outputs, gradients = _run_ranks(case, strategies, sizes, seed)
-        return Errors(
+        return StrategyErrors(
             _worst("output", case.results, outputs, case.outputs, output_specs, sizes),
             _worst(
                 "gradient of input", case.gradients, gradients, case.inputs, gradient_specs, sizes
@@ -258,7 +258,7 @@ PerRank = list[list[Tensor | None]]  # of one tensor each: by rank
 
 
 def _run_ranks(
-    case: Case, strategies: Sequence[AxisStrategy], sizes: Sequence[int], seed: int
+    case: OracleCase, strategies: Sequence[AxisStrategy], sizes: Sequence[int], seed: int
 ) -> tuple[PerRank, PerRank]:
     """Outputs and gradients of the inputs, each by rank."""
     random = torch.Generator().manual_seed(seed)
@@ -299,7 +299,7 @@ def _run_ranks(
 
 
 def _check_shapes(
-    outputs: Sequence[Tensor], case: Case, specs: Sequence[Spec], sizes: Sequence[int]
+    outputs: Sequence[Tensor], case: OracleCase, specs: Sequence[Spec], sizes: Sequence[int]
 ) -> None:
     expected = [local_shape(t, spec, sizes) for t, spec in zip(case.outputs, specs, strict=True)]
     actual = [tuple(y.shape) for y in outputs]
@@ -340,7 +340,7 @@ def _worst(
 
 
 def _local_operator(
-    case: Case, strategies: Sequence[AxisStrategy], sizes: Sequence[int]
+    case: OracleCase, strategies: Sequence[AxisStrategy], sizes: Sequence[int]
 ) -> tuple[tuple[int, ...], Callable[[Sequence[Tensor], Group | None], list[Tensor]]]:
     """What one rank runs: the operator with localised arguments, or what replaces it over a
     group of axes; `()` when there is no group."""
@@ -361,7 +361,7 @@ def _local_operator(
     return (), lambda tensors, group: _run(case.call, tensors, changed)
 
 
-def combinations(case: Case, sizes: Sequence[int]) -> Iterator[tuple[AxisStrategy, ...]]:
+def combinations(case: OracleCase, sizes: Sequence[int]) -> Iterator[tuple[AxisStrategy, ...]]:
     """One strategy per axis in all ways that divide."""
     for strategies in itertools.product(case.strategies(), repeat=len(sizes)):
         if case.fits(strategies, sizes):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from autopar.errors import VerificationError
 from autopar.rules import find_operator, rule_for
-from autopar.verifier.oracle import MESHES, Case, Errors, check_strategy, combinations
+from autopar.verifier.oracle import MESHES, OracleCase, StrategyErrors, check_strategy, combinations
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Line:
 
     strategies: str
     sizes: tuple[int, ...]
-    errors: Errors
+    errors: StrategyErrors
     failure: str | None = None
 
     def __str__(self) -> str:
@@ -35,7 +35,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Report:
+class RuleReport:
     """What a check found, one line per strategy and mesh.
 
     `unchecked` are the names that the rule lets shard and no mesh here divides, with their sizes.
@@ -57,7 +57,7 @@ class Report:
         return "\n".join(lines)
 
 
-def report_case(case: Case, meshes: Sequence[tuple[int, ...]] = MESHES) -> Report:
+def report_case(case: OracleCase, meshes: Sequence[tuple[int, ...]] = MESHES) -> RuleReport:
     """Check all strategies of one call on several meshes."""
     lines, checked = [], set()
     for sizes in meshes:
@@ -67,19 +67,19 @@ def report_case(case: Case, meshes: Sequence[tuple[int, ...]] = MESHES) -> Repor
             try:
                 lines.append(Line(text, sizes, check_strategy(case, strategies, sizes)))
             except VerificationError as error:
-                lines.append(Line(text, sizes, Errors(), str(error).partition("\n")[0]))
+                lines.append(Line(text, sizes, StrategyErrors(), str(error).partition("\n")[0]))
     offered = dict.fromkeys(s.label for s in case.strategies() if s.label)
     unchecked = [_shown(case, label) for label in offered if label not in checked]
-    return Report(f"rule of {case.rule.op}", tuple(lines), tuple(unchecked))
+    return RuleReport(f"rule of {case.rule.op}", tuple(lines), tuple(unchecked))
 
 
-def _shown(case: Case, label: str) -> str:
+def _shown(case: OracleCase, label: str) -> str:
     """`v of 3`, or a pair of names."""
     pattern = case.pattern
     return " and ".join(f"{pattern.names[k]} of {pattern.sizes[k]}" for k in label.split())
 
 
-def check_rule(op: str | Callable[..., Any], *inputs: Any, **options: Any) -> Report:
+def check_rule(op: str | Callable[..., Any], *inputs: Any, **options: Any) -> RuleReport:
     """Check an operator's rule on real inputs: every strategy, on 2, 4 and 2 x 2 ranks.
 
     op: the operator or its name, as in `register_rule`. inputs, options: its arguments;
@@ -90,7 +90,7 @@ def check_rule(op: str | Callable[..., Any], *inputs: Any, **options: Any) -> Re
     """
     overload = find_operator(op)
     args, kwargs = torch.utils._pytree.tree_map(_lifted, (inputs, options))
-    return report_case(Case.of(rule_for(str(overload)), overload, args, kwargs))
+    return report_case(OracleCase.of(rule_for(str(overload)), overload, args, kwargs))
 
 
 def _lifted(value: Any) -> Any:

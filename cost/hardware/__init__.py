@@ -15,14 +15,14 @@ from autopar.cost.hardware.hardware import (
     resolve,
     resolve_on,
 )
-from autopar.cost.hardware.topology import Group, even_group, flat_group, group_on
+from autopar.cost.hardware.topology import LinkGroup, even_group, flat_group, group_on
 from autopar.cost.hardware.what_if import changed, doublings, parse_changes, profile_of
 
 __all__ = [
     "DEFAULT_PROFILE",
     "MEASURED_RATIOS",
-    "Group",
     "Hardware",
+    "LinkGroup",
     "Profile",
     "ProfiledDevice",
     "Quantity",

@@ -29,7 +29,7 @@ from autopar.mesh import Link, LogicalMesh
 
 
 @dataclass(frozen=True)
-class Group:
+class LinkGroup:
     """The ranks of one collective, and the links between them. See the module for the fields."""
 
     n_ranks: int
@@ -79,24 +79,24 @@ class Group:
         )
 
 
-def even_group(n_ranks: int, per_node: int, inside: Link, across: Link) -> Group:
+def even_group(n_ranks: int, per_node: int, inside: Link, across: Link) -> LinkGroup:
     """`n_ranks` with `per_node` in each of their nodes."""
     assert n_ranks % per_node == 0, (n_ranks, per_node)
-    return Group(n_ranks, n_ranks // per_node, per_node, inside, across)
+    return LinkGroup(n_ranks, n_ranks // per_node, per_node, inside, across)
 
 
-def flat_group(n_ranks: int, link: Link) -> Group:
+def flat_group(n_ranks: int, link: Link) -> LinkGroup:
     """`n_ranks` that are all linked alike."""
-    return Group(n_ranks, 1, n_ranks, link, link)
+    return LinkGroup(n_ranks, 1, n_ranks, link, link)
 
 
-def group_of(members: Iterable[int], ranks_per_node: int, inside: Link, across: Link) -> Group:
+def group_of(members: Iterable[int], ranks_per_node: int, inside: Link, across: Link) -> LinkGroup:
     """The group of ranks `members`; nodes hold consecutive ranks, `ranks_per_node` each."""
     held = Counter(rank // ranks_per_node for rank in members)
-    return Group(held.total(), len(held), min(held.values()), inside, across)
+    return LinkGroup(held.total(), len(held), min(held.values()), inside, across)
 
 
-def group_on(mesh: LogicalMesh, axes: Sequence[int]) -> Group:
+def group_on(mesh: LogicalMesh, axes: Sequence[int]) -> LinkGroup:
     """The group over `axes` of a view that takes longest: the one that spans most nodes.
 
     A view that knows no nodes links all members by the slowest of its axes' links.
@@ -105,7 +105,7 @@ def group_on(mesh: LogicalMesh, axes: Sequence[int]) -> Group:
 
 
 @lru_cache(maxsize=1 << 12)
-def _group_on(mesh: LogicalMesh, axes: tuple[int, ...]) -> Group:
+def _group_on(mesh: LogicalMesh, axes: tuple[int, ...]) -> LinkGroup:
     n_ranks, nodes = mesh.group_size(axes), mesh.nodes
     if nodes is None:
         links = [mesh.links[i] for i in axes if mesh.sizes[i] > 1] or [mesh.links[axes[0]]]

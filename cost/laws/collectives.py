@@ -19,7 +19,7 @@ from functools import cache, lru_cache
 
 import sympy
 
-from autopar.cost.hardware import Group
+from autopar.cost.hardware import LinkGroup
 from autopar.cost.laws.formulas import (
     FORMULAS,
     SYMBOLS,
@@ -40,7 +40,7 @@ _MANY_BYTES = 1e12
 
 
 def collective_time_s(
-    kind: str, size_bytes: float, group: Group, gamma_s_per_byte: float = 0.0
+    kind: str, size_bytes: float, group: LinkGroup, gamma_s_per_byte: float = 0.0
 ) -> float:
     """Seconds of one `kind` of NCCL size `size_bytes` over `group`; 0.0 for one rank.
 
@@ -56,7 +56,7 @@ def collective_time_s(
     return group.slowest.ratio(kind) * least_s
 
 
-def collective_lines(kind: str, group: Group) -> tuple[tuple[float, float], ...]:
+def collective_lines(kind: str, group: LinkGroup) -> tuple[tuple[float, float], ...]:
     """Of each algorithm that the group can run, (seconds, seconds per byte): `collective_time_s` is
     the least of a + b n."""
     if group.n_ranks == 1:
@@ -71,13 +71,13 @@ def collective_lines(kind: str, group: Group) -> tuple[tuple[float, float], ...]
     return tuple(lines)
 
 
-def cheapest_algorithm(kind: str, size_bytes: float, group: Group) -> str:
+def cheapest_algorithm(kind: str, size_bytes: float, group: LinkGroup) -> str:
     """The algorithm whose time `collective_time_s` returns; the first one among equals."""
     numbers = group.numbers
     return min(_candidates(kind, group), key=lambda c: c[1](size_bytes, *numbers, 0.0))[0]
 
 
-def algorithms_of(kind: str, group: Group) -> tuple[str, ...]:
+def algorithms_of(kind: str, group: LinkGroup) -> tuple[str, ...]:
     """The algorithms that the minimum over `group` ranges over."""
     return tuple(name for name, _ in _candidates(kind, group))
 
@@ -100,7 +100,7 @@ class Explained:
     note: str
 
 
-def explain(kind: str, group: Group) -> tuple[Explained, ...]:
+def explain(kind: str, group: LinkGroup) -> tuple[Explained, ...]:
     """Every algorithm of `kind`, as it reads for `group`."""
     require_kind(kind)
     rows = []
@@ -114,7 +114,7 @@ def explain(kind: str, group: Group) -> tuple[Explained, ...]:
     return tuple(rows)
 
 
-def _left_out(entry: Formula, group: Group) -> str:
+def _left_out(entry: Formula, group: LinkGroup) -> str:
     """Why an algorithm does not count for a group; empty where it does."""
     if entry.printed_only:
         return entry.printed_only
@@ -128,7 +128,7 @@ def _left_out(entry: Formula, group: Group) -> str:
 
 
 @lru_cache(maxsize=1 << 12)
-def _candidates(kind: str, group: Group) -> tuple[tuple[str, TimeFunction], ...]:
+def _candidates(kind: str, group: LinkGroup) -> tuple[tuple[str, TimeFunction], ...]:
     require_kind(kind)
     names = [name for name in algorithms(kind) if not _left_out(FORMULAS[kind, name], group)]
     return tuple((name, _compiled(kind, name)) for name in names)

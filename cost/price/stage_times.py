@@ -23,11 +23,11 @@ from autopar.cost.memory import optimizer_time_s
 from autopar.cost.simulate import Spent, StageTimes
 from autopar.placement import COLLECTIVES
 from autopar.program import (
-    Call,
     CallLine,
     GatherLine,
     Line,
     MoveLine,
+    RankCall,
     StageProgram,
     counted_sum,
     every_parameter,
@@ -54,7 +54,7 @@ def stage_times(program: StageProgram, cost: CostModel, optimizer: str) -> Stage
     )
 
 
-def calls_time_s(calls: Iterable[Call], cost: CostModel) -> float:
+def calls_time_s(calls: Iterable[RankCall], cost: CostModel) -> float:
     """Seconds of collectives one after the other."""
     return math.fsum(cost.primitive_time_s(c.kind, c.size_bytes, c.axes) for c in calls)
 

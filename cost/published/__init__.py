@@ -9,18 +9,18 @@ score     predictions beside what was published
 fit       constants of a hardware profile from runs
 """
 
-from autopar.cost.published.accuracy import Errors, Ordering, Target
+from autopar.cost.published.accuracy import ErrorSummary, Ordering, Target
 from autopar.cost.published.runs import SHIPPED, is_runs_file, read_runs
-from autopar.cost.published.scoring import Compared, Entry, Score, score
+from autopar.cost.published.scoring import Entry, PublishedFigure, Score, score
 from autopar.cost.published.tables import Cell
 
 __all__ = [
     "SHIPPED",
     "Cell",
-    "Compared",
     "Entry",
-    "Errors",
+    "ErrorSummary",
     "Ordering",
+    "PublishedFigure",
     "Score",
     "Target",
     "is_runs_file",

@@ -15,7 +15,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Errors:
+class ErrorSummary:
     """The summary of `n` errors; `worst` names the one of `max_error`."""
 
     mape: float | None
@@ -24,13 +24,13 @@ class Errors:
     worst: str | None
 
 
-def errors_of(named: Iterable[tuple[str, float | None]]) -> Errors:
+def errors_of(named: Iterable[tuple[str, float | None]]) -> ErrorSummary:
     """The summary of named errors, without those that are None."""
     known = [(abs(error), name) for name, error in named if error is not None]
     if not known:
-        return Errors(None, None, 0, None)
+        return ErrorSummary(None, None, 0, None)
     max_error, worst = max(known)
-    return Errors(sum(error for error, _ in known) / len(known), max_error, len(known), worst)
+    return ErrorSummary(sum(error for error, _ in known) / len(known), max_error, len(known), worst)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ import numpy as np
 
 from autopar.cost.hardware import Profile, Quantity, load_profile
 from autopar.cost.published.predict import step_model
-from autopar.cost.published.rows import Row
+from autopar.cost.published.rows import PublishedRun
 
 RUN_SIGMA = 0.05
 GROUP_SIGMA = 0.01
@@ -80,7 +80,7 @@ class Fit:
 
 
 def fit(
-    name: str, rows: Iterable[Row], constants: Sequence[Constant],
+    name: str, rows: Iterable[PublishedRun], constants: Sequence[Constant],
     groups: Iterable[Sequence[str]] = (), n_steps: int = 32,
 ) -> Fit:  # fmt: skip
     """Constants of the profile `name` from those of `rows` that ran on it; groups are of ids."""
@@ -112,7 +112,7 @@ def fit(
     return Fit(name, _values(constants, x), len(used))
 
 
-def log_error(row: Row, profile: Profile | None = None) -> float:
+def log_error(row: PublishedRun, profile: Profile | None = None) -> float:
     """log(predicted / published) of a run's step time."""
     assert row.step_time_s is not None
     return math.log(step_model(row, profile).step_time_s() / row.step_time_s)
@@ -127,7 +127,7 @@ def _values(constants: Sequence[Constant], logs: np.ndarray) -> dict[str, float]
 
 
 def leave_one_out(
-    rows: Sequence[Row], groups: Iterable[Sequence[str]] = ()
+    rows: Sequence[PublishedRun], groups: Iterable[Sequence[str]] = ()
 ) -> dict[str, dict[str, float]]:
     """Paper -> id -> predicted / published - 1 with constants fitted without that paper's runs."""
     groups, found = list(groups), {}

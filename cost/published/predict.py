@@ -7,14 +7,14 @@ from dataclasses import replace
 import torch
 
 from autopar.cost.hardware import Profile, load_profile, on_links
-from autopar.cost.published.rows import Row
-from autopar.cost.transformer import LayerModel, Machine, StepModel
+from autopar.cost.published.rows import PublishedRun
+from autopar.cost.transformer import LayerModel, StepModel, TransformerMachine
 
 _DEVICES_PER_NODE = 8
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def step_model(row: Row, profile: Profile | None = None) -> StepModel:
+def step_model(row: PublishedRun, profile: Profile | None = None) -> StepModel:
     """The step of a run on its hardware, or on `profile` in its place."""
     profile = profile if profile is not None else load_profile(row.profile)
     if row.software.new_attention:
@@ -31,7 +31,7 @@ def step_model(row: Row, profile: Profile | None = None) -> StepModel:
     experts = row.shape.experts
     n_chosen = experts.chosen if experts and row.software.thrifty_dispatch else 0
     hardware = on_links(profile, links, dtype)
-    return StepModel(layer, Machine(hardware, each, row.recipe, dtype, n_chosen))
+    return StepModel(layer, TransformerMachine(hardware, each, row.recipe, dtype, n_chosen))
 
 
 def _with_new_attention(profile: Profile) -> Profile:

@@ -1,7 +1,7 @@
 """A published run as numbers: the model's shape, its recipe, its software and its machine.
 
 A row names dims and degrees of parallelism. What it does not say takes a default, which is
-listed with the prediction (`Row.assumed`):
+listed with the prediction (`PublishedRun.assumed`):
 
     interleave         1, or one layer per chunk where the schedule is interleaved
     recompute          none
@@ -71,7 +71,7 @@ _OVERRIDES = {
 
 
 @dataclass(frozen=True)
-class Row:
+class PublishedRun:
     """One run. `step_time_s`, `memory_bytes`: what was published, None where it was not.
 
     assumed: what the row does not say, and what was taken for it.
@@ -108,7 +108,7 @@ class _Reader:
         return value
 
 
-def read_row(row: Mapping[str, Any]) -> Row:
+def read_row(row: Mapping[str, Any]) -> PublishedRun:
     """Raises `NotSupportedError` with the reason where a row must be skipped."""
     reader = _Reader(row)
     profile = row.get("profile")
@@ -122,7 +122,7 @@ def read_row(row: Mapping[str, Any]) -> Row:
         raise NotSupportedError(f"dtype {dtype!r}")
     recipe = _recipe(reader, shape)
     software = _software(row, shape, recipe, dtype)
-    return Row(
+    return PublishedRun(
         id=str(row["id"]),
         paper=_paper(str(row.get("source", ""))),
         profile=str(profile),

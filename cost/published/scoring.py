@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from autopar.cost.published.accuracy import Errors, Ordering, Target, errors_of, ordering
+from autopar.cost.published.accuracy import ErrorSummary, Ordering, Target, errors_of, ordering
 from autopar.cost.published.fit import leave_one_out
 from autopar.cost.published.predict import step_model
-from autopar.cost.published.rows import Row, read_row
+from autopar.cost.published.rows import PublishedRun, read_row
 from autopar.cost.published.runs import RunsFile, check_values
 from autopar.cost.published.tables import Cell, activation_memory, layer_times
 from autopar.errors import AutoparError, NotSupportedError
@@ -27,7 +27,7 @@ _STATED_MEMORY = "seqsel_f1_"
 
 
 @dataclass(frozen=True)
-class Compared:
+class PublishedFigure:
     """One quantity of a run: seconds or bytes."""
 
     published: float | None
@@ -47,9 +47,9 @@ class Entry:
 
     id: str
     profile: str | None
-    row: Row | None = None
-    time: Compared | None = None
-    memory: Compared | None = None
+    row: PublishedRun | None = None
+    time: PublishedFigure | None = None
+    memory: PublishedFigure | None = None
     skipped: str | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -84,11 +84,11 @@ class Score:
     layer: Sequence[Cell]
 
     @property
-    def time(self) -> Errors:
+    def time(self) -> ErrorSummary:
         return _time_errors(self.entries)
 
     @property
-    def profiles(self) -> dict[str, Errors]:
+    def profiles(self) -> dict[str, ErrorSummary]:
         """Step times by hardware."""
         names = dict.fromkeys(entry.profile for entry in self.entries)
         found = {
@@ -108,7 +108,7 @@ class Score:
         return {name: ordering(ids, times) for name, ids in self.rank_groups.items()}
 
     @property
-    def memory(self) -> Errors:
+    def memory(self) -> ErrorSummary:
         """Of readings; what a paper only states is left out."""
         return errors_of(
             (entry.id, entry.memory.error)
@@ -150,7 +150,7 @@ class Score:
             ),
         ]
 
-    def leave_one_out(self) -> dict[str, Errors]:
+    def leave_one_out(self) -> dict[str, ErrorSummary]:
         """Step times of each paper by a fit to the runs of the others; takes minutes."""
         rows = [entry.row for entry in self.entries if entry.row and entry.time]
         left_out = leave_one_out(rows, self.rank_groups.values())
@@ -197,18 +197,18 @@ def entry_of(run: Mapping[str, Any]) -> Entry:
         return Entry(str(run["id"]), run.get("profile"), row, skipped=reason)
 
 
-def predicted(row: Row) -> Entry:
+def predicted(row: PublishedRun) -> Entry:
     """What the model says of a run, beside what was published."""
     step = step_model(row)
     time = memory = None
     if row.step_time_s is not None or row.memory_bytes is None:
-        time = Compared(row.step_time_s, step.step_time_s())
+        time = PublishedFigure(row.step_time_s, step.step_time_s())
     if row.memory_bytes is not None:
-        memory = Compared(row.memory_bytes, step.peak_bytes())
+        memory = PublishedFigure(row.memory_bytes, step.peak_bytes())
     return Entry(row.id, row.profile, row, time, memory)
 
 
-def _read(run: Mapping[str, Any]) -> Row:
+def _read(run: Mapping[str, Any]) -> PublishedRun:
     """A value of the wrong kind is the file's fault, and a reason to skip the run."""
     check_values(run)
     try:
@@ -217,11 +217,11 @@ def _read(run: Mapping[str, Any]) -> Row:
         raise NotSupportedError(f"malformed: {error}") from error
 
 
-def _time_errors(entries: Iterable[Entry]) -> Errors:
+def _time_errors(entries: Iterable[Entry]) -> ErrorSummary:
     return errors_of((entry.id, entry.time.error) for entry in entries if entry.time is not None)
 
 
-def _cell_errors(cells: Sequence[Cell]) -> Errors:
+def _cell_errors(cells: Sequence[Cell]) -> ErrorSummary:
     return errors_of((cell.name, cell.error) for cell in cells)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.cost.published.predict import step_model
-from autopar.cost.published.rows import Row, read_row
+from autopar.cost.published.rows import PublishedRun, read_row
 from autopar.cost.transformer import Chunk, StepModel, kept_of_layer
 
 _TP = 8
@@ -92,7 +92,7 @@ def _layer_step(model: str, has_sp: bool, recompute: str, batch: int) -> StepMod
     return step_model(_layer_run(model, has_sp, recompute, batch))
 
 
-def _layer_run(model: str, has_sp: bool, recompute: str, batch: int) -> Row:
+def _layer_run(model: str, has_sp: bool, recompute: str, batch: int) -> PublishedRun:
     """A layer is that of a step on one tensor-parallel group with a single microbatch."""
     layers, hidden, heads = _SHAPES[model]
     return read_row(

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from autopar.schedule import Script, Step
+from autopar.schedule import Script, ScriptStep
 
 _NEVER = math.inf
 
@@ -26,7 +26,7 @@ class Route(NamedTuple):
     receiver: int
 
 
-class Beside(NamedTuple):
+class OverlappedSync(NamedTuple):
     """Gradient sync that runs on the collective lane beside one step, and on after it.
 
     overlapped_s   of collectives that the step itself has on that lane
@@ -38,8 +38,8 @@ class Beside(NamedTuple):
     slowdown_fraction: float
 
 
-class Laid(NamedTuple):
-    """Where a `Beside` came to lie, and by how much it slowed its step."""
+class SyncSlot(NamedTuple):
+    """Where a `OverlappedSync` came to lie, and by how much it slowed its step."""
 
     start_s: float
     end_s: float
@@ -47,12 +47,12 @@ class Laid(NamedTuple):
 
 
 @dataclass(slots=True)
-class Device:
+class SimulatedDevice:
     """What a device does, how far it is, and what it has posted that is not sent yet."""
 
-    steps: Sequence[Step]
+    steps: Sequence[ScriptStep]
     times_s: Sequence[float]
-    beside: Mapping[int, Beside]
+    beside: Mapping[int, OverlappedSync]
     clock_s: float = 0.0
     link_free_s: float = 0.0
     lane_free_s: float = 0.0
@@ -63,20 +63,22 @@ class Device:
     under_way: deque[int] = field(default_factory=deque)
     starts: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
-    laid: list[Laid] = field(default_factory=list)
+    laid: list[SyncSlot] = field(default_factory=list)
 
 
 class Engine:
     """Devices, and when each message was posted at one end, at both, left and arrived."""
 
-    def __init__(self, script: Script, devices: Sequence[Device], routes: Sequence[Route]) -> None:
+    def __init__(
+        self, script: Script, devices: Sequence[SimulatedDevice], routes: Sequence[Route]
+    ) -> None:
         n_messages = script.n_messages
         self.devices, self.routes = devices, routes
         self.first_at: list[float | None] = [None] * n_messages
         self.both_at = [_NEVER] * n_messages
         self.left_at = [_NEVER] * n_messages
         self.arrived_at = [_NEVER] * n_messages
-        self.ready: list[Device] = []
+        self.ready: list[SimulatedDevice] = []
 
     def run(self) -> None:
         """All steps of all devices."""
@@ -86,7 +88,7 @@ class Engine:
         stuck = [i for i, device in enumerate(self.devices) if device.waits_for is not None]
         assert not stuck, f"devices {stuck} wait for ever: the schedule is not valid"
 
-    def _go_on(self, device: Device) -> None:
+    def _go_on(self, device: SimulatedDevice) -> None:
         most_under_way = len(self.devices)
         for at in range(len(device.starts), len(device.steps)):
             posts, reads, _ = device.steps[at]
@@ -107,7 +109,7 @@ class Engine:
             device.ends.append(end_s)
             device.clock_s = end_s
 
-    def _post(self, device: Device, posts: Sequence[int]) -> None:
+    def _post(self, device: SimulatedDevice, posts: Sequence[int]) -> None:
         """Post a run of messages; the last of its sends stands for the batch."""
         n_queued = len(device.queue)
         device.queue.extend(end for end in posts if end >= 0)
@@ -122,7 +124,7 @@ class Engine:
                 self.both_at[message] = max(first_s, device.clock_s)
                 self._move(self.devices[self.routes[message].sender])
 
-    def _move(self, sender: Device) -> None:
+    def _move(self, sender: SimulatedDevice) -> None:
         """Everything that `sender` can send, in the order in which it posted it."""
         queue = sender.queue
         while queue and (both_s := self.both_at[queue[0]]) < _NEVER:
@@ -135,7 +137,7 @@ class Engine:
                     device.waits_for = None
                     self.ready.append(device)
 
-    def _wait(self, device: Device, messages: Sequence[int]) -> bool:
+    def _wait(self, device: SimulatedDevice, messages: Sequence[int]) -> bool:
         """Until all of `messages` have arrived; False where one has not left."""
         for message in messages:
             if self.arrived_at[message] == _NEVER:
@@ -150,7 +152,9 @@ class Engine:
                 device.clock_s = end_s
         return True
 
-    def _lay(self, device: Device, beside: Beside, start_s: float, end_s: float) -> float:
+    def _lay(
+        self, device: SimulatedDevice, beside: OverlappedSync, start_s: float, end_s: float
+    ) -> float:
         """Lay gradient sync beside the step from `start_s` to `end_s`; returns how it slows it."""
         sync_s, n_buckets, overlapped_s, slowdown = beside
         first_s = min(start_s + (end_s - start_s) / n_buckets + overlapped_s, end_s)
@@ -158,5 +162,5 @@ class Engine:
         hidden_s = min(max(end_s - first_s, 0.0), sync_s * (n_buckets - 1) / n_buckets)
         slowed_s = hidden_s * slowdown / (1 + slowdown)
         device.lane_free_s = max(first_s + sync_s, end_s + slowed_s + sync_s / n_buckets)
-        device.laid.append(Laid(first_s, device.lane_free_s, slowed_s))
+        device.laid.append(SyncSlot(first_s, device.lane_free_s, slowed_s))
         return slowed_s

@@ -41,7 +41,7 @@ class Event:
 
 
 @dataclass
-class Totals:
+class DeviceTotals:
     """Seconds of a device over the step, by what it does.
 
     collectives_s   that compute waits for

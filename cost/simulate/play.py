@@ -6,8 +6,8 @@ import functools
 import random
 from collections.abc import Callable, Iterable, Sequence
 
-from autopar.cost.simulate.engine import Beside, Device, Engine, Route
-from autopar.cost.simulate.events import Event, Record, Totals, collective_events
+from autopar.cost.simulate.engine import Engine, OverlappedSync, Route, SimulatedDevice
+from autopar.cost.simulate.events import DeviceTotals, Event, Record, collective_events
 from autopar.cost.simulate.times import Shown, Spent, StageTimes
 from autopar.schedule import GRADIENTS_DONE, Action, Kind, Script
 
@@ -35,10 +35,10 @@ class Play:
         self.script, self.stages, self.slow = script, stages, slow
         self.shown = [self._shown(device, jitter) for device in range(len(script.rows))]
         self.devices = [
-            Device(row, [shown.time_s for shown in self.shown[i]], self._beside(i))
+            SimulatedDevice(row, [shown.time_s for shown in self.shown[i]], self._beside(i))
             for i, row in enumerate(script.rows)
         ]
-        self.totals = [Totals(stages[i].n_ranks) for i in range(len(script.rows))]
+        self.totals = [DeviceTotals(stages[i].n_ranks) for i in range(len(script.rows))]
         self.engine = Engine(script, self.devices, _routes(script, message_s))
         self.once: list[Event] = []
 
@@ -78,7 +78,7 @@ class Play:
             shown.append(of(action.kind, action.stage, factor) if action else Shown())
         return shown
 
-    def _beside(self, device: int) -> dict[int, Beside]:
+    def _beside(self, device: int) -> dict[int, OverlappedSync]:
         """Gradient sync by the step beside which it starts: the last backward of its stage."""
         last: dict[int, tuple[int, Kind]] = {}
         for at, step in enumerate(self.script.rows[device]):
@@ -88,7 +88,7 @@ class Play:
         for stage, (at, kind) in last.items():
             times = self.stages[stage]
             if times.sync_s:
-                found[at] = Beside(
+                found[at] = OverlappedSync(
                     times.sync_s,
                     times.n_sync_buckets,
                     times.of(kind).overlapped_s,

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from autopar.cost.simulate.drawing import svg
-from autopar.cost.simulate.events import Event, Record, Totals
+from autopar.cost.simulate.events import DeviceTotals, Event, Record
 from autopar.cost.simulate.trace import chrome_trace
 
 
@@ -19,7 +19,7 @@ class Timeline:
     """
 
     record: Record = field(repr=False)
-    devices: tuple[Totals, ...]
+    devices: tuple[DeviceTotals, ...]
     step_time_s: float
 
     @cached_property
@@ -40,7 +40,7 @@ class Timeline:
         return max((ends[device] - starts[device] for device in ends), default=0.0)
 
     @property
-    def busiest(self) -> Totals:
+    def busiest(self) -> DeviceTotals:
         """The device with the most compute and communication."""
         return max(self.devices, key=lambda device: device.busy_s)
 

@@ -14,7 +14,7 @@ from autopar.cost.transformer.chunks import Chunk
 from autopar.cost.transformer.configs import shape_of
 from autopar.cost.transformer.estimate import StepModel
 from autopar.cost.transformer.layer import LayerModel
-from autopar.cost.transformer.machine import Machine
+from autopar.cost.transformer.machine import TransformerMachine
 from autopar.cost.transformer.memory import kept_of_layer
 from autopar.cost.transformer.recipe import Module, Order, Recipe, Recompute, Software
 from autopar.cost.transformer.scaling import (
@@ -30,7 +30,6 @@ __all__ = [
     "Chunk",
     "Experts",
     "LayerModel",
-    "Machine",
     "Module",
     "Order",
     "Recipe",
@@ -39,6 +38,7 @@ __all__ = [
     "Scaling",
     "Software",
     "StepModel",
+    "TransformerMachine",
     "TransformerShape",
     "default_nodes",
     "kept_of_layer",

@@ -18,7 +18,7 @@ from autopar.cost.simulate import Spent, SplitBackward, StageTimes, TieTimes, Ti
 from autopar.cost.transformer.chunks import Chunk, chunks_of, parameters_of
 from autopar.cost.transformer.ends import embedding_items, head_items
 from autopar.cost.transformer.layer import LayerModel
-from autopar.cost.transformer.machine import Machine, Spending
+from autopar.cost.transformer.machine import Spending, TransformerMachine
 from autopar.cost.transformer.memory import is_recomputed, peak_bytes
 from autopar.cost.transformer.orders import schedule_of, script_of_recipe
 from autopar.cost.transformer.state import update_time_s
@@ -31,7 +31,7 @@ class StepModel:
     """The parts of a step, priced on a machine."""
 
     layer: LayerModel
-    machine: Machine
+    machine: TransformerMachine
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:

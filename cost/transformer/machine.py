@@ -16,7 +16,7 @@ from functools import cached_property
 
 import torch
 
-from autopar.cost.hardware import Group, Hardware, ProfiledDevice, even_group
+from autopar.cost.hardware import Hardware, LinkGroup, ProfiledDevice, even_group
 from autopar.cost.laws import collective_time_s, op_time_s
 from autopar.cost.transformer.recipe import Recipe
 from autopar.cost.transformer.work import Exchange, Item, Kernel
@@ -48,7 +48,7 @@ class Spending:
 
 
 @dataclass(frozen=True)
-class Machine:
+class TransformerMachine:
     """`hardware` is resolved for (nodes, devices per node); `dtype` is that of products.
 
     n_chosen: experts of a token, where its dispatch is thrifty; else 0.
@@ -81,7 +81,7 @@ class Machine:
     def host_s(self) -> float:
         return self.device.host_s if isinstance(self.device, ProfiledDevice) else 0.0
 
-    def group(self, name: str) -> Group:
+    def group(self, name: str) -> LinkGroup:
         """One of the recipe's groups of ranks, and where they stand."""
         r = self.recipe
         inside = r.tp * r.cp * r.dp
@@ -103,7 +103,7 @@ class Machine:
             return self._dispatch_s(size_bytes, self.group(group))
         return collective_time_s(kind, size_bytes, self.group(group)) if size_bytes else 0.0
 
-    def _dispatch_s(self, size_bytes: float, group: Group) -> float:
+    def _dispatch_s(self, size_bytes: float, group: LinkGroup) -> float:
         """Rows to the ranks of their experts: k copies of each token, to as many experts.
 
         Thrifty, a token crosses to a node once: to N (1 - (1 - 1/N)^k) of N nodes on average, if

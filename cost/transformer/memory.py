@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from autopar.cost.transformer.chunks import Chunk, parameters_of
 from autopar.cost.transformer.ends import embedding_items, head_items, logits_gradient_bytes
 from autopar.cost.transformer.layer import LayerModel
-from autopar.cost.transformer.machine import Machine
+from autopar.cost.transformer.machine import TransformerMachine
 from autopar.cost.transformer.recipe import Module, Recipe
 from autopar.cost.transformer.state import static_bytes
 from autopar.cost.transformer.work import Item
@@ -74,7 +74,7 @@ def kept_of_layer(layer: LayerModel) -> KeptBytes:
 
 
 def peak_bytes(
-    layer: LayerModel, chunks: Sequence[Chunk], schedule: Schedule, machine: Machine
+    layer: LayerModel, chunks: Sequence[Chunk], schedule: Schedule, machine: TransformerMachine
 ) -> float:
     """Bytes on the rank that needs most, over all devices and the whole step."""
     n_devices = len(schedule.rows)
@@ -114,7 +114,7 @@ def _kept_bytes(layer: LayerModel, chunk: Chunk) -> float:
     )
 
 
-def _static_bytes(layer: LayerModel, chunk: Chunk, machine: Machine) -> float:
+def _static_bytes(layer: LayerModel, chunk: Chunk, machine: TransformerMachine) -> float:
     each = static_bytes(layer.software)
     return sum(
         n * each.under_zero(layer.recipe.zero, machine.group(group).n_ranks)

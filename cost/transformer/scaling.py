@@ -20,7 +20,7 @@ import torch
 from autopar.cost.hardware import Profile, on_links
 from autopar.cost.transformer.estimate import StepModel
 from autopar.cost.transformer.layer import LayerModel
-from autopar.cost.transformer.machine import Machine
+from autopar.cost.transformer.machine import TransformerMachine
 from autopar.cost.transformer.recipe import Recipe, Software
 from autopar.cost.transformer.shape import TransformerShape
 from autopar.errors import OptionError
@@ -103,7 +103,7 @@ def weak_scaling(
         dp = _dp(recipe, n_nodes, devices_per_node)
         laid = replace(recipe, dp=dp, global_batch=batch * dp // first_dp)
         layer = LayerModel(shape, laid, software or Software(), dtype.itemsize)
-        model = StepModel(layer, Machine(hardware, devices_per_node, laid, dtype))
+        model = StepModel(layer, TransformerMachine(hardware, devices_per_node, laid, dtype))
         points.append(_point(model, n_nodes, points[0] if points else None))
     return Scaling(profile.name, tuple(points), hardware.memory_limit_bytes)
 

@@ -13,7 +13,7 @@ from autopar.passes.analysis.cutting import cut
 from autopar.passes.analysis.equal_parts import Numbered, lowered_as, renamed
 from autopar.passes.analysis.fallback import accept_again, accept_missing
 from autopar.passes.analysis.folding import KEPT, Folded, Run, find_runs, fold
-from autopar.passes.analysis.groups import Group, JointStrategy, PlacedOperator
+from autopar.passes.analysis.groups import JointStrategy, OperatorGroup, PlacedOperator
 from autopar.passes.analysis.microbatch import batch_of
 from autopar.passes.analysis.names import group_name, identifier, reserved_names, suffix
 from autopar.passes.analysis.padding import find_paddings, pad, padded_for
@@ -25,9 +25,9 @@ __all__ = [
     "KEPT",
     "Analysis",
     "Folded",
-    "Group",
     "JointStrategy",
     "Numbered",
+    "OperatorGroup",
     "PlacedOperator",
     "Recomputable",
     "Run",

@@ -22,7 +22,12 @@ from autopar.measured import (
     storage_owners,
     temporaries,
 )
-from autopar.passes.analysis.groups import Group, PlacedOperator, form_groups, place_operators
+from autopar.passes.analysis.groups import (
+    OperatorGroup,
+    PlacedOperator,
+    form_groups,
+    place_operators,
+)
 from autopar.passes.analysis.microbatch import Batch, find_batch
 from autopar.placement import TensorType
 from autopar.program import Cell, Operator, Program, Types, operators_of, tensor_types
@@ -57,7 +62,7 @@ class Analysis:
     _placed: dict[int, tuple[PlacedOperator, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    _groups: dict[int, tuple[Group, ...]] = field(
+    _groups: dict[int, tuple[OperatorGroup, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     _kept_bytes: dict[tuple[int, frozenset[int]], float] = field(
@@ -186,7 +191,7 @@ class Analysis:
         alike = self.placed_alike(n_microbatches)
         return {o.name: alike[self.kinds[o.name]].sizes for o in self.operators}
 
-    def groups(self, n_microbatches: int) -> tuple[Group, ...]:
+    def groups(self, n_microbatches: int) -> tuple[OperatorGroup, ...]:
         """The planning nodes, at the sizes of one microbatch."""
         if n_microbatches not in self._groups:
             placed = self.placed_operators(n_microbatches)

@@ -105,7 +105,7 @@ def fold(
 ) -> Folded:
     """The program with some blocks of each run: `blocks`, in order, the first among them."""
     blocks = [run.usual for run in runs] if blocks is None else blocks
-    operators, places = analysis.operators, _Places(runs, blocks)
+    operators, places = analysis.operators, _StandIns(runs, blocks)
     instead = [places.stands_for(i) for i in range(len(operators))]
     kept = tuple(i for i, other in enumerate(instead) if i == other)
     place = {i: f for f, i in enumerate(kept)}
@@ -144,7 +144,7 @@ def fold(
 
 
 @dataclass(frozen=True)
-class _Places:
+class _StandIns:
     """Which operators of a program stand for others, where runs keep some blocks."""
 
     runs: Sequence[Run]

@@ -63,7 +63,7 @@ class Cuts:
 
 
 @dataclass(frozen=True)
-class Group:
+class OperatorGroup:
     """A planning node. `inputs` come from outside, `outputs` are used outside."""
 
     members: tuple[PlacedOperator, ...]
@@ -175,7 +175,7 @@ def is_light(operator: Operator) -> bool:
     return rule.flops is None and not rule.lower
 
 
-def form_groups(program: Program, placed: Sequence[PlacedOperator]) -> tuple[Group, ...]:
+def form_groups(program: Program, placed: Sequence[PlacedOperator]) -> tuple[OperatorGroup, ...]:
     """Partition the operators, in execution order."""
     members: list[list[PlacedOperator]] = []
     owner: dict[str, int] = {}  # value -> index of its group
@@ -206,7 +206,7 @@ def _finish(
     owner: Mapping[str, int],
     used_by: Mapping[str, set[int]],
     kept: set[str | None],
-) -> Group:
+) -> OperatorGroup:
     inputs: dict[str, None] = {}
     outputs: dict[str, None] = {}
     for item in group:
@@ -216,7 +216,7 @@ def _finish(
         for name in item.operator.outputs:
             if used_by.get(name, set()) - {index} or name in kept:
                 outputs.setdefault(name)
-    return Group(tuple(group), tuple(inputs), tuple(outputs))
+    return OperatorGroup(tuple(group), tuple(inputs), tuple(outputs))
 
 
 def _consistent(

@@ -94,7 +94,7 @@ def find_batch(
     every = [_Followed(item.operator, split[id(item.strategies)]) for item in items]
     # How the batch may pass where its parts cannot exchange values.
     alone = [_Followed(item.operator, plain[id(item.strategies)]) for item in items]
-    placed, stuck = _Walk(seeds, open_values).run(alone)
+    placed, stuck = _BatchWalk(seeds, open_values).run(alone)
     broken: str | None = None if size else "the inputs, which have no batch dim"
     if stuck is not None:
         broken = broken or program.where(stuck)
@@ -102,7 +102,7 @@ def find_batch(
         broken = broken or program.where(program.loss)
     broken = broken or _changed_from_rows(program, placed)
     if broken is not None:  # ranks may exchange what microbatches may not: a batch's statistics
-        placed, _ = _Walk(seeds, open_values).run(every)
+        placed, _ = _BatchWalk(seeds, open_values).run(every)
     cells = {name: p.cell for name, p in placed.items() if p.is_shard}
     accumulation = program.accumulation
     return Batch(size, cells, broken, accumulation.n if accumulation else 1)
@@ -178,7 +178,7 @@ class _Followed:
 
 
 @dataclass
-class _Walk:
+class _BatchWalk:
     """Passes over the graph that share what has been asked for.
 
     seeds    placements of the inputs

@@ -3,7 +3,7 @@ operator, with everything else of its stage chosen anew.
 
 With x the choices of the stage's problem (`problem.py`) and v the variable that decides,
 
-    cost of option k = min over x with x_v in k of the objective        (`_Weighed`: min-marginals)
+    cost of option k = min over x with x_v in k of the objective        (`_Marginals`)
 
 without a memory limit: a budget would need a search per option. Of the best few the least x is
 found too, which says how a parameter is used then, and what is kept. Where tables would be too
@@ -26,11 +26,11 @@ from numpy.typing import NDArray
 from autopar.cost.laws import CostModel
 from autopar.passes.analysis import KEPT, Analysis, Folded, find_runs, fold
 from autopar.passes.intra import Constraints, IntraOpProblem, intra_op_problem
-from autopar.passes.lowering import LaidStage
+from autopar.passes.lowering import PlacedStage
 from autopar.passes.search import depths
 from autopar.passes.solvers.eliminate import (
     EliminationPlan,
-    Limits,
+    TableLimits,
     TooWide,
     min_marginals,
     minimise,
@@ -49,16 +49,16 @@ AS_FAST_REL = 1e-9
 # blocks are weighed.
 WHOLE_OPERATORS = 2000
 # Some seconds, where the defaults allow for ten and more.
-LIMITS = Limits(table_entries=2**26, kept_entries=2**26, total_entries=2**30, branches=64)
+LIMITS = TableLimits(table_entries=2**26, kept_entries=2**26, total_entries=2**30, branches=64)
 _SEARCHED = ("data parallel on ", "ZeRO-3 on ", "Megatron")
 Indices = NDArray[np.intp]
 
 
 def decisions(
-    stages: Sequence[LaidStage],
+    stages: Sequence[PlacedStage],
     data: PlanData,
     name: str,
-    limits: Limits = LIMITS,
+    limits: TableLimits = LIMITS,
     n_shown: int = N_SHOWN,
 ) -> tuple[Decision, ...]:
     """What was decided of a parameter, on every stage that has it, or of one operator: by its key,
@@ -102,7 +102,7 @@ def recipe_of(chosen: str) -> str:
 
 
 def _decision(
-    stage: LaidStage, k: int, target: _Target, choice: Choice | None, recipe: str
+    stage: PlacedStage, k: int, target: _Target, choice: Choice | None, recipe: str
 ) -> Decision:
     program, mesh, node = stage.analysis.program, stage.cost.mesh, target.node
     source = "" if target.is_parameter else program.sources.get(node, "unknown source")
@@ -112,7 +112,7 @@ def _decision(
 
 
 def _choice(
-    stage: LaidStage, k: int, data: PlanData, target: _Target, limits: Limits, n_shown: int
+    stage: PlacedStage, k: int, data: PlanData, target: _Target, limits: TableLimits, n_shown: int
 ) -> Choice:
     depth = depths(data.schedule, len(data.stages), data.microbatches)[k]
     own: Storage | OperatorStrategy = (
@@ -125,12 +125,12 @@ def _choice(
         of = _of_parameter if target.is_parameter else _of_operator
         options = of(problem, node)
         try:
-            weighed = _Weighed.of(problem, options, _all(problem.numbers), limits)
+            weighed = _Marginals.of(problem, options, _all(problem.numbers), limits)
         except TooWide:
             continue
         return weighed.choice(own, "anew", blocks, n_shown)
     kept = _kept(problem, stage.strategy, options.variable)
-    return _Weighed.of(problem, options, kept, Limits()).choice(own, "kept", blocks, n_shown)
+    return _Marginals.of(problem, options, kept, TableLimits()).choice(own, "kept", blocks, n_shown)
 
 
 def _problem(analysis: Analysis, cost: CostModel, data: PlanData) -> IntraOpProblem:
@@ -240,7 +240,7 @@ def _kept(problem: IntraOpProblem, plan: Strategy, free: int) -> list[NDArray[np
 
 
 @dataclass(frozen=True)
-class _Weighed:
+class _Marginals:
     """Every option's least cost; `kept` lifts choices of `numbers` to those of the problem."""
 
     problem: IntraOpProblem
@@ -256,8 +256,8 @@ class _Weighed:
         problem: IntraOpProblem,
         options: _Options,
         keep: Sequence[NDArray[np.bool_]],
-        limits: Limits,
-    ) -> _Weighed:
+        limits: TableLimits,
+    ) -> _Marginals:
         """Raises `TooWide` where tables would exceed `limits`."""
         numbers = problem.numbers.restrict(keep).merged()
         plan = plan_elimination(numbers, limits)
@@ -267,7 +267,7 @@ class _Weighed:
         marginals = min_marginals(plan, potentials)[options.variable]
         least_s = tuple(float(marginals[of].min()) for of in options.choices)
         kept = tuple(np.flatnonzero(mask) for mask in keep)
-        return _Weighed(problem, options, numbers, kept, plan, potentials, least_s)
+        return _Marginals(problem, options, numbers, kept, plan, potentials, least_s)
 
     def choice(
         self,

@@ -10,8 +10,8 @@ from autopar.passes.inter.candidate import (
 )
 from autopar.passes.inter.joint import JointSearch, Progress, different, joint_search
 from autopar.passes.inter.recipes import check_ranks, recipe_candidates, recipe_limits
-from autopar.passes.inter.score import Boundary, Worked, step_s
-from autopar.passes.inter.stage_search import Planned
+from autopar.passes.inter.score import StageBoundary, StageSeconds, step_s
+from autopar.passes.inter.stage_search import SearchedPlan
 from autopar.passes.inter.submeshes import (
     all_views,
     axes_text,
@@ -23,13 +23,13 @@ from autopar.passes.inter.submeshes import (
 )
 
 __all__ = [
-    "Boundary",
     "Candidate",
     "JointSearch",
-    "Planned",
     "Progress",
+    "SearchedPlan",
+    "StageBoundary",
     "StageLayout",
-    "Worked",
+    "StageSeconds",
     "all_views",
     "axes_text",
     "check_ranks",

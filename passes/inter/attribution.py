@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from autopar.mesh import Link
 from autopar.passes.analysis import Folded
-from autopar.passes.inter.crossings import N_NUMBERS, Crossing, PlacedBy
+from autopar.passes.inter.crossings import N_NUMBERS, CrossingCosts, PlacedBy
 from autopar.passes.intra import IntraOpProblem, ProblemBatch
 from autopar.passes.solvers.problem import BoolArray, ChoiceProblems, Codes, Entries, Layout, memory
 
@@ -181,7 +181,7 @@ class Wiring:
         return list(numbers), kind_of
 
     @cached_property
-    def crossings(self) -> dict[str, Crossing]:
+    def crossings(self) -> dict[str, CrossingCosts]:
         """Who makes and reads each value of the folded program that crosses."""
         values = {name for like in self.kinds[0] for name in like}
         made: dict[str, PlacedBy] = {}
@@ -193,7 +193,7 @@ class Wiring:
                 for name in values.intersection(operator.inputs):
                     read.setdefault(name, []).append(PlacedBy(v, candidates.specs(name)))
         return {
-            name: Crossing(made[name], read.get(name, []), self.batch.problems.tables_of(name))
+            name: CrossingCosts(made[name], read.get(name, []), self.batch.problems.tables_of(name))
             for name in values
         }
 

@@ -27,7 +27,7 @@ from autopar.placement import Spec, local_bytes
 Array = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
 Codes = NDArray[np.intp]
-# What `Crossing.paid` lists of a value: seconds of leaving and of entering; then how many messages
+# What `CrossingCosts.paid` lists of a value: seconds of leaving and entering; then how many messages
 # of values there are and their bytes, and the same of gradients.
 N_NUMBERS = 6
 
@@ -40,7 +40,7 @@ class PlacedBy(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Crossing:
+class CrossingCosts:
     """A value that crosses, in several cases: who makes and reads it, and its reshards."""
 
     made: PlacedBy

@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.mesh import LogicalMesh
-from autopar.passes.inter.score import Worked
-from autopar.passes.inter.tables import StageCosts
+from autopar.passes.inter.score import StageSeconds
+from autopar.passes.inter.tables import StageTable
 
 Array = NDArray[np.float64]
 Range = tuple[int, int]
@@ -34,7 +34,7 @@ Range = tuple[int, int]
 class Estimates:
     """Of stages as ranges of layers."""
 
-    _solved: dict[tuple[int, int], dict[Range, Worked]] = field(default_factory=dict)
+    _solved: dict[tuple[int, int], dict[Range, StageSeconds]] = field(default_factory=dict)
     _share: dict[LogicalMesh, float] = field(default_factory=dict)
     _paid: dict[LogicalMesh, float] = field(default_factory=dict)
 
@@ -43,7 +43,7 @@ class Estimates:
         """The least r of any view."""
         return min(self._share.values(), default=1.0)
 
-    def tables(self, m: int, config: StageCosts) -> tuple[Array, Array]:
+    def tables(self, m: int, config: StageTable) -> tuple[Array, Array]:
         """Seconds of a microbatch and once per step, [first, last layer]; without messages."""
         share, paid = self._share.get(config.view, 1.0), self._paid.get(config.view, 0.0)
         time_s = share * config.ranges("time")
@@ -54,12 +54,12 @@ class Estimates:
             time_s[at], once_s[at] = worked
         return time_s, once_s
 
-    def of(self, m: int, config: StageCosts, first: int, last: int) -> Worked:
+    def of(self, m: int, config: StageTable, first: int, last: int) -> StageSeconds:
         time_s, once_s = self.tables(m, config)
-        return Worked(float(time_s[first, last]), float(once_s[first, last]))
+        return StageSeconds(float(time_s[first, last]), float(once_s[first, last]))
 
     def learn(
-        self, m: int, configs: Sequence[StageCosts], chosen: int, at: Range, worked: Worked
+        self, m: int, configs: Sequence[StageTable], chosen: int, at: Range, worked: StageSeconds
     ) -> None:
         """A stage was solved: in place of configuration `chosen` of `configs`, and of others of its
         view that were expected to be faster."""
@@ -76,7 +76,7 @@ class Estimates:
             if other is config or hoped:
                 self._solved.setdefault((m, id(other)), {})[at] = worked
 
-    def _expected_s(self, m: int, config: StageCosts, at: Range) -> float:
+    def _expected_s(self, m: int, config: StageTable, at: Range) -> float:
         """Of a step, by the tables alone."""
         time_s, once_s = (float(config.ranges(p)[at]) for p in ("time", "once"))
         return m * time_s + once_s

@@ -46,8 +46,8 @@ from autopar.passes.inter.bounds import StageBounds
 from autopar.passes.inter.candidate import Candidate, StageLayout
 from autopar.passes.inter.estimates import Estimates
 from autopar.passes.inter.layers import MOST_LAYERS, Layers, find_layers
-from autopar.passes.inter.score import Worked
-from autopar.passes.inter.stage_search import Planned, StageSearch
+from autopar.passes.inter.score import StageSeconds
+from autopar.passes.inter.stage_search import SearchedPlan, StageSearch
 from autopar.passes.inter.submeshes import (
     all_views,
     distinct_views,
@@ -56,7 +56,7 @@ from autopar.passes.inter.submeshes import (
     view_at,
     views_text,
 )
-from autopar.passes.inter.tables import CostMaker, StageCosts, Wanted, undominated
+from autopar.passes.inter.tables import CostMaker, StageTable, TableRequest, undominated
 from autopar.passes.intra import Constraints
 from autopar.passes.solvers.stages import StageProblem
 
@@ -100,10 +100,10 @@ class JointSearch:
     report: Progress
     maker: CostMaker
     recomputes: bool = False
-    free: dict[int, Planned | None] = field(default_factory=dict)
+    free: dict[int, SearchedPlan | None] = field(default_factory=dict)
     n_configurations: int = field(default=0, init=False)
-    _costs: dict[int, list[StageCosts]] = field(default_factory=dict, init=False)
-    _found: dict[int, list[Planned]] = field(default_factory=dict, init=False)
+    _costs: dict[int, list[StageTable]] = field(default_factory=dict, init=False)
+    _found: dict[int, list[SearchedPlan]] = field(default_factory=dict, init=False)
     _least_s: dict[int, float] = field(default_factory=dict, init=False)
 
     @cached_property
@@ -171,7 +171,7 @@ class JointSearch:
 
     # -- costs and plans ---------------------------------------------------------------------
 
-    def costs(self, m: int) -> list[StageCosts]:
+    def costs(self, m: int) -> list[StageTable]:
         """Every configuration of a stage that may be of use, with `m` microbatches."""
         if m not in self._costs:
             wanted = [self._wanted(view, m) for view in self.views]
@@ -184,12 +184,12 @@ class JointSearch:
         n_layers = self.layers.n_layers
         self.n_configurations += n_placements * n_layers * (n_layers + 1) // 2
 
-    def _wanted(self, view: LogicalMesh, m: int) -> Wanted:
+    def _wanted(self, view: LogicalMesh, m: int) -> TableRequest:
         share = view.n_ranks / self.mesh.n_ranks
         deepest = self.depth(m, max(1, round(1 / share)))
         depths = tuple(sorted({1, math.ceil(deepest / 2), deepest}))
         enough_bytes = _ROOMY * self.budget_bytes / share
-        return Wanted(view, self.constraints(view), depths, enough_bytes, self.recomputes)
+        return TableRequest(view, self.constraints(view), depths, enough_bytes, self.recomputes)
 
     @property
     def _is_gpipe(self) -> bool:
@@ -203,7 +203,7 @@ class JointSearch:
         pins = pins_on(self.analysis, self.options, view)
         return Constraints(self.options.forbid, pins=pins)
 
-    def _with(self, m: int, configs: Sequence[StageCosts], estimates: Estimates) -> StageSearch:
+    def _with(self, m: int, configs: Sequence[StageTable], estimates: Estimates) -> StageSearch:
         return StageSearch(
             self.mesh, self.hardware, schedule_name(self.options), self.layers, self._learns,
             estimates, m, configs,
@@ -233,9 +233,9 @@ class JointSearch:
                 break
         return least_s
 
-    def _free(self, m: int, n_stages: int | None) -> Planned | None:
+    def _free(self, m: int, n_stages: int | None) -> SearchedPlan | None:
         if m not in self.free:
-            wanted = [Wanted(view, self.constraints(view)) for view in self.views]
+            wanted = [TableRequest(view, self.constraints(view)) for view in self.views]
             fastest = [costs[0] for costs in self.maker.searched(wanted, m) if costs]
             self._count(len(fastest))
             plans = self._with(m, fastest, Estimates()).plans(n_stages, math.inf)
@@ -256,7 +256,7 @@ class JointSearch:
         counts = np.concatenate(([0], np.cumsum(flags)))[[0, *self.layers.ends]]
         return np.asarray(counts[None, 1:] > counts[:-1, None])
 
-    def plans(self, n_stages: int | None, limit_s: float = math.inf) -> list[Planned]:
+    def plans(self, n_stages: int | None, limit_s: float = math.inf) -> list[SearchedPlan]:
         """The best plans of all numbers of microbatches tried, by what they should take.
 
         Those come first that may be fastest by their bounds; what by its bound is slower than plans
@@ -286,14 +286,14 @@ class JointSearch:
             every = [free]
         return sorted(every, key=lambda plan: plan.estimate_s)
 
-    def learn(self, plan: Planned, solved: Sequence[Worked]) -> None:
+    def learn(self, plan: SearchedPlan, solved: Sequence[StageSeconds]) -> None:
         """What the stages of a plan take, each solved alone."""
         for (first, last), c, worked in zip(plan.ranges, plan.configs, solved, strict=True):
             configs = self.costs(plan.n_microbatches)
             self.estimates.learn(plan.n_microbatches, configs, c, (first, last), worked)
         self._found.clear()
 
-    def candidate(self, plan: Planned) -> Candidate:
+    def candidate(self, plan: SearchedPlan) -> Candidate:
         """The plan with every stage on its own ranks."""
         views, first_rank = [], 0
         for view in plan.views:
@@ -329,13 +329,13 @@ def climb_from(counts: Sequence[int], first: int, cost_s: Callable[[int], float]
     return best if best != counts[start] else climb(counts[start::-1], cost_s)
 
 
-def different(plans: Sequence[Planned], n_best: int) -> list[Planned]:
+def different(plans: Sequence[SearchedPlan], n_best: int) -> list[SearchedPlan]:
     """The best plans, one of those that are nearly alike; then what else there is.
 
     Plans of the same submeshes and microbatches that cost the same are mostly one plan, seen
     through views that make no difference to it.
     """
-    chosen: list[Planned] = []
+    chosen: list[SearchedPlan] = []
     for plan in plans:
         if not any(_nearly_alike(plan, other) for other in chosen):
             chosen.append(plan)
@@ -343,7 +343,7 @@ def different(plans: Sequence[Planned], n_best: int) -> list[Planned]:
     return [*chosen, *rest][:n_best]
 
 
-def _nearly_alike(a: Planned, b: Planned) -> bool:
+def _nearly_alike(a: SearchedPlan, b: SearchedPlan) -> bool:
     sizes = [tuple(view.n_ranks for view in plan.views) for plan in (a, b)]
     same = a.n_microbatches == b.n_microbatches and sizes[0] == sizes[1]
     return same and abs(a.estimate_s - b.estimate_s) <= _ALIKE_REL * b.estimate_s

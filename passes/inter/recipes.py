@@ -35,7 +35,7 @@ from autopar.passes.inter.candidate import Candidate, StageLayout
 from autopar.passes.inter.joint import JointSearch, climb
 from autopar.passes.inter.layers import MOST_LAYERS, balanced
 from autopar.passes.inter.submeshes import Place, places_of, view_at, views_text
-from autopar.passes.inter.tables import CostMaker, StageCosts
+from autopar.passes.inter.tables import CostMaker, StageTable
 from autopar.passes.intra import Constraints, recipe_cost, static_bytes
 
 Array = NDArray[np.float64]
@@ -229,7 +229,7 @@ class _Recipe:
             for priced, (static, activation) in self._sizes.items()
         )
 
-    def _of_stages(self, costs: StageCosts) -> dict[str, np.ndarray]:
+    def _of_stages(self, costs: StageTable) -> dict[str, np.ndarray]:
         last = self.last_layers
         at = np.array([0, *(layer + 1 for layer in last[:-1])]), np.array(last)
         tables = {part: costs.ranges(part)[at] for part in PARTS}

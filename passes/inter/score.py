@@ -37,14 +37,14 @@ _FORWARD = 1 / 3
 _STEADY = 8
 
 
-class Worked(NamedTuple):
+class StageSeconds(NamedTuple):
     """Seconds of a stage: of one microbatch, and once a step."""
 
     time_s: float
     once_s: float
 
 
-class Hop(NamedTuple):
+class MessageSeconds(NamedTuple):
     """Seconds of the messages of one microbatch between two stages; None: none returns."""
 
     source: int
@@ -53,7 +53,7 @@ class Hop(NamedTuple):
     backward_s: float | None
 
 
-class Boundary(NamedTuple):
+class StageBoundary(NamedTuple):
     """A stage's view of its ranks, how it cuts what it sends and what it receives, and the types
     of one microbatch's values."""
 
@@ -63,7 +63,7 @@ class Boundary(NamedTuple):
     types: Mapping[str, TensorType]
 
 
-def hops_of(stages: Sequence[Boundary], links: Sequence[Link]) -> list[Hop]:
+def hops_of(stages: Sequence[StageBoundary], links: Sequence[Link]) -> list[MessageSeconds]:
     """Of every pair of stages of which one reads what the other makes; `links` are those between
     nodes and inside them."""
     crossing: dict[tuple[int, int], list[str]] = {}
@@ -87,8 +87,8 @@ def _link(source: LogicalMesh, target: LogicalMesh, links: Sequence[Link]) -> Li
 
 
 def _hop(
-    source: int, target: int, values: Sequence[str], stages: Sequence[Boundary], link: Link
-) -> Hop:
+    source: int, target: int, values: Sequence[str], stages: Sequence[StageBoundary], link: Link
+) -> MessageSeconds:
     ends = stages[source], stages[target]
     ways: dict[bool, list[tuple[float, float]]] = {}
     for value in values:
@@ -102,17 +102,22 @@ def _hop(
         for is_back in (False, True)[: 1 + tensor.has_grad]:
             ways.setdefault(is_back, []).append((sides_s[0], sides_s[1]))
     slower_s = {way: max(map(math.fsum, zip(*of, strict=True))) for way, of in ways.items()}
-    return Hop(source, target, slower_s[False], slower_s.get(True))
+    return MessageSeconds(source, target, slower_s[False], slower_s.get(True))
 
 
-def _cuts(tensor: TensorType, spec: Spec, stage: Boundary) -> list[int]:
+def _cuts(tensor: TensorType, spec: Spec, stage: StageBoundary) -> list[int]:
     """Into how many parts each factor of a tensor is cut."""
     sizes = stage.view.sizes
     return [math.prod(sizes[axis] for axis in spec.axes_of(cell)) for cell in tensor.cells]
 
 
 def _side_s(
-    tensor: TensorType, spec: Spec, stage: Boundary, cuts: list[int], others: list[int], link: Link
+    tensor: TensorType,
+    spec: Spec,
+    stage: StageBoundary,
+    cuts: list[int],
+    others: list[int],
+    link: Link,
 ) -> float:
     """Of one rank: its part, in as many pieces as it overlaps parts of the other stage."""
     n_pieces = math.prod(math.ceil(b / a) for a, b in zip(cuts, others, strict=True))
@@ -123,8 +128,8 @@ def _side_s(
 def step_s(
     schedule: str,
     n_microbatches: int,
-    stages: Sequence[Worked],
-    boundaries: Sequence[Boundary],
+    stages: Sequence[StageSeconds],
+    boundaries: Sequence[StageBoundary],
     links: Sequence[Link],
     loss_bytes: int,
 ) -> float:
@@ -138,8 +143,8 @@ def step_s(
 def played_s(
     schedule: str,
     n_microbatches: int,
-    stages: Sequence[Worked],
-    hops: Sequence[Hop],
+    stages: Sequence[StageSeconds],
+    hops: Sequence[MessageSeconds],
     loss_s: float = 0.0,
 ) -> float:
     """Seconds of a step; `loss_s` of giving the loss to all ranks."""
@@ -154,7 +159,11 @@ def played_s(
 
 
 def _played_s(
-    schedule: str, m: int, stages: Sequence[Worked], hops: Sequence[Hop], loss_s: float
+    schedule: str,
+    m: int,
+    stages: Sequence[StageSeconds],
+    hops: Sequence[MessageSeconds],
+    loss_s: float,
 ) -> float:
     between = tuple(Transfer(h.source, h.target, h.backward_s is not None) for h in hops)
     of_pair = {(h.source, h.target): h for h in hops}

@@ -23,9 +23,9 @@ from autopar.cost.hardware import Hardware
 from autopar.mesh import LogicalMesh, Mesh
 from autopar.passes.inter.estimates import Estimates
 from autopar.passes.inter.layers import Layers
-from autopar.passes.inter.score import Hop, played_s
+from autopar.passes.inter.score import MessageSeconds, played_s
 from autopar.passes.inter.submeshes import Place, places_of
-from autopar.passes.inter.tables import StageCosts
+from autopar.passes.inter.tables import StageTable
 from autopar.passes.solvers.problem import Infeasible
 from autopar.passes.solvers.stages import StagePlan, StageProblem, solve_stages
 
@@ -41,7 +41,7 @@ _GAP_GOAL = 1e-3
 
 
 @dataclass(frozen=True)
-class Planned:
+class SearchedPlan:
     """A plan of the stage search: its microbatches, each stage's last layer and view, and which
     of the configurations it is.
 
@@ -74,7 +74,7 @@ class StageSearch:
     learns: NDArray[np.bool_]
     estimates: Estimates
     n_microbatches: int
-    configs: Sequence[StageCosts]
+    configs: Sequence[StageTable]
 
     def problem(self, n_stages: int | None, budget_bytes: float) -> StageProblem | None:
         """The stage problem: every configuration at every place that it may have; None where there
@@ -105,7 +105,7 @@ class StageSearch:
             tuple(place.offsets for _, place in placed),
         )
 
-    def plans(self, n_stages: int | None, budget_bytes: float) -> list[Planned]:
+    def plans(self, n_stages: int | None, budget_bytes: float) -> list[SearchedPlan]:
         """The best plans of at least two stages, or of exactly `n_stages`."""
         problem = self.problem(n_stages, budget_bytes)
         if problem is None:
@@ -127,9 +127,9 @@ class StageSearch:
             for place in places_of(self.mesh, self.hardware, config.view.n_ranks)
         ]
 
-    def _planned(self, plan: StagePlan) -> Planned:
+    def _planned(self, plan: StagePlan) -> SearchedPlan:
         configs = tuple(self._placed[stage.config][0] for stage in plan.stages)
-        return Planned(
+        return SearchedPlan(
             self.n_microbatches,
             tuple(stage.last for stage in plan.stages),
             tuple(self.configs[c].view for c in configs),
@@ -151,5 +151,5 @@ class StageSearch:
             traffic = [every[i].traffic for i in (c, other)]
             forward_s = max(float(t.forward_s(place.after)[last]) for t in traffic)
             backward_s = max(float(t.backward_s(place.after)[last]) for t in traffic)
-            hops.append(Hop(k, k + 1, forward_s, backward_s))
+            hops.append(MessageSeconds(k, k + 1, forward_s, backward_s))
         return played_s(self.schedule, m, worked, hops)

@@ -10,7 +10,7 @@ from autopar.errors import OptionError
 from autopar.mesh import Link, LogicalMesh, Mesh, factored_view, logical_views
 from autopar.options import Options
 from autopar.passes.analysis import Analysis
-from autopar.passes.intra import Pin
+from autopar.passes.intra import AxisPin
 
 
 def submesh_sizes(mesh: Mesh) -> list[int]:
@@ -83,7 +83,7 @@ def view_at(mesh: Mesh, hardware: Hardware, view: LogicalMesh, first_rank: int) 
 
 def pins_on(
     analysis: Analysis, options: Options, view: LogicalMesh
-) -> Mapping[str, tuple[Pin, ...]]:
+) -> Mapping[str, tuple[AxisPin, ...]]:
     """The pins of `force` on one view, by parameter placeholder.
 
     Raises `OptionError` for a name that is no parameter, or an axis that the view does not have.
@@ -93,7 +93,7 @@ def pins_on(
         for placeholder, info in analysis.program.parameters.items()
         for name in (info.name, *info.aliases)
     }
-    pins: dict[str, tuple[Pin, ...]] = {}
+    pins: dict[str, tuple[AxisPin, ...]] = {}
     for pin in options.force:
         if pin.parameter not in placeholders:
             raise OptionError(
@@ -103,7 +103,7 @@ def pins_on(
         axis = pin.axis_index(view.names)
         if options.mesh_shape == "as-given" or view.sizes[axis] > 1:
             key = placeholders[pin.parameter]
-            pins[key] = (*pins.get(key, ()), Pin(pin.storage, pin.use, axis))
+            pins[key] = (*pins.get(key, ()), AxisPin(pin.storage, pin.use, axis))
     return pins
 
 

@@ -12,7 +12,7 @@ and number of microbatches m, and its numbers are attributed to operators (`attr
     m sum(time) + sum(once) = the objective,   sum(static) + sum(activation) = the bytes
 
 of the folded program, exactly. A range of layers costs the sum of its operators, and each parameter
-it uses once (`StageCosts.ranges`). To that come messages, which depend on where a stage lies
+it uses once (`StageTable.ranges`). To that come messages, which depend on where a stage lies
 (`traffic`), and what it pays for placing values as they cross (`conversions`): all of it where
 placements are given (recipes), and as little as nothing where they are searched, because a stage
 that is solved alone places its ends otherwise. The search learns how much (`refined.py`).
@@ -52,7 +52,7 @@ N_CORNERS = 5
 
 
 @dataclass(frozen=True, eq=False)
-class StageCosts:
+class StageTable:
     """One way to place the program on a view: of the whole program's operators the sums of all,
     [parts], and of those before each layer and at the end, [parts, layers + 1]; per inner boundary
     between layers what the stages before and after it pay for placing what crosses, and their
@@ -80,12 +80,12 @@ class StageCosts:
     def of(
         view: LogicalMesh, layers: Layers, parts: Mapping[str, Array], shared: tuple[Shared, ...],
         leave_s: Array, enter_s: Array, traffic: Traffic,
-    ) -> StageCosts:  # fmt: skip
+    ) -> StageTable:  # fmt: skip
         """Of `parts` per operator of the whole program."""
         every = np.stack([parts[part] for part in PARTS])
         before = np.concatenate((np.zeros((len(PARTS), 1)), np.cumsum(every, axis=1)), axis=1)
         before = before[:, [0, *layers.ends]]
-        return StageCosts(
+        return StageTable(
             view, layers, every.sum(axis=1), before, shared, leave_s, enter_s, traffic
         )
 
@@ -120,7 +120,7 @@ class StageCosts:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TableRequest:
     """A view that costs are wanted of: with placements for several `depths` of microbatches in
     flight, where those of the fastest need more than `enough_bytes`; with `recomputes`, they may
     run again what the maker says."""
@@ -131,7 +131,7 @@ class Wanted:
     enough_bytes: float = 0.0
     recomputes: bool = False
 
-    def is_tight(self, fastest: StageCosts) -> bool:
+    def is_tight(self, fastest: StageTable) -> bool:
         """Are leaner placements of use?"""
         return bool(self.depths) and fastest.bytes_in_flight(max(self.depths)) > self.enough_bytes
 
@@ -140,7 +140,7 @@ class _Placed(NamedTuple):
     """Placements of the folded program, and what they cost."""
 
     choice: Choice
-    costs: StageCosts
+    costs: StageTable
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class CostMaker:
 
     def recipe(
         self, view: LogicalMesh, n_microbatches: int, constraints: Constraints
-    ) -> StageCosts:
+    ) -> StageTable:
         """The placements of a recipe, laid out on the machine of `pricing`.
 
         Raises `InfeasibleError` when the constraints leave nothing, or forbid the layout on the
@@ -196,11 +196,13 @@ class CostMaker:
             raise _contradictory()  # the cheapest ways to convert a parameter here are forbidden
         return costs
 
-    def searched(self, wanted: Sequence[Wanted], n_microbatches: int) -> list[list[StageCosts]]:
+    def searched(
+        self, wanted: Sequence[TableRequest], n_microbatches: int
+    ) -> list[list[StageTable]]:
         """Of each, the fastest placements first; then leaner ones for several depths, unless the
         fastest, of the whole program, need no more than enough bytes. None where the constraints
         leave nothing, or the batch does not divide."""
-        out: list[list[StageCosts]] = [[] for _ in wanted]
+        out: list[list[StageTable]] = [[] for _ in wanted]
         together: dict[int, list[int]] = {}
         batches: dict[int, ProblemBatch] = {}
         for i, one in enumerate(wanted):
@@ -218,8 +220,8 @@ class CostMaker:
         return out
 
     def _walked(
-        self, wanted: Sequence[Wanted], batch: ProblemBatch, m: int
-    ) -> list[list[StageCosts]]:
+        self, wanted: Sequence[TableRequest], batch: ProblemBatch, m: int
+    ) -> list[list[StageTable]]:
         """Those whose problems were built together."""
         models = [CostModel(one.view, self.dtype) for one in wanted]
         free = self._fastest_of(wanted, batch, m)
@@ -245,7 +247,7 @@ class CostMaker:
         return [list(found.values()) for found in known]
 
     def _fastest_of(
-        self, wanted: Sequence[Wanted], batch: ProblemBatch, m: int
+        self, wanted: Sequence[TableRequest], batch: ProblemBatch, m: int
     ) -> list[_Placed | None]:
         """The fastest placements on each view, found once; None where nothing is allowed."""
         keys = [(batch, one.view, m) for one in wanted]
@@ -284,7 +286,7 @@ class CostMaker:
 
     def _costs(
         self, batch: ProblemBatch, chosen: Sequence[tuple[LogicalMesh, int, Choice]]
-    ) -> list[StageCosts]:
+    ) -> list[StageTable]:
         """Of choices: each with its view, and which problem of the batch it is of."""
         if not chosen:
             return []
@@ -294,7 +296,7 @@ class CostMaker:
         attribution = Attribution(self._wirings[batch], cases, choices)
         read = zip(chosen, attribution.parts(), attribution.crossings(), strict=True)
         return [
-            StageCosts.of(view, self.layers, parts, shared, leave_s, enter_s, traffic)
+            StageTable.of(view, self.layers, parts, shared, leave_s, enter_s, traffic)
             for (view, _, _), (parts, shared), (leave_s, enter_s, traffic) in read
         ]
 
@@ -305,10 +307,10 @@ def _contradictory() -> InfeasibleError:
     )
 
 
-def undominated(configs: Sequence[StageCosts]) -> list[StageCosts]:
+def undominated(configs: Sequence[StageTable]) -> list[StageTable]:
     """Without those that another of as many devices betters, or equals, in every part of every
     range of layers and in its messages; of equals the first stays."""
-    kept: list[StageCosts] = []
+    kept: list[StageTable] = []
     for n_ranks in dict.fromkeys(c.view.n_ranks for c in configs):
         same = [c for c in configs if c.view.n_ranks == n_ranks]
         tables = np.stack(

@@ -1,7 +1,13 @@
 """intra."""
 
-from autopar.passes.intra.chooser import Ask, Chooser, Chosen, choose, too_little_memory
-from autopar.passes.intra.constraints import Constraints, Pin, Role
+from autopar.passes.intra.chooser import (
+    Chooser,
+    Chosen,
+    PlacementRequest,
+    choose,
+    too_little_memory,
+)
+from autopar.passes.intra.constraints import AxisPin, Constraints, Role
 from autopar.passes.intra.intra_op import (
     ProblemBatch,
     ProblemFamilies,
@@ -16,12 +22,12 @@ from autopar.passes.intra.problem import IntraOpProblem
 from autopar.passes.intra.recipe_machine import recipe_cost
 
 __all__ = [
-    "Ask",
+    "AxisPin",
     "Chooser",
     "Chosen",
     "Constraints",
     "IntraOpProblem",
-    "Pin",
+    "PlacementRequest",
     "ProblemBatch",
     "ProblemFamilies",
     "Role",

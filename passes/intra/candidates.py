@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from autopar.errors import InfeasibleError
 from autopar.measured import Saved
-from autopar.passes.analysis import Group, JointStrategy, PlacedOperator
+from autopar.passes.analysis import JointStrategy, OperatorGroup, PlacedOperator
 from autopar.passes.intra.cases import Cases
-from autopar.passes.intra.constraints import Limits
+from autopar.passes.intra.constraints import AppliedConstraints
 from autopar.passes.intra.member_prices import MemberPrice, MemberPricer, lowered_over
 from autopar.passes.reshard import SpecColumn, SpecColumns
 from autopar.placement import PREFERENCE, I, Placement, Spec
@@ -31,14 +31,14 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class ChoiceTable:
-    """What groups that are alike may choose; values go by their numbers in `Group.values`.
+    """What groups that are alike may choose; values go by their numbers in `OperatorGroup.values`.
 
     `picked` [active axes, choices] are the joint strategies of each choice, as positions among
     those of the `first` of the groups. `legal`, `time_s` and `size_bytes` are [cases, choices],
     `preference` [choices]. The bytes are those of the values `saved`, and of what is no value.
     """
 
-    first: Group
+    first: OperatorGroup
     picked: NDArray[np.int64]
     active_axes: tuple[int, ...]
     n_axes: int
@@ -100,7 +100,7 @@ class ChoiceTable:
 class GroupCandidates:
     """A group and its choices."""
 
-    group: Group
+    group: OperatorGroup
     table: ChoiceTable
 
     def __len__(self) -> int:
@@ -140,7 +140,7 @@ class CandidateMaker:
     cases: Cases
     sizes_at: Sequence[Mapping[str, Mapping[str, int]]]
     saved: Mapping[str, Saved]
-    limits: Limits
+    limits: AppliedConstraints
     n_like: Mapping[str, int] = field(default_factory=dict)
     known: dict[int, ChoiceTable] = field(default_factory=dict)
     elsewhere: dict[Hashable, ChoiceTable] = field(default_factory=dict)
@@ -157,7 +157,7 @@ class CandidateMaker:
             self.cases, self.sizes_at, self.saved, limits.batch_cells, limits.parameters
         )
 
-    def make(self, group: Group, first_savers: set[str]) -> GroupCandidates:
+    def make(self, group: OperatorGroup, first_savers: set[str]) -> GroupCandidates:
         """All legal choices of `group`; raises `InfeasibleError` when constraints leave none.
 
         `first_savers` collects values whose saving for backward is already charged.
@@ -173,7 +173,7 @@ class CandidateMaker:
         first_savers |= {group.values[number] for number in table.saved}
         return GroupCandidates(group, table)
 
-    def _likeness(self, group: Group, first_savers: Set[str]) -> Hashable:
+    def _likeness(self, group: OperatorGroup, first_savers: Set[str]) -> Hashable:
         """All that decides a group's choices and costs: types in one case, and where their batch
         is, say them in all."""
         members = tuple(
@@ -182,7 +182,7 @@ class CandidateMaker:
         values = tuple((self.limits.facts_of(n), n in first_savers) for n in group.values)
         return group.likeness, members, values
 
-    def _table(self, group: Group, first_savers: Set[str]) -> ChoiceTable:
+    def _table(self, group: OperatorGroup, first_savers: Set[str]) -> ChoiceTable:
         factors = self._factors(group)
         fitting = [self._fitting(group, axis, factors) for axis in self._active]
         every = [np.flatnonzero(fits.any(axis=0)).tolist() for fits in fitting]
@@ -209,19 +209,21 @@ class CandidateMaker:
             legal, time_s, size_bytes, preference, saved, self.columns,
         )  # fmt: skip
 
-    def _repriced(self, table: ChoiceTable, group: Group, first_savers: Set[str]) -> ChoiceTable:
+    def _repriced(
+        self, table: ChoiceTable, group: OperatorGroup, first_savers: Set[str]
+    ) -> ChoiceTable:
         """The table of another machine of the same sizes, with the times of this one."""
         time_s, _ = self._price(group, table.picked, set(first_savers))
         time_s[~table.legal] = np.inf
         return replace(table, time_s=time_s)
 
-    def _factors(self, group: Group) -> NDArray[np.int64]:
+    def _factors(self, group: OperatorGroup) -> NDArray[np.int64]:
         """[cases, factors]: the sizes of what a group's strategies shard."""
         found = [self.cases.factor(*cut) for cut in group.cuts.factors]
         return np.array(found, dtype=np.int64).reshape(-1, len(self.cases)).T
 
     def _uneven(
-        self, group: Group, axes: tuple[int, ...], factors: NDArray[np.int64]
+        self, group: OperatorGroup, axes: tuple[int, ...], factors: NDArray[np.int64]
     ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Of the factors that the ranks of some axes together do not divide in every case: [cases,
         factors], in which they do not; and [strategies, factors], which strategies shard them."""
@@ -230,7 +232,9 @@ class CandidateMaker:
         some = uneven.any(axis=0)
         return uneven[:, some], group.cuts.marks[:, some]
 
-    def _fitting(self, group: Group, axis: int, factors: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def _fitting(
+        self, group: OperatorGroup, axis: int, factors: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
         """[cases, strategies]: what a group may do on one axis."""
         allowed = {id(j) for j in self.limits.allowed(group, axis, group.strategies)}
         uneven, marks = self._uneven(group, (axis,), factors)
@@ -246,7 +250,7 @@ class CandidateMaker:
         return fits
 
     def _legal(
-        self, group: Group, fitting: Sequence[NDArray[np.bool_]], picked: NDArray[np.int64],
+        self, group: OperatorGroup, fitting: Sequence[NDArray[np.bool_]], picked: NDArray[np.int64],
         factors: NDArray[np.int64],
     ) -> NDArray[np.bool_]:  # fmt: skip
         """[cases, choices]: what fits every axis, where factors that several axes shard still
@@ -273,7 +277,7 @@ class CandidateMaker:
         return sum(PREFERENCE[p.kind] for p in joint.placements.values()) * 1e-5
 
     def _price(
-        self, group: Group, picked: NDArray[np.int64], first_savers: set[str]
+        self, group: OperatorGroup, picked: NDArray[np.int64], first_savers: set[str]
     ) -> tuple[Array, Array]:
         """[cases, choices]: seconds per step, and bytes kept for backward by one microbatch."""
         shape = len(self.cases), picked.shape[1]

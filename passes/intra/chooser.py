@@ -21,7 +21,7 @@ from autopar.passes.intra.constraints import Constraints
 from autopar.passes.intra.intra_op import ProblemBatch, ProblemFamilies
 from autopar.passes.intra.problem import IntraOpProblem
 from autopar.passes.intra.repeated import Repeated, placed_once, repeated_problems
-from autopar.passes.solvers.choice import Effort, Solver, most_columns, solve
+from autopar.passes.solvers.choice import Solver, WorkLimit, most_columns, solve
 from autopar.passes.solvers.eliminate import TooWide
 from autopar.passes.solvers.problem import Infeasible
 from autopar.passes.solvers.repeats import RepeatedSolver
@@ -35,7 +35,7 @@ GAP_GOAL = 1e-3
 RECIPE_GAP_GOAL = 5e-2
 # What closing a gap of a whole program is worth, some ten seconds: counted in work, not by the
 # clock, so that plans do not depend on how busy a machine is.
-CLOSE_GAP = Effort(n_columns=30_000, n_nodes=200)
+CLOSE_GAP = WorkLimit(n_columns=30_000, n_nodes=200)
 # Repeated blocks leave a gap where they cannot share what a budget leaves. One wider than this is
 # closed on the whole program, where that is small enough.
 FOLDED_GAP_GOAL = 2e-2
@@ -90,7 +90,7 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class Ask:
+class PlacementRequest:
     """What is wanted of one program: the machine its placements are chosen for, how many
     microbatches, and of those how many keep their activations at once.
 
@@ -143,7 +143,7 @@ class Chooser:
 
     def choose(
         self,
-        ask: Ask,
+        ask: PlacementRequest,
         budget_bytes: float | None,
         solver: Solver = "auto",
         time_limit_s: float | None = None,
@@ -176,7 +176,7 @@ class Chooser:
         other = choose(*whole, self.recomputable, self._written_out)
         return min(by_copies, other, key=lambda c: c.gap)
 
-    def _case(self, ask: Ask, cost: CostModel) -> tuple[Repeated | None, int]:
+    def _case(self, ask: PlacementRequest, cost: CostModel) -> tuple[Repeated | None, int]:
         """The problems of all blocks, None where one does not stand for the others; and which of
         them is that of `cost`."""
         batch = self._problems.of(cost, ask.n_microbatches, ask.constraints)
@@ -188,7 +188,7 @@ class Chooser:
         self,
         whole: Repeated,
         place: int,
-        ask: Ask,
+        ask: PlacementRequest,
         budget_bytes: float | None,
         time_limit_s: float | None,
         limit_s: float,
@@ -227,7 +227,7 @@ class Chooser:
 
 def choose(
     analysis: Analysis,
-    ask: Ask,
+    ask: PlacementRequest,
     optimizer: str,
     budget_bytes: float | None,
     solver: Solver = "auto",
@@ -279,7 +279,9 @@ class _Readable(Protocol[C]):
     def recomputed(self, choice: C) -> tuple[Recomputed, ...]: ...
 
 
-def _strategy(analysis: Analysis, problem: _Readable[C], choice: C, ask: Ask) -> Strategy:
+def _strategy(
+    analysis: Analysis, problem: _Readable[C], choice: C, ask: PlacementRequest
+) -> Strategy:
     """What a choice of a program's problem says."""
     return Strategy(
         problem.operators(choice),

@@ -21,7 +21,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from autopar.passes.analysis import Group, JointStrategy, PlacedOperator
+from autopar.passes.analysis import JointStrategy, OperatorGroup, PlacedOperator
 from autopar.placement import Placement, S, Spec
 from autopar.program import Period, Program, Storage
 from autopar.rules import rule_for
@@ -30,7 +30,7 @@ Role = Literal["any", "data", "tensor"]
 
 
 @dataclass(frozen=True)
-class Pin:
+class AxisPin:
     """`force`: a parameter's storage and use on one axis; None leaves that one free."""
 
     storage: Placement | None
@@ -50,7 +50,7 @@ class Constraints:
     forbid: frozenset[str] = frozenset()
     roles: tuple[Role, ...] = ()
     zero: int | None = None
-    pins: Mapping[str, tuple[Pin, ...]] = field(default_factory=dict)
+    pins: Mapping[str, tuple[AxisPin, ...]] = field(default_factory=dict)
     storage: Mapping[str, Storage] = field(default_factory=dict)
 
     def role(self, axis: int) -> Role:
@@ -65,7 +65,7 @@ class Constraints:
 
 
 @dataclass(frozen=True)
-class Limits:
+class AppliedConstraints:
     """Constraints applied to a program whose batch and factor classes are known."""
 
     constraints: Constraints
@@ -84,9 +84,9 @@ class Limits:
         batch_cells: Mapping[str, tuple[int, int]],
         classes: Mapping[str, tuple[tuple[int, ...], ...]],
         matrices: frozenset[str],
-    ) -> Limits:
+    ) -> AppliedConstraints:
         parameters = frozenset(program.parameters)
-        return Limits(
+        return AppliedConstraints(
             constraints,
             parameters,
             batch_cells,
@@ -115,7 +115,7 @@ class Limits:
         )
 
     def allowed(
-        self, group: Group, axis: int, joints: Sequence[JointStrategy]
+        self, group: OperatorGroup, axis: int, joints: Sequence[JointStrategy]
     ) -> list[JointStrategy]:
         """The strategies a group may use on an axis."""
         forbid, role = self.constraints.forbid, self.constraints.role(axis)
@@ -134,7 +134,7 @@ class Limits:
         return [j for j in kept if self._respects_pins(group, j, axis)]
 
     def preferred(
-        self, group: Group, axis: int, joints: Sequence[JointStrategy]
+        self, group: OperatorGroup, axis: int, joints: Sequence[JointStrategy]
     ) -> list[JointStrategy]:
         """Of the strategies that fit the axis, those that its role takes where there are any.
 
@@ -154,7 +154,7 @@ class Limits:
             kept = _where(lambda j: self._cuts_vocabulary(group, j), kept)
         return _where(lambda j: not self._replicates_parameter(j), kept) if strict else kept
 
-    def _cuts_vocabulary(self, group: Group, joint: JointStrategy) -> bool:
+    def _cuts_vocabulary(self, group: OperatorGroup, joint: JointStrategy) -> bool:
         """Is a lookup placed as Megatron does: tokens' tables cut by rows, positions' whole?"""
         (member,), (chosen,) = group.members, joint.members
         if member.operator.inputs[1] in self.constants:
@@ -164,7 +164,7 @@ class Limits:
     def _replicates_parameter(self, joint: JointStrategy) -> bool:
         return any(p.kind == "R" and n in self.parameters for n, p in joint.placements.items())
 
-    def _is_partial_input(self, group: Group, joint: JointStrategy) -> bool:
+    def _is_partial_input(self, group: OperatorGroup, joint: JointStrategy) -> bool:
         """Model inputs and constants are whole on every rank; never partial sums."""
         return any(joint.placements[n].kind == "P" for n in group.inputs if n in self.whole)
 
@@ -184,7 +184,7 @@ class Limits:
             for n, p in joint.placements.items()
         )
 
-    def _shards_experts(self, group: Group, joint: JointStrategy) -> bool:
+    def _shards_experts(self, group: OperatorGroup, joint: JointStrategy) -> bool:
         return any(
             joint.placements[name] == S(*cell)
             for member in group.members
@@ -215,7 +215,7 @@ class Limits:
                 if cell and member.pattern.names[label] in counting:
                     yield name, cell
 
-    def _respects_pins(self, group: Group, joint: JointStrategy, axis: int) -> bool:
+    def _respects_pins(self, group: OperatorGroup, joint: JointStrategy, axis: int) -> bool:
         return all(
             pin.use is None or joint.placements[name] == pin.use
             for name in group.inputs

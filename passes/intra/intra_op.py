@@ -23,10 +23,10 @@ from autopar.errors import BatchError
 from autopar.passes.analysis import FIRST_COUNT, Analysis, Recomputable, is_searched
 from autopar.passes.intra.candidates import CandidateMaker
 from autopar.passes.intra.cases import Case, Cases
-from autopar.passes.intra.constraints import Constraints, Limits
+from autopar.passes.intra.constraints import AppliedConstraints, Constraints
 from autopar.passes.intra.member_prices import operator_times_s
 from autopar.passes.intra.parameters import ParameterMaker
-from autopar.passes.intra.priced import Placed, Priced
+from autopar.passes.intra.priced import PlacedCosts, Priced
 from autopar.passes.intra.problem import IntraOpProblem, IntraOpProblems, ProblemBuilder
 from autopar.passes.intra.recompute_choice import add_recompute
 from autopar.passes.reshard import ReshardTable, SpecColumns, priced_alike
@@ -123,7 +123,9 @@ def intra_op_problems(
     counts = tuple(dict.fromkeys(m for _, m in every))
     types = {m: analysis.microbatch_types(m) for m in counts}
     first = types[counts[0]]
-    limits = Limits.of(constraints, program, analysis.batch.cells, first.classes, analysis.matrices)
+    limits = AppliedConstraints.of(
+        constraints, program, analysis.batch.cells, first.classes, analysis.matrices
+    )
     stacked = Cases(
         every,
         {m: of_count.tensors for m, of_count in types.items()},
@@ -154,7 +156,7 @@ def _priced(analysis: Analysis, cases: Cases, constraints: Constraints, optimize
     """What is known of some cases."""
     known, limits = analysis.priced, repr(constraints)
     sizes = tuple((cost.mesh.sizes, m) for cost, m in cases.every)
-    placed = known.setdefault(("placed", sizes, limits), Placed())
+    placed = known.setdefault(("placed", sizes, limits), PlacedCosts())
     meshes = cases.alike
     alike = meshes, tuple(cases.mesh_of.tolist()), cases.counts
     tables = known.setdefault(("values", alike), {}), known.setdefault(("parameters", meshes), {})

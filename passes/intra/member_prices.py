@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from autopar.cost.laws import CostModel, Kind
 from autopar.measured import Saved
-from autopar.passes.analysis import Group, PlacedOperator
+from autopar.passes.analysis import OperatorGroup, PlacedOperator
 from autopar.passes.intra.cases import Cases, array_of
 from autopar.placement import PrimitiveKind, TensorType
 from autopar.program import Operator
@@ -57,7 +57,7 @@ class MemberPricer:
     parameters: Set[str]
 
     def members(
-        self, group: Group, picked: NDArray[np.int64], first_savers: set[str]
+        self, group: OperatorGroup, picked: NDArray[np.int64], first_savers: set[str]
     ) -> Iterator[MemberPrice]:
         """Of each operator of a group, under choices that are `picked` [active axes, choices] of
         its joint strategies. `first_savers` collects values that are charged."""
@@ -176,7 +176,7 @@ class MemberPricer:
         return total
 
     def _kept_values(
-        self, group: Group, item: PlacedOperator, local_bytes: Callable[[str], Array],
+        self, group: OperatorGroup, item: PlacedOperator, local_bytes: Callable[[str], Array],
         first_savers: set[str],
     ) -> dict[int, Array]:  # fmt: skip
         """Bytes of the values that an operator is the first to keep."""

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from autopar.cost.laws import CostModel
 from autopar.cost.memory import StaticBytes
 from autopar.passes.intra.cases import Cases
-from autopar.passes.intra.constraints import Limits
+from autopar.passes.intra.constraints import AppliedConstraints
 from autopar.passes.reshard import ReshardTables, Ties, primitive_lines
 from autopar.passes.solvers.problem import compiled
 from autopar.placement import PREFERENCE, I, S, Spec, TensorType, divides, with_orders, written
@@ -39,7 +39,7 @@ class ParameterMaker:
     """
 
     cases: Cases
-    limits: Limits
+    limits: AppliedConstraints
     static: StaticBytes
     update_s_per_byte: float
 

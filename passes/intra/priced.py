@@ -1,7 +1,7 @@
 """What problems of one program, and of parts of it, have in common: each is priced once.
 
 Stages of a pipeline, and programs with few of their repeated blocks, consist of the same operators;
-so do copies of a block. For some cases and one set of constraints, `Placed` keeps what may be
+so do copies of a block. For some cases and one set of constraints, `PlacedCosts` keeps what may be
 chosen, which machines of the same sizes have in common, and `Priced` what it costs on one of them:
 the choices of groups, the reshards and the conversions of parameters by what decides them. Keys
 that are identities are of objects that are kept.
@@ -26,7 +26,7 @@ Array = NDArray[np.float64]
 
 
 @dataclass(eq=False)
-class Placed:
+class PlacedCosts:
     """See the module. `groups` is filled by the `CandidateMaker`, with the times of a machine."""
 
     groups: dict[Hashable, ChoiceTable] = field(default_factory=dict)
@@ -78,13 +78,13 @@ class Priced:
     """See the module. `groups` is filled by the `CandidateMaker`; tables of values are shared by
     all constraints, and those of parameters by all cases on the same meshes."""
 
-    placed: Placed
+    placed: PlacedCosts
     value_tables: dict[Hashable, ReshardTables]
     parameter_tables: dict[Hashable, ReshardTables]
     groups: dict[int, ChoiceTable] = field(default_factory=dict)
     _reshards: dict[tuple[int, int, int], Reshards] = field(default_factory=dict)
     _storage_costs: dict[Hashable, tuple[Array, Array, Array]] = field(default_factory=dict)
-    _conversions: dict[Hashable, Conversions] = field(default_factory=dict)
+    _conversions: dict[Hashable, ConversionCosts] = field(default_factory=dict)
 
     def tables(
         self, cases: Cases, value: str, is_parameter: bool, no_reduce_scatter: bool
@@ -128,18 +128,18 @@ class Priced:
     def conversions(
         self, maker: ParameterMaker, tables: ReshardTables, storages: tuple[Storage, ...],
         uses: SpecColumn, n_uses: int,
-    ) -> Conversions:  # fmt: skip
+    ) -> ConversionCosts:  # fmt: skip
         """The seconds, ties and bytes of turning every storage into each of the specs used."""
         key = (id(tables), id(storages), id(uses.distinct), n_uses)
         if key not in self._conversions:
             found = maker.conversions(tables, storages, uses.distinct, n_uses)
-            self._conversions[key] = Conversions(*found, storages, (uses,))
+            self._conversions[key] = ConversionCosts(*found, storages, (uses,))
         return self._conversions[key]
 
     def shared_conversions(
         self, maker: ParameterMaker, tables: ReshardTables, storages: tuple[Storage, ...],
         uses: tuple[SpecColumn, ...], n_uses: tuple[int, ...],
-    ) -> Conversions:  # fmt: skip
+    ) -> ConversionCosts:  # fmt: skip
         """The same for choices of several kinds of uses, [cases, storages, choices]: converted once
         where they place the parameter alike."""
         key = (id(tables), id(storages), *map(id, uses), *n_uses)
@@ -158,7 +158,7 @@ class Priced:
                 )
                 for shared, *each in zip(together, *apart, strict=True)
             )
-            self._conversions[key] = Conversions(cost_s, tie, size_bytes, storages, uses)
+            self._conversions[key] = ConversionCosts(cost_s, tie, size_bytes, storages, uses)
         return self._conversions[key]
 
 
@@ -173,7 +173,7 @@ class Reshards:
 
 
 @dataclass(frozen=True, eq=False)
-class Conversions:
+class ConversionCosts:
     """[cases, storages, specs of the reader]; and whose they are."""
 
     cost_s: Array

@@ -18,7 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.passes.analysis import Folded, Group, Run, Side
+from autopar.passes.analysis import Folded, OperatorGroup, Run, Side
 from autopar.passes.intra.problem import IntraOpProblem, IntraOpProblems
 from autopar.passes.solvers.problem import BoolArray, ProblemError
 from autopar.passes.solvers.repeats import (
@@ -325,6 +325,6 @@ class _Maker:
         return v if same else None
 
 
-def _made(group: Group) -> list[str]:
+def _made(group: OperatorGroup) -> list[str]:
     """The values that a group makes, in order."""
     return [name for member in group.members for name in member.operator.outputs]

@@ -13,7 +13,7 @@ from autopar.program import Order, Pipeline, Strategy
 
 
 @dataclass(frozen=True)
-class LaidStage:
+class PlacedStage:
     """One stage of a program with its placements, on the mesh of its cost model."""
 
     analysis: Analysis
@@ -31,7 +31,7 @@ class LaidStage:
         yield from self.strategy.sent.items()
 
 
-def join(stages: Sequence[LaidStage], order: Order, with_outputs: bool = False) -> Pipeline:
+def join(stages: Sequence[PlacedStage], order: Order, with_outputs: bool = False) -> Pipeline:
     """Lower the stages and join them; `with_outputs` also for what the model returns."""
     programs = [
         lower(s.analysis, s.strategy, s.cost, with_outputs and k == len(stages) - 1)

@@ -30,7 +30,7 @@ from autopar.passes.lowering.frees import with_frees, with_regathers
 from autopar.passes.lowering.fusion import fuse_bias
 from autopar.passes.lowering.line_costs import LineCosts
 from autopar.passes.lowering.segments import with_segments
-from autopar.passes.reshard import Step, reshard_table, step_time_s
+from autopar.passes.reshard import MoveStep, reshard_table, step_time_s
 from autopar.placement import I, R, Spec, TensorType, local_shape, without_gradient, written
 from autopar.program import (
     UNUSED,
@@ -57,7 +57,7 @@ from autopar.program import (
 from autopar.rules import GROUP, rule_for
 
 # A move, and its forward and backward seconds.
-_TimedStep = tuple[Step, float, float]
+_TimedStep = tuple[MoveStep, float, float]
 
 
 def lower(

@@ -7,17 +7,17 @@ from autopar.passes.reshard.costs import (
     reshard_table,
     reshard_tables,
 )
-from autopar.passes.reshard.move_graph import Step, step_time_s
+from autopar.passes.reshard.move_graph import MoveStep, step_time_s
 from autopar.passes.reshard.paths import Ties
 from autopar.passes.reshard.primitive_costs import primitive_lines
 from autopar.passes.reshard.spec_column import SpecColumn, SpecColumns, all_alike
 
 __all__ = [
+    "MoveStep",
     "ReshardTable",
     "ReshardTables",
     "SpecColumn",
     "SpecColumns",
-    "Step",
     "Ties",
     "all_alike",
     "priced_alike",

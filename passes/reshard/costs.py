@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost.laws import CostModel
-from autopar.passes.reshard.move_graph import MoveGraph, Step, clear_graphs, move_graph
+from autopar.passes.reshard.move_graph import MoveGraph, MoveStep, clear_graphs, move_graph
 from autopar.passes.reshard.paths import (
     LastMoves,
     Ties,
@@ -157,7 +157,7 @@ class ReshardTable:
         legal = np.flatnonzero(self.tables.legal[self.case])
         return tuple(self.tables.graph.specs[i] for i in legal)
 
-    def path(self, source: Spec, target: Spec) -> tuple[Step, ...]:
+    def path(self, source: Spec, target: Spec) -> tuple[MoveStep, ...]:
         """The moves of the cheapest reshard; empty when the specs are equal."""
         tables, at, out = self.tables, self.index[target], []
         last = tables.last_moves(self.index[source], self.case)

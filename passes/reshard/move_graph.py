@@ -51,7 +51,7 @@ _MERGED = {
 
 
 @dataclass(frozen=True)
-class Step:
+class MoveStep:
     """One move of a reshard, with the local bytes of its forward and backward primitive."""
 
     move: Move
@@ -82,7 +82,7 @@ def _is_innermost(spec: Spec, axes: Sequence[int]) -> bool:
 
 def moves_from(
     tensor: TensorType, spec: Spec, sizes: tuple[int, ...], legal: frozenset[Spec]
-) -> Iterator[Step]:
+) -> Iterator[MoveStep]:
     """Every single move out of `spec`."""
     for axes, target in _changes(tensor, spec, sizes):
         if _with(spec, axes, target) in legal:
@@ -117,7 +117,7 @@ def _changes(
 def _step(
     tensor: TensorType, spec: Spec, sizes: tuple[int, ...], axes: tuple[int, ...],
     target: Placement,
-) -> Step:  # fmt: skip
+) -> MoveStep:  # fmt: skip
     source = spec.placements[axes[0]]
     after = _with(spec, axes, target)
     splits: tuple[Split, ...] = ()
@@ -134,7 +134,7 @@ def _step(
     backward = 0
     if tensor.has_grad:
         backward = before_bytes if move.backward == "all_gather" else after_bytes
-    return Step(move, after, forward, backward)
+    return MoveStep(move, after, forward, backward)
 
 
 def _name(source: Placement, target: Placement) -> str:
@@ -152,7 +152,7 @@ def _with_both(
     return math.prod(dims[source.dim][: source.factor])
 
 
-def step_time_s(step: Step, has_grad: bool, time_of: PrimitiveTime) -> tuple[float, float]:
+def step_time_s(step: MoveStep, has_grad: bool, time_of: PrimitiveTime) -> tuple[float, float]:
     """(forward, backward) seconds of one move."""
     forward = time_of(step.move.forward, step.forward_bytes, step.move.axes)
     backward = time_of(step.move.backward, step.backward_bytes, step.move.axes)
@@ -222,7 +222,9 @@ class MoveGraph:
         out: NDArray[np.bool_] = ~(uneven @ self.has_split.T)
         return out
 
-    def step(self, tensor: TensorType, sizes: tuple[int, ...], source: int, target: int) -> Step:
+    def step(
+        self, tensor: TensorType, sizes: tuple[int, ...], source: int, target: int
+    ) -> MoveStep:
         """The move between two specs that one move joins, for one of the tensors."""
         axes = self.axes[self.at[source, target]]
         placement = self.specs[target].placements[axes[0]]

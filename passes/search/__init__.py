@@ -1,13 +1,13 @@
 """search."""
 
-from autopar.passes.search.effort import Effort
+from autopar.passes.search.effort import PlanningStats
 from autopar.passes.search.evaluator import depths
 from autopar.passes.search.planner import Planner
 from autopar.passes.search.simulator import Predict
 
 __all__ = [
-    "Effort",
     "Planner",
+    "PlanningStats",
     "Predict",
     "depths",
 ]

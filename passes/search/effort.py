@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Effort:
+class PlanningStats:
     """Counts of one planning.
 
     n_written_out      choice variables of the largest problem solved, all copies of blocks written

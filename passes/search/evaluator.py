@@ -32,9 +32,9 @@ from autopar.passes.analysis import (
     fold,
     is_searched,
 )
-from autopar.passes.inter import Boundary, Candidate, StageLayout, Worked, step_s
-from autopar.passes.intra import Ask, Chooser, Chosen, least_bytes, recipe_cost
-from autopar.passes.search.effort import Effort
+from autopar.passes.inter import Candidate, StageBoundary, StageLayout, StageSeconds, step_s
+from autopar.passes.intra import Chooser, Chosen, PlacementRequest, least_bytes, recipe_cost
+from autopar.passes.search.effort import PlanningStats
 from autopar.passes.solvers.problem import within
 from autopar.schedule import ORDERS, in_flight
 
@@ -165,9 +165,9 @@ class Evaluator:
             open_s = math.inf if chosen.settled else chosen.bound_s
             return Scored(candidate, (chosen,), chosen.objective_s, open_s=open_s)
         parts, loss = self.parts(candidate.ends), self.analysis.program.loss
-        worked = [Worked((c.objective_s - c.once_s) / m, c.once_s) for c in choices]
+        worked = [StageSeconds((c.objective_s - c.once_s) / m, c.once_s) for c in choices]
         ends = [
-            Boundary(layout.view, c.sent, c.received, part.microbatch_types(m).tensors)
+            StageBoundary(layout.view, c.sent, c.received, part.microbatch_types(m).tensors)
             for part, layout, c in zip(parts, candidate.stages, choices, strict=True)
         ]
         loss_bytes = self.analysis.types.tensors[loss].itemsize if loss is not None else 0
@@ -247,11 +247,11 @@ class Evaluator:
                 return k
         return None
 
-    def effort(self, n_configurations: int) -> Effort:
-        """What was solved so far; `n_configurations` as in `Effort`."""
+    def effort(self, n_configurations: int) -> PlanningStats:
+        """What was solved so far; `n_configurations` as in `PlanningStats`."""
         largest = max(self._chosen.values(), key=lambda c: (c.n_written_out, c.n_variables))
         n_solved = len(self._chosen)
-        return Effort(largest.n_written_out, largest.n_variables, n_configurations, n_solved)
+        return PlanningStats(largest.n_written_out, largest.n_variables, n_configurations, n_solved)
 
     def may_fit(self, candidate: Candidate) -> bool:
         """False where a lower bound on the bytes of some stage is above the budget."""
@@ -342,7 +342,7 @@ class Evaluator:
         key = stage.key, budget_bytes, recomputable is not None
         if key not in self._chosen:
             cost, constraints = CostModel(stage.layout.view, self.dtype), stage.layout.constraints
-            ask = Ask(cost, stage.n_microbatches, constraints, stage.depth)
+            ask = PlacementRequest(cost, stage.n_microbatches, constraints, stage.depth)
             if constraints.roles:
                 ask = replace(ask, cost=recipe_cost(cost), runs_on=cost)
             chosen = self._chooser(stage.part).choose(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from autopar.cost.hardware import Hardware
 from autopar.errors import InfeasibleError
-from autopar.passes.search.effort import Effort
+from autopar.passes.search.effort import PlanningStats
 from autopar.passes.search.evaluator import Scored
 from autopar.passes.search.simulator import Simulated, Solved
 from autopar.plans import Alternative
@@ -16,13 +16,13 @@ from autopar.units import format_seconds
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PlanningResult:
     """The winning plan, what it beat, and what finding it took."""
 
     solved: Solved
     hardware: Hardware
     alternatives: tuple[Alternative, ...] = ()
-    effort: Effort = field(default_factory=Effort)
+    effort: PlanningStats = field(default_factory=PlanningStats)
 
     @property
     def forbid(self) -> frozenset[str]:

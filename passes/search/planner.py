@@ -38,8 +38,14 @@ from autopar.passes.inter import (
 from autopar.passes.intra import least_step_s, too_little_memory
 from autopar.passes.search.count_search import best_count, best_recomputed
 from autopar.passes.search.evaluator import Evaluator, Scored
-from autopar.passes.search.outcome import Outcome, at_least, fastest_of, rows_of, without_plan
-from autopar.passes.search.proposals import Proposals, Tries
+from autopar.passes.search.outcome import (
+    PlanningResult,
+    at_least,
+    fastest_of,
+    rows_of,
+    without_plan,
+)
+from autopar.passes.search.proposals import Proposal, Proposals
 from autopar.passes.search.refined import HOPELESS, refined_candidates
 from autopar.passes.search.simulator import Predict, Simulator
 from autopar.plans import Alternative
@@ -67,7 +73,7 @@ class Planner:
     predict: Predict
     report: Progress = lambda text: None
     _found: list[Scored] = field(default_factory=list, init=False)
-    _tried: list[Tries] = field(default_factory=list, init=False)
+    _tried: list[Proposal] = field(default_factory=list, init=False)
     _n_configurations: list[int] = field(default_factory=list, init=False)  # of each joint search
     _notes: list[Alternative] = field(default_factory=list, init=False)  # of what has no plan
 
@@ -99,7 +105,7 @@ class Planner:
         is_one = self.options.stages == 1 or "pipeline" in self.options.forbid
         return [*([] if is_one else submesh_sizes(self.mesh)), self.mesh.n_ranks]
 
-    def run(self) -> Outcome:
+    def run(self) -> PlanningResult:
         """The best plan.
 
         When `time_limit_s` has passed and there is one, the best so far; its gap is then to what
@@ -114,7 +120,7 @@ class Planner:
         finally:
             self.analysis.priced.clear()
 
-    def _best(self) -> Outcome:
+    def _best(self) -> PlanningResult:
         found, notes = self._found, self._notes
         errors: list[tuple[InfeasibleError, Candidate]] = []
         is_stopped, last = False, self._plain
@@ -167,7 +173,7 @@ class Planner:
             solved = replace(solved, gap=max(solved.gap, 1 - least_s / solved.objective_s))
         effort = self.evaluator.effort(sum(self._n_configurations))
         rows = (*rows_of(found, simulated), *notes)
-        return Outcome(solved, self.hardware, rows, effort)
+        return PlanningResult(solved, self.hardware, rows, effort)
 
     @cached_property
     def _plain(self) -> Evaluator:
@@ -298,7 +304,7 @@ class Planner:
 
     # -- candidates --------------------------------------------------------------------------
 
-    def _candidates(self) -> Iterator[Tries]:
+    def _candidates(self) -> Iterator[Proposal]:
         stages = self.options.stages
         if self.options.manual is not None:
             yield from self._proposals.manual(self.options.manual, self.report)
@@ -310,7 +316,7 @@ class Planner:
             if stages != 1:
                 yield from self._stages(None if stages == "auto" else int(stages))
 
-    def _stages(self, n_stages: int | None) -> Iterator[Tries]:
+    def _stages(self, n_stages: int | None) -> Iterator[Proposal]:
         """The best of the joint search, and the best recipes of several stages."""
         self._tell("searching for stages")
         names = list[str]()

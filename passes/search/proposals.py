@@ -39,7 +39,7 @@ from autopar.passes.intra import Constraints, Role
 from autopar.passes.search.evaluator import Evaluator
 
 # Candidates under one name, with ever more microbatches: the best is taken.
-Tries = tuple[str, list[Candidate]]
+Proposal = tuple[str, list[Candidate]]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Proposals:
     options: Options
     budget_bytes: float
 
-    def one_stage(self) -> Iterator[Tries]:
+    def one_stage(self) -> Iterator[Proposal]:
         """Every view searched, then the plain recipes, which `force` leaves out."""
         n_ranks = self.mesh.n_ranks
         for view in distinct_views(self.mesh, self.hardware, self.options, [n_ranks]):
@@ -72,12 +72,12 @@ class Proposals:
         )
         return microbatch_counts(self.analysis, self.options, self.mesh.n_ranks, n_splits)
 
-    def _any_count(self, name: str, layout: StageLayout, counts: Sequence[int]) -> Tries:
+    def _any_count(self, name: str, layout: StageLayout, counts: Sequence[int]) -> Proposal:
         """One stage, with every number of microbatches worth trying."""
         ends = (n_operators(self.analysis.program),)
         return name, [Candidate(name, ends, (layout,), m) for m in counts]
 
-    def given(self, stages: Sequence[StageOption], evaluator: Evaluator) -> Iterator[Tries]:
+    def given(self, stages: Sequence[StageOption], evaluator: Evaluator) -> Iterator[Proposal]:
         """The user's stages, each seen as is fastest for it.
 
         Raises `MeshError` where they do not hold every rank, `OptionError` where one has nothing to
@@ -143,7 +143,7 @@ class Proposals:
                 limits = Constraints(forbid | {"sequence"}, roles, 0)
                 yield f"Megatron on {axes_text(view)}", view, limits
 
-    def manual(self, manual: Manual, report: Progress) -> Iterator[Tries]:
+    def manual(self, manual: Manual, report: Progress) -> Iterator[Proposal]:
         """Raises `MeshError` where it does not place every rank, `OptionError` beside `force`."""
         check_ranks(manual, self.mesh)
         if self.options.force:

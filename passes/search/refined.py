@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from autopar.passes.inter import Candidate, JointSearch, Planned, Worked, different
+from autopar.passes.inter import Candidate, JointSearch, SearchedPlan, StageSeconds, different
 from autopar.passes.search.evaluator import Scored
 
 # Of plans that are solved after the first round, all together.
@@ -40,7 +40,7 @@ def refined_candidates(
 
     Raises `BatchError` when the number of microbatches asked for does not divide the batch.
     """
-    solved: set[Planned] = set()
+    solved: set[SearchedPlan] = set()
     best_s = math.inf
     n_extra = EXTRA_OPERATORS // len(search.analysis.operators)
     n_wanted = n_best
@@ -61,7 +61,13 @@ def refined_candidates(
             best_s = min(best_s, scored.score_s)
             m = plan.n_microbatches
             learned.append(
-                (plan, [Worked((c.objective_s - c.once_s) / m, c.once_s) for c in scored.choices])
+                (
+                    plan,
+                    [
+                        StageSeconds((c.objective_s - c.once_s) / m, c.once_s)
+                        for c in scored.choices
+                    ],
+                )
             )
         for plan, worked in learned:
             search.learn(plan, worked)

@@ -20,7 +20,7 @@ from autopar.options import schedule_name
 from autopar.passes.analysis import Analysis, lowered_as, renamed
 from autopar.passes.inter import Candidate
 from autopar.passes.intra import Chosen, too_little_memory
-from autopar.passes.lowering import Abridger, LaidStage
+from autopar.passes.lowering import Abridger, PlacedStage
 from autopar.passes.search.evaluator import Evaluator, Scored
 from autopar.passes.solvers.problem import within
 from autopar.plans import Predicted
@@ -45,7 +45,7 @@ class Solved:
     """A candidate with every choice made. `objective_s` is what was minimised."""
 
     candidate: Candidate
-    stages: tuple[LaidStage, ...]
+    stages: tuple[PlacedStage, ...]
     predicted: Predicted
     objective_s: float
     gap: float
@@ -182,7 +182,7 @@ class Simulator:
 
     def _simulated_anew(self, candidate: Candidate, choices: Sequence[Chosen]) -> Solved:
         stages = tuple(
-            LaidStage(part, chosen.strategy, CostModel(layout.view, self.evaluator.dtype))
+            PlacedStage(part, chosen.strategy, CostModel(layout.view, self.evaluator.dtype))
             for part, layout, chosen in zip(
                 self.evaluator.parts(candidate.ends), candidate.stages, choices, strict=True
             )
@@ -199,13 +199,13 @@ class Simulator:
         gap = 0.0 if abstract else max(chosen.gap for chosen in choices)
         return Solved(candidate, stages, predicted, objective_s, gap)
 
-    def _program(self, stage: LaidStage) -> StageProgram:
+    def _program(self, stage: PlacedStage) -> StageProgram:
         """Lowered; the one that is known already where another candidate has this stage, or one
         that is alike."""
         first, names = self.evaluator.first_like(stage.analysis)
         if names is not None:
             own = {there: name for name, there in names.items()}
-            like = LaidStage(first, renamed(stage.strategy, own), stage.cost)
+            like = PlacedStage(first, renamed(stage.strategy, own), stage.cost)
             return lowered_as(self._program(like), first.program, stage.analysis.program, names)
         known = self._lowered[id(stage.analysis), stage.cost.mesh.placement]
         for strategy, program in known:

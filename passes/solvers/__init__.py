@@ -11,32 +11,32 @@ from autopar.passes.solvers.choice import (
     solve_by_elimination,
     solve_ilp,
 )
-from autopar.passes.solvers.eliminate import Limits, TooWide
+from autopar.passes.solvers.eliminate import TableLimits, TooWide
 from autopar.passes.solvers.problem import (
     SAME_OPTIMUM_REL,
     ChoiceProblem,
     ChoiceProblems,
+    ChoiceTotals,
     Edge,
     Infeasible,
     ProblemError,
     Solution,
     TimeLimitError,
-    Totals,
 )
 
 __all__ = [
     "SAME_OPTIMUM_REL",
     "ChoiceProblem",
     "ChoiceProblems",
+    "ChoiceTotals",
     "Edge",
     "Infeasible",
-    "Limits",
     "ProblemError",
     "Solution",
     "Solver",
+    "TableLimits",
     "TimeLimitError",
     "TooWide",
-    "Totals",
     "solve",
     "solve_brute_force",
     "solve_by_elimination",

@@ -32,7 +32,7 @@ class _Route:
 
 
 @dataclass
-class _Batch:
+class _ReceivedBatch:
     """What one batch of messages brings, in order of its receives; None: taken already."""
 
     posted: Posted
@@ -47,7 +47,7 @@ class _Batch:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _PeerSlice:
     """A slice as one of its ends sees it: where it lies, and who has the other end."""
 
     peer: int
@@ -67,7 +67,7 @@ class Crossings:
     ) -> None:
         self.pipeline, self.rank, self.messenger, self.device = pipeline, rank, messenger, device
         self._sent: list[Posted] = []
-        self._waiting: dict[Action, tuple[_Batch, int, int]] = {}
+        self._waiting: dict[Action, tuple[_ReceivedBatch, int, int]] = {}
         self._routes: dict[tuple[int, int], tuple[_Route, ...]] = {}
 
     # -- messages --------------------------------------------------------------------------
@@ -90,7 +90,7 @@ class Crossings:
                 receives += self._wanted(action)
                 ends.append((action, start, len(receives)))
         posted = self.messenger.post(sends, receives)
-        batch = _Batch(posted)
+        batch = _ReceivedBatch(posted)
         self._waiting |= {action: (batch, start, end) for action, start, end in ends}
         if sends:
             self._sent.append(posted)
@@ -135,13 +135,13 @@ class Crossings:
         found = crossing_slices(self.pipeline, crossing)
         return tuple(s for s in found if self.rank in (s.source_rank, s.target_rank))
 
-    def _parts(self, route: _Route, action: Action) -> list[_Part]:
+    def _parts(self, route: _Route, action: Action) -> list[_PeerSlice]:
         """What of a crossing this rank sends, or receives, in an action."""
         at_source = action.stage == route.crossing.source
         ends = [
-            (s.source_rank, _Part(s.target_rank, s.source, s.shape))
+            (s.source_rank, _PeerSlice(s.target_rank, s.source, s.shape))
             if at_source
-            else (s.target_rank, _Part(s.source_rank, s.target, s.shape))
+            else (s.target_rank, _PeerSlice(s.source_rank, s.target, s.shape))
             for s in route.slices
         ]
         return [part for own, part in ends if own == self.rank]
@@ -165,7 +165,7 @@ class Crossings:
         return out
 
     def _together(
-        self, local: Local, shape: tuple[int, ...], pieces: Sequence[tuple[_Part, Tensor]]
+        self, local: Local, shape: tuple[int, ...], pieces: Sequence[tuple[_PeerSlice, Tensor]]
     ) -> Tensor:
         """The local tensor made of its pieces; zeros where this rank takes no part."""
         if len(pieces) == 1 and pieces[0][0].shape == shape:

@@ -20,7 +20,7 @@ from autopar.runtime.groups import Group, phase
 
 
 @dataclass(frozen=True)
-class _Exchange:
+class _GradientExchange:
     """What this rank tells another stage of a gradient, and what it is told."""
 
     told: tuple[Slice, ...]
@@ -39,7 +39,7 @@ class _Share:
     stages: tuple[int, ...]
     shape: tuple[int, ...]
     copies: tuple[int, ...]
-    exchanges: Mapping[int, _Exchange]
+    exchanges: Mapping[int, _GradientExchange]
 
 
 class TiedGradients:
@@ -93,7 +93,7 @@ class TiedGradients:
             total += part
         return total
 
-    def _exchange(self, share: _Share, exchange: _Exchange, own: Tensor) -> Tensor:
+    def _exchange(self, share: _Share, exchange: _GradientExchange, own: Tensor) -> Tensor:
         """Give the other stage this one's gradient, and return theirs in this one's layout."""
         seen = own.reshape(share.shape)
         posted = self.messenger.post(
@@ -118,7 +118,7 @@ def _share(pipeline: Pipeline, tie: Tie, stage: int, rank: int) -> _Share:
         if other != stage:
             told = tied_slices(pipeline, tie, stage, other)
             heard = tied_slices(pipeline, tie, other, stage)
-            exchanges[other] = _Exchange(
+            exchanges[other] = _GradientExchange(
                 tuple(s for s in told if s.source_rank == rank),
                 tuple(s for s in heard if s.target_rank == rank),
             )

@@ -52,7 +52,7 @@ class _End:
     peer: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-    batch: _Batch
+    batch: _PostedBatch
     value: Tensor | None = None
     version: int = 0
     is_done: bool = False
@@ -64,7 +64,7 @@ class _End:
 
 
 @dataclass(eq=False)
-class _Batch(Posted):
+class _PostedBatch(Posted):
     """The messages of one post."""
 
     messenger: ThreadMessenger
@@ -106,7 +106,7 @@ class _Batch(Posted):
 class _Wait:
     """A rank that waits for some of a batch's messages."""
 
-    batch: _Batch
+    batch: _PostedBatch
     ends: list[_End]
 
     @property
@@ -129,7 +129,7 @@ class Mailboxes:
         self.turns = turns
         self._waiting: dict[tuple[int, int], deque[_End]] = {}
 
-    def bring(self, batch: _Batch) -> None:
+    def bring(self, batch: _PostedBatch) -> None:
         """Take in the ends of `batch`, and of every batch that this lets begin."""
         batches = deque([batch])
         while batches:
@@ -195,13 +195,13 @@ class ThreadMessenger(Messenger):
     ) -> None:
         super().__init__(rank, n_ranks, context)
         self.turns = mail.turns
-        self.queue: deque[_Batch] = deque()
+        self.queue: deque[_PostedBatch] = deque()
         self._mail = mail
         self.rendezvous = rendezvous
 
     def _post(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Posted:
         self.turns.check()
-        batch = _Batch(self)
+        batch = _PostedBatch(self)
         batch.sends = [
             _End("send", peer, tuple(x.shape), x.dtype, batch, x, x._version) for x, peer in sends
         ]
@@ -217,7 +217,7 @@ class ThreadMessenger(Messenger):
         self._mail.bring(batch)
         return batch
 
-    def next_batches(self) -> list[_Batch]:
+    def next_batches(self) -> list[_PostedBatch]:
         """The batch that begins because the first of the queue is over, if it is."""
         if not self.queue or not self.queue[0].is_over:
             return []

@@ -65,16 +65,16 @@ def expert_exchange_linear(
     n_sent, n_received = (n.view(g.size, n_local).sum(dim=1).tolist() for n in (counts, received))
 
     order = ids_local.argsort(stable=True)[: sum(n_sent)]
-    rows = _Exchange.apply(x_local[order], g, (n_sent, n_received), False)
+    rows = _RowExchange.apply(x_local[order], g, (n_sent, n_received), False)
     experts = torch.arange(n_local, device=ids_local.device).repeat(g.size)
     experts = experts.repeat_interleave(received)
     products = expert_linear(rows, weight_local, experts, transposed)
-    returned = _Exchange.apply(products, g, (n_sent, n_received), True)
+    returned = _RowExchange.apply(products, g, (n_sent, n_received), True)
     out: Tensor = x_local.new_zeros(len(x_local), returned.shape[1])
     return out.index_copy(0, order, returned)
 
 
-class _Exchange(torch.autograd.Function):
+class _RowExchange(torch.autograd.Function):
     """Rows to other ranks, or `back` from them; gradients go the other way."""
 
     @staticmethod

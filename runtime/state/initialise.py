@@ -111,14 +111,14 @@ class _Twin:
 
 
 @dataclass
-class _Group:
+class _InitCalls:
     """Calls that write common tensors, and those tensors."""
 
     calls: list[Call] = field(default_factory=list)
     keys: set[str] = field(default_factory=set)
 
 
-def _groups(twin: _Twin) -> list[_Group]:
+def _groups(twin: _Twin) -> list[_InitCalls]:
     """The initialisation calls, grouped; every group in the model's own order."""
     order: list[tuple[Call, set[str]]] = []
     storages = {twin.tensor(k).untyped_storage()._cdata: k for k in twin.names_of}
@@ -135,13 +135,13 @@ def _groups(twin: _Twin) -> list[_Group]:
         if reset is not None and not own <= set().union(*written):
             order.append((reset, _rehearse(reset, twin, path, storages)))
         order += zip(outer, written, strict=True)
-    groups: list[_Group] = []
+    groups: list[_InitCalls] = []
     for call, keys in order:
         if not keys:
             continue
         touched = [g for g in groups if g.keys & keys]
         if not touched:
-            groups.append(_Group([call], set(keys)))
+            groups.append(_InitCalls([call], set(keys)))
             continue
         merged, *others = touched
         for other in others:
@@ -201,7 +201,7 @@ def _rehearse(call: Call, twin: _Twin, path: str, storages: Mapping[int, str]) -
     return {storages[s] for s in writes.storages if s in storages}
 
 
-def _run(twin: _Twin, group: _Group, seed: int) -> dict[str, Tensor]:
+def _run(twin: _Twin, group: _InitCalls, seed: int) -> dict[str, Tensor]:
     """The values of one group; its memory is the caller's afterwards."""
     before = {key: twin.tensor(key) for key in group.keys}
     values = {key: _unfilled(tensor) for key, tensor in before.items()}

@@ -15,14 +15,14 @@ import math
 import torch
 from torch import fx
 
-from autopar.capture.builder import Builder, Call
+from autopar.capture.builder import Builder, TracedCall
 from autopar.capture.rewrites.random import cast, dropped
 from autopar.precision import working_dtype
 
 aten = torch.ops.aten
 
 
-def attention_by_parts(b: Builder, call: Call) -> fx.Node | None:
+def attention_by_parts(b: Builder, call: TracedCall) -> fx.Node | None:
     bound = call.bind()
     query, key, value, mask = (bound[n] for n in ("query", "key", "value", "attn_mask"))
     if bound["dropout_p"] == 0:

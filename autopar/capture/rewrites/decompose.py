@@ -26,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.capture.builder import Builder, Call
+from autopar.capture.builder import Builder, TracedCall
 from autopar.capture.grad import is_differentiable
 from autopar.capture.inplace import functionalise
 from autopar.capture.regions import GRAD_ENABLED
@@ -50,7 +50,7 @@ PYTHON_DECOMPOSITIONS = frozenset(
 _INHERITED_META = ("nn_module_stack", "stack_trace", GRAD_ENABLED)
 
 
-def decomposition(b: Builder, call: Call) -> tuple[fx.Graph, list[fx.Node]] | None:
+def decomposition(b: Builder, call: TracedCall) -> tuple[fx.Graph, list[fx.Node]] | None:
     """The graph of the operators that `call` is made of, and the tensors it reads in order.
 
     None where it has a rule of its own, or is made of nothing simpler.

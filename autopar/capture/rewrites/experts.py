@@ -18,14 +18,14 @@ import torch
 from torch import fx
 
 from autopar import operators
-from autopar.capture.builder import Builder, Call
+from autopar.capture.builder import Builder, TracedCall
 
 aten = torch.ops.aten
 expert_linear = operators.experts.expert_linear._opoverload
 _TRANSPOSES = (aten.transpose.int, aten.mT.default)
 
 
-def product_with_experts(b: Builder, call: Call) -> fx.Node | None:
+def product_with_experts(b: Builder, call: TracedCall) -> fx.Node | None:
     """`bmm` or `matmul` of one vector per row with a matrix per row."""
     left, right = call.args
     for vectors, matrices, dim in ((right, left, -1), (left, right, -2)):

@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from autopar.capture.builder import Builder, Call
+from autopar.capture.builder import Builder, TracedCall
 from autopar.capture.dependence import is_random, subgraph
 
 aten = torch.ops.aten
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 MAX_ELEMENTS = 2**20
 
 
-def gather_as_view(b: Builder, call: Call) -> fx.Node | None:
+def gather_as_view(b: Builder, call: TracedCall) -> fx.Node | None:
     """`index.Tensor` as permute and reshape, where it is no more."""
     source, indices = call.args
     order = _dims_in_result(tuple(source.meta["val"].shape), indices)

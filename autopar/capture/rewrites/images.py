@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.builder import Builder, Call
+from autopar.capture.builder import Builder, TracedCall
 from autopar.capture.rewrites.losses import mean_of
 
 aten = torch.ops.aten
 
 
-def convolution(b: Builder, call: Call) -> fx.Node | None:
+def convolution(b: Builder, call: TracedCall) -> fx.Node | None:
     bound = call.bind()
     bias, n_spatial = bound["bias"], len(bound["weight"].meta["val"].shape) - 2
     if bias is None:
@@ -30,7 +30,7 @@ def convolution(b: Builder, call: Call) -> fx.Node | None:
     return b.op(aten.add.Tensor, product, b.op(aten.reshape.default, bias, channels))
 
 
-def global_mean(b: Builder, call: Call) -> fx.Node | None:
+def global_mean(b: Builder, call: TracedCall) -> fx.Node | None:
     bound = call.bind()
     source, size = bound["self"], bound["output_size"]
     if any(n != 1 for n in size):
@@ -40,7 +40,7 @@ def global_mean(b: Builder, call: Call) -> fx.Node | None:
     return mean_of(b, source, dims, True, math.prod(shape[d] for d in dims))
 
 
-IMAGE_REWRITES: dict[Any, Callable[[Builder, Call], fx.Node | None]] = {
+IMAGE_REWRITES: dict[Any, Callable[[Builder, TracedCall], fx.Node | None]] = {
     aten.conv1d: convolution,
     aten.conv2d: convolution,
     aten.conv3d: convolution,

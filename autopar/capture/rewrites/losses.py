@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.builder import Builder, Call
+from autopar.capture.builder import Builder, TracedCall
 from autopar.precision import working_dtype
 
 aten = torch.ops.aten
@@ -52,7 +52,7 @@ def mean_of(
 def elementwise(values: Callable[[Builder, dict[str, Any]], fx.Node]) -> Any:
     """A loss whose elements are `values`, reduced as its `reduction` says."""
 
-    def rewrite(b: Builder, call: Call) -> fx.Node | None:
+    def rewrite(b: Builder, call: TracedCall) -> fx.Node | None:
         bound = call.bind()
         x = values(b, bound)
         if bound["reduction"] == NONE:
@@ -73,7 +73,7 @@ def absolute_difference(b: Builder, bound: dict[str, Any]) -> fx.Node:
     return b.op(aten.abs.default, b.op(aten.sub.Tensor, bound["self"], bound["target"]))
 
 
-def with_sum(b: Builder, call: Call, bound: dict[str, Any]) -> fx.Node:
+def with_sum(b: Builder, call: TracedCall, bound: dict[str, Any]) -> fx.Node:
     """The same loss with `reduction="sum"`."""
     changed = bound | {"reduction": SUM}
     arguments = call.target._schema.arguments
@@ -82,7 +82,7 @@ def with_sum(b: Builder, call: Call, bound: dict[str, Any]) -> fx.Node:
     return b.emit(call.target, args, kwargs)
 
 
-def fused_elementwise(b: Builder, call: Call) -> fx.Node | None:
+def fused_elementwise(b: Builder, call: TracedCall) -> fx.Node | None:
     """Losses kept whole: only a mean becomes a sum and a division by the element count."""
     bound = call.bind()
     if bound["reduction"] != MEAN:
@@ -92,7 +92,7 @@ def fused_elementwise(b: Builder, call: Call) -> fx.Node | None:
     return b.op(aten.div.Tensor, with_sum(b, call, bound), count)
 
 
-def label_mean(b: Builder, call: Call) -> fx.Node | None:
+def label_mean(b: Builder, call: TracedCall) -> fx.Node | None:
     """Cross-entropy and nll: divide by the labels that count, each by its class's weight."""
     bound = call.bind()
     labels, weight = bound["target"], bound["weight"]
@@ -132,7 +132,7 @@ def probability_loss(b: Builder, bound: dict[str, Any]) -> fx.Node:
     return b.op(aten.div.Tensor, total, math.prod(shape) // shape[dim])
 
 
-LOSS_REWRITES: dict[Any, Callable[[Builder, Call], fx.Node | None]] = {
+LOSS_REWRITES: dict[Any, Callable[[Builder, TracedCall], fx.Node | None]] = {
     aten.mse_loss: elementwise(squared_difference),
     aten.l1_loss: elementwise(absolute_difference),
     aten.smooth_l1_loss: fused_elementwise,

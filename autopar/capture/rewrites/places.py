@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.builder import Builder, Call
+from autopar.capture.builder import Builder, TracedCall
 from autopar.capture.rewrites.gathers import constant_values, gather_as_view
 
 aten = torch.ops.aten
@@ -33,7 +33,7 @@ def expanded(b: Builder, source: fx.Node, shape: Sequence[int]) -> fx.Node:
     return b.op(aten.expand.default, source, list(shape))
 
 
-def repeat(b: Builder, call: Call) -> fx.Node | None:
+def repeat(b: Builder, call: TracedCall) -> fx.Node | None:
     """Every dim n that is repeated r times is (1 n), expanded to (r n)."""
     source, repeats = call.args[0], call.bind()["repeats"]
     shape = tuple(source.meta["val"].shape)
@@ -49,7 +49,7 @@ def repeat(b: Builder, call: Call) -> fx.Node | None:
     return b.op(aten.reshape.default, source, list(call.shape))
 
 
-def index_select(b: Builder, call: Call) -> fx.Node | None:
+def index_select(b: Builder, call: TracedCall) -> fx.Node | None:
     bound, rank = call.bind(), len(call.shape)
     index = bound["index"]
     if rank == 0:
@@ -60,11 +60,11 @@ def index_select(b: Builder, call: Call) -> fx.Node | None:
     return b.op(aten.index.Tensor, bound["self"], [*[None] * dim, index])
 
 
-def index(b: Builder, call: Call) -> fx.Node | None:
+def index(b: Builder, call: TracedCall) -> fx.Node | None:
     return gather_as_view(b, call) or gather_of_rows(b, call)
 
 
-def gather_of_rows(b: Builder, call: Call) -> fx.Node | None:
+def gather_of_rows(b: Builder, call: TracedCall) -> fx.Node | None:
     """`x[arange(n_rows), j]` and `x[arange(n_rows)[:, None], j]`: row r of j is about row r of x.
 
     So a classifier of sequences reads the token it has pooled.
@@ -98,7 +98,7 @@ def _numbers_rows(rows: fx.Node, shape: tuple[int, ...]) -> bool:
     return found is not None and found[0].flatten().tolist() == list(range(shape[0]))
 
 
-def index_put(b: Builder, call: Call) -> fx.Node | None:
+def index_put(b: Builder, call: TracedCall) -> fx.Node | None:
     """`x[mask] = number`: the mask covers the leading dims of x."""
     bound = call.bind()
     source, (mask, *others), value = bound["self"], bound["indices"], bound["values"]
@@ -116,7 +116,7 @@ def index_put(b: Builder, call: Call) -> fx.Node | None:
     return b.op(aten.where.self, mask, value, source)
 
 
-def bilinear(b: Builder, call: Call) -> fx.Node | None:
+def bilinear(b: Builder, call: TracedCall) -> fx.Node | None:
     """`bilinear` of two inputs [... i] and [... j] and a weight [o i j]."""
     bound = call.bind()
     operands = [bound["input1"], bound["weight"], bound["input2"]]
@@ -124,15 +124,15 @@ def bilinear(b: Builder, call: Call) -> fx.Node | None:
     return result if bound["bias"] is None else b.op(aten.add.Tensor, result, bound["bias"])
 
 
-def zeros(b: Builder, call: Call) -> fx.Node | None:
+def zeros(b: Builder, call: TracedCall) -> fx.Node | None:
     return b.op(aten.zeros.default, list(call.shape), dtype=call.origin.meta["val"].dtype)
 
 
-def zeros_like(b: Builder, call: Call) -> fx.Node | None:
+def zeros_like(b: Builder, call: TracedCall) -> fx.Node | None:
     return b.op(aten.zeros_like.default, call.args[0], dtype=call.origin.meta["val"].dtype)
 
 
-PLACE_REWRITES: dict[Any, Callable[[Builder, Call], fx.Node | None]] = {
+PLACE_REWRITES: dict[Any, Callable[[Builder, TracedCall], fx.Node | None]] = {
     aten.repeat: repeat,
     aten.index.Tensor: index,
     aten.index_select: index_select,

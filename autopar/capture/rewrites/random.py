@@ -31,11 +31,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.builder import Builder, Call
+from autopar.capture.builder import Builder, TracedCall
 from autopar.operators import DROPOUT, UNIFORM
 
 aten = torch.ops.aten
-Rewrite = Callable[[Builder, Call], fx.Node | None]
+Rewrite = Callable[[Builder, TracedCall], fx.Node | None]
 Drop = Callable[[Builder, fx.Node, float, Sequence[int]], fx.Node]
 
 
@@ -93,7 +93,7 @@ def _linear(b: Builder, node: fx.Node, factor: Any, summand: Any) -> fx.Node:
 def _dropout(drop: Drop, *, whole_channels: bool) -> Rewrite:
     """Drops elements, or whole channels by one draw for each of the first two dims."""
 
-    def rewrite(b: Builder, call: Call) -> fx.Node | None:
+    def rewrite(b: Builder, call: TracedCall) -> fx.Node | None:
         bound = call.bind()
         source, p = call.args[0], bound["p"]
         if not bound["train"] or p == 0:
@@ -129,14 +129,14 @@ def _kept(b: Builder, shape: Sequence[int], probability: Any, dtype: torch.dtype
     return cast(b, b.op(compare, uniform(b, shape, _wide(dtype)), probability), dtype)
 
 
-def bernoulli(b: Builder, call: Call) -> fx.Node | None:
+def bernoulli(b: Builder, call: TracedCall) -> fx.Node | None:
     """Of a tensor of probabilities, or with one for a tensor of the same shape."""
     bound = call.bind()
     p = bound.get("p", call.args[0])
     return _kept(b, call.shape, 0.5 if p is None else p, _dtype(b, call))
 
 
-def rrelu(b: Builder, call: Call) -> fx.Node | None:
+def rrelu(b: Builder, call: TracedCall) -> fx.Node | None:
     """The mean slope outside training, as torch takes it."""
     bound, source = call.bind(), call.args[0]
     value = source.meta["val"]
@@ -148,31 +148,31 @@ def rrelu(b: Builder, call: Call) -> fx.Node | None:
     return b.op(aten.where.self, b.op(aten.ge.Scalar, source, 0), source, negative)
 
 
-def rand(b: Builder, call: Call) -> fx.Node | None:
+def rand(b: Builder, call: TracedCall) -> fx.Node | None:
     return uniform(b, call.shape, _dtype(b, call))
 
 
-def between(b: Builder, call: Call) -> fx.Node | None:
+def between(b: Builder, call: TracedCall) -> fx.Node | None:
     """`uniform_(a, b)`."""
     bound = call.bind()
     drawn = uniform(b, call.shape, _dtype(b, call))
     return _linear(b, drawn, float(bound["to"] - bound["from"]), float(bound["from"]))
 
 
-def gaussian(b: Builder, call: Call) -> fx.Node | None:
+def gaussian(b: Builder, call: TracedCall) -> fx.Node | None:
     """`randn`, `normal_(mean, std)`, and `torch.normal` of tensors."""
     bound, dtype = call.bind(), _dtype(b, call)
     drawn = cast(b, _normal(b, call.shape, _wide(dtype)), dtype)
     return _linear(b, drawn, bound.get("std", 1.0), bound.get("mean", 0.0))
 
 
-def exponential(b: Builder, call: Call) -> fx.Node | None:
+def exponential(b: Builder, call: TracedCall) -> fx.Node | None:
     bound, dtype = call.bind(), _dtype(b, call)
     log = _logarithm(b, call.shape, _wide(dtype))
     return cast(b, b.op(aten.mul.Tensor, log, -1 / bound["lambd"]), dtype)
 
 
-def randint(b: Builder, call: Call) -> fx.Node | None:
+def randint(b: Builder, call: TracedCall) -> fx.Node | None:
     bound = call.bind()
     low, high = bound.get("low", 0), bound["high"]
     if isinstance(high, fx.Node):
@@ -182,11 +182,11 @@ def randint(b: Builder, call: Call) -> fx.Node | None:
     return whole if low == 0 else b.op(aten.add.Tensor, whole, low)
 
 
-def randperm(b: Builder, call: Call) -> fx.Node | None:
+def randperm(b: Builder, call: TracedCall) -> fx.Node | None:
     return b.op(aten.argsort.default, uniform(b, call.shape, torch.float64))
 
 
-def _dtype(b: Builder, call: Call) -> torch.dtype:
+def _dtype(b: Builder, call: TracedCall) -> torch.dtype:
     """Of the traced result, as this program has it."""
     return b.dtype(call.origin.meta["val"].dtype)
 

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.builder import Builder, Call
+from autopar.capture.builder import Builder, TracedCall
 from autopar.capture.rewrites.attention import attention_by_parts
 from autopar.capture.rewrites.experts import product_with_experts
 from autopar.capture.rewrites.images import IMAGE_REWRITES
@@ -38,14 +38,14 @@ from autopar.capture.rewrites.places import PLACE_REWRITES, expanded
 from autopar.capture.rewrites.random import RANDOM_REWRITES
 
 aten = torch.ops.aten
-Rewrite = Callable[[Builder, Call], fx.Node | tuple[fx.Node, ...] | None]
+Rewrite = Callable[[Builder, TracedCall], fx.Node | tuple[fx.Node, ...] | None]
 
 
-def same_value(b: Builder, call: Call) -> fx.Node | None:
+def same_value(b: Builder, call: TracedCall) -> fx.Node | None:
     return call.args[0]
 
 
-def cast(b: Builder, call: Call) -> fx.Node | None:
+def cast(b: Builder, call: TracedCall) -> fx.Node | None:
     """Any `to`: keep only the change of dtype."""
     bound, source = call.bind(), call.args[0]
     if "dtype" in bound:
@@ -58,7 +58,7 @@ def cast(b: Builder, call: Call) -> fx.Node | None:
     return b.op(aten.to.dtype, source, wanted)
 
 
-def reshape(b: Builder, call: Call) -> fx.Node | None:
+def reshape(b: Builder, call: TracedCall) -> fx.Node | None:
     source = call.args[0]
     for same in (source, *(source.args[:1] if source.target is aten.reshape.default else ())):
         if tuple(same.meta["val"].shape) == call.shape:
@@ -66,18 +66,18 @@ def reshape(b: Builder, call: Call) -> fx.Node | None:
     return b.op(aten.reshape.default, source, list(call.shape))
 
 
-def expand(b: Builder, call: Call) -> fx.Node | None:
+def expand(b: Builder, call: TracedCall) -> fx.Node | None:
     return expanded(b, call.args[0], call.shape)
 
 
-def broadcast_tensors(b: Builder, call: Call) -> tuple[fx.Node, ...]:
+def broadcast_tensors(b: Builder, call: TracedCall) -> tuple[fx.Node, ...]:
     """Every loss of `torch.nn.functional` does this to its two tensors, alike or not."""
     sources = call.args[0]
     shape = torch.broadcast_shapes(*(source.meta["val"].shape for source in sources))
     return tuple(expanded(b, source, shape) for source in sources)
 
 
-def slice_(b: Builder, call: Call) -> fx.Node | None:
+def slice_(b: Builder, call: TracedCall) -> fx.Node | None:
     """Whole slices vanish; others get non-negative dim and bounds."""
     source = call.args[0]
     dim, start, end, step = _bounds(call.bind(), source)
@@ -94,7 +94,7 @@ def _bounds(bound: Mapping[str, Any], source: fx.Node) -> tuple[int, int, int, i
     return (dim, *cut.indices(shape[dim]))
 
 
-def slice_scatter(b: Builder, call: Call) -> fx.Node | None:
+def slice_scatter(b: Builder, call: TracedCall) -> fx.Node | None:
     """Bounds as in `slice_`; a write over the whole is what was written."""
     bound, source = call.bind(), call.args[0]
     dim, start, end, step = _bounds(bound, source)
@@ -103,13 +103,13 @@ def slice_scatter(b: Builder, call: Call) -> fx.Node | None:
     return b.op(aten.slice_scatter.default, source, bound["src"], dim, start, end, step)
 
 
-def copied(b: Builder, call: Call) -> fx.Node | None:
+def copied(b: Builder, call: TracedCall) -> fx.Node | None:
     """`x.copy_(src)`: src, with the dtype and shape of x."""
     bound, target = call.bind(), call.args[0]
     return _filled(b, target, bound["src"])
 
 
-def filled(b: Builder, call: Call) -> fx.Node | None:
+def filled(b: Builder, call: TracedCall) -> fx.Node | None:
     bound, target = call.bind(), call.args[0]
     if isinstance(bound["value"], fx.Node):
         return _filled(b, target, bound["value"])
@@ -123,7 +123,7 @@ def _filled(b: Builder, target: fx.Node, value: fx.Node) -> fx.Node:
     return expanded(b, value, target.meta["val"].shape)
 
 
-def linear(b: Builder, call: Call) -> fx.Node | None:
+def linear(b: Builder, call: TracedCall) -> fx.Node | None:
     bound = call.bind()
     if bound["bias"] is None:
         return None
@@ -138,7 +138,7 @@ def scaled(b: Builder, node: fx.Node, factor: Any) -> fx.Node:
 def add_product(product: torch._ops.OpOverload, first: str, second: str) -> Rewrite:
     """`beta * self + alpha * product(first, second)`."""
 
-    def rewrite(b: Builder, call: Call) -> fx.Node | None:
+    def rewrite(b: Builder, call: TracedCall) -> fx.Node | None:
         bound = call.bind()
         result = scaled(b, b.op(product, bound[first], bound[second]), bound["alpha"])
         if bound["beta"] == 0:  # torch then ignores self, NaNs included
@@ -148,7 +148,7 @@ def add_product(product: torch._ops.OpOverload, first: str, second: str) -> Rewr
     return rewrite
 
 
-def mean(b: Builder, call: Call) -> fx.Node | None:
+def mean(b: Builder, call: TracedCall) -> fx.Node | None:
     bound = call.bind()
     shape = bound["self"].meta["val"].shape
     dims = bound.get("dim") or list(range(len(shape)))

@@ -2,7 +2,7 @@
 
 from autopar.passes.solvers.choice.brute_force import solve_brute_force
 from autopar.passes.solvers.choice.hull import hull_corners_of
-from autopar.passes.solvers.choice.ilp import Effort, most_columns, solve_ilp
+from autopar.passes.solvers.choice.ilp import WorkLimit, most_columns, solve_ilp
 from autopar.passes.solvers.choice.lagrangian import Bracket, Hull, Point, search
 from autopar.passes.solvers.choice.reductions import reduce
 from autopar.passes.solvers.choice.select import (
@@ -17,10 +17,10 @@ from autopar.passes.solvers.choice.select import (
 __all__ = [
     "QUICK",
     "Bracket",
-    "Effort",
     "Hull",
     "Point",
     "Solver",
+    "WorkLimit",
     "hull_corners_of",
     "least_tie",
     "most_columns",

@@ -66,7 +66,7 @@ def hull_corners(problem: ChoiceProblem, n_most: int) -> list[Choice] | Infeasib
         return found if isinstance(found, Infeasible) else [found.choice]
     alone = ChoiceProblems.alone(reduced.problem)
     numbers = Numbers.of(alone.some((0,)))
-    corners = _Walk(numbers, Entries.of(alone, numbers.layout), plan).corners(n_most)
+    corners = _PriceWalk(numbers, Entries.of(alone, numbers.layout), plan).corners(n_most)
     return FORBIDDEN if corners is None else [reduced.lift(choice) for choice in corners]
 
 
@@ -89,7 +89,7 @@ def hull_corners_of(
         numbers = Numbers.of(problems.some(some))
         entries = Entries.of(problems, numbers.layout)
         for i in range(len(some)):
-            walk = _Walk(numbers.of_one(i), entries, plan)
+            walk = _PriceWalk(numbers.of_one(i), entries, plan)
             corners = walk.corners(n_most, fastest[start + i] if fastest else None)
             found.append(FORBIDDEN if corners is None else corners)
     return found
@@ -119,7 +119,7 @@ class _Corner:
 
 
 @dataclass(frozen=True)
-class _Walk:
+class _PriceWalk:
     """Elimination of one problem at several prices."""
 
     numbers: Numbers

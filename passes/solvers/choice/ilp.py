@@ -67,7 +67,7 @@ ICM_ROUNDS = 5
 
 
 @dataclass(frozen=True)
-class Outcome:
+class IlpResult:
     """What one run of the solver proved: a choice or none, and a bound on its objective."""
 
     choice: Choice | None
@@ -76,7 +76,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Effort:
+class WorkLimit:
     """How much work a program is worth, in what does not depend on the machine: programs with more
     columns (None: any number) are not solved, and of others no more than these nodes are."""
 
@@ -92,7 +92,7 @@ def solve_ilp(
     problem: ChoiceProblem,
     time_limit_s: float | None = None,
     break_ties: bool = True,
-    effort: Effort | None = None,
+    effort: WorkLimit | None = None,
 ) -> Solution | Infeasible:
     """Solve the whole problem as one integer linear program.
 
@@ -123,8 +123,8 @@ def solve_ilp(
 
 
 def minimise_cost(
-    problem: ChoiceProblem, time_limit_s: float | None, effort: Effort | None = None
-) -> Outcome:
+    problem: ChoiceProblem, time_limit_s: float | None, effort: WorkLimit | None = None
+) -> IlpResult:
     """The least cost of a merged problem without forbidden choices.
 
     Scaled by the cost of a local optimum first; if the optimum turns out a thousand times
@@ -146,7 +146,7 @@ def minimise_tie(
     problem: ChoiceProblem,
     best: Choice,
     time_limit_s: float | None,
-    effort: Effort | None = None,
+    effort: WorkLimit | None = None,
 ) -> Choice:
     """Among choices as cheap as `best`, one of least tie, if the program is small enough."""
     out_of_time = time_limit_s is not None and time_limit_s <= 0
@@ -155,7 +155,7 @@ def minimise_tie(
     totals = problem.evaluate(best)
     deadline = math.inf if time_limit_s is None else time.perf_counter() + time_limit_s
     scale = totals.cost_s or _typical_cost(problem)
-    effort = Effort(MAX_TIE_COLUMNS, MAX_NODES if effort is None else effort.n_nodes)
+    effort = WorkLimit(MAX_TIE_COLUMNS, MAX_NODES if effort is None else effort.n_nodes)
     outcome = _run(problem, "tie", scale, totals.cost_s, deadline, effort)
     if outcome.choice is None:
         return best
@@ -202,14 +202,14 @@ def _run(
     scale: float,
     cap_s: float | None,
     deadline: float,
-    effort: Effort | None = None,
-) -> Outcome:
+    effort: WorkLimit | None = None,
+) -> IlpResult:
     """Build, solve, and check the answer in exact sums; an answer that misses is cut off.
 
     A solver's tolerance may let a choice exceed the budget or the cap by a hair.
     """
-    effort = effort or Effort(None, MAX_NODES)
-    too_large = Outcome(None, 0.0, False)
+    effort = effort or WorkLimit(None, MAX_NODES)
+    too_large = IlpResult(None, 0.0, False)
     n_columns = most_columns(problem.sizes, (e.cost_s.shape for e in problem.edges))
     if objective != "tie" and n_columns > effort.most_columns:
         return too_large
@@ -225,7 +225,7 @@ def _run(
         if fits and (cap_s is None or totals.cost_s <= cap_s * (1 + SAME_OPTIMUM_REL)):
             return outcome
         model.exclude(outcome.choice)
-    return Outcome(None, outcome.bound, False)
+    return IlpResult(None, outcome.bound, False)
 
 
 class _Model:
@@ -306,21 +306,23 @@ class _Model:
         taken = [x[k] for x, k in zip(self.x, choice, strict=True)]
         self.program += pulp.lpSum(taken) <= len(taken) - 1
 
-    def solve(self, time_limit_s: float, n_nodes: int = MAX_NODES) -> Outcome:
+    def solve(self, time_limit_s: float, n_nodes: int = MAX_NODES) -> IlpResult:
         if time_limit_s <= 0:
-            return Outcome(None, 0.0, False)
+            return IlpResult(None, 0.0, False)
         self.program.solve(_solver(time_limit_s, not self.has_limit, n_nodes))
         status = self.program.sol_status
         if math.isinf(_objective(self.program)):  # stopped at a node before it found any
             status = pulp.LpSolutionNoSolutionFound
         if status in (pulp.LpSolutionInfeasible, pulp.LpSolutionUnbounded):
-            return Outcome(None, math.inf, True)
+            return IlpResult(None, math.inf, True)
         if status == pulp.LpSolutionNoSolutionFound:
-            return Outcome(None, max(_dual_bound(self.program), 0.0) / self.objective_factor, False)
+            return IlpResult(
+                None, max(_dual_bound(self.program), 0.0) / self.objective_factor, False
+            )
         choice = tuple(max(range(len(x)), key=lambda k: x[k].value() or 0.0) for x in self.x)
         proven = status == pulp.LpSolutionOptimal
         bound = self.program.objective.value() if proven else _dual_bound(self.program)
-        return Outcome(choice, max(bound or 0.0, 0.0) / self.objective_factor, proven)
+        return IlpResult(choice, max(bound or 0.0, 0.0) / self.objective_factor, proven)
 
 
 def _dual_bound(program: Any) -> float:

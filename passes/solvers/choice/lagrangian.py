@@ -28,9 +28,9 @@ from autopar.passes.solvers.problem import (
     BoolArray,
     Choice,
     ChoiceProblem,
+    ChoiceTotals,
     Numbers,
     Potentials,
-    Totals,
     Weights,
     within,
 )
@@ -46,7 +46,7 @@ class Point(Generic[C]):
     """A choice and what it sums to."""
 
     choice: C
-    totals: Totals
+    totals: ChoiceTotals
 
 
 class Minimiser(Protocol[C]):
@@ -96,7 +96,7 @@ class Hull(Generic[C]):
         self.minimiser = minimiser
         self.corners: list[Point[C]] = []
         self._values: list[tuple[float, float]] = []
-        self._sides: set[tuple[Totals, Totals]] = set()
+        self._sides: set[tuple[ChoiceTotals, ChoiceTotals]] = set()
 
     def at(self, s_per_byte: float) -> tuple[float, Point[C]]:
         """The least total at a price (infinite: none is allowed), and a corner that attains it."""

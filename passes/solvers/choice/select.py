@@ -27,7 +27,7 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from autopar.errors import OptionError
-from autopar.passes.solvers.choice.ilp import Effort, minimise_cost, minimise_tie, solve_ilp
+from autopar.passes.solvers.choice.ilp import WorkLimit, minimise_cost, minimise_tie, solve_ilp
 from autopar.passes.solvers.choice.lagrangian import (
     Bracket,
     Elimination,
@@ -38,7 +38,7 @@ from autopar.passes.solvers.choice.lagrangian import (
     search,
 )
 from autopar.passes.solvers.choice.reductions import Reduced, drop_forbidden, reduce, restrict
-from autopar.passes.solvers.eliminate import EliminationPlan, Limits, TooWide, plan_elimination
+from autopar.passes.solvers.eliminate import EliminationPlan, TableLimits, TooWide, plan_elimination
 from autopar.passes.solvers.problem import (
     FORBIDDEN,
     SAME_OPTIMUM_REL,
@@ -55,9 +55,9 @@ Solver = Literal["auto", "ilp"]
 C = TypeVar("C")
 TIE_WEIGHT_REL = 1e-11
 # About a tenth of a second.
-QUICK = Limits(2**26, 2**22, 2**27, branches=1)
+QUICK = TableLimits(2**26, 2**22, 2**27, branches=1)
 # The same where hubs are conditioned on: of alike copies of a block only one is eliminated.
-QUICK_BRANCH = Limits(2**26, 2**23, 2**28, branches=1)
+QUICK_BRANCH = TableLimits(2**26, 2**23, 2**28, branches=1)
 
 
 class _Clock:
@@ -84,9 +84,9 @@ def solve(
     problem: ChoiceProblem,
     solver: Solver = "auto",
     time_limit_s: float | None = None,
-    limits: Limits | None = None,
+    limits: TableLimits | None = None,
     gap_goal: float = 0.0,
-    effort: Effort | None = None,
+    effort: WorkLimit | None = None,
 ) -> Solution | Infeasible:
     """The cheapest choice within the budget, and by `tie` among the equally cheap.
 
@@ -129,7 +129,7 @@ def solve(
 
 
 def as_it_is(
-    problem: ChoiceProblem, limits: Limits | None = None
+    problem: ChoiceProblem, limits: TableLimits | None = None
 ) -> tuple[Reduced, EliminationPlan] | None:
     """The whole problem and how to eliminate it; None where that takes long, or over `limits`.
 
@@ -145,7 +145,7 @@ def as_it_is(
 
 
 def solve_by_elimination(
-    problem: ChoiceProblem, limits: Limits | None = None
+    problem: ChoiceProblem, limits: TableLimits | None = None
 ) -> Solution | Infeasible:
     """Elimination alone, on the problem as it is; the budget must be None.
 
@@ -201,7 +201,7 @@ def _within_budget(
     fastest: Point[Choice],
     clock: _Clock,
     gap_goal: float,
-    effort: Effort | None,
+    effort: WorkLimit | None,
 ) -> Solution | Infeasible:
     """Step 3: the bound, the choices it leaves, and the ILP on those."""
     assert problem.budget_bytes is not None
@@ -257,7 +257,7 @@ def _core(problem: ChoiceProblem, plan: EliminationPlan, bracket: Bracket[Choice
 
 
 def _by_ilp(
-    problem: ChoiceProblem, reduced: Reduced, clock: _Clock, effort: Effort | None
+    problem: ChoiceProblem, reduced: Reduced, clock: _Clock, effort: WorkLimit | None
 ) -> Solution | Infeasible:
     """The reduced problem as an ILP, however large: nothing else is known of it."""
     effort = effort and replace(effort, n_columns=None)

@@ -10,7 +10,7 @@ from autopar.passes.solvers.eliminate.conditioning import (
 from autopar.passes.solvers.eliminate.elimination import Projection, minimise, project
 from autopar.passes.solvers.eliminate.elimination_order import (
     EliminationPlan,
-    Limits,
+    TableLimits,
     TooWide,
     plan_elimination,
     plan_order,
@@ -22,8 +22,8 @@ __all__ = [
     "ConditionedPlan",
     "EliminationPlan",
     "Lazy",
-    "Limits",
     "Projection",
+    "TableLimits",
     "TooWide",
     "min_marginals",
     "minimise",

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from autopar.passes.solvers.eliminate.elimination import eliminate, least_of_classes
 from autopar.passes.solvers.eliminate.elimination_order import (
     EliminationPlan,
-    Limits,
+    TableLimits,
     TooWide,
     plan_order,
 )
@@ -48,7 +48,7 @@ CHUNK_ENTRIES = 2**22
 # Bounds that rounding alone may have lifted above the best are followed.
 ROUNDING_REL = 1e-12
 
-_ANY = Limits(2**62, 2**62, 2**62)
+_ANY = TableLimits(2**62, 2**62, 2**62)
 
 # A table's variables, and the place of every choice on its axes.
 _Given = tuple[Scope, tuple[Codes, ...]]
@@ -64,7 +64,7 @@ class Lazy:
 
 
 @dataclass(frozen=True, eq=False)
-class _Part:
+class _CoreTable:
     """A table of the core: its hubs by level, and the places of their classes on its axes; then its
     other axes."""
 
@@ -83,25 +83,25 @@ class ConditionedPlan:
     variables: Scope
     hubs: Scope
     classes: tuple[int, ...]
-    parts: tuple[_Part, ...]
+    parts: tuple[_CoreTable, ...]
 
     def n_classes(self, level: int) -> int:
         return self.first.partitions.n_classes(self.classes[level])
 
-    def within(self, limits: Limits) -> bool:
+    def within(self, limits: TableLimits) -> bool:
         """Are the tables? How many branches have to be followed is known only afterwards."""
         return self.first.within(limits) and self.core.within(limits)
 
 
 def plan_conditioned(
     sizes: Sequence[int], tables: Iterable[Axes], lazy: Iterable[Axes] = (),
-    kept: Iterable[int] = (), limits: Limits | None = None,
+    kept: Iterable[int] = (), limits: TableLimits | None = None,
 ) -> ConditionedPlan:  # fmt: skip
     """A plan for some tables and lazy ones, in which the variables `kept` are no hubs.
 
     Raises `TooWide` where that does not keep the tables within `limits`.
     """
-    limits = limits or Limits()
+    limits = limits or TableLimits()
     plan = _planned(tuple(sizes), tuple(tables), tuple(lazy), frozenset(kept))
     if not plan.within(limits):
         raise TooWide(
@@ -192,7 +192,7 @@ def _joined(
         firsts = (partitions.firsts[classes[level]] for level in levels)
         places = tuple(codes[k][of] for k, of in zip(axes, firsts, strict=True))
         others = (k for k, v in enumerate(scope) if v not in hubs)
-        parts.append(_Part(levels, (*axes, *others), places))
+        parts.append(_CoreTable(levels, (*axes, *others), places))
     free = tuple(v for v in variables if v not in hubs)
     return ConditionedPlan(first, core, free, hubs, tuple(classes), tuple(parts))
 

@@ -34,7 +34,7 @@ from autopar.passes.solvers.eliminate.elimination_code import Code, code_of
 from autopar.passes.solvers.eliminate.elimination_loops import eliminate as run
 from autopar.passes.solvers.eliminate.elimination_loops import walk_back
 from autopar.passes.solvers.eliminate.elimination_order import EliminationPlan
-from autopar.passes.solvers.problem import Choice, Codes, FloatArray, Placed, Potentials
+from autopar.passes.solvers.problem import Choice, Codes, FloatArray, PlacedTable, Potentials
 
 # [rows, variables]
 Choices = NDArray[np.intp]
@@ -164,7 +164,7 @@ def condition(
 
 
 def over(
-    plan: EliminationPlan, placed: Placed, table: FloatArray, joins: Mapping[int, int]
+    plan: EliminationPlan, placed: PlacedTable, table: FloatArray, joins: Mapping[int, int]
 ) -> FloatArray:
     """A table over the classes of some partitions, finer than its own: [problems, ...], of length
     1 for variables that it does not mention."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from autopar.passes.solvers.eliminate import elimination_loops as loops
 from autopar.passes.solvers.eliminate.elimination_order import EliminationPlan
-from autopar.passes.solvers.problem import Codes, Layout, Placed, Shape, Step
+from autopar.passes.solvers.problem import Codes, EliminationStep, Layout, PlacedTable, Shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ class _Source:
     """A table of a step over classes of the variable that goes, [rows of some of the separator's
     variables, columns of its last]: what they add to its place."""
 
-    table: Placed
+    table: PlacedTable
     by_class: Codes
     by_axis: dict[int, Codes]
 
@@ -104,7 +104,7 @@ class _Coder:
             self.n_numbers, self._n_scratch,
         )  # fmt: skip
 
-    def _see(self, view: Step) -> None:
+    def _see(self, view: EliminationStep) -> None:
         """Place what a view makes where the table of its pair is."""
         table, _, second = view.bucket
         *before, n_pairs = self.shapes[table.table][: table.scope.index(view.variable) + 1]
@@ -123,7 +123,7 @@ class _Coder:
             self._n_places += len(codes)
         return self._place_of[key]
 
-    def _add(self, step: Step, made_at: int, is_new: bool) -> None:
+    def _add(self, step: EliminationStep, made_at: int, is_new: bool) -> None:
         plan = self.plan
         separator, n_first = step.made.scope, len(self.slots)
         *rows, last = separator or (-1,)
@@ -150,11 +150,11 @@ class _Coder:
             first_read, len(self.reads) - first_read, int(is_new),
         ])  # fmt: skip
 
-    def _strides(self, placed: Placed) -> list[int]:
+    def _strides(self, placed: PlacedTable) -> list[int]:
         shape = self.shapes[placed.table]
         return [math.prod(shape[k + 1 :]) for k in range(len(shape))]
 
-    def _add_read(self, step: Step, placed: Placed) -> None:
+    def _add_read(self, step: EliminationStep, placed: PlacedTable) -> None:
         first, own = len(self.axes), 0
         for v, codes, stride in zip(placed.scope, placed.codes, self._strides(placed), strict=True):
             at = self._at(codes * stride)
@@ -167,7 +167,7 @@ class _Coder:
     # -- slots -------------------------------------------------------------------------------
 
     def _add_slots(
-        self, step: Step, rows: tuple[int, ...], last: int, sizes: dict[int, int]
+        self, step: EliminationStep, rows: tuple[int, ...], last: int, sizes: dict[int, int]
     ) -> tuple[int, int]:
         """Slots for a step's tables, wide ones first; how many are wide, and narrow."""
         wide, narrow = _grouped(
@@ -193,7 +193,7 @@ class _Coder:
         self._n_scratch = max(self._n_scratch, n_classes + n_scratch)
         return len(wide), len(narrow)
 
-    def _source(self, step: Step, placed: Placed) -> _Source:
+    def _source(self, step: EliminationStep, placed: PlacedTable) -> _Source:
         joins = {step.variable: step.partition}
         joins |= zip(step.made.scope, step.made.partitions, strict=True)
         by_axis = {

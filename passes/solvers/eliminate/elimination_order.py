@@ -21,11 +21,11 @@ from autopar.passes.solvers.eliminate.greedy_order import GreedyOrder, Sight, gr
 from autopar.passes.solvers.problem import (
     Axes,
     ChoiceProblem,
+    EliminationStep,
     Partitions,
-    Placed,
+    PlacedTable,
     Scope,
     SomeProblems,
-    Step,
     axes_of,
     seen_through,
     views,
@@ -40,7 +40,7 @@ class TooWide(AutoparError):
 
 
 @dataclass(frozen=True)
-class Limits:
+class TableLimits:
     """What elimination may use: entries of one joint table, kept in memory, and in all.
 
     At 1e9 to 2e9 entries per second the defaults allow a few seconds, and 1 GB.
@@ -52,10 +52,10 @@ class Limits:
     branches: int = 4096
     marginal_entries: int = 2**24
 
-    def and_(self, other: Limits) -> Limits:
+    def and_(self, other: TableLimits) -> TableLimits:
         """The narrower of both."""
         pairs = zip(astuple(self), astuple(other), strict=True)
-        return Limits(*(min(pair) for pair in pairs))
+        return TableLimits(*(min(pair) for pair in pairs))
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,10 +70,10 @@ class EliminationPlan:
 
     sizes: tuple[int, ...]
     given: tuple[Axes, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[EliminationStep, ...]
     hubs: Scope
     remaining: Scope
-    left: tuple[Placed, ...]
+    left: tuple[PlacedTable, ...]
     left_over: tuple[int, ...]
     partitions: Partitions
     entries: int
@@ -84,11 +84,11 @@ class EliminationPlan:
     def branches(self) -> int:
         return math.prod(self.sizes[h] for h in self.hubs)
 
-    def entries_of(self, step: Step) -> int:
+    def entries_of(self, step: EliminationStep) -> int:
         """Of the joint table that one step makes; a view makes none."""
         return 0 if step.is_view else self.joint_entries(step)
 
-    def joint_entries(self, step: Step) -> int:
+    def joint_entries(self, step: EliminationStep) -> int:
         """Of the joint table of one step's bucket."""
         of = (step.partition, *step.made.partitions)
         return math.prod(self.partitions.n_classes(p) for p in of)
@@ -97,7 +97,7 @@ class EliminationPlan:
     def order(self) -> Scope:
         return tuple(step.variable for step in self.steps)
 
-    def within(self, limits: Limits) -> bool:
+    def within(self, limits: TableLimits) -> bool:
         return (
             self.largest <= limits.table_entries
             and self.kept <= limits.kept_entries
@@ -107,7 +107,7 @@ class EliminationPlan:
 
 
 def plan_elimination(
-    problem: ChoiceProblem | SomeProblems, limits: Limits | None = None
+    problem: ChoiceProblem | SomeProblems, limits: TableLimits | None = None
 ) -> EliminationPlan:
     """The cheapest order found, with up to `MAX_HUBS` hubs conditioned on if need be.
 
@@ -125,7 +125,7 @@ def plan_order(
     tables: Iterable[Axes],
     remaining: Scope = (),
     whole: Scope = (),
-    limits: Limits | None = None,
+    limits: TableLimits | None = None,
 ) -> EliminationPlan:
     """The cheapest order found for some tables, of all variables but the `remaining`; what is left
     over those has every choice of the `whole` among them, and classes of others.
@@ -133,7 +133,7 @@ def plan_order(
     Problems that differ in numbers alone have one plan. Raises `TooWide` as `plan_elimination`
     does; where variables remain, no hub is conditioned on.
     """
-    limits = limits or Limits()
+    limits = limits or TableLimits()
     plan = _planned(tuple(sizes), tuple(tables), tuple(remaining), tuple(whole), limits)
     if not plan.within(limits):
         raise TooWide(
@@ -147,7 +147,11 @@ def plan_order(
 # What is too wide is known too: the same tables come again and again.
 @lru_cache(maxsize=256)
 def _planned(
-    sizes: tuple[int, ...], tables: tuple[Axes, ...], remaining: Scope, whole: Scope, limits: Limits
+    sizes: tuple[int, ...],
+    tables: tuple[Axes, ...],
+    remaining: Scope,
+    whole: Scope,
+    limits: TableLimits,
 ) -> EliminationPlan:
     """The first plan within the limits, else the last one tried."""
     orders = _Orders.of(sizes, tables, remaining, whole)
@@ -166,10 +170,10 @@ def _planned(
     return plan
 
 
-def _given(partitions: Partitions, sizes: Scope, table: int, axes: Axes) -> Placed:
+def _given(partitions: Partitions, sizes: Scope, table: int, axes: Axes) -> PlacedTable:
     codes = axes.written(sizes)
     of = tuple(partitions.of(c) for c in codes)
-    return Placed(table, axes.scope, codes, of, axes.follows)
+    return PlacedTable(table, axes.scope, codes, of, axes.follows)
 
 
 @dataclass(frozen=True)
@@ -179,11 +183,11 @@ class _Orders:
 
     sizes: tuple[int, ...]
     given: tuple[Axes, ...]
-    tables: Sequence[Placed]
+    tables: Sequence[PlacedTable]
     remaining: Scope
     whole: Scope
     partitions: Partitions
-    views: Sequence[Step]
+    views: Sequence[EliminationStep]
 
     @staticmethod
     def of(sizes: Scope, given: tuple[Axes, ...], remaining: Scope, whole: Scope) -> _Orders:
@@ -193,14 +197,14 @@ class _Orders:
         pairs = views(partitions, tables, free)
         return _Orders(sizes, given, tables, remaining, whole, partitions, pairs)
 
-    def views_beside(self, hubs: Scope) -> Sequence[Step]:
+    def views_beside(self, hubs: Scope) -> Sequence[EliminationStep]:
         return () if hubs else self.views
 
     @cached_property
     def _given_sight(self) -> Sight:
         return self._sight_of(self.tables)
 
-    def _sight_of(self, tables: Iterable[Placed]) -> Sight:
+    def _sight_of(self, tables: Iterable[PlacedTable]) -> Sight:
         return Sight.of(self.partitions, len(self.sizes), ((t.scope, t.partitions) for t in tables))
 
     def cheapest(self, hubs: Scope, most: float = math.inf) -> GreedyOrder | None:
@@ -237,7 +241,7 @@ class _Steps:
 
     def __init__(self, orders: _Orders, hubs: Scope) -> None:
         self.orders, self.hubs, self.partitions = orders, hubs, orders.partitions
-        self.of: list[dict[int, Placed]] = [{} for _ in orders.sizes]
+        self.of: list[dict[int, PlacedTable]] = [{} for _ in orders.sizes]
         for table in seen_through(orders.tables, orders.views_beside(hubs)):
             self._add(table.without(hubs) if hubs else table)
 
@@ -246,7 +250,7 @@ class _Steps:
         for v in order:
             joins, bucket = self._joins(v), tuple(self.of[v].values())
             made = self._made(len(self.orders.tables) + len(steps), v, joins)
-            steps.append(Step(v, joins[v], bucket, made, self._kind(joins, bucket)))
+            steps.append(EliminationStep(v, joins[v], bucket, made, self._kind(joins, bucket)))
             sizes_made.append(math.prod(map(self.partitions.n_classes, made.partitions)))
             sizes_joint.append(sizes_made[-1] * self.partitions.n_classes(joins[v]))
             self._replace(bucket, made)
@@ -258,7 +262,7 @@ class _Steps:
             max(sizes_joint, default=1), sum(sizes_made),
         )  # fmt: skip
 
-    def _add(self, table: Placed) -> None:
+    def _add(self, table: PlacedTable) -> None:
         for v in table.scope:
             self.of[v][table.table] = table
 
@@ -275,7 +279,7 @@ class _Steps:
                 out[w] = joined(out.get(w, partition), partition)
         return out
 
-    def _kind(self, joins: dict[int, int], bucket: Sequence[Placed]) -> Hashable:
+    def _kind(self, joins: dict[int, int], bucket: Sequence[PlacedTable]) -> Hashable:
         place, exactly = {v: i for i, v in enumerate(joins)}, self.partitions.exactly
         of_tables = tuple(
             tuple((place[w], exactly(of)) for w, of in zip(t.scope, t.codes, strict=True))
@@ -283,19 +287,19 @@ class _Steps:
         )
         return tuple(joins.values()), of_tables
 
-    def _made(self, table: int, v: int, joins: dict[int, int]) -> Placed:
+    def _made(self, table: int, v: int, joins: dict[int, int]) -> PlacedTable:
         separator = tuple(w for w in joins if w != v)
         of = tuple(joins[w] for w in separator)
-        return Placed(table, separator, tuple(self.partitions.codes[p] for p in of), of)
+        return PlacedTable(table, separator, tuple(self.partitions.codes[p] for p in of), of)
 
-    def _replace(self, bucket: Sequence[Placed], made: Placed) -> None:
+    def _replace(self, bucket: Sequence[PlacedTable], made: PlacedTable) -> None:
         """Put what was made in the place of its bucket."""
         for table in bucket:
             for w in table.scope:
                 del self.of[w][table.table]
         self._add(made)
 
-    def _left_over(self, left: Sequence[Placed]) -> tuple[int, ...]:
+    def _left_over(self, left: Sequence[PlacedTable]) -> tuple[int, ...]:
         out = []
         for v in self.orders.remaining:
             n_choices = self.orders.sizes[v]

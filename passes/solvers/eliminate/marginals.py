@@ -19,8 +19,8 @@ from autopar.passes.solvers.eliminate.elimination import (
     least_of_classes,
     over,
 )
-from autopar.passes.solvers.eliminate.elimination_order import EliminationPlan, Limits, TooWide
-from autopar.passes.solvers.problem import FloatArray, Placed, Potentials, Step
+from autopar.passes.solvers.eliminate.elimination_order import EliminationPlan, TableLimits, TooWide
+from autopar.passes.solvers.problem import EliminationStep, FloatArray, PlacedTable, Potentials
 
 
 def min_marginals(plan: EliminationPlan, potentials: Potentials) -> list[FloatArray]:
@@ -30,7 +30,7 @@ def min_marginals(plan: EliminationPlan, potentials: Potentials) -> list[FloatAr
     Raises `TooWide` when the tables that must be kept at once are too large.
     """
     largest = max(map(plan.joint_entries, plan.steps), default=1)
-    if largest > Limits.marginal_entries or plan.kept > Limits.kept_entries // 4:
+    if largest > TableLimits.marginal_entries or plan.kept > TableLimits.kept_entries // 4:
         raise TooWide(f"min-marginals need {plan.kept} entries in all and {largest} in one table")
     out = [np.full(k, np.inf) for k in plan.sizes]
     for _, values in branches(plan, potentials):
@@ -83,7 +83,9 @@ def _downward(plan: EliminationPlan, potentials: Potentials) -> Iterable[tuple[i
                 down[child.table] = _coarser(plan, rest, _joint_partitions(step), child)
 
 
-def _own_costs(step: Step, potentials: Potentials, tables: Mapping[int, FloatArray]) -> FloatArray:
+def _own_costs(
+    step: EliminationStep, potentials: Potentials, tables: Mapping[int, FloatArray]
+) -> FloatArray:
     """[problems, choices]: what a variable costs by itself."""
     total = potentials.own[step.variable]
     for placed in step.bucket:
@@ -92,15 +94,15 @@ def _own_costs(step: Step, potentials: Potentials, tables: Mapping[int, FloatArr
     return total
 
 
-def _joint_partitions(step: Step) -> dict[int, int]:
+def _joint_partitions(step: EliminationStep) -> dict[int, int]:
     """The partitions of the joint table: the variable's, then its separator's."""
     separator = zip(step.made.scope, step.made.partitions, strict=True)
     return {step.variable: step.partition, **dict(separator)}
 
 
 def _other_tables(
-    plan: EliminationPlan, step: Step, tables: Mapping[int, FloatArray]
-) -> Iterable[tuple[Placed, FloatArray]]:
+    plan: EliminationPlan, step: EliminationStep, tables: Mapping[int, FloatArray]
+) -> Iterable[tuple[PlacedTable, FloatArray]]:
     """The tables of a bucket that are of more than its variable, over the joint one's classes."""
     joins = _joint_partitions(step)
     for placed in step.bucket:
@@ -109,7 +111,7 @@ def _other_tables(
 
 
 def _coarser(
-    plan: EliminationPlan, joint: FloatArray, joins: Mapping[int, int], placed: Placed
+    plan: EliminationPlan, joint: FloatArray, joins: Mapping[int, int], placed: PlacedTable
 ) -> FloatArray:
     """The least of a joint table over the classes of one of the tables that are in it."""
     shape = [plan.partitions.n_classes(p) for p in joins.values()]

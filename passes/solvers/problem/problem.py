@@ -105,7 +105,7 @@ class Edge:
 
 
 @dataclass(frozen=True)
-class Totals:
+class ChoiceTotals:
     """What one choice for every variable sums to."""
 
     cost_s: float
@@ -148,7 +148,7 @@ class ChoiceProblem:
         """How many choices each variable has."""
         return tuple(len(c) for c in self.cost_s)
 
-    def evaluate(self, choice: Sequence[int]) -> Totals:
+    def evaluate(self, choice: Sequence[int]) -> ChoiceTotals:
         """Cost, tie and bytes of one choice, summed exactly (`math.fsum`)."""
         cost = [float(self.cost_s[v][k]) for v, k in enumerate(choice)]
         tie = [float(self.tie[v][k]) for v, k in enumerate(choice)]
@@ -159,7 +159,7 @@ class ChoiceProblem:
             tie.append(float(edge.tie[at]))
             if edge.bytes is not None:
                 size.append(float(edge.bytes[at]))
-        return Totals(math.fsum(cost), math.fsum(tie), math.fsum(size))
+        return ChoiceTotals(math.fsum(cost), math.fsum(tie), math.fsum(size))
 
     def fits(self, size_bytes: float) -> bool:
         """Is `size_bytes` within the budget (to `BUDGET_REL`)?"""

@@ -73,7 +73,7 @@ def _is_equality(edge: Edge) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Placed:
+class PlacedTable:
     """A table in a plan: its variables, the place of every choice on their axes, and the partitions
     that this makes; `follows` as in `Axes`."""
 
@@ -87,10 +87,10 @@ class Placed:
         """The place of each of its choices."""
         return self.codes[self.scope.index(variable)]
 
-    def without(self, variables: Scope) -> Placed:
+    def without(self, variables: Scope) -> PlacedTable:
         """Without the axes of variables whose values are fixed."""
         kept = [k for k, v in enumerate(self.scope) if v not in variables]
-        return Placed(
+        return PlacedTable(
             self.table,
             tuple(self.scope[k] for k in kept),
             tuple(self.codes[k] for k in kept),
@@ -99,7 +99,7 @@ class Placed:
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class EliminationStep:
     """One variable eliminated. `bucket` are the tables that mention it; `partition` joins theirs of
     the variable, where they are of more than it; what is `made` is a table over the separator.
     Steps of one `kind` do the same with their tables. Of a view nothing is to be done: what it made
@@ -107,27 +107,29 @@ class Step:
 
     variable: int
     partition: int
-    bucket: tuple[Placed, ...]
-    made: Placed
+    bucket: tuple[PlacedTable, ...]
+    made: PlacedTable
     kind: Hashable = None
     is_view: bool = False
 
 
-def views(partitions: Partitions, tables: Sequence[Placed], variables: Iterable[int]) -> list[Step]:
+def views(
+    partitions: Partitions, tables: Sequence[PlacedTable], variables: Iterable[int]
+) -> list[EliminationStep]:
     """Of those of some variables that are pairs, in order; what they make is numbered after the
     tables."""
-    of: dict[int, dict[int, Placed]] = {v: {} for v in variables}
+    of: dict[int, dict[int, PlacedTable]] = {v: {} for v in variables}
     for table in tables:
         for w in of.keys() & table.scope:
             of[w][table.table] = table
-    steps: list[Step] = []
+    steps: list[EliminationStep] = []
     for v, mentioned in of.items():
         bucket = _as_pair(v, list(mentioned.values()))
         if bucket is None:
             continue
         made = _view(partitions, len(tables) + len(steps), v, bucket)
         every = partitions.of_all(len(bucket[0].codes_of(v)))
-        steps.append(Step(v, every, bucket, made, is_view=True))
+        steps.append(EliminationStep(v, every, bucket, made, is_view=True))
         for table in bucket:
             for w in of.keys() & table.scope:
                 del of[w][table.table]
@@ -136,13 +138,17 @@ def views(partitions: Partitions, tables: Sequence[Placed], variables: Iterable[
     return steps
 
 
-def seen_through(tables: Sequence[Placed], steps: Sequence[Step]) -> list[Placed]:
+def seen_through(
+    tables: Sequence[PlacedTable], steps: Sequence[EliminationStep]
+) -> list[PlacedTable]:
     """Some tables, with what views made in the place of their buckets."""
     gone = {table.table for step in steps for table in step.bucket}
     return [t for t in (*tables, *(step.made for step in steps)) if t.table not in gone]
 
 
-def _as_pair(v: int, tables: Sequence[Placed]) -> tuple[Placed, Placed, Placed] | None:
+def _as_pair(
+    v: int, tables: Sequence[PlacedTable]
+) -> tuple[PlacedTable, PlacedTable, PlacedTable] | None:
     """The only table that a variable is in beside equalities with its first and its second; None
     where it is no pair."""
     equalities = [t for t in tables if v in t.follows]
@@ -166,19 +172,22 @@ def _as_pair(v: int, tables: Sequence[Placed]) -> tuple[Placed, Placed, Placed] 
     return None
 
 
-def _ends(equality: Placed, v: int) -> tuple[Codes, int, Codes]:
+def _ends(equality: PlacedTable, v: int) -> tuple[Codes, int, Codes]:
     """The places of v's choices, what it is joined to, and the places of that one's."""
     (w,) = (w for w in equality.scope if w != v)
     return equality.codes_of(v), w, equality.codes_of(w)
 
 
 def _view(
-    partitions: Partitions, number: int, v: int, bucket: tuple[Placed, Placed, Placed]
-) -> Placed:
+    partitions: Partitions,
+    number: int,
+    v: int,
+    bucket: tuple[PlacedTable, PlacedTable, PlacedTable],
+) -> PlacedTable:
     """The table of a pair, over what the pair is of."""
     table, *equalities = bucket
     at = table.scope.index(v)
     _, ends, codes = zip(*(_ends(equality, v) for equality in equalities), strict=True)
     scope = (*table.scope[:at], *ends, *table.scope[at + 1 :])
     places = (*table.codes[:at], *codes, *table.codes[at + 1 :])
-    return Placed(number, scope, places, tuple(map(partitions.of, places)))
+    return PlacedTable(number, scope, places, tuple(map(partitions.of, places)))

@@ -36,19 +36,19 @@ from autopar.passes.solvers.choice import Point
 from autopar.passes.solvers.eliminate import (
     ConditionedPlan,
     Lazy,
-    Limits,
     Projection,
+    TableLimits,
     minimise,
     minimise_conditioned,
     project,
 )
 from autopar.passes.solvers.problem import (
     Choice,
+    ChoiceTotals,
     Codes,
     FloatArray,
     Potentials,
     Scope,
-    Totals,
     Weights,
 )
 from autopar.passes.solvers.repeats.order import BlockPlan, RepeatedPlan
@@ -72,7 +72,7 @@ class RepeatedElimination:
         self.branch: Branch | None = None
 
     @staticmethod
-    def of(problem: RepeatedProblem, limits: Limits | None = None) -> RepeatedElimination:
+    def of(problem: RepeatedProblem, limits: TableLimits | None = None) -> RepeatedElimination:
         """Raises `TooWide` as `RepeatedPlan` does."""
         return RepeatedElimination(problem, RepeatedPlan(problem.every, limits))
 
@@ -116,7 +116,9 @@ class RepeatedElimination:
         for v, k in zip(of.variables, chosen, strict=True):
             base[v] = k
         if math.isinf(value):
-            return value, Point(RepeatedChoice(tuple(base), ()), Totals(math.inf, 0.0, math.inf))
+            return value, Point(
+                RepeatedChoice(tuple(base), ()), ChoiceTotals(math.inf, 0.0, math.inf)
+            )
         copies = []
         for s in solved:
             rows = s.copies(base)

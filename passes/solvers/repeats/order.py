@@ -19,7 +19,7 @@ from autopar.passes.solvers.eliminate import (
     FIRST_ENTRIES,
     ConditionedPlan,
     EliminationPlan,
-    Limits,
+    TableLimits,
     TooWide,
     plan_conditioned,
     plan_order,
@@ -34,8 +34,8 @@ class RepeatedPlan:
     Raises `TooWide` where a table over what one copy hands on would be too large.
     """
 
-    def __init__(self, problems: RepeatedProblems, limits: Limits | None = None) -> None:
-        limits = limits or Limits()
+    def __init__(self, problems: RepeatedProblems, limits: TableLimits | None = None) -> None:
+        limits = limits or TableLimits()
         self.constants = _Constants(problems.layout.n_numbers)
         self.blocks = [
             BlockPlan(problems, r, limits, self.constants) for r in range(len(problems.repeats))
@@ -105,13 +105,13 @@ class _Constants:
 
 def _plan(
     sizes: Sequence[int], once: Sequence[Axes], blocks: Sequence[Axes], handed_on: Sequence[int],
-    of_blocks: Sequence[BlockPlan], limits: Limits,
+    of_blocks: Sequence[BlockPlan], limits: TableLimits,
 ) -> EliminationPlan | ConditionedPlan:  # fmt: skip
     """Of what is outside of copies, and the tables of all copies; where either is large, with the
     variables that all copies are joined to as hubs."""
     entries = max((block.entries for block in of_blocks), default=1)
     if entries <= FIRST_ENTRIES:
-        narrow = limits.and_(Limits(table_entries=FIRST_ENTRIES))
+        narrow = limits.and_(TableLimits(table_entries=FIRST_ENTRIES))
         with suppress(TooWide):
             return plan_order(sizes, (*once, *blocks), limits=narrow)
     try:
@@ -160,7 +160,7 @@ class BlockPlan:
     states it is handed and hands on."""
 
     def __init__(
-        self, problems: RepeatedProblems, r: int, limits: Limits, constants: _Constants
+        self, problems: RepeatedProblems, r: int, limits: TableLimits, constants: _Constants
     ) -> None:
         edges, repeat = problems.edges(problems.of_copies[r]), problems.repeats[r]
         self.block, self.count = repeat.block, repeat.count

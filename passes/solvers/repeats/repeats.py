@@ -25,6 +25,7 @@ from autopar.passes.solvers.problem import (
     Choice,
     ChoiceProblem,
     ChoiceProblems,
+    ChoiceTotals,
     Edge,
     Entries,
     FloatArray,
@@ -32,7 +33,6 @@ from autopar.passes.solvers.problem import (
     Numbers,
     ProblemError,
     Shape,
-    Totals,
 )
 
 # So many copies show all there is: the first, the last, and one between its likes.
@@ -279,7 +279,7 @@ class RepeatedProblem:
             return where[v][k]
         return where[repeat.like[v]][k - 1] if v in repeat.like and k > 0 else where[v][0]
 
-    def evaluate(self, choice: RepeatedChoice) -> Totals:
+    def evaluate(self, choice: RepeatedChoice) -> ChoiceTotals:
         """What a choice sums to, over all copies; equal copies are added up once."""
         base = choice.base
         terms = [self._of_once(base)]
@@ -290,7 +290,7 @@ class RepeatedProblem:
             given = [first, *(tuple(row[c] for c in handed_on) for row in rows[:-1])]
             for (state, row), n in Counter(zip(given, rows, strict=True)).items():
                 terms.append(n * self.of_copy(r, base, state, row))
-        return Totals(*map(math.fsum, np.concatenate(terms, axis=1).tolist()))
+        return ChoiceTotals(*map(math.fsum, np.concatenate(terms, axis=1).tolist()))
 
     def _of_once(self, base: Choice) -> FloatArray:
         """[seconds, ties and bytes; terms] of what is no copy's."""

@@ -26,9 +26,9 @@ from autopar.passes.solvers.eliminate import TooWide
 from autopar.passes.solvers.problem import (
     FORBIDDEN,
     SAME_OPTIMUM_REL,
+    ChoiceTotals,
     Codes,
     Infeasible,
-    Totals,
     over_budget,
     within,
 )
@@ -44,7 +44,7 @@ class RepeatedSolution:
     not `settled` shows no more than that nothing is below the limit that was asked for."""
 
     choice: RepeatedChoice
-    totals: Totals
+    totals: ChoiceTotals
     gap: float
     settled: bool = True
 
