@@ -38,7 +38,7 @@ validate-local: install
 	$(BIN)/python -m examples.validate_local
 
 # Two workers: one core each. A file stays with one; all files that start processes with the same
-# (tests/distribution.py), so pools are shared.
+# (tests/helpers/distribution.py), so pools are shared.
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
@@ -54,13 +54,13 @@ golden: install
 
 # Writes docs/rules.md from the rules; a test fails where it is stale.
 docs: install
-	$(BIN)/python -m tests.rules_page
+	$(BIN)/python -m tests.rules.page
 
 # Models x meshes x plans x microbatches on real processes against one process: 126 cells of one
-# stage, 100 of pipelines; then the families of tests/zoo x meshes x plans. Words choose cells:
-# .venv/bin/python -m tests.parity_table zoo bert tensor
+# stage, 100 of pipelines; then the families of tests/parity/zoo x meshes x plans. Words choose cells:
+# .venv/bin/python -m tests.parity.table zoo bert tensor
 parity: install
-	$(BIN)/python -m tests.parity_table
+	$(BIN)/python -m tests.parity.table
 
 # Predictions beside published training runs, the targets they must meet, and how well the runs of
 # a paper are predicted by a fit to the others: that takes minutes, `autopar validate` seconds.

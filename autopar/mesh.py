@@ -187,7 +187,7 @@ class LogicalMesh:
     """Named axes over the ranks of one stage, row-major: the last axis varies fastest.
 
     `links[i]` is the slowest link that axis i's groups cross. What their collectives cost depends
-    on how they lie on `nodes` (`cost/topology.py`); None: on links alone.
+    on how they lie on `nodes` (`cost/hardware/topology.py`); None: on links alone.
     """
 
     sizes: tuple[int, ...]

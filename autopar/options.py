@@ -92,7 +92,7 @@ class Options:
     `time_limit_s` the best plan so far is returned with its gap. `batch_dims` maps an input's path
     to the dim that counts samples, or to None where there is none (an input that it does not name
     is inferred). `fallback` says what becomes of an operator without a sharding rule
-    (`passes/fallback.py`).
+    (`passes/analysis/fallback.py`).
     """
 
     microbatches: int | str = "auto"

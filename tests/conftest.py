@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import hypothesis
 import pytest
 
-from tests.distribution import PoolsTogether, turn
+from tests.helpers.distribution import PoolsTogether, turn
 
 # Ranks share few cores: one thread each. Set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -86,7 +86,7 @@ def registry() -> Iterator[None]:
 def captured_once() -> None:
     """Tests without torch stay without."""
     if "torch" in sys.modules:
-        from tests.captures import share_captures
+        from tests.helpers.captures import share_captures
 
         share_captures()
 
@@ -94,7 +94,7 @@ def captured_once() -> None:
 @pytest.fixture(scope="session")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], WorkerPool]]:
     """Number of ranks -> its worker processes, started once for all tests."""
-    from tests.pools import Shared
+    from tests.helpers.pools import Shared
 
     with pytest.MonkeyPatch.context() as patch:
         # Workers inherit it: generated programs stay out of the user's cache.

@@ -13,7 +13,7 @@ Read in this order:
     profile   the constants as quantities of a profile, each with its source
     result    `Calibration`: samples and fits; as TOML, as text with residuals, as JSON
 
-The laws are those of `cost/compute.py` and `cost/collectives.py`. Work is charged as the planner
+The laws are those of `cost/laws/compute.py` and `cost/laws/collectives.py`. Work is charged as the planner
 charges it (bytes of a backward, one launch per operator), and what is achieved is fitted to whole
 steps in the end, so what the model leaves out is in the constants and not missing from its
 predictions.

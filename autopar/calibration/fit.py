@@ -4,7 +4,7 @@
     product   t = max(flops / rate + u bytes / bytes_per_s, bytes / bytes_per_s) + n launch_s
               one rate per dtype, one u for all                                   (`fit_products`)
     transfer  t = turns c T(latency_s, s_per_byte), T the least over algorithms of
-              `cost/collectives.py`; c a ratio of the kind, 1 but for `MEASURED_RATIOS`: gloo's
+              `cost/laws/collectives.py`; c a ratio of the kind, 1 but for `MEASURED_RATIOS`: gloo's
               reduce_scatter takes as long as an all_reduce                       (`fit_link`)
     step      t = work_ratio w + launch_ratio n + transfer_ratio c: products and memory,
               launches, and collectives by the laws above, and how many times as long they take

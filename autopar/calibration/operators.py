@@ -3,7 +3,7 @@
     product   the three of a linear layer and its backward, 2mnk flops each, which touch
               mk + kn + mn elements; without autograd, whose time is in that of small operators
     memory    forward alone: one operator, its inputs and outputs; forward and backward: two
-              operators, the backward charged 1.5 times the bytes (`passes/member_prices.py`)
+              operators, the backward charged 1.5 times the bytes (`passes/intra/member_prices.py`)
               On 1 row: the cost of an operator as such. Four in a chain, as in a model, where
               autograd starts once for many operators
     attention causal, as fused as the device has it; GPUs only

@@ -1,6 +1,6 @@
 """The runtime's own collectives and messages, over process groups of the actual backend.
 
-A timed call is what a generated program calls (`runtime/groups.py`): copies into and out of the
+A timed call is what a generated program calls (`runtime/groups/group.py`): copies into and out of the
 backend's buffers are part of it. Before each call every rank computes for a while, as in a step,
 so that ranks arrive when they arrive. `send_recv` is half of a message there and back.
 """

@@ -9,7 +9,7 @@
 Where a rule says so, an operator is replaced when a name of its notation is sharded: by a function
 that communicates. On a mesh, `uneven_dims` lists the dims of parameters that all its ranks cannot
 share: no factor of the dim, nor two of them on two axes, is a multiple of the ranks. A vocabulary
-may be padded instead (`passes/padding.py`).
+may be padded instead (`passes/analysis/padding.py`).
 """
 
 from __future__ import annotations

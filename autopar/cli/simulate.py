@@ -2,7 +2,7 @@
 
 --slow 1:1.5         stage 1 computes 1.5 times as long
 --jitter 0.1:7       every compute takes up to a tenth longer, drawn with seed 7
---what-if CHANGES    the same plan on a machine with other figures (`cost/what_if.py`)
+--what-if CHANGES    the same plan on a machine with other figures (`cost/hardware/what_if.py`)
 --scale              a plan with each part of its machine twice as fast; without a mesh, the
                      recipe of a config.json on more and more nodes (`scaling.py` here)
 """

@@ -9,9 +9,9 @@ its storage and, when it is gathered for use, how often; `received` and `sent` s
 values are cut that cross from and to other stages, by the key of the operator that made them.
 `recomputed` says which operators run again in backward, by the key of the first:
 `full until KEY`, where KEY is the last one's, and the modes are those of `facts.Recompute`.
-`padded` are the shapes of parameters that are stored longer than they are (`passes/padding.py`);
+`padded` are the shapes of parameters that are stored longer than they are (`passes/analysis/padding.py`);
 `comments` are what the planner has to say of a parameter; `kept_whole` are the operators
-without a rule that the user accepted (`passes/fallback.py`).
+without a rule that the user accepted (`passes/analysis/fallback.py`).
 """
 
 from __future__ import annotations

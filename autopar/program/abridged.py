@@ -1,6 +1,6 @@
 """What a stage program with few of its repeated blocks stands for: `StageProgram.repeats`.
 
-Such a program (`passes/abridge.py`) is there to be priced: what it costs is what the whole costs,
+Such a program (`passes/lowering/abridger.py`) is there to be priced: what it costs is what the whole costs,
 line by line and parameter by parameter, in a time that does not grow with the number of blocks.
 """
 

@@ -12,7 +12,7 @@
 
 A line runs backward when the loss, or what later stages read, depends on it through tensors
 that carry gradient. A gathered parameter that an operator keeps is gathered again in that
-operator's backward, and a recomputed segment runs again before its own (`autopar/rerun.py`): its
+operator's backward, and a recomputed segment runs again before its own (`autopar/program/rerun_lines.py`): its
 collectives count as backward then.
 The runtime records exactly these calls, the cost model prices them, and the verifier proves
 that they cannot wait for each other for ever.

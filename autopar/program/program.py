@@ -159,7 +159,7 @@ class Program:
         received     placeholders whose values other stages make, under the names they have there
         sent         names of nodes whose values later stages read
 
-    A program of one stage (`passes/cut.py`) is a `Program` too; the captured one has nothing
+    A program of one stage (`passes/analysis/cutting.py`) is a `Program` too; the captured one has nothing
     received or sent.
     """
 

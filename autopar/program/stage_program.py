@@ -290,7 +290,7 @@ class StageProgram:
     loss, `sent`, what `changed` buffers now hold, and `outputs`, for one microbatch. With
     `accumulation`, microbatches are parts of the inputs from which everything starts anew.
     `segments` are disjoint, in order. A program with `repeats`, which are disjoint too, is there to
-    be priced, not to be run (`autopar/abridged.py`); `every_parameter` are those of the whole, in
+    be priced, not to be run (`autopar/program/abridged.py`); `every_parameter` are those of the whole, in
     its order, each by the name of the one that stands for it.
     """
 
@@ -314,7 +314,7 @@ class StageProgram:
     segments: tuple[Segment, ...] = ()
     repeats: tuple[RepeatedLines, ...] = ()
     every_parameter: tuple[str, ...] = ()
-    # What it costs, for pipelines that share it (`cost/predict.py`): `known` of one that costs the
+    # What it costs, for pipelines that share it (`cost/price/prediction.py`): `known` of one that costs the
     # same, and then what is found of either is known of both.
     priced: dict[Hashable, Any] = field(init=False, repr=False, compare=False)
     known: InitVar[dict[Hashable, Any] | None] = None

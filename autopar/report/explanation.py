@@ -224,7 +224,7 @@ def _found_on(record: StageRecord, program: StageProgram, name: str, where: str)
 
 
 def _explain_operator(key: str, text: str, line: CallLine | None, where: str) -> str:
-    """Its placements, and what it costs; a bias may have no line of its own (`passes/fuse.py`)."""
+    """Its placements, and what it costs; a bias may have no line of its own (`passes/lowering/fusion.py`)."""
     if line is None:
         place = f"  ({where.removesuffix(', ')})" if where else ""
         return f"{key}{place}\n  {text}\n  runs inside the product that it follows"

@@ -1,6 +1,6 @@
 """Operators over a vocabulary that ends in padding: what they compute, and how they are lowered.
 
-Rows of a table, or classes of logits, from `n_valid` on stand for nothing (`passes/padding.py`):
+Rows of a table, or classes of logits, from `n_valid` on stand for nothing (`passes/analysis/padding.py`):
 
     padded_embedding        an id from n_valid on fails like one outside of the table
     padded_cross_entropy    of the classes below n_valid, also where it smooths labels

@@ -1,6 +1,6 @@
 """What a parameter keeps and what its update moves, by the software of a run.
 
-Bytes kept are rows of `cost/memory.py`, which names their papers:
+Bytes kept are rows of `cost/memory/state.py`, which names their papers:
 
 parameters in float32       `model`                        4 + 4 + 8
 gradients in float32        `bf16-mixed-fp32-gradients`    2 + 4 + 12

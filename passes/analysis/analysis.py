@@ -92,7 +92,7 @@ class Analysis:
         return Analysis(program, operators, types, batch, saved, kinds, calls, _patterns=patterns)
 
     def part(self, program: Program) -> Analysis:
-        """What is known of one stage of this program (`passes/cut.py`): the same facts."""
+        """What is known of one stage of this program (`passes/analysis/cutting.py`): the same facts."""
         names = {node.name for node in program.operators}
         return replace(
             self,

@@ -19,7 +19,7 @@ lengthen by more than `_MOST_ADDED`.
 
 Parameters begin with zeros beyond V and their gradient there is exactly 0, so an elementwise
 optimizer keeps the zeros, and a norm over gradients does not see them. State leaves and enters
-without padding (`runtime/sharding.py`), and outputs are given to the user cut to V
+without padding (`runtime/state/sharding.py`), and outputs are given to the user cut to V
 (`Program.rebuild`). What a plan does not shard after all is not padded (`Paddings.used`).
 
 A program that is not planned but laid by a plan (evaluation, other shapes) takes the plan's

@@ -89,7 +89,7 @@ class Wiring:
             return {f for reader in readers.get(v, ()) for f in reached(reader)}
 
         for v in range(n_groups, self._problem.numbers.n_variables):
-            # What nothing reads stays with the first stage (`passes/cut.py`).
+            # What nothing reads stays with the first stage (`passes/analysis/cutting.py`).
             places.append(tuple(sorted(reached(v))) or (0,))
         return places
 

@@ -27,8 +27,8 @@ from autopar.placement import Spec, local_bytes
 Array = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
 Codes = NDArray[np.intp]
-# What `CrossingCosts.paid` lists of a value: seconds of leaving and entering; then how many messages
-# of values there are and their bytes, and the same of gradients.
+# What `CrossingCosts.paid` lists of a value: seconds of leaving and entering; then how many
+# messages of values there are and their bytes, and the same of gradients.
 N_NUMBERS = 6
 
 

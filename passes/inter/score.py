@@ -5,7 +5,7 @@ The schedule's own messages are placed and played by the simulator (`cost/simula
     compute     a stage's seconds of one microbatch, a third of them forward: of a product, backward
                 makes two gradients. How they divide hardly matters: on small models with slow links
                 it moves the step by half a percent
-    messages    of every pair of stages, forward and back, as `cost/predict.py` prices them: of the
+    messages    of every pair of stages, forward and back, as `cost/price/prediction.py` prices them: of the
                 slower end, its slices one by one                                       (`hops_of`)
     once        all that a stage does once a step, after its last backward; then the loss is given
                 to all ranks

@@ -80,7 +80,7 @@ class Chosen:
         return self.read()
 
     def named(self, names: Mapping[str, str]) -> Chosen:
-        """The same of a program that is alike, which calls things otherwise (`passes/alike.py`)."""
+        """The same of a program that is alike, which calls things otherwise (`passes/analysis/equal_parts.py`)."""
         return replace(
             self,
             received={names[n]: spec for n, spec in self.received.items()},

@@ -3,7 +3,7 @@
 Blocks next to each other that are placed alike do the like: of a stretch of them the first, where
 what came before may be placed otherwise, the second, which stands for those up to the last, and the
 last are lowered. Every block between has its like before it and after it, so it costs what the
-second costs, and changes what is held by as much (`autopar/abridged.py`, `cost/ledger.py`): the
+second costs, and changes what is held by as much (`autopar/program/abridged.py`, `cost/memory/ledger.py`): the
 price is exact, in a time that does not grow with depth.
 """
 

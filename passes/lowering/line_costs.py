@@ -1,6 +1,6 @@
 """What one lowered operator costs on one rank: time, what autograd keeps, what it needs in between.
 
-Measured on whole tensors of the global batch (`autopar/saved.py`, `autopar/workspace.py`) or
+Measured on whole tensors of the global batch (`autopar/measured/saved.py`, `autopar/measured/workspace.py`) or
 counted by the operator's rule; a rank has the part that its placements leave it.
 """
 

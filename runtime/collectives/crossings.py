@@ -4,7 +4,7 @@ A message from stage i to stage j carries every value of a microbatch that j rea
 slice after another in a fixed order, the same at both ends. Activations go from the layout a
 value is sent in to the one it is received in; gradients go back by the same slices. A rank
 that takes no part in a crossing holds zeros: its placement is Partial there
-(`autopar/cross_mesh.py`).
+(`autopar/program/cross_mesh.py`).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ f_0 x f_1 x ... is cut along one factor per axis, outermost axis first (`deliver
 A dim cut along factor k > 0 keeps f_0 ... f_(k-1) runs of indices; a shard is the product of
 its dims' runs, a set of boxes that lie in it in increasing order.
 
-A dim may be padded at its end (`passes/padding.py`): its factors' product is then more than the
+A dim may be padded at its end (`passes/analysis/padding.py`): its factors' product is then more than the
 user's size. Whole tensors have the user's shape, padding comes in as zeros and never leaves:
 boxes end where the user's tensor does.
 """

@@ -1,0 +1,41 @@
+"""Which of pytest's workers runs a file: all that use worker processes go to one, and first.
+
+A process of a `WorkerPool` imports for several seconds, so pools are started once, not once by
+each of pytest's workers. While one of those waits for its pools, the others run other files. Files
+that capture the same models of many blocks go to one worker too: it captures them once.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
+
+ROOT = Path(__file__).parents[2]
+DEEP = "abridge alike layers optimality recompute_search repeated".split()
+
+
+class PoolsTogether(LoadFileScheduling):  # type: ignore[misc]
+    """`--dist loadfile`, with the files that use the fixture `workers` as one, and `DEEP` ones."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file: str = super()._split_scope(nodeid)
+        if uses_workers(ROOT / file):
+            return "workers"
+        return "deep" if Path(file).stem.removeprefix("test_") in DEEP else file
+
+
+def turn(file: Path) -> int:
+    """Files come in this order: those that use worker processes; those that plan nothing, while the
+    first of the others has machine code made of the planner's loops; all others."""
+    if uses_workers(file):
+        return 0
+    return 1 if file.name.startswith("test_rule_") else 2
+
+
+@lru_cache
+def uses_workers(file: Path) -> bool:
+    """Whether tests of this file ask for pools of processes."""
+    text = file.read_text(encoding="utf-8")
+    return "workers(" in text or '"workers"' in text

@@ -1,0 +1,128 @@
+"""Every plan that the planner may choose from, each solved and simulated: what its choice is tested
+against.
+
+    cuts         at any boundary between layers
+    submeshes    of the sizes that stages may have, in any order that straddles no node
+    views        of each stage, alone
+    counts       of microbatches, those worth trying
+
+Placements within a stage are the solver's (`tests/search/test_optimality.py`). What is internal to
+the planner is used here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from autopar.cost.hardware.hardware import Hardware, resolve
+from autopar.cost.laws.model import CostModel
+from autopar.cost.price.prediction import link_between, predict
+from autopar.errors import BatchError, InfeasibleError
+from autopar.mesh import LogicalMesh, Mesh
+from autopar.options import Options
+from autopar.passes.analysis.analysis import Analysis, compute_dtype
+from autopar.passes.analysis.counts import microbatch_counts
+from autopar.passes.analysis.folding import find_runs
+from autopar.passes.inter.candidate import Candidate, StageLayout
+from autopar.passes.inter.layers import find_layers
+from autopar.passes.inter.submeshes import submesh_sizes, views_of
+from autopar.passes.intra.constraints import Constraints
+from autopar.passes.search.evaluator import Evaluator
+from autopar.passes.search.outcome import PlanningResult
+from autopar.passes.search.planner import Planner
+from autopar.passes.search.simulator import Simulator
+from autopar.plans.predicted import Predicted
+from autopar.program.pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What there is to choose from for one program on one machine."""
+
+    analysis: Analysis
+    mesh: Mesh
+    options: Options
+
+    @cached_property
+    def hardware(self) -> Hardware:
+        return resolve(self.mesh, compute_dtype(self.analysis))
+
+    def planned(self) -> PlanningResult:
+        """What the planner takes."""
+        return Planner(self.analysis, self.mesh, self.options, self._predicted).run()
+
+    def _predicted(self, pipeline: Pipeline, costs: Sequence[CostModel]) -> Predicted:
+        between = link_between(self.mesh, self.hardware.links)
+        return predict(pipeline, costs, self.options.optimizer, between)
+
+    @cached_property
+    def evaluator(self) -> Evaluator:
+        budget_bytes = self.options.memory_limit or self.hardware.memory_limit_bytes
+        return Evaluator(self.analysis, self.options, self.hardware, budget_bytes)
+
+    @cached_property
+    def simulator(self) -> Simulator:
+        return Simulator(self.evaluator, self._predicted)
+
+    def step_times_s(self) -> dict[str, float]:
+        """Of every plan that fits, by what it is."""
+        found: dict[str, float] = {}
+        for candidate in self.candidates():
+            try:
+                found[candidate.name] = self.simulator.solve(candidate).step_time_s
+            except (InfeasibleError, BatchError):
+                continue
+        return found
+
+    def candidates(self) -> Iterator[Candidate]:
+        ends = find_layers(self.analysis, find_runs(self.analysis)).ends
+        counts = microbatch_counts(self.analysis, self.options, self.mesh.n_ranks)
+        for sizes in self.submeshes():
+            for inner in itertools.combinations(ends[:-1], len(sizes) - 1):
+                cuts = (*inner, ends[-1])
+                if self.evaluator.stage_without_parameters(cuts) is not None:
+                    continue
+                for views, m in itertools.product(self.views(sizes), counts):
+                    yield self._candidate(cuts, views, m)
+
+    def submeshes(self) -> Iterator[tuple[int, ...]]:
+        """Numbers of ranks of consecutive stages."""
+        yield (self.mesh.n_ranks,)
+        if self.options.stages != 1 and "pipeline" not in self.options.forbid:
+            yield from self._submeshes_from(0)
+
+    def _submeshes_from(self, first: int) -> Iterator[tuple[int, ...]]:
+        each, n = self.mesh.devices_per_node, self.mesh.n_ranks
+        if first == n:
+            yield ()
+        for size in submesh_sizes(self.mesh):
+            inside = first // each == (first + size - 1) // each
+            if first + size <= n and (inside or first % each == size % each == 0):
+                for rest in self._submeshes_from(first + size):
+                    yield (size, *rest)
+
+    def views(self, sizes: Sequence[int]) -> Iterator[tuple[LogicalMesh, ...]]:
+        """How all stages may be seen; views that differ in names of axes alone are one."""
+        of_stages = []
+        for first, size in zip(itertools.accumulate((0, *sizes)), sizes, strict=False):
+            distinct: dict[object, LogicalMesh] = {}
+            for view in views_of(self.mesh, self.hardware, self.options, first, size):
+                axes = tuple((view.sizes[a], view.links[a]) for a in view.active_axes)
+                distinct.setdefault(axes, view)
+            of_stages.append(distinct.values())
+        yield from itertools.product(*of_stages)
+
+    def _candidate(
+        self, cuts: tuple[int, ...], views: Sequence[LogicalMesh], n_microbatches: int
+    ) -> Candidate:
+        limits = Constraints(self.options.forbid)
+        seen = " | ".join("x".join(map(str, view.sizes)) for view in views)
+        return Candidate(
+            f"{seen}, cut at {cuts}, m={n_microbatches}",
+            cuts,
+            tuple(StageLayout(view, limits) for view in views),
+            n_microbatches,
+        )

@@ -1,0 +1,281 @@
+"""Whole programs on thread ranks against one process: what the tests of the algebra share.
+
+    model_case         a small model captured in float64, its batch and its analysis
+    random_strategy    a legal assignment of it
+    thread_step        lowered, emitted and run on n thread ranks: errors and collectives
+
+How it runs, and the parity law: `tests/helpers/ranks.py`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from autopar.cost.laws.model import CostModel
+from autopar.mesh import Device, Link, LogicalMesh
+from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.intra.constraints import Constraints
+from autopar.passes.intra.intra_op import intra_op_problem
+from autopar.passes.intra.problem import IntraOpProblem
+from autopar.passes.lowering.lines import lower
+from autopar.placement.spec import Spec
+from autopar.program.collective import step_calls
+from autopar.program.pipeline import Pipeline
+from autopar.program.stage_program import StageProgram
+from autopar.program.strategy import OperatorStrategy, Storage, Strategy
+from autopar.runtime.groups.calls import CollectiveCall
+from tests.helpers.captures import captured
+from tests.helpers.ranks import TOLERANCE, Batch, pipeline_step
+
+AXIS_NAMES = {1: ("tp",), 2: ("dp", "tp"), 3: ("dp", "cp", "tp")}
+BATCH, SEQUENCE, WIDTH, HEADS, VOCABULARY = 16, 4, 16, 4, 16
+
+
+class Mlp(nn.Module):
+    """Linear and ReLU layers under a mean of squares."""
+
+    def __init__(self, width: int = WIDTH, n_layers: int = 3) -> None:
+        super().__init__()
+        layers = [m for _ in range(n_layers) for m in (nn.Linear(width, width), nn.ReLU())]
+        self.net = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.net(x) - y).pow(2).mean()
+
+
+class BertBlock(nn.Module):
+    """Post-norm attention and MLP; the fused QKV is taken apart by a view, or by chunks."""
+
+    def __init__(self, width: int, n_heads: int, by: str) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.n_heads, self.by = n_heads, by
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, h = x.shape
+        size = h // self.n_heads
+        fused = self.qkv(x)
+        if self.by == "view":
+            q, k, v = fused.view(b, s, 3, self.n_heads, size).permute(2, 0, 3, 1, 4).unbind(0)
+        else:
+            q, k, v = (
+                part.view(b, s, self.n_heads, size).transpose(1, 2) for part in fused.chunk(3, -1)
+            )
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, s, h)
+        x = self.norm_1(x + self.out(mixed))
+        return self.norm_2(x + self.down(F.gelu(self.up(x))))
+
+
+class Bert(nn.Module):
+    """BERT blocks under a mean of squares."""
+
+    def __init__(
+        self, width: int = WIDTH, n_heads: int = HEADS, n_layers: int = 1, by: str = "view"
+    ) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(BertBlock(width, n_heads, by) for _ in range(n_layers)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x).pow(2).mean()
+
+
+def tiny_gpt2(n_layers: int = 1) -> nn.Module:
+    """A language model whose head is tied to its embedding."""
+    config = AutoConfig.for_model(
+        "gpt2", n_layer=n_layers, n_embd=WIDTH, n_head=HEADS, vocab_size=VOCABULARY,
+        n_positions=SEQUENCE, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    model: nn.Module = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def tiny_llama(n_layers: int = 1) -> nn.Module:
+    """Rotary embedding, RMSNorm, a gated MLP, and two query heads per key head."""
+    config = AutoConfig.for_model(
+        "llama", num_hidden_layers=n_layers, hidden_size=WIDTH, intermediate_size=2 * WIDTH,
+        num_attention_heads=HEADS, num_key_value_heads=HEADS // 2, vocab_size=VOCABULARY,
+        max_position_embeddings=SEQUENCE,
+    )  # fmt: skip
+    model: nn.Module = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def random_rows(seed: int, *names: str) -> dict[str, Tensor]:
+    """Real inputs [batch, width], or [batch, sequence, width] for a single name."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (BATCH, WIDTH) if len(names) > 1 else (BATCH, SEQUENCE, WIDTH)
+    return {name: torch.randn(shape, dtype=torch.float64, generator=generator) for name in names}
+
+
+def random_tokens(seed: int) -> dict[str, Tensor]:
+    """Token ids, and labels that are ignored unevenly: one whole row, and some elsewhere."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=generator)
+    labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.4, -100)
+    labels[0], labels[1] = -100, ids[1]
+    return {"input_ids": ids, "labels": labels}
+
+
+_MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tensor]]]] = {
+    "mlp": (Mlp, lambda seed: random_rows(seed, "x", "y")),
+    "bert-view": (Bert, lambda seed: random_rows(seed, "x")),
+    "bert-chunk": (lambda: Bert(by="chunk"), lambda seed: random_rows(seed, "x")),
+    "gpt2": (tiny_gpt2, random_tokens),
+    "llama": (tiny_llama, random_tokens),
+}
+MODELS = tuple(_MODELS)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A captured model and how to draw batches for it."""
+
+    analysis: Analysis
+    batch: Callable[[int], dict[str, Tensor]]
+
+
+@lru_cache
+def model_case(name: str) -> Case:
+    """The analysis of one of `MODELS`."""
+    make_model, batch = _MODELS[name]
+    program = captured(make_model(), batch(0), precision="fp64")
+    return Case(Analysis.of(program), batch)
+
+
+@lru_cache
+def abstract_cost(sizes: tuple[int, ...], device: Device | None = None) -> CostModel:
+    """Unit links and one flop per second: every time is a count."""
+    device = device or Device(1.0, 1e30, 1e15, 0.0)
+    links = (Link(1.0, 1.0),) * len(sizes)
+    return CostModel(LogicalMesh(sizes, AXIS_NAMES[len(sizes)], links, device), torch.float64)
+
+
+@lru_cache
+def free_problem(model: str, sizes: tuple[int, ...], n_microbatches: int) -> IntraOpProblem:
+    """Every choice the planner has for a model."""
+    analysis, cost = model_case(model).analysis, abstract_cost(sizes)
+    return intra_op_problem(analysis, cost, n_microbatches, Constraints(), "adamw")
+
+
+def random_strategy(
+    analysis: Analysis, problem: IntraOpProblem, n_microbatches: int, rng: random.Random
+) -> Strategy:
+    """A legal assignment; in every second one the operators of a group part company too."""
+    together = rng.random() < 0.5
+    operators: dict[str, OperatorStrategy] = {}
+    for candidates in problem.candidates:
+        shared = rng.randrange(len(candidates))
+        for item in candidates.group.members:
+            choice = shared if together else rng.randrange(len(candidates))
+            operators[item.name] = candidates.strategies(choice)[item.name]
+    storage = {
+        name: rng.choice(storages)
+        for name, storages in legal_storages(analysis, problem, operators).items()
+    }
+    return Strategy(
+        operators,
+        storage,
+        analysis.microbatch_types(n_microbatches).tensors,
+        analysis.batch.cells,
+        analysis.batch.size,
+        n_microbatches,
+    )
+
+
+def legal_storages(
+    analysis: Analysis, problem: IntraOpProblem, operators: Mapping[str, OperatorStrategy]
+) -> dict[str, list[Storage]]:
+    """How each parameter may be kept where operators use it as they do."""
+    uses: dict[str, list[Spec]] = {name: [] for name in problem.storages}
+    for operator in analysis.operators:
+        for value, spec in zip(operator.inputs, operators[operator.name].inputs, strict=True):
+            if value in uses:
+                uses[value].append(spec)
+    return {
+        name: [s for s in storages if _is_sensible(s, uses[name])]
+        for name, storages in problem.storages.items()
+    }
+
+
+def _is_sensible(storage: Storage, uses: list[Spec]) -> bool:
+    """ZeRO-2 and ZeRO-3 need something to gather, for every use."""
+    return storage.period == "step" or all(
+        any(
+            kept.is_shard and used.kind in ("R", "I")
+            for kept, used in zip(storage.spec.placements, use.placements, strict=True)
+        )
+        for use in uses
+    )
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step on thread ranks.
+
+    `errors` by the parity law: of "loss", and of the gradient of every parameter, by name.
+    `calls` are the collectives rank 0 executed, `foretold` those read off its program.
+    """
+
+    errors: Mapping[str, float]
+    calls: tuple[CollectiveCall, ...]
+    foretold: tuple[CollectiveCall, ...]
+
+    @property
+    def wrong(self) -> dict[str, float]:
+        """Errors above the tolerance; NaN is one."""
+        return {name: error for name, error in self.errors.items() if not error <= TOLERANCE}
+
+
+def thread_step(
+    analysis: Analysis, cost: CostModel, strategy: Strategy, batch: Batch, seed: int
+) -> Step:
+    """Lower, emit and run one step of a strategy, and compare it with one process.
+
+    Parameters are drawn from `seed`. Ranks that should agree and do not are an error too.
+    """
+    stage = lower(analysis, strategy, cost)
+    errors, calls = pipeline_step(analysis.program, Pipeline.single(stage, cost.mesh), batch, seed)
+    return Step(errors, calls[0], foretold_calls(stage))
+
+
+def foretold_calls(stage: StageProgram) -> tuple[CollectiveCall, ...]:
+    """The collectives read off a stage's program."""
+    names = stage.axis_names
+    return tuple(
+        CollectiveCall(c.kind, tuple(names[a] for a in c.axes), c.size_bytes, c.phase)
+        for c in step_calls(stage)
+    )
+
+
+def thread_errors(
+    analysis: Analysis, cost: CostModel, strategy: Strategy, batch: Batch, seed: int
+) -> Mapping[str, float]:
+    """`Step.errors` of `thread_step`."""
+    return thread_step(analysis, cost, strategy, batch, seed).errors
+
+
+def thread_parity(
+    analysis: Analysis, cost: CostModel, strategy: Strategy, batch: Batch, seed: int
+) -> float:
+    """The worst of `thread_errors`."""
+    return max(thread_errors(analysis, cost, strategy, batch, seed).values())
+
+
+@pytest.fixture(autouse=True)
+def generated_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Generated programs go to the test's own folder (import this fixture to use it)."""
+    monkeypatch.setenv("AUTOPAR_CODE_DIR", str(tmp_path))
+    return tmp_path

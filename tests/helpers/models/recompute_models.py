@@ -1,0 +1,71 @@
+"""A model of blocks with dropout, and plans with recompute that are not planned anew.
+
+Apart from its tests: golden programs name its lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar import Plan
+from autopar.options import Recompute
+from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.analysis.recompute import recomputed_operators
+from autopar.passes.lowering.replaying import stage_record
+from autopar.planning.binding import Bound
+from autopar.planning.inputs import mesh_of
+from autopar.program.strategy import Recomputed
+from tests.helpers.jobs import WIDTH
+
+
+class Blocks(nn.Module):
+    """Blocks of a norm, a product that is reduced, and what keeps nothing after it."""
+
+    def __init__(self, norm: Callable[[int], nn.Module] = nn.LayerNorm, n_blocks: int = 2) -> None:
+        super().__init__()
+        self.into = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(norm) for _ in range(n_blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.into(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.pow(2).mean()
+
+
+class Block(nn.Module):
+    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.norm = norm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.1, self.training)
+
+
+def _within(part: Analysis, wanted: Sequence[Recomputed]) -> tuple[Recomputed, ...]:
+    """What of it one stage has."""
+    own = {operator.name for operator in part.operators}
+    found = (Recomputed(item.mode, tuple(n for n in item.operators if n in own)) for item in wanted)
+    return tuple(item for item in found if item.operators)
+
+
+def recomputing(plan: Plan, mode: Recompute) -> Plan:
+    """A plan without recompute, and its blocks recomputed: placements that do not know of it."""
+    assert plan.bound is not None
+    analysis, mesh = plan.bound.analysis, mesh_of(plan.data.mesh)
+    wanted = recomputed_operators(analysis, mode)
+    stages = tuple(
+        replace(s, strategy=replace(s.strategy, recomputed=_within(s.analysis, wanted)))
+        for s in plan.bound.stages
+    )
+    records = tuple(
+        stage_record(s.analysis, s.strategy, s.cost.mesh, record.mesh_shape)
+        for s, record in zip(stages, plan.data.stages, strict=True)
+    )
+    data = replace(plan.data, stages=records)
+    return Plan(data, Bound(data, analysis, mesh, stages))

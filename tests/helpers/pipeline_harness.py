@@ -1,0 +1,137 @@
+"""Pipelines of captured models, with random legal assignments of every stage.
+
+random_pipeline    cut at `ends`, each stage on a mesh of its own, random placements inside
+                   and at the boundaries
+ends_before        cuts named by modules
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from autopar.cost.laws.model import CostModel
+from autopar.mesh import Device, Link, LogicalMesh
+from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.analysis.boundaries import boundary_specs
+from autopar.passes.analysis.cutting import cut
+from autopar.passes.intra.constraints import Constraints
+from autopar.passes.intra.intra_op import intra_op_problem
+from autopar.passes.intra.problem import IntraOpProblem
+from autopar.passes.lowering.lines import lower
+from autopar.program.pipeline import Pipeline
+from autopar.program.program import Program
+from autopar.program.stage_program import StageProgram
+from autopar.program.strategy import Period, Strategy
+from autopar.schedule import ORDERS, forward_only
+from autopar.verifier.stage import verify_program
+from tests.helpers.harness import legal_storages, random_strategy
+
+Shapes = Sequence[tuple[int, ...]]
+# One flop per second and no bandwidth limit: every time is a count.
+DEVICE = Device(1.0, 1e30, 1e15, 0.0)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a pipeline is laid out: one mesh shape per stage, the order of work, microbatches."""
+
+    shapes: Shapes
+    n_microbatches: int
+    order: str = "1f1b"
+
+    @property
+    def n_stages(self) -> int:
+        return len(self.shapes)
+
+
+def stage_meshes(shapes: Shapes) -> tuple[LogicalMesh, ...]:
+    """(dp, tp) meshes of consecutive ranks."""
+    meshes, first = [], 0
+    for shape in shapes:
+        links = (Link(1.0, 1.0),) * len(shape)
+        meshes.append(LogicalMesh(shape, ("dp", "tp"), links, DEVICE, first))
+        first += meshes[-1].n_ranks
+    return tuple(meshes)
+
+
+def random_pipeline(
+    analysis: Analysis,
+    ends: Sequence[int],
+    layout: Layout,
+    rng: random.Random,
+    with_outputs: bool = False,
+    period: Period | None = None,
+) -> Pipeline:
+    """A legal assignment of every stage; `period` for every parameter that may have it.
+
+    A program captured for evaluation runs forward only.
+    """
+    meshes = stage_meshes(layout.shapes)
+    parts = [analysis.part(program) for program in cut(analysis.program, ends, with_outputs)]
+    stages = [
+        _random_stage(part, mesh, layout.n_microbatches, rng, with_outputs, period)
+        for part, mesh in zip(parts, meshes, strict=True)
+    ]
+    order = ORDERS[layout.order] if analysis.program.training else forward_only
+    return Pipeline.of(stages, meshes, order)
+
+
+def _random_stage(
+    part: Analysis,
+    mesh: LogicalMesh,
+    n_microbatches: int,
+    rng: random.Random,
+    with_outputs: bool,
+    period: Period | None,
+) -> StageProgram:
+    cost = CostModel(mesh, torch.float64)
+    problem = intra_op_problem(part, cost, n_microbatches, Constraints(), "adamw")
+    strategy = random_strategy(part, problem, n_microbatches, rng)
+    program = part.program
+    strategy = replace(
+        strategy,
+        received={
+            v: rng.choice(boundary_specs(strategy.types[v], mesh.sizes, "received"))
+            for v in program.received
+        },
+        sent={
+            v: rng.choice(boundary_specs(strategy.types[v], mesh.sizes, "sent"))
+            for v in program.sent
+        },
+    )
+    if period is not None:
+        strategy = _with_period(part, problem, strategy, period, rng)
+    stage = lower(part, strategy, cost, with_outputs and bool(program.outputs))
+    verify_program(stage)
+    return stage
+
+
+def _with_period(
+    part: Analysis, problem: IntraOpProblem, strategy: Strategy, period: Period, rng: random.Random
+) -> Strategy:
+    storage = dict(strategy.storage)
+    for name, legal in legal_storages(part, problem, strategy.operators).items():
+        if wanted := [s for s in legal if s.period == period]:
+            storage[name] = rng.choice(wanted)
+    return replace(strategy, storage=storage)
+
+
+def ends_before(program: Program, *modules: str) -> list[int]:
+    """Cuts before the first operator of each of `modules`, in order."""
+    operators = list(program.operators)
+    owners = [program.keys[node.name].rpartition("/")[0] for node in operators]
+    firsts = [
+        next(i for i, owner in enumerate(owners) if f"{owner}.".startswith(f"{module}."))
+        for module in modules
+    ]
+    return [*firsts, len(operators)]
+
+
+def random_ends(program: Program, n_stages: int, rng: random.Random) -> list[int]:
+    """Cuts anywhere."""
+    n = len(list(program.operators))
+    return [*sorted(rng.sample(range(1, n), n_stages - 1)), n]

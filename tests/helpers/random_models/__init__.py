@@ -1,0 +1,1 @@
+"""Random models: their steps, drawn and built."""

@@ -1,0 +1,1 @@
+"""Sample calls of every operator, fixed and drawn."""

@@ -1,0 +1,1 @@
+"""Sharded training against one process."""

@@ -1,0 +1,249 @@
+"""Batch norms, an average and a count through the public calls, on two real processes.
+
+Training, evaluation afterwards, state out and in, and checkpoints onto another layout equal one
+process in float64 to 1e-10; buffers are state as parameters are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar
+from autopar.capture import capture, reference_step, whole_buffers
+from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.state.names import StateError
+from tests.helpers.jobs import (
+    Batch,
+    Case,
+    Trained,
+    error,
+    errors,
+    machine,
+    train_alone,
+    train_module,
+)
+from tests.helpers.ranks import TOLERANCE
+
+Pool = Callable[[int], WorkerPool]
+ROWS, CHANNELS, CLASSES = 8, 4, 4
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+class Block(nn.Module):
+    """Convolutions and batch norms beside a shortcut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(CHANNELS, momentum=0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x + self.norm(self.conv(x)))
+
+
+class Net(nn.Module):
+    """Two blocks and a head on centred features; it counts its calls in training."""
+
+    calls: Tensor
+    centre: Tensor
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(), Block()
+        self.head = nn.Linear(CHANNELS, CLASSES)
+        self.register_buffer("centre", torch.zeros(CHANNELS))
+        self.register_buffer("scale", torch.full((CHANNELS,), 2.0))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long), persistent=False)
+
+    def forward(self, image: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.second(self.first(image)).mean((2, 3))
+        if self.training:
+            with torch.no_grad():
+                self.calls += 1
+                self.centre.lerp_(features.mean(0), 0.1)
+        scores = self.head((features - self.centre) * self.scale)
+        return F.cross_entropy(scores, label), scores
+
+
+def images(seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    image = torch.randn(ROWS, CHANNELS, 4, 4, generator=generator)
+    return {"image": image, "label": torch.randint(CLASSES, (ROWS,), generator=generator)}
+
+
+CASE = Case(Net, images)
+CHANGED = {f"{block}.norm.{kind}" for block in ("first", "second") for kind in STATISTICS}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "tensor": {"forbid": ("data",)},
+    "stages": {"stages": [(["first"], (1, 1)), (["second", "head"], (1, 1))]},
+}
+
+
+def module_of(layout: str, model: nn.Module | None = None, **options: Any) -> Any:
+    shape = (2, 1) if layout == "stages" else (1, 2)
+    return autopar.parallelize(
+        model or CASE.model(), machine(shape), images(0), precision="fp64",
+        **LAYOUTS[layout], **options,
+    )  # fmt: skip
+
+
+class Found(NamedTuple):
+    """What one rank has after training; `scores` are those of an evaluated batch."""
+
+    trained: Trained
+    buffers: dict[str, Tensor]
+    scores: Tensor
+    state: dict[str, Tensor]
+
+
+def evaluated(module: Any) -> Tensor:
+    module.eval()
+    scores: Tensor = module(**images(9), gather="all")[1]
+    return scores
+
+
+def train(layout: str, path: str) -> Found:
+    module = module_of(layout)
+    trained = train_module(module, images)
+    autopar.save(module, None, path)
+    buffers = {name: b.clone() for name, b in module.named_buffers()}
+    return Found(trained, buffers, evaluated(module), module.full_state_dict())
+
+
+def restore(layout: str, path: str, how: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """Into a fresh module on another layout: scores and full state."""
+    if how == "weights":
+        module = module_of(layout, weights=path)
+    else:
+        module = module_of(layout)
+        source = module_of(layout, weights=path)
+        if how == "load":
+            autopar.load(module, None, path)
+        elif how == "full state":
+            module.load_state_dict(source.full_state_dict())
+        else:
+            module.load_state_dict(source.state_dict())
+    return evaluated(module), module.full_state_dict()
+
+
+@lru_cache
+def alone() -> tuple[Trained, dict[str, Tensor], Tensor]:
+    """One process: the trained state, all buffers, and scores of an evaluated batch."""
+    trained, model = train_alone(CASE), CASE.model().double()
+    model.load_state_dict(model.state_dict() | trained.values)
+    model.eval()
+    buffers = dict(model.named_buffers()) | {"calls": torch.tensor(3)}
+    batch = images(9)
+    return trained, buffers, model(batch["image"].double(), batch["label"])[1].detach()
+
+
+def off(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
+    each = {name: error(value, wanted[name]) for name, value in found.items()}
+    return {name: e for name, e in each.items() if not e <= TOLERANCE}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(workers: Pool, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What a pipeline of two stages saved."""
+    path = str(tmp_path_factory.mktemp("saved") / "stages")
+    workers(2).run(train, "stages", path)
+    return path
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_and_evaluation_equal_one_process(
+    workers: Pool, tmp_path: Path, layout: str
+) -> None:
+    trained, buffers, scores = alone()
+    ranks = workers(2).run(train, layout, str(tmp_path / "saved"))
+    found = errors([r.trained for r in ranks], trained)
+    assert {name: e for name, e in found.items() if not e <= TOLERANCE} == {}
+    assert CHANGED | {"centre", "scale"} <= ranks[0].trained.values.keys()
+    assert "calls" not in ranks[0].trained.values
+    for rank in ranks:
+        assert off(rank.buffers, buffers) == {}
+        assert error(rank.scores, scores) <= TOLERANCE
+    held = [rank.buffers.keys() for rank in ranks]
+    assert held[0] | held[1] == buffers.keys()
+    assert off(ranks[0].state, ranks[0].trained.values) == {}  # evaluation changes nothing
+    if layout == "stages":
+        assert not {n for n in held[0] if n.startswith("second")}
+        assert not {n for n in held[1] if n.startswith("first")}
+
+
+@pytest.mark.parametrize("how", ["load", "weights", "full state", "own state"])
+def test_buffers_are_loaded_onto_another_layout(workers: Pool, checkpoint: str, how: str) -> None:
+    trained, _, scores = alone()
+    ranks = workers(2).run(restore, "tensor", checkpoint, how)
+    assert all(error(found, scores) <= TOLERANCE for found, _ in ranks)
+    assert off(trained.values, ranks[0][1]) == {}
+
+
+def refused(path: str) -> list[str]:
+    module = module_of("stages")
+    whole = {n: v.double() for n, v in CASE.model().state_dict().items()}
+    messages = []
+    for change in (
+        {"first.norm.running_mean": None},
+        {"second.norm.running_var": torch.ones(CHANNELS + 1)},
+        {"scale": torch.zeros(CHANNELS)},
+    ):
+        given = {n: v for n, v in (whole | change).items() if v is not None}
+        with pytest.raises(StateError) as raised:
+            module.load_state_dict(given)
+        messages.append(str(raised.value))
+    return messages
+
+
+def test_state_that_does_not_fit_is_refused_on_every_rank(workers: Pool, tmp_path: Path) -> None:
+    for missing, shaped, constant in workers(2).run(refused, str(tmp_path)):
+        assert "missing" in missing and "first.norm.running_mean" in missing
+        assert "second.norm.running_var: (5,)" in shaped
+        assert "buffer `scale`" in constant
+
+
+class Unlike(Net):
+    """It changes a buffer where it is evaluated, and not in training."""
+
+    def forward(self, image: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.training:
+            self.scale.mul_(2)
+        return super().forward(image, label)
+
+
+def test_a_buffer_that_only_evaluation_changes_is_refused() -> None:
+    module = autopar.parallelize(Unlike(), machine((1, 1)), images(0), precision="fp64")
+    module.eval()
+    with pytest.raises(autopar.NotSupportedError, match="`scale` changes here"):
+        module(**images(0))
+
+
+def test_verify_compares_buffers() -> None:
+    report = autopar.verify(CASE.model(), machine((1, 2)), images(0), precision="fp64")
+    assert report.ok, report.text()
+    assert CHANGED | {"centre", "calls"} <= report.errors.keys()
+
+
+def test_a_world_of_one_keeps_the_tensors_that_others_hold() -> None:
+    model = CASE.model()
+    module = autopar.parallelize(model, machine((1, 1)), images(0), precision="fp64")
+    held = dict(module.named_buffers())
+    program = capture(model, images(0), precision="fp64")
+    buffers = whole_buffers(program, model)
+    for step in range(2):
+        module.step(**images(step))
+        values = {n: p.detach() for n, p in module.named_parameters()}
+        reference_step(program, values, images(step), buffers)
+    assert all(held[name] is buffer for name, buffer in module.named_buffers())
+    assert off(buffers, held) == {}
+    assert model.get_buffer("calls").item() == 0  # the user's model is left alone

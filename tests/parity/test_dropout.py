@@ -1,0 +1,269 @@
+"""Models that draw random numbers: the same step whatever the plan, another one at each step."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import autopar
+from autopar.capture import capture, reference_step
+from autopar.errors import MissingRuleError, NotSupportedError
+from autopar.operators.random import DROPOUT, Stream
+from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.analysis.folding import find_runs
+from autopar.passes.intra.constraints import Constraints
+from autopar.passes.intra.intra_op import intra_op_problem
+from autopar.program.strategy import Period
+from autopar.runtime.launch.processes import WorkerPool
+from tests.helpers.capture_harness import Module
+from tests.helpers.harness import abstract_cost, generated_code, random_strategy, thread_step
+from tests.helpers.jobs import Case, errors, tokens, train_alone
+from tests.helpers.models.dropout_models import (
+    BATCH,
+    Noisy,
+    P,
+    dropped_gpt2,
+    rows,
+    train_gpt2,
+    train_interrupted,
+)
+from tests.helpers.pipeline_harness import Layout, random_ends, random_pipeline
+from tests.helpers.ranks import TOLERANCE, pipeline_step
+
+__all__ = ["generated_code"]
+
+
+@lru_cache
+def noisy() -> Analysis:
+    torch.manual_seed(0)
+    return Analysis.of(capture(Noisy(), rows(0), precision="fp64"))
+
+
+# -- plans -------------------------------------------------------------------------------------
+
+
+def test_rows_of_masks_are_rows_of_the_batch() -> None:
+    """Vectors of positions are of the batch where their dim is, though others are as long."""
+    analysis = noisy()
+    assert analysis.batch.broken_at is None
+    cut = [name for name in analysis.program.constants if name in analysis.batch.cells]
+    assert 0 < len(cut) < len(analysis.program.constants)
+
+
+@pytest.mark.parametrize(("sizes", "n_microbatches"), [((2,), 2), ((4,), 1), ((2, 2), 4)])
+@pytest.mark.parametrize("seed", range(3))
+def test_any_placement(sizes: tuple[int, ...], n_microbatches: int, seed: int) -> None:
+    """Random legal assignments compute what one process does, to the parity law."""
+    analysis, cost = noisy(), abstract_cost(sizes)
+    problem = intra_op_problem(analysis, cost, n_microbatches, Constraints(), "adamw")
+    rng = random.Random(f"{sizes} {n_microbatches} {seed}")
+    strategy = random_strategy(analysis, problem, n_microbatches, rng)
+    assert thread_step(analysis, cost, strategy, rows(seed), seed).wrong == {}
+
+
+@pytest.mark.parametrize("period", ["micro", "use"])
+@pytest.mark.parametrize("shapes", [((1, 2), (1, 2)), ((2, 1), (1, 1), (1, 1))])
+def test_any_pipeline(shapes: tuple[tuple[int, int], ...], period: Period) -> None:
+    """Stages of any cut, with ZeRO-2 and ZeRO-3."""
+    analysis, rng = noisy(), random.Random(f"{shapes} {period}")
+    ends = random_ends(analysis.program, len(shapes), rng)
+    pipeline = random_pipeline(analysis, ends, Layout(shapes, 4), rng, period=period)
+    found, _ = pipeline_step(analysis.program, pipeline, rows(1), 1)
+    assert {name: e for name, e in found.items() if not e <= TOLERANCE} == {}
+
+
+def test_equal_positions_are_delivered_once() -> None:
+    """GPT-2 has a dropout at 7 places here, of tensors of 3 and 4 dims, and 5 vectors."""
+    plan = autopar.plan(dropped_gpt2(), (1, 1), tokens(0), microbatches=2)
+    assert plan.bound is not None
+    delivered = [d for d in plan.bound.pipeline.stages[0].delivered if d.source.startswith("pos")]
+    assert len(plan.bound.analysis.program.constants) > 20
+    lengths = [(d.local.shape, d.batch_cell) for d in delivered]
+    assert len(set(lengths)) == len(lengths) <= 5
+
+
+def test_layers_with_dropout_are_alike() -> None:
+    """Each draws its own bits; the joint search plans one of them all the same."""
+    model = dropped_gpt2(6)
+    (run,) = find_runs(Analysis.of(capture(model, tokens(0), precision="fp64")))
+    assert run.count == 6
+
+
+# -- what is drawn -----------------------------------------------------------------------------
+
+
+def drawn(body: Callable[[Tensor], Any], seed: int = 0, x: Tensor | None = None) -> Any:
+    """What a function makes of an input, ones by default, in the captured program."""
+    model = Module(lambda self, x: body(x))
+    x = torch.ones(BATCH, 8, 512) if x is None else x
+    program = capture(model, (x,), training=False)
+    _, outputs = reference_step(program, dict(model.named_parameters()), {"0": x}, seed=seed)
+    return outputs
+
+
+def share_of_zeros(y: Tensor) -> float:
+    return (y == 0).double().mean().item()
+
+
+def test_dropout_scales_what_it_keeps() -> None:
+    y = drawn(lambda x: F.dropout(x, P))
+    assert abs(share_of_zeros(y) - P) < 0.01
+    assert set(y.unique().tolist()) == {0.0, torch.tensor(1 / (1 - P)).item()}
+
+
+def test_masks_differ_between_steps_layers_and_rows() -> None:
+    def body(x: Tensor) -> tuple[Tensor, Tensor]:
+        return F.dropout(x, 0.5), F.dropout(x, 0.5)
+
+    stream, later = Stream(3), Stream(3, 1)
+    one, other = drawn(body, stream.seed)
+    masks = [one, other, *drawn(body, later.seed), one.roll(1, 0), one.roll(1, 1)]
+    for a, b in itertools.combinations([m != 0 for m in masks], 2):
+        assert abs((a == b).double().mean() - 0.5) < 0.01
+    assert torch.equal(one, drawn(body, stream.seed)[0])
+
+
+@pytest.mark.parametrize("p", [0.0, 1.0])
+def test_nothing_or_all(p: float) -> None:
+    y = drawn(lambda x: F.dropout(x, p))
+    assert share_of_zeros(y) == p
+
+
+def test_whole_channels() -> None:
+    y = drawn(lambda x: F.dropout1d(x, P))
+    assert torch.equal(y, y[..., :1].expand_as(y)) and 0 < share_of_zeros(y) < 0.6
+
+
+def test_alpha_dropout_keeps_mean_and_variance() -> None:
+    x = torch.randn(BATCH, 8, 512, generator=torch.Generator().manual_seed(0))
+    elements = drawn(lambda x: F.alpha_dropout(x, P, True), x=x)
+    channels = drawn(lambda x: F.feature_alpha_dropout(x, P, True), x=x)
+    for y, n in ((elements, x.numel()), (channels, x.shape[:2].numel())):
+        assert abs(y.mean()) < 5 / n**0.5 and abs(y.var() - 1) < 20 / n**0.5
+
+
+def test_noise_has_the_moments_it_is_asked_for() -> None:
+    """(mean, variance) of 2^16 numbers; randint is checked by its values."""
+    wanted: dict[str, tuple[Callable[[Tensor], Tensor], float, float]] = {
+        "rand_like": (torch.rand_like, 0.5, 1 / 12),
+        "rand": (lambda x: torch.rand(x.shape), 0.5, 1 / 12),
+        "uniform_": (lambda x: torch.empty_like(x).uniform_(2, 4), 3, 4 / 12),
+        "randn": (lambda x: torch.randn(x.shape), 0, 1),
+        "normal_": (lambda x: torch.empty_like(x).normal_(1, 3), 1, 9),
+        "normal": (lambda x: torch.normal(2 * x, 0.5), 2, 0.25),
+        "exponential_": (lambda x: torch.empty_like(x).exponential_(2), 0.5, 0.25),
+        "bernoulli": (lambda x: torch.bernoulli(x * 0.25), 0.25, 3 / 16),
+        "bernoulli_": (lambda x: torch.empty_like(x).bernoulli_(0.25), 0.25, 3 / 16),
+        "randint": (lambda x: torch.randint_like(x, 6), 2.5, 35 / 12),
+    }
+    for name, (draw, mean, variance) in wanted.items():
+        y = drawn(draw).double()
+        sigma = math.sqrt(variance)
+        assert abs(y.mean() - mean) < 5 * sigma / 256, name
+        assert abs(y.var() / variance - 1) < 0.05, name
+
+
+def test_integers() -> None:
+    y = drawn(lambda x: x * torch.randint(-2, 3, x.shape))
+    assert set(y.unique().tolist()) == {-2.0, -1.0, 0.0, 1.0, 2.0}
+    order = drawn(lambda x: (x.sum(), torch.randperm(64)))[1]
+    assert sorted(order.tolist()) == list(range(64)) != order.tolist()
+
+
+def test_a_scalar_and_rrelu() -> None:
+    assert 0 < drawn(lambda x: x[0, 0, 0] * torch.rand([])).item() < 1
+    y = -drawn(lambda x: F.rrelu(-x, 0.2, 0.4, training=True))
+    assert 0.2 <= y.min() < 0.21 and 0.39 < y.max() <= 0.4
+
+
+def test_evaluation_draws_nothing() -> None:
+    program = capture(dropped_gpt2(), {"input_ids": tokens(0)["input_ids"]}, training=False)
+    assert program.seed is None and DROPOUT not in [n.target for n in program.operators]
+
+
+def test_what_cannot_be_drawn_is_refused() -> None:
+    mine = torch.Generator()
+    with pytest.raises(NotSupportedError, match="object that is not a tensor"):
+        drawn(lambda x: x * torch.rand(x.shape, generator=mine))
+    with pytest.raises(MissingRuleError, match="multinomial"):
+        autopar.plan(
+            Module(lambda self, x: (self.linear(x) * torch.multinomial(x, 4)).sum()),
+            (1, 2), (torch.rand(2, 4),),
+        )  # fmt: skip
+
+
+# -- attention ---------------------------------------------------------------------------------
+
+NEVER = 1e-300  # a probability that drops nothing
+MASKS: dict[str, Callable[[], dict[str, Any]]] = {
+    "none": dict,
+    "causal": lambda: {"is_causal": True},
+    "scale": lambda: {"scale": 0.7},
+    "bool": lambda: {"attn_mask": torch.rand(3, 1, 5, 6) < 0.5},
+    "row that sees nothing": lambda: {"attn_mask": torch.arange(5)[:, None] != torch.zeros(1, 6)},
+    "added": lambda: {"attn_mask": torch.randn(4, 5, 6, dtype=torch.float64)},
+    "grouped": lambda: {"enable_gqa": True},
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_attention_by_parts_is_attention(name: str) -> None:
+    """With a probability that drops nothing, values and gradients are the fused operator's."""
+    torch.manual_seed(0)
+    options, heads = MASKS[name](), 2 if name == "grouped" else 4
+    q = torch.randn(3, 4, 5, 8, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(3, heads, 6, n, dtype=torch.float64, requires_grad=True) for n in (8, 7))
+    wanted = F.scaled_dot_product_attention(q, k, v, **options)
+
+    class Attention(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v = (torch.nn.Parameter(t.detach()) for t in (q, k, v))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * F.scaled_dot_product_attention(
+                self.q, self.k, self.v, dropout_p=NEVER, **options
+            )
+
+    x = torch.randn(wanted.shape, dtype=torch.float64)
+    model = Attention()
+    program = capture(model, (x,), loss_fn=lambda outputs, batch: outputs.sum())
+    assert DROPOUT in [n.target for n in program.operators]
+    loss, _ = reference_step(program, dict(model.named_parameters()), {"0": x})
+    assert loss is not None
+    loss.backward()
+    (wanted * x).sum().backward()
+    torch.testing.assert_close(loss, (wanted * x).sum(), rtol=1e-12, atol=1e-12)
+    for mine, theirs in zip(model.parameters(), (q, k, v), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-12)
+
+
+# -- by the public call, on processes ----------------------------------------------------------
+
+
+@pytest.fixture
+def pool2(workers: Callable[[int], WorkerPool]) -> WorkerPool:
+    return workers(2)
+
+
+def test_gpt2_with_its_own_dropout(pool2: WorkerPool) -> None:
+    """Three tensor-parallel steps on two processes are those of one, gradients and all."""
+    found = pool2.run(train_gpt2)
+    wrong = errors(found, train_alone(Case(dropped_gpt2, tokens)))
+    assert {name: e for name, e in wrong.items() if not e <= TOLERANCE} == {}
+    assert len(set(found[0].losses)) == len(found[0].losses)
+
+
+def test_a_resumed_run_draws_what_it_would_have(pool2: WorkerPool, tmp_path: Any) -> None:
+    """Though the module that goes on was made under another seed."""
+    for straight, resumed in pool2.run(train_interrupted, 5, str(tmp_path / "checkpoint")):
+        assert straight == resumed

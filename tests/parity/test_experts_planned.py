@@ -1,0 +1,235 @@
+"""Mixtures of experts on several ranks: any legal placement is right, and what is planned.
+
+On an abstract machine (unit links, one flop per second), by shapes and by what is forbidden:
+
+    many small experts, 8 ranks     rows go to the rank of their expert and back
+    rows whole, odd features        ranks compute their own experts' rows, summed
+    experts as a dim of einsums     an all_to_all from rows sharded to experts sharded, and back
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.capture import capture
+from autopar.cost.laws.model import CostModel
+from autopar.errors import NotSupportedError
+from autopar.mesh import Device, Link, LogicalMesh
+from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.intra.chooser import PlacementRequest, choose
+from autopar.passes.intra.constraints import AxisPin, Constraints
+from autopar.passes.intra.intra_op import intra_op_problem
+from autopar.passes.lowering.lines import lower
+from autopar.placement.spec import S
+from autopar.program.collective import step_calls
+from autopar.program.stage_program import StageProgram
+from autopar.program.strategy import Strategy
+from tests.helpers.harness import (
+    Case,
+    abstract_cost,
+    generated_code,
+    random_strategy,
+    random_tokens,
+    thread_step,
+)
+from tests.helpers.models.moe_models import moe_case, moe_model
+from tests.parity.zoo.entries import HIDDEN, ROWS, SEQUENCE
+from tests.parity.zoo.plain import GatedExperts
+
+__all__ = ["generated_code"]
+
+NO_ZERO = frozenset({"zero1", "zero2", "zero3"})
+FREE = Constraints()
+EXCHANGE, OWN_ROWS = "expert_exchange_linear", "expert_parallel_linear"
+
+
+def on_axis(case: Case, axis: int) -> Constraints:
+    """The experts' matrices are used sharded by experts on one axis."""
+    parameters = case.analysis.program.parameters
+    pin = (AxisPin(None, S(0), axis),)
+    return Constraints(pins={n: pin for n, p in parameters.items() if len(p.shape) == 3})
+
+
+def random_step(
+    case: Case, sizes: tuple[int, ...], n_microbatches: int, seed: int,
+    constraints: Constraints = FREE,
+) -> set[str]:  # fmt: skip
+    """A random legal assignment agrees with one process; what was lowered in it."""
+    cost = abstract_cost(sizes)
+    problem = intra_op_problem(case.analysis, cost, n_microbatches, constraints, "adamw")
+    rng = random.Random(f"{sizes} {n_microbatches} {seed}")
+    strategy = random_strategy(case.analysis, problem, n_microbatches, rng)
+    step = thread_step(case.analysis, cost, strategy, case.batch(seed), seed)
+    assert step.wrong == {}
+    assert Counter(step.calls) == Counter(step.foretold)
+    return lowered(strategy)
+
+
+def lowered(strategy: Strategy) -> set[str]:
+    return {o.lowered.function for o in strategy.operators.values() if o.lowered}
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_any_placement_of_experts_is_right(family: str) -> None:
+    case, found = moe_case(family), set[str]()
+    for seed in range(2):
+        found |= random_step(case, (2,), 2, seed, on_axis(case, 0))
+    assert found >= {EXCHANGE, OWN_ROWS}
+    random_step(case, (4,), 1, 0)
+
+
+def test_any_placement_on_two_axes_is_right() -> None:
+    random_step(moe_case("mixtral"), (2, 2), 2, 0, on_axis(moe_case("mixtral"), 1))
+
+
+def test_a_balancing_loss_is_exact_in_one_microbatch() -> None:
+    """It is a product of means over the batch: partial sums are exact, a sum over rows is not."""
+    model = moe_model("mixtral", output_router_logits=True)
+    case = Case(Analysis.of(capture(model, random_tokens(0), precision="fp64")), random_tokens)
+    random_step(case, (2,), 1, 0)
+    with pytest.raises(NotSupportedError, match="not a sum or mean over rows"):
+        case.analysis.batch.check_divides(2)
+
+
+class Experts(nn.Module):
+    """A layer, and two products by top-2 experts beside it, under a loss."""
+
+    def __init__(self, width: int, inner: int, n_experts: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width, bias=False)
+        self.router = nn.Linear(width, n_experts, bias=False)
+        self.up = nn.Parameter(torch.randn(n_experts, inner, width))
+        self.down = nn.Parameter(torch.randn(n_experts, width, inner))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        gates, ids = self.router(x).softmax(-1).topk(2)
+        rows = x.repeat_interleave(2, dim=0)
+        inner = self.product(rows, self.up, ids.flatten()).relu()
+        out = self.product(inner, self.down, ids.flatten()) * gates.reshape(-1, 1)
+        return (x + out.view(len(x), 2, -1).sum(1)).pow(2).mean()
+
+    def product(self, rows: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+        return torch.bmm(weight[ids], rows.unsqueeze(-1)).squeeze(-1)
+
+
+class Gated(nn.Module):
+    """A layer, and experts as a dim of einsums, under a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(HIDDEN, HIDDEN)
+        self.experts = GatedExperts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts(self.first(x)).pow(2).mean()
+
+
+@dataclass(frozen=True)
+class Planned:
+    strategy: Strategy
+    program: StageProgram
+
+    def calls(self, word: str) -> Counter[tuple[str, str]]:
+        """(kind, phase) of the collectives of activations whose operator has `word` in its name."""
+        calls = (c for c in step_calls(self.program) if c.phase in ("forward", "backward"))
+        return Counter((c.kind, c.phase) for c in calls if word in c.tensor)
+
+    def uses(self, name: str) -> set[str]:
+        """How a parameter is used on the second axis."""
+        (parameter,) = (p for p in self.program.parameters if p.name == name)
+        return {str(use.local.spec.placements[1]) for use in parameter.uses}
+
+
+def plan(case: Case, n_ranks: int, *forbid: str, by: int | None = None) -> Planned:
+    """The optimum without ZeRO on n ranks, which computes what one process does.
+
+    `by` = 1: the experts' matrices must be sharded by experts.
+    """
+    device = Device(1, 1e30, 1e15, 0)
+    mesh = LogicalMesh((1, n_ranks), ("node", "device"), (Link(1, 1),) * 2, device)
+    cost = CostModel(mesh, torch.float64)
+    pins = on_axis(case, by).pins if by is not None else {}
+    limits = Constraints(NO_ZERO | set(forbid), pins=pins)
+    strategy = choose(case.analysis, PlacementRequest(cost, 1, limits), "adamw", None).strategy
+    step = thread_step(case.analysis, cost, strategy, case.batch(0), seed=0)
+    assert step.wrong == {}
+    assert Counter(step.calls) == Counter(step.foretold)
+    return Planned(strategy, lower(case.analysis, strategy, cost))
+
+
+def case_of(model: nn.Module, *shape: int) -> Case:
+    """A model of one input."""
+    x = torch.randn(shape, dtype=torch.float64)
+    analysis = Analysis.of(capture(model.double(), (x,)))
+    (name,) = (info.path for info in analysis.program.inputs.values())
+    return Case(analysis, lambda seed: {name: x})
+
+
+@lru_cache
+def few_experts() -> Case:
+    """3 and 9 features, which no number of ranks here divides."""
+    return case_of(Experts(9, 3, 8), 16, 9)
+
+
+@lru_cache
+def gated_experts() -> Case:
+    return case_of(Gated(), ROWS, SEQUENCE, HIDDEN)
+
+
+def test_many_small_experts_are_sent_their_rows() -> None:
+    """Both products exchange numbers, rows and results, and gradients of the last two."""
+    planned = plan(case_of(Experts(32, 8, 32), 64, 32), 8)
+    assert lowered(planned.strategy) == {EXCHANGE}
+    assert planned.uses("up") == planned.uses("down") == {"S(0)"}
+    assert planned.calls("expert_linear") == {
+        ("all_to_all", "forward"): 6, ("all_to_all", "backward"): 4,
+    }  # fmt: skip
+
+
+def test_experts_that_no_feature_divides_compute_their_own_rows() -> None:
+    planned = plan(few_experts(), 4, "data", "sequence")
+    assert OWN_ROWS in lowered(planned.strategy)
+    assert EXCHANGE not in lowered(planned.strategy)
+
+
+@pytest.mark.parametrize("n_ranks", [4, 8])
+def test_experts_are_whole_where_that_is_asked_for(n_ranks: int) -> None:
+    planned = plan(few_experts(), n_ranks, "expert")
+    assert lowered(planned.strategy) == set()
+    assert "S(0)" not in planned.uses("up") | planned.uses("down")
+
+
+def test_without_data_parallelism_the_matrices_are_sharded() -> None:
+    case = moe_case("mixtral")
+    cost = abstract_cost((2,), Device(1e-3, 1e30, 1e15, 0.0))
+    limits = Constraints(frozenset({"data", "sequence"}))
+    chosen = choose(case.analysis, PlacementRequest(cost, 1, limits), "adamw", None)
+    program = lower(case.analysis, chosen.strategy, cost)
+    matrices = [p for p in program.parameters if len(p.shape) == 3]
+    assert len(matrices) == 2
+    for parameter in matrices:
+        assert all(use.local.spec.placements[0].is_shard for use in parameter.uses), parameter
+
+
+def test_einsums_over_experts_are_reached_by_all_to_all() -> None:
+    """From tokens sharded to experts sharded and back, forward and backward."""
+    planned = plan(gated_experts(), 4, by=1)
+    assert planned.uses("experts.up") == planned.uses("experts.down") == {"S(0)"}
+    assert planned.calls("experts/einsum") == {
+        ("all_to_all", "forward"): 2, ("all_to_all", "backward"): 2,
+    }  # fmt: skip
+
+
+def test_experts_of_einsums_are_whole_where_that_is_asked_for() -> None:
+    free = plan(gated_experts(), 4, "data", "sequence")
+    whole = plan(gated_experts(), 4, "data", "sequence", "expert")
+    assert free.uses("experts.up") == free.uses("experts.down") == {"S(0)"}
+    assert "S(0)" not in whole.uses("experts.up") | whole.uses("experts.down")

@@ -1,0 +1,176 @@
+"""Chosen plans: they are what their recipe says, and compute what one process computes.
+
+Recipes are laid out as the planner does, on its abstract machine; "auto" is the free optimum
+on unit links.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+
+from autopar.passes.intra.chooser import PlacementRequest, choose
+from autopar.passes.intra.constraints import Constraints
+from autopar.passes.intra.recipe_machine import recipe_cost
+from autopar.passes.lowering.lines import lower
+from autopar.placement.moves import Move
+from autopar.placement.spec import I, R, Spec
+from autopar.program.stage_program import StageProgram
+from autopar.program.strategy import Period, Strategy
+from tests.helpers.harness import Case, abstract_cost, generated_code, model_case, thread_step
+
+__all__ = ["generated_code"]
+
+MODELS = ("mlp", "gpt2", "llama")
+# Meshes with numbers of microbatches: both, where both axes are there.
+PLACES = (((1, 2), 1), ((2, 2), 1), ((2, 2), 4), ((1, 4), 4))
+DATA, TENSOR = 0, 1
+RECIPES = {
+    "auto": Constraints(),
+    "megatron": Constraints(frozenset({"sequence"}), ("data", "tensor"), 0),
+    "sequence": Constraints(frozenset(), ("data", "tensor"), 0),
+    "ddp": Constraints(frozenset(), ("data", "data"), 0),
+    "zero-1": Constraints(frozenset(), ("data", "data"), 1),
+    "zero-2": Constraints(frozenset(), ("data", "data"), 2),
+    "zero-3": Constraints(frozenset(), ("data", "data"), 3),
+    "megatron zero-3": Constraints(frozenset({"sequence"}), ("data", "tensor"), 3),
+}
+PERIODS: dict[int, Period] = {1: "step", 2: "micro", 3: "use"}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A chosen plan and what its checks read."""
+
+    case: Case
+    sizes: tuple[int, ...]
+    strategy: Strategy
+    program: StageProgram
+
+    @property
+    def active(self) -> tuple[int, ...]:
+        return tuple(axis for axis, n in enumerate(self.sizes) if n > 1)
+
+    def uses(self, parameter: str) -> list[Spec]:
+        return [
+            spec
+            for operator in self.case.analysis.operators
+            for name, spec in zip(
+                operator.inputs, self.strategy.operators[operator.name].inputs, strict=True
+            )
+            if name == parameter
+        ]
+
+    @property
+    def reduce_scatters(self) -> list[Move]:
+        """Moves of activations that reduce_scatter, forward or backward."""
+        moves = [line.move for line in self.program.moves() if line.has_grad]
+        return [m for m in moves if "reduce_scatter" in (m.forward, m.backward)]
+
+    def is_batch_sharded(self, axis: int) -> bool:
+        """Does every model input come in shards of its rows?"""
+        return all(
+            item.batch_cell is not None
+            and item.local.spec.placements[axis].is_shard
+            and item.local.spec.placements[axis].cell == item.batch_cell
+            for item in self.program.delivered
+            if item.kind == "input"
+        )
+
+
+@cache
+def plan(model: str, sizes: tuple[int, ...], n_microbatches: int, recipe: str) -> Planned:
+    constraints, cost = RECIPES[recipe], abstract_cost(sizes)
+    pricing = recipe_cost(cost) if constraints.roles else cost
+    case = model_case(model)
+    chosen = choose(
+        case.analysis, PlacementRequest(pricing, n_microbatches, constraints), "adamw", None
+    )
+    program = lower(case.analysis, chosen.strategy, cost)
+    return Planned(case, sizes, chosen.strategy, program)
+
+
+def check_megatron(planned: Planned) -> None:
+    """Products use their weights sharded over tp and whole over dp; rows split over dp only."""
+    products = {
+        name
+        for name, info in planned.case.analysis.program.parameters.items()
+        if len(info.shape) == 2 and "embed" not in info.name and "wpe" not in info.name
+    }
+    assert products
+    for name in products:
+        for use in planned.uses(name):
+            assert not use.placements[DATA].is_shard, name
+    sharded = {n for n in products if any(u.placements[TENSOR].is_shard for u in planned.uses(n))}
+    assert sharded == products
+    if DATA in planned.active:
+        assert planned.is_batch_sharded(DATA)
+    assert not planned.is_batch_sharded(TENSOR)
+
+
+def check_sequence(planned: Planned) -> None:
+    """Norms run on shards over tp, and activations reduce_scatter there."""
+    assert planned.reduce_scatters
+    assert all(m.axes == (TENSOR,) for m in planned.reduce_scatters)
+    for operator in planned.case.analysis.operators:
+        if str(operator.call.op) in ("aten.layer_norm.default", "aten.rsqrt.default"):
+            rows = planned.strategy.operators[operator.name].inputs[0]
+            assert rows.placements[TENSOR].is_shard, operator.name
+
+
+def check_storage(planned: Planned, zero: int, axes: tuple[int, ...]) -> None:
+    """Whole in use on the data `axes`; stored whole too, or split there with its period."""
+    for name, storage in planned.strategy.storage.items():
+        kept = [storage.spec.placements[axis] for axis in axes]
+        assert all(not u.placements[a].is_shard for u in planned.uses(name) for a in axes), name
+        if zero == 0 or not axes:
+            assert all(p == I for p in kept), name
+        else:
+            assert all(p.is_shard for p in kept), name
+            assert storage.period == PERIODS[zero], name
+
+
+def check_data_parallel(planned: Planned, zero: int) -> None:
+    assert all(planned.is_batch_sharded(axis) for axis in planned.active)
+    check_storage(planned, zero, planned.active)
+    for name in planned.strategy.storage:
+        for use in planned.uses(name):
+            assert all(use.placements[axis] == R for axis in planned.active), name
+
+
+def check_recipe(planned: Planned, recipe: str) -> None:
+    constraints = RECIPES[recipe]
+    if constraints.roles == ("data", "data"):
+        check_data_parallel(planned, constraints.zero or 0)
+    elif constraints.roles:
+        check_megatron(planned)
+        if "sequence" not in constraints.forbid:
+            check_sequence(planned)
+        data = tuple(axis for axis in planned.active if axis == DATA)
+        check_storage(planned, constraints.zero or 0, data)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("sizes", "n_microbatches"), PLACES, ids=str)
+@pytest.mark.parametrize("model", MODELS)
+def test_plan(model: str, sizes: tuple[int, ...], n_microbatches: int, recipe: str) -> None:
+    """The plan is its recipe's, and right to 1e-10."""
+    planned = plan(model, sizes, n_microbatches, recipe)
+    check_recipe(planned, recipe)
+    case, cost = planned.case, abstract_cost(sizes)
+    step = thread_step(case.analysis, cost, planned.strategy, case.batch(3), 3)
+    assert step.wrong == {}
+    assert Counter(step.calls) == Counter(step.foretold)
+
+
+@pytest.mark.parametrize("recipe", [n for n, c in RECIPES.items() if "sequence" in c.forbid])
+@pytest.mark.parametrize(("sizes", "n_microbatches"), PLACES, ids=str)
+@pytest.mark.parametrize("model", MODELS)
+def test_forbidden_sequence(
+    model: str, sizes: tuple[int, ...], n_microbatches: int, recipe: str
+) -> None:
+    """`forbid="sequence"`: activations never reduce_scatter."""
+    assert plan(model, sizes, n_microbatches, recipe).reduce_scatters == []

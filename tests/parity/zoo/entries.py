@@ -1,0 +1,145 @@
+"""What an entry of the zoo is: a small model of one family, its batches, and what is known of it.
+
+Sizes divide over four ranks where a real model's would: hidden 64, 4 heads of which 2 hold keys,
+feed-forward 256, vocabulary 64, sequences of 8, batches of 8 rows, 4 experts. Weights are larger
+than activations, as in real models, so that splitting them is what pays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedConfig
+
+from tests.helpers.jobs import Batch, Case
+
+HIDDEN, HEADS, KV_HEADS, FFN, VOCABULARY = 64, 4, 2, 256, 64
+SEQUENCE, ROWS, EXPERTS, N_LAYERS, N_CLASSES = 8, 8, 4, 2, 4
+CHANNELS, IMAGE, PATCH = 3, 16, 4
+IGNORED = -100
+
+PLANS = ("auto", "tensor", "zero3")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One family.
+
+    microbatches   of a step; 1 where the loss is no sum over rows, and `why` says why
+    plans          that apply, of `PLANS`
+    options        of `parallelize`, for what cannot be inferred
+    listed         words of a cell's name -> why it cannot pass; a listed cell still runs
+    """
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[int], Batch]
+    microbatches: int = 2
+    why: str = ""
+    plans: tuple[str, ...] = PLANS
+    options: Mapping[str, Any] = field(default_factory=dict)
+    listed: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert (self.microbatches == 1) == bool(self.why), self
+        assert all(self.listed.values()), self
+
+    @property
+    def case(self) -> Case:
+        return Case(self.make, self.batch)
+
+    def reason(self, cell: str) -> str | None:
+        """Why this cell is listed as one that cannot pass; None where it must."""
+        found = (
+            why for words, why in self.listed.items() if set(words.split()) <= set(cell.split())
+        )
+        return next(found, None)
+
+
+def config(kind: str, **values: Any) -> PreTrainedConfig:
+    """A configuration of transformers without dropout, in it and in those it holds."""
+    return without_dropout(AutoConfig.for_model(kind, **values))
+
+
+def without_dropout(found: PreTrainedConfig) -> PreTrainedConfig:
+    """Set every probability of dropping anything (values, attention, layers, paths) to 0."""
+    for name, value in vars(found).items():
+        if isinstance(value, PreTrainedConfig):
+            without_dropout(value)
+        elif "drop" in name and isinstance(value, float):
+            setattr(found, name, 0.0)
+    return found
+
+
+# -- batches -------------------------------------------------------------------------------------
+
+
+def draw(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def ids(seed: int, n_ids: int = VOCABULARY) -> Tensor:
+    """Tokens that are no special ones: those are 0, 1 and 2."""
+    return torch.randint(3, n_ids, (ROWS, SEQUENCE), generator=draw(seed))
+
+
+def unevenly(labels: Tensor, seed: int) -> Tensor:
+    """Labels ignored, all of row 0 and more of the others the later: a mean is no mean of means."""
+    chance = torch.arange(len(labels))[:, None] / len(labels)
+    out = labels.masked_fill(torch.rand(labels.shape, generator=draw(seed)) < chance, IGNORED)
+    out[0] = IGNORED
+    return out
+
+
+def tokens(seed: int) -> Batch:
+    """Of a language model."""
+    found = ids(seed)
+    return {"input_ids": found, "labels": unevenly(found, seed)}
+
+
+def next_tokens(seed: int) -> Batch:
+    """Tokens, and as labels what follows them: of a model that does not shift them itself."""
+    found = ids(seed)
+    return {"input_ids": found, "labels": unevenly(found.roll(-1, 1), seed)}
+
+
+def padded(seed: int) -> Batch:
+    """Tokens of rows of unequal length, and the mask that says so."""
+    lengths = torch.arange(ROWS) % 3 + SEQUENCE - 2
+    mask = (torch.arange(SEQUENCE) < lengths[:, None]).long()
+    return {"input_ids": ids(seed) * mask, "attention_mask": mask}
+
+
+def masked(seed: int) -> Batch:
+    """Of a masked language model."""
+    batch = padded(seed)
+    labels = ids(seed + 1).masked_fill(batch["attention_mask"] == 0, IGNORED)
+    return batch | {"labels": unevenly(labels, seed)}
+
+
+def classes(seed: int) -> Tensor:
+    return torch.randint(0, N_CLASSES, (ROWS,), generator=draw(seed))
+
+
+def sentences(seed: int) -> Batch:
+    """Of a classifier of sentences."""
+    return padded(seed) | {"labels": classes(seed)}
+
+
+def pixels(seed: int) -> Tensor:
+    return torch.randn(ROWS, CHANNELS, IMAGE, IMAGE, generator=draw(seed))
+
+
+def images(seed: int) -> Batch:
+    """Of a classifier of images."""
+    return {"pixel_values": pixels(seed), "labels": classes(seed)}
+
+
+def states(seed: int, *names: str, rows_first: bool = True) -> Batch:
+    """Hidden states by name: (rows, sequence, hidden), or with the first two exchanged."""
+    shape = (ROWS, SEQUENCE) if rows_first else (SEQUENCE, ROWS)
+    generator = draw(seed)
+    return {name: torch.randn(*shape, HIDDEN, generator=generator) for name in names}

@@ -1,0 +1,1 @@
+"""Sharding rules: every strategy of every rule on shards, in one process."""

@@ -1,0 +1,275 @@
+"""Attention on shards: a causal query cut by rows, heads of grouped queries over two axes.
+
+The function on thread ranks beside torch's; what it keeps beside its formula; and plans that
+choose it, or the heads, with parity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+import autopar
+from autopar.capture import capture
+from autopar.cost.laws.model import CostModel
+from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.intra.chooser import PlacementRequest, choose
+from autopar.passes.intra.constraints import Constraints
+from autopar.passes.intra.intra_op import intra_op_problem
+from autopar.placement.moves import Split
+from autopar.program.strategy import OperatorStrategy, Strategy
+from autopar.rules.lowering import CAUSAL_ATTENTION
+from autopar.runtime.groups.calls import Recorder
+from autopar.runtime.groups.group import Group
+from autopar.runtime.launch.threads import ThreadWorld, run_threads
+from autopar.runtime.lowered import causal_attention
+from tests.helpers.harness import (
+    abstract_cost,
+    generated_code,
+    model_case,
+    random_strategy,
+    thread_step,
+)
+from tests.runtime.test_runtime_collectives import mesh_of, random
+
+__all__ = ["generated_code"]
+
+ATTENTION = "aten.scaled_dot_product_attention.default"
+
+
+def group(world: ThreadWorld) -> Group:
+    """All ranks, over two merged axes where there are four."""
+    mesh = mesh_of(2, 2) if world.n_ranks == 4 else mesh_of(world.n_ranks)
+    return world.make_groups(mesh)[mesh.active_axes]
+
+
+# -- the function --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_key_heads", [4, 2])
+@pytest.mark.parametrize("n_keys", [12, 8, 24])
+@pytest.mark.parametrize("n_ranks", [2, 3, 4])
+def test_rows_beside_torch(n_ranks: int, n_keys: int, n_key_heads: int) -> None:
+    q, upstream = random(0, 2, 4, 12, 4), random(3, 2, 4, 12, 4)
+    k, v = (random(i, 2, n_key_heads, n_keys, 4) for i in (1, 2))
+    whole_q, whole_k, whole_v = (t.clone().requires_grad_() for t in (q, k, v))
+    grouped = n_key_heads < 4
+    expected = F.scaled_dot_product_attention(
+        whole_q, whole_k, whole_v, is_causal=True, enable_gqa=grouped
+    )
+    expected.backward(upstream)
+    assert whole_q.grad is not None
+    of_rows = whole_q.grad
+
+    def work(world: ThreadWorld) -> tuple[Tensor, Tensor]:
+        g = group(world)
+        rows = g.slice(q, Split(2)).requires_grad_()
+        keys, values = k.clone().requires_grad_(), v.clone().requires_grad_()
+        with Recorder() as recorder:
+            out = causal_attention(rows, keys, values, g, None, grouped)
+            out.backward(g.slice(upstream, Split(2)))
+        assert recorder.calls == []
+        torch.testing.assert_close(out, g.slice(expected, Split(2)), rtol=0, atol=1e-14)
+        torch.testing.assert_close(rows.grad, g.slice(of_rows, Split(2)), rtol=0, atol=1e-14)
+        assert keys.grad is not None
+        assert values.grad is not None
+        return keys.grad, values.grad
+
+    of_keys, of_values = zip(*run_threads(work, n_ranks), strict=True)
+    torch.testing.assert_close(sum(of_keys), whole_k.grad, rtol=0, atol=1e-13)
+    torch.testing.assert_close(sum(of_values), whole_v.grad, rtol=0, atol=1e-13)
+
+
+def test_keys_that_no_row_sees_are_not_read() -> None:
+    q, k = random(0, 2, 8, 4), random(1, 2, 8, 4)
+
+    def work(world: ThreadWorld) -> None:
+        g = group(world)
+        later = k.clone()
+        later[:, (g.rank + 1) * 4 :] = torch.nan
+        out = causal_attention(g.slice(q, Split(1)), later, later, g, None, False)
+        assert out.isfinite().all()
+
+    run_threads(work, 2)
+
+
+def own_kept_bytes(q: Tensor, k: Tensor, v: Tensor, g: Group | None) -> int:
+    """What autograd keeps of attention besides its inputs and its result."""
+    kept: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        kept[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
+        return t
+
+    with saved_tensors_hooks(pack, lambda t: t):
+        if g is None:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            out = causal_attention(q, k, v, g, None, False)
+    named = {t.untyped_storage()._cdata for t in (q, k, v, out)}
+    return sum(size_bytes for storage, size_bytes in kept.items() if storage not in named)
+
+
+def test_what_it_keeps_besides_the_operators_part() -> None:
+    """The mask of the last rank, which sees all keys; the first one needs none."""
+    q, k, v = (random(i, 2, 4, 12, 4).requires_grad_() for i in range(3))
+    whole_bytes = own_kept_bytes(q, k, v, None)
+    mask_bytes = CAUSAL_ATTENTION.value(
+        CAUSAL_ATTENTION.saved_bytes, {"c": 4, "t": 12}, itemsize=8, n_ranks=3
+    )
+
+    def work(world: ThreadWorld) -> float:
+        g = group(world)
+        rows = g.slice(q.detach(), Split(2)).requires_grad_()
+        return own_kept_bytes(rows, k, v, g) - whole_bytes / 3
+
+    first, middle, last = run_threads(work, 3)
+    assert (first, last) == (0, mask_bytes)
+    assert first < middle < last
+
+
+# -- plans ---------------------------------------------------------------------------------------
+
+
+class Attends(nn.Module):
+    """Blocks of causal attention over grouped queries and an MLP, under a mean of squares."""
+
+    def __init__(self, width: int, n_heads: int, n_key_heads: int, n_layers: int = 1) -> None:
+        super().__init__()
+        self.sizes = (n_heads, n_key_heads, width // n_heads)
+        each = width // n_heads * n_key_heads
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "norm": nn.LayerNorm(width), "q": nn.Linear(width, width),
+                    "k": nn.Linear(width, each), "v": nn.Linear(width, each),
+                    "out": nn.Linear(width, width), "mlp": nn.Sequential(
+                        nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(),
+                        nn.Linear(4 * width, width),
+                    ),
+                }
+            )
+            for _ in range(n_layers)
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        n_heads, n_key_heads, size = self.sizes
+        for block in self.blocks:
+            assert isinstance(block, nn.ModuleDict)
+            h = block["norm"](x)
+            q, k, v = (
+                block[name](h).unflatten(-1, (n, size)).transpose(1, 2)
+                for name, n in (("q", n_heads), ("k", n_key_heads), ("v", n_key_heads))
+            )
+            mixed = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=n_heads != n_key_heads
+            )
+            x = x + block["out"](mixed.transpose(1, 2).flatten(2))
+            x = x + block["mlp"](x)
+        return x.pow(2).mean()
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The fastest plan of one layer on unit links, and where it has its attention."""
+
+    analysis: Analysis
+    cost: CostModel
+    strategy: Strategy
+    batch: Mapping[str, Tensor]
+
+    @staticmethod
+    def of(
+        heads: tuple[int, int], sizes: tuple[int, ...], n_rows: int = 1, forbid: Sequence[str] = ()
+    ) -> Placed:
+        batch = {"x": random(0, n_rows, 16, 4 * heads[0])}
+        program = capture(Attends(4 * heads[0], *heads), batch, precision="fp64")
+        analysis, cost = Analysis.of(program), abstract_cost(sizes)
+        limits = Constraints(frozenset(forbid))
+        return Placed(
+            analysis,
+            cost,
+            choose(analysis, PlacementRequest(cost, 1, limits), "adamw", None).strategy,
+            batch,
+        )
+
+    @property
+    def attention(self) -> OperatorStrategy:
+        (found,) = (o.name for o in self.analysis.operators if str(o.call.op) == ATTENTION)
+        return self.strategy.operators[found]
+
+    def wrong(self) -> Mapping[str, float]:
+        return thread_step(self.analysis, self.cost, self.strategy, self.batch, 0).wrong
+
+
+def test_rows_are_chosen_where_heads_do_not_divide() -> None:
+    placed = Placed.of((6, 6), (4,))
+    assert [str(s) for s in placed.attention.inputs] == ["S(2)", "R", "R"]
+    assert placed.attention.lowered == CAUSAL_ATTENTION
+    assert placed.wrong() == {}
+
+
+def test_heads_that_do_not_divide_stay_whole() -> None:
+    placed = Placed.of((6, 6), (4,), forbid=["sequence"])
+    assert [str(s) for s in placed.attention.inputs] == ["I", "I", "I"]
+    assert placed.wrong() == {}
+
+
+@pytest.mark.parametrize(
+    ("n_key_heads", "sizes", "n_rows", "query", "key"),
+    [
+        (1, (4,), 1, "S(1)", "R"),  # multi-query: all heads share one key
+        (2, (4,), 1, "S(1.1)", "R"),  # every rank has both keys, and a part of each group
+        (2, (2, 2), 1, "S(1) S(1.1)", "S(1) R"),  # keys over one axis, groups over the other
+        (2, (2, 4), 2, "S(1) S(1.1)", "S(1) R"),  # more ranks than keys, twice over
+    ],
+)
+def test_heads_of_grouped_queries(
+    n_key_heads: int, sizes: tuple[int, ...], n_rows: int, query: str, key: str
+) -> None:
+    """Eight heads that share keys, where the sequence must stay whole."""
+    placed = Placed.of((8, n_key_heads), sizes, n_rows, forbid=["sequence"])
+    assert [str(s) for s in placed.attention.inputs] == [query, key, key]
+    assert placed.wrong() == {}
+
+
+def test_keys_that_the_model_repeats() -> None:
+    """A Llama whose keys are expanded to its heads: keys over one axis, groups over the other."""
+    analysis, cost = model_case("llama").analysis, abstract_cost((2, 2))
+    limits = Constraints(frozenset({"sequence", "data"}))
+    strategy = choose(analysis, PlacementRequest(cost, 1, limits), "adamw", None).strategy
+    placed = Placed(analysis, cost, strategy, model_case("llama").batch(0))
+    assert [str(s) for s in placed.attention.inputs[:3]] == ["S(1) S(1.1)"] * 3
+    assert placed.wrong() == {}
+
+
+def test_random_assignments() -> None:
+    """Legal ones whatever they cost, some of them with rows on shards."""
+    batch = {"x": random(0, 4, 8, 32)}
+    analysis = Analysis.of(capture(Attends(32, 8, 2), batch, precision="fp64"))
+    cost = abstract_cost((2, 2))
+    problem = intra_op_problem(analysis, cost, 1, Constraints(), "adamw")
+    placed = [
+        Placed(analysis, cost, random_strategy(analysis, problem, 1, Random(seed)), batch)
+        for seed in range(6)
+    ]
+    assert any(p.attention.lowered for p in placed)
+    assert [p.wrong() for p in placed] == [{}] * 6
+
+
+def test_rows_are_chosen_on_a_real_machine() -> None:
+    """One layer of GPT-2 XL, whose 25 heads eight A100 do not divide, on one sequence."""
+    with torch.device("meta"):
+        model, x = Attends(1600, 25, 25).bfloat16(), torch.empty(1, 1024, 1600).bfloat16()
+    plan = autopar.plan(
+        model, autopar.Mesh((1, 8), hardware="a100-80gb"), {"x": x}, stages=1, mesh_shape="as-given"
+    )
+    (source,) = plan.code().values()
+    assert " = causal_attention(" in source

@@ -1,0 +1,1 @@
+"""Collectives, schedules, state and launch, on threads and on processes."""

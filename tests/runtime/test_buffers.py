@@ -1,0 +1,201 @@
+"""Buffers that steps change, on thread ranks: the same on all, and as one process leaves them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import lru_cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar.capture import capture
+from autopar.errors import NotSupportedError
+from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.analysis.cutting import cut
+from autopar.passes.inter.layers import find_layers
+from autopar.passes.intra.constraints import Constraints
+from autopar.passes.intra.intra_op import intra_op_problem
+from tests.helpers.harness import abstract_cost, generated_code, random_strategy, thread_step
+from tests.helpers.pipeline_harness import Layout, ends_before, random_pipeline
+from tests.helpers.ranks import TOLERANCE, pipeline_step
+
+__all__ = ["generated_code"]
+
+ROWS, WIDTH = 8, 8
+
+
+def batch(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=generator)
+        for name in ("x", "y")
+    }
+
+
+class Block(nn.Module):
+    """A residual block around a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.relu(self.norm(self.linear(x)))
+
+
+class Normed(nn.Module):
+    """Two blocks with batch norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(), Block()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.second(self.first(x)) - y).pow(2).mean()
+
+
+class Counting(nn.Module):
+    """A count that the loss does not see, and a history of the weights."""
+
+    count: Tensor
+    history: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("count", torch.zeros((), dtype=torch.long), persistent=False)
+        self.register_buffer("history", torch.zeros(3, WIDTH))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.count += 1
+        with torch.no_grad():
+            self.history[1:] = self.history[:-1].clone()
+            self.history[0] = self.linear.weight.sum(1) * self.count
+        return (self.head(F.relu(self.linear(x))) - y).pow(2).mean()
+
+
+class Averaging(nn.Module):
+    """A moving average of the rows, which the loss reads."""
+
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.linear(x)
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(h.mean(0), alpha=0.1)
+        return (self.head(h - self.average) - y).pow(2).mean()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "normed": Normed, "counting": Counting, "averaging": Averaging,
+}  # fmt: skip
+
+
+@lru_cache
+def analysis_of(model: str) -> Analysis:
+    return Analysis.of(capture(MODELS[model](), batch(0), precision="fp64"))
+
+
+@pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2)])
+@pytest.mark.parametrize(
+    ("model", "n_microbatches"), [("normed", 1), ("averaging", 1), ("counting", 1), ("counting", 2)]
+)
+def test_random_assignments(model: str, n_microbatches: int, sizes: tuple[int, ...]) -> None:
+    analysis, cost = analysis_of(model), abstract_cost(sizes)
+    problem = intra_op_problem(analysis, cost, n_microbatches, Constraints(), "adamw")
+    for seed in range(2):
+        rng = random.Random(f"{model} {sizes} {n_microbatches} {seed}")
+        strategy = random_strategy(analysis, problem, n_microbatches, rng)
+        step = thread_step(analysis, cost, strategy, batch(seed), seed)
+        assert step.wrong == {}
+        assert {b.name for b in analysis.program.buffers.values()} <= step.errors.keys()
+
+
+@pytest.mark.parametrize(
+    ("model", "last", "n_microbatches"),
+    [("normed", "second", 1), ("averaging", "head", 1), ("counting", "head", 4)],
+)
+def test_random_pipelines(model: str, last: str, n_microbatches: int) -> None:
+    """Each stage changes its own buffers, microbatch by microbatch."""
+    analysis = analysis_of(model)
+    ends = ends_before(analysis.program, last)
+    layout = Layout(((1, 2), (2, 1)), n_microbatches)
+    for seed in range(2):
+        pipeline = random_pipeline(analysis, ends, layout, random.Random(f"{model} {seed}"))
+        errors, _ = pipeline_step(analysis.program, pipeline, batch(seed), seed)
+        assert {name: e for name, e in errors.items() if not e <= TOLERANCE} == {}
+
+
+def test_each_stage_has_the_buffers_that_it_changes() -> None:
+    analysis = analysis_of("normed")
+    stages = cut(analysis.program, ends_before(analysis.program, "second"))
+    for stage, block in zip(stages, ("first", "second"), strict=True):
+        kinds = ("running_mean", "running_var", "num_batches_tracked")
+        assert {b.name for b in stage.buffers.values()} == {f"{block}.norm.{k}" for k in kinds}
+        assert stage.updates == tuple(b.update for b in stage.buffers.values())
+
+
+def test_a_buffer_that_two_stages_want_is_named() -> None:
+    program = analysis_of("averaging").program
+    update = next(b.update for b in program.buffers.values())
+    end = [n.name for n in program.operators].index(update or "")
+    with pytest.raises(NotSupportedError, match="stage 1 changes buffer `average`, which stage 0"):
+        cut(program, [end, len(list(program.operators))])
+
+
+@pytest.mark.parametrize(
+    ("model", "place"), [("normed", "first.norm/batch_norm"), ("averaging", "")]
+)
+def test_statistics_of_rows_allow_one_microbatch(model: str, place: str) -> None:
+    analysis = analysis_of(model)
+    assert analysis.batch.size == ROWS
+    with pytest.raises(NotSupportedError, match="not a sum or mean over rows") as error:
+        analysis.batch.check_divides(2)
+    assert place in str(error.value)
+
+
+class Scheduled(Counting):
+    """The loss reads the count."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        loss: Tensor = super().forward(x, y)
+        return loss / self.count
+
+
+class Summing(Averaging):
+    """A buffer that is a sum over the rows, where no operator mixes them otherwise."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.average.copy_(x.sum(0))
+        return (self.head(x) - y).pow(2).mean()
+
+
+@pytest.mark.parametrize(("make", "buffer"), [(Scheduled, "count"), (Summing, "average")])
+def test_a_change_that_each_microbatch_would_see_allows_one(
+    make: Callable[[], nn.Module], buffer: str
+) -> None:
+    analysis = Analysis.of(capture(make(), batch(0), precision="fp64"))
+    with pytest.raises(NotSupportedError) as error:
+        analysis.batch.check_divides(2)
+    assert f"buffer `{buffer}`" in str(error.value)
+
+
+def test_no_layer_ends_between_reading_and_changing_a_buffer() -> None:
+    analysis = analysis_of("averaging")
+    program = analysis.program
+    ((placeholder, buffer),) = program.buffers.items()
+    names = [node.name for node in program.operators]
+    (reader,) = (names.index(user.name) for user in program.node(placeholder).users)
+    update = names.index(buffer.update or "")
+    assert reader < update
+    found = find_layers(analysis, (), n_least=len(names)).ends
+    assert not set(found) & set(range(reader + 1, update + 1))
+    assert {reader, update + 1} <= set(found)

@@ -1,0 +1,248 @@
+"""Checkpoints: onto other meshes, bitwise; interrupted saves; what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import SGD, Adafactor, AdamW, Optimizer
+
+from autopar.errors import AutoparError, OptionError
+from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.state import checkpoint
+from autopar.runtime.state.access import full_state_dict
+from autopar.runtime.state.dtensors import dtensor_placements, state_dict
+from autopar.runtime.state.names import StateError
+from autopar.runtime.state.weights import initial_shards
+from tests.helpers.checkpoint_jobs import (
+    Rank,
+    assert_same,
+    checkpoint_values,
+    load_train_and_save,
+    train_and_save,
+)
+from tests.helpers.state_model import (
+    DIMS,
+    ONE,
+    Shapes,
+    Tied,
+    pipeline_of,
+    process_place,
+    seeded_model,
+)
+
+PAIR: Shapes = ((1, 2),)
+
+
+@pytest.fixture
+def pool2(workers: Callable[[int], WorkerPool]) -> WorkerPool:
+    return workers(2)
+
+
+@pytest.fixture
+def pool4(workers: Callable[[int], WorkerPool]) -> WorkerPool:
+    return workers(4)
+
+
+def test_onto_other_meshes_and_back(pool2: WorkerPool, pool4: WorkerPool, tmp_path: Path) -> None:
+    """(1, 2) -> (2, 2) -> (1, 2) -> one process -> (4,), and training goes on alike."""
+    paths = [str(tmp_path / f"ckpt{i}") for i in range(5)]
+    first = pool2.run(train_and_save, PAIR, paths[0])[0]
+    assert {"embed.weight/value", "qkv.weight/exp_avg", "gain/step"} < first.keys()
+    assert "norm.bias/exp_avg" not in first  # frozen
+    there = pool4.run(load_train_and_save, ((2, 2),), paths[0], 1, paths[1])[0]
+    back = pool2.run(load_train_and_save, PAIR, paths[1], 1, paths[2])[0]
+    alone = load_train_and_save(ONE, paths[2], 1, paths[3])
+    line = pool4.run(load_train_and_save, ((4,),), paths[3], 1, paths[4])[0]
+    for loaded, _ in (there, back, alone, line):
+        assert_same(loaded, first)
+    for _, trained in (there, back, line):
+        assert_same(trained, alone[1])
+    assert not torch.equal(alone[1]["qkv.weight/value"], first["qkv.weight/value"])
+    assert not list(tmp_path.glob(".*"))
+
+
+def weights_from(shapes: Shapes, path: str) -> dict[str, Tensor]:
+    """A checkpoint as initial weights of a model on meta, whose buffers are its own."""
+    place = process_place(pipeline_of(shapes))
+    shards = initial_shards(place, path, seeded_model(0))
+    return full_state_dict(place, shards)
+
+
+def load_with_dcp(path: str) -> None:
+    """What a user would do with `pm.state_dict()` alone, strided shards included."""
+    rank = Rank(((2, 2),), 5, AdamW)
+    mesh = init_device_mesh("cpu", (2, 2))
+    held = state_dict(rank.place, rank.locals, mesh, rank.buffers)
+    dcp.load(held, checkpoint_id=path)
+    original = checkpoint_values(path)
+    for p in rank.place.parameters:
+        if not dtensor_placements(p, (2, 2))[1]:
+            assert torch.equal(rank.locals[p.name], rank.cut(original[p.name], p)), p.name
+    dcp.save(held, checkpoint_id=f"{path}-again")
+    again = checkpoint_values(f"{path}-again")
+    for name in (*DIMS, "head.weight"):
+        assert torch.equal(again[name], original[name]), name
+
+
+def test_other_readers(pool4: WorkerPool, tmp_path: Path) -> None:
+    path = str(tmp_path / "ckpt")
+    expected = train_and_save(ONE, path)
+    meshes: tuple[Shapes, ...] = (((2, 2),), ((1, 1), (1, 3)))
+    for whole in (weights_from(ONE, path), *(pool4.run(weights_from, m, path)[0] for m in meshes)):
+        assert torch.equal(whole.pop("head.weight"), whole["embed.weight"])
+        assert_same(whole, {n: expected[f"{n}/value"] for n in whole})
+    pool4.run(load_with_dcp, path)
+
+
+# -- interrupted saves -------------------------------------------------------------------------
+
+
+def save_and_die(path: str, where: str) -> str:
+    """A save that fails on rank 0 in one of its phases; the message on this rank."""
+    rank = Rank(PAIR, 0, AdamW)
+    rank.train(0, 1)
+
+    def fail(*_: Any) -> None:
+        raise OSError("disk full")
+
+    original = getattr(checkpoint, where)
+    setattr(checkpoint, where, fail)
+    try:
+        rank.save(path, 9)
+    except (OSError, AutoparError) as error:
+        return str(error)
+    finally:
+        setattr(checkpoint, where, original)
+    return ""
+
+
+@pytest.mark.parametrize("where", ["_write_record", "_put_in_place"])
+def test_a_half_written_checkpoint_is_not_taken(
+    pool2: WorkerPool, tmp_path: Path, where: str
+) -> None:
+    path = str(tmp_path / "ckpt")
+    assert pool2.run(save_and_die, path, where) == ["disk full", "rank 0 failed: disk full"]
+    alone = Rank(ONE, 3, AdamW)
+    before = alone.whole()
+    with pytest.raises(StateError, match=r"no whole checkpoint .*\n.*interrupted"):
+        alone.load(path)
+    alone.save(path, 1)
+    pool2.run(save_and_die, path, where)
+    again = Rank(ONE, 5, AdamW)
+    assert again.load(path)[0] == 1
+    assert_same(again.whole(), before)
+    again.save(path, 2)  # over the old one, and the leavings of the failed one
+    assert again.load(path)[0] == 2
+    assert [p.name for p in tmp_path.iterdir()] == ["ckpt"]
+
+
+def test_death_between_the_renames(tmp_path: Path) -> None:
+    rank = Rank(ONE, 0, AdamW)
+    path = tmp_path / "ckpt"
+    rank.save(str(path), 1)
+    path.rename(tmp_path / ".ckpt.old")
+    assert rank.load(str(path))[0] == 1
+    rank.save(str(path), 2)
+    assert rank.load(str(path))[0] == 2
+    assert [p.name for p in tmp_path.iterdir()] == ["ckpt"]
+
+
+# -- what is refused ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"a": (1, 2)}, r"extra\['a'\] is a tuple"),
+        ({"a": [{"b": torch.ones(1)}]}, r"extra\['a'\]\[0\]\['b'\] is a Tensor"),
+        ({1: 2}, "extra has the key 1; keys must be str"),
+        ([1], "extra is a dict, not list"),
+    ],
+)
+def test_extra_that_json_cannot_hold(extra: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=message):
+        Rank(ONE, 0, AdamW).save(str(tmp_path / "ckpt"), 1, extra)
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_folders_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(StateError, match="is not a checkpoint; it is not overwritten"):
+        Rank(ONE, 0, AdamW).save(str(tmp_path), 1)
+    with pytest.raises(OptionError, match=r"step is .* not 1\.0"):
+        Rank(ONE, 0, AdamW).save(str(tmp_path / "ckpt"), 1.0)  # type: ignore[arg-type]
+
+
+def test_damaged_and_foreign_checkpoints(tmp_path: Path) -> None:
+    path = tmp_path / "ckpt"
+    rank = Rank(ONE, 0, AdamW)
+    rank.save(str(path), 1)
+    record = path / "autopar.json"
+    good = record.read_text()
+    record.write_text(json.dumps(json.loads(good) | {"version": 99}))
+    with pytest.raises(StateError, match="has version 99"):
+        rank.load(str(path))
+    record.write_text(good[:-20])
+    with pytest.raises(StateError, match="damaged"):
+        rank.load(str(path))
+    record.write_text(good)
+    (path / ".metadata").write_bytes(b"")
+    with pytest.raises(StateError, match=r"metadata of checkpoint .* is damaged"):
+        rank.load(str(path))
+
+
+def test_optimizers_that_do_not_fit(tmp_path: Path) -> None:
+    path = str(tmp_path / "ckpt")
+    rank = Rank(ONE, 0, AdamW)
+    rank.train(0, 1)
+    with pytest.raises(StateError, match="are not parameters of the parallel module"):
+        checkpoint.save_checkpoint(
+            rank.place, rank.locals, AdamW(Tied().parameters()), path, 1, None
+        )
+    rank.save(path, 1)
+    rank.optimizer = AdamW(rank.locals.values())
+    with pytest.raises(StateError, match="parameter groups are not those of the checkpoint"):
+        rank.load(path)
+    checkpoint.save_checkpoint(rank.place, rank.locals, None, path, 1, None, rank.buffers)
+    with pytest.raises(StateError, match="holds no optimizer state"):
+        rank.load(path)
+
+
+def save_adafactor(path: str) -> str:
+    rank = Rank(PAIR, 0, lambda groups, lr: Adafactor(groups, lr=lr))
+    rank.train(0, 1)
+    try:
+        rank.save(path, 1)
+    except StateError as error:
+        return str(error)
+    return ""
+
+
+def momentum(groups: Any, lr: float) -> Optimizer:
+    return SGD(groups, lr=torch.tensor(lr), momentum=0.9)
+
+
+def save_momentum(path: str) -> dict[str, Tensor]:
+    rank = Rank(PAIR, 0, momentum)
+    rank.train(0, 2)
+    rank.save(path, 2)
+    return rank.whole()
+
+
+def test_optimizers(pool2: WorkerPool, tmp_path: Path) -> None:
+    """Momentum and a tensor learning rate come back; factored state is refused."""
+    path = str(tmp_path / "ckpt")
+    assert "row_var" in pool2.run(save_adafactor, path)[1]
+    expected = pool2.run(save_momentum, path)[0]
+    alone = Rank(ONE, 5, momentum)
+    alone.load(path)
+    assert_same(alone.whole(), expected)
+    assert isinstance(alone.optimizer.param_groups[0]["lr"], Tensor)

@@ -1,0 +1,145 @@
+"""What a stage holds: microbatches between their forward and their backward, nothing else.
+
+Every storage that a forward makes or is sent is watched. Before each action, microbatches with
+a storage alive are those that the schedule says are in flight: under 1f1b n - i at most on
+stage i of n, under gpipe all of them. After the step nothing is left.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.passes.analysis.analysis import Analysis
+from autopar.program.pipeline import Pipeline
+from autopar.runtime.execute.executor import Executor
+from tests.helpers.harness import generated_code, model_case
+from tests.helpers.models.pipeline_models import Skip, analysis_of, batch_of
+from tests.helpers.pipeline_harness import Layout, random_ends, random_pipeline
+from tests.helpers.ranks import Batch, Rank, named_inputs, random_parameters, run_ranks
+
+__all__ = ["generated_code"]
+
+ALONE = (1, 1)
+N_STAGES, N_MICROBATCHES = 4, 8
+
+
+class Watch(TorchDispatchMode):
+    """The storages made while it is entered; the loss, which is added up, is no activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[StorageWeakRef] = []
+
+    def add(self, tensor: Tensor) -> None:
+        if tensor.dim():
+            self.made.append(StorageWeakRef(tensor.untyped_storage()))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = {_storage(x) for x in pytree.tree_leaves(args) if isinstance(x, Tensor)}
+        results = func(*args, **(kwargs or {}))
+        for result in pytree.tree_leaves(results):
+            if isinstance(result, Tensor) and _storage(result) not in given:
+                self.add(result)
+        return results
+
+    @property
+    def is_alive(self) -> bool:
+        return not all(storage.expired() for storage in self.made)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class Watched:
+    """One rank's microbatches, looked at before each of its computations."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.microbatches: list[Watch] = []
+        self.seen: list[set[int]] = []
+        self._code = executor.code.microbatch
+
+    def look(self) -> set[int]:
+        return {k for k, watch in enumerate(self.microbatches) if watch.is_alive}
+
+    def microbatch(self, *args: Any) -> Any:
+        watch = Watch()
+        self.microbatches.append(watch)
+        for received in args[2] if len(args) == 4 else ():
+            watch.add(received)
+        with watch:
+            return self._code(*args)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Microbatches alive on one stage: before each computation, and after the step."""
+
+    seen: list[set[int]]
+    left: set[int]
+
+
+def run_watched(
+    analysis: Analysis, pipeline: Pipeline, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> list[Held]:
+    """By rank."""
+    program = analysis.program
+    watched: dict[Executor, Watched] = {}
+
+    def looking(run: Callable[..., None]) -> Callable[..., None]:
+        def wrapped(self: Executor, index: int, step: Any) -> None:
+            watched[self].seen.append(watched[self].look())
+            run(self, index, step)
+
+        return wrapped
+
+    monkeypatch.setattr(Executor, "_forward", looking(Executor._forward))
+    monkeypatch.setattr(Executor, "_backward", looking(Executor._backward))
+
+    def work(rank: Rank) -> Held:
+        mine = watched[rank.executor] = Watched(rank.executor)
+        rank.executor.code = replace(rank.executor.code, microbatch=mine.microbatch)
+        rank.executor.step(rank.stored, named_inputs(program, batch))
+        return Held(mine.seen, mine.look())
+
+    return run_ranks(program, pipeline, random_parameters(program, 0), work)
+
+
+def in_flight_before_each(pipeline: Pipeline, stage: int) -> list[set[int]]:
+    """What the schedule holds before each computation."""
+    found: list[set[int]] = []
+    now: set[int] = set()
+    for action in pipeline.schedule.stages[stage]:
+        if action.is_compute:
+            found.append(now)
+            now = now ^ {action.microbatch}
+    return found
+
+
+@pytest.mark.parametrize("order", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("model", ["gpt2", "skip"])
+def test_held_microbatches(model: str, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if model == "skip":
+        analysis, batch = analysis_of(Skip), batch_of(Skip, 0)
+    else:
+        case = model_case(model)
+        analysis, batch = case.analysis, case.batch(0)
+    layout = Layout((ALONE,) * N_STAGES, N_MICROBATCHES, order)
+    ends = random_ends(analysis.program, N_STAGES, random.Random(3))
+    pipeline = random_pipeline(analysis, ends, layout, random.Random(0))
+    for stage, held in enumerate(run_watched(analysis, pipeline, batch, monkeypatch)):
+        assert held.seen == in_flight_before_each(pipeline, stage)
+        assert held.left == set()
+        n_most = N_STAGES - stage if order == "1f1b" else N_MICROBATCHES
+        assert max(map(len, held.seen)) == n_most

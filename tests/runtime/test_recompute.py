@@ -1,0 +1,464 @@
+"""Blocks that run again in backward: what they compute, communicate and write down.
+
+Every mode under every way to spread a model computes what one process does, dropout included,
+and makes the collectives that its plan foretells, on thread ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autopar
+from autopar import Manual, Plan
+from autopar.capture import reference_step
+from autopar.errors import NotSupportedError, PlanError, VerificationError
+from autopar.options import Recompute
+from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.analysis.recompute import MODES, blocks, recomputed_operators
+from autopar.program.collective import rank_collectives
+from autopar.program.pipeline import Pipeline
+from autopar.program.rerun_lines import rerun
+from autopar.program.stage_program import (
+    CallLine,
+    FreeLine,
+    GatherLine,
+    Line,
+    MoveLine,
+    Segment,
+    StageProgram,
+    reads,
+)
+from autopar.runtime.launch.processes import WorkerPool
+from autopar.schedule import forward_only
+from autopar.verifier.stage import verify_program
+from tests.conftest import Golden
+from tests.helpers.captures import captured
+from tests.helpers.harness import foretold_calls, generated_code
+from tests.helpers.jobs import (
+    N_STEPS,
+    Case,
+    Trained,
+    errors,
+    llama,
+    machine,
+    rows,
+    tokens,
+    train_alone,
+    train_module,
+)
+from tests.helpers.models.dropout_models import dropped_gpt2
+from tests.helpers.models.recompute_models import Blocks, recomputing
+from tests.helpers.ranks import (
+    TOLERANCE,
+    Rank,
+    named_inputs,
+    pipeline_step,
+    random_parameters,
+    relative_error,
+    run_ranks,
+)
+
+__all__ = ["generated_code"]
+
+Pool = Callable[[int], WorkerPool]
+
+# Mesh, recipe.
+HOW: dict[str, tuple[tuple[int, int], Manual]] = {
+    "alone": ((1, 1), Manual()),
+    "dp": ((1, 2), Manual(dp=2, microbatch_size=4)),
+    "tp": ((1, 2), Manual(tp=2)),
+    "sp": ((1, 2), Manual(tp=2, sp=True, microbatch_size=8)),
+    "zero-2": ((1, 2), Manual(dp=2, zero=2, microbatch_size=4)),
+    "zero-3": ((1, 2), Manual(dp=2, zero=3, microbatch_size=4)),
+    "1f1b": ((1, 2), Manual(pp=2, microbatch_size=4)),
+    "dp, tp, 1f1b": ((2, 4), Manual(dp=2, tp=2, pp=2, microbatch_size=2)),
+}
+MODELS: dict[str, Callable[[int], nn.Module]] = {"gpt2": dropped_gpt2, "llama": llama}
+
+
+@lru_cache
+def planned(model: str, how: str, mode: Recompute | None = None) -> Plan:
+    if mode is not None:
+        return recomputing(planned(model, how), mode)
+    shape, manual = HOW[how]
+    torch.manual_seed(0)
+    return autopar.plan(
+        MODELS[model](2), machine(shape), tokens(0), precision="fp64", manual=manual
+    )
+
+
+@lru_cache
+def analysis_of(model: str, n_layers: int) -> Analysis:
+    torch.manual_seed(0)
+    return Analysis.of(captured(MODELS[model](n_layers), tokens(0), precision="fp64"))
+
+
+def pipeline_of(plan: Plan) -> Pipeline:
+    assert plan.bound is not None
+    return plan.bound.pipeline
+
+
+def step(plan: Plan, seed: int = 0) -> tuple[dict[str, float], list[Counter[Any]]]:
+    """Errors above the tolerance, and every rank's collectives."""
+    assert plan.bound is not None
+    program = plan.bound.analysis.program
+    found, calls = pipeline_step(program, plan.bound.pipeline, tokens(seed), seed)
+    rows = [
+        Counter(
+            (c.kind, c.phase, c.axes[0] if len(c.axes) == 1 else c.axes, c.size_bytes) for c in made
+        )
+        for made in calls
+    ]
+    return {name: error for name, error in found.items() if not error <= TOLERANCE}, rows
+
+
+def foretold(plan: Plan, rank: int) -> Counter[Any]:
+    rows: Counter[Any] = Counter()
+    for c in rank_collectives(pipeline_of(plan), rank):
+        rows[c.kind, c.phase, c.axis, c.size_bytes] += c.count
+    return rows
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("mode", MODES)
+def test_parity(mode: Recompute, how: str, model: str) -> None:
+    plan = planned(model, how, mode)
+    assert all(stage.segments for stage in pipeline_of(plan).stages)
+    wrong, calls = step(plan)
+    assert wrong == {}
+    assert calls == [foretold(plan, rank) for rank in range(len(calls))]
+
+
+def test_calls_are_in_the_order_foretold() -> None:
+    """Ranks run collectives again where the verifier has seen them."""
+    cases: list[tuple[str, Recompute]] = [
+        ("sp", "full"), ("zero-3", "full"), ("sp", "selective")
+    ]  # fmt: skip
+    for how, mode in cases:
+        plan = planned("llama", how, mode)
+        assert plan.bound is not None
+        (stage,) = plan.bound.pipeline.stages
+        _, calls = pipeline_step(plan.bound.analysis.program, plan.bound.pipeline, tokens(0), 0)
+        assert list(calls[0]) == list(foretold_calls(stage))
+
+
+# -- blocks ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("n_layers", [2, 3])
+def test_blocks_are_layers(model: str, n_layers: int) -> None:
+    analysis = analysis_of(model, n_layers)
+    keys = [analysis.program.keys[o.name] for o in analysis.operators]
+    found = blocks(analysis)
+    assert len(found) == n_layers
+    layer = {"gpt2": "transformer.h.{}", "llama": "model.layers.{}"}[model]
+    for k, block in enumerate(found):
+        own = [i for i, key in enumerate(keys) if f"{key}.".startswith(f"{layer.format(k)}.")]
+        own += [i for i, key in enumerate(keys) if key.startswith(f"{layer.format(k)}/")]
+        assert set(own) == set(block)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_cores_are_attention(model: str) -> None:
+    """By primitives from scores on, because weights are dropped; fused alone."""
+    analysis = analysis_of(model, 3)
+    found = recomputed_operators(analysis, "attention-core")
+    operators = {o.name: str(o.call.op) for o in analysis.operators}
+    for item in found:
+        ops = [operators[name] for name in item.operators]
+        if model == "llama":
+            assert ops == ["aten.scaled_dot_product_attention.default"]
+        else:
+            assert (ops[0], ops[-1]) == ("aten.matmul.default",) * 2
+            assert {"aten._safe_softmax.default", "autopar.dropout.default"} < set(ops)
+            assert "aten.addmm.default" not in ops
+    assert len(found) == 3
+
+
+def plan_blocks(mode: str, manual: Manual, **options: Any) -> Plan:
+    torch.manual_seed(0)
+    mesh = machine((1, manual.n_ranks))
+    return autopar.plan(
+        Blocks(**options), mesh, rows(0, "x"), precision="fp64", manual=manual, recompute=mode
+    )
+
+
+def test_golden_program(golden: Golden) -> None:
+    code = plan_blocks("selective", Manual(tp=2)).code()
+    golden("recomputed_stage_0.txt", code["stage_0.py"])
+
+
+def test_statistics_change_once() -> None:
+    """A batch norm that runs again reads what it read, and its result is not taken twice."""
+    for manual in (Manual(), Manual(dp=2), Manual(tp=2), Manual(pp=2)):
+        plan = plan_blocks("full", manual, norm=nn.BatchNorm1d)
+        assert plan.bound is not None and all(s.segments for s in pipeline_of(plan).stages)
+        program = plan.bound.analysis.program
+        found, _ = pipeline_step(program, pipeline_of(plan), rows(0, "x"), 0)
+        assert any("running_mean" in name for name in found)
+        assert {name: error for name, error in found.items() if not error <= TOLERANCE} == {}
+
+
+def test_nothing_to_recompute_is_said() -> None:
+    with pytest.raises(NotSupportedError, match="recompute='full': Blocks has no blocks"):
+        plan_blocks("full", Manual(), n_blocks=1)
+    with pytest.raises(NotSupportedError, match="recompute='attention-core': no attention"):
+        plan_blocks("attention-core", Manual())
+
+
+# -- what runs again -------------------------------------------------------------------------------
+
+
+class Kernels(TorchDispatchMode):
+    """How often each operator runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def kernels(plan: Plan) -> Counter[str]:
+    """Of a step on one rank."""
+    assert plan.bound is not None
+    program, pipeline = plan.bound.analysis.program, plan.bound.pipeline
+
+    def work(rank: Rank) -> Counter[str]:
+        with Kernels() as found:
+            rank.executor.step(rank.stored, named_inputs(program, tokens(0)))
+        return found.counts
+
+    return run_ranks(program, pipeline, random_parameters(program, 0), work)[0]
+
+
+# Kernels of a layer that run in a step besides those without recompute. Of 4 dropouts the last is
+# behind what backward needs. The last product is not done again, nor is any that is kept; the
+# second of attention's has all that it saves before it runs.
+AGAIN = {
+    "full": {"aten.addmm.default": 3, "aten.bmm.default": 2, "autopar.dropout.default": 2,
+             "aten.native_layer_norm.default": 2, "aten.tanh.default": 1},
+    "selective": {"aten.addmm.default": 0, "aten.bmm.default": 0, "autopar.dropout.default": 2,
+                  "aten.native_layer_norm.default": 2, "aten.tanh.default": 1},
+    "attention-core": {"aten.addmm.default": 0, "aten.bmm.default": 1, "autopar.dropout.default": 1,
+                       "aten.native_layer_norm.default": 0, "aten.tanh.default": 0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_kernels_that_run_again(mode: Recompute) -> None:
+    plan = planned("gpt2", "alone", mode)
+    before, after = kernels(planned("gpt2", "alone")), kernels(plan)
+    assert {op: after[op] - before[op] for op in AGAIN[mode]} == {
+        op: 2 * n for op, n in AGAIN[mode].items()
+    }
+    (stage,) = pipeline_of(plan).stages
+    again = Counter(
+        line.target
+        for positions in rerun(stage).values()
+        for line in (stage.body[i] for i in positions)
+        if isinstance(line, CallLine)
+    )
+    foretold_again = {
+        "aten.addmm.default": again["aten.addmm.default"],
+        "aten.bmm.default": again["aten.matmul.default"],
+        "autopar.dropout.default": again["autopar.dropout.default"],
+        "aten.native_layer_norm.default": again["aten.layer_norm.default"],
+        "aten.tanh.default": again["aten.tanh.default"],
+    }
+    assert foretold_again == {op: 2 * n for op, n in AGAIN[mode].items()}
+
+
+def test_time_is_that_of_the_lines() -> None:
+    """One flop per second: backward takes as much longer as the lines that run again take."""
+    for mode in MODES:
+        plan, plain = planned("gpt2", "dp", mode), planned("gpt2", "dp")
+        (stage,) = pipeline_of(plan).stages
+        lines = (stage.body[i] for positions in rerun(stage).values() for i in positions)
+        again_s = sum(line.forward_s for line in lines if isinstance(line, CallLine))
+        assert again_s > 0
+        longer_s = plan.predicted.compute_time_s - plain.predicted.compute_time_s
+        assert longer_s == pytest.approx(stage.n_microbatches * again_s)
+
+
+def test_gathers_of_a_block_are_done_once_for_its_backward() -> None:
+    """ZeRO-3 gathers every parameter of a block twice, not more often: what is gathered to run
+    again is what backward reads."""
+    (stage,) = pipeline_of(planned("gpt2", "zero-3", "full")).stages
+    inside = {i for s in stage.segments for i in s.again}
+    gathers = [x for i, x in enumerate(stage.body) if i in inside and isinstance(x, GatherLine)]
+    assert len(gathers) > 10
+    assert {gather.regathers for gather in gathers} == {1}
+
+
+def test_partial_sums_are_not_kept_besides_what_they_add_up_to() -> None:
+    """With sp, a product's partial sum is n times as large as what is kept of it."""
+    (stage,) = pipeline_of(planned("gpt2", "sp", "selective")).stages
+    for segment in stage.segments:
+        (at,) = segment.handed_on
+        product = stage.body[at]
+        assert isinstance(product, CallLine) and product.target == "aten.mm.default"
+        (reader,) = (i for i, line in enumerate(stage.body) if product.outs[0].name in reads(line))
+        summed = stage.body[reader]
+        assert isinstance(summed, MoveLine) and summed.move.name == "p_to_s"
+        assert reader in segment.kept
+    plain, found = kernels(planned("gpt2", "tp")), kernels(planned("gpt2", "tp", "selective"))
+    assert found["aten.mm.default"] == plain["aten.mm.default"] > 0
+
+
+# -- plans -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_saved_plan_runs_the_same_again(mode: Recompute, tmp_path: Path) -> None:
+    shape, manual = HOW["1f1b"]
+    plan = autopar.plan(
+        dropped_gpt2(), machine(shape), tokens(0), precision="fp64", manual=manual, recompute=mode
+    )
+    assert plan.code() == planned("gpt2", "1f1b", mode).code()
+    assert all(f"{mode} until" in text for s in plan.data.stages for text in s.recomputed.values())
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json").bind(dropped_gpt2(2))
+    assert again.data == plan.data
+    assert again.code() == plan.code()
+    assert "env.recomputed" in "".join(again.code().values())
+    assert again.predicted == plan.predicted
+    assert f"runs again in backward: stage 1, 1 in mode {mode}: transformer_h_1" in plan.explain()
+
+
+def test_a_plan_without_the_entry_recomputes_nothing(tmp_path: Path) -> None:
+    plan = planned("gpt2", "dp", "full")
+    raw = json.loads(plan.data.to_json())
+    for stage in raw["stages"]:
+        del stage["recomputed"]
+    (tmp_path / "plan.json").write_text(json.dumps(raw))
+    old = Plan.load(tmp_path / "plan.json").bind(dropped_gpt2(2))
+    assert old.code() == planned("gpt2", "dp").code()
+
+
+@pytest.mark.parametrize(
+    ("edit", "reason"),
+    [
+        (lambda first, last: {"h.9/add": last}, "'h.9/add', which the captured graph does not"),
+        (lambda first, last: {first: "full until h.9/add"}, "the captured graph does not have"),
+        (lambda first, last: {first: "most until x"}, "'most until x' is not `MODE until KEY`"),
+        (lambda first, last: {first: "full"}, "'full' is not `MODE until KEY`"),
+        (lambda first, last: {last[11:]: f"full until {first}"}, "behind the end of that range"),
+        (lambda first, last: {first: last, last[11:]: last}, "or in another one"),
+    ],
+)
+def test_an_edited_plan_is_refused(edit: Callable[[str, str], Any], reason: str) -> None:
+    plan = planned("gpt2", "dp", "full")
+    (stage,) = plan.data.stages
+    first, last = next(iter(stage.recomputed.items()))
+    assert last.startswith("full until ")
+    data = replace(plan.data, stages=(replace(stage, recomputed=edit(first, last)),))
+    with pytest.raises(PlanError, match=reason):
+        Plan(data).bind(dropped_gpt2(2))
+
+
+def test_evaluation_runs_nothing_again() -> None:
+    """Without gradient a segment just runs."""
+    plan = plan_blocks("full", Manual())
+    assert plan.bound is not None
+    program, pipeline = plan.bound.analysis.program, plan.bound.pipeline
+
+    def work(rank: Rank) -> tuple[Any, ...]:
+        return rank.executor.forward(rank.stored, named_inputs(program, rows(0, "x")))
+
+    pipeline = Pipeline.of(pipeline.stages, pipeline.meshes, forward_only)
+    parameters = random_parameters(program, 0)
+    loss, *_ = run_ranks(program, pipeline, parameters, work)[0]
+    wanted, _ = reference_step(program, parameters, rows(0, "x"))
+    assert wanted is not None
+    assert relative_error(loss, wanted.detach()) <= TOLERANCE
+    assert not loss.requires_grad
+
+
+# -- the verifier ----------------------------------------------------------------------------------
+
+
+def test_faults_of_segments_are_found() -> None:
+    (stage,) = pipeline_of(planned("gpt2", "sp", "selective")).stages
+    verify_program(stage)
+    first, *others = stage.segments
+    lines = range(first.start, first.stop)
+    constant = next(i for i in lines if i not in stage.differentiated)
+    move = next(i for i in lines if isinstance(stage.body[i], MoveLine))
+    late = stage.body[move]
+    assert isinstance(late, MoveLine)
+    frees = FreeLine((first.results[0],)), FreeLine((first.inputs[0],))
+    longer = replace(first, stop=first.stop + 1)
+    faults: list[tuple[StageProgram, str]] = [
+        (_with(stage, replace(first, inputs=first.inputs[1:]), others), "takes"),
+        (_with(stage, replace(first, results=()), others), r"returns \[\], not"),
+        (_with(stage, replace(first, last=constant, kept=frozenset()), others), "needs nothing"),
+        (_with(stage, replace(first, kept=frozenset({first.last})), others), "keeps lines"),
+        (replace(stage, segments=(*others, first)), "no range of the body"),
+        (_line(_with(stage, longer, ()), first.stop, frees[0]), "which it returns"),
+        (_line(_with(stage, longer, ()), first.stop, frees[1]), "of its caller"),
+        (_with(stage, replace(first, handed_on=first.kept, kept=frozenset()), others), "read by"),
+        (_line(stage, move, replace(late, phase="loss")), "cannot run again"),
+    ]
+    for program, reason in faults:
+        with pytest.raises(VerificationError, match=reason):
+            verify_program(program)
+
+
+def _line(stage: StageProgram, at: int, line: Line) -> StageProgram:
+    """`line` in the place of one: a reshard is replaced, before others a free is put."""
+    rest = stage.body[at + isinstance(line, MoveLine) :]
+    return replace(stage, body=(*stage.body[:at], line, *rest))
+
+
+def _with(stage: StageProgram, first: Segment, others: Sequence[Segment]) -> StageProgram:
+    return replace(stage, segments=(first, *others))
+
+
+# -- real processes --------------------------------------------------------------------------------
+
+
+def train_recomputed(mode: str, manual: Manual) -> tuple[Trained, float, float]:
+    """The job of one rank, by the public call; then the loss that evaluation gives, and of outputs
+    that a step hands over."""
+    module = autopar.parallelize(
+        dropped_gpt2(), machine((1, manual.n_ranks)), tokens(0), precision="fp64", manual=manual,
+        recompute=mode,
+    )  # fmt: skip
+    trained = train_module(module, tokens)
+    seen: list[Tensor] = []
+    module.step(**tokens(N_STEPS), outputs=lambda outputs: seen.append(outputs.loss.detach()))
+    module.eval()
+    evaluated = module(**tokens(0)).loss.item()
+    return trained, evaluated, sum(x.item() for x in seen)
+
+
+@pytest.mark.parametrize(
+    ("mode", "manual"),
+    [("full", Manual(dp=2, zero=3, microbatch_size=4)), ("selective", Manual(tp=2, sp=True))],
+)
+def test_parity_on_processes(mode: Recompute, manual: Manual, workers: Pool) -> None:
+    found = workers(2).run(train_recomputed, mode, manual)
+    wanted = train_alone(Case(dropped_gpt2, tokens))
+    wrong = errors([trained for trained, _, _ in found], wanted)
+    assert {name: e for name, e in wrong.items() if not e <= TOLERANCE} == {}
+    if mode == "full":
+        plain = workers(2).run(train_recomputed, "none", Manual(dp=2))
+        assert [x for _, *x in found] == [pytest.approx(x, rel=TOLERANCE) for _, *x in plain]

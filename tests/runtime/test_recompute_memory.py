@@ -1,0 +1,135 @@
+"""What recomputed blocks hold: live tensors of real steps beside predictions, mode by mode."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import autopar
+from autopar import Device, Link, Manual, Mesh, Plan
+from autopar.cost.price.prediction import peak_of_stage
+from autopar.options import Recompute
+from autopar.planning.binding import Bound
+from autopar.runtime.launch.processes import WorkerPool
+from tests.helpers.harness import generated_code
+from tests.helpers.models.recompute_models import recomputing
+from tests.helpers.whole_steps import WholeStep, bytes_of_each
+from tests.parity.test_recompute_random import random_ranges
+
+__all__ = ["generated_code"]
+
+CLOSE = 0.03
+ALONE = Manual()
+Pool = Callable[[int], WorkerPool]
+N_LAYERS, BATCH, SEQUENCE, WIDTH, WORDS = 4, 16, 32, 64, 256
+
+
+def model(kind: str) -> torch.nn.Module:
+    """Attention fused, or by primitives because weights are dropped."""
+    torch.manual_seed(0)
+    drop = 0.1 if kind == "dropped" else 0.0
+    config = AutoConfig.for_model(
+        "gpt2", n_layer=N_LAYERS, n_embd=WIDTH, n_head=4, vocab_size=WORDS, n_positions=SEQUENCE,
+        resid_pdrop=drop, embd_pdrop=drop, attn_pdrop=drop, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    found: torch.nn.Module = AutoModelForCausalLM.from_config(config)
+    return found
+
+
+def batch() -> dict[str, Tensor]:
+    ids = torch.randint(0, WORDS, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids}
+
+
+@lru_cache
+def planned(kind: str, manual: Manual) -> Plan:
+    device = Device(1e12, 1e11, 1e10, 1e-6)
+    mesh = Mesh((1, manual.n_ranks), links=[Link(1e-6, 1e-9)] * 2, device=device)
+    return autopar.plan(model(kind), mesh, batch(), manual=manual)
+
+
+def bound_of(kind: str, mode: Recompute | None, manual: Manual) -> Bound:
+    plan = planned(kind, manual)
+    bound = (recomputing(plan, mode) if mode else plan).bound
+    assert bound is not None
+    return bound
+
+
+def whole_step(bound: Bound) -> WholeStep:
+    return WholeStep.of(bound.analysis.program, bound.pipeline, batch())
+
+
+def peaks(bound: Bound) -> tuple[float, float]:
+    """(measured, predicted) peak of live bytes over a whole step of one process."""
+    return whole_step(bound).bytes()[0], peak_of_stage(bound.pipeline, 0, "adamw")
+
+
+@lru_cache
+def measured_and_predicted(
+    kind: str, mode: Recompute | None, manual: Manual
+) -> tuple[float, float]:
+    return peaks(bound_of(kind, mode, manual))
+
+
+# Mode -> at most this part of the peak without recompute, for attention by primitives.
+FALLS: dict[Recompute, float] = {"full": 0.45, "selective": 0.65, "attention-core": 0.95}
+
+
+@pytest.mark.parametrize("kind", ["plain", "dropped"])
+@pytest.mark.parametrize("mode", FALLS)
+def test_less_is_held_and_as_much_as_is_predicted(mode: Recompute, kind: str) -> None:
+    """All microbatches at once, where blocks are most of what is held, and one of four."""
+    whole, predicted = measured_and_predicted(kind, mode, ALONE)
+    without, _ = measured_and_predicted(kind, None, ALONE)
+    assert predicted == pytest.approx(whole, rel=CLOSE)
+    assert whole < (FALLS[mode] if kind == "dropped" else 1) * without
+    part, predicted = measured_and_predicted(kind, mode, Manual(microbatch_size=4))
+    assert part < whole
+    assert predicted == pytest.approx(part, rel=CLOSE)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_operators(seed: int) -> None:
+    """Ranges that begin and end anywhere, in modes that differ."""
+    bound = planned("dropped", ALONE).bound
+    assert bound is not None
+    (stage,) = bound.stages
+    ranges = random_ranges(bound.analysis, random.Random(seed))
+    stage = replace(stage, strategy=replace(stage.strategy, recomputed=ranges))
+    bound = replace(bound, stages=(stage,), simulated=None)
+    assert bound.pipeline.stages[0].segments
+    measured, predicted = peaks(bound)
+    assert predicted == pytest.approx(measured, rel=0.01)
+
+
+# Layout -> modes, of which each holds more than the one before.
+CASES: dict[Manual, tuple[Recompute | None, ...]] = {
+    Manual(tp=2, sp=True): ("full", "selective", "attention-core", None),
+    Manual(dp=2, zero=3, microbatch_size=4): ("full", None),
+    Manual(pp=2, microbatch_size=4): ("full", "selective", None),
+}
+
+
+def test_peaks_of_two_processes(workers: Pool) -> None:
+    """Shards, gathered parameters and stages: what falls is what is predicted to fall."""
+    cases = [(manual, mode) for manual, modes in CASES.items() for mode in modes]
+    pipelines, steps = [], []
+    for manual, mode in cases:
+        bound = bound_of("dropped", mode, manual)
+        pipelines.append(bound.pipeline)
+        steps.append(whole_step(bound))
+    for rank, found in enumerate(workers(2).run(bytes_of_each, steps)):
+        peaks: dict[Manual, list[float]] = {}
+        for (manual, mode), pipeline, (measured, _) in zip(cases, pipelines, found, strict=True):
+            predicted = peak_of_stage(pipeline, pipeline.stage_of(rank), "adamw")
+            assert predicted == pytest.approx(measured, rel=CLOSE), (rank, manual, mode)
+            peaks.setdefault(manual, []).append(measured)
+        for manual, rising in peaks.items():
+            assert rising == sorted(set(rising)), (rank, manual)

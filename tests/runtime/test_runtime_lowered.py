@@ -1,0 +1,142 @@
+"""Vocabulary-sharded embedding and cross-entropy against torch, values and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autopar.placement.moves import Split
+from autopar.runtime.collectives.pairs import i_to_s, p_to_r
+from autopar.runtime.groups.calls import Recorder
+from autopar.runtime.groups.group import Group
+from autopar.runtime.launch.threads import ThreadWorld, run_threads
+from autopar.runtime.lowered import vocab_parallel_cross_entropy, vocab_parallel_embedding
+from tests.runtime.test_runtime_collectives import mesh_of, random
+
+N_VOCAB, N_ROWS = 12, 9
+IDS = torch.tensor([[0, 5, 11], [3, 3, 7], [8, 0, 2]])
+
+
+def group(world: ThreadWorld) -> Group:
+    """All ranks, over two merged axes where there are four."""
+    mesh = mesh_of(2, 2) if world.n_ranks == 4 else mesh_of(world.n_ranks)
+    return world.make_groups(mesh)[mesh.active_axes]
+
+
+@pytest.mark.parametrize("padding_idx", [-1, 0, 3, 8])
+@pytest.mark.parametrize("n_ranks", [2, 3, 4])
+def test_embedding(n_ranks: int, padding_idx: int) -> None:
+    table, upstream = random(0, N_VOCAB, 5), random(1, *IDS.shape, 5)
+    whole = table.clone().requires_grad_()
+    expected = torch.ops.aten.embedding.default(whole, IDS, padding_idx)
+    expected.backward(upstream)
+    assert whole.grad is not None
+    gradient = whole.grad
+
+    def work(world: ThreadWorld) -> None:
+        g = group(world)
+        local = g.slice(table, Split(0)).requires_grad_()
+        out = p_to_r(vocab_parallel_embedding(local, IDS, g, padding_idx), g)
+        assert torch.equal(out, expected)
+        # The consumer's gradient is Partial; keep it on one rank.
+        out.backward(g.keep_first(upstream))
+        assert local.grad is not None
+        assert not local.grad.is_sparse
+        torch.testing.assert_close(local.grad, g.slice(gradient, Split(0)), rtol=0, atol=1e-14)
+
+    run_threads(work, n_ranks)
+
+
+def labels(kind: str) -> Tensor:
+    out = torch.tensor([0, 5, 11, 3, 3, 7, 8, 0, 2])
+    if kind == "some ignored":
+        out[[1, 4, 8]] = -100
+    elif kind == "all ignored":
+        out[:] = -100
+    return out
+
+
+@pytest.mark.parametrize("kind", ["none ignored", "some ignored", "all ignored"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("n_ranks", [2, 3, 4])
+def test_cross_entropy(n_ranks: int, smoothing: float, kind: str) -> None:
+    y = labels(kind)
+    # A shift that overflows exp() unless the maximum is that of the whole row.
+    logits = random(2, N_ROWS, N_VOCAB) * 20 + 800
+    whole = logits.clone().requires_grad_()
+    expected = F.cross_entropy(whole, y, reduction="sum", label_smoothing=smoothing)
+    (expected * 0.3).backward()
+    assert whole.grad is not None
+    gradient = whole.grad
+
+    def work(world: ThreadWorld) -> float:
+        g = group(world)
+        shared = logits.clone().requires_grad_()
+        with Recorder() as recorder:
+            loss = vocab_parallel_cross_entropy(
+                i_to_s(shared, g, 1), y, g, label_smoothing=smoothing
+            )
+        assert [c.kind for c in recorder.calls] == ["all_reduce"] * 3
+        assert {c.size_bytes for c in recorder.calls} == {8 * N_ROWS}
+        torch.testing.assert_close(loss, expected, rtol=1e-13, atol=1e-12)
+        with Recorder() as recorder:
+            (loss * 0.3).backward()
+        # Only i_to_s's own gather: the loss itself has a local backward.
+        assert [c.kind for c in recorder.calls] == ["all_gather"]
+        assert shared.grad is not None
+        torch.testing.assert_close(shared.grad, gradient, rtol=0, atol=1e-13)
+        return loss.item()
+
+    assert len(set(run_threads(work, n_ranks))) == 1
+
+
+def test_cross_entropy_with_another_ignore_index_and_masked_vocabulary() -> None:
+    y = torch.tensor([0, 5, 3, 3])
+    logits = random(3, 4, N_VOCAB)
+    logits[:, 6:] = -torch.inf  # a shard without a single live entry
+    whole = logits.clone().requires_grad_()
+    expected = F.cross_entropy(whole, y, reduction="sum", ignore_index=3)
+    expected.backward()
+
+    def work(world: ThreadWorld) -> None:
+        g = group(world)
+        local = g.slice(logits, Split(1)).requires_grad_()
+        loss = vocab_parallel_cross_entropy(local, y, g, ignore_index=3)
+        loss.backward()
+        torch.testing.assert_close(loss, expected, rtol=1e-14, atol=0)
+        assert whole.grad is not None
+        torch.testing.assert_close(local.grad, g.slice(whole.grad, Split(1)), rtol=0, atol=1e-14)
+
+    run_threads(work, 2)
+
+
+def test_half_precision_loss_is_computed_in_float32() -> None:
+    logits, y = random(4, N_ROWS, N_VOCAB).bfloat16(), labels("some ignored")
+    expected = F.cross_entropy(logits.float(), y, reduction="sum").bfloat16()
+
+    def work(world: ThreadWorld) -> None:
+        g = group(world)
+        local = g.slice(logits, Split(1)).requires_grad_()
+        loss = vocab_parallel_cross_entropy(local, y, g)
+        loss.backward()
+        assert torch.equal(loss, expected)
+        assert local.grad is not None
+        assert local.grad.dtype == torch.bfloat16
+
+    run_threads(work, 2)
+
+
+@pytest.mark.parametrize("wrong", [N_VOCAB, -1])
+def test_ids_outside_the_vocabulary_fail_as_in_torch(wrong: int) -> None:
+    def embedding(world: ThreadWorld) -> None:
+        vocab_parallel_embedding(torch.ones(6, 2), torch.tensor([wrong]), group(world))
+
+    def cross_entropy(world: ThreadWorld) -> None:
+        vocab_parallel_cross_entropy(torch.ones(1, 6), torch.tensor([wrong]), group(world))
+
+    with pytest.raises(IndexError, match="out of range"):
+        run_threads(embedding, 2)
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        run_threads(cross_entropy, 2)

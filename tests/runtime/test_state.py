@@ -1,0 +1,332 @@
+"""Shards in and out: weights, DTensors, whole state dicts."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from autopar.placement.shards import scatter
+from autopar.placement.spec import Spec, TensorType, all_specs
+from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.launch.threads import ThreadWorld, run_threads
+from autopar.runtime.state.access import full_gradients, full_state_dict, load_state_dict
+from autopar.runtime.state.dtensors import (
+    dtensor_of,
+    dtensor_placements,
+    stage_device_mesh,
+    state_dict,
+)
+from autopar.runtime.state.names import StateError, all_names
+from autopar.runtime.state.sharding import boxes, gather_whole, local_shard
+from autopar.runtime.state.stage_state import StageState
+from autopar.runtime.state.weights import initial_buffers, initial_shards
+from tests.helpers.state_model import (
+    CPU,
+    DIMS,
+    FROZEN,
+    ONE,
+    SHAPES_OF_4,
+    Shapes,
+    Tied,
+    gradient,
+    mesh_of,
+    pipeline_of,
+    process_place,
+    seeded_model,
+    storable,
+    stored,
+    thread_place,
+)
+
+# Factor sizes for which two axes of two ranks share a dim, a factor, and neither.
+SHAPES = (((4, 3, 4), (8,)), ((3, 4), (4, 4)), ((2, 4), (4,)), ((16,),))
+MESHES = ((2,), (1, 2), (2, 1), (4,), (2, 2))
+
+
+def storage_specs(dims: tuple[tuple[int, ...], ...], sizes: tuple[int, ...]) -> list[Spec]:
+    every = all_specs(TensorType(dims, 8, True), sizes)
+    return [spec for spec in every if all(map(storable, spec.placements))]
+
+
+def counting(dims: tuple[tuple[int, ...], ...]) -> Tensor:
+    shape = TensorType(dims, 8, True).shape
+    return torch.arange(math.prod(shape), dtype=torch.float64).view(shape)
+
+
+@pytest.fixture
+def pool(workers: Callable[[int], WorkerPool]) -> WorkerPool:
+    return workers(4)
+
+
+# -- shards and boxes --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_shards_boxes_and_gather(sizes: tuple[int, ...]) -> None:
+    """Shards are the definition's, boxes say where they lie, gather_whole is the inverse."""
+    mesh = mesh_of(sizes)
+    for dims in SHAPES:
+        whole = counting(dims)
+        tensor = TensorType(dims, 8, True)
+        for spec in storage_specs(dims, sizes):
+            p = stored("p", dims, spec, sizes, torch.float64)
+            expected = scatter(whole, tensor, spec, sizes, torch.Generator())
+            for rank, part in enumerate(expected):
+                at = mesh.coordinate(rank)
+                local = local_shard(whole, p, sizes, at)
+                assert torch.equal(local, part)
+                assert local.is_contiguous()
+                assert local.untyped_storage().nbytes() == local.nbytes
+                filled = torch.full_like(local, -1.0)
+                for box in boxes(p, sizes, at):
+                    filled[box.of_shard] = whole[box.of_whole]
+                assert torch.equal(filled, part)
+
+
+@pytest.mark.parametrize("sizes", [(2,), (2, 2)], ids=str)
+def test_gather_whole_is_the_inverse(sizes: tuple[int, ...]) -> None:
+    mesh = mesh_of(sizes)
+    cases = [
+        (stored("p", dims, spec, sizes, torch.float64), counting(dims))
+        for dims in SHAPES
+        for spec in storage_specs(dims, sizes)
+    ]
+
+    def work(world: ThreadWorld) -> None:
+        groups = world.make_groups(mesh)
+        at = mesh.coordinate(world.rank)
+        for p, whole in cases:
+            back = gather_whole(local_shard(whole, p, sizes, at), p, sizes, groups)
+            assert torch.equal(back, whole), p.stored.spec
+
+    run_threads(work, mesh.n_ranks)
+
+
+# -- DTensors ----------------------------------------------------------------------------------
+
+
+def check_dtensors(sizes: tuple[int, ...]) -> tuple[int, int]:
+    """Every storage spec as a DTensor and back; (specs, specs that needed a dim gathered)."""
+    mesh = init_device_mesh("cpu", sizes)
+    at = mesh.get_coordinate()
+    assert at is not None
+    n_specs, n_gathered = 0, 0
+    for dims in SHAPES:
+        whole = counting(dims)
+        for spec in storage_specs(dims, sizes):
+            p = stored("p", dims, spec, sizes, torch.float64)
+            local = local_shard(whole, p, sizes, at)
+            made = dtensor_of(p, local, mesh)
+            assert torch.equal(made.full_tensor(), whole), (spec, made.placements)
+            gathered = dtensor_placements(p, sizes)[1]
+            shares = made.to_local().data_ptr() == local.data_ptr()
+            assert shares == (not gathered), spec
+            n_specs, n_gathered = n_specs + 1, n_gathered + bool(gathered)
+    return n_specs, n_gathered
+
+
+def test_dtensors_of_one_axis(pool: WorkerPool) -> None:
+    for sizes in ((4,), (1, 4), (4, 1)):
+        assert pool.run(check_dtensors, sizes)[0][1] == 0
+
+
+def test_dtensors_of_two_axes(pool: WorkerPool) -> None:
+    n_specs, n_gathered = pool.run(check_dtensors, (2, 2))[0]
+    # Only where both axes cut one dim and the first cut is strided.
+    assert 0 < n_gathered < n_specs / 4
+
+
+def check_state_dict(shapes: Shapes) -> None:
+    """Every stage's keys, their values, and loading them; what one DTensor per key holds."""
+    place = process_place(pipeline_of(shapes))
+    mesh = stage_device_mesh(place.pipeline, place.rank, "cpu")
+    model = seeded_model()
+    buffers = initial_buffers(model, CPU)
+    locals_ = initial_shards(place, "rank0", model)
+    held = state_dict(place, locals_, mesh, buffers)
+    own = {name for p in place.parameters for name in all_names(p)}
+    assert held.keys() == own | buffers.keys()
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, set(held))
+    assert set().union(*everywhere) == model.state_dict().keys()
+    for name, value in held.items():
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        assert torch.equal(whole, model.state_dict()[name]), name
+    others = {n: nn.Parameter(torch.zeros_like(v)) for n, v in locals_.items()}
+    load_state_dict(place, others, held, buffers)
+    assert all(torch.equal(others[n], v) for n, v in locals_.items())
+    # DTensors of another plan: those of a mesh of all ranks are gathered by all of them.
+    line = process_place(pipeline_of(((4,),)))
+    of_line = state_dict(
+        line, initial_shards(line, "rank0", model), init_device_mesh("cpu", (4,)), buffers
+    )
+    others = {n: nn.Parameter(torch.zeros_like(v)) for n, v in locals_.items()}
+    load_state_dict(place, others, of_line, buffers)
+    assert all(torch.equal(others[n], v) for n, v in locals_.items())
+
+
+@pytest.mark.parametrize("shapes", SHAPES_OF_4, ids=str)
+def test_state_dict(pool: WorkerPool, shapes: Shapes) -> None:
+    pool.run(check_state_dict, shapes)
+
+
+def save_and_load_with_dcp(shapes: Shapes, path: str) -> None:
+    """Each rank gives its own keys; the file has every key of the model, once."""
+    place = process_place(pipeline_of(shapes))
+    mesh = stage_device_mesh(place.pipeline, place.rank, "cpu")
+    model, buffers = seeded_model(), initial_buffers(seeded_model(), CPU)
+    locals_ = initial_shards(place, "rank0", model)
+    dcp.save(state_dict(place, locals_, mesh, buffers), checkpoint_id=path)
+    others = {n: nn.Parameter(torch.zeros_like(v)) for n, v in locals_.items()}
+    dcp.load(state_dict(place, others, mesh, buffers), checkpoint_id=path)
+    for name, p in ((p.name, p) for p in place.parameters):
+        if not dtensor_placements(p, place.sizes)[1]:  # a gathered dim: a copy
+            assert torch.equal(others[name], locals_[name]), name
+    whole: dict[str, Any] = {n: torch.zeros_like(v) for n, v in model.state_dict().items()}
+    dcp.load(whole, checkpoint_id=path)
+    assert all(torch.equal(whole[n], v) for n, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize("shapes", SHAPES_OF_4, ids=str)
+def test_dcp_on_the_state_dicts_of_stages(pool: WorkerPool, tmp_path: Path, shapes: Shapes) -> None:
+    pool.run(save_and_load_with_dcp, shapes, str(tmp_path / "ckpt"))
+
+
+def test_state_dict_of_other_stages(pool: WorkerPool) -> None:
+    """DTensors of parameters that a rank neither has nor was given."""
+    messages = pool.run(load_from_other_cut)
+    for message, name in zip(messages, ["norm.weight"] * 2 + ["qkv.bias"] * 2, strict=True):
+        assert f"lacks `{name}`, which other ranks have" in message
+
+
+def load_from_other_cut() -> str:
+    theirs, place = (process_place(pipeline_of(s)) for s in (((1, 2), (2, 1)), ((2, 2),)))
+    model = seeded_model()
+    held = state_dict(
+        theirs, initial_shards(theirs, "rank0", model),
+        stage_device_mesh(theirs.pipeline, theirs.rank, "cpu"),
+    )  # fmt: skip
+    try:
+        load_state_dict(place, initial_shards(place, "rank0", model), held)
+    except StateError as error:
+        return str(error)
+    return ""
+
+
+# -- whole state dicts -------------------------------------------------------------------------
+
+
+def there_and_back(shapes: Shapes) -> dict[str, Tensor]:
+    place = process_place(pipeline_of(shapes))
+    model = seeded_model()
+    buffers = initial_buffers(model, CPU)
+    locals_ = initial_shards(place, "rank0", model)
+    whole = full_state_dict(place, locals_, buffers)
+    for local in locals_.values():
+        local.detach().zero_()
+    # What rank 0 alone has is broadcast; what all have is cut where it is.
+    for given in (whole, seeded_model(1).state_dict() | buffers):
+        load_state_dict(place, locals_, given, buffers)
+    ours = full_state_dict(place, locals_, buffers)
+    load_state_dict(place, locals_, whole, buffers)
+    again = full_state_dict(place, locals_, buffers)
+    if place.rank:
+        assert not whole
+        return {}
+    for name, value in (seeded_model(1).state_dict() | buffers).items():
+        assert torch.equal(ours[name], value), name
+    for name, value in whole.items():
+        assert torch.equal(again[name], value), name
+    return whole
+
+
+@pytest.mark.parametrize("shapes", SHAPES_OF_4, ids=str)
+def test_full_state_dict(pool: WorkerPool, shapes: Shapes) -> None:
+    whole, *others = pool.run(there_and_back, shapes)
+    assert others == [{}, {}, {}]
+    expected = seeded_model().state_dict()
+    assert whole.keys() == expected.keys()
+    assert all(torch.equal(whole[n], v) for n, v in expected.items())
+    fresh = Tied()
+    fresh.load_state_dict(whole)
+
+
+@pytest.mark.parametrize("shapes", [*SHAPES_OF_4, ((1, 2),), ((1, 1), (1, 1))], ids=str)
+def test_full_gradients(shapes: Shapes) -> None:
+    """Each once; zeros where there is none; the mirrors' are their owners'."""
+    pipeline = pipeline_of(shapes)
+
+    def work(world: ThreadWorld) -> dict[str, Tensor]:
+        place = thread_place(pipeline, world)
+        locals_ = initial_shards(place, "rank0", seeded_model())
+        for p in place.parameters:
+            if p.requires_grad and p.name != "gain":
+                whole = gradient(p.mirror_of or p.name, p.shape, 0)
+                part = local_shard(whole, p, place.sizes, place.coordinate)
+                locals_[p.name].grad = part
+        return full_gradients(place, locals_)
+
+    found, *others = run_threads(work, pipeline.n_ranks)
+    assert not any(others)
+    assert found.keys() == DIMS.keys() - set(FROZEN)
+    assert found["gain"] == 0
+    for name in found.keys() - {"gain"}:
+        assert torch.equal(found[name], gradient(name, found[name].shape, 0)), name
+
+
+def one_place() -> StageState:
+    return StageState(pipeline_of(ONE), 0, CPU)
+
+
+def test_loading_what_does_not_fit() -> None:
+    place, model = one_place(), seeded_model()
+    locals_ = initial_shards(place, "rank0", model)
+    values = copy.deepcopy(model.state_dict())
+    del values["gain"]
+    buffers = initial_buffers(model, CPU)
+    with pytest.raises(StateError, match="1 missing:\n    gain"):
+        load_state_dict(place, locals_, values, buffers)
+    values["other"] = torch.zeros(1)
+    keys = load_state_dict(place, locals_, values, buffers, strict=False)
+    assert keys == (["gain"], ["other"])
+
+
+def load_what_does_not_fit(shapes: Shapes) -> tuple[str, Any, list[bool]]:
+    """Rank 0 alone has values, without one parameter and with one beyond the model."""
+    place = process_place(pipeline_of(shapes))
+    locals_ = initial_shards(place, "rank0", seeded_model(1))
+    values = dict(seeded_model().named_parameters()) if place.rank == 0 else {}
+    values.pop("gain", None)
+    message = ""
+    try:
+        load_state_dict(place, locals_, values)
+    except StateError as error:
+        message = str(error)
+    if place.rank == 0:
+        values["other"] = nn.Parameter(torch.zeros(1))
+    keys = load_state_dict(place, locals_, values, strict=False)
+    truth = dict(seeded_model().named_parameters(remove_duplicate=False))
+    right = [
+        torch.equal(locals_[p.name], local_shard(truth[p.name], p, place.sizes, place.coordinate))
+        for p in place.parameters
+    ]
+    return message, tuple(keys), right
+
+
+def test_strictness_is_that_of_all_stages(pool: WorkerPool) -> None:
+    for message, keys, right in pool.run(load_what_does_not_fit, ((1, 1), (1, 3))):
+        assert "1 missing:\n    gain" in message
+        assert "unexpected" not in message
+        assert keys == (["gain"], ["other"])
+        assert all(right)  # `gain` is 0.5 in both models

@@ -1,0 +1,1 @@
+"""The search: what it finds, what it rules out, and that both are right."""

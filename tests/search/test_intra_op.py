@@ -1,0 +1,93 @@
+"""The intra-operator problem of real programs: every way to solve it agrees, and it is best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+
+from autopar.cost.laws.model import CostModel
+from autopar.cost.price.prediction import link_between, predict
+from autopar.mesh import Device, Link, Mesh
+from autopar.options import Options
+from autopar.passes.intra.chooser import PlacementRequest, choose
+from autopar.passes.intra.constraints import Constraints
+from autopar.passes.intra.intra_op import intra_op_problem
+from autopar.passes.lowering.lines import lower
+from autopar.passes.search.planner import Planner
+from autopar.passes.solvers.choice import solve, solve_brute_force
+from autopar.passes.solvers.problem import Infeasible, Solution
+from autopar.plans.predicted import Predicted
+from autopar.program.pipeline import Pipeline
+from tests.helpers.harness import MODELS, abstract_cost, free_problem, model_case
+
+
+def solved(outcome: Solution | Infeasible) -> Solution:
+    assert isinstance(outcome, Solution), outcome
+    return outcome
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_elimination_finds_the_optimum_of_the_whole_ilp(model: str) -> None:
+    problem = free_problem(model, (4,), 1).numbers
+    fast, whole = solved(solve(problem)), solved(solve(problem, "ilp"))
+    assert whole.gap == 0.0
+    assert fast.objective_s == pytest.approx(whole.objective_s, rel=1e-9)
+    assert fast.tie == pytest.approx(whole.tie, rel=1e-6)
+
+
+def test_both_agree_on_two_axes() -> None:
+    problem = free_problem("mlp", (2, 2), 1).numbers
+    fast, whole = solved(solve(problem)), solved(solve(problem, "ilp", 200.0))
+    assert fast.objective_s == pytest.approx(whole.objective_s, rel=1e-6)
+
+
+def test_brute_force_agrees_on_a_small_program() -> None:
+    """The mlp with its storage fixed to what the optimum keeps: few enough to enumerate."""
+    case = model_case("mlp")
+    best = choose(
+        case.analysis, PlacementRequest(abstract_cost((2,)), 1, Constraints()), "adamw", None
+    )
+    fixed = Constraints(storage=dict(best.strategy.storage))
+    problem = intra_op_problem(case.analysis, abstract_cost((2,)), 1, fixed, "adamw").numbers
+    assert math.prod(problem.sizes) > 1000, "too little to choose from"
+    while math.prod(problem.sizes) > 2e6:  # keep the cheapest half of the widest variable
+        widest = max(range(problem.n_variables), key=lambda v: problem.sizes[v])
+        keep = [c >= 0 for c in problem.cost_s]
+        keep[widest][len(keep[widest]) // 2 :] = False
+        problem = problem.restrict(keep)
+    assert solved(solve(problem)).objective_s == pytest.approx(
+        solved(solve_brute_force(problem)).objective_s, rel=1e-12
+    )
+
+
+def test_consumers_alike_share_one_reshard() -> None:
+    """Megatron's f after a norm: q, k and v of a Llama block read one reshard."""
+    case, cost = model_case("llama"), abstract_cost((2,))
+    limits = Constraints(frozenset({"sequence"}), ("tensor",), 0)
+    chosen = choose(case.analysis, PlacementRequest(cost, 1, limits), "adamw", None)
+    program = lower(case.analysis, chosen.strategy, cost)
+    entries = [m for m in program.moves() if m.move.name == "i_to_r"]
+    read = [m.source for m in entries]
+    assert len(set(read)) == len(read), "a tensor is resharded twice to one placement"
+
+
+@pytest.mark.parametrize("model", ["mlp", "bert-view"])
+@pytest.mark.parametrize("s_per_byte", [1e-12, 1e-9, 1e-6])
+def test_the_plan_is_never_worse_than_the_recipes(model: str, s_per_byte: float) -> None:
+    """Over slow and fast links, the planner's pick is the least of all it considered."""
+    links = [Link(1e-6, s_per_byte)] * 2
+    mesh = Mesh((1, 4), links=links, device=Device(1e12, 1e12, 1e12, 1e-6))
+    # Every cut of the larger one is another test's; the mlp is planned with stages too.
+    forbid = ["pipeline"] if model == "bert-view" else []
+    options = Options.of(precision="fp64", forbid=forbid)
+
+    def predicted(pipeline: Pipeline, costs: Sequence[CostModel]) -> Predicted:
+        return predict(pipeline, costs, "adamw", link_between(mesh, links))
+
+    outcome = Planner(model_case(model).analysis, mesh, options, predicted).run()
+    times = [a.step_time_s for a in outcome.alternatives]
+    assert len(times) >= 5
+    least_s = outcome.solved.step_time_s
+    assert all(time is None or least_s <= time * (1 + 1e-9) for time in times)

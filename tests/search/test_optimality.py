@@ -1,0 +1,185 @@
+"""One optimum, three ways to it: the folded problem of repeated blocks, elimination of the whole
+program's problem, and the whole ILP, which defines it.
+
+Five families, each with at least five blocks, on one axis and on two. A ResNet learns its batch
+statistics, so that no two of its blocks are alike to folding; frozen, they are.
+
+Most whole ILPs on two axes, and under a budget, take up to a minute each (of T5 and Mixtral under a
+budget, many):
+
+    AUTOPAR_OPTIMALITY=1 .venv/bin/python -m pytest tests/search/test_optimality.py     ten minutes
+
+runs every family; by default the cheapest of each kind.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForImageClassification
+
+from autopar.cost.laws.model import CostModel
+from autopar.mesh import Device, Link, LogicalMesh
+from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.analysis.folding import Folded, find_runs, fold
+from autopar.passes.intra.chooser import Chooser, Chosen, PlacementRequest
+from autopar.passes.intra.constraints import Constraints
+from autopar.passes.intra.intra_op import intra_op_problem
+from autopar.passes.solvers.choice import solve, solve_by_elimination
+from autopar.passes.solvers.problem import ChoiceProblem, Infeasible, Solution
+from tests.helpers.captures import captured
+from tests.helpers.harness import AXIS_NAMES, random_tokens, tiny_gpt2, tiny_llama
+from tests.solvers.test_repeated import tiny_mixtral, tiny_t5
+
+REL = 1e-6
+# Of one machine: what fits, adds up alike in any order.
+ROUNDING_REL = 1e-9
+N_BLOCKS = 5
+WHOLE = os.environ.get("AUTOPAR_OPTIMALITY")
+# Slow between nodes and fast inside; compute, memory and launches all weigh in.
+LINKS = (Link(1e-5, 1e-9), Link(2e-6, 1e-10))
+DEVICE = Device(1e12, 1e11, 1e15, 1e-6)
+NO_ZERO = "zero1 zero2 zero3 sequence"
+BY_ROWS = f"{NO_ZERO} tensor"
+Case = tuple[str, ...]
+
+
+def tiny_resnet() -> nn.Module:
+    config = AutoConfig.for_model(
+        "resnet", embedding_size=16, hidden_sizes=[16], depths=[N_BLOCKS], layer_type="basic",
+        num_labels=4,
+    )  # fmt: skip
+    model: nn.Module = AutoModelForImageClassification.from_config(config)
+    return model
+
+
+FAMILIES: dict[str, Callable[[], nn.Module]] = {
+    "gpt2": lambda: tiny_gpt2(N_BLOCKS),
+    "llama": lambda: tiny_llama(N_BLOCKS),
+    "t5": lambda: tiny_t5(N_BLOCKS),
+    "resnet": tiny_resnet,
+    "frozen resnet": lambda: tiny_resnet().eval(),
+    "mixtral": lambda: tiny_mixtral(N_BLOCKS),
+}
+
+
+def batch_of(family: str) -> dict[str, Tensor]:
+    if "resnet" not in family:
+        return random_tokens(0)
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(16, 3, 8, 8, dtype=torch.float64, generator=generator)
+    return {"pixel_values": images, "labels": torch.arange(16) % 4}
+
+
+@cache
+def folded(family: str) -> Folded:
+    torch.manual_seed(0)
+    program = captured(FAMILIES[family](), batch_of(family), precision="fp64")
+    analysis = Analysis.of(program)
+    return fold(analysis, find_runs(analysis))
+
+
+@cache
+def machine(sizes: tuple[int, ...]) -> CostModel:
+    mesh = LogicalMesh(sizes, AXIS_NAMES[len(sizes)], LINKS[-len(sizes) :], DEVICE)
+    return CostModel(mesh, torch.float64)
+
+
+@cache
+def by_blocks(
+    family: str, sizes: tuple[int, ...], forbid: str, budget_bytes: float | None = None
+) -> Chosen:
+    """What the planner asks of a program."""
+    ask = PlacementRequest(machine(sizes), 1, Constraints(frozenset(forbid.split())))
+    return Chooser(folded(family), "adamw").choose(ask, budget_bytes)
+
+
+@cache
+def whole_problem(
+    family: str, sizes: tuple[int, ...], forbid: str, budget_bytes: float | None = None
+) -> ChoiceProblem:
+    limits = Constraints(frozenset(forbid.split()))
+    problem = intra_op_problem(folded(family).whole, machine(sizes), 1, limits, "adamw")
+    return problem.under(budget_bytes, 1).numbers
+
+
+def solved(outcome: Solution | Infeasible) -> Solution:
+    assert isinstance(outcome, Solution), outcome
+    return outcome
+
+
+def some_of(every: list[Case], few: list[Case]) -> list[Case]:
+    assert set(few) <= set(every)
+    return every if WHOLE else few
+
+
+EVERY: list[Case] = [(family, axes, "") for axes in ("4", "2x2") for family in FAMILIES]
+RESTRICTED: list[Case] = [
+    (family, "2x2", forbid) for family in FAMILIES for forbid in (NO_ZERO, BY_ROWS)
+]
+BUDGETS: list[Case] = [
+    *((family, "4", "", "0.75") for family in FAMILIES if family not in ("t5", "mixtral")),
+    *((family, "4", "", share) for family in ("gpt2", "llama") for share in ("0.85", "0.6")),
+    *((family, "4", "zero1 zero2 sequence", "0.9") for family in ("gpt2", "frozen resnet")),
+]
+
+
+def sizes_of(axes: str) -> tuple[int, ...]:
+    return tuple(map(int, axes.split("x")))
+
+
+@pytest.mark.parametrize(
+    ("family", "axes", "forbid"),
+    [case for case in EVERY if WHOLE or case[:2] != ("t5", "2x2")],
+)
+def test_folded_is_eliminated(family: str, axes: str, forbid: str) -> None:
+    chosen = by_blocks(family, sizes_of(axes), forbid)
+    problem = whole_problem(family, sizes_of(axes), forbid)
+    eliminated = solved((solve if WHOLE else solve_by_elimination)(problem))
+    assert eliminated.gap == chosen.gap == 0
+    assert chosen.objective_s == pytest.approx(eliminated.objective_s, rel=REL)
+    if family != "resnet":
+        assert chosen.n_variables < problem.n_variables, "nothing was folded"
+
+
+@pytest.mark.parametrize(
+    ("family", "axes", "forbid"),
+    some_of(
+        [*EVERY, *RESTRICTED],
+        [*EVERY[: len(FAMILIES)], ("resnet", "2x2", BY_ROWS), ("gpt2", "2x2", BY_ROWS)],
+    ),
+)
+def test_folded_is_the_whole_ilp(family: str, axes: str, forbid: str) -> None:
+    chosen = by_blocks(family, sizes_of(axes), forbid)
+    whole = solved(solve(whole_problem(family, sizes_of(axes), forbid), "ilp"))
+    assert whole.gap == 0
+    assert chosen.objective_s == pytest.approx(whole.objective_s, rel=REL)
+
+
+@pytest.mark.parametrize(
+    ("family", "axes", "forbid", "share"),
+    some_of(
+        BUDGETS,
+        [("llama", "4", "", "0.75"), ("frozen resnet", "4", "zero1 zero2 sequence", "0.9")],
+    ),
+)
+def test_the_gap_covers_the_optimum_within_a_budget(
+    family: str, axes: str, forbid: str, share: str
+) -> None:
+    """`objective_s` (1 - gap) <= optimum <= `objective_s`, and the budget is kept."""
+    sizes = sizes_of(axes)
+    free = by_blocks(family, sizes, forbid)
+    budget_bytes = float(share) * free.size_bytes
+    chosen = by_blocks(family, sizes, forbid, budget_bytes)
+    whole = solved(solve(whole_problem(family, sizes, forbid, budget_bytes), "ilp"))
+    assert whole.gap == 0
+    assert whole.objective_s > free.objective_s * (1 + REL), "the budget does not bind"
+    assert whole.objective_s <= chosen.objective_s * (1 + ROUNDING_REL)
+    assert chosen.objective_s * (1 - chosen.gap) <= whole.objective_s * (1 + ROUNDING_REL)
+    assert 0 <= chosen.gap < 1
+    assert chosen.size_bytes <= budget_bytes * (1 + ROUNDING_REL)

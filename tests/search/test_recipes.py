@@ -1,0 +1,162 @@
+"""Megatron with stages: which splits, what they may do, how layers are shared out."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from autopar.capture import capture
+from autopar.cost.laws.model import CostModel
+from autopar.errors import MeshError, OptionError
+from autopar.mesh import LogicalMesh, Mesh, factored_view
+from autopar.options import Manual, Options
+from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.analysis.folding import find_runs
+from autopar.passes.inter.candidate import Candidate
+from autopar.passes.inter.layers import find_layers
+from autopar.passes.inter.tables import CostMaker, StageTable
+from autopar.passes.intra.constraints import Constraints
+from autopar.passes.intra.intra_op import intra_op_problem
+from autopar.passes.intra.recipe_machine import recipe_cost
+from autopar.planning.step_capture import capture_step
+from tests.helpers.harness import Mlp, random_rows
+from tests.search.test_joint import assert_covers, cluster, gpt2, hardware_of, recipes
+from tests.search.test_planner_laws import A100, tokens
+from tests.search.test_planner_laws import gpt2 as wide_gpt2
+
+
+def test_recipes_are_equal_stages_in_every_split() -> None:
+    mesh = cluster(2, 2)
+    found = recipes(gpt2(), mesh, hardware_of(mesh), Options.of())
+    splits = {(len(c.ends), *c.stages[0].view.sizes) for c in found}
+    assert splits == {(2, 2, 1), (2, 1, 2), (4, 1, 1)}
+    for candidate in found:
+        assert_covers(candidate, mesh)
+        assert len({stage.view.sizes for stage in candidate.stages}) == 1
+        for stage in candidate.stages:
+            assert stage.constraints.roles == ("data", "tensor")
+            assert "sequence" in stage.constraints.forbid
+        assert 16 % (candidate.n_microbatches * candidate.stages[0].view.sizes[0]) == 0
+
+
+def test_recipes_respect_forbid() -> None:
+    mesh = cluster(4)
+    hardware = hardware_of(mesh)
+
+    def splits(*forbid: str) -> set[tuple[int, ...]]:
+        options = Options.of(forbid=forbid)
+        found = recipes(gpt2(), mesh, hardware, options)
+        return {(len(c.ends), *c.stages[0].view.sizes) for c in found}
+
+    assert splits("pipeline") == set()
+    assert splits("tensor") == {(2, 2, 1), (4, 1, 1)}
+    assert splits("data") == {(2, 1, 2), (4, 1, 1)}
+
+
+def views(candidate: Candidate) -> list[LogicalMesh]:
+    return [stage.view for stage in candidate.stages]
+
+
+def test_a_manual_recipe_is_that_one() -> None:
+    mesh = cluster(2, 4)
+    hardware, options = hardware_of(mesh), Options.of()
+    manual = Manual(dp=2, tp=2, pp=2, sp=True, zero=1, microbatch_size=2)
+    (candidate,) = recipes(gpt2(), mesh, hardware, options, manual)
+    assert [v.sizes for v in views(candidate)] == [(2, 2)] * 2
+    assert [v.first_rank for v in views(candidate)] == [0, 4]
+    assert candidate.n_microbatches == 16 // 2 // 2
+    (limits,) = {repr(stage.constraints) for stage in candidate.stages}
+    assert "zero=1" in limits and "sequence" not in limits
+    uneven, too_many = replace(manual, microbatch_size=3), replace(manual, dp=4)
+    with pytest.raises(OptionError, match="microbatch_size=3"):
+        recipes(gpt2(), mesh, hardware, options, uneven)
+    with pytest.raises(MeshError, match="places 16 ranks"):
+        recipes(gpt2(), mesh, hardware, options, too_many)
+
+
+def test_stages_of_a_recipe_have_balanced_flops() -> None:
+    rows = Analysis.of(capture(Mlp(n_layers=8), random_rows(0, "x", "y"), precision="fp64"))
+    mesh = cluster(4)
+    found = recipes(rows, mesh, hardware_of(mesh), Options.of())
+    layers = find_layers(rows, find_runs(rows), 4)
+    for candidate in found:
+        last = [layers.ends.index(end) for end in candidate.ends]
+        bounds = itertools.pairwise([-1, *last])
+        flops = [math.fsum(layers.flops[a + 1 : b + 1]) for a, b in bounds]
+        assert max(flops) <= math.fsum(flops) / len(flops) + max(layers.flops)
+
+
+def test_without_zero_what_is_stored_in_data_shards_is_not_made_whole() -> None:
+    """Neither gathered, nor as a sum of shards among zeros, which abstract machines make cheap."""
+    mesh, hardware = cluster(4, 8), hardware_of(cluster(4, 8))
+    view = factored_view(mesh, hardware.links, hardware.device, {"dp": 8, "tp": 4})
+    limits = Constraints(frozenset({"sequence"}), ("data", "tensor"), 0)
+    n_seen = 0
+    for cost in (CostModel(view, torch.float64), recipe_cost(CostModel(view, torch.float64))):
+        problem = intra_op_problem(gpt2(), cost, 1, limits, "adamw")
+        names = {v: name for name, v in problem.parameter_variables.items()}
+        for edge in problem.numbers.edges:
+            if edge.u not in names or edge.v >= len(problem.candidates):
+                continue
+            uses, name = problem.candidates[edge.v].specs(names[edge.u]), names[edge.u]
+            for i, storage in enumerate(problem.storages[name]):
+                for k, code in enumerate(uses.code.tolist()):
+                    used = uses.distinct[code].placements[0]
+                    if storage.spec.placements[0].is_shard and used.kind in "RI":
+                        n_seen += 1
+                        choice = [0] * problem.numbers.n_variables
+                        choice[edge.u], choice[edge.v] = i, k
+                        assert math.isinf(edge.cost_s[edge.at(choice)]), (name, storage, used)
+    assert n_seen > 0
+
+
+def test_stages_that_lie_on_two_nodes_are_priced() -> None:
+    mesh = cluster(3, 4)
+    found = recipes(gpt2(), mesh, hardware_of(mesh), Options.of())
+    assert {3, 4} <= {c.stages[0].view.n_ranks for c in found}
+    assert all(math.isfinite(c.estimate_s) for c in found)
+
+
+def test_what_the_real_machine_forbids_has_no_price() -> None:
+    """Three ranks of nodes of eight: the cheapest way to a bias gathers it, which is forbidden."""
+    mesh = Mesh((12, 8), hardware=A100)
+    options = Options.of(forbid=["zero1", "zero2", "zero3"])
+    analysis = Analysis.of(capture_step(wide_gpt2(1, 192, 64, 768), tokens(192, 64), options))
+    across, inside = Manual(dp=16, tp=3, pp=2), Manual(dp=8, tp=6, pp=2)
+    (forbidden,), (allowed,) = (
+        recipes(analysis, mesh, hardware_of(mesh), options, manual) for manual in (across, inside)
+    )
+    assert math.isinf(forbidden.estimate_s) and math.isfinite(allowed.estimate_s)
+
+
+def test_counts_that_do_not_fit_by_what_others_keep_are_not_priced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mesh = cluster(2)
+    rows = {name: values.repeat(16, 1) for name, values in random_rows(0, "x", "y").items()}
+    analysis = Analysis.of(capture(Mlp(n_layers=8), rows, precision="fp64"))
+    priced: list[int] = []
+    price = CostMaker.recipe
+
+    def counted(self: CostMaker, view: LogicalMesh, m: int, limits: Constraints) -> StageTable:
+        priced.append(m)
+        return price(self, view, m, limits)
+
+    def best(limit_bytes: float, manual: Manual | None = None) -> Candidate:
+        options = Options.of(memory_limit=limit_bytes)
+        (found,) = recipes(analysis, mesh, hardware_of(mesh), options, manual)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CostMaker, "recipe", counted)
+        assert best(50e3).n_microbatches == 32 and priced == [16, 32, 64]
+        priced.clear()
+        assert best(40e3).n_microbatches == 64 and priced == [16, 64]
+    halves = Manual(pp=2, microbatch_size=len(rows["x"]) // 32)
+    assert math.isinf(best(40e3, halves).estimate_s) and math.isfinite(
+        best(50e3, halves).estimate_s
+    )

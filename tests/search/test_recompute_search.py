@@ -1,0 +1,386 @@
+"""Recompute that the planner chooses: where memory binds, block by block, with placements."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import autopar
+from autopar import Device, Link, Manual, Mesh, Plan
+from autopar.cost.memory.liveness import kept_bytes
+from autopar.cost.price.stage_times import stage_times
+from autopar.cost.simulate import Spent
+from autopar.errors import InfeasibleError
+from autopar.options import Options, Recompute
+from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.analysis.cutting import cut
+from autopar.passes.analysis.folding import fold
+from autopar.passes.analysis.recompute import SEARCHED, Recomputable, aligned_runs
+from autopar.passes.intra.chooser import Chooser, PlacementRequest, choose
+from autopar.passes.intra.constraints import Constraints
+from autopar.passes.intra.intra_op import intra_op_problem
+from autopar.passes.intra.problem import IntraOpProblem
+from autopar.passes.lowering.lines import lower
+from autopar.passes.solvers.choice import solve
+from autopar.passes.solvers.eliminate.elimination_order import plan_elimination
+from autopar.passes.solvers.problem import Infeasible
+from tests.helpers.captures import captured
+from tests.helpers.harness import abstract_cost, random_tokens, tiny_gpt2, tiny_llama
+from tests.helpers.jobs import rows
+from tests.helpers.models.recompute_models import Blocks, recomputing
+from tests.helpers.ranks import TOLERANCE, pipeline_step
+from tests.runtime.test_recompute_memory import batch, model
+
+MODES: tuple[Recompute, ...] = ("selective", "full")
+N_LAYERS = 4
+
+
+def machine(n: int) -> Mesh:
+    device = Device(1e12, 1e11, 1e10, 1e-9)
+    return Mesh((1, n), links=[Link(1e-7, 1e-10)] * 2, device=device)
+
+
+@cache
+def gpt2(n: int, limit: int | None, recompute: str = "auto") -> Plan:
+    """All rows at once, so that more microbatches are no way out."""
+    return autopar.plan(
+        model("plain"), machine(n), batch(), precision="fp64", stages=1, microbatches=1,
+        memory_limit=limit, recompute=recompute,
+    )  # fmt: skip
+
+
+def modes_of(plan: Plan) -> Counter[str]:
+    assert plan.bound is not None
+    return Counter(item.mode for s in plan.bound.stages for item in s.strategy.recomputed)
+
+
+# -- plans -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_what_was_refused_is_planned_and_right(n: int) -> None:
+    limit = int(0.7 * gpt2(n, None).predicted.peak_bytes)
+    with pytest.raises(InfeasibleError, match="allow ZeRO and recompute"):
+        gpt2(n, limit, "none")
+    plan = gpt2(n, limit)
+    assert plan.predicted.peak_bytes <= limit
+    assert 0 < modes_of(plan).total() <= N_LAYERS
+    assert plan.bound is not None
+    program, pipeline = plan.bound.analysis.program, plan.bound.pipeline
+    assert pipeline.stages[0].segments
+    found, _ = pipeline_step(program, pipeline, batch(), 0)
+    assert {name: error for name, error in found.items() if not error <= TOLERANCE} == {}
+
+
+def test_less_memory_is_more_recompute_and_never_faster() -> None:
+    free = gpt2(1, None)
+    assert not modes_of(free)
+    assert gpt2(1, int(1.05 * free.predicted.peak_bytes)).data == free.data
+    before_s, again_s = free.objective_s, 0.0
+    for share in (0.9, 0.75, 0.6, 0.45):
+        plan = gpt2(1, int(share * free.predicted.peak_bytes))
+        assert plan.predicted.peak_bytes <= share * free.predicted.peak_bytes
+        assert plan.objective_s >= before_s
+        # On one device nothing else can be had for time.
+        assert modes_of(plan)
+        assert plan.objective_s - free.objective_s >= again_s
+        before_s, again_s = plan.objective_s, plan.objective_s - free.objective_s
+    assert again_s > 0
+
+
+def test_never_worse_than_without() -> None:
+    """Where placements alone fit, too."""
+    limit = int(0.95 * gpt2(2, None).predicted.peak_bytes)
+    without = gpt2(2, limit, "none")
+    assert not modes_of(without)
+    assert gpt2(2, limit).objective_s <= without.objective_s * (1 + 1e-9)
+
+
+def test_what_is_forbidden_is_not_chosen() -> None:
+    limit = int(0.7 * gpt2(1, None).predicted.peak_bytes)
+    options: list[dict[str, Any]] = [
+        {"forbid": "recompute"},
+        {"recompute": "none"},
+        {"manual": Manual()},
+    ]
+    for option in options:
+        with pytest.raises(InfeasibleError, match="no plan fits in"):
+            autopar.plan(
+                model("plain"), machine(1), batch(), precision="fp64", microbatches=1,
+                memory_limit=limit, **option,
+            )  # fmt: skip
+
+
+def test_a_plan_that_chose_is_saved_and_explained(tmp_path: Path) -> None:
+    plan = gpt2(1, int(0.6 * gpt2(1, None).predicted.peak_bytes))
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json").bind(model("plain"))
+    assert again.code() == plan.code()
+    assert again.predicted == plan.predicted
+    for mode, count in modes_of(plan).items():
+        assert f"runs again in backward: {count} in mode {mode}: transformer_h_" in plan.explain()
+    several = gpt2(2, int(0.7 * gpt2(2, None).predicted.peak_bytes))
+    words = several.explain("transformer.h.1.mlp.c_fc.weight")
+    assert "without what runs again in backward" in words
+
+
+@pytest.mark.parametrize("mode", [*MODES, "attention-core"])
+def test_a_mode_that_is_asked_for_is_in_all_that_is_known(mode: Recompute) -> None:
+    """On one device there is one way to place things: what is laid over a plan is what is planned,
+    and the problem's own seconds are those of the step."""
+    plan, laid_over = gpt2(1, None, mode), recomputing(gpt2(1, None, "none"), mode)
+    assert plan.code() == laid_over.code()
+    assert plan.predicted == laid_over.predicted
+    without = gpt2(1, None, "none")
+    foretold_s = plan.objective_s - without.objective_s
+    played_s = plan.predicted.step_time_s - without.predicted.step_time_s
+    assert foretold_s == pytest.approx(played_s, rel=1e-6)
+    # The problem counts some values twice that views show, so a little more is wanted.
+    peak_bytes = plan.predicted.peak_bytes
+    assert gpt2(1, int(1.02 * peak_bytes), mode).predicted.peak_bytes == peak_bytes
+    with pytest.raises(InfeasibleError):
+        gpt2(1, int(0.99 * peak_bytes), mode)
+
+
+# -- the problem -----------------------------------------------------------------------------------
+
+
+@cache
+def analysis_of(name: str) -> Analysis:
+    torch.manual_seed(0)
+    if name == "blocks":
+        return Analysis.of(captured(Blocks(n_blocks=3), rows(0, "x"), precision="fp64"))
+    if name == "chain":
+        return Analysis.of(captured(Blocks(n_blocks=6), rows(0, "x"), precision="fp64"))
+    tokens = {"gpt2": tiny_gpt2, "llama": tiny_llama}
+    return Analysis.of(captured(tokens[name](6), random_tokens(0), precision="fp64"))
+
+
+def ranges_of(analysis: Analysis) -> tuple[tuple[str, ...], ...]:
+    found = Recomputable.of(analysis, Options())
+    assert found is not None and found.modes == SEARCHED
+    return found.ranges
+
+
+@cache
+def problem_of_blocks(sizes: tuple[int, ...], recomputable: Recomputable) -> IntraOpProblem:
+    analysis, cost = analysis_of("blocks"), abstract_cost(sizes)
+    return intra_op_problem(analysis, cost, 1, Constraints(), "adamw", None, recomputable)
+
+
+def least_s(sizes: tuple[int, ...], recomputable: Recomputable, budget_bytes: float) -> float:
+    """The optimum, proven."""
+    found = solve(problem_of_blocks(sizes, recomputable).under(budget_bytes).numbers)
+    if isinstance(found, Infeasible):
+        return float("inf")
+    assert found.gap == 0
+    return found.objective_s
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("sizes", [(1,), (2,)])
+def test_the_joint_optimum_is_the_best_of_every_choice_of_blocks(
+    mode: Recompute, sizes: tuple[int, ...]
+) -> None:
+    """Each choice as a problem of its own, in which blocks run again and have no choice."""
+    analysis = analysis_of("blocks")
+    ranges = ranges_of(analysis)
+    assert len(ranges) == 3
+    ask = PlacementRequest(abstract_cost(sizes), 1, Constraints())
+    free = choose(analysis, ask, "adamw", None)
+    lean = choose(analysis, ask, "adamw", None, recomputable=Recomputable(ranges, (mode,)))
+    n_tight = 0
+    for share in (0.25, 0.7):
+        budget_bytes = free.size_bytes + share * (lean.size_bytes - free.size_bytes)
+        joint_s = least_s(sizes, Recomputable(ranges, (None, mode)), budget_bytes)
+        every = [
+            least_s(sizes, Recomputable(some, (mode,)), budget_bytes)
+            for n in range(4)
+            for some in itertools.combinations(ranges, n)
+        ]
+        assert joint_s == pytest.approx(min(every), rel=1e-6)
+        n_tight += min(every) < every[0] * (1 - 1e-6)
+        both_s = least_s(sizes, Recomputable(ranges, SEARCHED), budget_bytes)
+        assert both_s <= joint_s * (1 + 1e-9)
+    assert n_tight, "recompute is of no use"
+
+
+@pytest.mark.parametrize("sizes", [(1,), (2,)])
+def test_recompute_is_no_faster_than_activations_that_need_no_bytes(sizes: tuple[int, ...]) -> None:
+    """What the planner leaves recompute alone by (`Evaluator.without_activations`)."""
+    analysis, cost = analysis_of("blocks"), abstract_cost(sizes)
+    ask, without = (
+        PlacementRequest(cost, 1, Constraints()),
+        PlacementRequest(cost, 1, Constraints(), n_in_flight=0),
+    )
+    recomputable = Recomputable(ranges_of(analysis), SEARCHED)
+    free = choose(analysis, ask, "adamw", None)
+    with pytest.raises(InfeasibleError) as least:
+        choose(analysis, ask, "adamw", 0.0, recomputable=recomputable)
+    assert least.value.least_bytes is not None
+    n_paid = 0
+    for share in (0.0, 0.1, 0.4, 0.8):
+        budget_bytes = least.value.least_bytes * (1 + 1e-9)
+        budget_bytes += share * (free.size_bytes - budget_bytes)
+        best = choose(analysis, ask, "adamw", budget_bytes, recomputable=recomputable)
+        bound = choose(analysis, without, "adamw", budget_bytes)
+        assert bound.bound_s <= best.objective_s
+        n_paid += bound.objective_s < best.objective_s * (1 - 1e-6)
+    assert n_paid, "the bound is what recompute attains"
+
+
+CASES: list[tuple[str, tuple[int, ...], str]] = [
+    ("gpt2", (1,), ""),
+    ("gpt2", (2,), "data"),
+    ("llama", (2,), ""),
+    ("llama", (2,), "data sequence"),
+    ("chain", (2, 2), ""),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes", "forbid"), CASES)
+def test_bytes_and_seconds_are_those_of_the_lines(
+    name: str, sizes: tuple[int, ...], forbid: str
+) -> None:
+    """The same placements in every mode: what changes is what changes where lines are counted."""
+    analysis, cost, limits = (
+        analysis_of(name),
+        abstract_cost(sizes),
+        Constraints(frozenset(forbid.split())),
+    )
+    ranges = ranges_of(analysis)
+    problems = [
+        intra_op_problem(analysis, cost, 1, limits, "adamw", None, Recomputable(ranges, (mode,)))
+        for mode in SEARCHED
+    ]
+    for fastest in problems:
+        found = solve(fastest.numbers)
+        assert not isinstance(found, Infeasible)
+        strategy = choose(analysis, PlacementRequest(cost, 1, limits), "adamw", None).strategy
+        strategy = replace(
+            strategy,
+            operators=fastest.operators(found.choice),
+            storage=fastest.storage(found.choice),
+        )
+        foretold, counted = [], []
+        for problem in problems:
+            totals = problem.numbers.evaluate(found.choice)
+            foretold.append((totals.bytes, totals.cost_s))
+            again = replace(strategy, recomputed=problem.recomputed(found.choice))
+            program = lower(analysis, again, cost)
+            backward = stage_times(program, cost, "adamw").backward
+            assert isinstance(backward, Spent)
+            counted.append((kept_bytes(program, "adamw"), backward.total_s))
+        (_, none_s), (selective, selective_s), (full, full_s) = foretold
+        (_, none), (kept_selective, selective_again), (kept_full, full_again) = counted
+        # Without recompute the problem counts some values twice, that views show.
+        assert selective - full == pytest.approx(kept_selective - kept_full, rel=1e-6)
+        assert selective_s - none_s == pytest.approx(selective_again - none, rel=1e-6)
+        assert full_s - none_s == pytest.approx(full_again - none, rel=1e-6)
+        assert selective > full and none_s <= selective_s < full_s
+
+
+def test_pairs_of_choices_are_seen_through() -> None:
+    """What reshards that may run again cost, and two kinds of uses of a tied embedding."""
+    analysis = analysis_of("gpt2")
+    again = Recomputable(ranges_of(analysis), SEARCHED)
+    cost = abstract_cost((2, 2))
+    numbers = intra_op_problem(analysis, cost, 1, Constraints(), "adamw", None, again).numbers
+    problem = numbers.merged()
+    views = [step.variable for step in plan_elimination(problem).steps if step.is_view]
+    ends = {problem.names[v].rsplit(" ", 1)[1] for v in views}
+    pairs = [name for name in problem.names if name.rsplit(" ", 1)[1:] in (["again"], ["used"])]
+    assert ends == {"again", "used"} and sorted(problem.names[v] for v in views) == sorted(pairs)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "chain"])
+def test_repeated_blocks_are_those_of_the_whole_program(name: str) -> None:
+    """Few blocks stand for all, with a mode of their own each."""
+    analysis, ask = analysis_of(name), PlacementRequest(abstract_cost((2,)), 1, Constraints())
+    ranges = ranges_of(analysis)
+    lean = choose(analysis, ask, "adamw", None, recomputable=Recomputable(ranges, ("full",)))
+    for modes in ((None, "selective", "full"), ("full",), ("selective",)):
+        recomputable = Recomputable(ranges, modes)
+        folded = fold(analysis, aligned_runs(analysis, recomputable))
+        assert folded.runs
+        chooser = Chooser(folded, "adamw", recomputable=recomputable)
+        between = (lean.size_bytes + chooser.choose(ask, None).size_bytes) / 2
+        for budget_bytes in (None, between) if None in modes else (None,):
+            chosen = chooser.choose(ask, budget_bytes)
+            whole = choose(analysis, ask, "adamw", budget_bytes, recomputable=recomputable)
+            assert chosen.n_variables < whole.n_variables
+            assert chosen.objective_s * (1 - chosen.gap) <= whole.objective_s * (1 + 1e-9)
+            assert whole.objective_s * (1 - whole.gap) <= chosen.objective_s * (1 + 1e-9)
+            again = chosen.strategy.recomputed
+            assert {item.operators for item in again} <= set(ranges)
+            assert _in_order(again_names(again), ranges)
+            if budget_bytes is None:
+                assert chosen.objective_s == pytest.approx(whole.objective_s, rel=1e-6)
+                assert len(again) == (0 if None in modes else len(ranges))
+            else:
+                assert again and chosen.size_bytes <= budget_bytes * (1 + 1e-9)
+
+
+def again_names(again: Sequence[Any]) -> list[tuple[str, ...]]:
+    return [item.operators for item in again]
+
+
+def _in_order(some: Sequence[tuple[str, ...]], every: Sequence[tuple[str, ...]]) -> bool:
+    places = [every.index(names) for names in some]
+    return places == sorted(places)
+
+
+# -- stages ----------------------------------------------------------------------------------------
+
+
+def staged(limit: int | None, recompute: str = "auto") -> Plan:
+    """One rank each, so that no placement saves anything."""
+    return autopar.plan(
+        model("plain"), machine(2), batch(), precision="fp64", stages=2, microbatches=4,
+        memory_limit=limit, recompute=recompute,
+    )  # fmt: skip
+
+
+def test_stages_that_fit_with_recompute_alone() -> None:
+    free = staged(None)
+    assert not modes_of(free)
+    limit = int(0.75 * free.predicted.peak_bytes)
+    with pytest.raises(InfeasibleError):
+        staged(limit, "none")
+    plan = staged(limit)
+    assert len(plan.stages) == 2 and plan.predicted.peak_bytes <= limit
+    assert modes_of(plan) and plan.objective_s > free.objective_s
+    assert plan.bound is not None
+    found, _ = pipeline_step(plan.bound.analysis.program, plan.bound.pipeline, batch(), 0)
+    assert {name: error for name, error in found.items() if not error <= TOLERANCE} == {}
+
+
+def test_stages_share_prices() -> None:
+    """Groups of one stage are priced as those of another that are alike, under other names."""
+    analysis, cost = analysis_of("chain"), abstract_cost((2,))
+    recomputable = Recomputable(ranges_of(analysis), ("full",))
+    starts = [positions.start for positions in recomputable.within(analysis)]
+    ends = (starts[2], starts[4], len(analysis.operators))
+    _, first, second = (analysis.part(program) for program in cut(analysis.program, ends))
+    assert first.parameter_bytes == second.parameter_bytes
+
+    def seconds(part: Analysis) -> float:
+        problem = intra_op_problem(part, cost, 1, Constraints(), "adamw", None, recomputable)
+        assert len(problem.modes) == 2
+        found = solve(problem.numbers)
+        assert not isinstance(found, Infeasible)
+        return found.objective_s
+
+    analysis.priced.clear()
+    apart_s = seconds(second)
+    analysis.priced.clear()
+    seconds(first)
+    assert seconds(second) == apart_s

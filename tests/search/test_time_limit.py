@@ -1,0 +1,53 @@
+"""Planning cut short: by a time limit, which leaves the best plan so far, or by the user."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+import pytest
+import torch
+
+import autopar
+from autopar.planning.plan import Plan
+from tests.helpers.harness import Mlp
+
+
+def planned(**options: object) -> Plan:
+    torch.manual_seed(0)
+    batch = {name: torch.zeros(16, 64) for name in ("x", "y")}
+    mesh = autopar.Mesh((1, 4), hardware="a100-80gb")
+    return autopar.plan(Mlp(width=64, n_layers=4), mesh, batch, **options)
+
+
+@cache
+def undisturbed(stages: int | str = "auto") -> Plan:
+    return planned(stages=stages)
+
+
+def test_after_the_limit_there_is_the_best_plan_so_far_and_its_gap() -> None:
+    whole, limited = undisturbed(), planned(time_limit_s=1e-9)
+    assert len(limited.data.alternatives) < len(whole.data.alternatives)
+    assert "not tried when time_limit_s=1e-09 had passed" in limited.explain()
+    # What is proven covers what more time finds, on this model of launches and latencies too.
+    assert 0 < limited.gap < 1
+    assert limited.objective_s * (1 - limited.gap) <= whole.predicted.step_time_s
+    assert json.loads(limited.data.to_json())["gap"] == limited.gap
+
+
+@pytest.mark.parametrize("stages", [2, "auto"])
+def test_an_interrupt_leaves_nothing_behind_and_a_long_limit_changes_nothing(
+    stages: int | str,
+) -> None:
+    said: list[str] = []
+
+    def interrupt(text: str) -> None:
+        said.append(text)
+        if len(said) == 6:
+            raise KeyboardInterrupt
+
+    before = undisturbed(stages)
+    with pytest.raises(KeyboardInterrupt):
+        planned(stages=stages, progress=interrupt)
+    assert len(said) == 6
+    assert planned(stages=stages, time_limit_s=600.0).data == before.data

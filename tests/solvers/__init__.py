@@ -1,0 +1,1 @@
+"""Solvers against brute force and against each other; no torch."""

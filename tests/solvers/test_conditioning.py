@@ -1,0 +1,169 @@
+"""Branch and bound over hubs: the optimum of elimination, with small tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from autopar.passes.solvers.choice.hull import hull_corners, hull_corners_of
+from autopar.passes.solvers.eliminate import conditioning
+from autopar.passes.solvers.eliminate.conditioning import (
+    ConditionedPlan,
+    minimise_conditioned,
+    plan_conditioned,
+)
+from autopar.passes.solvers.eliminate.elimination import minimise
+from autopar.passes.solvers.eliminate.elimination_order import (
+    TableLimits,
+    TooWide,
+    plan_elimination,
+)
+from autopar.passes.solvers.problem import ChoiceProblem, Edge
+from autopar.passes.solvers.problem.potentials import Potentials, Weights
+from autopar.passes.solvers.problem.problems import ChoiceProblems
+from autopar.passes.solvers.problem.tables import axes_of
+from autopar.passes.solvers.repeats import order as repeats_plan
+from autopar.passes.solvers.repeats.elimination import RepeatedElimination
+from autopar.passes.solvers.repeats.repeats import RepeatedProblem
+from tests.solvers.test_repeats import WEIGHTS, random_repeated
+from tests.solvers.test_solvers import random_problem
+
+REL = 1e-9
+
+
+@pytest.fixture
+def small_tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Everything is large, so that the core and its hubs are not empty."""
+    conditioning._planned.cache_clear()
+    for module in (conditioning, repeats_plan):
+        monkeypatch.setattr(module, "FIRST_ENTRIES", 8)
+    monkeypatch.setattr(conditioning, "CORE_ENTRIES", 6)
+    yield
+    conditioning._planned.cache_clear()
+
+
+def conditioned(problem: ChoiceProblem, limits: TableLimits | None = None) -> ConditionedPlan:
+    return plan_conditioned(problem.sizes, axes_of(problem.edges), limits=limits)
+
+
+def chain_with_hubs(seed: int, n: int = 8, k: int = 4, n_hubs: int = 3) -> ChoiceProblem:
+    """A chain whose every variable is joined to every hub, some of them only by classes."""
+    rng = np.random.default_rng(seed)
+    edges = []
+
+    def join(u: int, v: int, strength: float) -> None:
+        rows = rng.integers(0, k, 2 * k) if v < n_hubs else None
+        if rows is not None:
+            rows[:k] = np.arange(k)
+        cost = rng.random((k, k)) * strength
+        cost[rng.random((k, k)) < 0.1] = np.inf
+        zero = np.zeros_like(cost)
+        edges.append(Edge(u, v, cost, zero, rng.random((k, k)), None, rows))
+
+    for v in range(n_hubs, n_hubs + n):
+        if v > n_hubs:
+            join(v - 1, v, 1.0)
+        for h in range(n_hubs):
+            join(v, h, 0.3)
+    sizes = [2 * k] * n_hubs + [k] * n
+    cost, zero = [rng.random(s) for s in sizes], [np.zeros(s) for s in sizes]
+    names = tuple(f"v{i}" for i in range(len(sizes)))
+    return ChoiceProblem(names, tuple(cost), tuple(zero), tuple(cost), tuple(edges))
+
+
+@pytest.mark.usefixtures("small_tables")
+def test_the_optimum_is_that_of_elimination() -> None:
+    n_hubs = 0
+    problems = [random_problem(seed) for seed in range(80)]
+    problems += [chain_with_hubs(seed) for seed in range(20)]
+    for i, problem in enumerate(problems):
+        problem = replace(problem, budget_bytes=None).merged()
+        plan = conditioned(problem)
+        n_hubs += len(plan.hubs)
+        for weights in (Weights(), Weights(size=0.3)):
+            potentials = Potentials.of(problem, weights)
+            wanted, _ = minimise(plan_elimination(problem), potentials)
+            value, choice = minimise_conditioned(plan, potentials)
+            assert value == pytest.approx(wanted, rel=REL, abs=1e-15), i
+            if math.isfinite(wanted):
+                totals = problem.evaluate(choice)
+                summed = totals.cost_s + weights.size * totals.bytes
+                assert summed == pytest.approx(wanted, rel=REL, abs=1e-15), i
+    assert n_hubs > 60
+
+
+@pytest.mark.usefixtures("small_tables")
+def test_tables_without_hubs_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conditioning, "CORE_ENTRIES", 4**2)
+    problem = chain_with_hubs(0)
+    plan = conditioned(problem)
+    assert set(plan.hubs) == {0, 1, 2}
+    assert plan_elimination(problem).largest >= 4**5
+    assert max(plan.first.largest, plan.core.largest) <= 4**3
+    with pytest.raises(TooWide, match="beside 3 hubs"):
+        conditioned(problem, TableLimits(table_entries=2))
+
+
+@pytest.mark.usefixtures("small_tables")
+def test_few_branches_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, followed = chain_with_hubs(1), []
+    totals = conditioning._Core._totals
+
+    def counted(core: conditioning._Core, branches: conditioning.Assigned) -> np.ndarray:
+        followed.append(len(branches))
+        return totals(core, branches)
+
+    monkeypatch.setattr(conditioning._Core, "_totals", counted)
+    minimise_conditioned(conditioned(problem), Potentials.of(problem, Weights()))
+    assert sum(followed) < 8**3 / 2
+
+
+@pytest.mark.usefixtures("small_tables")
+@pytest.mark.parametrize("first", range(0, 100, 25))
+def test_repeated_blocks(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of longer runs, whose powers are taken branch by branch."""
+    n_conditioned = 0
+    for seed in range(first, first + 25):
+        problem = random_repeated(seed)
+        for count in (None, 9):
+            repeats = tuple(replace(r, count=count or r.count) for r in problem.repeats)
+            problem = RepeatedProblem.alone(problem.numbers, repeats)
+            with monkeypatch.context() as patch:
+                patch.setattr(repeats_plan, "FIRST_ENTRIES", 2**30)
+                plain = RepeatedElimination.of(problem)
+            made = RepeatedElimination.of(problem)
+            n_conditioned += isinstance(made.plan.plan, ConditionedPlan) and bool(
+                made.plan.plan.hubs
+            )
+            for weights in WEIGHTS:
+                wanted, _ = plain.at(weights)
+                value, point = made.at(weights)
+                assert value == pytest.approx(wanted, rel=REL, abs=1e-15), seed
+                if math.isfinite(value):
+                    totals = point.totals
+                    summed = weights.cost * totals.cost_s + weights.tie * totals.tie
+                    summed += weights.size * totals.bytes
+                    assert summed == pytest.approx(value, rel=REL, abs=1e-15)
+    assert n_conditioned > 5
+
+
+@pytest.mark.usefixtures("small_tables")
+def test_several_problems_of_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Corners of their hulls, walked where elimination without hubs is not quick."""
+    rng = np.random.default_rng(0)
+    one = chain_with_hubs(3, n=6, k=3)
+    several = ChoiceProblems.alone(one)
+    scaled = tuple(cost * (0.5 + rng.random((3, 1))) for cost in several.cost_s)
+    problems = ChoiceProblems(3, several.names, scaled, several.tie, several.bytes, several.edges)
+    alone = [hull_corners(problems.of(i), 5) for i in range(3)]
+    monkeypatch.setattr("autopar.passes.solvers.hull.QUICK", TableLimits(table_entries=3**3))
+    together = hull_corners_of(problems.some(range(3)), 5)
+    for i, (found, wanted) in enumerate(zip(together, alone, strict=True)):
+        assert isinstance(found, list) and isinstance(wanted, list)
+        of = problems.of(i)
+        totals = [[(t.cost_s, t.bytes) for t in map(of.evaluate, c)] for c in (found, wanted)]
+        assert np.allclose(totals[0], totals[1], rtol=REL)

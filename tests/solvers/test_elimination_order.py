@@ -1,0 +1,164 @@
+"""Orders of elimination: what is planned, and how often."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from autopar.passes.solvers.eliminate import conditioning, elimination_order
+from autopar.passes.solvers.eliminate.conditioning import plan_conditioned
+from autopar.passes.solvers.eliminate.elimination_order import (
+    EliminationPlan,
+    TableLimits,
+    TooWide,
+    plan_elimination,
+    plan_order,
+)
+from autopar.passes.solvers.eliminate.greedy_order import Sight, greedy_order
+from autopar.passes.solvers.problem.partitions import Partitions
+from autopar.passes.solvers.problem.tables import Axes, axes_of
+from tests.solvers.test_solvers import clique
+
+# Per variable of a table, the code of every choice.
+Table = dict[int, tuple[int, ...]]
+
+
+def random_tables(seed: int) -> tuple[list[int], list[Table]]:
+    """Sizes, and tables of one to four variables that tell some of their choices apart."""
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(1, 13))
+    sizes = rng.integers(1, 9, n).tolist()
+    tables = []
+    for _ in range(int(rng.integers(0, 3 * n))):
+        scope = rng.choice(n, int(rng.integers(1, min(4, n) + 1)), replace=False).tolist()
+        finest = rng.integers(1, 5)
+        tables.append({v: tuple((np.arange(sizes[v]) // finest).tolist()) for v in scope})
+        if rng.random() < 0.5:
+            v = scope[0]
+            tables[-1][v] = tuple(rng.integers(0, 3, sizes[v]).tolist())
+    return sizes, tables
+
+
+def planned(
+    sizes: Sequence[int], tables: Sequence[Table], limits: TableLimits | None = None
+) -> EliminationPlan:
+    axes = [
+        Axes(tuple(table), tuple(np.array(codes, dtype=np.intp) for codes in table.values()))
+        for table in tables
+    ]
+    return plan_order(sizes, axes, limits=limits)
+
+
+def joint(tables: Sequence[Table], v: int) -> Table:
+    """What those of v and others tell apart together, a code of many parts as one."""
+    found: dict[int, list[tuple[int, ...]]] = {}
+    for table in tables:
+        if v in table and len(table) > 1:
+            for w, codes in table.items():
+                found.setdefault(w, []).append(codes)
+    out = {}
+    for w, of in found.items():
+        parts = list(zip(*of, strict=True))
+        out[w] = tuple(parts.index(part) for part in parts)
+    return out
+
+
+def plain_order(
+    free: Sequence[int], tables: Sequence[Table], by_fill: bool
+) -> tuple[tuple[int, ...], int]:
+    """By definition: the order, and the entries of all joint tables."""
+    order: list[int] = []
+    entries, left, tables = 0, set(free), list(tables)
+
+    def key(v: int) -> tuple[int, int, int]:
+        table = joint(tables, v)
+        pairs = itertools.combinations(table.keys() - {v}, 2)
+        fill = sum(not any(u in t and w in t for t in tables) for u, w in pairs)
+        size = math.prod(len(set(codes)) for codes in table.values())
+        return (fill, size, v) if by_fill else (size, fill, v)
+
+    while left:
+        v = min(map(key, left))[-1]
+        table = joint(tables, v)
+        entries += math.prod(len(set(codes)) for codes in table.values())
+        tables = [t for t in tables if v not in t]
+        tables.append({w: codes for w, codes in table.items() if w != v})
+        left.discard(v)
+        order.append(v)
+    return tuple(order), entries
+
+
+@pytest.fixture
+def nothing_known() -> None:
+    elimination_order._planned.cache_clear()
+    conditioning._planned.cache_clear()
+
+
+@pytest.mark.usefixtures("nothing_known")
+def test_what_is_too_wide_is_planned_once() -> None:
+    problem, limits = clique(6, 3, seed=0), TableLimits(table_entries=2)
+    tables = axes_of(problem.edges)
+    for _ in range(3):
+        with pytest.raises(TooWide, match="a table of 27 entries, 37 in all, 27 times"):
+            plan_elimination(problem, limits)
+        with pytest.raises(TooWide, match="a table of 729 entries beside 0 hubs"):
+            plan_conditioned(problem.sizes, tables, limits=limits)
+    # One under these limits; the others are what conditioning asks for, without limits.
+    assert elimination_order._planned.cache_info().misses == 3
+    assert conditioning._planned.cache_info().misses == 1
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_orders_are_greedy(seed: int) -> None:
+    sizes, tables = random_tables(seed)
+    plain = [plain_order(range(len(sizes)), tables, by_fill) for by_fill in (False, True)]
+    order, entries = min(plain, key=lambda of: of[1])
+    plan = planned(sizes, tables)
+    assert (plan.order, plan.entries) == (order, entries)
+    assert sum(map(plan.entries_of, plan.steps)) == entries
+    assert max(map(plan.entries_of, plan.steps)) == plan.largest
+
+
+def test_orders_of_more_entries_than_wanted_are_none() -> None:
+    for seed in range(60):
+        sizes, tables = random_tables(seed)
+        partitions = Partitions()
+        of_tables = [
+            (tuple(t), [partitions.of(np.array(codes)) for codes in t.values()]) for t in tables
+        ]
+        sight, free = Sight.of(partitions, len(sizes), of_tables), range(len(sizes))
+        best = greedy_order(sight, free, math.inf)
+        assert best is not None
+        assert greedy_order(sight, free, best.entries) == best
+        assert greedy_order(sight, free, best.entries - 1) is None
+
+
+def test_a_hub_is_the_best_of_those_tried() -> None:
+    """With the values of one fixed, its axis is gone."""
+    n_hubs = 0
+    for seed in range(60):
+        sizes, tables = random_tables(seed)
+        limits = TableLimits(table_entries=max(planned(sizes, tables).largest - 1, 1))
+        try:
+            plan = planned(sizes, tables, limits)
+        except TooWide:
+            continue
+        if len(plan.hubs) != 1:
+            continue
+        n_hubs += 1
+        n_tables = [sum(v in table for table in tables) for v in range(len(sizes))]
+        often = sorted((v for v, n in enumerate(n_tables) if n), key=lambda v: (-n_tables[v], v))
+        found = []
+        for h in often[: elimination_order.HUBS_TRIED]:
+            others = [v for v in range(len(sizes)) if v != h]
+            cut = [{v: codes for v, codes in table.items() if v != h} for table in tables]
+            for by_fill in (False, True):
+                order, entries = plain_order(others, cut, by_fill)
+                found.append((entries * sizes[h], h, order))
+        entries, h, order = min(found, key=lambda of: of[:2])
+        assert (plan.entries * plan.branches, plan.hubs, plan.order) == (entries, (h,), order)
+    assert n_hubs > 20, n_hubs

@@ -1,0 +1,187 @@
+"""Variables that are pairs of two others: seen through, at the same optimum."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from autopar.passes.solvers.choice import solve
+from autopar.passes.solvers.eliminate.elimination import minimise
+from autopar.passes.solvers.eliminate.elimination_order import (
+    EliminationPlan,
+    TableLimits,
+    TooWide,
+    plan_elimination,
+    plan_order,
+)
+from autopar.passes.solvers.eliminate.marginals import min_marginals
+from autopar.passes.solvers.problem import ChoiceProblem, ChoiceTotals, Edge
+from autopar.passes.solvers.problem.potentials import Potentials, Weights
+from autopar.passes.solvers.problem.problem import Choice
+from autopar.passes.solvers.problem.tables import axes_of
+from autopar.passes.solvers.repeats.elimination import RepeatedElimination
+from autopar.passes.solvers.repeats.repeats import Repeat, RepeatedProblem
+from tests.solvers.test_solvers import check_same, random_problem
+
+WEIGHTS = (Weights(), Weights(1.0, 1e-5), Weights(1.0, 0.0, 2e-4), Weights(0.0, 0.0, 1.0))
+
+
+def equality(n: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.where(np.eye(n, dtype=bool), 0.0, np.inf), np.zeros((n, n))
+
+
+def with_pair(
+    problem: ChoiceProblem, u: int, of: tuple[int, int], rng: np.random.Generator
+) -> ChoiceProblem:
+    """With one more variable, a pair of classes of what two choose, in a table with u."""
+    p, codes = problem.n_variables, []
+    for w in of:
+        _, classes = np.unique(rng.integers(0, 3, problem.sizes[w]), return_inverse=True)
+        codes.append(classes.astype(np.intp))
+    n, m = (int(of_w.max()) + 1 for of_w in codes)
+    table = rng.random((problem.sizes[u], n * m)) * 1e-3
+    table[rng.random(table.shape) < 0.2] = np.inf
+    ties, sizes = (rng.integers(0, 4, table.shape).astype(float) for _ in range(2))
+    places = np.divmod(np.arange(n * m), m)
+    edges = [
+        Edge(u, p, table, ties, sizes),
+        Edge(of[0], p, *equality(n), None, codes[0], places[0]),
+        Edge(p, of[1], *equality(m), None, places[1], codes[1]),
+    ]
+    nothing = np.zeros(n * m)
+    return replace(
+        problem,
+        names=(*problem.names, f"v{p}"),
+        cost_s=(*problem.cost_s, nothing),
+        tie=(*problem.tie, nothing),
+        bytes=(*problem.bytes, nothing),
+        edges=(*problem.edges, *(edges if rng.random() < 0.5 else edges[::-1])),
+    )
+
+
+def with_pairs(seed: int) -> ChoiceProblem:
+    """A random problem with one or two; the second may be in a table with the first."""
+    rng = np.random.default_rng(seed)
+    problem = random_problem(seed, n_max=5, k_max=3)
+    for _ in range(int(rng.integers(1, 3))):
+        if problem.n_variables >= 3:
+            u, *of = rng.choice(problem.n_variables, 3, replace=False).tolist()
+            problem = with_pair(problem, u, (of[0], of[1]), rng)
+    return problem
+
+
+def views_of(plan: EliminationPlan) -> list[int]:
+    return [step.variable for step in plan.steps if step.is_view]
+
+
+def weighed(totals: ChoiceTotals, weights: Weights) -> float:
+    return weights.cost * totals.cost_s + weights.tie * totals.tie + weights.size * totals.bytes
+
+
+def least(problem: ChoiceProblem, weights: Weights) -> tuple[float, Choice]:
+    """By elimination of all variables."""
+    plan = plan_order(problem.sizes, axes_of(problem.edges))
+    assert not views_of(plan)
+    return minimise(plan, Potentials.of(problem, weights))
+
+
+@pytest.mark.parametrize("first", range(0, 200, 20))
+def test_the_optimum_is_the_same(first: int) -> None:
+    n_views = 0
+    for seed in range(first, first + 20):
+        problem = with_pairs(seed).merged()
+        plan = plan_elimination(problem)
+        n_views += len(views_of(plan))
+        for weights in WEIGHTS:
+            value, choice = minimise(plan, Potentials.of(problem, weights))
+            expected, _ = least(problem, weights)
+            assert value == pytest.approx(expected, rel=1e-12), seed
+            if value < np.inf:
+                summed = weighed(problem.evaluate(choice), weights)
+                assert summed == pytest.approx(value, rel=1e-12, abs=1e-15), seed
+        check_same(problem, solve(problem))
+    assert n_views > 10, n_views
+
+
+def test_with_hubs_pairs_are_variables_like_others() -> None:
+    n_hubs = 0
+    for seed in range(60):
+        problem = with_pairs(seed).merged()
+        limits = TableLimits(table_entries=max(plan_elimination(problem).largest - 1, 1))
+        try:
+            plan = plan_elimination(problem, limits)
+        except TooWide:
+            continue
+        if plan.hubs:
+            assert not views_of(plan)
+            value, _ = minimise(plan, Potentials.of(problem, Weights()))
+            assert value == pytest.approx(least(problem, Weights())[0], rel=1e-12), seed
+            n_hubs += 1
+    assert n_hubs > 10, n_hubs
+
+
+def test_min_marginals_see_through_pairs() -> None:
+    for seed in range(40):
+        problem = with_pairs(seed).merged()
+        potentials = Potentials.of(problem, Weights())
+        found = min_marginals(plan_elimination(problem), potentials)
+        plain = min_marginals(plan_order(problem.sizes, axes_of(problem.edges)), potentials)
+        for ours, theirs in zip(found, plain, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-12, abs=1e-18)
+
+
+def test_what_is_no_pair() -> None:
+    """A variable with costs of its own, one that may not be every pair, one in two tables."""
+    rng = np.random.default_rng(0)
+    plain = ChoiceProblem(
+        ("u", "x", "y"),
+        tuple(np.ones(4) for _ in range(3)),
+        tuple(np.zeros(4) for _ in range(3)),
+        tuple(np.zeros(4) for _ in range(3)),
+    )
+    problem = with_pair(plain, 0, (1, 2), rng)
+    n = problem.sizes[3]
+    assert n > 1 and views_of(plan_elimination(problem)) == [3]
+    tied = replace(problem, tie=(*problem.tie[:3], np.arange(n, dtype=np.float64)))
+    fewer = problem.restrict([*(np.ones(4, dtype=bool) for _ in range(3)), np.arange(n) < n - 1])
+    twice = Edge(1, 3, rng.random((4, n)), np.zeros((4, n)))
+    free = replace(problem.edges[1], cost_s=np.zeros_like(problem.edges[1].cost_s))
+    for other in (
+        tied,
+        fewer,
+        replace(problem, edges=(*problem.edges, twice)),
+        replace(problem, edges=(problem.edges[0], free, problem.edges[2])),
+    ):
+        assert not views_of(plan_elimination(other))
+        check_same(other, solve(other))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pairs_in_repeated_blocks(seed: int) -> None:
+    """In each of several copies a pair is in a table with what the copy before hands on."""
+    rng = np.random.default_rng(seed)
+    sizes = [3, 3, 4, 2, 3]  # before, what is handed on, two that the pair is of, after
+    joined = [(1, 2), (1, 3), (1, 4), (0, 3)]
+
+    def table(u: int, v: int) -> Edge:
+        return Edge(u, v, rng.random((sizes[u], sizes[v])), rng.random((sizes[u], sizes[v])))
+
+    plain = ChoiceProblem(
+        tuple(f"v{v}" for v in range(5)),
+        tuple(rng.random(k) for k in sizes),
+        tuple(rng.random(k) for k in sizes),
+        tuple(rng.random(k) for k in sizes),
+        tuple(table(u, v) for u, v in joined),
+    )
+    numbers = with_pair(plain, 0, (2, 3), rng)
+    repeat = Repeat((1, 2, 3, 5), {0: 1}, frozenset([4]), 3)
+    problem = RepeatedProblem.alone(numbers, (repeat,))
+    elimination = RepeatedElimination.of(problem)
+    assert views_of(elimination.plan.blocks[0].plan)
+    written, _ = problem.unrolled()
+    for weights in WEIGHTS:
+        value, point = elimination.at(weights)
+        assert value == pytest.approx(least(written.merged(), weights)[0], rel=1e-12)
+        assert weighed(point.totals, weights) == pytest.approx(value, rel=1e-12)

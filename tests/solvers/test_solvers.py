@@ -1,0 +1,401 @@
+"""Every solver against every choice counted out, on small problems; properties on larger ones."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pulp
+import pytest
+from hypothesis import given, settings
+
+from autopar.errors import OptionError
+from autopar.passes.solvers.choice import (
+    ilp,
+    solve,
+    solve_brute_force,
+    solve_by_elimination,
+    solve_ilp,
+)
+from autopar.passes.solvers.choice.reductions import reduce
+from autopar.passes.solvers.eliminate import TableLimits, TooWide
+from autopar.passes.solvers.eliminate.elimination import minimise
+from autopar.passes.solvers.eliminate.elimination_order import plan_elimination
+from autopar.passes.solvers.eliminate.marginals import min_marginals
+from autopar.passes.solvers.problem import (
+    ChoiceProblem,
+    Edge,
+    Infeasible,
+    ProblemError,
+    Solution,
+    TimeLimitError,
+)
+from autopar.passes.solvers.problem.potentials import Potentials, Weights
+from autopar.passes.solvers.problem.problem import make_solution, merged
+from tests.helpers.strategies import choice_problems
+
+REL = 1e-9
+# Tables of a few entries: every graph with a cycle needs a hub, or is too wide.
+TINY = TableLimits(table_entries=16)
+NO_TABLES = TableLimits(table_entries=0)
+
+
+def random_problem(seed: int, n_max: int = 6, k_max: int = 4) -> ChoiceProblem:
+    """Like `choice_problems`, drawn evenly: whole, random and zero costs, each 0-30% forbidden."""
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(1, n_max + 1))
+    sizes = rng.integers(1, k_max + 1, n)
+
+    def cost(*shape: int) -> np.ndarray:
+        whole = rng.integers(0, 6, shape).astype(float)
+        out = (whole, rng.random(shape), np.zeros(shape))[rng.integers(0, 3)] * 1e-3
+        out[rng.random(shape) < rng.choice([0.0, 0.1, 0.3])] = np.inf
+        return out
+
+    def few(*shape: int) -> np.ndarray:
+        return rng.integers(0, 4, shape).astype(float)
+
+    edges = []
+    for _ in range(int(rng.integers(0, 2 * n)) if n > 1 else 0):
+        u, v = (int(w) for w in rng.choice(n, 2, replace=False))
+        shape = (int(sizes[u]), int(sizes[v]))
+        size = few(*shape) if rng.random() < 0.5 else None
+        edges.append(Edge(u, v, cost(*shape), few(*shape), size))
+    return ChoiceProblem(
+        names=tuple(f"v{i}" for i in range(n)),
+        cost_s=tuple(cost(k) for k in sizes),
+        tie=tuple(few(k) for k in sizes),
+        bytes=tuple(few(k) for k in sizes),
+        edges=tuple(edges),
+        budget_bytes=None if rng.random() < 0.4 else float(rng.integers(0, 3 * n + 2)),
+    )
+
+
+def chain_with_residuals(n: int, k: int, seed: int) -> ChoiceProblem:
+    """A transformer-like graph: reshards between few specs, every fourth variable skips three."""
+    rng = np.random.default_rng(seed)
+    n_specs = 6
+    reshard = rng.integers(1, 9, (n_specs, n_specs)) * 1e-4
+    np.fill_diagonal(reshard, 0.0)
+    out_spec = rng.integers(0, n_specs, (n, k))
+    edges = []
+    for v in range(1, n):
+        for u in (v - 1, v - 4) if v % 4 == 0 else (v - 1,):
+            table = reshard[np.ix_(out_spec[u], rng.integers(0, n_specs, k))]
+            edges.append(Edge(u, v, table, (table > 0).astype(float)))
+    return ChoiceProblem(
+        names=tuple(f"v{i}" for i in range(n)),
+        cost_s=tuple(rng.integers(1, 9, k).astype(float) * 1e-3 for _ in range(n)),
+        tie=tuple(np.zeros(k) for _ in range(n)),
+        bytes=tuple(rng.integers(1, 20, k).astype(float) * 1e8 for _ in range(n)),
+        edges=tuple(edges),
+    )
+
+
+def clique(n: int, k: int, seed: int) -> ChoiceProblem:
+    """Every pair has an edge: as wide as a graph gets."""
+    rng = np.random.default_rng(seed)
+    pairs = itertools.combinations(range(n), 2)
+    return ChoiceProblem(
+        names=tuple(f"v{i}" for i in range(n)),
+        cost_s=tuple(rng.random(k) for _ in range(n)),
+        tie=tuple(np.zeros(k) for _ in range(n)),
+        bytes=tuple(np.zeros(k) for _ in range(n)),
+        edges=tuple(Edge(u, v, rng.random((k, k)), np.zeros((k, k))) for u, v in pairs),
+    )
+
+
+def check_same(problem: ChoiceProblem, found: Solution | Infeasible) -> None:
+    """`found` is as cheap as the brute-force optimum and has as little tie."""
+    expected = solve_brute_force(problem)
+    if isinstance(expected, Infeasible):
+        assert isinstance(found, Infeasible)
+        assert found.min_bytes == expected.min_bytes
+        return
+    assert isinstance(found, Solution), found
+    assert found.objective_s == pytest.approx(expected.objective_s, rel=REL, abs=0)
+    assert found.tie == expected.tie
+    assert found.gap == 0 and found.bound_s == found.objective_s
+    totals = problem.evaluate(found.choice)
+    assert (totals.cost_s, totals.bytes) == (found.objective_s, found.bytes)
+    assert problem.fits(found.bytes)
+
+
+@pytest.mark.parametrize("seed", range(240))
+def test_every_solver_finds_the_optimum(seed: int) -> None:
+    problem = random_problem(seed)
+    check_same(problem, solve(problem))
+    check_same(problem, solve(problem, "ilp"))
+    unlimited = replace(problem, budget_bytes=None)
+    check_same(unlimited, solve_by_elimination(unlimited))
+
+
+@given(choice_problems())
+@settings(max_examples=80)
+def test_auto_finds_the_optimum(problem: ChoiceProblem) -> None:
+    check_same(problem, solve(problem))
+
+
+@given(choice_problems())
+@settings(max_examples=40)
+def test_ilp_finds_the_optimum(problem: ChoiceProblem) -> None:
+    check_same(problem, solve_ilp(problem))
+
+
+@given(choice_problems(budget=False))
+@settings(max_examples=60)
+def test_elimination_finds_the_optimum(problem: ChoiceProblem) -> None:
+    check_same(problem, solve_by_elimination(problem))
+
+
+@given(choice_problems())
+@settings(max_examples=40)
+def test_reductions_keep_an_optimum(problem: ChoiceProblem) -> None:
+    reduced = reduce(problem)
+    expected = solve_brute_force(problem)
+    if reduced is None:
+        assert isinstance(expected, Infeasible)
+        return
+    found = solve_brute_force(reduced.problem)
+    if isinstance(found, Infeasible):
+        assert isinstance(expected, Infeasible) and found.min_bytes == expected.min_bytes
+        return
+    lifted = reduced.lift(found.choice)
+    assert reduced.lower(lifted) == found.choice
+    check_same(problem, make_solution(problem, lifted, None, "reduced"))
+
+
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("limits", [TINY, NO_TABLES], ids=["hubs", "ilp"])
+def test_too_wide_graphs_give_the_same_optimum(seed: int, limits: TableLimits) -> None:
+    problem = random_problem(seed)
+    check_same(problem, solve(problem, limits=limits))
+
+
+def test_hubs_are_conditioned_on() -> None:
+    problem = clique(6, 4, seed=0)
+    limits = TableLimits(table_entries=4**4)
+    plan = plan_elimination(problem, limits)
+    assert len(plan.hubs) == 2 and plan.within(limits)
+    check_same(problem, solve_by_elimination(problem, limits))
+
+
+def test_too_wide_is_raised_and_then_solved_by_the_ilp() -> None:
+    problem = clique(7, 3, seed=1)
+    with pytest.raises(TooWide, match="hint"):
+        solve_by_elimination(problem, TINY)
+    found = solve(problem, limits=TINY)
+    assert isinstance(found, Solution) and found.method == "reduced ilp"
+    check_same(problem, found)
+
+
+@pytest.mark.parametrize("limits", [None, TableLimits(table_entries=4**4)], ids=["plain", "hubs"])
+def test_min_marginals_are_the_least_totals_with_each_choice(limits: TableLimits | None) -> None:
+    problems = [replace(random_problem(s), budget_bytes=None) for s in range(60)]
+    for problem in (p.merged() for p in [*problems, clique(6, 4, seed=2)]):
+        potentials = Potentials.of(problem, Weights())
+        marginals = min_marginals(plan_elimination(problem, limits), potentials)
+        for v, marginal in enumerate(marginals):
+            for k, least in enumerate(marginal):
+                only_k = [np.where(np.arange(len(c)) == k, c, np.inf) for c in problem.cost_s]
+                costs = [only_k[w] if w == v else c for w, c in enumerate(problem.cost_s)]
+                found = solve_brute_force(replace(problem, cost_s=tuple(costs)))
+                expected = found.objective_s if isinstance(found, Solution) else math.inf
+                assert least == pytest.approx(expected, rel=1e-12, abs=1e-18)
+
+
+def test_elimination_in_blocks_is_elimination() -> None:
+    problem = clique(4, 30, seed=3)  # one joint table of 810,000 entries
+    value, choice = minimise(plan_elimination(problem), Potentials.of(problem, Weights()))
+    check_same(problem, solve(problem))
+    assert value == pytest.approx(problem.evaluate(choice).cost_s, rel=1e-12)
+
+
+def test_no_random_choice_beats_the_solver() -> None:
+    problem = chain_with_residuals(40, 8, seed=0)
+    free = solve(problem)
+    assert isinstance(free, Solution)
+    limited = replace(problem, budget_bytes=0.8 * free.bytes)
+    found = solve(limited)
+    assert isinstance(found, Solution) and found.gap == 0
+    assert free.objective_s <= found.objective_s and found.bytes <= 0.8 * free.bytes * (1 + REL)
+    rng = np.random.default_rng(1)
+    for _ in range(300):
+        # Near the solutions, where a random choice has a chance.
+        choice = [int(rng.integers(8)) if rng.random() < 0.1 else k for k in found.choice]
+        totals = problem.evaluate(choice)
+        assert totals.cost_s >= free.objective_s * (1 - REL)
+        if limited.fits(totals.bytes):
+            assert totals.cost_s >= found.objective_s * (1 - REL)
+
+
+@pytest.mark.parametrize("share", [None, 0.9, 0.6])
+def test_auto_agrees_with_the_whole_ilp_on_a_larger_graph(share: float | None) -> None:
+    problem = chain_with_residuals(30, 10, seed=4)
+    if share is not None:
+        free = solve(problem)
+        assert isinstance(free, Solution)
+        problem = replace(problem, budget_bytes=share * free.bytes)
+    auto, whole = solve(problem), solve(problem, "ilp")
+    assert isinstance(auto, Solution) and isinstance(whole, Solution)
+    assert auto.objective_s == pytest.approx(whole.objective_s, rel=REL, abs=0)
+    assert auto.gap == whole.gap == 0
+    assert auto.tie == whole.tie
+
+
+def test_parallel_edges_are_summed_once_by_what_they_tell_apart() -> None:
+    rng = np.random.default_rng(0)
+    codes = np.array([0, 0, 1, 1, 2, 2]), np.array([0, 0, 0, 1, 1, 1])
+    tables = rng.random((3, 4)), rng.random((2, 4))
+    ties = [table.astype(np.float32) for table in tables]
+    every = [
+        Edge(u, u + 1, table, tie, rows=of)
+        for u in (0, 2)
+        for table, tie, of in zip(tables, ties, codes, strict=True)
+    ]
+    # The last from its other end, as edges may be.
+    first, second = merged([*every[:-1], every[-1].turned()])
+    assert (first.u, first.v, second.u, second.v) == (0, 1, 2, 3)
+    expected = tables[0][codes[0]] + tables[1][codes[1]]
+    for edge in (first, second):
+        np.testing.assert_array_equal(edge.written(edge.cost_s), expected)
+        assert edge.cost_s.shape == (4, 4), "six choices, of which four are told apart"
+        assert edge.tie.dtype == np.float32 and edge.columns is None
+    assert first.cost_s is second.cost_s
+
+
+def test_equal_runs_give_equal_solutions() -> None:
+    problem = chain_with_residuals(60, 10, seed=5)
+    assert solve(problem) == solve(problem)
+    limited = replace(problem, budget_bytes=4e10)
+    assert solve(limited) == solve(limited)
+
+
+def two_variables(tie: list[float], budget_bytes: float | None = None) -> ChoiceProblem:
+    """Choice 0 and 1 of `a` cost the same; `b` has one choice; choice 2 of `a` is dear."""
+    return ChoiceProblem(
+        names=("a", "b"),
+        cost_s=(np.array([1.0, 1.0, 1.1]), np.array([0.0])),
+        tie=(np.array(tie), np.zeros(1)),
+        bytes=(np.array([30.0, 20.0, 10.0]), np.array([5.0])),
+        edges=(Edge(1, 0, np.full((1, 3), 0.5), np.zeros((1, 3))),),
+        budget_bytes=budget_bytes,
+    )
+
+
+@pytest.mark.parametrize("solver", ["auto", "ilp"])
+@pytest.mark.parametrize(
+    ("tie", "budget_bytes", "expected"),
+    [
+        ([1.0, 2.0, 0.0], None, 0),
+        ([2.0, 1.0, 0.0], None, 1),
+        ([1.0, 2.0, 0.0], 25.0, 1),  # the better tie does not fit
+        ([1.0, 2.0, 0.0], 24.0, 2),
+    ],
+)
+def test_least_tie_among_the_cheapest_that_fit(
+    solver: str, tie: list[float], budget_bytes: float | None, expected: int
+) -> None:
+    found = solve(two_variables(tie, budget_bytes), solver)  # type: ignore[arg-type]
+    assert isinstance(found, Solution) and found.choice == (expected, 0)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-12, 1e-3, 1e9])
+def test_ties_break_alike_at_every_scale_of_cost(scale: float) -> None:
+    for seed in range(20):
+        problem = random_problem(seed)
+        scaled = replace(
+            problem,
+            cost_s=tuple(_scaled(c, scale) for c in problem.cost_s),
+            edges=tuple(replace(e, cost_s=_scaled(e.cost_s, scale)) for e in problem.edges),
+        )
+        check_same(scaled, solve(scaled))
+        check_same(scaled, solve(scaled, "ilp"))
+
+
+def _scaled(cost: np.ndarray, scale: float) -> np.ndarray:
+    return np.where(np.isfinite(cost), np.where(np.isfinite(cost), cost, 0.0) * scale, np.inf)
+
+
+@pytest.mark.parametrize("solver", ["auto", "ilp"])
+def test_infeasible_says_the_least_bytes(solver: str) -> None:
+    too_small = solve(two_variables([0.0] * 3, 14.0), solver)  # type: ignore[arg-type]
+    assert too_small == Infeasible("the leanest choice needs 15 bytes, the budget is 14.0", 15.0)
+    problem = two_variables([0.0] * 3)
+    edge = replace(problem.edges[0], cost_s=np.full((1, 3), np.inf))
+    forbidden = solve(replace(problem, edges=(edge,)), solver)  # type: ignore[arg-type]
+    assert forbidden == Infeasible("forbidden choices and pairs rule out every choice", None)
+
+
+def test_a_problem_without_variables_costs_nothing() -> None:
+    empty = ChoiceProblem((), (), (), ())
+    for found in (solve(empty), solve(empty, "ilp"), solve_brute_force(empty)):
+        assert isinstance(found, Solution) and found.choice == () and found.objective_s == 0
+
+
+def test_cbc_is_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ilp, "_has_highs", lambda: False)
+    for seed in range(8):
+        problem = random_problem(seed)
+        check_same(problem, solve_ilp(problem))
+
+
+def test_out_of_time_keeps_the_best_choice_and_its_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trap: at a time limit PuLP's `status` says Optimal."""
+    problem = chain_with_residuals(20, 6, seed=6)
+    optimum = solve(problem)
+    assert isinstance(optimum, Solution)
+
+    def stop_early(program: pulp.LpProblem, solver: object) -> int:
+        for variable in program.variables():
+            variable.varValue = float(variable.name.endswith("_0"))
+        program.assignStatus(pulp.LpStatusOptimal, pulp.LpSolutionIntegerFeasible)
+        return pulp.LpStatusOptimal
+
+    monkeypatch.setattr(pulp.LpProblem, "solve", stop_early)
+    monkeypatch.setattr(ilp, "_dual_bound", lambda program: 0.0)
+    found = solve(problem, "ilp", time_limit_s=10.0)
+    assert isinstance(found, Solution)
+    assert found.choice == (0,) * 20 and found.gap == 1.0 and found.bound_s == 0.0
+    assert found.objective_s >= optimum.objective_s
+    limited = replace(problem, budget_bytes=0.85 * optimum.bytes)
+    from_lagrangian = solve(limited, time_limit_s=10.0)
+    assert isinstance(from_lagrangian, Solution)
+    assert from_lagrangian.objective_s <= found.objective_s and from_lagrangian.gap < 0.1
+    assert from_lagrangian.bound_s >= optimum.objective_s * (1 - REL)
+
+
+def test_out_of_time_with_nothing_found_is_an_error() -> None:
+    with pytest.raises(TimeLimitError, match="hint: raise time_limit_s"):
+        solve(chain_with_residuals(20, 6, seed=7), "ilp", time_limit_s=0.0)
+
+
+def test_an_unknown_solver_is_refused() -> None:
+    with pytest.raises(OptionError, match="'simplex'"):
+        solve(two_variables([0.0] * 3), "simplex")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("cost_s", np.array([1.0, np.nan, 1.0]), "NaN or negative"),
+        ("cost_s", np.array([1.0, -1.0, 1.0]), "NaN or negative"),
+        ("tie", np.array([0.0, np.inf, 0.0]), "finite"),
+        ("bytes", np.array([0.0, -1.0, 0.0]), "finite"),
+        ("bytes", np.zeros(2), "shape"),
+    ],
+)
+def test_senseless_numbers_are_refused(field: str, value: np.ndarray, message: str) -> None:
+    problem = two_variables([0.0] * 3)
+    with pytest.raises(ProblemError, match=message):
+        replace(problem, **{field: (value, getattr(problem, field)[1])})  # type: ignore[arg-type]
+
+
+def test_edges_must_join_two_variables() -> None:
+    problem = two_variables([0.0] * 3)
+    with pytest.raises(ProblemError, match="must join two"):
+        replace(problem, edges=(Edge(0, 0, np.zeros((3, 3)), np.zeros((3, 3))),))
+    with pytest.raises(ProblemError, match="too many"):
+        solve_brute_force(chain_with_residuals(40, 8, seed=0))

@@ -1,0 +1,1 @@
+"""Each room of the house alone; the folders here are named after the rooms."""

@@ -1,0 +1,234 @@
+"""Where the batch sits: values that no input reaches have rows where rows are asked of them.
+
+T5 (position biases from a parameter, masks from nothing) and BERT without token types split
+into microbatches; what one operator wants by rows and another whole does not.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    BertForMaskedLM,
+    GPT2ForSequenceClassification,
+    T5ForConditionalGeneration,
+)
+
+from autopar.capture import capture
+from autopar.errors import NotSupportedError
+from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.intra.chooser import PlacementRequest, choose
+from autopar.passes.intra.constraints import Constraints
+from autopar.passes.intra.intra_op import intra_op_problem
+from tests.helpers.harness import (
+    BATCH,
+    HEADS,
+    SEQUENCE,
+    VOCABULARY,
+    WIDTH,
+    abstract_cost,
+    generated_code,
+    random_rows,
+    random_strategy,
+    random_tokens,
+    thread_step,
+)
+
+__all__ = ["generated_code"]
+
+MEGATRON = Constraints(frozenset({"sequence"}), ("data", "tensor"), 0)
+DECODER_SEQUENCE = 6  # unlike the encoder's, so that the two are never mixed up
+
+
+def tiny_bert() -> nn.Module:
+    config = AutoConfig.for_model(
+        "bert", num_hidden_layers=1, hidden_size=WIDTH, intermediate_size=2 * WIDTH,
+        num_attention_heads=HEADS, vocab_size=VOCABULARY, max_position_embeddings=SEQUENCE,
+        hidden_dropout_prob=0, attention_probs_dropout_prob=0,
+    )  # fmt: skip
+    return BertForMaskedLM(config)
+
+
+def tiny_t5(n_layers: int = 1, feed_forward: str = "relu") -> nn.Module:
+    """Blocks after the first read its bias of positions."""
+    config = AutoConfig.for_model(
+        "t5", num_layers=n_layers, d_model=WIDTH, d_kv=WIDTH // HEADS, d_ff=2 * WIDTH,
+        num_heads=HEADS, vocab_size=VOCABULARY, relative_attention_num_buckets=8,
+        relative_attention_max_distance=16, dropout_rate=0.0, feed_forward_proj=feed_forward,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    return T5ForConditionalGeneration(config)
+
+
+def sequences(seed: int) -> dict[str, Tensor]:
+    """What a translation model is given, labels ignored unevenly."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (BATCH, DECODER_SEQUENCE)
+    decoder_ids = torch.randint(0, VOCABULARY, shape, generator=generator)
+    labels = decoder_ids.masked_fill(torch.rand(shape, generator=generator) < 0.4, -100)
+    ids = random_tokens(seed)["input_ids"]
+    return {"input_ids": ids, "decoder_input_ids": decoder_ids, "labels": labels}
+
+
+def only_labels(seed: int) -> dict[str, Tensor]:
+    """T5 writes the decoder's tokens itself: the labels, shifted, without what is ignored."""
+    batch = sequences(seed)
+    return {"input_ids": batch["input_ids"], "labels": batch["labels"]}
+
+
+def padded_sequences(seed: int) -> dict[str, Tensor]:
+    batch = sequences(seed)
+    return batch | {"attention_mask": (batch["input_ids"] < VOCABULARY // 2).long()}
+
+
+class Made(nn.Module):
+    """A linear layer, parameters of several shapes, and whatever `body` adds."""
+
+    def __init__(self, body: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.token = nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.table = nn.Embedding(3, WIDTH)
+        self.rows = nn.Parameter(torch.randn(BATCH, 1, WIDTH))
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, self.linear(x)).pow(2).mean()
+
+
+def tiny_classifier() -> nn.Module:
+    """It reads every sequence at its last token that is not padding."""
+    config = AutoConfig.for_model(
+        "gpt2", n_layer=1, n_embd=WIDTH, n_head=HEADS, vocab_size=VOCABULARY, n_positions=SEQUENCE,
+        resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, num_labels=4, pad_token_id=0, bos_token_id=0,
+        eos_token_id=0,
+    )  # fmt: skip
+    return GPT2ForSequenceClassification(config)
+
+
+def labelled_sequences(seed: int) -> dict[str, Tensor]:
+    """Sequences of unlike lengths, and their classes."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, VOCABULARY, (BATCH, SEQUENCE), generator=generator)
+    lengths = torch.randint(1, SEQUENCE + 1, (BATCH, 1), generator=generator)
+    labels = torch.randint(0, 4, (BATCH,), generator=generator)
+    return {"input_ids": ids.where(torch.arange(SEQUENCE) < lengths, 0), "labels": labels}
+
+
+def row_ids() -> Tensor:
+    """Another number in every row: rows dealt in a wrong order would be noticed."""
+    return torch.arange(BATCH, dtype=torch.float64)
+
+
+def looked_up(m: Any, n_distinct: int = 3) -> Tensor:
+    rows: Tensor = m.table(row_ids().long() % n_distinct)[:, None]
+    return rows
+
+
+BODIES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "class token": lambda m, x: torch.cat([m.token.expand(BATCH, -1, -1), x], 1),
+    "constant rows": lambda m, x: x * row_ids()[:, None, None],
+    "chain": lambda m, x: x + torch.tanh(looked_up(m) * 2),
+    "chain that ends in a sum": lambda m, x: x + looked_up(m).expand(2, -1, -1, -1).sum(0),
+    "two readers": lambda m, x: (x + (rows := looked_up(m))) * torch.cos(rows),
+    "two constants, one whole": lambda m, x: (x + looked_up(m)) * looked_up(m, 2).amax(0),
+    "tokens of every row": lambda m, x: x[
+        torch.arange(BATCH)[:, None], x[..., 0].argsort(1)[:, :2] - SEQUENCE // 2
+    ],
+    "bias of batch one": lambda m, x: torch.where(row_ids()[:, None, None] > 4, m.token, x),
+}
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tensor]]]] = {
+    "bert": (tiny_bert, random_tokens),
+    "t5": (lambda: tiny_t5(n_layers=2), sequences),
+    "t5-gated": (lambda: tiny_t5(feed_forward="gated-gelu"), sequences),
+    "t5-padded": (tiny_t5, padded_sequences),
+    "t5-labels": (tiny_t5, only_labels),
+    "gpt2-classifier": (tiny_classifier, labelled_sequences),
+    **{
+        name: (partial(Made, body), lambda seed: random_rows(seed, "x"))
+        for name, body in BODIES.items()
+    },
+}
+
+
+@cache
+def analysis(name: str) -> Analysis:
+    torch.manual_seed(0)
+    make_model, batch = CASES[name]
+    return Analysis.of(capture(make_model(), batch(0), precision="fp64"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_batch_reaches_the_loss(name: str) -> None:
+    found = analysis(name)
+    assert found.batch.broken_at is None
+    for value, (dim, factor) in found.batch.cells.items():
+        assert found.types.tensors[value].dims[dim][factor] == BATCH
+
+
+@pytest.mark.parametrize(("sizes", "n_microbatches"), [((1,), 8), ((2,), 4)])
+@pytest.mark.parametrize("name", CASES)
+def test_parity_of_random_assignments(
+    name: str, sizes: tuple[int, ...], n_microbatches: int
+) -> None:
+    found, cost = analysis(name), abstract_cost(sizes)
+    problem = intra_op_problem(found, cost, n_microbatches, Constraints(), "adamw")
+    rng = random.Random(f"{name} {sizes} {n_microbatches}")
+    strategy = random_strategy(found, problem, n_microbatches, rng)
+    step = thread_step(found, cost, strategy, CASES[name][1](0), 0)
+    assert step.wrong == {}
+
+
+@pytest.mark.parametrize("name", ["bert", "t5", "t5-gated", "t5-padded", "t5-labels"])
+def test_parity_of_the_best_plan_that_splits_rows_and_tensors(name: str) -> None:
+    found, cost = analysis(name), abstract_cost((2, 2))
+    chosen = choose(found, PlacementRequest(cost, 4, MEGATRON), "adamw", None)
+    step = thread_step(found, cost, chosen.strategy, CASES[name][1](3), 3)
+    assert step.wrong == {}
+
+
+# -- what must stay whole --------------------------------------------------------------------------
+
+
+WHOLE: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "a parameter with rows": lambda m, x: x + m.rows,
+    "computed from a parameter with rows": lambda m, x: x + torch.tanh(m.rows),
+    "by rows, then whole": lambda m, x: (x + (rows := looked_up(m))) * rows.amax(0),
+    "whole, then by rows": lambda m, x: x * (rows := looked_up(m)).amax(0) + rows,
+    "by rows and summed": lambda m, x: (x + (rows := looked_up(m))) * rows.sum(0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_must_stay_whole_breaks_the_batch(name: str) -> None:
+    program = capture(Made(WHOLE[name]), random_rows(0, "x"), precision="fp64")
+    found = Analysis.of(program)
+    assert found.batch.broken_at is not None
+    with pytest.raises(NotSupportedError, match="not a sum or mean over rows"):
+        found.microbatch_types(2)
+
+
+def test_rows_of_inputs_that_never_meet_are_dealt_alike() -> None:
+    """A rank must have the same rows of both, though the model groups those of one only."""
+
+    class Apart(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            grouped = self.layer(x).view(2, BATCH // 2, WIDTH)
+            return grouped.pow(2).mean() + self.layer(y).pow(2).mean()
+
+    program = capture(Apart(), random_rows(0, "x", "y"), precision="fp64")
+    tensors = Analysis.of(program).types.tensors
+    assert {tensors[name].dims[0] for name in program.inputs} == {(2, BATCH // 2)}

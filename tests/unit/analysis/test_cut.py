@@ -1,0 +1,255 @@
+"""Cutting a program into stages: every operator once, names as in the whole, roles by stage."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import random
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from autopar.capture import capture
+from autopar.capture.reference import as_graph_module, reference_step, run_prologue
+from autopar.errors import OptionError
+from autopar.passes.analysis.cutting import cut
+from autopar.program.program import Program
+from tests.helpers.harness import MODELS, model_case
+from tests.helpers.models.pipeline_models import SideOutput, Tied, analysis_of, batch_of
+from tests.helpers.pipeline_harness import ends_before, random_ends
+from tests.helpers.ranks import named_inputs, random_parameters
+
+
+def names(program: Program) -> list[str]:
+    return [node.name for node in program.operators]
+
+
+def run_stages(
+    whole: Program, stages: tuple[Program, ...], seed: int, batch: dict[str, Tensor]
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The stages one after another on one process: the loss, and the outputs."""
+    parameters = random_parameters(whole, seed)
+    values: dict[str, Tensor] = {}
+    for k, stage in enumerate(stages):
+        given = {n: parameters[p.mirror_of or p.name] for n, p in stage.parameters.items()}
+        given |= named_inputs(stage, batch)
+        given |= {n: compute() for n, compute in stage.constants.items()}
+        given |= run_prologue(stage, given)
+        given |= {n: values[n] for n in stage.received}
+        wanted = [n.name for n in stage.graph.find_nodes(op="placeholder")]
+        results = fx.Interpreter(as_graph_module(stage)).run(*(given[n] for n in wanted))
+        returned = [n.name for n in stage.graph.output_node().all_input_nodes]
+        values |= zip(returned, results, strict=True)
+        assert set(stage.sent) <= set(returned), f"stage {k} does not return what it sends"
+    last = stages[-1]
+    assert last.loss is not None
+    return values[last.loss], tuple(values[name] for name in last.outputs)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_stages_are_the_whole(model: str) -> None:
+    """All operators once and in order, with their keys, and together they compute the same."""
+    case = model_case(model)
+    whole = case.analysis.program
+    for seed in range(4):
+        rng = random.Random(seed)
+        ends = random_ends(whole, rng.choice((2, 3, 5)), rng)
+        stages = cut(whole, ends)
+        assert [name for stage in stages for name in names(stage)] == names(whole)
+        assert [len(names(s)) for s in stages] == [
+            end - first for first, end in itertools.pairwise((0, *ends))
+        ]
+        for stage in stages:
+            for node in stage.graph.nodes:
+                if node.op != "output":
+                    original = whole.node(node.name)
+                    assert node.meta["val"] is original.meta["val"]
+                    assert stage.value_key(node.name) == whole.value_key(node.name)
+        loss, _ = reference_step(whole, random_parameters(whole, seed), case.batch(seed))
+        found, outputs = run_stages(whole, stages, seed, case.batch(seed))
+        assert loss is not None
+        assert torch.equal(found, loss)
+        assert outputs == ()
+
+
+def test_one_stage_is_the_whole() -> None:
+    whole = model_case("gpt2").analysis.program
+    (stage,) = cut(whole, [len(names(whole))], with_outputs=True)
+    assert [n.name for n in stage.graph.nodes] == [n.name for n in whole.graph.nodes]
+    assert (stage.received, stage.sent) == ((), ())
+    assert (stage.parameters, stage.outputs, stage.loss) == (
+        whole.parameters,
+        whole.outputs,
+        whole.loss,
+    )
+
+
+def test_what_crosses() -> None:
+    """From the stage that made it, once to each reader; inputs and constants never cross."""
+    case = model_case("llama")
+    whole = case.analysis.program
+    stages = cut(whole, random_ends(whole, 4, random.Random(1)))
+    made_on = {name: k for k, stage in enumerate(stages) for name in names(stage)}
+    for k, stage in enumerate(stages):
+        assert len(set(stage.received)) == len(stage.received)
+        for value in stage.received:
+            source = made_on[whole_source(whole, value)]
+            assert source < k
+            assert value in stages[source].sent
+        for value in stage.sent:
+            assert any(value in later.received for later in stages[k + 1 :])
+        assert set(stage.inputs) <= set(whole.inputs)
+        assert set(stage.constants) <= set(whole.constants)
+
+
+def whole_source(program: Program, value: str) -> str:
+    """The operator that makes a value."""
+    node = program.node(value)
+    return node.all_input_nodes[0].name if node.target is operator.getitem else value
+
+
+class Halves(nn.Module):
+    """An operator with two results, read on two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 16), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = self.a(x).chunk(2, -1)
+        return (self.c(self.b(left)) * right).pow(2).mean()
+
+
+def test_results_of_one_operator_cross_one_by_one() -> None:
+    whole = capture(Halves(), batch_of(Tied, 0), precision="fp64")
+    stages = cut(whole, ends_before(whole, "b", "c"))
+    left, right = stages[0].sent
+    assert stages[1].received == (left,)
+    assert right in stages[2].received
+    assert [whole.node(v).target for v in (left, right)] == [operator.getitem] * 2
+    loss, _ = reference_step(whole, random_parameters(whole, 0), batch_of(Tied, 0))
+    assert loss is not None
+    assert torch.equal(run_stages(whole, stages, 0, batch_of(Tied, 0))[0], loss)
+
+
+# -- roles -----------------------------------------------------------------------------------
+
+
+def test_the_first_user_owns_a_tied_parameter() -> None:
+    """Others mirror it under the name that their module has for it."""
+    whole = analysis_of(Tied).program
+    stages = cut(whole, ends_before(whole, "b", "c", "d"))
+    ties = [[p for n, p in s.parameters.items() if n == "p_a_weight"] for s in stages]
+    assert [[(p.name, p.aliases, p.mirror_of) for p in found] for found in ties] == [
+        [("a.weight", (), None)],
+        [("b.weight", (), "a.weight")],
+        [],
+        [("d.weight", (), "a.weight")],
+    ]
+
+
+def test_names_within_a_stage_stay_with_it() -> None:
+    whole = analysis_of(Tied).program
+    first, last = cut(whole, ends_before(whole, "d"))
+    assert first.parameters["p_a_weight"].aliases == ("b.weight",)
+    assert last.parameters["p_a_weight"].name == "d.weight"
+    owners = {p.name for p in first.parameters.values()} | {
+        p.name for p in last.parameters.values()
+    }
+    assert owners >= {"a.weight", "d.weight", "c.weight", "a.bias", "d.bias"}
+
+
+def test_every_name_is_kept_once() -> None:
+    whole = model_case("gpt2").analysis.program
+    wanted = sorted(n for p in whole.parameters.values() for n in (p.name, *p.aliases))
+    stages = cut(whole, ends_before(whole, "transformer.h", "lm_head"))
+    found = sorted(n for s in stages for p in s.parameters.values() for n in (p.name, *p.aliases))
+    assert found == wanted
+
+
+class Idle(nn.Module):
+    """A parameter that nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.idle = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x)).pow(2).mean()
+
+
+def test_unread_parameters_stay_with_the_first_stage() -> None:
+    whole = capture(Idle(), batch_of(Tied, 0), precision="fp64")
+    first, last = cut(whole, ends_before(whole, "b"))
+    assert {p.name for p in first.parameters.values()} == {
+        "a.weight", "a.bias", "idle.weight", "idle.bias",
+    }  # fmt: skip
+    assert {p.name for p in last.parameters.values()} == {"b.weight", "b.bias"}
+
+
+def test_the_prologue_is_on_the_stage_that_divides() -> None:
+    """The count of labels that are not ignored, and its labels with it."""
+    whole = model_case("gpt2").analysis.program
+    assert whole.prologue is not None
+    *others, last = cut(whole, ends_before(whole, "transformer.h", "lm_head"))
+    assert last.prologue is whole.prologue
+    assert last.loss == whole.loss
+    for stage in others:
+        assert stage.prologue is None
+        assert stage.loss is None
+        assert not set(whole.prologue.outputs) & set(stage.inputs)
+    paths = [sorted(i.path for i in s.inputs.values()) for s in (*others, last)]
+    assert paths == [["input_ids"], [], ["labels"]]
+
+
+def test_outputs_are_received_by_the_last_stage() -> None:
+    whole = analysis_of(SideOutput).program
+    ends = ends_before(whole, "b", "c")
+    first, middle, last = cut(whole, ends, with_outputs=True)
+    (extra,) = (v for v in first.sent if v not in middle.received)
+    assert extra in last.received
+    assert last.outputs == whole.outputs
+    assert (first.outputs, middle.outputs) == ((), ())
+    batch = batch_of(SideOutput, 0)
+    _, expected = reference_step(whole, random_parameters(whole, 0), batch)
+    _, outputs = run_stages(whole, (first, middle, last), 0, batch)
+    found = whole.rebuild(outputs)
+    assert all(torch.equal(found[name], expected[name]) for name in ("loss", "z", "extra"))
+
+
+def test_without_outputs_only_the_loss_is_returned() -> None:
+    whole = analysis_of(SideOutput).program
+    *_, last = cut(whole, ends_before(whole, "b", "c"))
+    assert last.outputs == ()
+    assert [n.name for n in last.graph.output_node().all_input_nodes] == [whole.loss]
+
+
+# -- errors ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ends", [[], [0, 12], [4, 4, 12], [7, 4, 12], [4, 11], [4, 13]])
+def test_ends_that_do_not_cover_the_operators(ends: list[int]) -> None:
+    whole = analysis_of(SideOutput).program
+    assert len(names(whole)) == 12
+    with pytest.raises(OptionError, match="do not cover 12 in order"):
+        cut(whole, ends)
+
+
+class LateOutput(nn.Module):
+    """Makes an output after its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.late = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = self.a(x)
+        loss = h.pow(2).mean()
+        return {"loss": loss, "late": self.late(h)}
+
+
+def test_the_loss_is_made_on_the_last_stage() -> None:
+    whole = capture(LateOutput(), batch_of(Tied, 0), precision="fp64")
+    with pytest.raises(OptionError, match="the loss is made on stage 0 of 2"):
+        cut(whole, ends_before(whole, "late"))

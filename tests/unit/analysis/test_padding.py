@@ -1,0 +1,262 @@
+"""Vocabularies that the ranks do not divide: padded where that is exact, and nowhere seen.
+
+The reference is always the program without padding, on one process.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar
+from autopar import Manual, PlanError
+from autopar.capture import capture, reference_step
+from autopar.passes.analysis.padding import find_paddings, pad
+from autopar.plans.data import PlanData
+from autopar.program.program import Program
+from autopar.runtime.launch.threads import ThreadWorld, run_threads
+from autopar.runtime.lowered import vocab_parallel_cross_entropy, vocab_parallel_embedding
+from tests.helpers.captures import captured
+from tests.helpers.harness import generated_code  # noqa: F401
+from tests.helpers.jobs import error, machine
+from tests.helpers.models.padding_models import (
+    N_ROWS,
+    PADDED,
+    VOCABULARY,
+    WIDTH,
+    Model,
+    Smoothed,
+    Softmax,
+    SoftmaxWhenEvaluated,
+    batch,
+    bert,
+    gpt2,
+    llama,
+)
+from tests.helpers.state_model import mesh_of
+
+
+def drawn(program: Program) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        p.name: torch.randn(p.shape, dtype=torch.float64, generator=generator).requires_grad_()
+        for p in program.parameters.values()
+    }
+
+
+def lengthened(value: Tensor, shape: Sequence[int], last: float) -> Tensor:
+    """`value` with rows of `last` up to a shape."""
+    out = value.new_full(tuple(shape), last)
+    out[tuple(map(slice, value.shape))] = value.detach()
+    return out.requires_grad_()
+
+
+def gradient(value: Tensor) -> Tensor:
+    return torch.zeros_like(value) if value.grad is None else value.grad
+
+
+@pytest.mark.parametrize("make", PADDED)
+def test_nothing_sees_what_padding_holds(make: Model) -> None:
+    """Loss, outputs and gradients are those without it, and its own gradient is exactly 0."""
+    program = captured(make(), batch(make), precision="fp64")
+    found = find_paddings(program, 4)
+    assert found.shapes == PADDED[make]
+    plain = drawn(program)
+    values = {n: lengthened(v, found.shapes.get(n, v.shape), 7.0) for n, v in plain.items()}
+    loss, outputs = reference_step(program, plain, batch(make))
+    same_loss, same_outputs = reference_step(pad(program, found.shapes), values, batch(make))
+    assert loss is not None
+    assert same_loss is not None
+    assert torch.equal(loss, same_loss)
+    assert torch.equal(outputs["logits"], same_outputs["logits"])
+    loss.backward()
+    same_loss.backward()
+    for name, value in plain.items():
+        expected = lengthened(gradient(value), values[name].shape, 0.0)
+        assert error(gradient(values[name]), expected) <= 1e-13, name
+        if name in found.shapes:
+            assert not gradient(values[name])[VOCABULARY:].any()
+
+
+def test_evaluation_that_reads_all_classes_takes_the_parameter_without_padding() -> None:
+    """A plan's parameters are padded already where training alone would allow it."""
+    model = SoftmaxWhenEvaluated()
+    shapes = find_paddings(capture(model, batch(SoftmaxWhenEvaluated), precision="fp64"), 4).shapes
+    assert shapes == PADDED[Smoothed]
+    model.eval()
+    program = capture(model, batch(SoftmaxWhenEvaluated), training=False, precision="fp64")
+    assert find_paddings(program, 4).shapes == {}
+    plain = drawn(program)
+    values = {n: lengthened(v, shapes.get(n, v.shape), 7.0) for n, v in plain.items()}
+    _, outputs = reference_step(program, plain, batch(SoftmaxWhenEvaluated))
+    _, same = reference_step(pad(program, shapes), values, batch(SoftmaxWhenEvaluated))
+    assert torch.equal(outputs["logits"], same["logits"])
+
+
+class OneHot(nn.Module):
+    """Its classes are a dim of an input, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, x: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(x) + bias, labels)
+
+
+class Grouped(OneHot):
+    """Its 60 classes are 6 groups of 10."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 60)
+
+    def forward(self, x: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
+        grouped = self.head(x).view(-1, 6, 10) + bias.view(-1, 1, 1)
+        return F.cross_entropy(grouped.view(-1, 60), labels)
+
+
+class Few(OneHot):
+    """Padding would be a third of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 6)
+
+
+ROWS = {
+    "x": torch.zeros(N_ROWS, WIDTH),
+    "bias": torch.zeros(N_ROWS, VOCABULARY),
+    "labels": torch.zeros(N_ROWS, dtype=torch.int64),
+}
+REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor], str]] = {
+    "embed.weight": (Softmax, batch(Smoothed), r"dim 0 of 61 .* 8 ranks: aten\.softmax\.int meets"),
+    "head.weight": (OneHot, ROWS, "dim 0 of 61 .*: `bias`, which is no parameter, has it"),
+    "head.bias": (
+        Few,
+        ROWS | {"bias": torch.zeros(N_ROWS, 1)},
+        r"dim 0 of 6 .*: padding it to 8 adds more than 12\.5%",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_proved_exact_is_left_alone(name: str) -> None:
+    make, given, reason = REFUSED[name]
+    program = capture(make(), given)
+    found = find_paddings(program, 8)
+    assert found.shapes == {}
+    assert re.search(reason, found.refused[name]), found.refused
+    assert pad(program, found.shapes) is program
+
+
+def test_a_dim_of_several_factors_is_left_alone() -> None:
+    given = ROWS | {"bias": torch.zeros(N_ROWS, 1)}
+    assert find_paddings(capture(Grouped(), given), 8).shapes == {}
+
+
+@pytest.mark.parametrize("shape", [(60, WIDTH), (64,)])
+def test_a_plan_cannot_shorten_a_parameter(shape: tuple[int, ...]) -> None:
+    program = captured(Smoothed(), batch(Smoothed))
+    with pytest.raises(PlanError, match=r"embed.weight \[61, 16\] cannot be padded to"):
+        pad(program, {"embed.weight": shape})
+
+
+def test_the_reason_is_in_the_plan() -> None:
+    plan = autopar.plan(
+        Softmax(), machine((1, 4)), batch(Softmax), microbatches=1, manual=Manual(tp=4)
+    )
+    reason = "dim 0 of 61 is not sharded over 4 ranks: aten.softmax.int meets it at /softmax.int"
+    assert plan.data.padded == {}
+    assert f"\nembed.weight: {reason}" in plan.explain()
+    assert reason in plan.explain("embed.weight")
+
+
+# -- planned and run -------------------------------------------------------------------------------
+
+RUN: dict[str, tuple[Model, tuple[int, int], dict[str, Any]]] = {
+    "gpt2, tensor parallel": (gpt2, (1, 4), {"manual": Manual(tp=4)}),
+    "gpt2, stages": (gpt2, (2, 2), {"manual": Manual(pp=2, tp=2)}),
+    "llama, ZeRO-3": (llama, (1, 4), {"manual": Manual(dp=4, zero=3)}),
+    "bert, both": (bert, (2, 2), {"manual": Manual(dp=2, tp=2)}),
+    "smoothed labels": (Smoothed, (1, 4), {"manual": Manual(tp=4)}),
+}
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_parity(name: str) -> None:
+    """On thread ranks; padding's gradient is 0, or it would be an error."""
+    make, shape, options = RUN[name]
+    report = autopar.verify(
+        make(), machine(shape), batch(make), precision="fp64", microbatches=2, **options
+    )
+    assert report.ok, report.text()
+    assert report.plan.data.padded == PADDED[make]
+    sharded = {n for n, placed in report.plan.placements.items() if "S(0)" in placed}
+    assert sharded >= set(PADDED[make])
+
+
+def test_what_a_plan_does_not_shard_is_not_padded() -> None:
+    options = {"microbatches": 1, "manual": Manual(dp=4)}
+    plan = autopar.plan(Smoothed(), machine((1, 4)), batch(Smoothed), **options)
+    assert plan.data.padded == {}
+    assert plan.data.graph_hash == capture(Smoothed(), batch(Smoothed)).hash()
+
+
+class TiedHead(nn.Module):
+    """The embedding and the head of GPT-2, and little between."""
+
+    def __init__(self, n_classes: int = 50257, width: int = 768) -> None:
+        super().__init__()
+        self.embed, self.middle = nn.Embedding(n_classes, width), nn.Linear(width, width)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        logits = F.linear(self.middle(self.embed(ids)), self.embed.weight)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def test_the_planner_shards_the_vocabulary_of_gpt2() -> None:
+    with torch.device("meta"):
+        model = TiedHead()
+        ids = torch.zeros(8, 128, dtype=torch.int64)
+    mesh = autopar.Mesh((1, 8), hardware="a100-80gb")
+    plan = autopar.plan(model, mesh, {"ids": ids, "labels": ids}, stages=1, microbatches=1)
+    assert plan.data.padded == {"embed.weight": (50264, 768)}
+    (loss,) = [text for key, text in plan.data.operators.items() if "cross_entropy" in key]
+    assert "S(1)" in loss
+    assert plan.explain("embed.weight").startswith(
+        "embed.weight [50257, 768], padded to [50264, 768]: stored"
+    )
+    again = autopar.Plan(PlanData.from_json(plan.data.to_json())).bind(model)
+    assert again.predicted == plan.predicted
+
+
+# -- functions over padding ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", [10, 11])
+def test_ids_in_the_padding_fail_as_in_torch(wrong: int) -> None:
+    """10 rows of 12: without padding there are none of that number."""
+    table, ids = torch.ones(12, 2), torch.tensor([wrong])
+
+    def embedding(world: ThreadWorld) -> None:
+        g = world.make_groups(mesh_of((2,)))[(0,)]
+        vocab_parallel_embedding(table[:6], ids, g, -1, 10)
+
+    def cross_entropy(world: ThreadWorld) -> None:
+        g = world.make_groups(mesh_of((2,)))[(0,)]
+        vocab_parallel_cross_entropy(torch.ones(1, 6), ids, g, n_valid=10)
+
+    for work in (embedding, cross_entropy):
+        with pytest.raises((IndexError, RuntimeError), match=r"out of (range|bounds)"):
+            run_threads(work, 2)
+    with pytest.raises(IndexError, match="out of range"):
+        torch.ops.autopar.padded_embedding(table, ids, n_valid=10)
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        torch.ops.autopar.padded_cross_entropy(torch.ones(1, 12), ids, n_valid=10)

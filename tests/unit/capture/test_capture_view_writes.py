@@ -1,0 +1,90 @@
+"""Writes through views: the base, and its other views, read what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.capture_harness import Module, check, targets, x
+
+
+def _one_element(self: Any, a: Tensor) -> Tensor:
+    y = self.linear(a)
+    y[:, 0].mul_(2)
+    return y.pow(2).sum()
+
+
+def _through_two_views(self: Any, a: Tensor) -> Tensor:
+    y = self.linear(a)
+    y[1:, 2] = a[:-1, 0]
+    return y.pow(2).sum()
+
+
+def _another_view_of_a_written_base(self: Any, a: Tensor) -> Tensor:
+    y = self.linear(a)
+    flat, turned = y.view(-1), y.t().unsqueeze(0)
+    y.mul_(2)
+    return (flat * a.reshape(-1)).sum() + (turned.pow(3)).sum()
+
+
+def _views_of_views_and_again(self: Any, a: Tensor) -> Tensor:
+    y = self.linear(a)
+    top, corner = y[:2], y[:2][:, 1:]
+    corner.mul_(a[:2, 1:])
+    first = top.sum()  # before the second write
+    y[0].add_(1)
+    top[:, 3].fill_(7)
+    return first + (corner.pow(2) * top[:, :3]).sum() + y.exp().sum()
+
+
+def _the_value_returned(self: Any, a: Tensor) -> Tensor:
+    y = self.linear(a)
+    row = y[1].mul_(3)  # is y[1]
+    y.add_(1)
+    row.mul_(2)
+    return row.pow(2).sum() + y.pow(3).sum()
+
+
+def _labels_shifted_as_by_t5(self: Any, a: Tensor) -> Tensor:
+    shifted = a.new_zeros(a.shape)
+    shifted[..., 1:] = a[..., :-1].clone()
+    shifted[..., 0] = 2.5
+    shifted.masked_fill_(shifted > 0.5, 0)
+    return (self.linear(a) * shifted).sum()
+
+
+def _a_step_and_a_cast(self: Any, a: Tensor) -> Tensor:
+    y = self.linear(a).float()
+    y[:, ::2] = a[:, 1].unsqueeze(1)  # float64 into float32, broadcast
+    y[:] = y * 2
+    return y.sum().double()
+
+
+def _dead_views_do_not_matter(self: Any, a: Tensor) -> Tensor:
+    y = self.linear(a)
+    total = y.t().sum() + y.reshape(-1).sum()
+    y.t().mul_(2)  # y is not read again
+    return total
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        _one_element,
+        _through_two_views,
+        _another_view_of_a_written_base,
+        _views_of_views_and_again,
+        _the_value_returned,
+        _labels_shifted_as_by_t5,
+        _a_step_and_a_cast,
+        _dead_views_do_not_matter,
+    ],
+)
+def test_writes_through_views_equal_eager(body: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
+    program = check(Module(body), {"a": x()})
+    assert not any(t._schema.is_mutable for t in targets(program))

@@ -1,0 +1,195 @@
+"""Predicted peak memory against live tensors of real steps, within a few percent."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from functools import lru_cache
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from autopar.cost.laws.model import CostModel
+from autopar.cost.memory.liveness import peak_memory
+from autopar.cost.price.prediction import peak_of_stage
+from autopar.measured.live_bytes import LiveBytes
+from autopar.mesh import Device, Link, LogicalMesh
+from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.analysis.cutting import cut
+from autopar.passes.intra.chooser import PlacementRequest, choose
+from autopar.passes.intra.constraints import Constraints
+from autopar.passes.lowering.lines import lower
+from autopar.program.pipeline import Pipeline
+from autopar.program.strategy import Strategy
+from autopar.runtime.launch.processes import WorkerPool
+from autopar.schedule import ORDERS, in_flight
+from tests.helpers.captures import captured
+from tests.helpers.harness import (
+    abstract_cost,
+    free_problem,
+    generated_code,
+    model_case,
+    random_strategy,
+)
+from tests.helpers.whole_steps import WholeStep, bytes_of_each
+from tests.unit.cost.test_predict import zero_strategy_of
+
+__all__ = ["generated_code"]
+
+CLOSE = 0.05
+Pool = Callable[[int], WorkerPool]
+
+
+@lru_cache
+def small_gpt2() -> Analysis:
+    """Two layers, 16 x 32 tokens, in float32."""
+    config = GPT2Config(
+        n_layer=2, n_embd=64, n_head=4, vocab_size=256, n_positions=32, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    ids = torch.zeros((16, 32), dtype=torch.int64)
+    return Analysis.of(captured(GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}))
+
+
+def laid_out(n_microbatches: int, n_ranks: int, how: str) -> tuple[CostModel, Strategy]:
+    """`how` is "plain" (the planner's choice), "tensor" or a ZeRO stage."""
+    analysis = small_gpt2()
+    # A slow device makes tensor parallelism pay.
+    device = Device(1e8 if how == "tensor" else 1e12, 1e11, 1e10, 1e-6)
+    mesh = LogicalMesh((n_ranks,), ("tp",), (Link(1e-6, 1e-9),), device)
+    cost = CostModel(mesh, torch.float32)
+    if how.startswith("zero"):
+        return cost, zero_strategy_of(analysis, cost, int(how[-1]), n_microbatches)
+    forbid = frozenset({"data"}) if how == "tensor" else frozenset[str]()
+    chosen = choose(
+        analysis, PlacementRequest(cost, n_microbatches, Constraints(forbid)), "adamw", None
+    )
+    return cost, chosen.strategy
+
+
+def batch() -> dict[str, Tensor]:
+    ids = torch.randint(0, 256, (16, 32), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids}
+
+
+def whole_step(pipeline: Pipeline) -> WholeStep:
+    return WholeStep.of(small_gpt2().program, pipeline, batch())
+
+
+def one_stage(n_microbatches: int, n_ranks: int, how: str) -> Pipeline:
+    cost, strategy = laid_out(n_microbatches, n_ranks, how)
+    return Pipeline.single(lower(small_gpt2(), strategy, cost), cost.mesh)
+
+
+def predicted_bytes(pipeline: Pipeline) -> float:
+    return peak_memory(pipeline.stages[0], "adamw").peak_bytes
+
+
+@pytest.mark.parametrize("n_microbatches", [1, 4])
+def test_peak_memory_of_one_rank(n_microbatches: int) -> None:
+    pipeline = one_stage(n_microbatches, 1, "plain")
+    measured, between_bytes = whole_step(pipeline).bytes()
+    assert measured > 2 * between_bytes, "activations must matter"
+    assert predicted_bytes(pipeline) == pytest.approx(measured, rel=CLOSE)
+
+
+CASES = [("plain", 4), ("tensor", 1), ("zero1", 1), ("zero2", 4), ("zero3", 4)]
+
+
+def test_peak_memory_of_two_processes(workers: Pool) -> None:
+    pipelines = [one_stage(m, 2, how) for how, m in CASES]
+    for found in workers(2).run(bytes_of_each, [whole_step(p) for p in pipelines]):
+        for case, pipeline, (measured, _) in zip(CASES, pipelines, found, strict=True):
+            assert predicted_bytes(pipeline) == pytest.approx(measured, rel=CLOSE), case
+
+
+# -- stages ----------------------------------------------------------------------------------------
+
+# Ranks of each stage, microbatches, order.
+STAGED: dict[int, list[tuple[tuple[int, ...], int, str]]] = {
+    2: [((1, 1), 1, "1f1b"), ((1, 1), 8, "1f1b"), ((1, 1), 4, "gpipe")],
+    4: [((1, 1, 1, 1), 8, "1f1b"), ((2, 1, 1), 2, "1f1b")],
+}
+
+
+def staged_pipeline(sizes: tuple[int, ...], n_microbatches: int, order: str) -> Pipeline:
+    """Equal numbers of operators per stage, placed by the planner."""
+    analysis, n_stages = small_gpt2(), len(sizes)
+    n = len(list(analysis.program.operators))
+    parts = cut(analysis.program, [n * (k + 1) // n_stages for k in range(n_stages)])
+    stages, meshes, first_rank = [], [], 0
+    for program, n_ranks in zip(parts, sizes, strict=True):
+        part, links = analysis.part(program), (Link(1e-6, 1e-9),)
+        device = Device(1e12, 1e11, 1e10, 1e-6)
+        mesh = LogicalMesh((n_ranks,), ("tp",), links, device, first_rank)
+        cost = CostModel(mesh, torch.float32)
+        chosen = choose(part, PlacementRequest(cost, n_microbatches, Constraints()), "adamw", None)
+        stages.append(lower(part, chosen.strategy, cost))
+        meshes.append(mesh)
+        first_rank += n_ranks
+    return Pipeline.of(stages, meshes, ORDERS[order])
+
+
+@pytest.mark.parametrize("n_ranks", sorted(STAGED))
+def test_peak_memory_of_every_stage(n_ranks: int, workers: Pool) -> None:
+    """Microbatches in flight, received tensors, and gradients that are still under way."""
+    cases = STAGED[n_ranks]
+    pipelines = [staged_pipeline(*case) for case in cases]
+    found = workers(n_ranks).run(bytes_of_each, [whole_step(p) for p in pipelines])
+    for rank, of_rank in enumerate(found):
+        for case, pipeline, (measured, _) in zip(cases, pipelines, of_rank, strict=True):
+            predicted = peak_of_stage(pipeline, pipeline.stage_of(rank), "adamw")
+            assert predicted == pytest.approx(measured, rel=CLOSE), (rank, case)
+
+
+def test_earlier_stages_hold_more_microbatches() -> None:
+    n_microbatches = 8
+    for order, schedule in ((name, ORDERS[name](4, n_microbatches)) for name in ORDERS):
+        wanted = [n_microbatches] * 4 if order == "gpipe" else [4, 3, 2, 1]
+        assert [in_flight(schedule, stage) for stage in range(4)] == wanted
+    program = staged_pipeline((1, 1), n_microbatches, "1f1b").stages[0]
+    peaks = [peak_memory(program, "adamw", n).peak_bytes for n in (1, 2, 3, 4)]
+    steps = [b - a for a, b in itertools.pairwise(peaks)]
+    assert steps == pytest.approx([steps[0]] * 3)
+    assert steps[0] > 0
+    # No more than there are.
+    assert peak_memory(program, "adamw", 99) == peak_memory(program, "adamw", n_microbatches)
+
+
+@pytest.mark.parametrize("model", ["mlp", "gpt2", "bert-chunk"])
+def test_memory_of_any_program_is_bounded_by_what_it_must_hold(model: str) -> None:
+    """The peak holds what always lives and the gradients, and parts add up to it."""
+    analysis, cost = model_case(model).analysis, abstract_cost((2, 2))
+    for seed in range(8):
+        n_microbatches = 1 + seed % 2
+        problem = free_problem(model, (2, 2), n_microbatches)
+        strategy = random_strategy(analysis, problem, n_microbatches, random.Random(seed))
+        program = lower(analysis, strategy, cost)
+        found = peak_memory(program, "adamw")
+        stored_bytes = sum(p.stored.size_bytes for p in program.parameters)
+        assert sum(found.parts.values()) == pytest.approx(found.peak_bytes)
+        assert found.parts["parameters"] == stored_bytes
+        assert found.peak_bytes >= 5 * stored_bytes  # two moments, a gradient, the update
+        assert found.at
+
+
+def test_live_bytes_counts_storages_once_and_until_they_are_gone() -> None:
+    x = torch.zeros(1000, requires_grad=True)
+    with LiveBytes([x, x.detach()]) as live:
+        assert live.live_bytes == 4000
+        y = (x * 2).exp()
+        view = y.view(10, 100)
+        assert live.live_bytes == 4000 + 4000
+        del y
+        assert live.live_bytes == 8000
+        assert (live.peak_bytes, live.peak_at) == (12000, "aten.exp.default")
+        view.sum().backward()
+        del view
+        assert live.live_bytes == 8000, "the gradient stays"
+        live.reset_peak()
+        assert live.peak_bytes == 8000
+    x.grad = None
+    assert live.live_bytes == 4000

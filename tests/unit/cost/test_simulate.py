@@ -1,0 +1,356 @@
+"""The simulator: textbook bubbles, hand-made schedules, and what must hold for any durations."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from autopar.cost.simulate import Spent, SplitBackward, StageTimes, TieTimes, Timeline, simulate
+from autopar.schedule import (
+    ORDERS,
+    Action,
+    Schedule,
+    Transfer,
+    chain,
+    interleaved,
+    lower,
+    one_f_one_b,
+    parse_schedule,
+    script_of,
+    start_times,
+    zero_bubble,
+)
+from tests.helpers.strategies import schedules
+
+NOTHING = Spent()
+
+
+def stage(
+    forward_s: float, backward_s: float, n_ranks: int = 1, comm_s: float = 0.0, **fields: Any
+) -> StageTimes:
+    """A stage with nothing before or after; collectives in each of forward and backward."""
+    forward, backward = Spent(forward_s, comm_s), Spent(backward_s, comm_s)
+    return StageTimes(n_ranks, NOTHING, forward, backward, NOTHING, 0.0, **fields)
+
+
+def lowered(order: str, n_stages: int, n_microbatches: int) -> Schedule:
+    return lower(ORDERS[order](n_stages, n_microbatches), chain(n_stages))
+
+
+def adds_up(timeline: Timeline) -> None:
+    """Every second of every stage is accounted for once."""
+    for k, s in enumerate(timeline.devices):
+        parts_s = (s.compute_s, s.collectives_s, s.waited_s, s.update_s, timeline.idle_s(k))
+        assert sum(parts_s) == pytest.approx(timeline.step_time_s)
+        assert min(parts_s) >= 0
+
+
+def events_of(timeline: Timeline, action: str) -> tuple[float, float]:
+    return next((e.start_s, e.end_s) for e in timeline.events if e.action == action)
+
+
+@pytest.mark.parametrize("order", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("n_stages", "n_microbatches"), [(2, 1), (2, 4), (4, 8), (3, 2)])
+def test_the_bubble_of_the_textbook(order: str, n_stages: int, n_microbatches: int) -> None:
+    stages = [stage(1.0, 2.0)] * n_stages
+    found = simulate(lowered(order, n_stages, n_microbatches), stages)
+    assert found.step_time_s == pytest.approx(3 * (n_stages + n_microbatches - 1))
+    assert found.bubble == pytest.approx((n_stages - 1) / (n_microbatches + n_stages - 1))
+    adds_up(found)
+
+
+def test_the_bubble_of_interleaved_chunks() -> None:
+    for p, v, rounds in [(2, 2, 1), (4, 2, 2), (3, 4, 2), (1, 3, 2), (4, 1, 2)]:
+        m = rounds * p
+        found = simulate(interleaved(p, v, m), [stage(1.0, 2.0)] * (p * v))
+        assert found.step_time_s == pytest.approx(3 * (v * m + p - 1))
+        assert found.bubble == pytest.approx((p - 1) / (v * m + p - 1))
+        adds_up(found)
+
+
+def test_parts_of_a_backward() -> None:
+    whole = stage(1.0, 3.0)
+    halves = replace(whole, backward=SplitBackward(Spent(1.5), Spent(1.5)))
+    found = simulate(zero_bubble(4, 8), [replace(halves, forward=Spent(1.5))] * 4)
+    assert found.step_time_s == pytest.approx(8 * 4.5 + 3 * 1.5)
+    adds_up(found)
+    # A schedule that does not split it runs the sum.
+    plain = simulate(lowered("1f1b", 4, 8), [whole] * 4)
+    assert simulate(lowered("1f1b", 4, 8), [halves] * 4).step_time_s == plain.step_time_s
+
+
+def test_an_unsplit_backward_has_no_parts() -> None:
+    with pytest.raises(AssertionError, match="needs a backward in two parts"):
+        simulate(zero_bubble(2, 2), [stage(1.0, 2.0)] * 2)
+
+
+def test_one_stage_is_the_sum() -> None:
+    times = StageTimes(
+        2, Spent(1.0, 2.0), Spent(3.0, 4.0), Spent(5.0, 6.0), Spent(7.0, 8.0), update_s=9.0
+    )
+    found = simulate(lowered("1f1b", 1, 3), [times], loss_s=100.0)
+    compute_s, comm_s = 1 + 3 * (3 + 5) + 7, 2 + 3 * (4 + 6) + 8
+    assert found.step_time_s == compute_s + comm_s + 9
+    assert (found.compute_time_s, found.comm_time_s) == (compute_s, comm_s)
+    assert (found.exposed_comm_s, found.bubble) == (comm_s, 0.0)
+
+
+def test_messages_by_hand() -> None:
+    """F on both, the message in between; then B on both: nothing overlaps one microbatch."""
+    found = simulate(lowered("1f1b", 2, 1), [stage(1.0, 2.0)] * 2, lambda action: 0.5)
+    assert found.step_time_s == 7.0
+    assert events_of(found, "0SF0>1") == (1.0, 1.5)
+    assert events_of(found, "1B0") == (2.5, 4.5)
+    assert [s.waited_s for s in found.devices] == [0.5, 0.5]
+    assert [found.idle_s(k) for k in (0, 1)] == [3.5, 3.5]
+    assert found.bubble == 0.5
+    adds_up(found)
+
+
+def test_sends_do_not_block_the_sender() -> None:
+    found = simulate(lowered("gpipe", 2, 2), [stage(1.0, 1.0)] * 2, lambda action: 10.0)
+    assert events_of(found, "0F1") == (1.0, 2.0)
+    # The link is busy with the first until then.
+    assert events_of(found, "0SF0>1") == (1.0, 11.0)
+    assert events_of(found, "0SF1>1")[0] >= 11.0
+    adds_up(found)
+
+
+def test_a_transfer_waits_for_both_ends() -> None:
+    """Stage 1 posts its second receive after its first forward, so the transfer starts then."""
+    found = simulate(lowered("gpipe", 2, 2), [stage(1.0, 1.0), stage(5.0, 1.0)], lambda a: 0.5)
+    assert events_of(found, "1F0") == (1.5, 6.5)
+    assert events_of(found, "0SF1>1") == (6.5, 7.0)
+    assert events_of(found, "1F1") == (7.0, 12.0)
+
+
+def test_more_batches_than_stages_wait_for_the_first() -> None:
+    """Three sends may be under way on three stages; the fourth waits for the first to arrive."""
+    schedule = parse_schedule(
+        "0F0 0SF0>2 0F1 0SF1>2 0F2 0SF2>2 0F3 0SF3>2 0F4 0SF4>2\n"
+        "1F0 1F1 1F2 1F3 1F4\n"
+        "2RF0<0 2F0 2RF1<0 2F1 2RF2<0 2F2 2RF3<0 2F3 2RF4<0 2F4"
+    )
+    found = simulate(schedule, [stage(1.0, 0.0)] * 3, lambda action: 100.0)
+    assert events_of(found, "0F3") == (3.0, 4.0)
+    assert events_of(found, "0F4") == (101.0, 102.0)
+    adds_up(found)
+
+
+def test_once_a_step() -> None:
+    """Gathers, gradient sync, tied gradients between the ends, the loss, the optimizer."""
+    times = StageTimes(1, Spent(0.0, 1.0), Spent(2.0), Spent(3.0), Spent(0.0, 4.0), 5.0)
+    tie = TieTimes((0, 1), 6.0, (7.0, 0.0))
+    found = simulate(lowered("1f1b", 2, 1), [times, times], ties=[tie], loss_s=8.0)
+    # Stage 0 ends backward last, at 1 + 2 + 2 + 3 + 3.
+    assert found.step_time_s == 11 + 4 + 6 + 7 + 8 + 5
+    assert found.devices[0].collectives_s == 1 + 4 + 6 + 7 + 8
+    assert found.devices[1].collectives_s == 1 + 4 + 6 + 8
+    adds_up(found)
+
+
+def test_the_bubble_weighs_stages_by_their_ranks() -> None:
+    stages = [stage(1.0, 1.0, n_ranks=3), stage(3.0, 3.0)]
+    found = simulate(lowered("gpipe", 2, 1), stages)
+    assert found.step_time_s == 8.0
+    assert found.bubble == pytest.approx((3 * 6 + 1 * 2) / (4 * 8))
+    assert found.busiest.compute_s == 6.0
+
+
+def test_a_thousand_devices_worth_of_steps() -> None:
+    """A trillion parameters on 3,072 devices: 64 stages of 512 microbatches."""
+    found = simulate(one_f_one_b(64, 512), [stage(1.0, 2.0)] * 64, 0.0)
+    assert found.step_time_s == 3 * (64 + 512 - 1)
+    steps = [step for row in found.record.script.rows for step in row]
+    assert sum(step.compute is not None for step in steps) == 2 * 64 * 512
+    assert sum(len(starts) for starts in found.record.starts) == len(steps)
+    assert len(found.record.arrived_at) == 2 * 63 * 512
+
+
+# -- collectives beside compute --------------------------------------------------------------------
+
+SHARES = st.floats(0.0, 0.9)
+
+
+@hypothesis.given(st.floats(0, 10), st.floats(0, 10), st.floats(0, 10), SHARES)
+def test_what_overlaps(compute_s: float, waited_s: float, beside_s: float, slowdown: float) -> None:
+    shown = Spent(compute_s, waited_s, beside_s).shown(slowdown)
+    slowed_s = compute_s + beside_s * slowdown / (1 + slowdown)
+    assert shown.time_s == pytest.approx(waited_s + max(beside_s, slowed_s))
+    assert shown.hidden_s <= min(beside_s, shown.compute_s) + 1e-9
+    assert shown.exposed_s + shown.hidden_s == pytest.approx(waited_s + beside_s)
+    # Never better than no collectives at all, never worse than one after the other.
+    one_by_one_s = Spent(compute_s, waited_s + beside_s).total_s
+    assert compute_s + waited_s - 1e-9 <= shown.time_s
+    assert Spent(compute_s, waited_s, beside_s).shown(0.0).time_s <= one_by_one_s + 1e-9
+
+
+def test_overlap_by_hand() -> None:
+    """Two seconds beside collectives do one and a third of compute, at half as slow again."""
+    assert Spent(4.0, 1.0, 2.0).shown(0.5) == pytest.approx((4 + 2 / 3, 1.0, 2.0))
+    assert Spent(4.0, 1.0, 9.0).shown(0.5) == pytest.approx((6.0, 1.0 + 3.0, 6.0))
+
+
+def one_device(n_microbatches: int, **fields: Any) -> Timeline:
+    return simulate(one_f_one_b(1, n_microbatches), [stage(1.0, 2.0, **fields)])
+
+
+@pytest.mark.parametrize("sync_s", [0.5, 2.0, 10.0])
+@pytest.mark.parametrize("n_buckets", [1, 4, 100])
+def test_sync_beside_the_last_backward(sync_s: float, n_buckets: int) -> None:
+    found = one_device(3, sync_s=sync_s, n_sync_buckets=n_buckets)
+    left_s = max(sync_s / n_buckets, sync_s - 2.0 * (n_buckets - 1) / n_buckets)
+    assert found.step_time_s == pytest.approx(9.0 + left_s)
+    assert found.exposed_comm_s == pytest.approx(left_s)
+    assert found.comm_time_s == pytest.approx(sync_s)
+    adds_up(found)
+
+
+def test_sync_slows_the_backward_beside_it() -> None:
+    found = one_device(1, sync_s=1.0, n_sync_buckets=2, overlap_slowdown_fraction=0.25)
+    # Half a second of it is hidden, and costs a tenth; the other half comes after.
+    assert found.step_time_s == pytest.approx(3.0 + 0.1 + 0.5)
+    adds_up(found)
+
+
+def test_sync_waits_for_the_lane() -> None:
+    """The last backward has collectives of its own there."""
+    times = replace(stage(1.0, 2.0, sync_s=1.0, n_sync_buckets=4), backward=Spent(2.0, 0.0, 1.0))
+    assert simulate(one_f_one_b(1, 1), [times]).step_time_s == pytest.approx(3.0 + 0.5)
+
+
+def test_sync_of_chunks_shares_the_lane() -> None:
+    """The last chunk's gradients are ready first, and are synchronised beside the other's."""
+    times = stage(1.0, 2.0, sync_s=1.5, n_sync_buckets=3)
+    found = simulate(interleaved(1, 2, 1), [times] * 2)
+    assert [e[1:] for e in sorted(lane_of(found, "collectives"))] == [
+        pytest.approx((2 + 2 / 3, 4.5)),
+        pytest.approx((4 + 2 / 3, 6.5)),
+    ]
+    assert found.step_time_s == pytest.approx(6.5)
+    adds_up(found)
+
+
+def lane_of(timeline: Timeline, lane: str) -> list[tuple[int, float, float]]:
+    return [(e.device, e.start_s, e.end_s) for e in timeline.events if e.lane == lane]
+
+
+@hypothesis.given(st.floats(0, 9), st.integers(1, 9), SHARES, st.floats(0, 9), SHARES)
+def test_more_sync_never_makes_a_faster_step(
+    sync_s: float, n_buckets: int, slowdown: float, more_s: float, slower: float
+) -> None:
+    fields = {"n_sync_buckets": n_buckets, "overlap_slowdown_fraction": slowdown}
+    found = one_device(2, sync_s=sync_s, **fields)
+    more = one_device(2, sync_s=sync_s + more_s, **fields)
+    fields["overlap_slowdown_fraction"] = slowdown + slower
+    slow = one_device(2, sync_s=sync_s, **fields)
+    fewer = one_device(2, sync_s=sync_s, n_sync_buckets=1)
+    free = one_device(2)
+    assert free.step_time_s - 1e-9 <= found.step_time_s <= more.step_time_s + 1e-9
+    assert found.step_time_s <= slow.step_time_s + 1e-9
+    if not slowdown:
+        assert found.step_time_s <= fewer.step_time_s + 1e-9
+    for timeline in (found, more, slow, fewer):
+        adds_up(timeline)
+
+
+# -- any durations ---------------------------------------------------------------------------------
+
+# Some stages also send past their neighbour.
+SKIPS = (frozenset[Transfer](), frozenset({Transfer(0, 3)}), frozenset({Transfer(1, 3, False)}))
+SECONDS = st.floats(0.1, 10.0)
+FOUR_STAGES = st.lists(st.tuples(SECONDS, SECONDS), min_size=4, max_size=4)
+
+
+def durations(draw: st.DataObject, schedule: Schedule) -> list[StageTimes]:
+    """Of every stage, each part different."""
+    found = []
+    for _ in range(schedule.n_stages):
+        forward_s, input_s, weight_s, comm_s = (draw.draw(SECONDS) for _ in range(4))
+        backward = SplitBackward(Spent(input_s, comm_s), Spent(weight_s))
+        found.append(replace(stage(forward_s, 0.0), backward=backward))
+    return found
+
+
+@hypothesis.settings(deadline=None, max_examples=60)
+@hypothesis.given(schedules(max_stages=6, max_microbatches=6), SECONDS, st.data())
+def test_messages_need_not_be_written_out(
+    schedule: Schedule, message_s: float, data: st.DataObject
+) -> None:
+    """A schedule without messages is played as the same with those of a chain."""
+    stages = durations(data, schedule)
+    written = lower(schedule, chain(schedule.n_stages))
+    found = simulate(schedule, stages, message_s)
+    assert found == replace(simulate(written, stages, message_s), record=found.record)
+    assert Counter(map(str, found.events)) == Counter(
+        map(str, simulate(written, stages, message_s).events)
+    )
+    kept = script_of(schedule)
+    assert simulate(kept, stages, message_s).step_time_s == found.step_time_s
+    as_made = simulate(schedule, stages, message_s, sends_as_made=True)
+    for timeline in (found, as_made):
+        adds_up(timeline)
+        assert sum(e.lane == "p2p" for e in timeline.events) == kept.n_messages
+    free = simulate(schedule, stages)
+    assert free.step_time_s <= min(found.step_time_s, as_made.step_time_s) + 1e-9
+
+
+@hypothesis.settings(deadline=None, max_examples=60)
+@hypothesis.given(
+    st.sampled_from(sorted(ORDERS)), st.integers(1, 6), FOUR_STAGES, SECONDS, st.sampled_from(SKIPS)
+)
+def test_what_holds_for_any_durations(
+    order: str,
+    n_microbatches: int,
+    times: Sequence[tuple[float, float]],
+    message_s: float,
+    skips: frozenset[Transfer],
+) -> None:
+    plain = ORDERS[order](4, n_microbatches)
+    schedule = lower(plain, chain(4) | skips)
+    stages = [stage(*t, comm_s=0.1) for t in times]
+
+    def own_s(action: Action) -> float:
+        return 0.1 + times[action.stage][action.kind == "backward"]
+
+    free = simulate(schedule, stages)
+    slow = simulate(schedule, stages, lambda action: message_s)
+    starts = start_times(plain, own_s)
+    bound_s = max(
+        start + own_s(action)
+        for line, actions in zip(starts, plain.stages, strict=True)
+        for start, action in zip(line, actions, strict=True)
+    )
+    assert bound_s <= free.step_time_s + 1e-9
+    assert free.step_time_s <= slow.step_time_s + 1e-9
+    assert all(s.waited_s == 0 for s in free.devices)
+    for timeline in (free, slow):
+        adds_up(timeline)
+        lanes = Counter(e.lane for e in timeline.events)
+        assert lanes["compute"] == lanes["collectives"] == sum(a.is_compute for a in schedule)
+        assert lanes["p2p"] == sum(a.is_send for a in schedule)
+        # What is not waited for is hidden.
+        assert all(s.waited_s <= len(schedule.stages[0]) * message_s for s in timeline.devices)
+
+
+@pytest.mark.parametrize("order", sorted(ORDERS))
+def test_posted_sends_take_no_longer_than_blocking_ones(order: str) -> None:
+    """At backward = 2 forward, a skip connection over four stages: `schedule.lowering`."""
+    schedule = lower(ORDERS[order](4, 8), chain(4) | {Transfer(0, 3)})
+
+    def own_s(action: Action) -> float:
+        return {"forward": 1.0, "backward": 2.0}.get(action.kind, 0.0)
+
+    blocking_s = max(
+        start + own_s(action)
+        for line, actions in zip(start_times(schedule, own_s), schedule.stages, strict=True)
+        for start, action in zip(line, actions, strict=True)
+    )
+    found = simulate(schedule, [stage(1.0, 2.0)] * 4)
+    assert 33.0 <= found.step_time_s <= blocking_s

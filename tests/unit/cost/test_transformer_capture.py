@@ -1,0 +1,149 @@
+"""Two descriptions of one model agree: its captured graph, planned, and its dims alone.
+
+Held to each other exactly, in the same width, for the Megatron recipe:
+
+    products     flops of every layer and of the head, on a rank, forward; and with backward
+    collectives  kind, number and bytes of what is on the residual stream, forward and backward,
+                 and of the loss
+    parameters   on a rank
+
+What may differ, and by how much:
+
+    attention    the graph's has an explicit mask and is counted whole, so the dims are asked for
+                 attention that is not fused: a fused one is causal and skips half
+    biases       that of a product cut along its sums is whole on every rank, and the dims divide
+                 it like its matrix: h (1 - 1/tp) of each of two products
+    ends         the dims leave out learned positions (s h) and the last norm of a stage
+    sequence     with sequence parallelism a plan keeps the gathered input of a product for its
+                 backward; the dims keep a shard and gather it again, as Megatron does. Gradients of
+                 norms are summed over ranks, which the dims leave out
+Dropout is off in both.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import lru_cache
+from typing import Any
+
+import pytest
+
+import autopar
+from autopar import Manual, Mesh, Plan
+from autopar.cost.transformer.chunks import Chunk, parameters_of
+from autopar.cost.transformer.configs import shape_of
+from autopar.cost.transformer.ends import embedding_items, head_items
+from autopar.cost.transformer.layer import LayerModel
+from autopar.cost.transformer.recipe import Recipe, Software
+from autopar.cost.transformer.work import Exchange, Item, Kernel
+from autopar.program.stage_program import CallLine
+from tests.helpers.jobs import BATCH, CASES, SEQUENCE, WIDTH
+
+N_LAYERS, TP, FLOAT32 = 2, 2, 4
+RESIDUAL_BYTES = BATCH * SEQUENCE * WIDTH * FLOAT32
+FAMILIES = pytest.mark.parametrize("family", ["gpt2", "llama"])
+Calls = Counter[tuple[str, str, float]]
+
+
+@lru_cache
+def planned(family: str, sp: bool = False) -> tuple[Plan, LayerModel]:
+    """A model of two layers under the recipe, and a layer of it by its dims."""
+    case = CASES[family]
+    model: Any = case.model()
+    plan = autopar.plan(
+        model, Mesh((1, TP), hardware="a100-80gb"), case.batch(0), microbatches=1,
+        manual=Manual(tp=TP, sp=sp),
+    )  # fmt: skip
+    shape, left_out = shape_of(model.config, SEQUENCE)
+    assert not left_out
+    recipe = Recipe(tp=TP, sp=sp, microbatch_size=BATCH, global_batch=BATCH)
+    return plan, LayerModel(shape, recipe, Software(fused_attention=False), FLOAT32)
+
+
+def whole(layer: LayerModel) -> list[Item]:
+    return [*embedding_items(layer), *layer.items() * N_LAYERS, *head_items(layer)]
+
+
+def lines(plan: Plan) -> list[CallLine]:
+    """Of the operators that have flops."""
+    assert plan.bound is not None
+    (stage,) = plan.bound.pipeline.stages
+    return [line for line in stage.body if isinstance(line, CallLine) and line.flops]
+
+
+def calls_of_plan(plan: Plan) -> Calls:
+    found: Calls = Counter()
+    for call in plan.collectives():
+        found[call.phase, call.kind, call.size_bytes] += call.count
+    return found
+
+
+def calls_of_dims(items: list[Item]) -> Calls:
+    return Counter(
+        (phase, one.kind, one.size_bytes)
+        for item in items
+        for phase, ones in (("forward", item.forward), ("backward", item.backward))
+        for one in ones
+        if isinstance(one, Exchange)
+    )
+
+
+@FAMILIES
+def test_flops_of_products(family: str) -> None:
+    plan, layer = planned(family)
+    forward = backward = 0.0
+    for item in whole(layer):
+        forward += sum(one.flops for one in item.forward if isinstance(one, Kernel))
+        backward += sum(one.flops for one in item.backward if isinstance(one, Kernel))
+    assert sum(line.flops for line in lines(plan)) == forward
+    assert sum(line.model_flops for line in lines(plan)) == TP * (forward + backward)
+
+
+@FAMILIES
+def test_flops_of_one_layer(family: str) -> None:
+    plan, layer = planned(family)
+    per_layer = sum(
+        one.flops for item in layer.items() for one in item.forward if isinstance(one, Kernel)
+    )
+    for k in range(N_LAYERS):
+        of_layer = [line.flops for line in lines(plan) if f".{k}." in line.key]
+        assert sum(of_layer) == per_layer > 0
+
+
+@FAMILIES
+def test_collectives(family: str) -> None:
+    plan, layer = planned(family)
+    found = calls_of_plan(plan)
+    assert found == calls_of_dims(whole(layer))
+    per_pass = 2 * N_LAYERS + 1
+    assert found["forward", "all_reduce", RESIDUAL_BYTES] == per_pass
+    assert found["backward", "all_reduce", RESIDUAL_BYTES] == per_pass
+
+
+def test_collectives_of_layers_with_sequence_parallelism() -> None:
+    plan, layer = planned("gpt2", sp=True)
+    found: Calls = Counter()
+    for call in plan.collectives():
+        if ".h." in call.tensor and call.phase in ("forward", "backward"):
+            found[call.phase, call.kind, call.size_bytes] += call.count
+    again = Counter({("backward", "all_gather", RESIDUAL_BYTES): 2 * N_LAYERS})
+    assert found + again == calls_of_dims(layer.items() * N_LAYERS)
+
+
+@FAMILIES
+def test_parameters_of_the_model(family: str) -> None:
+    shape = planned(family)[1].shape
+    assert shape.n_parameters == sum(p.numel() for p in CASES[family].model().parameters())
+
+
+@FAMILIES
+def test_parameters_of_a_rank(family: str) -> None:
+    plan, layer = planned(family)
+    assert plan.bound is not None
+    (stage,) = plan.bound.pipeline.stages
+    stored_bytes = sum(parameter.stored.size_bytes for parameter in stage.parameters)
+    shared, experts = parameters_of(layer, Chunk(N_LAYERS, is_first=True, is_last=True))
+    biases = N_LAYERS * 2 * WIDTH * (1 - 1 / TP)
+    left_out = biases + SEQUENCE * WIDTH + 2 * WIDTH if family == "gpt2" else WIDTH
+    assert experts == 0
+    assert stored_bytes / FLOAT32 == shared + left_out

@@ -1,0 +1,91 @@
+"""Which captures are shared by tests: those of what cannot differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.program.program import Program
+from tests.helpers.captures import captured
+
+WIDTH = 4
+
+
+class Scaled(nn.Module):
+    """Attributes, buffers and parameters, of which two may be one."""
+
+    def __init__(self, factor: float = 2.0, shift: float = 0.0, tied: bool = False) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        if tied:
+            self.second.weight = self.first.weight
+        self.factor = factor
+        self.register_buffer("shift", torch.full((WIDTH,), shift))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.second(self.first(x)) * self.factor + self.get_buffer("shift")).sum()
+
+
+def of(model: nn.Module, n_rows: int = 2, **options: Any) -> Program:
+    return captured(model, {"x": torch.randn(n_rows, WIDTH)}, **options)
+
+
+def frozen() -> nn.Module:
+    model = Scaled()
+    model.first.weight.requires_grad_(False)
+    return model
+
+
+def doubled(outputs: Tensor, batch: Any) -> Tensor:
+    return 2 * outputs
+
+
+def test_values_of_parameters_and_inputs_are_no_part_of_it() -> None:
+    assert of(Scaled()) is of(Scaled())
+    assert of(Scaled(), precision="model", training=True) is of(Scaled())
+
+
+OTHERS: dict[str, Callable[[], Program]] = {
+    "an attribute": lambda: of(Scaled(factor=3.0)),
+    "values of a buffer": lambda: of(Scaled(shift=1.0)),
+    "one parameter for two": lambda: of(Scaled(tied=True)),
+    "a parameter without gradient": lambda: of(frozen()),
+    "the mode": lambda: of(Scaled().eval()),
+    "a dtype": lambda: captured(Scaled().double(), {"x": torch.randn(2, WIDTH).double()}),
+    "the device": lambda: of(Scaled().to("meta")),
+    "rows": lambda: of(Scaled(), n_rows=3),
+    "precision": lambda: of(Scaled(), precision="fp64"),
+    "a loss": lambda: of(Scaled(), loss_fn=doubled),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_programs_that_may_differ_are_captured_each(what: str) -> None:
+    found = OTHERS[what]()
+    assert found is not of(Scaled())
+    assert found is OTHERS[what]()
+
+
+def test_a_class_that_is_made_again_is_another() -> None:
+    def made() -> type[nn.Module]:
+        namespace = {"__module__": __name__, "forward": lambda self, x: Scaled.forward(self, x)}
+        return type("Again", (Scaled,), namespace)
+
+    programs = []
+    with pytest.MonkeyPatch.context() as patch:
+        for _ in range(2):
+            patch.setitem(globals(), "Again", made())
+            programs.append(of(globals()["Again"]()))
+            assert of(globals()["Again"]()) is programs[-1]
+    assert programs[0] is not programs[1]
+
+
+def test_what_cannot_be_pickled_is_captured_each_time() -> None:
+    class Local(Scaled):
+        pass
+
+    assert of(Local()) is not of(Local())

@@ -1,0 +1,77 @@
+"""docs/: pages that are made are not stale, and pages that are written print what they show."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from autopar.cli import app
+from tests.rules import page as rules_page
+
+ROOT = Path(__file__).parents[3]
+CUSTOM_OPERATORS = ROOT / "docs" / "custom_operators.md"
+_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# Errors of rounding are another machine's to choose; 1e-12 is what `check_rule` allows.
+_ROUNDING = re.compile(r"\b(?:0\.0e\+00|\d\.\de-(?:1[2-9]|[2-9]\d))\b")
+_LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+
+
+def test_the_rules_in_print_are_the_rules() -> None:
+    assert rules_page.PAGE.read_text() == rules_page.page(), "docs/rules.md is stale: run make docs"
+
+
+def test_custom_operators_prints_what_it_shows(registry: None) -> None:
+    """Python blocks run in one namespace; a text block is what the blocks before it printed."""
+    text = CUSTOM_OPERATORS.read_text()
+    namespace: dict[str, object] = {"__name__": "custom_operators"}
+    printed = io.StringIO()
+    kinds = []
+    for match in _BLOCK.finditer(text):
+        kind, body = match.groups()
+        kinds.append(kind)
+        if kind == "text":
+            assert rounded(printed.getvalue()) == rounded(body)
+            printed = io.StringIO()
+            continue
+        # Blank lines keep the page's line numbers in tracebacks.
+        source = "\n" * text.count("\n", 0, match.start(2)) + body
+        with contextlib.redirect_stdout(printed):
+            exec(compile(source, str(CUSTOM_OPERATORS), "exec"), namespace)
+    assert not printed.getvalue()
+    assert (kinds.count("python"), kinds.count("text")) == (6, 5)
+
+
+def test_the_readme_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands of the form `autopar ... demo:mlp ...`, run in `examples`, each before its block."""
+    text = (ROOT / "README.md").read_text()
+    monkeypatch.chdir(ROOT / "examples")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    shown = re.findall(r"`autopar (\w+ demo:mlp [^`]*)`.*?^```\w*\n(.*?)^```$", text, re.M | re.S)
+    for command, block in shown:
+        result = CliRunner().invoke(app, command.split(), env={"COLUMNS": "200"})
+        assert result.exit_code == 0, result.output
+        printed = re.sub(r"\(\S*/demo\.py", "(demo.py", result.output)
+        assert squeezed(block) in squeezed(printed), command
+    assert [command.split()[0] for command, _ in shown] == ["plan", "explain", "code"]
+
+
+def squeezed(text: str) -> str:
+    """Without what indents lines, and the space before comments."""
+    return "\n".join(" ".join(line.split()) for line in text.splitlines())
+
+
+def rounded(text: str) -> str:
+    return _ROUNDING.sub("~0", text)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/rules.md", "docs/custom_operators.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    path = ROOT / page
+    for target in _LINK.findall(path.read_text()):
+        assert (path.parent / target).exists(), target

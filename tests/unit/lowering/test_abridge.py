@@ -1,0 +1,146 @@
+"""A stage lowered with few of its blocks is priced as the whole is: times, bytes and flops.
+
+The whole is lowered beside it. Blocks are placed alike by the fastest plan, in two or three ways
+where a budget gives only some of them sharded storage, and run again in backward or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from autopar.cost.laws.model import CostModel
+from autopar.cost.memory.liveness import PeakMemory, peak_memory
+from autopar.cost.price.prediction import predict
+from autopar.cost.price.stage_times import stage_times
+from autopar.errors import InfeasibleError
+from autopar.options import Recompute
+from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.analysis.cutting import cut
+from autopar.passes.analysis.folding import Folded, find_runs, fold
+from autopar.passes.analysis.recompute import MODES, recomputed_operators
+from autopar.passes.intra.chooser import Chooser, PlacementRequest
+from autopar.passes.intra.constraints import Constraints
+from autopar.passes.lowering.abridger import Abridger
+from autopar.passes.lowering.lines import lower
+from autopar.program.abridged import every_parameter
+from autopar.program.pipeline import Pipeline
+from autopar.program.stage_program import StageProgram
+from autopar.program.strategy import Recomputed, Strategy
+from tests.helpers.captures import captured
+from tests.helpers.harness import random_tokens, tiny_gpt2
+from tests.search.test_optimality import FAMILIES, folded, machine
+
+N_BLOCKS = 10
+REPEATED = [name for name in FAMILIES if name != "resnet"]
+
+
+@cache
+def deep() -> Folded:
+    torch.manual_seed(0)
+    analysis = Analysis.of(captured(tiny_gpt2(N_BLOCKS), random_tokens(0), precision="fp64"))
+    return fold(analysis, find_runs(analysis))
+
+
+def strategy_of(program: Folded, sizes: tuple[int, ...]) -> Strategy:
+    """The fastest."""
+    ask = PlacementRequest(machine(sizes), 1, Constraints())
+    return Chooser(program, "adamw").choose(ask, None).strategy
+
+
+def within_budgets(program: Folded, shares: Sequence[float]) -> Iterator[Strategy]:
+    """The fastest on four devices with so much of the bytes between the leanest and the fastest."""
+    chooser, ask = Chooser(program, "adamw"), PlacementRequest(machine((4,)), 4, Constraints())
+    free = chooser.choose(ask, None)
+    with pytest.raises(InfeasibleError) as caught:
+        chooser.choose(ask, 1.0)
+    least = caught.value.least_bytes
+    assert least is not None
+    for share in shares:
+        yield chooser.choose(ask, least + share * (free.size_bytes - least)).strategy
+
+
+def check(analysis: Analysis, strategy: Strategy, cost: CostModel) -> StageProgram:
+    """Returns the abridged program."""
+    whole = lower(analysis, strategy, cost)
+    few = Abridger(analysis, find_runs(analysis)).lower(strategy, cost)
+    priced = [
+        predict(Pipeline.single(program, cost.mesh), [cost], "adamw") for program in (few, whole)
+    ]
+    assert priced[0] == priced[1]
+    for n_in_flight in (1, 3):
+        same(*(peak_memory(program, "adamw", n_in_flight) for program in (few, whole)))
+    return few
+
+
+def same(few: PeakMemory, whole: PeakMemory) -> None:
+    """Where several places need most, either may be named."""
+    assert few.peak_bytes == whole.peak_bytes
+    assert sum(few.parts.values()) == sum(whole.parts.values())
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"), [*((name, (4,)) for name in REPEATED), ("gpt2", (2, 2)), ("t5", (2, 2))]
+)
+def test_the_fastest_placements(family: str, sizes: tuple[int, ...]) -> None:
+    program = folded(family)
+    few = check(program.whole, strategy_of(program, sizes), machine(sizes))
+    assert few.repeats
+
+
+def test_blocks_that_are_placed_in_several_ways() -> None:
+    kinds = set()
+    for strategy in within_budgets(deep(), (0.05, 0.2, 0.4, 0.65)):
+        kinds.add(len(check(deep().whole, strategy, machine((4,))).repeats))
+    assert kinds == {1, 2}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_blocks_that_run_again(family: str, mode: Recompute) -> None:
+    program = folded(family)
+    recomputed = recomputed_operators(program.whole, mode)
+    strategy = replace(strategy_of(program, (4,)), recomputed=recomputed)
+    few = check(program.whole, strategy, machine((4,)))
+    assert few.repeats and few.segments
+
+
+def test_some_blocks_run_again() -> None:
+    analysis, strategy = deep().whole, strategy_of(deep(), (4,))
+    full = recomputed_operators(analysis, "full")
+    selective = recomputed_operators(analysis, "selective")
+
+    def checked(*items: tuple[Recomputed, ...]) -> None:
+        found = tuple(one for of in items for one in of)
+        check(analysis, replace(strategy, recomputed=found), machine((4,)))
+
+    checked(full[:3])
+    checked(full[3:])
+    checked(full[:5], selective[5:])
+
+
+@pytest.mark.parametrize("shift", [0, 5])
+def test_stages_of_a_pipeline(shift: int) -> None:
+    """Also where blocks of a stage begin inside a layer, so that parameters come in another order
+    than the blocks that read them."""
+    whole = deep().whole
+    (run,) = find_runs(whole)
+    ends = (run.start + run.period * (N_BLOCKS // 2) + shift, len(whole.operators))
+    for program in cut(whole.program, ends):
+        part = whole.part(program)
+        runs, cost = find_runs(part), machine((2, 2))
+        chosen = Chooser(fold(part, runs), "adamw").choose(
+            PlacementRequest(cost, 4, Constraints()), None
+        )
+        few = Abridger(part, runs).lower(chosen.strategy, cost)
+        assert few.repeats
+        complete = lower(part, chosen.strategy, cost)
+        shapes = [parameter.shape for parameter in every_parameter(few)]
+        assert shapes == [parameter.shape for parameter in complete.parameters]
+        assert stage_times(few, cost, "adamw") == stage_times(complete, cost, "adamw")
+        for n_in_flight in (1, 2):
+            same(*(peak_memory(p, "adamw", n_in_flight, 1) for p in (few, complete)))

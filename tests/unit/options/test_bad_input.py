@@ -1,0 +1,360 @@
+"""Bad input: one clear error each, with the way out, and no process left behind.
+
+What a worker raises is in `JOBS`, by name; every rank must raise the same, so that none is
+left waiting. Workers that are killed are in `test_runtime_launch`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import multiprocessing
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar import (
+    AutoparError,
+    BatchError,
+    CaptureError,
+    InfeasibleError,
+    LaunchError,
+    Manual,
+    MeshError,
+    MissingRuleError,
+    NotPlannedError,
+    NotSupportedError,
+    OptionError,
+    Plan,
+)
+from autopar.runtime.launch.processes import WorkerPool
+from tests.helpers.jobs import gpt2, machine, tokens
+from tests.helpers.models.tiny_model import Tiny, batch
+
+MESH = machine((1, 2))
+Pool = Callable[[int], WorkerPool]
+
+
+def plan(model: nn.Module | None = None, n_rows: int = 16, **options: Any) -> Plan:
+    return autopar.plan(model or Tiny(), MESH, batch(0, n_rows), **options)
+
+
+# -- without a job ---------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("autopar_tests::halve", mutates_args=())
+def halve(x: Tensor) -> Tensor:
+    return x / 2
+
+
+@halve.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+halve.register_autograd(lambda ctx, grad: grad / 2)
+
+
+class Halving(Tiny):
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return super().forward(halve(self.down.bias.sum() * x), labels)
+
+
+def test_an_operator_without_a_rule(registry: None) -> None:
+    """The message names it, the user's line and the line to write; with that line, it works."""
+    lines, first = inspect.getsourcelines(Halving.forward)
+    (at,) = [first + i for i, line in enumerate(lines) if "halve(" in line]
+    with pytest.raises(MissingRuleError) as refusal:
+        plan(Halving())
+    message = str(refusal.value)
+    assert "operator autopar_tests.halve.default has no sharding rule" in message
+    assert f"{__file__}:{at}" in message
+    assert 'autopar.register_rule("autopar_tests::halve", "' in message
+
+    autopar.register_rule("autopar_tests::halve", "b i -> b i")
+    report = autopar.verify(
+        Halving(), MESH, batch(), precision="fp64", manual=Manual(dp=2), microbatches=1
+    )
+    report.raise_if_wrong()
+    assert report.tolerance == 1e-10
+
+
+class Branching(Tiny):
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        if x.sum() > 0:
+            x = -x
+        return super().forward(x, labels)
+
+
+def test_control_flow_that_depends_on_data() -> None:
+    first = inspect.getsourcelines(Branching.forward)[1]
+    with pytest.raises(CaptureError, match=r"cannot trace Branching[\s\S]*torch\.where") as refusal:
+        plan(Branching())
+    assert f"{__file__}:{first + 1}" in str(refusal.value)
+
+
+INDIVISIBLE: dict[str, tuple[int, dict[str, Any], str]] = {
+    "dp": (15, {"manual": Manual(dp=2)}, "15 rows does not divide over dp=2 ranks"),
+    "ZeRO": (15, {"manual": Manual(dp=2, zero=3)}, "15 rows does not divide over dp=2 ranks"),
+    "microbatches": (15, {"microbatches": 4}, "15 rows does not divide into 4 microbatches"),
+    "both": (
+        12,
+        {"manual": Manual(dp=2), "microbatches": 4},
+        "12 rows .* dp=2 .* x 4 microbatches",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INDIVISIBLE)
+def test_a_batch_that_does_not_divide(name: str) -> None:
+    n_rows, options, message = INDIVISIBLE[name]
+    with pytest.raises(BatchError, match=rf"{message}[\s\S]*drop_last=True"):
+        plan(n_rows=n_rows, **options)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"manual": Manual(dp=2)}, {"solver": "ilp", "stages": 1}], ids=str
+)
+def test_a_memory_limit_that_nothing_fits(options: dict[str, Any]) -> None:
+    limit_bytes = 20_000
+    with pytest.raises(InfeasibleError) as refusal:
+        autopar.plan(gpt2(1), MESH, tokens(0), memory_limit=limit_bytes, **options)
+    message = str(refusal.value)
+    assert "no plan fits in 19.5 KiB per device" in message
+    found = re.search(r"the leanest needs ([\d.]+) KiB, ([\d.]+) KiB more", message)
+    assert found is not None
+    needs, more = map(float, found.groups())
+    assert needs - limit_bytes / 1024 == pytest.approx(more, abs=0.11)
+    assert "raise memory_limit" in message
+
+
+class LossFirst(Tiny):
+    """What it returns beside the loss is made after it."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        hidden = self.up(x)
+        loss = nn.functional.cross_entropy(hidden, labels)
+        return {"loss": loss, "scores": self.down(hidden)}
+
+
+def staged(*stages: Any, shape: tuple[int, int] = (1, 4), **options: Any) -> Plan:
+    """A plan of `Tiny` with these stages; one number says how many."""
+    wanted = stages[0] if isinstance(stages[0], int) else list(stages)
+    return autopar.plan(Tiny(), machine(shape), batch(0, 16), stages=wanted, **options)
+
+
+STAGES: dict[str, tuple[Callable[[], Any], type[AutoparError], str]] = {
+    "a module that there is not": (
+        lambda: staged(("up", 2), ("side", 2)), OptionError,
+        r"stages= names 'side', which is no module of the model[\s\S]*such as up, down",
+    ),
+    "a parameter in place of a module": (
+        lambda: staged(("up", 2), ("down.weight", 2)), OptionError,
+        r"names 'down\.weight', which is no module of the model",
+    ),
+    "modules out of order": (
+        lambda: staged(("down", 2), ("up", 2)), OptionError,
+        r"down/linear#0 \(.*tiny_model\.py:20\) belongs to stage 0, but runs after stage 1 has "
+        r"begun[\s\S]*in running order",
+    ),
+    "submeshes that are too small": (
+        lambda: staged(("up", 1), ("down", 2)), MeshError, r"stages= hold 3 ranks, the mesh has 4",
+    ),
+    "submeshes that are too large": (
+        lambda: staged(("up", (1, 4)), ("down", (1, 1))), MeshError,
+        r"stages= hold 5 ranks, the mesh has 4[\s\S]*add up to the mesh",
+    ),
+    "a submesh across nodes": (
+        lambda: staged(("up", (2, 1)), ("down", (2, 1)), shape=(2, 2)), MeshError,
+        r"a submesh \(2, 1\) for up; ranks 0 to 1 of the mesh \(2, 2\) are \(1, 2\)"
+        r"[\s\S]*consecutive ranks",
+    ),
+    "a submesh of parts of two nodes": (
+        lambda: staged(("up", (1, 3)), ("down", (1, 1)), shape=(2, 2)), MeshError,
+        r"ranks 0 to 2 of the mesh \(2, 2\) are neither in one node nor whole nodes",
+    ),
+    "more stages than ranks": (lambda: staged(5), MeshError, r"stages=5 cannot share 4 ranks"),
+    "more stages than operators": (
+        lambda: staged(16, shape=(1, 16)), OptionError, r"16 stages of \d operators",
+    ),
+    "a recipe that is not the mesh": (
+        lambda: plan(manual=Manual(pp=3)), MeshError, r"Manual\(dp=1, tp=1, pp=3\) places 3 ranks",
+    ),
+    "microbatches that do not divide": (
+        lambda: staged(2, microbatches=3), BatchError, r"16 rows does not divide into 3 micro",
+    ),
+    "microbatches of a recipe": (
+        lambda: autopar.plan(
+            Tiny(), machine((1, 4)), batch(0, 6), manual=Manual(pp=2, dp=2), microbatches=2
+        ),
+        BatchError, r"6 rows does not divide over dp=2 ranks x 2 microbatches",
+    ),
+    "a microbatch size of a recipe": (
+        lambda: plan(n_rows=15, manual=Manual(pp=2, microbatch_size=4)), OptionError,
+        r"microbatch_size=4 does not divide the 15 rows",
+    ),
+    "a memory limit that no stage fits": (
+        lambda: staged(2, memory_limit=100), InfeasibleError,
+        r"no plan of 2 stages fits in 100 B per device",
+    ),
+    "a pin on an axis that no stage has": (
+        lambda: staged(2, force={"up.weight": "S(0)@node"}), OptionError,
+        r"no axis node: the logical mesh has 0 \(dp\), 1 \(tp\)",
+    ),
+    "a loss before the last stage": (
+        lambda: autopar.plan(
+            LossFirst(), MESH, batch(), stages=[("up", 1), ("down", 1)]
+        ),
+        OptionError, r"the loss is made on stage 0 of 2[\s\S]*begin before the loss",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_stages_that_cannot_be(name: str) -> None:
+    ask, kind, message = STAGES[name]
+    with pytest.raises(kind, match=message):
+        ask()
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_fewer_microbatches_than_stages_work(schedule: str) -> None:
+    report = autopar.verify(
+        Tiny(), machine((1, 4)), batch(), precision="fp64", manual=Manual(pp=4), microbatches=2,
+        schedule=schedule,
+    )  # fmt: skip
+    report.raise_if_wrong()
+    assert (len(report.plan.stages), report.plan.microbatches) == (4, 2)
+    assert report.plan.schedule == schedule
+
+
+UNBUILT: dict[str, tuple[Callable[[], Any], str]] = {
+    "schedule": (lambda: plan(schedule="interleaved"), "schedule='interleaved'"),
+    "optimizer": (lambda: plan(optimizer="adafactor"), "optimizer='adafactor'"),
+    "precision": (lambda: plan(precision="bf16-mixed"), "precision='bf16-mixed'"),
+    "cp": (lambda: plan(manual=Manual(cp=2)), r"Manual\.cp=2"),
+    "ep": (lambda: plan(manual=Manual(ep=2)), r"Manual\.ep=2"),
+    "interleave": (lambda: plan(manual=Manual(interleave=2)), r"Manual\.interleave=2"),
+}
+
+
+@pytest.mark.parametrize("name", UNBUILT)
+def test_options_that_are_not_built_are_named(name: str) -> None:
+    ask, option = UNBUILT[name]
+    with pytest.raises(
+        NotSupportedError, match=rf"{option}.* is not supported yet[\s\S]*hint: use"
+    ):
+        ask()
+
+
+def test_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(MeshError, match=r"torchrun --nproc-per-node[\s\S]*autopar\.launch\(fn, N"):
+        autopar.parallelize(Tiny(), MESH, batch())
+
+
+# -- in a job --------------------------------------------------------------------------------------
+
+
+def ready(n_rows: int = 16, **options: Any) -> autopar.ParallelModule:
+    return autopar.parallelize(Tiny(), MESH, batch(0, n_rows), **options)
+
+
+def in_evaluation(module: autopar.ParallelModule) -> autopar.ParallelModule:
+    module.eval()
+    return module
+
+
+def one_row_more(**options: Any) -> Tensor:
+    return ready(**options).step(**batch(0, 17))
+
+
+JOBS: dict[str, tuple[Callable[[], Any], type[AutoparError], str]] = {
+    "a world of another size": (
+        lambda: autopar.parallelize(Tiny(), machine((1, 4)), batch()),
+        MeshError,
+        r"4 ranks, this job runs 2[\s\S]*--nproc-per-node 4[\s\S]*autopar\.launch\(fn, 4\)",
+    ),
+    "a batch that does not divide over dp": (
+        lambda: one_row_more(manual=Manual(dp=2)), BatchError, r"17 rows[\s\S]*drop_last",
+    ),
+    "a batch that does not divide into microbatches": (
+        lambda: one_row_more(manual=Manual(tp=2), microbatches=4), BatchError,
+        r"17 rows[\s\S]*drop_last",
+    ),
+    "planning fails on rank 0": (
+        lambda: ready(memory_limit=10), InfeasibleError, r"no plan fits in 10 B",
+    ),
+    "an input is missing": (
+        lambda: ready().step(x=batch()["x"]), BatchError, r"lacks \['labels'\]",
+    ),
+    "a step in evaluation mode": (
+        lambda: in_evaluation(ready()).step(**batch()), AutoparError, r"evaluation mode[\s\S]*pm\.",
+    ),
+    "a call in training mode": (
+        lambda: ready()(**batch()), NotSupportedError, r"training mode[\s\S]*pm\.step",
+    ),
+    "no plan yet": (
+        lambda: list(autopar.parallelize(Tiny(), MESH).parameters()), NotPlannedError,
+        r"no plan yet[\s\S]*pm\.prepare",
+    ),
+    "an optimizer before the plan": (
+        lambda: torch.optim.AdamW(autopar.parallelize(Tiny(), MESH).parameters()),
+        NotPlannedError, r"pm\.prepare",
+    ),
+    "state before the plan": (
+        lambda: autopar.parallelize(Tiny(), MESH).full_state_dict(), NotPlannedError, "pm.prepare",
+    ),
+    "evaluation before the plan": (
+        lambda: in_evaluation(autopar.parallelize(Tiny(), MESH))(**batch()), NotPlannedError,
+        r"pm\.prepare",
+    ),
+    "a local batch before the plan": (
+        lambda: autopar.parallelize(Tiny(), MESH).step(batch="local", **batch()), NotPlannedError,
+        r"pm\.prepare",
+    ),
+    "generate": (
+        lambda: ready().generate(), NotSupportedError, r"full_state_dict\(\) into the original",
+    ),
+    "weights of a model on meta": (
+        lambda: autopar.parallelize(Tiny().to("meta"), MESH, batch()), AutoparError,
+        r'on meta[\s\S]*weights="init"',
+    ),
+    "a slice of an unknown input": (
+        lambda: ready().local_slice("mask"), AutoparError, r"no input 'mask'",
+    ),
+}  # fmt: skip
+
+
+def caught(name: str) -> tuple[str, str]:
+    """(class, message) of what a rank raises; the job then still runs."""
+    try:
+        JOBS[name][0]()
+    except AutoparError as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_every_rank_raises_the_same(name: str, workers: Pool) -> None:
+    _, wanted, pattern = JOBS[name]
+    (first_kind, first), *others = workers(2).run(caught, name)
+    # What only rank 0 can see reaches the others as "rank 0 failed: ...".
+    assert all(kind == first_kind and first in message for kind, message in others)
+    assert first_kind == wanted.__name__ or wanted is AutoparError
+    assert re.search(pattern, first), first
+
+
+def raise_uncaught(name: str) -> None:
+    JOBS[name][0]()
+
+
+def test_what_a_job_raises_ends_it_and_reaches_the_caller() -> None:
+    before = set(multiprocessing.active_children())
+    with pytest.raises(LaunchError, match=r"rank 0 of 1 raised[\s\S]*MeshError: the mesh \(1, 4\)"):
+        autopar.launch(raise_uncaught, 1, "a world of another size")
+    assert set(multiprocessing.active_children()) <= before

@@ -1,0 +1,98 @@
+"""How much of a plan is divided over ranks: known shares of known plans."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import pytest
+
+import autopar
+from autopar import Device, Link, Manual, Mesh
+from autopar.program.pipeline import Pipeline
+from autopar.report.division import Division, division, is_sharded, products
+from tests.helpers.jobs import CASES, VOCABULARY, WIDTH, machine
+
+
+@lru_cache
+def planned(model: str, mesh: Mesh, manual: Manual | None = None) -> Pipeline:
+    case = CASES[model]
+    options: dict[str, Any] = {"manual": manual} if manual else {"stages": 1}
+    plan = autopar.plan(
+        case.model(), mesh, case.batch(0), loss_fn=case.loss_fn, microbatches=1, **options
+    )
+    assert plan.bound is not None
+    return plan.bound.pipeline
+
+
+@pytest.mark.parametrize(
+    ("manual", "wanted"),
+    [
+        (Manual(dp=2), Division(stored=0.0, products=1.0, by_weights=0.0)),
+        (Manual(dp=2, zero=3), Division(stored=1.0, products=1.0, by_weights=0.0)),
+        (Manual(pp=2), Division(stored=0.0, products=1.0, by_weights=0.0)),
+    ],
+    ids=("data", "zero-3", "stages"),
+)
+def test_recipes(manual: Manual, wanted: Division) -> None:
+    assert division(planned("mlp", machine((1, 2)), manual)) == wanted
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, 4])
+def test_all_do_all(n_ranks: int) -> None:
+    """Links so slow that nothing is worth sending."""
+    slow = Link(1e9, 1e9)
+    mesh = Mesh((1, n_ranks), links=[slow, slow], device=Device(1e12, 1e12, 1e12))
+    assert division(planned("mlp", mesh)) == Division(0.0, 1 / n_ranks, 0.0)
+
+
+def test_tensor_parallel() -> None:
+    """Of 3 x (32 x 32 + 32) elements only biases stay whole: those behind a sum over ranks."""
+    pipeline = planned("mlp", machine((1, 2)), Manual(tp=2))
+    (stage,) = pipeline.stages
+    whole = sum(p.stored.shape[0] for p in stage.parameters if not is_sharded(p.stored))
+    n_elements = 3 * (WIDTH * WIDTH + WIDTH)
+    assert 0 < whole <= 2 * WIDTH
+    found = division(pipeline)
+    assert found == Division(found.stored, products=1.0, by_weights=1.0)
+    assert found.stored == pytest.approx(1 - whole / n_elements)
+
+
+def test_a_tied_parameter_counts_once() -> None:
+    """Its mirror on the last stage is no other parameter."""
+    pipeline = planned("gpt2", machine((2, 2)), Manual(pp=2, tp=2))
+    held = [(p, p.mirror_of) for s in pipeline.stages for p in s.parameters]
+    (tied,) = (p for p, mirror in held if mirror is not None)
+    assert tied.shape == (VOCABULARY, WIDTH)
+    own = [p for p, mirror in held if mirror is None]
+    sizes = [(math.prod(p.shape), is_sharded(p.stored)) for p in own]
+    wanted = sum(n for n, sharded in sizes if sharded) / sum(n for n, _ in sizes)
+    assert 0.5 < wanted < 1
+    assert division(pipeline).stored == pytest.approx(wanted)
+
+
+def test_products_of_two_activations_have_no_weight() -> None:
+    """GPT-2: four products with weights per layer, one head; attention has none."""
+    (stage,) = planned("gpt2", machine((1, 2)), Manual(tp=2)).stages
+    kinds = [p.weight_is_sharded for p in products(stage)]
+    assert kinds.count(None) == 2
+    assert kinds.count(True) == 2 * 4 + 1
+    assert len(kinds) == 2 * 5 + 1
+    assert all(p.whole_flops == 2 * p.rank_flops for p in products(stage))
+
+
+def test_a_gathered_weight_is_a_weight() -> None:
+    """ZeRO-3 gathers each right before its product, and uses it whole."""
+    (stage,) = planned("gpt2", machine((1, 2)), Manual(dp=2, zero=3)).stages
+    kinds = [p.weight_is_sharded for p in products(stage)]
+    assert kinds.count(None) == 2
+    assert kinds.count(False) == 2 * 4 + 1
+
+
+def test_text() -> None:
+    text = str(Division(0.5, 0.25, 1.0))
+    assert text == (
+        "50% of parameter bytes are stored in shards; 25% of the work of products is divided "
+        "over the ranks, 100% of that with weights by their shards"
+    )

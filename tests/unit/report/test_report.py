@@ -1,0 +1,286 @@
+"""The picture and the page of a plan.
+
+goldens      the whole graph of a tiny MLP and of a 2-layer GPT-2
+folding      equal blocks are one; whatever differs, or is read from elsewhere, is drawn apart
+traffic      every collective of activations is in the picture, with its bytes
+page         well-formed, self-contained, escaped; with and without the program `dot`
+"""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar import Manual, OptionError, Plan, PlanError
+from autopar.placement.moves import COLLECTIVES
+from autopar.program.collective import step_calls
+from autopar.program.pipeline import Pipeline
+from autopar.program.stage_program import StageProgram
+from autopar.report import dot, html
+from autopar.report.boxes import escaped
+from autopar.report.folding import fold
+from autopar.report.graph_text import INSTALL_HINT, render_svg
+from autopar.report.html import page
+from autopar.report.picture import Block, picture
+from tests.conftest import Golden
+from tests.helpers.jobs import CASES
+from tests.helpers.models.tiny_model import Tiny, batch
+
+WIDTH = 16
+MEGATRON = {"manual": Manual(dp=2, tp=2)}
+
+
+class Layer(nn.Module):
+    """A residual block of two projections."""
+
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.up, self.down, self.act = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.act(self.up(x)))
+
+
+class Stack(nn.Module):
+    """Layers with a given activation each; `skip` adds layer 0's result at the end.
+
+    `into` gives the first layer an input with a gradient, as the others have.
+    """
+
+    def __init__(self, acts: list[nn.Module], skip: bool = False) -> None:
+        super().__init__()
+        self.into, self.skip = nn.Linear(WIDTH, WIDTH), skip
+        self.layers = nn.ModuleList(Layer(act) for act in acts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.into(x)
+        for i, layer in enumerate(self.layers):
+            x = layer(x)
+            first = x if i == 0 else first
+        return (x + first if self.skip else x).square().mean()
+
+
+def stack(*acts: nn.Module, skip: bool = False, **options: Any) -> Plan:
+    example = {"x": torch.zeros(8, WIDTH)}
+    return autopar.plan(Stack(list(acts), skip), (2, 2), example, **(options or MEGATRON))
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Plan:
+    return autopar.plan(Tiny(), (2, 2), batch(), **MEGATRON)
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> Plan:
+    case = CASES["gpt2"]
+    return autopar.plan(case.model(), (2, 2), case.batch(0), **MEGATRON)
+
+
+def pipeline_of(plan: Plan) -> Pipeline:
+    assert plan.bound is not None
+    return plan.bound.pipeline
+
+
+def program_of(plan: Plan) -> StageProgram:
+    """Of a plan with one stage."""
+    (program,) = pipeline_of(plan).stages
+    return program
+
+
+def copies(plan: Plan) -> list[int]:
+    """How many blocks each section of the picture stands for."""
+    sections, _ = fold(picture(program_of(plan)))
+    return [len(s.copies) for s in sections if s.blocks[0].index]
+
+
+# -- goldens ---------------------------------------------------------------------------------------
+
+
+def test_the_graph_of_a_tiny_mlp(tiny: Plan, golden: Golden) -> None:
+    golden("tiny.dot", tiny.to_dot())
+
+
+def test_the_graph_of_gpt2(gpt2: Plan, golden: Golden) -> None:
+    golden("gpt2_2_layers.dot", gpt2.to_dot())
+
+
+# -- folding ---------------------------------------------------------------------------------------
+
+
+def test_equal_blocks_fold() -> None:
+    plan = stack(nn.ReLU(), nn.ReLU(), nn.ReLU(), nn.ReLU())
+    assert copies(plan) == [4]
+    assert "layers.0 … 3" in plan.to_dot() and "× 4" in plan.to_dot()
+
+
+def test_other_operators_are_drawn_apart() -> None:
+    assert copies(stack(nn.ReLU(), nn.Tanh(), nn.Tanh())) == [1, 2]
+
+
+def test_other_placements_are_drawn_apart() -> None:
+    pinned: dict[str, Any] = {"force": {"layers.2.up.weight": "S(0)@1"}, "mesh_shape": "as-given"}
+    found = stack(nn.ReLU(), nn.ReLU(), nn.ReLU(), nn.ReLU(), **pinned)
+    assert found.placements["layers.2.up.weight"][1] == "S(0)"
+    assert found.placements["layers.1.up.weight"] != found.placements["layers.2.up.weight"]
+    assert len(copies(found)) > 1
+
+
+def test_a_block_that_is_read_from_elsewhere_is_drawn_apart() -> None:
+    assert copies(stack(nn.ReLU(), nn.ReLU(), nn.ReLU(), skip=True)) == [1, 2]
+
+
+def test_a_block_of_one_box_has_no_frame() -> None:
+    """The members of an `nn.Sequential` are blocks too."""
+    case = CASES["mlp"]
+    options = {"loss_fn": case.loss_fn} if case.loss_fn else {}
+    graph = autopar.plan(case.model(), (2, 2), case.batch(0), **MEGATRON, **options).to_dot()
+    assert "<B>net.0</B></TD>" in graph and "label=<<B>net.0</B>>" not in graph
+    assert "label=<<B>net.2</B>>" in graph  # a projection and, after its reshard, the bias
+
+
+def test_one_other_reshard_is_drawn_apart(gpt2: Plan) -> None:
+    """The same program with other bytes in one reshard of the last block."""
+    shown = picture(program_of(gpt2))
+    last = max(
+        i for i, e in enumerate(shown.edges) if shown.nodes[e.target].block.index and e.moves
+    )
+    edge = shown.edges[last]
+    move = replace(edge.moves[-1], forward_bytes=1)
+    edges = [*shown.edges]
+    edges[last] = replace(edge, moves=(*edge.moves[:-1], move))
+    assert [len(s.copies) for s in fold(shown)[0] if s.blocks[0].index] == [2]
+    changed = replace(shown, edges=tuple(edges))
+    assert [len(s.copies) for s in fold(changed)[0] if s.blocks[0].index] == [1, 1]
+
+
+def test_every_edge_of_a_fold_is_between_boxes_that_are_drawn(gpt2: Plan) -> None:
+    sections, edges = fold(picture(program_of(gpt2)))
+    drawn = {i for section in sections for i in section.nodes}
+    assert all(edge.source in drawn and edge.target in drawn for edge in edges)
+    assert {edge.target for edge in edges} | {edge.source for edge in edges} == drawn
+
+
+@pytest.mark.parametrize(
+    ("module", "path", "relative"),
+    [
+        ("transformer.h.11.attn", "transformer.h.11", "attn"),
+        ("encoder.block.0.layer.1", "encoder.block.0", "layer.1"),
+        ("3", "3", ""),
+        ("head", "", "head"),
+    ],
+)
+def test_blocks_of_module_paths(module: str, path: str, relative: str) -> None:
+    block = Block.of(module)
+    assert (block.path, block.relative(module)) == (path, relative)
+
+
+# -- what is in the picture ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [MEGATRON, {"manual": Manual(dp=1, tp=4, sp=True)}])
+def test_every_collective_of_activations_is_in_the_picture(options: dict[str, Any]) -> None:
+    """Unfolded edges against the calls of one microbatch."""
+    plan = stack(nn.ReLU(), nn.Tanh(), **options)
+    edges = picture(program_of(plan)).edges
+    drawn: Counter[tuple[str, int]] = Counter()
+    for moves in {e.value: e.moves for e in edges}.values():
+        for line in moves:
+            drawn[line.move.forward, line.forward_bytes] += 1
+            drawn[line.move.backward, line.backward_bytes] += line.has_grad
+    drawn = Counter({key: n for key, n in drawn.items() if key[0] in COLLECTIVES and n})
+    calls = step_calls(program_of(plan)).microbatch
+    phases = ("forward", "backward", "loss")
+    assert drawn == Counter((c.kind, c.size_bytes) for c in calls if c.phase in phases)
+    assert drawn
+
+
+def test_results_are_coloured_by_how_they_are_sharded() -> None:
+    plan = stack(nn.ReLU(), manual=Manual(dp=2, tp=2, sp=True))
+    nodes = {n.name: n for n in picture(program_of(plan)).nodes}
+    assert nodes["x"].shards[0] == "data"
+    assert nodes["up"].shards == ("data", "tensor")
+    assert nodes["down"].shards == ("data", "partial")
+
+
+# -- the page --------------------------------------------------------------------------------------
+
+
+def parsed(text: str) -> ET.Element:
+    return ET.fromstring(text.removeprefix("<!DOCTYPE html>\n"))
+
+
+def fake_dot(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `dot` that draws nothing: tests need no Graphviz."""
+    program = folder / "dot"
+    program.write_text("#!/bin/sh\n/bin/cat > /dev/null\necho '<?xml?><svg><g>drawn</g></svg>'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+
+
+def test_a_page_with_its_picture(
+    tiny: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_dot(tmp_path, monkeypatch)
+    files = tiny.report(tmp_path / "page.html")
+    text = files.page.read_text()
+    assert files.picture and "<svg><g>drawn</g></svg>" in text
+    assert files.dot.read_text() == tiny.to_dot()
+    heads = [e.text for e in parsed(text).iter("h2")]
+    assert heads == [
+        "Predicted", "Alternatives considered", "Picture", "Parameters", "Communication",
+    ]  # fmt: skip
+    cells = {"".join(e.itertext()) for e in parsed(text).iter("td")}
+    assert {"up.weight", "down.bias", "all_reduce", "grad_sync", "manual recipe"} <= cells
+
+
+def test_a_page_without_dot(tiny: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert render_svg(tiny.to_dot()) is None
+    files = tiny.report(tmp_path / "page.html")
+    notes = [e.text for e in parsed(files.page.read_text()).iter("p") if e.get("class") == "note"]
+    assert notes == [f"{INSTALL_HINT}; its graph is in page.dot"]
+    assert not files.picture and files.dot.exists()
+
+
+def test_a_page_loads_nothing(tiny: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_dot(tmp_path, monkeypatch)
+    text = tiny.report(tmp_path / "page.html").page.read_text()
+    assert not re.search(r"<(script|link|img|iframe|object)\b|\bsrc=|@import|url\(", text)
+
+
+def test_names_are_escaped(tiny: Plan) -> None:
+    """A hostile name stays text in the page and in the graph."""
+    evil = '</td><script>"x"&\x07\ud800'
+    data = replace(tiny.data, model=evil, chosen=evil)
+    program = program_of(tiny)
+    first, *rest = program.parameters
+    program = replace(program, parameters=(replace(first, name=evil), *rest))
+    pipeline = replace(pipeline_of(tiny), stages=(program,))
+    text = page(data, pipeline, tiny.predicted, tiny.collectives(), None, evil)
+    assert "<script>" not in text
+    assert evil[:-2] + "??" in "".join(parsed(text).itertext())
+    graph = dot(evil, pipeline)
+    assert "<script>" not in graph and escaped(evil) in graph
+    graph.encode()
+
+
+def test_an_unbound_plan_has_no_picture(tiny: Plan) -> None:
+    for call in (Plan(tiny.data).to_dot, lambda: Plan(tiny.data).report("page.html")):
+        with pytest.raises(PlanError, match="needs the model"):
+            call()
+
+
+def test_a_page_that_cannot_be_written(tiny: Plan, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="cannot write"):
+        tiny.report(tmp_path / "nowhere" / "page.html")
+    with pytest.raises(OptionError, match="own graph"):
+        html.write_report(tmp_path / "a.dot", tiny.data, pipeline_of(tiny), tiny.predicted, [])

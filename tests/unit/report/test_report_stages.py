@@ -1,0 +1,259 @@
+"""Plans of several stages in words, as a graph and as a page.
+
+golden      the graph of a 4-layer GPT-2 on two stages, and what is said of it
+modules     what a stage holds, folded; blocks that two stages share
+crossings   bytes are those of the slices that cross; in the graph they join the right boxes
+schedule    the grid's clocks; the timeline's boxes
+"""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar import OptionError, Plan
+from autopar.plans.data import Alternative
+from autopar.program.cross_mesh import slices
+from autopar.program.pipeline import Pipeline
+from autopar.report import explain
+from autopar.report.folding import fold
+from autopar.report.picture import picture
+from autopar.report.stages import crossing_rows, grid, ideal_bubble, parameter_tables, stage_rows
+from autopar.report.tables import N_ALTERNATIVES, alternative_rows
+from tests.conftest import Golden
+from tests.helpers import jobs
+from tests.helpers.jobs import machine
+
+WIDTH = 16
+Stages = Sequence[tuple[Sequence[str], tuple[int, int]]]
+
+
+class Branched(nn.Module):
+    """Layers, and the first one's result read by every later one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = torch.relu(self.layers[0](x))
+        for layer in list(self.layers)[1:]:
+            x = torch.relu(layer(x)) + first
+        return x.square().mean()
+
+
+@lru_cache
+def branched() -> Plan:
+    """Three stages on one, one and two ranks; the middle one has two layers."""
+    stages: Stages = [
+        (["layers.0"], (1, 1)), (["layers.1", "layers.2"], (1, 1)), (["layers.3"], (1, 2)),
+    ]  # fmt: skip
+    example = {"x": torch.zeros(8, WIDTH)}
+    return autopar.plan(Branched(), machine((1, 4)), example, stages=stages, microbatches=4)
+
+
+@lru_cache
+def gpt2() -> Plan:
+    """Tensor-parallel stages of two blocks each, under one tied embedding."""
+    recipe = autopar.Manual(tp=2, pp=2)
+    return autopar.plan(
+        jobs.gpt2(4), machine((2, 2)), jobs.tokens(0), manual=recipe, microbatches=4
+    )
+
+
+def pipeline_of(plan: Plan) -> Pipeline:
+    assert plan.bound is not None
+    return plan.bound.pipeline
+
+
+# -- goldens ---------------------------------------------------------------------------------------
+
+
+def test_the_graph_of_gpt2_on_two_stages(golden: Golden) -> None:
+    golden("gpt2_2_stages.dot", gpt2().to_dot())
+
+
+def test_gpt2_on_two_stages_in_words(golden: Golden) -> None:
+    golden("gpt2_2_stages.txt", gpt2().explain() + "\n")
+
+
+# -- words -----------------------------------------------------------------------------------------
+
+
+def test_headline() -> None:
+    first = branched().explain().split("\n")[0]
+    middle = re.escape("(dp=1 x tp=1 | dp=1 x tp=1 | ")
+    assert re.match(rf"Branched on 3 stages {middle}.*\), 4 microbatches, 1f1b: .", first)
+
+
+def test_stages_hold_modules() -> None:
+    rows = stage_rows(pipeline_of(branched()))
+    assert [(r.ranks, r.modules) for r in rows] == [
+        ("0", "layers.0"), ("1", "layers.1-2"), ("2-3", "layers.3"),
+    ]  # fmt: skip
+    blocks = [r.modules for r in stage_rows(pipeline_of(gpt2()))]
+    assert "transformer.h.0-1" in blocks[0] and blocks[1].startswith("transformer.h.2-3, ")
+
+
+def test_a_block_of_two_stages_is_told() -> None:
+    stages: Stages = [(["up"], (1, 1)), (["down"], (1, 1))]
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.up(x).relu()).square().mean()
+
+    model = nn.Sequential(Block())
+    named = [([f"0.{name}" for name in names], shape) for names, shape in stages]
+    example = (torch.zeros(8, WIDTH),)
+    plan = autopar.plan(model, machine((1, 2)), example, stages=named)
+    assert [r.modules for r in stage_rows(pipeline_of(plan))] == ["0 (part)", "0 (part)"]
+
+
+def test_stages_alike_share_a_table() -> None:
+    tables = parameter_tables(pipeline_of(branched()))
+    assert [t.stages for t in tables][-1] == (2,)
+    pipeline = pipeline_of(gpt2())
+    alike = replace(pipeline, stages=(pipeline.stages[1],) * 2)
+    (table,) = parameter_tables(alike)
+    assert table.title == "stages 0-1 each"
+
+
+def test_a_value_that_several_stages_read_crosses_to_each() -> None:
+    pipeline = pipeline_of(branched())
+    rows = crossing_rows(pipeline)
+    assert sorted(r.stages for r in rows) == ["0 -> 1", "0 -> 2", "1 -> 2"]
+    assert len({r.value for r in rows if r.stages.startswith("0")}) == 1
+    for row, c in zip(rows, pipeline.crossings, strict=True):
+        pieces = slices(
+            c.sent.local.dims, c.sent.local.spec, pipeline.meshes[c.source],
+            c.received.local.spec, pipeline.meshes[c.target],
+        )  # fmt: skip
+        crossed = sum(piece.n_elements for piece in pieces) * c.sent.local.dtype.itemsize
+        assert row.forward_bytes == row.backward_bytes == crossed
+        assert row.tensor == f"float32[2, {WIDTH}]"
+
+
+def test_names_are_found_on_every_stage() -> None:
+    text = gpt2().explain("lm_head.weight")
+    assert "stage 1, stored" in text and "gradients are added" in text
+    assert "stage 0, stored" in gpt2().explain("transformer.wte.weight")
+    assert "(stage 1, " in gpt2().explain("transformer.h.3.ln_1")
+    assert "inside the product" in gpt2().explain("transformer.h.3.mlp.c_fc/add.Tensor#0")
+    with pytest.raises(OptionError, match="nothing"):
+        gpt2().explain("nothing")
+
+
+def test_ties_and_bubble() -> None:
+    text = gpt2().explain()
+    assert "transformer.wte.weight is on stages 0 and 1 (as lm_head.weight)" in text
+    assert "(equal stages, free messages: 20.0%)" in text
+    assert ideal_bubble(pipeline_of(gpt2())) == pytest.approx(1 / 5)
+
+
+def test_a_long_list_is_cut_to_the_best() -> None:
+    plan = gpt2()
+    rows = tuple(Alternative(f"plan {i}", float(i)) for i in range(40))
+    data = replace(
+        plan.data, chosen="plan 30", alternatives=(*rows, Alternative("big", None, "no room"))
+    )
+    shown, others = alternative_rows(data)
+    assert [a.name for a in shown] == [*(f"plan {i}" for i in range(N_ALTERNATIVES)), "plan 30"]
+    assert others == "and 15 more: 14 slower, 1 that cannot run"
+    text = explain(data, pipeline_of(plan), plan.predicted, [])
+    assert "-> plan 30" in text and text.endswith(others)
+    assert alternative_rows(replace(data, alternatives=rows[:2])) == (list(rows[:2]), "")
+
+
+# -- the graph -------------------------------------------------------------------------------------
+
+
+def edges_of(graph: str) -> list[tuple[str, str]]:
+    return re.findall(r"^\t+(\w+) -> (\w+)", graph, re.MULTILINE)
+
+
+def test_crossings_join_the_boxes_of_both_stages() -> None:
+    graph, pipeline = branched().to_dot(), pipeline_of(branched())
+    edges = edges_of(graph)
+    for number, c in enumerate(pipeline.crossings):
+        name = f"crossing_{number}"
+        into = {a.partition("_")[0] for a, b in edges if b == name}
+        out = {b.partition("_")[0] for a, b in edges if a == name}
+        assert (into, out) == ({f"s{c.source}"}, {f"s{c.target}"})
+
+
+def test_every_end_of_an_edge_is_drawn() -> None:
+    for plan in (branched(), gpt2()):
+        graph = plan.to_dot()
+        boxes = set(re.findall(r"^\t+(\w+) \[label=", graph, re.MULTILINE))
+        assert {end for edge in edges_of(graph) for end in edge} <= boxes
+
+
+def test_what_crosses_stays_out_of_the_clusters() -> None:
+    """Clusters are indented; a node that one names would be drawn inside it."""
+    for line in gpt2().to_dot().splitlines():
+        if "crossing_" in line:
+            assert re.match(r"\t\S", line)
+
+
+def test_the_first_block_of_a_stage_folds_with_the_next() -> None:
+    """Though it reads what was received, after a reshard."""
+    pipeline = pipeline_of(gpt2())
+    for program in pipeline.stages:
+        sections, _ = fold(picture(program))
+        assert [len(s.copies) for s in sections if s.blocks[0].index] == [2]
+
+
+def test_ties_are_dashed_and_named() -> None:
+    (line,) = [text for text in gpt2().to_dot().splitlines() if "label=<tied: " in text]
+    assert "transformer.wte.weight" in line and "style=dashed" in line
+    assert "constraint=false" in line
+
+
+# -- schedule and page -----------------------------------------------------------------------------
+
+
+def test_grid() -> None:
+    clocks = grid(pipeline_of(gpt2()), n_shown=4)
+    assert clocks.n_clocks == 2 * (4 + 1)
+    texts = [[str(action) for action in row] for row in clocks.rows]
+    assert texts == [["0F0", "0F1", "None", "0B0"], ["None", "1F0", "1B0", "1F1"]]
+
+
+def page_of(plan: Plan, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ET.Element:
+    monkeypatch.setenv("PATH", str(folder))
+    text = plan.report(folder / "page.html").page.read_text()
+    return ET.fromstring(text.removeprefix("<!DOCTYPE html>\n"))
+
+
+def test_the_page_of_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = page_of(gpt2(), tmp_path, monkeypatch)
+    heads = [e.text for e in page.iter("h2")]
+    assert {"Stages", "Between stages", "Schedule"} <= set(heads)
+    cells = {"".join(e.itertext()) for e in page.iter("td")}
+    assert {"0 -> 1", "0F0", "p2p", "lm_head.weight"} <= cells
+
+
+def test_the_timeline_has_every_action(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = page_of(gpt2(), tmp_path, monkeypatch)
+    svg = "{http://www.w3.org/2000/svg}"
+    boxes: dict[str, Any] = {}
+    for box in page.iter(f"{svg}rect"):
+        if (title := box.find(f"{svg}title")) is not None and title.text:
+            boxes[title.text.partition(":")[0]] = box
+    computed = {str(a) for a in pipeline_of(gpt2()).schedule if a.is_compute or a.is_send}
+    assert computed <= set(boxes)
+    assert all(float(box.get("width")) >= 0 for box in boxes.values())
