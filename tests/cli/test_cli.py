@@ -283,7 +283,7 @@ def test_verify_of_a_configuration_takes_random_weights(run: Run) -> None:
 
 
 def test_verify_fails_where_ranks_differ(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopar.verification.relative_error", lambda value, wanted: 1.0)
+    monkeypatch.setattr("autopar.parity.relative_error", lambda value, wanted: 1.0)
     result = run("verify", "tiny:mlp", "--mesh", "1x2", "--json")
     assert result.exit_code == shell.FAILED_CHECK
     assert json.loads(result.stdout)["equal"] is False

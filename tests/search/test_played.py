@@ -110,5 +110,5 @@ def test_many_microbatches_go_on_as_the_last_did(
         MessageSeconds(0, 2, 0.1, None),
     ]
     short_s = played_s(schedule, 100, stages, hops)
-    monkeypatch.setattr("autopar.passes.played._STEADY", 100)
+    monkeypatch.setattr("autopar.passes.inter.score._STEADY", 100)
     assert short_s == pytest.approx(played_s(schedule, 100, stages, hops), rel=1e-3)

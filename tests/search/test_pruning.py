@@ -59,7 +59,7 @@ def widen(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(joint, "climb", every_count)
     patch.setattr(recipes, "climb", every_count)
     for module in ("joint", "recipes"):
-        patch.setattr(f"autopar.passes.{module}.MOST_LAYERS", 10 * MOST_LAYERS)
+        patch.setattr(f"autopar.passes.inter.{module}.MOST_LAYERS", 10 * MOST_LAYERS)
 
 
 def regret(make: Callable[[], Plan]) -> float:

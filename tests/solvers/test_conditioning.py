@@ -160,7 +160,7 @@ def test_several_problems_of_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     scaled = tuple(cost * (0.5 + rng.random((3, 1))) for cost in several.cost_s)
     problems = ChoiceProblems(3, several.names, scaled, several.tie, several.bytes, several.edges)
     alone = [hull_corners(problems.of(i), 5) for i in range(3)]
-    monkeypatch.setattr("autopar.passes.solvers.hull.QUICK", TableLimits(table_entries=3**3))
+    monkeypatch.setattr("autopar.passes.solvers.choice.hull.QUICK", TableLimits(table_entries=3**3))
     together = hull_corners_of(problems.some(range(3)), 5)
     for i, (found, wanted) in enumerate(zip(together, alone, strict=True)):
         assert isinstance(found, list) and isinstance(wanted, list)

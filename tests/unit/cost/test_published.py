@@ -351,7 +351,7 @@ def test_leave_one_out_is_printed(
         assert list(groups) == []
         return {rows[0].paper: {row.id: 0.1 + 0.05 * i for i, row in enumerate(rows)}}
 
-    monkeypatch.setattr("autopar.cost.published.score.leave_one_out", fitted)
+    monkeypatch.setattr("autopar.cost.published.scoring.leave_one_out", fitted)
     data = json.loads(validate("runs.json", "--leave-one-out", "--json").stdout)
     assert data["leave_one_out"] == {
         "arXiv 2104.04473": {
