@@ -13,7 +13,10 @@ from autopar.errors import OptionError
 from autopar.mesh import Mesh
 from autopar.module import ParallelModule
 from autopar.options import Options
-from autopar.planning import ExampleInputs, Plan, capture_step, plan_program, settled_heap
+from autopar.passes.binding import ExampleInputs
+from autopar.passes.compilation import Compilation
+from autopar.passes.pipeline import PASSES, Source, Target
+from autopar.planning import Plan, planned, settled_heap
 from autopar.report import ComparedPlan, Comparison
 from autopar.runtime import state
 
@@ -28,10 +31,8 @@ def plan(model: nn.Module, mesh: Any, example_inputs: ExampleInputs, **options: 
     Raises `CaptureError`, `MissingRuleError`, `InfeasibleError`, `OptionError`,
     `NotSupportedError`, each with a way out.
     """
-    checked = Options.of(**options)
-    machine = Mesh.of(mesh)
-    program = capture_step(model, example_inputs, checked)
-    return plan_program(program, machine, example_inputs, checked)
+    target = Target(Mesh.of(mesh), Options.of(**options))
+    return planned(Compilation(PASSES, Source(model, example_inputs), target))
 
 
 def parallelize(

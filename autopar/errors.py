@@ -1,7 +1,7 @@
-"""Errors a user can act on.
+"""Errors that a user can act on.
 
 Every message says what went wrong, the actual values, where (operator and the user's
-`file:line`), and what to do. `assert` is kept for our own bugs.
+`file:line`), and what to do. An `assert` is for bugs of autopar itself.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 class AutoparError(Exception):
     """Base of everything autopar raises on purpose.
 
-    `where` names the operator or source line, `hint` the way out; both are appended on
-    lines of their own.
+    `where` names the operator or source line, `hint` says what to do. Each gets a line of its own
+    below the message.
     """
 
     def __init__(self, what: str, *, where: str | None = None, hint: str | None = None) -> None:
@@ -24,11 +24,11 @@ class AutoparError(Exception):
 
 
 class NotSupportedError(AutoparError):
-    """A documented option or a model feature that this version does not build yet."""
+    """A documented option or a model feature that this version does not support."""
 
 
 class MeshError(AutoparError):
-    """A mesh that cannot be what was asked for, or does not match the running processes."""
+    """A mesh that is impossible, or does not match the running processes."""
 
 
 class NotationError(AutoparError):
@@ -48,13 +48,13 @@ class OptionError(AutoparError):
 
 
 class BatchError(AutoparError):
-    """A batch that does not divide, or does not look like the one planned for."""
+    """A batch that cannot be divided, or is not like the one the plan was made for."""
 
 
 class InfeasibleError(AutoparError):
-    """No plan satisfies the constraints; says how much is missing.
+    """No plan satisfies the constraints; the message says how much is missing.
 
-    `least_bytes` is what the leanest needs, where memory is what is missing.
+    `least_bytes`: what the leanest plan needs per device, if memory is what is missing.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class PlanError(AutoparError):
 
 
 class NotPlannedError(AutoparError):
-    """Something that needs the plan was asked of a module that has none yet."""
+    """A module without a plan was asked for something that needs one."""
 
 
 class VerificationError(AutoparError):
@@ -82,4 +82,4 @@ class LaunchError(AutoparError):
 
 
 class CalibrationError(AutoparError):
-    """Measurements that no positive constants of the cost model fit."""
+    """Measurements that the cost model fits with no positive constants."""

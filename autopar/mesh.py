@@ -1,8 +1,8 @@
-"""Device meshes: what the ranks are, how they are linked, and how a stage sees them.
+"""Device meshes: the ranks, the links between them, and the axes that a stage sees.
 
-A `Mesh` is the machine: nodes x devices per node, ranks row-major, the last axis the fast
-one. A `LogicalMesh` is a view of its ranks with named axes (dp x tp ...), also row-major,
-on which placements are written. Every logical axis carries the link its collectives use.
+A `Mesh` is the machine: nodes x devices per node. A `LogicalMesh` is a view of consecutive ranks
+with named axes (dp x tp ...); placements refer to these axes, and each axis has the link that its
+collectives use. In both, ranks are row-major: the last axis varies fastest.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from autopar.errors import MeshError
 class Link:
     """An alpha-beta link: one message of n bytes takes `latency_s + n * s_per_byte`.
 
-    `in_switch_s_per_byte`: of one port while the switch sums what all ranks send (NVLS), where it
-    can: an all_reduce of n bytes over p ranks keeps each port busy for (1 + 1/p) n of them.
-    `ratios`: (kind, how many times as long as its formula the backend takes) of some collectives.
+    `in_switch_s_per_byte` is for switches that sum (NVLS); None for others. It is the time per byte
+    of one port during such a sum: an all_reduce of n bytes over p ranks keeps each port busy for
+    (1 + 1/p) * n * `in_switch_s_per_byte`.
+    `ratios` corrects the formulas of some collectives: pairs (kind, time on the backend / time by
+    the formula).
     """
 
     latency_s: float
@@ -34,17 +36,17 @@ class Link:
             raise MeshError(f"a link cannot have negative latency or s_per_byte: {self}")
 
     def ratio(self, kind: str) -> float:
-        """Seconds of a collective, or of a message (`send_recv`), over those of its formula."""
+        """Time / formula's time of a collective, or of a message (`send_recv`)."""
         return dict(self.ratios).get(kind, 1.0)
 
     def message_s(self, size_bytes: float) -> float:
-        """Seconds of one message."""
+        """Time of one message."""
         return self.ratio("send_recv") * (self.latency_s + size_bytes * self.s_per_byte)
 
 
 @dataclass(frozen=True)
 class Device:
-    """One device: peak rates, memory, and the least time any operator takes."""
+    """One device: peak rates, memory, and `launch_s`, the least time of any operator."""
 
     flops_per_s: float
     bytes_per_s: float
@@ -60,11 +62,12 @@ class Device:
 class Mesh:
     """The machine: `shape` is (nodes, devices per node) or (devices,).
 
-    Give `hardware` (a profile name or a path to a TOML profile), or `links` (one per axis)
-    and `device` explicitly. With neither, `autopar.cost.hardware.resolve` detects the
-    hardware and falls back to `cpu-local`.
+    Give either `hardware` (a profile name or a path to a TOML profile), or both `links` (one per
+    axis) and `device`. With neither, `autopar.cost.hardware.resolve` detects the hardware and
+    falls back to `cpu-local`.
 
-    Raises `MeshError` for a shape of other rank, sizes below 1, or half an explicit model.
+    Raises `MeshError` for a shape of more than two axes, a size below 1, bad axis names, links
+    without device or device without links.
     """
 
     shape: tuple[int, ...]
@@ -130,7 +133,7 @@ class Mesh:
         return rank // self.devices_per_node
 
     def submesh_shape(self, first_rank: int, n_ranks: int) -> tuple[int, int]:
-        """(nodes, devices per node) of consecutive ranks; (1, n) where they are no rectangle."""
+        """(nodes, devices per node) of consecutive ranks; (1, n) unless they fill whole nodes."""
         each = self.devices_per_node
         if n_ranks > each and first_rank % each == 0 and n_ranks % each == 0:
             return n_ranks // each, each
@@ -142,7 +145,10 @@ class Mesh:
 
     @staticmethod
     def of(value: Any) -> Mesh:
-        """A `Mesh`, from a mesh, a tuple of sizes, or a torch `DeviceMesh` (1-D: (1, n))."""
+        """A `Mesh` from a mesh, a tuple of sizes, or a torch `DeviceMesh` (1-D: (1, n)).
+
+        Raises `MeshError` for anything else.
+        """
         if isinstance(value, Mesh):
             return value
         if isinstance(value, int) or (
@@ -175,7 +181,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of a machine: `n_ranks` consecutive ranks each, the links inside and across."""
+    """The nodes of a machine: `n_ranks` consecutive ranks each; links inside and between nodes."""
 
     n_ranks: int
     inside: Link
@@ -186,8 +192,9 @@ class Nodes:
 class LogicalMesh:
     """Named axes over the ranks of one stage, row-major: the last axis varies fastest.
 
-    `links[i]` is the slowest link that axis i's groups cross. What their collectives cost depends
-    on how they lie on `nodes` (`cost/hardware/topology.py`); None: on links alone.
+    `links[i]` is the slowest link that the groups of axis i cross. The cost of their collectives
+    depends on how the groups lie on `nodes` (`cost/hardware/topology.py`). If `nodes` is None, it
+    depends on `links` alone.
     """
 
     sizes: tuple[int, ...]
@@ -201,7 +208,7 @@ class LogicalMesh:
         assert len(self.sizes) == len(self.names) == len(self.links), self
 
     def __hash__(self) -> int:
-        # Of few numbers, as meshes are the keys of many tables; those of equal sizes are few.
+        # Cheap, because meshes are the keys of many tables. Few meshes share a hash.
         return hash((self.sizes, self.first_rank))
 
     @property
@@ -218,7 +225,7 @@ class LogicalMesh:
 
     @property
     def active_axes(self) -> tuple[int, ...]:
-        """Axes of more than one rank; the others are always Invariant and cost nothing."""
+        """Axes of more than one rank. On the others everything is Invariant and costs nothing."""
         return tuple(i for i, n in enumerate(self.sizes) if n > 1)
 
     @property
@@ -226,7 +233,7 @@ class LogicalMesh:
         return dict(zip(self.names, self.sizes, strict=True))
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
-        """Where `rank` stands on each axis."""
+        """The position of `rank` on each axis."""
         index, out = rank - self.first_rank, []
         for size in reversed(self.sizes):
             index, position = divmod(index, size)
@@ -243,7 +250,7 @@ class LogicalMesh:
         ]
 
     def _offsets(self, axes: Sequence[int]) -> list[int]:
-        """Of ranks along `axes` from the first of their group, in row-major order of `axes`."""
+        """The ranks of a group along `axes`, relative to its first; row-major over `axes`."""
         out = [0]
         for i in axes:
             step = math.prod(self.sizes[i + 1 :])
@@ -255,7 +262,7 @@ class LogicalMesh:
 
     @property
     def placement(self) -> LogicalMesh:
-        """This view as near the first rank as it lies on nodes alike: what it costs is the same."""
+        """The first view that lies on the nodes as this one does, and so costs the same."""
         first_rank = 0 if self.nodes is None else self.first_rank % self.nodes.n_ranks
         return replace(self, first_rank=first_rank)
 
@@ -268,9 +275,9 @@ def logical_views(
     first_rank: int = 0,
     n_ranks: int | None = None,
 ) -> list[LogicalMesh]:
-    """How a stage may see its consecutive ranks, by default all.
+    """The candidate views of a stage's consecutive ranks; by default of all ranks.
 
-    `"as-given"`: the axes of its part of the mesh. `"auto"`: every dp x tp of its ranks.
+    `mesh_shape` "as-given": one view, with the axes of the mesh. "auto": every dp x tp.
     """
     assert mesh.axis_names is not None
     n = mesh.n_ranks if n_ranks is None else n_ranks
@@ -289,11 +296,12 @@ def factored_view(
     axes: Mapping[str, int],
     first_rank: int = 0,
 ) -> LogicalMesh:
-    """Consecutive ranks of `mesh` from `first_rank`, seen as `axes` (outermost first).
+    """A view of consecutive ranks of `mesh`, from `first_rank`, with `axes` (outermost first).
 
-    An axis has the link between nodes if one of its groups leaves a node; the view keeps the
-    machine's nodes, so that costs follow from how groups lie on them. Raises `MeshError` for more
-    ranks than the mesh has.
+    An axis gets the link between nodes if one of its groups leaves a node. The view keeps the
+    machine's nodes: costs follow from how groups lie on them.
+
+    Raises `MeshError` for more ranks than the mesh has.
     """
     n_ranks = math.prod(axes.values())
     if first_rank + n_ranks > mesh.n_ranks:

@@ -1,8 +1,8 @@
-"""Every option of `plan`, `parallelize` and `verify`: its values, its default, what is refused.
+"""The options of `plan`, `parallelize` and `verify`: values, defaults and what is refused.
 
-`Options.of(**kwargs)` checks each option by its entry of `_CHECKS`, then those that speak of
-the same thing together. A value that makes no sense is an `OptionError`; one that is
-documented and not built is a `NotSupportedError`; none is ignored.
+`Options.of(**kwargs)` checks each option by its entry in `_CHECKS`. It then checks options that
+may contradict each other. A value that is not allowed raises `OptionError`, a documented value that
+is not built raises `NotSupportedError`. No option is ignored.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any, Literal, get_args
 from autopar.errors import NotSupportedError, OptionError
 from autopar.placement import Pin, parse_pins
 
-# What of a block runs again in backward, and so is not kept until then:
-#   full             all of it; only what enters the block is kept
-#   selective        all but products, attention and collectives, whose results are kept
-#   attention-core   scores, softmax, dropout and their product with the values, or fused attention
+# Which operators of a block run again in backward, so that their results are not kept:
+#   full             all of them; only the inputs of the block are kept
+#   selective        all but matmuls, attention and collectives, whose results are kept
+#   attention-core   scores, softmax, dropout and matmul with the values, or fused attention
 Recompute = Literal["full", "selective", "attention-core"]
 _MODES: tuple[Recompute, ...] = get_args(Recompute)
 FORBIDDABLE = tuple("data tensor sequence expert pipeline zero1 zero2 zero3 recompute".split())
@@ -27,13 +27,14 @@ FORBIDDABLE = tuple("data tensor sequence expert pipeline zero1 zero2 zero3 reco
 
 @dataclass(frozen=True)
 class Manual:
-    """The Megatron recipe in place of a search: ranks run tp fastest, then dp, then pp.
+    """The Megatron recipe in place of a search. Ranks vary fastest over tp, then dp, then pp.
 
-    `sp` shards activations between tensor-parallel regions (needs `tp > 1` to do anything);
-    `zero` is the ZeRO stage over dp (needs `dp > 1`). `microbatch_size` counts samples of one
-    data-parallel rank; None leaves one microbatch.
+    `sp` shards activations between tensor-parallel regions; it has no effect without `tp > 1`.
+    `zero` is the ZeRO stage over dp; it has no effect without `dp > 1`. `microbatch_size` counts
+    samples of one data-parallel rank; None means one microbatch.
 
-    Raises `OptionError` for a size below 1, `NotSupportedError` for what is not built.
+    Raises `OptionError` for a value that is not allowed, `NotSupportedError` for one that is not
+    built.
     """
 
     dp: int = 1
@@ -74,7 +75,7 @@ class Manual:
 
 @dataclass(frozen=True)
 class StageOption:
-    """One stage of `stages=[...]`: the modules it holds, and its part of the mesh."""
+    """One stage of `stages=[...]`: its modules and its submesh (nodes, devices per node)."""
 
     modules: tuple[str, ...]
     mesh_shape: tuple[int, int]
@@ -88,11 +89,11 @@ class StageOption:
 class Options:
     """Checked options; make them with `Options.of`.
 
-    `memory_limit` is in bytes per device (None: the hardware's less a margin); after
-    `time_limit_s` the best plan so far is returned with its gap. `batch_dims` maps an input's path
-    to the dim that counts samples, or to None where there is none (an input that it does not name
-    is inferred). `fallback` says what becomes of an operator without a sharding rule
-    (`passes/analysis/fallback.py`).
+    `memory_limit`   bytes per device; None: the hardware's memory less a margin
+    `time_limit_s`   when it has passed, the best plan so far is returned, with its gap
+    `batch_dims`     input path -> the dim that counts samples, None for an input without one;
+                     inferred for inputs that are not named
+    `fallback`       what to do with operators without a rule (`passes/analysis/fallback.py`)
     """
 
     microbatches: int | str = "auto"
@@ -115,22 +116,22 @@ class Options:
 
     @property
     def recompute_mode(self) -> Recompute | None:
-        """How every repeated block is recomputed; None where nobody says so."""
+        """How every repeated block is recomputed; None if the user does not say."""
         words = (self.recompute, self.manual.recompute if self.manual else "none")
         return next((mode for mode in _MODES if mode in words), None)
 
     @property
     def searches_recompute(self) -> bool:
-        """May the planner choose what is recomputed? `manual` is no search."""
+        """May the planner choose what is recomputed? Not with `manual`: a recipe is no search."""
         is_free = self.recompute == "auto" and self.manual is None
         return is_free and "recompute" not in self.forbid
 
     @staticmethod
     def of(**kwargs: Any) -> Options:
-        """The options a user gave, the others at their defaults.
+        """The options that a user gave; the others have their defaults.
 
-        Raises `OptionError` for an unknown name, a value that is not allowed or one that
-        contradicts another; `NotSupportedError` for a documented value that is not built.
+        Raises `OptionError` for an unknown name, for a value that is not allowed or that
+        contradicts another, and `NotSupportedError` for a documented value that is not built.
         """
         valid = tuple(f.name for f in fields(Options))
         for name in kwargs:
@@ -156,14 +157,14 @@ class Options:
 
 
 def _n_stages(stages: int | str | tuple[StageOption, ...]) -> int:
-    """How many the user asks for; "auto" asks for none."""
+    """How many stages the user asks for; 1 for "auto"."""
     if isinstance(stages, tuple):
         return len(stages)
     return stages if isinstance(stages, int) else 1
 
 
 def _check_recipe(options: Options, manual: Manual) -> None:
-    """Raises `OptionError` where another option contradicts the recipe."""
+    """Raises `OptionError` if another option contradicts the recipe."""
     if manual.microbatch_size is not None and options.microbatches != "auto":
         raise OptionError(
             f"Manual.microbatch_size={manual.microbatch_size} and "
@@ -212,7 +213,7 @@ def _check_count(name: str, value: Any) -> int:
 
 
 def _check_word(name: str, value: Any, built: Sequence[str], later: Sequence[str]) -> str:
-    """`value` if it is one of `built`; those of `later` are documented but refused."""
+    """`value` if it is in `built`; values in `later` are documented, but refused."""
     if not isinstance(value, str) or value not in (*built, *later):
         words = ", ".join(repr(w) for w in (*built, *later))
         hint = _closest(value, (*built, *later)) if isinstance(value, str) else None
@@ -244,12 +245,12 @@ def _stages(value: Any) -> int | str | tuple[StageOption, ...]:
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:
-    """The items of `value`; none where it has no items."""
+    """The items of `value`; none if it is not iterable."""
     return tuple(value) if isinstance(value, Iterable) else ()
 
 
 def _stage_list(value: tuple[Any, ...]) -> tuple[StageOption, ...]:
-    """(module names, submesh shape) per stage."""
+    """The stages of a list of (module names, submesh shape)."""
     found: list[StageOption] = []
     named: set[str] = set()
     hint = 'stages=[(["wte", "h.0"], (1, 2)), (["h.1", "ln_f", "lm_head"], (1, 2))]'
@@ -371,5 +372,5 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
 
 
 def schedule_name(options: Options) -> str:
-    """1f1b unless the user wants another: it is as fast as gpipe and keeps less."""
+    """The schedule's name. "auto" is 1f1b: it is as fast as gpipe and keeps fewer activations."""
     return "1f1b" if options.schedule == "auto" else options.schedule

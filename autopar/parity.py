@@ -24,8 +24,9 @@ from autopar.capture import change_buffers, microbatch_inputs, reference_step, w
 from autopar.errors import VerificationError
 from autopar.mesh import Mesh
 from autopar.options import Options
+from autopar.passes.binding import capture_step
 from autopar.placement import TensorType, gather
-from autopar.planning import Plan, capture_step, plan_program
+from autopar.planning import Plan, plan_program
 from autopar.program import Program, flatten_inputs
 from autopar.runtime.execute import Environment, Executor, load_code
 from autopar.runtime.launch import ThreadWorld, run_threads

@@ -1,4 +1,4 @@
-"""Printing quantities: SI inside, pretty units only where text is shown."""
+"""Text of quantities. Values are in SI units everywhere; only printed text has prefixes."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def format_count(value: float) -> str:
 
 
 def _three_digits(value: float, scales: Sequence[tuple[float, str]]) -> str:
-    """`value` to three digits in the largest unit it reaches, else in the smallest."""
-    # Rounded before the unit is chosen: 0.9999 s is 1 s, not 1e+03 ms.
+    """`value` to three digits, in the largest unit that is not above it; else the smallest."""
+    # Round before choosing the unit: 0.9999 s is 1 s, not 1e+03 ms.
     rounded = float(f"{value:.3g}")
     scale, unit = next((s for s in scales if abs(rounded) >= s[0]), scales[-1])
     scaled = value / scale

@@ -1,23 +1,24 @@
-"""How long planning takes, at the scale people train: `make bench-plan`, or for some cases alone
+"""Measure how long planning takes for models of real size: `make bench-plan`, or for some cases
 
     python -m examples.bench_plan llama-8b-1x8 t5-11b
 
-Every case is planned in a process of its own; nothing but planning is timed, by the clock of the
-CPU: capture is apart, and so are the programs of the plan, which are lowered when they are asked
-for. What is printed:
+Every case is planned in a process of its own. Only planning is timed, in CPU seconds. Capture is
+not part of it. Lowering is not part of it either: programs are lowered when they are needed.
+Columns of the table:
 
-    seconds       of planning: of the CPU, by the clock on the wall, and what is aimed at, for two
-                  cores
-    variables     choices of the largest problem solved: of all blocks written out, and what is left
-                  where one stands for its copies
-    stages        that the joint search had to choose from, and how many were solved: ranges of
-                  layers x placements on a view x numbers of microbatches
-    plans         that were considered
-    objective     what was minimised, predicted seconds of a step, and its proven gap
-    memory        most that the process held, and of that, above what it held before it planned
+    seconds       CPU seconds of planning
+    wall, target  seconds of wall-clock time; CPU seconds that planning should take on two cores
+    variables     of the largest problem solved: with all blocks written out -> with one block
+                  that represents its copies
+    stages        stages that the joint search chose from (ranges of layers x placements on a view
+                  x numbers of microbatches), and how many of them were solved
+    plans         plans that were considered
+    objective     predicted seconds of a step, which were minimised
+    gap           the proven optimality gap
+    memory        peak memory of the process, and how much of it was added by planning
     phases        seconds in each part of planning
 
-and, where both were planned, how much longer 80 layers take than 8 (`DEPTHS`).
+If both depths of `DEPTHS` were planned, it also prints how much longer 80 layers take than 8.
 
 Sizes: Llama 3 from Grattafiori et al., "The Llama 3 Herd of Models", 2024, table 3; GPT-39B from
 Narayanan et al., SC 2021, table 1; Mixtral 8x7B from Jiang et al., arXiv 2401.04088, table 1;
@@ -45,9 +46,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from autopar.mesh import Mesh
 from autopar.options import Options
-from autopar.passes.search.effort import PlanningStats
+from autopar.passes.binding.step_capture import capture_step
+from autopar.passes.search.stats import PlanningStats
 from autopar.planning.plan import plan_program
-from autopar.planning.step_capture import capture_step
 from autopar.units import format_bytes, format_seconds
 from examples.joint_plan import LLAMA_3_8B
 
@@ -117,7 +118,7 @@ def vit_22b() -> Captured:
 
 @dataclass(frozen=True)
 class Case:
-    """A model, the machine it is planned for, and how long that may take."""
+    """A model, the machine it is planned for, and the target for planning, in CPU seconds."""
 
     make: Callable[[], Captured]
     mesh: tuple[int, int]
@@ -139,13 +140,13 @@ CASES = {
     "vit-22b-8x8": Case(vit_22b, (8, 8), "a100-80gb", 8.0),
 }
 
-# The same model with fewer layers and with all, and how much longer the latter may take.
+# The same model with 8 and with 80 layers, and the target for the ratio of their planning times.
 DEPTHS, DEPTHS_AIM = ("llama-70b-8-layers", "llama-70b-16x8"), 1.5
 
 
 @dataclass
 class Measured:
-    """One case, planned once."""
+    """The measurements of one case, planned once."""
 
     name: str
     plan_s: float
@@ -157,11 +158,11 @@ class Measured:
     memory_bytes: int = 0
     wall_s: float = 0.0
     peak_bytes: int = 0
-    effort: PlanningStats = field(default_factory=PlanningStats)
+    stats: PlanningStats = field(default_factory=PlanningStats)
 
 
 class Phases:
-    """What planning says it does next, as time spent on it; candidates count together."""
+    """CPU seconds by phase of planning, from progress texts; all candidates are one phase."""
 
     def __init__(self) -> None:
         self.spent_s: dict[str, float] = {}
@@ -176,7 +177,7 @@ class Phases:
 
 
 def measure(name: str) -> Measured:
-    """In this process: capture, then plan."""
+    """Capture and plan a case in this process."""
     case = CASES[name]
     with torch.device("meta"):
         model, inputs, loss_fn = case.make()
@@ -191,7 +192,7 @@ def measure(name: str) -> Measured:
     return Measured(
         name, plan_s, phases.spent_s, len(plan.data.alternatives), plan.data.chosen,
         plan.objective_s, plan.gap, _most_held_bytes() - before_bytes, wall_s, _most_held_bytes(),
-        plan.effort or PlanningStats(),
+        plan.stats or PlanningStats(),
     )  # fmt: skip
 
 
@@ -201,13 +202,13 @@ def _most_held_bytes() -> int:
 
 
 def in_process(name: str) -> Measured:
-    """The same in a process of its own."""
+    """Capture and plan a case in a process of its own."""
     command = [sys.executable, "-m", "examples.bench_plan", "--one", name]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{name}: {done.stderr.strip()}")
     found = json.loads(done.stdout.splitlines()[-1])
-    return Measured(**found | {"effort": PlanningStats(**found["effort"])})
+    return Measured(**found | {"stats": PlanningStats(**found["stats"])})
 
 
 def table_of(rows: Sequence[Measured]) -> Table:
@@ -216,7 +217,7 @@ def table_of(rows: Sequence[Measured]) -> Table:
     numbers = (
         "seconds",
         "wall",
-        "aim",
+        "target",
         "variables",
         "stages",
         "plans",
@@ -231,8 +232,8 @@ def table_of(rows: Sequence[Measured]) -> Table:
         phases = ", ".join(f"{text} {s:.1f}" for text, s in row.phases_s.items() if s >= 0.05)
         table.add_row(
             row.name, f"{row.plan_s:.1f}", f"{row.wall_s:.1f}", f"{CASES[row.name].aim_s:g}",
-            f"{row.effort.n_written_out} -> {row.effort.n_variables}",
-            f"{row.effort.n_configurations}, {row.effort.n_solved} solved", str(row.n_considered),
+            f"{row.stats.n_written_out} -> {row.stats.n_variables}",
+            f"{row.stats.n_configurations}, {row.stats.n_solved} solved", str(row.n_considered),
             format_seconds(row.objective_s), f"{row.gap:.1%}",
             f"{format_bytes(row.peak_bytes)}, {format_bytes(row.memory_bytes)}",
             f"{row.chosen}\n{phases}",
@@ -246,7 +247,7 @@ def depths_text(rows: Sequence[Measured]) -> str | None:
     if not seconds.keys() >= set(DEPTHS):
         return None
     ratio = seconds[DEPTHS[1]] / seconds[DEPTHS[0]]
-    return f"8 -> 80 layers: {ratio:.2f} times the seconds, {DEPTHS_AIM:g} are aimed at"
+    return f"8 -> 80 layers: {ratio:.2f} times the seconds, the target is {DEPTHS_AIM:g}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -271,7 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (depths := depths_text(rows)) is not None:
         console.print(depths)
     late = [row.name for row in rows if row.plan_s > CASES[row.name].aim_s]
-    console.print(f"{len(rows) - len(late)} of {len(rows)} within what is aimed at")
+    console.print(f"{len(rows) - len(late)} of {len(rows)} within their target")
     return 1 if late else 0
 
 

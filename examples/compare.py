@@ -1,22 +1,23 @@
-"""autopar beside a hand-written Megatron: losses, collectives and step times on two processes.
+"""Compare autopar with hand-written Megatron: losses, collectives, step times on two processes.
 
     make compare              or: python -m examples.compare [--pairs 15] [--activation gelu_new]
 
-One GPT-2, one mesh (1, 2), the same weights, batches and AdamW, four times: the plan autopar
-chose, the Megatron recipe through autopar (`Manual(tp=2)`), DTensor's `parallelize_module` on
-the same sharding (`examples/dtensor_gpt2.py`), and `examples/megatron_gpt2.py`, by hand. The
-third says that the last is no slow baseline: its ratio should not be below 1.
+One GPT-2 on one mesh (1, 2), with the same weights, batches and AdamW, runs four ways: by the plan
+that autopar chose, by the Megatron recipe through autopar (`Manual(tp=2)`), by DTensor's
+`parallelize_module` on the same sharding (`examples/dtensor_gpt2.py`), and by hand
+(`examples/megatron_gpt2.py`). DTensor shows that the hand-written baseline is not a slow one: its
+ratio should not be below 1.
 
     losses        float64, every step side by side; they must agree to 1e-10
-    collectives   of one step, as recorded; autopar's must be those its plan foretold, and the
-                  recipe's and DTensor's those written by hand
-    step time     float32, forward to optimizer, all models alive in the same processes. A step
-                  of one and a step of the other form a pair, which goes first alternates, and
-                  a barrier precedes each. The time of a step is the slowest rank's. The ratio
-                  is the median over pairs, its interval that of 90% of bootstrap resamples
+    collectives   of one recorded step. autopar's must be those that its plan predicts. The
+                  recipe's and DTensor's must be those of the hand-written model
+    step time     float32, forward to optimizer, with all models alive in the same processes. A
+                  pair is a step of one model and a step of the baseline. Which goes first
+                  alternates, and a barrier precedes each. A step's time is the slowest rank's.
+                  The ratio is the median over pairs, with the 90% interval of bootstrap resamples
 
-The default activation is the tanh GELU as one kernel in both, so that the ratio is about
-parallel execution; `gelu_new` gives autopar Hugging Face's own form, eight small operators.
+The default activation is the tanh GELU as one kernel in all models, so the ratio is about parallel
+execution. `gelu_new` gives autopar Hugging Face's own form, which is eight small operators.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Contender:
-    """A model in training. `record` makes a step and tells its loss and collectives."""
+    """A model in training; `record` runs a step and returns its loss and its collectives."""
 
     name: str
     step: Callable[[Batch], Tensor]
@@ -94,9 +95,6 @@ class Agreement:
     losses: dict[str, list[float]]
     calls: dict[str, Counter[Call]]
     planned: dict[str, Counter[Call]]
-
-
-# -- contenders ------------------------------------------------------------------------------------
 
 
 def with_autopar(
@@ -177,11 +175,8 @@ def contenders(size: Size, precision: str, batch: Batch) -> tuple[Contender, ...
     )
 
 
-# -- what the ranks run ----------------------------------------------------------------------------
-
-
 def agree(size: Size, data: Sequence[Batch]) -> Agreement:
-    """Train all of them in float64, a step for every batch."""
+    """Train all models in float64, one step per batch."""
     models = contenders(size, "fp64", data[0])
     losses: dict[str, list[float]] = {m.name: [] for m in models}
     calls: dict[str, Counter[Call]] = {}
@@ -196,7 +191,7 @@ def agree(size: Size, data: Sequence[Batch]) -> Agreement:
 def timed_pairs(
     size: Size, batch: Batch, n_pairs: int
 ) -> tuple[dict[str, Counter[Call]], dict[str, list[tuple[float, float]]]]:
-    """Collectives in float32, and of all others the pairs (time_s, by hand)."""
+    """Collectives in float32, and for each other model the pairs (time_s, time_s by hand)."""
     *others, hand = contenders(size, "model", batch)
     calls = {m.name: m.record(batch)[1] for m in (*others, hand)}
     for model in (*others, hand) * N_WARM_UP:
@@ -214,23 +209,20 @@ def timed_pair(
     batch: Batch,
     other_first: bool,
 ) -> tuple[float, float]:
-    """Seconds of a step of each."""
+    """Seconds of one step of each, in the order of the arguments."""
     if other_first:
         return timed_pair(other, one, batch, False)[::-1]
     return step_time_s(one, batch), step_time_s(other, batch)
 
 
 def step_time_s(step: Callable[[Batch], object], batch: Batch) -> float:
-    """Of the slowest rank."""
+    """Seconds of one step on the slowest rank."""
     dist.barrier()
     begun = time.perf_counter()
     step(batch)
     elapsed = torch.tensor(time.perf_counter() - begun, dtype=torch.float64)
     dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
     return elapsed.item()
-
-
-# -- what is said of it ----------------------------------------------------------------------------
 
 
 def median_ratio(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
@@ -273,7 +265,7 @@ def collective_table(calls: dict[str, Counter[Call]]) -> Table:
 
 
 def time_table(times: dict[str, list[tuple[float, float]]], n_pairs: int, baseline: str) -> Table:
-    """One row per contender; each of its pairs holds a time of the baseline too."""
+    """One row per contender; each of its pairs also has a time of the baseline."""
     table = Table(title=f"step time, float32, {n_pairs} interleaved pairs")
     table.add_column("")
     for title in ("median", baseline, "ratio", "90% interval"):
@@ -286,7 +278,7 @@ def time_table(times: dict[str, list[tuple[float, float]]], n_pairs: int, baseli
 
 
 def disagreements(found: Agreement) -> list[str]:
-    """What must hold and does not."""
+    """The requirements that do not hold, as texts."""
     wrong = []
     for index, row in enumerate(zip(*found.losses.values(), strict=True)):
         tolerance = 1e-10 * max(1.0, abs(row[0]))

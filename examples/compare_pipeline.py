@@ -1,16 +1,16 @@
-"""autopar's 1F1B beside `torch.distributed.pipelining`'s, on two processes.
+"""Compare autopar's 1F1B with that of `torch.distributed.pipelining`, on two processes.
 
     python -m examples.compare_pipeline [--pairs 15] [--microbatches 4 8] [--layers 4]
 
-One GPT-2 with an untied head, the same two stages, weights, batches and AdamW, twice: through
-`autopar.parallelize` with these stages and schedule, and `examples/pipeline_gpt2.py` under
-`Schedule1F1B`, its stages written by hand.
+One GPT-2 with an untied head, with the same two stages, weights, batches and AdamW, runs two ways:
+through `autopar.parallelize` with these stages and this schedule, and by `Schedule1F1B` with
+hand-written stages (`examples/pipeline_gpt2.py`).
 
     losses        float64, every step side by side; they must agree to 1e-10
-    step time     float32, in interleaved pairs, as in `examples/compare.py`: the ratio is the
-                  median over pairs, its interval that of 90% of bootstrap resamples
+    step time     float32, in interleaved pairs, as in `examples/compare.py`. The ratio is the
+                  median over pairs, with the 90% interval of bootstrap resamples
 
-A loss is read on the last stage, the only one that has it under torch.
+Losses are read on the last stage, because under torch no other stage has them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Pairs = list[tuple[float, float]]
 
 
 def stages(size: Size) -> list[Stage]:
-    """The modules of each stage, as `PipelineGPT2` has them, each on one rank."""
+    """The modules of each stage, as in `PipelineGPT2`; each stage has one rank."""
     half = size.n_layers // 2
     blocks = [f"transformer.h.{i}" for i in range(size.n_layers)]
     return [
@@ -90,11 +90,8 @@ def with_torch(size: Size, precision: str, batch: Batch, n_microbatches: int) ->
     return step
 
 
-# -- what the ranks run ----------------------------------------------------------------------------
-
-
 def agree(size: Size, data: Sequence[Batch], n_microbatches: int) -> Losses:
-    """Train both in float64, a step for every batch."""
+    """Train both in float64, one step per batch."""
     given = size, "fp64", data[0], n_microbatches
     steps = {AUTOPAR: with_autopar(*given), TORCH: with_torch(*given)}
     losses: Losses = {name: [] for name in steps}
@@ -107,7 +104,7 @@ def agree(size: Size, data: Sequence[Batch], n_microbatches: int) -> Losses:
 
 
 def timed_pairs(size: Size, batch: Batch, n_microbatches: int, n_pairs: int) -> Pairs:
-    """(autopar's time_s, torch's), in float32."""
+    """Pairs (autopar's time_s, torch's time_s), in float32."""
     given = size, "model", batch, n_microbatches
     ours, theirs = with_autopar(*given), with_torch(*given)
     for step in (ours, theirs) * N_WARM_UP:
@@ -115,11 +112,8 @@ def timed_pairs(size: Size, batch: Batch, n_microbatches: int, n_pairs: int) -> 
     return [timed_pair(ours, theirs, batch, i % 2 == 1) for i in range(n_pairs)]
 
 
-# -- what is said of it ----------------------------------------------------------------------------
-
-
 def disagreements(found: Losses, n_steps: int) -> list[str]:
-    """What must hold and does not."""
+    """The requirements that do not hold, as texts."""
     wrong = []
     for name, losses in found.items():
         if len(losses) != n_steps:

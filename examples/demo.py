@@ -1,4 +1,4 @@
-"""Two layers, to read a plan of: the README shows what this prints, run in this folder.
+"""Two layers with a plan that is easy to read. The README shows what this prints in this folder:
 
 autopar plan demo:mlp --mesh 1x4 --hardware a100-80gb
 """

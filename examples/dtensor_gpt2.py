@@ -1,7 +1,7 @@
-"""GPT-2 in tensor parallel by DTensor's `parallelize_module`, on the plan of the hand-written one.
+"""GPT-2 in tensor parallel by DTensor's `parallelize_module`, sharded like the hand-written one.
 
-A yardstick for the baseline: `examples/megatron_gpt2.py` must not be slower than what PyTorch
-itself offers for the same sharding.
+It checks the baseline: `examples/megatron_gpt2.py` must not be slower than what PyTorch itself
+offers for the same sharding.
 
     embedding         RowwiseParallel: rows (vocabulary) cut, then all_reduce
     qkv, up           ColwiseParallel: outputs cut; all_reduce of the input's gradient
@@ -10,8 +10,8 @@ itself offers for the same sharding.
     loss              `loss_parallel`: cross-entropy over logits cut along the vocabulary
     all else          plain tensors, whole on every rank
 
-ColwiseParallel cuts a weight into contiguous rows. Those of q, k and v are therefore regrouped
-by head, so that a rank gets q, k and v of its heads.
+ColwiseParallel cuts a weight into contiguous rows. The rows of q, k and v are therefore regrouped
+by head, so that a rank gets q, k and v of its own heads.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PLAN = {
 
 
 class Block(nn.Module):
-    """Attention over the heads that the outputs of `qkv` hold, and MLP."""
+    """Attention over the heads in the output of `qkv`, and an MLP."""
 
     def __init__(self, values: Mapping[str, Tensor], n_heads: int) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class DTensorGPT2(nn.Module):
 
 
 class _Recorder(TorchDispatchMode):
-    """Counts the collectives that DTensor makes; a plain pass without `calls`."""
+    """Counts the collectives that DTensor makes; does nothing if `calls` is None."""
 
     def __init__(self, calls: Counter[Call] | None, phase: Phase) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # it comes again as operators on local tensors
+            return NotImplemented  # DTensor calls again with operators on local tensors
         if func.namespace == "_c10d_functional":
             name = func._schema.name.partition("::")[2].removesuffix("_")
             if name != "wait_tensor" and not name.startswith("_"):

@@ -1,9 +1,9 @@
 """Plan Llama-3-8B for 16 GPUs, on a machine that has none: `python -m examples.joint_plan`.
 
-The model is on `meta`, so nothing is allocated. The plan is joint: where the model is cut into
-stages, which devices each stage has, how every operator is placed there, how many
-microbatches. It is printed with all that was considered (data parallelism, ZeRO-3, Megatron
-recipes with and without stages) and their predicted step times, and drawn.
+The model is on `meta`, so nothing is allocated. One search decides where the model is cut into
+stages, which devices each stage has, how every operator is sharded there, and how many microbatches
+there are. The plan is drawn, and printed with the alternatives (data parallelism, ZeRO-3, Megatron
+recipes with and without stages) and their predicted step times.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LLAMA_3_8B = {
 
 
 def llama(n_layers: int) -> torch.nn.Module:
-    """The model in bf16 on meta, as its authors sized it but for the number of layers."""
+    """The model in bf16 on meta, with its authors' sizes except for the number of layers."""
     config = AutoConfig.for_model("llama", **{**LLAMA_3_8B, "num_hidden_layers": n_layers})
     with torch.device("meta"):
         model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

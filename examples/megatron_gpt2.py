@@ -1,7 +1,7 @@
 """GPT-2 in tensor parallel, written by hand the way Megatron-LM does it.
 
-The baseline that autopar is compared with (`examples/compare.py`); it knows nothing of
-autopar. Its layout is that of Shoeybi et al., arXiv:1909.08053, section 3:
+It is the baseline that autopar is compared with (`examples/compare.py`), and does not use autopar.
+The sharding is that of Shoeybi et al., arXiv:1909.08053, section 3:
 
     wte                  rows (vocabulary) cut; ids of other ranks give zero rows; g
     wpe, layer norms     whole on every rank, and so are the hidden states
@@ -14,14 +14,14 @@ autopar. Its layout is that of Shoeybi et al., arXiv:1909.08053, section 3:
     f   nothing forward, all_reduce backward
     g   all_reduce forward, nothing backward
 
-So a step of L layers over T tokens of width h has 2L + 1 all_reduces of T·h elements forward
-and as many backward, and three of T elements. Gradients need no other synchronisation:
-whatever is whole has the same gradient on every rank.
+So a step of L layers over T tokens of width h has 2L + 1 all_reduces of T·h elements forward, as
+many backward, and three of T elements. Gradients need no other synchronisation: a whole tensor has
+the same gradient on every rank.
 
-Weights are slices of a `GPT2LMHeadModel`'s state dict. One rank alone runs the ordinary
-operators. Left out: dropout, sequence parallelism, and the overlap of f's all_reduce with the
-gradient of the weight. `examples/compare.py` sets it beside DTensor's `parallelize_module` on
-the same plan (`examples/dtensor_gpt2.py`), too: a baseline must not be a slow one.
+Weights are slices of a `GPT2LMHeadModel`'s state dict. With one rank, the ordinary operators run.
+Left out: dropout, sequence parallelism, and the overlap of f's all_reduce with the gradient of the
+weight. `examples/compare.py` also compares it with DTensor's `parallelize_module` on the same plan
+(`examples/dtensor_gpt2.py`), because a baseline must not be a slow one.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-IGNORED = -100  # labels that count for nothing, as in torch and Hugging Face
+IGNORED = -100  # label that the loss ignores, as in torch and Hugging Face
 Phase = Literal["forward", "backward"]
 
 
 class Call(NamedTuple):
-    """One collective of this rank; `size_bytes` is its buffer."""
+    """One collective of this rank; `size_bytes` is the size of its buffer."""
 
     kind: str
     phase: str
@@ -60,13 +60,13 @@ class TensorParallel:
         self.rank, self.size = self.group.rank(), self.group.size()
 
     def all_reduce(self, x: Tensor, phase: Phase, op: Any = dist.ReduceOp.SUM) -> Tensor:
-        """In place, and returned."""
+        """All-reduce `x` in place, and return it."""
         self.calls[Call("all_reduce", phase, x.nbytes)] += 1
         dist.all_reduce(x, op=op, group=self.group)
         return x
 
     def part(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's contiguous piece."""
+        """This rank's contiguous shard of `x`, as a copy."""
         if x.shape[dim] % self.size:
             raise ValueError(
                 f"{self.size} ranks do not divide dim {dim} of a weight of shape {tuple(x.shape)}"
@@ -111,7 +111,7 @@ def enter(x: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def leave(x: Tensor, tp: TensorParallel) -> Tensor:
-    """Overwrites `x`, which must be contiguous and kept by no operator."""
+    """Overwrites `x`, which must be contiguous and not saved by any operator."""
     if tp.size == 1:
         return x
     out: Tensor = _Leave.apply(x, tp)
@@ -144,7 +144,7 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """A table cut along the vocabulary; `logits` uses it once more, as the output layer."""
+    """A table cut along the vocabulary; `logits` uses it again as the output layer."""
 
     def __init__(self, weight: Tensor, tp: TensorParallel) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def _local_ids(ids: Tensor, n_local: int, tp: TensorParallel) -> tuple[Tensor, Tensor]:
-    """Ids as rows of this rank's part (0 for those of others), and which are of others."""
+    """Ids as rows of this rank's shard (0 for ids of other ranks), and a mask of those others."""
     local = ids - tp.rank * n_local
     others = (local < 0) | (local >= n_local)
     return local.masked_fill(others, 0), others
@@ -196,7 +196,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, tp: TensorParallel) -> Tensor:
-    """The sum over labels that are not ignored: n v/t, n -> scalar."""
+    """The sum of losses over labels that are not ignored: n v/t, n -> scalar."""
     if tp.size == 1:
         return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
     counted = labels != IGNORED
@@ -210,7 +210,7 @@ def next_tokens(labels: Tensor) -> Tensor:
 
 
 def n_counted(following: Tensor) -> Tensor:
-    """Of how many labels the loss is the mean."""
+    """The number of labels that the loss is the mean over."""
     return (following != IGNORED).sum()
 
 
@@ -222,7 +222,7 @@ class Attention(nn.Module):
         if n_heads % tp.size:
             raise ValueError(f"{tp.size} ranks do not divide {n_heads} heads")
         self.n_heads = n_heads // tp.size
-        # Hugging Face keeps q, k and v side by side; a rank takes its heads of each.
+        # Hugging Face stores q, k and v side by side; a rank takes its heads from each.
         weights = [tp.part(w.t(), 0) for w in values["c_attn.weight"].chunk(3, 1)]
         biases = [tp.part(b, 0) for b in values["c_attn.bias"].chunk(3)]
         self.qkv = ColumnParallelLinear(torch.cat(weights), torch.cat(biases), tp)
@@ -241,7 +241,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each after a layer norm and beside a residual."""
+    """Attention and MLP, each after a layer norm and with a residual."""
 
     def __init__(self, values: Mapping[str, Tensor], n_heads: int, tp: TensorParallel) -> None:
         super().__init__()

@@ -1,25 +1,24 @@
 """GPT-2 in two pipeline stages under `torch.distributed.pipelining`, written by hand.
 
-The baseline of pipeline parallelism; it knows nothing of autopar. Ranks are numbered tensor
-parallel fastest: rank = stage · t + its place in the stage's tensor-parallel group, t being 1
-or more. Inside a stage the layers are those of `examples/megatron_gpt2.py`.
+It is the baseline of pipeline parallelism, and does not use autopar. Ranks are numbered with the
+tensor-parallel index fastest: rank = stage · t + index in the stage's group of t ≥ 1 ranks. Inside
+a stage the layers are those of `examples/megatron_gpt2.py`.
 
     stage 0    embeddings, the first half of the blocks            ids -> hidden states
     stage 1    the second half, the last norm, the head            hidden states -> logits
     between    the hidden states of a microbatch, whole on every rank of a stage: rank i of one
                stage sends them to rank i of the next
 
-The head is not tied to the embedding: `torch.distributed.pipelining` leaves the gradients of a
-weight that two stages use where they are, and a sum over both stages every step, with one
-more collective, would be the user's to write. So the model to compare with is a
-`GPT2LMHeadModel` with `tie_word_embeddings=False`.
+The head is not tied to the embedding. `torch.distributed.pipelining` does not add up the gradients
+of a weight that two stages use; the user would have to write that sum, with one more collective a
+step. So the model to compare with is a `GPT2LMHeadModel` with `tie_word_embeddings=False`.
 
-The loss is the model's, the mean over all labels that count. A microbatch's loss is its sum
-over that count in the whole batch, so that losses and gradients add up over microbatches; where
-every microbatch counts equally many labels, that is the mean of the microbatches' means.
+The loss is the model's: the mean over all labels that are not ignored. A microbatch's loss is its
+sum / the number of such labels in the whole batch, so losses and gradients add up over
+microbatches. If all microbatches have equally many such labels, it is the mean of their means.
 
-The shapes between stages are given to the stages, which saves torch a forward pass of its own
-to find them, and outputs are not collected.
+The shapes between stages are given to the stages. That saves torch a forward pass to find them.
+Outputs are not collected.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ class LastStage(nn.Module):
 def half_of_blocks(
     values: Mapping[str, Tensor], half: int, n_heads: int, tp: TensorParallel
 ) -> nn.Sequential:
-    """Block i is in the half i ≥ n // 2 of n blocks."""
+    """The blocks of one half: of n blocks, half 0 has those with i < n // 2."""
     layers = below({name: v.detach() for name, v in values.items()}, "transformer.h.")
     n_layers = 1 + max(int(name.split(".")[0]) for name in layers)
     ids = range(n_layers // 2) if half == 0 else range(n_layers // 2, n_layers)
@@ -93,10 +92,10 @@ def half_of_blocks(
 class PipelineGPT2:
     """This rank's stage, and the steps of its schedule.
 
-    Every rank of the world must make one at the same time. `n_tensor` ranks share a stage;
-    `rows` and `length` are those of the global batch, which every rank is given whole.
+    Every rank of the world must construct one at the same time. `n_tensor` ranks share a stage.
+    `rows` and `length` are those of the global batch, which every rank gets whole.
 
-    Raises `ValueError` when the ranks are not `N_STAGES` · `n_tensor`, or microbatches would be
+    Raises `ValueError` if there are not `N_STAGES` · `n_tensor` ranks, or if microbatches would be
     uneven.
     """
 
@@ -135,7 +134,7 @@ class PipelineGPT2:
     def _boundary(
         self, values: Mapping[str, Tensor], rows: int, length: int
     ) -> tuple[Tensor, Tensor]:
-        """What this stage takes and what it gives, as `PipelineStage` wants to be told."""
+        """Tensors shaped like the stage's input and output, for `PipelineStage`."""
         table = values["transformer.wte.weight"]
         hidden = torch.empty(rows, length, table.shape[1], dtype=table.dtype, requires_grad=True)
         if self.index == 0:
@@ -148,7 +147,7 @@ class PipelineGPT2:
         return total / self._n_counted
 
     def step(self, input_ids: Tensor, labels: Tensor) -> Tensor | None:
-        """Forward and backward; gradients add to `.grad`. The loss, on the last stage alone."""
+        """Forward and backward; gradients add to `.grad`. Only the last stage returns the loss."""
         if self.index == 0:
             self._schedule.step(input_ids, return_outputs=False)
             return None
@@ -159,7 +158,7 @@ class PipelineGPT2:
 
 
 def _own_group(partition: list[list[int]]) -> dist.ProcessGroup:
-    """A group for each set of ranks, made by all; the one this rank is in."""
+    """The group of this rank; all ranks together make a group for each set of ranks."""
     own, _ = dist.new_subgroups_by_enumeration(partition)
     assert own is not None
     return own

@@ -3,9 +3,8 @@
     python examples/train_gpt2.py            starts 4 local processes itself
     torchrun --nproc-per-node 4 examples/train_gpt2.py
 
-A byte-level GPT-2 (4 layers, width 256) learns a book of wisdom for 40 steps. Beside it, rank
-0 trains the same model on one process from the same weights, and the losses are printed side
-by side.
+A byte-level GPT-2 (4 layers, width 256) learns a book of wisdom for 40 steps. Rank 0 also trains
+the same model on one process from the same weights, and both losses are printed side by side.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from autopar.units import format_bytes, format_seconds
 TEXT = Path(__file__).parent / "wisdom.txt"
 LENGTH = 64
 ROWS = 16
-MEASURED_STEP = 2  # whose live tensors are counted; the optimizer has its state by then
+MEASURED_STEP = 2  # the step whose live tensors are counted: the optimizer has its state by then
 
 
 def make_model() -> torch.nn.Module:

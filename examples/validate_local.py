@@ -1,22 +1,22 @@
-"""Predicted beside measured on this machine: step times and memory of plans that run here.
+"""Compare predictions with measurements on this machine: step times and memory of plans.
 
     make validate-local       or: python -m examples.validate_local [--profile P.toml] [--rounds 9]
 
-Measures the machine as `autopar calibrate` does, or takes a profile; then trains a GPT-2 and a
+Measures the machine as `autopar calibrate` does, or takes a profile. Then trains a GPT-2 and a
 Llama on 2 and on 4 processes, each by the plans of `PLANS`. Calibration fits whole steps too, but
-of other programs, widths and lengths than these.
+of programs, widths and lengths that differ from these.
 
     step time   forward to optimizer, of the slowest rank, after a barrier. One step of every plan
-                makes a round; the median over rounds counts, quartiles tell the spread
-    yardstick   products alone, in the same rounds, predicted at the rate that they have in steps:
-                where they are further off than that explains (`autopar calibrate` prints the
-                ratio), the machine is not as busy as it was when it was measured, and step
-                times are off with it
-    memory      on every rank the peak of live tensors over a step and its optimizer, beside the
+                makes a round. The result is the median over rounds; quartiles show the spread
+    yardstick   matmuls alone, in the same rounds, predicted at their rate in steps.
+                `autopar calibrate` prints the ratio of time in steps to time alone. If the error
+                is larger than this ratio explains, the machine is not as busy as during
+                calibration, and step times are off too
+    memory      on every rank, the peak of live tensors over a step and its optimizer, beside the
                 predicted peak of the rank's stage
 
-What must hold: the median of |predicted / measured - 1| of step times is at most 20%, their rank
-correlation (Spearman's) at least 0.8, and no peak is more than 10% off.
+The check passes if the median of |predicted / measured - 1| of step times is at most 20%, their
+rank correlation (Spearman's) is at least 0.8, and no peak is more than 10% off.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ ROWS, LENGTH, VOCABULARY = 8, 128, 512
 YARDSTICK = (ROWS * LENGTH, 1024, 256)
 MOST_TIME_ERROR, LEAST_CORRELATION, MOST_MEMORY_ERROR = 0.2, 0.8, 0.1
 N_WARM_UP = 2
-MOST_LOAD = 0.25  # per core, of other work, for times that mean something
+MOST_LOAD = 0.25  # load per core from other work, above which times are not reliable
 
 # Ranks -> name of a plan, its recipe and its microbatches.
 PLANS: dict[int, tuple[tuple[str, Manual, int], ...]] = {
@@ -80,7 +80,7 @@ N_LAYERS = {"GPT-2": 4, "Llama": 2}
 
 @dataclass(frozen=True)
 class Measured:
-    """One plan of one model; bytes by rank."""
+    """The measurements of one plan of one model; bytes are listed by rank."""
 
     model: str
     n_ranks: int
@@ -100,7 +100,7 @@ class Measured:
 
     @property
     def memory_error(self) -> float:
-        """Of the rank that is furthest off."""
+        """The error of the rank that is furthest off."""
         errors = [p / m - 1.0 for p, m in zip(self.predicted_bytes, self.live_bytes, strict=True)]
         return max(errors, key=abs)
 
@@ -129,11 +129,8 @@ def make_model(name: str) -> nn.Module:
     return model
 
 
-# -- what the ranks run ----------------------------------------------------------------------------
-
-
 class Timed(ABC):
-    """Something that all ranks do at once, and how long the profile says that it takes."""
+    """Something that all ranks do at once, and its time as the profile predicts it."""
 
     model: str
     name: str
@@ -143,7 +140,7 @@ class Timed(ABC):
     def step(self) -> None: ...
 
     def step_time_s(self) -> float:
-        """Of the slowest rank."""
+        """Seconds of one step on the slowest rank."""
         dist.barrier()
         begun = time.perf_counter()
         self.step()
@@ -152,12 +149,12 @@ class Timed(ABC):
         return elapsed.item()
 
     def described(self) -> Measured:
-        """All of its row but the times."""
+        """Its row of the table, without the measured times."""
         return Measured(self.model, dist.get_world_size(), self.name, self.predicted_s)
 
 
 class Yardstick(Timed):
-    """Products of one size."""
+    """Matmuls of one size."""
 
     model, name = "", "yardstick"
     n_products = 8
@@ -193,7 +190,7 @@ class Training(Timed):
         return replace(super().described(), predicted_bytes=peaks[0], live_bytes=peaks[1])
 
     def live_bytes(self) -> float:
-        """The peak of this rank over one step."""
+        """The peak of live tensors of this rank over one step."""
         states = self.optimizer.state.values()
         kept = [v for state in states for v in state.values() if isinstance(v, torch.Tensor)]
         with LiveBytes([*self.module.parameters(), *kept, *self.batch.values()]) as live:
@@ -201,7 +198,7 @@ class Training(Timed):
         return float(live.peak_bytes)
 
     def predicted_bytes(self) -> float:
-        """Of this rank's stage."""
+        """The predicted peak of this rank's stage."""
         plan = self.module.plan
         stage = next(k for k, s in enumerate(plan.stages) if dist.get_rank() in s.ranks)
         return plan.predicted.peak_bytes_per_stage[stage]
@@ -212,7 +209,7 @@ _timed: list[Timed] = []
 
 
 def prepare(hardware: str) -> None:
-    """In a worker process: plan and warm up everything that it will time."""
+    """In a worker process: plan and warm up everything that is timed later."""
     mesh = autopar.Mesh((1, dist.get_world_size()), hardware=hardware)
     _timed[:] = [Yardstick(mesh)]
     for model in MODELS:
@@ -223,7 +220,7 @@ def prepare(hardware: str) -> None:
 
 
 def one_round() -> list[float]:
-    """Seconds of one step of each."""
+    """Seconds of one step of each item of `_timed`."""
     return [timed.step_time_s() for timed in _timed]
 
 
@@ -232,7 +229,7 @@ def describe() -> list[Measured]:
 
 
 def measure(hardware: str, n_rounds: int) -> list[Measured]:
-    """Every plan on 2 and on 4 processes, round by round, so that a busy time falls on all."""
+    """Every plan on 2 and on 4 processes, in rounds, so that a busy moment affects all plans."""
     with ExitStack() as stack:
         pools = [stack.enter_context(WorkerPool(n_ranks)) for n_ranks in PLANS]
         for pool in pools:
@@ -254,11 +251,8 @@ def of_all_ranks(value: float) -> tuple[float, ...]:
     return tuple(values.tolist())
 
 
-# -- what is said of it ----------------------------------------------------------------------------
-
-
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    """Spearman's: the correlation of the ranks that values have among their own."""
+    """Spearman's rank correlation of two sequences."""
     orders = [[sorted(values).index(value) for value in values] for values in (a, b)]
     return statistics.correlation(*orders)
 
@@ -284,7 +278,7 @@ def table_of(rows: Sequence[Measured], n_rounds: int) -> Table:
 
 
 def verdict(rows: Sequence[Measured]) -> tuple[str, bool]:
-    """The three numbers, and whether they hold."""
+    """The three numbers as text, and whether the check passes."""
     rows = [row for row in rows if row.live_bytes]
     error = statistics.median(abs(row.time_error) for row in rows)
     correlation = rank_correlation([r.predicted_s for r in rows], [r.time_s for r in rows])
@@ -303,7 +297,7 @@ def verdict(rows: Sequence[Measured]) -> tuple[str, bool]:
 
 
 def other_work() -> str:
-    """A warning where the machine is busy before anything was started; empty where it is idle."""
+    """A warning if the machine is busy before anything was started; empty if it is idle."""
     load, n_cores = os.getloadavg()[0], os.cpu_count() or 1
     if load < MOST_LOAD * n_cores:
         return ""

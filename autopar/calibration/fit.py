@@ -1,19 +1,20 @@
-"""Constants of the cost model's laws from samples: least squares on relative error.
+"""Constants of the cost model's laws, fitted to samples by least squares on relative error.
 
     memory    t = bytes / bytes_per_s + n launch_s                                (`fit_memory`)
-    product   t = max(flops / rate + u bytes / bytes_per_s, bytes / bytes_per_s) + n launch_s
-              one rate per dtype, one u for all                                   (`fit_products`)
-    transfer  t = turns c T(latency_s, s_per_byte), T the least over algorithms of
-              `cost/laws/collectives.py`; c a ratio of the kind, 1 but for `MEASURED_RATIOS`: gloo's
-              reduce_scatter takes as long as an all_reduce                       (`fit_link`)
-    step      t = work_ratio w + launch_ratio n + transfer_ratio c: products and memory,
-              launches, and collectives by the laws above, and how many times as long they take
-              in whole steps                                                       (`fit_steps`)
+    matmul    t = max(flops / rate + u bytes / bytes_per_s, bytes / bytes_per_s) + n launch_s
+              with one rate per dtype, and one u for all                          (`fit_products`)
+    transfer  t = turns c T(latency_s, s_per_byte)                                (`fit_link`)
+              T is the least over the algorithms of `cost/laws/collectives.py`. c is a ratio per
+              kind, and 1 except for `MEASURED_RATIOS`: gloo's reduce_scatter takes as long as an
+              all_reduce
+    step      t = work_ratio w + launch_ratio n + transfer_ratio c                (`fit_steps`)
+              w, n and c are the times of matmuls and memory, of launches and of collectives by the
+              laws above. A ratio is the time in whole steps / the time alone
 
-Every fit minimises the sum over samples of (log law - log t)^2, in which half and twice the time
-are equally wrong. (With law / t - 1 too short a law costs little, and where no constants fit well
-the best ones would be all too short.) The unknowns are the logs of the constants, which therefore
-are positive; a constant that ends where it no longer matters to any sample is refused.
+Every fit minimises the sum over samples of (log law - log t)^2, so half and twice the time are
+equally wrong. (With law / t - 1, a law that is too short costs little. Where no constants fit well,
+the best ones would all be too short.) The unknowns are the logs of the constants, so constants are
+positive. A constant that no sample depends on is refused (`_require_effect`).
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ Law = Callable[[Array], Array]
 _N_STEPS = 200
 _NUDGE = 1e-6  # of a constant, for the derivative of a law
 _MATTERS = 1e-4  # of a sample's time
-# How much the log of a step's ratio counts beside the log of a sample's error: an e-fold ratio as
-# much as an error of 2%. Enough to leave a ratio at 1 where no step tells it.
+# Weight of the log of a step's ratio beside the log of a sample's error: an e-fold ratio counts as
+# much as an error of 2%. Enough to leave a ratio at 1 if no step determines it.
 _TOWARDS_ONE = 0.02
 
 
 @dataclass(frozen=True)
 class Residual:
-    """What the fitted law says of one sample."""
+    """The measured time of one sample, and the time by the fitted law."""
 
     name: str
     size: str
@@ -65,7 +66,7 @@ class MemoryFit:
 
 @dataclass(frozen=True)
 class ProductFit:
-    """`rates_flops_per_s` of endlessly large products; `best_flops_per_s` of those measured."""
+    """By dtype: `rates_flops_per_s` of infinitely large matmuls, `best_flops_per_s` measured."""
 
     rates_flops_per_s: dict[str, float]
     best_flops_per_s: dict[str, float]
@@ -75,7 +76,7 @@ class ProductFit:
 
 @dataclass(frozen=True)
 class LinkFit:
-    """The link; `link.ratios` has the kinds of `MEASURED_RATIOS` that were timed."""
+    """The fitted link; `link.ratios` has the kinds of `MEASURED_RATIOS` that were timed."""
 
     link: Link
     residuals: tuple[Residual, ...]
@@ -83,8 +84,8 @@ class LinkFit:
 
 @dataclass(frozen=True)
 class StepFit:
-    """In whole steps: `work_ratio` of products and memory, `launch_ratio` of launches,
-    `transfer_ratio` of collectives."""
+    """Time in whole steps / time alone: `work_ratio` of matmuls and memory, `launch_ratio` of
+    launches, `transfer_ratio` of collectives."""
 
     work_ratio: float
     launch_ratio: float
@@ -93,9 +94,9 @@ class StepFit:
 
 
 def fit_memory(samples: Sequence[OperatorSample]) -> MemoryFit:
-    """Bandwidth and launch of operators that compute next to nothing.
+    """Memory bandwidth and launch time, from operators that compute next to nothing.
 
-    Raises `CalibrationError` where no positive ones fit, as the other fits do.
+    Raises `CalibrationError` if no positive constants fit, as the other fits do.
     """
     times_s = _times_s(samples)
     touched, n = _column(samples, "size_bytes"), _column(samples, "n_operators")
@@ -111,7 +112,7 @@ def fit_memory(samples: Sequence[OperatorSample]) -> MemoryFit:
 
 
 def fit_products(samples: Sequence[OperatorSample], memory: MemoryFit) -> ProductFit:
-    """A rate per dtype, and how much of products' memory time shows beside their arithmetic."""
+    """A rate per dtype, and the share of a matmul's memory time that adds to its arithmetic."""
     times_s = _times_s(samples)
     dtypes = sorted({s.dtype for s in samples})
     flops = np.array([[s.flops * (s.dtype == d) for d in dtypes] for s in samples])
@@ -124,7 +125,7 @@ def fit_products(samples: Sequence[OperatorSample], memory: MemoryFit) -> Produc
 
     best = {d: max(s.flops / s.time_s for s in samples if s.dtype == d) for d in dtypes}
     found = _fitted(law, times_s, np.array([*(1.0 / best[d] for d in dtypes), 0.1]))
-    _require_effect(law, found, times_s, [f"rate of {d} products" for d in dtypes])
+    _require_effect(law, found, times_s, [f"rate of {d} matmuls" for d in dtypes])
     rates = {d: float(1.0 / value) for d, value in zip(dtypes, found[:-1], strict=True)}
     ratio = round(float(found[-1]), 6)
     return ProductFit(rates, best, ratio, _residuals(samples, law(found)))
@@ -135,7 +136,7 @@ def fit_link(samples: Sequence[TransferSample]) -> LinkFit:
     times_s = _times_s(samples)
 
     timed = {s.kind for s in samples}
-    # Beside others, that is: alone, a ratio would be a part of both constants.
+    # Only beside other kinds: alone, a ratio cannot be told from latency and bandwidth.
     kinds = [k for k in MEASURED_RATIOS if k in timed] if timed - set(MEASURED_RATIOS) else []
 
     def link_of(constants: Array) -> Link:
@@ -154,8 +155,8 @@ def fit_link(samples: Sequence[TransferSample]) -> LinkFit:
 
 
 def fit_steps(samples: Sequence[StepSample]) -> StepFit:
-    """How many times as long as alone work, launches and collectives take in steps; 1 for what
-    no step tells."""
+    """The ratios of work, launches and collectives in steps to the same alone; 1 for a ratio that
+    no step determines."""
     times_s = _times_s(samples)
     parts_s = np.column_stack([_column(samples, f"{p}_s") for p in ("work", "launch", "transfer")])
 
@@ -181,7 +182,7 @@ def _transfer_s(sample: TransferSample, link: Link) -> float:
 
 
 def _fitted(law: Law, times_s: Array, start: Array) -> Array:
-    """The positive constants of least squares in the logs, by Levenberg and Marquardt's steps."""
+    """The positive constants that minimise squared log errors, by Levenberg-Marquardt."""
     logs, damping = np.log(start), 1e-3
     errors, nudges = np.log(law(start) / times_s), np.eye(len(start)) * _NUDGE
     for _ in range(_N_STEPS):
@@ -200,7 +201,7 @@ def _fitted(law: Law, times_s: Array, start: Array) -> Array:
 
 
 def _require_effect(law: Law, found: Array, times_s: Array, names: Sequence[str]) -> None:
-    """Raise where a constant might as well be zero: a rate or bandwidth without end."""
+    """Raise if a constant might as well be zero, that is, a rate or bandwidth infinite."""
     for i, name in enumerate(names):
         without = law(np.where(np.arange(len(found)) == i, 0.0, found))
         if not np.any(np.abs(law(found) - without) > _MATTERS * times_s):

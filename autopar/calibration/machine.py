@@ -1,4 +1,4 @@
-"""What is asked of the system rather than timed: names, cores, memory."""
+"""What the system reports and no timing measures: names, cores, memory."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import torch
 class LocalMachine:
     """`n_slots`: ranks that compute at full speed, one per core or GPU.
 
-    `memory_bytes` is that of one GPU, or of the whole machine where ranks are processes of it;
-    `held_bytes` what a rank holds of it before it has a tensor.
+    `memory_bytes` is the memory of one GPU, or of the whole machine if ranks run on its CPU.
+    `held_bytes` is what a rank holds before it has any tensor.
     """
 
     device: str
@@ -28,7 +28,7 @@ class LocalMachine:
 
 
 def count_slots() -> int:
-    """GPUs, or else cores that this process may use; asks no GPU for memory."""
+    """The number of GPUs, or else of cores that this process may use; takes no GPU memory."""
     if torch.cuda.is_available():
         return torch.cuda.device_count()
     if hasattr(os, "sched_getaffinity"):
@@ -37,7 +37,7 @@ def count_slots() -> int:
 
 
 def this_machine() -> LocalMachine:
-    """The machine of this process, which is a rank: on a GPU it starts a context."""
+    """The machine of this process, which is a rank; on a GPU this starts a context."""
     if torch.cuda.is_available():
         free_bytes, memory_bytes = torch.cuda.mem_get_info()
         name = torch.cuda.get_device_name()

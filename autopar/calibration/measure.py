@@ -1,13 +1,13 @@
-"""Starts ranks and measures on them.
+"""Start ranks and measure on them.
 
-    as many ranks as cores or GPUs   products, memory-bound and small operators while all are
-    (no more than the largest group) busy; collectives of every group size up to it;
-                                     on a CPU whole training steps of one rank each
-    every larger group (CPU only)    the same collectives; a few operators again, to see what it
-                                     costs that ranks take turns
+    one rank per core or GPU         matmuls, memory-bound and small operators while all ranks are
+    (at most the largest group)      busy; collectives of every group size that divides the ranks;
+                                     on a CPU, whole training steps
+    every larger group (CPU only)    the same collectives; a few operators again, to measure the
+                                     cost of sharing cores
 
-A process that computes alone on a machine whose cores share caches and power may be faster than
-the profile says; profiles are for jobs that keep all ranks busy.
+Profiles are for jobs that keep all ranks busy. A process that computes alone may be faster than the
+profile says, if cores share caches and power.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def calibrate(
 ) -> Calibration:
     """Measure this machine; `ranks` are the sizes of the groups whose collectives are timed.
 
-    By default 2 and 4 processes, or as many as 2, 4, 8 ... of the GPUs. A script that calls it
-    must do so under `if __name__ == "__main__":`, as with `autopar.launch`. `quick` measures few
-    sizes, a few times.
+    The default is 2 and 4 processes, or on GPUs all powers of two up to their number. A script
+    must call it under `if __name__ == "__main__":`, as with `autopar.launch`. `quick` measures
+    fewer sizes, fewer times.
 
     Raises:
         OptionError: a group of one rank, or of more ranks than there are GPUs.
@@ -68,7 +68,7 @@ def calibrate(
         _measure_steps(samples, pool, machine, quick, progress)
     for n_ranks in (n for n in groups if n > samples.n_busy):
         with WorkerPool(n_ranks) as pool:
-            progress(f"{n_ranks} ranks that share {n_slots} cores")
+            progress(f"{n_ranks} ranks sharing {n_slots} cores")
             shared = pool.run(_on_rank, turn_samples, quick)[0]
             samples.turns.append((n_ranks, _ratio(shared, samples.operators)))
             _measure_transfers(samples, pool, groups, quick, progress)
@@ -76,7 +76,7 @@ def calibrate(
 
 
 def _measure_operators(samples: Samples, pool: WorkerPool, quick: bool, progress: Report) -> None:
-    progress(f"products and memory-bound operators on {samples.n_busy} ranks")
+    progress(f"matmuls and memory-bound operators on {samples.n_busy} ranks")
     samples.operators += pool.run(_on_rank, operator_samples, quick)[0]
     if torch.cuda.is_available():
         progress("fused attention, and the interpreter's time per operator")
@@ -87,7 +87,7 @@ def _measure_operators(samples: Samples, pool: WorkerPool, quick: bool, progress
 def _measure_transfers(
     samples: Samples, pool: WorkerPool, groups: Sequence[int], quick: bool, progress: Report
 ) -> None:
-    """Over groups of every size that divides the pool."""
+    """Time transfers over groups of every size that divides the pool."""
     sizes = [n for n in groups if pool.n_ranks % n == 0]
     if sizes:
         progress(f"collectives and messages on {pool.n_ranks} ranks")
@@ -98,7 +98,7 @@ def _measure_transfers(
 def _measure_steps(
     samples: Samples, pool: WorkerPool, machine: LocalMachine, quick: bool, progress: Report
 ) -> None:
-    """What the steps should take is predicted with the constants of what was measured so far."""
+    """Time whole steps; constants fitted to the samples so far predict their times."""
     if machine.is_cuda:
         return
     progress(f"whole training steps on {samples.n_busy} ranks")
@@ -130,7 +130,7 @@ def _grid(device: torch.device, quick: bool) -> SampleGrid:
 
 
 def _of_rank() -> LocalMachine:
-    """The machine as a rank finds it, with the buffers of its backend."""
+    """The machine as a rank sees it, after its backend has made its buffers."""
     dist.barrier()
     return this_machine()
 
@@ -153,6 +153,6 @@ def _steps_on_rank(profile: str, quick: bool) -> list[StepSample]:
 
 
 def _ratio(shared: Sequence[OperatorSample], alone: Sequence[OperatorSample]) -> float:
-    """How many times as long the same operators take, in the median."""
+    """The median over operators of their time on shared cores / their time alone."""
     known = {(s.name, s.dtype, s.size_bytes): s.time_s for s in alone}
     return statistics.median(s.time_s / known[s.name, s.dtype, s.size_bytes] for s in shared)

@@ -1,14 +1,14 @@
-"""Operators that are timed, and what the planner charges for them.
+"""The operators that are timed, and what the planner charges for them.
 
-    product   the three of a linear layer and its backward, 2mnk flops each, which touch
-              mk + kn + mn elements; without autograd, whose time is in that of small operators
-    memory    forward alone: one operator, its inputs and outputs; forward and backward: two
-              operators, the backward charged 1.5 times the bytes (`passes/intra/member_prices.py`)
-              On 1 row: the cost of an operator as such. Four in a chain, as in a model, where
-              autograd starts once for many operators
+    matmul    the three matmuls of a linear layer and its backward. Each has 2mnk FLOPs and touches
+              mk + kn + mn elements. They run without autograd: its time is in the small operators
+    memory    forward alone is one operator, charged its inputs and outputs. Forward and backward
+              are two operators; the backward is charged 1.5 times the bytes
+              (`passes/intra/member_prices.py`). With 1 row, the time is the cost of an operator as
+              such. Four run in a chain, as in a model: autograd starts once for many operators
     attention causal, as fused as the device has it; GPUs only
 
-Tensors come from a ring that is larger than caches hold, as those of a model's layers are.
+Tensors come from a ring that is larger than the caches, like the tensors of a model's layers.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ MEMORY: dict[str, tuple[Operator, int]] = {
 
 @dataclass(frozen=True)
 class Timed:
-    """A case, and its sample but for the time."""
+    """A timed call, and its sample without the time."""
 
     case: TimedCall
     sample: OperatorSample
 
 
 def operator_samples(grid: SampleGrid, device: torch.device) -> list[OperatorSample]:
-    """Products, memory-bound and small operators, while all ranks do the same."""
+    """Matmuls, memory-bound and small operators, while all ranks do the same."""
     return _measured([*products(grid, device), *memory_operators(grid, device)], grid, device)
 
 
 def turn_samples(grid: SampleGrid, device: torch.device) -> list[OperatorSample]:
-    """A few of them, to see how ranks share cores."""
+    """A few of the same operators, to measure how ranks share cores."""
     few = replace(grid, product_shapes=grid.product_shapes[:2], memory_rows=grid.memory_rows[1:2])
     floats = [t for t in products(few, device) if t.sample.dtype == "float32"]
     return _measured([*floats, *memory_operators(few, device)], grid, device)
@@ -74,7 +74,7 @@ def attention_samples(grid: SampleGrid, device: torch.device) -> list[OperatorSa
 
 
 def issue_samples(grid: SampleGrid, device: torch.device) -> list[OperatorSample]:
-    """Small operators again, timed on the interpreter's side."""
+    """Small operators again, timed by the interpreter's clock."""
     found = []
     for timed in memory_operators(replace(grid, memory_rows=(1,)), device):
         time_s = issue_time_s(timed.case.run, device)
@@ -93,13 +93,13 @@ def products(grid: SampleGrid, device: torch.device) -> Iterator[Timed]:
             x, w = _ring((m, k), kind, device), _ring((n, k), kind, device)
             size = f"{m} x {n} x {k}"
             sample = OperatorSample(
-                f"{dtype} product", size, dtype, 3 * flops, 3.0 * touched_bytes, 3, 0.0
+                f"{dtype} matmul", size, dtype, 3 * flops, 3.0 * touched_bytes, 3, 0.0
             )
             yield Timed(TimedCall(partial(_products, x, w)), sample)
 
 
 def _products(x: list[Tensor], w: list[Tensor], i: int) -> None:
-    """Those of a linear layer: its output, and from a gradient of that those of x and w."""
+    """The matmuls of a linear layer: its output, and the gradients of x and w."""
     a, b = _pair(x, w, i)
     out = a @ b.T
     out @ b
@@ -130,7 +130,7 @@ def _chain(operator: Operator, x: Tensor, y: Tensor) -> Tensor:
 def _attention(device: torch.device) -> Iterator[Timed]:
     shape = (1, _HEADS, _LENGTH, _HEAD_DIM)
     x = _ring(shape, torch.bfloat16, device)
-    # Two products of every query with every key, half of which are masked and not computed.
+    # Two matmuls over all pairs of query and key; half of the pairs are masked and not computed.
     flops = 2.0 * 2 * _HEADS * _LENGTH**2 * _HEAD_DIM / 2
 
     def attend(q: Tensor, kv: Tensor) -> Tensor:
@@ -152,19 +152,19 @@ def _measured(timed: list[Timed], grid: SampleGrid, device: torch.device) -> lis
 
 @cache
 def _ring(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Tensors of one shape, the same for all that asks for it."""
+    """Tensors of one shape, shared by all callers."""
     first = torch.randn(shape, device=device).to(dtype)
     n_copies = max(2, min(_MOST_COPIES, _RING_BYTES[device.type] // first.nbytes))
     return [first, *(first.clone() for _ in range(n_copies - 1))]
 
 
 def _pair(x: list[Tensor], y: list[Tensor], i: int) -> tuple[Tensor, Tensor]:
-    """Two different tensors also where both rings are the same."""
+    """Two different tensors, even if both rings are the same."""
     return x[i % len(x)], y[(i + 1) % len(y)]
 
 
 def _forward(operator: Operator, x: list[Tensor], y: list[Tensor], i: int) -> None:
-    """As in training: autograd records it."""
+    """One forward, recorded by autograd as in training."""
     a, b = (tensor.detach().requires_grad_() for tensor in _pair(x, y, i))
     operator(a, b)
 

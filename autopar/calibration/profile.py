@@ -1,10 +1,11 @@
 """The quantities of a profile, each with its source, from fits and from the machine.
 
-What one machine cannot show is taken from elsewhere, and its source says so: the datasheet's peaks
-and the link between nodes come from the shipped profile of the same GPU, where there is one.
-Where whole steps were timed, what is achieved is what is achieved in steps: rates and bandwidth
-over, and launch and the links' constants times, the ratios of `fit_steps`. Peaks are those of
-operators alone.
+One machine cannot show everything. The datasheet's peaks and the link between nodes come from the
+shipped profile of the same GPU, if there is one, and the source says so.
+
+If whole steps were timed, achieved numbers are those in steps: rates and bandwidth are divided by
+the ratios of `fit_steps`, launch time and the constants of links are multiplied by them. Peaks are
+those of operators alone.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _MEMORY_BOUND = "add, mul, gelu, layer_norm and softmax, forward and backward"
 
 @dataclass(frozen=True)
 class ProfileNumbers:
-    """Turns what is known of a machine into quantities by their dotted keys."""
+    """Turns what is known about a machine into quantities by dotted key."""
 
     machine: LocalMachine
     samples: Samples
@@ -44,8 +45,6 @@ class ProfileNumbers:
     def all(self) -> Quantities:
         device = self._capacity() | self._bandwidth() | self._interpreter()
         return device | self._rates() | self._attention() | self._links() | self._cores()
-
-    # -- where numbers come from -----------------------------------------------------------------
 
     @cached_property
     def _where(self) -> str:
@@ -62,7 +61,7 @@ class ProfileNumbers:
         return self._shipped.quantities.get(key) if self._shipped is not None else None
 
     def _larger(self, key: str, measured: Quantity) -> Quantity:
-        """What the shipped profile says, unless more was measured."""
+        """The number of the shipped profile, unless a larger one was measured."""
         known = self._known(key)
         return measured if known is None or known.value < measured.value else known
 
@@ -91,15 +90,13 @@ class ProfileNumbers:
             f"in float32, median error {median_error(residuals):.0%}"
         )
 
-    # -- the device ------------------------------------------------------------------------------
-
     def _capacity(self) -> Quantities:
         machine, samples = self.machine, self.samples
         key = "device.memory_margin_fraction"
         if machine.is_cuda:
             whole = Quantity(machine.memory_bytes, f"CUDA's total of {self._where}")
             how = self._measured("held by CUDA's context and NCCL's buffers")
-            # A shipped margin also has what an allocator loses to fragments.
+            # A shipped margin also covers what an allocator loses to fragmentation.
             margin = self._larger(key, Quantity(machine.held_bytes / machine.memory_bytes, how))
             return {"device.memory_bytes": whole, key: margin}
         n_ranks = max([samples.n_busy, *(n for n, _ in samples.turns)])
@@ -152,11 +149,11 @@ class ProfileNumbers:
         return found | {"device.product_traffic_ratio": traffic}
 
     def _peak(self, dtype: str) -> Quantity:
-        """A datasheet's, unless this device is faster than its datasheet."""
+        """The datasheet's peak, unless this device is faster than its datasheet."""
         fit = self.products
         endless = fit.rates_flops_per_s[dtype]
         rate = max(endless, endless / self._ratios.work_ratio, fit.best_flops_per_s[dtype])
-        how = self._measured("the fastest product, or an endless one by the fit if that is more")
+        how = self._measured("the fastest matmul, or an infinite one by the fit if that is faster")
         return self._larger(f"device.peak_flops_per_s.{dtype}", Quantity(rate, how))
 
     def _attention(self) -> Quantities:
@@ -177,8 +174,6 @@ class ProfileNumbers:
             "backward": (both.flops - forward.flops) / backward_s / peak,
         }
         return {f"device.attention_fraction.{p}": Quantity(s, how) for p, s in shares.items()}
-
-    # -- links -----------------------------------------------------------------------------------
 
     def _links(self) -> Quantities:
         found = {}
@@ -206,8 +201,8 @@ class ProfileNumbers:
         known = self._known(f"link.intra_node.{name}")
         if known is None:
             raise CalibrationError(
-                f"one rank has no collectives to measure, and no profile of {self.machine.device} "
-                "is shipped that knows its links",
+                f"one rank has no collectives to measure, and no shipped profile of "
+                f"{self.machine.device} knows its links",
                 hint="calibrate on a machine with several GPUs",
             )
         return known

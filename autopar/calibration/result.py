@@ -1,4 +1,4 @@
-"""A calibrated machine: what was measured, what fits it, as a profile and as a report."""
+"""A calibrated machine: its samples and fits, as a profile and as a report."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from autopar.units import format_seconds
 class Calibration:
     """A machine's samples, and the constants fitted to them.
 
-    `link` is None for one rank; `steps` where no whole steps were timed.
+    `link` is None for one rank; `steps` is None if no whole steps were timed.
     """
 
     machine: LocalMachine
@@ -44,7 +44,7 @@ class Calibration:
 
     @staticmethod
     def of(samples: Samples, machine: LocalMachine) -> Calibration:
-        """Fit every law. Raises `CalibrationError` where no positive constants fit."""
+        """Fit every law. Raises `CalibrationError` if no positive constants fit."""
         memory = fit_memory([s for s in samples.operators if not s.dtype])
         products = fit_products([s for s in samples.operators if s.dtype], memory)
         link = fit_link(samples.transfers) if samples.transfers else None
@@ -70,11 +70,11 @@ class Calibration:
         return "\n".join(lines) + "\n"
 
     def save(self, path: str | Path) -> None:
-        """Write the profile; its name is that of the file."""
+        """Write the profile, named after the file."""
         Path(path).write_text(self.toml(Path(path).stem), encoding="utf-8")
 
     def text(self) -> str:
-        """The constants, and how well each law fits what was measured."""
+        """The constants, and how well each law fits the measurements."""
         width = max(map(len, self.quantities))
         lines = [self.machine.device, ""]
         lines += [f"  {key:{width}}  {q.value:.4g}" for key, q in self.quantities.items()]
@@ -82,7 +82,7 @@ class Calibration:
             lines += ["", f"{title}: median error of the fit {median_error(residuals):.0%}"]
             lines += _table(residuals)
         if self.steps is not None:
-            lines += ["", f"in steps, times as long as alone: {_ratios_text(self.steps)}"]
+            lines += ["", f"time in whole steps / time alone: {_ratios_text(self.steps)}"]
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:

@@ -1,8 +1,7 @@
-"""What is timed, and what a timing says.
+"""What is timed, and what a timing yields.
 
-A sample is work as the cost model charges it, and the seconds that it took. Ranks that share
-cores take turns: `turns` = ranks on the machine / cores, at least 1, by which a time is divided
-before it is compared with a law.
+A sample is work as the cost model charges it, with its measured seconds. Ranks that share cores
+take turns: `turns` = ranks on the machine / cores, at least 1. A law's time is multiplied by it.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ Shape = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class OperatorSample:
-    """Operators on one rank while all ranks were busy; a backward is operators of its own.
+    """Operators on one rank while all ranks were busy; a backward counts as more operators.
 
-    `dtype` is that of a product, "" where no rate is fitted; `flops` and `size_bytes` are those of
-    all `n_operators` together. `size` is for readers.
+    `dtype` is that of a matmul; "" for operators without a fitted rate. `flops` and `size_bytes`
+    are totals of all `n_operators`. `size` is for display.
     """
 
     name: str
@@ -53,10 +52,10 @@ class TransferSample:
 
 @dataclass(frozen=True)
 class StepSample:
-    """A whole training step, by the slowest of all ranks.
+    """A whole training step, timed on the slowest rank.
 
-    By the profile that operators and collectives alone have given it takes `work_s` in products
-    and memory, `launch_s` in launches and `transfer_s` in collectives.
+    The profile fitted to operators and collectives alone predicts `work_s` for matmuls and memory,
+    `launch_s` for launches and `transfer_s` for collectives.
     """
 
     name: str
@@ -69,10 +68,10 @@ class StepSample:
 
 @dataclass
 class Samples:
-    """All that is measured, with `n_busy` ranks where nothing else is said.
+    """All measurements, with `n_busy` ranks unless noted otherwise.
 
-    `issue` are small operators on the clock of the interpreter, where that is another than the
-    device's. `turns`: (ranks that share the cores, how many times as long operators take).
+    `issue` are small operators timed by the interpreter's clock, on devices that have their own.
+    `turns`: (ranks that share the cores, operator time / operator time with `n_busy` ranks).
     """
 
     n_busy: int
@@ -88,7 +87,7 @@ class Samples:
 class StepProgram:
     """What a timed step trains, on `rows` rows of `length` positions of each rank.
 
-    `recipe` shards it over all ranks; "" for every rank a step of its own.
+    `recipe` shards it over all ranks; with "" every rank runs a step of its own.
     """
 
     kind: Literal["encoder", "perceptron"]
@@ -109,11 +108,11 @@ class StepProgram:
 
 @dataclass(frozen=True)
 class SampleGrid:
-    """Sizes at which everything is measured, and how long.
+    """The sizes that are measured, and for how long.
 
-    `product_shapes` are (m, n, k) of x[m, k] w[n, k]; products above `most_flops[dtype]` are left
-    out. `sample_s` is how long one timing lasts at least, `n_rounds` how many there are; steps are
-    timed one by one, `n_step_rounds` times.
+    `product_shapes` are (m, n, k) of matmuls x[m, k] w[n, k]; those above `most_flops[dtype]` are
+    left out. `sample_s` is the aimed length of one timing, `n_rounds` the number of timings. Steps
+    are timed one by one, `n_step_rounds` times.
     """
 
     product_shapes: tuple[Shape, ...]

@@ -1,22 +1,21 @@
-"""Whole training steps that are timed, beside what the cost model says of them.
+"""Whole training steps that are timed, beside the cost model's predictions.
 
-Small programs in plain torch, planned with the profile that operators and collectives alone have
-given, and run by the runtime, forward to optimizer:
+The programs are small and in plain torch. They are planned with the profile that was fitted to
+operators and collectives alone. The runtime runs them, forward to optimizer:
 
-    on one rank      all ranks at once, each a step of its own
+    on one rank      all ranks at once, each with a step of its own
     by a recipe      sharded over all ranks
 
-A time is the slowest rank's, as in a job. One step of each makes a round, so tensors of a step
-come out of memory and not out of caches. Sizes go from steps that compute to steps that wait for
-the interpreter, recipes from one large collective to many small ones, which is what tells the
+A time is the slowest rank's, as in a job. A round has one step of each program, so a step finds its
+tensors in memory and not in caches. Sizes range from steps bound by compute to steps bound by the
+interpreter. Recipes range from one large collective to many small ones. This spread tells the
 ratios of `fit_steps` apart.
 
-What shows here and not in parts that repeat: fresh buffers and their page faults, autograd's
-bookkeeping, the Python of runtime and optimizer, ranks that wait for each other, and what the
-system takes from a core now and then, which the median of timings of a few milliseconds leaves
-out.
+Whole steps show what repeated parts hide: fresh buffers and their page faults, autograd's
+bookkeeping, the Python of runtime and optimizer, ranks that wait for each other. They also show
+what the system takes from a core now and then; a median of timings of a few milliseconds hides it.
 
-CPU only: on a GPU the interpreter works beside the device, and what of it shows is another law
+CPU only. On a GPU the interpreter runs beside the device, and its exposed time has another law
 (`device.host_s`).
 """
 
@@ -61,7 +60,7 @@ class _Attention(nn.Module):
 
 
 class _Block(nn.Module):
-    """Of an encoder: attention and four times its width, after norms."""
+    """A block of an encoder: attention and an MLP of four times the width, each after a norm."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -75,7 +74,7 @@ class _Block(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Predicts the tokens that it reads."""
+    """An encoder that predicts the tokens it reads."""
 
     def __init__(self, width: int, n_layers: int) -> None:
         super().__init__()
@@ -113,7 +112,7 @@ class Perceptron(nn.Module):
 
 
 def step_samples(profile: str, grid: SampleGrid, device: torch.device) -> list[StepSample]:
-    """Steps of all programs of `grid`; `profile` is the path of what their parts alone gave."""
+    """Steps of all programs of `grid`; `profile` is the path of the profile fitted to parts."""
     cases, samples = [], []
     for program in grid.step_programs:
         if program.recipe and dist.get_world_size() == 1:
@@ -138,7 +137,7 @@ def _made(program: StepProgram, n_ranks: int) -> tuple[nn.Module, Tensor]:
 
 
 def _predicted(program: StepProgram, planned: Plan) -> StepSample:
-    """What the profile says of it, without a time yet."""
+    """The program's step as the profile predicts it; its measured time is not set yet."""
     whole_s = planned.predicted.step_time_s
     launch_s, transfer_s = (
         whole_s - planned.what_if(free).predicted.step_time_s for free in (_NO_LAUNCH, _NO_LINK)
@@ -148,7 +147,7 @@ def _predicted(program: StepProgram, planned: Plan) -> StepSample:
 
 
 def _sharded(program: StepProgram, profile: str, device: torch.device) -> tuple[Plan, Step]:
-    """A step of all ranks together."""
+    """The plan and the step of a program sharded over all ranks."""
     n_ranks = dist.get_world_size()
     recipe = Manual(dp=n_ranks, zero=3 if program.recipe == "zero3" else 0)
     model, x = _made(program, n_ranks)
@@ -165,7 +164,7 @@ def _sharded(program: StepProgram, profile: str, device: torch.device) -> tuple[
 
 
 def _alone(program: StepProgram, profile: str, device: torch.device) -> tuple[Plan, Step]:
-    """A step on this rank alone, whatever the world is: the executor without groups."""
+    """The plan and the step of a program on this rank alone: the executor without groups."""
     model, x = _made(program, 1)
     planned = plan(model, Mesh((1, 1), hardware=profile), (x,), microbatches=1)
     assert planned.bound is not None
@@ -187,7 +186,7 @@ def _alone(program: StepProgram, profile: str, device: torch.device) -> tuple[Pl
 
 
 def _stored(planned: Plan, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The model's own parameters: on one rank a shard is the whole."""
+    """Names and parameters of the model itself: on one rank a shard is the whole."""
     assert planned.bound is not None
     named = dict(model.named_parameters())
     for stored in planned.bound.pipeline.stages[0].parameters:

@@ -1,12 +1,12 @@
-"""Interleaved medians: every case once per round, so a busy moment of the machine falls on all.
+"""Interleaved medians: every case once per round, so a busy moment of the machine affects all.
 
-All ranks run the same cases in the same order, each round after a barrier, and as often as the
-slowest of them needs to fill `sample_s`. A round's time is the mean over ranks, or that of the
-slowest; a case's is the median over rounds.
+All ranks time the same cases in the same order, each after a barrier. A case is called equally
+often on all ranks: as often as its mean time over ranks needs to fill `sample_s`. Its time in a
+round is the mean over ranks, or the slowest rank's. Its result is the median over rounds.
 
     CPU    `time.perf_counter` around the calls
-    CUDA   events around the calls, which are issued behind enough other work that the device
-           never waits for the interpreter: kernels back to back, as in a busy step
+    CUDA   events around the calls. The calls are queued behind enough other work that the device
+           never waits for the interpreter: kernels run back to back, as in a busy step
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _MOST_CALLS = {"cpu": 1000, "cuda": 50}
 
 @dataclass(frozen=True)
 class TimedCall:
-    """`run(i)` is timed; i counts calls, to take other buffers each time.
+    """`run(i)` is timed; i counts calls, so that each call can use other buffers.
 
-    `prepare` comes before each call, untimed: what a rank does before it meets others. `share`:
-    the part of the time that is asked for (half of a message there and back). `by_slowest`: a
-    round's time is the slowest rank's, for which all wait.
+    `prepare` runs before each call, untimed: what a rank does before it meets others. `share` is
+    the part of the time that counts: half of a round trip for one message. `by_slowest`: a round's
+    time is that of the slowest rank, because all wait for it.
     """
 
     run: Callable[[int], object]
@@ -53,14 +53,14 @@ def medians_s(
 
 
 def _n_calls(case: TimedCall, device: torch.device, sample_s: float) -> int:
-    """As many as fill `sample_s`, the same on all ranks; the first call is not counted."""
+    """The number of calls that fills `sample_s`, equal on all ranks; the first call warms up."""
     _time_s(case, 1, device)
     pilot_s = _over_ranks(_time_s(case, 3, device) / 3, device)
     return max(1, min(_MOST_CALLS[device.type], round(sample_s / max(pilot_s, 1e-7))))
 
 
 def _over_ranks(value: float, device: torch.device, is_largest: bool = False) -> float:
-    """The mean, or the largest."""
+    """The mean over ranks, or the largest value."""
     values = torch.tensor(value, dtype=torch.float64, device=device)
     dist.all_reduce(values, op=dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM)
     return values.item() / (1 if is_largest else dist.get_world_size())
@@ -97,14 +97,14 @@ def _on_gpu_s(run: Callable[[int], object], calls: range, device: torch.device) 
 
 
 def _occupy(device: torch.device, n_calls: int) -> None:
-    """Products of about 0.1 ms or more each, two per call: longer than issuing it takes."""
+    """Queue two matmuls per call, of about 0.1 ms or more each: longer than issuing it takes."""
     x = torch.ones(4096, 4096, dtype=torch.float16, device=device)
     for _ in range(2 * n_calls):
         x @ x
 
 
 def issue_time_s(run: Callable[[int], object], device: torch.device, n_calls: int = 200) -> float:
-    """Seconds the interpreter needs for one call, the device's work aside; median of 9."""
+    """Seconds the interpreter needs for one call, without the device's work; the median of 9."""
     times_s = []
     for _ in range(9):
         torch.cuda.synchronize(device)

@@ -1,8 +1,8 @@
 """The runtime's own collectives and messages, over process groups of the actual backend.
 
-A timed call is what a generated program calls (`runtime/groups/group.py`): copies into and out of the
-backend's buffers are part of it. Before each call every rank computes for a while, as in a step,
-so that ranks arrive when they arrive. `send_recv` is half of a message there and back.
+A timed call is what a generated program calls (`runtime/groups/group.py`), so it includes copies
+into and out of the backend's buffers. Before each call every rank computes for a while, as in a
+step, so ranks do not arrive at the same moment. `send_recv` is half of a round trip.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from autopar.runtime.groups import Group, make_groups
 
 _ROWS, _COLUMNS = Split(0), Split(1)
 _WIDTH = 64
-_PREPARED = 192  # a product of this many a side precedes every call
+_PREPARED = 192  # rows and columns of the matmul before every call
 
 
 def transfer_samples(
     group_sizes: Sequence[int], turns: float, grid: SampleGrid, device: torch.device
 ) -> list[TransferSample]:
-    """Collectives over groups of these sizes, side by side in the world; messages in pairs, where
-    no rank is left over."""
+    """Collectives over groups of these sizes, side by side in the world; and messages in pairs, if
+    the number of ranks is even."""
     cases: list[TimedCall] = []
     samples: list[TransferSample] = []
     messenger = DistMessenger(device)
@@ -73,7 +73,7 @@ def _calls(
 
 
 def _message(messenger: Messenger, size_bytes: int, device: torch.device) -> TimedCall:
-    """To the other rank of a pair and back."""
+    """A round trip to the other rank of the pair."""
     peer = messenger.rank ^ 1
     value = torch.randn(max(size_bytes // 4, 1), device=device)
     receive = (tuple(value.shape), value.dtype, peer)

@@ -1,8 +1,11 @@
-"""Capture: an ordinary PyTorch model and a batch -> one frozen, normalised `Program`.
+"""Captures an ordinary PyTorch model and a batch as one frozen, normalised `Program`.
 
-Reading order: `pipeline`, `accumulate`, `isolate`, `export`, `regions`, `inplace` with
-`view_writes`, `buffers`, `normalise` with `rewrites/`, `dependence`, `constants`, `prologue`;
-`reference` runs the result.
+Read: `pipeline.py` (all steps in order); `accumulate.py`; `isolate.py`, `norms.py`, `export.py`,
+`names.py`, `regions.py` (the trace); `buffers.py`, `inplace.py`, `view_writes.py` (functional);
+`builder.py`, `grad.py`, `normalise.py` with `rewrites/`, `outputs.py` (canonical operators);
+`dependence.py`, `constants.py`, `prologue.py` (cut); `reference.py` (run the result).
+May import `cost`, `runtime` and the layers below them.
+Hands on `capture` (model -> `Program`) and `reference_step` (the program on one process).
 """
 
 from autopar.capture.accumulate import accumulation_of

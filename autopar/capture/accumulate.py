@@ -1,10 +1,11 @@
-"""Gradient accumulation: several microbatches of a loss that is no sum over rows.
+"""Gradient accumulation: n microbatches of a loss that is not a sum over rows.
 
-A contrastive loss compares all rows, batch norm takes statistics of them, a load-balancing loss
-multiplies two means. Splitting the batch changes what such a loss means, so the planner never does
-it on its own. Asked for n microbatches, autopar does what a loop over `batch.chunk(n)` does: the
-program is captured on the rows of one microbatch, microbatch i is rows [i·B/n, (i+1)·B/n), and
-the loss is the mean of theirs.
+A contrastive loss compares all rows, batch norm takes statistics over them, a load-balancing loss
+multiplies two means. Splitting the batch changes such a loss, so the planner never does it on its
+own. If the user asks for n microbatches, autopar does what a loop over `batch.chunk(n)` does:
+
+    microbatch i    rows [i·B/n, (i+1)·B/n); the program is captured on one microbatch
+    loss            mean of the microbatches' losses                            (`mean_loss`)
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ aten = torch.ops.aten
 def accumulation_of(
     example_inputs: Mapping[str, Any] | Sequence[Any], n: int, batch_dims: Mapping[str, int | None]
 ) -> Accumulation:
-    """`n` microbatches of a batch; `batch_dims` says where inputs have their rows (option).
+    """How to split a batch into `n` microbatches.
 
-    Raises `BatchError` where the rows do not divide into the microbatches.
+    batch_dims    which dim of an input has the rows (the option of this name)
+
+    Raises `BatchError` if `n` does not divide the number of rows.
     """
     leaves = flatten_inputs(example_inputs)
     shapes = {k: tuple(v.shape) for k, v in leaves.items() if isinstance(v, torch.Tensor)}
@@ -45,7 +48,7 @@ def accumulation_of(
 def first_rows(
     example_inputs: Mapping[str, Any] | Sequence[Any], accumulation: Accumulation
 ) -> Mapping[str, Any] | Sequence[Any]:
-    """The inputs of the first microbatch, in their own structure."""
+    """The inputs of the first microbatch, in the structure of `example_inputs`."""
     mapping = isinstance(example_inputs, Mapping)
     structure = pytree.tree_structure(dict(example_inputs) if mapping else tuple(example_inputs))
     rows = accumulation.rows(flatten_inputs(example_inputs), 0)
@@ -54,7 +57,7 @@ def first_rows(
 
 
 def mean_loss(builder: Builder, outputs: Outputs, n: int) -> Outputs:
-    """The loss as its part of the mean over `n` microbatches."""
+    """Divide the loss by `n`, so that the losses of `n` microbatches add up to their mean."""
     loss = outputs.loss
     assert loss is not None, "microbatches are of training"
     builder.origin = loss

@@ -1,7 +1,7 @@
 """Buffers that a forward pass changes: statistics, counters, moving averages.
 
-What such a buffer holds at the end is one more result of the graph, after those of the model and
-out of autograd, and what it held before is an input (`Program.buffers`).
+The old value of such a buffer is an input of the graph (`Program.buffers`). Its new value is an
+extra result, after the model's results and without gradient.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _WORDS = {
 def return_changes(
     model: nn.Module, exported: ExportedProgram, graph: fx.Graph, prefix: str
 ) -> tuple[str, ...]:
-    """Make `graph` functional; its output node returns what changed buffers then hold as well.
+    """Make `graph` functional, and append the new values of changed buffers to its output.
 
-    The placeholders of those buffers, in the order of what is returned. Raises
-    `NotSupportedError` where anything but a buffer of the model is seen to change.
+    Returns the placeholders of these buffers, in the order of their values. Raises
+    `NotSupportedError` if anything but a buffer of the model visibly changes.
     """
     stored, own = {}, set()
     for spec in exported.graph_signature.input_specs:
@@ -54,7 +54,7 @@ def has_buffer(model: nn.Module, name: str) -> bool:
 
 
 def buffer_info(model: nn.Module, name: str, value: torch.Tensor) -> BufferInfo:
-    """`value` has the dtype of the program."""
+    """What the program knows of a buffer; `value` has the program's dtype."""
     tensor = model.get_buffer(name)
     named = model.named_buffers(remove_duplicate=False)
     first, *aliases = (other for other, buffer in named if buffer is tensor)
@@ -64,13 +64,13 @@ def buffer_info(model: nn.Module, name: str, value: torch.Tensor) -> BufferInfo:
 
 
 def out_of_autograd(builder: Builder, value: fx.Node) -> fx.Node:
-    """A result of the graph's own: what a buffer holds has no history."""
+    """`value` as an operator's result without gradient, as a buffer has no autograd history."""
     is_result = value.op == "call_function" and value not in builder.has_grad
     return value if is_result else builder.detach(value)
 
 
 def _check_memory(model: nn.Module, name: str) -> None:
-    """Refuse a buffer that is a part of another tensor: the trace does not see its writes."""
+    """Refuse a buffer that shares memory with another tensor: the trace would miss its writes."""
     tensor = model.get_buffer(name)
     for other, held in _tensors(model):
         if held is not tensor and not held.is_meta and _storage(held) == _storage(tensor):

@@ -1,9 +1,9 @@
-"""Emit normalised nodes: each carries its fake value, and we know whether it carries gradient.
+"""Emits normalised nodes, each with its fake value, and tracks which ones carry gradient.
 
 A rewrite receives a `TracedCall` (an operator with arguments already in the new graph) and emits
-its replacement through the `Builder`. Under `lift` every floating dtype becomes float64:
-dtype arguments are replaced, fake values recomputed, and an operator that would make a
-float32 of integers alone gets them as float64.
+its replacement through the `Builder`. Under `lift` every floating dtype becomes float64: dtype
+arguments are replaced and fake values recomputed. An operator that would make float32 from
+integers gets the integers as float64.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class TracedCall:
 class Builder:
     """The graph being built.
 
-    divisors    nodes that divide a mean by a count of labels: they must not depend on
-                parameters, and leave for the prologue
-    constants   placeholders of constants that rewrites made up, and what computes them
+    divisors    counts of labels that divide a mean; they must not depend on parameters, and
+                move to the prologue
+    constants   placeholders of constants that rewrites introduced, and what computes them
     """
 
     mode: FakeTensorMode
@@ -76,7 +76,7 @@ class Builder:
     _detached: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """What `dtype` is in this program."""
+        """`dtype` in this program: float64 or complex128 under `lift`."""
         if not self.lift:
             return dtype
         if dtype.is_complex:
@@ -94,19 +94,19 @@ class Builder:
         return node
 
     def constant(self, name: str, compute: Callable[[], torch.Tensor]) -> fx.Node:
-        """A placeholder of a constant's own; called with one `compute`, they are one tensor."""
+        """A new placeholder for a constant; constants with the same `compute` share one tensor."""
         node = self.placeholder(name, compute())
         self.constants[node] = compute
         return node
 
     def seed(self) -> fx.Node:
-        """The placeholder of the step's seed (`autopar/operators/random.py`)."""
+        """The placeholder of the step's seed (`operators/random.py`)."""
         if self.random_seed is None:
             self.random_seed = self.placeholder("seed", seed_tensor(0))
         return self.random_seed
 
     def next_occurrence(self) -> int:
-        """The number of a random operator."""
+        """A new number for a random operator."""
         self.n_random += 1
         return self.n_random - 1
 
@@ -131,7 +131,10 @@ class Builder:
         kwargs: dict[str, Any],
         same_as: fx.Node | None = None,
     ) -> fx.Node:
-        """Emit an operator; `same_as` is the traced node when nothing about it changed."""
+        """Emit an operator.
+
+        same_as    the traced node, if the operator is unchanged: its fake value is reused
+        """
         args, kwargs = pytree.tree_map(self._argument, (args, kwargs))
         if same_as is not None and not self.lift:
             value = same_as.meta["val"]
@@ -161,7 +164,7 @@ class Builder:
         return value
 
     def detach(self, node: fx.Node) -> fx.Node:
-        """`node` cut off from its gradient; one per node."""
+        """`node` without gradient; one detached node per node."""
         if node not in self._detached:
             detached = self._create(aten.detach.default, (node,), {})
             self._detached[node] = self._finish(detached, node.meta["val"], False)
@@ -183,7 +186,7 @@ class Builder:
     def _widen(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Integer operands as float64: their quotient or square root is float32 otherwise."""
+        """Cast integer operands to float64; else their quotient or square root is float32."""
 
         def widen(value: Any) -> Any:
             if isinstance(value, fx.Node) and not is_differentiable(value.meta["val"]):

@@ -1,9 +1,9 @@
 """Constants: tensors that depend on no input and no parameter (position ids, masks, tables).
 
-Their subgraph is computed once per program, on cpu, the first time one of them is asked for;
-until then a constant is only a shape, so capturing and planning stay cheap. Leaves are the
-buffers of the user's model (read at that time) and tensors literal in its code. Buffers of a
-model on `meta` have no values: they are recomputed as the model itself would initialise them.
+Their subgraph is computed once per program, on cpu, when the first one is requested. Until then
+a constant is only a shape, so capture and planning stay cheap. The leaves of the subgraph are
+buffers of the user's model, read at that time, and tensors that are literal in its code. Buffers
+of a model on `meta` have no values, so they are initialised as the model would do it.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class ConstantStore:
         return self._values[name]
 
     def callables(self) -> dict[str, Leaf]:
-        """Constant's name -> function that returns it."""
+        """Name of a constant -> function that returns it."""
         return {name: partial(self.value, name) for name in self._names}
 
 
 def literal(tensor: torch.Tensor, what: str) -> Leaf:
-    """A tensor held by the code of the model, as it was when captured."""
+    """A tensor in the code of the model."""
 
     def read() -> torch.Tensor:
         if tensor.is_meta or isinstance(tensor, torch._subclasses.FakeTensor):
@@ -69,8 +69,8 @@ def buffer(model: nn.Module, name: str) -> Leaf:
 def _initialise(model: nn.Module, name: str) -> torch.Tensor:
     """The value that `reset_parameters` or `_init_weights` gives to a buffer on `meta`.
 
-    The buffers of a copy of the owning module are filled with a sentinel, so that an
-    initialiser that leaves them alone is noticed.
+    It runs on a copy of the owning module. The buffers of the copy are first filled with a
+    sentinel, which shows whether the initialiser wrote them.
     """
     path, _, leaf = name.rpartition(".")
     owner = model.get_submodule(path)
@@ -106,7 +106,7 @@ def _initialisers(model: nn.Module, path: str, twin: nn.Module) -> list[Callable
 
 
 def _sentinel(dtype: torch.dtype) -> float | int | bool:
-    """A value no initialiser writes (booleans cannot have one: True)."""
+    """A value that no initialiser writes; booleans have no such value and use True."""
     if dtype == torch.bool:
         return True
     return torch.finfo(dtype).max if dtype.is_floating_point else torch.iinfo(dtype).min

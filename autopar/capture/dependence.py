@@ -1,8 +1,9 @@
-"""What each value depends on: nothing but constants, the inputs too, or anything.
+"""What each value depends on: constants only, inputs too, or anything.
 
-`CONSTANT < INPUT < ANY`, and a value's is the largest of its operands'; parameters and random
-operators are `ANY`. Constants are folded, input-only divisors go to the prologue, and what
-remains between these cuts and the outputs is the main graph.
+    CONSTANT < INPUT < ANY; a value has the maximum over its operands        (`dependences`)
+
+Parameters and random operators are `ANY`. Constants are folded. Divisors that depend on inputs
+only move to the prologue. The main graph is what lies between these and the outputs (`cut`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ class Depends(IntEnum):
 
 
 def is_random(node: fx.Node) -> bool:
-    """Random operators are neither folded nor removed: the random stream must not shift."""
+    """Does it draw random numbers?
+
+    Such operators are never folded or removed, because the random stream must not shift.
+    """
     return (
         isinstance(node.target, torch._ops.OpOverload)
         and torch.Tag.nondeterministic_seeded in node.target.tags
@@ -31,7 +35,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def _draws_nothing(node: fx.Node) -> bool:
-    """Attention is tagged random for its dropout."""
+    """Is its dropout probability 0? Attention is tagged random because of its dropout."""
     assert isinstance(node.target, torch._ops.OpOverload)
     for i, argument in enumerate(node.target._schema.arguments):
         if argument.name == "dropout_p":
@@ -41,7 +45,7 @@ def _draws_nothing(node: fx.Node) -> bool:
 
 
 def dependences(graph: fx.Graph, leaves: Mapping[fx.Node, Depends]) -> dict[fx.Node, Depends]:
-    """Of every node; `leaves` gives the placeholders'."""
+    """What every node depends on, given the placeholders (`leaves`)."""
     found = dict(leaves)
     for node in graph.nodes:
         if node.op == "call_function":
@@ -53,15 +57,15 @@ def dependences(graph: fx.Graph, leaves: Mapping[fx.Node, Depends]) -> dict[fx.N
 
 
 def merge_equal(graph: fx.Graph, depends: Mapping[fx.Node, Depends]) -> None:
-    """One node for equal computations that no parameter enters.
+    """Merge equal computations that do not depend on parameters.
 
-    Every layer unsqueezes the same rotary table: one constant, not one per layer. Values
-    are never mutated here, so equal operators of equal operands are equal values.
+    For example, every layer unsqueezes the same rotary table; merged, it is one constant. This
+    is safe because the graph has no mutation: equal operators on equal operands give equal values.
     """
     first: dict[tuple[object, ...], fx.Node] = {}
     for node in graph.nodes:
         if node.op == "call_function" and depends[node] < Depends.ANY:
-            # Literals by repr: 1, 1.0 and True are equal but make different dtypes.
+            # Literals are compared by repr: 1, 1.0 and True are equal but give different dtypes.
             key = (node.target, repr(node.args), repr(sorted(node.kwargs.items())))
             known = first.setdefault(key, node)
             if known is not node:
@@ -70,7 +74,7 @@ def merge_equal(graph: fx.Graph, depends: Mapping[fx.Node, Depends]) -> None:
 
 @dataclass(frozen=True)
 class Cut:
-    """`live` main-graph nodes, and the nodes that enter it from outside."""
+    """The nodes of the main graph (`live`), and the nodes that enter it from outside."""
 
     live: frozenset[fx.Node]
     constants: tuple[fx.Node, ...]
@@ -83,7 +87,7 @@ def cut(
     depends: Mapping[fx.Node, Depends],
     divisors: frozenset[fx.Node],
 ) -> Cut:
-    """Walk back from the outputs, stopping at constants and at `divisors`."""
+    """Walk back from the outputs and random operators; stop at constants and at `divisors`."""
     live: set[fx.Node] = set()
     entering: set[fx.Node] = set()
     stack = [*outputs, *(n for n in graph.nodes if is_random(n))]
@@ -105,9 +109,9 @@ def cut(
 def subgraph(
     wanted: Sequence[fx.Node], stop: Iterable[fx.Node] = ()
 ) -> tuple[fx.Graph, list[fx.Node]]:
-    """A graph that computes `wanted` (returned as a tuple), and the placeholders it needs.
+    """A graph that returns `wanted` as a tuple, and the nodes that are its placeholders.
 
-    `stop` become placeholders too. Names are kept.
+    Nodes in `stop` become placeholders too. Names are kept.
     """
     frontier = set(stop)
     needed: set[fx.Node] = set()

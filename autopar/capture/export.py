@@ -1,7 +1,7 @@
-"""Trace the model to one ATen graph, or say which line of the user's cannot be traced.
+"""Traces the model to one ATen graph, or says which line of the user's code cannot be traced.
 
-`torch.export` (training IR, `strict=False`, no decomposition) keeps `linear`, `layer_norm`
-and attention whole and differentiable. With a `loss_fn`, model and loss are one graph.
+`torch.export` (training IR, `strict=False`, no decomposition) keeps `linear`, `layer_norm` and
+attention whole and differentiable. With a `loss_fn`, model and loss become one graph.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _DATA_DEPENDENT_HINT = "use masks and torch.where, so that every shape is known 
 class WithLoss(nn.Module):
     """`(loss_fn(outputs, batch), outputs)` in one graph.
 
-    The batch may hold tensors only the loss wants: the model gets what its forward accepts.
+    The batch may hold tensors that only the loss reads. The model gets what its forward accepts.
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFn) -> None:
@@ -87,8 +87,8 @@ def export_model(
 ) -> ExportedProgram:
     """Trace a fake copy of `model`.
 
-    Raises `CaptureError` when the model cannot be one static graph: control flow or shapes
-    that depend on data, tensors assigned to attributes, or an error of the model's own.
+    Raises `CaptureError` if the model cannot be one static graph: control flow or shapes depend
+    on data, forward assigns tensors to attributes, or the model itself raises an error.
     """
     mode = fake_mode()
     twin = fake_copy(model, mode, training)
@@ -110,9 +110,12 @@ def export_model(
 
 
 def _point_to_loss(graph: torch.fx.Graph, loss_fn: LossFn) -> None:
-    """Traces keep only frames of `forward`: what the loss ran shows its definition instead."""
+    """Give nodes of the loss the line where the loss is defined.
+
+    Traces keep only frames of `forward`, so these nodes would show the wrapper above.
+    """
     code = getattr(inspect.unwrap(loss_fn), "__code__", None)
-    if code is None:  # a module or a partial: its own frames, if any, must do
+    if code is None:  # a module or a partial: keep the frames it has
         return
     here = f'File "{__file__}"'
     for node in graph.nodes:
@@ -151,7 +154,7 @@ def _check_side_effects(model: nn.Module, caught: list[warnings.WarningMessage])
 
 
 def _check_static(model: nn.Module, graph: torch.fx.Graph) -> None:
-    """Refuse shapes and numbers that are only known from the data (`x[mask]`, `.item()`)."""
+    """Refuse shapes and numbers that depend on the data (`x[mask]`, `.item()`)."""
     for node in graph.nodes:
         for value in pytree.tree_leaves(node.meta.get("val")):
             symbolic = isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))

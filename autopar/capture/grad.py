@@ -1,7 +1,7 @@
 """Which values carry gradient.
 
-Parameters that require grad do; a floating result of an operator with such an input does,
-unless the operator's derivative is zero everywhere by definition.
+Parameters that require grad carry gradient. So does a floating result of an operator with such an
+input, unless the operator's derivative is zero everywhere by definition.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 
 aten = torch.ops.aten
 
-# Floating results that autograd cuts off from their inputs: only shape and dtype are read.
+# Autograd cuts the results of these off from their inputs. But for `detach`, they read only the
+# shape and dtype of their input.
 CUTS_GRADIENT = frozenset(
     {
         aten.detach,
@@ -31,7 +32,7 @@ CUTS_GRADIENT = frozenset(
         aten.new_empty,
     }
 )
-# Of several floating results, only these positions are differentiable.
+# Operators of which only the results at these positions are differentiable.
 DIFFERENTIABLE_RESULTS = {
     aten._native_batch_norm_legit_functional: frozenset({0}),
 }
@@ -43,7 +44,7 @@ def is_differentiable(value: torch.Tensor) -> bool:
 
 
 def carries_gradient(node: fx.Node, value: Any, has_grad: Container[fx.Node]) -> bool:
-    """Does any floating output of `node` carry gradient, given its inputs that do?"""
+    """Does any result of `node` carry gradient, given the nodes that do (`has_grad`)?"""
     if getattr(node.target, "overloadpacket", None) in CUTS_GRADIENT:
         return False
     if not any(source in has_grad for source in node.all_input_nodes):
@@ -54,6 +55,6 @@ def carries_gradient(node: fx.Node, value: Any, has_grad: Container[fx.Node]) ->
 
 
 def result_carries_gradient(node: fx.Node, index: int) -> bool:
-    """Does floating result `index` of `node`, which carries gradient, do so too?"""
+    """Does result `index` of `node` carry gradient, given that `node` does and it is floating?"""
     assert isinstance(node.target, torch._ops.OpOverload)
     return index in DIFFERENTIABLE_RESULTS.get(node.target.overloadpacket, (index,))

@@ -1,14 +1,16 @@
-"""In-place operators become functional where that provably means the same.
+"""Makes in-place operators functional, or refuses where the meaning could change.
 
-`y = x.add_(b)` is `y = add(x, b)` with every later use of `x` reading `y`, if no input or
-parameter shares x's memory. `torch.add(a, b, out=x)`, and what an operator changes unseen
-(`HIDDEN_WRITES`), are writes alike. Other values that may alias x and are used afterwards
-are made anew from what was written, where they are plain views of one base (`view_writes.py`).
-Aliasing is over-approximated from the operator schemas (plus a few composites that return
-their input without saying so), by union-find over values.
+`y = x.add_(b)` becomes `y = add(x, b)`, and every later use of `x` reads `y`. This is correct if
+no input or parameter shares the memory of x. Two other writes are treated alike:
+`torch.add(a, b, out=x)`, and writes that the schema does not show (`HIDDEN_WRITES`).
 
-A buffer may be written: what it holds at the end is its content after the forward pass, a
-value like any other, and the last one that a write to it made.
+Other values may alias x and be read later. If they are plain views of one base, they are rebuilt
+from the written value (`view_writes.py`); else the write is refused. Aliasing is
+over-approximated by union-find over values (`_Aliases`): from the operator schemas, plus a few
+composites that may return their input although their schema does not say so.
+
+A write to a buffer is allowed. The last value written is the buffer's content after the forward
+pass.
 """
 
 from __future__ import annotations
@@ -28,14 +30,14 @@ aten = torch.ops.aten
 
 # Meta key: the result must be cast back to the dtype the mutated tensor had.
 WAS_IN_PLACE = "was_in_place"
-# Composites whose schema hides that they may return their input itself.
+# Composites that may return their input itself although their schema does not say so.
 MAY_RETURN_INPUT = frozenset({aten.dropout, aten.type_as, aten.feature_dropout})
-# In-place operators whose functional form is called otherwise.
+# In-place operators whose functional form has another name.
 OTHER_NAMES = {
     aten.bernoulli_.float: aten.bernoulli.p,
     aten.normal_.default: aten.normal_functional.default,
 }
-# A batch norm's functional form in training, and which of its results are the new statistics.
+# The functional form of batch norm in training, and the positions of the new statistics.
 BATCH_NORM = aten._native_batch_norm_legit_functional.default
 HIDDEN_WRITES = (("running_mean", 3), ("running_var", 4))
 
@@ -43,16 +45,18 @@ HIDDEN_WRITES = (("running_mean", 3), ("running_var", 4))
 def functionalise(
     graph: fx.Graph, stored: Mapping[str, str], buffers: Collection[str] = ()
 ) -> dict[str, fx.Node]:
-    """Rewrite `graph` in place; the buffers that change -> what they hold at the end.
+    """Rewrite `graph` in place. Returns the new value of every buffer that changes.
 
-    `stored` says in words what placeholders hold; `buffers` are those that may change. Raises
-    `NotSupportedError` naming the line when another mutation is visible elsewhere.
+    stored     descriptions of placeholders, for error messages
+    buffers    placeholders that may change
+
+    Raises `NotSupportedError`, naming the line, for any other visible mutation.
     """
     return _Functionaliser(graph, stored, frozenset(buffers)).run()
 
 
 class _Functionaliser:
-    """One walk; `contents` are the values that buffers hold at this point of it."""
+    """One walk over the graph; `contents` maps the values that buffers hold here to their names."""
 
     def __init__(self, graph: fx.Graph, stored: Mapping[str, str], buffers: frozenset[str]) -> None:
         self.graph, self.stored = graph, stored
@@ -90,7 +94,7 @@ class _Functionaliser:
         self._write(node, written, node)
 
     def _batch_norm(self, node: fx.Node) -> None:
-        """The new running statistics become results; the first result is what it was."""
+        """Make the new running statistics results; the first result stays the normalised tensor."""
         bound = _bound(node)
         node.target = BATCH_NORM
         node.args = tuple(bound[argument.name] for argument in BATCH_NORM._schema.arguments)
@@ -112,7 +116,7 @@ class _Functionaliser:
         return bool(bound["training"]) and bound["running_mean"] is not None
 
     def _write(self, node: fx.Node, target: fx.Node, value: fx.Node) -> None:
-        """From `node` on, `target` is `value`, and what shares its memory follows."""
+        """After `node`, `target` reads `value`, and so do the views that share its memory."""
         members = self.aliases.members(target)
         for other in members:
             if other.op != "call_function" and other not in self.contents:
@@ -120,7 +124,7 @@ class _Functionaliser:
                 raise _refusal(node, f"changes {what}")
 
         def is_later(user: fx.Node) -> bool:
-            return self.order.get(user, -1) > self.order[node]  # others are of earlier writes
+            return self.order.get(user, -1) > self.order[node]  # -1: made by an earlier write
 
         def redirect(old: fx.Node, new: fx.Node) -> None:
             old.replace_all_uses_with(new, delete_user_cb=is_later)
@@ -160,7 +164,7 @@ class _Functionaliser:
 
 
 def _may_alias(node: fx.Node) -> list[fx.Node]:
-    """The inputs whose memory the result may share."""
+    """The inputs that may share memory with the result."""
     if _is_fresh_output(node):
         return []
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -176,7 +180,7 @@ def _may_alias(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_fresh_output(node: fx.Node) -> bool:
-    """`topk(x)[0]`: one of several results, each with memory of its own."""
+    """Is it one of several results that each have new memory, as `topk(x)[0]`?"""
     source = node.args[0] if node.args else None
     if node.target is not operator.getitem or not isinstance(source, fx.Node):
         return False
@@ -187,7 +191,7 @@ def _is_fresh_output(node: fx.Node) -> bool:
 
 
 def functional_form(target: object) -> torch._ops.OpOverload | None:
-    """`aten.add_.Tensor` or `aten.add.out` -> `aten.add.Tensor`; None without a counterpart."""
+    """`aten.add_.Tensor` or `aten.add.out` -> `aten.add.Tensor`; None if there is none."""
     if not isinstance(target, torch._ops.OpOverload):
         return None
     schema = target._schema
@@ -226,7 +230,7 @@ def _written(node: fx.Node) -> fx.Node | None:
 
 
 def _bound(node: fx.Node) -> dict[str, Any]:
-    """Every argument of a call by name, defaults filled in."""
+    """Every argument of a call by name, with defaults filled in."""
     assert isinstance(node.target, torch._ops.OpOverload)
     schema = node.target._schema.arguments
     given = dict(zip((a.name for a in schema), node.args, strict=False)) | dict(node.kwargs)

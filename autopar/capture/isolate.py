@@ -1,9 +1,9 @@
-"""A copy of the user's model that can be traced without touching it or copying a weight.
+"""Makes a fake copy of the user's model for tracing: no weight is copied, the model is untouched.
 
-The model is deep-copied with a memo that maps every parameter and buffer to a fake tensor of
-the same shape on cpu, so an 8B model on `meta`, or one whose weights fill the memory, costs
-nothing. Only the copy is changed: caches off, experts and some norms (`norms.py`) to a traceable
-form, recomputation off (it is the planner's choice).
+The model is deep-copied with a memo that maps every parameter and buffer to a fake tensor of the
+same shape on cpu. So the copy needs no memory, even for an 8B model on `meta` or weights that
+fill the machine. Only the copy is changed: caches are turned off, experts and some norms
+(`norms.py`) get a traceable form, and recompute is turned off because the planner decides it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.norms import make_norm_traceable
 
-# Expert loops choose rows by data; this form is one batched product (transformers' name).
+# Loops over experts choose rows by data. This form is one batched matmul (transformers' name).
 TRACEABLE_EXPERTS = "batched_mm"
 OTHER_EXPERTS = ("eager", "grouped_mm")
 
 
 def fake_mode() -> FakeTensorMode:
-    """Fake tensors with static shapes; real tensors held by the model become constants."""
+    """A mode of fake tensors with static shapes; real tensors in the model become constants."""
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
 
 
 def fake_like(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
-    """A fresh fake tensor on cpu; keeps shape, strides and dtype, shares nothing."""
+    """A new fake tensor on cpu with the same shape, strides and dtype."""
     with mode:
         return torch.empty_strided(
             tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="cpu"
@@ -73,7 +73,7 @@ def fake_inputs(
     torch.export merges inputs that are the same object (`labels=input_ids`) into one
     placeholder; distinct fakes keep them apart.
     """
-    # BatchEncoding and its like are mappings that pytree would take for a leaf.
+    # pytree would treat a mapping such as BatchEncoding as a leaf.
     tree = dict(example_inputs) if isinstance(example_inputs, Mapping) else tuple(example_inputs)
     faked = pytree.tree_map_only(torch.Tensor, lambda t: fake_like(mode, t), tree)
     return ((), faked) if isinstance(faked, dict) else (faked, {})

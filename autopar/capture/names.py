@@ -1,7 +1,7 @@
-"""Names that people and plans use for operators: stable keys, and lines of the user's code.
+"""Names of operators for people and plans: stable keys, and lines of the user's code.
 
-A key is `module.path/op#occurrence`: the innermost module that ran the operator, the ATen
-name without `aten.` and `.default`, and a count within that module. It does not depend on
+A key is `module.path/op#occurrence`: the innermost module that ran the operator, the ATen name
+without `aten.` and `.default`, and a count of this operator in this module. Keys do not depend on
 node names, so plans survive changes elsewhere in the graph. The root module's path is empty.
 """
 
@@ -16,9 +16,10 @@ import torch
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _REPEATED_CALL = re.compile(r"@\d+")
-# Functional forms go by the name of the operator that the model calls, in training or not.
+# Functional forms have the name of the operator that the model calls, so that keys are equal in
+# training and in evaluation.
 _CALLED = {"_native_batch_norm_legit_functional": "batch_norm"}
-# What to call the results of operators that make unlike ones.
+# Names for the results of operators whose results differ in kind.
 _RESULTS = {"batch_norm": ("batch_norm", "mean", "rstd", "running_mean", "running_var")}
 _LIBRARY = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
@@ -35,7 +36,7 @@ def source_line(node: torch.fx.Node) -> str | None:
 
 
 def module_path(node: torch.fx.Node, prefix: str) -> str:
-    """Dotted path of the innermost module; `prefix` is what the loss wrapper put before it."""
+    """Dotted path of the innermost module, without the `prefix` that the loss wrapper adds."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
@@ -52,13 +53,13 @@ def op_name(node: torch.fx.Node) -> str:
 
 
 def result_name(node: torch.fx.Node, index: int) -> str:
-    """A wanted name for one of an operator's results."""
+    """The node name to request for one result of an operator."""
     names = _RESULTS.get(op_name(node))
     return names[index] if names else "getitem"
 
 
 def operator_keys(nodes: Iterable[torch.fx.Node], prefix: str) -> dict[str, str]:
-    """Node name -> key, for operators in execution order."""
+    """Node name -> key; `nodes` are the operators in execution order."""
     seen: Counter[str] = Counter()
     keys = {}
     for node in nodes:

@@ -1,9 +1,9 @@
-"""One walk over the traced graph: operators in canonical form.
+"""Brings the operators of the traced graph into canonical form, in one walk (`normalise`).
 
-A value that carries gradient is detached where an operator reads it with gradients off, so that
-`has_grad` says the same as eager autograd. Assertions disappear. Everything else goes through
-the table of `rewrites/`; an operator that is made of others (`decompose.py` there) is replaced
-by those, which are normalised in turn.
+Each operator goes through the table of `rewrites/`. A composite operator without a rewrite is
+replaced by its parts (`rewrites/decompose.py`), which are normalised in turn. Assertions are
+dropped. If an operator reads a value with gradients off, the value is detached first, so
+`has_grad` agrees with eager autograd.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ASSERTIONS = frozenset(
         aten.sym_constrain_range_for_size,
     }
 )
-# Return the input itself, not a view of it, when there is nothing to do.
+# These return the input itself, not a view of it, if there is nothing to do.
 RETURNS_INPUT = frozenset({aten.to, aten.type_as, aten.dropout, aten.contiguous})
 
 
@@ -42,7 +42,7 @@ def normalise(
 ) -> tuple[Any, ...]:
     """Emit `graph` into `builder`; returns its output leaves as nodes of the new graph.
 
-    `placeholders` maps the traced placeholders to new nodes or baked-in values.
+    placeholders    name of a traced placeholder -> its new node or baked-in value
     """
     env: dict[fx.Node, Any] = {}
     grad_enabled = builder.grad_enabled
@@ -92,7 +92,7 @@ def _emit(builder: Builder, node: fx.Node, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _decomposed(builder: Builder, call: TracedCall) -> Any:
-    """The results of the operators that `call` is made of; None where it is kept."""
+    """Emit the parts of a composite operator; returns its results, or None to keep it whole."""
     parts = decomposition(builder, call)
     if parts is None:
         return None
@@ -105,5 +105,8 @@ def _decomposed(builder: Builder, call: TracedCall) -> Any:
 
 
 def _without_gradient(builder: Builder, value: Any) -> Any:
-    """A rewrite may return its input: a view or copy made with gradients off carries none."""
+    """`value` detached if it carries gradient.
+
+    A rewrite may return its input, but a view or copy made with gradients off carries none.
+    """
     return builder.detach(value) if value in builder.has_grad else value

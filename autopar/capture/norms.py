@@ -1,8 +1,9 @@
-"""Forward passes of norms with running statistics that `torch.export` can trace.
+"""Replaces forward passes of norms with running statistics that `torch.export` cannot trace.
 
-momentum=None        the count of batches is read as a Python number: kept a tensor instead
-instance norms       the operator averages statistics of rows unseen: computed beside it
-SyncBatchNorm        one process sees the whole batch, so it is a batch norm
+momentum=None        torch reads the count of batches as a Python number; here it stays a tensor
+instance norms       the operator updates the statistics where the trace cannot see it; here they
+                     are computed beside it
+SyncBatchNorm        one process sees the whole batch, so it is a plain batch norm
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 
 def make_norm_traceable(module: nn.Module) -> None:
-    """Give a norm that needs one another forward pass, which computes the same."""
+    """Give `module` an equivalent forward pass if its own cannot be traced."""
     if isinstance(module, _BatchNorm) and module.track_running_stats and module.momentum is None:
         module.forward = MethodType(_cumulative_batch_norm, module)  # type: ignore[method-assign]
     elif isinstance(module, nn.SyncBatchNorm):
@@ -27,8 +28,9 @@ def make_norm_traceable(module: nn.Module) -> None:
 
 
 def _cumulative_batch_norm(module: _BatchNorm, x: Tensor) -> Tensor:
-    """With momentum 1 the operator writes the statistics of the batch itself. The mean over n
-    batches is  old + (batch's - old) / n.
+    """Batch norm whose running statistics are means over all batches: old + (batch - old) / n.
+
+    With momentum 1, the operator writes the statistics of the batch into `found`.
     """
     mean, var, count = module.running_mean, module.running_var, module.num_batches_tracked
     assert mean is not None and var is not None and count is not None
@@ -44,7 +46,7 @@ def _cumulative_batch_norm(module: _BatchNorm, x: Tensor) -> Tensor:
 
 
 def _tracking_instance_norm(module: _InstanceNorm, x: Tensor) -> Tensor:
-    """`x` [rows, channels, ...]: the mean over rows of their statistics enters the running ones."""
+    """Instance norm of `x` [rows, channels, ...]; running statistics take the mean over rows."""
     mean, var, momentum = module.running_mean, module.running_var, module.momentum or 0.0
     assert mean is not None and var is not None
     if module.training:

@@ -1,7 +1,7 @@
-"""Find the loss and the tensors in whatever structure the model returns.
+"""Finds the loss and the tensors in the structure that the model returns.
 
-The loss is: the result of `loss_fn`; else the output itself, its `.loss` (or key "loss"), or
-its first element, whichever is first a floating 0-d tensor.
+The loss is the result of `loss_fn`, if there is one. Else it is the first floating 0-d tensor
+among: the output itself, its attribute `.loss`, its key "loss" or its first element.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ _HINT = "return the loss from the model (pass labels), or give loss_fn=(outputs,
 
 @dataclass(frozen=True)
 class Outputs:
-    """`tensors` and `static` (leaf position -> value) are the leaves of `spec`."""
+    """The model's outputs.
+
+    tensors    the leaves of `spec` that are tensors, in order
+    static     position of a leaf -> its value, for the other leaves
+    """
 
     loss: fx.Node | None
     tensors: tuple[fx.Node, ...]
@@ -41,7 +45,10 @@ def read_outputs(
     training: bool,
     has_loss_fn: bool,
 ) -> Outputs:
-    """Raises `CaptureError` if training needs a loss and there is none that carries gradient."""
+    """The outputs of a traced model, given the leaves of the traced result.
+
+    Raises `CaptureError` if the loss is not a scalar, or if training has no loss with gradient.
+    """
     name = type(model).__name__
     if has_loss_fn:
         loss: fx.Node | None = leaves[0]
@@ -64,7 +71,7 @@ def read_outputs(
 
 
 def _find_loss(leaves: tuple[Any, ...], spec: pytree.TreeSpec) -> fx.Node | None:
-    """Rebuild the structure around unique stand-ins, and see which one is the loss."""
+    """Rebuild the output around unique stand-in tensors, and look up which one is the loss."""
     stand_ins = [
         torch.empty((), device="meta") if isinstance(leaf, fx.Node) else leaf for leaf in leaves
     ]

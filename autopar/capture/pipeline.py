@@ -1,10 +1,10 @@
-"""From a model and a batch to a `Program`, in named steps.
+"""Captures a model and a batch as a `Program`, in these steps (`capture`):
 
 export       one ATen graph of a fake copy            export.py, isolate.py, regions.py
-functional   no mutation                              inplace.py
-normalise    canonical operators, fp64 lift           normalise.py, rewrites/, builder.py
+functional   no mutation                              buffers.py, inplace.py, view_writes.py
+normalise    canonical operators, float64 lift        normalise.py, rewrites/, builder.py
 cut          constants and prologue leave             dependence.py, constants.py, prologue.py
-freeze       ordered placeholders, dead code gone     here
+freeze       ordered placeholders, no dead code       `_freeze`
 """
 
 from __future__ import annotations
@@ -46,7 +46,11 @@ PRECISIONS = ("model", "fp64")
 
 @dataclass
 class Roles:
-    """What the placeholders of the new graph stand for."""
+    """What the placeholders of the new graph stand for.
+
+    leaves    buffers and literals that constants are computed from
+    traced    name of a traced placeholder -> its new node or baked-in value
+    """
 
     parameters: dict[fx.Node, ParameterInfo] = field(default_factory=dict)
     inputs: dict[fx.Node, InputInfo] = field(default_factory=dict)
@@ -67,15 +71,17 @@ def capture(
 ) -> Program:
     """Trace `model` on one global batch; the model is left untouched and no weight is copied.
 
-    `example_inputs`: keyword inputs (dict) or positional ones (tuple); real, meta or fake
-    tensors. Other values are baked in. `training=True` keeps the model's mode and needs a loss
-    (the model's, or `loss_fn(outputs, batch)`); `training=False` captures eval mode.
-    `precision="fp64"` lifts every floating dtype in the graph to float64. Buffers that the
-    forward pass changes, and `live_buffers`, which another program of the model changes, are
-    inputs; other buffers are constants. `accumulation` captures one microbatch of the batch.
+    example_inputs    keyword inputs (dict) or positional ones (tuple); tensors may be real, meta
+                      or fake, other values are baked in
+    training          True keeps the model's mode and needs a loss; False captures eval mode
+    precision         "fp64" lifts every floating dtype in the graph to float64
+    loss_fn           (outputs, batch) -> loss; None if the model returns its loss
+    live_buffers      buffers that another program of the model changes; they are inputs, as are
+                      buffers that the forward pass changes; other buffers are constants
+    accumulation      if given, only its first microbatch is captured
 
-    Raises `CaptureError` (not traceable, no loss), `NotSupportedError` (a visible mutation of
-    anything else, labels that depend on parameters), `OptionError`.
+    Raises `CaptureError` (not traceable, or no loss), `NotSupportedError` (a visible mutation of
+    anything but a buffer, or labels that depend on parameters), `OptionError`.
     """
     if precision not in PRECISIONS:
         raise OptionError(f"precision={precision!r} cannot be captured; it is one of {PRECISIONS}")
@@ -115,7 +121,7 @@ def _placeholders(
     changed: Collection[str],
     live_buffers: Collection[str],
 ) -> Roles:
-    """Parameters once each in the model's order, then inputs, then buffers and constant leaves."""
+    """Add all placeholders to `builder`: parameters, once each in the model's order, come first."""
     roles = Roles()
     specs = exported.graph_signature.input_specs
     traced = {n.name: n for n in exported.graph.nodes if n.op == "placeholder"}
@@ -183,7 +189,7 @@ def _add_inputs(
     names: list[str],
     traced: Mapping[str, fx.Node],
 ) -> None:
-    """Tensors become placeholders, other values are baked in."""
+    """Add placeholders for input tensors; other inputs are baked in."""
     args, kwargs = pytree.tree_unflatten(names, exported.call_spec.in_spec)
     for path, name in flatten_inputs(kwargs or args).items():
         value = traced[name].meta.get("val")
@@ -254,7 +260,7 @@ def _freeze(
 def _assemble(
     draft: fx.Graph, placeholders: Sequence[fx.Node], parts: Cut, results: Sequence[fx.Node]
 ) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """A fresh graph of the live operators behind `placeholders`; node names are kept."""
+    """A new graph of `placeholders` and the live operators; node names are kept."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in placeholders:

@@ -1,9 +1,11 @@
-"""The prologue: divisors that depend on inputs alone, computed once per step.
+"""The prologue: divisors that depend on inputs only, computed once per step.
 
-mean = sum(losses of my rows) / count(labels of the whole batch): the count is a sum over the
-rows of the global batch, so it leaves the main graph, and the main graph is then a plain sum
-over rows that splits over ranks and microbatches exactly. Counts made by the canonical losses
-leave always; so does a 0-d sum the model itself divides by (a mask's).
+    mean loss = sum(losses of my rows) / count(labels of the whole batch)
+
+The count is a sum over the rows of the global batch, so it moves out of the main graph. What is
+left is a plain sum over rows, which splits exactly over ranks and microbatches. Two kinds of
+divisors move (`find_divisors`): counts made by the canonical losses, and a 0-d sum that the model
+itself divides by (such as that of a mask).
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ aten = torch.ops.aten
 def find_divisors(
     graph: fx.Graph, counts: set[fx.Node], depends: Mapping[fx.Node, Depends], leaves: set[fx.Node]
 ) -> frozenset[fx.Node]:
-    """The nodes that leave for the prologue.
+    """The nodes that move to the prologue.
 
-    `counts` must be able to; `leaves` are buffers, which the prologue cannot read.
-    Raises `NotSupportedError` when a count of labels depends on parameters.
+    counts    counts of labels in mean losses
+    leaves    buffers and literals, which the prologue cannot read
+
+    Raises `NotSupportedError` if a count depends on parameters or random numbers.
     """
     found = set()
     for node in graph.nodes:
@@ -56,14 +60,14 @@ def _divides(node: fx.Node) -> bool:
 
 
 def _is_sum(node: fx.Node) -> bool:
-    """A 0-d sum over everything, perhaps cast: the batch's value is the sum of its rows'."""
+    """Is it a 0-d sum over all elements, possibly cast? Such a sum adds up over rows."""
     while node.target == aten.to.dtype:
         node = node.args[0]  # type: ignore[assignment]
     return node.target == aten.sum.default
 
 
 def make_prologue(divisors: tuple[fx.Node, ...]) -> Prologue | None:
-    """Placeholders and outputs are named as in the main graph."""
+    """A graph of the divisors, with the names of the main graph; None if there are none."""
     if not divisors:
         return None
     graph, _ = subgraph(divisors)

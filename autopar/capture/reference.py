@@ -1,4 +1,4 @@
-"""Run a captured program as it stands, on one process: the reference for verification."""
+"""Runs a captured program unchanged on one process: the reference that others are compared with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopar.program import Program
 
 
 def as_graph_module(program: Program) -> fx.GraphModule:
-    """The main graph as a callable on all placeholders, in the graph's order."""
+    """The main graph as a callable of all placeholders, in the graph's order."""
     return fx.GraphModule(nn.Module(), program.graph, class_name=program.model_name)
 
 
@@ -26,12 +26,16 @@ def reference_step(
     buffers: MutableMapping[str, torch.Tensor] | None = None,
     seed: int = 0,
 ) -> tuple[torch.Tensor | None, Any]:
-    """(loss, the model's own output structure); differentiable in `parameters`.
+    """Returns the loss and the model's own output structure; differentiable in `parameters`.
 
-    `parameters` is keyed by `ParameterInfo.name`, `inputs` by `InputInfo.path`, `buffers` by
-    `BufferInfo.name`; floating tensors are cast to the program's dtypes. Those of `buffers` that
-    the step changes are replaced by what they hold afterwards (start from `whole_buffers`).
-    `seed` is the step's (`Stream.seed`). Raises `BatchError` for missing or misshapen inputs.
+    parameters    by `ParameterInfo.name`
+    inputs        by `InputInfo.path`
+    buffers       by `BufferInfo.name`; start from `whole_buffers`; those that the step changes
+                  are replaced by their new values
+    seed          of the step (`Stream.seed`)
+
+    Floating tensors are cast to the program's dtypes. Raises `BatchError` for inputs that are
+    missing or have the wrong shape.
     """
     buffers = {} if buffers is None else buffers
     values: dict[str, torch.Tensor] = {}
@@ -66,9 +70,9 @@ def reference_step(
 def microbatch_inputs(
     program: Program, inputs: Mapping[str, torch.Tensor], seed: int = 0
 ) -> Iterator[tuple[Mapping[str, torch.Tensor], int]]:
-    """The inputs, by path, and the seed of every run that makes a step on one process.
+    """The inputs, by path, and the seed of every run that one step needs on one process.
 
-    That is one on the whole batch, or one for each part of it where they are accumulated.
+    This is one run on the whole batch, or one per microbatch if gradients are accumulated.
     """
     if program.accumulation is None:
         yield inputs, seed
@@ -84,8 +88,10 @@ def change_buffers(
     buffers: MutableMapping[str, torch.Tensor],
     n_times: int,
 ) -> None:
-    """What further microbatches leave in `buffers`, where more than one is exact: the change
-    then depends on no row, and happens once per microbatch.
+    """Apply the change of `buffers` by `n_times` further microbatches.
+
+    For programs that split exactly into microbatches. There the change does not depend on the
+    rows, and it happens once per microbatch.
     """
     with torch.no_grad():
         for _ in range(n_times if program.updates else 0):
@@ -93,14 +99,14 @@ def change_buffers(
 
 
 def whole_buffers(program: Program, model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of what the model's own buffers hold, for those that steps change, by name."""
+    """Copies of the model's buffers that steps change, by name."""
     return {
         b.name: buffer(model, b.name)().to(b.dtype, copy=True) for b in program.buffers.values()
     }
 
 
 def run_prologue(program: Program, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Main-graph placeholder -> scalar; `inputs` by placeholder name."""
+    """The divisors as scalars, by placeholder of the main graph; `inputs` by placeholder name."""
     if program.prologue is None:
         return {}
     module = program.prologue.graph

@@ -1,8 +1,7 @@
-"""Regions that only set a mode are inlined: gradients on or off, autocast off.
+"""Inlines regions that only set a mode: gradients on or off, autocast off.
 
-`torch.no_grad()` in a model becomes a graph of its own in the trace. Inlined, its operators
-stand among the others, marked with the mode they ran under, and one pass sees all uses and
-writes of a value.
+In the trace, `torch.no_grad()` becomes a graph of its own. Here its operators move into the main
+graph, marked with their mode. So one pass sees all uses and writes of a value.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import fx
 from autopar.capture.names import source_line
 from autopar.errors import NotSupportedError
 
-# Meta key: whether gradients were on where the operator ran; on where it is missing.
+# Meta key: were gradients on where the operator ran? They were if the key is missing.
 GRAD_ENABLED = "grad_enabled"
 
 
@@ -30,7 +29,7 @@ def inline_regions(module: fx.GraphModule) -> fx.Graph:
     env: dict[fx.Node, Any] = {}
     for node in module.graph.find_nodes(op="placeholder"):
         env[node] = graph.create_node("placeholder", str(node.target), name=node.name)
-        env[node].name = node.name  # fx renames what Python has a use for: `input`
+        env[node].name = node.name  # fx renames Python builtins such as `input`
         env[node].meta = dict(node.meta)
     graph.output(_copy(module, graph, env, grad_enabled=True))
     graph.lint()
@@ -40,7 +39,7 @@ def inline_regions(module: fx.GraphModule) -> fx.Graph:
 def _copy(
     module: fx.GraphModule, graph: fx.Graph, env: dict[fx.Node, Any], grad_enabled: bool
 ) -> Any:
-    """Copy the operators of `module` into `graph`; what its output node returns."""
+    """Copy the operators of `module` into `graph`; returns what its output node returns."""
     for node in module.graph.nodes:
         if node.op == "output":
             return substitute(node.args[0], env)
@@ -76,7 +75,7 @@ def _copied(graph: fx.Graph, node: fx.Node, env: Mapping[fx.Node, Any], grad_ena
 
 
 def substitute(value: Any, env: Mapping[fx.Node, Any]) -> Any:
-    """Like `fx.node.map_arg`, but what replaces a node may be a tuple or a module."""
+    """Like `fx.node.map_arg`, but a node may be replaced by a tuple or a module."""
     if isinstance(value, fx.Node):
         return env[value]
     if isinstance(value, (list, tuple)):

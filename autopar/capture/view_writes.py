@@ -1,10 +1,10 @@
-"""Writes through views: what their base, and its other views, read afterwards.
+"""Writes through views: new values for the base and for its other views (`rebuilt_after`).
 
-    base' = scatter(base, written)    link by link from the written view back to its base
-    view' = view(base')               every other view that is read later, made anew
+    base' = scatter(base, written)    link by link, from the written view back to its base
+    view' = view(base')               for every other view that is read later
 
-A link is undone only where the write covers a known part of the base (`SCATTERS`); a view is
-made anew only if it can never be a copy (`VIEWS`).
+A link can be undone only if it selects a known part of the base (`SCATTERS`). A view can be
+rebuilt only if it is never a copy (`VIEWS`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ VIEWS = frozenset(
 
 
 class CannotRebuild(Exception):
-    """`node` is read after the write, and what it reads then is not known."""
+    """`node` is read after the write, but its new value is not known."""
 
     def __init__(self, node: fx.Node) -> None:
         super().__init__(str(node))
@@ -45,10 +45,10 @@ class CannotRebuild(Exception):
 def rebuilt_after(
     write: fx.Node, target: fx.Node, read_later: Collection[fx.Node]
 ) -> dict[fx.Node, fx.Node]:
-    """Old value -> new one, for the base that `target` is a view of and for `read_later`.
+    """Old node -> new node, for the base of `target` and for the views in `read_later`.
 
-    `write` gives the new value of `target`; new nodes are inserted right after it. Raises
-    `CannotRebuild`, and then has changed nothing.
+    `write` is the new value of `target`. New nodes are inserted right after it. Raises
+    `CannotRebuild` before it changes anything.
     """
     links = _links(target)
     base = _source(links[-1]) if links else target
@@ -73,7 +73,7 @@ def rebuilt_after(
 
 
 def _links(node: fx.Node) -> list[fx.Node]:
-    """The views from `node` back to its base, which is not among them."""
+    """The views from `node` back to its base, without the base."""
     links = []
     while node.op == "call_function" and node.target in VIEWS:
         links.append(node)
@@ -90,7 +90,7 @@ def _source(view: fx.Node) -> fx.Node:
 def _insert(
     write: fx.Node, after: fx.Node, target: object, args: object, kwargs: object, like: fx.Node
 ) -> fx.Node:
-    """A new node at the source line of `write`, with a value like `like`'s."""
+    """A new node with the source line of `write` and the fake value of `like`."""
     with write.graph.inserting_after(after):
         node = write.graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
     node.meta = {k: v for k, v in write.meta.items() if isinstance(k, str)}

@@ -1,20 +1,12 @@
 """The command line: every command is a thin wrapper of one public function.
 
-    app        the commands; what each prints and its exit code
-    options    planning options as flags, and their texts (`2x8`, `40GiB`, `dp=2,tp=4,sp`)
-    models     MODEL: a factory, or a Hugging Face config.json
-    shell      exit codes, errors, JSON on a clean stdout, progress
-    summary    plans as JSON, and plans that are only loaded as text
-    plans      MODEL|PLAN.json: saved plans and new ones
-    operators  `autopar ops`
-    simulate   `autopar simulate` of a plan; `scaling`: of a recipe on more and more nodes
-    compare    `autopar compare`
-    validate   `autopar validate`
-    doctor     `autopar doctor`
-
-Exit codes: 0 good, 1 a check that failed (ranks not equal, a missing rule, an unhealthy
-machine), 2 wrong use or an `AutoparError`, whose message goes to stderr. torch and the rest of
-autopar are imported inside commands, so that help is quick.
+Read `app` (all commands), `shell` (exit codes, errors, JSON, progress), `options` (planning flags),
+`models` and `plans` (MODEL|PLAN.json), `summary` (plans as JSON). Then one file per command:
+`operators` (ops), `simulate`, `scaling` (simulate --scale), `compare`, `collectives` (cost),
+`validate`, `doctor`. `__main__` is `python -m autopar.cli`.
+May import every room; nothing imports it. Commands import torch and autopar lazily: help is quick.
+Exit codes: 0 good, 1 a failed check (unequal ranks, a missing rule, an unhealthy machine), 2 wrong
+use or an `AutoparError`, whose message goes to stderr. Hands on `app` and `main`.
 """
 
 from autopar.cli.app import app, main

@@ -1,4 +1,4 @@
-"""The commands of `autopar`. Each returns a `Result`; see the package for exit codes."""
+"""The commands of `autopar`. Each returns a `Result`; `autopar/cli/__init__.py` has exit codes."""
 
 from __future__ import annotations
 
@@ -60,10 +60,11 @@ def _print_version(is_wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
-    """Plan, read and check how a PyTorch model is laid out on devices."""
+    """Plan, explain and check how a PyTorch model is sharded over devices."""
 
 
 @app.command()
@@ -143,9 +144,9 @@ def report(
         Path, typer.Option("--output", "-o", metavar="PAGE.html", help="Write the page here.")
     ] = Path("plan.html"),
 ) -> Result:
-    """Write a plan as a page with its picture.
+    """Write a plan as an HTML page with its picture.
 
-    One HTML file that loads nothing, and the graph beside it as .dot.
+    One self-contained file, and the graph beside it as .dot.
     """
     from autopar.cli.summary import plan_json
     from autopar.report import INSTALL_HINT
@@ -165,7 +166,7 @@ def report(
 def verify(model: ModelArgument, request: PlanRequest) -> Result:
     """Compare one sharded step with one process.
 
-    Ranks are threads of this process; loss and every gradient are compared. A config.json gets
+    Compares the loss and every gradient; ranks are threads of this process. A config.json gets
     random weights and tokens.
     """
     mesh = request.machine()
@@ -181,7 +182,7 @@ def verify(model: ModelArgument, request: PlanRequest) -> Result:
         "errors": dict(found.errors), "stages": [dict(s.axes) for s in found.plan.stages],
         "chosen": found.plan.data.chosen,
     }  # fmt: skip
-    # What was checked: a plan that shards nothing is equal without proving much.
+    # Show what was checked: equality of a plan that shards nothing proves little.
     header = found.plan.explain().split("\n\n")[0]
     return Result(f"{found.text()}\n{header}", data, ok=found.ok)
 
@@ -193,22 +194,23 @@ def ops(
     batch: Annotated[int | None, typer.Option(help="Rows of the global batch.")] = None,
     seq: Annotated[int | None, typer.Option(help="Tokens per row.")] = None,
     mesh: Annotated[
-        str | None, typer.Option(help="Also list dims of parameters that it cannot share.")
+        str | None, typer.Option(help="Also list parameter dims that its ranks cannot share.")
     ] = None,
     fallback: Annotated[
         str, typer.Option(help="Operators without a rule: error, or replicate.")
     ] = "error",
 ) -> Result:
-    """List MODEL's operators that have, or lack, a rule.
+    """List MODEL's operators with and without a sharding rule.
 
-    Prints counts, the source lines of what has no rule, and what is replaced when it is sharded.
+    Prints call counts, the source lines of operators without a rule, and which operators are
+    replaced by functions that communicate when they are sharded.
     """
     from autopar.cli.operators import BAD, operator_uses, ops_result, uneven_dims
 
     n_ranks = math.prod(parse_mesh(mesh)) if mesh is not None else 0
     with progress("loading the model") as report:
         from autopar.options import Options
-        from autopar.planning import capture_step
+        from autopar.passes.binding import capture_step
 
         options = Options.of(fallback=fallback)
         subject = load_subject(model, batch, seq)
@@ -238,25 +240,24 @@ def simulate(
         Path | None, typer.Option("--trace", metavar="OUT", help="Write a Chrome trace.")
     ] = None,
     slow: Annotated[
-        str | None, typer.Option(metavar="STAGE:FACTOR", help="A stage that computes slower.")
+        str | None, typer.Option(metavar="STAGE:FACTOR", help="Slow down one stage, as 1:1.5.")
     ] = None,
     jitter: Annotated[
-        str | None, typer.Option(metavar="FRACTION:SEED", help="Compute that is drawn slower.")
+        str | None, typer.Option(metavar="FRACTION:SEED", help="Slow compute at random, as 0.1:7.")
     ] = None,
     what_if: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="KEY=2x,KEY=VALUE", help="On a machine with other figures. Repeatable."
-        ),
+        typer.Option(metavar="KEY=2x,KEY=VALUE", help="Change the machine's numbers. Repeatable."),
     ] = None,
     scale: Annotated[
-        bool, typer.Option("--scale", help="On faster parts; without --mesh, on more nodes.")
+        bool, typer.Option("--scale", help="Double each part's speed; without --mesh, add nodes.")
     ] = False,
 ) -> Result:
-    """Simulate a step, and ask what if the machine were another.
+    """Simulate a training step, on this or another machine.
 
-    A plan: what its stages do and when, on its machine, on others, and with each part of it twice
-    as fast. A config.json with --scale: a recipe on 8 to 16,384 devices.
+    A plan: where each stage spends its time, on the plan's machine, on a changed one (--what-if),
+    and with each part twice as fast (--scale). A config.json with --scale and without --mesh: weak
+    scaling of a recipe on 8 to 16,384 devices.
     """
     from autopar.cli.scaling import scale_config
     from autopar.cli.simulate import PlanPlay, simulate_plan
@@ -277,12 +278,12 @@ def compare(
     request: PlanRequest,
     model: ModelOption = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="PAGE.html", help="Write it as a page.")
+        Path | None, typer.Option("--output", "-o", metavar="PAGE.html", help="Write an HTML page.")
     ] = None,
 ) -> Result:
     """Compare plans side by side.
 
-    Costs, collectives, and which placements differ. Saved plans need --model for costs.
+    Shows costs, collectives, and which placements differ. Saved plans need --model for costs.
     """
     from autopar.cli.compare import compare_result
 
@@ -293,8 +294,8 @@ def compare(
 @prints_result
 def cost(
     kind: Annotated[str, typer.Argument(metavar="COLLECTIVE", help="all_reduce, all_gather ...")],
-    ranks: Annotated[int, typer.Option(help="Ranks that take part.")],
-    nodes: Annotated[int, typer.Option(help="Nodes that hold them, as many each.")] = 1,
+    ranks: Annotated[int, typer.Option(help="Ranks of the collective.")],
+    nodes: Annotated[int, typer.Option(help="Nodes, with equally many ranks each.")] = 1,
     hardware: Annotated[
         str | None, typer.Option(help="Profile name, or a .toml file; default: this machine's.")
     ] = None,
@@ -302,7 +303,8 @@ def cost(
 ) -> Result:
     """Explain what a collective costs, and by which algorithm.
 
-    Formulas with their sources; by size, the algorithm that wins, its time and bus bandwidth.
+    Prints formulas with their sources and, by size, the fastest algorithm, its time and bus
+    bandwidth.
     """
     from autopar.cli.collectives import SIZES_BYTES, cost_result
 
@@ -317,14 +319,14 @@ def calibrate(
         Path, typer.Option("--output", "-o", metavar="PROFILE.toml", help="Write it here.")
     ] = Path("profile.toml"),
     ranks: Annotated[
-        str | None, typer.Option(metavar="N,N", help="Groups whose collectives are measured.")
+        str | None, typer.Option(metavar="N,N", help="Sizes of groups to measure.")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Few sizes, a few times.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and repetitions.")] = False,
 ) -> Result:
     """Measure this machine as a hardware profile.
 
-    Products, memory-bound operators, the backend's collectives and, on a CPU, whole training
-    steps, in some three minutes; then plan with --hardware PROFILE.toml.
+    Times matmuls, memory-bound operators, the backend's collectives and, on a CPU, whole training
+    steps. Takes about three minutes. Then plan with --hardware PROFILE.toml.
     """
     with progress("starting ranks") as report:
         from autopar.calibration import calibrate as measure
@@ -340,7 +342,7 @@ def calibrate(
 @prints_result
 def validate(
     runs: Annotated[
-        Path | None, typer.Argument(metavar="RUNS.json", help="Default: those shipped.")
+        Path | None, typer.Argument(metavar="RUNS.json", help="Default: the shipped runs.")
     ] = None,
     output: Annotated[
         Path | None,
@@ -349,12 +351,12 @@ def validate(
         ),
     ] = None,
     leave_one_out: Annotated[
-        bool, typer.Option("--leave-one-out", help="Predict each paper by a fit without it.")
+        bool, typer.Option("--leave-one-out", help="Predict each paper with a fit to the others.")
     ] = False,
 ) -> Result:
     """Compare predictions with published runs.
 
-    Step time, memory and order; fails where the shipped runs miss a target.
+    Compares step time, memory and order. Fails if the shipped runs miss a target.
     """
     from autopar.cli.validate import check_output, validate_result
 
@@ -373,7 +375,7 @@ def validate(
 def doctor() -> Result:
     """Check this machine.
 
-    Versions, solvers, devices and backends, and a sum over two processes.
+    Checks versions, solvers, devices and backends, and runs an all_reduce over two processes.
     """
     from autopar.cli.doctor import examine
 

@@ -1,7 +1,7 @@
 """`autopar cost`: what a collective costs, why, and by which algorithm at each size.
 
-Prints every formula with its source and whether the group can run it; what the symbols are on the
-given hardware; and, by size, the algorithm that wins, its time and its bus bandwidth.
+Prints every formula with its source, and whether the group can run it. Then the values of the
+symbols on the given hardware. Then, by size, the fastest algorithm, its time and its bus bandwidth.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WIDTH = 100
 
 @dataclass(frozen=True)
 class SizeRow:
-    """The least time at one size."""
+    """The fastest algorithm at one size."""
 
     size_bytes: int
     algorithm: str
@@ -46,12 +46,12 @@ def cost_result(
     hardware: str | None,
     sizes_bytes: Sequence[int] = SIZES_BYTES,
 ) -> Result:
-    """Explain and price `kind` over ranks that lie evenly on nodes of a hardware profile."""
+    """Explain and price `kind` over ranks spread evenly over nodes of a hardware profile."""
     require_kind(kind)
     if n_ranks < 2 or n_nodes < 1 or n_ranks % n_nodes:
         raise OptionError(
             f"{n_ranks} ranks on {n_nodes} nodes",
-            hint="give at least 2 ranks, as many on each node",
+            hint="give at least 2 ranks, and equally many on each node",
         )
     if min(sizes_bytes) < 1:
         raise OptionError(f"a size of {min(sizes_bytes)} bytes", hint="write --size 256MiB")
@@ -104,7 +104,7 @@ def _algorithm_lines(found: Explained) -> list[str]:
 
 
 def _legend_lines(group: LinkGroup) -> list[str]:
-    """The symbols, and what they are here."""
+    """The symbols, and their values for this group."""
     slowest, inside, switch = group.slowest, group.inside, group.in_switch_s_per_byte
     here = {
         "p": str(group.n_ranks),
@@ -113,7 +113,7 @@ def _legend_lines(group: LinkGroup) -> list[str]:
         "alpha, beta": _link_text(slowest),
         "alpha_in, beta_in": _link_text(inside),
         "sigma": "none" if switch is None else f"1 / ({1e-9 / switch:.4g} GB/s)",
-        "gamma": "0, as bandwidths are measured with it",
+        "gamma": "0, because measured bandwidths include it",
     }
     width = max(map(len, LEGEND))
     lines = []

@@ -1,4 +1,4 @@
-"""`autopar compare`: plans of files and of models, side by side."""
+"""`autopar compare`: saved plans and new plans of models, side by side."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from autopar.errors import OptionError
 def compare_result(
     subjects: Sequence[str], model: str | None, request: PlanRequest, output: Path | None
 ) -> Result:
-    """Compare saved plans, bound to `model` where it is given, and new plans of models."""
+    """Compare saved plans, bound to `model` if it is given, and new plans of models."""
     from autopar.api import compare
     from autopar.planning import Plan
 
     files = [subject for subject in subjects if is_plan_file(subject)]
     if model is not None and not files:
         raise OptionError("--model is for plan files, and none is given")
-    # Planning flags are those of the models; of files alone they are refused.
+    # Planning flags are for the models. If all subjects are files, `load_plan` refuses the flags.
     of_files = (
         request
         if len(files) == len(subjects)

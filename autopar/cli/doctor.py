@@ -1,8 +1,8 @@
 """`autopar doctor`: can this machine plan and run?
 
-A check is *ok*, a *note* (something optional is missing) or a *problem* (planning or running
-will fail). Its last check starts two processes and sums a tensor over them, which needs what
-a training job needs: spawning, a store, a backend.
+A check is *ok*, a *note* (something optional is missing) or a *problem* (planning or running will
+fail). The last check starts two processes and sums a tensor over them. It needs what a training job
+needs: spawning, a store, a backend.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ N_RANKS = 2
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the examination; `hint` says what to do where it is not ok."""
+    """The result of one check; `hint` says what to do if it is not ok."""
 
     name: str
     status: Status
@@ -85,7 +85,7 @@ def _devices() -> Iterator[Check]:
     n_gpus = torch.cuda.device_count()
     names = ", ".join(torch.cuda.get_device_name(i) for i in range(n_gpus))
     yield Check("devices", "ok", names or "CPU only")
-    yield Check("profile", "ok", f"{detect()} (what a mesh without hardware is planned for)")
+    yield Check("profile", "ok", f"{detect()} (the default of a mesh without hardware)")
     if not dist.is_available():
         yield Check("backends", "problem", "torch was built without distributed", "use pip's torch")
         return
@@ -123,7 +123,7 @@ def _all_reduce() -> Check:
 
 
 def sum_over_ranks() -> float:
-    """The sum of rank + 1 over the job; each process runs this."""
+    """The sum of rank + 1 over all ranks; each process runs this."""
     import torch
     import torch.distributed as dist
 

@@ -1,9 +1,9 @@
-"""MODEL: where a command's model and example batch come from.
+"""MODEL: how a command gets its model and example batch.
 
 package.module:factory   `factory()` returns (model, example_inputs); the current folder
                          is on the import path
-path/to/config.json      a Hugging Face configuration, with --batch and --seq: the model
-                         of its architecture, on torch.device("meta"), and a batch of
+path/to/config.json      a Hugging Face configuration, with --batch and --seq. It gives the
+                         model of its architecture, on torch.device("meta"), and a batch of
                          input_ids and labels
 """
 
@@ -30,7 +30,7 @@ _FACTORY_HINT = "package.module:factory, where factory() returns (model, example
 
 @dataclass(frozen=True)
 class Subject:
-    """What a command works on."""
+    """A model and its example batch."""
 
     model: nn.Module
     example_inputs: Any
@@ -43,7 +43,7 @@ def load_subject(
 
     `real`: a configuration gets weights and random tokens on the CPU instead of meta tensors.
 
-    Raises `OptionError` for a name that leads nowhere, or sizes that are missing or unused.
+    Raises `OptionError` for a name that cannot be loaded, or sizes that are missing or unused.
     """
     if name.endswith(".json"):
         return _from_config(Path(name), batch, seq, real)
@@ -56,7 +56,7 @@ def load_subject(
 
 
 def is_plan_file(name: str) -> bool:
-    """Is this the file of a plan, rather than of a model? Raises `PlanError` if unreadable."""
+    """Is this the file of a plan rather than of a model? Raises `PlanError` if unreadable."""
     if not name.endswith(".json"):
         return False
     content = _read_json(Path(name))
@@ -73,9 +73,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise PlanError(f"{path} is not a JSON object")
     return content
-
-
-# -- factories -------------------------------------------------------------------------------------
 
 
 def _from_factory(name: str) -> Subject:
@@ -106,7 +103,7 @@ def _import(module_name: str) -> Any:
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        # A module that is missing inside the user's module is another fault than a wrong name.
+        # A wrong name, unless a module that the user's module imports is missing.
         if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
             raise OptionError(
                 f"there is no module {error.name!r} here or installed", hint=_FACTORY_HINT
@@ -117,15 +114,12 @@ def _import(module_name: str) -> Any:
 
 
 def _users_fault(what: str, error: Exception) -> OptionError:
-    """An error of the user's code, at its innermost line."""
+    """An error in the user's code, with its innermost line."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
     return OptionError(
         f"{what}: {type(error).__name__}: {error}", where=where, hint="check that it runs alone"
     )
-
-
-# -- configurations --------------------------------------------------------------------------------
 
 
 def _from_config(path: Path, batch: int | None, seq: int | None, real: bool) -> Subject:
@@ -153,7 +147,7 @@ def _from_config(path: Path, batch: int | None, seq: int | None, real: bool) -> 
 
 
 def read_config(path: Path) -> Any:
-    """A Hugging Face configuration, with what its file leaves to defaults."""
+    """A Hugging Face configuration, with defaults for what its file leaves out."""
     if "model_type" not in _read_json(path):
         raise OptionError(f"{path} is no Hugging Face configuration: it has no model_type")
     try:
@@ -166,7 +160,7 @@ def read_config(path: Path) -> Any:
 
 
 def _model_class(transformers: Any, config: Any) -> Any:
-    """What makes the model of `config`; a causal language model if it names none."""
+    """The function that makes the model of `config`; a causal model if it names no architecture."""
     name = (config.architectures or [None])[0]
     if name is None:
         return transformers.AutoModelForCausalLM.from_config

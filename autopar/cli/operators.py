@@ -1,15 +1,15 @@
-"""`autopar ops`: which operators of a model have a sharding rule, and what that rule cannot shard.
+"""`autopar ops`: which operators of a model have a sharding rule, and what cannot be sharded.
 
-    covered      its own rule takes all its calls, or one derived from torch's tag of pointwise
-                 operators
-    replicated   it has none, and every rank runs it whole: `--fallback replicate`
-    missing      it has none
-    refused      its rule does not take the arguments of a call (a sparse embedding)
+    covered      a rule accepts all its calls: its own, or one derived from torch's tag of
+                 pointwise operators
+    replicated   no rule; every rank runs it whole (`--fallback replicate`)
+    missing      no rule
+    refused      its rule rejects the arguments of a call (a sparse embedding)
 
-Where a rule says so, an operator is replaced when a name of its notation is sharded: by a function
-that communicates. On a mesh, `uneven_dims` lists the dims of parameters that all its ranks cannot
-share: no factor of the dim, nor two of them on two axes, is a multiple of the ranks. A vocabulary
-may be padded instead (`passes/analysis/padding.py`).
+Some rules replace an operator by a function that communicates when certain names of its notation
+are sharded. With a mesh, `uneven_dims` lists the dims of parameters that cannot be sharded over all
+ranks. A dim can be if the ranks divide one of its factors, or if two factors on two axes together
+take all ranks. A vocabulary may be padded instead (`passes/analysis/padding.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SHOWN_SOURCES = 3
 
 @dataclass(frozen=True)
 class Replacement:
-    """A function that replaces an operator where `names` of its notation are sharded."""
+    """A function that replaces an operator when `names` of its notation are sharded."""
 
     names: str
     notation: str
@@ -49,7 +49,7 @@ class Replacement:
 class OperatorUse:
     """One operator: how often a model calls it, the lines that do, what replaces it.
 
-    `rule` is "own", "derived", or "" where there is none.
+    `rule` is "own", "derived", or "" if there is none.
     """
 
     op: str
@@ -63,9 +63,10 @@ class OperatorUse:
 
 @dataclass(frozen=True)
 class UnevenDim:
-    """A dim of a parameter that all ranks cannot share; `padded_to` None: it stays as it is.
+    """A dim of a parameter that cannot be sharded over all ranks; `padded_to` None: not padded.
 
-    `factors` are the sizes it is a product of, `most_ranks` how many of the ranks can share it.
+    `factors` are the sizes whose product the dim is. `most_ranks` is the largest number of ranks
+    that can share the dim.
     """
 
     parameter: str
@@ -81,9 +82,6 @@ class UnevenDim:
             return f"padded to {self.padded_to}"
         at_most = f", shared by {self.most_ranks}" if self.most_ranks > 1 else ", whole"
         return f"{self.reason}{at_most}"
-
-
-# -- operators -------------------------------------------------------------------------------------
 
 
 def operator_uses(program: Program, fallback: str = "error") -> list[OperatorUse]:
@@ -117,7 +115,7 @@ def _use(op: str, calls: Sequence[OpCall], sources: tuple[str, ...], fallback: s
 
 
 def _replacements(calls: Sequence[OpCall]) -> tuple[Replacement, ...]:
-    """What replaces an operator where a name is sharded; each function once."""
+    """The functions that replace an operator when a name is sharded; each function once."""
     from autopar.rules import rule_for
 
     rule = rule_for(str(calls[0].op))
@@ -133,14 +131,11 @@ def _replacements(calls: Sequence[OpCall]) -> tuple[Replacement, ...]:
     return tuple(found.values())
 
 
-# -- parameters on a mesh --------------------------------------------------------------------------
-
-
 def uneven_dims(program: Program, n_ranks: int, kept_whole: Sequence[str] = ()) -> list[UnevenDim]:
-    """The dims of parameters that `n_ranks` cannot share, and why.
+    """The dims of parameters that cannot be sharded over `n_ranks`, and why.
 
-    Dims of fewer elements than ranks are left out, but for vocabularies. All operators have a
-    rule, or are in `kept_whole`.
+    Dims with fewer elements than ranks are left out, except for vocabularies. Every operator must
+    have a rule or be in `kept_whole`.
     """
     from autopar.passes.analysis import accept_again, find_paddings
     from autopar.program import operators_of, tensor_types
@@ -171,7 +166,7 @@ def _divisors(n: int) -> list[int]:
 
 
 def _share(factors: Sequence[int], n_ranks: int) -> bool:
-    """Can so many ranks share a dim: by one factor on one axis, or two on two?"""
+    """Can `n_ranks` share a dim: by one factor on one axis, or by two factors on two axes?"""
     if n_ranks == 1 or any(factor % n_ranks == 0 for factor in factors):
         return True
     return any(
@@ -187,15 +182,12 @@ def _indivisible(size: int, factors: Sequence[int], n_ranks: int) -> str:
     return f"{n_ranks} ranks divide no factor of {' x '.join(map(str, factors))}"
 
 
-# -- text ------------------------------------------------------------------------------------------
-
-
 def ops_result(
     uses: Sequence[OperatorUse], dims: Sequence[UnevenDim] | None = None, n_ranks: int = 0
 ) -> Result:
-    """A table, what is replaced, the lines of what is not covered, and what to do.
+    """The operators, the lines of those not covered, the replacements, uneven dims and a verdict.
 
-    `dims` is None where no mesh was given, or its parameters could not be examined.
+    `dims` is None if no mesh was given, or if parameters could not be examined.
     """
     bad = [use for use in uses if use.status in BAD]
     text = "\n\n".join(
@@ -238,7 +230,7 @@ def _lowered(uses: Sequence[OperatorUse]) -> list[str]:
     for use in uses:
         if use.replaced:
             lines += [f"  {use.op}", *(f"    {replacement}" for replacement in use.replaced)]
-    return ["replaced by a function that communicates, where sharded", *lines] if lines else []
+    return ["replaced by a function that communicates, when sharded", *lines] if lines else []
 
 
 def _uneven(
@@ -249,10 +241,10 @@ def _uneven(
     if dims is None:
         return [f"parameters on {n_ranks} ranks: not examined, {len(bad)} operators lack a rule"]
     if not dims:
-        return [f"all {n_ranks} ranks can share every dim of a parameter with as many elements"]
+        return [f"all {n_ranks} ranks can share every parameter dim of at least that size"]
     rows = Counter((_pattern(d.parameter), d.dim, d.size, str(d)) for d in dims)
     width = max(len(name) for name, *_ in rows)
-    lines = [f"dims of parameters that {n_ranks} ranks cannot share as they are"]
+    lines = [f"parameter dims that {n_ranks} ranks cannot share as they are"]
     lines += [f"  {'parameter':{width}}  count  dim     size"]
     for (name, dim, size, text), count in rows.items():
         lines.append(f"  {name:{width}}  {count:5}  {dim:3}  {size:7}  {text}")

@@ -1,7 +1,7 @@
-"""Planning options as flags: what `plan`, `explain`, `code` and `verify` have in common.
+"""Planning options as flags, shared by all commands that plan.
 
-`takes_planning_options` gives a command the flags of `_Flags` and hands them over as one
-`PlanRequest`. Values are checked by `autopar.options.Options`; here only texts are read:
+`takes_planning_options` gives a command the flags of `_planning_flags`, and passes them on as one
+`PlanRequest`. `autopar.options.Options` checks the values; this file only parses texts:
 
     mesh     "2x8", "4"                        sizes
     bytes    "40GiB", "40GB", "1024"           binary and decimal units
@@ -46,7 +46,7 @@ class PlanRequest:
     given: dict[str, Any] = field(default_factory=dict)
 
     def machine(self) -> Mesh:
-        """The mesh asked for; raises `OptionError` when none was."""
+        """The requested mesh. Raises `OptionError` if there is none."""
         from autopar.mesh import Mesh
 
         if self.mesh is None:
@@ -109,7 +109,7 @@ def _planning_flags(
 
 
 def takes_flags(name: str, read: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace a command's argument `name` by the flags of `read`, which makes its value of them."""
+    """Replace a command's argument `name` by the flags of `read`, which returns its value."""
     flags = inspect.signature(read, eval_str=True).parameters
 
     def wrap(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -131,9 +131,6 @@ def takes_planning_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return takes_flags("request", _planning_flags)(command)
 
 
-# -- texts -----------------------------------------------------------------------------------------
-
-
 def parse_mesh(text: str) -> tuple[int, ...]:
     """`2x8` -> (2, 8)."""
     if not re.fullmatch(r"\d+(x\d+)*", text):
@@ -144,7 +141,7 @@ def parse_mesh(text: str) -> tuple[int, ...]:
 
 
 def parse_count(text: str) -> int | str:
-    """`4` -> 4; a word stays what it is."""
+    """`4` -> 4; other words are returned unchanged."""
     return int(text) if text.isdigit() else text
 
 

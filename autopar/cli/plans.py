@@ -1,4 +1,4 @@
-"""MODEL|PLAN.json: a saved plan, or a new one of a model, with a progress bar that says how far."""
+"""MODEL|PLAN.json: a saved plan, or a new plan of a model, made behind a progress bar."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ def load_plan(subject: str, request: PlanRequest) -> Plan:
 
 
 def plan_of(subject: str, model: str | None, request: PlanRequest, what: str) -> Plan:
-    """A saved plan laid on its model, or a new plan of a model; `what` is made from it."""
+    """A saved plan bound to its model, or a new plan of a model.
+
+    `what` is the command, for messages. Raises `OptionError` if --model is missing or unused.
+    """
     if not is_plan_file(subject):
         if model is not None:
             raise OptionError(f"--model is for a plan file, and {subject} is a model")
@@ -63,7 +66,7 @@ def plan_of(subject: str, model: str | None, request: PlanRequest, what: str) ->
 
 
 def _refuse_planning_flags(request: PlanRequest) -> None:
-    """A saved plan is decided: flags that would be ignored are refused."""
+    """Refuse flags that a saved plan would ignore."""
     given = [*request.given, *(k for k in ("mesh", "hardware") if getattr(request, k) is not None)]
     if given:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)

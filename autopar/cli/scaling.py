@@ -1,7 +1,8 @@
-"""`autopar simulate CONFIG.json --scale`: a recipe on more and more nodes.
+"""`autopar simulate CONFIG.json --scale`: weak scaling of a recipe over numbers of nodes.
 
-The model is that of dims (`cost/transformer/`): it knows no program, so 16,384 devices cost as
-little as 8. What the recipe does not say takes a default that is printed with the result.
+Prices come from the transformer model of `cost/transformer/`. It needs a model's dims and no
+program, so 16,384 devices cost as little as 8. Fields that the recipe leaves out take defaults,
+which are printed with the result.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ if TYPE_CHECKING:
 DEVICES_PER_NODE = 8
 _ORDERS = ("1f1b", "gpipe", "interleaved", "zero-bubble")
 _RECOMPUTED = ("none", "selective", "attention-core", "full")
-# Planning flags that mean something without a plan.
+# Planning flags that also apply without a plan.
 _MEANT = ("recompute", "schedule")
 
 
 @dataclass(frozen=True)
 class ScaleRequest:
-    """The flags of `--scale`; `recipe` holds those fields of a `Recipe` that the user set."""
+    """The flags of `--scale`; `recipe` holds the fields of a `Recipe` that the user set."""
 
     nodes: tuple[int, ...] | None = None
     devices_per_node: int | None = None
@@ -90,7 +91,7 @@ def scale_config(
     what_if: Sequence[str],
     svg: Path | None,
 ) -> Result:
-    """Weak scaling of a configuration's model, on its hardware and on others."""
+    """Weak scaling of a configuration's model, on the given hardware and on changed ones."""
     _refuse_others(subject, request)
     assert request.seq is not None and request.hardware is not None
     from autopar.cost.hardware import changed, load_profile
@@ -124,11 +125,11 @@ def scale_config(
 
 
 def _refuse_others(subject: str, request: PlanRequest) -> None:
-    """Without a mesh, only what a recipe and a model by dims can use."""
+    """Without a mesh, refuse what a recipe and a model's dims cannot use."""
     if not subject.endswith(".json"):
         raise OptionError(
-            f"{subject} is no config.json, whose dims could be scaled",
-            hint="--mesh 2x8 plans it; --scale then doubles each part of the machine",
+            f"{subject} is no config.json, and --scale without --mesh needs its dims",
+            hint="--mesh 2x8 plans it; --scale then doubles the speed of each part of the machine",
         )
     if unused := [name for name in request.given if name not in _MEANT]:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
@@ -151,18 +152,18 @@ def _recipe(request: PlanRequest, scale: ScaleRequest) -> Recipe:
     if order not in _ORDERS or (order == "interleaved") != (n_chunks > 1):
         raise OptionError(
             f"--schedule {order} with --interleave {n_chunks}",
-            hint=f"one of {', '.join(_ORDERS)}; interleaved, and no other, has several chunks",
+            hint=f"one of {', '.join(_ORDERS)}; only interleaved has several chunks",
         )
     recompute = request.given.get("recompute", "none")
     if recompute not in _RECOMPUTED:
         raise OptionError(f"--recompute {recompute}", hint=f"one of {', '.join(_RECOMPUTED)}")
-    # One microbatch: `weak_scaling` finds the batch of each number of nodes.
+    # A placeholder of one microbatch: `weak_scaling` sets the batch for each number of nodes.
     batch = scale.recipe.get("microbatch_size", 1)
     return Recipe(**scale.recipe, global_batch=batch, order=order, recompute=recompute)
 
 
 def _recipe_dict(recipe: Recipe) -> dict[str, Any]:
-    """What stays the same on all numbers of nodes."""
+    """The fields that are the same for all numbers of nodes."""
     grows = ("dp", "global_batch")
     return {name: value for name, value in asdict(recipe).items() if name not in grows}
 

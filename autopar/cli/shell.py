@@ -1,8 +1,8 @@
 """What all commands share: exit codes, errors, a clean stdout, progress.
 
-A command computes a `Result` and returns it; `conclude` prints it, as text or as one JSON
-object, and exits. While a command works, everything else that prints (a model's own code,
-libraries, their child processes) is sent to stderr, so stdout holds the result alone.
+A command returns a `Result`. `prints_result` prints it, as text or as one JSON object, and exits.
+While a command runs, everything else that is printed (by a model's own code, libraries, their child
+processes) goes to stderr, so stdout holds only the result.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object an
 
 @dataclass(frozen=True)
 class Result:
-    """What a command found: for people, for programs, and whether its check held."""
+    """What a command found, as text and as data, and whether its check passed."""
 
     text: str
     data: dict[str, Any]
@@ -39,7 +39,7 @@ class Result:
 
 
 class ErrorGroup(TyperGroup):
-    """Commands whose `AutoparError`s end in a message on stderr and exit code 2."""
+    """Commands whose `AutoparError`s become a message on stderr and exit code 2."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -50,7 +50,7 @@ class ErrorGroup(TyperGroup):
 
 
 class JsonMayNameFile(TyperCommand):
-    """A command with `--output` whose `--json OUT` says the same as `--output OUT`."""
+    """A command with `--output` for which `--json OUT` means `--output OUT`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         following = [*args[1:], "-"]
@@ -82,7 +82,7 @@ def prints_result(command: Callable[..., Result]) -> Callable[..., None]:
 
 
 def set_parameters(command: Any, parameters: list[inspect.Parameter]) -> None:
-    """Give a wrapper the parameters that typer reads; all become keywords."""
+    """Give a wrapper the parameters that typer reads; all become keyword-only."""
     keywords = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
     command.__signature__ = inspect.Signature(keywords)
     command.__annotations__ = {p.name: p.annotation for p in keywords}
@@ -90,7 +90,7 @@ def set_parameters(command: Any, parameters: list[inspect.Parameter]) -> None:
 
 @contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """Send prints to stderr: Python's, and those of libraries to file descriptor 1."""
+    """Send prints to stderr: those of Python, and those of libraries to file descriptor 1."""
     sys.stdout.flush()
     kept = os.dup(1)
     try:
@@ -103,7 +103,7 @@ def _stdout_to_stderr() -> Iterator[None]:
 
 
 def to_json(data: dict[str, Any]) -> str:
-    """Standard JSON: numbers that are not finite are null."""
+    """Standard JSON; numbers that are not finite become null."""
     return json.dumps(_finite(data), indent=1, ensure_ascii=False, allow_nan=False)
 
 
@@ -119,7 +119,7 @@ def _finite(value: Any) -> Any:
 
 @contextmanager
 def writing() -> Iterator[None]:
-    """A file that cannot be written is wrong use."""
+    """Turn an `OSError` of writing a file into an `OptionError`."""
     try:
         yield
     except OSError as error:
@@ -127,13 +127,13 @@ def writing() -> Iterator[None]:
 
 
 def note(text: str) -> None:
-    """Something the user should know, beside the result."""
+    """Tell the user something on stderr, beside the result."""
     typer.echo(f"note: {text}", err=True)
 
 
 @contextmanager
 def progress(first_phase: str) -> Iterator[Progress]:
-    """A bar on stderr that names the phase under way; nothing where stderr is no terminal."""
+    """A bar on stderr that names the current phase; nothing if stderr is not a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -141,6 +141,6 @@ def progress(first_phase: str) -> Iterator[Progress]:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     disabled = not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=disabled) as bar:
-        # How many phases there will be depends on what the planner finds: no total.
+        # No total: the number of phases depends on what the planner finds.
         task = bar.add_task(first_phase, total=None)
         yield lambda phase: bar.update(task, description=phase)

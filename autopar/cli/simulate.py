@@ -1,10 +1,10 @@
-"""`autopar simulate`: the step of a plan, event by event, and what other machines make of it.
+"""`autopar simulate`: the step of a plan, event by event, on its machine and on others.
 
 --slow 1:1.5         stage 1 computes 1.5 times as long
---jitter 0.1:7       every compute takes up to a tenth longer, drawn with seed 7
---what-if CHANGES    the same plan on a machine with other figures (`cost/hardware/what_if.py`)
---scale              a plan with each part of its machine twice as fast; without a mesh, the
-                     recipe of a config.json on more and more nodes (`scaling.py` here)
+--jitter 0.1:7       every compute takes up to a tenth longer, at random with seed 7
+--what-if CHANGES    the same plan on a machine with other numbers (`cost/hardware/what_if.py`)
+--scale              the plan with each part of its machine twice as fast; without a mesh, the
+                     recipe of a config.json on more and more nodes (`scaling.py`)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlanPlay:
-    """Flags that only a plan's step has, as texts."""
+    """The flags, as texts, that only apply to the step of a plan."""
 
     slow: str | None
     jitter: str | None
@@ -62,7 +62,7 @@ def simulate_plan(
         what_if_text,
     )
 
-    # What cannot be read is told before planning, which may take minutes.
+    # Refuse unreadable flags before planning, which may take minutes.
     slow, jitter = _slow(play.slow), _jitter(play.jitter)
     for text in what_if:
         parse_changes(text)
@@ -86,13 +86,13 @@ def simulate_plan(
 
 def _doublings(plan: Plan) -> tuple[str, ...]:
     from autopar.cost.hardware import doublings, profile_of
-    from autopar.planning import mesh_of
+    from autopar.passes.binding import mesh_of
 
     return doublings(profile_of(mesh_of(plan.data.mesh)))
 
 
 def _write(timeline: Timeline, svg: Path | None, trace: Path | None) -> list[str]:
-    """The files that were asked for."""
+    """Write the requested files; returns their paths."""
     written = []
     with writing():
         for path, write in ((svg, timeline.to_svg), (trace, timeline.to_chrome_trace)):

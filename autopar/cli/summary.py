@@ -1,4 +1,4 @@
-"""Plans for programs and for people: as JSON, and as text where only the file is known."""
+"""Plans as JSON, and plans as text when only the plan file is known."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """A bound plan: what it decided, what it communicates, what it should cost."""
+    """A bound plan: its decisions, its collectives and its predicted cost."""
     return data_json(plan.data) | {
         "predicted": asdict(plan.predicted),
         "collectives": [asdict(collective) for collective in plan.collectives()],
@@ -21,7 +21,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 
 def data_json(data: PlanData) -> dict[str, Any]:
-    """The decisions of a plan; all there is of one that was only loaded."""
+    """The decisions of a plan; a plan that is loaded but not bound has nothing else."""
     return {
         "model": data.model,
         "mesh": list(data.mesh.shape),
@@ -40,7 +40,7 @@ def data_json(data: PlanData) -> dict[str, Any]:
 
 
 def _stages_json(data: PlanData) -> list[dict[str, Any]]:
-    """Every stage: where it is, what it holds, and how values cross its boundaries."""
+    """Every stage: its ranks, its modules and parameters, and how values cross its boundaries."""
     from autopar.planning import Plan
 
     return [
@@ -55,7 +55,7 @@ def _stages_json(data: PlanData) -> list[dict[str, Any]]:
 
 
 def data_text(data: PlanData, name: str | None = None) -> str:
-    """A plan without its model: where parameters are kept, and how operators are placed.
+    """A plan without its model: how its parameters are stored.
 
     With `name`, only that parameter, operator or module. Raises `OptionError` for a name that
     the plan does not have.

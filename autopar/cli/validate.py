@@ -1,7 +1,7 @@
 """`autopar validate`: predictions beside published runs, a table per paper, then the targets.
 
-The shipped runs must meet the targets, or the check has failed. A user's own runs are only
-measured: the check fails where not one of them could be predicted.
+For the shipped runs, the check fails if they miss a target. For a user's own runs, the check fails
+only if none of them could be predicted.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def check_output(output: Path) -> None:
 
 
 def validate_result(path: Path | None, has_leave_one_out: bool, progress: Progress) -> Result:
-    """Score the runs of a file, or those that are shipped."""
+    """Score the runs of a file, by default the shipped runs."""
     found = score(read_runs(path or SHIPPED), progress)
     text, data = score_text(found), found.to_json()
     if has_leave_one_out:
@@ -57,11 +57,8 @@ def validate_result(path: Path | None, has_leave_one_out: bool, progress: Progre
     return Result(text, data, ok)
 
 
-# -- text ------------------------------------------------------------------------------------------
-
-
 def score_text(found: Score) -> str:
-    """Everything for people to read."""
+    """The whole score as text."""
     papers: dict[str, list[Entry]] = {}
     for entry in found.entries:
         if entry.row is not None and entry.skipped is None:
@@ -71,9 +68,11 @@ def score_text(found: Score) -> str:
         *(_lines_of_paper(paper, entries, width) for paper, entries in papers.items()),
         _lines_of_skipped(found.entries),
         _lines_of_cells(
-            "kept by a layer, % of tensor parallelism alone", found.activation, "{:+.1f}"
+            "saved by a layer for backward, % of tensor parallelism alone",
+            found.activation,
+            "{:+.1f}",
         ),
-        _lines_of_cells("a layer's passes, ms", found.layer, "{:+.1%}"),
+        _lines_of_cells("forward and backward of a layer, ms", found.layer, "{:+.1%}"),
         [*_lines_of_targets(found.targets())],
         _lines_of_missing(found.ordering),
     ]
@@ -81,7 +80,7 @@ def score_text(found: Score) -> str:
 
 
 def leave_one_out_text(papers: Mapping[str, ErrorSummary]) -> str:
-    """Errors of papers by constants that were fitted without them."""
+    """The errors of each paper, predicted with constants fitted to the other papers."""
     lines = ["step time of each paper, predicted by a fit to the others"]
     width = max(map(len, papers), default=0)
     for paper, errors in papers.items():
@@ -97,7 +96,7 @@ def _lines_of_paper(paper: str, entries: Sequence[Entry], width: int) -> list[st
     assumed = Counter(what for entry in entries if entry.row for what in entry.row.assumed)
     if assumed:
         known = ", ".join(f"{what} ({n})" for what, n in assumed.items())
-        lines.append(f"  assumed where a run does not say it: {known}")
+        lines.append(f"  assumed where a run does not give it: {known}")
     return lines
 
 
@@ -151,9 +150,9 @@ def _lines_of_targets(targets: Sequence[Target]) -> Iterator[str]:
 
 
 def _lines_of_missing(groups: Mapping[str, Ordering]) -> list[str]:
-    """Runs whose order was to be checked, and that have no predicted or no published time."""
+    """Runs that an order check leaves out, as they have no predicted or no published time."""
     return [
-        f"order of {name} is without {', '.join(order.missing)}"
+        f"order of {name} was checked without {', '.join(order.missing)}"
         for name, order in groups.items()
         if order.missing
     ]

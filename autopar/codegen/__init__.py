@@ -1,4 +1,9 @@
-"""Code generation: a `StageProgram` printed as one readable Python file."""
+"""Prints each stage program as one readable Python file, which is the program that runs.
+
+Read: `source.py`, the only file.
+May import `cost`, `runtime` and the layers below them.
+Hands on `emit` (the source of one stage) and `file_name`.
+"""
 
 from autopar.codegen.source import emit, file_name
 

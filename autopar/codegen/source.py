@@ -1,8 +1,8 @@
-"""Print a stage program as Python.
+"""Prints a stage program as Python source.
 
-The file is the program that runs: tracebacks point into it, and the same plan gives the same
-text. Every line ends with the local type, the placement on each mesh axis, and on a reshard
-the bytes it moves forward and backward with the time predicted for them.
+The file is the program that runs, so tracebacks point into it. The same plan gives the same text.
+Every line ends with a comment: the local type and the placement on each mesh axis. On a reshard,
+the comment also has the bytes it moves forward and backward and their predicted time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def file_name(stage: int) -> str:
 
 
 def emit(program: StageProgram, stage: int = 0, n_stages: int = 1) -> str:
-    """The source of one stage; ends in a newline."""
+    """The source of one stage, ending in a newline."""
     axes = ", ".join(
         f"{name}={size}" for name, size in zip(program.axis_names, program.axis_sizes, strict=True)
     )
@@ -86,7 +86,7 @@ def _imports(program: StageProgram) -> list[str]:
 
 
 def _handle(target: str) -> str:
-    """`aten.add.Tensor` -> `aten_add_Tensor`: operators are looked up once."""
+    """The global that holds an operator, looked up once: `aten.add.Tensor` -> `aten_add_Tensor`."""
     return target.removesuffix(".default").replace(".", "_")
 
 
@@ -121,7 +121,7 @@ def _microbatch(program: StageProgram) -> list[str]:
 
 
 def _body(program: StageProgram) -> list[str]:
-    """The lines, those of a segment as a function that is called after them."""
+    """The lines of the body; a segment becomes a nested function, called right after it."""
     begins = {s.start: s for s in program.segments}
     ends = {s.stop - 1: s for s in program.segments}
     out: list[str] = []
@@ -138,7 +138,7 @@ def _body(program: StageProgram) -> list[str]:
                 out += ["", f"{indent}    # {here or program.name}  ({_short(line.where)})"]
         through = _way(inside, i) if inside else ""
         is_last = inside is not None and i in ends
-        if not (is_last and isinstance(line, FreeLine)):  # what returns forgets
+        if not (is_last and isinstance(line, FreeLine)):  # a return frees variables anyway
             texts = _line(line, program)
             out += [_indented(_through(t, through) if through else t, indent) for t in texts]
         if inside is not None and is_last:
@@ -154,14 +154,14 @@ def _way(segment: Segment, i: int) -> str:
 
 
 def _through(text: str, way: str) -> str:
-    """The call of a function whose result is "kept", or "handed_on"."""
+    """The line with its call made through `env.kept` or `env.handed_on`."""
     left, is_, call = text.partition(" = ")
     function, bracket, arguments = call.partition("(")
     return f"{left}{is_}env.{way}({function}, {arguments}" if bracket else text
 
 
 def _indented(text: str, indent: str) -> str:
-    """Deeper, with its comment where the others are."""
+    """The line indented further, with its comment in the same column as the others."""
     code, mark, comment = text.partition("  # ")
     return _commented(indent + code.rstrip(), comment) if mark else indent + text
 
@@ -183,7 +183,7 @@ def _run(segment: Segment) -> list[str]:
 
 
 def _wrapped(start: str, words: Sequence[str], end: str, n_indent: int) -> list[str]:
-    """`start`, `words` and `end` on one line, or on as many as they need, words indented."""
+    """`start`, `words` and `end` on one line if they fit, else wrapped with the words indented."""
     whole = f"{start}{', '.join(words)}{end}"
     if len(whole) <= LINE_LENGTH:
         return [whole]
@@ -196,12 +196,12 @@ def _wrapped(start: str, words: Sequence[str], end: str, n_indent: int) -> list[
 
 
 def _arguments(program: StageProgram) -> list[str]:
-    """A stage that reads nothing of earlier ones is the function of a model without stages."""
+    """The parameters of `microbatch`; a stage that receives nothing has no `received`."""
     return ["parameters", "delivered", *(["received"] if program.received else []), "env"]
 
 
 def _short(where: str) -> str:
-    """A source line without what differs among machines: the path inside the package."""
+    """A source location without what differs between machines: the path inside the package."""
     parts = PurePath(where).parts
     for folder in ("site-packages", "dist-packages"):
         if folder in parts:
@@ -210,7 +210,7 @@ def _short(where: str) -> str:
 
 
 def _taken_parameters(program: StageProgram) -> list[tuple[Local, str]]:
-    """What the program takes: stored shards it gathers itself, or placements in use."""
+    """The parameters it takes: stored shards that it gathers itself, or ready placements."""
     out = []
     for parameter in program.parameters:
         if parameter.period == "use":
@@ -267,7 +267,7 @@ def _call(line: CallLine, program: StageProgram) -> str:
 
 
 def _inner(line: CallLine) -> str:
-    """Collectives inside what replaces an operator: `3 all_reduces of 64 B | 1 all_reduce ...`."""
+    """Collectives inside a lowered operator: `3 all_reduces of 64 B | 1 all_reduce ...`."""
     by_phase = []
     for phase in ("forward", "backward"):
         sizes: dict[tuple[str, int], int] = {}
@@ -332,7 +332,7 @@ def _commented(code: str, comment: str) -> str:
 
 
 def _prologue(program: StageProgram) -> list[str]:
-    """Divisors that depend on the whole batch's inputs alone."""
+    """The function that computes the divisors, which depend on the whole batch's inputs only."""
     inputs = ", ".join(program.prologue_inputs)
     out = [
         f"def prologue({inputs}):",

@@ -1,7 +1,7 @@
-"""Running single operators of a program on fake tensors, once for all calls that are alike.
+"""Runs single operators of a program on fake tensors, once for all equal calls.
 
-Repeated layers, the same layer in other programs of a model (evaluation, a microbatch, one stage),
-and other models of the process make equal calls; what one of them shows holds for all.
+Equal calls are common: in repeated layers, in other programs of the same model (evaluation, one
+microbatch, one stage), and in other models of the process. All share one result.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ _MAX_KNOWN = 1 << 14
 
 
 class PerCall(Generic[T]):
-    """What `run(program, node, mode)` finds of a call, which is `wanted`, remembered by `call_key`.
+    """The results of `run(program, node, mode)`, cached by `call_key`.
 
-    Raises `NotSupportedError` for an operator that does not run on fake tensors.
+    `wanted` says in error messages what `run` measures. Raises `NotSupportedError` for an operator
+    that does not run on fake tensors.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class PerCall(Generic[T]):
     def of_all(
         self, program: Program, nodes: Iterable[torch.fx.Node], alike: Mapping[str, str]
     ) -> dict[str, T]:
-        """By name; `alike` names the first of those whose calls are known to be alike."""
+        """Results by node name. `alike` maps a node to the first node with an equal call."""
         found: dict[str, T] = {}
         for node in nodes:
             first = alike.get(node.name, node.name)
@@ -64,8 +65,10 @@ class PerCall(Generic[T]):
 
 
 def call_key(program: Program, node: torch.fx.Node) -> tuple[Any, ...]:
-    """What decides the effect of a call: its arguments, with a description of each tensor; but not
-    which draw of random numbers it is (`OpCall.likeness`)."""
+    """All that the effect of a call depends on: the arguments, with a description of each tensor.
+
+    Left out is `occurrence`, the number of a random draw (as in `OpCall.likeness`).
+    """
     assert isinstance(node.target, torch._ops.OpOverload)
     first_use: dict[torch.fx.Node, int] = {}
 
@@ -76,25 +79,25 @@ def call_key(program: Program, node: torch.fx.Node) -> tuple[Any, ...]:
     names = (argument.name for argument in node.target._schema.arguments)
     given = [a for name, a in zip(names, node.args, strict=False) if name != "occurrence"]
     named = {name: a for name, a in node.kwargs.items() if name != "occurrence"}
-    # By text: as dictionary keys 1, 1.0 and True would be one argument.
+    # As text, because 1, 1.0 and True are equal as dictionary keys.
     arguments = torch.fx.node.map_arg((given, named), describe)
     return (node.target, node.name in program.has_grad, repr(arguments), _attention_kernels())
 
 
 def description(program: Program, source: torch.fx.Node) -> tuple[Any, ...]:
-    """What of a tensor decides the effects of a call that takes it."""
+    """The properties of a tensor that the effect of a call depends on."""
     value, has_grad = source.meta["val"], source.name in program.has_grad
     return (tuple(value.shape), value.stride(), value.dtype, value.device, has_grad)
 
 
 def _attention_kernels() -> tuple[bool, ...]:
-    """Which kernels attention may choose: a setting of the process, and they keep unlike things."""
+    """The attention kernels that this process allows; they differ in what they keep."""
     cuda = torch.backends.cuda
     return (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled())
 
 
 def fresh_like(program: Program, source: torch.fx.Node) -> torch.Tensor:
-    """A new leaf like the value of a node; call it under a fake mode."""
+    """A new leaf tensor like the value of a node; call it under a fake mode."""
     value = source.meta["val"]
     return torch.empty_strided(
         tuple(value.shape),

@@ -1,9 +1,9 @@
-"""Bytes of tensors that are alive: counted by storage, with the peak.
+"""Live bytes of tensors, counted by storage, with their peak.
 
-`LiveBytes` sees the result of every operator that PyTorch dispatches while it is entered,
-in forward and in backward, on the thread that entered it; a storage counts once however many
-tensors view it, until the last of them is gone. Buffers inside a kernel are not tensors and
-do not count. Works on real and on fake tensors, on every device.
+While `LiveBytes` is entered, it sees the result of every operator that PyTorch dispatches on the
+same thread, in forward and in backward. A storage counts once, however many tensors view it, until
+the last of them is gone. Buffers inside a kernel are not tensors and do not count. It works on real
+and on fake tensors, on every device.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts live storages; `known` are tensors that live already.
+    """Counts live storages; `known` are tensors that are already alive.
 
-    `live_bytes` now, `peak_bytes` the most since the start or `reset_peak`, `peak_at` the
-    operator that reached it.
+    `live_bytes` is the count, `peak_bytes` its maximum since the start or `reset_peak`, `peak_at`
+    the operator that reached the maximum.
     """
 
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
@@ -29,7 +29,7 @@ class LiveBytes(TorchDispatchMode):
         self.live_bytes = 0
         self.peak_bytes = 0
         self.peak_at = ""
-        # By identity of the storage object, which lives as long as the storage.
+        # Keyed by the id of the storage object, which lives as long as the storage.
         self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         for tensor in known:
             self._add(tensor)

@@ -1,22 +1,21 @@
-"""What autograd keeps from the forward of each operator until its backward.
+"""What autograd saves from the forward of each operator for its backward.
 
-Nothing here is a table: every operator is run once, on fake tensors that have the program's
-shapes, strides and `requires_grad`, and each tensor that autograd packs is traced to a storage:
+Measured, not listed: every operator runs once, on fake tensors with the program's shapes, strides
+and `requires_grad`. Each tensor that autograd packs has one of these storages:
 
-    storage of an input     kept input       (views of the input, transposed or cut, included)
-    storage of an output    kept output      (unless it is an input's too)
+    storage of an input     saved input      (also for views of it, transposed or cut)
+    storage of an output    saved output     (unless it is also that of an input)
     any other               other_bytes      mean and rstd of a layer norm, logsumexp of attention,
                                              log-softmax of a cross-entropy, masks of dropout
 
-    activation bytes = Σ over distinct storages of kept inputs and outputs, parameters excepted,
+    activation bytes = Σ over distinct storages of saved inputs and outputs, without parameters,
                        + Σ other_bytes                                       (`activation_bytes`)
 
-A storage counts once however many operators keep it: `storage_owners` says which value each
-value shares its storage with. The operators decompose as they do on the device of the fake
-tensors.
+A storage counts once, however many operators save it: `storage_owners` says which values share
+one. Operators decompose as they do on the device of the fake tensors.
 
-One fake kernel is known to err (torch 2.13, tried against real runs): a layer norm of bf16 or
-fp16 activations with float32 scales keeps float32 statistics on CPU, and is counted at half.
+One fake kernel is known to be wrong (torch 2.13, compared with real runs): a layer norm of bf16 or
+fp16 activations with float32 scales saves float32 statistics on CPU, which count as half as large.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ from autopar.rules import OpCall
 
 @dataclass(frozen=True)
 class Saved:
-    """What one operator keeps for its backward.
+    """What one operator saves for its backward.
 
-    `inputs` are positions in `OpCall.tensors` (a tensor that is passed twice has two),
-    `outputs` in `OpCall.outputs`; `other_bytes` are at the program's global shapes.
+    `inputs` are positions in `OpCall.tensors` (a tensor that is passed twice has two), `outputs`
+    are positions in `OpCall.outputs`. `other_bytes` are for the program's global shapes.
     """
 
     inputs: frozenset[int] = frozenset()
@@ -54,18 +53,17 @@ _NOTHING = Saved()
 
 @dataclass(frozen=True)
 class _Effect:
-    """`shares[i]` is the position in `Node.all_input_nodes` of the one whose storage result i has,
-    or None."""
+    """`shares[i]`: position in `Node.all_input_nodes` of the input that result i views, or None."""
 
     saved: Saved
     shares: tuple[int | None, ...]
 
 
 def saved_for_backward(program: Program, alike: Mapping[str, str] = {}) -> dict[str, Saved]:
-    """Operator node name -> what it keeps; nothing for operators without gradient.
+    """Operator node name -> what it saves; operators without gradient save nothing.
 
-    `alike` are calls that are known to be alike (`PerCall.of_all`). Raises `NotSupportedError` for
-    an operator that does not run on fake tensors.
+    `alike` names equal calls (`PerCall.of_all`). Raises `NotSupportedError` for an operator that
+    does not run on fake tensors.
     """
     operators = list(program.operators)
     with_grad = (node for node in operators if node.name in program.has_grad)
@@ -74,16 +72,16 @@ def saved_for_backward(program: Program, alike: Mapping[str, str] = {}) -> dict[
 
 
 def storage_owners(program: Program, alike: Mapping[str, str] = {}) -> dict[str, str]:
-    """Tensor name -> name of the tensor whose storage it has, itself unless it is a view.
+    """Tensor name -> name of the tensor that owns its storage: itself, unless it is a view.
 
-    `alike` are calls that are known to be alike (`PerCall.of_all`). Raises `NotSupportedError` for
-    an operator that does not run on fake tensors.
+    `alike` names equal calls (`PerCall.of_all`). Raises `NotSupportedError` for an operator that
+    does not run on fake tensors.
     """
     effects = _effects.of_all(program, program.operators, alike)
     owners: dict[str, str] = {}
     for node in program.graph.nodes:
         if not isinstance(node.meta.get("val"), torch.Tensor):
-            continue  # the output, and tuples: their tensors are `getitem` nodes
+            continue  # the output node, and tuples, whose tensors are `getitem` nodes
         source, position = node.args if node.target is operator.getitem else (node, 0)
         owner = _result_name(source, position)
         if source.op == "call_function":
@@ -95,9 +93,9 @@ def storage_owners(program: Program, alike: Mapping[str, str] = {}) -> dict[str,
 
 
 def activation_bytes(program: Program) -> int:
-    """Bytes that the whole program keeps for its backward, parameters excepted, unsharded."""
+    """Bytes that the unsharded program saves for its backward, without parameters."""
     owners = storage_owners(program)
-    first: dict[Any, str] = {}  # constants made by one function are one tensor
+    first: dict[Any, str] = {}  # constants that one function makes are one tensor
     same = {name: first.setdefault(make, name) for name, make in program.constants.items()}
     kept_bytes: dict[str, int] = {}
     other_bytes = 0
@@ -117,7 +115,7 @@ def activation_bytes(program: Program) -> int:
 
 
 def _result_name(node: torch.fx.Node, position: int) -> str:
-    """The name of one result: the node's, or that of the first `getitem` that takes it."""
+    """The name of one result: the node's, or that of the first `getitem` that reads it."""
     if isinstance(node.meta["val"], torch.Tensor):
         return node.name
     takers = (u.name for u in node.users if u.target is operator.getitem and u.args[1] == position)
@@ -125,7 +123,7 @@ def _result_name(node: torch.fx.Node, position: int) -> str:
 
 
 def _run(program: Program, node: torch.fx.Node, mode: FakeTensorMode) -> _Effect:
-    """Runs one operator on fresh fake tensors and watches what autograd packs."""
+    """Run one operator on fresh fake tensors and record what autograd packs."""
     with mode:
         fakes = {source: fresh_like(program, source) for source in node.all_input_nodes}
     packed: list[torch.Tensor] = []
@@ -142,7 +140,7 @@ def _run(program: Program, node: torch.fx.Node, mode: FakeTensorMode) -> _Effect
         result = node.target(*args, **kwargs)
     inputs = [fakes[source] for source in OpCall.of_node(node).tensors]
     results = as_list(result)
-    # Each of the fakes has a storage of its own.
+    # No two of the fakes share a storage.
     position = {_storage(t): i for i, t in enumerate(fakes.values())}
     shares = (None if r is None else position.get(_storage(r)) for r in results)
     return _Effect(_attribute(inputs, results, packed), tuple(shares))
@@ -154,7 +152,7 @@ _effects = PerCall(_run, "what it keeps for backward")
 def _attribute(
     inputs: list[torch.Tensor], results: list[torch.Tensor | None], packed: list[torch.Tensor]
 ) -> Saved:
-    """Sorts packed tensors by whose storage they have."""
+    """Sort the packed tensors by the owner of their storage."""
     in_storages = [_storage(t) for t in inputs]
     out_storages = [_storage(t) for t in results if t is not None]
     kept = {_storage(t): _storage_bytes(t) for t in packed}
@@ -167,7 +165,7 @@ def _attribute(
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """The identity of a tensor's storage, as long as the tensor lives."""
+    """The identity of a tensor's storage; valid while the tensor is alive."""
     return tensor.untyped_storage()._cdata
 
 

@@ -1,14 +1,15 @@
-"""Temporaries of each operator, and which gradients cost no memory of their own.
+"""Temporaries of each operator, and which gradients need no memory of their own.
 
-Like `saved`, nothing here is a table: every operator is run once on fake tensors, forward and
-backward, while live storages are counted (`live_bytes`):
+Measured like `saved.py`: every operator runs once on fake tensors, forward and backward, while
+`live_bytes.py` counts live storages:
 
-    forward_bytes    peak during forward   - what is alive after it
-    backward_bytes   peak during backward  - what was alive before it - gradients it returns
+    forward_bytes    peak during forward   - live bytes after it
+    backward_bytes   peak during backward  - live bytes before it - gradients it returns
     passed           inputs whose gradient is, or views, an output's gradient
 
-A mean over the vocabulary makes a whole temporary of logits, an addition hands its gradient
-on: without either, a predicted peak is off by the largest tensor of the model.
+Both matter: a mean over the vocabulary makes a temporary as large as the logits, and an addition
+passes its gradient on. If either is left out, the predicted peak is off by the largest tensor of
+the model.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from autopar.rules import OpCall
 
 @dataclass(frozen=True)
 class Temporaries:
-    """What one operator needs while it runs, at the program's global shapes.
+    """Temporaries of one operator for the program's global shapes.
 
     `passed` are positions in `OpCall.tensors`.
     """
@@ -41,8 +42,8 @@ class Temporaries:
 def temporaries(program: Program, alike: Mapping[str, str] = {}) -> dict[str, Temporaries]:
     """Operator node name -> its temporaries.
 
-    `alike` are calls that are known to be alike (`PerCall.of_all`). Raises `NotSupportedError` for
-    an operator that does not run on fake tensors.
+    `alike` names equal calls (`PerCall.of_all`). Raises `NotSupportedError` for an operator that
+    does not run on fake tensors.
     """
     return _measured.of_all(program, program.operators, alike)
 
@@ -54,7 +55,7 @@ def _measure(program: Program, node: torch.fx.Node, mode: FakeTensorMode) -> Tem
         fakes = {source: fresh_like(program, source) for source in node.all_input_nodes}
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), fakes.__getitem__)
     leaves = [t for t in fakes.values() if t.requires_grad]
-    # One count for both directions: backward reads storages that only autograd holds.
+    # One counter for both directions: backward reads storages that only autograd holds.
     with mode, LiveBytes(fakes.values()) as live, torch.set_grad_enabled(has_grad):
         results = [r for r in as_list(node.target(*args, **kwargs)) if r is not None]
         forward_bytes = live.peak_bytes - live.live_bytes
@@ -86,7 +87,7 @@ def _passing(
     gradients: Sequence[torch.Tensor | None],
     seeds: Sequence[torch.Tensor],
 ) -> set[int]:
-    """Leaves, by identity, whose gradient has the storage of one of `seeds`."""
+    """Ids of the leaves whose gradient has the storage of one of `seeds`."""
     seeded = {s.untyped_storage()._cdata for s in seeds}
     return {
         id(leaf)

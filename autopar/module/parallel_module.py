@@ -20,24 +20,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.capture import capture
 from autopar.errors import BatchError, NotPlannedError, NotSupportedError, OptionError
 from autopar.mesh import Mesh
-from autopar.module.compiled_step import Built, Links, evaluation_pipeline, training_pipeline
+from autopar.module.compiled_step import Built, Links
 from autopar.module.job import from_rank_0, join_process_group, own_rank
 from autopar.operators import Stream
 from autopar.options import Options
-from autopar.passes.analysis import Analysis, accept_again, pad
-from autopar.planning import (
-    Bound,
-    Plan,
-    bind,
-    capture_step,
-    check_mesh,
-    example_of,
-    has_nested_inputs,
-    plan_program,
-    planned_accumulation,
+from autopar.passes.binding import check_mesh, example_of, has_nested_inputs, planned_accumulation
+from autopar.passes.compilation import Compilation
+from autopar.passes.pipeline import (
+    EVALUATION,
+    PASSES,
+    EvaluationStages,
+    Placed,
+    Source,
+    Target,
+    Trained,
+    other_shapes,
 )
+from autopar.planning import Bound, Plan, settled_heap
 from autopar.plans import PlanData
-from autopar.program import Delivered, Program, batch_shards, flatten_inputs
+from autopar.program import Delivered, Pipeline, Program, batch_shards, flatten_inputs
 from autopar.runtime import state
 from autopar.runtime.execute import batch_index
 from autopar.runtime.state import (
@@ -93,36 +94,41 @@ class ParallelModule(nn.Module):
         return self
 
     def _make_plan(self, batch: Mapping[str, Any] | Sequence[Any]) -> None:
-        program = self._capture(batch, training=True)
+        compilation = self._compilation(batch)
+        _ = compilation[Program]  # on every rank, so that one that cannot trace says so
 
+        @settled_heap()
         def on_rank_0() -> PlanData:
-            return plan_program(program, self._mesh, batch, self._options).data
+            return compilation[PlanData]
 
-        self._adopt(from_rank_0(on_rank_0), program)
+        self._adopt(from_rank_0(on_rank_0), compilation)
 
     def _use_plan(self, plan: Plan, batch: Mapping[str, Any] | Sequence[Any] | None = None) -> None:
         """Take rank 0's plan; `batch` serves where a plan cannot rebuild nested inputs."""
         data = from_rank_0(lambda: plan.data)
         check_mesh(data, self._mesh)
         example = batch if has_nested_inputs(data) and batch is not None else example_of(data)
-        self._adopt(data, self._capture(example, training=True, data=data))
+        self._adopt(data, self._compilation(example))
 
-    def _adopt(self, data: PlanData, program: Program) -> None:
-        accept_again(data.kept_whole)
-        analysis = Analysis.of(pad(program, data.padded), data.batch_dims or None)
-        bound = bind(data, analysis, self._mesh)
-        pipeline = bound.pipeline
+    def _compilation(self, batch: Mapping[str, Any] | Sequence[Any]) -> Compilation:
+        source, target = Source(self._model[0], batch), Target(self._mesh, self._options)
+        return Compilation(PASSES, source, target)
+
+    def _adopt(self, data: PlanData, compilation: Compilation) -> None:
+        """Take rank 0's plan: rank 0 goes on with what it has made, others lay the plan."""
+        if PlanData not in compilation:
+            compilation.give(data)
+        pipeline, program = compilation[Pipeline], compilation[Program]
+        compilation.forget(Source)
         self._links = links = Links.join(pipeline.meshes, own_rank(), self._device)
         self._place = StageState(
             pipeline, links.rank, links.device, links.groups, links.messenger, links.world
         )
         self._adopt_state(program)
         self.stream = Stream(from_rank_0(torch.initial_seed))
-        self._plan = Plan(data, bound)
+        self._plan = Plan(data, Bound(compilation))
         signature = _signature({i.path: _Like(i.shape) for i in data.inputs}, data.static_inputs)
-        self._built[True, False, signature] = Built.of(
-            analysis.program, pipeline, links, self._held_buffers
-        )
+        self._built[True, False, signature] = Built.of(compilation, links, self._held_buffers)
 
     def _adopt_state(self, program: Program) -> None:
         """Shards, buffers that steps change here, and buffers that are constants of programs."""
@@ -138,23 +144,16 @@ class ParallelModule(nn.Module):
             if not buffer.persistent:
                 self._non_persistent_buffers_set |= {*all_names(buffer)}
 
-    def _capture(
-        self,
-        batch: Mapping[str, Any] | Sequence[Any],
-        training: bool,
-        data: PlanData | None = None,
-    ) -> Program:
-        """The graph of a mode; `data` is the plan, where it is not in force yet."""
-        if training and self._plan is None and data is None:
-            return capture_step(self._model[0], batch, self._options)
-        data = self._plan.data if self._plan is not None else data
+    def _capture(self, batch: Mapping[str, Any] | Sequence[Any]) -> Program:
+        """The graph of this mode, for another batch than the plan's or for evaluation."""
+        training, data = self.training, self.plan.data
         program = capture(
             self._model[0], batch, training=training, precision=self._options.precision,
             loss_fn=self._options.loss_fn if training else None, live_buffers=self._live_buffers,
-            accumulation=planned_accumulation(data, batch) if training and data else None,
+            accumulation=planned_accumulation(data, batch) if training else None,
         )  # fmt: skip
         for buffer in program.buffers.values():
-            if self._plan is not None and buffer.name not in self._live_buffers:
+            if buffer.name not in self._live_buffers:
                 raise NotSupportedError(
                     f"buffer `{buffer.name}` changes here, and not in the step that was planned",
                     hint="change it in every mode and for all shapes, or never",
@@ -170,14 +169,22 @@ class ParallelModule(nn.Module):
         signature = _signature(tensors, {k: v for k, v in leaves.items() if k not in tensors})
         key = (self.training, with_outputs, signature)
         if key not in self._built:
-            data, bound = self.plan.data, self._bound
-            program = pad(self._capture(batch, self.training), data.padded)
-            if self.training:
-                pipeline = training_pipeline(program, data, bound, self._mesh, with_outputs)
-            else:
-                pipeline = evaluation_pipeline(program, data, bound)
-            self._built[key] = Built.of(program, pipeline, self._links, self._held_buffers)
+            compilation = self._compilation_of_plan(self._capture(batch), with_outputs)
+            self._built[key] = Built.of(compilation, self._links, self._held_buffers)
         return self._built[key]
+
+    def _compilation_of_plan(self, program: Program, with_outputs: bool) -> Compilation:
+        """The plan laid on another program: of other shapes, with outputs, or of evaluation."""
+        bound = self._bound
+        given = Target(self._mesh, self._options), bound.data, program
+        if self.training:
+            return Compilation(other_shapes(bound.pipeline.n_blocks, with_outputs), *given)
+        trained = Trained(Placed(bound.stages), bound.pipeline)
+        compilation = Compilation(EVALUATION, *given, trained)
+        stages = from_rank_0(lambda: compilation[EvaluationStages])
+        if EvaluationStages not in compilation:
+            compilation.give(stages)
+        return compilation
 
     @property
     def _bound(self) -> Bound:

@@ -1,6 +1,9 @@
-"""Operators of autopar's own, registered with torch when this package is imported.
+"""Operators that autopar registers with torch when this package is imported.
 
-Capture writes them in place of ATen operators that say less than what is meant.
+Capture puts them in place of ATen operators that hide what is needed to shard them.
+Read `random.py` (random numbers by global index) and `experts.py` (matmuls per expert).
+It imports torch only.
+It hands on `DROPOUT`, `UNIFORM`, `Stream` and the module `experts`.
 """
 
 from autopar.operators import experts, random

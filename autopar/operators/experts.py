@@ -1,13 +1,13 @@
-"""Each row times the matrix of its own expert, without a copy of that matrix per row.
+"""Matmul of each row with the matrix of its own expert, without a copy of that matrix per row.
 
-    y[r] = weight[ids[r]] @ x[r]            expert_linear
-    dx[r] = weight[ids[r]].T @ dy[r]        the same operator, the other way around
+    y[r] = weight[ids[r]] @ x[r]                          expert_linear
+    dx[r] = weight[ids[r]].T @ dy[r]                      expert_linear, transposed
     dweight[e] = Σ_r [ids[r] = e] dy[r] x[r].T            expert_outer
 
-with x [n, i], ids [n], weight [e, o, i], or [e, i, o] where `transposed`. `weight[ids]` would be
-n matrices; here the rows of an expert are multiplied together, one expert after the other, so
-flops and bytes are those of the rows alone. Id e is that of nobody: its row is 0, which is what
-a rank says of rows whose experts other ranks have.
+with x [n, i], ids [n], weight [e, o, i], or [e, i, o] if `transposed`. `weight[ids]` would be n
+matrices. Here the experts run one after the other, each with all of its rows at once, so FLOPs and
+bytes are those of the rows alone. Id e belongs to no expert, and its rows become 0: a rank gives
+this id to rows of other ranks' experts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 def _rows_by_expert(ids: Tensor, n_experts: int) -> Iterator[tuple[int, Tensor]]:
-    """Every expert that has rows, with their positions in ascending order."""
+    """Every expert that has rows, with their positions, ascending."""
     counts = torch.bincount(ids, minlength=n_experts + 1).tolist()
     if len(counts) > n_experts + 1:
         raise IndexError(f"expert {len(counts) - 1} is out of range for {n_experts} experts")
@@ -30,7 +30,7 @@ def _rows_by_expert(ids: Tensor, n_experts: int) -> Iterator[tuple[int, Tensor]]
 
 @torch.library.custom_op("autopar::expert_linear", mutates_args=())
 def expert_linear(x: Tensor, weight: Tensor, ids: Tensor, transposed: bool = False) -> Tensor:
-    """n i, e o i, n -> n o; the weight is e i o where `transposed`."""
+    """n i, e o i, n -> n o; the weight is e i o if `transposed`."""
     n_experts, n_out = weight.shape[0], weight.shape[2 if transposed else 1]
     y = x.new_zeros(x.shape[0], n_out)
     for e, rows in _rows_by_expert(ids, n_experts):
@@ -41,7 +41,7 @@ def expert_linear(x: Tensor, weight: Tensor, ids: Tensor, transposed: bool = Fal
 
 @torch.library.custom_op("autopar::expert_outer", mutates_args=())
 def expert_outer(rows: Tensor, columns: Tensor, ids: Tensor, n_experts: int) -> Tensor:
-    """n o, n i, n -> e o i: per expert, the sum over its rows of their outer products."""
+    """n o, n i, n -> e o i: for each expert, the sum of its rows' outer products."""
     out = rows.new_zeros(n_experts, rows.shape[1], columns.shape[1])
     for e, mine in _rows_by_expert(ids, n_experts):
         out[e] = rows[mine].T @ columns[mine]

@@ -1,22 +1,22 @@
-"""Random numbers that are a function of where they are, not of who draws them.
+"""Random numbers that depend on an element's global index, not on the rank that draws them.
 
-An element's 64 random bits are a hash of the step's seed, of which random operator of the
-program draws (`occurrence`), and of the element's index (i_0, ..., i_n) in the *global* tensor:
+The 64 random bits of an element are a hash of the step's seed, of the number of the random operator
+in the program (`occurrence`), and of the element's index (i_0, ..., i_n) in the *global* tensor:
 
     bits = mix(key + Σ_k γ_k i_k)          key and odd γ_k from seed and occurrence
 
-So ranks that hold the same element draw the same bits, ranks of different shards draw
-independent ones, and neither mesh, stages nor microbatches change a step. Operators get the
-indices as `positions`, one vector of int64 per dim: a rank's are the slices of 0, 1, ... that
-it holds. A vector of length 1 draws once for the whole dim.
+So ranks that hold the same element draw the same bits, and ranks of different shards draw
+independent ones. A step is the same on every mesh, with any stages and microbatches. Operators get
+the indices as `positions`, one int64 vector per dim: those of the elements that the rank holds. A
+vector of length 1 draws once for the whole dim.
 
 In one dim this is SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number
-generators", OOPSLA 2014); `mix` is its finalizer, a bijection in which every input bit changes
-half of the output's. What its last step does to the lower half is left out for elements: only
-the leading bits are used.
+generators", OOPSLA 2014). `mix` is its finalizer: a bijection in which every input bit changes half
+of the output bits. `_mixed` leaves its last step out: that step changes only the 33 lowest bits,
+and elements use the leading ones.
 
-Nothing is kept for backward but the positions: the gradient of dropout is dropout of the
-gradient, with the same bits.
+Backward keeps only seed and positions: the gradient of dropout is dropout of the gradient, with
+the same bits.
 """
 
 from __future__ import annotations
@@ -31,42 +31,42 @@ from torch import Tensor
 
 _WORD = 64
 _ALL = (1 << _WORD) - 1
-_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: keys of consecutive numbers lie far apart
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: consecutive numbers get keys far apart
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _LAST_SHIFT = 31
 
-# Bits are made for so many elements at a time: 8 bytes each, twice, stay in a core's cache. A
-# GPU runs one kernel per operation instead, and needs blocks that fill it.
+# Elements per block. On the CPU a block is 8 bytes per element, twice, and stays in a core's cache.
+# A GPU runs one kernel per operation and needs blocks that fill it.
 _BLOCK_ON_CPU = 1 << 15
 _BLOCK_ON_GPU = 1 << 22
 
 
 @dataclass
 class Stream:
-    """The seeds of a run's steps: `base` is the user's, `n_steps` are done."""
+    """The seeds of a run's steps: `base` is the user's seed, `n_steps` counts finished steps."""
 
     base: int
     n_steps: int = 0
 
     @property
     def seed(self) -> int:
-        """Of the next step."""
+        """The seed of the next step."""
         return step_seed(self.base, self.n_steps)
 
 
 def step_seed(base: int, step: int) -> int:
-    """The seed of one step: an int64; neighbouring steps and bases have unrelated ones."""
+    """The int64 seed of one step; neighbouring steps and bases get unrelated seeds."""
     return _signed(_mix(_mix(base + _GOLDEN) + step * _GOLDEN))
 
 
 def seed_tensor(seed: int) -> Tensor:
-    """What the operators take; on the CPU, where reading it waits for nothing."""
+    """The seed as the operators take it. It is on the CPU, where reading it needs no sync."""
     return torch.tensor(seed, dtype=torch.int64)
 
 
 @torch.library.custom_op("autopar::dropout", mutates_args=())
 def dropout(x: Tensor, seed: Tensor, positions: list[Tensor], p: float, occurrence: int) -> Tensor:
-    """x / (1 - p) where kept, with probability 1 - p; else 0."""
+    """x / (1 - p) with probability 1 - p, else 0."""
     kept = x.new_empty([len(vector) for vector in positions], dtype=torch.bool)
     flat, limit = kept.view(-1), _limit(1 - p)
     for block, bits in _blocks(seed, positions, occurrence, x.device):
@@ -95,7 +95,7 @@ dropout.register_autograd(_dropout_backward, setup_context=_keep_positions)
 
 @torch.library.custom_op("autopar::uniform", mutates_args=())
 def uniform(seed: Tensor, positions: list[Tensor], occurrence: int, dtype: torch.dtype) -> Tensor:
-    """Multiples of `dtype`'s precision in [0, 1), all equally likely; one dim per vector."""
+    """Uniform multiples of `dtype`'s precision in [0, 1); one dim per vector of `positions`."""
     n_bits = min(round(1 - math.log2(torch.finfo(dtype).eps)), _WORD - 1)
     out = positions[0].new_empty([len(vector) for vector in positions], dtype=dtype)
     flat = out.view(-1)
@@ -114,13 +114,10 @@ DROPOUT = torch.ops.autopar.dropout.default
 UNIFORM = torch.ops.autopar.uniform.default
 
 
-# -- bits --------------------------------------------------------------------------------------
-
-
 def _blocks(
     seed: Tensor, positions: Sequence[Tensor], occurrence: int, device: torch.device
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Ranges of the flattened result and their bits, some rows of its last dim at a time."""
+    """Ranges of the flattened result with their bits; each range is some rows of the last dim."""
     key = _mix(int(seed) + (occurrence + 1) * _GOLDEN)
     rows = torch.full((1,), _signed(key), device=device)
     columns = torch.zeros(1, dtype=torch.int64, device=device)
@@ -136,17 +133,17 @@ def _blocks(
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """The leading bits of `_mix`, in place; int64 arithmetic wraps around."""
+    """The leading bits of `_mix`, in place. int64 arithmetic wraps around."""
     scratch = torch.empty_like(x)
     for shift, multiplier in _ROUNDS:
         torch.bitwise_right_shift(x, shift, out=scratch)
-        x ^= scratch.bitwise_and_(_ALL >> shift)  # the shift copies the sign; this clears it
+        x ^= scratch.bitwise_and_(_ALL >> shift)  # clears the copies of the sign bit
         x *= _signed(multiplier)
     return x
 
 
 def _mix(x: int) -> int:
-    """SplitMix64's finalizer of an unsigned number."""
+    """SplitMix64's finalizer, for unsigned numbers."""
     x &= _ALL
     for shift, multiplier in _ROUNDS:
         x = (x ^ (x >> shift)) * multiplier & _ALL
@@ -159,6 +156,6 @@ def _signed(x: int) -> int:
 
 
 def _limit(probability: float) -> int:
-    """Bits, as int64, are below it with this probability."""
+    """The int64 number that random bits, as int64, are below with this probability."""
     half = 1 << (_WORD - 1)
     return min(round(probability * (1 << _WORD)), _ALL) - half

@@ -1,4 +1,11 @@
-"""placement."""
+"""Placement: where the values of a tensor live on a mesh, and how that changes.
+
+Read `spec.py` (placements and specs), `moves.py` (one-axis changes, with their backward),
+`notation.py` (which dims of an operator's tensors are the same), `pins.py` (what `force` demands),
+`shards.py` (the definition of a placement, on real tensors).
+It imports only rooms below it; it uses `errors`, and torch only in `shards.py`.
+It hands on `Spec`, `Move` and `Notation`.
+"""
 
 from autopar.placement.moves import COLLECTIVES, TABLE, Move, PrimitiveKind, Split
 from autopar.placement.notation import ELLIPSIS, Dim, Notation, Term

@@ -1,10 +1,9 @@
-"""The reshard table: every one-axis change of placement and what it does both ways.
+"""The reshard table: every one-axis change of placement, with its forward and its backward.
 
-A *move* changes the placement of one tensor on one mesh axis (or on several merged ones),
-and is named after the placements: `p_to_s` takes Partial to Shard. Its forward and its
-backward are each one *primitive*; the cost model prices primitives, the runtime executes
-them, the generated program names the move. The table is design section 2's; the
-R/I/V/P algebra is that of PyTorch's `spmd_types`.
+A *move* changes the placement of one tensor on one mesh axis, or on several merged axes. Its name
+says from what to what: `p_to_s` takes Partial to Shard. Forward and backward are each one
+*primitive*. The cost model prices primitives, the runtime executes them, and the generated program
+calls moves by name. The R/I/V/P algebra is that of PyTorch's `spmd_types`.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ TABLE: dict[str, tuple[PrimitiveKind, PrimitiveKind]] = {
 
 @dataclass(frozen=True)
 class Split:
-    """Where a dim is cut: seen as (outer, rest), it is cut along `rest`.
+    """Where a dim is cut: viewed as (outer, rest), it is cut along `rest`.
 
-    `outer` is the product of the local sizes of the factors before the one that is sharded,
-    so a contiguous shard has `outer == 1` and a strided one (heads of a fused QKV) more.
+    `outer` is the product of the local sizes of the factors before the sharded one. It is 1 for a
+    contiguous shard, and more for a strided one (heads of a fused QKV).
     """
 
     dim: int
@@ -60,9 +59,9 @@ class Split:
 class Move:
     """One change of placement over the group of `axes`.
 
-    `splits` is empty, one split (moves to or from S), or (source, target) for `s_to_s`:
-    there the target's `outer` counts in the tensor before the move, the source's `outer`
-    in the pieces after it was cut along the target.
+    `splits` is empty, one split (moves to or from S), or (source, target) for `s_to_s`. In that
+    case the target's `outer` refers to the tensor before the move, and the source's `outer` to the
+    pieces of that tensor after it was cut along the target.
     """
 
     name: str

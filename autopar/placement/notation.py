@@ -4,12 +4,12 @@
     h, on inputs only        is summed over: sharding it leaves the output Partial
     h!                       frozen: never sharded by this operator
     (k g) d                  a dim that is the product of two names, outermost first
-    (g=4 c) -> (c g)         a size that the dims alone do not tell
+    (g=4 c) -> (c g)         a size that does not follow from the sizes of the dims
     1                        a dim of size 1
-    ...                      any number of leading dims, the same ones wherever written
+    ...                      any number of leading dims, the same in every term
 
-Inputs are the operator's tensor arguments in order; a name only in an output is produced
-by the operator (expand). `Notation.parse(str(n)) == n`.
+The inputs are the operator's tensor arguments, in order. A name that only outputs have is a dim
+that the operator makes (expand). `Notation.parse(str(n)) == n`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ _TOKEN = re.compile(r"\s*(->|\.\.\.|[A-Za-z_][A-Za-z_0-9]*(?:=[0-9]+)?!?|1|[(),]
 
 @dataclass(frozen=True)
 class Notation:
-    """Parsed notation: terms of the inputs and outputs, the names never sharded, and the
-    sizes that are written out."""
+    """Parsed notation: input and output terms, frozen names, and the sizes written out."""
 
     inputs: tuple[Term, ...]
     outputs: tuple[Term, ...]
@@ -39,7 +38,7 @@ class Notation:
 
     @staticmethod
     def parse(text: str) -> Notation:
-        """Read notation text; raises `NotationError` with a caret under the fault."""
+        """Parse notation; raises `NotationError` with a caret under the fault."""
         return _Parser(text).parse()
 
     @property

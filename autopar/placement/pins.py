@@ -1,9 +1,9 @@
-"""Pins: what `force` demands of single parameters.
+"""Pins: how `force` fixes the placements of single parameters.
 
     pin = [storage] ["->" use] "@" axis        "S(0)@1"   "S(0)->R@dp"   "->S(1)@tp"
 
-A parameter is stored `I` or `S(d)` and used `R`, `I` or `S(d)`; the axis is a number or a name
-of the logical mesh. A side that is left out is the planner's to choose.
+A parameter is stored as `I` or `S(d)` and used as `R`, `I` or `S(d)`. The axis is an index or a
+name of the logical mesh. The planner chooses a side that is left out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autopar.placement.spec import Placement
 
 @dataclass(frozen=True)
 class Pin:
-    """One demand of `force`: how `parameter` is stored and used on one logical axis."""
+    """How `parameter` must be stored and used on one logical axis; None: the planner chooses."""
 
     parameter: str
     storage: Placement | None
@@ -35,7 +35,7 @@ class Pin:
     def parse(parameter: str, text: str) -> Pin:
         """The inverse of `str`.
 
-        Raises `OptionError` for other text, and for placements that no parameter has.
+        Raises `OptionError` for other text, and for a placement that a parameter cannot have.
         """
         where = f"force[{parameter!r}]"
         placements, at, axis = (part.strip() for part in text.rpartition("@"))
@@ -54,7 +54,7 @@ class Pin:
         )
 
     def axis_index(self, names: Sequence[str]) -> int:
-        """The axis among those of a logical mesh; raises `OptionError` if it has none such."""
+        """Index of the axis in a logical mesh; raises `OptionError` if the mesh lacks it."""
         if isinstance(self.axis, int) and self.axis < len(names):
             return self.axis
         if self.axis in names:
@@ -68,6 +68,7 @@ class Pin:
 
 
 def parse_pins(value: Any) -> tuple[Pin, ...]:
+    """The pins of `force={parameter: text or list of texts}`; raises `OptionError`."""
     if value is None:
         return ()
     if not isinstance(value, Mapping):
@@ -106,7 +107,7 @@ def _pins_of(parameter: str, texts: Any) -> list[Pin]:
 
 
 def _side(where: str, verb: str, text: str, kinds: Sequence[str]) -> Placement | None:
-    """One side of a pin, a placement of one of `kinds`; None where it is left out."""
+    """One side of a pin: a placement of one of `kinds`, or None if the text is empty."""
     if not text:
         return None
     allowed = " or ".join("S(dim)" if kind == "S" else kind for kind in kinds)

@@ -1,4 +1,4 @@
-"""Shards by definition: what every rank holds of a tensor, and the tensor from what they hold.
+"""The definition of placements: what each rank holds of a tensor, and the tensor from its shards.
 
 On one mesh axis of n ranks (`scatter`, and its inverse `gather`):
 
@@ -6,9 +6,9 @@ On one mesh axis of n ranks (`scatter`, and its inverse `gather`):
     S      its n pieces along one factor of one dim
     P      n random summands of it
 
-Several axes follow one another, outermost first, and ranks along R and I hold the same.
-These functions know nothing of groups and collectives: they are the definition that rules,
-moves and generated programs are checked against.
+Several axes are applied one after the other, outermost first. Ranks along R and I hold the same.
+These functions use no groups and no collectives. Rules, moves and generated programs are checked
+against them.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from autopar.placement.spec import P, Placement, R, Spec, TensorType, local_shap
 
 
 def gradient_placement(placement: Placement) -> Placement:
-    """R and P are each other's; I and S are their own."""
+    """The gradient's placement: R and P swap, I and S stay."""
     return {R: P, P: R}.get(placement, placement)
 
 
 def gradient_spec(spec: Spec) -> Spec:
-    """Where the gradient of a tensor with `spec` lives."""
+    """The spec of the gradient of a tensor with `spec`."""
     return Spec(tuple(gradient_placement(p) for p in spec.placements), spec.order)
 
 
 def scatter(
     value: Tensor, tensor: TensorType, spec: Spec, sizes: Sequence[int], random: torch.Generator
 ) -> list[Tensor]:
-    """What each rank holds of `value` under `spec`, by rank (row-major over axes of `sizes`)."""
+    """What each rank holds of `value` under `spec`; ranks are row-major over axes of `sizes`."""
     order = _cutting_order(spec)
     dims = [list(factors) for factors in tensor.dims]
     parts: dict[tuple[int, ...], Tensor] = {(): value}
@@ -57,9 +57,9 @@ def scatter(
 def gather(
     locals_: Sequence[Tensor], tensor: TensorType, spec: Spec, sizes: Sequence[int]
 ) -> tuple[Tensor, float]:
-    """The whole value, and the largest difference between ranks that should hold the same.
+    """The whole value, and the largest difference between ranks that should hold equal values.
 
-    Raises `VerificationError` for a local shape that is not `spec`'s.
+    Raises `VerificationError` for a local shape that does not match `spec`.
     """
     shape = local_shape(tensor, spec, sizes)
     for x in locals_:
@@ -86,7 +86,7 @@ def gather(
 
 
 def _cutting_order(spec: Spec) -> tuple[int, ...]:
-    """Axes outermost first, but copies last: ranks along R and I hold the same summands of P."""
+    """The axes outermost first, but R and I last: ranks along those share the summands of P."""
     order = spec.order or range(len(spec.placements))
     copied = {a for a in order if not spec.placements[a].is_shard and spec.placements[a] != P}
     return (*(a for a in order if a not in copied), *(a for a in order if a in copied))
@@ -102,7 +102,7 @@ def _pieces(
         return [piece.flatten(placement.dim, end) for piece in pieces]
     if placement != P:
         return [x] * n
-    if x.dtype == torch.bool:  # a sum of bools is "or": the value is whole on one rank
+    if x.dtype == torch.bool:  # a sum of bools is "or": one rank has the value
         return [x, *(torch.zeros_like(x) for _ in range(n - 1))]
     if x.is_floating_point() or x.is_complex():
         summands = [torch.randn(x.shape, generator=random, dtype=x.dtype) for _ in range(n - 1)]
@@ -127,7 +127,7 @@ def _whole(pieces: Sequence[Tensor], dims: Sequence[Sequence[int]], placement: P
 
 
 def difference(actual: Tensor, expected: Tensor) -> float:
-    """The largest difference of elements; infinite where shape, dtype or a NaN differ."""
+    """The largest difference of elements; infinite if shapes, dtypes or NaNs differ."""
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return math.inf
     if torch.equal(actual, expected) or not actual.numel():

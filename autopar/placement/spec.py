@@ -1,16 +1,16 @@
 """Placements and specs: where the values of one tensor live on a mesh.
 
-On each mesh axis a tensor has one placement, which also fixes its gradient's (the R/I/V/P
-algebra of PyTorch's `spmd_types`, with V made S):
+A tensor has one placement on each mesh axis. The placement also fixes that of its gradient (the
+R/I/V/P algebra of PyTorch's `spmd_types`, with S in place of V):
 
     R  Replicate   same value on every rank, different work ahead   gradient P
     I  Invariant   same value on every rank, same work ahead        gradient I
     S  Shard       split along one factor of one dim                gradient S
     P  Partial     the value is the sum over ranks                  gradient R
 
-Every dim is a tuple of *factors* (sizes whose product is the dim, outermost first), so that
-sharding the heads of a fused QKV projection is the placement of one factor. `S(2)` is
-factor 0 of dim 2, a contiguous shard; `S(2.1)` is factor 1.
+Every dim is a tuple of *factors*: sizes whose product is the dim, outermost first. So the heads of
+a fused QKV projection can be sharded: they are one factor of its dim. `S(2)` is factor 0 of dim 2,
+a contiguous shard; `S(2.1)` is factor 1.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from autopar.errors import OptionError
 
 @dataclass(frozen=True, order=True)
 class Placement:
-    """One tensor's placement on one mesh axis; make them with `R`, `I`, `P` and `S(dim)`."""
+    """One tensor's placement on one mesh axis: `R`, `I`, `P` or `S(dim)`."""
 
     kind: str
     dim: int = -1
     factor: int = 0
 
     def __hash__(self) -> int:
-        # Of numbers alone, the same in every process: specs keep theirs, also when pickled.
+        # Hashes of numbers are equal in all processes (those of strings are not): specs cache their
+        # hash and keep it when they are pickled.
         return hash((ord(self.kind), self.dim, self.factor))
 
     def __str__(self) -> str:
@@ -69,11 +70,11 @@ R, I, P = Placement("R"), Placement("I"), Placement("P")  # noqa: E741 (the fiel
 
 @lru_cache(maxsize=256)
 def S(dim: int, factor: int = 0) -> Placement:
-    """Shard `dim` along one of its factors; always the same object, so quickly compared."""
+    """Shard `dim` along one of its factors. Cached, so that equal shards compare by identity."""
     return Placement("S", dim, factor)
 
 
-# The preference among equally good plans: I before S before R before P.
+# Breaks ties between equally good plans: I before S before R before P.
 PREFERENCE = {"I": 0, "S": 1, "R": 2, "P": 3}
 
 
@@ -81,7 +82,7 @@ PREFERENCE = {"I": 0, "S": 1, "R": 2, "P": 3}
 class TensorType:
     """What planning knows of a tensor: factor sizes per dim, element size, gradient.
 
-    A dim of size 1 has no factors. Sizes are those of one microbatch, over all ranks.
+    A dim of size 1 has no factors. Sizes are global (over all ranks), of one microbatch.
     """
 
     dims: tuple[tuple[int, ...], ...]
@@ -93,7 +94,7 @@ class TensorType:
 
     @cached_property
     def _hash(self) -> int:
-        """Kept: types are the keys of many tables."""
+        """Cached: types are the keys of many tables."""
         return hash((self.dims, self.itemsize, self.has_grad))
 
     @cached_property
@@ -114,8 +115,8 @@ class TensorType:
 class Spec:
     """Placements of one tensor, one per mesh axis.
 
-    `order` lists the axes outermost first and matters only where several axes split the
-    same factor; it is `()` when that is plain axis order.
+    `order` lists the axes outermost first. It matters only where several axes split the same
+    factor, and is `()` for plain axis order.
     """
 
     placements: tuple[Placement, ...]
@@ -126,12 +127,12 @@ class Spec:
 
     @cached_property
     def _hash(self) -> int:
-        """Kept: specs are the keys of many tables."""
+        """Cached: specs are the keys of many tables."""
         return hash((self.placements, self.order))
 
     @staticmethod
     def of(placements: Sequence[Placement], order: Sequence[int] = ()) -> Spec:
-        """A spec in canonical form: `order` is dropped where it decides nothing."""
+        """A spec in canonical form: an `order` that changes nothing is dropped."""
         placements = tuple(placements)
         if not order:
             return Spec(placements)
@@ -141,7 +142,7 @@ class Spec:
         rank = {axis: i for i, axis in enumerate(order)}
         if all(sorted(axes, key=rank.__getitem__) == axes for axes in shared.values()):
             return Spec(placements)
-        # One permutation that keeps the inner orders and is axis order elsewhere.
+        # Keeps the order of axes that share a factor; all other axes are in axis order.
         canonical = list(range(len(placements)))
         for axes in shared.values():
             for slot, axis in zip(axes, sorted(axes, key=rank.__getitem__), strict=True):
@@ -150,7 +151,7 @@ class Spec:
 
     @staticmethod
     def everywhere(placement: Placement, sizes: Sequence[int]) -> Spec:
-        """`placement` on every mesh axis; where the axis has one device, that is I."""
+        """`placement` on every mesh axis of more than one rank, I on the others."""
         return Spec(tuple(I if n == 1 else placement for n in sizes))
 
     def axes_of(self, cell: tuple[int, int]) -> tuple[int, ...]:
@@ -166,7 +167,7 @@ class Spec:
 
     @staticmethod
     def parse(text: str) -> Spec:
-        """The inverse of `str`."""
+        """The inverse of `str`; raises `OptionError` for anything else."""
         body, _, order = text.partition(" order ")
         placements = tuple(Placement.parse(word) for word in body.split())
         try:
@@ -179,7 +180,7 @@ class Spec:
 
 
 def _shared_cells(placements: Sequence[Placement]) -> dict[tuple[int, int], list[int]]:
-    """The axes of every cell that several split, in axis order."""
+    """Cell -> the axes that split it, in axis order; only cells that several axes split."""
     axes = [axis for axis, placement in enumerate(placements) if placement.is_shard]
     if len(axes) < 2:
         return {}
@@ -190,7 +191,7 @@ def _shared_cells(placements: Sequence[Placement]) -> dict[tuple[int, int], list
 
 
 def local_dims(tensor: TensorType, spec: Spec, sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Factor sizes of one rank's part; `sizes` are the mesh's axis sizes."""
+    """Factor sizes of one rank's shard; `sizes` are those of the mesh axes."""
     dims = [list(factors) for factors in tensor.dims]
     for axis, placement in enumerate(spec.placements):
         if placement.is_shard:
@@ -208,7 +209,7 @@ def local_bytes(tensor: TensorType, spec: Spec, sizes: Sequence[int]) -> int:
 
 
 def illegal_reason(tensor: TensorType, spec: Spec, sizes: Sequence[int]) -> str | None:
-    """Why `tensor` cannot have `spec` on axes of these sizes; None when it can."""
+    """Why `tensor` cannot have `spec` on mesh axes of these sizes; None if it can."""
     if len(spec.placements) != len(sizes):
         return f"{len(spec.placements)} placements for {len(sizes)} mesh axes"
     for axis, placement in enumerate(spec.placements):
@@ -227,7 +228,7 @@ def illegal_reason(tensor: TensorType, spec: Spec, sizes: Sequence[int]) -> str 
 def all_specs(tensor: TensorType, sizes: tuple[int, ...]) -> tuple[Spec, ...]:
     """Every legal spec of `tensor`, orders included, in a fixed order.
 
-    A tensor without gradient has no distinction of R and I: its specs use R.
+    Without a gradient, R and I are the same: those specs use R.
     """
     plain = (I, R, P) if tensor.has_grad else (R, P)
     options = [(I,) if n == 1 else (*plain, *(S(*cell) for cell in tensor.cells)) for n in sizes]
@@ -240,7 +241,7 @@ def all_specs(tensor: TensorType, sizes: tuple[int, ...]) -> tuple[Spec, ...]:
 
 
 def divides(tensor: TensorType, placements: Sequence[Placement], sizes: Sequence[int]) -> bool:
-    """Do axes of these sizes divide every factor that they shard? The tensor has all of them."""
+    """Do the axis sizes divide every factor that they shard? `tensor` must have these factors."""
     counts = _shard_counts(placements, sizes)
     return not any(tensor.dims[dim][factor] % n for (dim, factor), n in counts.items())
 
@@ -248,7 +249,7 @@ def divides(tensor: TensorType, placements: Sequence[Placement], sizes: Sequence
 def _shard_counts(
     placements: Sequence[Placement], sizes: Sequence[int]
 ) -> dict[tuple[int, int], int]:
-    """Into how many parts axes of these sizes cut each factor that they shard."""
+    """Sharded cell -> its number of shards."""
     counts: dict[tuple[int, int], int] = {}
     for placement, n_ranks in zip(placements, sizes, strict=True):
         if placement.is_shard:
@@ -257,7 +258,7 @@ def _shard_counts(
 
 
 def with_orders(placements: tuple[Placement, ...]) -> Iterator[Spec]:
-    """`placements` under every distinct order of axes that share a factor."""
+    """The specs of `placements`: one for every distinct order of axes that share a factor."""
     seen: set[Spec] = set()
     if not _shared_cells(placements):
         yield Spec(placements)
@@ -270,12 +271,12 @@ def with_orders(placements: tuple[Placement, ...]) -> Iterator[Spec]:
 
 
 def written(tensor: TensorType, spec: Spec, sizes: Sequence[int]) -> Spec:
-    """`spec` as `all_specs` has it."""
+    """`spec` as `all_specs` writes it: with R in place of I for a tensor without gradient."""
     return spec if tensor.has_grad else without_gradient(spec, sizes)
 
 
 def without_gradient(spec: Spec, sizes: Sequence[int]) -> Spec:
-    """`spec` for a tensor that carries no gradient: I and R are one, written R."""
+    """`spec` for a tensor without gradient: R in place of I on axes of more than one rank."""
     return Spec.of(
         [R if p == I and n > 1 else p for p, n in zip(spec.placements, sizes, strict=True)],
         spec.order,

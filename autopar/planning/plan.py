@@ -1,8 +1,8 @@
-"""Planning: from a model, a mesh and options to a `Plan` one can read, edit and run.
+"""`Plan`: what was decided, and what follows from it.
 
-A `Plan` is its data (plan_data.py) bound to a captured program; what it predicts is computed from
-the bound program, never read from a file. `Plan.load` gives unbound data; `bind` it to the
-model to cost, print or run it.
+`Plan.data` is what a file holds. A bound plan has a program too: what it predicts, prints and runs
+is computed from that, never read from a file. `Plan.load` gives an unbound plan; `bind` it to the
+model.
 """
 
 from __future__ import annotations
@@ -18,35 +18,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture import capture
-from autopar.codegen import emit, file_name
 from autopar.cost.hardware import changed, profile_of, resolve_on
 from autopar.cost.price import collectives_of, link_between, timeline_of
 from autopar.cost.simulate import Timeline
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
-from autopar.options import Options, schedule_name
-from autopar.passes.analysis import (
-    Analysis,
-    accept_again,
-    accept_missing,
-    compute_dtype,
-    pad,
-    padded_for,
-)
+from autopar.options import Options
+from autopar.passes.analysis import compute_dtype
+from autopar.passes.binding import ExampleInputs, check_mesh, example_of, mesh_of
+from autopar.passes.compilation import Compilation
 from autopar.passes.explain import decisions
-from autopar.passes.lowering import stage_record
-from autopar.passes.search import Planner, PlanningStats
-from autopar.planning.binding import Bound, bind, predict_on
-from autopar.planning.inputs import (
-    ExampleInputs,
-    check_mesh,
-    example_of,
-    mesh_of,
-    record_of,
-    signature_of,
-)
-from autopar.planning.step_capture import options_for, planned_accumulation
+from autopar.passes.pipeline import PASSES, Placed, Source, Target
+from autopar.passes.search import PlanningResult, PlanningStats
+from autopar.planning.bound import Bound, bind
 from autopar.plans import PlanData, Predicted, parse_storage
 from autopar.program import Collective, Program
 from autopar.report import ReportFiles, dot, explain, write_report
@@ -64,12 +48,18 @@ class Stage:
 
 @dataclass(frozen=True)
 class Plan:
-    """A parallel plan. `data` is what `save` writes; `bound` is None for a loaded plan, and so is
-    `effort`, what planning took."""
+    """A parallel plan. `data` is what `save` writes; `bound` is None for a plan that was only
+    loaded."""
 
     data: PlanData
     bound: Bound | None = field(default=None, repr=False, compare=False)
-    effort: PlanningStats | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def stats(self) -> PlanningStats | None:
+        """What planning took; None for a plan that was not made in this process."""
+        if self.bound is None or PlanningResult not in self.bound.compilation:
+            return None
+        return self.bound.compilation[PlanningResult].stats
 
     # -- what was decided ----------------------------------------------------------------------
 
@@ -144,8 +134,7 @@ class Plan:
 
     def code(self) -> dict[str, str]:
         """File name -> generated source."""
-        stages = self._bound("code()").pipeline.stages
-        return {file_name(k): emit(stage, k, len(stages)) for k, stage in enumerate(stages)}
+        return dict(self._bound("code()").sources)
 
     def explain(self, name: str | None = None) -> str:
         """The plan in words; with a parameter or operator name, that one, what it was chosen over
@@ -234,14 +223,12 @@ class Plan:
         """
         machine = Mesh.of(mesh) if mesh is not None else mesh_of(self.data.mesh)
         check_mesh(self.data, machine)
-        batch = example_of(self.data)
-        program = capture(
-            model, batch, precision=self.data.precision, loss_fn=loss_fn,
-            accumulation=planned_accumulation(self.data, batch),
-        )  # fmt: skip
-        accept_again(self.data.kept_whole)
-        analysis = Analysis.of(pad(program, self.data.padded), self.data.batch_dims)
-        return Plan(self.data, bind(self.data, analysis, machine))
+        source = Source(model, example_of(self.data))
+        target = Target(machine, Options.of(loss_fn=loss_fn))
+        compilation = Compilation(PASSES, source, target, self.data)
+        _ = compilation[Placed]
+        compilation.forget(Source)
+        return Plan(self.data, Bound(compilation))
 
     def _bound(self, what: str) -> Bound:
         if self.bound is None:
@@ -280,51 +267,12 @@ def plan_program(
     program: Program, mesh: Mesh, example_inputs: ExampleInputs, options: Options
 ) -> Plan:
     """`plan`, for a program that is already captured."""
-    options = options_for(program, options)
-    kept_whole = accept_missing(program, options.fallback)
-    longer, paddings = padded_for(program, mesh.n_ranks)
-    analysis = Analysis.of(longer, options.batch_dims or None)
-    report = options.progress if callable(options.progress) else lambda text: None
-    inputs, static = signature_of(program, example_inputs)
-    predict = predict_on(mesh, analysis, options.optimizer, inputs)
-    outcome = Planner(analysis, mesh, options, predict, report).run()
-    solved = outcome.solved
-    padded = paddings.used(item for stage in solved.stages for item in stage.specs())
-    is_final = padded == paddings.shapes
-    if not is_final:
-        analysis = Analysis.of(pad(program, padded), options.batch_dims or None)
-    data = PlanData(
-        model=program.model_name,
-        graph_hash=analysis.program.hash(),
-        mesh=record_of(mesh, outcome.hardware),
-        microbatches=solved.candidate.n_microbatches,
-        precision=options.precision,
-        optimizer=options.optimizer,
-        schedule=schedule_name(options),
-        inputs=inputs,
-        static_inputs=static,
-        positional=not isinstance(example_inputs, Mapping),
-        batch_dims=dict(options.batch_dims or {}),
-        forbid=tuple(sorted(outcome.forbid)),
-        stages=tuple(
-            stage_record(
-                stage.analysis,
-                stage.strategy,
-                stage.cost.mesh,
-                mesh.submesh_shape(stage.cost.mesh.first_rank, stage.cost.mesh.n_ranks),
-            )
-            for stage in solved.stages
-        ),
-        objective_s=solved.objective_s,
-        gap=solved.gap,
-        chosen=solved.candidate.name,
-        alternatives=outcome.alternatives,
-        comments=paddings.refused,
-        padded=padded,
-        kept_whole=kept_whole,
-        accumulates=program.accumulation is not None,
-    )
-    if is_final:
-        bound = Bound(data, analysis, mesh, solved.stages, solved.predicted)
-        return Plan(data, bound, outcome.effort)
-    return Plan(data, bind(data, analysis, mesh), outcome.effort)
+    source = Source(nn.Module(), example_inputs)  # captured: nothing reads the model again
+    return planned(Compilation(PASSES, source, Target(mesh, options), program))
+
+
+def planned(compilation: Compilation) -> Plan:
+    """Run the search; what was compiled is the plan's from now on, without the user's model."""
+    data = compilation[PlanData]
+    compilation.forget(Source)
+    return Plan(data, Bound(compilation))

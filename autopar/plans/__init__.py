@@ -1,4 +1,10 @@
-"""plans."""
+"""Plan data: what was decided, what was predicted, and why, without any planning.
+
+Read `data.py` (a plan as editable JSON), `predicted.py` (predictions for one step), `decisions.py`
+(one decision and its alternatives).
+It may import `program`, `rules`, `options`, `placement`, `schedule`, `mesh` and the files below.
+It hands on `PlanData`, `Predicted` and `Decision`.
+"""
 
 from autopar.plans.data import (
     Alternative,

@@ -1,17 +1,21 @@
 """Plan data: everything a plan decides, as JSON that a person can edit.
 
-Keyed by parameter names, and operators by module path / operator name # occurrence, never by
-graph node ids. It holds no code and no costs that are believed: costs are computed anew when
-a plan is loaded. A stage begins at an operator and holds all that follow, up to the next
-stage's; its ranks follow those of the stage before. Each operator's entry is
-`inputs -> outputs`, one spec per tensor, one placement per logical axis; a parameter's entry is
-its storage and, when it is gathered for use, how often; `received` and `sent` say how the
-values are cut that cross from and to other stages, by the key of the operator that made them.
-`recomputed` says which operators run again in backward, by the key of the first:
-`full until KEY`, where KEY is the last one's, and the modes are those of `facts.Recompute`.
-`padded` are the shapes of parameters that are stored longer than they are (`passes/analysis/padding.py`);
-`comments` are what the planner has to say of a parameter; `kept_whole` are the operators
-without a rule that the user accepted (`passes/analysis/fallback.py`).
+Keys are stable: parameters go by name, operators by "module path/operator name#occurrence", never
+by graph node. A plan holds no code. Its costs are for the reader: they are computed again when a
+plan is loaded. A stage starts at an operator and ends before the first of the next stage. Its ranks
+follow those of the stage before. The entries of a stage are
+
+    parameters       the storage and, if it is sharded, how often it is gathered   `I S(0)`
+    operators        `inputs -> outputs`: one spec per tensor, one placement per logical axis
+    received, sent   key of the operator that made a value -> how it is cut when it crosses
+    recomputed       key of the first operator that runs again in backward -> `full until KEY`,
+                     where KEY is the last one's; the modes are those of `options.Recompute`
+
+and besides, for the whole plan
+
+    padded           parameter -> the padded shape it is stored with (`passes/analysis/padding.py`)
+    comments         parameter -> a remark of the planner
+    kept_whole       operators without a rule that the user accepted (`passes/analysis/fallback.py`)
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ _MAY_BE_MISSING = frozenset({"accumulates", "comments", "kept_whole", "padded"})
 
 @dataclass(frozen=True)
 class InputSignature:
-    """Shape and dtype of one model input, so that a saved plan needs no example."""
+    """Shape and dtype of one model input. With it a saved plan needs no example inputs."""
 
     path: str
     shape: tuple[int, ...]
@@ -44,7 +48,7 @@ class InputSignature:
 
 @dataclass(frozen=True)
 class MeshRecord:
-    """The mesh a plan was made for; explicit links and device are kept as numbers."""
+    """The mesh that a plan was made for. Explicit links and devices are stored as numbers."""
 
     shape: tuple[int, ...]
     axis_names: tuple[str, ...]
@@ -55,7 +59,7 @@ class MeshRecord:
 
 @dataclass(frozen=True)
 class Alternative:
-    """A plan that was considered: its predicted step time, or in `note` why there is none."""
+    """A plan that was considered: its predicted step time, or in `note` why it has none."""
 
     name: str
     step_time_s: float | None
@@ -82,7 +86,7 @@ class StageRecord:
 
 @dataclass(frozen=True)
 class PlanData:
-    """The decisions of a plan; see the module docstring for what the texts mean."""
+    """The decisions of a plan. The docstring of this file explains the texts."""
 
     model: str
     graph_hash: str
@@ -109,7 +113,7 @@ class PlanData:
 
     @property
     def parameters(self) -> dict[str, str]:
-        """Parameter -> how its owning stage stores it; mirrors that have names of their own too."""
+        """Parameter -> its storage on the first stage that has this name."""
         texts: dict[str, str] = {}
         for stage in self.stages:
             for name, text in stage.parameters.items():
@@ -118,7 +122,7 @@ class PlanData:
 
     @property
     def operators(self) -> dict[str, str]:
-        """Operator -> its specs, of all stages."""
+        """Operator key -> its specs; all stages together."""
         return {key: text for stage in self.stages for key, text in stage.operators.items()}
 
     def to_json(self) -> str:
@@ -129,7 +133,7 @@ class PlanData:
 
     @staticmethod
     def from_json(text: str, where: str = "plan") -> PlanData:
-        """Read a plan; raises `PlanError` that says what is malformed."""
+        """Parse a plan; raises `PlanError`, which says what is malformed."""
         try:
             raw = json.loads(text)
         except json.JSONDecodeError as error:
@@ -191,7 +195,7 @@ def _from_dict(raw: dict[str, Any]) -> PlanData:
 
 
 def _link_numbers(link: Sequence[float]) -> tuple[float, ...]:
-    """The fields of a `Link`; the last only where the switch sums."""
+    """The fields of a `Link`; the third only for a switch that sums."""
     if len(link) not in (2, 3):
         raise ValueError(f"a link has two or three numbers, not {link}")
     return tuple(float(number) for number in link)

@@ -1,4 +1,4 @@
-"""One decision of a plan and what it was chosen over: data that passes weigh and reports print."""
+"""One decision of a plan and its alternatives: passes compute them, reports print them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from typing import Literal
 from autopar.placement import Spec
 from autopar.program import OperatorStrategy, Storage
 
-# An option's cost is that of the fastest stage that has it, all else chosen "anew", or of the plan
-# with that option in place of its own, all else "kept".
+# What the cost of an option assumes of everything else on the stage: it is chosen "anew", so that
+# the stage is the fastest one with this option, or "kept" as in the plan.
 Rest = Literal["anew", "kept"]
 
 
 @dataclass(frozen=True)
 class Option:
-    """One way to decide: a `storage` of a parameter, whose operators then use it as `uses`, or a
-    `strategy` of an operator.
+    """One way to decide: the `storage` and `uses` of a parameter, or an operator's `strategy`.
 
-    `extra_s` seconds a step more than the fastest option (0: as fast, but for rounding),
-    `extra_bytes` per device more than it.
+    `extra_s` (per step) and `extra_bytes` (per device) are relative to the fastest option. An
+    `extra_s` of 0 means as fast, up to rounding.
     """
 
     storage: Storage | None
@@ -33,11 +32,13 @@ class Option:
 class Choice:
     """The options of a decision that are worth showing.
 
-    `chosen` is the plan's own, None where the search has no such option; `others` are the best of
-    the rest, the fastest first, one of them slower if any is. `n_options` counts all that are
-    possible, `n_as_fast` those that are as fast as the fastest. `blocks` of the repeated blocks of
-    a stage, of all so many, were weighed: (3, 48); None: the whole stage. What `runs_again` in
-    backward is weighed as if it ran once.
+    `chosen`       the plan's own option; None if the search does not consider it
+    `others`       the best of the rest, fastest first; if one is slower than the fastest, at least
+                   one such is here
+    `n_options`    how many options there are
+    `n_as_fast`    how many are as fast as the fastest
+    `blocks`       (3, 48): 3 of the stage's 48 repeated blocks were compared; None: the whole stage
+    `runs_again`   the stage recomputes operators; the costs count them as if they ran once
     """
 
     chosen: Option | None
@@ -51,11 +52,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class Decision:
-    """What a plan decided of one parameter or operator on one stage.
+    """What a plan decided for one parameter or operator on one stage.
 
-    `name` is as in the plan; `source` is the user's line of an operator, `read_by` has "key
-    (file:line)" of the operators that read a parameter. `choice` is None where a recipe, `recipe`,
-    decided.
+    `name` is the plan's key. `source` is the user's line of an operator. `read_by` lists the
+    operators that read a parameter, as "key (file:line)". `choice` is None if a recipe decided;
+    `recipe` names it.
     """
 
     name: str

@@ -10,13 +10,13 @@ class Predicted:
     """One training step, optimizer included.
 
     compute_time_s    operators and local parts of reshards, on one rank of the busiest stage
-    comm_time_s       its collectives and what it sends; `exposed_comm_s` is its collectives, and
-                      how long it waits for transfers under way
-    peak_bytes        most bytes of tensors on one rank at any time; also stage by stage
-    bubble            idle time / total, over all ranks
-    mfu               model flops / (ranks x peak rate x step time); recomputed and replicated
+    comm_time_s       collectives and sends of that rank
+    exposed_comm_s    its collectives, and its waits for transfers under way
+    peak_bytes        the most bytes of tensors on one rank at any time
+    bubble            idle time / total time, over all ranks
+    mfu               model FLOPs / (ranks x peak rate x step time); recomputed and replicated
                       work does not count
-    samples_per_s, tokens_per_s     None when the batch is not known
+    samples_per_s, tokens_per_s     None if the batch size is unknown
     """
 
     step_time_s: float

@@ -1,4 +1,13 @@
-"""program."""
+"""The program as data: the captured graph, the strategy, and what each stage and rank does.
+
+Read `program.py` (the captured graph), `factors.py` (factors of its dims), `strategy.py` (the facts
+of a plan), `stage_program.py` (the lines of a stage), `rerun_lines.py` (what backward runs again),
+`abridged.py` (programs with few of their repeated blocks), `pipeline.py` (stages joined),
+`cross_mesh.py`, `messages.py` (what crosses between stages), `bucketing.py`, `collective.py` (the
+collectives of a step).
+It may import `rules`, `options`, `placement`, `schedule`, `mesh` and the files below.
+It hands on `Program`, `StageProgram` and `Pipeline`.
+"""
 
 from autopar.program.abridged import (
     counted_sum,

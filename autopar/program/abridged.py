@@ -1,7 +1,8 @@
-"""What a stage program with few of its repeated blocks stands for: `StageProgram.repeats`.
+"""What an abridged stage program stands for: one with few of its repeated blocks, in `repeats`.
 
-Such a program (`passes/lowering/abridger.py`) is there to be priced: what it costs is what the whole costs,
-line by line and parameter by parameter, in a time that does not grow with the number of blocks.
+`passes/lowering/abridger.py` makes such programs to price them: the cost of an abridged program is
+exactly that of the whole one, and computing it does not take longer with more blocks. These
+functions say how often each line and each parameter counts.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from autopar.program.stage_program import Delivered, StageProgram, StoredParamet
 
 
 def counted_sum(counted: Iterable[tuple[float, int]]) -> float:
-    """Of numbers with how often each is there: as if they were written out, rounded once."""
+    """Sum of (number, count) pairs, as if every number were written out; rounded once."""
     return math.fsum(itertools.chain.from_iterable(itertools.starmap(itertools.repeat, counted)))
 
 
 def line_counts(program: StageProgram) -> list[int]:
-    """Of every line of the body, how many lines of the whole it stands for."""
+    """For each line of the body, how many lines of the whole program it stands for."""
     counts = [1] * len(program.body)
     for repeat in program.repeats:
         counts[repeat.start : repeat.stop] = [repeat.count] * (repeat.stop - repeat.start)
@@ -28,12 +29,12 @@ def line_counts(program: StageProgram) -> list[int]:
 
 
 def parameter_counts(program: StageProgram) -> Counter[str]:
-    """For how many parameters of the whole each stands."""
+    """Parameter name -> how many parameters of the whole program it stands for."""
     return Counter(parameter.name for parameter in every_parameter(program))
 
 
 def every_parameter(program: StageProgram) -> Iterator[StoredParameter]:
-    """The parameters of the whole, in its order, each as the one that stands for it."""
+    """The parameters of the whole program in order, each as the one that stands for it."""
     if not program.repeats:
         return iter(program.parameters)
     named = {parameter.name: parameter for parameter in program.parameters}
@@ -41,7 +42,7 @@ def every_parameter(program: StageProgram) -> Iterator[StoredParameter]:
 
 
 def every_delivered(program: StageProgram) -> Iterator[tuple[Delivered, int]]:
-    """What the program is given besides parameters, and of each how many the whole is given."""
+    """Each delivered tensor, and how many of the whole program it stands for."""
     counts = {name: repeat.count for repeat in program.repeats for name in repeat.delivered}
     for item in program.delivered:
         yield item, counts.get(item.local.name, 1)

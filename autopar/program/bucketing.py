@@ -1,13 +1,13 @@
 """Bucketing: which collectives of many tensors run as one call.
 
-A collective costs a latency per call besides its bytes, so parameter gathers and gradient
-syncs of a step are fused. Every tensor has a list of collectives to go through; in each
-*round* the next ones are grouped by key (kind, group, dtype), groups in the order of their
-first tensor, and each group is cut, in tensor order, into buckets
+Each call has a latency, so the parameter gathers and the gradient syncs of a step are fused. Every
+tensor has a list of collectives to go through. Each *round* takes the next collective of every
+tensor and groups them by key (kind, group, dtype), in the order of their first tensors. Each group
+is cut, in tensor order, into buckets
 
     sum of size_bytes over a bucket <= bucket_bytes        (a larger tensor goes alone)
 
-The runtime executes these buckets and the cost model prices them: one rule for both.
+The runtime executes these buckets, and the cost model prices the same ones.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class Bucket(Generic[Key]):
-    """One call: its key, the positions of its tensors, and its size by NCCL's accounting."""
+    """One fused call: key, positions of its tensors, and size by NCCL's accounting."""
 
     key: Key
     members: tuple[int, ...]
@@ -34,7 +34,7 @@ class Bucket(Generic[Key]):
 
 
 def buckets(steps: Sequence[Sequence[tuple[Key, int]]], bucket_bytes: int) -> Iterator[Bucket[Key]]:
-    """The calls, in order; `steps[i]` are the (key, size_bytes) tensor i goes through."""
+    """The fused calls in order; `steps[i]` has the (key, size_bytes) of tensor i's collectives."""
     for position in range(max((len(s) for s in steps), default=0)):
         pending: dict[Key, list[tuple[int, int]]] = {}
         for i, wanted in enumerate(steps):
@@ -58,7 +58,7 @@ def _cut(key: Key, members: Sequence[tuple[int, int]], bucket_bytes: int) -> Ite
 
 
 def primitive_bytes(kind: PrimitiveKind, local_bytes: int, n_ranks: int) -> tuple[int, int]:
-    """(size by NCCL's accounting, local bytes afterwards) of one primitive."""
+    """(size by NCCL's accounting, local bytes after it) of one primitive."""
     match kind:
         case "all_gather":
             return local_bytes * n_ranks, local_bytes * n_ranks

@@ -1,4 +1,4 @@
-"""Which collectives a step executes, in order, read off the lines of the stages' programs.
+"""Which collectives a step executes, in order, read off the lines of the stage programs.
 
     step  =  gathers of parameters (fused)                          once
              per microbatch: the lines of the body in order         forward, loss
@@ -10,12 +10,13 @@
              gradients of tied parameters, exchanged and summed     grad_sync, once
              the loss to all ranks                                  once
 
-A line runs backward when the loss, or what later stages read, depends on it through tensors
-that carry gradient. A gathered parameter that an operator keeps is gathered again in that
-operator's backward, and a recomputed segment runs again before its own (`autopar/program/rerun_lines.py`): its
-collectives count as backward then.
-The runtime records exactly these calls, the cost model prices them, and the verifier proves
-that they cannot wait for each other for ever.
+A line has a backward if the loss, or what later stages read, depends on it through tensors with
+gradient. Backward also repeats collectives (`rerun_lines.py`): a gathered parameter that an
+operator keeps is gathered again in the operator's backward, and a recomputed segment runs again
+before its own. What a segment repeats has the phase "backward", but for parameter gathers.
+
+The runtime records exactly these calls, the cost model prices them, and the verifier proves that
+they cannot deadlock.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ from autopar.program.stage_program import (
     reads,
 )
 
-# "output": model outputs made whole for the user; only in programs that return them.
-# "buffer": what a changed buffer holds, made whole.
+# "output": gathers of model outputs for the user; only in programs that return outputs.
+# "buffer": gathers of changed buffers.
 Phase = Literal[
     "forward",
     "backward",
@@ -59,22 +60,22 @@ Phase = Literal[
 ]
 
 
-# Uses that are converted together, and a call for some of them, by position.
+# Parameter uses that are converted together, and a fused call for some of them, by position.
 Waiting = tuple[tuple[StoredParameter, ParameterUse], ...]
 ConversionBucket = Bucket[tuple[PrimitiveKind, tuple[int, ...], torch.dtype]]
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One kind of call of a step.
+    """Equal calls of a step, as one row.
 
-    axis        name of the logical axis, or a tuple of names for a merged group; "pp" of a
-                message to another stage, "world" of what all ranks do
-    count       calls per step on one rank, all microbatches, after bucketing
-    size_bytes  of one call: all_reduce its buffer, all_gather its output, reduce_scatter its
-                input, all_to_all the local send buffer, send its tensor
-    tensor      parameter names, joined by ", " when one call carries several; else the
-                operator whose result it is, or the input
+    axis        name of the logical axis, or a tuple of names for merged axes; "pp" for a message
+                to another stage, "world" for a call of all ranks
+    count       calls per step on one rank, over all microbatches, after bucketing
+    size_bytes  of one call: of the buffer (all_reduce), the output (all_gather), the input
+                (reduce_scatter), the local send buffer (all_to_all), the tensor (send)
+    tensor      the parameter names of a fused call, joined by ", "; else the operator that made
+                the tensor, or the input
     """
 
     kind: str
@@ -99,7 +100,7 @@ class RankCall:
 
 @dataclass(frozen=True)
 class StepCalls:
-    """The calls of a step: `before`, per microbatch `forward` and `backward`, `after`."""
+    """The calls of a step: `before`; `forward` and `backward` per microbatch; `after`."""
 
     before: tuple[RankCall, ...]
     forward: tuple[RankCall, ...]
@@ -109,7 +110,7 @@ class StepCalls:
 
     @property
     def microbatch(self) -> tuple[RankCall, ...]:
-        """One microbatch's calls; where there are several stages, others come in between."""
+        """One microbatch's calls. With several stages, calls of other microbatches interleave."""
         return self.forward + self.backward
 
     def __iter__(self) -> Iterator[RankCall]:
@@ -119,7 +120,7 @@ class StepCalls:
         yield from self.after
 
     def counted(self) -> Iterator[tuple[RankCall, int]]:
-        """Every call with how often a step makes it."""
+        """Every call, with its count per step."""
         for calls, count in (
             (self.before, 1),
             (self.microbatch, self.n_microbatches),
@@ -132,7 +133,7 @@ class StepCalls:
 def step_calls(program: StageProgram, local_inputs: bool = False) -> StepCalls:
     """The calls of one training step.
 
-    `local_inputs`: ranks are given their own rows of the batch, and add up the divisors.
+    `local_inputs`: ranks get only their own rows of the batch, and all_reduce the divisors.
     """
     returned = {
         period: _bucket_calls(return_buckets(program, period), "grad_sync")
@@ -151,7 +152,7 @@ def step_calls(program: StageProgram, local_inputs: bool = False) -> StepCalls:
 
 
 def summarise(calls: StepCalls, axis_names: Sequence[str], stage: int) -> tuple[Collective, ...]:
-    """Calls that are alike as one row, in order of their first call."""
+    """One row per distinct call, in order of first occurrence."""
     counts: dict[RankCall, int] = {}
     for call, count in calls.counted():
         counts[call] = counts.get(call, 0) + count
@@ -168,10 +169,10 @@ def summarise(calls: StepCalls, axis_names: Sequence[str], stage: int) -> tuple[
 def rank_collectives(
     pipeline: Pipeline, rank: int, local_inputs: bool = False
 ) -> tuple[Collective, ...]:
-    """What one rank of the world calls and sends in a step, alike ones counted.
+    """The collectives and sends of one rank of the world in a step, one row per distinct call.
 
-    Ranks of a stage make the same calls, but not all of them send: of ranks that hold the
-    same part of a tensor, the first one does, so the rank at coordinate 0 always takes part.
+    All ranks of a stage make the same collectives, but not the same sends: of the ranks that hold
+    the same shard only the first one sends. So the rank at coordinate 0 always takes part.
     """
     stage = pipeline.stage_of(rank)
     program = replace(pipeline.stages[stage], trains=pipeline.schedule.trains)
@@ -185,7 +186,7 @@ def rank_collectives(
 
 
 def _sends(pipeline: Pipeline, stage: int, rank: int) -> list[Collective]:
-    """Activations and gradients that a rank sends to other stages, direction by direction."""
+    """What a rank sends to other stages: activations forward, gradients backward."""
     messages = Messages(pipeline)
     counts: dict[tuple[str, Piece], int] = {}
     for action in pipeline.schedule.stages[stage]:
@@ -203,7 +204,7 @@ def _sends(pipeline: Pipeline, stage: int, rank: int) -> list[Collective]:
 
 
 def _tied(pipeline: Pipeline, stage: int, rank: int) -> list[Collective]:
-    """A rank's part in summing the gradients of tied parameters."""
+    """The sends and all_reduces of a rank that sum the gradients of tied parameters."""
     program, counts = pipeline.stages[stage], dict[Collective, int]()
     for exchange in tie_exchanges(pipeline):
         if stage not in exchange.stages:
@@ -226,15 +227,12 @@ def _tied(pipeline: Pipeline, stage: int, rank: int) -> list[Collective]:
 
 
 def used_parameters(program: StageProgram) -> frozenset[str]:
-    """Variables of the body that backward brings a gradient to."""
+    """Variables that differentiated lines read, so that backward gives them a gradient."""
     return frozenset(name for i in program.differentiated for name in reads(program.body[i]))
 
 
-# -- parameters ------------------------------------------------------------------------------
-
-
 def conversion_buckets(program: StageProgram) -> tuple[Waiting, tuple[ConversionBucket, ...]]:
-    """Parameters turned into use once a step; a bucket's members are positions in the first."""
+    """The uses converted from storage once a step, and the fused calls that do it."""
     waiting = tuple((p, use) for p in every_parameter(program) for use in p.uses if use.moves)
     steps = [[(m.move.forward, m.move.axes, m.forward_bytes) for m in u.moves] for _, u in waiting]
     return waiting, _fused(waiting, steps)
@@ -243,7 +241,7 @@ def conversion_buckets(program: StageProgram) -> tuple[Waiting, tuple[Conversion
 def return_buckets(
     program: StageProgram, period: str
 ) -> tuple[Waiting, tuple[ConversionBucket, ...]]:
-    """Gradients of such uses brought back to storage, once per `period`."""
+    """The same for gradients of such uses, brought back to storage once per `period`."""
     used = used_parameters(program)
     waiting = tuple(
         (p, use)
@@ -289,7 +287,7 @@ def _bucket_calls(
 
 
 def _divisors(program: StageProgram) -> list[RankCall]:
-    """Sums of what the ranks' own rows contribute to the divisors."""
+    """The all_reduces that sum the divisors over the ranks' own rows."""
     rows = next(
         (
             item
@@ -309,11 +307,8 @@ def _divisors(program: StageProgram) -> list[RankCall]:
     ]
 
 
-# -- one microbatch --------------------------------------------------------------------------
-
-
 def _origins(program: StageProgram) -> dict[str, str]:
-    """Variable -> the operator or input it is a placement of."""
+    """Variable -> the operator or input whose value it holds, in some placement."""
     origin = {d.local.name: d.source for d in program.delivered}
     for line in program.body:
         for out in outs(line):
@@ -331,7 +326,7 @@ def _forward(program: StageProgram) -> list[RankCall]:
 
 
 def _forward_calls(line: Line, origin: Mapping[str, str], again: bool = False) -> list[RankCall]:
-    """Of a line that runs, or runs `again` in backward."""
+    """The calls of a line when it runs, or when it runs `again` in backward."""
     if isinstance(line, GatherLine):
         return _gathered(line)
     if isinstance(line, MoveLine):

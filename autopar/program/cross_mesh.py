@@ -1,21 +1,21 @@
-"""Cross-mesh tensors: which slice goes from which rank of one stage to which of another.
+"""Cross-mesh tensors: which slice goes from which rank of one stage to which rank of another.
 
-A tensor leaves a stage at a *sent* spec and arrives in the next at a *received* spec. Every
-rank's part of it is a box in the space of its factors: the axes that cut a factor of n
-elements, outermost first with sizes p and positions c, leave the interval
+A tensor leaves a stage with a *sent* spec and arrives at another with a *received* spec. The part
+of a rank is a box in the space of factors. For a factor of n elements that axes cut, outermost
+first, with sizes p and the rank at positions c, the box has the interval
 
     [o, o + n / prod(p)),    o = sum_i c_i * n / (p_1 ... p_i)          (`_box`)
 
-A rank *owns* its part if it stands at position 0 on every axis that does not cut the tensor,
-so the parts of the owners tile it. On an axis of more than one rank
+A rank *owns* its part if it is at position 0 of every axis that does not cut the tensor. So the
+parts of the owners tile the tensor. On an axis of more than one rank
 
-    sent       S, or R: position 0 sends, and its gradient P arrives there, zeros elsewhere
+    sent       S, or R: position 0 sends; its gradient P arrives there, zeros elsewhere
     received   S, or P: the value arrives at position 0, zeros elsewhere; its gradient R
                is sent back from there
 
-hence what crosses is the intersections of an owner's box in the source with an owner's box
-in the target (`slices`): every element once, and its gradient once the other way, by the
-same list with the ends exchanged. Gathering and broadcasting are moves inside either mesh.
+The slices that cross are the intersections of a source owner's box with a target owner's box
+(`slices`). Every element crosses once, and its gradient goes back once, by the same list with the
+ends swapped. Gathers and broadcasts are moves inside one of the two meshes.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _Box = tuple[tuple[int, int], ...]
 class Slice:
     """One rectangular piece of a tensor that goes from one rank to another.
 
-    Ranks are those of the world. `source` and `target` index the local tensors of the two
-    ranks, viewed by their `local_factors`; `shape` is the piece's, by factors.
+    Ranks are those of the world. `source` and `target` index the local tensors of the two ranks,
+    viewed by `local_factors`. `shape` is the piece's, one size per factor.
     """
 
     source_rank: int
@@ -60,10 +60,10 @@ def slices(
     target: Spec,
     target_mesh: LogicalMesh,
 ) -> tuple[Slice, ...]:
-    """The slices that take a tensor from `source` to `target`, by source rank, then target's.
+    """The slices that take a tensor from `source` to `target`, by source rank, then target rank.
 
-    `dims` are its factor sizes per dim over all ranks. A tensor without dims is one slice
-    of shape (); one without elements has no slices.
+    `dims` are its global factor sizes per dim. A tensor without dims is one slice of shape (). A
+    tensor without elements has no slices.
 
     Raises `VerificationError` for specs that cannot be sent or received.
     """
@@ -102,8 +102,7 @@ def _slices(
 
 
 def _overlapping(box: _Box, ranks: Mapping[_Box, int]) -> list[tuple[int, _Box]]:
-    """Of the boxes of `ranks`, which tile the tensor and are alike, those that have a part of
-    `box`, in order of ranks."""
+    """The boxes of `ranks` that intersect `box`, by rank. They are equal and tile the tensor."""
     intervals = []
     for (start, stop), (a, b) in zip(box, next(iter(ranks)), strict=True):
         n = b - a
@@ -114,12 +113,12 @@ def _overlapping(box: _Box, ranks: Mapping[_Box, int]) -> list[tuple[int, _Box]]
 def local_factors(
     dims: Sequence[Sequence[int]], spec: Spec, sizes: Sequence[int]
 ) -> tuple[int, ...]:
-    """The factor sizes of one rank's part, flattened over dims: the shape slices index."""
+    """The shape that slices index: factor sizes of one rank's part, flattened over dims."""
     return tuple(n for factors in local_dims(_tensor(dims), spec, sizes) for n in factors)
 
 
 def _tensor(dims: Sequence[Sequence[int]]) -> TensorType:
-    """What placement asks of a tensor: its factors; bytes and gradient do not matter here."""
+    """A type with these factors; item size and gradient do not matter here."""
     return TensorType(tuple(tuple(factors) for factors in dims), 1, True)
 
 
@@ -144,7 +143,7 @@ def _check(
 def _owned(
     dims: Sequence[Sequence[int]], spec: Spec, mesh: LogicalMesh
 ) -> Iterator[tuple[int, _Box]]:
-    """Every rank that owns its part, with its box, in order of ranks."""
+    """(rank, box) of every rank that owns its part, by rank."""
     whole = [axis for axis, p in enumerate(spec.placements) if not p.is_shard]
     for rank in mesh.ranks:
         coordinate = mesh.coordinate(rank)
@@ -155,7 +154,7 @@ def _owned(
 def _box(
     dims: Sequence[Sequence[int]], spec: Spec, sizes: Sequence[int], coordinate: Sequence[int]
 ) -> _Box:
-    """The part of the rank at `coordinate`, as an interval of every factor."""
+    """The part of the rank at `coordinate`: one interval per factor."""
     intervals = []
     for dim, factors in enumerate(dims):
         for factor, n in enumerate(factors):

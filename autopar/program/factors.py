@@ -1,14 +1,14 @@
-"""Factor refinement: the sizes every dim of the graph is a product of.
+"""Factor refinement: splits every dim of the graph into the factors that it is a product of.
 
-A contiguous split cannot express head-wise sharding of a fused QKV projection, whose dim is
-3 x heads x head_dim. So each dim is a list of *atoms*, kept in a union-find: operators
-whose notation gives two dims the same name make their atoms one class; a view that splits a
-dim splits its class, and so every dim of that class at once. One pass over the graph
-therefore reaches the fixpoint.
+A contiguous shard cannot express head-wise sharding of a fused QKV projection, whose dim is
+3 x heads x head_dim. So each dim is a list of *atoms*, kept in a union-find. If an operator's
+notation gives two dims the same name, their atoms become one class. A view that splits a dim splits
+its class, and with it every dim of that class. So one pass over the graph reaches the fixpoint.
 
-    unify(a, b)   walk two lists of atoms from the right; equal sizes join, a larger atom is
-                  split by a smaller one that divides it; where neither divides the other
-                  the lists stay apart, and the operator that joins them freezes that name.
+    unify(a, b)   walk two lists of atoms from the right; atoms of equal size join, and an atom is
+                  split by a smaller one that divides it. Where neither divides the other, the
+                  lists stay apart, and that operator does not shard the name (`resolve` of
+                  `rules/pattern.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Cell = tuple[int, int]  # a dim and one of its factors
 
 @dataclass
 class Atom:
-    """A class of factors. `parts` are the atoms it was split into, outermost first."""
+    """A class of equal factors; `parts` are the atoms it was split into, outermost first."""
 
     size: int
     parent: Atom | None = None
@@ -41,7 +41,7 @@ class Atom:
         root = self
         while root.parent is not None:
             root = root.parent
-        # Chains grow with the program's depth; whoever is on one then points at its end.
+        # Chains grow with the program's depth, so every atom on this one is linked to the root.
         atom = self
         while atom.parent is not None:
             atom.parent, atom = root, atom.parent
@@ -55,8 +55,8 @@ def leaves(atom: Atom) -> list[Atom]:
 
 
 def unify(left: Sequence[Atom], right: Sequence[Atom]) -> None:
-    """Join two lists of atoms of equal product as far as their sizes divide."""
-    if len(left) == len(right) == 1:  # most are whole on both sides
+    """Join two lists of atoms with equal products, as far as their sizes divide."""
+    if len(left) == len(right) == 1:  # the usual case: both dims unsplit
         x, y = left[0].root(), right[0].root()
         if x.size == y.size and not (x.parts or y.parts):
             if x is not y:
@@ -66,7 +66,7 @@ def unify(left: Sequence[Atom], right: Sequence[Atom]) -> None:
     b = [leaf for atom in right for leaf in leaves(atom)]
     while a and b:
         x, y = a.pop().root(), b.pop().root()
-        if x.parts or y.parts:  # split meanwhile, as a twin earlier in the list
+        if x.parts or y.parts:  # was split as an equal atom, earlier in this loop
             a += leaves(x)
             b += leaves(y)
         elif x is y:
@@ -86,7 +86,7 @@ def unify(left: Sequence[Atom], right: Sequence[Atom]) -> None:
 
 
 def _skip_segment(a: list[Atom], b: list[Atom], x: int, y: int) -> None:
-    """Drop trailing atoms of both lists until the dropped products agree."""
+    """Drop trailing atoms of both lists until the products dropped are equal."""
     while x != y and (a if x < y else b):
         if x < y:
             x *= a.pop().root().size
@@ -97,8 +97,7 @@ def _skip_segment(a: list[Atom], b: list[Atom], x: int, y: int) -> None:
 def name_sizes(
     notation: Notation, inputs: Sequence[Shape], outputs: Sequence[Shape]
 ) -> dict[str, int]:
-    """The size of every name: written out or read off a single-name dim, then solved inside
-    products."""
+    """The size of every name: written out, or solved from the dims it is in."""
     dims = [
         (dim, shape[i])
         for terms, shapes in ((notation.inputs, inputs), (notation.outputs, outputs))
@@ -119,13 +118,13 @@ def name_sizes(
     return sizes
 
 
-# A dim of an operator: the tensor's position, the dim, its size, and the names it is a product of
-# with theirs; what has size 1 is left out.
+# A dim of an operator: position of the tensor, dim, size, and (name, size) of the names that it is
+# a product of. Dims and names of size 1 are left out.
 _NamedDim = tuple[int, int, int, list[tuple[str, int]]]
 
 
 def _named_dims(notation: Notation, shapes: Sequence[Shape]) -> list[_NamedDim]:
-    """The dims of an operator's tensors, of inputs first."""
+    """The dims of an operator's tensors, inputs first."""
     n_inputs = len(notation.inputs)
     sizes = name_sizes(notation, shapes[:n_inputs], shapes[n_inputs:])
     found: list[_NamedDim] = []
@@ -140,11 +139,11 @@ def _named_dims(notation: Notation, shapes: Sequence[Shape]) -> list[_NamedDim]:
 
 @dataclass
 class Factors:
-    """Atoms of every tensor's dims, by value name."""
+    """Atoms of every dim, by value name; None for a dim of size 1."""
 
     atoms: dict[str, tuple[Atom | None, ...]] = field(default_factory=dict)
     _shapes: dict[str, Shape] = field(default_factory=dict)
-    # Of operators that are alike: their one notation, and its names over their dims.
+    # (id of a notation, shapes) -> the notation, kept alive for its id, and its named dims.
     _named: dict[Hashable, tuple[Notation, list[_NamedDim]]] = field(default_factory=dict)
 
     def add(self, name: str, shape: Shape) -> None:
@@ -152,7 +151,7 @@ class Factors:
         self._shapes[name] = shape
 
     def join(self, notation: Notation, inputs: Sequence[str], outputs: Sequence[str]) -> None:
-        """Join the dims of one operator's tensors that share names."""
+        """Join the dims of one operator's tensors that have the same name."""
         values = (*inputs, *outputs)
         shapes = [self._shapes[name] for name in values]
         key = (id(notation), *shapes)
@@ -180,9 +179,9 @@ class Factors:
 
 
 def value_names(node: torch.fx.Node) -> tuple[str, ...]:
-    """Names of an operator's results: its own, or its `getitem` users'.
+    """Names of an operator's results: the node's own, or those of its `getitem` users.
 
-    A result of a multi-output operator that nobody takes is named `node:index`.
+    An unused result of a multi-output operator is named `node:index`.
     """
     if not isinstance(node.meta["val"], (tuple, list)):
         return (node.name,)
@@ -196,7 +195,7 @@ def value_names(node: torch.fx.Node) -> tuple[str, ...]:
 class Operator:
     """An operator of the graph as the passes see it: names of values, call and notation.
 
-    `likeness` is a number, the same for those of one program whose `OpCall.likeness` is equal.
+    `likeness` numbers the distinct `OpCall.likeness` of one program.
     """
 
     name: str
@@ -227,15 +226,15 @@ def operators_of(program: Program) -> tuple[Operator, ...]:
 class Types:
     """Factor-refined types of every value, and the class of each factor.
 
-    Two factors of the same class are the same size everywhere because operators name them
-    alike; `classes[value][dim][factor]` is a number that means nothing else.
+    `classes[value][dim][factor]` is an arbitrary number per class. Factors of one class have the
+    same size, because operators give them the same name.
     """
 
     tensors: Mapping[str, TensorType]
     classes: Mapping[str, tuple[tuple[int, ...], ...]]
 
     def by_cell(self, cells: Mapping[str, Cell]) -> dict[tuple[TensorType, Cell], list[str]]:
-        """The values of one type and one factor, together; `cells` are each value's factor."""
+        """(type, cell) -> the values that have both; `cells` maps each value to its cell."""
         found: dict[tuple[TensorType, Cell], list[str]] = {}
         for name, cell in cells.items():
             found.setdefault((self.tensors[name], cell), []).append(name)
@@ -244,7 +243,7 @@ class Types:
     def with_divided(
         self, values: Mapping[tuple[TensorType, Cell], Sequence[str]], n: int
     ) -> Types:
-        """The types of one of `n` microbatches; `values` are those with rows (`by_cell`)."""
+        """The types of one of `n` microbatches; `values` are those with a batch factor."""
         tensors = dict(self.tensors)
         for (old, (dim, factor)), names in values.items():
             dims = [list(factors) for factors in old.dims]
@@ -262,8 +261,8 @@ def tensor_types(
 ) -> Types:
     """Factor-refined types of every value of the graph; `batch_dims` as in `row_dims`.
 
-    The rows of all inputs are one class: they are dealt together, so where the model views
-    those of one input as (2 4), a rank that has half of them must have half of the others'.
+    The rows of all inputs are one class, because they are split together: if the model views those
+    of one input as (2 4), a rank that has half of them must have half of the others too.
     """
     factors = Factors()
     facts: dict[str, tuple[int, bool]] = {}
@@ -286,9 +285,9 @@ def tensor_types(
             add(name, result, name in program.has_grad)
         factors.join(operator.notation, operator.inputs, operator.outputs)
     numbers: dict[int, int] = {}
-    # By the roots of a value's dims: the sizes and the classes of their factors.
+    # Ids of the roots of a value's dims -> sizes and classes of their factors.
     factored: dict[tuple[int, ...], tuple[Factored, Factored]] = {}
-    # One object for all that are equal: so they are quickly compared.
+    # One object for all equal types, so that they compare by identity.
     known: dict[Hashable, TensorType] = {}
     types: dict[str, TensorType] = {}
     classes: dict[str, Factored] = {}

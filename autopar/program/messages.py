@@ -1,15 +1,15 @@
-"""What goes from rank to rank between stages: the pieces of every message, in their order.
+"""Messages between stages: what goes from rank to rank, in order.
 
-    a crossing     the slices that take a value from the layout it is sent in to the one it is
-                   received in; its gradient goes back by the same slices
-    a message      of stage i to stage j: the slices of all values that cross there, in the
-                   order of `Pipeline.between`; gradients of those that have one
-    a tie          every two of its stages exchange their gradients, each in the other's layout;
-                   where copies of a shard are held the first rank gets it, and an all_reduce
-                   with zeros gives it to the others                             (`TieExchange`)
+    a crossing     the slices that take a value from its sent spec to its received spec; the
+                   gradient goes back by the same slices
+    a message      from stage i to stage j: the slices of all values that cross, in the order of
+                   `Pipeline.between`; backward, those of the gradients
+    a tie          every two of its stages exchange their gradients of the parameter, each in the
+                   other's spec; of the ranks with copies of a shard the first one receives, and
+                   an all_reduce with zeros gives it to the others               (`TieExchange`)
 
-The runtime sends these slices, the simulator prices them, and the verifier proves that they
-meet.
+The runtime sends these slices, the simulator prices them, and the verifier proves that every send
+has its receive.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from autopar.schedule import Action
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor that one rank of the world sends to another; `tensor` says what it is part of."""
+    """What one rank of the world sends to another in one call: a part of `tensor`."""
 
     source_rank: int
     target_rank: int
@@ -38,7 +38,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class TieExchange:
-    """What two stages tell each other of one tied parameter, which has a name on each."""
+    """The gradients of a tied parameter that two stages exchange; it has a name on each."""
 
     stages: tuple[int, int]
     names: tuple[str, str]
@@ -47,13 +47,13 @@ class TieExchange:
 
 @dataclass
 class Messages:
-    """The messages of a pipeline; every pair of stages is worked out once."""
+    """The messages of a pipeline, cached by pair of stages and direction."""
 
     pipeline: Pipeline
     _known: dict[tuple[int, int, bool], tuple[Piece, ...]] = field(default_factory=dict)
 
     def of(self, action: Action) -> tuple[Piece, ...]:
-        """The pieces of a send or of a receive, in the order in which they are posted."""
+        """The pieces of a send or a receive, in the order in which they are posted."""
         assert action.peer is not None, f"{action} is no message"
         source, target = sorted((action.stage, action.peer))
         is_forward = action.is_forward
@@ -74,7 +74,7 @@ class Messages:
 
 
 def crossing_slices(pipeline: Pipeline, crossing: Crossing) -> tuple[Slice, ...]:
-    """The slices of one value, forward; backward they go the other way."""
+    """The slices of one value, forward; its gradient goes the other way."""
     sent, received = crossing.sent.local, crossing.received.local
     meshes = pipeline.meshes
     return slices(
@@ -83,7 +83,7 @@ def crossing_slices(pipeline: Pipeline, crossing: Crossing) -> tuple[Slice, ...]
 
 
 def tied_slices(pipeline: Pipeline, tie: Tie, source: int, target: int) -> tuple[Slice, ...]:
-    """What stage `source` tells stage `target` of its gradient of a tied parameter."""
+    """The slices of a tied parameter's gradient that stage `source` sends to `target`."""
     names, meshes = dict(tie.places), pipeline.meshes
     mine, theirs = (pipeline.parameter(stage, names[stage]) for stage in (source, target))
     return slices(
@@ -102,7 +102,7 @@ def copy_axes(parameter: StoredParameter, mesh: LogicalMesh) -> tuple[int, ...]:
 
 
 def tie_exchanges(pipeline: Pipeline) -> tuple[TieExchange, ...]:
-    """All exchanges of a step in one order that agrees with that of every stage."""
+    """All exchanges of a step, in one order for all stages."""
     found = []
     for tie in pipeline.ties if pipeline.schedule.trains else ():
         names = dict(tie.places)
@@ -120,7 +120,7 @@ def tie_exchanges(pipeline: Pipeline) -> tuple[TieExchange, ...]:
 
 
 def _placed(parameter: StoredParameter, mesh: LogicalMesh, copy: Placement) -> Spec:
-    """The stored spec, with `copy` on the axes that hold copies."""
+    """The stored spec, with `copy` on the axes along which ranks store copies."""
     spec = parameter.stored.spec
     copies = copy_axes(parameter, mesh)
     placements = tuple(copy if a in copies else p for a, p in enumerate(spec.placements))

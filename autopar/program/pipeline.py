@@ -1,17 +1,17 @@
 """A whole program as data: one stage program per pipeline stage, and what joins them.
 
-    crossings   a value made on one stage and read on another; sent once to each stage that
-                reads it, in the layouts that the two stages chose (`cross_mesh.slices`)
-    ties        a parameter that several stages use: each keeps its own, and after backward
-                all of them get the sum of their gradients
-    schedule    the order of work of every stage, lowered to sends and receives
-    n_blocks    how the rows of a batch are dealt: all stages see them as `n_blocks` blocks of
-                `n_microbatches` parts, so that a microbatch is the same rows everywhere and
-                the rows of a rank are contiguous on each stage (the least common multiple of
-                the stages' own splits)
+    crossings   values made on one stage and read on another; a value is sent once to each stage
+                that reads it, from the sender's spec to the reader's (`cross_mesh.slices`)
+    ties        parameters that several stages use: each stage has its copy, and after backward
+                every copy gets the sum of the gradients
+    schedule    the actions of every stage in order, with sends and receives
+    n_blocks    how the rows of a batch are split: every stage sees them as `n_blocks` blocks of
+                `n_microbatches` parts. So a microbatch has the same rows on all stages, and the
+                rows of a rank are contiguous on each. It is the least common multiple of the
+                stages' numbers of batch shards
 
-Without stages it is a pipeline of one, which crosses nothing. What the runtime executes, the
-simulator prices and the verifier proves is this.
+A model without pipeline stages is a pipeline of one stage. The runtime executes this object, the
+simulator prices it, and the verifier checks it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from autopar.mesh import LogicalMesh
 from autopar.program.stage_program import Boundary, StageProgram, StoredParameter, most_batch_shards
 from autopar.schedule import Schedule, Transfer, forward_only, lower, one_f_one_b
 
-# (number of stages, number of microbatches) -> the order of their work
+# (number of stages, number of microbatches) -> the schedule
 Order = Callable[[int, int], Schedule]
 
 
@@ -52,7 +52,7 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Tie:
-    """A parameter that several stages use: (stage, its name there), the owner first."""
+    """A parameter that several stages use: (stage, name on it), the owner first."""
 
     places: tuple[tuple[int, str], ...]
 
@@ -76,9 +76,9 @@ class Pipeline:
     def of(
         stages: Sequence[StageProgram], meshes: Sequence[LogicalMesh], order: Order = forward_only
     ) -> Pipeline:
-        """Join the stages; `order` says when each works.
+        """Join the stages; `order` makes their schedule.
 
-        Raises `VerificationError` where a stage reads what no earlier one sends.
+        Raises `VerificationError` if a stage reads what no earlier stage sends, or another tensor.
         """
         crossings = _crossings(stages)
         transfers: dict[tuple[int, int], bool] = {}
@@ -93,7 +93,7 @@ class Pipeline:
 
     @staticmethod
     def single(program: StageProgram, mesh: LogicalMesh) -> Pipeline:
-        """A pipeline of one stage, which crosses nothing."""
+        """A pipeline of one stage."""
         return Pipeline.of([program], [mesh], one_f_one_b if program.trains else forward_only)
 
     @property
@@ -109,7 +109,7 @@ class Pipeline:
         return sum(mesh.n_ranks for mesh in self.meshes)
 
     def stage_of(self, rank: int) -> int:
-        """Which stage a rank of the world belongs to."""
+        """The stage of a rank of the world."""
         return next(k for k, mesh in enumerate(self.meshes) if rank in mesh.ranks)
 
     def parameter(self, stage: int, name: str) -> StoredParameter:
@@ -117,13 +117,13 @@ class Pipeline:
 
     @cached_property
     def loss_dtype(self) -> torch.dtype:
-        """Of the loss that the last stage makes."""
+        """The dtype of the loss, which the last stage makes."""
         last = self.stages[-1]
         assert last.loss is not None, "a pipeline without a loss"
         return last.made(last.loss).dtype
 
     def between(self, source: int, target: int) -> tuple[Crossing, ...]:
-        """What crosses from one stage to another, in the order of their message."""
+        """What crosses from one stage to another, in the order of the message."""
         return tuple(c for c in self.crossings if (c.source, c.target) == (source, target))
 
 

@@ -1,12 +1,12 @@
 """The captured program: one frozen FX graph and what is known about it before planning.
 
-`capture` freezes the graph once; passes never edit it. They add typed facts (`facts.py`)
-keyed by FX node name, and codegen is the only consumer that writes a program.
+`capture` freezes the graph once, and passes never edit it. They add typed facts (`strategy.py`),
+keyed by FX node name. Codegen is the only consumer that writes a program.
 
 The graph holds only placeholders, `call_function` nodes whose target is an `OpOverload`
-(or `operator.getitem` after a multi-output operator), and one output node, which returns a
-tuple: the loss first when there is one, then `Program.outputs`, then `Program.updates`. Every
-node but the output has `meta["val"]` (fake tensor on cpu; a tuple for multi-output operators).
+(or `operator.getitem` after a multi-output operator), and one output node. That returns a tuple:
+the loss first if there is one, then `Program.outputs`, then `Program.updates`. Every node but the
+output has `meta["val"]` (fake tensor on cpu; a tuple for multi-output operators).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torch.utils import _pytree as pytree
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """A parameter placeholder. `aliases` are its other names when it is tied.
+    """A parameter placeholder. `aliases` are its other names if it is tied.
 
-    `mirror_of`: on a stage that uses another stage's parameter too, the owner's name.
+    `mirror_of`: on a stage that uses a parameter of another stage, its name on that stage.
     """
 
     name: str
@@ -39,10 +39,10 @@ class ParameterInfo:
 
 @dataclass(frozen=True)
 class BufferInfo:
-    """A buffer that steps change. `aliases` are its other names when modules share it.
+    """A buffer that steps change. `aliases` are its other names if modules share it.
 
-    `persistent` ones are part of state dicts. `update` names the value that it holds after a
-    forward pass; None where it stays as it is.
+    `persistent` buffers are part of state dicts. `update` names the value that the buffer holds
+    after a forward pass; None if this program does not change it.
     """
 
     name: str
@@ -64,7 +64,7 @@ class InputInfo:
 
 
 def flatten_inputs(batch: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
-    """Path -> leaf of a batch: a keyword's name, or a position, joined by dots when nested.
+    """Path -> leaf of a batch. A path is a keyword's name or a position, dotted if nested.
 
     `{"ids": t, "mask": [a, b]}` -> `ids`, `mask.0`, `mask.1`; `(x, y)` -> `0`, `1`.
     """
@@ -76,10 +76,11 @@ def flatten_inputs(batch: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
 def row_dims(
     shapes: Mapping[str, tuple[int, ...]], batch_dims: Mapping[str, int | None]
 ) -> tuple[dict[str, int], int]:
-    """Input path -> the dim of its rows, and how many rows the batch has; 0: there is no batch.
+    """Input path -> the dim of its rows; and how many rows the batch has, 0 without a batch.
 
-    `batch_dims` says which dim that is (None: none); by default it is dim 0. The first input that
-    has one decides how many rows there are, and others as long have them too.
+    `batch_dims` says which dim has the rows (None: no dim); by default it is dim 0. The first input
+    with such a dim decides how many rows there are. Inputs of another size in that dim have no
+    rows.
     """
     dims: dict[str, int] = {}
     size = 0
@@ -104,10 +105,10 @@ def _key_text(key: Any) -> str:
 class Prologue:
     """Scalars that depend on inputs alone, computed once per step on the whole batch.
 
-    `graph` has one placeholder per used input (named like `Program.inputs`) and returns a
-    tuple aligned with `outputs`, the placeholder names of the main graph that receive them.
-    They are divisors that are sums over rows (a count of labels), so the value of a batch
-    is the sum of its rows' values.
+    `graph` has one placeholder per used input (named like `Program.inputs`). It returns a tuple
+    aligned with `outputs`, the placeholders of the main graph that receive the scalars. The scalars
+    are divisors that are sums over rows (a count of labels): the value of a batch is the sum of its
+    rows' values.
     """
 
     graph: torch.fx.GraphModule
@@ -116,17 +117,17 @@ class Prologue:
 
 @dataclass(frozen=True)
 class Accumulation:
-    """The program is one of `n` microbatches: `dims` maps inputs to the dim of their rows, of
-    which microbatch i takes the i-th part. The loss is the sum of theirs.
+    """Gradient accumulation: the program is captured on one of `n` microbatches.
 
-    Inputs are named by path, in a `StageProgram` by placeholder.
+    `dims` maps inputs to the dim of their rows; microbatch i takes the i-th of n parts. The losses
+    of the microbatches are summed. Inputs are named by path, in a `StageProgram` by placeholder.
     """
 
     n: int
     dims: Mapping[str, int]
 
     def rows(self, inputs: Mapping[str, Any], index: int) -> dict[str, Any]:
-        """What microbatch `index` takes of the batch; keys as in `dims`."""
+        """The inputs of microbatch `index`; keys as in `dims`."""
         out = dict(inputs)
         for name, dim in self.dims.items():
             if name in out:
@@ -140,27 +141,27 @@ class Program:
     """A frozen graph, normalised, with the roles of its placeholders and its outputs.
 
         parameters   placeholder name -> parameter
-        buffers      placeholder name -> buffer that steps change; the others are constants
-        inputs       placeholder name -> user input; tensors only, others are baked in
+        buffers      placeholder name -> buffer that steps change; other buffers are constants
+        inputs       placeholder name -> user input; tensors only, other values are baked in
         constants    placeholder name -> function that computes the tensor (shape-only subgraphs:
                      masks, positions); called at run time only, so that planning stays cheap
         prologue     divisors of means over data-dependent counts, or None
         seed         placeholder of the step's seed (`operators/random.py`); None: draws nothing
         loss         node name of the scalar loss, None for a forward-only program
         outputs      node names of all tensors in the model's output, flattened
-        out_spec     how to rebuild the model's own output structure: see `rebuild`
+        out_spec     how `rebuild` makes the model's own output structure
         static_outputs  leaf position in the output structure -> value that is not a tensor
         has_grad     names of nodes whose tensor carries gradient
         keys         node name -> stable key "module.path/op_name#occurrence"
         sources      node name -> "file:line" of the user's code
-        valid_sizes  output's node name -> {dim: the user's size} of dims that end in padding
-        modules      names of the model's modules, also of those that run no operator
-        accumulation  how microbatches make the batch where the loss is no sum over its rows
-        received     placeholders whose values other stages make, under the names they have there
+        valid_sizes  node name of an output -> {dim: the user's size} of dims that end in padding
+        modules      names of all modules of the model, also of those that run no operator
+        accumulation  how the batch splits into microbatches if the loss is not a sum over rows
+        received     placeholders of values that other stages make, named as on those stages
         sent         names of nodes whose values later stages read
 
-    A program of one stage (`passes/analysis/cutting.py`) is a `Program` too; the captured one has nothing
-    received or sent.
+    The program of one stage (`passes/analysis/cutting.py`) is a `Program` too. The captured program
+    neither receives nor sends.
     """
 
     graph: torch.fx.Graph
@@ -194,23 +195,23 @@ class Program:
 
     @property
     def operators(self) -> Iterator[torch.fx.Node]:
-        """The `call_function` nodes in execution order, without `getitem`."""
+        """The operators in execution order: `call_function` nodes without `getitem`."""
         for node in self.graph.nodes:
             if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
                 yield node
 
     @property
     def updates(self) -> tuple[str, ...]:
-        """What changed buffers hold after a forward pass, in the order of `buffers`."""
+        """The new values of changed buffers, in the order of `buffers`."""
         return tuple(b.update for b in self.buffers.values() if b.update is not None)
 
     def value(self, node: torch.fx.Node) -> Any:
         return node.meta["val"]
 
     def value_key(self, name: str) -> str:
-        """The stable name of a value: its operator's key, or the input's path.
+        """The stable name of a value: the key of its operator, or the name of its placeholder.
 
-        A result of an operator with several is `key[index]`.
+        A result of a multi-output operator is `key[index]`.
         """
         node = self.node(name)
         if node.target is operator.getitem:
@@ -220,7 +221,7 @@ class Program:
         return self.keys.get(name, name)
 
     def rebuild(self, tensors: Sequence[Any]) -> Any:
-        """The model's own output structure around `tensors`, aligned with `outputs`."""
+        """The model's own output structure, with `tensors` (aligned with `outputs`) in it."""
         remaining = map(self._without_padding, self.outputs, tensors)
         leaves = [
             self.static_outputs[i] if i in self.static_outputs else next(remaining)
@@ -234,7 +235,7 @@ class Program:
         return output
 
     def where(self, name: str) -> str:
-        """Operator and source line for error messages."""
+        """Key and source line of a node, for error messages."""
         return f"{self.keys.get(name, name)} ({self.sources.get(name, 'unknown source')})"
 
     def hash(self) -> str:

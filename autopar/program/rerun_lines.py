@@ -1,9 +1,9 @@
-"""What backward runs again: recomputed segments, and parameters that are gathered anew.
+"""What backward runs again: lines of recomputed segments, and gathers of parameters.
 
-The lines of a segment (`stage_program.Segment`) run again before the backward of its last line,
-and what they gather then is held until its backward. Elsewhere a gathered parameter that an
-operator keeps is gathered anew in that operator's backward; so is one that a segment takes,
-before the segment runs again.
+The lines of a segment (`stage_program.Segment`) run again before the backward of its last line.
+What they gather is held until the segment's backward. Outside of segments, a gathered parameter
+that an operator keeps is gathered again in the operator's backward. A gathered parameter that a
+segment takes as input is gathered again before the segment runs again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autopar.program.stage_program import (
 
 
 def rerun(program: StageProgram) -> dict[int, tuple[int, ...]]:
-    """Position of a line -> those of the lines that run again before its backward, in order."""
+    """Position of a line -> positions of the lines that run again before its backward, in order."""
     return {
         segment.last: tuple(
             i
@@ -31,7 +31,7 @@ def rerun(program: StageProgram) -> dict[int, tuple[int, ...]]:
 
 
 def regathered(program: StageProgram) -> dict[int, tuple[GatherLine, ...]]:
-    """Position of an operator -> what is gathered anew before its backward."""
+    """Position of an operator -> the gathers that its backward repeats."""
     if not any(isinstance(line, GatherLine) for line in program.body):
         return {}
     inside = {i for segment in program.segments for i in range(segment.start, segment.stop)}

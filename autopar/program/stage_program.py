@@ -1,10 +1,10 @@
-"""One stage's program as data: the lines that codegen prints, the runtime runs, costs read.
+"""One stage's program as data: the lines that codegen prints, the runtime runs and costs read.
 
-A strategy says where tensors live; a `StageProgram` says what each rank does: parameters
-turned into use, tensors resharded at their first use and shared by every consumer that
-wants the same placement, operators on local shapes, dead values dropped. The generated
-source, the predicted time, `plan.collectives()` and the verifier all read these lines, so
-what is printed is what is priced is what runs.
+A strategy says where tensors live. A `StageProgram` says what each rank does: it converts
+parameters from storage, reshards a tensor at the first use of a spec and shares the result with all
+consumers of that spec, runs operators on local shapes, and frees dead values. The generated source,
+the predicted time, `plan.collectives()` and the verifier all read the same lines: what is printed
+is what is priced is what runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autopar.placement import Move, PrimitiveKind, Spec
 from autopar.program.program import Accumulation
 from autopar.program.strategy import Period
 
-# The variable of results that nobody takes.
+# The variable of unused results.
 UNUSED = "_"
 
 
@@ -38,9 +38,9 @@ class Ref:
 
 @dataclass(frozen=True)
 class Local:
-    """A variable on one rank: its local shape, and how it is placed.
+    """A variable on one rank, with its local shape and its spec.
 
-    `dims` are the factor sizes over all ranks, of one microbatch.
+    `dims` are the global factor sizes, of one microbatch.
     """
 
     name: str
@@ -57,7 +57,10 @@ class Local:
 
 @dataclass(frozen=True)
 class MoveLine:
-    """One move of a reshard. Bytes are NCCL's accounting; backward is 0 without gradient."""
+    """One move of a reshard of `value`.
+
+    Bytes are NCCL's accounting. Without gradient, bytes and seconds of backward are 0.
+    """
 
     out: Local
     source: str
@@ -73,10 +76,9 @@ class MoveLine:
 
 @dataclass(frozen=True)
 class Workspace:
-    """Memory that an operator needs besides its tensors, on one rank.
+    """Temporaries of an operator on one rank, in forward and in backward.
 
-    Temporaries of forward and of backward; `passed` are inputs whose gradient is, or views,
-    the gradient of a result, and so costs nothing.
+    `passed` are inputs whose gradient is, or views, the gradient of a result: it needs no memory.
     """
 
     forward_bytes: float = 0.0
@@ -86,7 +88,7 @@ class Workspace:
 
 @dataclass(frozen=True)
 class InnerCall:
-    """A collective inside the function that replaces an operator."""
+    """A collective inside a lowered function."""
 
     kind: PrimitiveKind
     phase: str
@@ -95,13 +97,14 @@ class InnerCall:
 
 @dataclass(frozen=True)
 class CallLine:
-    """One operator on local tensors. `lowered` names the function that replaces it.
+    """One operator on local tensors.
 
+    lowered       the function that replaces it, over the group along `lowered_axes`; or None
     flops         of this rank, forward, in one microbatch
-    model_flops   of all ranks without what they do twice, forward and backward
-    saved_bytes   what autograd keeps besides inputs and outputs
-    keeps         variables whose storage autograd keeps, once per time it is kept
-    shares        per output, the variable whose storage it has: a view; None when it is new
+    model_flops   of all ranks without replicated work, forward and backward
+    saved_bytes   what autograd saves besides inputs and outputs
+    keeps         variables whose storage autograd saves; one that it saves twice is here twice
+    shares        for each output, the variable whose storage it views; None for new storage
     """
 
     outs: tuple[Local, ...]
@@ -128,18 +131,18 @@ class CallLine:
 
     @property
     def is_attention(self) -> bool:
-        """Is it fused attention, which makes what it keeps besides its tensors?"""
+        """Is it fused attention, which saves tensors besides its inputs and outputs?"""
         return "scaled_dot_product" in self.target
 
     @cached_property
     def reads(self) -> tuple[str, ...]:
-        """The variables among its arguments, in order."""
+        """The variables among the arguments, in order."""
         return (*names_in(self.args), *names_in(list(self.kwargs.values())))
 
 
 @dataclass(frozen=True)
 class DetachLine:
-    """Leave autograd: an output that is handed to the user."""
+    """Detach an output that is returned to the user."""
 
     out: Local
     source: str
@@ -149,7 +152,7 @@ class DetachLine:
 class GatherLine:
     """A ZeRO-3 parameter gathered for one operator, and again in backward `regathers` times.
 
-    Whatever keeps it for its backward gathers it again there (`CallLine.keeps`).
+    An operator that keeps it (`CallLine.keeps`) gathers it again in its backward.
     """
 
     out: Local
@@ -161,7 +164,7 @@ class GatherLine:
 
 @dataclass(frozen=True)
 class FreeLine:
-    """Variables that nothing reads any more."""
+    """Drops variables after their last use."""
 
     names: tuple[str, ...]
 
@@ -173,12 +176,17 @@ Line = MoveLine | CallLine | DetachLine | GatherLine | FreeLine
 class Segment:
     """Lines `start` to `stop` - 1 of a body: a function that runs again in backward.
 
-    Autograd keeps nothing of them but `inputs`, the variables they take, and the results of the
-    lines at `kept`. Those at `handed_on` are products whose results only reshards read that are
-    kept: they run again as far as autograd goes, which saves what they read. `last` is the last
-    line of which backward needs something: before its backward the lines run again, in order, up
-    to it, and itself unless `stops_early`, where all that it keeps is there before it runs.
-    `results` are the variables that others read.
+    inputs        the variables that the lines take; autograd keeps them
+    results       the variables of the lines that others read
+    last          the last line from which backward needs something. Before its backward, the lines
+                  up to it run again, in order
+    stops_early   all that `last` saves exists before it runs, so that it does not run again
+    kept          lines whose results are kept; they do not run again
+    handed_on     matmuls whose results only reshards at `kept` read. They are not computed again:
+                  autograd only saves what they read
+
+    Between forward and backward, autograd keeps nothing of a segment but `inputs` and the results
+    of `kept`.
     """
 
     name: str
@@ -194,14 +202,16 @@ class Segment:
 
     @property
     def again(self) -> range:
-        """The lines that run again, but for those at `kept` and `handed_on`."""
+        """The range of lines that run again, except those at `kept` and `handed_on`."""
         return range(self.start, self.last + (not self.stops_early))
 
 
 @dataclass(frozen=True)
 class RepeatedLines:
-    """Lines `start` to `stop` - 1 of a body that stand for `count` blocks, one after the other; and
-    the variables of constants that each of the blocks has of its own."""
+    """Lines `start` to `stop` - 1 of a body: one block that stands for `count` consecutive blocks.
+
+    `delivered` are the variables of constants that every one of these blocks has for itself.
+    """
 
     start: int
     stop: int
@@ -211,7 +221,7 @@ class RepeatedLines:
 
 @dataclass(frozen=True)
 class ParameterUse:
-    """One placement a parameter is used at, and the moves that make it from storage."""
+    """One spec that a parameter is used with, and the moves from storage to it."""
 
     local: Local
     moves: tuple[MoveLine, ...]
@@ -221,9 +231,9 @@ class ParameterUse:
 class StoredParameter:
     """A parameter as one rank keeps it.
 
-    `name` is the user's; `shape` the whole tensor's. For period "use" the program takes the
-    stored tensor and gathers it itself; otherwise it takes `uses`. `mirror_of` names the
-    parameter of an earlier stage that this one is tied to.
+    `name` is the user's; `shape` is that of the whole tensor. For period "use" the program takes
+    the stored tensor and gathers it itself (`GatherLine`); otherwise it takes `uses`. `mirror_of`
+    names the parameter of an earlier stage that this one is tied to.
     """
 
     name: str
@@ -239,11 +249,12 @@ class StoredParameter:
 
 @dataclass(frozen=True)
 class Delivered:
-    """A model input, buffer, constant, divisor or seed as the program takes it.
+    """A model input, buffer, constant, divisor or seed, as the program takes it.
 
-    `source` is the placeholder of the captured graph, or the name of the buffer, `kind` "input",
-    "buffer", "constant", "divisor" or "seed", `batch_cell` the (dim, factor) that microbatches
-    cut, `dims` the factor sizes of one microbatch over all ranks.
+    source       the placeholder in the captured graph, or the name of the buffer
+    kind         "input", "buffer", "constant", "divisor" or "seed"
+    dims         global factor sizes, of one microbatch
+    batch_cell   the (dim, factor) that microbatches split, or None
     """
 
     local: Local
@@ -255,12 +266,12 @@ class Delivered:
 
 @dataclass(frozen=True)
 class Boundary:
-    """A tensor that crosses to or from another stage, of one microbatch.
+    """A tensor of one microbatch that crosses to or from another stage.
 
-    `value` is its name in the captured graph, the same on both sides, `key` the one that plans
-    use. On an axis of more than one rank it is cut, S, so that every slice crosses once; where
-    nothing divides, only the rank of coordinate 0 takes part: a sent tensor is R there, and its
-    gradient P; a received one P, and its gradient R (`cross_mesh.py`).
+    `value` is its name in the captured graph, the same on both stages. `key` is its name in plans.
+    On an axis of more than one rank it is S, so that every slice crosses once. If nothing divides,
+    only the rank at coordinate 0 takes part: a sent tensor is then R and its gradient P, a received
+    one P and its gradient R (`cross_mesh.py`).
     """
 
     local: Local
@@ -270,7 +281,7 @@ class Boundary:
 
 @dataclass(frozen=True)
 class ChangedBuffer:
-    """What a buffer of this name holds after a microbatch, whole on every rank."""
+    """The new value of a buffer after a microbatch, whole on every rank."""
 
     name: str
     aliases: tuple[str, ...]
@@ -284,14 +295,14 @@ class ChangedBuffer:
 
 @dataclass(frozen=True)
 class StageProgram:
-    """Everything one stage does in a step; the same for every rank of the stage.
+    """Everything that one stage does in a step; the same on every rank of the stage.
 
-    The generated function takes `parameters`, `delivered` and `received`, and returns the
-    loss, `sent`, what `changed` buffers now hold, and `outputs`, for one microbatch. With
-    `accumulation`, microbatches are parts of the inputs from which everything starts anew.
-    `segments` are disjoint, in order. A program with `repeats`, which are disjoint too, is there to
-    be priced, not to be run (`autopar/program/abridged.py`); `every_parameter` are those of the whole, in
-    its order, each by the name of the one that stands for it.
+    The generated function runs one microbatch. It takes `parameters`, `delivered` and `received`,
+    and returns the loss, `sent`, the new values of `changed` buffers, and `outputs`. With
+    `accumulation`, each microbatch has its own prologue and its own seed. `segments` are disjoint
+    and in order. A program with `repeats` (disjoint too) is for pricing and cannot run
+    (`abridged.py`); its `every_parameter` lists the parameters of the whole program in order, each
+    by the name of the one that stands for it.
     """
 
     name: str
@@ -314,8 +325,9 @@ class StageProgram:
     segments: tuple[Segment, ...] = ()
     repeats: tuple[RepeatedLines, ...] = ()
     every_parameter: tuple[str, ...] = ()
-    # What it costs, for pipelines that share it (`cost/price/prediction.py`): `known` of one that costs the
-    # same, and then what is found of either is known of both.
+    # Prices of this program, computed once for all pipelines that share it
+    # (`cost/price/prediction.py`). Pass the dict of a program with equal costs as `known`, and
+    # both share it.
     priced: dict[Hashable, Any] = field(init=False, repr=False, compare=False)
     known: InitVar[dict[Hashable, Any] | None] = None
 
@@ -324,27 +336,27 @@ class StageProgram:
 
     @cached_property
     def taken(self) -> frozenset[str]:
-        """Variables that the function returns."""
+        """The variables that the function returns."""
         found = {*self.outputs, *(s.local.name for s in self.sent)}
         found |= {b.local.name for b in self.changed}
         return frozenset(found | {self.loss} if self.loss else found)
 
     @cached_property
     def given(self) -> frozenset[str]:
-        """Variables that the body reads and does not make."""
+        """The arguments of the function: variables that the body reads and does not make."""
         found = {d.local.name for d in self.delivered} | {b.local.name for b in self.received}
         for p in self.parameters:
             found |= {p.stored.name, *(use.local.name for use in p.uses)}
         return frozenset(found)
 
     def made(self, name: str) -> Local:
-        """A variable of the body as its last line leaves it."""
+        """A variable of the body, as the last line that assigns it leaves it."""
         results = (out for line in reversed(self.body) for out in outs(line))
         return next(out for out in results if out.name == name)
 
     @cached_property
     def differentiated(self) -> frozenset[int]:
-        """Positions of the body's lines that backward passes through."""
+        """Positions of the lines that have a backward."""
         if not self.trains:
             return frozenset()
         wanted = {s.local.name for s in self.sent}
@@ -355,7 +367,7 @@ class StageProgram:
             line = self.body[i]
             if any(out.has_grad and out.name in wanted for out in outs(line)):
                 found.add(i)
-                # Inputs without gradient are only ever written by lines without gradient.
+                # Reads without gradient do no harm: the lines that write them have none either.
                 wanted.update(reads(line))
         return frozenset(found)
 
@@ -366,7 +378,7 @@ class StageProgram:
                 yield line
 
     def group_axes(self) -> tuple[tuple[int, ...], ...]:
-        """Every group of axes a collective or lowering of this program needs."""
+        """Every group of axes that a collective or a lowered function of this program needs."""
         found: dict[tuple[int, ...], None] = {}
         lines: list[MoveLine] = list(self.moves())
         for parameter in self.parameters:
@@ -384,14 +396,14 @@ class StageProgram:
 
 
 def batch_shards(item: Delivered, sizes: Sequence[int]) -> int:
-    """Over how many ranks the item's batch is split."""
+    """Into how many shards the item's batch is split."""
     if item.batch_cell is None:
         return 1
     return math.prod(sizes[a] for a in item.local.spec.axes_of(item.batch_cell))
 
 
 def most_batch_shards(items: Sequence[Delivered], sizes: Sequence[int]) -> int:
-    """The finest split of the batch that any delivered tensor has."""
+    """The most shards into which any of the items splits the batch."""
     return max((batch_shards(item, sizes) for item in items), default=1)
 
 
@@ -412,22 +424,22 @@ def reads(line: Line) -> tuple[str, ...]:
 
 
 def outs(line: Line) -> tuple[Local, ...]:
-    """What a line defines; results that nobody takes are all called `_`."""
+    """The variables that a line defines; unused results are called `_`."""
     if isinstance(line, CallLine):
         return line.outs
     return () if isinstance(line, FreeLine) else (line.out,)
 
 
 def writes(line: Line) -> list[str]:
-    """The variables a line defines."""
+    """Names of the variables that a line defines."""
     return [out.name for out in outs(line) if out.name != UNUSED]
 
 
 def storage_owners(body: Iterable[Line]) -> Iterator[dict[str, str]]:
-    """After each line: variable -> owner of its storage, views being their source's.
+    """After each line: variable -> owner of its storage; a view has the owner of its source.
 
-    A reshard's variable is assigned once per move; each assignment is an owner of its own.
-    Variables from outside the body own their storage.
+    A reshard assigns its variable once per move, and every assignment is an owner of its own.
+    Variables from outside the body own their storage and are left out.
     """
     owner: dict[str, str] = {}
     for i, line in enumerate(body):

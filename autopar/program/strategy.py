@@ -1,7 +1,7 @@
 """Typed facts: what passes decide about a frozen program.
 
-A fact is keyed by its type and, inside, by names of values or operators. The solver and the
-Megatron recipe provide the same facts, and everything downstream reads only these.
+Inside a fact, keys are names of values or operators. The solver and the Megatron recipe provide the
+same facts, and everything downstream reads only these.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from autopar.options import Recompute
 from autopar.placement import Spec, TensorType
 from autopar.rules import Lowering
 
-# How often a parameter stored in shards is gathered for use, and its gradient scattered:
+# How often a parameter that is stored in shards is gathered, and its gradient reduce_scattered:
 #   step   gathered once a step, gradients accumulated whole and scattered once    (ZeRO-1)
 #   micro  gathered once a step, gradients scattered after each microbatch         (ZeRO-2)
 #   use    gathered at each use, forward and backward, scattered each microbatch   (ZeRO-3)
@@ -23,7 +23,7 @@ Period = Literal["step", "micro", "use"]
 
 @dataclass(frozen=True)
 class Recomputed:
-    """Operators that run again before their backward; by name, next to each other, in order."""
+    """Operators that run again before their backward: names of consecutive operators, in order."""
 
     mode: Recompute
     operators: tuple[str, ...]
@@ -31,7 +31,7 @@ class Recomputed:
 
 @dataclass(frozen=True)
 class Storage:
-    """How one parameter is kept between steps, and how it becomes what operators use."""
+    """How one parameter is stored between steps, and how often it is gathered for use."""
 
     spec: Spec
     period: Period = "step"
@@ -39,7 +39,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class OperatorStrategy:
-    """Specs of one operator's tensors, in order; `lowered` is what replaces it over axes."""
+    """Specs of one operator's tensors, in order; `lowered` replaces it over `lowered_axes`."""
 
     inputs: tuple[Spec, ...]
     outputs: tuple[Spec, ...]
@@ -51,10 +51,12 @@ class OperatorStrategy:
 class Strategy:
     """The whole choice: one strategy per operator, one storage per parameter.
 
-    `types` are factor-refined and of one microbatch; `batch_cells` name each value's batch
-    factor. `sequence_forbidden`: no reshard of an activation reduce_scatters. `received` and
-    `sent` place the values that cross to and from other stages (`Boundary` of stage_program.py);
-    `recomputed` are disjoint ranges of operators, in order.
+    types                factor-refined types of one microbatch
+    batch_cells          value -> its batch factor
+    sequence_forbidden   no reshard of an activation uses reduce_scatter
+    received, sent       specs of the values that cross from and to other stages
+                         (`stage_program.Boundary`)
+    recomputed           disjoint ranges of operators, in order
     """
 
     operators: Mapping[str, OperatorStrategy]

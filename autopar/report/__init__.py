@@ -1,4 +1,13 @@
-"""Reports: a plan as text that a person reads, as a graph and as a page; plans side by side."""
+"""Reports: a plan as text, as a graph and as an HTML page; comparisons, simulations, scaling.
+
+Read in this order:
+    tables, stages, division, next_best, explanation          a plan as text
+    kinds, picture, folding, boxes, stage_graph, graph_text   a plan as a Graphviz graph
+    page, html                                                a plan as an HTML page
+    comparison, simulation, scaling                           plans side by side; steps; scaling
+May import `cost`, `plans`, `program` and the rooms below them, but not `passes`.
+Hands on `explain`, `dot` and `write_report`.
+"""
 
 from autopar.report.comparison import ComparedPlan, Comparison
 from autopar.report.explanation import explain

@@ -1,4 +1,4 @@
-"""The boxes of the picture: HTML-like labels of modules, and reshards as text."""
+"""Labels of the picture: HTML-like tables for modules, and texts for reshards."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def escaped(text: str) -> str:
 
 
 def box_label(node: Node, program: StageProgram, framed: bool) -> str:
-    """A module: its operators, how its result is placed, its parameters."""
+    """The box of a module: its operators, the placement of its result, its parameters."""
     axes = [i for i, size in enumerate(program.axis_sizes) if size > 1]
     width = max(len(axes), 1)
     rows = [_row(title, width) for title in _titles(node, framed)]
@@ -60,13 +60,13 @@ def _cell(node: Node, axis: int, program: StageProgram) -> str:
 
 
 def _titles(node: Node, framed: bool) -> list[str]:
-    """What the box is, and the operators in it."""
+    """The title of the box, and below it the operators in it."""
     if not node.lines:
         return [f"<B>{escaped(node.name)}</B>" + (" (input)" if node.kind == "input" else "")]
     names = [operator_name(line) for line in node.lines]
     counts = Counter([name for name in names if name not in VIEWS] or names)
     operators = ", ".join(f"{name} ×{n}" if n > 1 else name for name, n in counts.items())
-    # In a frame, names are the block's own; alone, the whole path.
+    # In a frame, names are relative to the block; outside, they are whole paths.
     own, path = ("block", node.name) if framed else ("", _path(node))
     if node.kind == "elementwise" and len(counts) == 1:
         modules = [line.key.rpartition("/")[0] for line in node.lines]
@@ -116,13 +116,13 @@ def _placing(used: ParameterUsed, program: StageProgram, axes: Sequence[int]) ->
 
 
 def _spec(spec: Spec, axes: Sequence[int]) -> str:
-    """Placements on the axes that have several ranks."""
+    """The placements on `axes`, those with several ranks."""
     text = " ".join(str(spec.placements[axis]) for axis in axes) or "whole"
     return f"{text} order {','.join(map(str, spec.order))}" if spec.order else text
 
 
 def _inner(node: Node, program: StageProgram) -> list[str]:
-    """Collectives inside operators that have a lowering of their own."""
+    """Collectives inside operators that have their own lowering."""
     out = []
     for line in node.lines:
         if line.inner:
@@ -134,7 +134,7 @@ def _inner(node: Node, program: StageProgram) -> list[str]:
 
 
 def pill(lines: Sequence[str], colour: str, border: int = 1) -> str:
-    """A label of an edge, as a node on it: Graphviz bends an edge around a label."""
+    """The label of an edge, as a node on the edge: Graphviz bends an edge around a label."""
     text = "<BR/>".join(escaped(line) for line in lines)
     return (
         f'<<TABLE BORDER="{border}" STYLE="ROUNDED" CELLBORDER="0" CELLSPACING="0" '

@@ -1,14 +1,14 @@
-"""Plans side by side: what they decide, what they cost and communicate, where they differ.
+"""Plans side by side: their decisions, costs and collectives, and where they differ.
 
-    collectives    of a phase and kind: calls and bytes of a step, on one rank of the stage that
-                   moves most of it
-    placements     of parameters as they are stored, and of modules' results, where not all plans
-                   agree; JSON has those of every operator. A placement says which axes cut a
-                   tensor; an axis of one rank cuts nothing, so plans on different meshes agree
-                   where tensors are whole
+    collectives    by phase and kind: calls and bytes of a step, on one rank of the stage that
+                   moves the most bytes of that phase and kind
+    placements     of stored parameters and of modules' results, where the plans differ; JSON has
+                   those of every operator. A placement lists the axes that shard a tensor or
+                   leave it partial. An axis with one rank does not, so plans on different
+                   meshes agree where tensors are whole
 
-Plans of other graphs (another model, batch or precision) are compared all the same, and the
-comparison says so. Costs need plans that are bound to their model.
+Plans of different graphs (another model, batch or precision) are compared too, and the comparison
+says so. Costs need plans that are bound to their model.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from autopar.report.stages import axes_text
 from autopar.report.tables import traffic_rows
 from autopar.units import format_bytes, format_count, format_seconds
 
-# Differences that a text lists; pages and JSON have all.
+# Differences that the text lists; pages and JSON list all.
 N_DIFFERENCES = 25
 UNKNOWN = "–"
 
-# A number between dots, or before an operator: blocks of a model that differ alike.
+# A number as a whole part of a path, such as `h.3.mlp` or `h.3/add`: the index of a block.
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^./])")
 
 _COSTS: dict[str, Callable[[Predicted], str]] = {
@@ -61,7 +61,7 @@ _DECISIONS: dict[str, Callable[[PlanData], str]] = {
 
 @dataclass(frozen=True)
 class ComparedPlan:
-    """One plan; `predicted` and `collectives` are None where it is not bound to its model."""
+    """One plan; `predicted` and `collectives` are None if it is not bound to its model."""
 
     data: PlanData
     predicted: Predicted | None = None
@@ -69,7 +69,7 @@ class ComparedPlan:
 
     @cached_property
     def traffic(self) -> dict[tuple[str, str], tuple[int, int]]:
-        """(phase, kind) -> (calls, bytes) of a step, where a rank moves most of it."""
+        """(phase, kind) -> (calls, bytes) of a step, on the stage that moves the most bytes."""
         by_stage: dict[tuple[str, str], dict[int, tuple[int, int]]] = {}
         for row in traffic_rows(self.collectives or ()):
             stages = by_stage.setdefault((row.phase, row.kind), {})
@@ -82,7 +82,7 @@ class ComparedPlan:
 
     @cached_property
     def parameters(self) -> dict[str, str]:
-        """Where each parameter is stored."""
+        """Parameter -> its placement as it is stored."""
         found: dict[str, str] = {}
         for stage in self.data.stages:
             for name, text in stage.parameters.items():
@@ -93,7 +93,7 @@ class ComparedPlan:
 
     @cached_property
     def operators(self) -> dict[str, str]:
-        """Where each operator's results lie; several that lie alike are said once."""
+        """Operator -> the placements of its results; equal ones are listed once."""
         found = {}
         for stage in self.data.stages:
             for key, text in stage.operators.items():
@@ -103,20 +103,20 @@ class ComparedPlan:
 
     @cached_property
     def modules(self) -> dict[str, str]:
-        """Where the results of each module's last operator lie."""
+        """Module -> the placements of the results of its last operator."""
         return {key.rpartition("/")[0] or key: text for key, text in self.operators.items()}
 
 
 @dataclass(frozen=True)
 class Table:
-    """A title, the heads of its columns and rows of text; the first column names the row."""
+    """A title, column heads and rows of text; the first column names the row."""
 
     title: str
     heads: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
     def text(self, most: int | None = None) -> str:
-        """Aligned columns; of more than `most` rows the first. Without rows, the title."""
+        """The title and aligned columns, with at most `most` rows; without rows, the title."""
         if not self.rows:
             return self.title
         shown = self.rows[:most]
@@ -138,7 +138,7 @@ class Comparison:
     plans: tuple[ComparedPlan, ...]
 
     def text(self) -> str:
-        """For a terminal."""
+        """The comparison as text for a terminal."""
         tables = [
             *(table.text() for table in self._summaries()),
             *(table.text(N_DIFFERENCES) for table in self._differences()),
@@ -146,7 +146,7 @@ class Comparison:
         return "\n\n".join(["\n".join(self._notes()), *tables]).lstrip("\n")
 
     def html(self) -> str:
-        """A page that loads nothing."""
+        """A self-contained HTML page."""
         parts = [
             f"<h1>{escaped(' and '.join(self.names))}</h1>",
             *(f'<p class="note">{escaped(note)}</p>' for note in self._notes()),
@@ -188,8 +188,6 @@ class Comparison:
             notes.append(f"costs need the model, which is not given for {', '.join(unbound)}")
         return notes
 
-    # -- tables --------------------------------------------------------------------------------
-
     def _summaries(self) -> Iterator[Table]:
         yield self._table("decided", _rows(_DECISIONS, [plan.data for plan in self.plans]))
         yield self._table("stages", self._stage_rows())
@@ -228,7 +226,7 @@ class Comparison:
 
 
 def _rows(measures: Mapping[str, Callable[[Any], str]], of: Sequence[Any]) -> list[tuple[str, ...]]:
-    """A row per measure; of what is None it is unknown."""
+    """A row per measure; `UNKNOWN` where an item is None."""
     return [
         (name, *(UNKNOWN if item is None else measure(item) for item in of))
         for name, measure in measures.items()
@@ -256,7 +254,7 @@ def _traffic_text(plan: ComparedPlan, key: tuple[str, str]) -> str:
 
 
 def _cuts(spec: Spec, axes: Mapping[str, int]) -> str:
-    """`S(0) on dp=2, S(1) on tp=4`, outermost first; `whole` where nothing cuts."""
+    """`S(0) on dp=2, S(1) on tp=4`, outermost first; `whole` if no axis shards the tensor."""
     if len(spec.placements) != len(axes):
         raise PlanError(f"{spec} places a tensor on {len(spec.placements)} axes, not {dict(axes)}")
     placed = list(zip(spec.placements, axes.items(), strict=True))
@@ -269,7 +267,7 @@ def _cuts(spec: Spec, axes: Mapping[str, int]) -> str:
 
 
 def _differing(of: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, list[str]]]:
-    """Names that not all of `of` place alike, and how each does."""
+    """Names that the plans place differently, and the placement in each plan."""
     for name in dict.fromkeys(name for placed in of for name in placed):
         texts = [placed.get(name, UNKNOWN) for placed in of]
         if len(set(texts)) > 1:
@@ -277,7 +275,7 @@ def _differing(of: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, list[str]
 
 
 def _folded(differing: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, ...]]:
-    """Names that are alike but for numbers, and differ alike, as one row."""
+    """Rows of differences; names that differ only in numbers share a row if placements agree."""
     counts: dict[tuple[str, ...], int] = {}
     for name, texts in differing.items():
         key = (_NUMBER.sub("*", name), *texts)

@@ -1,12 +1,13 @@
-"""How much of a plan is divided over ranks, and how much every rank keeps or does alike.
+"""How much of a plan is sharded: the bytes of its parameters and the FLOPs of its matmuls.
 
-Over all stages; products are the operators with flops (contractions, attention, convolutions),
-in one microbatch, forward:
+A matmul here is any operator with FLOPs: contractions, attention, convolutions. FLOPs are those of
+the forward of one microbatch. Three fractions over all stages (`division`):
 
-    stored       bytes of parameters stored in shards / bytes of all parameters
-    products     flops of the model / flops that all ranks do together (1 / ranks: all do all)
-    by_weights   flops of products of a weight that is used in shards / flops of products of a
-                 weight; a weight is a parameter, or what is computed of parameters alone
+    stored       bytes of parameters that are stored in shards / bytes of all parameters
+    products     FLOPs of the model / FLOPs of all ranks together: 1 if no rank repeats work of
+                 another, 1 / ranks if every rank does everything
+    by_weights   FLOPs of matmuls whose weight is used in shards / FLOPs of matmuls with a weight.
+                 A weight is a parameter, or computed from parameters alone
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from autopar.program import CallLine, Local, Pipeline, StageProgram, StoredParam
 
 @dataclass(frozen=True)
 class Division:
-    """Three shares, each 1.0 at best, and where there is nothing to divide."""
+    """Three fractions; each is 1.0 at best, and 1.0 if there is nothing to shard."""
 
     stored: float
     products: float
@@ -28,17 +29,17 @@ class Division:
 
     def __str__(self) -> str:
         return (
-            f"{self.stored:.0%} of parameter bytes are stored in shards; "
-            f"{self.products:.0%} of the work of products is divided over the ranks, "
-            f"{self.by_weights:.0%} of that with weights by their shards"
+            f"Parameter bytes sharded: {self.stored:.0%}. "
+            f"Matmul FLOPs sharded: {self.products:.0%}; "
+            f"through sharded weights: {self.by_weights:.0%}"
         )
 
 
 @dataclass(frozen=True)
 class Product:
-    """One operator with flops: those of all its ranks' shares together, and of one rank.
+    """One operator with FLOPs: those of the whole operator, and those of one rank.
 
-    `weight_is_sharded` is None where no operand is a weight.
+    `weight_is_sharded` is None if no operand is a weight.
     """
 
     whole_flops: float
@@ -47,7 +48,7 @@ class Product:
 
 
 def division(pipeline: Pipeline) -> Division:
-    """The shares of a plan."""
+    """The three fractions of a plan."""
     parameters = [p for s in pipeline.stages for p in s.parameters if p.mirror_of is None]
     found = [(p, mesh.n_ranks) for s, mesh in zip(pipeline.stages, pipeline.meshes, strict=True)
              for p in products(s)]  # fmt: skip
@@ -62,7 +63,7 @@ def division(pipeline: Pipeline) -> Division:
 
 
 def products(program: StageProgram) -> Iterator[Product]:
-    """Every operator with flops, in order."""
+    """Every operator with FLOPs, in program order."""
     known = {item.local.name: item.local for item in program.delivered}
     known |= {item.local.name: item.local for item in program.received}
     weights: set[str] = set()
@@ -71,7 +72,7 @@ def products(program: StageProgram) -> Iterator[Product]:
             known[local.name] = local
             weights.add(local.name)
     for line in program.body:
-        operands = [name for name in reads(line) if name in known]  # not the groups of ranks
+        operands = [name for name in reads(line) if name in known]  # leaves out groups of ranks
         of_weights = bool(operands) and weights.issuperset(operands)
         if isinstance(line, CallLine) and line.flops:
             placed = [*(known[name] for name in operands), *line.outs]
@@ -92,7 +93,7 @@ def is_sharded(local: Local) -> bool:
 
 
 def _n_parts(placed: Iterable[Local], sizes: Sequence[int]) -> int:
-    """Over how many ranks an operator is divided: those of every axis that cuts a tensor of it."""
+    """The number of ranks an operator is sharded over: axes that shard any of its tensors."""
     cut = {axis for local in placed for axis, p in enumerate(local.spec.placements) if p.is_shard}
     return math.prod(sizes[axis] for axis in cut)
 

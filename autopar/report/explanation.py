@@ -1,4 +1,4 @@
-"""A plan in words: stages, what is sharded, what it communicates, what it cost and what it beat."""
+"""A plan as text: its stages, placements, collectives, predicted cost and alternatives."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def explain(
     name: str | None = None,
     decisions: Sequence[Decision] = (),
 ) -> str:
-    """The whole plan, or one parameter, operator or module, with what was decided of it.
+    """The text of the whole plan; with `name`, of one parameter, operator or module.
 
-    Raises `OptionError` for a name the plan does not have.
+    `decisions` are those about `name`. Raises `OptionError` for a name the plan does not have.
     """
     if name is not None:
         return _explain_one(data, pipeline, name, predicted.step_time_s, decisions)
@@ -192,7 +192,7 @@ def _where(pipeline: Pipeline, stage: int) -> str:
 
 
 def _recomputed(pipeline: Pipeline) -> str:
-    """What runs again in backward, by mode, under the names of the generated program."""
+    """The segments that backward recomputes, by mode, named as in the generated program."""
     rows = []
     for k, program in enumerate(pipeline.stages):
         by_mode: dict[str, list[str]] = {}
@@ -207,7 +207,7 @@ def _recomputed(pipeline: Pipeline) -> str:
 
 
 def _found_on(record: StageRecord, program: StageProgram, name: str, where: str) -> list[str]:
-    """What one stage has under `name`: a parameter, or operators."""
+    """The texts of one stage for `name`: of a parameter, or of operators."""
     found = [
         _explain_parameter(parameter, program, where)
         for parameter in program.parameters
@@ -224,10 +224,10 @@ def _found_on(record: StageRecord, program: StageProgram, name: str, where: str)
 
 
 def _explain_operator(key: str, text: str, line: CallLine | None, where: str) -> str:
-    """Its placements, and what it costs; a bias may have no line of its own (`passes/lowering/fusion.py`)."""
+    """Its placements and its time. A fused bias has no line (`passes/lowering/fusion.py`)."""
     if line is None:
         place = f"  ({where.removesuffix(', ')})" if where else ""
-        return f"{key}{place}\n  {text}\n  runs inside the product that it follows"
+        return f"{key}{place}\n  {text}\n  runs inside the matmul before it"
     total_s = line.forward_s + line.backward_s
     return (
         f"{key}  ({where}{line.where})\n  {text}\n"

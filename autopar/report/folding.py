@@ -1,14 +1,14 @@
-"""Repeated blocks drawn once: which blocks of a picture are the same.
+"""Which repeated blocks of a picture are equal, so that they are drawn once.
 
-Blocks that follow each other fold into one with `x N` when, node by node, they have the same
-operators, parameters, specs and reshards, and they are chained alike:
+Consecutive blocks fold into one with `x N` if, node by node, they have the same operators,
+parameters, specs and reshards, and if their edges correspond:
 
     block i+1 reads node k of block i   where   block i reads node k of block i-1
                                         or, in the first block of the fold, anything outside
     both read the same node outside     (an encoder's output, an input)
     block i feeds only itself and block i+1, unless it is the last of the fold
 
-Anything that differs is drawn apart; nothing is approximated.
+Blocks that differ in anything are drawn separately; nothing is approximated.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from autopar.report.picture import Block, Node, Picture, PictureEdge, operator_n
 class Section:
     """Nodes drawn together: `nodes` of the first of `copies` equal blocks.
 
-    `copies` lists the nodes of every block of the fold, position by position alike. A
-    section outside any block has one copy.
+    `copies` lists the nodes of every block of the fold; equal positions correspond. A section
+    outside any block has one copy.
     """
 
     blocks: tuple[Block, ...]
@@ -39,7 +39,7 @@ class Section:
 
 
 def fold(picture: Picture) -> tuple[tuple[Section, ...], tuple[PictureEdge, ...]]:
-    """Sections in order, and the edges between nodes that are drawn."""
+    """The sections in order, and the edges between the nodes that are drawn."""
     into: dict[int, list[PictureEdge]] = defaultdict(list)
     out_of: dict[int, list[PictureEdge]] = defaultdict(list)
     for edge in picture.edges:
@@ -59,7 +59,7 @@ def fold(picture: Picture) -> tuple[tuple[Section, ...], tuple[PictureEdge, ...]
 
 
 def _runs(nodes: Sequence[Node]) -> list[tuple[int, ...]]:
-    """Positions of nodes that follow each other in one block."""
+    """Positions of consecutive nodes of the same block."""
     runs: list[list[int]] = []
     for i, node in enumerate(nodes):
         if runs and nodes[runs[-1][0]].block == node.block:
@@ -94,7 +94,7 @@ def _continues(
 
 
 def _share_alike(pairs: list[tuple[PictureEdge, PictureEdge]]) -> bool:
-    """Do the edges of one block share their reshards exactly where those of the other do?"""
+    """Do the edges of both blocks share reshards in the same places?"""
     values = {(a.value, b.value) for a, b in pairs if a.moves}
     return len({a for a, _ in values}) == len(values) == len({b for _, b in values})
 
@@ -106,7 +106,7 @@ def _same_inputs(
     run: tuple[int, ...],
     before: tuple[int, ...] | None,
 ) -> bool:
-    """Do a node of block i and its like in block i+1 read alike?"""
+    """Do a node of block i and its counterpart in block i+1 read the same?"""
     if len(first) != len(second):
         return False
     for a, b in zip(first, second, strict=True):
@@ -128,7 +128,7 @@ def _same_inputs(
 
 
 def _signature(node: Node) -> tuple[object, ...]:
-    """All that is drawn of a node, seen from its block."""
+    """Everything that is drawn of a node, with names relative to its block."""
     return (
         node.kind,
         node.name,
@@ -147,14 +147,14 @@ def _signature(node: Node) -> tuple[object, ...]:
 
 
 def moves_text(moves: Sequence[MoveLine]) -> tuple[str, ...]:
-    """Reshards as what makes two of them the same."""
+    """Reshards as text: equal texts mean equal reshards."""
     return tuple(
         f"{m.move} {m.forward_bytes} {m.backward_bytes} {m.has_grad} {m.out.spec}" for m in moves
     )
 
 
 def _drawn(edges: Sequence[PictureEdge], sections: Sequence[Section]) -> tuple[PictureEdge, ...]:
-    """Edges among the nodes drawn; what leaves a fold leaves its last copy."""
+    """Edges between drawn nodes; an edge that leaves a fold starts at its last copy."""
     shown: dict[int, int] = {}
     for section in sections:
         shown.update((i, i) for i in section.nodes)

@@ -1,16 +1,16 @@
-"""The chosen plan as a Graphviz graph: stages as clusters, equal blocks folded, reshards on edges.
+"""A plan as a Graphviz graph: stages are clusters, equal blocks are folded, edges show reshards.
 
-A box is a module's operators; its coloured cells are the placement of the result on each axis
-with several ranks; the lines below are parameters, stored -> used. An edge is labelled where
-the tensor is resharded: the collective forward | backward, with the bytes that one rank moves
-for one microbatch. A reshard that several boxes read happens once, and is drawn once. Collectives
-that turn parameters into use, and gradients back, are in the stage's title, per step.
+A box is a module's operators. Its coloured cells show the placement of the result on each axis
+with several ranks. The lines below them are parameters, stored -> used. An edge has a label if the
+tensor is resharded: the collective forward | backward, and the bytes that one rank moves for one
+microbatch. A reshard that several boxes read happens once, and is drawn once. The stage's title
+lists, per step, the collectives that gather parameters and that synchronise gradients.
 
-Between clusters stands what crosses from stage to stage: the bytes of one microbatch, of all
-ranks together, and how it is cut where that differs on the two sides. Parameters that stages
-share are joined by dashed lines. The first clocks of the schedule are beside the legend.
+What crosses between stages is drawn between the clusters: the bytes of one microbatch over all
+ranks, and both shardings if the two sides differ. Dashed lines join parameters that stages share.
+The first clocks of the schedule are beside the legend.
 
-Names come from the user's model: all text is in HTML-like labels and escaped.
+Names come from the user's model, so all text is in HTML-like labels and escaped.
 """
 
 from __future__ import annotations
@@ -80,15 +80,12 @@ def dot(model: str, pipeline: Pipeline) -> str:
 
 
 def render_svg(source: str) -> str | None:
-    """DOT text as an `<svg>` element; None where the program `dot` is not installed."""
+    """DOT text as an `<svg>` element; None if the program `dot` is not installed."""
     try:
         text = str(graphviz.pipe("dot", "svg", source.encode()).decode())
     except graphviz.ExecutableNotFound:
         return None
     return text[text.index("<svg") :]
-
-
-# -- stages ----------------------------------------------------------------------------------------
 
 
 def _stage_graphs(pipeline: Pipeline) -> list[StageGraph]:
@@ -123,15 +120,12 @@ def _stage_title(pipeline: Pipeline, stage: int) -> str:
     return f"<<B>{escaped(title)}</B>{small}>"
 
 
-# -- between stages --------------------------------------------------------------------------------
-
-
 def _crossing_name(number: int) -> str:
     return f"crossing_{number}"
 
 
 def _crossing_lines(crossing: Crossing, pipeline: Pipeline) -> list[str]:
-    """`stage 0 → 1: 8.0 KiB | 8.0 KiB`, and the two layouts where they differ."""
+    """`stage 0 → 1: 8.0 KiB | 8.0 KiB`, and both shardings if they differ."""
     forward_bytes, backward_bytes = crossing_bytes(crossing, pipeline)
     backward = "–" if backward_bytes is None else format_bytes(backward_bytes)
     lines = [
@@ -143,7 +137,7 @@ def _crossing_lines(crossing: Crossing, pipeline: Pipeline) -> list[str]:
 
 
 def _cut(boundary: Boundary, program: StageProgram) -> str:
-    """`dp=2 S(0)` for every axis that cuts the value."""
+    """`dp=2 S(0)` for every axis that shards the value."""
     spec = boundary.local.spec
     words = [
         f"{name}={size} {placement}"
@@ -156,7 +150,7 @@ def _cut(boundary: Boundary, program: StageProgram) -> str:
 
 
 def _draw_ties(graph: graphviz.Digraph, pipeline: Pipeline, stages: list[StageGraph]) -> None:
-    """Dashed lines from the owner's box; they leave the layout as it is."""
+    """Dashed lines from the owner's box; they do not affect the layout."""
     for tie in pipeline.ties:
         boxes = [stages[stage].box_with(name) for stage, name in tie.places]
         for box in boxes[1:]:

@@ -1,4 +1,4 @@
-"""A plan as one HTML page: the picture, what it predicts, and its tables."""
+"""A plan as one HTML page: its picture, its prediction and its tables."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from autopar.units import format_bytes, format_count, format_seconds
 
 @dataclass(frozen=True)
 class ReportFiles:
-    """What a report wrote; `picture` says whether the page has one."""
+    """The files of a report; `picture` says whether the page has a picture."""
 
     page: Path
     dot: Path
@@ -42,11 +42,11 @@ def write_report(
     collectives: Sequence[Collective],
     timeline: Timeline | None = None,
 ) -> ReportFiles:
-    """Write the page, and the graph beside it as `.dot`.
+    """Write the page to `path`, and the graph beside it as `.dot`.
 
-    With the `timeline` of a step, that of several stages is drawn.
+    The `timeline` of a step is drawn if the plan has several stages.
 
-    Raises `OptionError` where that cannot be written.
+    Raises `OptionError` if a file cannot be written, or if `path` itself ends in `.dot`.
     """
     target = Path(path)
     dot_path = target.with_suffix(".dot")
@@ -72,7 +72,7 @@ def page(
     dot_name: str,
     timeline: Timeline | None = None,
 ) -> str:
-    """The page; without an `svg` it says how to get one from the file `dot_name`."""
+    """The page; without an `svg` it says what is missing, and names the graph's file `dot_name`."""
     parts = [
         f"<h1>{escaped(headline(data))}</h1>",
         *(f'<p class="note">{escaped(text)}</p>' for text in idle_warnings(data)),
@@ -103,7 +103,7 @@ def _picture(svg: str | None, dot_name: str) -> str:
 
 
 def _stages(pipeline: Pipeline, predicted: Predicted, timeline: Timeline | None) -> list[str]:
-    """What there is to say of several stages: each of them, what crosses, when they work."""
+    """The parts for several stages: a table of stages, what crosses, ties and the schedule."""
     stages = [
         (str(r.stage), r.ranks, r.axes, format_bytes(peak_bytes), r.modules)
         for r, peak_bytes in zip(stage_rows(pipeline), predicted.peak_bytes_per_stage, strict=True)
@@ -136,13 +136,13 @@ def _timeline(timeline: Timeline | None) -> list[str]:
     if timeline is None:
         return []
     return [
-        "<p>The predicted step; a box tells its time where the pointer rests on it.</p>",
+        "<p>The predicted step. Hover over a box to see its time.</p>",
         f'<div class="picture">\n{timeline.svg()}</div>',
     ]
 
 
 def _schedule(pipeline: Pipeline) -> str:
-    """The order of work; when it happens is the timeline's."""
+    """The order of actions; the timeline shows their times."""
     clocks = grid(pipeline)
     rows = [
         (f"stage {stage}", *("" if action is None else str(action) for action in actions))
@@ -176,7 +176,7 @@ def _prediction(predicted: Predicted, pipeline: Pipeline) -> str:
 
 
 def _parameters(pipeline: Pipeline) -> list[str]:
-    """A table per stage, or per several alike."""
+    """A table per stage, or per run of stages with equal tables."""
     tables = []
     for table in parameter_tables(pipeline):
         rows = [(r.pattern, str(r.count), r.shape, r.stored, r.used) for r in table.rows]
@@ -190,7 +190,7 @@ def _parameters(pipeline: Pipeline) -> list[str]:
 def _communication(collectives: Sequence[Collective], several_stages: bool) -> str:
     if not collectives:
         return "<p>none</p>"
-    # The column of stages is there where there are several.
+    # Plans with one stage have no column of stages.
     first = 0 if several_stages else 1
     rows = [
         (
@@ -207,13 +207,13 @@ def _communication(collectives: Sequence[Collective], several_stages: bool) -> s
 
 def _alternatives(data: PlanData) -> str:
     if not data.alternatives:
-        return f"<p>{escaped(data.chosen)}; nothing else was tried</p>"
+        return f"<p>{escaped(data.chosen)}; no alternatives were tried</p>"
     shown, others = alternative_rows(data)
     rows = [
         (a.name, "–" if a.step_time_s is None else format_seconds(a.step_time_s), a.note)
         for a in shown
     ]
     chosen = [i for i, a in enumerate(shown) if a.name == data.chosen]
-    caption = f"proven gap of the chosen one from its optimum: {data.gap:.2%}"
+    caption = f"proven optimality gap of the chosen plan: {data.gap:.2%}"
     table = html_table(caption, ("plan", "#predicted step", "note"), rows, chosen)
     return f"{table}\n<p>{escaped(others)}</p>" if others else table

@@ -1,13 +1,14 @@
-"""How a shard came to be, which the picture colours: on every axis a result has one of five kinds.
+"""The kind of each result's sharding on each axis, which the picture shows as a colour.
 
-    data         along the batch
-    tensor       along a factor of a parameter
-    sequence     along another dim of an activation
+    data         sharded along the batch
+    tensor       sharded along a factor of a parameter
+    sequence     sharded along another dim of an activation
     replicated   R or I
     partial      P
 
-A sharded result is as the parameters that are sharded on the axis, else as its inputs; one that a
-reshard placed, or another stage sent, is told by whether the cut is the batch.
+A sharded result is `tensor` if its operator reads a parameter that is sharded on the axis. Else it
+takes the kind of its inputs. A sharded result of a reshard, or from another stage, is `data` if it
+is sharded along the batch, and `sequence` if not.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ KINDS = ("data", "tensor", "sequence", "replicated", "partial")
 
 @dataclass(frozen=True)
 class ParameterUsed:
-    """A parameter as one node uses it; `gathers` are the moves of a gather for each use."""
+    """A parameter as one node uses it; `gathers` are the moves of a gather at each use."""
 
     parameter: StoredParameter
     spec: Spec
@@ -31,7 +32,7 @@ class ParameterUsed:
 
 
 def parameter_variables(program: StageProgram) -> dict[str, ParameterUsed]:
-    """Variable -> the parameter in use that it holds."""
+    """Variable -> the parameter that it holds, as it is used."""
     stored = {p.name: p for p in program.parameters}
     out = {
         use.local.name: ParameterUsed(p, use.local.spec)
@@ -46,7 +47,7 @@ def parameter_variables(program: StageProgram) -> dict[str, ParameterUsed]:
 
 
 def microbatch_rows(programs: Iterable[StageProgram]) -> int:
-    """Rows of a microbatch over all ranks; 0 where nothing has a batch."""
+    """Rows of a microbatch over all ranks; 0 if no input has a batch."""
     return next(
         (
             d.dims[d.batch_cell[0]][d.batch_cell[1]]
@@ -98,7 +99,7 @@ def _shard_kind(
     kinds: Mapping[str, tuple[str, ...]],
     parameters: Mapping[str, ParameterUsed],
 ) -> str:
-    """Of a sharded result: as its parameters, else as its inputs."""
+    """The kind of a sharded result: from its parameters, else from its inputs."""
     if any(n in parameters and parameters[n].spec.placements[axis].is_shard for n in names):
         return "tensor"
     found = {kinds[n][axis] for n in names if n in kinds}
@@ -106,7 +107,7 @@ def _shard_kind(
 
 
 def _moved(result: Local, placement: Placement, batch_size: int) -> str:
-    """Of what a reshard placed: the batch is the outermost factor of the first dim."""
+    """The kind of a reshard's result; the batch is the outermost factor of the first dim."""
     is_batch = placement.cell == (0, 0) and bool(result.dims and result.dims[0])
     if placement.is_shard and is_batch and result.dims[0][0] == batch_size:
         return "data"

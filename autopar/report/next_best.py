@@ -1,4 +1,4 @@
-"""Why a decision was taken, in words: what it was chosen over, and what those would cost."""
+"""Why a decision was taken, as text: the options that it beat, and what they would cost."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ _PERIODS = {
 def next_best_lines(
     decision: Decision, step_time_s: float, n_stages: int, said: str = ""
 ) -> list[str]:
-    """The user's lines, where they are not `said` already; the choice, and what it beat.
+    """The lines that explain one decision: its readers, its source, the choice and what it beat.
 
-    `step_time_s` is the plan's, of which an option's seconds are a share.
+    `said` is the text above these lines; a source that it names is not repeated. `step_time_s` is
+    the plan's step time: percentages are relative to it.
     """
     lines = [f"read by {text}" for text in decision.read_by[:N_READERS]]
     more = len(decision.read_by) - N_READERS
     lines += [f"and by {more} more"] if more > 0 else []
     lines += [f"at {decision.source}"] if decision.source and decision.source not in said else []
     if decision.choice is None:
-        return [*lines, f"no alternatives: it is as the recipe says ({decision.recipe})"]
+        return [*lines, f"no alternatives: the recipe decides it ({decision.recipe})"]
     where = f" of stage {decision.stage}" if n_stages > 1 else ""
     return [*lines, *_choice(decision, decision.choice, step_time_s, where)]
 
@@ -37,19 +38,19 @@ def next_best_lines(
 def _choice(decision: Decision, choice: Choice, step_time_s: float, where: str) -> Iterator[str]:
     what = "strategies" if decision.source else "storages"
     if choice.chosen is None:
-        yield f"chosen: none of the {choice.n_options} {what} that a search weighs"
+        yield f"chosen: none of the {choice.n_options} {what} that the search considers"
     elif choice.n_options == 1:
-        yield f"no alternatives: of all {what} this alone is possible" + _kept_text(choice)
+        yield f"no alternatives: no other {what} are possible" + _kept_text(choice)
         return
     elif choice.chosen.extra_s > 0:
         yield (
-            f"chosen: of {choice.n_options} {what} one that is not the fastest without a memory "
+            f"chosen: one of {choice.n_options} {what}, not the fastest without a memory "
             f"limit or force: {_price(choice.chosen, step_time_s, where)}"
         )
     else:
         equal = choice.n_as_fast - 1
         others = f", {equal} {'is' if equal == 1 else 'are'} as fast" if equal else ""
-        yield f"chosen: of {choice.n_options} {what} none is faster{others}"
+        yield f"chosen: the fastest of {choice.n_options} {what}{others}"
     texts = [_option(decision, option) for option in choice.others]
     width = max(map(len, texts), default=0)
     heads = ["next best:", *["then:"] * len(texts)]
@@ -59,29 +60,29 @@ def _choice(decision: Decision, choice: Choice, step_time_s: float, where: str) 
 
 
 def _meaning(choice: Choice, where: str) -> str:
-    rest = "each with everything else chosen anew"
+    rest = "costs after re-optimizing everything else"
     if choice.rest == "kept":
-        rest = "each with everything else as it is: to choose it anew would need too large tables"
+        rest = "costs with everything else kept, as re-optimizing it needs too large tables"
     words = [f"{rest}{where if choice.rest == 'anew' else ''}, without a memory limit"]
     if choice.blocks is not None:
         few, every = choice.blocks
-        words.append(f"weighed with {few} of {every} repeated blocks, one for those left out")
+        words.append(f"computed on {few} of {every} repeated blocks, one represents the rest")
     if choice.runs_again:
-        words.append("without what runs again in backward")
+        words.append("recompute is not counted")
     return "; ".join(words)
 
 
 def _kept_text(choice: Choice) -> str:
-    return " with everything else as it is" if choice.rest == "kept" else ""
+    return " with everything else kept" if choice.rest == "kept" else ""
 
 
 def _price(option: Option, step_time_s: float, where: str) -> str:
-    """`+1.23 ms a step (+0.8%), 210 MiB less`: more than the fastest."""
+    """`+1.23 ms a step (+0.8%), 210 MiB less`: relative to the fastest option."""
     if option.extra_s == 0:
         time = "as fast"
     else:
         time = f"+{format_seconds(option.extra_s)} a step{where}"
-        if not where:  # a stage's seconds are no share of a step, which other stages are part of
+        if not where:  # one stage's seconds are not a share of the step: it has other stages
             time += f" ({100 * option.extra_s / step_time_s:+.2g}%)"
     size = option.extra_bytes
     if abs(size) < 1:
@@ -99,8 +100,8 @@ def _option(decision: Decision, option: Option) -> str:
 def storage_words(
     storage: Storage, uses: Sequence[Spec], names: Sequence[str], sizes: Sequence[int]
 ) -> str:
-    """`S(0)@dp gathered at use (ZeRO-3)`: on the axes of several ranks, how a parameter is stored
-    and what becomes of it."""
+    """`S(0)@dp gathered at use (ZeRO-3)`: how a parameter is stored and used, on the axes that
+    have several ranks."""
     axes = [axis for axis, size in enumerate(sizes) if size > 1]
     stored = storage.spec.placements
     cut = [f"{stored[a]}@{names[a]}" for a in axes if stored[a].is_shard]

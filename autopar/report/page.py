@@ -1,7 +1,7 @@
-"""What pages share: their style, and tables of escaped text.
+"""What HTML pages share: their style, and tables of escaped text.
 
-A page loads nothing: style and pictures are inside it. It is also well-formed XML, so any parser
-reads it. Names come from the user's model and are escaped.
+A page loads nothing: style and pictures are inline. It is well-formed XML, so any parser can read
+it. Names come from the user's model, so all text is escaped.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def html_table(
     rows: Iterable[Sequence[str]],
     marked: Sequence[int] = (),
 ) -> str:
-    """Escaped cells; a head that starts with `#` is a column of numbers."""
+    """A table of escaped cells; a head that starts with `#` marks a column of numbers."""
     classes = [' class="n"' if head.startswith("#") else "" for head in heads]
 
     def row(cells: Sequence[str], tag: str, style: str = "") -> str:

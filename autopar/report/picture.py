@@ -1,19 +1,19 @@
-"""What the picture of a plan shows: the lines of a stage program, grouped until they are few.
+"""What the picture of a plan shows: the lines of a stage program, grouped into few nodes.
 
     node    a run of operators of one module; a reshard inside the run cuts it. Then
               a run of views alone joins the node whose result it views;
               a run of elementwise operators joins the elementwise run just before it.
             Both joins stay inside one repeated block, so that blocks keep their own nodes.
-    edge    a tensor from node to node, with the reshards on its way. Edges of one `value`
+    edge    a tensor from node to node, with its reshards. Edges with the same `value`
             share their reshard: it happens once.
 
-What crosses between stages is a node of its own on both sides: `received` is read like an input,
-`sent` reads what is sent, after its reshard to the layout in which it crosses. Reshards that every
-reader of a received value wants come first, into a node `arrived`: the stage's first block then
-reads like those that follow it.
+A value that crosses between stages is a node on both sides. `received` is read like an input.
+`sent` reads the value after its reshard to the sharding in which it crosses. Reshards that all
+readers of a received value share become a node `arrived`. The stage's first block then reads like
+the blocks after it.
 
-Constants, masks made of them and divisors are left out: they are made once and belong to no
-module.
+Constants, masks computed from them and divisors are left out: they are computed once and belong to
+no module.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Block:
 
     @staticmethod
     def of(module: str) -> Block:
-        """The outermost repeated block that a module path lies in; the empty block if none."""
+        """The outermost repeated block that contains a module path; the empty block if none."""
         parts = module.split(".")
         for i, part in enumerate(parts):
             if part.isdigit():
@@ -65,12 +65,12 @@ class Block:
 
 @dataclass(frozen=True)
 class Node:
-    """Operators drawn as one box; an input, the loss or what crosses has no lines and a `name`.
+    """Operators drawn as one box; an input, the loss or a crossing has a `name` but no lines.
 
     kind      input, received, arrived, sent, loss value; or projection, attention, embedding,
               norm, loss, view, elementwise
-    name      of what crosses, its value: the same on both sides
-    shards    per mesh axis, one of `KINDS`, of `result`
+    name      for a crossing its value, which is the same on both sides
+    shards    how `result` is sharded: one of `KINDS` per mesh axis
     """
 
     kind: str
@@ -84,7 +84,7 @@ class Node:
 
 @dataclass(frozen=True)
 class PictureEdge:
-    """A tensor that one node makes and another reads. Nodes are positions in the picture."""
+    """A tensor that one node makes and another reads; both are positions in `Picture.nodes`."""
 
     source: int
     target: int
@@ -94,7 +94,7 @@ class PictureEdge:
 
 @dataclass(frozen=True)
 class Picture:
-    """Nodes in the order of execution, and edges from earlier to later ones."""
+    """Nodes in execution order, and edges from earlier to later nodes."""
 
     nodes: tuple[Node, ...]
     edges: tuple[PictureEdge, ...]
@@ -102,7 +102,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class _Read:
-    """A variable as an operator reads it: what it came from, and the moves in between."""
+    """A variable as an operator reads it: the variable it came from, and the moves in between."""
 
     value: str
     root: str
@@ -111,7 +111,7 @@ class _Read:
 
 @dataclass
 class _NodeDraft:
-    """A node being made."""
+    """A node under construction."""
 
     module: str
     lines: list[CallLine] = field(default_factory=list)
@@ -128,12 +128,12 @@ def operator_name(line: CallLine) -> str:
 
 
 def is_reshard(line: MoveLine) -> bool:
-    """Does it do anything, forward or backward?"""
+    """Does the move do anything, forward or backward?"""
     return line.move.forward != "identity" or (line.has_grad and line.move.backward != "identity")
 
 
 def kind_of(lines: Iterable[CallLine]) -> str:
-    """What a run of operators is, by its heaviest one."""
+    """The kind of a run of operators: that of its heaviest operator."""
     names = {operator_name(line) for line in lines}
     if "scaled_dot_product_attention" in names or ("softmax" in names and names & _MATMULS):
         return "attention"
@@ -150,7 +150,7 @@ def kind_of(lines: Iterable[CallLine]) -> str:
 def picture(program: StageProgram, batch_size: int | None = None) -> Picture:
     """The nodes and edges of one stage.
 
-    batch_size: rows of a microbatch, where the stage itself may take no batch.
+    batch_size: rows of a microbatch; by default those of the stage's own inputs.
     """
     parameters = parameter_variables(program)
     found = _reads(program)
@@ -187,7 +187,7 @@ def _sources(
     found: Mapping[str, tuple[_Read, ...]],
     shards: Mapping[str, tuple[str, ...]],
 ) -> tuple[list[Node], dict[str, int]]:
-    """Nodes of inputs that are read and of values from other stages; variable -> its node."""
+    """Nodes of the inputs that are read and of received values; and variable -> its node."""
     used = {read.root for reading in found.values() for read in reading}
     sources = [
         ("input", d.source, d.local)
@@ -204,9 +204,10 @@ def _sources(
 def _arrivals(
     nodes: list[Node], home: dict[str, int], found: dict[str, tuple[_Read, ...]]
 ) -> tuple[list[PictureEdge], dict[str, tuple[_Read, ...]]]:
-    """The first reshard of each received value as a node, and reads that start from it.
+    """Make the reshards that all readers of a received value share a node of their own.
 
-    It is the part that all readers share. Adds to `nodes` and `home`.
+    Returns the edges into these nodes, and the reads, which start at them. Adds to `nodes` and
+    `home`.
     """
     edges: list[PictureEdge] = []
     for position, node in enumerate(list(nodes)):
@@ -230,7 +231,7 @@ def _arrivals(
 
 
 def _common(chains: Sequence[tuple[MoveLine, ...]]) -> tuple[MoveLine, ...]:
-    """The moves that all chains begin with: the same lines, not only the same moves."""
+    """The moves that all chains begin with: identical lines, not only equal moves."""
     if not chains:
         return ()
     same = itertools.takewhile(
@@ -240,9 +241,9 @@ def _common(chains: Sequence[tuple[MoveLine, ...]]) -> tuple[MoveLine, ...]:
 
 
 def _reads(program: StageProgram) -> dict[str, tuple[_Read, ...]]:
-    """Operator key -> what it reads, traced through reshards.
+    """Operator key -> what it reads, traced back through reshards.
 
-    `sent VALUE` is what is sent, `loss value loss` the loss.
+    The key of a sent value is `sent VALUE`, that of the loss is `loss value loss`.
     """
     came: dict[str, _Read] = {}
     out: dict[str, tuple[_Read, ...]] = {}
@@ -265,7 +266,7 @@ def _reads(program: StageProgram) -> dict[str, tuple[_Read, ...]]:
 
 
 def _runs(program: StageProgram, found: Mapping[str, tuple[_Read, ...]]) -> list[_NodeDraft]:
-    """Operators of one module that follow each other, cut where they reshard in between."""
+    """Runs of consecutive operators of one module, cut at reshards inside them."""
     groups: list[_NodeDraft] = []
     made: set[str] = set()
     for line in program.body:
@@ -282,7 +283,7 @@ def _runs(program: StageProgram, found: Mapping[str, tuple[_Read, ...]]) -> list
 
 
 def _joined(groups: list[_NodeDraft], found: Mapping[str, tuple[_Read, ...]]) -> list[_NodeDraft]:
-    """Views with what they view; elementwise runs with the elementwise run before them."""
+    """Join views with what they view, and elementwise runs with the elementwise run before."""
     out: list[_NodeDraft] = []
     home: dict[str, _NodeDraft] = {}
     for group in groups:
@@ -301,10 +302,10 @@ def _joined(groups: list[_NodeDraft], found: Mapping[str, tuple[_Read, ...]]) ->
 def _host(
     group: _NodeDraft, outer: list[_Read], before: list[_NodeDraft], home: Mapping[str, _NodeDraft]
 ) -> _NodeDraft | None:
-    """The node that `group` joins; None when it is one of its own."""
+    """The node that `group` joins; None if it stays a node of its own."""
     kind = kind_of(group.lines)
     moved = {read.root for read in outer if read.moves}
-    # Edges keep pointing forward: a view has this one source, and a run joins the node just before.
+    # Edges must point forward. So a view needs a single source, and a run joins the last node.
     if kind == "view" and len({read.root for read in outer}) == 1 and not moved:
         host = home.get(outer[0].root)
     elif kind == "elementwise" and before and kind_of(before[-1].lines) == "elementwise":
@@ -327,7 +328,7 @@ def _node(
     used = {
         name: parameters[name] for line in group.lines for name in reads(line) if name in parameters
     }
-    # Of several modules, the last one made the result.
+    # If the node covers several modules, the last one made the result.
     module = core[-1].key.rpartition("/")[0]
     kind = kind_of(group.lines)
     name = group.block.relative(module)

@@ -1,7 +1,8 @@
 """Weak scaling as a table and as a plot.
 
-The plot has two panels over the number of devices, on a logarithmic axis: efficiency, from 0 to 1,
-and tokens per second, logarithmic too, where perfect scaling is a straight line.
+The plot has two panels over the number of devices, on a logarithmic axis. The first shows
+efficiency, from 0 to 1. The second shows tokens per second, logarithmic too, so that perfect
+scaling is a straight line.
 """
 
 from __future__ import annotations
@@ -53,11 +54,8 @@ def _cells(point: ScalePoint) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-# -- the plot --------------------------------------------------------------------------------------
-
-
 def scaling_svg(title: str, scalings: Sequence[Scaling]) -> str:
-    """An `<svg>` element that stands for itself, for a page or a file."""
+    """A self-contained `<svg>` element, for a page or a file."""
     points = [point for scaling in scalings for point in scaling.points]
     devices = [point.n_devices for point in points]
     rates = [point.tokens_per_s for point in points]
@@ -85,7 +83,7 @@ def scaling_svg(title: str, scalings: Sequence[Scaling]) -> str:
 
 
 def _linear_scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
-    """Where a value lies between `start` and `end`; in the middle where all are the same."""
+    """Maps values from [low, high] to [start, end]; to the middle if `low` equals `high`."""
     if high == low:
         return lambda value: (start + end) / 2
     return lambda value: start + (value - low) / (high - low) * (end - start)
@@ -97,7 +95,7 @@ def _log_scale(low: float, high: float, start: float, end: float) -> Callable[[f
 
 
 def _powers_of_ten(low: float, high: float) -> list[float]:
-    """Those between the two; the two themselves where there is none."""
+    """The powers of ten between the two; `low` and `high` if there is none."""
     found = [10.0**k for k in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)]
     return found or [low, high]
 
@@ -119,7 +117,7 @@ def _panel(
         at = _TOP + y(value)
         yield f'<path d="M{left:g} {at:.1f}h{_WIDTH:g}" stroke="#eceff2"/>'
         yield f'<text x="{left - 6:g}" y="{at + 4:.1f}" text-anchor="end">{text}</text>'
-    # As many as have room for their number.
+    # At most eight labels, so that they do not overlap.
     for n in devices[:: -(-len(devices) // 8)]:
         yield (
             f'<text x="{left + x(n):.1f}" y="{_TOP + _HEIGHT + 16:g}" text-anchor="middle">{n}'
@@ -137,7 +135,7 @@ def _lines(
     x: Callable[[float], float],
     y: Callable[[ScalePoint], float],
 ) -> Iterator[str]:
-    """A line and its points per machine; the numbers are tooltips."""
+    """A line with points per machine; the numbers are tooltips."""
     for k, scaling in enumerate(scalings):
         colour = _COLOURS[k % len(_COLOURS)]
         places = [(left + x(p.n_devices), _TOP + y(p), p) for p in scaling.points]

@@ -1,4 +1,4 @@
-"""A simulated step in words: what each stage does with its time, and what other machines change."""
+"""A simulated step as text: where each stage spends its time, and what other machines change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HEADS = (
 
 
 def simulation_text(timeline: Timeline) -> str:
-    """The step, and a row per stage."""
+    """A summary of the step, and a row per stage."""
     rows = [_HEADS, *(_stage_row(timeline, k) for k in range(len(timeline.devices)))]
     return "\n".join(
         [
@@ -24,7 +24,8 @@ def simulation_text(timeline: Timeline) -> str:
             f"{format_seconds(timeline.exposed_comm_s)}), bubble {timeline.bubble:.1%}",
             "",
             *_aligned(rows),
-            "collectives: what compute waits for; hidden: beside it; sends: messages, at any time",
+            "collectives: not overlapped; hidden: overlapped collectives; waits: for messages; "
+            "sends: time of messages, overlapped or not",
         ]
     )
 
@@ -40,7 +41,7 @@ def _stage_row(timeline: Timeline, device: int) -> tuple[str, ...]:
 
 
 def simulation_dict(timeline: Timeline) -> dict[str, Any]:
-    """The same for programs."""
+    """The same as plain data."""
     stages = [
         {
             "name": name, "n_ranks": totals.n_ranks, "compute_s": totals.compute_s,
@@ -55,8 +56,8 @@ def simulation_dict(timeline: Timeline) -> dict[str, Any]:
 
 
 def what_if_text(base: Timeline, others: Mapping[str, Timeline]) -> str:
-    """The step on other machines, beside the one it was planned for."""
-    rows = [("what if", "step time", "of it now", "compute", "not hidden", "bubble")]
+    """The step on other machines, beside the machine it was planned for."""
+    rows = [("what if", "step time", "relative", "compute", "not hidden", "bubble")]
     for name, timeline in {"as it is": base, **others}.items():
         share = timeline.step_time_s / base.step_time_s if base.step_time_s else 1.0
         rows.append(
@@ -84,7 +85,7 @@ def _step_dict(timeline: Timeline) -> dict[str, Any]:
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Columns of numbers to the right, the first to the left."""
+    """Rows as lines; the first column is aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

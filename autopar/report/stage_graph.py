@@ -1,8 +1,8 @@
-"""One stage as a cluster of the graph: its boxes, its frames of equal blocks, its edges.
+"""One stage as a cluster of the graph: its boxes, the frames of its equal blocks, its edges.
 
-What crosses between stages is drawn outside of the clusters by the caller, as one node for
-each crossing. Edges to it are kept for the caller (`edges_across`), because a node that an edge
-of a cluster names becomes the cluster's.
+The caller draws what crosses between stages, outside the clusters, as one node per crossing. It
+also draws the edges to these nodes (`edges_across`): in Graphviz, an edge drawn in a cluster would
+pull both of its nodes into the cluster.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from autopar.report.picture import PictureEdge, picture
 
 
 class StageGraph:
-    """One stage, to be drawn.
+    """Draws one stage.
 
-    received, sent: value -> the nodes of the graph where it comes from, where it goes.
+    received, sent: value -> the nodes of the graph that it comes from, or goes to.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class StageGraph:
         }
 
     def draw(self, cluster: graphviz.Digraph) -> None:
-        """Boxes and edges into `cluster`; `edges_across` are known after it."""
+        """Draw boxes and edges into `cluster`, and fill `edges_across`."""
         inner, outer = self._edges_by_frame
         for number, section in enumerate(self.sections):
             if not _is_framed(section):
@@ -57,7 +57,7 @@ class StageGraph:
         self._draw_edges(cluster, outer)
 
     def box_with(self, parameter: str) -> str | None:
-        """The box that uses a parameter; of equal blocks, the one that is drawn."""
+        """The box that uses a parameter; in equal blocks, the box that is drawn for all."""
         for section in self.sections:
             for copy in section.copies:
                 for i, drawn in zip(copy, section.nodes, strict=True):
@@ -67,7 +67,7 @@ class StageGraph:
 
     @cached_property
     def _edges_by_frame(self) -> tuple[dict[int, list[PictureEdge]], list[PictureEdge]]:
-        """Edges inside one frame, by its section; and all others, those without a frame first."""
+        """Edges inside one frame, by its section; and the rest, edges outside all frames first."""
         within = {
             i: number for number, s in enumerate(self.sections) if _is_framed(s) for i in s.nodes
         }
@@ -81,7 +81,7 @@ class StageGraph:
 
     def _draw_boxes(self, cluster: graphviz.Digraph, section: Section, framed: bool) -> None:
         for i in section.nodes:
-            # What crosses is the caller's, and what arrived is drawn as its reshard.
+            # The caller draws crossings; an arrived value is drawn as its reshard.
             if i not in self._across and self.shown.nodes[i].kind != "arrived":
                 label = box_label(self.shown.nodes[i], self.program, framed)
                 cluster.node(f"{self.prefix}{i}", label=label)
@@ -109,7 +109,7 @@ class StageGraph:
     def _connect(
         self, cluster: graphviz.Digraph, source: int | str, target: int | str, look: dict[str, str]
     ) -> None:
-        """An edge between boxes, given by position, or reshards, given by name."""
+        """Draw an edge; an end is a box, given by position, or a reshard, given by name."""
         is_across = source in self._across or target in self._across
         for a in self._names(source):
             for b in self._names(target):
@@ -119,19 +119,19 @@ class StageGraph:
                     cluster.edge(a, b, **look)
 
     def _names(self, end: int | str) -> Sequence[str]:
-        """Nodes of the graph: several where a value goes to several stages."""
+        """The graph's nodes for one end: several if a value goes to several stages."""
         if isinstance(end, str):
             return [end]
         return self._across.get(end, [f"{self.prefix}{end}"])
 
 
 def _is_framed(section: Section) -> bool:
-    """A block has a frame, unless it is one box alone."""
+    """A block has a frame unless it is a single box that is not repeated."""
     return bool(section.blocks[0].index) and len(section.nodes) + len(section.copies) > 2
 
 
 def _by_value(edges: Sequence[PictureEdge]) -> dict[tuple[int, str], list[PictureEdge]]:
-    """Edges that share what they carry, by its source and variable."""
+    """Edges grouped by the source and variable of what they carry."""
     found: dict[tuple[int, str], list[PictureEdge]] = defaultdict(list)
     for edge in edges:
         found[edge.source, edge.value].append(edge)

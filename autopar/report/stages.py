@@ -1,10 +1,10 @@
-"""What a plan of several stages adds to its tables: stages, what crosses, ties, the schedule.
+"""What a plan with several stages adds to its tables: stages, crossings, ties, the schedule.
 
-modules     of a stage, folded: `transformer.wte, transformer.h.0-5`. A block that two
-            stages share has `(part)` behind it
-crossing    bytes of one microbatch, all ranks together: every element crosses once
-grid        a row per stage, a column per clock, as if all actions took the same time and
-            messages none; what the timeline of a step looks like, not how long it takes
+modules     the modules of a stage, folded: `transformer.wte, transformer.h.0-5`. A block that two
+            stages share is marked `(part)`
+crossing    bytes of one microbatch over all ranks: every element crosses once
+grid        a row per stage, a column per clock. Every action takes one clock and messages take
+            none, so the grid shows the order of a step and not its time
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autopar.report.picture import Block
 from autopar.report.tables import ParameterRow, parameter_rows
 from autopar.schedule import Action, Schedule, clocks, start_times
 
-# Clocks of the grid that are shown: the start of a step tells the pattern.
+# Clocks of the grid that are shown: the start of a step shows the pattern.
 N_CLOCKS = 10
 
 
@@ -35,7 +35,7 @@ class StageRow:
 
 @dataclass(frozen=True)
 class ParameterTable:
-    """How the parameters of some stages are kept."""
+    """How the parameters of some stages are stored and used."""
 
     stages: tuple[int, ...]
     axis_names: tuple[str, ...]
@@ -49,7 +49,7 @@ class ParameterTable:
 
 @dataclass(frozen=True)
 class CrossingRow:
-    """A value on its way between stages; `backward_bytes` is None where no gradient returns."""
+    """A value sent between stages; `backward_bytes` is None if no gradient returns."""
 
     value: str
     stages: str
@@ -62,7 +62,7 @@ class CrossingRow:
 
 @dataclass(frozen=True)
 class ScheduleGrid:
-    """The first clocks of a schedule; a cell is an action, or None where the stage is idle."""
+    """The first clocks of a schedule; a cell is an action, or None if the stage is idle."""
 
     rows: tuple[tuple[Action | None, ...], ...]
     n_clocks: int
@@ -74,7 +74,7 @@ def axes_text(names: Sequence[str], sizes: Sequence[int], times: str = " x ") ->
 
 
 def span(numbers: Sequence[int]) -> str:
-    """`2-5` of consecutive numbers."""
+    """`2-5` for consecutive numbers."""
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
 
 
@@ -96,7 +96,8 @@ def stage_rows(pipeline: Pipeline) -> list[StageRow]:
 def _modules(program: StageProgram) -> list[Block | str]:
     """Repeated blocks and other modules with operators, in order of first use.
 
-    A module around others is left out: its operators are glue, and `transformer` says nothing.
+    Modules that contain others are left out: their own operators are glue, and a name such as
+    `transformer` says little.
     """
     paths = dict.fromkeys(
         line.key.rpartition("/")[0] for line in program.body if isinstance(line, CallLine)
@@ -106,7 +107,7 @@ def _modules(program: StageProgram) -> list[Block | str]:
 
 
 def _folded(modules: Sequence[Block | str], shared: set[Block]) -> Iterable[str]:
-    """Whole blocks of one list whose indices follow each other as one word."""
+    """Names of modules; consecutive whole blocks of one list become one name."""
     run: list[Block] = []
     for module in [*modules, ""]:
         follows = (
@@ -131,7 +132,7 @@ def _span_of(run: Sequence[Block]) -> str:
 
 
 def parameter_tables(pipeline: Pipeline) -> list[ParameterTable]:
-    """The parameters stage by stage; stages that follow each other and are alike share one."""
+    """A table of parameters per stage; consecutive stages with equal tables share one."""
     tables: list[ParameterTable] = []
     for stage, program in enumerate(pipeline.stages):
         table = ParameterTable((stage,), program.axis_names, tuple(parameter_rows(program)))
@@ -142,7 +143,7 @@ def parameter_tables(pipeline: Pipeline) -> list[ParameterTable]:
 
 
 def crossing_rows(pipeline: Pipeline) -> list[CrossingRow]:
-    """Every value that crosses, by the stage that makes it."""
+    """Every value that crosses, in order of the stage that makes it."""
     return [
         CrossingRow(
             c.sent.key,
@@ -157,7 +158,7 @@ def crossing_rows(pipeline: Pipeline) -> list[CrossingRow]:
 
 
 def crossing_bytes(crossing: Crossing, pipeline: Pipeline) -> tuple[int, int | None]:
-    """Bytes of one microbatch, forward and backward, all ranks together."""
+    """Bytes of one microbatch over all ranks, forward and backward."""
     local = crossing.sent.local
     n_elements = math.prod(size for factors in local.dims for size in factors)
     size_bytes = n_elements * local.dtype.itemsize
@@ -181,13 +182,13 @@ def tie_text(tie: Tie) -> str:
 
 
 def ideal_bubble(pipeline: Pipeline) -> float:
-    """Idle share of equal stages with free messages: (p - 1) / (m + p - 1)."""
+    """The bubble of p equal stages, m microbatches and free messages: (p - 1) / (m + p - 1)."""
     idle = pipeline.n_stages - 1
     return idle / (pipeline.n_microbatches + idle)
 
 
 def grid(pipeline: Pipeline, n_shown: int = N_CLOCKS) -> ScheduleGrid:
-    """The first `n_shown` clocks of the schedule without its messages."""
+    """The first `n_shown` clocks of the schedule, without its messages."""
     order = Schedule(
         tuple(tuple(a for a in actions if a.is_compute) for actions in pipeline.schedule.stages),
         pipeline.schedule.n_microbatches,

@@ -1,4 +1,4 @@
-"""The tables of a plan as rows of values, which `explain` and the page print their own way."""
+"""The tables of a plan as rows of values; `explanation.py` and `html.py` format them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from autopar.plans import Alternative, PlanData, StageRecord
 from autopar.program import Collective, StageProgram, StoredParameter
 
-# Alternatives that are listed; a search over stages considers many more.
+# A search over stages considers many more alternatives than a reader wants listed.
 N_ALTERNATIVES = 25
 
 
 @dataclass(frozen=True)
 class ParameterRow:
-    """Parameters that are kept and used alike; `pattern` has `*` for numbers."""
+    """Parameters that are stored and used in the same way; `pattern` has `*` for numbers."""
 
     pattern: str
     count: int
@@ -25,7 +25,7 @@ class ParameterRow:
 
 @dataclass(frozen=True)
 class TrafficRow:
-    """Collectives alike in one step on one rank: `calls`, and the bytes of all of them."""
+    """Collectives of one stage, phase, kind and axis: totals of one step on one rank."""
 
     stage: int
     phase: str
@@ -36,7 +36,7 @@ class TrafficRow:
 
 
 def headline(data: PlanData) -> str:
-    """`Model on (dp=2 x tp=2), 1 microbatch: search`; stages are divided by `|`."""
+    """`Model on (dp=2 x tp=2), 1 microbatch: search`; `|` separates stages."""
     axes = " | ".join(_axes(stage) for stage in data.stages)
     n_stages = len(data.stages)
     where = f"({axes})" if n_stages == 1 else f"{n_stages} stages ({axes})"
@@ -46,20 +46,20 @@ def headline(data: PlanData) -> str:
 
 
 def idle_warnings(data: PlanData) -> list[str]:
-    """Says which axes of several ranks shard nothing, stage by stage."""
+    """Warnings about axes with several ranks on which nothing is sharded, stage by stage."""
     found = []
     for number, stage in enumerate(data.stages):
         if idle := _idle_axes(stage):
             where = f"stage {number}: " if len(data.stages) > 1 else ""
             axes = ", ".join(idle)
             found.append(
-                f"{where}axis {axes} does the same work on every rank: splitting costs more"
+                f"{where}axis {axes} repeats the same work on every rank: sharding costs more"
             )
     return found
 
 
 def alternative_rows(data: PlanData) -> tuple[list[Alternative], str]:
-    """The best alternatives, the chosen one among them, and what is said of the others."""
+    """The best alternatives, always with the chosen one, and a summary of the others."""
     shown = list(data.alternatives[:N_ALTERNATIVES])
     rest = [a for a in data.alternatives[N_ALTERNATIVES:] if a.name != data.chosen]
     shown += [a for a in data.alternatives[N_ALTERNATIVES:] if a.name == data.chosen]
@@ -72,7 +72,7 @@ def alternative_rows(data: PlanData) -> tuple[list[Alternative], str]:
 
 
 def parameter_rows(program: StageProgram) -> list[ParameterRow]:
-    """Parameters grouped by how they are kept: `h.*.mlp.c_fc.weight`."""
+    """Parameters grouped by pattern and placement: `h.*.mlp.c_fc.weight`."""
     groups: dict[tuple[str, str, str, str], list[StoredParameter]] = {}
     for parameter in program.parameters:
         uses = ", ".join(dict.fromkeys(str(u.local.spec) for u in parameter.uses)) or "each use"
@@ -103,7 +103,7 @@ def _axes(stage: StageRecord) -> str:
 
 
 def _idle_axes(stage: StageRecord) -> list[str]:
-    """Axes of several ranks on which nothing is sharded."""
+    """Axes with several ranks on which nothing is sharded."""
     out = []
     for position, (axis, size) in enumerate(stage.axes.items()):
         texts = (*stage.operators.values(), *stage.parameters.values())

@@ -1,4 +1,13 @@
-"""Sharding rules: one line of notation per operator, found by overload name."""
+"""Sharding rules: how each operator may be sharded, by one line of notation per operator.
+
+Read `rule.py` (a rule), `pattern.py` (strategies from notation), `lowering.py`, `formulas.py`
+(functions that replace operators, and their costs); then the notations: `families.py`, `views.py`,
+`indexing.py`, `convolutions.py`, `normalisation.py`, `losses.py`, `experts.py`, `random.py`,
+`padded.py`; then `tables.py` (all rules), `operators.py`, `signature.py`, `derived.py` (what torch
+knows of an operator), `registry.py` (the look-up).
+It may import `placement`, `schedule`, `mesh` and the files and rooms below them.
+It hands on `OpCall`, `rule_for` and `axis_strategies`.
+"""
 
 from autopar.rules.derived import is_pure
 from autopar.rules.lowering import GROUP, Lowering

@@ -1,16 +1,16 @@
-"""Rules of convolutions, pools, resizing and the norms of images: spatial dims are trailing.
+"""Rules of convolutions, pools, resizing and the norms of images. Spatial dims come last.
 
     convolution      b (g i) x!, (g o) i k! -> b (g o) y!         groups g; i is summed over
     transposed       b (g i) y!, (g i) o k! -> b (g o) x!
     pool, resize     ... x! -> ... y!
     group norm       b (g e!) s!, (g e!), (g e!) -> b (g e!) s!   num_groups g
 
-x, y, k and s stand for one name per spatial dim. Windows that overlap would need their
-neighbours' rows, so spatial dims are frozen, except where windows are tiles: stride = kernel,
-no padding, no dilation. There x = (y k!), and y may be sharded: the patches of a vision
-transformer, and every convolution of kernel and stride 1.
+x, y, k and s stand for one name per spatial dim. Spatial dims are frozen, because windows that
+overlap would need rows of other shards. The exception is windows that are tiles: stride = kernel,
+no padding, no dilation. Then x = (y k!), and y may be sharded: the patches of a vision transformer,
+and every convolution with kernel and stride 1.
 
-Groups are localised: a rank's channels and its weight say how many it has.
+`groups` is localised: it follows from a rank's channels and its weight.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ALONE: LinearSets = ((0,),)
 
 
 def _per_dim(value: Any, n: int) -> list[Any]:
-    """An argument of a window that may be given once for all dims."""
+    """A window argument per spatial dim; it may be given once for all."""
     values = list(value) if isinstance(value, (list, tuple)) else [value]
     return values * n if len(values) == 1 else values
 
@@ -45,7 +45,7 @@ def _tiles(call: OpCall, kernel: Sequence[int], whole: Shape, stride: Any) -> li
 
 
 def _windows(tiles: Sequence[bool]) -> tuple[Term, Term, Term, frozenset[str]]:
-    """Terms of the spatial dims of the whole, of the windows and of the kernel; frozen names."""
+    """Spatial terms of the image, of the windows and of the kernel; and the frozen names."""
     x, y, k = (names(len(tiles), prefix) for prefix in ("x", "_y", "_k"))
     whole = tuple((y[i], k[i]) if tile else (x[i],) for i, tile in enumerate(tiles))
     held = {name for i, tile in enumerate(tiles) if not tile for name in (x[i], y[i])}
@@ -57,8 +57,11 @@ def _is_transposed(call: OpCall) -> bool:
 
 
 def convolution(call: OpCall) -> Notation:
-    """All names but `x` count in flops: one multiply-add per window, element of the kernel,
-    and channels in and out of a group."""
+    """All names but `x` count in FLOPs.
+
+    There is one multiply-add for each window, kernel element, input channel and output channel of a
+    group.
+    """
     (source, kernel), out = call.inputs, call.outputs[0]
     n, transposed = len(kernel) - 2, _is_transposed(call)
     whole = (out if transposed else source)[-n:]
@@ -74,7 +77,7 @@ def convolution(call: OpCall) -> Notation:
 def _localise_groups(
     call: OpCall, inputs: Sequence[Shape], outputs: Sequence[Shape]
 ) -> dict[str, Any]:
-    """The weight's second dim is one group's channels: in, or out of a transposed one."""
+    """The weight's dim 1 is the channels of one group: input channels, or output if transposed."""
     kernel = inputs[1]
     grouped = outputs[0] if _is_transposed(call) else inputs[0]
     return {"groups": grouped[1 - len(kernel)] // kernel[1]}
@@ -85,7 +88,7 @@ def _no_bias(call: OpCall) -> str | None:
 
 
 def trailing(n: int) -> Family:
-    """The last `n` dims stay whole, all others are as in the input."""
+    """The last `n` dims stay whole; the others are those of the input."""
 
     def notation(call: OpCall) -> Notation:
         held: set[str] = set()
@@ -107,7 +110,7 @@ def pooled(n: int) -> Family:
 
     def notation(call: OpCall) -> Notation:
         shape, kernel = call.inputs[0], _per_dim(call.args["kernel_size"], n)
-        # An empty stride is the kernel.
+        # An empty stride means the kernel size.
         tiles = _tiles(call, kernel, shape[-n:], call.args["stride"] or kernel)
         x, y, _, held = _windows(tiles)
         lead = named_term(shape[:-n], names(len(shape) - n))
@@ -117,7 +120,7 @@ def pooled(n: int) -> Family:
 
 
 def group_norm(call: OpCall) -> Notation:
-    """Channels are groups x the channels of one, which stay whole."""
+    """Channels are groups x channels per group; the latter stay whole."""
     shape = call.inputs[0]
     rest = names(len(shape) - 2, "s")
     channels = ("g", "e")
@@ -135,7 +138,7 @@ def _localise_num_groups(
 
 
 def _channelwise(call: OpCall, held: Sequence[str], batch: str = "b") -> Notation:
-    """[b c ...] with weight, bias and statistics per channel."""
+    """The notation of [b c ...] with weight, bias and statistics per channel."""
     shape = call.inputs[0]
     labels = (batch, "c", *names(len(shape) - 2, "_"))
     term = named_term(shape, labels)
@@ -144,15 +147,18 @@ def _channelwise(call: OpCall, held: Sequence[str], batch: str = "b") -> Notatio
 
 
 def batch_norm(call: OpCall) -> Notation:
-    """With statistics given it is elementwise; its own are over all but the channels, and
-    over a sharded batch, `n`, by a lowering."""
+    """Batch norm. With given statistics it is elementwise.
+
+    In training, statistics are over all dims but the channels, so spatial dims stay whole. The
+    batch is named `n` and may be sharded by a lowering.
+    """
     if not call.args["training"]:
         return _channelwise(call, ())
     return _channelwise(call, names(len(call.inputs[0]) - 2, "_"), batch="n")
 
 
 def instance_norm(call: OpCall) -> Notation:
-    """Statistics of every row and channel, or given ones."""
+    """Instance norm: statistics of each row and channel, or given ones."""
     spatial = names(len(call.inputs[0]) - 2, "_")
     return _channelwise(call, spatial if call.args["use_input_stats"] else ())
 
@@ -167,7 +173,7 @@ def _updates_nothing(call: OpCall) -> str | None:
 
 
 def patches(call: OpCall) -> Notation:
-    """`im2col`, [... c h w] -> [... (c k) l], and `col2im` back."""
+    """`im2col`, [... c h w] -> [... (c k) l], and its inverse `col2im`."""
     n_leading = len(call.outputs[0]) - 3 if "output_size" in call.args else len(call.inputs[0]) - 3
     lead = named_term(call.inputs[0][:n_leading], names(n_leading))
     image: Term = (*lead, ("c",), ("h",), ("w",))
@@ -177,7 +183,7 @@ def patches(call: OpCall) -> Notation:
 
 
 def grid_sample(call: OpCall) -> Notation:
-    """Any pixels of one image at every point of a grid: `b c x!, b y 2 -> b c y`."""
+    """Pixels of an image at the points of a grid: `b c x!, b y 2 -> b c y`."""
     image, grid = call.inputs
     n = len(image) - 2
     labels, points = ("b", "c", *names(n, "x")), names(n, "y")
@@ -189,7 +195,7 @@ def grid_sample(call: OpCall) -> Notation:
 
 
 def affine_grid(call: OpCall) -> Notation:
-    """A grid of points per matrix: only the batch is common."""
+    """One grid of points per matrix: only the batch may be sharded."""
     matrix, grid = names(2, "m"), names(len(call.outputs[0]) - 1, "y")
     return Notation(
         (named_term(call.inputs[0], ("b", *matrix)),),
@@ -230,7 +236,7 @@ POOLS = tuple(
     for rule in (
         OpRule(f"aten.max_pool{n}d.default", pooled(n)),
         OpRule(f"aten.avg_pool{n}d.default", pooled(n), linear=ALONE),
-        # Indices count within all windows of an image.
+        # The indices are positions in the whole image, so spatial dims stay whole.
         OpRule(f"aten.max_pool{n}d_with_indices.default", trailing(n)),
         OpRule(f"aten.adaptive_max_pool{n}d.default", trailing(n)),
         OpRule(f"aten.adaptive_avg_pool{n}d.default", trailing(n), linear=ALONE),

@@ -1,8 +1,8 @@
-"""Rules of operators that no table lists, from what torch says of them.
+"""Rules derived from torch's tags, for operators that no table lists.
 
-Torch tags operators whose every result depends on the same element of their inputs alone,
-broadcast (`torch.Tag.pointwise`): each dim may be sharded, and nothing is known to be linear.
-So the table lists a pointwise operator only for what it knows besides.
+Torch tags an operator as pointwise (`torch.Tag.pointwise`) if each element of a result depends only
+on the same element of the inputs, broadcast. Every dim of such an operator may be sharded; whether
+it is linear is unknown. So the tables list a pointwise operator only to say more than that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autopar.rules.rule import OpRule
 
 @lru_cache(maxsize=1024)
 def derived_rule(op: str) -> OpRule | None:
-    """The rule of a pointwise operator; None for one that is not, or draws random numbers."""
+    """The rule of a pure pointwise operator; None for any other."""
     operator = lookup(op)
     if operator is None or torch.Tag.pointwise not in operator.tags or not is_pure(operator):
         return None
@@ -28,6 +28,6 @@ def derived_rule(op: str) -> OpRule | None:
 
 
 def is_pure(operator: torch._ops.OpOverload) -> bool:
-    """Writes to no argument and draws no random numbers."""
+    """Does the operator write to no argument and draw no random numbers?"""
     random = torch.Tag.nondeterministic_seeded in operator.tags
     return not operator._schema.is_mutable and not random

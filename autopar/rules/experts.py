@@ -1,14 +1,16 @@
-"""Rules of a product of each row with the matrix of its own expert.
+"""Rules of the matmul of each row with the matrix of its own expert.
 
-    n i, e o i, n -> n o        x, weights, ids; e i o where the weights are transposed
+    n i, e o i, n -> n o        x, weights, ids; weights are e i o if transposed
 
-Rows and features shard as in any product. Where the experts are sharded, a rank computes the
-rows of its own experts: either of all rows, the others zero, so that the sum over ranks is the
-result (`EXPERTS`); or the rows are sharded too, and go to the rank of their expert and back
-(`ROWS_AND_EXPERTS`), which is expert parallelism as mixtures of experts are trained with.
+Rows and features shard as in any matmul. The experts shard in two ways:
 
-How many rows a rank's experts get depends on the data. Seconds and bytes are those of rows that
-are spread evenly; collectives are counted by a rank's own rows, which is exact.
+    EXPERTS             every rank has all rows and computes those of its own experts; the others
+                        are zero, so the sum over ranks is the result
+    ROWS_AND_EXPERTS    rows are sharded too; each goes to the rank of its expert and back. This is
+                        the usual expert parallelism of mixtures of experts
+
+How many rows a rank's experts get depends on the data. Seconds and bytes assume rows that are
+spread evenly. Sizes of collectives use a rank's own rows, which is exact.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ EXPERTS = Lowering(
     "expert_parallel_linear",
     ARGUMENTS,
     keeps=("x", "weight"),
-    saved_bytes="8*n",  # localised ids (int64)
-    forward_bytes="n*(i + o)*item/(e*ranks)",  # the rows of one expert, and their products
+    saved_bytes="8*n",  # local ids (int64)
+    forward_bytes="n*(i + o)*item/(e*ranks)",  # rows of one expert, and their results
     backward_bytes="n*(i + o)*item/(e*ranks)",
 )
 
-# Rows are sent as x has them; what is sent and received back are a rank's own rows.
+# A rank sends its own rows of x, and receives their results back.
 _SENT, _RETURNED = "n*i*item", "n*o*item"
 ROWS_AND_EXPERTS = Lowering(
     "expert_exchange_linear",
@@ -42,8 +44,8 @@ ROWS_AND_EXPERTS = Lowering(
         Inner("all_to_all", _SENT, "backward", gradient_of=0),
     ),
     keeps=("weight",),
-    saved_bytes="n*i*item + 24*n",  # received rows, their ids, the order of those sent
-    forward_bytes="n*Max(i, 2*o)*item",  # rows sent; then products made and received
+    saved_bytes="n*i*item + 24*n",  # received rows, their ids, the order of the sent rows
+    forward_bytes="n*Max(i, 2*o)*item",  # rows sent; then results computed and received
     backward_bytes="2*n*Max(i, o)*item",
 )
 

@@ -1,7 +1,7 @@
-"""Notations that depend on the call: pointwise, reductions, products of any rank.
+"""Families: notations that depend on the call (pointwise, reductions, matmuls of any rank).
 
-Each family is a function of the call. Names of dims are the position's letter: `d0 d1 ...`
-for the output's dims.
+Each family is a function from a call to its notation. Dims are named by position, usually
+`d0 d1 ...`. Names that begin with `_` multiply FLOPs: they are `lead` in `formulas.py`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ def names(n: int, prefix: str = "d") -> tuple[str, ...]:
 
 
 def named_term(shape: Shape, labels: tuple[str, ...]) -> Term:
-    """One name per dim; dims of size 1 have none."""
+    """A term with one name per dim; dims of size 1 have none."""
     return tuple((label,) if size != 1 else () for size, label in zip(shape, labels, strict=True))
 
 
 def broadcast_term(shape: Shape, out_shape: Shape, labels: tuple[str, ...]) -> Term:
-    """`shape` aligned to the right of `out_shape`; a dim that is broadcast has no name."""
+    """The term of `shape`, aligned to the right of `out_shape`; broadcast dims have no name."""
     offset = len(out_shape) - len(shape)
     return tuple(
         (labels[offset + i],) if size == out_shape[offset + i] and size != 1 else ()
@@ -41,7 +41,7 @@ def pointwise(call: OpCall) -> Notation:
 
 
 def pointwise_first(call: OpCall) -> Notation:
-    """Elementwise in the first tensor; of the others only the type is used."""
+    """Elementwise in the first tensor. The dims of other tensors stay whole."""
     shape, *others = call.inputs
     term = named_term(shape, names(len(shape)))
     held = [names(len(other), f"t{i}_") for i, other in enumerate(others)]
@@ -53,18 +53,18 @@ def pointwise_first(call: OpCall) -> Notation:
 
 
 def tensors_linear_alone(call: OpCall) -> LinearSets:
-    """Products: linear in each tensor when the others are fixed."""
+    """Products: linear in each tensor while the others are fixed."""
     return tuple((i,) for i in range(len(call.tensors)))
 
 
 def tensors_linear_jointly(call: OpCall) -> LinearSets:
-    """Sums of tensors; a scalar summand breaks linearity."""
+    """Sums of two tensors: linear in both together. With a scalar summand they are not linear."""
     both = len(call.tensors) == 2
     return ((0, 1),) if both else ()
 
 
 def reduced_dims(call: OpCall) -> tuple[int, ...]:
-    """The dims a reduction runs over, counted from 0; all of them when none is given."""
+    """The dims that a reduction runs over, as non-negative indices; by default all."""
     rank = len(call.inputs[0])
     dim = call.args.get("dim")
     if dim is None or dim == []:
@@ -88,7 +88,7 @@ def _reduction(call: OpCall, frozen: bool) -> Notation:
 
 
 def summed(call: OpCall) -> Notation:
-    """A sum: sharding a reduced dim leaves a partial sum."""
+    """A sum: sharding a reduced dim leaves the result Partial."""
     return _reduction(call, frozen=False)
 
 
@@ -98,8 +98,10 @@ def reduced_whole(call: OpCall) -> Notation:
 
 
 def along_dims(call: OpCall) -> Notation:
-    """Same dims in and out; those given, all of them by default, stay whole and may be
-    longer or shorter in a result (softmax, cumsum, topk, roll, fft)."""
+    """Operators along some dims, by default all (softmax, cumsum, topk, roll, fft).
+
+    These dims stay whole, and a result may have other sizes in them. All other dims are free.
+    """
     shape, given = call.inputs[0], call.args.get("dim", call.args.get("dims"))
     dims = given if isinstance(given, (list, tuple)) else [given]
     along = {int(d) % max(len(shape), 1) for d in dims if d is not None} or set(range(len(shape)))
@@ -116,7 +118,7 @@ def along_dims(call: OpCall) -> Notation:
 
 
 def _free_leading(call: OpCall, leading: Shape) -> Notation:
-    """Only dims `leading`, where a tensor begins with them, may be sharded."""
+    """Only the dims `leading` may be sharded, on all tensors whose shapes begin with them."""
     batch, n_inputs = names(len(leading)), len(call.inputs)
     held: set[str] = set()
     terms = []
@@ -134,13 +136,15 @@ def whole(call: OpCall) -> Notation:
 
 
 def matrices(call: OpCall) -> Notation:
-    """Each matrix of a batch by itself (tril, inverse, solve): only the batch is free."""
+    """Operators on each matrix of a batch (tril, inverse, solve): only batch dims are free."""
     return _free_leading(call, call.inputs[0][:-2])
 
 
 def pointwise_along_dim(call: OpCall) -> Notation:
-    """Elementwise with broadcasting but for one dim, which stays whole; a reduction drops it
-    (cross product, cosine similarity)."""
+    """Elementwise with broadcasting, except along one dim, which stays whole.
+
+    A reduction drops that dim (cosine similarity), others keep it (cross product).
+    """
     shape = tuple(torch.broadcast_shapes(*call.inputs))
     labels, along = names(len(shape)), call.dim(rank=len(shape))
     kept = labels if len(call.outputs[0]) == len(shape) else labels[:along] + labels[along + 1 :]
@@ -152,7 +156,7 @@ def pointwise_along_dim(call: OpCall) -> Notation:
 
 
 def outer_pairs(call: OpCall) -> Notation:
-    """Distances of all pairs of rows: `... p k!, ... r k! -> ... p r`."""
+    """Distances between all pairs of rows: `... p k!, ... r k! -> ... p r`."""
     left, right = call.inputs
     out = call.outputs[0]
     labels = names(len(out) - 2)
@@ -165,7 +169,7 @@ def outer_pairs(call: OpCall) -> Notation:
 
 
 def differences(call: OpCall) -> Notation:
-    """`diff` along a dim: it stays whole, and has another length in every tensor."""
+    """`diff` along a dim, which stays whole and has a different size in every tensor."""
     dim = call.dim()
 
     def term(shape: Shape, label: str) -> Term:
@@ -178,7 +182,7 @@ def differences(call: OpCall) -> Notation:
 
 
 def matmul(call: OpCall) -> Notation:
-    """torch.matmul of any ranks: batch dims broadcast, `k` is summed over."""
+    """torch.matmul of tensors of any rank: batch dims broadcast, `k` is summed over."""
     left, right = call.inputs
     out = call.outputs[0]
     n_batch = max(len(left), len(right)) - 2
@@ -200,11 +204,11 @@ def matmul(call: OpCall) -> Notation:
 
 
 def einsum(call: OpCall) -> Notation:
-    """The equation is the notation; `_` makes every name count in flops.
+    """The notation of an einsum is its equation. `_` before each name makes it count in FLOPs.
 
-    `...` are dims of its own names, aligned to the right; without an output the names that
-    occur once are it, in alphabetical order. A name twice in one tensor takes a diagonal: both
-    stay whole.
+    Dims under `...` get names of their own, aligned to the right. Without an output in the
+    equation, it is the names that occur once, in alphabetical order. A name that occurs twice in
+    one tensor takes a diagonal: both dims stay whole.
     """
     equation = str(call.args["equation"]).replace(" ", "")
     left, arrow, right = equation.partition("->")
@@ -233,7 +237,7 @@ def einsum(call: OpCall) -> Notation:
 
 
 def layer_norm(call: OpCall) -> Notation:
-    """Normalised dims stay whole; weight and bias have exactly those dims."""
+    """Normalised dims stay whole. Weight and bias have exactly those dims."""
     shape = call.inputs[0]
     n_held = len(call.args["normalized_shape"])
     labels = names(len(shape))
@@ -244,11 +248,13 @@ def layer_norm(call: OpCall) -> Notation:
 
 
 def attention(call: OpCall) -> Notation:
-    """scaled_dot_product_attention: batch, heads and the query's sequence `s` are free; keys and
-    head_dim stay whole. A causal query's sequence is named `c`: its shards need their place.
+    """scaled_dot_product_attention: batch, heads and the query's sequence `s` are free.
 
-    With enable_gqa, n x g heads of the query share n of key and value: head i uses i // g,
-    so the query's are (key heads, group) and either may be sharded.
+    The sequence `t` of keys and the head dims `e` and `f` stay whole. The sequence of a causal
+    query is named `c` instead of `s`: a shard needs to know its position, so `c` has a lowering.
+
+    With enable_gqa, the query has n x g heads, key and value have n, and head i uses i // g. So the
+    query's heads are (key heads, group `g`), and either may be sharded.
     """
     query, key, value = call.inputs[:3]
     out = call.outputs[0]
@@ -285,9 +291,9 @@ def attention(call: OpCall) -> Notation:
 
 
 def embedding(call: OpCall) -> Notation:
-    """Rows of a table: `v h, ids -> ids h`; a sharded `v` leaves a partial sum.
+    """Rows of a table: `v h, ids -> ids h`; sharding `v` leaves the result Partial.
 
-    Gradients scaled by the frequency of an id need all ids and all rows in one place.
+    With scale_grad_by_freq, ids and `v` stay whole: counting an id needs all ids on one rank.
     """
     ids = call.inputs[1]
     labels = names(len(ids), "_")
@@ -302,8 +308,8 @@ def embedding(call: OpCall) -> Notation:
 def cross_entropy(call: OpCall) -> Notation:
     """Class logits [n, v] or [n, v, ...] against class indices, summed or per row.
 
-    Classes may be sharded where the lowered function knows the form: a sum over [n, v] without
-    class weights.
+    Classes may be sharded only in the form that the lowered function supports: a sum over [n, v]
+    without class weights.
     """
     logits, labels = call.inputs[0], call.inputs[1]
     rest = names(len(logits) - 2)

@@ -1,7 +1,7 @@
-"""Formulas over the names of a notation: flops, bytes and sizes of collectives.
+"""Formulas over the names of a notation: FLOPs, bytes and sizes of collectives.
 
-`lead` in a formula is the product of the names that begin with `_` (an operator's batch dims,
-however many). A name without a size counts 1: its dim has one element.
+In a formula, `lead` is the product of all names that begin with `_`: the batch dims of an operator
+of any rank. A name without a size counts as 1, because its dim has one element.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _NAMES = ("E", "I", "N", "O", "Q", "S", "beta", "gamma", "zeta")
 
 
 def evaluate(formula: str, sizes: Mapping[str, float]) -> float:
-    """The value of a formula where the names have these sizes."""
+    """The value of a formula for these sizes of the names."""
     names, function = _compiled(formula)
     known = {LEAD: leading(sizes), **sizes}
     return float(function(**{n: known.get(n, 1.0) for n in names}))
 
 
 def evaluate_all(formula: str, sizes: Mapping[str, int | Sizes]) -> NDArray[np.float64]:
-    """`evaluate` for arrays of sizes, which broadcast; of a formula without `Max`."""
+    """`evaluate` for arrays of sizes, which broadcast. The formula must not use `Max`."""
     names, function = _compiled(formula)
     lead = reduce(mul, (size for name, size in sizes.items() if name.startswith("_")), 1)
     known = {LEAD: lead, **sizes}
@@ -37,7 +37,7 @@ def evaluate_all(formula: str, sizes: Mapping[str, int | Sizes]) -> NDArray[np.f
 
 
 def names_of(formula: str) -> tuple[str, ...]:
-    """The names a formula speaks of; raises what sympy raises for one that is malformed."""
+    """The names in a formula; raises sympy's error if the formula is malformed."""
     return _compiled(formula)[0]
 
 

@@ -1,15 +1,14 @@
-"""Rules of operators that read or write at places given by tensors.
+"""Rules of operators that read or write at indices given by tensors.
 
     index        x[i, j, :]     a! b! c, (p q), (p q) -> p q c
     index put    x[i, j] = v    a! b! c, p!, p!, (p! c) -> a! b! c
     scatter      along a dim    a! c, i! c, s! c -> a! c
     index add    along a dim    a! c, i!, s! c -> a! c
 
-Dims that are addressed stay whole, on the tensor they are dims of. What is left alone may be
-sharded, and so may the places that are read: every rank reads the whole source at its own
-places, and gradients of the source are then partial sums. Places that are written may not: a
-rank would know of its own writes only. With the places fixed, all are linear in the tensors
-that are read and written.
+Dims that are indexed stay whole, and all other dims may be sharded. Index tensors may be sharded
+for reads: each rank reads the whole source at its own indices, and the gradient of the source is
+then Partial. They stay whole for writes: a rank would see only its own writes. With fixed indices,
+all these operators are linear in the tensors that they read and write.
 """
 
 from __future__ import annotations
@@ -34,7 +33,14 @@ def _is_mask(index: Any) -> bool:
 
 @dataclass(frozen=True)
 class _IndexNames:
-    """`x[indices]` in notation: names of the source, of the index tensors and of what is read."""
+    """`x[indices]` in notation.
+
+    source       the term of x
+    indices      terms of the index tensors
+    read         the term of the result; `read_shape` is its shape
+    addressed    names of the indexed dims of x
+    block        names of the index tensors, broadcast together
+    """
 
     source: Term
     indices: tuple[Term, ...]
@@ -51,7 +57,7 @@ class _IndexNames:
         block_shape = torch.broadcast_shapes(*index_shapes)
         labels, block = names(len(shape)), names(len(block_shape), "p")
         source = named_term(shape, labels)
-        # Adjacent addressed dims are replaced by the block where they stand; else it comes first.
+        # The block stands in place of the indexed dims if they are adjacent, and else comes first.
         adjacent = dims[-1] - dims[0] + 1 == len(dims)
         start = dims[0] if adjacent else 0
         rest = [i for i in range(len(shape)) if i not in dims]
@@ -80,7 +86,7 @@ def refuse_masks(call: OpCall) -> str | None:
 
 
 def index_put(call: OpCall) -> Notation:
-    """`x[i, j] = v`, v broadcast to what is read there; masks address all dims."""
+    """`x[i, j] = v`, with v broadcast to the shape of x[i, j]. With masks, all dims stay whole."""
     if any(_is_mask(i) for i in call.args["indices"] if i is not None):
         return whole(call)
     places = _IndexNames.of(call)
@@ -97,8 +103,11 @@ def index_put(call: OpCall) -> Notation:
 
 
 def gather(call: OpCall) -> Notation:
-    """`gather` along a dim, in which the source is whole; so are both where the index is
-    shorter than the source, since its rows are the source's first."""
+    """`gather` along a dim, which stays whole in the source.
+
+    Another dim stays whole in both if the index is shorter than the source there: the index then
+    addresses only the source's first rows.
+    """
     source, places = call.inputs
     along, labels, held = call.dim(), names(len(places)), names(len(source), "x")
     same = [i != along and n == places[i] for i, n in enumerate(source)]
@@ -109,7 +118,7 @@ def gather(call: OpCall) -> Notation:
 
 
 def scatter(call: OpCall) -> Notation:
-    """`scatter` along a dim: dims that all tensors have alike are free."""
+    """`scatter` along a dim: other dims are free if they have the same size in all tensors."""
     along, rank = call.dim(), len(call.inputs[0])
     alike = [
         i != along and len({shape[i] for shape in call.inputs if shape}) == 1 for i in range(rank)
@@ -124,7 +133,7 @@ def scatter(call: OpCall) -> Notation:
 
 
 def along_index(call: OpCall) -> Notation:
-    """`index_add`, `index_copy`, `index_fill`: the index is a list of rows of one dim."""
+    """`index_add`, `index_copy`, `index_fill`: the index lists rows of one dim."""
     along, labels = call.dim(), names(len(call.inputs[0]))
 
     def term(shape: Shape, name: str) -> Term:
@@ -143,7 +152,7 @@ def along_index(call: OpCall) -> Notation:
 
 
 def _ends_jointly(call: OpCall) -> LinearSets:
-    """In what is written over and in what is written: the first tensor and the last."""
+    """Linear in the tensor that is written into (the first) and the values (the last)."""
     return ((0, len(call.inputs) - 1),)
 
 

@@ -1,8 +1,8 @@
 """Rules of losses that torch computes in one operator.
 
-A loss of elements is pointwise, and its sum is Partial wherever it is sharded. Means have left
-with capture (`capture/rewrites/losses.py`): they are sums divided by the number of elements, or of
-labels that count.
+An elementwise loss is pointwise. Its sum is Partial on every axis that shards a dim. Means do not
+occur: capture writes them as a sum divided by the number of elements, or of labels that count
+(`capture/rewrites/losses.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MEAN = torch.nn._reduction.get_enum("mean")
 
 
 def elementwise(call: OpCall) -> Notation:
-    """A loss of inputs that broadcast, per element or summed."""
+    """An elementwise loss of inputs that broadcast, per element or summed."""
     if not call.args["reduction"]:
         return pointwise(call)
     shape = tuple(torch.broadcast_shapes(*call.inputs))
@@ -26,15 +26,15 @@ def elementwise(call: OpCall) -> Notation:
 
 
 def refuse_mean(call: OpCall) -> str | None:
-    """Capture leaves none."""
+    """Capture rewrites means, so none should be left."""
     mean = call.args["reduction"] == MEAN
     return "a mean that capture did not write as sum / count" if mean else None
 
 
 def negative_log_likelihood(call: OpCall) -> Notation:
-    """Scores [n, v] or [n, v, ...] of class indices: every class must be there to be found.
+    """Scores [n, v] or [n, v, ...] against class indices; classes stay whole.
 
-    Class weights are one per class.
+    The weights, if any, are one per class.
     """
     scores, labels = call.inputs[:2]
     rest = names(len(scores) - 2)

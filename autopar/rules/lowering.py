@@ -1,16 +1,16 @@
-"""What replaces an operator where one of its names is sharded and shards alone would be wrong.
+"""Lowerings: functions that replace an operator whose result does not follow from shards alone.
 
-The cross-entropy of logits whose classes are sharded is no cross-entropy of the shards: it needs
-sums over ranks. A `Lowering` names the function of `autopar.runtime.lowered` that computes it, and
-says what planning must know of that function: where its results are, its collectives, what it
-keeps for backward and what it needs in between.
+For example, a cross-entropy with sharded classes needs sums over ranks. A `Lowering` names the
+function of `autopar.runtime.lowered` that computes it. It also says what planning must know of that
+function: placements of its results, its collectives, what it saves for backward, its temporaries.
 
-Formulas (`formulas.py`) speak of the notation's names with the sizes of one rank; besides, `item`
-is the bytes of one number of the first tensor, and `width` of one inside: half precision is
-computed in float32. `ranks` is how many share the name.
+Formulas (`formulas.py`) are over the names of the notation, with the sizes of one rank. Besides
+these names they may use `item`, the bytes of one element of the first tensor; `width`, the bytes of
+one element inside the function, which computes half precision in float32; and `ranks`, the number
+of ranks that share the name.
 
-A rule lowers a name, "v", or a pair, "n e": tensors that carry n and tensors that carry e are
-sharded on the same axis, and no tensor carries both. The function counts in shards of the last.
+A rule lowers a name, "v", or a pair, "n e": tensors with n and tensors with e are sharded on the
+same axis, and no tensor has both. The function computes offsets from the shards of the last name.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from numpy.typing import NDArray
 from autopar.placement import PrimitiveKind
 from autopar.rules.formulas import Sizes, evaluate, evaluate_all
 
-# The argument that is the group of the ranks that share the name.
+# The argument that is the group of ranks over which the name is sharded.
 GROUP = "group"
 
 
 def width_bytes(itemsize: int) -> int:
-    """Bytes of one number inside a lowered function, whose tensors have `itemsize`."""
+    """Bytes of one element inside a lowered function, for tensors of `itemsize`."""
     return 4 if itemsize == 2 else itemsize
 
 
 @dataclass(frozen=True)
 class Inner:
-    """A collective inside a lowered function; `size_bytes` is a formula, NCCL's accounting.
+    """A collective inside a lowered function; `size_bytes` is a formula, by NCCL's accounting.
 
-    One of backward that makes the gradient of one input runs only where that input has one.
+    A collective of backward with `gradient_of` runs only if that input has a gradient.
     """
 
     kind: PrimitiveKind
@@ -47,7 +47,7 @@ class Inner:
     gradient_of: int | None = None
 
     def runs(self, input_grads: Sequence[bool]) -> bool:
-        """Does it run where the operator's inputs have gradients so?"""
+        """Does it run? `input_grads[i]`: input i of the operator has a gradient."""
         if self.phase == "forward":
             return True
         return any(input_grads) if self.gradient_of is None else input_grads[self.gradient_of]
@@ -55,17 +55,18 @@ class Inner:
 
 @dataclass(frozen=True)
 class Lowering:
-    """A function of `runtime.lowered` and what it costs.
+    """A function of `runtime.lowered` and its costs.
 
-    arguments       names of the operator's arguments that it takes, in order; `GROUP` among them
-    outputs         placement of each result, None where the notation says it
-    inner           its collectives, in the order of execution
-    keeps           names of the operator's tensors that autograd keeps
-    saved_bytes     what it keeps besides
+    arguments       the operator's arguments that it takes, in order, and `GROUP`
+    outputs         placement of each result; None (or nothing): by the notation
+    inner           its collectives, in order of execution
+    keeps           the operator's tensors that autograd saves
+    saved_bytes     what autograd saves besides
     forward_bytes, backward_bytes   temporaries
-    contiguous      it counts in contiguous shards: only the outermost factor of a dim will do
-    wraps           it runs the operator itself on shards: what that keeps and needs is measured,
-                    and comes on top
+    contiguous      it computes offsets from contiguous shards, so that only the outermost factor of
+                    a dim may be sharded
+    wraps           it runs the operator itself on shards; what that saves and needs is measured and
+                    added
     """
 
     function: str
@@ -80,14 +81,14 @@ class Lowering:
     wraps: bool = False
 
     def value(self, formula: str, sizes: Mapping[str, float], itemsize: int, n_ranks: int) -> float:
-        """A formula of this lowering; `sizes` are those of one of `n_ranks`."""
+        """The value of a formula of this lowering; `sizes` are those of one of `n_ranks` ranks."""
         widths = {"item": itemsize, "width": width_bytes(itemsize)}
         return evaluate(formula, {**sizes, **widths, "ranks": n_ranks})
 
     def values(
         self, formula: str, sizes: Mapping[str, Sizes], itemsize: int, n_ranks: Sizes
     ) -> NDArray[np.float64]:
-        """`value` for arrays of sizes, which broadcast; of a formula without `Max`."""
+        """`value` for arrays of sizes, which broadcast. The formula must not use `Max`."""
         widths = {"item": itemsize, "width": width_bytes(itemsize)}
         return evaluate_all(formula, {**sizes, **widths, "ranks": n_ranks})
 
@@ -95,17 +96,17 @@ class Lowering:
 VOCABULARY_EMBEDDING = Lowering(
     "vocab_parallel_embedding",
     ("weight", "indices", GROUP, "padding_idx"),
-    saved_bytes="9*lead",  # the localised ids (int64), and which of them are another rank's
-    forward_bytes="lead*h*width",  # rows before those of other ranks are masked
+    saved_bytes="9*lead",  # local ids (int64), and flags of those that belong to other ranks
+    forward_bytes="lead*h*width",  # rows, before those of other ranks are masked
     backward_bytes="lead*h*width",  # the masked gradient
 )
 
 CAUSAL_ATTENTION = Lowering(
     "causal_attention",
     ("query", "key", "value", GROUP, "scale", "enable_gqa"),
-    saved_bytes="c*t*item",  # the mask, as what is added to the scores
+    saved_bytes="c*t*item",  # the mask, as a summand of the scores
     forward_bytes="c*t",  # the mask as flags
-    backward_bytes="lead*t*(e + f)*item",  # gradients of the keys and values that are seen
+    backward_bytes="lead*t*(e + f)*item",  # gradients of the keys and values in use
     wraps=True,
 )
 
@@ -116,7 +117,7 @@ VOCABULARY_CROSS_ENTROPY = Lowering(
     outputs=("I",),
     inner=(_PER_ROW, _PER_ROW, _PER_ROW),
     keeps=("self",),
-    saved_bytes="n*(width + 10)",  # per row: log-sum-exp, the localised label, two flags
+    saved_bytes="n*(width + 10)",  # per row: log-sum-exp, local label, two flags
     forward_bytes="2*n*v*width",  # shifted logits and their exponentials
 )
 
@@ -130,7 +131,7 @@ BATCH_NORM = Lowering(
     keeps=("input", "weight"),
     saved_bytes="2*c*width",
     forward_bytes="n*c*lead*width",  # deviations, before they are scaled
-    backward_bytes="2*n*c*lead*width",  # normalised input, and its product with the gradient
+    backward_bytes="2*n*c*lead*width",  # normalised input, and that times the gradient
     contiguous=False,
 )
 BATCH_NORM_WITH_STATISTICS = replace(

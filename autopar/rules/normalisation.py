@@ -1,9 +1,9 @@
-"""Batch norm in training, as capture writes it: its new running statistics are results.
+"""Batch norm in training, as capture writes it: the new running statistics are results.
 
     n c s!, c, c, c, c -> n c s!, c, c, c, c    the normalised input; the batch's mean and
                                                 1 / deviation; the running mean and variance
 
-Statistics are over all but the channels: those may be sharded, and the batch by a lowering.
+Statistics are over all dims but the channels. Channels may be sharded, and the batch by a lowering.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Operators by name, as torch has registered them."""
+"""Finds operators by name in torch's registry."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from autopar.errors import OptionError
 
 
 def find_operator(op: str | Callable[..., Any]) -> torch._ops.OpOverload:
-    """The overload meant by a name, `"ns::name"` or `"ns::name.overload"`, or by the operator.
+    """The overload of a name, `"ns::name"` or `"ns::name.overload"`, or of an operator.
 
-    Without an overload it is `default`, or the only one. Raises `OptionError` when torch knows
-    no such operator, or several.
+    Without an overload name it is `default`, or the only one. Raises `OptionError` if torch has no
+    such operator, or several overloads without a `default`.
     """
     if isinstance(op, torch._ops.OpOverload):
         return op
@@ -34,7 +34,7 @@ def find_operator(op: str | Callable[..., Any]) -> torch._ops.OpOverload:
 
 
 def _name_of(op: Callable[..., Any]) -> str:
-    """Of what `torch.library.custom_op` returns; else of a function, for the message."""
+    """The name of a `torch.library.custom_op`; else a function's name, for the error message."""
     return getattr(op, "_qualname", None) or getattr(op, "__name__", None) or repr(op)
 
 
@@ -52,7 +52,7 @@ def _only_overload(packet: torch._ops.OpOverloadPacket) -> torch._ops.OpOverload
 
 
 def _packet(name: str) -> torch._ops.OpOverloadPacket | None:
-    """All overloads of `"namespace::name"`; None for a name of one overload, or of none."""
+    """All overloads of `"namespace::name"`; None if the name is unknown or has an overload."""
     namespace, _, rest = name.replace("::", ".", 1).partition(".")
     if not namespace.isidentifier() or not rest.isidentifier():
         return None
@@ -61,7 +61,7 @@ def _packet(name: str) -> torch._ops.OpOverloadPacket | None:
 
 
 def lookup(name: str) -> torch._ops.OpOverload | None:
-    """The overload of that name; None when torch knows no such operator."""
+    """The overload of that name, by default `default`; None if torch has no such operator."""
     namespace, _, rest = name.replace("::", ".", 1).partition(".")
     packet, _, overload = rest.partition(".")
     found = getattr(torch.ops, namespace, None) if namespace.isidentifier() else None

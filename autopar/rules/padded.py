@@ -1,12 +1,13 @@
-"""Operators over a vocabulary that ends in padding: what they compute, and how they are lowered.
+"""Operators over a vocabulary that ends in padding: what they compute, and their lowerings.
 
-Rows of a table, or classes of logits, from `n_valid` on stand for nothing (`passes/analysis/padding.py`):
+Rows of a table, or classes of logits, at or above `n_valid` are padding
+(`passes/analysis/padding.py`):
 
-    padded_embedding        an id from n_valid on fails like one outside of the table
-    padded_cross_entropy    of the classes below n_valid, also where it smooths labels
+    padded_embedding        an id of at least n_valid fails like one outside of the table
+    padded_cross_entropy    uses only classes below n_valid, also to smooth labels
 
-So results are those without padding, bit for bit, and the gradient of padding is exactly 0.
-Both are their ATen operator and know `n_valid` besides: one rule serves both.
+So their results are those without padding, bit for bit, and the gradient of padding is exactly 0.
+Both take the arguments of their ATen operator and `n_valid`, and share its rule.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def _knowing_valid(lowering: Lowering) -> Lowering:
     return replace(lowering, arguments=(*lowering.arguments, N_VALID))
 
 
-# ATen operator -> the one that knows padding in the dim named `v`, and what replaces that.
+# ATen operator -> its padded form (padding in the dim named `v`), and the lowering of that.
 PADDED: dict[str, tuple[torch._ops.OpOverload, Lowering]] = {
     "aten.embedding.default": (
         torch.ops.autopar.padded_embedding.default,

@@ -1,17 +1,17 @@
-"""From notation and factors to strategies: how one operator may be placed on one axis.
+"""Strategies from notation and factors: how one operator may be placed on one mesh axis.
 
-A *label* is one factor of one name. Per mesh axis an operator may
+A *label* is one factor of one name. On each mesh axis an operator may
 
-    shard a label   inputs that carry it S, inputs that do not R; outputs S, or P where the
-                    label is summed over
+    shard a label   inputs with the label S, other inputs R; outputs with it S, others P
     stay invariant  all inputs I, outputs I
     replicate       all inputs R, outputs R
-    be linear       one input P, the others R (or, jointly linear, all P); outputs P
-    be replaced     where a sharded label needs more than shards (`lowering.py`)
+    be linear       one input P, the others R (if jointly linear, several inputs P); outputs P
+    be lowered      if shards of a label are not enough, a function replaces the operator
+                    (`lowering.py`)
 
-Never does I mix with R, S or P: a layer norm's scale left I under sharded activations has a
-wrong gradient while the loss is right. Tensors without gradient have no such distinction;
-their I is written R.
+I never mixes with R, S or P. If the scale of a layer norm were I while activations are sharded, the
+loss would be right and the gradient of the scale wrong. Tensors without gradient do not distinguish
+I and R, and have R.
 """
 
 from __future__ import annotations
@@ -29,7 +29,12 @@ Cell = tuple[int, int]
 
 @dataclass(frozen=True)
 class Pattern:
-    """Where each label of an operator sits: (dim, factor) per input and output, or None."""
+    """The labels of an operator.
+
+    labels   label -> its (dim, factor) in each input and in each output, None if it is not there
+    sizes    label -> size
+    names    label -> the name that it is a factor of
+    """
 
     labels: Mapping[str, tuple[tuple[Cell | None, ...], tuple[Cell | None, ...]]]
     sizes: Mapping[str, int]
@@ -40,8 +45,8 @@ class Pattern:
 class AxisStrategy:
     """An operator's placements on one mesh axis.
 
-    `label` is what is sharded, if anything (two names apart by a space where that is a pair),
-    and `lowering` what then replaces the operator.
+    `label` is the sharded label, if any; two labels that are sharded together are separated by a
+    space. `lowering` replaces the operator, if it is not None.
     """
 
     inputs: tuple[Placement, ...]
@@ -58,10 +63,10 @@ def resolve(
     notation: Notation, inputs: Sequence[TensorType], outputs: Sequence[TensorType],
     sizes: Mapping[str, int],
 ) -> Pattern:  # fmt: skip
-    """Lay the notation's names over the factors of the actual tensors.
+    """The labels of a notation, by the factors of the actual tensors.
 
-    `sizes` are the names' sizes. A name whose factors differ between its tensors, or do not
-    align with the dim's, cannot be sharded by this operator and gets no label.
+    `sizes` are those of the names. A name gets no label, so that the operator cannot shard it, if
+    it is frozen, if its factors differ between tensors, or if they do not align with a dim's.
     """
     operands = [
         *zip(notation.inputs, inputs, strict=True),
@@ -97,7 +102,7 @@ def resolve(
 def _distribute(
     names: Sequence[str], factors: Sequence[int], sizes: Mapping[str, int]
 ) -> list[tuple[str, tuple[int, ...] | None]]:
-    """Give each name of a dim its run of factors; None where they do not align."""
+    """Each name of a dim, with its consecutive factors; None if they do not align."""
     out: list[tuple[str, tuple[int, ...] | None]] = []
     rest = list(factors)
     aligned = True
@@ -112,7 +117,7 @@ def _distribute(
 
 
 def _sharded_together(rule: OpRule, pattern: Pattern) -> Iterator[tuple[str, ...]]:
-    """Every label alone, and pairs of which the rule says what replaces the operator."""
+    """Every label alone, and the pairs of labels that the rule lowers."""
     yield from ((label,) for label in pattern.labels)
     for pair in (key.split() for key in rule.lower if " " in key):
         yield from itertools.product(
@@ -121,7 +126,7 @@ def _sharded_together(rule: OpRule, pattern: Pattern) -> Iterator[tuple[str, ...
 
 
 def _cells(pattern: Pattern, labels: Sequence[str]) -> tuple[list[Cell | None], list[Cell | None]]:
-    """Where inputs and outputs carry one of the labels; no tensor carries two."""
+    """The cell of one of the labels in each input and output; no tensor has two of them."""
     inputs, outputs = zip(*(pattern.labels[label] for label in labels), strict=True)
 
     def either(per_label: Sequence[Sequence[Cell | None]]) -> list[Cell | None]:
@@ -139,7 +144,7 @@ def axis_strategies(
     input_grads: Sequence[bool],
     output_grads: Sequence[bool],
 ) -> tuple[AxisStrategy, ...]:
-    """Every strategy of one operator on one axis, divisibility apart, in a fixed order."""
+    """Every strategy of one operator on one axis, in a fixed order; divisibility is not checked."""
     n_in, n_out = len(input_grads), len(output_grads)
     found: dict[tuple[tuple[Placement, ...], tuple[Placement, ...]], AxisStrategy] = {}
 

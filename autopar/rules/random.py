@@ -1,7 +1,7 @@
-"""Rules of the random operators (`autopar/operators/random.py`).
+"""Rules of the random operators (`operators/random.py`).
 
-Each element's bits follow from its global index, which the operators get as one vector of
-positions per dim. So every dim may be sharded, its vector with it, and nothing is localised.
+The bits of an element depend on its global index. The operators get it as one vector of positions
+per dim. So every dim may be sharded, together with its vector, and no argument is localised.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def _positions(labels: tuple[str, ...], vectors: tuple[Shape, ...]) -> tuple[Ter
 
 
 def dropout(call: OpCall) -> Notation:
-    """`d0 d1 ..., , d0, d1, ... -> d0 d1 ...`: the tensor, the seed, positions."""
+    """`d0 d1 ..., , d0, d1, ... -> d0 d1 ...`: the tensor, the seed, the positions."""
     shape, _, *vectors = call.inputs
     labels = f.names(len(shape))
     term = f.named_term(shape, labels)
@@ -26,7 +26,7 @@ def dropout(call: OpCall) -> Notation:
 
 
 def uniform(call: OpCall) -> Notation:
-    """`, d0, d1, ... -> d0 d1 ...`: the seed and positions."""
+    """`, d0, d1, ... -> d0 d1 ...`: the seed and the positions."""
     shape = call.outputs[0]
     labels = f.names(len(shape))
     return Notation(((), *_positions(labels, call.inputs[1:])), (f.named_term(shape, labels),))

@@ -1,4 +1,4 @@
-"""Sharding rules: one line of notation per operator, found by overload name."""
+"""The registry: finds the rule of an operator by its overload name, and adds rules of users."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def own_rule(op: str) -> OpRule | None:
 
 
 def rule_for(op: str, where: str = "") -> OpRule:
-    """The rule of an overload; raises `MissingRuleError` with the line to write."""
+    """The rule of an overload; raises `MissingRuleError`, whose hint is the line to write."""
     rule = _registry.get(op) or derived_rule(op) or _kept_whole.get(op)
     if rule is None:
         raise missing_rule(op, where)
@@ -51,10 +51,10 @@ def missing_rule(op: str, where: str = "") -> MissingRuleError:
 
 
 def keep_whole(op: str, where: str = "") -> None:
-    """From now on an operator without a rule has one: it is never sharded.
+    """Give an operator without a rule one that never shards it.
 
-    Raises `MissingRuleError` for one that writes to its arguments or draws random numbers:
-    running it on every rank would not be the same.
+    Raises `MissingRuleError` for an operator that writes to its arguments or draws random numbers:
+    running it on every rank would give other results.
     """
     if not is_pure(find_operator(op)):
         raise missing_rule(op, where)
@@ -62,7 +62,7 @@ def keep_whole(op: str, where: str = "") -> None:
 
 
 def check_call(rule: OpRule, call: OpCall, where: str = "") -> None:
-    """Refuse a call whose arguments the rule does not cover."""
+    """Raises `NotSupportedError` for a call whose arguments the rule does not cover."""
     reason = rule.check(call) if rule.check else None
     if reason is not None:
         what, _, hint = reason.partition("\n")
@@ -76,20 +76,21 @@ def register_rule(
     flops: str | None = None,
     lower: Localise | None = None,
 ) -> OpRule:
-    """Teach autopar how an operator may be sharded.
+    """Add the rule of an operator: how it may be sharded.
 
-    op: `"namespace::name"` (or `"namespace::name.overload"`), or the operator itself.
-    notation: its tensor arguments and results, `"b s h, h f -> b s f"`; terms of optional
-    tensors fall away in calls without them.
-    flops: a formula over the notation's names, `"2*b*s*h*f"`; without one the operator
-    costs the bytes it touches. lower: `(call, local_inputs, local_outputs) -> {argument:
-    value}` for arguments that carry sizes.
+    op         `"namespace::name"` (or `"namespace::name.overload"`), or the operator itself
+    notation   its tensor arguments and results, `"b s h, h f -> b s f"`; in calls without an
+               optional tensor, its term is dropped
+    flops      a formula over the notation's names, `"2*b*s*h*f"`; without one, the operator costs
+               the bytes that it touches
+    lower      `(call, local_inputs, local_outputs) -> {argument: value}`, for arguments that carry
+               sizes
 
-    A second rule of an operator replaces the first. Plans that are made from then on use it,
-    also of models that were captured before.
+    A second rule of an operator replaces the first. All plans made afterwards use it, also those of
+    models that are already captured.
 
-    Raises `NotationError` for a notation that is malformed or has not the operator's tensors,
-    `OptionError` for an operator that does not exist or flops of other names,
+    Raises `NotationError` for a notation that is malformed or does not fit the operator's tensors,
+    `OptionError` for an operator that does not exist or for flops over other names, and
     `NotSupportedError` for an operator that writes to its arguments or draws random numbers.
     """
     overload = find_operator(op)

@@ -1,7 +1,7 @@
-"""What a sharding rule is: one operator's notation, flops, linearity and localisation.
+"""What a sharding rule is: one operator's notation, FLOPs, linearity and localisation.
 
-A rule speaks of one operator alone. `pattern.py` turns its notation and the factors of the
-actual tensors into the operator's strategies, the same way for every rule.
+A rule describes one operator alone. `pattern.py` computes the operator's strategies from the
+notation and the factors of the actual tensors, in the same way for every rule.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ LinearSets = tuple[tuple[int, ...], ...]
 class OpCall:
     """One call of an operator, with its arguments by name and its tensors in order.
 
-    `tensors` are the tensor arguments flattened (lists of tensors included), `inputs` and
-    `outputs` their shapes. Arguments that are missing have the schema's default.
+    `tensors` are the tensor arguments, with lists of tensors flattened. `inputs` are their shapes,
+    `outputs` those of the results. Arguments that are not given have the schema's default.
     """
 
     op: torch._ops.OpOverload
@@ -40,7 +40,7 @@ class OpCall:
 
     @staticmethod
     def of_node(node: torch.fx.Node) -> OpCall:
-        """The call an FX node makes; tensors are its argument nodes."""
+        """The call that an FX node makes; `tensors` are its argument nodes."""
         assert isinstance(node.target, torch._ops.OpOverload)
         return OpCall.of(
             node.target, node.args, node.kwargs, node.meta["val"], lambda a: a.meta["val"]
@@ -54,6 +54,7 @@ class OpCall:
         result: Any,
         value_of: Callable[[Any], Any] = lambda a: a,
     ) -> OpCall:
+        """The call `op(*args, **kwargs)` with its result; `value_of` gives an argument's tensor."""
         defaults = _defaults(op)
         named = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
         tensors = []
@@ -72,25 +73,28 @@ class OpCall:
 
     @cached_property
     def likeness(self) -> Hashable:
-        """Equal for calls that differ only in which tensors of these shapes they take, or in which
-        draw of random numbers: no rule tells them apart."""
+        """Equal for calls that no rule tells apart.
+
+        Such calls differ only in the tensors that they take, of equal shapes, and in the number of
+        their random draw (`occurrence`).
+        """
         args = ((name, _plain(v)) for name, v in self.args.items() if name != "occurrence")
         return self.op, tuple(args), self.inputs, self.outputs
 
     def dim(self, name: str = "dim", rank: int | None = None) -> int:
-        """A dim argument, counted from 0."""
+        """A dim argument, as a non-negative index."""
         rank = len(self.inputs[0]) if rank is None else rank
         return int(self.args[name]) % max(rank, 1)
 
 
 @lru_cache(maxsize=1024)
 def _defaults(op: torch._ops.OpOverload) -> Mapping[str, Any]:
-    """The arguments of an operator's schema, which is slow to say; those by keyword alone last."""
+    """Argument -> default, by an operator's schema. Cached, because schemas are slow to read."""
     return {a.name: a.default_value for a in op._schema.arguments}
 
 
 def _plain(value: Any) -> Hashable:
-    """An argument with tensors left out; hashable."""
+    """An argument in hashable form, with all tensors equal."""
     if isinstance(value, (torch.fx.Node, torch.Tensor)):
         return "tensor"
     if isinstance(value, (list, tuple)):
@@ -101,7 +105,7 @@ def _plain(value: Any) -> Hashable:
 
 
 Family = Callable[[OpCall], Notation]
-# (call, local input shapes, local output shapes) -> arguments that change on one rank
+# (call, local input shapes, local output shapes) -> the arguments that differ on one rank
 Localise = Callable[[OpCall, Sequence[Shape], Sequence[Shape]], dict[str, Any]]
 
 
@@ -110,16 +114,16 @@ class OpRule:
     """The sharding rule of one operator.
 
     op         overload name, `aten.mm.default`
-    notation   text, or a family: a function of the call for operators of any rank
-    flops      formula over the notation's names (one multiply-add counts as 2); operators
-               without one cost the bytes they touch
-    linear     sets of inputs that may be Partial together, the others Replicate; the output
-               is then Partial. A function of the call where scalars decide
-    lower      name -> what replaces the operator where that name is sharded
-    localise   arguments that carry sizes, rewritten for one rank
-    fused      a fused attention, which has rates of its own
+    notation   text, or a family: a function of the call, for operators of any rank
+    flops      formula over the notation's names; one multiply-add counts as 2. Without a formula,
+               an operator costs the bytes that it touches
+    linear     sets of inputs that may be Partial together while the others are Replicate; then the
+               outputs are Partial. A function of the call if it depends on arguments
+    lower      name -> what replaces the operator if that name is sharded
+    localise   computes one rank's values of arguments that carry sizes
+    fused      fused attention, which has rates of its own
     view       costs nothing: the output shares the input's memory
-    check      why a call is not covered, None if it is; a second line is the hint
+    check      why a call is not covered, or None; a second line is the hint
     """
 
     op: str
@@ -135,7 +139,7 @@ class OpRule:
     def notation_of(self, call: OpCall) -> Notation:
         """The notation of this call, with `...` written out.
 
-        Raises `NotationError` when the tensors of the call are not those of the notation.
+        Raises `NotationError` if the tensors of the call do not fit the notation.
         """
         if callable(self.notation):
             return self.notation(call)
@@ -169,7 +173,7 @@ class OpRule:
         return self.linear(call) if callable(self.linear) else self.linear
 
     def flops_of(self, sizes: Mapping[str, float]) -> float:
-        """The formula's value; `sizes` maps the notation's names to local sizes."""
+        """FLOPs by the formula, 0 without one; `sizes` maps the notation's names to local sizes."""
         if self.flops is None:
             return 0.0
         return evaluate(self.flops, sizes) * leading(sizes)

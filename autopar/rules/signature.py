@@ -1,8 +1,8 @@
-"""Does a line of notation fit the operator it is written for?
+"""Checks that a rule fits its operator, by the operator's signature.
 
-The signature of an operator tells its tensors: those that every call has, optional ones, lists.
-A notation has a term for each tensor, in order; terms of optional tensors that a call leaves out
-fall away. So a mistake is found when a rule is registered, not when a model meets it.
+The signature lists the tensors: required ones, optional ones, and lists of tensors. A notation has
+one term for each tensor, in order. If a call leaves optional tensors out, their terms are dropped.
+So a mistake is found when a rule is registered, not when a model uses the operator.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def _tensors(arguments: Sequence[Any]) -> dict[str, str]:
 def without_absent(
     notation: Notation, op: torch._ops.OpOverload, args: Mapping[str, Any]
 ) -> Notation:
-    """The notation of a call that leaves optional tensors out.
+    """The notation without the terms of optional tensors that the call leaves out.
 
-    A notation that has no terms for them stays what it is.
+    A notation that has no terms for optional tensors is returned unchanged.
     """
     given: list[bool] = []
     for name in _tensors(op._schema.arguments):
@@ -48,18 +48,18 @@ def check_operator(op: torch._ops.OpOverload) -> None:
     """Raises `NotSupportedError` for an operator that no rule can describe."""
     if op._schema.is_mutable:
         raise NotSupportedError(
-            f"a rule of {op}, which writes to its arguments",
+            f"no rule can describe {op}: it writes to its arguments",
             hint="register a version that returns what it computes",
         )
     if torch.Tag.nondeterministic_seeded in op.tags:
         raise NotSupportedError(
-            f"a rule of {op}, which draws random numbers: ranks would draw others",
+            f"no rule can describe {op}: it draws random numbers, different ones on each rank",
             hint="draw them with torch.rand in the model, and pass them to the operator",
         )
 
 
 def check_notation(notation: Notation, op: torch._ops.OpOverload) -> None:
-    """Raises `NotationError` where the terms cannot be the operator's tensors."""
+    """Raises `NotationError` if the terms cannot be the operator's tensors."""
     sides = (
         ("inputs", notation.inputs, op._schema.arguments),
         ("outputs", notation.outputs, op._schema.returns),
@@ -73,14 +73,14 @@ def check_notation(notation: Notation, op: torch._ops.OpOverload) -> None:
         n_terms = 0 if not tensors and terms == ((),) else len(terms)
         if not least <= n_terms <= len(tensors):
             raise NotationError(
-                f'{op}: {side} of "{notation}" are {n_terms}, those of the operator '
+                f'{op}: {side} of "{notation}": {n_terms} written, but the operator has '
                 f"{len(tensors)} ({', '.join(tensors) or 'none'})",
                 hint="write one term per tensor, in the order of the signature",
             )
 
 
 def check_flops(flops: str, notation: Notation, op: torch._ops.OpOverload) -> None:
-    """Raises `OptionError` for a formula over other names than the notation's."""
+    """Raises `OptionError` for a malformed formula, or for names that the notation lacks."""
     try:
         names = names_of(flops)
     except (ArithmeticError, SyntaxError, TypeError, ValueError) as error:

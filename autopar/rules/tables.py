@@ -1,7 +1,7 @@
-"""The rules of every supported operator, one line each.
+"""The tables: the rules of all supported operators, one line each.
 
-Families (`families.py`, `views.py`) serve operators of any rank; everything else is a line
-of notation. A function from here never touches a tensor.
+Operators of any rank use a family (`families.py`, `views.py`); the others have a line of notation.
+No function here touches the values of a tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autopar.rules.padded import PADDED
 from autopar.rules.random import RANDOM
 from autopar.rules.rule import Family, LinearSets, Localise, OpCall, OpRule
 
-# A matmul -> the operator that adds a bias too.
+# A matmul -> the operator that computes it and adds a bias.
 FUSED = {"aten.mm.default": "aten.addmm.default", "aten.linear.default": "aten.linear.default"}
 
 ALONE: LinearSets = ((0,),)
@@ -53,7 +53,7 @@ def _where_zero(call: OpCall) -> LinearSets:
     return ((1,),) if call.args["other"] == 0 else ()
 
 
-# Elementwise and not linear, where torch does not say so; `derived.py` has those it tags.
+# Elementwise, not linear, and without torch's tag; `derived.py` has those with the tag.
 _POINTWISE = (
     "hardswish.default", "log_sigmoid.default", "to.dtype", "to.dtype_layout", "to.device",
     "_to_copy.default", "zeros_like.default", "ones_like.default", "full_like.default",
@@ -185,7 +185,7 @@ OVER_PADDING = tuple(
 
 
 def _view(name: str, notation: Family = v.view, localise: Localise | None = None) -> OpRule:
-    """Moves elements, linear in all of them, and shares their memory."""
+    """The rule of a view: it is linear and shares the memory of its input."""
     return OpRule(f"aten.{name}", notation, linear=ALONE, view=True, localise=localise)
 
 

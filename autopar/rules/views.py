@@ -1,8 +1,9 @@
-"""Notations of operators that move elements around without computing.
+"""Notations of operators that move elements without computing: views, slices, cat, pad, fills.
 
-Views derive their notation from the shapes: the suffix products of both sides are cut
-points; where every cut divides the next, both sides are products of the same names.
-Where they do not divide, that segment alone is frozen.
+The notation of a reshape follows from the two shapes. Both are cut into segments: shortest groups
+of dims with equal products. Within a segment, the suffix products of both sides are cut points. If
+every cut divides the next, both sides are products of the same names, one per pair of neighbouring
+cuts. If not, the dims of that segment are frozen.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def _suffix_cuts(sizes: Sequence[int]) -> list[int]:
 
 
 def view_notation(source: Shape, target: Shape) -> Notation:
-    """The names both shapes are products of."""
+    """The notation of a reshape, with the names that both shapes are products of."""
     frozen: set[str] = set()
     counter = iter(range(1 << 30))
     left = [i for i, n in enumerate(source) if n != 1]
@@ -108,7 +109,7 @@ def reverse(call: OpCall) -> Notation:
 
 
 def squeeze(call: OpCall) -> Notation:
-    """A view, but dims that may be dropped when a shard has one element stay whole."""
+    """A view. Dims that may be squeezed stay whole: a shard of one element would be dropped."""
     shape, notation = call.inputs[0], view(call)
     dim = call.args.get("dim", list(range(len(shape))))
     dims = dim if isinstance(dim, (list, tuple)) else (dim,)
@@ -124,12 +125,16 @@ def localise_unflatten(
 
 
 def _cut_dim(whole: int, part: int, start: int = 0) -> bool:
-    """Is a part of `part` elements at `start` one of equal, aligned parts of `whole`?"""
+    """Is the part of `part` elements at `start` one of equal parts that tile `whole`?"""
     return part > 0 and whole % part == 0 and start % part == 0
 
 
 def _parts(call: OpCall, dim: int, whole: Shape, parts: Sequence[Shape]) -> tuple[Term, list[Term]]:
-    """`whole` as (n! x) along `dim` and each part as x, when all parts are equal."""
+    """The terms of `whole` and its `parts` along `dim`.
+
+    If all parts are equal, `whole` is (n x) along `dim` and every part is x. Otherwise `whole` is n
+    and part i is xi.
+    """
     labels = names(len(whole))
     base = named_term(whole, labels)
     equal = all(shape[dim] == parts[0][dim] for shape in parts)
@@ -150,7 +155,7 @@ def _parts(call: OpCall, dim: int, whole: Shape, parts: Sequence[Shape]) -> tupl
 
 
 def _held(whole: Term, parts: Sequence[Term], dim: int) -> frozenset[str]:
-    """Names along `dim` that are cut: not those that whole and part share."""
+    """The names along `dim` that stay whole: all but those that whole and parts share."""
     shared = set(whole[dim]) & set(parts[0][dim])
     return frozenset((set(whole[dim]) | {n for p in parts for n in p[dim]}) - shared)
 
@@ -213,7 +218,7 @@ def localise_slice(
 
 
 def scattered(call: OpCall) -> Notation:
-    """A part written over a whole, as `slice` and `select` cut it; the dim stays whole."""
+    """`slice_scatter` and `select_scatter`: a part written into a tensor; the dim stays whole."""
     whole, part = call.inputs
     dim, labels = call.dim(), names(len(whole))
     term = named_term(whole, labels)
@@ -254,12 +259,12 @@ def localise_size(name: str) -> Any:
 
 
 def created(call: OpCall) -> Notation:
-    """A constant filled tensor of a given size: every dim may be sharded."""
+    """A filled tensor of a given size: every dim may be sharded."""
     return Notation((), (named_term(call.outputs[0], names(len(call.outputs[0]))),))
 
 
 def created_like(call: OpCall) -> Notation:
-    """A filled tensor that takes only its type, or its shape too, from its input."""
+    """A filled tensor with the dtype of its input. Their dims are the same if the shapes are."""
     out, labels = call.outputs[0], names(len(call.outputs[0]))
     if call.inputs[0] == out:
         term = named_term(out, labels)
@@ -271,7 +276,7 @@ def created_like(call: OpCall) -> Notation:
 
 
 def pad(call: OpCall) -> Notation:
-    """Padding: padded dims stay whole."""
+    """Padding; padded dims stay whole."""
     shape, out = call.inputs[0], call.outputs[0]
     amounts = call.args["pad"]  # (before, after) of the last dim, then of the one before it
     padded = [any(amounts[2 * i : 2 * i + 2]) for i in reversed(range(len(shape)))]
@@ -286,7 +291,7 @@ def pad(call: OpCall) -> Notation:
 
 
 def diagonal(call: OpCall) -> Notation:
-    """The diagonal of two dims, which stay whole, comes last."""
+    """The diagonal of two dims, which stay whole. It becomes the last dim."""
     shape = call.inputs[0]
     taken = {call.dim("dim1"), call.dim("dim2")}
     labels = names(len(shape))
@@ -297,7 +302,7 @@ def diagonal(call: OpCall) -> Notation:
 
 
 def diagonal_embedded(call: OpCall) -> Notation:
-    """The last dim, which stays whole, becomes the diagonal of two."""
+    """The last dim, which stays whole, becomes the diagonal of two new dims."""
     out = call.outputs[0]
     new = [call.dim("dim1", len(out)), call.dim("dim2", len(out))]
     labels = names(len(out))
@@ -308,7 +313,7 @@ def diagonal_embedded(call: OpCall) -> Notation:
 
 
 def unfold(call: OpCall) -> Notation:
-    """Windows along a dim: it stays whole, and their elements come last."""
+    """Windows along a dim, which stays whole. Their elements become the last dim."""
     shape, out, dim = call.inputs[0], call.outputs[0], call.dim("dimension")
     labels = names(len(shape))
     windows = (*labels[:dim], "w", *labels[dim + 1 :], "x") if shape else ("x",)

@@ -1,10 +1,12 @@
-"""Schedules as data: which device does what, in which order.
+"""Decides which device does what in a pipeline schedule, in which order. Schedules are data.
 
-Read in this order: `actions` (the language: an action, a transfer, a schedule, their text),
-`clocks` (when every action runs; why a schedule that finishes once always finishes),
-`validate` (what a schedule must satisfy), `orders` (gpipe, 1f1b, interleaved, zero_bubble),
-`lowering` and `script` (where sends and receives go). The simulator, the code generator and the
-runtime read the same data.
+Read: `actions.py` (an action, a transfer, a schedule, and their text), `grid.py` (when every
+action runs; why one simulation proves that a schedule finishes), `legality.py` (what a schedule
+must satisfy), `orders.py` (gpipe, 1f1b, interleaved, zero_bubble), `lowering.py` and `script.py`
+(where sends and receives go).
+May import `errors`, `units`, `operators` and `precision`.
+Hands on `Schedule`, `lower`, `validate` and `script_of`: the simulator, the verifier and the
+runtime read the same schedule.
 """
 
 from autopar.schedule.actions import (

@@ -1,21 +1,22 @@
 """The language of schedules: actions, transfers, and their text.
 
-A schedule is one list of actions per device: the ranks that work as one. Text of an action:
-the stage, what is done, the microbatch, and for a message the stage at its other end:
+A schedule is one list of actions per device. A device is a group of ranks that
+work as one. The text of an action is: stage, kind, microbatch, and for a message the stage at
+its other end:
 
     2F0     stage 2 runs forward of microbatch 0        2B0     backward
     2SF0>3  stage 2 sends microbatch 0's activations    3RF0<2  stage 3 receives them
     3SB0>2  stage 3 sends their gradients back          2RB0<3  stage 2 receives them
 
-Backward may be in two parts, of which only the first is waited for by other stages:
+Backward may be split into two parts. Other stages wait only for the first:
 
     2I0     gradients of what stage 2 received          2W0     gradients of its parameters
 
-With v chunks, each of p devices has v stages: stage s is on device s mod p. With one, a stage is
-a device.
+With v chunks, each of p devices has v stages: stage s is on device s mod p. With one chunk,
+stages and devices are the same.
 
-A *transfer* says that a stage's forward reads what an earlier one made; one message per
-microbatch carries all tensors between the two stages, unless both are on one device.
+A *transfer* says that a stage's forward reads tensors of an earlier stage. One message per
+microbatch carries all tensors between the two stages. Stages on one device send nothing.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ _OTHER_END: dict[Kind, Kind] = {
 _TEXT = re.compile(r"(?a:(\d+)(?:([FBIW])(\d+)|(S[FB])(\d+)>(\d+)|(R[FB])(\d+)<(\d+)))")
 IDLE = "."
 
-# After these, a stage has a microbatch's gradients of its parameters, and keeps nothing of it.
+# After one of these, a stage has a microbatch's parameter gradients and keeps nothing else of it.
 GRADIENTS_DONE: tuple[Kind, ...] = ("backward", "backward_weight")
 
 
@@ -76,7 +77,7 @@ class Action(NamedTuple):
 
     @property
     def is_forward(self) -> bool:
-        """Of activations; else of gradients."""
+        """Does it compute or carry activations (else gradients)?"""
         return self.kind.endswith("forward")
 
     @property
@@ -96,7 +97,10 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True, order=True)
 class Transfer:
-    """Stage `target` reads tensors that stage `source` makes; gradients return if any has one."""
+    """Stage `target` reads tensors of stage `source`.
+
+    has_gradient    at least one of them has a gradient, which is sent back
+    """
 
     source: int
     target: int
@@ -117,10 +121,11 @@ class Transfer:
 class Schedule:
     """What every device does, in order.
 
-    transfers         those that its sends and receives carry out; None while it has none (`lower`)
-    trains            False where it has forwards only
-    n_chunks          stages of each device
-    splits_backward   every backward is in two parts
+    rows              the actions of each device
+    transfers         what its sends and receives carry; None before it is lowered (`lower`)
+    trains            False for a schedule of forwards only
+    n_chunks          number of stages per device
+    splits_backward   every backward is split into two parts
     """
 
     rows: tuple[tuple[Action, ...], ...]
@@ -132,7 +137,7 @@ class Schedule:
 
     @property
     def stages(self) -> tuple[tuple[Action, ...], ...]:
-        """The rows, for those who take a stage for a device."""
+        """The rows, one per stage; only for schedules with one stage per device."""
         assert self.n_chunks == 1, "devices have several stages"
         return self.rows
 
@@ -156,7 +161,7 @@ class Schedule:
         return self.device_of(transfer.source) == self.device_of(transfer.target)
 
     def computes(self) -> tuple[Kind, ...]:
-        """What every stage runs of every microbatch, in order."""
+        """The kinds of compute that every stage runs for every microbatch, in order."""
         if not self.trains:
             return ("forward",)
         if self.splits_backward:
@@ -178,7 +183,7 @@ def chain(n_stages: int) -> frozenset[Transfer]:
 
 
 def parse_action(text: str) -> Action:
-    """`"2F0"` -> the action. Raises `PlanError` where `text` is none."""
+    """`"2F0"` -> the action. Raises `PlanError` if `text` is not an action."""
     match = _TEXT.fullmatch(text)
     if match is None:
         raise PlanError(
@@ -191,11 +196,11 @@ def parse_action(text: str) -> Action:
 
 
 def parse_schedule(text: str) -> Schedule:
-    """One line of actions per device; idle cells (`.`) of a grid are passed over.
+    """Parse one line of actions per device; idle cells (`.`) of a grid are skipped.
 
-    What the text does not say is taken from its actions: the numbers of microbatches and of
-    chunks, the transfers of a lowered schedule, and whether it trains. Raises `PlanError` for a
-    word that is no action.
+    The rest is inferred from the actions: the numbers of microbatches and of chunks, the
+    transfers of a lowered schedule, and whether it trains. Raises `PlanError` for a word that is
+    not an action.
     """
     rows = tuple(
         tuple(parse_action(word) for word in line.split() if word != IDLE)

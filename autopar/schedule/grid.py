@@ -1,23 +1,22 @@
-"""When the actions of a schedule run, given how long each takes.
+"""When the actions of a schedule run, given the duration of each.
 
-A device runs its actions one by one, in order:
+A device runs its actions one by one, in order (`start_times`):
 
     forward of microbatch k on stage s    waits for k's forward on stage s - 1
-    backward of k on stage s              waits for k's backward on stage s + 1 (where it is in
-                                          two parts, the input's for the input's)
-    a send                                starts with its receive (rendezvous), and ends with it
+    backward of k on stage s              waits for k's backward on stage s + 1; if backward is
+                                          split, the input part waits for the input part
+    a send                                starts and ends together with its receive (rendezvous)
 
-In a lowered schedule, messages take the place of the first two. Skip connections and missing
-links change nothing in a schedule that has no messages yet: a stage waits for its neighbour,
-and by induction for all stages before it.
+In a lowered schedule, messages replace the first two waits. Before lowering, transfers do not
+matter: each stage waits for its neighbour, and so by induction for all stages before it.
 
-A device has one next action, so running one never disables another. Hence whether all actions
-can be finished does not depend on durations or on who goes first: one simulation
-(`start_times`) that ends is a proof that every run does. One that does not end leaves every
-unfinished device waiting for exactly one other, so following them finds a cycle (`_cycle`).
+Deadlock: a device has exactly one next action, so running one action never disables another.
+Whether all actions can finish therefore depends neither on durations nor on which device goes
+first. One simulation that ends proves that every run ends. If it gets stuck, every unfinished
+device waits for exactly one other device; following these waits finds a cycle (`_cycle`).
 
 With equal costs on n stages and m microbatches, 1f1b and gpipe both take
-(n + m - 1)(forward + backward) clocks; `in_flight` is what tells them apart.
+(n + m - 1)(forward + backward) clocks. They differ in memory (`in_flight`).
 """
 
 from __future__ import annotations
@@ -30,14 +29,16 @@ from autopar.schedule.actions import GRADIENTS_DONE, IDLE, Action, Kind, Schedul
 
 Times = tuple[tuple[float, ...], ...]
 
-# Kind, stage and microbatch of an action that is no message.
+# Kind, stage and microbatch of a compute action.
 _Compute = tuple[Kind, int, int]
 
 
 def start_times(schedule: Schedule, duration: Callable[[Action], float]) -> Times:
-    """When each action of each device starts; `duration` of a message is asked of its send.
+    """When each action of each device starts.
 
-    Raises `VerificationError` with the cycle of waits if the schedule cannot be finished.
+    duration    of a compute, or of a message: it is called with the send, not the receive
+
+    Raises `VerificationError` with the cycle of waits if the schedule cannot finish.
     """
     starts: list[list[float]] = [[] for _ in schedule.rows]
     free_at = [0.0] * schedule.n_devices
@@ -75,9 +76,9 @@ def start_times(schedule: Schedule, duration: Callable[[Action], float]) -> Time
 
 
 def clocks(schedule: Schedule, forward: float = 1, backward: float = 1, weight: float = 1) -> float:
-    """When the last action ends, if all stages take the same time and messages none.
+    """When the last action ends, if all stages are equal and messages take no time.
 
-    `weight` is the second part of a backward in two parts, and `backward` then the first.
+    If backward is split, `backward` is the cost of its first part and `weight` of its second.
     """
     cost = {
         "forward": forward,
@@ -95,9 +96,9 @@ def clocks(schedule: Schedule, forward: float = 1, backward: float = 1, weight: 
 
 
 def in_flight(schedule: Schedule, device: int) -> int:
-    """The most microbatches, counted once per chunk, that `device` keeps something of.
+    """The largest number of microbatches that are live on `device`, counted once per chunk.
 
-    That is from a stage's forward to the end of its backward.
+    A microbatch is live from a stage's forward to the end of its backward.
     """
     most = now = 0
     for action in schedule.rows[device]:
@@ -107,9 +108,9 @@ def in_flight(schedule: Schedule, device: int) -> int:
 
 
 def format_grid(schedule: Schedule) -> str:
-    """A line per device and a column per clock, all actions of equal cost; `.` is idle.
+    """One line per device, one column per clock, at equal costs; `.` is idle.
 
-    Messages take no clock, so a lowered schedule has no grid; print it as it is.
+    Messages take no clock, so a lowered schedule has no grid. Print it with `str` instead.
     """
     assert not schedule.is_lowered, "a lowered schedule has no grid"
     times = start_times(schedule, lambda action: 1)
@@ -124,7 +125,7 @@ def format_grid(schedule: Schedule) -> str:
 
 
 def _needed(schedule: Schedule, action: Action) -> _Compute | None:
-    """Compute of a neighbouring stage that `action`, a compute, waits for."""
+    """The compute of a neighbouring stage that the compute `action` waits for."""
     kind, stage, microbatch, _ = action
     if schedule.transfers is not None or kind == "backward_weight":
         return None
@@ -135,7 +136,7 @@ def _needed(schedule: Schedule, action: Action) -> _Compute | None:
 def _awaited_end(
     schedule: Schedule, message: Action, partner: Action, starts: list[list[float]]
 ) -> int | None:
-    """The device whose next action is not `partner`, the other end of `message`; None if it is."""
+    """The device that is not yet at `partner`, the other end of `message`; None if it is there."""
     peer = schedule.device_of(partner.stage)
     if peer == schedule.device_of(message.stage) or not partner.stage < schedule.n_stages:
         raise VerificationError(
@@ -149,7 +150,7 @@ def _awaited_end(
 def _waits_for(
     schedule: Schedule, action: Action, starts: list[list[float]], ended_at: dict[_Compute, float]
 ) -> int | None:
-    """The device that keeps `action`, the next of its own device, from starting; None if none."""
+    """The device that blocks `action`, the next one of its own device; None if it can start."""
     if not action.is_compute:
         return _awaited_end(schedule, action, action.partner, starts)
     needed = _needed(schedule, action)
@@ -161,7 +162,7 @@ def _waits_for(
 def _cycle(
     schedule: Schedule, starts: list[list[float]], ended_at: dict[_Compute, float]
 ) -> VerificationError:
-    """The devices that wait for each other, each with the action it is stuck in."""
+    """The error that shows a cycle of waiting devices, each with the action it is stuck in."""
     stuck = {
         device: actions[len(starts[device])]
         for device, actions in enumerate(schedule.rows)

@@ -1,12 +1,12 @@
-"""What a schedule must satisfy before anything runs it.
+"""What a schedule must satisfy before anything runs it (`validate`).
 
-compute     every stage runs forward, and if it trains backward (or its two parts), of each
-            microbatch exactly once, its forward first; forwards in the order of microbatches,
-            and backwards, so that gradients add up in the same order under every schedule
-messages    of a lowered schedule: each transfer of each microbatch exactly once at both
-            ends, sent after it is made and received before it is read; no others. Between
-            stages of one device there are none, and the order of its compute is what counts
-progress    under rendezvous, all actions can be finished (`prove_deadlock_free`)
+compute     Every stage runs each microbatch once: forward, then, if it trains, backward (or its
+            two parts). Each kind runs in the order of microbatches, so gradients add up in the
+            same order under every schedule.
+messages    In a lowered schedule, each transfer of each microbatch is there once at both ends,
+            sent after it is made and received before it is read. There are no other messages.
+            Between stages of one device there are none; the order of their compute is checked.
+progress    Under rendezvous, all actions can finish (`prove_deadlock_free`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autopar.schedule.grid import start_times
 
 
 def validate(schedule: Schedule) -> None:
-    """Raise `VerificationError` unless the schedule is all of what the module's text says."""
+    """Raise `VerificationError` unless the schedule satisfies the rules of this module."""
     for device, actions in enumerate(schedule.rows):
         stray = next((a for a in actions if schedule.device_of(a.stage) != device), None)
         if stray is not None:
@@ -38,15 +38,16 @@ def validate(schedule: Schedule) -> None:
 
 
 def prove_deadlock_free(schedule: Schedule) -> None:
-    """Raise `VerificationError` with the cycle of waits if one is possible.
+    """Raise `VerificationError` with the cycle of waits if the schedule can deadlock.
 
-    A send blocks until its receive is posted; one simulation proves it for all durations.
+    A send blocks until its receive is posted. One simulation proves it for all durations
+    (`grid.py`).
     """
     start_times(schedule, lambda action: 1)
 
 
 def check_transfers(n_stages: int, transfers: Collection[Transfer]) -> None:
-    """Transfers go from a stage to a later one, and a pair of stages has one."""
+    """Raise unless each transfer goes to a later stage and each pair of stages has at most one."""
     for transfer in sorted(transfers):
         if not 0 <= transfer.source < transfer.target < n_stages:
             raise VerificationError(
@@ -67,7 +68,7 @@ def _row(schedule: Schedule, device: int) -> str:
 
 
 def _check_complete(schedule: Schedule, device: int) -> None:
-    """Each action that the device must do is there once, and no other."""
+    """Raise unless the device runs each of its actions exactly once, and no others."""
     row, wanted = schedule.rows[device], dict.fromkeys(_wanted(schedule, device))
     if len(row) == len(wanted) and wanted.keys() == set(row):
         return
@@ -85,7 +86,7 @@ def _check_complete(schedule: Schedule, device: int) -> None:
 
 
 def _extent(schedule: Schedule) -> str:
-    """What a schedule is of, for messages."""
+    """Microbatches and transfers of a schedule, for error messages."""
     what = "" if schedule.trains else ", forward only"
     pairs = ", ".join(f"{t.source} to {t.target}" for t in sorted(schedule.transfers or ()))
     carried = f"transfers {pairs}" if pairs else "no transfers"
@@ -93,7 +94,7 @@ def _extent(schedule: Schedule) -> str:
 
 
 def _wanted(schedule: Schedule, device: int) -> Iterable[Action]:
-    """Every action of a device, in no particular order."""
+    """Every action that a device must run, in no particular order."""
     kinds = schedule.computes()
     for stage in range(device, schedule.n_stages, schedule.n_devices):
         first = [Action(kind, stage, 0) for kind in kinds]
@@ -108,7 +109,7 @@ def _wanted(schedule: Schedule, device: int) -> Iterable[Action]:
 
 
 def _check_microbatch_order(actions: tuple[Action, ...]) -> None:
-    """Compute of one kind on one stage."""
+    """Raise unless each stage runs each kind of compute in the order of microbatches."""
     latest: dict[tuple[str, int], Action] = {}
     for action in actions:
         if not action.is_compute:
@@ -123,7 +124,7 @@ def _check_microbatch_order(actions: tuple[Action, ...]) -> None:
 
 
 def _check_local_order(schedule: Schedule, device: int) -> None:
-    """On one device: receive before forward, forward before its send, and so on."""
+    """Raise unless the device receives before it computes, computes before it sends, and so on."""
     at = {action: i for i, action in enumerate(schedule.rows[device])}
     for first, then in _local_order(schedule, device):
         if at[first] > at[then]:

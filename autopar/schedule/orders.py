@@ -1,26 +1,29 @@
-"""The order of forwards and backwards on each device.
+"""The order of forwards and backwards on each device: gpipe, 1f1b, interleaved, zero bubble.
+
+n stages, m microbatches, p devices of v chunks each (stage s on device s mod p). `in flight` is
+the largest number of live microbatches on stage i.
 
     gpipe        all forwards, then all backwards                      in flight m
-    1f1b         stage i runs min(m, n - i) forwards, then a backward
-                 and a forward in turn, then the backwards left        in flight min(m, n - i)
-    interleaved  the same over v chunks per device, stage s on device s mod p: a round of p
-                 microbatches goes through a chunk, then through the next; device i runs
-                 2(p - i - 1) + (v - 1)p forwards before it takes turns  (`interleaved`)
-    zero_bubble  1f1b whose backwards are in two parts: that of parameters, which nobody
-                 waits for, comes i microbatches later on stage i      in flight min(m, n)
-                 `is_eager`: 2(n - i) - 1 forwards first, and that of
-                 parameters 2i microbatches later                      in flight min(m, 2n - 1)
+    1f1b         stage i runs min(m, n - i) forwards, then alternates
+                 backward and forward, then the remaining backwards    in flight min(m, n - i)
+    interleaved  1f1b over v chunks per device: a round of p microbatches goes through one
+                 chunk, then through the next; device i runs 2(p - i - 1) + (v - 1)p + 1
+                 forwards before it alternates                         (`interleaved`)
+    zero_bubble  1f1b with split backwards: stage i runs the parameter
+                 part i microbatches later, as no stage waits for it   in flight min(m, n)
+                 `is_eager`: 2(n - i) - 1 forwards first, and the
+                 parameter part 2i microbatches later                  in flight min(m, 2n - 1)
 
-All run the backwards of a stage in the order of its forwards, so that gradients add up in the same
-order. With m <= n - i, stage i has no forwards left after the first ones, and gpipe and 1f1b are
-the same list.
+Every stage runs its backwards in the order of its forwards, so gradients add up in the same
+order under every schedule. If m <= n - i, stage i has no forwards left to alternate with, so
+gpipe and 1f1b are the same list.
 
-With equal stages and free messages, forward f, backward b (of which w is parameters'), a step
-is longer than m (f + b) by what every device idles:
+The bubble is what a step takes beyond m (f + b). With equal stages and free messages, forward f,
+backward b, and w the parameter part of b, it is:
 
     gpipe, 1f1b    (n - 1)(f + b)              interleaved    (p - 1)(f + b) / v
-    zero_bubble    (n - 1)(f + b - 2w)         where w <= f, w <= b / 2 and n <= m
-    is_eager       (n - 1) f                   where w = f = b / 2 and 2n <= m: the way in
+    zero_bubble    (n - 1)(f + b - 2w)         if w <= f, w <= b / 2 and n <= m
+    is_eager       (n - 1) f                   if w = f = b / 2 and 2n <= m: only the fill is left
 
 Sources: GPipe, Huang et al. 2019; PipeDream-Flush and interleaving, Narayanan et al. 2021 (arXiv
 2104.04473, figure 4); ZB-H1 and ZB-H2, Qi et al. 2023 (arXiv 2401.10241, figures 2 and 3).
@@ -41,16 +44,17 @@ def gpipe(n_stages: int, n_microbatches: int) -> Schedule:
 
 
 def one_f_one_b(n_stages: int, n_microbatches: int) -> Schedule:
-    """A backward as soon as there can be one; at most n - i microbatches live on stage i."""
+    """Each backward as early as possible: at most n - i microbatches are live on stage i."""
     return _with_first(n_stages, n_microbatches, lambda stage: n_stages - stage)
 
 
 def interleaved(n_devices: int, n_chunks: int, n_microbatches: int) -> Schedule:
-    """1f1b over `n_chunks` stages on each device: a bubble as many times shorter.
+    """1f1b over `n_chunks` stages on each device: the bubble is `n_chunks` times shorter.
 
-    In flight on device i are min(m v, 2(p - i - 1) + (v - 1)p + 1) chunks. One chunk is 1f1b.
+    In flight on device i are min(m v, 2(p - i - 1) + (v - 1)p + 1) chunks. With one chunk, this
+    is 1f1b.
 
-    Raises `OptionError` where microbatches do not come in whole rounds of `n_devices`.
+    Raises `OptionError` if `n_microbatches` is not a multiple of `n_devices`.
     """
     _check_counts(n_devices * n_chunks, n_microbatches)
     if n_chunks == 1:
@@ -79,9 +83,9 @@ def interleaved(n_devices: int, n_chunks: int, n_microbatches: int) -> Schedule:
 
 
 def zero_bubble(n_stages: int, n_microbatches: int, *, is_eager: bool = False) -> Schedule:
-    """Gradients of parameters fill the bubble: ZB-H1, in the memory of 1f1b's stage 0.
+    """ZB-H1: parameter gradients fill the bubble. Every stage needs the memory of 1f1b's stage 0.
 
-    is_eager: ZB-H2, nearly without a bubble, in twice that memory.
+    is_eager    ZB-H2: almost no bubble, with twice that memory
     """
     _check_counts(n_stages, n_microbatches)
     rows = []
@@ -102,7 +106,7 @@ def zero_bubble(n_stages: int, n_microbatches: int, *, is_eager: bool = False) -
 
 
 def forward_only(n_stages: int, n_microbatches: int) -> Schedule:
-    """Forwards alone: evaluation."""
+    """Forwards only, for evaluation."""
     _check_counts(n_stages, n_microbatches)
     stages = tuple(
         tuple(Action("forward", stage, k) for k in range(n_microbatches))
@@ -111,12 +115,12 @@ def forward_only(n_stages: int, n_microbatches: int) -> Schedule:
     return Schedule(stages, n_microbatches, trains=False)
 
 
-# By the words of the option `schedule`.
+# Keyed by the words of the option `schedule`.
 ORDERS: dict[str, Callable[[int, int], Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
 
 
 def _with_first(n_stages: int, n_microbatches: int, first: Callable[[int], int]) -> Schedule:
-    """`first(stage)` forwards, then a backward and a forward in turn while there are both."""
+    """On each stage, `first(stage)` forwards first, then as `_in_turn`."""
     _check_counts(n_stages, n_microbatches)
     rows = tuple(
         _in_turn(
@@ -134,7 +138,7 @@ def _all(kind: Kind, stage: int, n_microbatches: int) -> list[Action]:
 
 
 def _in_turn(forwards: list[Action], backwards: list[Action], n_first: int) -> tuple[Action, ...]:
-    """`n_first` forwards, then a backward and a forward in turn while there are both."""
+    """`n_first` forwards, then a backward and a forward in turn, then the remaining backwards."""
     row = forwards[:n_first]
     rest = iter(forwards[n_first:])
     for backward in backwards:

@@ -1,10 +1,10 @@
-"""A schedule as it is played: around each compute, what its device posts and what it reads.
+"""A schedule as steps: each compute, with the messages to post before it and to wait for.
 
-`place` says where messages go (`autopar/schedule/lowering.py` says why there); `lower` writes
-them out as actions. What plays a schedule many times, or a long one, needs no more than this.
+`place` decides where messages go; `lowering.py` says why. `lower` writes the same out as
+actions. The simulator needs only the steps.
 
-A *channel* is what carries a transfer one way. Messages are numbered: message c m + k is the one of
-microbatch k, of m, on channel c.
+A *channel* carries a transfer one way: activations or gradients. With m microbatches, the
+message of microbatch k on channel c has the number c m + k.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from autopar.schedule.grid import start_times
 class ScriptStep(NamedTuple):
     """One compute, and the messages around it.
 
-    posts     ends of messages that are posted before it: i is the send of message i, ~i its receive
-    reads     messages that it waits for
-    compute   None where messages are all that is left
+    posts     message ends to post before it: i is the send of message i, ~i its receive
+    reads     messages that the compute waits for
+    compute   None for a last step of messages only
     """
 
     posts: Sequence[int]
@@ -34,7 +34,10 @@ class ScriptStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Script:
-    """The steps of every device, and the send of microbatch 0 on every channel."""
+    """The steps of every device.
+
+    channels    per channel, the send of microbatch 0
+    """
 
     rows: tuple[tuple[ScriptStep, ...], ...]
     channels: tuple[Action, ...]
@@ -49,7 +52,7 @@ class Script:
         return self.channels[channel]._replace(microbatch=microbatch)
 
     def actions(self) -> tuple[tuple[Action, ...], ...]:
-        """The same written out, device by device."""
+        """The same schedule as actions, device by device."""
         ends = [(send, send.partner) for send in self.channels]
 
         def written(row: Sequence[ScriptStep]) -> Iterator[Action]:
@@ -67,11 +70,11 @@ class Script:
 
 
 def script_of(schedule: Schedule, sends_as_made: bool = False) -> Script:
-    """The steps of a valid schedule. One without messages is given those of a chain of stages.
+    """The steps of a valid schedule. If it is not lowered, it gets the messages of a chain.
 
-    sends_as_made: by `place_as_made`, not by `place`.
+    sends_as_made    place the messages by `place_as_made`, not by `place`
 
-    Raises `VerificationError` if the schedule cannot be finished.
+    Raises `VerificationError` if the schedule cannot finish.
     """
     if schedule.transfers is not None:
         return _read(schedule, schedule.transfers)
@@ -80,9 +83,9 @@ def script_of(schedule: Schedule, sends_as_made: bool = False) -> Script:
 
 
 def place(schedule: Schedule, transfers: Iterable[Transfer]) -> Script:
-    """Put the messages of `transfers` into a valid schedule that has none; none in a device.
+    """Put the messages of `transfers` into a valid schedule that has none.
 
-    Raises `VerificationError` if the schedule cannot be finished.
+    Stages on one device get no messages. Raises `VerificationError` if the schedule cannot finish.
     """
     by_clock: defaultdict[float, list[Action]] = defaultdict(list)
     times = start_times(schedule, lambda action: 1)
@@ -93,7 +96,7 @@ def place(schedule: Schedule, transfers: Iterable[Transfer]) -> Script:
     n_devices = schedule.n_devices
     rows: list[list[ScriptStep]] = [[] for _ in schedule.rows]
     posts: list[list[int]] = [[] for _ in schedule.rows]
-    # Right before they are read, or right after they are made: `lowering.py` says which when.
+    # Messages go right after they are made, or right before they are read: see `lowering.py`.
     when_made = schedule.n_chunks > 1 or schedule.splits_backward
     channels = made if when_made else read
     before: list[Action] = []
@@ -115,10 +118,10 @@ def place(schedule: Schedule, transfers: Iterable[Transfer]) -> Script:
 
 
 def place_as_made(schedule: Schedule, transfers: Iterable[Transfer]) -> Script:
-    """Send every message right after the compute that makes it, and expect all from the start.
+    """Send every message right after the compute that makes it; post all receives at the start.
 
-    What software does that never waits to send, and posts receives ahead: nothing but links delays
-    a message. `place` is for one order of messages per pair that cannot deadlock.
+    This models software whose sends never block and whose receives are posted ahead: only the
+    links delay a message. `place` instead gives one order of messages that cannot deadlock.
     """
     sends, made, read = _channels(schedule, transfers)
     posts: list[Sequence[int]] = [
@@ -144,7 +147,7 @@ def place_as_made(schedule: Schedule, transfers: Iterable[Transfer]) -> Script:
 
 
 def _read(schedule: Schedule, transfers: Iterable[Transfer]) -> Script:
-    """The steps of a schedule that has its messages."""
+    """The steps of a lowered schedule."""
     sends, _, read = _channels(schedule, transfers)
     first = {
         (end.kind, end.stage, end.peer): i * schedule.n_microbatches
@@ -170,21 +173,21 @@ def _read(schedule: Schedule, transfers: Iterable[Transfer]) -> Script:
 
 
 class _Channel(NamedTuple):
-    """The message of microbatch 0, and the devices at both ends."""
+    """The number of the message of microbatch 0, and the devices at both ends."""
 
     first: int
     source: int
     target: int
 
 
-# (kind, stage) of a compute -> the channels it makes, or reads, messages of.
+# (kind, stage) of a compute -> the channels whose messages it makes, or reads.
 _Channels = Mapping[tuple[Kind, int], Sequence[_Channel]]
 
 
 def _channels(
     schedule: Schedule, transfers: Iterable[Transfer]
 ) -> tuple[tuple[Action, ...], _Channels, _Channels]:
-    """The sends of microbatch 0; who makes what is sent, and who reads it."""
+    """The sends of microbatch 0 per channel; the channels by maker, and by reader."""
     made: defaultdict[tuple[Kind, int], list[_Channel]] = defaultdict(list)
     read: defaultdict[tuple[Kind, int], list[_Channel]] = defaultdict(list)
     sends: list[Action] = []
@@ -209,6 +212,6 @@ def _channels(
 
 
 def _numbers(channels: _Channels, compute: Action) -> Sequence[int]:
-    """The messages that a compute makes or reads."""
+    """The numbers of the messages that a compute makes or reads."""
     kind, stage, microbatch, _ = compute
     return [channel.first + microbatch for channel in channels.get((kind, stage), ())]

@@ -1,4 +1,11 @@
-"""verifier."""
+"""Decides whether a pipeline may run, and whether a sharding rule is right.
+
+Read: `deadlock.py` (do ranks wait for each other for ever?), `stage.py` (invariants of one stage
+program), `pipeline.py` (invariants of all stages together); then `oracle.py` (does an operator on
+shards do what its rule claims?) and `rule_report.py` (all strategies of one call, in print).
+May import `cost`, `runtime` and the layers below them.
+Hands on `verify_pipeline`, and `check_rule` for users who write rules.
+"""
 
 from autopar.verifier.pipeline import verify_pipeline
 from autopar.verifier.rule_report import check_rule

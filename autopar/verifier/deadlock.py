@@ -1,14 +1,14 @@
-"""Proof that ranks which wait for each other never wait for ever.
+"""Proof that the collectives and messages of a step cannot deadlock (`check_rendezvous`).
 
-Every rank is a list of calls, each over a group of ranks. Under rendezvous semantics a call
-returns only when every member of its group has made it, so it fires exactly when it is the
-next call of each of them. A rank has one next call, so firing one call never disables
-another: whether all lists can be finished does not depend on the order of firing, and one
-simulation proves it for all (`check_rendezvous`).
+Every rank has a list of calls, each over a group of ranks. Under rendezvous semantics, a call
+returns only when every member of its group has made it. So a call fires when it is the next call
+of every member. A rank has exactly one next call, so firing one call never disables another.
+Whether all lists can finish therefore does not depend on the order of firing: one simulation
+proves it for every order (`_check_progress`).
 
-What fails is told apart: two members of a group whose sequences of calls over that group
-differ (`_check_agreement`), and sequences that agree but are interleaved differently with
-other groups (a cycle of waits).
+There are three kinds of faults. A group has a wrong member (`_check_membership`). Members of a
+group make different sequences of calls over it (`_check_agreement`). The sequences agree but are
+interleaved differently with other groups, which is a cycle of waits (`_check_progress`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _HINT = "all ranks of a group must call its collectives in the same order"
 
 
 class GroupCall(NamedTuple):
-    """A call by one rank. `what` must be equal on all members; a send and its receive are one."""
+    """A call by one rank over a group. A send and its receive are one call.
+
+    what    equal on all members
+    """
 
     ranks: tuple[int, ...]
     what: Hashable
@@ -44,14 +47,18 @@ def check_rendezvous(calls: Mapping[int, Sequence[GroupCall]]) -> None:
     _check_progress(numbered)
 
 
-# Group -> a rank's calls over it, in order: positions in `_Numbered.groups` and in `distinct`.
+# Group -> one rank's calls over it, in order. A group is its position in `_Numbered.groups`, a
+# call its position in `_Numbered.distinct`.
 _OverGroups = Mapping[int, NDArray[np.int64]]
 
 
 @dataclass(frozen=True)
 class _Numbered:
-    """Every rank's calls as positions in `distinct`: calls are large, and compared often. `group`
-    has the position in `groups` of each distinct call's ranks."""
+    """Every rank's calls as numbers, because calls are large and often compared.
+
+    sequences    per rank, its calls as positions in `distinct`
+    group        per distinct call, the position of its ranks in `groups`
+    """
 
     sequences: Mapping[int, Sequence[int]]
     distinct: Sequence[GroupCall]
@@ -60,7 +67,7 @@ class _Numbered:
 
     @staticmethod
     def of(calls: Mapping[int, Sequence[GroupCall]]) -> _Numbered:
-        # Members often share one call.
+        # Members often share one call object, so hash each object once.
         objects = {id(call): call for sequence in calls.values() for call in sequence}
         numbers: dict[GroupCall, int] = {}
         number = {at: numbers.setdefault(call, len(numbers)) for at, call in objects.items()}
@@ -92,7 +99,7 @@ def _check_membership(calls: _Numbered, over: Mapping[int, _OverGroups]) -> None
 
 
 def _check_agreement(calls: _Numbered, over: Mapping[int, _OverGroups]) -> None:
-    """Every group sees one sequence of calls on all its members."""
+    """Raise unless all members of each group make the same sequence of calls over it."""
     nothing = np.zeros(0, dtype=np.int64)
     for group, ranks in enumerate(calls.groups):
         members = [over[rank].get(group, nothing) for rank in ranks]
@@ -113,7 +120,7 @@ def _check_agreement(calls: _Numbered, over: Mapping[int, _OverGroups]) -> None:
 
 
 def _check_progress(calls: _Numbered) -> None:
-    """One simulation: whoever made a call goes on when all its group has made it."""
+    """Simulate: a rank goes on when its whole group has made its call. Raise if some get stuck."""
     ranks = [call.ranks for call in calls.distinct]
     n_missing = [len(group) for group in ranks]
     left = {rank: iter(sequence) for rank, sequence in calls.sequences.items()}

@@ -1,17 +1,17 @@
-"""The oracle of sharding rules: does an operator do on shards what its rule claims?
+"""The oracle of sharding rules: does an operator on shards do what its rule claims?
 
-A strategy of an operator gives each input and output a placement per mesh axis. Let x be the
-whole inputs, y = f(x), and g a gradient of y. The claim is checked by the definition of the
-placements, in float64, on ranks that are threads of this process where they communicate:
+A strategy gives each input and output of an operator a placement per mesh axis. Let x be the
+whole inputs, y = f(x), and g a gradient of y. The claim is checked against the definition of the
+placements, in float64. Ranks that communicate are threads of this process.
 
     x_r = scatter(x)     R, I: x on every rank; S: a piece; P: random summands of x
     y_r = f_r(x_r)       f with localised arguments, or the function that replaces it
     gather(y_r) = y      R, I: equal on every rank; S: joined; P: summed           (`gather`)
     g_r = scatter(g)     with the placements of gradients: R -> P, P -> R, I -> I, S -> S
-    gather(dx_r) = dx    with those of the inputs' gradients
+    gather(dx_r) = dx    with the placements of the inputs' gradients
 
-`check_strategy` checks one strategy, `rule_report.py` all strategies of one call. Nothing is
-approximated: both sides must agree to 1e-12 of the largest element.
+`check_strategy` checks one strategy; `rule_report.py` checks all strategies of one call. Both
+sides must agree to 1e-12 of the largest element (`TOLERANCE`).
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ from autopar.runtime.groups import Group
 from autopar.runtime.launch import ThreadWorld, run_threads
 
 TOLERANCE = 1e-12  # of the largest element; float64 sums of a few hundred terms stay below it
-MESHES: tuple[tuple[int, ...], ...] = ((2,), (4,), (2, 2))  # what a rule is checked on
+MESHES: tuple[tuple[int, ...], ...] = ((2,), (4,), (2, 2))  # meshes on which a rule is checked
 
 
 @dataclass(frozen=True)
 class OracleCase:
     """One call of an operator on whole tensors: its types, its results, its gradients.
 
-    `gradients` are those of the inputs with gradient, None for the others, for the upstream
-    gradients `seeds` of the outputs.
+    seeds        upstream gradients of the outputs, None for outputs without gradient
+    gradients    the resulting gradients of the inputs, None for inputs without gradient
     """
 
     rule: OpRule
@@ -82,8 +82,11 @@ class OracleCase:
         kwargs: Mapping[str, Any] | None = None,
         refine: bool = False,
     ) -> OracleCase:
-        """Run the operator; `refine` splits every even factor in two, as another operator
-        of a graph might, so that shards are strided too."""
+        """Run the operator on whole tensors.
+
+        refine    split every even factor in two, as another operator in the graph might, so
+                  that strided shards are checked too
+        """
         with torch.no_grad():
             call = OpCall.of(op, args, kwargs or {}, op(*args, **(kwargs or {})))
         check_call(rule, call)
@@ -114,18 +117,18 @@ class OracleCase:
         )
 
     def strategies(self) -> tuple[AxisStrategy, ...]:
-        """What the rule claims, on one axis."""
+        """The strategies that the rule allows on one axis."""
         grads = [[t.has_grad for t in types] for types in (self.inputs, self.outputs)]
         return axis_strategies(self.rule, self.call, self.pattern, *grads)
 
     def specs(self, strategies: Sequence[AxisStrategy]) -> tuple[list[Spec], list[Spec]]:
-        """Of inputs and outputs under one strategy per axis; axis 0 is outermost."""
+        """The specs of inputs and of outputs under one strategy per axis; axis 0 is outermost."""
         inputs = zip(*(s.inputs for s in strategies), strict=True)
         outputs = zip(*(s.outputs for s in strategies), strict=True)
         return [Spec(p) for p in inputs], [Spec(p) for p in outputs]
 
     def fits(self, strategies: Sequence[AxisStrategy], sizes: Sequence[int]) -> bool:
-        """Do all sharded factors divide, and is the operator replaced by one function at most?"""
+        """Do all sharded factors divide, and does at most one function replace the operator?"""
         if len({id(s.lowering) for s in strategies if s.lowering}) > 1:
             return False
         inputs, outputs = self.specs(strategies)
@@ -138,7 +141,7 @@ def _leaf(x: Tensor) -> Tensor:
 
 
 def _factors(rule: OpRule, call: OpCall, refine: bool) -> list[tuple[tuple[int, ...], ...]]:
-    """Factor sizes of every input and output, as in a graph of this operator alone."""
+    """Factor sizes of every input and output, as in a graph with only this operator."""
     factors = Factors()
     inputs = [f"in{i}" for i in range(len(call.inputs))]
     outputs = [f"out{i}" for i in range(len(call.outputs))]
@@ -160,7 +163,7 @@ def _factors(rule: OpRule, call: OpCall, refine: bool) -> list[tuple[tuple[int, 
 
 
 def _substituted(call: OpCall, tensors: Sequence[Tensor]) -> dict[str, Any]:
-    """The arguments of a call by name, on other tensors."""
+    """The arguments of a call by name, with `tensors` in place of its own."""
     rest = iter(tensors)
 
     def substituted(value: Any) -> Any:
@@ -172,7 +175,7 @@ def _substituted(call: OpCall, tensors: Sequence[Tensor]) -> dict[str, Any]:
 
 
 def _run(call: OpCall, tensors: Sequence[Tensor], changed: Mapping[str, Any]) -> list[Tensor]:
-    """The operator on other tensors, with some arguments changed; results as a list."""
+    """Run the operator on other tensors, with some arguments changed; results as a list."""
     values = _substituted(call, tensors) | dict(changed)
     by_name = [a.name for a in call.op._schema.arguments if a.kwarg_only]
     keywords = {name: values.pop(name) for name in by_name}
@@ -183,7 +186,7 @@ def _run(call: OpCall, tensors: Sequence[Tensor], changed: Mapping[str, Any]) ->
 def _run_lowered(
     call: OpCall, lowering: Lowering, tensors: Sequence[Tensor], group: Group | None
 ) -> list[Tensor]:
-    """What replaces the operator, on other tensors; results as a list."""
+    """Run the function that replaces the operator on other tensors; results as a list."""
     values = _substituted(call, tensors) | {GROUP: group}
     out = getattr(lowered, lowering.function)(*(values[name] for name in lowering.arguments))
     return list(out) if isinstance(out, (list, tuple)) else [out]
@@ -192,7 +195,7 @@ def _run_lowered(
 def _gradients(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], seeds: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """Gradients of the inputs that want one; zeros where no output depends on them."""
+    """Gradients of the inputs that require grad; zeros if no output depends on an input."""
     wanted = [x for x in inputs if x.requires_grad]
     roots = [(y, g) for y, g in zip(outputs, seeds, strict=True) if g is not None]
     found: Sequence[Tensor | None] = [None] * len(wanted)
@@ -234,8 +237,8 @@ def check_strategy(
 ) -> StrategyErrors:
     """Compare one strategy per axis of a mesh of `sizes` with the unsharded operator.
 
-    Raises `VerificationError` that names what is wrong: an output, a gradient, a local shape,
-    or the error of the operator on shards.
+    Raises `VerificationError` that names the fault: an output, a gradient, a local shape, or the
+    error that the operator raised on shards.
     """
     input_specs, output_specs = case.specs(strategies)
     gradient_specs = [gradient_spec(s) for s in input_specs]
@@ -254,13 +257,13 @@ def check_strategy(
         ) from error
 
 
-PerRank = list[list[Tensor | None]]  # of one tensor each: by rank
+PerRank = list[list[Tensor | None]]  # [tensor][rank]
 
 
 def _run_ranks(
     case: OracleCase, strategies: Sequence[AxisStrategy], sizes: Sequence[int], seed: int
 ) -> tuple[PerRank, PerRank]:
-    """Outputs and gradients of the inputs, each by rank."""
+    """Run every rank: the outputs and the gradients of the inputs, each by rank."""
     random = torch.Generator().manual_seed(seed)
     input_specs, output_specs = case.specs(strategies)
     pieces = [
@@ -288,7 +291,7 @@ def _run_ranks(
     def in_thread(world: ThreadWorld) -> tuple[list[Tensor], list[Tensor | None]]:
         return on_rank(world.rank, world.make_groups(mesh)[axes])
 
-    # Ranks that do not communicate need no threads, which would take most of the time.
+    # Without communication no threads are needed; they would take most of the time.
     n_ranks = math.prod(sizes)
     by_rank = (
         run_threads(in_thread, n_ranks) if axes else [on_rank(r, None) for r in range(n_ranks)]
@@ -316,8 +319,8 @@ def _worst(
 ) -> float:  # fmt: skip
     """The largest error relative to the largest element of all `expected`.
 
-    A tensor that is zero but for rounding (the gradient of a key's bias) has no scale of its
-    own, so they share one.
+    All tensors share this scale, because a tensor that is zero up to rounding (the gradient of
+    a key's bias) has no scale of its own.
     """
     floats = [
         t
@@ -342,8 +345,10 @@ def _worst(
 def _local_operator(
     case: OracleCase, strategies: Sequence[AxisStrategy], sizes: Sequence[int]
 ) -> tuple[tuple[int, ...], Callable[[Sequence[Tensor], Group | None], list[Tensor]]]:
-    """What one rank runs: the operator with localised arguments, or what replaces it over a
-    group of axes; `()` when there is no group."""
+    """The axes of the group it needs (`()` for none), and the function that one rank runs.
+
+    The function is the operator with localised arguments, or what replaces the operator.
+    """
     axes = tuple(axis for axis, s in enumerate(strategies) if s.lowering)
     if axes:
         lowering = strategies[axes[0]].lowering
@@ -362,7 +367,7 @@ def _local_operator(
 
 
 def combinations(case: OracleCase, sizes: Sequence[int]) -> Iterator[tuple[AxisStrategy, ...]]:
-    """One strategy per axis in all ways that divide."""
+    """All choices of one strategy per axis that fit (`OracleCase.fits`)."""
     for strategies in itertools.product(case.strategies(), repeat=len(sizes)):
         if case.fits(strategies, sizes):
             yield strategies

@@ -1,17 +1,18 @@
-"""The verifier of a whole pipeline: its stages, and what joins them, before anything runs.
+"""Verifies a whole pipeline before it runs: its stages, and what joins them (`verify_pipeline`).
 
-    stages      each program's own invariants (`verify_program`); as many ranks as its mesh has,
-                consecutive and in order; one number of microbatches; blocks of rows that
-                every stage's split divides; the loss on the last stage
-    crossings   every received tensor is one that an earlier stage sends: the same factors, dtype
+    stages      each program keeps its own invariants (`verify_program`) and has the axes of its
+                mesh; ranks are consecutive and in order; all have one number of microbatches;
+                every stage's batch split divides the blocks of rows; the last stage has the loss
+    crossings   every received tensor is sent by an earlier stage with the same factors, dtype
                 and gradient; slices exist between the two layouts; the schedule has a
                 transfer for it, with gradients if it has one
-    ties        the same tensor on all its stages: shape, factors, dtype, whether it learns
+    ties        a tied parameter has the same shape, factors, dtype and requires_grad everywhere
     progress    no rank waits for ever                               (`pipeline_sequences`)
 
-Progress is proved for messages that block one by one, which asks more than the runtime does:
-it posts a run of messages as one batch and goes on. All ranks of a stage make the same calls in
-an action, which `verify_program` has shown to end; so here an action is one call of them all.
+Progress is proved for messages that block one by one. This is stricter than the runtime, which
+posts a run of messages as one batch and goes on. All ranks of a stage make the same calls in an
+action, and `verify_program` has proved that these end. So here an action is one call over all
+ranks of the stage.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ def verify_pipeline(pipeline: Pipeline) -> None:
 
 
 def pipeline_sequences(pipeline: Pipeline) -> dict[int, list[GroupCall]]:
-    """Every rank's calls of one step: its stage's actions, its messages, what all ranks do."""
+    """Every rank's calls in one step: its stage's actions, its messages, and calls of all ranks."""
     messages = Messages(pipeline)
     out: dict[int, list[GroupCall]] = {r: [] for mesh in pipeline.meshes for r in mesh.ranks}
-    meetings: dict[Action, list[GroupCall]] = {}  # by the send: both ends have the same
+    meetings: dict[Action, list[GroupCall]] = {}  # by the send: both ends share its calls
     for stage, mesh in enumerate(pipeline.meshes):
         ranks = mesh.ranks
         for action in pipeline.schedule.stages[stage]:
@@ -83,7 +84,7 @@ def pipeline_sequences(pipeline: Pipeline) -> dict[int, list[GroupCall]]:
 
 
 def _meetings(pieces: Sequence[Piece], cause: str) -> list[GroupCall]:
-    """Each send and its receive: one call of two ranks."""
+    """One call of two ranks for each piece: the send together with its receive."""
     found = []
     for p in pieces:
         what = f"send of {p.size_bytes} B ({p.tensor}) {cause} to rank {p.target_rank}"
@@ -119,7 +120,7 @@ def _check_stages(pipeline: Pipeline) -> None:
 
 
 def _check_received(pipeline: Pipeline) -> None:
-    """Whatever a stage reads of others crosses once."""
+    """Raise unless every tensor that a stage receives has exactly one crossing."""
     for stage, program in enumerate(pipeline.stages):
         for boundary in program.received:
             found = [

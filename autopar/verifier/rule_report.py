@@ -1,7 +1,7 @@
-"""`autopar.check_rule`: every sharding that a rule allows of one call, checked and in print.
+"""`autopar.check_rule`: checks every sharding that a rule allows for one call, and prints it.
 
-One line per strategy and mesh (`oracle.check_strategy`). A name whose size no mesh divides has no
-line, so it is said that the call proves nothing of it.
+There is one line per strategy and mesh (`oracle.check_strategy`). A name whose size no mesh
+divides cannot be checked; the report lists it as unchecked.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autopar.verifier.oracle import MESHES, OracleCase, StrategyErrors, check_st
 
 @dataclass(frozen=True)
 class Line:
-    """One strategy on one mesh: its errors, or why it is wrong."""
+    """One row of the report: the errors of a strategy on a mesh, or why it is wrong."""
 
     strategies: str
     sizes: tuple[int, ...]
@@ -36,9 +36,9 @@ class Line:
 
 @dataclass(frozen=True)
 class RuleReport:
-    """What a check found, one line per strategy and mesh.
+    """The result of a check, one line per strategy and mesh.
 
-    `unchecked` are the names that the rule lets shard and no mesh here divides, with their sizes.
+    unchecked    names that the rule may shard but no mesh here divides, with their sizes
     """
 
     title: str
@@ -74,7 +74,7 @@ def report_case(case: OracleCase, meshes: Sequence[tuple[int, ...]] = MESHES) ->
 
 
 def _shown(case: OracleCase, label: str) -> str:
-    """`v of 3`, or a pair of names."""
+    """A name with its size, `v of 3`; a pair of names is joined by "and"."""
     pattern = case.pattern
     return " and ".join(f"{pattern.names[k]} of {pattern.sizes[k]}" for k in label.split())
 
@@ -82,11 +82,11 @@ def _shown(case: OracleCase, label: str) -> str:
 def check_rule(op: str | Callable[..., Any], *inputs: Any, **options: Any) -> RuleReport:
     """Check an operator's rule on real inputs: every strategy, on 2, 4 and 2 x 2 ranks.
 
-    op: the operator or its name, as in `register_rule`. inputs, options: its arguments;
-    floating tensors are taken in float64 and with gradient. Dims of 4, or of a multiple, let
-    every name be checked; the report says which could not be.
+    op                 the operator or its name, as in `register_rule`
+    inputs, options    its arguments; floating tensors become float64 and require grad
 
-    Raises `MissingRuleError` for an operator without a rule.
+    With dims of 4 or a multiple of 4, every name can be checked. The report lists the names that
+    could not be. Raises `MissingRuleError` for an operator without a rule.
     """
     overload = find_operator(op)
     args, kwargs = torch.utils._pytree.tree_map(_lifted, (inputs, options))

@@ -1,20 +1,20 @@
-"""The plan verifier: a stage program's invariants, checked before anything runs.
+"""Verifies one stage program before it runs (`verify_program`). Its invariants:
 
-    variables    every variable is defined before it is read, and not read after it was freed
-    types        a variable's shape is what its factors and its spec leave on one rank
-    reshards     a move changes the placement its name says, on its axes only: the source's
-                 axes are innermost where they leave a factor, and become innermost where they
-                 join one; the cuts (dim, outer) and the bytes follow            (`check_move`)
-    operators    all inputs with gradient are Invariant on an axis, or none; outputs likewise
-    parameters   every use follows from the stored spec by its moves
-    segments     what runs again reads only what it takes or makes, makes what others read, frees
-                 nothing of others, and has the phase of forward
-    loss         Invariant on every axis, so that backward starts with 1 everywhere
-    collectives  every group of ranks sees one sequence of calls on all its members, and no
-                 rank waits for ever under rendezvous semantics            (`rank_sequences`)
+    variables    a variable is defined before it is read, and not read after it is freed
+    types        a variable's shape is the local shape that its factors and spec give
+    reshards     a move makes the change of placement that its name says, on its axes only; axes
+                 that leave a factor were innermost on it; axes that join a factor become
+                 innermost on it; the cuts (dim, outer) and the bytes agree     (`check_move`)
+    operators    on each axis, either all inputs and outputs with gradient are Invariant, or none
+    parameters   the moves of every use lead from the stored spec to the spec in use
+    segments     a segment that runs again reads only its inputs and what it makes, returns what
+                 others read, frees nothing of others, and has only moves of the forward phase
+    loss         Invariant on every axis, so that backward starts with 1 on every rank
+    collectives  all members of a group make one sequence of calls over it, and no rank waits
+                 for ever under rendezvous semantics                        (`rank_sequences`)
 
-Lines hold no condition on the rank, so a collective is never inside something that only some
-ranks do; the last check proves that the groups cut from the mesh agree with that.
+No line has a condition on the rank, so every rank makes every collective. The last check proves
+that the groups cut from the mesh agree with that.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ def verify_program(program: StageProgram) -> None:
 
 
 def rank_sequences(program: StageProgram) -> dict[int, list[GroupCall]]:
-    """Every rank's calls of one step: forward, then backward in reverse.
+    """Every rank's calls in one step: forward, then backward in reverse.
 
-    All microbatches make the same calls, so two stand for any number of them. Calls over the same
-    axes with none of other axes between them are one, of which `what` says what they are.
+    All microbatches make the same calls, so two microbatches stand for any number. Consecutive
+    calls over the same axes are merged into one call; its `what` lists them.
     """
     calls = step_calls(program)
     again = calls.microbatch if calls.n_microbatches > 1 else ()
@@ -83,7 +83,7 @@ def rank_sequences(program: StageProgram) -> dict[int, list[GroupCall]]:
 
 
 def _groups(sizes: Sequence[int], axes: Sequence[int]) -> list[tuple[int, ...]]:
-    """Of every rank, those along `axes`, in order."""
+    """For every rank, the ranks of its group along `axes`, in order."""
     positions = itertools.product(*(range(n) for n in sizes))
     others = [tuple(c for a, c in enumerate(at) if a not in axes) for at in positions]
     members: dict[tuple[int, ...], list[int]] = {}
@@ -95,12 +95,12 @@ def _groups(sizes: Sequence[int], axes: Sequence[int]) -> list[tuple[int, ...]]:
 
 @dataclass
 class _Checker:
-    """Walks the lines; `known` are the variables that may be read."""
+    """Checks the lines in order; `known` are the variables that may be read."""
 
     program: StageProgram
     known: dict[str, Local] = field(default_factory=dict)
     freed: set[str] = field(default_factory=set)
-    # What was found sound once is not looked at again: blocks repeat it under other names.
+    # Types and moves that passed are not checked again: repeated blocks have equal ones.
     sound_types: set[tuple[object, ...]] = field(default_factory=set)
     sound_moves: set[tuple[object, ...]] = field(default_factory=set)
 
@@ -108,7 +108,7 @@ class _Checker:
         self.sizes = self.program.axis_sizes
         self.axes = range(len(self.sizes))
         names = self.program.axis_names
-        # Words of the generated function that are no tensors.
+        # Names in the generated function that are not tensors: the device and the groups.
         self.words = {"device"} | {
             "_".join(names[a] for a in axes)
             for n in range(1, len(names) + 1)
@@ -136,8 +136,6 @@ class _Checker:
                 self._segment(starts[number])
             self._line(line, f"line {number}: {describe(line)}")
         self._results()
-
-    # -- variables -----------------------------------------------------------------------------
 
     def _define(self, local: Local, where: str) -> None:
         if local.name == UNUSED:
@@ -170,8 +168,6 @@ class _Checker:
             )
         self.sound_types.add(key)
 
-    # -- lines ---------------------------------------------------------------------------------
-
     def _line(self, line: Line, where: str) -> None:
         match line:
             case FreeLine():
@@ -198,7 +194,7 @@ class _Checker:
                 self._call(line, where)
 
     def _order(self) -> None:
-        """Segments are ranges of the body, one after the other."""
+        """Raise unless the segments are ranges of the body that follow each other."""
         end = 0
         for s in self.program.segments:
             if not end <= s.start <= s.last < s.stop <= len(self.program.body):
@@ -206,7 +202,10 @@ class _Checker:
             end = s.stop
 
     def _segment(self, segment: Segment) -> None:
-        """What others know of its lines is what it takes and what it returns."""
+        """Raise unless the segment can be a function that runs again.
+
+        The rest of the body may know its lines only through its `inputs` and `results`.
+        """
         body, where = self.program.body, f"segment {segment.name}"
         lines = body[segment.start : segment.stop]
         for line in lines:
@@ -261,7 +260,10 @@ class _Checker:
     def _one_kind(
         self, inputs: Sequence[Local], results: Sequence[Local], axis: int, where: str
     ) -> None:
-        """All inputs with gradient are Invariant, or none; and the results with them."""
+        """Raise unless all inputs and results with gradient are Invariant on the axis, or none.
+
+        If they are Invariant, no input may differ between ranks (S or P).
+        """
         placed = [
             (local.name, local.spec.placements[axis])
             for local in (*inputs, *results)
@@ -303,7 +305,7 @@ class _Checker:
         self.sound_moves.add(key)
 
     def _chain(self, start: Local, moves: Sequence[MoveLine], end: Local, where: str) -> None:
-        """`moves` lead from `start` to `end`."""
+        """Raise unless `moves` lead from `start` to `end`."""
         at = start
         for move in moves:
             if move.source != at.name:
@@ -323,14 +325,12 @@ class _Checker:
         self._chain(self._read(line.source, where), line.moves, line.out, where)
         self._define(line.out, where)
 
-    # -- parameters and results ----------------------------------------------------------------
-
     def _parameter(self, parameter: StoredParameter) -> None:
         where = f"parameter {parameter.name}"
         stored = parameter.stored
         self._type(stored, where)
         for axis, placement in enumerate(stored.spec.placements):
-            # Without gradient I and R are the same.
+            # Without gradient, I and R are equivalent.
             if placement.kind not in ("I", "S") and (stored.has_grad or placement.kind != "R"):
                 name = self.program.axis_names[axis]
                 raise _error(f"stored {placement} on axis {name}; only I and S can be", where)
@@ -342,7 +342,7 @@ class _Checker:
             self._define(stored, where)
         for use in parameter.uses:
             self._type(use.local, where)
-            # Without moves the use is the stored tensor under whatever name.
+            # Without moves, the use is the stored tensor under another name.
             start = stored if use.moves else replace(stored, name=use.local.name)
             self._chain(start, use.moves, use.local, where)
             self._define(use.local, where)
@@ -354,7 +354,7 @@ class _Checker:
             if local.shape != ():
                 raise _error(f"{loss} has shape {list(local.shape)}", "the loss")
             for axis, placement in self._active(local.spec):
-                # Without gradient I and R are the same.
+                # Without gradient, I and R are equivalent.
                 if placement.kind != "I" and (local.has_grad or placement.kind != "R"):
                     name = self.program.axis_names[axis]
                     raise _error(f"{loss} ends {placement} on axis {name}, not I", "the loss")
@@ -380,7 +380,11 @@ class _Checker:
                 raise _error(f"{local.name} ends {placement} on axis {name}, not whole", where)
 
     def _crosses(self, local: Local, rest: str, where: str) -> None:
-        """A tensor that crosses is cut, or `rest` where one rank of an axis takes part."""
+        """Raise unless the tensor is sharded on each axis, or `rest`.
+
+        `rest` is the placement on an axis along which only one rank takes part
+        (`program/cross_mesh.py`).
+        """
         for axis, placement in self._active(local.spec):
             if not placement.is_shard and placement.kind != rest:
                 name = self.program.axis_names[axis]
@@ -393,7 +397,7 @@ class _Checker:
 def check_move(
     tensor: TensorType, source: Spec, move: Move, target: Spec, sizes: Sequence[int]
 ) -> str | None:
-    """Why `move` does not turn `source` into `target`; None when it does."""
+    """Why `move` does not turn `source` into `target`; None if it does."""
     if move.name not in TABLE:
         return f"there is no move {move.name}"
     axes = move.axes
@@ -433,7 +437,7 @@ def _splits(
     new: Placement,
     sizes: Sequence[int],
 ) -> tuple[Split, ...]:
-    """The cuts, from the definition in `moves.Move`."""
+    """The cuts of a move, by the definition of `placement.Move`."""
 
     def outer(dims: Sequence[Sequence[int]], placement: Placement) -> Split:
         return Split(placement.dim, math.prod(dims[placement.dim][: placement.factor]))
@@ -451,7 +455,7 @@ def _shown(splits: Sequence[Split]) -> str:
 
 
 def describe(line: Line) -> str:
-    """A line in few words, for messages."""
+    """A line in short, for error messages."""
     match line:
         case MoveLine():
             return f"{line.out.name} = {line.move.name}({line.source})"

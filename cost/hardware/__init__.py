@@ -1,4 +1,13 @@
-"""hardware."""
+"""What a device and its links can do, in numbers, and which links a group of ranks crosses.
+
+Read `hardware.py` (profiles, and a mesh resolved to rates and links), then `topology.py` (the
+links of a group of ranks), then `what_if.py` (profiles with changed figures). The shipped profiles
+are TOML files in `profiles/`.
+
+This is the lowest room of `cost`: it may import no other room of it, only what lies below
+`cost`, such as `mesh.py`. It hands on `Profile`, `Hardware` (made by `resolve`) and `LinkGroup`
+(made by `group_on`).
+"""
 
 from autopar.cost.hardware.hardware import (
     DEFAULT_PROFILE,

@@ -1,34 +1,37 @@
 """Hardware profiles: what a device and its links can do, every number with its source.
 
-A profile is a TOML file. A quantity is a table of exactly `value` and `source`; its key ends
-in its unit (`_s`, `_per_s`, `_per_byte`, `_bytes`, `_fraction`, `_ratio`,
-`_count`), and everything is SI:
+A profile is a TOML file. A quantity is a table of exactly `value` and `source`. Its key ends in
+its unit (`_s`, `_per_s`, `_per_byte`, `_bytes`, `_fraction`, `_ratio`, `_count`). All values are
+SI:
 
     [device]  memory_bytes, memory_margin_fraction, peak_bytes_per_s,
               achieved_bandwidth_fraction, launch_s,
               peak_flops_per_s.<dtype>, achieved_flops_fraction.<dtype>
     [link.intra_node], [link.inter_node]   latency_s, s_per_byte       of one device's own port
 
-What a profile may leave out, and what then holds (`DEFAULTS`):
+Optional quantities, and what holds without them (`DEFAULTS`):
 
-    device.product_traffic_ratio         memory time that a product shows beside its arithmetic
-                                         / of touching each operand once           0
-    device.attention_fraction.forward    rate of fused attention / peak flops_per_s; and
-    device.attention_fraction.backward   .backward                                 as products
-    device.new_attention_fraction        the same of kernels made for this device (cuDNN,
-                                         FlashAttention-3), which not all software calls
-    device.host_s                        the interpreter's time to issue one operator  0
-    device.overlap_slowdown_fraction     how much longer compute takes while a collective
-                                         runs beside it                            0
-    link.intra_node.in_switch_s_per_byte of one port while the switch sums: an all_reduce takes
-                                         (1 + 1/p) n of them (`formulas.py`)       there is none
-    backend.reduce_scatter_ratio         how many times as long as its formula a reduce_scatter
-    backend.send_recv_ratio              takes, or a message: backends that do it otherwise  1
-    node.cores_count                     cores of a node whose ranks are processes: where there
-                                         are more ranks, they take turns          one each
+    device.product_traffic_ratio         exposed memory time of a matmul, on top of its
+                                         arithmetic / time to touch each operand once    0
+    device.attention_fraction.forward    rate of fused attention's forward
+                                         / peak flops_per_s                    matmul rate
+    device.attention_fraction.backward   the same of its backward              matmul rate
+    device.new_attention_fraction        both again, for kernels made for this device
+      .forward, .backward                (cuDNN, FlashAttention-3); not all software
+                                         calls them                            not applied
+    device.host_s                        the interpreter's time to issue one operator    0
+    device.overlap_slowdown_fraction     extra time of compute while a collective
+                                         runs beside it, as a fraction                   0
+    link.intra_node.in_switch_s_per_byte of one port while the switch sums; an all_reduce
+                                         of n bytes moves (1 + 1/p) n
+                                         (`cost/laws/formulas.py`)             no such switch
+    backend.reduce_scatter_ratio         measured time / time by the formula, for backends
+    backend.send_recv_ratio              that run a reduce_scatter or a message differently  1
+    node.cores_count                     cores of a node whose ranks are processes; with
+                                         more ranks than cores, ranks take turns   one per rank
 
-Rates used for planning are peak x achieved fraction; MFU divides by the peak. `resolve` turns
-a mesh into numbers: its own links and device, or those of a named, given or detected profile.
+Planning uses rates of peak x achieved fraction; MFU divides by the peak. `resolve` turns a mesh
+into numbers: its own links and device, or those of a profile that is named, given or detected.
 """
 
 from __future__ import annotations
@@ -64,7 +67,7 @@ _SCALARS = (
     "link.inter_node.latency_s",
     "link.inter_node.s_per_byte",
 )
-# Optional quantities, and the value that stands for "nothing is known of it".
+# Optional quantities, and the value that means "unknown".
 DEFAULTS: dict[str, float | None] = {
     "device.product_traffic_ratio": 0.0,
     "device.attention_fraction.forward": None,
@@ -94,8 +97,8 @@ class Quantity:
 class Profile:
     """A checked profile. `quantities` maps the dotted key to its quantity.
 
-    `cuda_names`: a CUDA device with exactly one of these names is this hardware ("NVIDIA H100" is
-    one card, "NVIDIA H100 PCIe" another).
+    A CUDA device is this hardware if its name equals one of `cuda_names`. The whole name must be
+    equal, because "NVIDIA H100" is one card and "NVIDIA H100 PCIe" another.
     """
 
     name: str
@@ -106,12 +109,12 @@ class Profile:
         return self.quantities[key].value
 
     def optional(self, key: str) -> float | None:
-        """The value of a key that may be left out; its neutral default where it is."""
+        """The value of an optional key, or its default."""
         found = self.quantities.get(key)
         return DEFAULTS[key] if found is None else found.value
 
     def link(self, name: str) -> Link:
-        """`name` is `intra_node` or `inter_node`."""
+        """The link called `name`: `intra_node` or `inter_node`."""
         key = f"link.{name}"
         in_switch = self.optional(f"{key}.in_switch_s_per_byte") if name == "intra_node" else None
         ratios = {kind: self.optional(f"backend.{kind}_ratio") for kind in MEASURED_RATIOS}
@@ -121,7 +124,7 @@ class Profile:
         )  # fmt: skip
 
     def rates_flops_per_s(self, *, peak: bool = False) -> dict[str, float]:
-        """Matrix-product rate by dtype name: what is achieved, or the peak."""
+        """Matmul rate by dtype name: achieved, or the peak."""
         rates = {}
         for dtype in DTYPES:
             if f"{_PER_DTYPE[0]}.{dtype}" in self.quantities:
@@ -132,9 +135,9 @@ class Profile:
 
 @dataclass(frozen=True)
 class ProfiledDevice(Device):
-    """A device that knows the rate of every dtype; `flops_per_s` is that of the resolved one.
+    """A device with rates for every dtype; `flops_per_s` is the rate of the resolved dtype.
 
-    Rates are those of products, of fused attention's forward, and of its backward.
+    `rates_flops_per_s`: of matmuls. `attention_rates`: (forward, backward) of fused attention.
     """
 
     rates_flops_per_s: tuple[tuple[torch.dtype, float], ...] = ()
@@ -149,8 +152,8 @@ class ProfiledDevice(Device):
 class Hardware:
     """A mesh in numbers: one link per axis and the device.
 
-    `peak_flops_per_s` is the datasheet's, of the resolved dtype; `device.flops_per_s` what is
-    achieved. `memory_margin_fraction` of the device's memory is left free by default.
+    `peak_flops_per_s` is the datasheet's rate of the resolved dtype; `device.flops_per_s` is the
+    achieved rate. By default a plan leaves `memory_margin_fraction` of the memory free.
     """
 
     links: tuple[Link, ...]
@@ -168,13 +171,13 @@ class Hardware:
 def resolve(mesh: Mesh, dtype: torch.dtype = torch.float32) -> Hardware:
     """The links and the device of `mesh`, for a model that computes in `dtype`.
 
-    Explicit links and device win, are taken as they are for every dtype, and leave no memory
-    margin. Otherwise `mesh.hardware` names the profile; None detects it. On a mesh of one
+    Explicit links and an explicit device take precedence. They hold for every dtype and leave no
+    memory margin. Otherwise `mesh.hardware` names the profile; None detects it. On a mesh of one
     node all axes get the link inside the node.
 
     Raises:
-        OptionError: no such profile, or a malformed file.
-        NotSupportedError: a dtype without rate.
+        OptionError: there is no such profile, or its file is malformed.
+        NotSupportedError: the profile has no rate for `dtype`.
     """
     if mesh.links is not None and mesh.device is not None:
         return Hardware(mesh.links, mesh.device, "explicit", mesh.device.flops_per_s, 0.0)
@@ -191,9 +194,9 @@ def resolve_on(profile: Profile, mesh: Mesh, dtype: torch.dtype = torch.float32)
 
 
 def on_links(profile: Profile, links: tuple[Link, ...], dtype: torch.dtype) -> Hardware:
-    """A profile's device between links that are given.
+    """A profile's device with the given links.
 
-    Raises `NotSupportedError` for a dtype without rate.
+    Raises `NotSupportedError` for a dtype without a rate.
     """
     achieved, peak = _rates(profile), _rates(profile, peak=True)
     if dtype not in achieved:
@@ -216,7 +219,7 @@ def on_links(profile: Profile, links: tuple[Link, ...], dtype: torch.dtype) -> H
 
 
 def _sharing_cores(profile: Profile, ranks_per_node: int) -> Profile:
-    """A rank that takes turns with others on its core: all it does takes as many times as long."""
+    """The profile of one rank, slowed by ranks / cores where a node has more ranks than cores."""
     n_cores = profile.optional("node.cores_count")
     if n_cores is None or ranks_per_node <= n_cores:
         return profile
@@ -233,7 +236,10 @@ def _sharing_cores(profile: Profile, ranks_per_node: int) -> Profile:
 
 
 def flops_per_s(device: Device, dtype: torch.dtype | None) -> float:
-    """The achievable rate of `device` for `dtype`; an explicit device has one rate for all."""
+    """The achieved matmul rate of `device` for `dtype`; an explicit device has one rate for all.
+
+    Raises `NotSupportedError` for a dtype without a rate.
+    """
     if dtype is None or not isinstance(device, ProfiledDevice):
         return device.flops_per_s
     for known, rate in device.rates_flops_per_s:
@@ -243,7 +249,7 @@ def flops_per_s(device: Device, dtype: torch.dtype | None) -> float:
 
 
 def attention_flops_per_s(device: Device, dtype: torch.dtype | None) -> tuple[float, float]:
-    """The rates of fused attention's forward and backward; those of products where none are known.
+    """(forward, backward) rates of fused attention; the matmul rate where none is known.
 
     Raises `NotSupportedError` as `flops_per_s` does.
     """
@@ -254,7 +260,7 @@ def attention_flops_per_s(device: Device, dtype: torch.dtype | None) -> tuple[fl
 
 
 def detect() -> str:
-    """The profile of this process's CUDA device; `cpu-local` where there is none.
+    """The profile name of this process's CUDA device, or `cpu-local` without one.
 
     A GPU without a profile also falls back to `cpu-local`, with a warning.
     """
@@ -273,12 +279,15 @@ def detect() -> str:
 
 
 def available_profiles() -> tuple[str, ...]:
-    """The names of the profiles that are shipped."""
+    """The names of the shipped profiles."""
     return tuple(sorted(path.stem for path in PROFILE_FOLDER.glob("*.toml")))
 
 
 def load_profile(name_or_path: str | Path) -> Profile:
-    """Read and check a profile: a shipped one by name, or a `.toml` file by path."""
+    """Read and check a profile: a shipped one by name, or a `.toml` file by path.
+
+    Raises `OptionError` where there is no such profile, or its file is malformed.
+    """
     if isinstance(name_or_path, Path) or name_or_path.endswith(".toml"):
         path = Path(name_or_path)
         if not path.is_file():
@@ -322,8 +331,7 @@ def _quantities(
 
 
 def _unit_part(key: str) -> str:
-    """The part of a dotted key that names its unit: the last, or the one before a dtype or a
-    phase."""
+    """The part of a dotted key that names its unit; a dtype or phase at the end names none."""
     *parents, last = key.split(".")
     return parents[-1] if parents and last in (*DTYPES, *_PHASES) else last
 
@@ -364,7 +372,7 @@ def _check_keys(quantities: Mapping[str, Quantity], path: Path) -> None:
 
 
 def _rates(profile: Profile, *, peak: bool = False) -> dict[torch.dtype, float]:
-    """Rates by torch dtype. float32 is TF32 where this process lets matrix products use it."""
+    """Matmul rates by torch dtype; float32 uses TF32 if this process allows it for matmuls."""
     rates = profile.rates_flops_per_s(peak=peak)
     tensor_float_32 = rates.pop("tfloat32", None)
     if tensor_float_32 is not None and torch.get_float32_matmul_precision() != "highest":
@@ -375,8 +383,10 @@ def _rates(profile: Profile, *, peak: bool = False) -> dict[torch.dtype, float]:
 def _attention_rates(
     profile: Profile, achieved: Mapping[torch.dtype, float], peak: Mapping[torch.dtype, float]
 ) -> dict[torch.dtype, tuple[float, float]]:
-    """Forward and backward by dtype; no fused kernel computes float32 or float64 in tensor cores,
-    so those have the rate of products."""
+    """(forward, backward) rates of fused attention by dtype.
+
+    No fused kernel computes float32 or float64 in tensor cores, so those get the matmul rate.
+    """
     shares = [profile.optional(f"device.attention_fraction.{p}") for p in ("forward", "backward")]
     rates = {}
     for dtype in (torch.float16, torch.bfloat16):
@@ -393,7 +403,7 @@ def _no_rate(
 ) -> NotSupportedError:
     known = ", ".join(str(d).removeprefix("torch.") for d in rates)
     return NotSupportedError(
-        f"hardware profile {profile!r} has no matrix-product rate for {dtype}",
+        f"hardware profile {profile!r} has no matmul rate for {dtype}",
         hint=f"it has {known}; add device.peak_flops_per_s to a profile file of your own",
     )
 

@@ -1,10 +1,10 @@
-"""What if the machine had other figures: changes to a profile, as texts.
+"""Profiles with changed figures: "what if this machine had ...", written as text.
 
-    link.inter_node.s_per_byte=0.5x     half of what it is: twice the bandwidth
+    link.inter_node.s_per_byte=0.5x     half the present value: twice the bandwidth
     device.memory_bytes=1.92e11         this value
     device.peak_flops_per_s=2x          a key with a value per dtype, or per pass: all of them
 
-Keys are those of a profile (`hardware.py`); several changes are joined by commas and hold at once.
+Keys are those of a profile (`hardware.py`). Commas join several changes, which hold at once.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from autopar.mesh import Mesh
 
 _CHANGE = re.compile(r"([\w.]+)=(\d*\.?\d+(?:e[+-]?\d\d?)?)(x?)", re.IGNORECASE)
 _HINT = "as link.inter_node.s_per_byte=0.5x,device.peak_flops_per_s=2x"
-# What divides work or holds it; a latency, a launch or s_per_byte may be 0.
+# Rates and memory must be above 0; a latency, a launch or s_per_byte may be 0.
 _POSITIVE = ("device.peak", "device.achieved", "device.attention", "device.memory_bytes")
 _IN_SWITCH = "link.intra_node.in_switch_s_per_byte"
 
 
 @dataclass(frozen=True)
 class Change:
-    """Of one key: its new value, or the factor to what it is."""
+    """The new value of one key, or the factor on its present value."""
 
     key: str
     number: float
@@ -36,7 +36,10 @@ class Change:
 
 
 def parse_changes(text: str) -> tuple[Change, ...]:
-    """Raises `OptionError` for what is not `KEY=NUMBER` or `KEY=NUMBERx`."""
+    """The changes in `text`.
+
+    Raises `OptionError` for a part that is not `KEY=NUMBER` or `KEY=NUMBERx`.
+    """
     return tuple(_parse(word.strip()) for word in text.split(","))
 
 
@@ -48,9 +51,10 @@ def _parse(word: str) -> Change:
 
 
 def changed(profile: Profile, text: str) -> Profile:
-    """`profile` with other figures; its name says which.
+    """`profile` with the changes in `text`; its new name lists them.
 
-    Raises `OptionError` for a key that it does not have, or a fraction above 1.
+    Raises `OptionError` for a key that the profile does not have, for a fraction above 1, and for
+    a rate or memory of 0.
     """
     quantities = dict(profile.quantities)
     for change in parse_changes(text):
@@ -63,13 +67,13 @@ def changed(profile: Profile, text: str) -> Profile:
                     hint="change the peak that it is a fraction of",
                 )
             if value == 0 and key.startswith(_POSITIVE):
-                raise OptionError(f"{key} would be 0: what takes it would never end")
+                raise OptionError(f"{key} would be 0, so a step would never end")
             quantities[key] = Quantity(value, f"what if {text}")
     return replace(profile, name=f"{profile.name} with {text}", quantities=quantities)
 
 
 def _keys(profile: Profile, key: str, is_factor: bool) -> list[str]:
-    """The quantities that `key` means: itself, or its values per dtype or pass."""
+    """The quantities that `key` names: itself, or its values per dtype or pass."""
     if found := [known for known in profile.quantities if key in (known, _family(known))]:
         return found
     if key in DEFAULTS and not is_factor:
@@ -79,13 +83,16 @@ def _keys(profile: Profile, key: str, is_factor: bool) -> list[str]:
 
 
 def _family(key: str) -> str:
-    """A key without its dtype or pass, which name no unit."""
+    """A key without its dtype or pass: a last part without an underscore names no unit."""
     parent, _, last = key.rpartition(".")
     return key if "_" in last else parent
 
 
 def profile_of(mesh: Mesh) -> Profile:
-    """The profile of a mesh. Raises `OptionError` where its links and device are explicit."""
+    """The profile of a mesh.
+
+    Raises `OptionError` where the links and the device of the mesh are explicit.
+    """
     if mesh.links is not None:
         raise OptionError(
             "explicit links and devices have no profile to change",
@@ -95,7 +102,7 @@ def profile_of(mesh: Mesh) -> Profile:
 
 
 def doublings(profile: Profile) -> tuple[str, ...]:
-    """Each part of the machine twice as fast, the others as they are."""
+    """Changes that make one part of the machine twice as fast and leave the others."""
     switch = f",{_IN_SWITCH}=0.5x" if _IN_SWITCH in profile.quantities else ""
     return (
         "device.peak_flops_per_s=2x",

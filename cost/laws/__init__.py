@@ -1,4 +1,12 @@
-"""laws."""
+"""The cost laws: how long a collective or an operator takes, from sizes and hardware alone.
+
+Read `formulas.py` (one symbolic formula per collective and algorithm), then `collectives.py` (the
+formulas as functions, and the fastest algorithm of a group), `compute.py` (a roofline for
+operators), and `model.py` (both on the mesh of one stage).
+
+The room may import `hardware` and what lies below `cost`; not `memory` or `simulate`, which are
+its neighbours. It hands on `CostModel`, `collective_time_s` and `op_time_s`.
+"""
 
 from autopar.cost.laws.collectives import (
     Explained,

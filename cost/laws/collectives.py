@@ -1,13 +1,14 @@
 """How long a collective takes: the formula table, compiled to plain float functions.
 
-    time(kind, n, group) = min over algorithms that the group can run of formula(n, group)
+    time(kind, n, group) = min over the algorithms that the group can run of formula(n, group)
+                           x the backend's measured ratio                  (`collective_time_s`)
 
-with what the formulas need of a group from `topology.Group.numbers`. gamma defaults to 0:
-bandwidths measured on real collectives already contain the summing. Planning asks for about 1e5
-times, so sympy runs once per algorithm, when it is first asked for.
+`LinkGroup.numbers` gives the formulas what they need of a group. gamma defaults to 0, because
+bandwidths measured on real collectives already contain the summing. Planning asks about 1e5 times,
+so sympy compiles each algorithm once, on first use.
 
-What nccl-tests calls bus bandwidth is bytes / time x a factor that makes it the speed of a link
-in a ring, whatever the number of ranks (`bus_bytes_per_s`).
+Bus bandwidth, as nccl-tests defines it, is bytes / time x a factor. The factor makes it the speed
+of one link in a ring, whatever the number of ranks (`bus_bytes_per_s`).
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ from autopar.cost.laws.formulas import (
     require_kind,
 )
 
-# (n, *Group.numbers, gamma) -> seconds
+# (n, *LinkGroup.numbers, gamma) -> seconds
 TimeFunction = Callable[..., float]
 
 # nccl-tests doc/PERFORMANCE.md: a ring sends this many times (p - 1) / p of the buffer.
 _BUS_TURNS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 
-# So many that what does not depend on them is lost beside them.
+# Enough that the latency is negligible beside their time.
 _MANY_BYTES = 1e12
 
 
 def collective_time_s(
     kind: str, size_bytes: float, group: LinkGroup, gamma_s_per_byte: float = 0.0
 ) -> float:
-    """Seconds of one `kind` of NCCL size `size_bytes` over `group`; 0.0 for one rank.
+    """Seconds of one `kind` over `group`; `size_bytes` is NCCL's size. 0.0 for one rank.
 
     Raises:
         OptionError: `kind` is no collective.
@@ -57,8 +58,10 @@ def collective_time_s(
 
 
 def collective_lines(kind: str, group: LinkGroup) -> tuple[tuple[float, float], ...]:
-    """Of each algorithm that the group can run, (seconds, seconds per byte): `collective_time_s` is
-    the least of a + b n."""
+    """(seconds a, seconds per byte b) of each algorithm that the group can run.
+
+    `collective_time_s` of n bytes is the minimum of a + b n.
+    """
     if group.n_ranks == 1:
         return ((0.0, 0.0),)
     numbers, ratio = group.numbers, group.slowest.ratio(kind)
@@ -72,13 +75,13 @@ def collective_lines(kind: str, group: LinkGroup) -> tuple[tuple[float, float], 
 
 
 def cheapest_algorithm(kind: str, size_bytes: float, group: LinkGroup) -> str:
-    """The algorithm whose time `collective_time_s` returns; the first one among equals."""
+    """The algorithm whose time `collective_time_s` returns; the first of equally fast ones."""
     numbers = group.numbers
     return min(_candidates(kind, group), key=lambda c: c[1](size_bytes, *numbers, 0.0))[0]
 
 
 def algorithms_of(kind: str, group: LinkGroup) -> tuple[str, ...]:
-    """The algorithms that the minimum over `group` ranges over."""
+    """The algorithms that `group` can run."""
     return tuple(name for name, _ in _candidates(kind, group))
 
 
@@ -91,7 +94,7 @@ def bus_bytes_per_s(kind: str, size_bytes: float, n_ranks: int, time_s: float) -
 
 @dataclass(frozen=True)
 class Explained:
-    """One algorithm for a group: its formula, and why it does not count, empty where it does."""
+    """One algorithm for a group: its formula, and why it is left out (empty if it is not)."""
 
     algorithm: str
     formula: str
@@ -101,7 +104,7 @@ class Explained:
 
 
 def explain(kind: str, group: LinkGroup) -> tuple[Explained, ...]:
-    """Every algorithm of `kind`, as it reads for `group`."""
+    """Every algorithm of `kind`, its formula simplified for `group`."""
     require_kind(kind)
     rows = []
     for name in algorithms(kind):
@@ -115,7 +118,7 @@ def explain(kind: str, group: LinkGroup) -> tuple[Explained, ...]:
 
 
 def _left_out(entry: Formula, group: LinkGroup) -> str:
-    """Why an algorithm does not count for a group; empty where it does."""
+    """Why a group does not use an algorithm; empty if it can."""
     if entry.printed_only:
         return entry.printed_only
     if entry.in_switch and group.in_switch_s_per_byte is None:
@@ -123,7 +126,7 @@ def _left_out(entry: Formula, group: LinkGroup) -> str:
     if entry.placement == "one level" and not group.is_one_level:
         return "the ranks are linked in two ways, inside nodes and across"
     if entry.placement == "two levels" and not group.is_two_levels:
-        return "it needs several nodes with as many of the ranks in each, and more than one"
+        return "it needs several nodes with equally many ranks in each, and more than one"
     return ""
 
 

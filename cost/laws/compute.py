@@ -1,14 +1,16 @@
-"""How long one operator takes on one device: a roofline with a floor, one law for all operators.
+"""How long one operator takes on one device: a roofline plus launch time, for all operators.
 
     product     max(flops / rate + u bytes / bytes_per_s, bytes / bytes_per_s) + launch_s
-    attention   the same with the rates of a fused kernel, which differ forward and backward
-    memory      bytes / bytes_per_s + launch_s
+    attention   the same, with the forward and backward rates of a fused kernel
+    memory      bytes / bytes_per_s + launch_s                                    (`op_time_s`)
 
-u is the memory time that shows beside a product's arithmetic, over that of touching each operand
-once (`product_traffic_ratio`): tiles read operands several times, and hide most of it. As 2mkn
-flops touch mk + kn + mn elements, it makes the efficiency of a product depend on its sizes
-(`product_efficiency`): small m, n or k, and the launch, each take their part. Replicated work is
-charged in full on every rank. Views launch nothing and are free; callers do not ask for them.
+A "product" is a matmul. u is its exposed memory time on top of its arithmetic, divided by the time
+to touch each operand once (`product_traffic_ratio`): tiles read operands several times and hide
+most of it. 2mkn flops touch mk + kn + mn elements, so the efficiency of a matmul depends on its
+sizes (`product_efficiency`). A small m, n or k lowers it, and so does the launch.
+
+Replicated work costs its full time on every rank. Views launch nothing and are free; callers do
+not price them.
 """
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ def op_time_s(
 ) -> float | Array:
     """Seconds of one operator that computes `flops` and reads and writes `bytes_moved`.
 
-    Arrays give one time per choice. `dtype` is the operator's; None means the one the device was
-    resolved for. `kind` is looked at where there are flops.
+    Arrays give one time per choice. `dtype` is the operator's; None means the dtype that the device
+    was resolved for. Without flops, every `kind` costs memory time only.
 
     Raises:
         NotSupportedError: there are flops, and the profile has no rate for `dtype`.
@@ -66,7 +68,7 @@ def op_time_s(
 
 
 def product_efficiency(m: int, n: int, k: int, device: Device, dtype: torch.dtype) -> float:
-    """Achieved rate of an m x k by k x n product / the rate of an endlessly large one."""
+    """Achieved rate of an m x k by k x n matmul / the rate of an infinitely large one."""
     flops, n_elements = 2.0 * m * n * k, m * k + k * n + m * n
     time_s = op_time_s(flops, float(n_elements * dtype.itemsize), device, dtype)
     return flops / flops_per_s(device, dtype) / time_s

@@ -1,27 +1,29 @@
-"""What each collective costs: symbolic formulas, one table, each with its source.
+"""What each collective costs: a table of symbolic formulas, each with its source.
 
-The alpha-beta-gamma model: a message of n bytes takes alpha + n beta, summing n bytes takes
-n gamma. n is NCCL's size: all_reduce its buffer, all_gather its output, reduce_scatter its
-input, all_to_all the local send buffer; broadcast, reduce, scatter and gather the root's whole
-buffer; send_recv the message. `LEGEND` says what the symbols are.
+The alpha-beta-gamma model: a message of n bytes takes alpha + n beta, and summing n bytes takes
+n gamma. n is NCCL's size:
 
-A group of p ranks lies on N nodes, at least g of them in each (`topology.Group`). alpha and beta
-are those of one port on the slowest link that the group crosses, alpha_in and beta_in those
-inside a node; in one node they are the same. A ring enters and leaves a node once for each
-member there, so that g ports share what crosses, and its step takes max(beta_in, beta / g) per
-byte. Hierarchical algorithms do inside a node what can be done there, then go across with what
-is left, every rank through its own port.
+    all_reduce its buffer, all_gather its output, reduce_scatter its input,
+    all_to_all the local send buffer, send_recv the message,
+    broadcast, reduce, scatter and gather the root's whole buffer
 
-`collectives.py` compiles the table and takes the least time over the algorithms that a group
-can run. The minimum keeps, for every size and group on links whose switch does not sum,
+`LEGEND` lists the symbols. A group of p ranks lies on N nodes, at least g ranks in each
+(`LinkGroup` in `cost/hardware/topology.py`). alpha and beta belong to one port on the slowest link
+that the group crosses, alpha_in and beta_in to one port inside a node. In one node they are equal.
+A ring enters and leaves a node once for each member there. So g ports share the crossing bytes, and
+one ring step takes max(beta_in, beta / g) per byte. A hierarchical algorithm first does inside
+each node what it can. Then it sends the rest across nodes, every rank through its own port.
+
+`collectives.py` compiles the table and takes the fastest algorithm that a group can run. Where no
+switch sums, that minimum satisfies, for every size and group,
 
     all_reduce(n) = reduce_scatter(n) + all_gather(n)
 
-because all three are offered by the same algorithms. The planner breaks ties by it: a
-reduce_scatter and an all_gather must never look dearer or cheaper than the all_reduce that they
-replace. All-reduce algorithms without such halves are therefore `printed_only`. A switch that
-sums does both halves at once, in the two directions of a port, so there an all_reduce is less than
-the two (`_ALONE`), and is what the machine is best at.
+because the same algorithms serve all three. The planner breaks ties by this equation: a
+reduce_scatter and an all_gather must cost exactly what the all_reduce costs that they replace.
+Algorithms of all_reduce without these two halves are therefore `printed_only`. A switch that sums
+does both halves at once, in the two directions of a port. There an all_reduce costs less than its
+two halves (`_ALONE`).
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ LEGEND = {
 SYMBOLS = sympy.symbols("n p N g L L_N L_g alpha beta alpha_in beta_in sigma gamma", positive=True)
 n, p, N, g, L, L_N, L_g, alpha, beta, alpha_in, beta_in, sigma, gamma = SYMBOLS
 
-# Where the members of a group may lie for an algorithm to run as its formula says.
+# Where the members of a group must be for the formula to hold.
 Placement = Literal["any", "one level", "two levels"]
 
 _THAKUR = (
@@ -108,12 +110,12 @@ _ALONE = (
 
 @dataclass(frozen=True)
 class Formula:
-    """One algorithm: its time in the symbols above, where it comes from, when it is valid.
+    """One algorithm: its time in the symbols above, its source, and when it is valid.
 
-    placement      "one level": in one node, or with one member in each; "two levels": as many
-                   members in each of several nodes
+    placement      "one level": all members in one node, or one member in each node;
+                   "two levels": equally many members, more than one, in each of several nodes
     in_switch      needs a switch that sums
-    printed_only   empty, or why `collectives.py` leaves the algorithm out
+    printed_only   why `collectives.py` leaves the algorithm out; empty if it does not
     note           what else a reader of the number should know
     """
 
@@ -235,14 +237,13 @@ def formula(kind: str, algorithm: str) -> sympy.Expr:
 
 
 def on_one_level(expression: sympy.Expr) -> sympy.Expr:
-    """A formula of a group in one node, or with one member in each, where alpha and beta are all
-    there is."""
+    """A formula for a group on one level (`Placement`), where only alpha and beta remain."""
     one_node = {N: 1, L_N: 0, g: p, L_g: L, alpha_in: alpha, beta_in: beta}
     return expression.subs(_RING_BETA, beta).subs(one_node)
 
 
 def algorithms(kind: str) -> tuple[str, ...]:
-    """All algorithms of `kind`, those that are only printed too."""
+    """All algorithms of `kind`, also those that are only printed."""
     return tuple(name for of_kind, name in FORMULAS if of_kind == kind)
 
 

@@ -1,4 +1,4 @@
-"""The cost model of one stage: seconds of primitives and operators on a logical mesh."""
+"""The cost model of one stage: seconds of collectives and operators on a logical mesh."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autopar.program import BUCKET_BYTES
 
 @dataclass(frozen=True)
 class CostModel:
-    """Prices everything a stage does; `mesh` carries links and device."""
+    """Prices what a stage does; `mesh` carries its links and device."""
 
     mesh: LogicalMesh
     dtype: torch.dtype = torch.float32
@@ -28,12 +28,14 @@ class CostModel:
     def primitive_time_s(
         self, kind: PrimitiveKind, size_bytes: int, axes: tuple[int, ...]
     ) -> float:
-        """One primitive of a move. Cutting and padding touch memory once."""
+        """Seconds of one primitive of a move. Local ones (cut, pad) touch memory once."""
         return _primitive_time_s(self, kind, size_bytes, axes)
 
     def lines(self, kind: PrimitiveKind, axes: tuple[int, ...]) -> tuple[tuple[float, float], ...]:
-        """(seconds, seconds per byte) of the ways to run a primitive: `primitive_time_s` is the
-        least of them."""
+        """(seconds a, seconds per byte b) of each algorithm for a primitive.
+
+        `primitive_time_s` of n bytes is the minimum of a + b n.
+        """
         if kind == "identity":
             return ((0.0, 0.0),)
         if kind in COLLECTIVES:
@@ -41,14 +43,17 @@ class CostModel:
         return ((self.mesh.device.launch_s, 1.0 / self.mesh.device.bytes_per_s),)
 
     def bucketed_time_s(self, kind: PrimitiveKind, size_bytes: int, axes: tuple[int, ...]) -> float:
-        """A primitive on a tensor that shares its collective with a whole bucket."""
+        """Seconds of a primitive on one tensor of a bucket: its share, by bytes, of a full bucket.
+
+        A tensor of a full bucket or more has a collective of its own.
+        """
         if kind not in COLLECTIVES or size_bytes >= self.bucket_bytes:
             return self.primitive_time_s(kind, size_bytes, axes)
         bucket_s = self.primitive_time_s(kind, self.bucket_bytes, axes)
         return bucket_s * size_bytes / self.bucket_bytes
 
     def for_parameters(self, size_bytes: int) -> CostModel:
-        """This model for parameters of `size_bytes` in all: they may not fill a bucket."""
+        """This model for parameters of `size_bytes` in total, which may not fill a bucket."""
         return replace(self, bucket_bytes=max(min(BUCKET_BYTES, size_bytes), 1))
 
     def op_times_s(
@@ -59,7 +64,7 @@ class CostModel:
         *,
         is_backward: bool = False,
     ) -> NDArray[np.float64]:
-        """`op_time_s` over arrays of choices."""
+        """`op_time_s` of each choice in the arrays."""
         device, dtype = self.mesh.device, self.dtype
         return op_time_s(flops, size_bytes, device, dtype, kind, is_backward=is_backward)
 

@@ -1,4 +1,12 @@
-"""memory."""
+"""How many bytes a rank of a stage needs: state between steps, and the peak within a step.
+
+Read `state.py` (bytes and update time per parameter), then `ledger.py` (a count of live bytes),
+`live_microbatch.py` (live bytes of one microbatch, line by line), and `liveness.py` (the peak over
+a whole step).
+
+The room may import `hardware` and what lies below `cost`; not `laws` or `simulate`, which are its
+neighbours. It hands on `peak_memory`, `kept_bytes` and `static_bytes_per_param`.
+"""
 
 from autopar.cost.memory.liveness import gradients_under_way, kept_bytes, peak_memory
 from autopar.cost.memory.state import StaticBytes, optimizer_time_s, static_bytes_per_param

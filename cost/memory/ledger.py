@@ -1,4 +1,4 @@
-"""A ledger of live bytes: what is held, and the most there ever was."""
+"""A ledger of live bytes: what is held at the moment, and the peak so far."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Before:
-    """A ledger before a block that is played once for several: its peak, and what was held."""
+    """The peak and the held bytes before a block that is simulated once for several equal ones."""
 
     peak_bytes: float
     at: str
@@ -18,7 +18,7 @@ class Before:
 
 @dataclass
 class Ledger:
-    """Live bytes by kind and owner, and the peak so far."""
+    """Live bytes by kind and owner, and the peak so far: its bytes, where it is, bytes by kind."""
 
     held: dict[str, dict[str, float]] = field(default_factory=dict)
     live_bytes: float = 0.0
@@ -45,28 +45,26 @@ class Ledger:
             self.drop(kind, owner)
 
     def mark(self, at: str, workspace_bytes: float = 0.0) -> None:
-        """This moment, with temporaries, may be the peak; not while the ledger is paused."""
+        """Record this moment, with its workspace, if it is a new peak and marking is not paused."""
         if self.is_paused or self.live_bytes + workspace_bytes <= self.peak_bytes:
             return
         self.peak_bytes, self.at = self.live_bytes + workspace_bytes, at
         self.parts = {kind: sum(entries.values()) for kind, entries in self.held.items()}
         self.parts["workspace"] = workspace_bytes
 
-    # -- blocks that are alike -------------------------------------------------------------------
-
     def before_block(self) -> Before:
-        """From here on until `repeat`, peaks are those of one block."""
+        """Start a block; until `repeat`, the peak is that of this block alone."""
         held = {kind: dict(entries) for kind, entries in self.held.items()}
         found = Before(self.peak_bytes, self.at, self.parts, held)
         self.peak_bytes = -1.0
         return found
 
     def repeat(self, before: Before, n: int, lasting: Collection[str]) -> None:
-        """What was played since `before` was the first of `n` blocks, each of which changes what is
-        held by as much.
+        """Extend the block since `before` to `n` equal blocks.
 
-        That makes bytes linear in the number of blocks played, so that the peak is in the first or
-        in the last. What blocks leave of `lasting` kinds is held by the names that the first gave.
+        Every block changes the held bytes by the same amount, so live bytes are linear in the
+        number of blocks, and the peak is in the first or the last block. Bytes of `lasting` kinds
+        that other blocks leave go to the owners that the first block made.
         """
         changed = {
             kind: sum(entries.values()) - sum(before.held.get(kind, {}).values())

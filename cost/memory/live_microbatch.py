@@ -1,16 +1,19 @@
 """Live bytes of one microbatch, line by line: forward, then backward in reverse.
 
-A storage is held by the variables that view it and by the operators that autograd keeps it
-for; it is gone when nobody holds it. A gradient is made by the first consumer's backward,
-added to by others, and gone after its producer's; a parameter's stays.
+Storages: the variables that view a storage hold it, and so do the operators that autograd keeps it
+for. It is freed when nothing holds it.
 
-Of a segment that runs again only what it takes is held, and what it keeps of products and
-collectives (`Segment.kept`). Before the backward of its last line its lines are played again:
-what they make then is other storage, held as autograd holds it elsewhere, gathered parameters
-included. What it takes is let go after the backward of the first line that needs something.
+Gradients: the first consumer's backward makes the gradient of a variable, and the backwards of
+other consumers add to it. It is freed after the producer's backward. A parameter's gradient stays.
 
-Between stages, a received tensor lives until its microbatch's backward is over, and so do what
-was sent, the gradient that comes back for it, and the gradient that is sent back.
+Recomputed segments: in forward, autograd holds only the segment's inputs and the results of its
+lines at `Segment.kept`, such as matmuls and collectives. Before the backward of the segment's last
+line, its lines run again. The storages that they make then are new ones, held as autograd holds
+those of other lines, gathered parameters included. The inputs are released after the backward of
+the first line that autograd keeps something for.
+
+Between stages: received and sent tensors live until the backward of their microbatch is over, and
+so do the gradients received for sent tensors and the gradients to be sent back.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ ACTIVATIONS, GRADIENTS = "activations", "activation gradients"
 
 @dataclass
 class _Holders:
-    """Storages of one kind with how many hold them."""
+    """Storages of one kind, with the number of holders of each."""
 
     ledger: Ledger
     kind: str
@@ -66,17 +69,17 @@ class _Holders:
 
 
 class MicrobatchMemory:
-    """Plays the body of a program on a ledger.
+    """Simulates the body of a program on a ledger.
 
-    What depends on the lines alone is found once; `forward` and `backward` may be played
-    any number of times. Gradients of parameters are left in the ledger under "gradients"
-    (of stored tensors) and "gradients of uses".
+    `forward` and `backward` may be called any number of times; what depends on the lines alone is
+    computed once, here. Gradients of parameters stay in the ledger, under "gradients" (of stored
+    tensors) and "gradients of uses".
     """
 
     def __init__(self, program: StageProgram, ledger: Ledger) -> None:
         self.program, self.ledger = program, ledger
         self.owners = [
-            # Only what the line touches: a map of all variables per line would be quadratic.
+            # Only variables that the line touches: all of them per line would be quadratic.
             {n: owner[n] for n in (*reads(line), *[o.name for o in outs(line)]) if n in owner}
             for line, owner in zip(program.body, storage_owners(program.body), strict=True)
         ]
@@ -84,7 +87,8 @@ class MicrobatchMemory:
         self.backward_order = sorted(self.reached, reverse=True)
         self.segments = {i: s for s in program.segments for i in range(s.start, s.stop)}
         self.again = rerun(program)
-        # Storages that a segment makes again, by its first line; its name tells them apart.
+        # First line of a segment -> owners of the storages that it makes again. `_owner_again`
+        # gives the new storages names of their own.
         self.remade = {
             s.start: {
                 self.owners[i][out.name]
@@ -112,11 +116,8 @@ class MicrobatchMemory:
         self.segment_kept: dict[int, list[str]] = {}
         self.gradient_of: dict[str, str] = {}
 
-    # -- blocks played once for several ----------------------------------------------------------
-
     def _ends_of_repeats(self, order: Sequence[int]) -> dict[int, tuple[bool, bool, int]]:
-        """Per line that is first or last of a repeat, in the order of play: is it the first, is it
-        the last, and how many blocks are played as one."""
+        """First and last lines of a repeat, in the order of simulation -> (first, last, blocks)."""
         ends: dict[int, tuple[bool, bool, int]] = {}
         for repeat in self.program.repeats:
             lines = [i for i in order if repeat.start <= i < repeat.stop]
@@ -125,18 +126,18 @@ class MicrobatchMemory:
         return ends
 
     def _begin(self, end: tuple[bool, bool, int] | None) -> None:
-        """Before the play of a line that may be an end of a repeat."""
+        """Start a block before the first line of a repeat."""
         if end is not None and end[0]:
             self.before = self.ledger.before_block()
 
     def _finish(self, end: tuple[bool, bool, int] | None) -> None:
-        """After it."""
+        """End the block after the last line of a repeat."""
         if end is not None and end[1] and self.before is not None:
             self.ledger.repeat(self.before, end[2], ("gradients", "gradients of uses"))
             self.before = None
 
     def _inputs(self) -> list[dict[str, Local]]:
-        """What each line reads, as it is then: a reshard's variable changes its type."""
+        """The locals that each line reads, as they are at that line: reshards change a variable."""
         known = {d.local.name: d.local for d in self.program.delivered}
         known.update((b.local.name, b.local) for b in self.program.received)
         for parameter in self.program.parameters:
@@ -149,7 +150,7 @@ class MicrobatchMemory:
         return found
 
     def _leaves(self) -> dict[str, tuple[str, str, float]]:
-        """Variable of a parameter -> the kind and name its gradient is kept under, and bytes."""
+        """Variable of a parameter -> its gradient's kind and owner in the ledger, and its bytes."""
         leaves: dict[str, tuple[str, str, float]] = {}
         for p in self.program.parameters:
             leaves[p.stored.name] = ("gradients", p.name, p.stored.size_bytes)
@@ -160,8 +161,10 @@ class MicrobatchMemory:
         return leaves
 
     def _first_needed(self, segment: Segment) -> int:
-        """The first line of a segment that autograd keeps something for: its backward is the last
-        to need what the segment takes."""
+        """The first line of a segment that autograd keeps something for.
+
+        Its backward is the last one that needs the segment's inputs.
+        """
         lines = ((i, self.program.body[i]) for i in range(segment.start, segment.stop))
         return next(
             i
@@ -169,11 +172,11 @@ class MicrobatchMemory:
             if i in self.reached and isinstance(line, CallLine) and (line.keeps or line.saved_bytes)
         )
 
-    # -- forward ---------------------------------------------------------------------------------
-
     def forward(self) -> None:
-        """Every line in order; afterwards only what autograd keeps, the loss, and what was
-        received and sent are held."""
+        """Run every line in order.
+
+        Afterwards autograd's storages, the loss, and received and sent tensors are held.
+        """
         variables: dict[str, str] = {}
         for boundary in self.program.received:
             self.storages.make(boundary.local.name, boundary.local.size_bytes)
@@ -204,7 +207,7 @@ class MicrobatchMemory:
             self._keep_results(i, line)
 
     def _hold_inputs(self, segment: Segment, variables: dict[str, str]) -> None:
-        """What the segment takes, and is given again; a gathered parameter is gathered instead."""
+        """Hold the inputs that the recomputation reads; gathered parameters are gathered again."""
         owners = [variables.get(name, name) for name in segment.inputs]
         held = [owner for owner in owners if owner not in self.gathered]
         self.segment_kept[segment.start] = held
@@ -212,8 +215,11 @@ class MicrobatchMemory:
             self.storages.hold(owner)
 
     def _keep_results(self, i: int, line: Line) -> None:
-        """Of a line that does not run again with its segment. Copies that a product makes of its
-        inputs it makes again."""
+        """Hold the results of a line that does not run again with its segment.
+
+        Of its other saved bytes only attention's are held: those of a matmul are copies of its
+        inputs, which are made again.
+        """
         self.kept[i] = [self.owners[i][out.name] for out in outs(line) if out.name != UNUSED]
         for owner in self.kept[i]:
             self.storages.hold(owner)
@@ -238,7 +244,7 @@ class MicrobatchMemory:
             variables[out.name] = owner
 
     def _owner_again(self, i: int, owner: str) -> str:
-        """The storage that stands for another where its segment runs again."""
+        """The name of a storage when its segment runs again: a new one if the segment makes it."""
         return f"{owner} again" if owner in self.remade[self.segments[i].start] else owner
 
     def _keep(self, i: int, line: Line, again: bool = False) -> None:
@@ -257,7 +263,7 @@ class MicrobatchMemory:
     def _forward_workspace(self, line: Line) -> float:
         match line:
             case CallLine():
-                # What is kept besides results is made now, and held from here on.
+                # Saved bytes other than results are made during this line, and then held.
                 return line.workspace.forward_bytes + (line.saved_bytes if line.has_grad else 0.0)
             case MoveLine():
                 return _primitive_bytes(line, line.move.forward, line.forward_bytes)
@@ -267,7 +273,7 @@ class MicrobatchMemory:
 
     @staticmethod
     def _gather_bytes(line: GatherLine) -> float:
-        """Buffers of gathering, and the tensors between its moves."""
+        """Buffers of a gather, and the tensors between its moves."""
         needed = 0.0
         for n, move in enumerate(line.moves):
             between = float(move.out.size_bytes) if n + 1 < len(line.moves) else 0.0
@@ -275,10 +281,8 @@ class MicrobatchMemory:
             needed = max(needed, own + between)
         return needed
 
-    # -- backward --------------------------------------------------------------------------------
-
     def backward(self) -> None:
-        """The differentiated lines in reverse; the rest of what was kept goes with the graph."""
+        """Run the differentiated lines in reverse, then free the rest with the graph."""
         loss = self.program.loss
         if loss is not None and self.reached:
             self._give(loss, "seed", self._loss_bytes(loss))
@@ -286,7 +290,7 @@ class MicrobatchMemory:
             if boundary.local.has_grad:
                 owner = f"{boundary.local.name}@received"
                 self._give(boundary.local.name, owner, boundary.local.size_bytes)
-                self.gradients.hold(owner)  # the executor holds it until backward is over
+                self.gradients.hold(owner)  # the executor holds it until the backward is over
         for i in self.backward_order:
             end = self.backward_ends.get(i)
             self._begin(end)
@@ -308,7 +312,7 @@ class MicrobatchMemory:
                 self.storages.release(owner)
 
     def _run_again(self, segment: Segment) -> None:
-        """The segment's lines once more; afterwards what autograd keeps of them is held."""
+        """Run the segment's lines again; afterwards what autograd keeps of them is held."""
         variables: dict[str, str] = {}
         for i in range(segment.start, segment.last + 1):
             line = self.program.body[i]
@@ -329,7 +333,7 @@ class MicrobatchMemory:
             self.storages.release(owner)
 
     def _hand_out(self, i: int, line: Line, variables: dict[str, str]) -> None:
-        """What was kept of a line becomes its results, and what autograd keeps."""
+        """Turn the kept results of a line into its results again, held as autograd holds them."""
         waiting = self.kept.pop(i)
         self.ledger.drop(ACTIVATIONS, f"saved@{i}")
         self._write_known(i, line, variables)
@@ -347,7 +351,7 @@ class MicrobatchMemory:
                 variables[out.name] = owner
 
     def forget(self) -> None:
-        """Let go of the microbatch."""
+        """Free everything of the microbatch but the gradients of parameters."""
         for kind in (ACTIVATIONS, GRADIENTS):
             self.ledger.clear(kind)
         self.storages.counts.clear()
@@ -361,7 +365,7 @@ class MicrobatchMemory:
         return float(next(made).size_bytes)
 
     def _give(self, name: str, owner: str, size_bytes: float) -> None:
-        """`name` gets a new gradient."""
+        """Make the first gradient of `name`."""
         self.gradients.make(owner, size_bytes)
         self.gradients.hold(owner)
         self.gradient_of[name] = owner
@@ -421,7 +425,7 @@ class MicrobatchMemory:
         self._arrive(line.source, owner)
 
     def _arrive(self, name: str, owner: str) -> None:
-        """A gradient of `name`: the first is kept, later ones are added to it."""
+        """Keep the first gradient of `name`; add later ones to it."""
         if name in self.leaves:
             kind, kept_as, size_bytes = self.leaves[name]
             self.gradients.release(owner)
@@ -433,7 +437,7 @@ class MicrobatchMemory:
             self.gradient_of[name] = owner
             return
         if self.gradients.counts.get(before, 0) > 1:
-            # The first one belongs to another tensor too, so the sum is a new one.
+            # The first gradient is also that of another tensor, so the sum is a new tensor.
             total = f"{owner}+"
             self.gradients.make(total, self.ledger.held[GRADIENTS][owner])
             self.gradients.hold(total)
@@ -444,7 +448,7 @@ class MicrobatchMemory:
 
 
 def _primitive_bytes(line: MoveLine, kind: PrimitiveKind, size_bytes: int) -> float:
-    """Buffers of a primitive besides its result; rows are cut and joined without a copy."""
+    """Buffers of a primitive besides its result; cutting and joining rows needs no copy."""
     rows = all(s.dim == 0 and s.outer == 1 for s in line.move.splits)
     match kind:
         case "all_gather" | "reduce_scatter":

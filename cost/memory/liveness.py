@@ -1,19 +1,19 @@
-"""The most memory one rank needs in a step: liveness of storages over the lines.
+"""The peak memory of one rank in a step: liveness of storages over the lines.
 
     always      stored parameters, optimizer state, the rank's part of batch and constants
     per step    parameters converted for use, and the gradients of those uses
-    forward     what a line writes, until the variable is freed and autograd has passed it;
+    forward     results of a line, until the variable is freed and autograd needs it no more;
                 what autograd keeps (`CallLine.keeps`, `saved_bytes`), until its backward
     backward    one gradient per variable, from the first consumer's backward to the
-                producer's; a gradient handed on (`Workspace.passed`) counts once
+                producer's; a gradient that is passed on (`Workspace.passed`) counts once
     workspace   temporaries of operators, buffers of collectives
-    in flight   what the other microbatches keep, that are between their forward and backward:
-                as much each as the one that is played
+    in flight   bytes kept by other microbatches between their forward and backward;
+                each keeps as much as the simulated one
     messages    gradients that were sent and are still under way
 
-A storage counts once however many variables view it. The first microbatch makes the
-gradients, later ones add to them: both are played. PyTorch's allocator and buffers inside
-kernels are not counted.
+A storage counts once, however many variables view it. The first microbatch makes the gradients and
+later ones add to them, so both kinds are simulated. PyTorch's allocator and buffers inside kernels
+are not counted.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from autopar.schedule import Schedule, in_flight
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """The peak of one rank, where it is reached, and what it is made of then."""
+    """The peak of one rank, where it is reached, and its bytes by kind."""
 
     peak_bytes: float
     at: str
@@ -51,10 +51,10 @@ class PeakMemory:
 def peak_memory(
     program: StageProgram, optimizer: str, n_in_flight: int = 1, n_under_way: int = 0
 ) -> PeakMemory:
-    """Play one step of `program` and return its peak.
+    """Simulate the live bytes of one step of `program` and return their peak.
 
-    n_in_flight   microbatches between their forward and their backward at once (`in_flight`)
-    n_under_way   gradients sent back that may not have left while others are computed
+    n_in_flight   the most microbatches between their forward and their backward (`in_flight`)
+    n_under_way   gradient messages that may still be held during another backward
                   (`gradients_under_way`)
     """
     ledger = Ledger()
@@ -64,7 +64,8 @@ def peak_memory(
     others = min(n_in_flight, program.n_microbatches) - 1
     kept_bytes = _kept_bytes(player, ledger) if others else 0.0
     for first in (True, False)[: program.n_microbatches]:
-        # Where all are in flight, the second backward comes after the last forward.
+        # If all microbatches are in flight at once, the second backward follows the last forward.
+        # The forward here then only restores its live bytes, and its peaks do not count.
         is_last = not first and others + 1 == program.n_microbatches
         ledger.drop("in flight", "others")
         ledger.add("in flight", "others", kept_bytes * (others - is_last))
@@ -84,7 +85,7 @@ def peak_memory(
 
 
 def kept_bytes(program: StageProgram, optimizer: str) -> float:
-    """What a microbatch keeps between its forward and its backward."""
+    """Bytes that a microbatch keeps between its forward and its backward."""
     ledger = Ledger()
     _always(program, optimizer, ledger)
     _convert(program, ledger)
@@ -92,11 +93,11 @@ def kept_bytes(program: StageProgram, optimizer: str) -> float:
 
 
 def gradients_under_way(schedule: Schedule, stage: int) -> int:
-    """The most gradient messages that a stage has sent, and may still hold in a backward with
-    the most microbatches in flight, which is where peaks are.
+    """The most gradient messages that a stage has sent and may still hold during a backward.
 
-    The runtime waits for a batch of messages when it has posted as many later ones as there are
-    stages.
+    Only backwards with the most microbatches in flight count, because peaks are there. The runtime
+    waits for a batch of messages once it has posted as many later batches as there are stages
+    (`Crossings.post` in `runtime/collectives/crossings.py`).
     """
     most_in_flight, now = in_flight(schedule, stage), 0
     most, held = 0, deque[int](maxlen=schedule.n_stages)
@@ -114,11 +115,8 @@ def gradients_under_way(schedule: Schedule, stage: int) -> int:
     return most
 
 
-# -- once a step -----------------------------------------------------------------------------------
-
-
 def _kept_bytes(player: MicrobatchMemory, ledger: Ledger) -> float:
-    """What a microbatch keeps between its forward and its backward."""
+    """Bytes that a microbatch keeps after its forward; the ledger is left as it was."""
     before_bytes, ledger.is_paused = ledger.live_bytes, True
     player.forward()
     kept_bytes = ledger.live_bytes - before_bytes
@@ -128,7 +126,7 @@ def _kept_bytes(player: MicrobatchMemory, ledger: Ledger) -> float:
 
 
 def _send_back(program: StageProgram, n_under_way: int, ledger: Ledger) -> None:
-    """Gradients of what was received, of as many microbatches as may be under way."""
+    """Hold the gradients of received tensors, for the microbatches that may be under way."""
     returned = [b.local.size_bytes for b in program.received if b.local.has_grad]
     ledger.drop("messages", "gradients")
     ledger.add("messages", "gradients", float(n_under_way * sum(returned)))
@@ -147,7 +145,7 @@ def _always(program: StageProgram, optimizer: str, ledger: Ledger) -> None:
 
 
 def _convert(program: StageProgram, ledger: Ledger) -> None:
-    """Parameters into use, bucket by bucket; a use that is the stored tensor costs nothing."""
+    """Convert parameters for use, bucket by bucket; a use of the stored tensor itself is free."""
     waiting, found = conversion_buckets(program)
     for bucket in found:
         for i in bucket.members:
@@ -162,7 +160,7 @@ def _convert(program: StageProgram, ledger: Ledger) -> None:
 
 
 def _bring_back(program: StageProgram, period: str, ledger: Ledger) -> None:
-    """Gradients of converted uses to storage: old and new ones live until all are back."""
+    """Return gradients of converted uses to storage; old and new ones live until all are back."""
     waiting, found = return_buckets(program, period)
     counts = parameter_counts(program)
     fused = {i for bucket in found if len(bucket.members) > 1 for i in bucket.members}
@@ -179,7 +177,7 @@ def _bring_back(program: StageProgram, period: str, ledger: Ledger) -> None:
     }
     for i, (parameter, _) in enumerate(waiting):
         if new.get(parameter.name, 0) > 0:
-            # A part of a bucket is copied out of it; a whole result is kept as it is.
+            # A gradient in a fused bucket is copied out of it; one alone is kept as it is.
             if i not in fused:
                 ledger.drop("synced", f"{i}")
             ledger.add("gradients", parameter.name, parameter.stored.size_bytes)
@@ -191,24 +189,24 @@ def _bring_back(program: StageProgram, period: str, ledger: Ledger) -> None:
 
 
 def _bucket_bytes(bucket: ConversionBucket, program: StageProgram) -> float:
-    """Buffers of one fused call besides its results."""
+    """Buffers of one bucket's call besides its results."""
     kind, axes, _ = bucket.key
     n_ranks = math.prod(program.axis_sizes[axis] for axis in axes)
     whole = float(bucket.size_bytes)
     if len(bucket.members) == 1:
         return {"all_gather": whole, "reduce_scatter": whole, "all_to_all": 2 * whole}.get(kind, 0)
     match kind:
-        case "all_gather":  # the shards side by side, and the stacked result
+        case "all_gather":  # the concatenated shards, and the stacked result
             return whole / n_ranks + whole
-        case "reduce_scatter":  # pieces, and the pieces side by side
+        case "reduce_scatter":  # pieces, and the concatenated pieces
             return 2 * whole
         case "all_to_all":
             return 3 * whole
-        case _:  # the tensors side by side
+        case _:  # the concatenated tensors
             return whole
 
 
 def _update_bytes(program: StageProgram, optimizer: str) -> float:
-    """Temporaries of the update: `torch.optim` on lists of tensors makes each for all at once."""
+    """Temporaries of the update; `torch.optim` makes each for a whole list of tensors at once."""
     copies = OPTIMIZERS[optimizer].temporaries
     return copies * sum(p.stored.size_bytes for p in every_parameter(program) if p.requires_grad)

@@ -1,17 +1,19 @@
-"""Bytes that every stored parameter costs, and the time of updating it.
+"""Bytes that every stored parameter costs, and the time of its update.
 
     static = parameter + gradient + master + moments          bytes per parameter
+                                                              (`static_bytes_per_param`)
     under ZeRO over N ranks: stage 1 divides master and moments by N, stage 2 the gradient
-    too, stage 3 everything (Rajbhandari et al., arXiv 1910.02054, section 5)
+    too, stage 3 everything (`StaticBytes.under_zero`; Rajbhandari et al., arXiv 1910.02054,
+    section 5)
+
+    update time = bytes touched / bytes_per_s + operators * launch_s      (`optimizer_time_s`)
+
+Bytes touched are the sizes of all tensors that the update rule, not fused, reads and writes.
 
 `policy="model"` is plain `torch.optim` on the model's own dtype: gradient and moments are as
 wide as the parameter, and there is no master copy. The mixed-precision rows keep a float32
-master and float32 moments beside 16-bit parameters. `optimizer` counts are those of
+master and float32 moments beside 16-bit parameters. The `OPTIMIZERS` counts are those of
 `torch.optim` with its default arguments.
-
-    update time = bytes touched / bytes_per_s + operators * launch_s
-
-bytes touched is the sum of every tensor read and written by the (not fused) update rule.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ class OptimizerRow:
     gradient_passes   times the gradient is read
     moment_passes     times a state tensor or a temporary is read or written
     operators         operators launched per parameter tensor
-    temporaries       tensors as large as the parameter that the update makes
+    temporaries       tensors that the update makes, each as large as the parameter
     """
 
     moments: int
@@ -83,9 +85,9 @@ OPTIMIZERS: dict[str, OptimizerRow] = {
 
 @dataclass(frozen=True)
 class StaticBytes:
-    """Bytes per parameter that stay between steps (the gradient: from backward to update).
+    """Bytes per parameter that stay between steps; the gradient stays from backward to update.
 
-    A fraction is possible: Adafactor's factored moments are smaller than the parameter.
+    They may be fractions: Adafactor's factored moments are smaller than the parameter.
     """
 
     parameter_bytes: float
@@ -117,8 +119,8 @@ def static_bytes_per_param(
 ) -> StaticBytes:
     """Bytes that one trained parameter of `dtype` occupies.
 
-    Adafactor keeps one row and one column of second moments per matrix. Give the `shape` of
-    the tensor for that; without it the bound holds that a vector reaches, a full moment.
+    Adafactor keeps one row and one column of second moments per matrix. That needs the `shape` of
+    the tensor. Without it the result is an upper bound: a full moment, as a vector has.
 
     Raises:
         OptionError: unknown optimizer or policy, or a dtype that cannot be trained.
@@ -144,7 +146,7 @@ def optimizer_time_s(
     policy: str = "model",
     n_tensors: int = 1,
 ) -> float:
-    """Seconds of one update of `n_params_stored` parameters of this rank in `n_tensors`."""
+    """Seconds of one update of the `n_params_stored` parameters of a rank, in `n_tensors`."""
     assert n_params_stored >= 0 and n_tensors >= 0, (n_params_stored, n_tensors)
     row, rule = _policy_row(policy, dtype), _optimizer_row(optimizer)
     touched_bytes = (

@@ -1,17 +1,18 @@
 """What a pipeline costs: its collectives, its step time, its memory.
 
-    step   = the end of the simulated schedule, optimizer included       (`timeline_of`)
-    mfu    = model flops of all ranks / (n_ranks x peak flops_per_s x step)
-    peak   = the most over stages of `liveness.peak_memory`
+    step   = end of the simulated schedule, with the optimizer          (`timeline_of`)
+    mfu    = model flops of all ranks / (n_ranks x peak flops_per_s x step)    (`predict`)
+    peak   = maximum over stages of `peak_memory`                       (`peak_of_stage`)
 
-With one stage nothing waits, and step = compute + comm + optimizer. Times of one rank
-(compute, comm, exposed comm, optimizer) are those of the busiest stage: the one with the most
-compute and communication. Collectives come from `autopar.collective`, which says what the runtime
-executes, so a bucket is priced as the one call that it is.
+With one stage nothing waits, and step = compute + comm + optimizer. Times of one rank (compute,
+comm, exposed comm, optimizer) are those of the busiest stage: the one with the most compute and
+communication. `autopar/program/collective.py` lists the collectives that the runtime executes. So a
+bucket is priced as the one call that it is.
 
-A message takes as long as its slowest rank, which sends or receives its slices one by one:
+A rank sends or receives the slices of a message one by one, and the slowest rank decides
+(`transfer_s`):
 
-    max over ranks of sum over its slices of latency_s + size_bytes x s_per_byte   of the two's link
+    max over ranks of sum over its slices of (latency_s + size_bytes x s_per_byte), of their link
 """
 
 from __future__ import annotations
@@ -45,26 +46,26 @@ from autopar.program import (
 )
 from autopar.schedule import Action, in_flight
 
-# (rank, rank) -> the link between the two.
+# (rank, rank) -> the link between them.
 LinkBetween = Callable[[int, int], Link]
 
-# Optimizers that update every element alone, so a rank updates its shard without talking.
+# Optimizers that update every element alone, so a rank updates its shard without communication.
 _ELEMENTWISE = ("adamw", "adam", "sgd")
 
 
 def link_between(mesh: Mesh, links: Sequence[Link]) -> LinkBetween:
-    """The link of any two ranks of the machine; `links` are its axes', slowest first."""
+    """The link of any two ranks, as a function; `links` are those of the mesh axes, in order."""
     return lambda a, b: links[-1] if mesh.node_of(a) == mesh.node_of(b) else links[0]
 
 
 def collectives_of(
     pipeline: Pipeline, optimizer: str = "adamw", local_inputs: bool = False
 ) -> tuple[Collective, ...]:
-    """Every collective and message of one training step, stage by stage, alike ones counted.
+    """Every collective and message of one training step, stage by stage; equal ones are counted.
 
-    What only some ranks of a stage do (messages) is that of its first rank, which sends as many
-    bytes as any. `local_inputs`: every rank is given its own rows of the batch, so divisors are
-    summed.
+    Ranks of a stage may send different messages. The rows are those of its first rank, which sends
+    as many bytes as any. `local_inputs`: every rank is given its own rows of the batch, so
+    divisors are summed.
 
     Raises `NotSupportedError` for an optimizer that would need collectives of its own.
     """
@@ -90,10 +91,10 @@ def predict(
     n_samples: int | None = None,
     n_tokens: int | None = None,
 ) -> Predicted:
-    """Price one training step of a pipeline; `costs` are its stages'.
+    """Price one training step of a pipeline; `costs` has one model per stage.
 
-    link_between: of two ranks of the world; needed where there are several stages.
-    peak_flops_per_s: the datasheet's, for MFU; by default what the device achieves.
+    link_between: the link of two ranks of the world; needed with several stages.
+    peak_flops_per_s: the datasheet's rate, for MFU; by default the device's achieved rate.
     n_samples, n_tokens: of one global batch.
     """
     timeline = timeline_of(pipeline, costs, optimizer, link_between)
@@ -122,7 +123,7 @@ def predict(
 
 
 def peak_of_stage(pipeline: Pipeline, stage: int, optimizer: str) -> float:
-    """Most bytes on a rank of a stage, with as many microbatches as its schedule keeps."""
+    """Peak bytes on a rank of a stage, with the microbatches that its schedule keeps in flight."""
     schedule = pipeline.schedule
     n_in_flight, n_under_way = in_flight(schedule, stage), gradients_under_way(schedule, stage)
     program, key = pipeline.stages[stage], ("peak", optimizer, n_in_flight, n_under_way)
@@ -145,8 +146,8 @@ def timeline_of(
 ) -> Timeline:
     """Simulate one training step; `slow` and `jitter` as in `simulate`.
 
-    with_memory: the bytes of every stage over time, whose peak is `peak_of_stage`: what is not kept
-    by microbatches in flight is drawn as if it were there all the time.
+    with_memory: also the bytes of every stage over time. Their peak is `peak_of_stage`. Bytes that
+    no microbatch in flight keeps count as static, as if they were there all the time.
     """
     trains = pipeline.schedule.trains
     stages = [
@@ -170,7 +171,7 @@ def timeline_of(
 
 
 def _times_of_stage(program: StageProgram, cost: CostModel, optimizer: str) -> StageTimes:
-    """`stage_times`, once for meshes on which it costs the same."""
+    """`stage_times`, computed once for all meshes on which a stage costs the same."""
     key = "times", replace(cost, mesh=cost.mesh.placement), optimizer
     if key not in program.priced:
         program.priced[key] = stage_times(program, cost, optimizer)
@@ -179,7 +180,7 @@ def _times_of_stage(program: StageProgram, cost: CostModel, optimizer: str) -> S
 
 
 def _stepping(program: StageProgram, trains: bool) -> StageProgram:
-    """The program itself where it can be: what was found of it stays known."""
+    """The program with `trains`; the same object if possible, because its prices are cached."""
     return program if program.trains == trains else replace(program, trains=trains)
 
 
@@ -191,7 +192,7 @@ def _with_memory(pipeline: Pipeline, stage: int, times: StageTimes, optimizer: s
 
 
 def transfer_s(pieces: Iterable[Piece], link_between: LinkBetween) -> float:
-    """Seconds of a message: of the rank that is slowest to send its pieces, or to receive."""
+    """Seconds of a message: those of the rank that is slowest to send or receive its pieces."""
     times_s: defaultdict[tuple[str, int], float] = defaultdict(float)
     for piece in pieces:
         link = link_between(piece.source_rank, piece.target_rank)
@@ -204,7 +205,7 @@ def transfer_s(pieces: Iterable[Piece], link_between: LinkBetween) -> float:
 def _tie_times(
     pipeline: Pipeline, costs: Sequence[CostModel], exchange: TieExchange, between: LinkBetween
 ) -> TieTimes:
-    """Both directions at once; then each stage gives its copies what the first rank got."""
+    """Both directions run at once; then an all_reduce in each stage hands the result to copies."""
     inside_s = []
     for stage, name in zip(exchange.stages, exchange.names, strict=True):
         parameter = pipeline.parameter(stage, name)
@@ -217,7 +218,7 @@ def _tie_times(
 
 
 def _everywhere_s(pipeline: Pipeline, between: LinkBetween) -> float:
-    """The all_reduce of the loss over all ranks, at the speed of the slowest neighbours' link."""
+    """Seconds of the loss's all_reduce over all ranks, on the slowest link between neighbours."""
     ranks = [rank for mesh in pipeline.meshes for rank in mesh.ranks]
     links = [between(a, b) for a, b in itertools.pairwise(ranks)]
     slowest = Link(max(k.latency_s for k in links), max(k.s_per_byte for k in links))

@@ -1,14 +1,14 @@
-"""How long the parts of a step take on one stage, read off its lines and its collectives.
+"""How long the parts of a step take on one stage, from its lines and its collectives.
 
-    before    parameters turned into use                                once
-    forward   the lines of the body                                     per microbatch
-    backward  the differentiated lines, those that run again, and
-              ZeRO-2 gradients returned                                 per microbatch
-    after     the other gradients returned; then the optimizer          once
+    before    parameters converted for use                                once
+    forward   the lines of the body                                       per microbatch
+    backward  the differentiated lines, the recomputed lines, and the
+              return of ZeRO-2 gradients                                  per microbatch
+    after     the return of the other gradients; then the optimizer       once
 
-Each is compute (operators, and the local parts of reshards) and collectives, which do not
-overlap. Collectives inside lowered operators are part of their lines' times, and are taken out
-of compute here.
+Each part has compute (operators, and the local parts of reshards) and collectives, which do not
+overlap. `CallLine.forward_s` is compute alone; the collectives inside a lowered operator are priced
+with all others, from `step_calls`. `MoveLine.forward_s` of a collective is left out of compute.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from autopar.program import (
 
 
 def stage_times(program: StageProgram, cost: CostModel, optimizer: str) -> StageTimes:
-    """Price one stage; all its ranks take the same time."""
+    """The times of one stage; all its ranks take the same time."""
     calls = step_calls(program)
     converted_s, returned_s = _conversions_s(program)
     forward_s = _forward_s(program)
@@ -55,12 +55,12 @@ def stage_times(program: StageProgram, cost: CostModel, optimizer: str) -> Stage
 
 
 def calls_time_s(calls: Iterable[RankCall], cost: CostModel) -> float:
-    """Seconds of collectives one after the other."""
+    """Seconds of collectives that run one after the other."""
     return math.fsum(cost.primitive_time_s(c.kind, c.size_bytes, c.axes) for c in calls)
 
 
 def _forward_s(program: StageProgram) -> float:
-    """Operators and local parts of reshards of one microbatch's forward."""
+    """Compute of one microbatch's forward: operators and local parts of reshards."""
     counted = zip(program.body, line_counts(program), strict=True)
     return counted_sum((time_s, n) for line, n in counted for time_s in _line_s(line))
 
@@ -74,7 +74,7 @@ def _line_s(line: Line) -> list[float]:
 
 
 def _backward_s(program: StageProgram) -> float:
-    """The same of its backward, with what is gathered and what runs again."""
+    """Compute of its backward, with local parts of regathers and with recomputed lines."""
     anew, again, counts = regathered(program), rerun(program), line_counts(program)
     every: list[tuple[float, int]] = []
     for i in program.differentiated:
@@ -92,7 +92,7 @@ def _backward_s(program: StageProgram) -> float:
 
 
 def _local_s(line: MoveLine) -> float:
-    """Forward of a move that communicates nothing."""
+    """Forward of a move that communicates nothing; 0.0 for a collective."""
     return 0.0 if line.move.forward in COLLECTIVES else line.forward_s
 
 
@@ -101,8 +101,7 @@ def _local_backward_s(line: MoveLine) -> float:
 
 
 def _conversions_s(program: StageProgram) -> tuple[float, dict[str, float]]:
-    """Local parts of turning parameters into use once, and by period of bringing one
-    gradient back."""
+    """Local parts of converting parameters for use, and of returning gradients, by period."""
     converted: list[float] = []
     returned: dict[str, list[float]] = {"micro": [], "step": []}
     for parameter in every_parameter(program):
@@ -114,7 +113,7 @@ def _conversions_s(program: StageProgram) -> tuple[float, dict[str, float]]:
 
 
 def _update_s(program: StageProgram, cost: CostModel, optimizer: str) -> float:
-    """The optimizer's update of the stored shards, all tensors of a dtype in one launch each."""
+    """The optimizer's update of the stored shards; one launch per operator covers a whole dtype."""
     stored: dict[torch.dtype, int] = {}
     for parameter in every_parameter(program):
         if parameter.requires_grad:

@@ -1,12 +1,12 @@
-"""Published training runs beside what the cost model says of them.
+"""The accuracy of the cost model: predictions beside published training runs.
 
-runs      a file of runs: the shipped `published_runs.json`, or a user's own
-rows      a run as numbers: shape, recipe, software, machine
-predict   the model of a run
-tables    two tables of one transformer layer that a file may carry: bytes kept, milliseconds
-accuracy  what errors come to: means, order, targets
-score     predictions beside what was published
-fit       constants of a hardware profile from runs
+Read `runs.py` (a file of runs, the shipped `published_runs.json` or a user's own), then `rows.py`
+(a run as numbers), `predict.py` (the model of a run), `tables.py` (two tables of one layer),
+`accuracy.py` (errors and targets), `scoring.py` (all runs of a file), and `fit.py` (constants of a
+hardware profile from runs).
+
+This is the highest room of `cost`: it may import all the others. It hands on `read_runs`, `score`
+and `Score`.
 """
 
 from autopar.cost.published.accuracy import ErrorSummary, Ordering, Target

@@ -1,8 +1,8 @@
-"""What errors come to: numbers only.
+"""Summaries of errors; numbers only.
 
 error      predicted / published - 1
-mape       mean of |error|; `max_error` its maximum
-ordering   of the pairs in a group whose published times differ, those that the predictions put
+mape       mean of |error|; `max_error` is its maximum
+ordering   of the pairs in a group with different published times, those that the predictions put
            in the same order; a predicted tie is wrong
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ErrorSummary:
-    """The summary of `n` errors; `worst` names the one of `max_error`."""
+    """The summary of `n` errors; `worst` is the name of the largest."""
 
     mape: float | None
     max_error: float | None
@@ -25,7 +25,7 @@ class ErrorSummary:
 
 
 def errors_of(named: Iterable[tuple[str, float | None]]) -> ErrorSummary:
-    """The summary of named errors, without those that are None."""
+    """The summary of named errors; None is left out."""
     known = [(abs(error), name) for name, error in named if error is not None]
     if not known:
         return ErrorSummary(None, None, 0, None)
@@ -35,7 +35,7 @@ def errors_of(named: Iterable[tuple[str, float | None]]) -> ErrorSummary:
 
 @dataclass(frozen=True)
 class Ordering:
-    """`right` of `pairs` in the published order; `missing`: members without both times."""
+    """`right` of `pairs` are in the published order; `missing`: members without both times."""
 
     right: int
     pairs: int
@@ -62,7 +62,7 @@ def ordering(members: Sequence[str], times: Mapping[str, tuple[float, float]]) -
 
 @dataclass(frozen=True)
 class Target:
-    """A value and the limit it must keep. unit: `%` of a fraction, or `points`."""
+    """A value and its limit. unit: `%` for a fraction, or `points`."""
 
     name: str
     value: float

@@ -4,17 +4,16 @@
              + sum over group runs  (log ratio - mean log ratio of the group)^2 / GROUP_SIGMA^2
              + sum over constants   (log value - log prior)^2 / sigma^2
 
-where log ratio is log(predicted / published). Runs of a group (one figure of a paper: same machine,
-model and software) are known better relative to each other than to the world. A residual beyond
-two sigmas counts by its distance, not its square (P. J. Huber, 1964), so that one run that is
-unlike the others does not bend the constants of all. Solved by reweighted Gauss-Newton steps with
-a numerical Jacobian in the logarithms.
+where log ratio is log(predicted / published). `fit` solves this. Runs of a group are one figure of
+a paper: the same machine, model and software. Their ratios to each other are known better than
+their absolute times. A residual beyond two sigmas counts linearly, not squared (P. J. Huber, 1964).
+So one unusual run does not bend the constants of all others. The solver is reweighted Gauss-Newton
+with a numerical Jacobian in the logarithms.
 
-The prior of a constant (`priors.toml`) is what data sheets and micro-benchmarks say of it; its
-sigma is how far whole training runs may lie from that. With no run on a device, its constants stay
-at the prior. Constants belong to hardware: all runs on a device share them, whatever paper they
-come from. `leave_one_out` fits without the runs of one paper and predicts those, which is what a
-user's own run would see.
+The prior of a constant (`priors.toml`) comes from data sheets and micro-benchmarks. Its sigma is
+how far whole training runs may lie from that. Without runs on a device, its constants stay at the
+prior. Constants belong to hardware: all runs on a device share them, from whatever paper.
+`leave_one_out` fits without the runs of one paper and predicts those, as it would a user's own run.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _STEP = 0.02  # of a logarithm, for the Jacobian
 
 @dataclass(frozen=True)
 class Constant:
-    """A fitted constant: its keys in a profile, which share one value, its prior and sigma."""
+    """A fitted constant: its keys in a profile (all get its value), its prior and sigma."""
 
     keys: tuple[str, ...]
     prior: float
@@ -49,7 +48,7 @@ class Constant:
 
 
 def constants_of(name: str) -> tuple[Constant, ...]:
-    """What is fitted of a profile, with priors; empty for one that no run is fitted to."""
+    """The fitted constants of a profile; empty for one that is not fitted."""
     with PRIORS.open("rb") as file:
         table = tomllib.load(file)["profile"].get(name, {})
     return tuple(
@@ -65,7 +64,7 @@ def with_values(profile: Profile, values: Mapping[str, float]) -> Profile:
 
 
 def at_priors(name: str) -> Profile:
-    """The profile as the literature has it, before whole training runs bent it."""
+    """The profile with constants from the literature alone, before any fit to training runs."""
     constants = constants_of(name)
     return with_values(load_profile(name), {key: c.prior for c in constants for key in c.keys})
 
@@ -83,7 +82,7 @@ def fit(
     name: str, rows: Iterable[PublishedRun], constants: Sequence[Constant],
     groups: Iterable[Sequence[str]] = (), n_steps: int = 32,
 ) -> Fit:  # fmt: skip
-    """Constants of the profile `name` from those of `rows` that ran on it; groups are of ids."""
+    """Fit constants of the profile `name` to those `rows` that ran on it; groups are of ids."""
     base = load_profile(name)
     used = [row for row in rows if row.profile == name and row.step_time_s]
     ids = [row.id for row in used]
@@ -129,7 +128,7 @@ def _values(constants: Sequence[Constant], logs: np.ndarray) -> dict[str, float]
 def leave_one_out(
     rows: Sequence[PublishedRun], groups: Iterable[Sequence[str]] = ()
 ) -> dict[str, dict[str, float]]:
-    """Paper -> id -> predicted / published - 1 with constants fitted without that paper's runs."""
+    """Paper -> id -> predicted / published - 1, with constants fitted to the other papers' runs."""
     groups, found = list(groups), {}
     for paper in dict.fromkeys(row.paper for row in rows if row.step_time_s):
         left_out = [row for row in rows if row.paper == paper and row.step_time_s]

@@ -1,4 +1,4 @@
-"""What the cost model says of a published run."""
+"""The cost model of a published run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def step_model(row: PublishedRun, profile: Profile | None = None) -> StepModel:
-    """The step of a run on its hardware, or on `profile` in its place."""
+    """The model of a run's step on its hardware, or on `profile` instead."""
     profile = profile if profile is not None else load_profile(row.profile)
     if row.software.new_attention:
         profile = _with_new_attention(profile)
@@ -35,7 +35,7 @@ def step_model(row: PublishedRun, profile: Profile | None = None) -> StepModel:
 
 
 def _with_new_attention(profile: Profile) -> Profile:
-    """The profile with attention at the rate of kernels made for the device, where one is known."""
+    """The profile with attention at the rate of kernels made for the device, if it is known."""
     found = {
         f"device.attention_fraction.{phase}": profile.quantities[key]
         for phase in ("forward", "backward")

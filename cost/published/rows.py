@@ -1,16 +1,16 @@
 """A published run as numbers: the model's shape, its recipe, its software and its machine.
 
-A row names dims and degrees of parallelism. What it does not say takes a default, which is
-listed with the prediction (`PublishedRun.assumed`):
+A row gives dims and degrees of parallelism. A missing value takes a default, which is listed with
+the prediction (`PublishedRun.assumed`):
 
-    interleave         1, or one layer per chunk where the schedule is interleaved
+    interleave         1, or one layer per chunk if the schedule is interleaved
     recompute          none
     vocab              51200, GPT-2's 50257 padded for tensor parallelism; 32000, that of
                        sentence-piece tokenizers since LLaMA, from arXiv number 2302 on
     dtype              bf16 on devices that have it, else fp16
 
-Software is derived by one set of rules for all rows, from the model's kind, the dtype, the device
-and the words of the notes; a row may override any of them under "software":
+Software is derived by the same rules for all rows, from the model's kind, the dtype, the device
+and the words of the notes (`_software`). A row may override any of them under "software":
 
     fused_attention    the notes name flash attention; or a model that came after it (gated), or
                        a device that did (`_AFTER_FLASH`): A. Dao et al., arXiv 2205.14135
@@ -18,18 +18,19 @@ and the words of the notes; a row may override any of them under "software":
     fused_kernels      Megatron's hand-written ones (any recipe with tp, pp or ZeRO < 3), or
                        compiled code
     dropout            a plain model without fused attention: recipes up to 2022 train with 0.1
-    overlapped_sync    as the notes say; else where gradients accumulate in float32 buckets of
-                       their own, which bf16 runs do
+    overlapped_sync    as the notes say; else for bf16 runs, which accumulate gradients in
+                       float32 buckets of their own
     fp32_gradients     bf16, whose sums need it
     fused_optimizer    Megatron's
-    fused_accumulation from arXiv number 2205 on, which is when Megatron-LM had it; where the source
-                       is no paper, runs in bf16
+    fused_accumulation from arXiv number 2205 on, when Megatron-LM had it; if the source is no
+                       paper, runs in bf16
     waits_for_messages runs before that: messages did not overlap compute
     fused_loss         compiled code, and Megatron-Core on devices since H100
     thrifty_dispatch   the notes name DeepEP
     fp32_parameters    ZeRO-3 outside Megatron: FSDP keeps float32 shards
 
-A run is skipped only where a degree, the batch or a dim is unknown, or for what is not supported.
+A run is skipped only if a degree, the batch or a dim is unknown, or if something in it is not
+supported.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ _ORDERS: dict[str, Order] = {
     "zb-1p": "zero-bubble", "zb-h1": "zero-bubble", "zero-bubble": "zero-bubble",
     "zb-2p": "zero-bubble-2", "zb-h2": "zero-bubble-2",
 }  # fmt: skip
-# Megatron-Core's --recompute-modules, and how tables write them.
+# Names of Megatron-Core's --recompute-modules, as tables write them.
 _MODULES: dict[str, Module] = {
     "norm": "norm", "layernorm": "norm", "act": "activation", "moe_act": "activation",
     "core_attn": "core", "attn": "core", "mlp": "feed-forward", "moe": "feed-forward",
@@ -72,9 +73,9 @@ _OVERRIDES = {
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """One run. `step_time_s`, `memory_bytes`: what was published, None where it was not.
+    """One run. `step_time_s`, `memory_bytes`: the published values, or None.
 
-    assumed: what the row does not say, and what was taken for it.
+    assumed: the values that the row does not give, with the defaults that they took.
     """
 
     id: str
@@ -109,7 +110,10 @@ class _Reader:
 
 
 def read_row(row: Mapping[str, Any]) -> PublishedRun:
-    """Raises `NotSupportedError` with the reason where a row must be skipped."""
+    """The run in a row.
+
+    Raises `NotSupportedError` with the reason if the row must be skipped.
+    """
     reader = _Reader(row)
     profile = row.get("profile")
     if not profile:
@@ -195,7 +199,7 @@ def _recipe(reader: _Reader, shape: TransformerShape) -> Recipe:
 
 
 def _recompute(reader: _Reader, zero: int | None) -> tuple[Recompute, tuple[Module, ...]]:
-    """The way, and the modules where they are listed."""
+    """The kind of recompute, and the modules if the row lists them."""
     word = reader.row.get("recompute")
     if word is None:
         word = reader.assume("recompute", "none")
@@ -246,13 +250,13 @@ def _software(
 
 
 def _is_recent(row: Mapping[str, Any], dtype: str) -> bool:
-    """Whether a run's software is of May 2022 or later."""
+    """Whether a run's software is from May 2022 or later."""
     arxiv = _ARXIV.search(str(row.get("source", "")))
     return float(arxiv[1]) >= 2205 if arxiv else dtype == "bf16"
 
 
 def _overrides(reader: _Reader) -> dict[str, float]:
-    """By profile key; what no rule reads is listed as such."""
+    """Overrides by profile key; unknown ones are listed as assumed."""
     found = {}
     for key, value in (reader.row.get("overrides") or {}).items():
         if value is None:
@@ -267,12 +271,9 @@ def _overrides(reader: _Reader) -> dict[str, float]:
 
 
 def _paper(source: str) -> str:
-    """What the source begins with: an arXiv number, or a repository."""
+    """The paper of a source: its arXiv number, or else its first word, a repository."""
     arxiv = _ARXIV.search(source)
     return arxiv[0] if arxiv else re.split(r"[@ ]", source, maxsplit=1)[0]
-
-
-# -- what was published ----------------------------------------------------------------------------
 
 
 def _step_time_s(row: Mapping[str, Any], shape: TransformerShape, recipe: Recipe) -> float | None:
@@ -296,9 +297,9 @@ def _step_time_s(row: Mapping[str, Any], shape: TransformerShape, recipe: Recipe
 
 
 def _published_flops(row: Mapping[str, Any], shape: TransformerShape, tokens: int) -> float:
-    """Flops of a step as the source counts them: `flops_convention`.
+    """FLOPs of a step as the source counts them (`flops_convention`).
 
-    Those that count recompute use equation 3 of arXiv 2104.04473.
+    Sources that count recompute use equation 3 of arXiv 2104.04473.
     """
     convention = str(row.get("flops_convention") or "")
     counts_recompute = "96" in convention or "counts recompute" in convention

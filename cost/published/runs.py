@@ -1,12 +1,11 @@
-"""A file of published runs: what it holds, and what is refused.
+"""A file of published runs: its format, and what is refused.
 
     {"runs": [{"id": ..., "model": {...}, ...}, ...],      or the list of runs alone
      "rank_groups": {name: [id, ...]},                     runs whose order is checked
-     "activation_memory_pct": {...}, "layer_microbench": {...}}                   see `tables`
+     "activation_memory_pct": {...}, "layer_microbench": {...}}                   see `tables.py`
 
-All but the runs may be missing. A run without an id or a model makes the file wrong. A value that
-no run can have (`check_values`) is a reason to skip that run; what a run may lack is the business
-of `rows`.
+All but the runs are optional. A run without an id or a model makes the whole file wrong. A run with
+an impossible value is skipped (`check_values`). `rows.py` decides which values a run may lack.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _HINT = 'it is a list of runs, or {"runs": [...]}, each run with an id and a mod
 
 @dataclass(frozen=True)
 class RunsFile:
-    """The content of a file: runs as written, and what else it has."""
+    """The content of a file: its runs as written, and its tables."""
 
     runs: Sequence[Mapping[str, Any]]
     rank_groups: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -39,7 +38,10 @@ class RunsFile:
 
 
 def read_runs(path: Path = SHIPPED) -> RunsFile:
-    """Raises `OptionError` where the file is none, no JSON, or not of runs."""
+    """Read a file of runs.
+
+    Raises `OptionError` if the file cannot be read, is not JSON, or has no valid runs.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -56,7 +58,7 @@ def read_runs(path: Path = SHIPPED) -> RunsFile:
 
 
 def is_runs_file(path: Path) -> bool:
-    """Whether a file can be read as one of runs."""
+    """Whether `path` is a file of runs."""
     try:
         read_runs(path)
     except OptionError:
@@ -65,7 +67,7 @@ def is_runs_file(path: Path) -> bool:
 
 
 def check_values(run: Mapping[str, Any]) -> None:
-    """Raises `NotSupportedError` where a count is too small, or a number stands for an object."""
+    """Raise `NotSupportedError` if a count is too small, or a value should be an object."""
     for key, value in {**run, **(run["model"] or {})}.items():
         least = 1 if key in _POSITIVE else 0 if key in _NOT_NEGATIVE else None
         if least is not None and isinstance(value, int | float) and value < least:

@@ -1,7 +1,7 @@
-"""Predictions of a file's runs beside what was published, and the targets they must meet.
+"""Predictions of a file's runs beside the published values, and the targets they must meet.
 
-A run is skipped, with the reason, where it cannot be read or predicted; it then counts in no
-mean. A run for which nothing is published is predicted, and has no error.
+A run that cannot be read or predicted is skipped with the reason, and counts in no mean. A run
+without a published value is predicted and has no error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ MAX_MAPE, MAX_PROFILE_MAPE, MAX_TIME_ERROR = 0.08, 0.12, 0.30
 MIN_ORDERING = 0.90
 MAX_MEMORY_ERROR, MAX_ACTIVATION_POINTS = 0.07, 5.0
 MAX_SKIPPED = 0.05
-# The paper states what these runs need; no allocator was read (arXiv 2205.05198, figure 1).
+# The paper states the memory of these runs; they are no allocator readings (arXiv 2205.05198,
+# figure 1).
 _STATED_MEMORY = "seqsel_f1_"
 
 
@@ -43,7 +44,7 @@ class PublishedFigure:
 
 @dataclass(frozen=True)
 class Entry:
-    """One run. `row`: what was read of it; `skipped`: why there is no prediction."""
+    """One run. `row`: the run as it was read; `skipped`: why there is no prediction."""
 
     id: str
     profile: str | None
@@ -53,7 +54,7 @@ class Entry:
     skipped: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Step time comes first; bytes are the metric of a run that has no step time."""
+        """The run as JSON; bytes are its metric only if it has no step time."""
         is_of_bytes = self.time is None and self.memory is not None
         data: dict[str, Any] = {
             "id": self.id,
@@ -76,7 +77,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Score:
-    """All entries of a file, its tables, and what they come to."""
+    """All entries of a file and its tables, with their errors and targets."""
 
     entries: tuple[Entry, ...]
     rank_groups: Mapping[str, Sequence[str]]
@@ -89,7 +90,7 @@ class Score:
 
     @property
     def profiles(self) -> dict[str, ErrorSummary]:
-        """Step times by hardware."""
+        """Errors of step times by hardware profile."""
         names = dict.fromkeys(entry.profile for entry in self.entries)
         found = {
             name: _time_errors(entry for entry in self.entries if entry.profile == name)
@@ -109,7 +110,7 @@ class Score:
 
     @property
     def memory(self) -> ErrorSummary:
-        """Of readings; what a paper only states is left out."""
+        """Errors of memory, without values that a paper only states."""
         return errors_of(
             (entry.id, entry.memory.error)
             for entry in self.entries
@@ -121,7 +122,7 @@ class Score:
         return sum(entry.skipped is not None for entry in self.entries)
 
     def targets(self) -> list[Target]:
-        """Those that the file has numbers for."""
+        """The targets for which the file has numbers."""
         time, memory, activation = self.time, self.memory, _cell_errors(self.activation)
         at_most = [
             ("step time, mean", time.mape, MAX_MAPE, "%"),
@@ -151,7 +152,7 @@ class Score:
         ]
 
     def leave_one_out(self) -> dict[str, ErrorSummary]:
-        """Step times of each paper by a fit to the runs of the others; takes minutes."""
+        """Errors of each paper's step times after a fit to all other papers; takes minutes."""
         rows = [entry.row for entry in self.entries if entry.row and entry.time]
         left_out = leave_one_out(rows, self.rank_groups.values())
         return {paper: errors_of(errors.items()) for paper, errors in left_out.items()}
@@ -173,7 +174,7 @@ class Score:
 
 
 def score(file: RunsFile, progress: Callable[[str], None] = lambda run_id: None) -> Score:
-    """Read and predict every run of a file; `progress` is told the id of each."""
+    """Read and predict every run of a file; `progress` is called with the id of each."""
     entries = []
     for run in file.runs:
         progress(str(run["id"]))
@@ -198,7 +199,7 @@ def entry_of(run: Mapping[str, Any]) -> Entry:
 
 
 def predicted(row: PublishedRun) -> Entry:
-    """What the model says of a run, beside what was published."""
+    """The model's prediction of a run, beside the published values."""
     step = step_model(row)
     time = memory = None
     if row.step_time_s is not None or row.memory_bytes is None:
@@ -209,7 +210,7 @@ def predicted(row: PublishedRun) -> Entry:
 
 
 def _read(run: Mapping[str, Any]) -> PublishedRun:
-    """A value of the wrong kind is the file's fault, and a reason to skip the run."""
+    """Read a run. A value of the wrong type raises `NotSupportedError`, so the run is skipped."""
     check_values(run)
     try:
         return read_row(run)

@@ -1,11 +1,11 @@
 """Two tables of one transformer layer (Korthikanti et al., arXiv 2205.05198), predicted.
 
-    activation_memory_pct    bytes a layer keeps for backward on tp=8, as a share of what it keeps
+    activation_memory_pct    bytes that a layer keeps for backward on tp=8, as a percentage of those
                              with tensor parallelism alone; error in points
     layer_microbench         milliseconds of a layer's forward and backward on tp=8; relative error
 
-Models are those of the paper's table 3, read as any other run is (`rows`), so that they get the
-software of their time by the same rules.
+The models are those of the paper's table 3. `rows.py` reads them as any other run, so the same
+rules derive their software.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _TIME_CASES = {
 class Cell:
     """One number of a table. error: predicted / published - 1, or points of a percentage.
 
-    Where nothing is predicted, `skipped` says why.
+    skipped: why there is no prediction.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Cell:
 
 
 def activation_memory(table: Mapping[str, Any]) -> list[Cell]:
-    """Percentages by model and case."""
+    """Cells of `activation_memory_pct`: percentages by model and case."""
     return [
         _percentage(model, case, float(published))
         for model, cases in table.get("values", {}).items()
@@ -60,7 +60,7 @@ def activation_memory(table: Mapping[str, Any]) -> list[Cell]:
 
 
 def layer_times(table: Mapping[str, Any]) -> list[Cell]:
-    """Milliseconds by case and pass."""
+    """Cells of `layer_microbench`: milliseconds by case and pass."""
     cells = []
     for row in table.get("rows", ()):
         case = str(row.get("case"))
@@ -74,12 +74,12 @@ def layer_times(table: Mapping[str, Any]) -> list[Cell]:
 
 
 def kept_bytes(model: str, has_sp: bool, recompute: str) -> float:
-    """What a layer of one of the paper's models keeps of one sequence."""
+    """Bytes that a layer of one of the paper's models keeps of one sequence."""
     return kept_of_layer(_layer_step(model, has_sp, recompute, 1).layer).kept_bytes
 
 
 def layer_passes_s(has_sp: bool, recompute: str) -> dict[str, float]:
-    """Seconds of the passes of a layer of the 22B model."""
+    """Seconds of forward ("fwd"), backward ("bwd") and both for a layer of the 22B model."""
     step = _layer_step(_MICROBENCH_MODEL, has_sp, recompute, _MICROBENCH_BATCH)
     middle = Chunk(n_layers=1, is_first=False, is_last=False)
     forward_s, backward_s = (
@@ -93,7 +93,7 @@ def _layer_step(model: str, has_sp: bool, recompute: str, batch: int) -> StepMod
 
 
 def _layer_run(model: str, has_sp: bool, recompute: str, batch: int) -> PublishedRun:
-    """A layer is that of a step on one tensor-parallel group with a single microbatch."""
+    """A run on one tensor-parallel group with a single microbatch, to take a layer of."""
     layers, hidden, heads = _SHAPES[model]
     return read_row(
         {

@@ -1,7 +1,8 @@
 """A simulated step as an SVG: a row per device, time from left to right.
 
-Above, what the device does; below, thin, its collectives, and then what it sends. A box is as wide
-as it takes, its name and time are its tooltip, and its name is in it where there is room.
+Each row shows the device's compute on top, then in thin lanes its collectives and its messages.
+The width of a box is its duration. Its tooltip gives its name and time; the name is also in the box
+if there is room.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from autopar.cost.simulate.events import Event, Lane
 from autopar.units import format_seconds
 
-# All lengths are in user units of the drawing, which is scaled to the page.
+# Lengths are in user units of the drawing; the page scales them.
 _WIDTH, _MARGIN = 1000.0, 60.0
 _ROW, _LETTER = 50.0, 7.0
 _LANES: Mapping[Lane, tuple[float, float]] = {
@@ -30,7 +31,7 @@ _WORDS = {"F": "forward", "B": "backward", "I": "backward", "W": "of parameters"
 
 
 def svg(idle_s: Mapping[str, float], events: Sequence[Event], step_time_s: float) -> str:
-    """An `<svg>` element that stands for itself; `idle_s` of each device by its name."""
+    """A self-contained `<svg>` element; `idle_s` by the name of each device."""
     height = len(idle_s) * _ROW + 40
     return "\n".join(
         [
@@ -59,7 +60,7 @@ def _rows(idle_s: Mapping[str, float], step_time_s: float) -> Iterator[str]:
 
 
 def _box(event: Event, step_time_s: float) -> str:
-    """A box, with its tooltip and perhaps its name."""
+    """The box of an event with its tooltip, and its name if there is room."""
     scale = _WIDTH / step_time_s if step_time_s else 0.0
     x, width = _MARGIN + event.start_s * scale, (event.end_s - event.start_s) * scale
     top, height = _LANES[event.lane]
@@ -90,7 +91,7 @@ def _kind(event: Event) -> str:
 
 
 def _foot(step_time_s: float, y: float) -> Iterator[str]:
-    """The two ends of the time axis, and what the colours mean."""
+    """The two ends of the time axis, and the legend of colours."""
     yield f'<text x="{_MARGIN:g}" y="{y + 10:g}">0 s</text>'
     yield (
         f'<text x="{_MARGIN + _WIDTH:g}" y="{y + 10:g}" text-anchor="end">'

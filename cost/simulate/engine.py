@@ -1,8 +1,8 @@
-"""The clockwork: devices that go on until they must wait, messages that move.
+"""The event loop: devices run until they must wait for a message, and messages move.
 
-It knows a script, and numbers: how long each step and each message takes. A device whose next step
-reads a message that has not arrived is left, and taken up again when it does, so each step is
-looked at a few times, whatever the number of devices.
+It knows a script and numbers: how long each step and each message takes. A device whose next step
+reads a message that has not arrived is set aside until the message arrives. So each step is
+examined only a few times, whatever the number of devices.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NEVER = math.inf
 
 
 class Route(NamedTuple):
-    """From one device to another; a message takes `time_s` on it."""
+    """The way of a message from one device to another; it takes `time_s`."""
 
     time_s: float
     sender: int
@@ -27,9 +27,9 @@ class Route(NamedTuple):
 
 
 class OverlappedSync(NamedTuple):
-    """Gradient sync that runs on the collective lane beside one step, and on after it.
+    """Gradient sync on the collective lane, which starts beside one step and may outlast it.
 
-    overlapped_s   of collectives that the step itself has on that lane
+    overlapped_s   seconds of the step's own collectives on that lane
     """
 
     sync_s: float
@@ -39,7 +39,7 @@ class OverlappedSync(NamedTuple):
 
 
 class SyncSlot(NamedTuple):
-    """Where a `OverlappedSync` came to lie, and by how much it slowed its step."""
+    """When an `OverlappedSync` runs, and by how much it slows its step."""
 
     start_s: float
     end_s: float
@@ -48,7 +48,13 @@ class SyncSlot(NamedTuple):
 
 @dataclass(slots=True)
 class SimulatedDevice:
-    """What a device does, how far it is, and what it has posted that is not sent yet."""
+    """A device's steps, its progress, and its posted sends.
+
+    beside      gradient sync by the step that it starts beside
+    waits_for   the message that the device waits for
+    queue       posted sends that have not left
+    under_way   the last send of each posted batch that may not have arrived
+    """
 
     steps: Sequence[ScriptStep]
     times_s: Sequence[float]
@@ -67,7 +73,11 @@ class SimulatedDevice:
 
 
 class Engine:
-    """Devices, and when each message was posted at one end, at both, left and arrived."""
+    """Runs the devices, and keeps the times of every message.
+
+    first_at, both_at     posted at one end, posted at both ends
+    left_at, arrived_at   start and end of the transfer
+    """
 
     def __init__(
         self, script: Script, devices: Sequence[SimulatedDevice], routes: Sequence[Route]
@@ -81,7 +91,7 @@ class Engine:
         self.ready: list[SimulatedDevice] = []
 
     def run(self) -> None:
-        """All steps of all devices."""
+        """Run all steps of all devices."""
         self.ready = list(self.devices)
         while self.ready:
             self._go_on(self.ready.pop())
@@ -110,7 +120,7 @@ class Engine:
             device.clock_s = end_s
 
     def _post(self, device: SimulatedDevice, posts: Sequence[int]) -> None:
-        """Post a run of messages; the last of its sends stands for the batch."""
+        """Post a batch of messages; its last send stands for the batch in `under_way`."""
         n_queued = len(device.queue)
         device.queue.extend(end for end in posts if end >= 0)
         if len(device.queue) > n_queued:
@@ -125,7 +135,7 @@ class Engine:
                 self._move(self.devices[self.routes[message].sender])
 
     def _move(self, sender: SimulatedDevice) -> None:
-        """Everything that `sender` can send, in the order in which it posted it."""
+        """Send every message that `sender` can send, in the order of posting."""
         queue = sender.queue
         while queue and (both_s := self.both_at[queue[0]]) < _NEVER:
             message = queue.popleft()
@@ -138,7 +148,7 @@ class Engine:
                     self.ready.append(device)
 
     def _wait(self, device: SimulatedDevice, messages: Sequence[int]) -> bool:
-        """Until all of `messages` have arrived; False where one has not left."""
+        """Advance the clock to the arrival of all `messages`; False if one has not left yet."""
         for message in messages:
             if self.arrived_at[message] == _NEVER:
                 device.waits_for = message
@@ -155,7 +165,10 @@ class Engine:
     def _lay(
         self, device: SimulatedDevice, beside: OverlappedSync, start_s: float, end_s: float
     ) -> float:
-        """Lay gradient sync beside the step from `start_s` to `end_s`; returns how it slows it."""
+        """Place gradient sync beside the step from `start_s` to `end_s`.
+
+        Returns the seconds by which it slows the step. `times.py` has the law.
+        """
         sync_s, n_buckets, overlapped_s, slowdown = beside
         first_s = min(start_s + (end_s - start_s) / n_buckets + overlapped_s, end_s)
         first_s = max(first_s, device.lane_free_s)

@@ -1,15 +1,15 @@
-"""What happened in a simulated step, event by event, and the bytes that devices held meanwhile.
+"""The events of a simulated step, and the bytes that devices hold meanwhile.
 
-A device has three lanes. What it does is on the lane `compute` from its start to its end, and the
-collectives of it on the lane `collectives`, as if they came first; messages are on the lane `p2p`
-of their sender.
+A device has three lanes. An action is on the lane `compute` from its start to its end. Its
+collectives are on the lane `collectives`, drawn as if they came first. Messages are on the lane
+`p2p` of their sender.
 
-Memory of a device over time is what it holds all the time, plus what it keeps of each microbatch
-from the start of a stage's forward to the end of its backward (`Record.memory`):
+A device holds its static bytes all the time. It also keeps bytes of each microbatch from the start
+of a stage's forward to the end of its backward (`Record.memory`):
 
     size_bytes(t) = sum over its stages of static_bytes + kept_bytes x (microbatches in flight at t)
 
-so with equal stages its peak is static + in_flight(schedule, device) x kept.
+With equal stages the peak is static + in_flight(schedule, device) x kept.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LANES: tuple[Lane, ...] = ("compute", "collectives", "p2p")
 
 @dataclass(frozen=True)
 class Event:
-    """What a device does from `start_s` to `end_s`; a message is listed at its sender."""
+    """What a device does from `start_s` to `end_s`; a message belongs to its sender."""
 
     device: int
     action: str
@@ -44,9 +44,10 @@ class Event:
 class DeviceTotals:
     """Seconds of a device over the step, by what it does.
 
-    collectives_s   that compute waits for
-    hidden_s        of collectives beside other work
-    waited_s        for messages under way; `sending_s` may be hidden
+    collectives_s   collectives that compute waits for
+    hidden_s        collectives beside other work
+    waited_s        waiting for messages under way
+    sending_s       transfers of its own messages, hidden or not
     """
 
     n_ranks: int
@@ -73,7 +74,7 @@ class DeviceTotals:
 
 @dataclass
 class Record:
-    """When the steps of a script ran and its messages moved; and what came before and after."""
+    """When a script's steps ran and its messages moved; `once`: events before and after it."""
 
     script: Script
     stages: Sequence[StageTimes]
@@ -100,7 +101,7 @@ class Record:
             yield Event(send.stage % len(self.script.rows), str(send), start_s, end_s, "p2p")
 
     def memory(self, device: int) -> Iterator[tuple[float, float]]:
-        """When the bytes that a device holds change, and to what."""
+        """(time_s, size_bytes) at every change of the bytes that a device holds."""
         n_devices = len(self.script.rows)
         now_bytes = sum(times.static_bytes for times in self.stages[device::n_devices])
         yield 0.0, now_bytes
@@ -117,7 +118,7 @@ class Record:
 
 
 def collective_events(device: int, name: str, start_s: float, shown: Shown) -> Iterator[Event]:
-    """What the collective lane does for what starts at `start_s`."""
+    """The event on the collective lane of an action that starts at `start_s`."""
     time_s = shown.exposed_s + shown.hidden_s
     if time_s:
         yield Event(device, name, start_s, start_s + time_s, "collectives")

@@ -1,4 +1,4 @@
-"""A step from its parts: what comes before the schedule, the schedule, what comes after."""
+"""The parts of a simulated step: work before the schedule, the schedule, work after it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from autopar.cost.simulate.events import DeviceTotals, Event, Record, collective
 from autopar.cost.simulate.times import Shown, Spent, StageTimes
 from autopar.schedule import GRADIENTS_DONE, Action, Kind, Script
 
-# Of a send: how long its transfer takes; all microbatches alike.
+# Seconds of a send's transfer, equal for all microbatches.
 MessageTime = Callable[[Action], float]
 
 
 class Play:
-    """The devices of a step, and what they have done so far.
+    """The devices of a step, and what they have done so far; `slow` and `jitter` as in `simulate`.
 
-    slow      (device, factor): compute of this device takes so much longer
-    jitter    (fraction, seed): every compute of the schedule takes longer, by up to this fraction
-              of itself
+    Call the parts in the order in which they happen: each advances the clocks of its devices.
     """
 
     def __init__(
@@ -54,14 +52,12 @@ class Play:
             self.once,
         )
 
-    # -- durations ---------------------------------------------------------------------------
-
     def _factor(self, device: int) -> float:
-        """By how much compute of a device is slower."""
+        """How many times as long compute takes on a device."""
         return self.slow[1] if self.slow is not None and self.slow[0] == device else 1.0
 
     def _shown(self, device: int, jitter: tuple[float, int] | None) -> list[Shown]:
-        """What every step of a device takes."""
+        """The duration of every step of a device."""
         fraction, seed = jitter or (0.0, 0)
         drawn = random.Random(f"{seed} {device}")
         slow = self._factor(device)
@@ -79,7 +75,7 @@ class Play:
         return shown
 
     def _beside(self, device: int) -> dict[int, OverlappedSync]:
-        """Gradient sync by the step beside which it starts: the last backward of its stage."""
+        """Gradient sync by the step that it starts beside: the last backward of its stage."""
         last: dict[int, tuple[int, Kind]] = {}
         for at, step in enumerate(self.script.rows[device]):
             if step.compute is not None and step.compute.kind in GRADIENTS_DONE:
@@ -96,10 +92,8 @@ class Play:
                 )
         return found
 
-    # -- what happens ------------------------------------------------------------------------
-
     def work(self, stage: int, action: str, spent: Spent) -> None:
-        """Once a step: a stage's own compute and collectives."""
+        """Compute and collectives of a stage, outside the schedule."""
         device = self._device_of(stage)
         slowdown = self.stages[stage].overlap_slowdown_fraction
         shown = spent.shown(slowdown, self._factor(device))
@@ -107,7 +101,7 @@ class Play:
         self._count(device, [shown])
 
     def together(self, stages: Iterable[int], action: str, time_s: float) -> None:
-        """A collective that the devices of some stages start together."""
+        """A collective of the devices of some stages; it starts when the last of them is ready."""
         devices = sorted({self._device_of(stage) for stage in stages})
         start_s = max(self.devices[device].clock_s for device in devices)
         for device in devices:
@@ -124,7 +118,7 @@ class Play:
         self.totals[device].update_s += time_s
 
     def actions(self) -> None:
-        """The schedule, and what it leaves of gradient sync."""
+        """Run the schedule, and then the gradient sync that is still to do."""
         self.engine.run()
         for route in self.engine.routes:
             self.totals[route.sender].sending_s += route.time_s
@@ -159,7 +153,7 @@ class Play:
 
 
 def _routes(script: Script, message_s: MessageTime) -> list[Route]:
-    """Of every message; `message_s` is asked of microbatch 0."""
+    """The route of every message; all microbatches take the time of microbatch 0."""
     n_devices = len(script.rows)
     routes = [
         Route(message_s(send), send.stage % n_devices, send.partner.stage % n_devices)

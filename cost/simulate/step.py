@@ -1,26 +1,28 @@
-"""When everything of a step happens: the runtime's own actions, with durations.
+"""Simulate one step: when each of the runtime's own actions starts and ends.
 
     before      every stage gathers its parameters                              once
     schedule    the actions of a schedule, in the executor's order:
-                  compute             waits for what it receives, then takes its time (`times.py`)
-                  messages            a run of them is posted at once and takes no time of the
-                                      device; a transfer starts when both ends are posted and
-                                      the sender's earlier transfers are over
-                At most as many posted batches as devices are under way (`Crossings.post`).
+                  compute    waits for the messages that it reads, then runs (`times.py`)
+                  messages   consecutive ones are posted at once, in no device time; a transfer
+                             starts when both ends are posted and the sender's earlier
+                             transfers are over
+                At most as many posted batches are under way as there are devices
+                (`Crossings.post` in `runtime/collectives/crossings.py`).
                 Gradient sync may run beside the last backward (`times.py`).
     after       gradients to storage; tied gradients between two stages at a time; the loss on
                 all ranks; the optimizer                                        once
 
-A device is the ranks that share a row of the schedule, and the busiest of them: a stage, or
-several where the schedule is interleaved. At any time it computes, calls collectives (which compute
-waits for), waits while what it needs is being transferred, or is idle:
+A device is the set of ranks that share a row of the schedule, timed by the busiest of them. It runs
+one stage, or several if the schedule is interleaved. At any time it computes, runs collectives that
+compute waits for, waits for a transfer under way, or is idle:
 
     step_time_s = compute_s + collectives_s + waited_s + update_s + idle_s      on every device
     bubble      = sum over devices of n_ranks idle_s / (n_ranks of all x step_time_s)
+                                                                          (`Timeline.bubble`)
 
-With equal stages, free messages and nothing before or after, that is the textbook's
+With equal stages, free messages and nothing before or after, the bubble is the textbook's
 (p - 1) / (m + p - 1), or (p - 1) / (v m + p - 1) with v chunks per device. Transfers and
-collectives that share a link do not slow each other down.
+collectives on the same link do not slow each other down.
 """
 
 from __future__ import annotations
@@ -45,17 +47,18 @@ def simulate(
     jitter: tuple[float, int] | None = None,
     sends_as_made: bool = False,
 ) -> Timeline:
-    """Play one step of a valid schedule, or of its script (`script_of`), which may be kept.
+    """Simulate one step of a valid schedule, or of its script (`script_of`), which can be reused.
 
-    stages          one per stage: n_chunks per device
-    message_s       of a send: how long its transfer takes, alike for all microbatches; or one
-                    number for all. A schedule without messages is given those of a chain.
-    loss_s          of giving the loss to all ranks
-    slow            (device, factor): its compute takes that much longer
+    stages          the times of each stage; a device has n_chunks of them
+    message_s       seconds of a send's transfer, equal for all microbatches; or one number for all
+                    sends. A schedule without messages gets those of a chain of stages.
+    loss_s          seconds to give the loss to all ranks
+    slow            (device, factor): its compute takes factor times as long
     jitter          (fraction, seed): every compute takes longer by up to this fraction of itself
-    sends_as_made   a schedule without messages sends each as soon as it is made
+    sends_as_made   in a schedule without messages, send each one as soon as it is made
 
-    Raises `OptionError` for a slow device that there is not, and for what would make any faster.
+    Raises `OptionError` for a slow device that does not exist, and for a `slow` or `jitter` that
+    would speed compute up.
     """
     _check_options(len(schedule.rows), slow, jitter)
     if isinstance(schedule, Schedule):

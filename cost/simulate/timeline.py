@@ -1,4 +1,4 @@
-"""A simulated step: what it adds up to, and ways to look at it."""
+"""A simulated step: its totals, and ways to look at it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from autopar.cost.simulate.trace import chrome_trace
 class Timeline:
     """One simulated step. Times of a rank are those of the busiest device.
 
-    A device is the ranks that share a row of the schedule: a stage, unless it is interleaved.
+    A device is the set of ranks that share a row of the schedule: one stage, or several if it is
+    interleaved.
     """
 
     record: Record = field(repr=False)
@@ -24,13 +25,15 @@ class Timeline:
 
     @cached_property
     def events(self) -> tuple[Event, ...]:
-        """Everything that takes time, in order of start."""
+        """All events, in order of start."""
         return tuple(sorted(self.record.events(), key=lambda e: (e.start_s, e.end_s, e.device)))
 
     @property
     def longest_device_s(self) -> float:
-        """The longest that a device is at it: from the start of its first event to the end of its
-        last, messages apart."""
+        """The longest time of a device from its first event's start to its last one's end.
+
+        Messages do not count.
+        """
         starts: dict[int, float] = {}
         ends: dict[int, float] = {}
         for event in self.events:
@@ -58,42 +61,42 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Idle time / total, over all ranks; 0 where one device never waits for another."""
+        """Idle time / total time, over all ranks; 0 with one device."""
         total_s = self.step_time_s * sum(device.n_ranks for device in self.devices)
         if len(self.devices) == 1 or not total_s:
             return 0.0
         return sum(d.n_ranks * self.idle_s(i) for i, d in enumerate(self.devices)) / total_s
 
     def idle_s(self, device: int) -> float:
-        """Seconds in which a device neither works nor waits for a transfer under way."""
+        """Seconds in which a device does not work and waits for no transfer under way."""
         d = self.devices[device]
         worked_s = d.compute_s + d.collectives_s + d.waited_s + d.update_s
         return max(self.step_time_s - worked_s, 0.0)
 
     def memory(self, device: int) -> tuple[tuple[float, float], ...]:
-        """(time_s, size_bytes) wherever the bytes that a rank of a device holds change."""
+        """(time_s, size_bytes) at every change of the bytes that a rank of a device holds."""
         return tuple(self.record.memory(device))
 
     def peak_bytes(self, device: int) -> float:
-        """The most of them."""
+        """The most bytes that a rank of a device holds."""
         return max(size_bytes for _, size_bytes in self.record.memory(device))
 
     def names(self) -> list[str]:
-        """Of the devices, in words."""
+        """The names of the devices, as reports print them."""
         what = "stage" if len(self.record.stages) == len(self.devices) else "device"
         return [f"{what} {i}" for i in range(len(self.devices))]
 
     def to_chrome_trace(self, path: str | Path) -> None:
-        """Write the step for chrome://tracing or Perfetto."""
+        """Write the step as a trace for chrome://tracing or Perfetto."""
         memory = [self.memory(i) for i in range(len(self.devices))]
         Path(path).write_text(chrome_trace(self.names(), self.events, memory), encoding="utf-8")
 
     def to_svg(self, path: str | Path) -> None:
-        """Write the step as a drawing."""
+        """Write the step as an SVG drawing."""
         Path(path).write_text(self.svg(), encoding="utf-8")
 
     def svg(self) -> str:
-        """An `<svg>` element that stands for itself, for a page or a file."""
+        """A self-contained `<svg>` element, for a page or a file."""
         idle_s = [self.idle_s(i) for i in range(len(self.devices))]
         rows = dict(zip(self.names(), idle_s, strict=True))
         return svg(rows, self.events, self.step_time_s)

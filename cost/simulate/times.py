@@ -1,21 +1,20 @@
-"""How long the parts of a step take, and what of it shows.
+"""How long the parts of a step take, and how much of their collectives is exposed.
 
-A rank computes, and calls collectives: those that compute waits for (`collectives_s`) and those
-that run beside it (`overlapped_s`), which slow it down while they do, by a fraction f of its
-time: in h seconds beside collectives, compute of h / (1 + f) seconds is done. With c of compute
-and o of overlapped collectives (`Spent.shown`):
+A rank computes and runs collectives. Compute waits for some of them (`collectives_s`). The others
+run beside it (`overlapped_s`) and slow it down by a fraction f: h seconds beside collectives do
+compute of h / (1 + f) seconds. With c of compute and o of overlapped collectives (`Spent.shown`):
 
     hidden    h = min(o, c (1 + f))
     compute   c + h f / (1 + f)
     exposed   collectives_s + o - h
     time      compute + exposed = collectives_s + max(o, c + o f / (1 + f))
 
-Gradients that are synchronised beside the backward of the last microbatch: `sync_s` seconds in
-n equal buckets, of which bucket j may start once j / n of that backward is done. So with an idle
-lane and a backward of T seconds, what is left after it is max(sync_s / n, sync_s - T (n - 1) / n).
-With one bucket, all of it. The lane takes it up after the overlapped collectives of that backward,
-and after the sync of other stages of the device; what is hidden in that backward slows it as above,
-what is left runs on beside whatever comes next (`engine.Engine`).
+Gradient sync may run beside the backward of the last microbatch. `sync_s` seconds are divided into
+n equal buckets, and bucket j may start once j / n of that backward is done. With an idle lane and a
+backward of T seconds, max(sync_s / n, sync_s - T (n - 1) / n) is left after the backward; with one
+bucket, all of it. The lane first finishes the overlapped collectives of that backward and the sync
+of the device's other stages. The part hidden in that backward slows it as above. The rest runs
+beside the following steps (`Engine` in `engine.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from autopar.schedule import Kind
 
 
 class Shown(NamedTuple):
-    """Seconds of a stage's time; `hidden_s` of collectives are inside `compute_s`."""
+    """Seconds that a part of a step takes; `hidden_s` of collectives are inside `compute_s`."""
 
     compute_s: float = 0.0
     exposed_s: float = 0.0
@@ -40,7 +39,7 @@ class Shown(NamedTuple):
 
 @dataclass(frozen=True)
 class Spent:
-    """Seconds of a rank: its own work, and collectives inside its stage."""
+    """Seconds of work of a rank: its compute, and collectives inside its stage."""
 
     compute_s: float = 0.0
     collectives_s: float = 0.0
@@ -48,11 +47,11 @@ class Spent:
 
     @property
     def total_s(self) -> float:
-        """Where a collective beside it does not slow compute."""
+        """How long it takes if overlapped collectives do not slow compute."""
         return self.shown().time_s
 
     def shown(self, slowdown_fraction: float = 0.0, compute_factor: float = 1.0) -> Shown:
-        """What it takes, with compute that takes `compute_factor` as long."""
+        """How long it takes, with compute that takes `compute_factor` times as long."""
         compute_s = self.compute_s * compute_factor
         hidden_s = min(self.overlapped_s, compute_s * (1 + slowdown_fraction))
         return Shown(
@@ -71,7 +70,7 @@ class Spent:
 
 @dataclass(frozen=True)
 class SplitBackward:
-    """A backward in two parts: gradients of what the stage received, and of its parameters."""
+    """A backward in two parts: gradients of received tensors, and gradients of parameters."""
 
     input: Spent
     weight: Spent
@@ -79,12 +78,12 @@ class SplitBackward:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """How long the parts of a step take on one stage; `forward`, `backward` of a microbatch.
+    """How long the parts of a step take on one stage; `forward` and `backward` of one microbatch.
 
-    update_s                     of the optimizer
-    sync_s, n_sync_buckets       of gradients beside the last backward; `after` comes later
-    overlap_slowdown_fraction    by how much of its time compute slows beside collectives
-    static_bytes, kept_bytes     of a rank: always there, and of each microbatch in flight
+    update_s                     the optimizer
+    sync_s, n_sync_buckets       gradient sync beside the last backward; `after` comes later
+    overlap_slowdown_fraction    extra time of compute beside collectives, as a fraction
+    static_bytes, kept_bytes     of a rank: held all the time, and per microbatch in flight
     """
 
     n_ranks: int
@@ -100,7 +99,7 @@ class StageTimes:
     kept_bytes: float = 0.0
 
     def of(self, kind: Kind) -> Spent:
-        """Of a compute of this kind. A backward in two parts is their sum where it runs whole."""
+        """The time of a compute of this kind; a whole backward is the sum of its two parts."""
         if kind == "forward":
             return self.forward
         if isinstance(self.backward, Spent):
@@ -117,7 +116,7 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class TieTimes:
-    """An exchange of tied gradients: between two stages, then inside each of them."""
+    """Seconds of an exchange of tied gradients: between two stages, then inside each of them."""
 
     stages: tuple[int, int]
     exchange_s: float

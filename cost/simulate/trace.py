@@ -1,4 +1,4 @@
-"""A simulated step as a Chrome trace: a process per device, a thread per lane, its memory beside.
+"""A simulated step as a Chrome trace: a process per device with its memory, a thread per lane.
 
 The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 (Trace Event Format). Times are in microseconds.
@@ -41,7 +41,7 @@ def _span(event: Event) -> dict[str, Any]:
 
 
 def _counters(memory: Sequence[Sequence[tuple[float, float]]]) -> Iterator[dict[str, Any]]:
-    """Nothing of devices whose bytes are not known."""
+    """The memory of each device over time; nothing for devices without known bytes."""
     for pid, points in enumerate(memory):
         if any(size_bytes for _, size_bytes in points):
             for time_s, size_bytes in points:

@@ -1,13 +1,12 @@
 """A transformer's training step from its dims and a recipe, without a captured graph.
 
-shape       dims and parameters            configs   shapes from Hugging Face configs
-recipe      how it is laid out, with what software
-work        kernels and collectives        layer     the items of one layer
-ends        embedding, logits, loss        chunks    which layers and parameters are where
-machine     seconds of items; where groups stand
-memory      bytes on a rank                state     what a parameter keeps; its update
-orders      schedules                      estimate  a step: stage times, simulated
-scaling     the same recipe on more devices
+Read `shape.py` (dims, parameters), `configs.py` (shapes of Hugging Face configs), `recipe.py`
+(layout, software), `work.py` (kernels, collectives), `layer.py` and `ends.py` (items of a layer;
+embedding and loss), `chunks.py` (where layers are), `machine.py` (seconds of items), `state.py`
+and `memory.py` (bytes), `orders.py` (schedules), `estimate.py` (a step), `scaling.py` (more nodes).
+
+May import `laws`, `memory`, `simulate`, `hardware`, and what lies below `cost`; not `price`, its
+neighbour. Hands on `StepModel`, `LayerModel` and `weak_scaling`.
 """
 
 from autopar.cost.transformer.chunks import Chunk

@@ -1,7 +1,8 @@
 """Which layers and parameters are where.
 
-A device has `interleave` chunks of layers. Where the layers do not divide, embedding and loss
-count as a layer each and the first and the last chunk have one less; else chunks differ by one.
+A device has `interleave` chunks of layers. If the layers do not divide evenly, embedding and loss
+count as a layer each, so the first and the last chunk have one layer less. If that does not divide
+evenly either, chunks differ by one layer.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Chunk:
 
 
 def chunks_of(n_layers: int, n_chunks: int) -> tuple[Chunk, ...]:
-    """Layers of each chunk, in the order of the model."""
+    """The chunks of a model, in the order of its layers."""
     each, left = divmod(n_layers, n_chunks)
     counts = [each + (i < left) for i in range(n_chunks)]
     if left and (n_layers + 2) % n_chunks == 0:
@@ -34,7 +35,7 @@ def chunks_of(n_layers: int, n_chunks: int) -> tuple[Chunk, ...]:
 
 
 def parameters_of(layer: LayerModel, chunk: Chunk) -> tuple[float, float]:
-    """On a rank, before ZeRO: (those that all ranks of dp share, those of its experts)."""
+    """Parameters on a rank before ZeRO: (those that all dp ranks share, those of its experts)."""
     shape, recipe = layer.shape, layer.recipe
     shared = shape.attention_parameters / recipe.tp + shape.norm_parameters
     experts = 0.0

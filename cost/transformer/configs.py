@@ -1,8 +1,8 @@
-"""The shape of a Hugging Face configuration: which field of it is which dim.
+"""The shape of a Hugging Face configuration: which of its fields is which dim.
 
-plain     GPT-2's layers: biases, GELU, learned positions, the head tied to the embedding
+plain     GPT-2's layers: biases, GELU, learned positions, a head tied to the embedding
 gated     Llama's: SwiGLU, no biases, rotary positions, a head of its own
-experts   Mixtral's: gated ones, of which each token sees a few
+experts   Mixtral's: gated experts, of which each token sees a few
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ EXPERTS = ("mixtral", "qwen3_moe")
 
 
 def shape_of(config: Any, seq: int) -> tuple[TransformerShape, tuple[str, ...]]:
-    """The dims of a configuration for rows of `seq` tokens, and what they leave out.
+    """The dims of a configuration for rows of `seq` tokens, and notes on what they ignore.
 
-    Raises `NotSupportedError` for a model that is none of the kinds above.
+    Raises `NotSupportedError` for a model of none of the kinds above.
     """
     kind = config.model_type
     if kind not in (*PLAIN, *GATED, *EXPERTS):

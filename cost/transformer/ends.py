@@ -1,12 +1,12 @@
 """The items before the first layer and after the last one: embedding, logits, loss.
 
-The loss of T x V logits, in float32, reads and writes per logit
+The loss has T x V logits in float32. It reads and writes these bytes per logit:
 
     not fused   cast 2 + 4, maximum 4, subtract 8, exp 8, sum 4, divide 8      backward 8 + 6
     fused       read twice 4                                                  backward 2 + 2
 
-bytes; the kernels are those of a cross-entropy over a sharded vocabulary (Megatron-LM,
-core/tensor_parallel/cross_entropy.py), which needs two small all_reduces more.
+The kernels are those of a cross-entropy over a sharded vocabulary (Megatron-LM,
+core/tensor_parallel/cross_entropy.py). With tp > 1 it has three small all_reduces (`head_items`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FLOAT32 = 4
 
 
 def embedding_items(layer: LayerModel) -> Iterator[Item]:
-    """Rows of the vocabulary's shard, summed over ranks; backward adds them where they were."""
+    """The embedding: rows of the vocabulary's shard, summed over ranks; backward scatters back."""
     size = layer.tokens * layer.shape.hidden * layer.width
     masks = size / layer.width if layer.software.dropout else 0.0
     yield elementwise("embedding", 2 * size + masks, 3 * size + masks, masks, 2, 2)
@@ -50,7 +50,9 @@ def head_items(layer: LayerModel) -> Iterator[Item]:
 
 
 def logits_gradient_bytes(layer: LayerModel) -> float:
-    """What backward of the loss holds besides what was kept: the gradient, and a copy as wide as
-    the logits; the first is in float32 where the loss is not one kernel."""
+    """Bytes that the loss's backward holds besides kept ones: the logits' gradient, and a copy.
+
+    The copy is as wide as the logits. The gradient is in float32 unless the loss is one kernel.
+    """
     logits = layer.tokens * layer.shape.vocab / layer.recipe.tp
     return logits * (layer.width + (layer.width if layer.software.fused_loss else _FLOAT32))

@@ -1,12 +1,12 @@
-"""A training step of a transformer under a recipe: seconds by simulation, bytes by the formulas.
+"""A training step of a transformer under a recipe: seconds by simulation, bytes by formulas.
 
     forward    its items                                       per microbatch and chunk
-    backward   the items the other way round, with what recompute runs again
+    backward   the items in reverse, with the forward of recomputed items
     sync       gradients over data parallelism, beside the last backward or after it
-    update     the optimizer, on what a rank stores
+    update     the optimizer, on the parameters that a rank stores
 
-ZeRO-3 gathers a layer's parameters before its forward and again before its backward, and scatters
-its gradients after it, beside the compute of the neighbouring layers.
+ZeRO-3 gathers a layer's parameters before its forward and again before its backward, and
+reduce_scatters its gradients after it, beside the compute of the neighbouring layers.
 """
 
 from __future__ import annotations
@@ -55,10 +55,8 @@ class StepModel:
         ]
         return forward + self.machine.forward(ends), backward + self.machine.backward(ends)
 
-    # -- parameters --------------------------------------------------------------------------
-
     def _chunk_gathers_s(self, chunk: Chunk) -> tuple[float, float]:
-        """ZeRO-3: gathering a chunk's parameters once, and scattering their gradients."""
+        """ZeRO-3: seconds to gather a chunk's parameters once, and to reduce_scatter gradients."""
         width = self.layer.width
         gather_s = scatter_s = 0.0
         # Gradients are reduced at the width of the parameters in use.
@@ -70,7 +68,7 @@ class StepModel:
         return gather_s, scatter_s
 
     def sync_s(self, chunk: Chunk) -> tuple[float, float]:
-        """(of gradients, of updated parameters) over data parallelism, once a step."""
+        """Seconds over data parallelism, once a step: (gradient sync, gather of new parameters)."""
         recipe, width = self.layer.recipe, self.layer.width
         gradient = 4 if self.layer.software.fp32_gradients else width
         reduced = gathered = 0.0
@@ -81,8 +79,6 @@ class StepModel:
                 reduced += self.machine.exchange_s("reduce_scatter", n * gradient, group)
                 gathered += self.machine.exchange_s("all_gather", n * width, group)
         return reduced, gathered
-
-    # -- a step ------------------------------------------------------------------------------
 
     def stage_times(self, chunk: Chunk) -> StageTimes:
         recipe, software, machine = self.layer.recipe, self.layer.software, self.machine
@@ -111,7 +107,7 @@ class StepModel:
         )
 
     def hop_s(self, source: int, target: int) -> float:
-        """An activation from one stage to the next, or its gradient back; 0.0 within a device."""
+        """Seconds of an activation, or its gradient, between two stages; 0.0 within a device."""
         layer, recipe, machine = self.layer, self.layer.recipe, self.machine
         ends = source % recipe.pp, target % recipe.pp
         if ends[0] == ends[1]:
@@ -142,7 +138,7 @@ class StepModel:
         return simulate(script_of_recipe(self.layer.recipe), stages, message_s, self.ties())
 
     def _with_messages(self, stage: int, times: StageTimes) -> StageTimes:
-        """Computes that begin with what they receive, with nothing else to do: one message each."""
+        """Times of a stage that waits for messages: each compute includes one message."""
         last = self.layer.recipe.n_chunks - 1
         before = Spent(0.0, self.hop_s(max(stage - 1, 0), stage))
         after = Spent(0.0, self.hop_s(min(stage + 1, last), stage))
@@ -154,25 +150,27 @@ class StepModel:
         return replace(times, forward=times.forward + before, backward=backward)
 
     def step_time_s(self) -> float:
-        """Seconds from one step to the next; under zero-bubble-2 devices end one by one, and go on
-        without waiting for each other."""
+        """Seconds from one step to the next.
+
+        Under zero-bubble-2, devices end at different times and start the next step at once.
+        """
         timeline = self.simulate()
         if self.layer.recipe.order == "zero-bubble-2":
             return timeline.longest_device_s
         return timeline.step_time_s
 
     def peak_bytes(self) -> float:
-        """On the rank that needs most."""
+        """Peak bytes on the rank that needs most."""
         return peak_bytes(self.layer, self.chunks, schedule_of(self.layer.recipe), self.machine)
 
 
 def _spent(spending: Spending, overlapped_s: float = 0.0) -> Spent:
-    """The interpreter's delay counts as compute: collectives cannot start earlier either."""
+    """The interpreter's delay counts as compute: it delays collectives as well."""
     return Spent(spending.compute_s + spending.stalled_s, spending.comm_s, overlapped_s)
 
 
 def _split(whole: Spent) -> SplitBackward:
-    """Half of a backward's products are those of parameters."""
+    """Half of a backward's compute is for parameters: one matmul of each two."""
     weight = whole.compute_s / 2
     return SplitBackward(
         Spent(whole.compute_s - weight, whole.collectives_s, whole.overlapped_s), Spent(weight)

@@ -1,9 +1,9 @@
 """The items of one transformer layer on one rank, for one microbatch.
 
-Tokens T = b s / cp on a rank, T' = T / tp where sequence parallelism shards what is not divided
-by tensor parallelism (Korthikanti et al., arXiv 2205.05198, section 4). Widths are bytes of an
-element; every line says what it reads and writes. Kept bytes reproduce that paper's sbh (34 +
-5 as/h) without fused attention (its equation 1), and its divisions by tp.
+A rank has T = b s / cp tokens. Outside the tensor-parallel parts, sequence parallelism leaves it
+T' = T / tp of them (Korthikanti et al., arXiv 2205.05198, section 4). Widths are bytes of an
+element. Every item states the bytes that it reads and writes. Without fused attention, the kept
+bytes reproduce that paper's sbh (34 + 5 as/h) (its equation 1), and its divisions by tp.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from autopar.cost.transformer.recipe import Recipe, Software
 from autopar.cost.transformer.shape import TransformerShape
 from autopar.cost.transformer.work import Item, Kernel, elementwise, exchange, product
 
-_DISPATCH = "dispatch"  # an all_to_all that `Machine` may make cheaper
-_STATISTICS_BYTES = 4  # of a row: the log-sum-exp that fused attention keeps
+_DISPATCH = "dispatch"  # an all_to_all that `TransformerMachine` may make cheaper
+_STATISTICS_BYTES = 4  # per row and head: the log-sum-exp that fused attention keeps
 
 
 @dataclass(frozen=True)
 class LayerModel:
-    """The layer of a shape under a recipe; `width` is that of activations, in bytes."""
+    """A layer of a shape under a recipe; `width` is the bytes of an activation's element."""
 
     shape: TransformerShape
     recipe: Recipe
@@ -30,19 +30,19 @@ class LayerModel:
 
     @property
     def tokens(self) -> float:
-        """T, of one microbatch on one rank."""
+        """T: tokens of one microbatch on one rank."""
         return self.recipe.microbatch_size * self.shape.seq / self.recipe.cp
 
     @property
     def outer_tokens(self) -> float:
-        """T', outside the tensor-parallel parts."""
+        """T': tokens outside the tensor-parallel parts."""
         return self.tokens / (self.recipe.tp if self.recipe.sp else 1)
 
     @property
     def accumulated_bytes(self) -> float:
-        """Per weight and microbatch: a new gradient is read, and the sum read and written.
+        """Bytes per weight and microbatch to add a gradient: read it, read and write the sum.
 
-        Nothing where one kernel does both, or where what accumulates are shards (ZeRO-3).
+        0.0 if the matmul's kernel accumulates, or if shards accumulate (ZeRO-3).
         """
         recipe, software = self.recipe, self.software
         if recipe.n_microbatches == 1 or recipe.zero == 3 or software.fused_accumulation:
@@ -53,10 +53,8 @@ class LayerModel:
         return [*self._attention(), *self._feed_forward()]
 
     def input_bytes(self) -> float:
-        """What a layer is given: the residual stream."""
+        """Bytes of a layer's input: the residual stream."""
         return self.outer_tokens * self.shape.hidden * self.width
-
-    # -- shared pieces -----------------------------------------------------------------------
 
     def _product(
         self, name: str, m: float, n: float, k: float, *, has_bias: bool = False,
@@ -71,11 +69,11 @@ class LayerModel:
         size = self.outer_tokens * self.shape.hidden * self.width
         if self.software.fused_kernels:
             return elementwise(name, 2 * size, 3 * size, size)
-        # Cast, square, mean, rsqrt, two products, cast back: float32 copies are read and written.
+        # Cast, square, mean, rsqrt, two multiplications, cast back, with copies in float32.
         return elementwise(name, 11 * size, 16 * size, 3 * size, 6, 10)
 
     def enter(self, n_features: float) -> Iterator[Item]:
-        """From outside to a tensor-parallel part; backward the other way."""
+        """The collective on entry to a tensor-parallel part; backward is its reverse."""
         size = self.tokens * n_features * self.width
         if self.recipe.tp == 1:
             return
@@ -107,8 +105,6 @@ class LayerModel:
             name, 3 * size + mask + extra, backward, mask, launches, launches, out_bytes=size
         )
 
-    # -- attention ---------------------------------------------------------------------------
-
     def _attention(self) -> Iterator[Item]:
         shape, tp, width, T = self.shape, self.recipe.tp, self.width, self.tokens
         h, q = shape.hidden, shape.query_features / tp
@@ -129,7 +125,7 @@ class LayerModel:
         """Scores, softmax and the weighted sum of values."""
         shape, width, T = self.shape, self.width, self.tokens
         heads = shape.heads / self.recipe.tp
-        if self.recipe.cp > 1:  # keys and values go round the ring once; their gradients too
+        if self.recipe.cp > 1:  # keys, values and their gradients go round the ring once
             size = 2 * T * k * width * self.recipe.cp
             yield exchange(
                 "ring", [("all_gather", size)],
@@ -148,7 +144,7 @@ class LayerModel:
         scores = heads * T * shape.seq  # elements
         one = Kernel("product", flops / 2, width * (T * (q + k) + scores))
         yield Item("scores", "core", (one,), (one, one))
-        # The fused softmax with scale and mask reads and writes the scores; eager, each is its own.
+        # Fused, one kernel reads and writes the scores. Eager, scale, mask and softmax are three.
         n, passes = (1, 2) if self.software.fused_kernels else (3, 6)
         yield Item(
             "softmax", "core",
@@ -164,8 +160,6 @@ class LayerModel:
             )  # fmt: skip
         yield Item("weighted values", "core", (one,), (one, one), 0.0, context)
 
-    # -- feed-forward ------------------------------------------------------------------------
-
     def _feed_forward(self) -> Iterator[Item]:
         shape = self.shape
         yield self.norm("mlp norm")
@@ -178,7 +172,7 @@ class LayerModel:
         yield self._residual("mlp residual")
 
     def _mlp(self, tokens: float, ffn: float, n_experts: int) -> Iterator[Item]:
-        """Two or three products and the activation between, of as many experts side by side."""
+        """Two or three matmuls with the activation between, for each of `n_experts`."""
         shape, width, h = self.shape, self.width, self.shape.hidden
         wide, rows = (2 if shape.is_gated else 1) * ffn, tokens / n_experts
         has_bias = not shape.is_gated
@@ -186,14 +180,14 @@ class LayerModel:
         moved, out = tokens * wide * width, tokens * ffn * width
         if self.software.fused_kernels:
             yield elementwise("activation", moved + out, 2 * moved + out, out)
-        elif shape.is_gated:  # silu and product, each a kernel with a tensor of its own
+        elif shape.is_gated:  # SiLU and multiplication, each a kernel with its own tensor
             yield elementwise("activation", 5 * out, 8 * out, 2 * out, 2, 4)
         else:  # bias, then GELU
             yield elementwise("activation", 4 * out, 5 * out, out, 2, 2)
         yield self._product("mlp down", rows, h, ffn, n_times=n_experts, is_kept=False)
 
     def _experts(self) -> Iterator[Item]:
-        """Router, rows sent to the ranks of their experts, products there, and back."""
+        """Router, rows sent to the ranks of their experts, matmuls there, rows sent back."""
         recipe, width, h = self.recipe, self.width, self.shape.hidden
         experts = self.shape.experts
         assert experts is not None
@@ -203,7 +197,7 @@ class LayerModel:
         yield elementwise("routing", 6 * scores, 6 * scores, scores, 12, 12)
         rows = T * experts.chosen
         size = rows * h * width
-        # A thrifty dispatch takes tokens as they are, and its combine adds them up.
+        # A thrifty dispatch takes tokens in their order, and its combine sums them.
         permutes = not (self.software.thrifty_dispatch and recipe.ep > 1)
         if permutes:
             yield elementwise("permute", 2 * size, 2 * size, 0.0, 2, 2)

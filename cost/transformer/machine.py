@@ -1,10 +1,11 @@
-"""The machine under a recipe: where the ranks of each group stand, and what things take there.
+"""The machine under a recipe: where the ranks of each group are, and how long items take there.
 
 Ranks are consecutive, tp fastest, then cp, dp, pp. A group of p ranks that are `stride` apart has
 
-    g = gcd(p, devices per node / stride), at least 1        members in each node
+    g = gcd(p, devices per node / stride), at least 1
 
-Expert ranks follow each other within a stage; ranks that hold the same experts are ep apart.
+members in each node (`TransformerMachine.group`). Expert ranks are consecutive within a stage.
+Ranks that hold the same experts are ep apart.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from autopar.mesh import Device, Link
 
 @dataclass(frozen=True)
 class Spending:
-    """Seconds of a rank: kernels one after the other, collectives, the interpreter launching."""
+    """Seconds of a rank: kernels in sequence, collectives, launches by the interpreter."""
 
     compute_s: float = 0.0
     comm_s: float = 0.0
@@ -43,15 +44,15 @@ class Spending:
 
     @property
     def stalled_s(self) -> float:
-        """What the device waits because the interpreter is slower than it."""
+        """How long the device waits for a slower interpreter."""
         return max(self.host_s - self.compute_s - self.comm_s, 0.0)
 
 
 @dataclass(frozen=True)
 class TransformerMachine:
-    """`hardware` is resolved for (nodes, devices per node); `dtype` is that of products.
+    """Hardware that runs a recipe, resolved for (nodes, devices per node).
 
-    n_chosen: experts of a token, where its dispatch is thrifty; else 0.
+    dtype: of matmuls. n_chosen: experts per token if the dispatch is thrifty, else 0.
     """
 
     hardware: Hardware
@@ -82,7 +83,7 @@ class TransformerMachine:
         return self.device.host_s if isinstance(self.device, ProfiledDevice) else 0.0
 
     def group(self, name: str) -> LinkGroup:
-        """One of the recipe's groups of ranks, and where they stand."""
+        """One of the recipe's groups of ranks, with its place on nodes and links."""
         r = self.recipe
         inside = r.tp * r.cp * r.dp
         sizes = {
@@ -98,16 +99,17 @@ class TransformerMachine:
         return even_group(n_ranks, in_node, self.intra, self.inter)
 
     def exchange_s(self, kind: str, size_bytes: float, group: str) -> float:
-        """One collective among a group's ranks."""
+        """Seconds of one collective among a group's ranks."""
         if kind == "dispatch":
             return self._dispatch_s(size_bytes, self.group(group))
         return collective_time_s(kind, size_bytes, self.group(group)) if size_bytes else 0.0
 
     def _dispatch_s(self, size_bytes: float, group: LinkGroup) -> float:
-        """Rows to the ranks of their experts: k copies of each token, to as many experts.
+        """Seconds to send rows to the ranks of their experts: k copies of a token to k experts.
 
-        Thrifty, a token crosses to a node once: to N (1 - (1 - 1/N)^k) of N nodes on average, if
-        its experts are anywhere alike; inside, once to each rank likewise, while more arrive.
+        With a thrifty dispatch, a token crosses to each node once. If its experts are equally
+        likely to be anywhere, it reaches N (1 - (1 - 1/N)^k) of N nodes on average. Inside nodes it
+        goes once to each rank by the same law, while further tokens arrive.
         """
         if not self.n_chosen or group.n_ranks == 1:
             return collective_time_s("all_to_all", size_bytes, group)
@@ -122,7 +124,7 @@ class TransformerMachine:
         return latency_s + n_nodes * group.across.latency_s + max(across_s, inside_s)
 
     def hop_s(self, size_bytes: float, source: int, target: int) -> float:
-        """A message between the same places of two devices of the pipeline."""
+        """Seconds of a message between corresponding ranks of two devices of the pipeline."""
         r = self.recipe
         inside = r.tp * r.cp * r.dp
         nodes = {device * inside // self.devices_per_node for device in (source, target)}
@@ -154,5 +156,5 @@ class TransformerMachine:
 
 
 def _share_reached(n_places: int, n_draws: int) -> float:
-    """The share of places that any of some draws falls on."""
+    """The expected share of places that at least one of `n_draws` uniform draws hits."""
     return 1.0 - (1.0 - 1.0 / n_places) ** n_draws

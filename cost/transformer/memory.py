@@ -1,14 +1,15 @@
-"""Bytes on a rank: what stays between steps, what microbatches keep, what a backward needs besides.
+"""Bytes on a rank: state between steps, activations of microbatches, temporaries of a backward.
 
 A rank holds at the same time
 
     static      parameters, gradients, optimizer state (`state.py`), divided by tensor parallelism
                 and ZeRO
-    kept        of every layer and microbatch in flight: the kept bytes of its items less what
-                recompute makes again, plus what recompute starts from
-                (of a backward in two parts, inputs and gradients of products stay for the second)
-    in between  what recompute brings back for one layer; gradients of the logits; under ZeRO-3
+    kept        for every layer and microbatch in flight: the kept bytes of its items, minus those
+                that recompute makes again, plus the inputs of the recomputation
+                (if backward has two parts, inputs and gradients of matmuls stay for the second)
+    in between  what recompute makes again for one layer; gradients of the logits; under ZeRO-3
                 gathered parameters of two layers, and their gradients
+                                                                             (`peak_bytes`)
 """
 
 from __future__ import annotations
@@ -57,14 +58,14 @@ def _is_in(item: Item, module: Module) -> bool:
 
 @dataclass(frozen=True)
 class KeptBytes:
-    """Of one layer and microbatch, between forward and backward, and what its backward adds."""
+    """Bytes of one layer and microbatch: kept until backward, and made again by recompute."""
 
     kept_bytes: float
     again_bytes: float
 
 
 def kept_of_layer(layer: LayerModel) -> KeptBytes:
-    """What a layer keeps, and what recompute brings back while its backward runs."""
+    """What a layer keeps, and what recompute makes again while its backward runs."""
     items, recipe = layer.items(), layer.recipe
     every = sum(item.kept_bytes + item.out_bytes for item in items)
     if recipe.recompute == "full":
@@ -76,7 +77,7 @@ def kept_of_layer(layer: LayerModel) -> KeptBytes:
 def peak_bytes(
     layer: LayerModel, chunks: Sequence[Chunk], schedule: Schedule, machine: TransformerMachine
 ) -> float:
-    """Bytes on the rank that needs most, over all devices and the whole step."""
+    """Peak bytes on the rank that needs most, over all devices and the whole step."""
     n_devices = len(schedule.rows)
     kept = [_kept_bytes(layer, chunk) for chunk in chunks]
     for_weights = sum(item.weight_bytes for item in layer.items())
@@ -104,7 +105,7 @@ def peak_bytes(
 
 
 def _kept_bytes(layer: LayerModel, chunk: Chunk) -> float:
-    """Of one microbatch in a chunk."""
+    """What a chunk keeps of one microbatch."""
     ends = [
         *(embedding_items(layer) if chunk.is_first else ()),
         *(head_items(layer) if chunk.is_last else ()),
@@ -123,7 +124,7 @@ def _static_bytes(layer: LayerModel, chunk: Chunk, machine: TransformerMachine) 
 
 
 def _between_bytes(layer: LayerModel, chunk: Chunk) -> float:
-    """What a backward needs for a while."""
+    """Bytes that a backward needs temporarily."""
     again = kept_of_layer(layer).again_bytes if chunk.n_layers else 0.0
     if chunk.is_last:
         again = max(again, logits_gradient_bytes(layer))
@@ -131,5 +132,5 @@ def _between_bytes(layer: LayerModel, chunk: Chunk) -> float:
         return again
     shared, experts = parameters_of(layer, Chunk(1, is_first=False, is_last=False))
     vocabulary = chunk.is_last * layer.shape.embedding_parameters / layer.recipe.tp
-    # Two layers gathered, and the gradient of one, or that of the head.
+    # Two gathered layers, and the larger of a layer's gradient and the head with its gradient.
     return again + layer.width * (2 * (shared + experts) + max(shared + experts, 2 * vocabulary))

@@ -1,4 +1,4 @@
-"""The schedule of a recipe, numbered once for all steps that are simulated with it."""
+"""The schedule of a recipe, built once and cached for all steps that are simulated with it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from autopar.schedule import (
 
 
 def schedule_of(recipe: Recipe) -> Schedule:
-    """What every device does, in order; messages are those of a chain."""
+    """The order of actions on every device; messages are those of a chain of stages."""
     return _schedule(recipe.order, recipe.pp, recipe.interleave, recipe.n_microbatches)
 
 
 def script_of_recipe(recipe: Recipe) -> Script:
-    """The same with messages, each sent as soon as it is made."""
+    """The script of that schedule, with each message sent as soon as it is made."""
     return _script(recipe.order, recipe.pp, recipe.interleave, recipe.n_microbatches)
 
 

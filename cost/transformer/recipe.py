@@ -1,10 +1,10 @@
 """How a transformer is laid out and with what software: the Megatron recipe as numbers.
 
-Ranks are tp fastest, then cp, then dp, then pp (Narayanan et al., arXiv 2104.04473, section 3.2).
-Experts are spread over ep ranks of the dp x cp x tp ranks of a stage.
+Ranks vary tp fastest, then cp, then dp, then pp (Narayanan et al., arXiv 2104.04473, section 3.2).
+Experts are spread over ep of the dp x cp x tp ranks of a stage.
 
-A `Software` says which of the things that change a step's time, and are no decision of a plan, a
-run has. Each is a name that runs of any paper can have; none belongs to one paper.
+`Software` holds features of a run that change its step time but are no decision of a plan. Each
+feature has a general name, which runs of any paper can have; none belongs to one paper.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 
 from autopar.errors import OptionError
 
-# "modules" runs those of `Recipe.recomputed` again, and keeps their inputs.
+# "modules" recomputes the modules in `Recipe.recomputed`, and keeps their inputs.
 Recompute = Literal["none", "selective", "attention-core", "modules", "full"]
 Module = Literal["norm", "activation", "core", "feed-forward"]
 # "zero-bubble-2" starts the next step before the last has ended on all devices (ZB-H2).
@@ -25,15 +25,15 @@ Order = Literal["1f1b", "interleaved", "zero-bubble", "zero-bubble-2", "gpipe"]
 class Software:
     """Named features of a training run.
 
-    fused_attention        one kernel for scores, softmax and product; scores are never stored
-    new_attention          that kernel is one made for the device (cuDNN, FlashAttention-3, which
+    fused_attention        one kernel computes scores, softmax and output; scores are never stored
+    new_attention          that kernel is made for the device (cuDNN, FlashAttention-3, which
                            Transformer Engine calls), not FlashAttention-2
     fused_kernels          a chain of elementwise operators is one kernel (hand-written or compiled)
     fused_optimizer        the update of all parameters is one kernel, without temporaries
     overlapped_sync        gradients are reduced while the last backward runs
     dropout                0.1 on attention scores and on both residual branches
     fp32_gradients         gradients accumulate in float32
-    fused_accumulation     the product that makes a weight's gradient adds it to earlier ones
+    fused_accumulation     the matmul that makes a weight's gradient adds it to earlier ones
     fp32_parameters        parameters are kept in float32 and cast where they are used (FSDP)
     split_messages         each of tp ranks sends its part of an activation to the next stage,
                            which gathers it (arXiv 2104.04473, section 4.1)
@@ -60,9 +60,9 @@ class Software:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A plan by hand. `microbatch_size` and `global_batch` are in sequences.
+    """A plan made by hand. `microbatch_size` and `global_batch` are in sequences.
 
-    Raises `OptionError` where a count does not divide what it has to.
+    Raises `OptionError` if the batch is not a whole number of microbatches on every dp rank.
     """
 
     tp: int = 1
@@ -89,7 +89,7 @@ class Recipe:
 
     @property
     def splits_backward(self) -> bool:
-        """Gradients of inputs and of parameters are actions of their own."""
+        """Whether gradients of inputs and of parameters are separate actions."""
         return self.order in ("zero-bubble", "zero-bubble-2")
 
     @property
@@ -102,5 +102,5 @@ class Recipe:
 
     @property
     def n_chunks(self) -> int:
-        """Stages in the sense of the schedule: several on one device where they interleave."""
+        """Stages of the schedule: several per device if they interleave."""
         return self.pp * self.interleave

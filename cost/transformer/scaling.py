@@ -1,12 +1,13 @@
 """Weak scaling: one recipe on more and more nodes, where the batch grows with data parallelism.
 
-tp, pp, cp and ep stay, dp = devices / (tp pp cp) grows, and every rank keeps the same work:
+tp, pp, cp and ep are fixed, dp = devices / (tp pp cp) grows, and every rank keeps the same work:
 
     batch(n) / batch(n0) = dp(n) / dp(n0)
-    efficiency(n)        = (tokens per second and device on n) / (the same on n0)
+    efficiency(n)        = (tokens per second and device on n nodes) / (the same on n0)
 
-so what falls short of 1 is gradient sync, over groups that span more nodes. Every node is as fast
-as any other, and switches between them carry all that their ports give: no congestion, no faults.
+So an efficiency below 1 is due to gradient sync, over groups that span more nodes. All nodes are
+equally fast, and the switches between them carry the full rate of all ports: there is no congestion
+and there are no faults.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from autopar.cost.transformer.recipe import Recipe, Software
 from autopar.cost.transformer.shape import TransformerShape
 from autopar.errors import OptionError
 
-# Microbatches per stage of several where no batch is given: a bubble of (p - 1) / (9 p - 1).
+# With several stages and no given batch. The bubble is then (p - 1) / (9 p - 1).
 MICROBATCHES_PER_STAGE = 8
 LARGEST_NODES = 2048  # of 8 devices: 16,384
 
 
 @dataclass(frozen=True)
 class ScalePoint:
-    """A step on so many devices."""
+    """A step on one number of devices."""
 
     n_nodes: int
     n_devices: int
@@ -49,7 +50,7 @@ class ScalePoint:
 
 @dataclass(frozen=True)
 class Scaling:
-    """Points in the order they were asked for, on one machine."""
+    """Points on one machine, in the order of the requested numbers of nodes."""
 
     hardware: str
     points: tuple[ScalePoint, ...]
@@ -57,20 +58,20 @@ class Scaling:
 
 
 def training_dtype(profile: Profile) -> torch.dtype:
-    """bfloat16, or float16 on devices that multiply it more than twice as fast."""
+    """bfloat16, or float16 if the device multiplies it more than twice as fast."""
     rates = profile.rates_flops_per_s()
     slow = 2 * rates.get("bfloat16", 0.0) < rates.get("float16", 0.0)
     return torch.float16 if slow else torch.bfloat16
 
 
 def default_nodes(recipe: Recipe, devices_per_node: int) -> tuple[int, ...]:
-    """Powers of two from the fewest nodes that hold the recipe."""
+    """The fewest nodes that hold the recipe, times powers of two."""
     first = _fewest_nodes(recipe, devices_per_node)
     return tuple(n for k in range(12) if (n := first << k) <= max(first, LARGEST_NODES))
 
 
 def _fewest_nodes(recipe: Recipe, devices_per_node: int) -> int:
-    """Every multiple of them holds the recipe a whole number of times."""
+    """The fewest nodes that hold the recipe a whole number of times; their multiples do too."""
     return math.lcm(recipe.tp * recipe.cp * recipe.pp, devices_per_node) // devices_per_node
 
 
@@ -86,10 +87,10 @@ def weak_scaling(
     """Simulate a step on each number of nodes.
 
     recipe      its dp and global batch are replaced
-    batch       rows on the first number of nodes; by default one microbatch each, or, with
-                several stages, 8 for each of them
+    batch       rows on the first number of nodes; by default one microbatch per dp rank, or, with
+                several stages, 8 x stages of them
 
-    Raises `OptionError` where the recipe does not fit the model or the devices.
+    Raises `OptionError` if the recipe does not fit the model or the devices.
     """
     _check(shape, recipe)
     dtype = training_dtype(profile)
@@ -128,7 +129,7 @@ def _point(model: StepModel, n_nodes: int, first: ScalePoint | None) -> ScalePoi
 
 
 def _dp(recipe: Recipe, n_nodes: int, devices_per_node: int) -> int:
-    """Ranks of data parallelism on so many nodes."""
+    """The dp of a recipe on `n_nodes`."""
     n_devices, each = n_nodes * devices_per_node, recipe.tp * recipe.cp * recipe.pp
     degrees = f"tp={recipe.tp} x cp={recipe.cp} x pp={recipe.pp}"
     if n_nodes < 1 or n_devices % each:
@@ -146,7 +147,7 @@ def _dp(recipe: Recipe, n_nodes: int, devices_per_node: int) -> int:
 
 
 def _check(shape: TransformerShape, recipe: Recipe) -> None:
-    """The recipe divides what it has to of the model."""
+    """Raise `OptionError` unless the degrees of the recipe divide the dims of the model."""
     n_experts = shape.experts.n_experts if shape.experts else 1
     for what, size, word, degree in (
         ("heads", shape.heads, "tp", recipe.tp),

@@ -1,12 +1,12 @@
-"""What a transformer is, in numbers: its dims, and how many parameters that makes.
+"""A transformer in numbers: its dims, and the parameters that they make.
 
-    attention   h (a d + 2 kv d) + a d h       a query heads, kv key heads of d features each
-    mlp         2 h f, or 3 h f where it is gated; per expert with the expert's f
-    embedding   V h; once more for the head where it is not tied, s h for learned positions
+    attention   h (a d + 2 kv d) + a d h       a query heads and kv key heads of d features each
+    mlp         2 h f, or 3 h f if gated; per expert with the expert's f
+    embedding   V h; once more for a head that is not tied; s h for learned positions
 
-Published runs name dims and no class. A feed-forward part of 4h is the plain one of GPT (GELU,
-biases, layer norm, learned positions, tied head); another is the gated one of Llama (SwiGLU, no
-biases, RMS norm, rotary positions, a head of its own).
+Published runs give dims and no class. A feed-forward part of 4h is read as GPT's plain one (GELU,
+biases, layer norm, learned positions, tied head). Any other is read as Llama's gated one (SwiGLU,
+no biases, RMS norm, rotary positions, a head of its own).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture: `chosen` of `n_experts` feed-forward parts of `ffn` features see each token."""
+    """A mixture of experts: `chosen` of `n_experts` see each token; each has `ffn` features."""
 
     n_experts: int
     chosen: int
@@ -25,7 +25,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class TransformerShape:
-    """A decoder of equal layers. `is_gated`: as Llama's, else as GPT's."""
+    """A decoder of equal layers. `is_gated`: layers as Llama's, else as GPT's."""
 
     layers: int
     hidden: int
@@ -58,7 +58,7 @@ class TransformerShape:
 
     @property
     def mlp_parameters(self) -> int:
-        """Of a dense layer, or of one expert."""
+        """Feed-forward parameters of a dense layer, or of one expert."""
         ffn = self.experts.ffn if self.experts else self.ffn
         n_products = 3 if self.is_gated else 2
         return n_products * self.hidden * ffn + (not self.is_gated) * (ffn + self.hidden)
@@ -94,9 +94,10 @@ class TransformerShape:
 
     @property
     def model_flops_per_token(self) -> float:
-        """Forward and backward without recompute, attention counted whole:
+        """FLOPs of forward and backward without recompute; a causal mask skips nothing:
 
-        6 x (parameters of products that see a token) + 12 s (query features) per layer.
+        6 x (parameters of matmuls that see a token) + 12 s (query features) per layer,
+        and 6 x the embedding's parameters for the logits.
         """
         chosen = self.experts.chosen if self.experts else 1
         products = self.attention_parameters + chosen * self.mlp_parameters + self.router_parameters

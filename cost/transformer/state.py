@@ -1,16 +1,16 @@
 """What a parameter keeps and what its update moves, by the software of a run.
 
-Bytes kept are rows of `cost/memory/state.py`, which names their papers:
+Bytes kept per parameter are rows of `cost/memory/state.py`, which names their papers:
 
 parameters in float32       `model`                        4 + 4 + 8
 gradients in float32        `bf16-mixed-fp32-gradients`    2 + 4 + 12
 neither                     `fp16-mixed`                   2 + 2 + 12
 
-Bytes that a step's end moves per parameter:
+Bytes that the end of a step moves per parameter (`update_time_s`):
 
 fused      gradient, master and two moments read, the last three written, the parameter written:
            4 x 4 + 3 x 4 + 2 = 30
-else       the tensors of `torch.optim.AdamW` one operator at a time: `OPTIMIZERS`
+not fused  the tensors of `torch.optim.AdamW`, one operator at a time: `OPTIMIZERS`
 norm       clipping reads the gradients once for their norm and once more to scale them: 4 + 8
 cleared    gradients are set to zero: 4
 """
@@ -28,13 +28,13 @@ _FUSED_BYTES, _NORM_BYTES, _CLEARED_BYTES = 30, 12, 4
 
 
 def static_bytes(software: Software) -> StaticBytes:
-    """Of one parameter, before ZeRO divides it."""
+    """Bytes of one parameter and its state, before ZeRO divides them."""
     dtype, policy = _precision(software)
     return static_bytes_per_param(_OPTIMIZER, dtype, policy)
 
 
 def update_time_s(n_parameters: float, software: Software, device: Device) -> float:
-    """Seconds of clipping and one AdamW update of `n_parameters`."""
+    """Seconds of clipping and zeroing gradients and of one AdamW update of `n_parameters`."""
     around_s = n_parameters * (_NORM_BYTES + _CLEARED_BYTES) / device.bytes_per_s
     if software.fused_optimizer:
         return around_s + n_parameters * _FUSED_BYTES / device.bytes_per_s
@@ -43,7 +43,7 @@ def update_time_s(n_parameters: float, software: Software, device: Device) -> fl
 
 
 def _precision(software: Software) -> tuple[torch.dtype, str]:
-    """The dtype of parameters, and the policy of what is kept beside them."""
+    """The dtype of parameters, and the policy for the state beside them."""
     if software.fp32_parameters:
         return torch.float32, "model"
     policy = "bf16-mixed-fp32-gradients" if software.fp32_gradients else "fp16-mixed"

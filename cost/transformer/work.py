@@ -1,7 +1,7 @@
-"""The items a layer is made of: kernels, collectives, and what is kept between the passes.
+"""The items of a layer: kernels, collectives, and what is kept between forward and backward.
 
-A layer's program is a list of items in the order of forward; backward runs them the other way
-round. Recomputing replays the forward of the items that it drops.
+The program of a layer is a list of items in forward order; backward runs them in reverse. Recompute
+runs the forward of the dropped items again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Exchange:
-    """One collective among the ranks of a group. `size_bytes` as NCCL counts it."""
+    """One collective among the ranks of a group. `size_bytes` is NCCL's size."""
 
     kind: str
     group: Group
@@ -40,10 +40,10 @@ class Exchange:
 class Item:
     """A step of a layer.
 
-    part          what kind of recompute makes it again
-    kept_bytes    of what it makes and backward needs; recompute of this item drops them
-    out_bytes     the same of what later items start from: only recompute of all drops them
-    weight_bytes  what the gradient of a weight is made of, where that comes later
+    part          which kinds of recompute drop and repeat it
+    kept_bytes    results that backward needs; recompute of this item drops them
+    out_bytes     results that backward needs and later items read; only full recompute drops them
+    weight_bytes  operands of a weight's gradient, kept longer if that is computed later
     """
 
     name: str
@@ -59,10 +59,10 @@ def product(
     name: str, m: float, n: float, k: float, width: int, *, has_bias: bool = False,
     is_kept: bool = True, n_times: int = 1, accumulated_bytes: float = 0.0,
 ) -> Item:  # fmt: skip
-    """An m x k by k x n product with a weight forward, and backward one for each operand.
+    """A matmul with a weight, m k, k n -> m n; backward has one more for each operand.
 
-    n_times             like ones side by side
-    accumulated_bytes   moved per element of the weight, to add its gradient to earlier ones
+    n_times             number of equal matmuls side by side
+    accumulated_bytes   bytes moved per weight element to add its gradient to earlier ones
     """
     flops, moved = n_times * 2.0 * m * n * k, n_times * width * (m * k + k * n + m * n)
     one = Kernel("product", flops, moved, n_times)
@@ -80,7 +80,7 @@ def elementwise(
     name: str, forward_bytes: float, backward_bytes: float, kept_bytes: float = 0.0,
     n_forward: int = 1, n_backward: int = 1, out_bytes: float = 0.0,
 ) -> Item:  # fmt: skip
-    """Operators that cost the bytes they touch."""
+    """An item whose operators cost only the bytes that they touch."""
     return Item(
         name, "elementwise",
         (Kernel("memory", 0.0, forward_bytes, n_forward),),
@@ -93,7 +93,7 @@ def exchange(
     name: str, forward: Sequence[tuple[str, float]], backward: Sequence[tuple[str, float]],
     group: Group = "tp",
 ) -> Item:  # fmt: skip
-    """Collectives of both passes."""
+    """An item of collectives: (kind, size in bytes) of forward and of backward."""
     return Item(
         name, "product",
         tuple(Exchange(kind, group, size) for kind, size in forward),

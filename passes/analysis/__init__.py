@@ -1,4 +1,13 @@
-"""analysis."""
+"""What is known of a program before any mesh: types, batch, planning nodes, repeated blocks.
+
+Reading order: `groups.py` (planning nodes), `microbatch.py` (the batch), `analysis.py` (these facts
+in one object), `folding.py` (repeated blocks), `equal_parts.py` (equal stages), `cutting.py` and
+`boundaries.py` (stages and what crosses between them), `counts.py` (numbers of microbatches),
+`recompute.py` (what may be recomputed), `padding.py` (vocabularies), `fallback.py` (operators
+without a rule), `arguments.py` and `names.py` (text of generated programs).
+May import the solvers and everything below `passes`, but not `passes/reshard`.
+Hands on `Analysis`, `cut` and `fold`.
+"""
 
 from autopar.passes.analysis.analysis import Analysis, compute_dtype
 from autopar.passes.analysis.arguments import override, prologue_lines
@@ -16,7 +25,7 @@ from autopar.passes.analysis.folding import KEPT, Folded, Run, find_runs, fold
 from autopar.passes.analysis.groups import JointStrategy, OperatorGroup, PlacedOperator
 from autopar.passes.analysis.microbatch import batch_of
 from autopar.passes.analysis.names import group_name, identifier, reserved_names, suffix
-from autopar.passes.analysis.padding import find_paddings, pad, padded_for
+from autopar.passes.analysis.padding import Paddings, find_paddings, pad, padded_for
 from autopar.passes.analysis.recompute import Recomputable, aligned_runs, is_searched
 
 __all__ = [
@@ -28,6 +37,7 @@ __all__ = [
     "JointStrategy",
     "Numbered",
     "OperatorGroup",
+    "Paddings",
     "PlacedOperator",
     "Recomputable",
     "Run",

@@ -1,7 +1,7 @@
 """What is known of a program before any mesh: notation, factors, batch, groups, what is saved.
 
-Found once; stages (`cut.py`) and programs with fewer blocks (`folding.py`) take part of it: they
-have some of the operators of a `whole`, and its graph.
+The facts are computed once for the whole program. A stage (`cutting.py`) or a folded program
+(`folding.py`) has a subset of the operators. Its `Analysis` reuses the facts of its `whole`.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from autopar.rules import rule_for
 
 @dataclass(frozen=True)
 class Analysis:
-    """What is known of a program before any mesh: shared by every plan of it.
+    """The facts about a program that hold on every mesh; all plans of the program share them.
 
-    `kinds` numbers operators by all that decides their placements and costs but their wiring:
-    those of one kind are alike, whatever the number of microbatches.
+    `kinds` maps operator -> kind. Operators of one kind have the same calls, types, batch position
+    and saved tensors, for every number of microbatches. They may differ in what they read.
     """
 
     program: Program
@@ -48,14 +48,14 @@ class Analysis:
     batch: Batch
     saved: Mapping[str, Saved]
     kinds: Mapping[str, int]
-    # Operator -> the first whose call is alike, as for `fake_calls.py`.
+    # Operator -> the first operator with an equal call (`autopar/measured/fake_calls.py`).
     _calls: Mapping[str, str] = field(repr=False, compare=False)
     _types: dict[int, Types] = field(default_factory=dict, repr=False, compare=False)
-    # Of operators that are alike, also with other numbers of microbatches.
+    # Equal calls and types -> one placed operator; filled for every number of microbatches.
     _patterns: dict[Hashable, PlacedOperator] = field(
         default_factory=dict, repr=False, compare=False
     )
-    # Of these operators alone, so never handed on to a part.
+    # These caches hold for this set of operators alone, so `part` starts them empty.
     _alike: dict[int, dict[int, PlacedOperator]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -68,19 +68,19 @@ class Analysis:
     _kept_bytes: dict[tuple[int, frozenset[int]], float] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    # By what was asked for (`folding.find_runs`).
+    # The runs of each request to `folding.find_runs`.
     repeated: dict[tuple[int, bool], Any] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     whole: Analysis | None = field(default=None, repr=False, compare=False)
-    # What problems of this program and of its parts have in common (`intra_op.py`).
+    # What the problems of this program and of its parts share (`passes/intra/intra_op.py`).
     priced: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-    # Of a program with fewer blocks, those of all blocks: they fill buckets together.
+    # In a folded program: the parameters of all blocks, because they fill buckets together.
     parameter_names: frozenset[str] | None = field(default=None, repr=False, compare=False)
 
     @staticmethod
     def of(program: Program, batch_dims: Mapping[str, int | None] | None = None) -> Analysis:
-        """Raises `MissingRuleError` for an operator without a rule."""
+        """Analyse a whole program; raises `MissingRuleError` for an operator without a rule."""
         operators = operators_of(program)
         types = tensor_types(program, operators, batch_dims)
         patterns: dict[Hashable, PlacedOperator] = {}
@@ -92,7 +92,7 @@ class Analysis:
         return Analysis(program, operators, types, batch, saved, kinds, calls, _patterns=patterns)
 
     def part(self, program: Program) -> Analysis:
-        """What is known of one stage of this program (`passes/analysis/cutting.py`): the same facts."""
+        """The facts about one stage of this program (`cutting.py`)."""
         names = {node.name for node in program.operators}
         return replace(
             self,
@@ -103,26 +103,26 @@ class Analysis:
 
     @cached_property
     def storage_owners(self) -> Mapping[str, str]:
-        """Value -> the value whose storage it has, itself unless it is a view."""
+        """Value -> the value that owns its storage: itself unless it is a view."""
         if self.whole:
             return self.whole.storage_owners
         return storage_owners(self.program, self._calls)
 
     @cached_property
     def dtypes(self) -> Mapping[str, torch.dtype]:
-        """Of every value; kept, as fake tensors are slow to say."""
+        """Value -> dtype; cached because reading the dtype of a fake tensor is slow."""
         return self.whole.dtypes if self.whole else _dtypes(self.program)
 
     @cached_property
     def temporaries(self) -> Mapping[str, Temporaries]:
-        """Operator -> what it needs while it runs."""
+        """Operator -> its temporary buffers."""
         if self.whole:
             return self.whole.temporaries
         return temporaries(self.program, self._calls)
 
     @cached_property
     def matrices(self) -> frozenset[str]:
-        """Parameters, and what only shows them in another shape."""
+        """The parameters and their views."""
         found = set(self.program.parameters)
         for operator in self.operators:
             if rule_for(str(operator.call.op)).view and found.issuperset(operator.inputs):
@@ -131,12 +131,12 @@ class Analysis:
 
     @cached_property
     def parameter_bytes(self) -> int:
-        """Of all parameters, unsharded."""
+        """Bytes of all parameters, unsharded."""
         names = self.parameter_names or self.program.parameters
         return sum(self.types.tensors[n].size_bytes for n in names)
 
     def kept_bytes(self, n_microbatches: int, again: frozenset[int] = frozenset()) -> float:
-        """What autograd keeps of one microbatch, unsharded, of operators but those `again`."""
+        """Bytes saved for backward by one microbatch, unsharded, without the operators `again`."""
         key = n_microbatches, again
         if key not in self._kept_bytes:
             types = self.microbatch_types(n_microbatches).tensors
@@ -157,7 +157,7 @@ class Analysis:
         return self._types[n_microbatches]
 
     def placed_operators(self, n_microbatches: int) -> tuple[PlacedOperator, ...]:
-        """Every operator's strategies on one axis, at the sizes of one microbatch."""
+        """Every operator with its strategies on one axis, at the sizes of one microbatch."""
         if n_microbatches not in self._placed:
             alike = self.placed_alike(n_microbatches)
             self._placed[n_microbatches] = tuple(
@@ -166,7 +166,7 @@ class Analysis:
         return self._placed[n_microbatches]
 
     def placed_alike(self, n_microbatches: int) -> Mapping[int, PlacedOperator]:
-        """One operator of each kind, as in `placed_operators`."""
+        """Kind -> one operator of `placed_operators`."""
         if n_microbatches not in self._alike:
             if self.whole:
                 known = self.whole.placed_alike(n_microbatches)
@@ -187,7 +187,7 @@ class Analysis:
         return found
 
     def notation_sizes(self, n_microbatches: int) -> Mapping[str, Mapping[str, int]]:
-        """Operator -> sizes of the names of its notation, in one microbatch."""
+        """Operator -> the size of each name of its notation, in one microbatch."""
         alike = self.placed_alike(n_microbatches)
         return {o.name: alike[self.kinds[o.name]].sizes for o in self.operators}
 
@@ -221,7 +221,7 @@ class Analysis:
 
 
 def _alike_calls(program: Program, operators: Sequence[Operator]) -> dict[str, str]:
-    """Operator -> the first whose call has the same effects: it takes alike tensors."""
+    """Operator -> the first operator with an equal call on equal tensors."""
     described: dict[str, int] = {}
     numbers: dict[Hashable, int] = {}
     firsts: dict[Hashable, str] = {}
@@ -241,20 +241,20 @@ def _alike_calls(program: Program, operators: Sequence[Operator]) -> dict[str, s
 def _kinds(
     placed: Sequence[PlacedOperator], batch: Batch, saved: Mapping[str, Saved]
 ) -> dict[str, int]:
-    """Number operators by their calls, types, where the batch is in them, and what they keep."""
+    """Number operators by call, types, batch position and saved tensors."""
     numbers: dict[Hashable, int] = {}
     kinds: dict[str, int] = {}
     for item in placed:
         operator = item.operator
         cells = tuple(map(batch.cells.get, (*operator.inputs, *operator.outputs)))
-        # There is one pattern of all calls and types that are alike.
+        # Operators with equal calls and types share one pattern object (`place_operators`).
         kind = (id(item.pattern), cells, saved.get(operator.name))
         kinds[operator.name] = numbers.setdefault(kind, len(numbers))
     return kinds
 
 
 def _dtypes(program: Program) -> dict[str, torch.dtype]:
-    """Value -> dtype; results that nobody takes are named as in `value_names`."""
+    """Value -> dtype; unused results are named as in `value_names`."""
     found: dict[str, torch.dtype] = {}
     for node in program.graph.nodes:
         value = node.meta.get("val")
@@ -267,7 +267,7 @@ def _dtypes(program: Program) -> dict[str, torch.dtype]:
 
 
 def compute_dtype(analysis: Analysis) -> torch.dtype:
-    """The dtype most parameters have; matmuls are priced in it."""
+    """The dtype of most parameter elements; matmuls are priced in it."""
     counts: dict[torch.dtype, int] = {}
     for info in analysis.program.parameters.values():
         if info.dtype.is_floating_point:

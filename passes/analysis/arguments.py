@@ -40,9 +40,9 @@ def prologue_lines(graph: torch.fx.Graph) -> tuple[tuple[str, str], ...]:
 
 
 def _of_any_rows(node: torch.fx.Node) -> tuple[Any, ...]:
-    """A prologue's arguments for any number of rows: a rank may be given only its own.
+    """A prologue's arguments for any number of rows, because a rank may be given only its own.
 
-    Rows are the leading dim, and views of them keep them leading.
+    Rows are the leading dim, and views keep them leading: the leading size becomes -1.
     """
     args = tuple(node.args)
     if str(node.target) not in _VIEWS_WITH_SIZES or -1 in args[1] or not args[1]:  # type: ignore[operator]

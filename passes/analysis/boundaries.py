@@ -1,9 +1,9 @@
-"""Where a value may be cut when it crosses between two stages.
+"""How a value may be placed when it crosses between two stages.
 
-Every slice of a tensor should cross once and be gathered inside the stage that reads it, so on
-each axis of more than one rank a crossing tensor is S, wherever a factor divides. Where none
-does, one rank of the axis takes part: a sent tensor is R there (its gradient P), a received one
-P (its gradient R). See `stage_program.Boundary`.
+Every slice of a tensor should cross once and be gathered inside the stage that reads it. So a
+crossing tensor is S on each axis of more than one rank, wherever a factor divides. Where none
+divides, one rank of the axis takes part: a sent tensor is R there (its gradient P), a received one
+P (its gradient R). See `Boundary` in `autopar/program/stage_program.py`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Side = Literal["sent", "received"]
 
 @lru_cache(maxsize=4096)
 def boundary_specs(tensor: TensorType, sizes: tuple[int, ...], side: Side) -> tuple[Spec, ...]:
-    """All specs that cut the tensor on as many axes as can be; never empty.
+    """The legal specs that cut the tensor on the most axes; never empty.
 
-    Cuts of leading dims come first, so that the batch is preferred among equals.
+    Cuts of leading dims come first, so that ties prefer the batch.
     """
     legal: dict[int, list[Spec]] = {}
     for spec in cuts(tensor, sizes, side):
@@ -32,7 +32,7 @@ def boundary_specs(tensor: TensorType, sizes: tuple[int, ...], side: Side) -> tu
 
 
 def cuts(tensor: TensorType, sizes: Sequence[int], side: Side) -> list[Spec]:
-    """How tensors of as many factors cross, if they divide, wherever as many axes are in use."""
+    """All specs of a crossing tensor if every factor divides; they depend on its cells only."""
     rest = R if side == "sent" else P
     cells = [S(*cell) for cell in tensor.cells]
     options = [(I,) if n == 1 else (*cells, rest) for n in sizes]
@@ -40,12 +40,12 @@ def cuts(tensor: TensorType, sizes: Sequence[int], side: Side) -> list[Spec]:
 
 
 def n_cut(spec: Spec) -> int:
-    """Axes that cut a tensor."""
+    """The number of axes that cut a tensor."""
     return sum(p.is_shard for p in spec.placements)
 
 
 def is_boundary_spec(tensor: TensorType, spec: Spec, sizes: Sequence[int], side: Side) -> bool:
-    """May the tensor cross so? An edited plan may cut fewer axes than it could."""
+    """May the tensor cross in this spec? An edited plan may cut fewer axes than it could."""
     rest = R if side == "sent" else P
     return illegal_reason(tensor, spec, sizes) is None and all(
         p.is_shard or p == rest for p, n in zip(spec.placements, sizes, strict=True) if n > 1

@@ -1,4 +1,4 @@
-"""Numbers of microbatches worth trying."""
+"""Which numbers of microbatches are worth trying."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from autopar.errors import BatchError, OptionError
 from autopar.options import Manual, Options
 from autopar.passes.analysis.analysis import Analysis
 
-# More microbatches than this per device make microbatches of next to nothing.
+# The limit per device: beyond it a microbatch has next to no compute.
 _PER_DEVICE = 16
 _LEAST_LIMIT = 64
-# Where climbs over microbatches of pipelines begin: a bubble of an eighth; with two stages.
+# Where the search over microbatches of a pipeline begins: m = 8p keeps the bubble (p - 1) / m below
+# 1/8. `FIRST_COUNT` is m for two stages.
 FIRST_COUNT_PER_STAGE = 8
 FIRST_COUNT = 2 * FIRST_COUNT_PER_STAGE
 
@@ -17,10 +18,10 @@ FIRST_COUNT = 2 * FIRST_COUNT_PER_STAGE
 def microbatch_counts(
     analysis: Analysis, options: Options, n_devices: int, n_splits: int = 1
 ) -> list[int]:
-    """Divisors of the batch, each about twice the one before; or the number asked for.
+    """Divisors of the batch, each at least 1.5 times the one before; or the number in `options`.
 
-    Each microbatch is split over `n_splits` ranks as well; where no number divides so, only one
-    microbatch is left. Raises `BatchError` where the number asked for does not divide the batch.
+    `n_splits` ranks share each microbatch, so m * n_splits must divide the batch. If no m does, the
+    answer is 1. Raises `BatchError` if the number in `options` does not divide the batch.
     """
     batch = analysis.batch
     if isinstance(options.microbatches, int):
@@ -39,10 +40,10 @@ def microbatch_counts(
 def recipe_counts(
     analysis: Analysis, options: Options, manual: Manual, n_devices: int
 ) -> list[int]:
-    """`microbatch_counts` of a recipe that the user asked for.
+    """`microbatch_counts` of a recipe that the user chose.
 
-    Raises `BatchError` where its data parallelism does not divide the batch, `OptionError` where
-    its microbatch size does not divide the rows of a rank.
+    Raises `BatchError` if its data parallelism does not divide the batch, `OptionError` if its
+    microbatch size does not divide the rows of one rank.
     """
     n_rows, given = analysis.batch.size, options.microbatches
     n_microbatches = analysis.batch.n_splits(given) if isinstance(given, int) else 1

@@ -1,16 +1,16 @@
-"""Cutting a captured program into one program per pipeline stage.
+"""Cut a captured program into one program per pipeline stage.
 
-A stage holds consecutive operators. Its graph has the same node names as the whole, so every
-fact about the whole (types, batch, what autograd saves) holds for the stage as it is:
+A stage holds consecutive operators. Its graph keeps the node names of the whole, so every fact
+about the whole (types, batch, what is saved for backward) holds for the stage unchanged:
 
-    parameters    those it uses; the first stage that uses one owns it, a later one mirrors it
-    inputs,       those it uses; every stage is given the batch and computes the constants
-    constants
-    buffers       those it changes, which no other stage may read before, and those it reads
-    received      what it reads of earlier stages, from the stage that made it
-    sent          what later stages read
+    parameters    those it uses; the first stage that uses one owns it, later ones mirror it
+    inputs        those it uses; every stage is given the batch
+    constants     those it uses; every stage computes them
+    buffers       those it reads and those it changes; a changed buffer is on one stage only
+    received      values of earlier stages that it reads, sent by the stage that computes them
+    sent          its values that later stages read
     loss          on the last stage
-    outputs       on the last stage, which receives those that earlier stages make
+    outputs       on the last stage, which receives those of earlier stages
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from autopar.program import ParameterInfo, Program
 def cut(program: Program, ends: Sequence[int], with_outputs: bool = False) -> tuple[Program, ...]:
     """One program per stage; stage k holds the operators from `ends[k-1]` up to `ends[k]`.
 
-    `ends` count `program.operators`, rise strictly, and end at their number. Without
-    `with_outputs` the stages return the loss alone.
+    `ends` are positions in `program.operators`. They strictly increase, and the last one is the
+    number of operators. Without `with_outputs` the stages return the loss alone.
 
-    Raises `OptionError` where `ends` are not that, or the loss is made before the last stage, and
-    `NotSupportedError` for a buffer that one stage changes and another reads.
+    Raises `OptionError` for other `ends` or a loss before the last stage, and `NotSupportedError`
+    for a buffer that one stage changes and another reads.
     """
     operators = list(program.operators)
     if list(ends) != sorted(set(ends)) or not ends or ends[0] < 1 or ends[-1] != len(operators):
         raise OptionError(
             f"stages that end after operators {list(ends)} do not cover {len(operators)} in order",
-            hint="every stage needs an operator, and the last one ends with the last",
+            hint="every stage needs an operator, and the last stage ends with the last operator",
         )
     stage_of: dict[str, int] = {}
     for stage, (first, end) in enumerate(itertools.pairwise((0, *ends))):
@@ -58,7 +58,7 @@ def cut(program: Program, ends: Sequence[int], with_outputs: bool = False) -> tu
 
 @dataclass
 class _Cutter:
-    """Builds the stages of one cut; `readers[value]` are the stages that read it."""
+    """Builds the stages of one cut; `readers` maps value -> the stages that read it."""
 
     program: Program
     stage_of: dict[str, int]
@@ -84,7 +84,7 @@ class _Cutter:
             update = self.program.buffers[name].update
             if update is not None and home is not None:
                 self.readers.setdefault(update, set()).add(home)
-        # What later stages read than the one that makes it.
+        # Values that a later stage reads.
         made = (node.name for node in calls)
         self.crossing = [n for n in made if max(self.readers.get(n, (0,))) > self.stage_of[n]]
 
@@ -120,20 +120,20 @@ class _Cutter:
             outputs=outputs,
             received=received,
             sent=sent,
-            # One of several results of an operator is named by it, which is not here.
+            # The key of a multi-result operator's output comes from that operator, which is absent.
             keys={**whole.keys, **{n: whole.value_key(n) for n in received}},
             _by_name={},
         )
 
     def _takes(self, name: str, k: int) -> bool:
-        """Does stage k take this placeholder? What nothing reads stays with the first stage."""
+        """Does stage k take this placeholder? Unread ones stay with the first stage."""
         readers = self.readers.get(name, set())
         if name in self.program.parameters:
             return k in readers or (not readers and k == 0)
         return k in readers or self.home_of.get(name) == k
 
     def _home(self, name: str) -> int | None:
-        """The stage that changes a buffer, if it changes; no other stage may read it."""
+        """The stage that changes a buffer, or None; raises if another stage reads it."""
         info = self.program.buffers[name]
         if info.update is None:
             return None
@@ -148,7 +148,7 @@ class _Cutter:
         return home
 
     def _parameter(self, name: str, info: ParameterInfo, k: int) -> ParameterInfo:
-        """The parameter as stage k knows it: an owner has all names that no mirror has."""
+        """The parameter on stage k: the owner keeps the aliases that no mirror uses."""
         readers = sorted(self.readers.get(name, {0}))
         mirrors = {stage: self._mirror_name(name, info, stage) for stage in readers[1:]}
         if k == readers[0]:
@@ -157,7 +157,7 @@ class _Cutter:
         return replace(info, name=mirrors[k], aliases=(), mirror_of=info.name)
 
     def _mirror_name(self, name: str, info: ParameterInfo, stage: int) -> str:
-        """The alias of the module that uses it there; the owner's own name where there is none."""
+        """The alias in the module that uses it on this stage, else the owner's name."""
         for node in self.program.graph.nodes:
             if self.stage_of.get(node.name) != stage or node.op != "call_function":
                 continue
@@ -183,7 +183,7 @@ def _subgraph(
     body: Sequence[torch.fx.Node],
     returned: Sequence[str],
 ) -> torch.fx.Graph:
-    """A graph of some nodes of the program, under their own names."""
+    """A graph of some of the program's nodes, with their names."""
     graph = torch.fx.Graph()
     made: dict[torch.fx.Node, torch.fx.Node] = {}
     for name in (*roots, *received):

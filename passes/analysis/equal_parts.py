@@ -1,8 +1,8 @@
-"""Programs that are alike but for names, such as the middle stages of a pipeline: what one of them
-chooses is what the others choose, under their own names.
+"""Which programs are equal except for names, such as the middle stages of a pipeline.
 
-Two are alike where operators and values of one number are: the same operators on values of the same
-types, factors and batch, that stand in the same places.
+What is chosen for one of them is renamed and reused for the others. Values and operators are
+numbered in order. Two programs are equal if the same numbers mean the same operators, on values of
+the same types, factors and batch, in the same roles.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from autopar.program import Boundary, Program, StageProgram, StoredParameter, St
 
 @dataclass(frozen=True)
 class Numbered:
-    """Values and operators of a program in an order that programs alike have in common; programs
-    are alike where their `likeness` is equal."""
+    """A program's values and operators, numbered in an order that equal programs share.
+
+    Two programs are equal if their `likeness` is equal.
+    """
 
     values: tuple[str, ...]
     operators: tuple[str, ...]
@@ -25,7 +27,7 @@ class Numbered:
 
     @staticmethod
     def of(analysis: Analysis, ranges: Sequence[range] = ()) -> Numbered:
-        """`ranges` are positions of operators that are told apart too (`Recomputable.within`)."""
+        """Number a program; `ranges` of positions must be equal too (`Recomputable.within`)."""
         program, operators = analysis.program, analysis.operators
         read = (n for o in operators for n in (*o.inputs, *o.outputs))
         values = tuple(dict.fromkeys((*read, *program.parameters, *program.received)))
@@ -50,14 +52,16 @@ class Numbered:
         return Numbered(values, tuple(o.name for o in operators), likeness)
 
     def names_in(self, other: Numbered) -> dict[str, str]:
-        """What is called so here -> its name in a program that is alike."""
+        """Name in this program -> name in an equal program."""
         own, theirs = (*self.values, *self.operators), (*other.values, *other.operators)
         return dict(zip(own, theirs, strict=True))
 
 
 def _placeholders(analysis: Analysis, number: Mapping[str, int]) -> tuple[Hashable, ...]:
-    """What each of them is. All have parameters and constants of their own; else they are alike
-    that take the very same."""
+    """Describe each placeholder. Equal programs may have different parameters and constants.
+
+    Inputs, buffers and the seed must be the same ones.
+    """
     program, first = analysis.program, dict[Hashable, int]()
     found: list[Hashable] = []
     for node in program.graph.find_nodes(op="placeholder"):
@@ -66,7 +70,7 @@ def _placeholders(analysis: Analysis, number: Mapping[str, int]) -> tuple[Hashab
             info = program.parameters[node.name]
             is_mirror = info.mirror_of is not None
             found.append((i, info.shape, info.dtype, info.requires_grad, is_mirror))
-        elif node.name in program.constants:  # of those that are equal the first is delivered
+        elif node.name in program.constants:  # of equal constants, only the first is delivered
             same = first.setdefault(program.constants[node.name], len(first))
             found.append((i, same))
         elif node.name not in program.received:
@@ -75,14 +79,14 @@ def _placeholders(analysis: Analysis, number: Mapping[str, int]) -> tuple[Hashab
 
 
 def _factors(analysis: Analysis, values: Sequence[str]) -> tuple[int, ...]:
-    """The classes of all factors of the values, numbered anew."""
+    """The factor classes of the values, renumbered by first appearance."""
     numbers: dict[int, int] = {}
     classes = (c for n in values for dim in analysis.types.classes[n] for c in dim)
     return tuple(numbers.setdefault(c, len(numbers)) for c in classes)
 
 
 def renamed(strategy: Strategy, names: Mapping[str, str]) -> Strategy:
-    """A strategy of one program as that of one that is alike (`Numbered.names_in`)."""
+    """A strategy, renamed for an equal program (`Numbered.names_in`)."""
     return replace(
         strategy,
         operators={names[n]: chosen for n, chosen in strategy.operators.items()},
@@ -99,8 +103,10 @@ def renamed(strategy: Strategy, names: Mapping[str, str]) -> Strategy:
 def lowered_as(
     lowered: StageProgram, program: Program, other: Program, names: Mapping[str, str]
 ) -> StageProgram:
-    """A lowered program as that of another that is alike, to be joined and priced: its lines keep
-    their names."""
+    """A lowered program, renamed for an equal program so that it can be joined and priced.
+
+    Its lines keep their names.
+    """
     infos = {info.name: other.parameters[names[n]] for n, info in program.parameters.items()}
 
     def parameter(p: StoredParameter) -> StoredParameter:

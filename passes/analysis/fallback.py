@@ -1,11 +1,11 @@
-"""Operators without a rule: refused, or kept whole where the user accepts what that costs.
+"""Operators without a rule: refuse them, or keep them whole if the user accepts the cost.
 
-    fallback="error"       `MissingRuleError`, with the line to write
-    fallback="replicate"   every rank runs all of the operator on whole tensors: right, and as
-                           slow as on one device. A warning per operator says so
+    fallback="error"       raises `MissingRuleError`, with the line to write
+    fallback="replicate"   every rank runs the whole operator on whole tensors: correct, and as
+                           slow as on one device. It warns once per operator
 
 Only operators that write to nothing and draw no random numbers can be kept whole. The batch
-does not pass through one, so there is one microbatch.
+cannot pass through such an operator, so there is one microbatch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Fallback = Literal["error", "replicate"]
 def accept_missing(program: Program, fallback: Fallback) -> tuple[str, ...]:
     """The operators that are kept whole.
 
-    Raises `MissingRuleError` for an operator without a rule that may not be.
+    Raises `MissingRuleError` for an operator without a rule that may not be kept whole.
     """
     places: dict[str, list[str]] = {}
     for node in program.operators:
@@ -45,6 +45,6 @@ def accept_missing(program: Program, fallback: Fallback) -> tuple[str, ...]:
 
 
 def accept_again(kept_whole: Iterable[str]) -> None:
-    """What a plan accepted, on the ranks and in the processes that run it."""
+    """Keep the same operators whole as the plan does; every process that runs it calls this."""
     for op in kept_whole:
         keep_whole(op)

@@ -1,16 +1,16 @@
-"""Repeated blocks of a program, and the same program with few of them.
+"""Find the repeated blocks of a program, and build the same program with only a few of them.
 
-Operators i and i + p are *alike* when they are of one kind (`Analysis.kinds`), and read alike: what
-one reads of operator k, the other reads of k + p, or both read the same value. A *run* is a range
-of operators alike at one distance p, its period: blocks that differ in names only (`find_runs`;
-several runs if there are several stacks of layers).
+Operators i and i + p are *equal* if they are of one kind (`Analysis.kinds`) and read equal sources:
+where one reads operator k, the other reads k + p, or both read the same value. A *run* is a range
+of operators that are equal at one distance p, its period: repeated blocks that differ in
+names only (`find_runs`). A program with several stacks of layers has several runs.
 
-Folding keeps some blocks of every run, by default the first two and the last; each reads, in place
-of the blocks before it, those that are kept before it (`fold`). Placements of the folded program
-stand for placements of the whole: each dropped block takes those of the last one kept before it,
-by default the second, which has its like before it and after it (`Folded.stands_for`). That is
-legal where that block hands on its values placed as it got them, which the optimum of long runs
-does; else costs read off so are estimates.
+Folding keeps some blocks of every run (`fold`), by default the first two and the last. A kept block
+that read a dropped one reads the kept block before it instead. Each dropped block takes the
+placements of the last kept block before it (`Folded.stands_for`). By default that is the second
+block, which has an equal block before it and after it. The result is legal if that block's outputs
+have the placements of its inputs, as in the optimum of long runs. Otherwise costs read from the
+folded program are estimates.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Run:
         return self.start + self.period * self.count
 
     def block(self, number: int) -> range:
-        """The operators of a block."""
+        """The operators of one block."""
         first = self.start + number * self.period
         return range(first, first + self.period)
 
@@ -56,8 +56,8 @@ class Run:
 class Folded:
     """A program with few blocks of each run.
 
-    `kept[f]` is the operator of the whole that operator f of the folded program is;
-    `stands_for[i]` the folded operator that stands for operator i of the whole.
+    `kept` maps folded operator -> operator of the whole; `stands_for` maps operator of the whole ->
+    the folded operator that stands for it.
     """
 
     whole: Analysis
@@ -87,9 +87,10 @@ class Folded:
 def find_runs(
     analysis: Analysis, least: int = _MIN_BLOCKS, own_buffers: bool = False
 ) -> tuple[Run, ...]:
-    """The runs of `least` blocks or more that repeat most operators, greedily, in order.
+    """The runs of at least `least` blocks, in order; found greedily, the largest saving first.
 
-    `own_buffers`: blocks are alike though each changes buffers of its own; such are not folded.
+    With `own_buffers`, blocks count as equal even if each changes a buffer of its own. Such blocks
+    are never folded.
     """
     key = least, own_buffers
     if key not in analysis.repeated:
@@ -103,7 +104,7 @@ def find_runs(
 def fold(
     analysis: Analysis, runs: Sequence[Run], blocks: Sequence[Sequence[int]] | None = None
 ) -> Folded:
-    """The program with some blocks of each run: `blocks`, in order, the first among them."""
+    """The program with some `blocks` of each run, in order; they must include the first block."""
     blocks = [run.usual for run in runs] if blocks is None else blocks
     operators, places = analysis.operators, _StandIns(runs, blocks)
     instead = [places.stands_for(i) for i in range(len(operators))]
@@ -125,7 +126,7 @@ def fold(
     program = analysis.program
     smaller = replace(
         program,
-        # What nobody ever reads is stored all the same.
+        # A parameter that the whole program never reads is stored all the same.
         parameters={
             n: p for n, p in program.parameters.items() if n in names_read or n not in read_before
         },
@@ -145,7 +146,7 @@ def fold(
 
 @dataclass(frozen=True)
 class _StandIns:
-    """Which operators of a program stand for others, where runs keep some blocks."""
+    """Which operators stand for others when runs keep only some blocks."""
 
     runs: Sequence[Run]
     blocks: Sequence[Sequence[int]]
@@ -166,13 +167,13 @@ class _StandIns:
         return self._moved(i, r, block, max(b for b in self.blocks[r] if b <= block))
 
     def read_instead(self, i: int, reader: int | None) -> int:
-        """What a kept operator, or who reads after all, reads in place of dropped operator i."""
+        """What `reader` reads in place of dropped operator i. Reader None is the program's end."""
         at, reads_at = self.of(i), self.of(reader)
         assert at is not None, "only blocks are dropped"
         r, block = at
         kept, run = self.blocks[r], self.runs[r]
         number = reads_at[1] if reads_at is not None and reads_at[0] == r else run.count
-        # So many blocks before the reader's, of those that are kept.
+        # Keep the distance to the reader, counted in kept blocks.
         back = (kept.index(number) if number in kept else len(kept)) - (number - block)
         return self._moved(i, r, block, kept[back]) if back >= 0 else self.stands_for(i)
 
@@ -185,12 +186,13 @@ def _start(run: Run) -> int:
 
 
 class _Finder:
-    """`sources[i]`: per input of operator i, the operator and result it is, or its name."""
+    """`sources[i]` has, per input of operator i, its (operator, result), or its name if no operator
+    makes it."""
 
     def __init__(self, analysis: Analysis, least: int, own_buffers: bool) -> None:
         self.least = least
         program = analysis.program
-        # Kinds of placeholders that each block may have its own of.
+        # Equal blocks may each read a placeholder of their own of these classes.
         self.own = [frozenset(program.parameters), frozenset(program.constants)]
         if own_buffers:
             self.own.append(frozenset(program.buffers))
@@ -215,7 +217,7 @@ class _Finder:
         for period in range(1, (high - low) // self.least + 1):
             same = self.codes[low : high - period] == self.codes[low + period : high]
             for first, end in _stretches(same):
-                # end - first operators are like those one period later.
+                # Operators first..end-1 have the kind of the operator one period later.
                 saved = end - first - period * (self.least - 2)
                 if saved >= period:
                     found.append((-saved, period, low + first, low + end))
@@ -232,11 +234,11 @@ class _Finder:
         return best
 
     def _gain(self, run: Run) -> int:
-        """Operators of blocks beyond those that a run must have."""
+        """Operators in the blocks beyond the first `least - 1`."""
         return run.period * (run.count - self.least + 1)
 
     def _alike(self, i: int, period: int) -> bool:
-        """Do operators i and i + period read alike?"""
+        """Do operators i and i + period read equal sources?"""
         return all(
             self._same_source(a, b, period)
             for a, b in zip(self.sources[i], self.sources[i + period], strict=True)

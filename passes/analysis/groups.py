@@ -1,14 +1,14 @@
-"""Planning nodes: operators that are placed together.
+"""Planning nodes: groups of operators that are placed together.
 
-Operators without flops (views, elementwise, norms) that take all their computed inputs from
-one group of such operators join it: no reshard ever pays inside such a group, since the
-tensors there are as large as those at its edges. Rotary embeddings, GELU by primitives and
-RMSNorm so become single nodes, which keeps the elimination width of a transformer at 2 to 3
-(as primitives, rotary alone makes it 5). Operators with flops, and those with a lowering of
-their own, stand alone: that is where partial sums arise and reshards pay.
+A light operator has no flops and no lowering of its own: views, elementwise, norms (`is_light`). It
+joins a group of light operators if all its computed inputs come from that group. A reshard never
+pays inside such a group, because the tensors inside are as large as those at its edges. So rotary
+embeddings, GELU written with primitives and RMSNorm become single nodes. That keeps the elimination
+width of a transformer at 2 to 3; with primitives as nodes, rotary alone makes it 5. All other
+operators stand alone, because partial sums arise there and reshards pay there.
 
-Within a group placements agree on every internal edge, so its strategies on one axis are
-the joins of its operators' strategies.
+Within a group, placements agree on every internal edge. So its strategies on one axis are the joins
+of its operators' strategies.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from autopar.rules import AxisStrategy, Pattern, axis_strategies, resolve, rule_
 
 @dataclass(frozen=True)
 class PlacedOperator:
-    """An operator with its labels laid over the factors of its tensors."""
+    """An operator with the names of its notation mapped to the factors of its tensors."""
 
     operator: Operator
     pattern: Pattern
@@ -40,14 +40,14 @@ class PlacedOperator:
         return self.operator.name
 
     def of(self, operator: Operator) -> PlacedOperator:
-        """What is known of an operator that is like this one."""
+        """The same facts about an equal operator."""
         return PlacedOperator(operator, self.pattern, self.sizes, self.strategies)
 
 
 @dataclass(frozen=True)
 class JointStrategy:
-    """A group's placements on one axis: of every value it touches, and per operator the
-    index of its strategy."""
+    """A group's placements on one axis: per value its placement, and per operator the index of its
+    strategy."""
 
     placements: Mapping[str, Placement]
     members: tuple[int, ...]
@@ -55,8 +55,8 @@ class JointStrategy:
 
 @dataclass(frozen=True, eq=False)
 class Cuts:
-    """Of `factors`, (value, dim, factor), `marks` [strategies, factors] says which ones each
-    strategy of a group shards."""
+    """`marks` [strategies, factors] says which `factors` (value, dim, factor) each strategy of a
+    group shards."""
 
     factors: tuple[tuple[str, int, int], ...]
     marks: NDArray[np.bool_]
@@ -64,7 +64,7 @@ class Cuts:
 
 @dataclass(frozen=True)
 class OperatorGroup:
-    """A planning node. `inputs` come from outside, `outputs` are used outside."""
+    """A planning node. `inputs` are made outside, `outputs` are used outside."""
 
     members: tuple[PlacedOperator, ...]
     inputs: tuple[str, ...]
@@ -76,23 +76,23 @@ class OperatorGroup:
 
     @cached_property
     def values(self) -> tuple[str, ...]:
-        """Every value it touches, in order of first appearance; in groups that are alike, values of
-        one number are alike."""
+        """Every value it touches, in order of first appearance. Equal groups have equal values at
+        equal positions."""
         operators = (item.operator for item in self.members)
         return tuple(dict.fromkeys(n for o in operators for n in (*o.inputs, *o.outputs)))
 
     @cached_property
     def number(self) -> Mapping[str, int]:
-        """Of each value."""
+        """Value -> its position in `values`."""
         return {name: i for i, name in enumerate(self.values)}
 
     @cached_property
     def likeness(self) -> Hashable:
-        """Its operators and their types, and which of the values each reads and makes."""
+        """Equal for equal groups: its operators, their types, and which values each one touches."""
         number = self.number
         return tuple(
             (
-                id(item.pattern),  # one of all operators that are alike (`place_operators`)
+                id(item.pattern),  # equal operators share one pattern (`place_operators`)
                 tuple(number[n] for n in item.operator.inputs),
                 tuple(number[n] for n in item.operator.outputs),
             )
@@ -118,7 +118,7 @@ class OperatorGroup:
 
     @cached_property
     def cuts(self) -> Cuts:
-        """What its strategies shard."""
+        """Which factors its strategies shard."""
         each = [
             [(name, *p.cell) for name, p in joint.placements.items() if p.is_shard]
             for joint in self.strategies
@@ -143,8 +143,10 @@ def place_operators(
     types: Mapping[str, TensorType],
     known: dict[Hashable, PlacedOperator] | None = None,
 ) -> tuple[PlacedOperator, ...]:
-    """Resolve every operator's notation and list its strategies on one axis; of operators that are
-    alike, once: they are `known` then."""
+    """Resolve every operator's notation and list its strategies on one axis.
+
+    Equal operators are resolved once; `known` caches them between calls.
+    """
     known = {} if known is None else known
     out: list[PlacedOperator] = []
     for operator in operators:
@@ -170,13 +172,13 @@ def _placed(
 
 
 def is_light(operator: Operator) -> bool:
-    """Costs only the bytes it touches and runs as it is on shards."""
+    """Does it cost only the bytes that it touches, and run unchanged on shards?"""
     rule = rule_for(str(operator.call.op))
     return rule.flops is None and not rule.lower
 
 
 def form_groups(program: Program, placed: Sequence[PlacedOperator]) -> tuple[OperatorGroup, ...]:
-    """Partition the operators, in execution order."""
+    """Partition the operators into planning nodes, in execution order."""
     members: list[list[PlacedOperator]] = []
     owner: dict[str, int] = {}  # value -> index of its group
     for item in placed:

@@ -1,22 +1,22 @@
-"""Microbatching: one more split of the batch, before any mesh axis.
+"""Where the batch is in every value, and whether it may be split into microbatches.
 
-The batch is the leading factor of dim 0 of the model's inputs. It is followed through the
-graph with the operators' own strategies, as if a virtual mesh axis split it everywhere:
-every operator shards the batch's label, or is linear in a partial sum; the loss must end
-Partial (a sum over microbatches). Where that fails the loss is no sum over rows, and
-splitting the batch would change its meaning.
+The batch is the leading factor of dim 0 of the model's inputs. It is followed through the graph
+with the operators' own strategies, as if a virtual mesh axis sharded it. Every operator must shard
+the batch's name or be linear in a partial sum. The loss must end Partial, a sum over microbatches.
+If that fails, the loss is not a sum over rows, and splitting the batch would change its meaning.
 
-A value that no batched input reaches (a mask of ones, token types made up for all rows, a
-class token expanded to them) has rows only where an operator meets them with the batch's:
-that operator *asks* for its rows (`_forward`), its producer asks on (`_backward`), and the
-chain ends at a constant, which is delivered by rows, or at an operator that creates them.
-What is asked stays asked, and both directions repeat until nothing new is. The last pass
-then found a strategy of every operator for the final placements of all its tensors, so a
-value that one operator wants by rows and another whole breaks the batch instead of the sum.
+Some values depend on no batched input: a mask of ones, token types made for all rows, a class token
+expanded to all rows. Such a value has rows only if an operator combines it with the batch. That
+operator *asks* for its rows (`_BatchWalk.forward`), and the producer asks its own inputs
+(`_BatchWalk.backward`). The chain ends at a constant, which is delivered by rows, or at an operator
+that creates the rows. Requests are never withdrawn; both passes repeat until there is no new one.
+The last pass then has a strategy of every operator for the final placements of all its tensors. So
+if one operator needs a value by rows and another needs it whole, the batch is broken; the sum is
+never wrong.
 
-Microbatches run one after the other, so an operator that would exchange values between the parts
-of a batch (statistics of a batch norm) breaks it too, and so does a buffer that changes from rows,
-or that changes and that the loss depends on.
+Microbatches run one after the other. So the batch is also broken by an operator that exchanges
+values between parts of the batch (statistics of a batch norm), by a buffer that changes from rows,
+and by a changing buffer that the loss depends on.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from autopar.rules import AxisStrategy
 
 @dataclass(frozen=True)
 class Batch:
-    """Where the batch sits: (dim, factor) of every value that carries it.
+    """Where the batch is.
 
-    size          rows of the global batch; 0 when no input has a batch
-    cells         value name -> its batch factor
-    broken_at     operator at which the batch stops being one (None: the loss is a sum over
-                  rows); then only one microbatch is exact
-    n_accumulated  microbatches of a program that is one of them (`Program.accumulation`)
+    size           rows of the global batch; 0 if no input has a batch
+    cells          value -> its batch factor (dim, factor), for the values that have one
+    broken_at      the operator at which the batch breaks; then only one microbatch is exact.
+                   None: the loss is a sum over rows
+    n_accumulated  number of microbatches, if the program is one of them (`Program.accumulation`)
     """
 
     size: int
@@ -48,7 +48,7 @@ class Batch:
     n_accumulated: int = 1
 
     def n_splits(self, n_microbatches: int) -> int:
-        """Into how many parts the graph's rows are split by so many microbatches."""
+        """The number of parts into which that many microbatches split the rows of the graph."""
         return n_microbatches // self.n_accumulated
 
     def check_divides(self, n_microbatches: int, where: str = "") -> None:
@@ -82,17 +82,17 @@ def find_batch(
 ) -> Batch:
     """Follow the batch through the operators (`place_operators`), from the inputs to the loss.
 
-    `batch_dims` maps input paths to the dim that is the batch (None: has no batch); by
-    default it is dim 0 of every input as long as the first one.
+    `batch_dims` maps input path -> its batch dim, or None if it has no batch. By default the batch
+    is dim 0 of every input that is as long there as the first input.
     """
     seeds, size = _seed_inputs(program, types, batch_dims or {})
     open_values = _without_batch(program, items, seeds)
-    # Operators that are alike have one tuple of strategies.
+    # Equal operators share one tuple of strategies.
     distinct = {id(item.strategies): item for item in items}
     split = {key: _split(item) for key, item in distinct.items()}
     plain = {key: tuple(s for s in kept if s.lowering is None) for key, kept in split.items()}
     every = [_Followed(item.operator, split[id(item.strategies)]) for item in items]
-    # How the batch may pass where its parts cannot exchange values.
+    # Microbatches cannot exchange values: strategies without a lowering.
     alone = [_Followed(item.operator, plain[id(item.strategies)]) for item in items]
     placed, stuck = _BatchWalk(seeds, open_values).run(alone)
     broken: str | None = None if size else "the inputs, which have no batch dim"
@@ -101,7 +101,7 @@ def find_batch(
     if program.loss is not None and placed.get(program.loss) != P:
         broken = broken or program.where(program.loss)
     broken = broken or _changed_from_rows(program, placed)
-    if broken is not None:  # ranks may exchange what microbatches may not: a batch's statistics
+    if broken is not None:  # ranks, unlike microbatches, may exchange values (batch norm)
         placed, _ = _BatchWalk(seeds, open_values).run(every)
     cells = {name: p.cell for name, p in placed.items() if p.is_shard}
     accumulation = program.accumulation
@@ -109,7 +109,7 @@ def find_batch(
 
 
 def batch_of(program: Program, batch_dims: Mapping[str, int | None] | None = None) -> Batch:
-    """The batch of a program of which nothing else is known."""
+    """The batch of a program that has no `Analysis`."""
     operators = operators_of(program)
     types = tensor_types(program, operators, batch_dims)
     return find_batch(program, place_operators(operators, types.tensors), types, batch_dims)
@@ -129,7 +129,7 @@ def _seed_inputs(
 
 
 def _changed_from_rows(program: Program, placed: Mapping[str, Placement]) -> str | None:
-    """Where a buffer changes such that every microbatch would see, or leave, something else."""
+    """The buffer that every microbatch would see or leave different, if there is one."""
     seen_by_loss: set[str] = set()
     stack = [program.node(program.loss)] if program.loss is not None else []
     while stack:
@@ -148,10 +148,10 @@ def _changed_from_rows(program: Program, placed: Mapping[str, Placement]) -> str
 def _without_batch(
     program: Program, items: Sequence[PlacedOperator], seeds: Mapping[str, Placement]
 ) -> frozenset[str]:
-    """Constants, and what is computed without any batched input.
+    """Constants, and values computed without any batched input.
 
-    Parameters, and inputs without a batch, are not in it: they are what they are and cannot
-    be asked for rows.
+    Parameters and unbatched inputs are not among them: their rows are fixed and cannot be asked
+    for.
     """
     found = set(program.constants)
     reached = {name for name, placement in seeds.items() if placement.is_shard}
@@ -161,7 +161,7 @@ def _without_batch(
 
 
 def _split(placed: PlacedOperator) -> tuple[AxisStrategy, ...]:
-    """The strategies under which microbatches do different work; none is all I."""
+    """The strategies under which microbatches do different work: not all outputs are I."""
     return tuple(
         strategy
         for strategy in placed.strategies
@@ -179,11 +179,11 @@ class _Followed:
 
 @dataclass
 class _BatchWalk:
-    """Passes over the graph that share what has been asked for.
+    """Passes over the graph; they share the requests for rows.
 
     seeds    placements of the inputs
     open     values that may be asked for rows
-    asked    those that were, and where their rows sit
+    asked    values that were asked, and where their rows are
     """
 
     seeds: Mapping[str, Placement]
@@ -191,7 +191,7 @@ class _BatchWalk:
     asked: dict[str, Placement] = field(default_factory=dict)
 
     def run(self, followed: Sequence[_Followed]) -> tuple[dict[str, Placement], str | None]:
-        """Both directions until nothing new is asked for: placements, and where it is stuck."""
+        """Repeat both passes until there is no new request; the results of the last `forward`."""
         while True:
             n_asked = len(self.asked)
             placed, stuck = self.forward(followed)
@@ -200,7 +200,7 @@ class _BatchWalk:
                 return placed, stuck
 
     def forward(self, followed: Sequence[_Followed]) -> tuple[dict[str, Placement], str | None]:
-        """Placements of all values, and the first operator that has no strategy for them."""
+        """Placements of all values, and the first operator without a strategy for its inputs."""
         placed = {**self.seeds, **self.asked}
         stuck: str | None = None
         for item in followed:
@@ -214,7 +214,7 @@ class _BatchWalk:
         return placed, stuck
 
     def backward(self, followed: Sequence[_Followed]) -> None:
-        """Pass on what was asked of computed values to what they are computed from."""
+        """Pass requests on from computed values to what they are computed from."""
         for item in reversed(followed):
             if not self.asked.keys().isdisjoint(item.operator.outputs):
                 strategy = self._strategy(item, self.asked)
@@ -222,7 +222,7 @@ class _BatchWalk:
                     self._ask(item.operator, strategy)
 
     def _ask(self, operator: Operator, strategy: AxisStrategy) -> dict[str, Placement]:
-        """Ask for the rows of open inputs; returns them."""
+        """Ask for the rows of open inputs; returns those inputs' placements."""
         rows = {
             name: placement
             for name, placement in zip(operator.inputs, strategy.inputs, strict=True)
@@ -232,13 +232,16 @@ class _BatchWalk:
         return rows
 
     def _strategy(self, item: _Followed, placed: Mapping[str, Placement]) -> AxisStrategy | None:
-        """The strategy for inputs as placed and outputs as asked; open inputs give rows."""
+        """The first strategy that fits the inputs' placements and the outputs' requests.
+
+        Open inputs that were not asked yet fit any shard.
+        """
         given = [(n, placed.get(n, R)) for n in item.operator.inputs]
         has_rows = any(p != R for _, p in given)
         has_rows = has_rows or any(n in self.asked for n in item.operator.outputs)
         for strategy in item.strategies:
             if not has_rows and any(p.is_shard for p in (*strategy.inputs, *strategy.outputs)):
-                continue  # do not invent a batch
+                continue  # nothing here has rows, so none may be sharded
             takes = all(
                 wanted == p or (wanted.is_shard and n in self.open and n not in self.asked)
                 for (n, p), wanted in zip(given, strategy.inputs, strict=True)

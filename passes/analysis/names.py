@@ -1,4 +1,4 @@
-"""Names of variables in generated programs: readable, and never a word the file uses itself."""
+"""Names of variables in generated programs: readable, and never a word that the file uses."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def group_name(axis_names: Sequence[str], axes: Sequence[int]) -> str:
 
 
 def reserved_names(axis_names: Sequence[str]) -> frozenset[str]:
-    """What no variable may be called: groups, moves, lowered functions, Python's words."""
+    """Words that no variable may be called: groups, moves, lowered functions, Python's keywords."""
     n_axes = range(1, len(axis_names) + 1)
     subsets = (s for n in n_axes for s in itertools.combinations(range(len(axis_names)), n))
     groups = {group_name(axis_names, axes) for axes in subsets}

@@ -1,30 +1,30 @@
-"""Vocabularies that the ranks do not divide, padded where that is provably exact.
+"""Which vocabularies are padded to divide over the ranks, and the padded program.
 
-A vocabulary is a class of factors (`factors.py`) that is the row dim of an embedding's table or
-the class dim of a cross-entropy: in a tied language model the embedding, the head's weight and
-bias and the logits. V elements become V' = n ceil(V / n), a multiple of the n ranks, and every dim
-of the class is V' long. What is beyond V may be anything finite, if for every operator that
-touches the class
+A vocabulary is a class of factors (`autopar/program/factors.py`): the row dim of an embedding's
+table, or the class dim of a cross-entropy. In a tied language model it is a dim of the embedding,
+of the head's weight and bias, and of the logits. Its V elements become V' = n ceil(V / n) for n
+ranks, in every dim of the class. Elements beyond V may hold any finite value if two conditions hold
+for every operator that touches the class:
 
     1. no result below V depends on an input beyond V
-    2. where gradients of results are 0 beyond V, so are those of inputs; and a gradient of
-       anything without the class gets 0 from there
+    2. if gradients of results are 0 beyond V, so are gradients of inputs; and a result without
+       the class sends gradient 0 to inputs beyond V
 
-(1) is what a rule says of a name that it lets shard without communication: shards of results
-depend on the same shards of inputs. (2) is 0 times a derivative, so it holds for linear operators
-and for functions whose derivatives are finite (`_FINITE`). Two operators end the class: their
-padded forms (`rules/padded.py`) read no row and no class beyond V. Any other operator is an
-obstacle, and the class stays as it is (`Paddings.refused`); so does one that padding would
+(1) holds for every name that a rule lets shard without communication, because shards of results
+then depend only on the same shards of inputs. (2) is 0 times a derivative, so it holds for linear
+operators and for functions with finite derivatives (`_FINITE`). Two operators end the class: their
+padded forms (`autopar/rules/padded.py`) read no row and no class beyond V. Any other operator is an
+obstacle, and the class is not padded (`Paddings.refused`). Neither is a class that padding would
 lengthen by more than `_MOST_ADDED`.
 
-Parameters begin with zeros beyond V and their gradient there is exactly 0, so an elementwise
-optimizer keeps the zeros, and a norm over gradients does not see them. State leaves and enters
-without padding (`runtime/state/sharding.py`), and outputs are given to the user cut to V
-(`Program.rebuild`). What a plan does not shard after all is not padded (`Paddings.used`).
+Parameters start with zeros beyond V, and their gradient there is exactly 0. So an elementwise
+optimizer keeps the zeros, and they add nothing to a gradient norm. State is saved and loaded
+without padding (`runtime/state/sharding.py`), and the user gets outputs cut to V
+(`Program.rebuild`). A class that the plan does not shard is not padded (`Paddings.used`).
 
-A program that is not planned but laid by a plan (evaluation, other shapes) takes the plan's
-parameters as they are stored. Where its operators are an obstacle, it cuts the parameter to V
-before its first use: a slice, whose gradient is 0 beyond V.
+A program that is placed by an existing plan (evaluation, other shapes) must take the plan's padded
+parameters. If one of its operators is an obstacle, it cuts the parameter to V before its first use:
+a slice, whose gradient is 0 beyond V.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from autopar.rules import N_VALID, PADDED, PRODUCTS, VIEWS, rule_for
 Shape = tuple[int, ...]
 Cell = tuple[str, int]  # a value and one of its dims
 
-# Padding may lengthen a dim by this part of it: 3 classes on 8 ranks stay 3.
+# Padding may add at most this share of a dim; so 3 classes on 8 ranks stay 3.
 _MOST_ADDED = 0.125
 
 _SLICE = torch.ops.aten.slice.Tensor
 _DIVISION = "aten.div.Tensor"
-# Linear, or with finite derivatives.
+# Linear operators, and functions with finite derivatives.
 _FINITE_NAMES = (
     "add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Scalar mul.Tensor mul.Scalar div.Tensor "
     "div.Scalar neg.default tanh.default sigmoid.default relu.default gelu.default silu.default "
@@ -67,9 +67,9 @@ _FINITE = frozenset(f"aten.{name}" for name in _FINITE_NAMES) | {r.op for r in (
 class Paddings:
     """What may be padded.
 
-    shapes    parameter -> its shape with padding
-    refused   parameter -> why a vocabulary of it is not padded
-    cells     parameter -> where its padded classes are, in the whole graph
+    shapes    parameter -> its padded shape
+    refused   parameter -> why one of its vocabularies is not padded
+    cells     parameter -> all cells of its padded classes, in the whole graph
     """
 
     shapes: Mapping[str, Shape]
@@ -77,7 +77,7 @@ class Paddings:
     cells: Mapping[str, frozenset[Cell]] = field(default_factory=dict)
 
     def used(self, specs: Iterable[tuple[str, Spec]]) -> dict[str, Shape]:
-        """The shapes of those classes that a plan shards, given the specs of its values."""
+        """The padded shapes that a plan needs: a value with the class is sharded there."""
         sharded = {(value, p.dim) for value, spec in specs for p in spec.placements if p.is_shard}
         return {name: s for name, s in self.shapes.items() if self.cells[name] & sharded}
 
@@ -91,13 +91,16 @@ def find_paddings(program: Program, n_ranks: int) -> Paddings:
 
 
 def padded_for(program: Program, n_ranks: int) -> tuple[Program, Paddings]:
-    """The program with all that `find_paddings` finds; and that. Raises as it does."""
+    """The program with everything padded that `find_paddings` finds, and what it found.
+
+    Raises `MissingRuleError` for an operator without a rule.
+    """
     found, classes = _find(program, n_ranks)
     return _pad(program, found.shapes, classes), found
 
 
 def _find(program: Program, n_ranks: int) -> tuple[Paddings, _Classes | None]:
-    """With the classes that it was found by, where there were any to look at."""
+    """What may be padded, and the classes it was found in; None if every dim divides."""
     uneven = any(n % n_ranks for info in program.parameters.values() for n in info.shape)
     if not uneven:
         return Paddings({}, {}), None
@@ -130,9 +133,10 @@ def _find(program: Program, n_ranks: int) -> tuple[Paddings, _Classes | None]:
 
 
 def pad(program: Program, shapes: Mapping[str, Sequence[int]]) -> Program:
-    """The program over parameters of these shapes; the same results and gradients.
+    """The program over parameters padded to `shapes`, with the same results and gradients.
 
-    `ParameterInfo.shape` stays the user's. Raises `PlanError` for a shape that is not longer.
+    `ParameterInfo.shape` stays the user's. Raises `PlanError` for a shape that is shorter or has
+    other dims.
     """
     return _pad(program, shapes, None)
 
@@ -165,8 +169,11 @@ def _pad(
 
 
 class _Classes:
-    """The classes of factors of a program: `cells` are the dims that are one factor of a class,
-    `inside` the values in which it is one factor among others."""
+    """The factor classes of a program.
+
+    cells     class -> the cells that are one factor of it, alone in their dim
+    inside    class -> a value with a dim in which it is one factor among several
+    """
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -183,7 +190,7 @@ class _Classes:
                         self.inside.setdefault(number, value)
 
     def number(self, value: str, dim: int) -> int | None:
-        """The class of a dim that is one factor."""
+        """The class of a dim with a single factor; None for other dims."""
         numbers = self.types.classes[value][dim]
         return numbers[0] if len(numbers) == 1 else None
 
@@ -191,7 +198,7 @@ class _Classes:
         return sorted(c for c in self.cells[number] if c[0] in self.program.parameters)
 
     def vocabularies(self) -> dict[int, int]:
-        """Class -> size, of the rows of tables and the classes of losses."""
+        """Class -> size, for every vocabulary."""
         found: dict[int, int] = {}
         for operator in self.operators:
             for value, dim in _vocabulary_cells(operator):
@@ -201,7 +208,7 @@ class _Classes:
         return found
 
     def obstacle(self, number: int) -> str | None:
-        """Why padding in this class would not be exact, or not known to be; None if it is."""
+        """Why padding this class is not known to be exact; None if it is."""
         if number in self.inside:
             return f"{self.program.where(self.inside[number])} sees it as a factor of a dim"
         for value, _ in sorted(self.cells[number]):
@@ -214,7 +221,7 @@ class _Classes:
 
 
 def _named_cells(operator: Operator) -> list[tuple[str, Cell]]:
-    """(name, the dim of a value that has it) of an operator, inputs first."""
+    """(name, cell) for every dim of an operator's values, inputs first."""
     notation = operator.notation
     terms = (*notation.inputs, *notation.outputs)
     return [
@@ -226,7 +233,7 @@ def _named_cells(operator: Operator) -> list[tuple[str, Cell]]:
 
 
 def _vocabulary_cells(operator: Operator) -> list[Cell]:
-    """The rows of an embedding's table, or the classes of logits."""
+    """The rows of an embedding's table, or the classes of a cross-entropy's logits."""
     if str(operator.call.op) not in PADDED:
         return []
     dims = enumerate(operator.notation.inputs[0])
@@ -234,7 +241,7 @@ def _vocabulary_cells(operator: Operator) -> list[Cell]:
 
 
 def _lets_pass(operator: Operator, cells: Collection[Cell]) -> bool:
-    """Is padding in `cells` exact here: is it (1) and (2), or ended by a padded form?"""
+    """Is padding `cells` exact here: do (1) and (2) hold, or does a padded form end the class?"""
     named = _named_cells(operator)
     met = {name for name, cell in named if cell in cells}
     if not met or {cell for name, cell in named if name in met} == {*_vocabulary_cells(operator)}:
@@ -253,9 +260,9 @@ def _lets_pass(operator: Operator, cells: Collection[Cell]) -> bool:
 
 
 class _Padded:
-    """Builds the padded program; `sizes` are the dims that become longer, and how long.
+    """Builds the padded program; `sizes` maps cell -> padded size.
 
-    A parameter with dims in `cut` is longer alone: what reads it reads a slice.
+    A parameter in `cut` is padded alone: its readers read a slice of it.
     """
 
     def __init__(
@@ -320,7 +327,7 @@ class _Padded:
         return new
 
     def _cut_parameters(self, reader: torch.fx.Node) -> None:
-        """Slice what `reader` is the first to read of the parameters in `cut`."""
+        """Slice the parameters in `cut` that `reader` is the first to read."""
         for source in reader.all_input_nodes:
             for dim in self.cut.pop(source.name, ()):
                 whole, n_valid = self.made[source], source.meta["val"].shape[dim]
@@ -334,7 +341,7 @@ class _Padded:
 
     def _call(self, node: torch.fx.Node) -> torch.fx.Node:
         operator = self.operators.get(node.name)
-        if operator is None:  # one of several results
+        if operator is None:  # getitem: one of several results
             new = self.graph.node_copy(node, self.made.__getitem__)
             source, index = new.args
             assert isinstance(source, torch.fx.Node)
@@ -355,7 +362,7 @@ class _Padded:
     def _lengthened_call(
         self, node: torch.fx.Node, operator: Operator
     ) -> tuple[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]]:
-        """The operator with sizes in its arguments as they are with padding."""
+        """An operator's target and arguments, with padded sizes in the arguments."""
         call, rule = operator.call, rule_for(str(operator.call.op))
         args, kwargs = tuple(node.args), dict(node.kwargs)
         if rule.localise is not None:
@@ -367,7 +374,7 @@ class _Padded:
         return call.op, args, kwargs
 
     def _shapes(self, operator: Operator) -> tuple[list[Shape], list[Shape]]:
-        """Of an operator's tensors, with padding."""
+        """An operator's input and output shapes, with padding."""
         call = operator.call
         inputs = zip(operator.inputs, call.inputs, strict=True)
         outputs = zip(operator.outputs, call.outputs, strict=True)
@@ -381,7 +388,7 @@ class _Padded:
             return node.target(*args, **kwargs)
 
     def _check(self, operator: Operator, node: torch.fx.Node) -> None:
-        """Do the results have the shapes that the classes say?"""
+        """Assert that the results have the shapes that the classes predict."""
         value = node.meta["val"]
         results = value if isinstance(value, (tuple, list)) else (value,)
         found = [tuple(r.shape) for r in results if r is not None]
@@ -389,7 +396,7 @@ class _Padded:
 
 
 def _lengthened(make: Callable[[], torch.Tensor], shape: Shape) -> torch.Tensor:
-    """A constant with zeros at the end of its dims."""
+    """A constant, padded with zeros at the end of its dims."""
     value = make()
     added = (n - old for n, old in zip(reversed(shape), reversed(value.shape), strict=True))
     return F.pad(value, [n for more in added for n in (0, more)])

@@ -1,18 +1,18 @@
 """What may be recomputed: every repeated block of a program, and in which modes.
 
-The blocks are those of the whole program (`folding.find_runs`, two alike being enough), so that
-a stage with one layer has them too; where stages cut through a block, each has its part. A run
-of blocks may be cut into blocks at any of `period` places. What is kept of a block is what
-enters it, so the cut is where least bytes cross (`_best_shift`); what a cut leaves at both ends
-of a run is recomputed as well.
+Blocks are found in the whole program (`folding.find_runs`, at least two equal blocks). So a stage
+with a single layer has a block too, and a stage that cuts through a block has its part of it. A run
+can be cut into blocks at any of `period` places. A recomputed block keeps its inputs, so it is cut
+where the fewest bytes cross (`_best_shift`). What a cut leaves over at both ends of a run is
+recomputed too.
 
     full, selective    the whole block
-    attention-core     fused attention alone; else what is between two products of activations
-                       with a softmax between them, and those products  (`_attention_cores`)
+    attention-core     the fused attention operator; without one, the two matmuls of activations
+                       around a softmax and everything between them (`_attention_cores`)
 
-A mode that the user asks for is that of all blocks. "auto" leaves it to the search, block by block,
-where the fastest placements without recompute do not fit (`Evaluator`); it weighs the modes of
-`SEARCHED` (`recompute_choice.py`).
+A mode that the user chose applies to all blocks. With "auto" the search chooses one of `SEARCHED`
+per block (`passes/intra/recompute_choice.py`), if the fastest placements without recompute do not
+fit (`passes/search/evaluator.py`).
 """
 
 from __future__ import annotations
@@ -31,19 +31,21 @@ from autopar.rules import rule_for
 
 LEAST_BLOCKS = 2
 MODES: tuple[Recompute, ...] = get_args(Recompute)
-# What the search weighs, least effort first.
+# The modes that the search chooses from, least recompute first.
 SEARCHED: tuple[Recompute | None, ...] = (None, "selective", "full")
 _FUSED_ATTENTION = "scaled_dot_product"
 _SOFTMAX = ("aten._softmax.default", "aten.softmax.int", "aten._safe_softmax.default")
 
-# Positions in `Analysis.operators`, next to each other.
+# Consecutive positions in `Analysis.operators`.
 Block = range
 
 
 @dataclass(frozen=True)
 class Recomputable:
-    """Ranges of operators by name, next to each other, in order; and the modes that each may be
-    in, of which None is not to run again. One mode is no choice."""
+    """Ranges of consecutive operators, by name and in order, and the modes that each may have.
+
+    Mode None means that the range does not run again. A single mode leaves no choice.
+    """
 
     ranges: tuple[tuple[str, ...], ...]
     modes: tuple[Recompute | None, ...]
@@ -53,10 +55,9 @@ class Recomputable:
 
     @staticmethod
     def of(analysis: Analysis, options: Options) -> Recomputable | None:
-        """What the options let be recomputed of a program; None where that is nothing.
+        """The ranges and modes that the options allow; None if nothing is recomputed.
 
-        Raises `NotSupportedError` where a user asks for a mode, and the program has nothing of the
-        kind.
+        Raises `NotSupportedError` if the user chose a mode that has nothing to recompute.
         """
         mode = options.recompute_mode
         if mode is not None:
@@ -69,8 +70,7 @@ class Recomputable:
         return Recomputable(ranges, SEARCHED) if ranges else None
 
     def within(self, part: Analysis) -> tuple[range, ...]:
-        """What of the ranges a part of the program has: positions among its operators, of which
-        those of one range are next to each other."""
+        """The ranges that a part of the program has, as consecutive positions of its operators."""
         if id(part) not in self._within:
             place = {operator.name: i for i, operator in enumerate(part.operators)}
             found = []
@@ -83,7 +83,7 @@ class Recomputable:
         return self._within[id(part)][1]
 
     def operators_within(self, part: Analysis) -> frozenset[int]:
-        """The positions in all its ranges."""
+        """The positions of all ranges within a part."""
         return frozenset(i for positions in self.within(part) for i in positions)
 
     @property
@@ -92,13 +92,15 @@ class Recomputable:
 
 
 def is_searched(recomputable: Recomputable | None) -> bool:
-    """Is what runs again chosen, and not given?"""
+    """Does the search choose what is recomputed, rather than the user?"""
     return recomputable is not None and recomputable.is_choice
 
 
 def aligned_runs(part: Analysis, recomputable: Recomputable) -> tuple[Run, ...]:
-    """The repeated blocks of a program (`folding.find_runs`), cut where ranges begin; none where
-    ranges and blocks are not the same, so that no block stands for others."""
+    """The repeated blocks of a program (`folding.find_runs`), cut where ranges begin.
+
+    Empty if a range is not within one block, because then no block can stand for others.
+    """
     starts = [positions.start for positions in recomputable.within(part)]
     runs = tuple(_shifted(run, starts) for run in find_runs(part))
     runs = tuple(run for run in runs if run.count > KEPT)
@@ -114,7 +116,7 @@ def _positions(run: Run) -> range:
 
 
 def _shifted(run: Run, starts: Sequence[int]) -> Run:
-    """From the first of the starts within its first block on."""
+    """The run, starting at the first of `starts` within its first block."""
     first = next((i for i in starts if run.start <= i < run.start + run.period), run.start)
     return Run(first, run.period, (run.end - first) // run.period)
 
@@ -122,12 +124,12 @@ def _shifted(run: Run, starts: Sequence[int]) -> Run:
 def recomputed_operators(analysis: Analysis, mode: Recompute) -> tuple[Recomputed, ...]:
     """What `mode` recomputes of a whole program.
 
-    Raises `NotSupportedError` where that is nothing.
+    Raises `NotSupportedError` if that is nothing.
     """
     found = blocks(analysis)
     if not found:
         raise NotSupportedError(
-            f"recompute={mode!r}: {analysis.program.model_name} has no blocks that are alike",
+            f"recompute={mode!r}: {analysis.program.model_name} has no repeated blocks",
             hint="recompute='none'",
         )
     ranges = found
@@ -137,17 +139,14 @@ def recomputed_operators(analysis: Analysis, mode: Recompute) -> tuple[Recompute
             raise NotSupportedError(
                 f"recompute={mode!r}: no attention was found in the blocks of "
                 f"{analysis.program.model_name}",
-                hint="recompute='selective' keeps what products made, and recomputes the rest",
+                hint="recompute='selective' keeps the results of matmuls and recomputes the rest",
             )
     names = [o.name for o in analysis.operators]
     return tuple(Recomputed(mode, tuple(names[r.start : r.stop])) for r in ranges)
 
 
-# -- blocks ----------------------------------------------------------------------------------------
-
-
 def blocks(analysis: Analysis) -> list[Block]:
-    """The repeated blocks of a program that have products, in order."""
+    """The repeated blocks of a program that have matmuls, in order."""
     found: list[Block] = []
     for run in find_runs(analysis, LEAST_BLOCKS, own_buffers=True):
         if any(_is_product(analysis, i) for i in range(run.start, run.start + run.period)):
@@ -161,7 +160,7 @@ def _cut(run: Run, shift: int) -> Iterator[Block]:
 
 
 def _best_shift(analysis: Analysis, run: Run) -> int:
-    """Where to cut a run: the least bytes cross, then no operators are left at its ends."""
+    """The cut of a run that the fewest bytes cross; ties take the first one."""
     operators, owners = analysis.operators, analysis.storage_owners
     last_read: dict[str, int] = {}
     for i in range(run.start, run.end):
@@ -185,11 +184,8 @@ def _is_product(analysis: Analysis, i: int) -> bool:
     return bool(rule_for(str(analysis.operators[i].call.op)).flops)
 
 
-# -- attention -------------------------------------------------------------------------------------
-
-
 def _attention_cores(analysis: Analysis, block: Block) -> Iterator[Block]:
-    """From scores to what they weigh, in order."""
+    """The attention cores of a block, from scores to weighted values, in order."""
     operators, end = analysis.operators, block.start
     for i in block:
         op = str(operators[i].call.op)
@@ -204,7 +200,7 @@ def _attention_cores(analysis: Analysis, block: Block) -> Iterator[Block]:
 
 
 def _core_around(analysis: Analysis, block: Block, softmax: int) -> Block | None:
-    """The products of activations before and after a softmax, and what is between them."""
+    """The matmuls of activations before and after a softmax, and what is between them."""
     operators = analysis.operators
     made = {name: i for i in block for name in operators[i].outputs}
     first = _product_before(analysis, made, softmax)
@@ -221,7 +217,7 @@ def _core_around(analysis: Analysis, block: Block, softmax: int) -> Block | None
 
 
 def _product_before(analysis: Analysis, made: dict[str, int], softmax: int) -> int | None:
-    """The last product that a softmax is of."""
+    """The last matmul of activations before a softmax, with no other matmul between them."""
     waiting, seen, found = [softmax], {softmax}, []
     while waiting:
         for name in analysis.operators[waiting.pop()].inputs:
@@ -238,5 +234,5 @@ def _product_before(analysis: Analysis, made: dict[str, int], softmax: int) -> i
 
 
 def _is_of_activations(analysis: Analysis, i: int) -> bool:
-    """No weight takes part."""
+    """Does no parameter take part?"""
     return analysis.matrices.isdisjoint(analysis.operators[i].inputs)

@@ -1,17 +1,19 @@
-"""What the alternatives of one decision cost: every storage of a parameter, or every strategy of an
-operator, with everything else of its stage chosen anew.
+"""What the options of one decision cost.
 
-With x the choices of the stage's problem (`problem.py`) and v the variable that decides,
+The options are every storage of a parameter, or every strategy of an operator. For each option,
+everything else on the stage is chosen anew. With x the choices of the stage's problem
+(`passes/intra/problem.py`) and v the variable that decides,
 
     cost of option k = min over x with x_v in k of the objective        (`_Marginals`)
 
-without a memory limit: a budget would need a search per option. Of the best few the least x is
-found too, which says how a parameter is used then, and what is kept. Where tables would be too
-large, all other operators and storages stay as the plan has them (`_kept`).
+There is no memory limit here, because a budget would need a search per option. For the best few
+options, x itself is found too: it says how a parameter is then used, and what is kept. If the
+tables would be too large, all other operators and storages stay as in the plan (`_kept`).
 
-Of a program of many operators with repeated blocks, the problem is that of the same with few of
-them (`folding.py`), of which one stands for those that are left out: its own difference is theirs
-unless it is worth to change many blocks for one. What many blocks read is weighed in the whole.
+A large program with repeated blocks is folded (`passes/analysis/folding.py`), so one block stands
+for those that are left out. Its cost difference is that of any of them, unless it pays to change
+many blocks for the sake of one. A decision on a value that many blocks read is priced in the whole
+program.
 """
 
 from __future__ import annotations
@@ -41,14 +43,14 @@ from autopar.plans import Choice, Decision, Option, PlanData, Rest
 from autopar.program import OperatorStrategy, Storage, Strategy
 
 N_SHOWN = 3
-# Among choices that cost the same, those of least tie: weighed at this much of the cost.
+# Of choices that cost the same, the one with the least ties wins: they count this share of the
+# optimum.
 TIE_REL = 1e-12
-# Of the stage's cost; less is ties and rounding, and no reason.
+# Options within this share of the stage's cost are equally fast: the rest is ties and rounding.
 AS_FAST_REL = 1e-9
-# Of a stage of more operators, where the whole takes more than a few seconds, few of its repeated
-# blocks are weighed.
+# A stage with more operators is folded, because the whole would take more than a few seconds.
 WHOLE_OPERATORS = 2000
-# Some seconds, where the defaults allow for ten and more.
+# These limits allow some seconds; the defaults would allow ten and more.
 LIMITS = TableLimits(table_entries=2**26, kept_entries=2**26, total_entries=2**30, branches=64)
 _SEARCHED = ("data parallel on ", "ZeRO-3 on ", "Megatron")
 Indices = NDArray[np.intp]
@@ -61,8 +63,11 @@ def decisions(
     limits: TableLimits = LIMITS,
     n_shown: int = N_SHOWN,
 ) -> tuple[Decision, ...]:
-    """What was decided of a parameter, on every stage that has it, or of one operator: by its key,
-    or by a module that runs no other. Of what is neither, nothing."""
+    """The decisions on a parameter, on every stage that has it, or on one operator.
+
+    `name` is a parameter, an operator's key, or a module that runs one operator alone. There are no
+    decisions for any other name.
+    """
     found = []
     for k, stage in enumerate(stages):
         target = _target(stage.analysis, name)
@@ -77,7 +82,7 @@ def decisions(
 
 @dataclass(frozen=True)
 class _Target:
-    """A parameter (its placeholder), or an operator (its node); `name` as in the plan."""
+    """A parameter or an operator: its placeholder or node, and its name in the plan."""
 
     node: str
     name: str
@@ -95,7 +100,7 @@ def _target(analysis: Analysis, name: str) -> _Target | None:
 
 
 def recipe_of(chosen: str) -> str:
-    """The recipe that a plan's candidate was laid out by; nothing for a search."""
+    """The recipe that placed a plan's candidate; empty for the search."""
     if chosen.startswith("manual recipe"):
         return "manual=Manual(...)"
     return chosen if chosen.startswith(_SEARCHED) else ""
@@ -144,8 +149,11 @@ def _problem(analysis: Analysis, cost: CostModel, data: PlanData) -> IntraOpProb
 def _programs(
     analysis: Analysis, node: str
 ) -> Iterator[tuple[Analysis, str, tuple[int, int] | None]]:
-    """The programs to weigh a decision in, the most exact first: the whole unless it is large, and
-    the same with few of its blocks; its name there, and how many blocks of how many."""
+    """The programs to price a decision in, the most exact first, as (program, node, blocks).
+
+    These are the whole program, unless it is large, and the folded one. `node` is the name of
+    the decision's node there; `blocks` is (blocks kept, all blocks), None for the whole.
+    """
     folded = fold(analysis, find_runs(analysis))
     like = _stand_in(folded, node)
     if like is None or len(analysis.operators) <= WHOLE_OPERATORS:
@@ -156,8 +164,11 @@ def _programs(
 
 
 def _stand_in(folded: Folded, node: str) -> str | None:
-    """What stands for an operator or parameter of the whole; None where no block was left out, or
-    many blocks read the parameter or what the operator makes: few would not stand for them."""
+    """The folded node that stands for an operator or parameter of the whole.
+
+    None if no block was left out, or if many blocks read the parameter or the operator's outputs: a
+    few blocks would not stand for so many readers.
+    """
     if not folded.runs:
         return None
     operators, fewer = folded.whole.operators, folded.analysis.operators
@@ -167,7 +178,7 @@ def _stand_in(folded: Folded, node: str) -> str | None:
     else:
         reader = next((i for i, o in enumerate(operators) if node in o.inputs), None)
         if reader is None:
-            return node  # what nobody reads is in no block
+            return node  # an unread parameter is in no block
         position = operators[reader].inputs.index(node)
         like, values = fewer[folded.stands_for[reader]].inputs[position], frozenset((node,))
     readers = (i for i, o in enumerate(operators) if values & {*o.inputs})
@@ -182,7 +193,7 @@ def _stand_in(folded: Folded, node: str) -> str | None:
 
 @dataclass(frozen=True)
 class _Options:
-    """Per option what it decides, and the choices of the `variable` that are it."""
+    """The options of a decision: what each decides, and which choices of `variable` decide so."""
 
     variable: int
     decided: tuple[Storage | OperatorStrategy, ...]
@@ -197,7 +208,7 @@ def _of_parameter(problem: IntraOpProblem, name: str) -> _Options:
 
 
 def _of_operator(problem: IntraOpProblem, name: str) -> _Options:
-    """Choices of its group that place the operator's own tensors alike are one option."""
+    """The options of an operator; choices of its group that place its tensors alike are one."""
     v = next(
         v
         for v, c in enumerate(problem.candidates)
@@ -219,8 +230,10 @@ def _all(numbers: ChoiceProblem) -> list[NDArray[np.bool_]]:
 
 
 def _kept(problem: IntraOpProblem, plan: Strategy, free: int) -> list[NDArray[np.bool_]]:
-    """Per variable the choices that are the plan's; all of the `free` one, and of those that only
-    say how readers agree."""
+    """Per variable, a mask of the plan's choices.
+
+    All choices stay of the variable `free`, and of those that only make readers agree.
+    """
     keep = _all(problem.numbers)
     for v, candidates in enumerate(problem.candidates):
         for member in candidates.group.members if v != free else ():
@@ -235,13 +248,13 @@ def _kept(problem: IntraOpProblem, plan: Strategy, free: int) -> list[NDArray[np
     for (side, value), v in problem.boundary_variables.items():
         column, crossing = problem.boundary_choices[side, value], getattr(plan, side)
         keep[v] &= np.array([column[i] == crossing.get(value) for i in range(len(column))])
-    # What the search does not offer, an edited plan may have: it is left free.
+    # An edited plan may have a choice that the search does not offer: its variable is left free.
     return [mask if mask.any() else ~mask for mask in keep]
 
 
 @dataclass(frozen=True)
 class _Marginals:
-    """Every option's least cost; `kept` lifts choices of `numbers` to those of the problem."""
+    """The least cost of every option; `kept` maps choices of `numbers` to those of `problem`."""
 
     problem: IntraOpProblem
     options: _Options
@@ -258,7 +271,10 @@ class _Marginals:
         keep: Sequence[NDArray[np.bool_]],
         limits: TableLimits,
     ) -> _Marginals:
-        """Raises `TooWide` where tables would exceed `limits`."""
+        """The marginals over the choices of `keep`.
+
+        Raises `TooWide` if the tables would exceed `limits`.
+        """
         numbers = problem.numbers.restrict(keep).merged()
         plan = plan_elimination(numbers, limits)
         optimum_s, _ = minimise(plan, Potentials.of(numbers, Weights()))
@@ -307,7 +323,7 @@ class _Marginals:
         )
 
     def _option(self, i: int) -> Option:
-        """An option with what all of the fastest choice with it costs."""
+        """An option, with the totals of the fastest choice that has it."""
         v, decided = self.options.variable, self.options.decided[i]
         every = self.potentials.own
         own = np.full_like(every[v], np.inf)

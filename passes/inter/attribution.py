@@ -1,14 +1,14 @@
-"""A solved intra-operator problem, read operator by operator.
+"""Attributes the numbers of a solved intra-operator problem to operators.
 
 Each number of the chosen placements belongs to one operator of the program:
 
     a group         to its first operator
     a reshard       to the first operator that reads the value so
-    a parameter     to the first operator that uses it; if operators in several places do, to
-                    all of them together (`Shared`): whoever holds one of them pays it
+    a parameter     to the first operator that uses it; if operators in several places do, to all of
+                    them together (`Shared`): a stage that has one of them pays it
 
-With m microbatches, what is done once per step is kept apart from what each microbatch does.
-Of ZeRO-2, whose parameters are gathered once and scattered m times, all counts as the latter.
+Seconds per step are kept apart from seconds per microbatch. ZeRO-2 gathers a parameter once and
+scatters its gradient m times, for m microbatches; all of that counts as per microbatch.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ PARTS = ("time", "once", "static", "activation")
 
 @dataclass(frozen=True)
 class Shared:
-    """A parameter used in several places: its values, and all operators of the whole program
-    of which one is enough to pay them."""
+    """A parameter used in several places: its values by part, and the operators that use it.
+
+    A stage that has any of these operators of the whole program pays the values once.
+    """
 
     operators: tuple[int, ...]
     values: Mapping[str, float]
@@ -42,8 +44,10 @@ class Shared:
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
-    """Messages of one microbatch over each boundary, of a rank: how many values cross, bytes of its
-    slices of them, and the same of gradients that return: [4, boundaries]."""
+    """One rank's messages of one microbatch over each boundary, [4, boundaries].
+
+    The rows: how many values cross, bytes of the rank's slices, and the same for gradients.
+    """
 
     numbers: Array
 
@@ -56,8 +60,11 @@ class Traffic:
 
 @dataclass(frozen=True, eq=False)
 class Wiring:
-    """What problems that were built together have in common: what their variables belong to, and
-    who makes and reads the values that cross the boundaries `crossing` of the whole program."""
+    """What all problems of a batch share: which operators their variables belong to, and who
+    makes and reads the values that cross boundaries.
+
+    `crossing` lists the values that cross each boundary of the whole program.
+    """
 
     folded: Folded
     batch: ProblemBatch
@@ -65,15 +72,15 @@ class Wiring:
 
     @property
     def _problem(self) -> IntraOpProblem:
-        """The first; the others differ in numbers alone."""
+        """The first problem; the others differ in numbers alone."""
         return self.batch.problems.first
-
-    # -- what variables belong to ------------------------------------------------------------
 
     @cached_property
     def _places(self) -> list[tuple[int, ...]]:
-        """The folded operators that each variable belongs to: of groups their first, of others
-        those of the groups that read them."""
+        """The folded operators that each variable belongs to.
+
+        A group belongs to its first operator, any other variable to the groups that read it.
+        """
         position = {o.name: f for f, o in enumerate(self.folded.analysis.operators)}
         n_groups = len(self._problem.candidates)
         places: list[tuple[int, ...]] = [
@@ -89,7 +96,7 @@ class Wiring:
             return {f for reader in readers.get(v, ()) for f in reached(reader)}
 
         for v in range(n_groups, self._problem.numbers.n_variables):
-            # What nothing reads stays with the first stage (`passes/analysis/cutting.py`).
+            # An unread parameter stays on the first stage (`passes/analysis/cutting.py`).
             places.append(tuple(sorted(reached(v))) or (0,))
         return places
 
@@ -99,7 +106,7 @@ class Wiring:
 
     @cached_property
     def shared(self) -> dict[int, tuple[int, ...]]:
-        """Parameter used in several places -> the operators of the whole program that use it."""
+        """Parameters used in several places -> the operators of the whole program that use them."""
         whole: dict[int, list[int]] = {}
         for i, f in enumerate(self.folded.stands_for):
             whole.setdefault(f, []).append(i)
@@ -110,41 +117,42 @@ class Wiring:
         }
 
     def _is_local(self, places: Sequence[int]) -> bool:
-        """Is a parameter used in one place: at one operator, or within one repeated block?"""
+        """Does one operator or one repeated block hold all the places?"""
         blocks = {self.folded.block_of(f) for f in places}
         return len(places) == 1 or (len(blocks) == 1 and None not in blocks)
 
-    # -- what numbers belong to: those of variables, then of edges ----------------------------
-
     @cached_property
     def _owners(self) -> list[int]:
-        """Variables, of themselves; edges of parameters of these, others of their targets."""
+        """The variable that pays each number; the numbers are those of variables, then of edges.
+
+        A parameter pays for its edges; any other edge is paid by its target.
+        """
         numbers = self._problem.numbers
         of_edges = (e.u if e.u in self.parameters else e.v for e in numbers.edges)
         return [*range(numbers.n_variables), *of_edges]
 
     @cached_property
     def paid_together(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Those of `shared`, and the operators that use it."""
+        """The numbers that parameters of `shared` pay, with the operators that use them."""
         return [(i, self.shared[v]) for i, v in enumerate(self._owners) if v in self.shared]
 
     @cached_property
     def paid_alone(self) -> tuple[Codes, Codes]:
-        """The others, and the folded operator that each is added to."""
+        """The other numbers, and the folded operator that each is added to."""
         alone = [(i, v) for i, v in enumerate(self._owners) if v not in self.shared]
         places = [self._places[v][0] for _, v in alone]
         return np.array([i for i, _ in alone], dtype=np.intp), np.array(places, dtype=np.intp)
 
     @cached_property
     def is_static(self) -> BoolArray:
-        """Are they of parameters?"""
+        """[numbers]: does the number belong to a parameter?"""
         n_groups, numbers = len(self._problem.candidates), self._problem.numbers
         of_edges = (edge.u in self.parameters for edge in numbers.edges)
         variables = (v >= n_groups for v in range(numbers.n_variables))
         return np.array([*variables, *of_edges], dtype=bool)
 
     def is_once(self, choices: Codes) -> BoolArray:
-        """[choices, numbers]: are seconds those of a step, with choices [choices, variables]?"""
+        """[choices, numbers]: are its seconds per step, for `choices` [choices, variables]?"""
         once = np.tile(self.is_static, (len(choices), 1))
         for per_step, places, variables in self._per_step:
             once[:, places] = per_step[choices[:, variables]]
@@ -152,8 +160,8 @@ class Wiring:
 
     @cached_property
     def _per_step(self) -> list[tuple[BoolArray, list[int], list[int]]]:
-        """Of parameters stored alike: which storages are converted once per step; then their edges'
-        places, and their variables."""
+        """Per set of parameters with the same storages: which storages are converted once per step,
+        the indices of the parameters' edges, and the variable of each edge."""
         numbers, storages = self._problem.numbers, self._problem.storages
         found: dict[int, tuple[BoolArray, list[int], list[int]]] = {}
         for e, edge in enumerate(numbers.edges, numbers.n_variables):
@@ -168,12 +176,13 @@ class Wiring:
     def chosen(self) -> _Chosen:
         return _Chosen.of(self.batch.problems.numbers)
 
-    # -- boundaries --------------------------------------------------------------------------
-
     @cached_property
     def kinds(self) -> tuple[list[tuple[str, ...]], list[int]]:
-        """What crosses together, as values of the folded program; and which of these each boundary
-        is. Between blocks that are alike the like crosses."""
+        """The distinct sets of values that cross a boundary, and the set of each boundary.
+
+        Values are named as in the folded program, so boundaries between repeated blocks share one
+        set.
+        """
         numbers: dict[tuple[str, ...], int] = {}
         stand_in = self.folded.value_for
         likes = (tuple(stand_in[name] for name in values) for values in self.crossing)
@@ -182,7 +191,7 @@ class Wiring:
 
     @cached_property
     def crossings(self) -> dict[str, CrossingCosts]:
-        """Who makes and reads each value of the folded program that crosses."""
+        """The costs of each value of the folded program that crosses a boundary."""
         values = {name for like in self.kinds[0] for name in like}
         made: dict[str, PlacedBy] = {}
         read: dict[str, list[PlacedBy]] = {}
@@ -200,8 +209,11 @@ class Wiring:
 
 @dataclass(frozen=True, eq=False)
 class _Chosen:
-    """Where the numbers of choices are. Variables that are alike share arrays: per array, [cases or
-    1, ...], the variables and edges that it is of."""
+    """Reads the numbers of choices.
+
+    Equal variables share arrays. `cost_s` and `size_bytes` hold each array, [cases or 1, ...], with
+    the variables and edges that it belongs to.
+    """
 
     entries: Entries
     cost_s: list[tuple[Array, Codes]]
@@ -218,8 +230,10 @@ class _Chosen:
         )
 
     def values(self, cases: Codes, choices: Codes) -> tuple[Array, Array]:
-        """(seconds, bytes) of choices [choices, variables], each in the case at `cases`: [choices,
-        variables and edges]."""
+        """(seconds, bytes), each [choices, variables and edges].
+
+        `choices` is [choices, variables]; `cases` [choices] is the case of each.
+        """
         at = np.stack([self.entries.at(tuple(choice)) for choice in choices.tolist()])
         cost_s, size_bytes = np.zeros(at.shape), np.zeros(at.shape)
         for out, arrays in ((cost_s, self.cost_s), (size_bytes, self.size_bytes)):
@@ -231,7 +245,7 @@ class _Chosen:
 
 
 def _by_array(arrays: Sequence[Array | None]) -> list[tuple[Array, Codes]]:
-    """Each array once, and where it is; None are left out."""
+    """Each distinct array with the indices where it stands; None is left out."""
     found: dict[Hashable, tuple[Array, list[int]]] = {}
     for i, array in enumerate(arrays):
         if array is not None:
@@ -241,16 +255,18 @@ def _by_array(arrays: Sequence[Array | None]) -> list[tuple[Array, Codes]]:
 
 @dataclass(frozen=True)
 class Attribution:
-    """Reads choices of problems that were wired together: `choices` are [choices, variables], each
-    of the problem at `cases`, [choices]."""
+    """Attributes choices of one batch of problems.
+
+    `choices` is [choices, variables]; `cases` [choices] is the problem that each choice solves.
+    """
 
     wiring: Wiring
     cases: Codes
     choices: Codes
 
     def parts(self) -> list[tuple[dict[str, Array], tuple[Shared, ...]]]:
-        """Of each choice: per operator of the whole program, and of parameters used in several
-        places."""
+        """Per choice: every part, [operators of the whole program], without the parameters that are
+        used in several places; and these parameters."""
         wiring, folded = self.wiring, self.wiring.folded
         cost_s, size_bytes = wiring.chosen.values(self.cases, self.choices)
         counts = np.array([wiring.batch.cases[case][1] for case in self.cases])
@@ -280,9 +296,9 @@ class Attribution:
         ]
 
     def crossings(self) -> list[tuple[Array, Array, Traffic]]:
-        """Of each choice, per boundary: what the stages before and after it pay in each microbatch
-        for placing values of the whole program as they cross there, and the messages of a rank
-        after it."""
+        """Per choice and boundary of the whole program: what the stages before and after it pay per
+        microbatch to reshard the values that cross, and the messages of a rank of the stage after
+        it."""
         likes, kind_of = self.wiring.kinds
         paid = {
             name: of.paid(self.cases, self.choices).tolist()

@@ -1,13 +1,15 @@
-"""What a pipeline takes at least, known before any of its stages' problems is built.
+"""Lower bounds on the step time of pipelines, known before any placement problem is built.
 
-Every operator of a stage is in equal shares on all its devices, without a collective, an update or
-a message (`intra_op.least_times_s`). With m microbatches on n devices layers k to l take
+The bound assumes that every operator of a stage is shared equally by all devices of the stage, and
+that there are no collectives, updates or messages (`least_times_s` of `passes/intra/intra_op.py`).
+With m microbatches on n devices, layers k to l take at least
 
     time(k, l, n) = sum over their operators of  (whole - launches) / (m n)  +  launches
 
-per microbatch, and a step what `least_span_s` of `solvers/stage_tables.py` says of these times. So
-a bubble, layers that do not divide evenly, and launches of small microbatches are in the bound, and
-no simulated step is below it.
+seconds per microbatch (`StageBounds.times_s`). From these times, `least_span_s` of
+`passes/solvers/stages/tables.py` bounds the step (`StageBounds.step_s`). The bound thus includes
+the bubble, layers that do not divide evenly, and the launches of small microbatches. No simulated
+step is below it.
 """
 
 from __future__ import annotations
@@ -30,8 +32,11 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class StageBounds:
-    """Of one program: `shared_s` and `launches_s` are [first layer, last layer], the seconds that
-    devices and microbatches divide, and those that every one of them takes."""
+    """Least seconds of every range of layers of one program, [first layer, last layer].
+
+    `shared_s` is divided by devices and microbatches. `launches_s` is paid in full on every device
+    for every microbatch.
+    """
 
     shared_s: Array
     launches_s: Array
@@ -46,11 +51,11 @@ class StageBounds:
         return StageBounds(sums[0], sums[1])
 
     def times_s(self, n_ranks: int, n_microbatches: int) -> Array:
-        """Of one microbatch on so many devices, [first layer, last layer]."""
+        """Least seconds of one microbatch on `n_ranks` devices, [first layer, last layer]."""
         return self.shared_s / (n_microbatches * n_ranks) + self.launches_s
 
     def balanced_s(self, last_layers: Sequence[int], n_ranks: int, n_microbatches: int) -> float:
-        """A step of stages that end with these layers, of `n_ranks` devices each."""
+        """Lower bound on a step whose stages end with these layers and have `n_ranks` devices."""
         firsts = [0, *(last + 1 for last in last_layers[:-1])]
         times_s = self.times_s(n_ranks, n_microbatches)[firsts, last_layers]
         before_s = np.cumsum(times_s) - times_s
@@ -59,8 +64,10 @@ class StageBounds:
     def step_s(
         self, mesh: Mesh, sizes: Sequence[int], n_microbatches: int, n_stages: int | None
     ) -> float:
-        """The fastest step on stages of `sizes` devices, of any number of them or of `n_stages`;
-        infinite where there is none."""
+        """Lower bound on a step of all pipelines whose stages have `sizes` devices.
+
+        None for `n_stages` allows any number of stages. Infinite if there is no such pipeline.
+        """
         time_s = np.stack([self.times_s(n, n_microbatches) for n in sizes], axis=-1)
         nothing = np.zeros_like(time_s)
         problem = StageProblem(

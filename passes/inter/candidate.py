@@ -1,4 +1,4 @@
-"""A candidate plan before it is solved: stages of the program, each on its part of the mesh."""
+"""A candidate plan before it is solved: the cut into stages, and a submesh for each stage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autopar.program import Program
 
 @dataclass(frozen=True)
 class StageLayout:
-    """One stage of a candidate: the ranks it has, how they are seen, and what it may not do."""
+    """One stage of a candidate: the view of its ranks, and its constraints."""
 
     view: LogicalMesh
     constraints: Constraints
@@ -24,9 +24,9 @@ class StageLayout:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Stages that end after `ends` operators (`passes.cut.cut`), with their microbatches.
+    """A pipeline whose stages end after `ends` operators (`passes/analysis/cutting.py`).
 
-    `estimate_s` is the step time that whoever proposes it expects; 0 where it says nothing.
+    `estimate_s` is the step time that the proposer estimates; 0 if it has no estimate.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Candidate:
 
     @property
     def is_recipe(self) -> bool:
-        """Is it laid out on an abstract machine?"""
+        """Does a recipe place its operators, on the abstract machine of recipes?"""
         return any(layout.constraints.roles for layout in self.stages)
 
 
@@ -46,13 +46,14 @@ def n_operators(program: Program) -> int:
 
 
 def ends_by_modules(program: Program, stages: Sequence[StageOption]) -> tuple[int, ...]:
-    """Where stages end that hold these modules.
+    """Where the stages end, given the modules of each.
 
-    An operator belongs to the stage that names the innermost module around it; one that no
-    stage names stays with the operator before it. A module may run no operator (a dropout that
-    is off, tables that are constants).
+    An operator belongs to the stage that names the innermost module around it. If no stage names
+    one, the operator stays with the operator before it. A named module may run no operator: a
+    dropout that is off, or tables that are constants.
 
-    Raises `OptionError` for a name that is no module, and for stages out of order.
+    Raises `OptionError` for a name that is no module, for stages out of order, and for a stage
+    without operators.
     """
     owner = {name: k for k, stage in enumerate(stages) for name in stage.modules}
     named: dict[str, int] = {}
@@ -71,9 +72,12 @@ def ends_by_modules(program: Program, stages: Sequence[StageOption]) -> tuple[in
 
 
 def ends_by_stage(program: Program, stage_of: Mapping[str, int], n_stages: int) -> tuple[int, ...]:
-    """Where stages end, given the stage of some operators by key; others follow the one before.
+    """Where the stages end, given the stage of some operators by key.
 
-    Raises `OptionError` where an operator comes after a later stage's, or a stage is empty.
+    Every other operator joins the stage of the operator before it.
+
+    Raises `OptionError` for an operator that runs after a later stage began, and for an empty
+    stage.
     """
     ends = [0] * n_stages
     current = 0
@@ -94,7 +98,7 @@ def ends_by_stage(program: Program, stage_of: Mapping[str, int], n_stages: int) 
 
 
 def crossing_bytes(analysis: Analysis) -> list[float]:
-    """Bytes of the global batch's values that cross between operators i and i + 1."""
+    """Bytes that cross between operators i and i + 1, for the global batch; [operators - 1]."""
     operators, types = analysis.operators, analysis.types.tensors
     made: dict[str, int] = {}
     last_read: dict[str, int] = {}
@@ -110,7 +114,7 @@ def crossing_bytes(analysis: Analysis) -> list[float]:
 
 
 def _innermost(module: str, owner: dict[str, int]) -> str | None:
-    """The longest name that is `module` or a module around it."""
+    """The innermost module of `owner` that is `module` or contains it."""
     while module:
         if module in owner:
             return module
@@ -119,9 +123,11 @@ def _innermost(module: str, owner: dict[str, int]) -> str | None:
 
 
 def check_submesh(mesh: Mesh, first_rank: int, stage: StageOption) -> None:
-    """Raises `MeshError` where the stage's ranks from `first_rank` have another shape.
+    """Check that the ranks from `first_rank` on form the submesh that the stage asks for.
 
-    Stages hold consecutive ranks: ranks of one node, or whole nodes.
+    A stage holds consecutive ranks: some of one node, or whole nodes.
+
+    Raises `MeshError` if those ranks have another shape.
     """
     last_rank, shape = first_rank + stage.n_ranks - 1, stage.mesh_shape
     in_a_node = mesh.node_of(first_rank) == mesh.node_of(last_rank)

@@ -1,12 +1,14 @@
-"""What crosses a boundary of stages: what is paid for placing it there, and its messages.
+"""What a value costs where it crosses a stage boundary: reshards and messages.
 
-A value is cut into slices after its producer, which the stage that reads it turns into what its
-operators want, in place of what the producer made:
+The producer's stage cuts the value into slices. The reader's stage reshards the slices to the specs
+that its operators read. Both take the place of the reshards that one stage would make:
 
-    leave     the cheapest reshard of what was made to a way to send it
-    enter     the cheapest of a way to receive it to all that is wanted, less what was made to that
+    leave     the cheapest reshard from the produced spec to a spec it may be sent in
+    enter     the cheapest reshards from a spec it may be received in to all specs that are read,
+              minus those from the produced spec to the same specs
 
-The ways are `boundary_specs`; all of it is of many meshes and sizes at once.
+The specs to send and receive are those of `boundary_specs` (`passes/analysis/boundaries.py`).
+Everything is computed for many meshes and sizes (cases) at once.
 """
 
 from __future__ import annotations
@@ -27,13 +29,13 @@ from autopar.placement import Spec, local_bytes
 Array = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
 Codes = NDArray[np.intp]
-# What `CrossingCosts.paid` lists of a value: seconds of leaving and entering; then how many
-# messages of values there are and their bytes, and the same of gradients.
+# The numbers of `CrossingCosts.paid`: seconds to leave and to enter; the number of messages forward
+# and their bytes; the same for gradients.
 N_NUMBERS = 6
 
 
 class PlacedBy(NamedTuple):
-    """A variable, and how its choices place a value."""
+    """A variable, and the spec that each of its choices gives a value."""
 
     variable: int
     specs: SpecColumn
@@ -41,19 +43,19 @@ class PlacedBy(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CrossingCosts:
-    """A value that crosses, in several cases: who makes and reads it, and its reshards."""
+    """A value that crosses, in several cases: its producer, its readers and its reshards."""
 
     made: PlacedBy
     read: Sequence[PlacedBy]
     tables: ReshardTables
 
     def paid(self, cases: Codes, choices: Codes) -> Array:
-        """[choices, `N_NUMBERS`] of choices [choices, variables], each in the case at `cases`."""
+        """[choices, `N_NUMBERS`]; `choices` is [choices, variables], `cases` is [choices]."""
         made = self.made.specs.code[choices[:, self.made.variable]]
         before_s, enter_s = np.zeros(len(cases)), np.zeros((len(cases), len(self._received.specs)))
         wanted = np.array([w[choices[:, r.variable]] for w, r in self._wanted_by], dtype=np.intp)
         for k, specs in enumerate(wanted):
-            first = ~(wanted[:k] == specs).any(axis=0)  # what several want is made once
+            first = ~(wanted[:k] == specs).any(axis=0)  # a spec with several readers is made once
             before_s += np.where(first, self._kept_s[cases, made, specs], 0.0)
             enter_s += np.where(first[:, None], self._entering_s[cases, :, specs], 0.0)
         out = np.ones((len(cases), N_NUMBERS))
@@ -69,13 +71,13 @@ class CrossingCosts:
 
     @cached_property
     def _wanted(self) -> dict[Spec, int]:
-        """All specs that anyone reads the value as, numbered."""
+        """Every spec that some reader may ask for -> its number."""
         every = dict.fromkeys(itertools.chain(*(r.specs.distinct for r in self.read)))
         return {spec: i for i, spec in enumerate(every)}
 
     @cached_property
     def _wanted_by(self) -> list[tuple[Codes, PlacedBy]]:
-        """Per reader, which of the wanted specs each of its choices wants."""
+        """Per reader, the number (`_wanted`) of the spec that each of its choices reads."""
         return [(r.specs.looked_up(self._wanted), r) for r in self.read]
 
     @cached_property
@@ -95,12 +97,12 @@ class CrossingCosts:
 
     @cached_property
     def _kept_s(self) -> Array:
-        """[cases, specs made, specs wanted]"""
+        """[cases, specs made, specs read]"""
         return self.tables.between(self._made, self._targets)[0]
 
     @cached_property
     def _entering_s(self) -> Array:
-        """[cases, specs received, specs wanted]"""
+        """[cases, specs received, specs read]"""
         read_s, _ = self.tables.between(self._received.specs, self._targets)
         return np.where(self._received.legal[:, :, None], read_s, np.inf)
 
@@ -110,7 +112,7 @@ class CrossingCosts:
 
     @cached_property
     def _slice_bytes(self) -> Array:
-        """[cases]: of a rank, in the first of the ways to receive it."""
+        """[cases]: bytes of one rank's slice, in the first legal spec to receive it in."""
         specs = self.tables.graph.specs
         firsts = (specs[self._received.specs[k]] for k in self._received.legal.argmax(axis=1))
         of_cases = zip(self.tables.tensors, firsts, self.tables.sizes, strict=True)
@@ -118,8 +120,10 @@ class CrossingCosts:
 
 
 class _Cuts(NamedTuple):
-    """How a value may be cut where it crosses: places among the specs of its reshards, in the order
-    of `boundary_specs`; [cases, specs]: is it one of them in each case?"""
+    """The specs that a value may cross in, in the order of `boundary_specs`.
+
+    `specs` are indices into the specs of the reshard tables; `legal` is [cases, specs].
+    """
 
     specs: list[int]
     legal: BoolArray

@@ -1,17 +1,19 @@
-"""What stages are expected to take, and what was learned from those that were solved.
+"""Estimated stage times, corrected by the stages that were solved.
 
-The tables of a view (`stage_costs.py`) are read off one way to place the whole program. A stage
-solved alone may place its ends otherwise, and trade what it does once for what it does in each
-microbatch. So a stage of one of the first rules below takes
+The tables of a view (`tables.py`) are read off one placement of the whole program. A stage that is
+solved alone can do better: it may place its ends otherwise, and trade work per step for work per
+microbatch. The estimate of a stage is the first of these that applies (`Estimates.tables`):
 
-    as solved                              a stage that was solved alone, on this view and with as
-                                           many microbatches
-    r (time, once)  +  s conversions       another: r <= 1 is the least that a solved stage of its
-                                           view took of what was expected, s >= 0 the least share of
-                                           conversions that one paid; 1 and 0 before any was solved
+    the solver's numbers                   if the stage was solved, on this view and with this
+                                           number of microbatches
+    r (time, once)  +  s conversions       otherwise
 
-The second is hopeful, so that what is not known is tried: a search that solves what looks best,
-and looks again, ends with a plan of which no stage is hoped for.
+r and s are learned per view (`Estimates.learn`). r <= 1 is the least ratio of solved time to table
+time, and s >= 0 the least share of its conversions that a solved stage paid. Before any stage of
+the view is solved, r = 1 and s = 0.
+
+The second estimate is optimistic, so unknown stages get tried. A search that solves its best plan
+and then searches again ends with a plan whose stages are all solved.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ Range = tuple[int, int]
 
 @dataclass
 class Estimates:
-    """Of stages as ranges of layers."""
+    """The solver's numbers by (microbatches, table) and range of layers; r and s by view."""
 
     _solved: dict[tuple[int, int], dict[Range, StageSeconds]] = field(default_factory=dict)
     _share: dict[LogicalMesh, float] = field(default_factory=dict)
@@ -40,11 +42,11 @@ class Estimates:
 
     @property
     def least_share(self) -> float:
-        """The least r of any view."""
+        """The least r of any view; 1 before any stage was solved."""
         return min(self._share.values(), default=1.0)
 
     def tables(self, m: int, config: StageTable) -> tuple[Array, Array]:
-        """Seconds of a microbatch and once per step, [first, last layer]; without messages."""
+        """Seconds per microbatch and once per step, [first layer, last layer], without messages."""
         share, paid = self._share.get(config.view, 1.0), self._paid.get(config.view, 0.0)
         time_s = share * config.ranges("time")
         if paid:
@@ -61,8 +63,11 @@ class Estimates:
     def learn(
         self, m: int, configs: Sequence[StageTable], chosen: int, at: Range, worked: StageSeconds
     ) -> None:
-        """A stage was solved: in place of configuration `chosen` of `configs`, and of others of its
-        view that were expected to be faster."""
+        """Record what a solved stage takes, and update r and s of its view.
+
+        Its numbers replace those of `configs[chosen]`, and of every other table of the same view
+        that promised a faster step.
+        """
         config = configs[chosen]
         step_s = m * worked.time_s + worked.once_s
         expected_s = self._expected_s(m, config, at)
@@ -77,6 +82,6 @@ class Estimates:
                 self._solved.setdefault((m, id(other)), {})[at] = worked
 
     def _expected_s(self, m: int, config: StageTable, at: Range) -> float:
-        """Of a step, by the tables alone."""
+        """Seconds of a step, by the table alone."""
         time_s, once_s = (float(config.ranges(p)[at]) for p in ("time", "once"))
         return m * time_s + once_s

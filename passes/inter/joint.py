@@ -1,19 +1,21 @@
-"""The joint search: where stages begin, what devices each has and how it sees them, and how
-many microbatches there are.
+"""The joint search: stage cuts, the devices and view of each stage, and the microbatch count.
 
-    layers      operators clustered where little crosses (`layers.py`)
-    submeshes   shares of a node that divide it, and whole nodes; stages hold consecutive ranks,
-                and none straddles nodes
+    layers      operators, clustered so that little crosses between layers (`layers.py`)
+    submeshes   shares of a node that divide it, and whole nodes. A stage holds consecutive ranks
+                and never straddles nodes (`submeshes.py`)
     views       every dp x tp of a submesh, or its own axes
-    costs       of every range of layers on every view, by one intra-operator problem of the
-                folded program per view and number of microbatches (`stage_costs.py`)
+    costs       of every range of layers on every view: one intra-operator problem of the folded
+                program per view and number of microbatches (`tables.py`)
     search      for one number of microbatches, over these numbers (`stage_search.py`)
 
-The costs are estimates (what is and is not exact: `stage_costs.py`), so the best plans that
-differ in views or microbatches come out; `refined.py` has them solved, and searches again.
-The numbers of microbatches tried are divisors of the batch about twice apart, from the one that is
-fastest if memory had no limit, up or down for as long as that helps (`climb`): costs without leaner
-placements are soon made, and bound what there is to find.
+The costs are estimates; `tables.py` says which parts are exact. So the search returns several
+plans, the best that are not nearly equal (`different`). `passes/search/refined.py` has them solved
+and searches again.
+
+The numbers of microbatches tried are divisors of the batch, each about twice the one before. The
+search starts at the number that is fastest without a memory limit, and goes up or down as long as
+that helps (`climb`). Costs without a memory limit are fast to make, because they need no leaner
+placements, and they are lower bounds.
 """
 
 from __future__ import annotations
@@ -61,9 +63,9 @@ from autopar.passes.intra import Constraints
 from autopar.passes.solvers.stages import StageProblem
 
 Progress = Callable[[str], None]
-# Memory decides nothing where a plan of equal stages needs less than this share of the budget.
+# Leaner placements are useless if a plan of equal stages needs less than this share of the budget.
 _ROOMY = 0.5
-# Plans closer than this (relative) are one.
+# Plans of equal submeshes whose estimates differ by less than this (relative) count as one.
 _ALIKE_REL = 2e-3
 
 
@@ -76,8 +78,10 @@ def joint_search(
     n_stages: int | None,
     report: Progress = lambda text: None,
 ) -> JointSearch | None:
-    """The search for plans of at least two stages, or of exactly `n_stages`; None where there is
-    nothing to search: pipelines are forbidden, or there is one rank or stage."""
+    """The search for plans with at least two stages, or with exactly `n_stages`.
+
+    None if there is nothing to search: pipelines are forbidden, or there is one rank or stage.
+    """
     if "pipeline" in options.forbid or mesh.n_ranks < 2 or (n_stages or 2) < 2:
         return None
     return JointSearch.of(analysis, mesh, hardware, options, budget_bytes, n_stages or 2, report)
@@ -87,8 +91,8 @@ def joint_search(
 class JointSearch:
     """The search over one program and machine; costs are made once per number of microbatches.
 
-    With `recomputes`, leaner placements may run again what `maker` says. `free` are the fastest
-    plans if memory has no limit, by numbers of microbatches; None: there is none.
+    With `recomputes`, leaner placements may recompute what `maker` allows. `free` maps numbers of
+    microbatches to the fastest plan without a memory limit; None: there is no plan.
     """
 
     analysis: Analysis
@@ -120,16 +124,19 @@ class JointSearch:
         n_least: int = 2,
         report: Progress = lambda text: None,
     ) -> JointSearch:
-        """Finds the blocks and layers of the program: of the latter at least `n_least` where there
-        are so many operators, at most `MOST_LAYERS`.
+        """The search over the layers and repeated blocks of a program.
 
-        Raises `BatchError` when the number of microbatches asked for does not divide the batch.
+        There are at least `n_least` layers if the program has enough operators, and at most
+        `MOST_LAYERS`, or `n_least` if that is more.
+
+        Raises `BatchError` if the number of microbatches asked for does not divide the batch.
         """
         runs, recomputable = find_runs(analysis), Recomputable.of(analysis, options)
         if recomputable is not None and aligned_runs(analysis, recomputable) != runs:
-            recomputable = None  # one block does not stand for others: estimates are without it
+            # The ranges do not align with the folded blocks, so estimates leave recompute out.
+            recomputable = None
         layers = find_layers(analysis, runs, n_least)
-        sizes = [*submesh_sizes(mesh), mesh.n_ranks]  # as for one stage, to share prices
+        sizes = [*submesh_sizes(mesh), mesh.n_ranks]  # one stage has all ranks; it shares prices
         maker = CostMaker(
             fold(analysis, runs), layers, compute_dtype(analysis), options.optimizer,
             all_views(mesh, hardware, options, sizes),
@@ -141,7 +148,7 @@ class JointSearch:
         )
 
     def with_layers(self, n_least: int, n_most: int) -> JointSearch:
-        """The same over other layers: at least and at most so many, as in `of`."""
+        """The same search over at least `n_least` and at most `n_most` layers, as in `of`."""
         layers = self.layers
         if n_most != MOST_LAYERS or n_least > layers.n_layers:
             layers = find_layers(self.analysis, self.maker.folded.runs, n_least, n_most)
@@ -149,18 +156,16 @@ class JointSearch:
 
     @property
     def without_recompute(self) -> JointSearch:
-        """The same where nothing runs again by choice; what either makes serves the other."""
+        """The same search without a choice of recompute; both share what they compute."""
         return replace(self, recomputes=False)
 
-    # -- what is searched --------------------------------------------------------------------
-
     def counts(self) -> list[int]:
-        """Numbers of microbatches worth trying: divisors of the batch, about twice apart."""
+        """Numbers of microbatches to try, ascending: divisors of the batch, about twice apart."""
         return list(self.maker.counts)
 
     @cached_property
     def views(self) -> tuple[LogicalMesh, ...]:
-        """How a stage may see its submesh, as if it began at the first rank."""
+        """The views of all submeshes, each as if it began at the first rank."""
         sizes = submesh_sizes(self.mesh)
         return distinct_views(self.mesh, self.hardware, self.options, sizes)
 
@@ -169,10 +174,8 @@ class JointSearch:
         cost = CostModel(self.maker.views[0], self.maker.dtype)
         return StageBounds.of(self.analysis, cost, self.layers)
 
-    # -- costs and plans ---------------------------------------------------------------------
-
     def costs(self, m: int) -> list[StageTable]:
-        """Every configuration of a stage that may be of use, with `m` microbatches."""
+        """Every useful configuration of a stage, with `m` microbatches."""
         if m not in self._costs:
             wanted = [self._wanted(view, m) for view in self.views]
             every = tuple(itertools.chain.from_iterable(self.maker.searched(wanted, m)))
@@ -196,7 +199,7 @@ class JointSearch:
         return schedule_name(self.options) == "gpipe"
 
     def depth(self, m: int, n_left: int) -> int:
-        """Microbatches in flight on a stage when it and those after it are `n_left`."""
+        """Microbatches in flight on a stage; `n_left` counts it and the stages after it."""
         return m if self._is_gpipe else min(m, n_left)
 
     def constraints(self, view: LogicalMesh) -> Constraints:
@@ -210,23 +213,27 @@ class JointSearch:
         )  # fmt: skip
 
     def problem(self, m: int, n_stages: int | None) -> StageProblem | None:
-        """The stage problem with `m` microbatches; None where no view can be."""
+        """The stage problem with `m` microbatches; None if no view is possible."""
         return self._with(m, self.costs(m), self.estimates).problem(n_stages, self.budget_bytes)
 
     def bound_s(self, m: int, n_stages: int | None) -> float:
-        """What plans with `m` microbatches take at least: what they were expected to before
-        anything was learned, or, if they were not searched, what would be if memory had no limit;
-        had all stages gained as much by being solved as the one that gained most so far."""
+        """Estimated lower bound on plans with `m` microbatches.
+
+        It is the larger of two estimates: without a memory limit, and of the first search if they
+        were searched. It is scaled by the largest gain that solving brought any stage so far.
+        """
         free = self._free(m, n_stages)
         free_s = math.inf if free is None else free.estimate_s
         return max(free_s, self._least_s.get(m, 0.0)) * self.estimates.least_share
 
     def least_step_s(self, n_stages: int | None, limit_s: float = -math.inf) -> float:
-        """What every plan takes at least, whatever its placements: nothing is built for it. No
-        more is found out than that some may be below `limit_s`."""
+        """Lower bound on every plan, whatever its placements; it builds no placement problem.
+
+        It stops early once the bound is at most `limit_s`.
+        """
         first, sizes = FIRST_COUNT_PER_STAGE * (n_stages or 2), submesh_sizes(self.mesh)
         least_s = math.inf
-        for m in sorted(self.counts(), key=lambda m: m < first):  # mostly fastest from there on
+        for m in sorted(self.counts(), key=lambda m: m < first):  # the fastest is mostly there
             self._count(len(sizes))
             least_s = min(least_s, self.bounds.step_s(self.mesh, sizes, m, n_stages))
             if least_s <= limit_s:
@@ -244,24 +251,26 @@ class JointSearch:
 
     @property
     def free_s(self) -> float:
-        """Of the plans that are known the least time of a step if memory had no limit, as expected:
-        no recipe takes less. 0 where nothing was searched."""
+        """The least estimated step time without a memory limit; 0 if nothing was searched.
+
+        Recipes are not expected to be faster.
+        """
         return min((p.estimate_s for p in self.free.values() if p is not None), default=0.0)
 
     @cached_property
     def _learns(self) -> NDArray[np.bool_]:
-        """[first, last layer]: is there a parameter to optimise?"""
+        """[first layer, last layer]: is there a parameter to optimise?"""
         learning = {n for n, p in self.analysis.program.parameters.items() if p.requires_grad}
         flags = [bool(learning.intersection(o.inputs)) for o in self.analysis.operators]
         counts = np.concatenate(([0], np.cumsum(flags)))[[0, *self.layers.ends]]
         return np.asarray(counts[None, 1:] > counts[:-1, None])
 
     def plans(self, n_stages: int | None, limit_s: float = math.inf) -> list[SearchedPlan]:
-        """The best plans of all numbers of microbatches tried, by what they should take.
+        """The best plans of all numbers of microbatches tried, fastest estimate first.
 
-        Those come first that may be fastest by their bounds; what by its bound is slower than plans
-        that are found, or than `limit_s`, is not searched. Where that leaves out all, the fastest
-        plan if memory had no limit comes out.
+        The search begins with the number whose bound is least. It skips numbers whose bound exceeds
+        the best plan so far or `limit_s`. If all are skipped, the result is the fastest plan
+        without a memory limit.
         """
         counts = self.counts()
 
@@ -287,14 +296,14 @@ class JointSearch:
         return sorted(every, key=lambda plan: plan.estimate_s)
 
     def learn(self, plan: SearchedPlan, solved: Sequence[StageSeconds]) -> None:
-        """What the stages of a plan take, each solved alone."""
+        """Record what the stages of a plan take, each solved alone."""
         for (first, last), c, worked in zip(plan.ranges, plan.configs, solved, strict=True):
             configs = self.costs(plan.n_microbatches)
             self.estimates.learn(plan.n_microbatches, configs, c, (first, last), worked)
         self._found.clear()
 
     def candidate(self, plan: SearchedPlan) -> Candidate:
-        """The plan with every stage on its own ranks."""
+        """The plan as a candidate, every stage on its own ranks."""
         views, first_rank = [], 0
         for view in plan.views:
             views.append(view_at(self.mesh, self.hardware, view, first_rank))
@@ -309,8 +318,10 @@ class JointSearch:
 
 
 def climb(counts: Sequence[int], cost_s: Callable[[int], float]) -> int:
-    """The first of `counts` that the next one does not improve on; what is infinite is passed
-    over, and if all are, it is the first."""
+    """The first local minimum of `cost_s` along `counts`.
+
+    Infinite costs are passed over; if all are infinite, it is the first count.
+    """
     best, best_s = counts[0], cost_s(counts[0])
     for m in counts[1:]:
         next_s = cost_s(m)
@@ -322,18 +333,21 @@ def climb(counts: Sequence[int], cost_s: Callable[[int], float]) -> int:
 
 
 def climb_from(counts: Sequence[int], first: int, cost_s: Callable[[int], float]) -> int:
-    """The cheapest of rising `counts`, climbing up from `first` or the next there is; or down, if
-    that gets nowhere."""
+    """A local minimum of `cost_s` along ascending `counts`.
+
+    The climb begins at the first count that is at least `first`. It goes up, or down if the next
+    count is no better.
+    """
     start = next((i for i, m in enumerate(counts) if m >= first), len(counts) - 1)
     best = climb(counts[start:], cost_s)
     return best if best != counts[start] else climb(counts[start::-1], cost_s)
 
 
 def different(plans: Sequence[SearchedPlan], n_best: int) -> list[SearchedPlan]:
-    """The best plans, one of those that are nearly alike; then what else there is.
+    """The `n_best` best plans, one of each set of nearly equal ones; then the others, if too few.
 
-    Plans of the same submeshes and microbatches that cost the same are mostly one plan, seen
-    through views that make no difference to it.
+    Plans with the same submeshes, microbatches and cost are mostly one plan: their views differ
+    without effect.
     """
     chosen: list[SearchedPlan] = []
     for plan in plans:

@@ -1,16 +1,16 @@
 """The program's operators as layers: where pipeline stages may begin.
 
-A boundary between two operators is *thin* if few bytes cross it. How few is read off the model:
+A boundary between two operators is *thin* if few bytes cross it. The limit depends on the model:
 
-    repeated blocks   the least that crosses anywhere inside a block (the residual stream); of
-                      several stacks of blocks, the one that needs most
-    none              the largest cut of the best clustering into `N_WANTED` layers
-                      (`solvers/clustering.py`)
+    repeated blocks   the fewest bytes that cross a boundary inside a block (the residual stream);
+                      with several stacks of blocks, the largest of their limits
+    no blocks         the largest cut of the best clustering into `N_WANTED` layers
+                      (`passes/solvers/stages/clustering.py`)
 
-Thin boundaries with no flops between them are alternatives; the one where the module tree
-changes most is taken, because that is where a person would cut. If more than `MOST_LAYERS`
-are left, only those between larger modules stay, and at last neighbours are joined evenly.
-Values that depend on nothing but inputs (masks) count where they are made by operators.
+Thin boundaries with no FLOPs between them are alternatives. The one where the module tree changes
+most is taken, because a person would cut there. If more than `MOST_LAYERS` layers are left, only
+boundaries between larger modules stay. If that is not enough, neighbouring layers are joined
+evenly. Values that depend on inputs alone (masks) cross from the operator that makes them.
 """
 
 from __future__ import annotations
@@ -29,19 +29,22 @@ from autopar.program import Program
 from autopar.rules import rule_for
 
 N_WANTED = 32
-# Of more than 24 blocks no halves are told apart, and more than 48 blocks are joined: the search of
-# stages then takes a tenth of a second, where twice as many layers take two.
+# The stage search takes 0.1 s for 48 layers, and 2 s for 96. With this limit, half blocks can be
+# layers in models of up to 24 blocks, and blocks are joined in models of more than 48.
 MOST_LAYERS = 48
-# Two cuts of almost the same bytes are equally thin.
+# Boundaries whose bytes differ by less than this (relative) are equally thin.
 _SAME_BYTES_REL = 1e-3
-# How much more than the mean a layer's flops may be: the least that can be attained is taken.
+# A layer's FLOPs may exceed the mean by this (relative): the first delta that is feasible is used.
 _DELTAS = (0.5, *(2.0**k for k in range(12)), math.inf)
 
 
 @dataclass(frozen=True)
 class Layers:
-    """`ends[l]` operators are in layers 0..l; `crossing[b]` are the values that cross between
-    layers b and b + 1."""
+    """Consecutive operators, grouped into layers.
+
+    Layers 0 to l hold the first `ends[l]` operators. `flops[l]` are the forward FLOPs of layer l
+    for the global batch. `crossing[b]` are the values that cross between layers b and b + 1.
+    """
 
     ends: tuple[int, ...]
     flops: tuple[float, ...]
@@ -52,16 +55,17 @@ class Layers:
         return len(self.ends)
 
     def ends_of(self, last_layers: Sequence[int]) -> tuple[int, ...]:
-        """The operator counts at which stages end that end with these layers."""
+        """After how many operators the stages end, given the last layer of each."""
         return tuple(self.ends[last] for last in last_layers)
 
 
 def find_layers(
     analysis: Analysis, runs: Sequence[Run], n_least: int = 2, n_most: int = MOST_LAYERS
 ) -> Layers:
-    """Layers of a program whose repeated blocks are `runs` (`folding.find_runs`).
+    """The layers of a program whose repeated blocks are `runs` (`folding.find_runs`).
 
-    At least `n_least` if there are so many operators before the loss.
+    There are at least `n_least`, if enough operators run before the loss, and at most `n_most`, or
+    `n_least` if that is more.
     """
     flops = operator_flops(analysis)
     bytes_after, depths = _allowed(analysis, crossing_bytes(analysis)), _depths(analysis.program)
@@ -81,16 +85,17 @@ def find_layers(
 
 
 def operator_flops(analysis: Analysis) -> list[float]:
-    """Forward flops of the global batch, per operator."""
+    """Forward FLOPs per operator, for the global batch."""
     alike = analysis.placed_alike(1)
     flops = {k: rule_for(str(p.operator.call.op)).flops_of(p.sizes) for k, p in alike.items()}
     return [flops[analysis.kinds[operator.name]] for operator in analysis.operators]
 
 
 def balanced(weights: Sequence[float], n_parts: int) -> tuple[int, ...]:
-    """The last index of each of `n_parts` consecutive parts, the heaviest as light as can be.
+    """The last index of each of `n_parts` consecutive parts, the heaviest as light as possible.
 
-    Among those, the most even. Raises `ProblemError` for more parts than weights.
+    Of the splits that attain this, the most even one. Raises `ProblemError` for more parts than
+    weights.
     """
     n = len(weights)
     no_cuts = [0.0] * (n - 1)
@@ -103,8 +108,10 @@ def balanced(weights: Sequence[float], n_parts: int) -> tuple[int, ...]:
 
 
 def _allowed(analysis: Analysis, bytes_after: Sequence[float]) -> list[float]:
-    """The loss is made on the last stage: nothing is cut after it. One stage reads and changes a
-    buffer: nothing is cut between.
+    """`bytes_after`, infinite where the program must not be cut.
+
+    The last stage makes the loss, so nothing is cut after it. One stage must both read and change
+    a buffer, so nothing is cut between its uses.
     """
     program = analysis.program
     place = {v: i for i, o in enumerate(analysis.operators) for v in (o.name, *o.outputs)}
@@ -123,9 +130,9 @@ def _block_limit(bytes_after: Sequence[float], runs: Sequence[Run]) -> float:
 
 
 def _clustered_limit(flops: Sequence[float], bytes_after: Sequence[float], n: int) -> float:
-    """The largest cut of the thinnest clustering into `n` layers, or as many as there can be."""
+    """The largest cut of the best clustering into `n` layers, or into as many as are possible."""
     n_possible = sum(map(math.isfinite, bytes_after)) + 1
-    # What may not be cut is dearer than everything else together.
+    # A forbidden cut costs more than all allowed cuts together.
     dearest = math.fsum(filter(math.isfinite, bytes_after)) + 1.0
     cuts = [min(size, dearest) for size in bytes_after]
     for delta in _DELTAS[:-1]:
@@ -143,7 +150,7 @@ def _thin(bytes_after: Sequence[float], limit_bytes: float) -> list[int]:
 def _distinct(
     depths: Sequence[int], thin: Sequence[int], flops: Sequence[float], bytes_after: Sequence[float]
 ) -> list[int]:
-    """One of the boundaries between every two layers that have flops."""
+    """Of the boundaries with no FLOPs between them, the one between the largest modules."""
     done = list(itertools.accumulate(flops))
     groups = itertools.groupby(thin, key=lambda b: done[b])
     return [
@@ -154,7 +161,7 @@ def _distinct(
 
 
 def _depths(program: Program) -> list[int]:
-    """How many modules the operators on both sides of each boundary are in together."""
+    """Per boundary, how many enclosing modules the operators on both sides share."""
     paths = [program.keys[node.name].rpartition("/")[0].split(".") for node in program.operators]
     return [
         next((d for d, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
@@ -165,7 +172,7 @@ def _depths(program: Program) -> list[int]:
 def _fewer(
     depths: Sequence[int], chosen: list[int], flops: Sequence[float], n_least: int, n_most: int
 ) -> list[int]:
-    """At most `n_most - 1` of the boundaries, and `n_least - 1` if there are so many."""
+    """At most `n_most - 1` of the boundaries, but at least `n_least - 1` if there are so many."""
     n_most = max(n_most, n_least)
     if len(chosen) < n_most:
         return chosen
@@ -178,13 +185,13 @@ def _fewer(
         chosen = outer
     bounds = (0, *(b + 1 for b in chosen), len(flops))
     weights = [math.fsum(flops[a:b]) for a, b in itertools.pairwise(bounds)]
-    # Joined by twos, or threes...: as even as the layers are.
+    # Each part joins two layers, or three, and so on: parts are as even as the layers are.
     n_parts = math.ceil(len(weights) / math.ceil(len(weights) / n_most))
     return [chosen[last] for last in balanced(weights, max(n_parts, n_least))[:-1]]
 
 
 def _crossing(analysis: Analysis, ends: Sequence[int]) -> list[tuple[str, ...]]:
-    """Values made in the first `end` operators and read later, for each of rising ends."""
+    """Per end, the values made in the first `end` operators and read later; `ends` must rise."""
     last_read: dict[str, int] = {}
     for i, operator in enumerate(analysis.operators):
         last_read |= dict.fromkeys(operator.inputs, i)

@@ -1,12 +1,13 @@
-"""The Megatron recipe with stages: equal submeshes, layers of balanced flops, one view for all.
+"""The Megatron recipe with stages: equal submeshes, layers of balanced FLOPs, one view for all.
 
-For S stages, each of dp x tp ranks, the batch is split over dp and products over tp
-(`constraints.py`, roles "data" and "tensor"), laid out on the abstract machine of recipes and
-priced on the real one. The number of microbatches is the best by the closed form
+Each of S stages has dp x tp ranks. The batch is split over dp and matmuls over tp (the roles "data"
+and "tensor" of `passes/intra/constraints.py`). Placements are chosen on the abstract machine of
+recipes (`passes/intra/recipe_machine.py`) and priced on the real one. The number of microbatches is
+the best that fits in memory, by the closed form
 
     sum_s time_s + (m - 1) max_s time_s + max_s once_s
 
-of the estimates in `stage_costs.py`, among those that fit in memory.
+over the estimates of `tables.py` (`_Recipe.best`).
 """
 
 from __future__ import annotations
@@ -47,15 +48,14 @@ def recipe_candidates(
     n_most: int | None = None,
     limit_s: float = math.inf,
 ) -> list[Candidate]:
-    """Megatron with two stages or more, of the program and machine of a search: the `n_most` most
-    promising first, or all, but for what is slower than `limit_s` by its bound; with `manual`, that
-    one alone.
+    """Megatron pipelines for the program and machine of `search`, the fastest estimate first.
 
-    Those that no number of microbatches lets fit are left out, but the one asked for by `manual`
-    is not: it comes with the most microbatches.
+    At most `n_most` come out. Recipes are skipped if their lower bound exceeds `limit_s`, or if
+    they fit with no number of microbatches. With `manual` there is one candidate, the recipe asked
+    for; if it never fits, it has the most microbatches.
 
-    Raises `MeshError` when `manual` does not place every rank, `OptionError` and `BatchError`
-    when the batch does not divide as it says.
+    Raises `MeshError` if `manual` does not place every rank, and `OptionError` or `BatchError` if
+    the batch does not divide as it says.
     """
     mesh, options = search.mesh, search.options
     if manual is None:
@@ -66,8 +66,8 @@ def recipe_candidates(
     splits = [s for s in splits if s.n_stages > 1]
     if not splits:
         return []
-    # As many layers for the one asked for as for all: it is cut alike. No model has thousands of
-    # layers worth a stage.
+    # The recipe asked for is cut into the same layers as all others. `n_least` is capped, because
+    # no model has thousands of layers worth a stage.
     n_least = max(min(mesh.n_ranks, MOST_LAYERS), manual.pp if manual else 0)
     search = search.with_layers(n_least, max(mesh.n_ranks, MOST_LAYERS))
     splits = [s for s in splits if s.n_stages <= search.layers.n_layers]
@@ -85,8 +85,10 @@ def recipe_candidates(
 def _fastest(
     recipes: Sequence[_Recipe], n_most: int | None, limit_s: float
 ) -> list[tuple[float, _Recipe, int]]:
-    """Those that fit with the least seconds, and with how many microbatches; what is slower by its
-    bound than `n_most` others, or than `limit_s`, is not priced."""
+    """The fastest recipes that fit, as (seconds, recipe, microbatches).
+
+    A recipe is not priced if its lower bound exceeds `limit_s` or the `n_most`-th best so far.
+    """
     found: list[tuple[float, int, int]] = []
     counts = [recipe.counts() for recipe in recipes]
     least_s = [recipe.least_s(of) for recipe, of in zip(recipes, counts, strict=True)]
@@ -110,13 +112,13 @@ class _Split:
     tp: int
 
     def view(self, mesh: Mesh, hardware: Hardware) -> LogicalMesh:
-        """Of the first stage."""
+        """The view of the first stage."""
         axes = {"dp": self.dp, "tp": self.tp}
         return factored_view(mesh, hardware.links, hardware.device, axes)
 
 
 def _splits(analysis: Analysis, mesh: Mesh, options: Options) -> Iterator[_Split]:
-    """Every way that `forbid` allows; `force` pins what a recipe would decide."""
+    """Every split that `forbid` allows. With `force` there is none: it pins what recipes decide."""
     if "pipeline" in options.forbid or options.force:
         return
     for n_stages in (n for n in range(2, mesh.n_ranks + 1) if mesh.n_ranks % n == 0):
@@ -129,7 +131,7 @@ def _splits(analysis: Analysis, mesh: Mesh, options: Options) -> Iterator[_Split
 
 
 def check_ranks(manual: Manual, mesh: Mesh) -> None:
-    """Raises `MeshError` where the recipe does not place every rank of the mesh."""
+    """Raises `MeshError` if the recipe does not place every rank of the mesh."""
     if manual.pp * manual.dp * manual.tp != mesh.n_ranks:
         sizes = f"dp={manual.dp}, tp={manual.tp}, pp={manual.pp}"
         raise MeshError(
@@ -140,7 +142,7 @@ def check_ranks(manual: Manual, mesh: Mesh) -> None:
 
 
 def recipe_limits(options: Options, manual: Manual | None) -> Constraints:
-    """The Megatron layout; without `manual`, with neither ZeRO nor sequence parallelism."""
+    """The constraints of Megatron; without `manual`, no ZeRO and no sequence parallelism."""
     sequence = frozenset() if manual is not None and manual.sp else frozenset({"sequence"})
     zero = manual.zero if manual is not None else 0
     return Constraints(options.forbid | sequence, ("data", "tensor"), zero)
@@ -148,30 +150,34 @@ def recipe_limits(options: Options, manual: Manual | None) -> Constraints:
 
 @dataclass(frozen=True)
 class _Recipe:
-    """One split of the mesh, priced with any number of microbatches; `last_layers` are those of its
-    stages."""
+    """One split of the mesh, priced with any number of microbatches.
+
+    `last_layers` has the last layer of each stage.
+    """
 
     search: JointSearch
     maker: CostMaker
     split: _Split
     limits: Constraints
     last_layers: Sequence[int]
-    # Of numbers of microbatches that were priced, the bytes that each stage stores, and those that
-    # it keeps of one microbatch.
+    # Numbers of microbatches that were priced -> per stage, its static bytes, and the bytes that
+    # one microbatch keeps.
     _sizes: dict[int, tuple[Array, Array]] = field(default_factory=dict, init=False)
 
     def least_bytes(self, static: float) -> float:
-        """What its largest stage keeps at least, with any number of microbatches, of `static` bytes
-        of the whole program."""
+        """Lower bound on the bytes of the largest stage, with any number of microbatches.
+
+        `static` are the static bytes of the whole program.
+        """
         return static / (self.split.n_stages * self.limits.n_static_shares(self._view.sizes))
 
     def least_s(self, counts: Sequence[int]) -> float:
-        """What a step takes at least with any of `counts`."""
+        """Lower bound on a step with any of `counts`."""
         bounds, n_ranks = self.search.bounds, self._view.n_ranks
         return min(bounds.balanced_s(self.last_layers, n_ranks, m) for m in counts)
 
     def best(self, counts: Sequence[int]) -> tuple[float, int]:
-        """(estimated seconds, the number of microbatches); infinite if it fits with no count."""
+        """(estimated seconds, number of microbatches); infinite seconds if no count fits."""
         n_stages = self.split.n_stages
         known: dict[int, float] = {}
 
@@ -186,14 +192,14 @@ class _Recipe:
         wanted = FIRST_COUNT_PER_STAGE * n_stages
         start = next((i for i, m in enumerate(counts) if m >= wanted), len(counts) - 1)
         best = climb(counts[start:], cost_s)
-        # What does not fit does not with larger microbatches.
+        # If the first count does not fit, larger microbatches do not fit either.
         if best == counts[start] and math.isfinite(cost_s(best)):
             climb(counts[start::-1], cost_s)
         m = min(known, key=lambda n: (known[n], -n))
         return known[m], m
 
     def counts(self, manual: Manual | None = None) -> list[int]:
-        """Numbers of microbatches that split the batch over dp ranks too."""
+        """Numbers of microbatches such that each microbatch divides over the dp ranks."""
         analysis, options = self.search.analysis, self.search.options
         n_devices = self.search.mesh.n_ranks
         if manual is not None:
@@ -205,7 +211,7 @@ class _Recipe:
         return self.split.view(self.search.mesh, self.search.hardware)
 
     def _cost_s(self, m: int) -> float:
-        """The closed form; infinite where a stage does not fit."""
+        """The closed form; infinite if a stage does not fit."""
         view = self._view
         try:
             costs = self.maker.recipe(view, m, self.limits)
@@ -219,8 +225,10 @@ class _Recipe:
         return float(times.sum() + (m - 1) * times.max() + tables["once"].max())
 
     def _is_too_large(self, m: int) -> bool:
-        """Is a stage, by what is known? Of a microbatch that is n times as small no less than an
-        n-th is kept."""
+        """Is it proven, by the sizes known so far, that some stage does not fit?
+
+        A microbatch n times smaller keeps at least 1/n of the bytes.
+        """
         n_stages = self.split.n_stages
         in_flight = np.array([self.search.depth(m, n_stages - s) for s in range(n_stages)])
         return any(
@@ -242,7 +250,10 @@ class _Recipe:
 
     @cached_property
     def _places(self) -> list[Place]:
-        """Where in its node each stage lies; one that lies on two has neighbours on others."""
+        """The place of each stage in its node.
+
+        A stage that straddles two nodes has both neighbours on other nodes.
+        """
         mesh, each, across = self.search.mesh, self._view.n_ranks, self.search.hardware.links[0]
         places = (*places_of(mesh, self.search.hardware, each), Place(None, across, across))
         firsts = [k * each % mesh.devices_per_node for k in range(self.split.n_stages)]

@@ -1,21 +1,23 @@
-"""What a step of several stages takes, played from what each stage takes, without lowering them.
+"""The score of a pipeline: its step time, simulated from what each stage takes.
 
-The schedule's own messages are placed and played by the simulator (`cost/simulate`), with
+The stages are not lowered. The simulator (`cost/simulate`) runs the schedule with
 
-    compute     a stage's seconds of one microbatch, a third of them forward: of a product, backward
-                makes two gradients. How they divide hardly matters: on small models with slow links
-                it moves the step by half a percent
-    messages    of every pair of stages, forward and back, as `cost/price/prediction.py` prices them: of the
-                slower end, its slices one by one                                       (`hops_of`)
-    once        all that a stage does once a step, after its last backward; then the loss is given
-                to all ranks
+    compute     a stage's seconds per microbatch, one third forward: the backward of a matmul makes
+                two gradients. The split hardly matters: on small models with slow links it moves
+                the step by 0.5%
+    messages    between every pair of stages that share a value, forward and back, priced as in
+                `cost/price/prediction.py`: the slower end counts, and its slices are sent one by
+                one (`hops_of`)
+    once        all that a stage does once per step, after its last backward; then an all_reduce
+                gives the loss to all ranks
 
-What is left out: that parameters are gathered before and not after, and tied gradients. Played so,
-small pipelines on slow links are within 1% of what is simulated line by line, 3% with ties; the
-closed form of Alpa is off by up to a third, because receivers wait for messages.
+Two things are left out: that parameters are gathered at the start of a step and not at its end, and
+the gradients of tied parameters. On small pipelines with slow links, scores are within 1% of the
+line-by-line simulation, and within 3% with tied parameters. Alpa's closed form is off by up to a
+third, because receivers wait for messages.
 
-With many microbatches the schedule repeats itself: more than `_STEADY` per stage add the time
-that one of the last ones did.
+With many microbatches the schedule repeats itself. At most `_STEADY` microbatches per stage are
+simulated. Each further one adds the mean time that one microbatch of the last half added.
 """
 
 from __future__ import annotations
@@ -33,19 +35,19 @@ from autopar.placement import Spec, TensorType, local_bytes
 from autopar.schedule import ORDERS, Action, Script, Transfer, place
 
 _FORWARD = 1 / 3
-# Microbatches per stage that are played; of the last half of them, what one adds is measured.
+# Microbatches per stage that are simulated.
 _STEADY = 8
 
 
 class StageSeconds(NamedTuple):
-    """Seconds of a stage: of one microbatch, and once a step."""
+    """Seconds of a stage: per microbatch, and once per step."""
 
     time_s: float
     once_s: float
 
 
 class MessageSeconds(NamedTuple):
-    """Seconds of the messages of one microbatch between two stages; None: none returns."""
+    """Seconds of one microbatch's messages between two stages; None: no gradient returns."""
 
     source: int
     target: int
@@ -54,8 +56,8 @@ class MessageSeconds(NamedTuple):
 
 
 class StageBoundary(NamedTuple):
-    """A stage's view of its ranks, how it cuts what it sends and what it receives, and the types
-    of one microbatch's values."""
+    """A stage's view of its ranks, the specs of the values it sends and receives, and the types of
+    one microbatch's values."""
 
     view: LogicalMesh
     sent: Mapping[str, Spec]
@@ -64,8 +66,10 @@ class StageBoundary(NamedTuple):
 
 
 def hops_of(stages: Sequence[StageBoundary], links: Sequence[Link]) -> list[MessageSeconds]:
-    """Of every pair of stages of which one reads what the other makes; `links` are those between
-    nodes and inside them."""
+    """The messages of every pair of stages where one reads what the other makes.
+
+    `links` is ordered from between nodes (first) to inside a node (last).
+    """
     crossing: dict[tuple[int, int], list[str]] = {}
     for target, stage in enumerate(stages):
         for value in stage.received:
@@ -78,7 +82,10 @@ def hops_of(stages: Sequence[StageBoundary], links: Sequence[Link]) -> list[Mess
 
 
 def _link(source: LogicalMesh, target: LogicalMesh, links: Sequence[Link]) -> Link:
-    """Stages lie inside nodes, or have whole ones."""
+    """The link inside a node if one node holds both stages, else the one between nodes.
+
+    Two ranks decide, because a stage lies inside one node or has whole nodes.
+    """
     nodes = source.nodes
     if nodes is None:
         return links[-1]
@@ -106,7 +113,7 @@ def _hop(
 
 
 def _cuts(tensor: TensorType, spec: Spec, stage: StageBoundary) -> list[int]:
-    """Into how many parts each factor of a tensor is cut."""
+    """Per factor of a tensor, the number of parts it is cut into."""
     sizes = stage.view.sizes
     return [math.prod(sizes[axis] for axis in spec.axes_of(cell)) for cell in tensor.cells]
 
@@ -119,7 +126,8 @@ def _side_s(
     others: list[int],
     link: Link,
 ) -> float:
-    """Of one rank: its part, in as many pieces as it overlaps parts of the other stage."""
+    """Seconds in which one rank sends or receives its shard: one message per overlapping shard of
+    the other stage."""
     n_pieces = math.prod(math.ceil(b / a) for a, b in zip(cuts, others, strict=True))
     size_bytes = local_bytes(tensor, spec, stage.view.sizes)
     return n_pieces * link.latency_s + size_bytes * link.s_per_byte
@@ -133,8 +141,7 @@ def step_s(
     links: Sequence[Link],
     loss_bytes: int,
 ) -> float:
-    """Seconds of a step of stages that are solved; the loss is given to all ranks over the slowest
-    of `links`."""
+    """Seconds of a step of solved stages; the loss is all_reduced over the slowest of `links`."""
     group = flat_group(sum(end.view.n_ranks for end in boundaries), links[0])
     loss_s = collective_time_s("all_reduce", loss_bytes, group) if loss_bytes else 0.0
     return played_s(schedule, n_microbatches, stages, hops_of(boundaries, links), loss_s)
@@ -147,7 +154,7 @@ def played_s(
     hops: Sequence[MessageSeconds],
     loss_s: float = 0.0,
 ) -> float:
-    """Seconds of a step; `loss_s` of giving the loss to all ranks."""
+    """Seconds of a step, simulated; `loss_s` is the time of the loss's all_reduce."""
     n_played = _STEADY * len(stages)
     if n_microbatches <= n_played:
         return _played_s(schedule, n_microbatches, stages, hops, loss_s)

@@ -1,12 +1,12 @@
-"""The joint search with one number of microbatches: a stage problem of what stages may be, solved,
-and its best plans played.
+"""The stage search for one number of microbatches: the best plans, ranked by score.
 
-    configurations  placements of the program on views, and what every range of layers costs as a
-                    stage with them (`stage_costs.py`)
-    places          a stage waits for what it receives from the stages before and after it: a share
-                    of a node over the link inside it, unless it is the first or last of its node
-    search          exact for its closed form over these numbers (`solvers/stages.py`); the plans
-                    found are ranked by playing their schedules (`played.py`)
+A configuration is a placement of the whole program on a view, with the cost of every range of
+layers as a stage (`tables.py`). It is offered at every place that it may have in its node, because
+a stage waits for what its neighbours send: a stage smaller than a node receives over the link
+inside the node, unless it is the first or the last of its node (`submeshes.py`).
+
+The search is exact for the closed form over these numbers (`passes/solvers/stages/search.py`). The
+plans found are ranked by their scores (`score.py`).
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from autopar.passes.inter.tables import StageTable
 from autopar.passes.solvers.problem import Infeasible
 from autopar.passes.solvers.stages import StagePlan, StageProblem, solve_stages
 
-# Plans of one search: proving the order of many that are nearly alike takes long.
+# How many plans one search returns, and how far (relative) they may be from the best. Both are
+# small, because proving the order of many nearly equal plans takes long.
 _PLANS_PER_COUNT = 6
 _WITHIN = 0.02
-# Tables of so few stages are searched soon, and for more: played, plans are up to a tenth faster
-# than their closed form, as stages that differ wait less for each other with few microbatches.
+# Small problems are fast to search, so they return more plans. Scores are up to 10% below the
+# closed form, because with few microbatches unequal stages wait less for each other.
 _FEW_STAGES = 500
 _PLANS_OF_FEW, _WITHIN_OF_FEW = 12, 0.1
-# What is searched are estimates: plans closer than this need not be told apart.
+# The numbers are estimates, so plans closer than this (relative) need not be told apart.
 _GAP_GOAL = 1e-3
 
 
 @dataclass(frozen=True)
 class SearchedPlan:
-    """A plan of the stage search: its microbatches, each stage's last layer and view, and which
-    of the configurations it is.
+    """A plan of the stage search: the last layer, view and configuration of every stage.
 
-    `objective_s` is its closed form, `estimate_s` its step played with the same numbers.
+    `objective_s` is its step time by the closed form, `estimate_s` its score with the same numbers.
     """
 
     n_microbatches: int
@@ -64,8 +64,10 @@ class SearchedPlan:
 
 @dataclass(frozen=True, eq=False)
 class StageSearch:
-    """Plans with `n_microbatches`, of stages that are `configs`; `learns` says of [first, last
-    layer] whether there is a parameter to optimise."""
+    """The search for plans with `n_microbatches` whose stages are among `configs`.
+
+    `learns[first layer, last layer]` says whether a stage has a parameter to optimise.
+    """
 
     mesh: Mesh
     hardware: Hardware
@@ -77,8 +79,10 @@ class StageSearch:
     configs: Sequence[StageTable]
 
     def problem(self, n_stages: int | None, budget_bytes: float) -> StageProblem | None:
-        """The stage problem: every configuration at every place that it may have; None where there
-        is no configuration."""
+        """The stage problem, with every configuration at every possible place.
+
+        None if there is no configuration.
+        """
         configs, placed, m = self.configs, self._placed, self.n_microbatches
         if not configs:
             return None
@@ -106,7 +110,7 @@ class StageSearch:
         )
 
     def plans(self, n_stages: int | None, budget_bytes: float) -> list[SearchedPlan]:
-        """The best plans of at least two stages, or of exactly `n_stages`."""
+        """The best plans with at least two stages, or with exactly `n_stages`."""
         problem = self.problem(n_stages, budget_bytes)
         if problem is None:
             return []
@@ -120,7 +124,7 @@ class StageSearch:
 
     @cached_property
     def _placed(self) -> list[tuple[int, Place]]:
-        """Every configuration at every place."""
+        """Every configuration, by index, at every place."""
         return [
             (c, place)
             for c, config in enumerate(self.configs)
@@ -139,7 +143,7 @@ class StageSearch:
         )
 
     def _played_s(self, plan: StagePlan) -> float:
-        """A plan's step, with messages between neighbours of the larger slices of both."""
+        """The score of a plan; of two neighbours, the one with the slower messages counts."""
         every, m = self.configs, self.n_microbatches
         at = [(*self._placed[stage.config], stage.last) for stage in plan.stages]
         worked = [

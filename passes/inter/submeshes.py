@@ -1,4 +1,4 @@
-"""What a stage may be: its number of devices, how it sees them, and where in a node it may lie."""
+"""Which submeshes a stage may have: its number of devices, its views, its place in a node."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from autopar.passes.intra import AxisPin
 
 
 def submesh_sizes(mesh: Mesh) -> list[int]:
-    """Numbers of devices of a stage among several: divisors of a node, powers of two nodes, and
-    divisors of all nodes."""
+    """How many devices a stage may have, if there are other stages.
+
+    The divisors of a node's size, and k whole nodes, where k is a power of two or divides the
+    number of nodes.
+    """
     each, nodes = mesh.devices_per_node, mesh.nodes
     parts = [n for n in range(1, each + 1) if each % n == 0]
     groups = [k * each for k in range(2, nodes) if nodes % k == 0 or k & (k - 1) == 0]
@@ -23,8 +26,10 @@ def submesh_sizes(mesh: Mesh) -> list[int]:
 
 
 class Place(NamedTuple):
-    """Where stages of as many devices may begin in their node, as devices before them (None:
-    anywhere), and the links to the stages before and after them."""
+    """Where a stage may begin in its node, and its links to the stages before and after it.
+
+    `offsets` counts the devices of the node in front of the stage; None: anywhere.
+    """
 
     offsets: frozenset[int] | None
     before: Link
@@ -32,8 +37,11 @@ class Place(NamedTuple):
 
 
 def places_of(mesh: Mesh, hardware: Hardware, n_ranks: int) -> tuple[Place, ...]:
-    """The places of stages of `n_ranks` devices. A share of a node has neighbours on other nodes
-    where it is the first of its node, or the last."""
+    """The places of a stage of `n_ranks` devices.
+
+    A stage smaller than a node has a neighbour on another node only if it is the first or the last
+    of its node.
+    """
     across, inside, each = hardware.links[0], hardware.links[-1], mesh.devices_per_node
     if n_ranks >= each or mesh.nodes == 1:
         link = inside if mesh.nodes == 1 else across
@@ -47,7 +55,7 @@ def places_of(mesh: Mesh, hardware: Hardware, n_ranks: int) -> tuple[Place, ...]
 def views_of(
     mesh: Mesh, hardware: Hardware, options: Options, first_rank: int, n_ranks: int
 ) -> list[LogicalMesh]:
-    """How a stage may see its ranks."""
+    """The views of the `n_ranks` ranks from `first_rank` on."""
     shape = options.mesh_shape
     return logical_views(mesh, hardware.links, hardware.device, shape, first_rank, n_ranks)
 
@@ -55,9 +63,9 @@ def views_of(
 def distinct_views(
     mesh: Mesh, hardware: Hardware, options: Options, sizes: Sequence[int]
 ) -> tuple[LogicalMesh, ...]:
-    """How the first ranks may be seen, of each of some numbers of ranks.
+    """The views of the first n ranks, for every n in `sizes`.
 
-    Without `force`, views that differ only in the names of axes are one.
+    Without `force`, views that differ only in the names of their axes count as one.
     """
     found: dict[object, LogicalMesh] = {}
     for size in sizes:
@@ -71,8 +79,10 @@ def distinct_views(
 def all_views(
     mesh: Mesh, hardware: Hardware, options: Options, sizes: Sequence[int]
 ) -> tuple[LogicalMesh, ...]:
-    """How the first ranks may be seen, of each of some numbers of ranks: a recipe gives the axes of
-    views roles, so that those that only differ in which axis is in use are several."""
+    """The views of the first n ranks, for every n in `sizes`, names of axes told apart.
+
+    Recipes need them all: a recipe gives every axis a role, so it matters which axis is in use.
+    """
     return tuple(v for size in sizes for v in views_of(mesh, hardware, options, 0, size))
 
 
@@ -84,7 +94,7 @@ def view_at(mesh: Mesh, hardware: Hardware, view: LogicalMesh, first_rank: int) 
 def pins_on(
     analysis: Analysis, options: Options, view: LogicalMesh
 ) -> Mapping[str, tuple[AxisPin, ...]]:
-    """The pins of `force` on one view, by parameter placeholder.
+    """The pins that `force` sets on one view, by parameter placeholder.
 
     Raises `OptionError` for a name that is no parameter, or an axis that the view does not have.
     """
@@ -108,7 +118,7 @@ def pins_on(
 
 
 def views_text(views: Sequence[LogicalMesh]) -> str:
-    """`2 stages: 8 + 8 devices (dp=2 x tp=4 | dp=4 x tp=2)`; views that are all alike once."""
+    """`2 stages: 8 + 8 devices (dp=2 x tp=4 | dp=4 x tp=2)`; equal views are written once."""
     sizes = " + ".join(str(view.n_ranks) for view in views)
     texts = [axes_text(view) for view in views]
     within = texts[0] if len(set(texts)) == 1 else " | ".join(texts)

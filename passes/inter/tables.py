@@ -1,26 +1,30 @@
-"""What any range of layers costs as a pipeline stage, on one logical view of its devices.
+"""What every range of layers costs as a pipeline stage, on one logical view of its devices.
 
-The intra-operator problem of the whole program, folded (`folding.py`), is solved once per view
-and number of microbatches m, and its numbers are attributed to operators (`attribution.py`):
+The placement problem of the folded program (`passes/analysis/folding.py`) is solved once per view
+and number of microbatches m. Its numbers are attributed to operators (`attribution.py`):
 
-    time        per microbatch: operators, reshards, and conversions of parameters that are
-                made per microbatch (ZeRO-2 and ZeRO-3)
-    once        per step: the optimizer's update, conversions made once (ZeRO-1, data parallel)
+    time        per microbatch: operators, reshards, and the parameter conversions that run in
+                every microbatch (ZeRO-2 and ZeRO-3)
+    once        per step: the optimizer's update, and conversions that run once (ZeRO-1, data
+                parallel)
     static      bytes of parameters, gradients, optimizer state and converted copies
     activation  bytes that one microbatch keeps for backward
 
     m sum(time) + sum(once) = the objective,   sum(static) + sum(activation) = the bytes
 
 of the folded program, exactly. A range of layers costs the sum of its operators, and each parameter
-it uses once (`StageTable.ranges`). To that come messages, which depend on where a stage lies
-(`traffic`), and what it pays for placing values as they cross (`conversions`): all of it where
-placements are given (recipes), and as little as nothing where they are searched, because a stage
-that is solved alone places its ends otherwise. The search learns how much (`refined.py`).
+that it uses once (`StageTable.ranges`). Two costs come on top:
 
-Memory is traded for time by a price per byte (`solvers/hull.py`): placements at some corners of
-the hull, for several depths of microbatches in flight, are configurations of their own, so the
-stage search weighs both. What may run again in backward is part of them (`recompute_choice.py`).
-The hull is not the whole Pareto set.
+    messages    depend on where in its node a stage begins (`StageTable.messages`)
+    reshards    of the values that cross its ends (`StageTable.conversions`). Recipes pay them in
+                full, because their placements are given. A searched stage may pay as little as
+                nothing, because a stage that is solved alone places its ends otherwise. The search
+                learns how much it pays (`estimates.py`)
+
+A price per byte trades memory for time (`passes/solvers/choice/hull.py`). The placements at some
+corners of the hull, for several depths of microbatches in flight, become configurations of their
+own, so the stage search weighs time against memory. Placements may also recompute
+(`passes/intra/recompute_choice.py`). The hull is not the whole Pareto set.
 """
 
 from __future__ import annotations
@@ -53,10 +57,16 @@ N_CORNERS = 5
 
 @dataclass(frozen=True, eq=False)
 class StageTable:
-    """One way to place the program on a view: of the whole program's operators the sums of all,
-    [parts], and of those before each layer and at the end, [parts, layers + 1]; per inner boundary
-    between layers what the stages before and after it pay for placing what crosses, and their
-    messages."""
+    """One placement of the program on a view, and what its ranges of layers cost.
+
+    sums          [parts]: sums over all operators of the whole program
+    sums_before   [parts, layers + 1]: sums over the operators before each layer, and over all
+    shared        the parameters that are used in several places
+    leave_s       [layers - 1]: what the stage before each boundary between layers pays to reshard
+                  the values that cross
+    enter_s       [layers - 1]: the same for the stage after it
+    traffic       the messages over each boundary
+    """
 
     view: LogicalMesh
     layers: Layers
@@ -68,12 +78,12 @@ class StageTable:
     traffic: Traffic
 
     def total(self, part: str) -> float:
-        """Of the whole program as one stage."""
+        """One part of the whole program, as one stage."""
         alone = float(self.sums[PARTS.index(part)])
         return alone + sum(s.values.get(part, 0.0) for s in self.shared)
 
     def bytes_in_flight(self, depth: int) -> float:
-        """Of the whole program as one stage, with `depth` microbatches in flight."""
+        """Bytes of the whole program as one stage, with `depth` microbatches in flight."""
         return self.total("static") + depth * self.total("activation")
 
     @staticmethod
@@ -81,7 +91,7 @@ class StageTable:
         view: LogicalMesh, layers: Layers, parts: Mapping[str, Array], shared: tuple[Shared, ...],
         leave_s: Array, enter_s: Array, traffic: Traffic,
     ) -> StageTable:  # fmt: skip
-        """Of `parts` per operator of the whole program."""
+        """From `parts`, each [operators of the whole program]."""
         every = np.stack([parts[part] for part in PARTS])
         before = np.concatenate((np.zeros((len(PARTS), 1)), np.cumsum(every, axis=1)), axis=1)
         before = before[:, [0, *layers.ends]]
@@ -90,7 +100,7 @@ class StageTable:
         )
 
     def ranges(self, part: str) -> Array:
-        """[first layer, last layer] of a stage; 0 below the diagonal."""
+        """One part of every stage, [first layer, last layer]; 0 below the diagonal."""
         return self._ranges[PARTS.index(part)]
 
     @cached_property
@@ -107,13 +117,15 @@ class StageTable:
         return np.triu(np.maximum(out, 0.0))
 
     def conversions(self) -> Array:
-        """Seconds of placing what crosses both ends, [first layer, last layer] of a stage."""
+        """Seconds per microbatch to reshard what crosses both ends, [first layer, last layer]."""
         enter, leave = np.concatenate(([0.0], self.enter_s)), np.concatenate((self.leave_s, [0.0]))
         return np.triu(enter[:, None] + leave[None, :])
 
     def messages(self, before: Link, after: Link) -> Array:
-        """Seconds of receiving a microbatch and its gradient, over the links to the stages before
-        and after, [first layer, last layer] of a stage: it waits for what it receives."""
+        """Seconds to receive a microbatch and its gradient, [first layer, last layer].
+
+        A stage waits for what it receives: values over the link `before`, gradients over `after`.
+        """
         forward = np.concatenate(([0.0], self.traffic.forward_s(before)))
         backward = np.concatenate((self.traffic.backward_s(after), [0.0]))
         return np.triu(forward[:, None] + backward[None, :])
@@ -121,9 +133,12 @@ class StageTable:
 
 @dataclass(frozen=True)
 class TableRequest:
-    """A view that costs are wanted of: with placements for several `depths` of microbatches in
-    flight, where those of the fastest need more than `enough_bytes`; with `recomputes`, they may
-    run again what the maker says."""
+    """Asks for the tables of one view.
+
+    If the fastest placements need more than `enough_bytes`, leaner ones are found for each of
+    `depths`, the numbers of microbatches in flight. With `recomputes`, leaner placements may
+    recompute what the maker allows.
+    """
 
     view: LogicalMesh
     constraints: Constraints
@@ -132,7 +147,7 @@ class TableRequest:
     recomputes: bool = False
 
     def is_tight(self, fastest: StageTable) -> bool:
-        """Are leaner placements of use?"""
+        """Are leaner placements useful?"""
         return bool(self.depths) and fastest.bytes_in_flight(max(self.depths)) > self.enough_bytes
 
 
@@ -145,10 +160,11 @@ class _Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class CostMaker:
-    """Prices views of one program. `pricing` is the machine that placements are chosen for,
-    where that is not the one they run on (recipes); `views` and `counts` of microbatches are those
-    that will be asked for. `recomputable` is what may run again in backward, in ranges that blocks
-    of the folded program hold.
+    """Makes the stage tables of one program.
+
+    `views` and `counts` (of microbatches) are those that will be asked for. `pricing` maps the real
+    machine to the one that placements are chosen for, if that is another (recipes). `recomputable`
+    is what may be recomputed; each of its ranges lies within a block of the folded program.
     """
 
     folded: Folded
@@ -165,7 +181,7 @@ class CostMaker:
 
     @cached_property
     def _problems(self) -> ProblemFamilies:
-        """Without recompute, unless a mode is given."""
+        """Problems without recompute, unless the user gave a mode."""
         return self._families(None if is_searched(self.recomputable) else self.recomputable)
 
     @cached_property
@@ -183,25 +199,27 @@ class CostMaker:
     def recipe(
         self, view: LogicalMesh, n_microbatches: int, constraints: Constraints
     ) -> StageTable:
-        """The placements of a recipe, laid out on the machine of `pricing`.
+        """The table of a recipe: placed on the machine of `pricing`, priced on the real one.
 
-        Raises `InfeasibleError` when the constraints leave nothing, or forbid the layout on the
-        real machine, `BatchError` when the batch does not divide.
+        Raises `InfeasibleError` if the constraints leave no placement, or forbid the chosen one on
+        the real machine, and `BatchError` if the batch does not divide.
         """
         cost = CostModel(view, self.dtype)
         batch = self._problems.of(cost, n_microbatches, constraints)
         layout = self._layout(cost, batch.problems.first, n_microbatches, constraints)
         (costs,) = self._costs(batch, [(view, batch.place(cost, n_microbatches), layout)])
         if not all(math.isfinite(costs.total(part)) for part in PARTS):
-            raise _contradictory()  # the cheapest ways to convert a parameter here are forbidden
+            raise _contradictory()  # a parameter's cheapest conversion is forbidden here
         return costs
 
     def searched(
         self, wanted: Sequence[TableRequest], n_microbatches: int
     ) -> list[list[StageTable]]:
-        """Of each, the fastest placements first; then leaner ones for several depths, unless the
-        fastest, of the whole program, need no more than enough bytes. None where the constraints
-        leave nothing, or the batch does not divide."""
+        """The tables of each request: the fastest placements first, then leaner ones if the request
+        is tight.
+
+        A request has no tables if its constraints leave nothing or the batch does not divide.
+        """
         out: list[list[StageTable]] = [[] for _ in wanted]
         together: dict[int, list[int]] = {}
         batches: dict[int, ProblemBatch] = {}
@@ -210,7 +228,7 @@ class CostMaker:
             try:
                 batch = self._problems.of(cost, n_microbatches, one.constraints)
             except (InfeasibleError, BatchError):
-                continue  # this view, or this many microbatches, cannot be
+                continue  # impossible on this view, or with this many microbatches
             batches[id(batch)] = batch
             together.setdefault(id(batch), []).append(i)
         for key, of_batch in together.items():
@@ -222,7 +240,7 @@ class CostMaker:
     def _walked(
         self, wanted: Sequence[TableRequest], batch: ProblemBatch, m: int
     ) -> list[list[StageTable]]:
-        """Those whose problems were built together."""
+        """The tables of requests whose problems are in one batch, found together."""
         models = [CostModel(one.view, self.dtype) for one in wanted]
         free = self._fastest_of(wanted, batch, m)
         known = [{} if one is None else {one.choice: one.costs} for one in free]
@@ -249,7 +267,7 @@ class CostMaker:
     def _fastest_of(
         self, wanted: Sequence[TableRequest], batch: ProblemBatch, m: int
     ) -> list[_Placed | None]:
-        """The fastest placements on each view, found once; None where nothing is allowed."""
+        """The fastest placements on each view, cached; None where no placement is allowed."""
         keys = [(batch, one.view, m) for one in wanted]
         new = [i for i, key in enumerate(keys) if key not in self._fastest]
         if new:
@@ -269,8 +287,10 @@ class CostMaker:
     def _layout(
         self, cost: CostModel, problem: IntraOpProblem, m: int, constraints: Constraints
     ) -> Choice:
-        """A recipe's placements: the fastest on the machine it is laid out on. They are the same
-        for any number of microbatches that leaves the same choices."""
+        """A recipe's placements: the fastest on the machine of `pricing`.
+
+        They are the same for all numbers of microbatches that leave the same choices.
+        """
         assert self.pricing is not None
         key = (priced_alike(cost), repr(constraints))
         known = self._layouts.get(key)
@@ -287,7 +307,7 @@ class CostMaker:
     def _costs(
         self, batch: ProblemBatch, chosen: Sequence[tuple[LogicalMesh, int, Choice]]
     ) -> list[StageTable]:
-        """Of choices: each with its view, and which problem of the batch it is of."""
+        """The tables of solved choices, given as (view, index of the problem, choice)."""
         if not chosen:
             return []
         if batch not in self._wirings:
@@ -308,8 +328,10 @@ def _contradictory() -> InfeasibleError:
 
 
 def undominated(configs: Sequence[StageTable]) -> list[StageTable]:
-    """Without those that another of as many devices betters, or equals, in every part of every
-    range of layers and in its messages; of equals the first stays."""
+    """The tables that no other table with as many devices dominates; of equal ones, the first.
+
+    A table dominates another if no part of any range of layers costs more, nor any message.
+    """
     kept: list[StageTable] = []
     for n_ranks in dict.fromkeys(c.view.n_ranks for c in configs):
         same = [c for c in configs if c.view.n_ranks == n_ranks]
@@ -331,8 +353,8 @@ def undominated(configs: Sequence[StageTable]) -> list[StageTable]:
 
 @compiled
 def _dominated(rows: Array) -> NDArray[np.bool_]:
-    """Which rows of [rows, numbers] are nowhere less than some other one; of equals all but the
-    first."""
+    """Which rows of [rows, numbers] another row dominates: it is nowhere greater, and it is less
+    somewhere or comes first."""
     n_rows, n_numbers = rows.shape
     out = np.zeros(n_rows, dtype=np.bool_)
     for i in range(n_rows):

@@ -1,4 +1,13 @@
-"""intra."""
+"""How one program is placed on one logical mesh: the fastest strategies within a memory budget.
+
+Reading order: `cases.py`, `constraints.py` (what is allowed), `member_prices.py`, `candidates.py`
+(choices of groups), `parameters.py` (storage), `priced.py` (caches), `problem.py` (the choice
+problem), `rerun_ranges.py`, `rerun_costs.py` and `recompute_choice.py` (recompute in it),
+`intra_op.py` (many problems at once), `repeated.py` (repeated blocks), `chooser.py` (solve and read
+back), `recipe_machine.py` (the machine for recipes).
+May import `passes/analysis`, `passes/reshard`, the solvers and everything below `passes`.
+Hands on `Chooser`, `choose` and `intra_op_problem`.
+"""
 
 from autopar.passes.intra.chooser import (
     Chooser,

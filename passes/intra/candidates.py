@@ -1,9 +1,9 @@
-"""Candidates: what each planning node may choose, and what each choice costs.
+"""The choices of each planning node, and what each of them costs.
 
-A group's choice is one joint strategy per active mesh axis; its time and memory factor over
-axes (a tensor's local bytes are its bytes times one fraction per axis), so the tables are
-outer products and nothing is priced twice. All cases (`cases.py`) have the same choices, and are
-priced together: what is not legal in one of them takes forever there.
+A choice of a group is one joint strategy per active mesh axis. Time and memory factor over axes: a
+tensor's local bytes are its bytes times one fraction per axis. So the tables are outer products and
+nothing is priced twice. All cases (`cases.py`) have the same choices and are priced together. A
+choice that is not legal in a case takes infinite time there.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class ChoiceTable:
-    """What groups that are alike may choose; values go by their numbers in `OperatorGroup.values`.
+    """The choices of equal groups; values go by their numbers in `OperatorGroup.values`.
 
-    `picked` [active axes, choices] are the joint strategies of each choice, as positions among
-    those of the `first` of the groups. `legal`, `time_s` and `size_bytes` are [cases, choices],
-    `preference` [choices]. The bytes are those of the values `saved`, and of what is no value.
+    `picked` [active axes, choices] are indices into the strategies of `first`, one of the groups.
+    `legal`, `time_s` and `size_bytes` are [cases, choices]; `preference` is [choices]. `size_bytes`
+    counts the values `saved`, and what operators save besides values.
     """
 
     first: OperatorGroup
@@ -55,17 +55,17 @@ class ChoiceTable:
 
     @property
     def likeness(self) -> Hashable:
-        """Equal for tables of one group that offer the same choices."""
+        """Equal for tables of one group with the same choices."""
         return self.picked.shape, self.picked.tobytes()
 
     @cached_property
     def choices(self) -> tuple[tuple[JointStrategy, ...], ...]:
-        """One joint strategy per active axis, of every choice."""
+        """[choices][active axes]: the joint strategies."""
         every = self.first.strategies
         return tuple(tuple(every[i] for i in of) for of in self.picked.T.tolist())
 
     def column(self, number: int) -> SpecColumn:
-        """How each choice places a value."""
+        """The spec of a value in each choice."""
         if number not in self._columns:
             self._columns[number] = self._column(self.first.values[number])
         return self._columns[number]
@@ -76,7 +76,7 @@ class ChoiceTable:
         return self.known.of(key, lambda: self._new_column(placements))
 
     def _new_column(self, placements: Sequence[Placement]) -> SpecColumn:
-        """Of a value that joint strategies place so."""
+        """The column of a value that has `placements` in the joint strategies."""
         kinds: dict[Placement, int] = {}
         kind_of = np.array([kinds.setdefault(p, len(kinds)) for p in placements])
         joint = np.zeros(len(self), dtype=np.int64)
@@ -107,14 +107,14 @@ class GroupCandidates:
         return len(self.table)
 
     def specs(self, value: str) -> SpecColumn:
-        """How each choice places a value that the group touches."""
+        """The spec of one of the group's values in each choice."""
         return self.table.column(self.group.number[value])
 
     def spec(self, choice: int, value: str) -> Spec:
         return self.specs(value)[choice]
 
     def strategies(self, choice: int) -> dict[str, OperatorStrategy]:
-        """Per operator of the group, its specs under a choice."""
+        """Operator of the group -> its strategy under a choice."""
         out = {}
         for position, item in enumerate(self.group.members):
             joints = self.table.choices[choice]
@@ -131,10 +131,11 @@ class GroupCandidates:
 class CandidateMaker:
     """Prices groups in several cases.
 
-    Some operators stand for `n_like` alike in one group (`repeated.py`). `sizes_at` has operators'
-    sizes by name, per distinct number of microbatches. `elsewhere` keeps the choices of groups on
-    some machine of the same sizes by all that decides them, `known` the same with this one's times;
-    `columns` are those of all problems of a program.
+    sizes_at    per number in `cases.distinct_counts`: operator -> sizes of its names
+    n_like      operator -> how many equal ones it stands for in its group (`repeated.py`)
+    elsewhere   cached tables by `_likeness`, with the times of some machine of the same sizes
+    known       id of such a table -> the same table with the times of this machine
+    columns     the spec columns of all problems of the program
     """
 
     cases: Cases
@@ -158,9 +159,9 @@ class CandidateMaker:
         )
 
     def make(self, group: OperatorGroup, first_savers: set[str]) -> GroupCandidates:
-        """All legal choices of `group`; raises `InfeasibleError` when constraints leave none.
+        """All legal choices of `group`; raises `InfeasibleError` if the constraints leave none.
 
-        `first_savers` collects values whose saving for backward is already charged.
+        `first_savers` collects the values whose saving for backward is already charged.
         """
         key = self._likeness(group, first_savers)
         placed = self.elsewhere.get(key)
@@ -174,8 +175,10 @@ class CandidateMaker:
         return GroupCandidates(group, table)
 
     def _likeness(self, group: OperatorGroup, first_savers: Set[str]) -> Hashable:
-        """All that decides a group's choices and costs: types in one case, and where their batch
-        is, say them in all."""
+        """All that decides a group's choices and costs.
+
+        Types and batch positions are compared in one case; the other cases follow from them.
+        """
         members = tuple(
             (self.saved.get(item.name), self.n_like.get(item.name, 1)) for item in group.members
         )
@@ -212,21 +215,24 @@ class CandidateMaker:
     def _repriced(
         self, table: ChoiceTable, group: OperatorGroup, first_savers: Set[str]
     ) -> ChoiceTable:
-        """The table of another machine of the same sizes, with the times of this one."""
+        """A table from another machine of the same sizes, with the times of this machine."""
         time_s, _ = self._price(group, table.picked, set(first_savers))
         time_s[~table.legal] = np.inf
         return replace(table, time_s=time_s)
 
     def _factors(self, group: OperatorGroup) -> NDArray[np.int64]:
-        """[cases, factors]: the sizes of what a group's strategies shard."""
+        """[cases, factors]: the sizes of the factors that a group's strategies shard."""
         found = [self.cases.factor(*cut) for cut in group.cuts.factors]
         return np.array(found, dtype=np.int64).reshape(-1, len(self.cases)).T
 
     def _uneven(
         self, group: OperatorGroup, axes: tuple[int, ...], factors: NDArray[np.int64]
     ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Of the factors that the ranks of some axes together do not divide in every case: [cases,
-        factors], in which they do not; and [strategies, factors], which strategies shard them."""
+        """The factors that the ranks of `axes` together do not divide in some case.
+
+        Returns [cases, factors], in which cases they do not; and [strategies, factors], which
+        strategies shard them.
+        """
         n_shards = self.cases.sizes[:, axes].prod(axis=1)
         uneven = factors % n_shards[:, None] > 0
         some = uneven.any(axis=0)
@@ -235,7 +241,7 @@ class CandidateMaker:
     def _fitting(
         self, group: OperatorGroup, axis: int, factors: NDArray[np.int64]
     ) -> NDArray[np.bool_]:
-        """[cases, strategies]: what a group may do on one axis."""
+        """[cases, strategies]: which strategies a group may use on one axis."""
         allowed = {id(j) for j in self.limits.allowed(group, axis, group.strategies)}
         uneven, marks = self._uneven(group, (axis,), factors)
         fits = np.array([id(j) in allowed for j in group.strategies]) & ~(uneven @ marks.T)
@@ -253,8 +259,8 @@ class CandidateMaker:
         self, group: OperatorGroup, fitting: Sequence[NDArray[np.bool_]], picked: NDArray[np.int64],
         factors: NDArray[np.int64],
     ) -> NDArray[np.bool_]:  # fmt: skip
-        """[cases, choices]: what fits every axis, where factors that several axes shard still
-        divide, and no operator is replaced twice."""
+        """[cases, choices]: every strategy fits its axis, factors that several axes shard divide,
+        and no operator is replaced by two different functions."""
         legal = np.ones((len(self.cases), picked.shape[1]), dtype=bool)
         for fits, picks in zip(fitting, picked, strict=True):
             legal &= fits[:, picks]
@@ -279,7 +285,7 @@ class CandidateMaker:
     def _price(
         self, group: OperatorGroup, picked: NDArray[np.int64], first_savers: set[str]
     ) -> tuple[Array, Array]:
-        """[cases, choices]: seconds per step, and bytes kept for backward by one microbatch."""
+        """[cases, choices]: seconds of a step, and bytes saved for backward by one microbatch."""
         shape = len(self.cases), picked.shape[1]
         time_s, kept_bytes = np.zeros(shape), np.zeros(shape)
         prices = self._pricer.members(group, picked, first_savers)
@@ -291,12 +297,11 @@ class CandidateMaker:
         return time_s * self.cases.n_microbatches[:, None], kept_bytes
 
     def members(self, candidates: GroupCandidates) -> tuple[MemberPrice, ...]:
-        """What each operator of a group costs, apart; `MemberPrice.kept` has what the group is
-        charged with."""
+        """The price of each operator of a group; their `kept` is what the group is charged for."""
         group, table = candidates.group, candidates.table
         charged = {name for i, name in enumerate(group.values) if i not in table.saved}
         return tuple(self._pricer.members(group, table.picked, charged))
 
     def n_stood_for(self, item: PlacedOperator) -> int:
-        """How many operators one stands for in its group."""
+        """The number of operators that one stands for in its group."""
         return self.n_like.get(item.name, 1)

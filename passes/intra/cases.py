@@ -1,8 +1,7 @@
-"""What problems are built for at once: logical meshes, each with a number of microbatches.
+"""The cases for which problems are built at once: a logical mesh and a number of microbatches each.
 
-Meshes that use the same axes have the same variables and choices, and so have all numbers of
-microbatches: only sizes differ, and what they divide. So numbers are arrays that begin with an axis
-of cases.
+All cases have the same variables and choices, because their meshes use the same axes. Only sizes
+differ, and what divides them. So every array of numbers starts with an axis of cases.
 """
 
 from __future__ import annotations
@@ -19,14 +18,17 @@ from autopar.passes.reshard import priced_alike
 from autopar.placement import TensorType
 
 Array = NDArray[np.float64]
-# A cost model, and a number of microbatches.
+# A cost model and a number of microbatches.
 Case = tuple[CostModel, int]
 
 
 @dataclass(frozen=True, eq=False)
 class Cases:
-    """Cases whose meshes use the same axes of the same devices. `types` are of one microbatch, and
-    `n_splits` the parts that the rows of the graph make, by number of microbatches."""
+    """Cases whose meshes use the same axes of the same devices.
+
+    `types` maps number of microbatches -> value -> its type in one microbatch. `n_splits` maps
+    number of microbatches -> the parts into which the rows of the graph are split.
+    """
 
     every: tuple[Case, ...]
     types: Mapping[int, Mapping[str, TensorType]]
@@ -52,7 +54,7 @@ class Cases:
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """The number of microbatches of every case."""
+        """[cases]: the number of microbatches."""
         return tuple(m for _, m in self.every)
 
     @cached_property
@@ -61,7 +63,7 @@ class Cases:
 
     @cached_property
     def count_of(self) -> NDArray[np.int64]:
-        """Of each case, the place of its number of microbatches among the distinct ones."""
+        """[cases]: the index in `distinct_counts`."""
         return np.array([self.distinct_counts.index(m) for m in self.counts], dtype=np.int64)
 
     @cached_property
@@ -70,17 +72,17 @@ class Cases:
 
     @cached_property
     def meshes(self) -> tuple[CostModel, ...]:
-        """The distinct cost models."""
+        """The distinct cost models of all cases."""
         return tuple(dict.fromkeys(self.costs))
 
     @cached_property
     def alike(self) -> tuple[CostModel, ...]:
-        """What moves are priced by on each of the meshes."""
+        """Per mesh, the cost model that prices its moves (`priced_alike`)."""
         return tuple(map(priced_alike, self.meshes))
 
     @cached_property
     def mesh_of(self) -> NDArray[np.int64]:
-        """Of each case, the place of its cost model among the distinct ones."""
+        """[cases]: the index in `meshes`."""
         place = {cost: i for i, cost in enumerate(self.meshes)}
         return np.array([place[cost] for cost in self.costs], dtype=np.int64)
 
@@ -94,25 +96,25 @@ class Cases:
         return self.costs[0].mesh.active_axes
 
     def type(self, value: str) -> TensorType:
-        """A value's type in the first case: of what does not depend on the case."""
+        """A value's type in the first case; for facts that are the same in every case."""
         return self.types[self.counts[0]][value]
 
     def distinct_types(self, value: str) -> tuple[TensorType, ...]:
-        """Per distinct number of microbatches."""
+        """A value's types, one per number in `distinct_counts`."""
         if value not in self._distinct_types:
             of_counts = tuple(self.types[m][value] for m in self.distinct_counts)
             self._distinct_types[value] = of_counts
         return self._distinct_types[value]
 
     def size_bytes(self, value: str) -> Array:
-        """[cases]"""
+        """[cases]: the bytes of a value in one microbatch, unsharded."""
         if value not in self._size_bytes:
             of_counts = [t.size_bytes for t in self.distinct_types(value)]
             self._size_bytes[value] = np.array(of_counts, dtype=np.float64)[self.count_of]
         return self._size_bytes[value]
 
     def factor(self, value: str, dim: int, factor: int) -> NDArray[np.int64]:
-        """[cases]: one factor of a value's dim."""
+        """[cases]: the size of one factor of a value's dim."""
         key = value, dim, factor
         if key not in self._factors:
             of_counts = [t.dims[dim][factor] for t in self.distinct_types(value)]
@@ -121,5 +123,5 @@ class Cases:
 
 
 def array_of(cases: Cases, of_counts: Sequence[float]) -> Array:
-    """[cases, 1], from what is known per distinct number of microbatches."""
+    """[cases, 1], from values per number in `distinct_counts`."""
     return np.array(of_counts, dtype=np.float64)[cases.count_of][:, None]

@@ -1,9 +1,9 @@
-"""The fastest placements of one program within a memory budget: what the solvers say, read back.
+"""Choose the fastest placements of one program within a memory budget.
 
     problem -> solver -> `Chosen` -> `Strategy`         per logical mesh and number of microbatches
 
-A program with repeated blocks is solved from the problem of the same with few of them
-(`repeated.py`): the same optimum, in a time that does not grow with depth.
+A program with repeated blocks is solved from the problem of its folded program (`repeated.py`). The
+optimum is the same, and the time does not grow with depth.
 """
 
 from __future__ import annotations
@@ -29,33 +29,36 @@ from autopar.placement import Spec
 from autopar.program import OperatorStrategy, Recomputed, Storage, Strategy
 from autopar.units import format_bytes
 
-# A plan proven this close to the optimum is good enough: predictions are far coarser.
+# The solver stops this close to the optimum, because predictions are far coarser.
 GAP_GOAL = 1e-3
-# A recipe's layout under a memory budget is priced abstractly; nothing hangs on its optimum.
+# Recipes are solved on an abstract machine, so under a memory budget the optimum matters little.
 RECIPE_GAP_GOAL = 5e-2
-# What closing a gap of a whole program is worth, some ten seconds: counted in work, not by the
-# clock, so that plans do not depend on how busy a machine is.
+# The limit for closing the gap of a whole program, some ten seconds. It counts work, not time, so
+# that plans do not depend on the load of the machine.
 CLOSE_GAP = WorkLimit(n_columns=30_000, n_nodes=200)
-# Repeated blocks leave a gap where they cannot share what a budget leaves. One wider than this is
-# closed on the whole program, where that is small enough.
+# Repeated blocks leave a gap when they cannot share what is left of the budget. A gap wider than
+# this is closed on the whole program, if that is small enough.
 FOLDED_GAP_GOAL = 2e-2
-# A mode for each block is coarse; who asks compares with what is best without recompute.
+# Modes per block are coarse, and the caller compares with the best plan without recompute.
 MODES_GAP_GOAL = 5e-2
-# Problems written out that are kept: of a recipe's stages on the submeshes of one node.
+# Cached whole-program problems: enough for a recipe's stages on the submeshes of one node.
 MOST_KNOWN = 8
 C = TypeVar("C", contravariant=True)
-# A problem: of several, its place among them, microbatches in flight.
+# Several problems, the index of one of them, microbatches in flight.
 _Case = tuple[Repeated, int, int]
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """A solved stage: what it costs in a step, what of that is paid once whatever the microbatches,
-    and how sure it is. `read` makes the strategy.
+    """A solved stage. `read` makes the strategy.
 
-    `size_bytes` is what it needs per device by the solver's account; `n_written_out` the number of
-    variables with every copy of a block written out, `n_variables` without. One that is not
-    `settled` is not the best yet: more was not worth finding out, or is to be asked for.
+    objective_s    seconds of a step
+    once_s         the part of them that is paid once, whatever the number of microbatches
+    gap            relative gap between the objective and its lower bound
+    size_bytes     memory per device, as the solver counts it
+    n_variables    variables of the solved problem; `n_written_out` counts every copy of a block
+    settled        False if a better choice may exist: the solver stopped at `limit_s`, or the gap
+                   was left open until the caller asks to close it
     """
 
     objective_s: float
@@ -71,7 +74,7 @@ class Chosen:
 
     @property
     def bound_s(self) -> float:
-        """No objective is below it."""
+        """Lower bound on the objective."""
         return self.objective_s * (1 - self.gap)
 
     @cached_property
@@ -80,7 +83,7 @@ class Chosen:
         return self.read()
 
     def named(self, names: Mapping[str, str]) -> Chosen:
-        """The same of a program that is alike, which calls things otherwise (`passes/analysis/equal_parts.py`)."""
+        """The same choice, renamed for an equal program (`passes/analysis/equal_parts.py`)."""
         return replace(
             self,
             received={names[n]: spec for n, spec in self.received.items()},
@@ -91,10 +94,10 @@ class Chosen:
 
 @dataclass(frozen=True)
 class PlacementRequest:
-    """What is wanted of one program: the machine its placements are chosen for, how many
-    microbatches, and of those how many keep their activations at once.
+    """A request for the placements of one program: on which machine, with how many microbatches,
+    and how many of them are in flight.
 
-    `runs_on` is the machine they are priced on, where that is another (recipes).
+    `runs_on` is the machine that prices the chosen placements, if it is another one (recipes).
     """
 
     cost: CostModel
@@ -110,10 +113,10 @@ class PlacementRequest:
 
 @dataclass(eq=False)
 class Chooser:
-    """Chooses for one program, from the problem of the same with few of its repeated blocks.
+    """Chooses placements for one program, from the problem of its folded program.
 
-    `families` and `counts` are cost models and numbers of microbatches that will be asked for, as
-    in `ProblemFamilies`.
+    `families` and `counts` are the cost models and numbers of microbatches that requests will have,
+    as in `ProblemFamilies`.
     """
 
     folded: Folded
@@ -126,7 +129,7 @@ class Chooser:
 
     @cached_property
     def _written_out(self) -> ProblemFamilies:
-        """Of the whole program, each problem by itself."""
+        """The problems of the whole program; each is built alone."""
         return ProblemFamilies(
             self.folded.whole, self.optimizer, recomputable=self.recomputable, most_kept=MOST_KNOWN
         )
@@ -150,11 +153,11 @@ class Chooser:
         limit_s: float = math.inf,
         closes: bool = True,
     ) -> Chosen:
-        """`choose` of the whole program, from its folded problem where that is exact. Pins are of
-        single parameters, which other blocks do not have.
+        """`choose` for the whole program, from its folded problem where that is exact.
 
-        Where no objective can be below `limit_s`, no more is found out than that; and unless it
-        `closes` gaps, one is left that blocks share (`settled`).
+        Pins name single parameters, so with pins blocks are not equal. If no objective can be below
+        `limit_s`, the solver stops there. Unless it `closes` gaps, a wide gap is left open. Both
+        give a choice that is not `settled`.
         """
         whole = self.folded.whole, ask, self.optimizer, budget_bytes, solver, time_limit_s
         if not self.folded.runs or solver != "auto" or ask.constraints.pins:
@@ -177,8 +180,8 @@ class Chooser:
         return min(by_copies, other, key=lambda c: c.gap)
 
     def _case(self, ask: PlacementRequest, cost: CostModel) -> tuple[Repeated | None, int]:
-        """The problems of all blocks, None where one does not stand for the others; and which of
-        them is that of `cost`."""
+        """The problems with all blocks, and the index of the one for `cost`; None if one block
+        cannot stand for the others."""
         batch = self._problems.of(cost, ask.n_microbatches, ask.constraints)
         if batch not in self._repeated:
             self._repeated[batch] = repeated_problems(self.folded, batch.problems)
@@ -193,7 +196,7 @@ class Chooser:
         time_limit_s: float | None,
         limit_s: float,
     ) -> Chosen | None:
-        """None: tables would be too large."""
+        """The choice from repeated blocks; None if its tables would be too large."""
         key = whole, place, ask.n_in_flight
         if key not in self._solvers:
             problem = whole.problems.of(place, ask.n_in_flight)
@@ -235,13 +238,13 @@ def choose(
     recomputable: Recomputable | None = None,
     problems: ProblemFamilies | None = None,
 ) -> Chosen:
-    """The fastest strategy of a program within `budget_bytes` per device; `problems` are its own,
-    which are kept as stages that are alike differ in what is in flight.
+    """The fastest strategy of a program within `budget_bytes` per device.
 
-    Where the budget binds, "auto" stops at `GAP_GOAL`, and closes a wider gap with the effort of
-    `CLOSE_GAP`, or until `time_limit_s` has passed; what is left is in `gap`.
+    `problems` caches the program's problems, because equal stages differ in microbatches in flight.
+    If the budget binds, "auto" stops at the gap goal. It closes a wider gap with the work of
+    `CLOSE_GAP`, or until `time_limit_s` has passed; the rest is in `gap`.
 
-    Raises `InfeasibleError` naming the bytes that are missing.
+    Raises `InfeasibleError` that names the missing bytes.
     """
     m, constraints = ask.n_microbatches, ask.constraints
     families = problems or ProblemFamilies(analysis, optimizer, recomputable=recomputable)
@@ -271,7 +274,7 @@ def choose(
 
 
 class _Readable(Protocol[C]):
-    """A problem whose choices can be read: of a program written out, or by its repeated blocks."""
+    """A problem whose choices can be read: written out, or with repeated blocks."""
 
     def operators(self, choice: C) -> Mapping[str, OperatorStrategy]: ...
     def storage(self, choice: C) -> Mapping[str, Storage]: ...
@@ -282,7 +285,7 @@ class _Readable(Protocol[C]):
 def _strategy(
     analysis: Analysis, problem: _Readable[C], choice: C, ask: PlacementRequest
 ) -> Strategy:
-    """What a choice of a program's problem says."""
+    """The strategy that a choice means."""
     return Strategy(
         problem.operators(choice),
         problem.storage(choice),
@@ -309,7 +312,7 @@ def _infeasible(found: Infeasible, budget_bytes: float | None, cost: CostModel) 
 
 
 def too_little_memory(budget_bytes: float, least_bytes: float, where: str) -> InfeasibleError:
-    """What is missing, and what would help."""
+    """The error that names the missing bytes and what would help."""
     missing = least_bytes - budget_bytes
     return InfeasibleError(
         f"no plan fits in {format_bytes(budget_bytes)} per device; the leanest needs "

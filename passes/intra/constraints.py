@@ -1,17 +1,17 @@
-"""What a plan may not do: `forbid`, `force`, and the roles a recipe gives to mesh axes.
+"""Which placements a plan may use: `forbid`, `force`, and the roles that a recipe gives mesh axes.
 
 role "any"     the solver is free on this axis
-role "data"    whatever has a batch shards it, nothing else is sharded (dp)
-role "tensor"  the batch is not sharded, and every product with a parameter shards that
-               parameter if it can (tp). `sequence` is forbidden unless the recipe asks for
-               sequence parallelism; then whatever else can be sharded is
+role "data"    everything that has a batch shards it; nothing else is sharded (dp)
+role "tensor"  the batch is not sharded, and every matmul with a parameter shards that parameter if
+               it can (tp). `sequence` is forbidden unless the recipe has sequence parallelism; with
+               it, everything else that can be sharded is
 
-Without sequence parallelism the role "tensor" is Megatron's layout to the letter, so that its
-collectives are those of a hand-written Megatron: where there is a choice,
+Without sequence parallelism, role "tensor" is exactly Megatron's layout, with the collectives of a
+hand-written Megatron. Where several strategies fit:
 
-    a parameter is used S or I, never R: nothing of it is left to synchronise
-    a table looked up by the model's inputs, and a loss over classes, are cut along the
-    vocabulary; a table looked up by constants (positions) stays whole
+    a parameter is used S or I, never R, so that its gradient needs no synchronisation
+    a table looked up by the model's inputs, and a loss over classes, shard the vocabulary;
+    a table looked up by constants (positions) stays whole
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Role = Literal["any", "data", "tensor"]
 
 @dataclass(frozen=True)
 class AxisPin:
-    """`force`: a parameter's storage and use on one axis; None leaves that one free."""
+    """`force`: a parameter's storage and use on one axis; None leaves it free."""
 
     storage: Placement | None
     use: Placement | None
@@ -40,11 +40,12 @@ class AxisPin:
 
 @dataclass(frozen=True)
 class Constraints:
-    """Limits on the choices of one stage.
+    """Constraints on the choices of one stage.
 
-    `zero` (recipes only) fixes the storage on "data" axes: 0 replicated, 1 to 3 sharded
-    with that ZeRO stage's period. `pins` are by parameter placeholder; `storage` fixes a
-    parameter's storage outright (evaluation runs over the shards that training made).
+    zero       recipes only, the storage on "data" axes: 0 replicated, 1 to 3 sharded with the
+               period of that ZeRO stage
+    pins       by the parameter's placeholder
+    storage    fixes a parameter's storage outright, so that evaluation uses the shards of training
     """
 
     forbid: frozenset[str] = frozenset()
@@ -57,8 +58,10 @@ class Constraints:
         return self.roles[axis] if self.roles else "any"
 
     def n_static_shares(self, sizes: Sequence[int]) -> int:
-        """Over how many ranks of axes of such sizes parameters and their state are divided, at
-        most: data parallelism without ZeRO keeps all of them on every rank."""
+        """Upper bound on the ranks that parameters and their state are divided over.
+
+        Data parallelism without ZeRO keeps all of them on every rank.
+        """
         is_whole = self.zero == 0
         kept = (n for a, n in enumerate(sizes) if not (is_whole and self.role(a) == "data"))
         return math.prod(kept)
@@ -100,7 +103,7 @@ class AppliedConstraints:
         )
 
     def facts_of(self, value: str) -> Hashable:
-        """All that limits know of a value: values of the same facts and type may do the same."""
+        """All that decides what a value may do; values of equal facts and type may do the same."""
         classes = self.parameter_classes
         of_parameters = tuple([c in classes for dim in self.classes[value] for c in dim])
         return (
@@ -117,7 +120,7 @@ class AppliedConstraints:
     def allowed(
         self, group: OperatorGroup, axis: int, joints: Sequence[JointStrategy]
     ) -> list[JointStrategy]:
-        """The strategies a group may use on an axis."""
+        """The strategies that a group may use on an axis."""
         forbid, role = self.constraints.forbid, self.constraints.role(axis)
         kept = [j for j in joints if not self._is_partial_input(group, j)]
         if "data" in forbid or role == "tensor":
@@ -136,10 +139,11 @@ class AppliedConstraints:
     def preferred(
         self, group: OperatorGroup, axis: int, joints: Sequence[JointStrategy]
     ) -> list[JointStrategy]:
-        """Of the strategies that fit the axis, those that its role takes where there are any.
+        """The strategies that the axis's role prefers, or all if none is preferred.
 
-        Cost alone would not do: a small model would rather shard its sequence and replicate
-        its weights, or leave its norms whole to save the sync of their scales.
+        Cost alone would not give Megatron's layout: a small model would rather shard its sequence
+        and replicate its weights, or keep its norms whole, so that their scales need no
+        synchronisation.
         """
         if self.constraints.role(axis) != "tensor":
             return list(joints)
@@ -155,7 +159,7 @@ class AppliedConstraints:
         return _where(lambda j: not self._replicates_parameter(j), kept) if strict else kept
 
     def _cuts_vocabulary(self, group: OperatorGroup, joint: JointStrategy) -> bool:
-        """Is a lookup placed as Megatron does: tokens' tables cut by rows, positions' whole?"""
+        """Is a lookup as in Megatron: a token table sharded by rows, a position table whole?"""
         (member,), (chosen,) = group.members, joint.members
         if member.operator.inputs[1] in self.constants:
             return not _shards_something(joint)
@@ -165,7 +169,7 @@ class AppliedConstraints:
         return any(p.kind == "R" and n in self.parameters for n, p in joint.placements.items())
 
     def _is_partial_input(self, group: OperatorGroup, joint: JointStrategy) -> bool:
-        """Model inputs and constants are whole on every rank; never partial sums."""
+        """Model inputs and constants are whole on every rank, never partial sums."""
         return any(joint.placements[n].kind == "P" for n in group.inputs if n in self.whole)
 
     def _shards_batch(self, joint: JointStrategy) -> bool:
@@ -192,11 +196,11 @@ class AppliedConstraints:
         )
 
     def _expert_cells(self, member: PlacedOperator) -> Iterator[tuple[str, tuple[int, int]]]:
-        """Dims of a product's parameters that count matrices: experts.
+        """The cells of a matmul's parameters that count matrices, such as experts.
 
-        A feature is either in the other factor (and summed over) or in the result. What is in
-        both (an einsum over experts) or in neither (rows name theirs by ids) has one matrix
-        per element.
+        A feature of a parameter is either in the other input, and summed over, or in the result.
+        A name in both (an einsum over experts) or in neither (rows select experts by id) has one
+        matrix per element.
         """
         operator, notation = member.operator, member.operator.notation
         if rule_for(str(operator.call.op)).flops is None:
@@ -224,14 +228,14 @@ class AppliedConstraints:
         )
 
     def storage_allowed(self, parameter: str, storage: Storage) -> bool:
-        """May a parameter be kept so, whatever its use?"""
+        """May a parameter be stored like this, whatever its use?"""
         for pin in self.constraints.pins.get(parameter, ()):
             if pin.storage is not None and storage.spec.placements[pin.axis] != pin.storage:
                 return False
         return True
 
     def period_allowed(self, period: Period, gathers: bool) -> bool:
-        """May a parameter be converted so often? `gathers`: the conversion makes it whole."""
+        """May a parameter be converted with this period, in a conversion that `gathers` it?"""
         forbid, zero = self.constraints.forbid, self.constraints.zero
         if not gathers:
             return period == "step"
@@ -239,7 +243,7 @@ class AppliedConstraints:
         return f"zero{level}" not in forbid and zero in (None, level)
 
     def fits_recipe(self, stored: Spec, use: Spec) -> bool:
-        """With a given `zero`: is a parameter sharded for storage alone on no axis but "data"?"""
+        """With a given `zero`: is it sharded for storage alone only on "data" axes?"""
         return all(
             kept == used
             if used.is_shard
@@ -255,5 +259,5 @@ def _shards_something(joint: JointStrategy) -> bool:
 def _where(
     wanted: Callable[[JointStrategy], bool], joints: Sequence[JointStrategy]
 ) -> list[JointStrategy]:
-    """Those that are as wanted, or all where none is."""
+    """The joints for which `wanted` holds, or all if there are none."""
     return [j for j in joints if wanted(j)] or list(joints)

@@ -1,7 +1,7 @@
-"""Intra-operator parallelism as a choice problem: of one program, on logical meshes, with a number
-of microbatches.
+"""Intra-operator parallelism as choice problems: one program, on logical meshes, with numbers of
+microbatches.
 
-    candidates -> problem -> solver -> `Strategy`           (`choose.py` has the latter two)
+    candidates -> problem -> solver -> `Strategy`           (`chooser.py` has the last two steps)
 
 The problems of several meshes and numbers of microbatches are built at once (`cases.py`).
 """
@@ -33,14 +33,14 @@ from autopar.passes.reshard import ReshardTable, SpecColumns, priced_alike
 from autopar.rules import rule_for
 
 Array = NDArray[np.float64]
-# Built at once, so that arrays stay small enough to be kept: about 1 MB each, and few cases are
-# built that nobody asks for; with recompute, whose problems are several times as large, fewer, and
-# of one stage, for which few numbers of microbatches are tried with it, fewer still.
+# The most cases built at once. 72 keeps arrays at about 1 MB, small enough to cache, and builds few
+# cases that nobody requests. With recompute, problems are several times as large. One stage with
+# searched recompute gets the fewest, because it tries few numbers of microbatches.
 MOST_CASES, MOST_CASES_AGAIN, MOST_CASES_OF_ONE = 72, 32, 8
 
 
 def static_bytes(analysis: Analysis, dtype: torch.dtype, optimizer: str) -> float:
-    """All parameters, with gradients and the optimizer's state of those that learn."""
+    """Bytes of all parameters, with gradients and optimizer state for those that are trained."""
     types = analysis.types.tensors
     static = static_bytes_per_param(optimizer, dtype).total_bytes
     return sum(
@@ -55,10 +55,11 @@ def least_bytes(
     analysis: Analysis, cost: CostModel, n_microbatches: int, optimizer: str,
     constraints: Constraints, n_in_flight: int = 1, recomputable: Recomputable | None = None,
 ) -> float:  # fmt: skip
-    """What a device needs at least, had every tensor a share on every rank that may share it, and
-    ran everything again that may.
+    """Lower bound on the bytes per device, from the best case: every rank that may share a tensor
+    has an equal share, and everything that may be recomputed is.
 
-    Costs nothing beside solving, and rules out most numbers of microbatches that do not fit.
+    It costs nothing compared with solving, and rules out most numbers of microbatches that do not
+    fit.
     """
     parameters = static_bytes(analysis, cost.dtype, optimizer)
     again = recomputable.operators_within(analysis) if recomputable else frozenset()
@@ -67,15 +68,18 @@ def least_bytes(
 
 
 def least_step_s(analysis: Analysis, cost: CostModel) -> float:
-    """What no plan is faster than on as many devices: every operator of the whole batch as one, in
-    equal shares, without a collective, an update or a wait."""
+    """Lower bound on the step of any plan on as many devices.
+
+    Every operator runs once on the whole batch, in equal shares, without collectives, updates or
+    bubbles.
+    """
     n_accumulated, (times_s, _) = analysis.batch.n_accumulated, least_times_s(analysis, cost)
     return float(sum(times_s.tolist())) * n_accumulated / cost.mesh.n_ranks
 
 
 def least_times_s(analysis: Analysis, cost: CostModel) -> Array:
-    """[2, operators]: seconds on one device with the program's batch as one, and what of them a
-    share of it takes as well, however small, for its launches."""
+    """[2, operators]: seconds on one device with the program's whole batch at once; and the part of
+    them that does not shrink with the share: launches."""
     types, alike = analysis.types.tensors, dict[int, Array]()
     for kind, item in analysis.placed_alike(analysis.batch.n_accumulated).items():
         operator = item.operator
@@ -98,9 +102,9 @@ def intra_op_problem(
     n_like: Mapping[str, int] | None = None,
     recomputable: Recomputable | None = None,
 ) -> IntraOpProblem:
-    """The choice problem of a program, whole or of one stage, on one logical mesh.
+    """The choice problem of a program (whole or one stage) on one logical mesh.
 
-    `n_like` counts operators that some stand for within their group (`placed_once`);
+    `n_like` maps operator -> how many operators it stands for within its group (`placed_once`).
     `recomputable` is what may run again in backward.
     """
     case = (cost, n_microbatches)
@@ -116,8 +120,11 @@ def intra_op_problems(
     n_like: Mapping[str, int] | None = None,
     recomputable: Recomputable | None = None,
 ) -> IntraOpProblems:
-    """`intra_op_problem` in several cases, whose meshes use the same axes of the same devices, and
-    whose numbers of microbatches are alike (`alike_counts`)."""
+    """`intra_op_problem` in several cases.
+
+    Their meshes use the same axes of the same devices. Their numbers of microbatches offer the same
+    strategies (`alike_counts`).
+    """
     program = analysis.program
     every = tuple((cost.for_parameters(analysis.parameter_bytes), m) for cost, m in cases)
     counts = tuple(dict.fromkeys(m for _, m in every))
@@ -142,7 +149,7 @@ def intra_op_problems(
     candidates = [maker.make(group, savers) for group in analysis.groups(counts[0])]
     device, dtype = every[0][0].mesh.device, every[0][0].dtype
     static = static_bytes_per_param(optimizer, dtype)
-    # Many tensors are updated in one launch, so each pays for its elements alone.
+    # The optimizer updates many tensors in one launch, so a tensor pays for its elements alone.
     update = optimizer_time_s(1.0, optimizer, dtype, device, n_tensors=0) / dtype.itemsize
     parameters = ParameterMaker(stacked, limits, static, update)
     builder = ProblemBuilder(program, stacked, parameters, priced)
@@ -153,7 +160,7 @@ def intra_op_problems(
 
 
 def _priced(analysis: Analysis, cases: Cases, constraints: Constraints, optimizer: str) -> Priced:
-    """What is known of some cases."""
+    """The cached prices of some cases."""
     known, limits = analysis.priced, repr(constraints)
     sizes = tuple((cost.mesh.sizes, m) for cost, m in cases.every)
     placed = known.setdefault(("placed", sizes, limits), PlacedCosts())
@@ -167,8 +174,10 @@ def _priced(analysis: Analysis, cases: Cases, constraints: Constraints, optimize
 
 
 def alike_counts(analysis: Analysis, counts: Sequence[int]) -> list[tuple[int, ...]]:
-    """Numbers of microbatches whose groups have the same strategies, together; without those that
-    do not divide the batch."""
+    """Group the numbers of microbatches under which operators have the same strategies.
+
+    Numbers that do not divide the batch are left out.
+    """
     found: list[list[int]] = []
     for m in counts:
         try:
@@ -185,7 +194,7 @@ def alike_counts(analysis: Analysis, counts: Sequence[int]) -> list[tuple[int, .
 
 
 def _same_strategies(analysis: Analysis, m: int, n: int) -> bool:
-    """Have all operators the same strategies on one axis, whether m or n are the microbatches?"""
+    """Do all operators have the same strategies on one axis for m as for n microbatches?"""
     alike = analysis.placed_alike(n)
     return all(
         item.strategies == alike[kind].strategies for kind, item in analysis.placed_alike(m).items()
@@ -194,12 +203,11 @@ def _same_strategies(analysis: Analysis, m: int, n: int) -> bool:
 
 @dataclass(eq=False)
 class ProblemFamilies:
-    """The problems of one program. Of the cost models of one family, those that are asked for
-    together have theirs built together (`_kind`), for several of the `counts` of microbatches, when
-    the first of them is asked for.
+    """The problems of one program, built in batches on demand.
 
-    `n_like` gives `intra_op_problems`'s for a number of microbatches, `recomputable` is its. The
-    last `most_kept` that were built are kept.
+    A request builds the problems of all cost models of the same family and kind (`_kind`), for
+    several of the `counts` of microbatches. `n_like` maps a number of microbatches to the `n_like`
+    of `intra_op_problems`. The last `most_kept` batches are kept.
     """
 
     analysis: Analysis
@@ -214,12 +222,12 @@ class ProblemFamilies:
 
     @cached_property
     def _families(self) -> list[dict[CostModel, None]]:
-        """Whatever is priced alike once."""
+        """The families; cost models with equal prices appear once."""
         return [dict.fromkeys(map(priced_alike, family)) for family in self.families]
 
     @cached_property
     def _together(self) -> list[dict[Hashable, tuple[CostModel, ...]]]:
-        """Per family, its cost models of each kind."""
+        """Per family: kind -> its cost models."""
         kinds = [dict.fromkeys(map(self._kind, family)) for family in self._families]
         return [
             {kind: tuple(c for c in family if self._kind(c) == kind) for kind in of}
@@ -227,7 +235,7 @@ class ProblemFamilies:
         ]
 
     def _kind(self, cost: CostModel) -> tuple[tuple[int, ...], bool]:
-        """The axes that a mesh uses, and whether it has all ranks, as one stage has, or fewer."""
+        """The axes that a mesh uses, and whether it has all ranks (one stage) or fewer."""
         return cost.mesh.active_axes, cost.mesh.n_ranks >= self._n_ranks
 
     @cached_property
@@ -239,17 +247,17 @@ class ProblemFamilies:
         return alike_counts(self.analysis, self.counts)
 
     def of(self, cost: CostModel, n_microbatches: int, constraints: Constraints) -> ProblemBatch:
-        """The problems built with that of `cost` and so many microbatches, which they hold.
+        """The batch that holds the problem of `cost` with that many microbatches.
 
-        Raises `InfeasibleError` where the constraints leave nothing in any of the cases,
-        `BatchError` where the batch does not divide.
+        Raises `InfeasibleError` if the constraints leave nothing in any of the cases, `BatchError`
+        if the batch does not divide.
         """
         cost, kind = priced_alike(cost), self._kind(cost)
         every = [of.get(kind, ()) for of in self._together]
         costs = next((of for of in every if cost in of), (cost,))
         if constraints.pins or set(constraints.roles) == {"data"}:
-            costs = (cost,)  # pins are of one mesh; to data parallelism all meshes are the same
-        # As many for all families: their problems offer the same choices.
+            costs = (cost,)  # pins are of one mesh; for pure data parallelism all meshes are equal
+        # Equally many counts for all families, so that their problems offer the same choices.
         n_most = max(map(len, (*every, costs)))
         _, is_whole = kind
         n_cases = self._most_cases(is_whole)
@@ -274,11 +282,11 @@ class ProblemFamilies:
         return MOST_CASES_OF_ONE if is_one else MOST_CASES_AGAIN
 
     def _counts_with(self, n_microbatches: int, first: int, n_most: int) -> tuple[int, ...]:
-        """The numbers of microbatches that are built with one; fewer than `first` apart, where not
-        all can be built at once.
+        """The numbers of microbatches that are built together with `n_microbatches`.
 
-        Parts of a program are built for the same numbers, so that they share what is priced. Where
-        recompute is searched, parts are built alone; the numbers begin with the first asked for.
+        If they cannot all be built at once, numbers below `first` are built apart. Stages start
+        their batches at the same numbers, so that they share prices. If recompute is searched,
+        stages are built alone and batches start at the first requested number.
         """
         for alike in self._alike:
             if n_microbatches in alike:
@@ -295,15 +303,14 @@ class ProblemFamilies:
 
 @dataclass(frozen=True, eq=False)
 class ProblemBatch:
-    """Problems that were built together, by cost model and number of microbatches: cost models that
-    price alike have one."""
+    """Problems that were built together; cost models with equal prices share one problem."""
 
     cases: tuple[Case, ...]
     problems: IntraOpProblems
     _of: dict[Case, IntraOpProblem] = field(default_factory=dict)
 
     def place(self, cost: CostModel, n_microbatches: int) -> int:
-        """Where a case is among the problems."""
+        """The index of a case among the problems."""
         return self.cases.index((priced_alike(cost), n_microbatches))
 
     def of(self, cost: CostModel, n_microbatches: int) -> IntraOpProblem:
@@ -313,5 +320,5 @@ class ProblemBatch:
         return self._of[case]
 
     def table(self, value: str, cost: CostModel, n_microbatches: int) -> ReshardTable:
-        """The reshards of a value that is no parameter, as they were priced."""
+        """The priced reshards of a value that is not a parameter."""
         return self.problems.tables_of(value).of(self.place(cost, n_microbatches))

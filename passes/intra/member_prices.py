@@ -1,7 +1,7 @@
-"""What each operator of a planning node costs under the node's choices.
+"""What each operator of a planning node costs under each choice of the node.
 
 Time and bytes factor over axes: a tensor's local bytes are its bytes times one fraction per axis. A
-value that several operators keep for backward is charged to the first of them.
+value that several operators save for backward is charged to the first of them.
 """
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ _NOTHING = np.zeros((1, 1))
 
 @dataclass(frozen=True, eq=False)
 class MemberPrice:
-    """One operator of a group under each choice, [cases, choices] or [1, 1]: seconds of one
-    microbatch, of collectives inside it apart, and bytes kept for backward: its own, and those of
-    values that nobody kept before, by their numbers in the group."""
+    """One operator of a group under each choice: every array is [cases, choices] or [1, 1].
+
+    Seconds are of one microbatch; `inner` ones are of the collectives inside the operator. Bytes
+    are saved for backward: `own_bytes` besides values, and `kept` by the number of the value in its
+    group, for values that no operator saved before.
+    """
 
     forward_s: Array
     backward_s: Array
@@ -47,8 +50,10 @@ class MemberPrice:
 
 @dataclass(frozen=True)
 class MemberPricer:
-    """Prices operators in several cases; `sizes_at` has their sizes by name, per distinct number of
-    microbatches."""
+    """Prices operators in several cases.
+
+    `sizes_at` has, per number in `cases.distinct_counts`, operator -> the sizes of its names.
+    """
 
     cases: Cases
     sizes_at: Sequence[Mapping[str, Mapping[str, int]]]
@@ -59,13 +64,16 @@ class MemberPricer:
     def members(
         self, group: OperatorGroup, picked: NDArray[np.int64], first_savers: set[str]
     ) -> Iterator[MemberPrice]:
-        """Of each operator of a group, under choices that are `picked` [active axes, choices] of
-        its joint strategies. `first_savers` collects values that are charged."""
+        """The price of each operator of a group, under the choices of a table.
+
+        `picked` [active axes, choices] are indices of the group's joint strategies. `first_savers`
+        collects the values whose saving is charged.
+        """
         shape = len(self.cases), picked.shape[1]
         shares: dict[bytes, Array] = {}
 
         def share(is_cut: NDArray[np.bool_]) -> Array:
-            """A rank's, of what an axis divides where its strategy `is_cut` [strategies]."""
+            """The fraction of one rank: axes whose strategy `is_cut` [strategies] divide it."""
             key = is_cut.tobytes()
             if key not in shares:
                 shares[key] = np.ones(shape)
@@ -104,9 +112,11 @@ class MemberPricer:
     def _inner_times_s(
         self, rule: OpRule, item: PlacedOperator, chosen: NDArray[np.int64]
     ) -> tuple[Array, Array]:
-        """The collectives inside a lowered operator, of forward and of backward, under choices of
-        its strategies `chosen` [active axes, choices]: [cases, choices], or [1, 1] where there are
-        none."""
+        """(forward, backward) seconds of the collectives inside a lowered operator.
+
+        `chosen` [active axes, choices] are indices of the operator's strategies. Results are
+        [cases, choices], or [1, 1] if there are no collectives.
+        """
         if not any(lowering.inner for lowering in rule.lower.values()):
             return _NOTHING, _NOTHING
         shape = len(self.cases), chosen.shape[1]
@@ -133,7 +143,7 @@ class MemberPricer:
     def _local_sizes(
         self, item: PlacedOperator, chosen: NDArray[np.int64]
     ) -> dict[str, NDArray[np.int64]]:
-        """[cases, choices]: of the names of an operator's notation, those of one rank."""
+        """Name of the operator's notation -> its size on one rank, [cases, choices]."""
         n_shards = {
             name: np.ones((len(self.cases), chosen.shape[1]), dtype=np.int64) for name in item.sizes
         }
@@ -154,7 +164,7 @@ class MemberPricer:
     def _collective_times_s(
         self, kind: PrimitiveKind, size_bytes: Array, axes: tuple[int, ...]
     ) -> Array:
-        """[cases, k]: a collective on so many bytes, of which fractions are dropped."""
+        """[cases, k]: seconds of a collective on `size_bytes`, rounded down to whole bytes."""
         time_s = np.empty_like(size_bytes)
         for i, cost in enumerate(self.cases.meshes):
             at = self.cases.mesh_of == i
@@ -164,7 +174,7 @@ class MemberPricer:
         return time_s
 
     def _own_bytes(self, item: PlacedOperator, labelled: Array) -> Array:
-        """Kept for backward besides values: [cases, choices], or [1, 1] where it is nothing."""
+        """Bytes saved besides values: [cases, choices], or [1, 1] if there are none."""
         saved = self.saved.get(item.name)
         if saved is None or not saved.other_bytes:
             return _NOTHING
@@ -179,7 +189,7 @@ class MemberPricer:
         self, group: OperatorGroup, item: PlacedOperator, local_bytes: Callable[[str], Array],
         first_savers: set[str],
     ) -> dict[int, Array]:  # fmt: skip
-        """Bytes of the values that an operator is the first to keep."""
+        """Number of a value in the group -> its bytes, if this operator is the first to save it."""
         saved, found = self.saved.get(item.name), dict[int, Array]()
         if saved is None:
             return found
@@ -195,10 +205,8 @@ class MemberPricer:
 def lowered_over(
     chosen: Sequence[AxisStrategy], axes: Sequence[int]
 ) -> tuple[Lowering | None, tuple[int, ...]]:
-    """What replaces an operator with one strategy per axis, and the axes it communicates over.
-
-    Legal choices replace it by one function or none.
-    """
+    """The function that replaces an operator with one strategy per axis, and the axes it
+    communicates over. A legal choice has at most one such function."""
     found = [(s.lowering, axis) for s, axis in zip(chosen, axes, strict=True) if s.lowering]
     return (found[0][0] if found else None), tuple(axis for _, axis in found)
 
@@ -209,9 +217,9 @@ def operator_times_s(
 ) -> tuple[Array, Array]:  # fmt: skip
     """Forward and backward seconds of one operator in one microbatch.
 
-    The backward of a contraction is one more of it per input with gradient; that of fused
-    attention is five products for the forward's two, as it makes the scores again; that of any
-    other operator touches its tensors once more, for the gradients in and out.
+    The backward of a matmul has one matmul per input with gradient. The backward of fused attention
+    has five matmuls for the forward's two, because it computes the scores again. The backward of
+    any other operator touches 1.5 times the bytes, with the gradients in and out.
     """
     if rule.view:
         return np.zeros_like(moved_bytes), np.zeros_like(moved_bytes)

@@ -1,8 +1,8 @@
-"""Parameter candidates: where a parameter is kept, and what turning it into use costs.
+"""Where parameters may be stored, and what converting storage to use costs.
 
-A parameter is stored Invariant or Sharded and used however its operators want; the reshard
-from storage to use *is* DDP, ZeRO or FSDP, and its period is part of the choice (facts.py).
-Several uses at the same placement share one conversion.
+A parameter is stored Invariant or Sharded, and used as its operators need it. The reshard from
+storage to use *is* DDP, ZeRO or FSDP; its period is part of the choice (`Period` in
+`autopar/program/strategy.py`). Uses with equal placements share one conversion.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ Indices = NDArray[np.int64]
 class ParameterMaker:
     """Prices storage and conversions of parameters in several cases.
 
-    `update_s_per_byte` is the optimizer's time per stored byte; `static` its bytes per
-    parameter.
+    `update_s_per_byte` is the optimizer's time per stored byte; `static` has its bytes per element.
     """
 
     cases: Cases
@@ -49,8 +48,8 @@ class ParameterMaker:
         return tuple(cost.mesh.sizes for cost in self.cases.meshes)
 
     def storages(self, name: str, tensor: TensorType, used: Sequence[Spec]) -> Storages:
-        """Every storage worth considering: on each axis Invariant, sharded as in some use,
-        or sharded along the first factor that divides (for ZeRO)."""
+        """Every storage worth considering: on each axis Invariant, sharded as in some use, or
+        sharded along the factor of `_spare_cell` (for ZeRO)."""
         known: dict[tuple[Spec, ...], tuple[Storage, ...]] = {}
         of_meshes = []
         for sizes in self.sizes:
@@ -68,7 +67,7 @@ class ParameterMaker:
     def _specs(
         self, name: str, tensor: TensorType, used: Sequence[Spec], sizes: tuple[int, ...]
     ) -> tuple[Spec, ...]:
-        """How a parameter may be placed on one mesh."""
+        """The specs in which a parameter may be stored on one mesh."""
         fixed = self.limits.constraints.storage.get(name)
         if fixed is not None:
             return (fixed.spec,)
@@ -90,7 +89,7 @@ class ParameterMaker:
         return tuple(s for s in kept if self.limits.storage_allowed(name, s))
 
     def _by_recipe(self, specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
-        """Under a ZeRO recipe, only storages sharded on every data axis, if there are any."""
+        """Under a ZeRO recipe, the specs sharded on every data axis; all if there are none."""
         constraints = self.limits.constraints
         if not constraints.zero:
             return specs
@@ -127,11 +126,10 @@ class ParameterMaker:
     def conversions(
         self, tables: ReshardTables, storages: Sequence[Storage], uses: Sequence[Spec], n_uses: int
     ) -> tuple[Array, Ties, Array]:
-        """(seconds per step, tie, bytes) of turning each storage into each use: [cases, storages,
-        uses].
+        """(seconds per step, tie, bytes) of converting storages to uses: [cases, storages, uses].
 
-        Seconds are infinite where the constraints forbid it. ZeRO-3 gathers at each of
-        `n_uses` uses, forward and backward; the others once per distinct use.
+        Seconds are infinite if the constraints forbid the conversion. ZeRO-3 gathers at each of
+        `n_uses` uses, forward and backward; the other periods convert once per distinct use.
         """
         rows = [tables.index[written(tables.tensors[0], s.spec, self.sizes[0])] for s in storages]
         distinct = {row: i for i, row in enumerate(dict.fromkeys(rows))}
@@ -151,23 +149,23 @@ class ParameterMaker:
         )  # fmt: skip
 
     def _periods_allowed(self, storages: Sequence[Storage], gathers: bool) -> NDArray[np.bool_]:
-        """[storages, 1]: may a parameter be converted as often?"""
+        """[storages, 1]: may a parameter be converted with the storage's period?"""
         may = self.limits.period_allowed
         return np.array([[may(s.period, gathers)] for s in storages], dtype=bool)
 
 
 @dataclass(frozen=True, eq=False)
 class Storages:
-    """How a parameter may be kept on some mesh, and [cases, storages] in which."""
+    """The storages of a parameter on all meshes; `legal` is [cases, storages]."""
 
     every: tuple[Storage, ...]
     legal: NDArray[np.bool_]
 
 
 def _spare_cell(tensor: TensorType, sizes: tuple[int, ...]) -> tuple[int, int] | None:
-    """The first factor that all axes together divide; else the first any axis divides.
+    """The first factor that all axes together divide; else that one axis divides, largest first.
 
-    A leading factor comes first: its shards are contiguous.
+    Leading factors come first, because their shards are contiguous.
     """
     ordered = sorted(tensor.cells, key=lambda c: (c[1], c[0]))
     for wanted in (math.prod(sizes), *sorted((n for n in sizes if n > 1), reverse=True)):
@@ -181,7 +179,7 @@ def _spare_cell(tensor: TensorType, sizes: tuple[int, ...]) -> tuple[int, int] |
 def _storage_specs(
     tensor: TensorType, cells: tuple[tuple[int, int], ...], sizes: tuple[int, ...]
 ) -> tuple[Spec, ...]:
-    """Invariant or sharded along one of `cells` on each axis, in every order."""
+    """Invariant or sharded along one of `cells` on each axis, in every order of axes."""
     options = [(I,) if n == 1 else (I, *(S(*c) for c in cells)) for n in sizes]
     return tuple(
         spec
@@ -196,10 +194,10 @@ def conversion_costs(
     sums: Array, mesh_of: Indices, n_microbatches: Array, rows: Indices, periods: Indices,
     allowed: NDArray[np.bool_], n_uses: int, use_bytes: Array, has_grad: float,
 ) -> tuple[Array, Ties, Array]:  # fmt: skip
-    """`ParameterMaker.conversions`, of sums over paths (`path_costs`), [cases, storages, uses].
+    """`ParameterMaker.conversions`, from sums over paths (`path_costs`): [cases, storages, uses].
 
-    `rows` are those of the storages in the sums, `periods` their numbers in `PERIODS`; `allowed`
-    [2, storages, uses] is without and with a gather, `use_bytes` [cases, uses].
+    `rows` [storages] are places in the sums, `periods` [storages] are indices of `PERIODS`,
+    `allowed` [2, storages, uses] is without and with a gather, and `use_bytes` is [cases, uses].
     """
     shape = (len(mesh_of), len(rows), sums.shape[2])
     time_s, size_bytes = np.empty(shape), np.empty(shape)
@@ -230,12 +228,14 @@ def path_costs(
     tables: ReshardTables, costs: tuple[CostModel, ...], sources: Sequence[int],
     targets: Sequence[int],
 ) -> Array:  # fmt: skip
-    """Sums over the cheapest paths between some specs of a parameter's type, [meshes, sources,
-    targets, 8]: seconds forward, backward, and bucketed, collectives, moves, copies, gathers; and 1
-    where there is a path."""
+    """Sums over the cheapest paths of a parameter's type: [meshes, sources, targets, 8].
+
+    The 8 are seconds forward, backward and bucketed, then collectives, moves, copies, gathers; the
+    last is 1 if there is a path.
+    """
     graph, size_bytes = tables.graph, tables.size_bytes
     calls, kinds = graph.calls, np.array([p.kind for p in graph.primitives])
-    # A sum of shards among zeros is the whole too.
+    # all_reduce counts as a gather: the sum of a shard and zeros elsewhere is the whole.
     copies, gathers = kinds != "identity", np.isin(kinds, ("all_gather", "all_reduce"))
     forward, backward = graph.forward, graph.backward
     lines = primitive_lines(graph, costs)

@@ -1,10 +1,10 @@
-"""What problems of one program, and of parts of it, have in common: each is priced once.
+"""Caches of what the problems of one program and of its parts share, so that each is priced once.
 
-Stages of a pipeline, and programs with few of their repeated blocks, consist of the same operators;
-so do copies of a block. For some cases and one set of constraints, `PlacedCosts` keeps what may be
-chosen, which machines of the same sizes have in common, and `Priced` what it costs on one of them:
-the choices of groups, the reshards and the conversions of parameters by what decides them. Keys
-that are identities are of objects that are kept.
+Stages of a pipeline, folded programs and equal blocks consist of the same operators. For some cases
+and one set of constraints, `PlacedCosts` caches what may be chosen; machines of the same sizes
+share it. `Priced` caches what it costs on one machine: choices of groups, reshards, and conversions
+of parameters, each keyed by what decides it. Keys with an `id` are safe, because the caches keep
+those objects alive.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Array = NDArray[np.float64]
 
 @dataclass(eq=False)
 class PlacedCosts:
-    """See the module. `groups` is filled by the `CandidateMaker`, with the times of a machine."""
+    """What may be chosen. The `CandidateMaker` fills `groups`, with the times of some machine."""
 
     groups: dict[Hashable, ChoiceTable] = field(default_factory=dict)
     _storages: dict[Hashable, Storages] = field(default_factory=dict)
@@ -37,13 +37,13 @@ class PlacedCosts:
     _equal: dict[tuple[int, int], Reshards] = field(default_factory=dict)
 
     def column(self, specs: tuple[Spec, ...]) -> SpecColumn:
-        """One choice per spec."""
+        """A column with one choice per spec."""
         return self._columns.setdefault(specs, SpecColumn.of(specs))
 
     def pairs(
         self, first: tuple[Spec, ...], second: tuple[Spec, ...]
     ) -> tuple[SpecColumn, SpecColumn]:
-        """One choice per pair of specs."""
+        """Two columns with one choice per pair of specs."""
         key = (first, second)
         if key not in self._pairs:
             code, other = np.divmod(np.arange(len(first) * len(second)), len(second))
@@ -51,11 +51,11 @@ class PlacedCosts:
         return self._pairs[key]
 
     def zeros(self, n_choices: int) -> Array:
-        """[1, choices] of a variable that costs nothing by itself."""
+        """[1, choices]: the zero costs of a variable."""
         return self._zeros.setdefault(n_choices, np.zeros((1, n_choices)))
 
     def equality(self, mine: SpecColumn, theirs: SpecColumn) -> Reshards:
-        """Nothing between choices that place a value alike; others are not to be."""
+        """Zero between choices that place a value alike, infinite between others."""
         key = (id(mine.distinct), id(theirs.distinct))
         if key not in self._equal:
             cost_s = np.where(mine.equals(theirs), 0.0, np.inf)[None]
@@ -66,7 +66,7 @@ class PlacedCosts:
     def storages(
         self, maker: ParameterMaker, name: str, tensor: TensorType, used: tuple[Spec, ...]
     ) -> Storages:
-        """How a parameter may be kept."""
+        """The storages of a parameter that is used in the specs `used`."""
         key = (tensor, used, maker.limits.facts_of(name))
         if key not in self._storages:
             self._storages[key] = maker.storages(name, tensor, used)
@@ -75,8 +75,11 @@ class PlacedCosts:
 
 @dataclass(eq=False)
 class Priced:
-    """See the module. `groups` is filled by the `CandidateMaker`; tables of values are shared by
-    all constraints, and those of parameters by all cases on the same meshes."""
+    """What the choices cost on one machine. The `CandidateMaker` fills `groups`.
+
+    All constraints share the tables of values. All cases on the same meshes share the tables of
+    parameters.
+    """
 
     placed: PlacedCosts
     value_tables: dict[Hashable, ReshardTables]
@@ -89,7 +92,7 @@ class Priced:
     def tables(
         self, cases: Cases, value: str, is_parameter: bool, no_reduce_scatter: bool
     ) -> ReshardTables:
-        """All reshards of a value in every case; of a parameter, on every distinct mesh."""
+        """The reshards of a value in every case; of a parameter, on every distinct mesh."""
         types = cases.distinct_types(value)
         known = self.parameter_tables if is_parameter else self.value_tables
         key = (types[0] if is_parameter else types, no_reduce_scatter)
@@ -104,7 +107,7 @@ class Priced:
     def reshards(
         self, cases: Cases, tables: ReshardTables, made: SpecColumn, wanted: SpecColumn
     ) -> Reshards:
-        """The seconds and ties of all microbatches between what two variables' choices say."""
+        """Seconds and ties of a step's reshards between the choices of two variables."""
         key = (id(tables), id(made.distinct), id(wanted.distinct))
         if key not in self._reshards:
             rows, columns = ([tables.index[s] for s in of.distinct] for of in (made, wanted))
@@ -118,7 +121,7 @@ class Priced:
     def storage_costs(
         self, maker: ParameterMaker, tensor: TensorType, storages: Storages
     ) -> tuple[Array, Array, Array]:
-        """Seconds, ties and bytes of keeping a parameter: [cases or 1, storages]."""
+        """(seconds, ties, bytes) of storing a parameter: [cases or 1, storages]."""
         key = (tensor, id(storages))
         if key not in self._storage_costs:
             time_s, tie, size_bytes = maker.storage_costs(tensor, storages)
@@ -129,7 +132,7 @@ class Priced:
         self, maker: ParameterMaker, tables: ReshardTables, storages: tuple[Storage, ...],
         uses: SpecColumn, n_uses: int,
     ) -> ConversionCosts:  # fmt: skip
-        """The seconds, ties and bytes of turning every storage into each of the specs used."""
+        """Seconds, ties and bytes of converting every storage to every spec that is used."""
         key = (id(tables), id(storages), id(uses.distinct), n_uses)
         if key not in self._conversions:
             found = maker.conversions(tables, storages, uses.distinct, n_uses)
@@ -140,8 +143,10 @@ class Priced:
         self, maker: ParameterMaker, tables: ReshardTables, storages: tuple[Storage, ...],
         uses: tuple[SpecColumn, ...], n_uses: tuple[int, ...],
     ) -> ConversionCosts:  # fmt: skip
-        """The same for choices of several kinds of uses, [cases, storages, choices]: converted once
-        where they place the parameter alike."""
+        """The same for choices of several kinds of uses: [cases, storages, choices].
+
+        If a choice places the parameter alike for all kinds, it is converted once.
+        """
         key = (id(tables), id(storages), *map(id, uses), *n_uses)
         if key not in self._conversions:
             alike = all_alike(uses)
@@ -164,7 +169,7 @@ class Priced:
 
 @dataclass(frozen=True, eq=False)
 class Reshards:
-    """[cases, specs of the producer, specs of the reader]; and whose they are."""
+    """Costs of reshards: [cases, specs `made`, specs `wanted`]."""
 
     cost_s: Array
     tie: Ties
@@ -174,7 +179,7 @@ class Reshards:
 
 @dataclass(frozen=True, eq=False)
 class ConversionCosts:
-    """[cases, storages, specs of the reader]; and whose they are."""
+    """Costs of conversions: [cases, `storages`, specs or choices of `uses`]."""
 
     cost_s: Array
     tie: Ties

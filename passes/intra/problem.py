@@ -1,19 +1,19 @@
 """The intra-operator problem: every choice of a stage as one `ChoiceProblem`.
 
-Variables:  one per group (its joint strategy), one per parameter (its storage), one per
-            *reuse*, the shared placement of like consumers of one tensor, and one per value
-            that crosses to or from another stage
+Variables:  one per group (its joint strategy), one per parameter (its storage), one per *reuse*
+            (the shared placement of equal consumers of one tensor), and one per value that crosses
+            to or from another stage
 Costs:      on groups, compute; on parameters, the optimizer's update; on edges, reshards
 
     minimise  sum_v time[v][x_v] + sum_edges reshard[u, v][x_u, x_v]
 
-Consumers that are alike (same operator, same argument: q, k and v after one norm) read a
-tensor through one reuse variable, so its reshard is priced once, as it runs once, forward
-and backward. A parameter with two unlike uses (a tied embedding) has a reuse variable over
-pairs of placements, priced once where they agree.
+Consumers are equal if they read a tensor with the same operator at the same argument: q, k and v
+after one norm. They read it through one reuse variable. So its reshard is priced once, because it
+runs once, forward and backward. A parameter with two different uses (a tied embedding) has a reuse
+variable over pairs of placements; where the two agree, its conversion is priced once.
 
-Meshes that use the same axes have the same variables and choices: their problems are built together
-(`IntraOpProblems`), with an axis of meshes in front of every array of numbers.
+Meshes with the same axes in use have the same variables and choices. Their problems are built
+together (`IntraOpProblems`), and every array of numbers starts with an axis of cases.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from autopar.placement import PREFERENCE, I, R, Spec
 from autopar.program import OperatorStrategy, Program, Recomputed, Storage
 
 Array = NDArray[np.float64]
-MAX_PAIRS = 1500  # largest domain of a reuse variable over pairs of placements
+MAX_PAIRS = 1500  # the largest domain of a reuse variable over pairs of placements
 
 
 @dataclass(frozen=True)
 class Consumer:
-    """One group that reads a value, and the operator and argument it reads it as."""
+    """A group that reads a value, with the operator and the argument that read it."""
 
     variable: int
     kind: tuple[str, int]
@@ -58,8 +58,10 @@ class Consumer:
 
 @dataclass
 class Variable:
-    """A variable while the problem is being built: its numbers are [cases or 1, choices];
-    `specs[value]` per choice."""
+    """A variable of a problem under construction.
+
+    Its numbers are [cases or 1, choices]; `specs[value]` has a spec per choice.
+    """
 
     name: str
     cost_s: Array
@@ -70,8 +72,10 @@ class Variable:
 
 @dataclass(frozen=True)
 class ReshardEdge:
-    """The edge of a value's reshard, from its maker to a reader or to what several share; the
-    groups that read it."""
+    """The edge of a value's reshard, from the variable that makes it to one that reads it.
+
+    `target` is a reader or a reuse variable; `readers` are the groups that read the value.
+    """
 
     edge: int
     value: str
@@ -82,22 +86,24 @@ class ReshardEdge:
 
 @dataclass(frozen=True)
 class RangeMode:
-    """Operators next to each other, and how they run again (None: they do not); `variable` chooses
-    among several modes."""
+    """A range of consecutive operators and how it may run again; mode None: it does not.
+
+    `variable` chooses among several modes; None if there is only one.
+    """
 
     operators: tuple[str, ...]
     modes: tuple[Recompute | None, ...]
     variable: int | None
 
     def recomputed(self, choice: int | None) -> Recomputed | None:
-        """With a choice of its variable, if it has one."""
+        """The range in the mode that its variable chooses; None if it does not run again."""
         mode = self.modes[0 if choice is None else choice]
         return None if mode is None else Recomputed(mode, self.operators)
 
 
 @dataclass(frozen=True)
 class IntraOpProblem:
-    """The numbers, and what each variable's choices mean."""
+    """A choice problem, and what the choices of its variables mean."""
 
     numbers: ChoiceProblem
     candidates: tuple[GroupCandidates, ...]
@@ -108,7 +114,7 @@ class IntraOpProblem:
     modes: tuple[RangeMode, ...] = ()
 
     def under(self, budget_bytes: float | None, n_in_flight: int = 1) -> IntraOpProblem:
-        """The same with a budget, and so many microbatches' activations kept at once."""
+        """The problem with a budget, and activations of `n_in_flight` microbatches live at once."""
         numbers = replace(self.numbers, budget_bytes=budget_bytes)
         if n_in_flight != 1:
             numbers = numbers.times(n_in_flight, set(self.parameter_variables.values()))
@@ -116,12 +122,12 @@ class IntraOpProblem:
 
     @property
     def structure(self) -> Hashable:
-        """Problems of one program that have this in common offer the same choices."""
+        """Equal for problems of one program that offer the same choices."""
         return tuple(c.table.likeness for c in self.candidates), tuple(self.storages.values())
 
     @property
     def converted_once(self) -> dict[int, BoolArray]:
-        """Per variable of a parameter, which of its storages are converted once per step."""
+        """Variable of a parameter -> which of its storages are converted once per step."""
         return {
             v: np.array([storage.period == "step" for storage in self.storages[name]])
             for name, v in self.parameter_variables.items()
@@ -129,8 +135,8 @@ class IntraOpProblem:
 
     @cached_property
     def once(self) -> ChoiceProblem:
-        """Of all costs, those that a step pays once, whatever its microbatches: updates, and
-        parameters converted once."""
+        """The problem with only the costs that a step pays once, whatever its microbatches: updates
+        and parameters that are converted once."""
         n, numbers, converted = len(self.candidates), self.numbers, self.converted_once
         edges = []
         for edge in numbers.edges:
@@ -142,7 +148,7 @@ class IntraOpProblem:
         return replace(numbers, cost_s=(*zeros, *numbers.cost_s[n:]), edges=tuple(edges))
 
     def boundaries(self, choice: Sequence[int], side: Side) -> dict[str, Spec]:
-        """Value -> how it crosses, of the values on one side."""
+        """Value -> its spec, for the values that cross on one side."""
         return {
             value: self.boundary_choices[of, value][choice[index]]
             for (of, value), index in self.boundary_variables.items()
@@ -162,7 +168,7 @@ class IntraOpProblem:
         }
 
     def recomputed(self, choice: Sequence[int]) -> tuple[Recomputed, ...]:
-        """What runs again in backward, in order."""
+        """The ranges that run again in backward, in order."""
         found = (
             of.recomputed(None if of.variable is None else choice[of.variable]) for of in self.modes
         )
@@ -171,18 +177,18 @@ class IntraOpProblem:
 
 @dataclass(frozen=True)
 class IntraOpProblems:
-    """The problems of a program in several cases: of `IntraOpProblem` only the numbers differ."""
+    """The problems of a program in several cases; only the numbers of `IntraOpProblem` differ."""
 
     numbers: ChoiceProblems
     first: IntraOpProblem
     tables_of: Callable[[str], ReshardTables]
 
     def in_flight(self, cases: Sequence[int], depths: Sequence[int]) -> SomeProblems:
-        """Of some cases, with so many microbatches' activations kept at once in each."""
+        """The numbers of some cases, each with its number of microbatches in flight."""
         return self.numbers.some(cases, depths)
 
     def of(self, case: int) -> IntraOpProblem:
-        """The problem of one of the cases."""
+        """The problem of one case."""
         return replace(self.first, numbers=self.numbers.of(case))
 
 
@@ -226,7 +232,7 @@ class ProblemBuilder:
         self._price_ends(producer)
 
     def finished(self, candidates: Sequence[GroupCandidates]) -> IntraOpProblems:
-        """The problems of what there is now."""
+        """The problems, from the variables and edges built so far."""
         numbers = ChoiceProblems(
             len(self.cases),
             tuple(v.name for v in self.variables),
@@ -247,7 +253,7 @@ class ProblemBuilder:
         return IntraOpProblems(numbers, first, self.tables)
 
     def _add_boundary(self, value: str, side: Side) -> int:
-        """A variable for how a value crosses; the crossing itself costs the same however cut."""
+        """Add a variable for the spec of a crossing value; all specs cost the same to send."""
         of_cases = [
             boundary_specs(self.cases.types[m][value], cost.mesh.sizes, side)
             for cost, m in self.cases.every
@@ -263,8 +269,10 @@ class ProblemBuilder:
         return index
 
     def tables(self, value: str) -> ReshardTables:
-        """The reshards of a value, of a parameter per mesh; under `forbid="sequence"` activations
-        reduce_scatter not."""
+        """The reshards of a value; for a parameter, one case per mesh.
+
+        Under `forbid="sequence"`, activations may not reduce_scatter.
+        """
         restricted = "sequence" in self.maker.limits.constraints.forbid
         is_parameter = value in self.program.parameters
         restricted = restricted and not is_parameter
@@ -292,7 +300,7 @@ class ProblemBuilder:
             self.reshards.append(ReshardEdge(edge, value, source, target, tuple(members)))
 
     def _add_reuse(self, value: str, members: Sequence[int]) -> int:
-        """A variable for the placement that `members` share; they must equal it."""
+        """Add a variable for the placement that `members` share, and edges that enforce it."""
         options = dict.fromkeys(self.variables[members[0]].specs[value].distinct)
         for member in members[1:]:
             available = set(self.variables[member].specs[value].distinct)
@@ -319,7 +327,7 @@ class ProblemBuilder:
         )
 
     def _reshard_edge(self, value: str, source: int, target: int) -> int:
-        """Its place among the edges."""
+        """Add the edge of a value's reshard; returns its index."""
         made, wanted = self.variables[source].specs[value], self.variables[target].specs[value]
         found = self.priced.reshards(self.cases, self.tables(value), made, wanted)
         self.edges.append(
@@ -328,8 +336,10 @@ class ProblemBuilder:
         return len(self.edges) - 1
 
     def _price_ends(self, producer: Mapping[str, int]) -> None:
-        """The loss ends Invariant on every axis, so that every rank seeds backward with 1; what
-        changed buffers hold ends whole.
+        """Price the reshard of final values to their end placement.
+
+        The loss ends Invariant on every axis, so that every rank seeds backward with 1. The new
+        value of a buffer ends whole.
         """
         sizes, m = self.cases.costs[0].mesh.sizes, self.cases.n_microbatches[:, None]
         for value in (self.program.loss, *self.program.updates):
@@ -361,7 +371,7 @@ class ProblemBuilder:
             self._connect_shared_parameter(name, index, readers)
 
     def _connect_shared_parameter(self, name: str, index: int, readers: Sequence[Consumer]) -> None:
-        """Uses of like kind agree; two kinds choose a pair, priced once where they agree."""
+        """Equal uses agree; uses of two kinds choose a pair, converted once where they agree."""
         alike: dict[tuple[str, int], list[int]] = {}
         for reader in readers:
             alike.setdefault(reader.kind, []).append(reader.variable)
@@ -377,7 +387,8 @@ class ProblemBuilder:
         shared = self._add_variable(
             f"{name} used", {f"{name}:{k}": c for k, c in enumerate(columns)}
         )
-        # Of the first reader, not of the pair: what costs nothing itself is seen through.
+        # On the first reader, because a pair without costs of its own is a mere view
+        # (`passes/solvers/problem/tables.py`).
         first = self.variables[clusters[0][0]]
         read = first.specs[name]
         preference = [sum(PREFERENCE[p.kind] for p in s.placements) * 1e-5 for s in read.distinct]
@@ -391,7 +402,7 @@ class ProblemBuilder:
         self, name: str, index: int, target: int,
         uses: tuple[SpecColumn, ...], n_uses: tuple[int, ...],
     ) -> None:  # fmt: skip
-        """Storage -> use(s): every distinct use placement is converted once."""
+        """Add the edge from storage to use(s); every distinct use is converted once."""
         known = self.maker, self.tables(name), self.storages[name]
         if len(uses) == 1:
             arrays = self.priced.conversions(*known, uses[0], n_uses[0]).arrays

@@ -1,4 +1,4 @@
-"""The abstract machine on which recipes are laid out."""
+"""The abstract machine on which recipes are placed."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from autopar.mesh import Device, Link, LogicalMesh
 
 
 def recipe_cost(cost: CostModel) -> CostModel:
-    """The abstract machine a recipe is laid out on: flops dearest, then bytes moved between
-    ranks, then bytes touched.
+    """A machine where FLOPs cost most, then bytes sent between ranks, then bytes touched.
 
-    The Megatron layout is the optimum of that order: split every product that can be, with
-    the least communication. Real rates would let small models replicate.
+    The Megatron layout is the optimum in that order: shard every matmul that can be sharded, with
+    the least communication. With real rates, small models would replicate.
     """
     mesh = cost.mesh
     machine = Device(flops_per_s=1.0, bytes_per_s=1e3, memory_bytes=mesh.device.memory_bytes)

@@ -1,20 +1,25 @@
-"""Recompute as part of the intra-operator problem: what runs again, and is not kept, per range.
+"""Recompute as part of the intra-operator problem: per range, what is saved and what runs again.
 
-Of every range that may run again (`recompute.Recomputable`) the problem gets a variable, its mode;
-with a mode that is given, its costs alone. By mode,
+Each range that may run again (`Recomputable` in `passes/analysis/recompute.py`) gets a variable in
+the problem: its mode. A mode that is given gets no variable, and only its costs are added. Modes:
 
-    none        a range keeps what its operators save
-    full        it keeps what it takes; its operators and reshards run once more
-    selective   it keeps that, and what products and collectives make, but for its last operator's,
-                and a product's where a collective alone reads it; the others run once more
+    none        the range saves what its operators save
+    full        it saves its inputs; its operators and reshards run once more
+    selective   it saves its inputs and the results of matmuls and collectives; the rest runs once
+                more. Not saved are the results of its last operator, and a matmul's result that
+                only a collective reads
 
-Seconds and bytes of an operator hang on its group's choice and the mode: a table over the two.
-Those of a reshard hang on what is made, what is wanted and the mode: its edge goes to a variable
-over pairs of the latter two, which must be what the target and the range choose. So every number
-is exact that one range alone decides. What several parties hold is charged always
-(`rerun_ranges.py`); parameters that are gathered at use are gathered as often as without recompute,
-once forward and once backward; what runs again holds a range's ordinary activations for a while,
-which the simulated peak knows and the problem does not.
+Seconds and bytes of an operator depend on its group's choice and on the mode: a table over the two.
+Those of a reshard depend on the spec made, the spec wanted and the mode. So its edge leads to a
+variable over pairs (spec wanted, mode), which must equal the choices of the target and the range.
+
+So every number that depends on one range alone is exact. The other cases:
+
+    values with several parties    are always charged (`rerun_ranges.py`)
+    parameters gathered at use     are gathered as often as without recompute: once forward, once
+                                   backward
+    live bytes while a range       are in the simulated peak, not in this problem
+    runs again
 """
 
 from __future__ import annotations
@@ -38,7 +43,7 @@ from autopar.passes.reshard import SpecColumn
 from autopar.passes.solvers.problem import Edge
 
 Array = NDArray[np.float64]
-# Among equals the mode of least effort: beside sums of ties it decides nothing else.
+# Breaks ties towards less recompute. Beside sums of other ties it is too small to decide more.
 _MODE_TIE = 1e-2
 
 
@@ -49,7 +54,7 @@ def add_recompute(
     analysis: Analysis,
     recomputable: Recomputable,
 ) -> None:
-    """Give a problem that has all else the modes of its ranges."""
+    """Add the modes of the ranges to a problem that has all other variables and edges."""
     ranges = RerunRanges(analysis, recomputable.within(analysis))
     _Adder(builder, candidates, maker, ranges, recomputable.modes).add()
 
@@ -61,15 +66,15 @@ class _Adder:
     maker: CandidateMaker
     ranges: RerunRanges
     modes: tuple[Recompute | None, ...]
-    # [cases, modes, choices] by variable and range: seconds, bytes.
+    # (variable, range) -> seconds and bytes, [cases, modes, choices].
     _joined: dict[tuple[int, int], tuple[Array, Array]] = field(default_factory=dict)
     _members: dict[int, tuple[MemberPrice, ...]] = field(default_factory=dict)
     _again: dict[tuple[int, int, int], RerunCosts] = field(default_factory=dict)
-    # What a product made -> seconds of a step, [cases, choices], of the bias that is added.
+    # Result of a matmul -> seconds of a step, [cases, choices], for the bias that is added to it.
     _sums: dict[str, Array] = field(default_factory=dict)
     _interned: dict[tuple[tuple[int, ...], bytes], Array] = field(default_factory=dict)
     _in_modes_of: dict[Hashable, tuple[Array, Array, Array] | None] = field(default_factory=dict)
-    # Of an operator's price: seconds of a step.
+    # id of an operator's price -> forward seconds of a step.
     _forward_s: dict[int, Array] = field(default_factory=dict)
 
     @property
@@ -94,11 +99,11 @@ class _Adder:
             for positions, variable in zip(self.ranges.wanted, variables, strict=True)
         ]
 
-    # -- operators ---------------------------------------------------------------------------
-
     def _add_group(self, v: int) -> None:
-        """What the operators of a group spend and keep; what they keep in ranges that run again is
-        no longer the group's."""
+        """Add what the operators of a group spend and save.
+
+        Bytes saved in a range that may run again move from the group to the range.
+        """
         candidates = self.candidates[v]
         positions = [self.ranges.place[member.name] for member in candidates.group.members]
         if not any(i in self.ranges.party_of for i in positions):
@@ -116,7 +121,7 @@ class _Adder:
                 self._forward_s[id(price)] = forward_s
             forward_s = self._forward_s[id(price)]
             product = self.ranges.product_of_sum(i)
-            if product is not None:  # a part of it, unless a reshard stands between
+            if product is not None:  # it runs with its matmul, unless a reshard is between them
                 self._sums[product] = forward_s
             if self.ranges.runs_again(i):
                 self._spend(v, r, forward_s, "full")
@@ -135,13 +140,13 @@ class _Adder:
         self.builder.variables[v].size_bytes = self._intern(always)
 
     def _prices(self, candidates: GroupCandidates) -> tuple[MemberPrice, ...]:
-        key = id(candidates.table)  # lives as long as the candidates
+        key = id(candidates.table)  # the table lives as long as the candidates
         if key not in self._members:
             self._members[key] = self.maker.members(candidates)
         return self._members[key]
 
     def _is_kept(self, v: int, i: int) -> NDArray[np.bool_]:
-        """[choices]: is the result kept in mode "selective"?"""
+        """[choices]: is the result saved in mode "selective"?"""
         candidates = self.candidates[v]
         last = self.ranges.every[self.ranges.party_of[i]][-1]
         if not self.ranges.is_product(i) or i == last:
@@ -161,7 +166,7 @@ class _Adder:
             self._charge(v, r, np.where(is_kept, size_bytes, 0.0), "selective")
 
     def _is_handed_on(self, v: int, r: int, value: str, is_kept: NDArray[np.bool_]) -> bool:
-        """Is it a reshard of the range that says whether a product is kept?"""
+        """Is its only reader a reshard of the range, which then decides whether it is saved?"""
         operator = self.ranges.analysis.operators[self.ranges.place[self.candidates[v].group.name]]
         saved = self.ranges.analysis.saved[operator.name]
         readers = self._reshards_of.get(value, [])
@@ -179,10 +184,11 @@ class _Adder:
             found.setdefault(reshard.value, []).append(reshard)
         return found
 
-    # -- what ranges take --------------------------------------------------------------------
-
     def _take(self, value: str, r: int) -> None:
-        """Held as it was made; by the first range that takes it, where nobody else keeps it."""
+        """Charge a range for a value that it reads, in the spec in which it is made.
+
+        With several parties, the first range pays, unless an operator saves the value.
+        """
         if not self.ranges.is_only(value, r):
             first = min(party for party in self.ranges.parties[value] if party is not None)
             if value in self.ranges.kept or r != first:
@@ -212,10 +218,8 @@ class _Adder:
         found: Array = of_specs[:, specs.code]
         return found
 
-    # -- reshards ----------------------------------------------------------------------------
-
     def _range_of(self, reshard: ReshardEdge) -> int | None:
-        """That of the operator that reads first, where the reshard is done."""
+        """The range of the first operator that reads the result, where the reshard runs."""
         place = self.ranges.place
         readers = (
             place[member.name]
@@ -245,13 +249,15 @@ class _Adder:
         self._equal(variable, np.arange(n_modes), pairs, mode_of, n_modes)
 
     def _in_modes(self, reshard: ReshardEdge, edge: Edge) -> tuple[Array, Array, Array] | None:
-        """Seconds, ties and bytes of an edge, [cases, specs made, pairs of a spec wanted and a
-        mode]; None where nothing runs again. Edges that are alike have the same arrays."""
+        """Seconds, ties and bytes of an edge: [cases, specs made, pairs (spec wanted, mode)].
+
+        None if nothing runs again. Equal edges have the same arrays.
+        """
         again, sums_s = self._paths(reshard), self._sums.get(reshard.value)
         wanted = self.builder.variables[reshard.target].specs[reshard.value]
         hands_on = self._hands_on(reshard)
         arrays = (edge.cost_s, edge.tie, again, sums_s, wanted)
-        key = (*map(id, arrays), hands_on)  # all are kept
+        key = (*map(id, arrays), hands_on)  # all these arrays are kept alive
         if key not in self._in_modes_of:
             cost_s, size_bytes = self._of_modes(reshard, again, hands_on)
             total_s = edge.cost_s[..., None] + cost_s
@@ -268,7 +274,7 @@ class _Adder:
         return self._in_modes_of[key]
 
     def _hands_on(self, reshard: ReshardEdge) -> bool:
-        """Is it of a product of its range, and says whether that is kept?"""
+        """Does it read a matmul's result of its own range, and decide whether that is saved?"""
         v, value = reshard.source, reshard.value
         r = self._range_of(reshard)
         i = self.ranges.place[self.candidates[v].group.name] if v < len(self.candidates) else -1
@@ -281,7 +287,7 @@ class _Adder:
     def _of_modes(
         self, reshard: ReshardEdge, again: RerunCosts, hands_on: bool
     ) -> tuple[Array, Array]:
-        """Seconds of a step and bytes, [cases, specs made, specs wanted, modes]."""
+        """Seconds of a step, and bytes: [cases, specs made, specs wanted, modes]."""
         m, value = self.cases.n_microbatches[:, None, None], reshard.value
         kept_bytes = again.kept_bytes
         if hands_on:
@@ -310,10 +316,8 @@ class _Adder:
             self._again[key] = rerun_costs(tables, self.cases, made.distinct, wanted.distinct)
         return self._again[key]
 
-    # -- variables and edges -----------------------------------------------------------------
-
     def _mode_variable(self, r: int) -> int | None:
-        """None where there is nothing to choose."""
+        """Add a range's mode variable; None if there is a single mode."""
         if len(self.modes) == 1:
             return None
         name = self.ranges.analysis.operators[self.ranges.wanted[r].start].name
@@ -328,7 +332,7 @@ class _Adder:
         return len(self.builder.variables) - 1
 
     def _join(self, v: int, r: int, variable: int | None, cost_s: Array, size_bytes: Array) -> None:
-        """What a variable's choice costs in every mode of a range."""
+        """Add what a variable's choices cost in every mode of a range."""
         if variable is None:
             own = self.builder.variables[v]
             own.cost_s = own.cost_s + cost_s[:, 0]
@@ -339,7 +343,7 @@ class _Adder:
         )
         tie = self._intern(np.zeros((1, *cost_s.shape[1:])))
         u, w = variable, v
-        if not begins_within:  # what a block hands on comes before the next one's mode
+        if not begins_within:  # v hands a value to the range, so the edge leads to the mode
             u, w = v, variable
             cost_s, tie, size_bytes = (
                 self._intern(a.swapaxes(1, 2)) for a in (cost_s, tie, size_bytes)
@@ -362,7 +366,7 @@ class _Adder:
             self._of(v, r)[1][:, k] += size_bytes
 
     def _places(self, mode: Recompute | None) -> Iterator[int]:
-        """Where a mode is among those to choose from; "attention-core" runs again in full."""
+        """The indices of a mode among `modes`; "attention-core" runs again in full."""
         for k, own in enumerate(self.modes):
             if own == mode or (own == "attention-core" and mode == "full"):
                 yield k
@@ -375,19 +379,19 @@ class _Adder:
         return self._joined[v, r]
 
     def _intern(self, array: Array) -> Array:
-        """One array for all that are equal: alike blocks stay alike."""
+        """One array object for all equal arrays, so that equal blocks stay equal."""
         array = np.ascontiguousarray(array, dtype=np.float64)
         return self._interned.setdefault((array.shape, array.tobytes()), array)
 
 
 @lru_cache(maxsize=64)
 def _equality(n: int) -> tuple[Array, Array]:
-    """Costs and ties, [1, n, n], that allow equal choices alone."""
+    """(costs, ties) [1, n, n] that allow only equal choices."""
     return np.where(np.eye(n, dtype=bool), 0.0, np.inf)[None], np.zeros((1, n, n))
 
 
 @lru_cache(maxsize=64)
 def _pair_codes(n: int, m: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """The first and the second of every pair out of n and m."""
+    """[n * m]: the first and the second of every pair."""
     first, second = np.divmod(np.arange(n * m), m)
     return first, second

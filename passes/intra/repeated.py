@@ -1,11 +1,13 @@
-"""The problem of a program with repeated blocks, from that of the same program with few of them.
+"""The problem of a program with repeated blocks, built from the problem of its folded program.
 
-A folded program (`folding.py`) has the first two blocks of a run and the last. In its problem the
-variables of the second stand for those of every block between the first and the last: copies, of
-which each makes choices of its own (`solvers/repeats.py`). A variable belongs to the block where
-its group of operators begins, or where all its readers are. What the first block hands on to the
-second is what copies hand on, where both have the like variable. So the optimum is that of the
-whole program; where a block is joined otherwise, there is no such problem (`repeated_problem`).
+A folded program (`passes/analysis/folding.py`) has the first two blocks of a run and the last one.
+The variables of the second block stand for those of every block between the first and the last.
+Each such block is a *copy* and chooses for itself (`passes/solvers/repeats/repeats.py`). A variable
+belongs to the block in which its group of operators begins, or which has all its readers.
+
+Variables of the first block that are joined to the second each have a counterpart in the second.
+Copies are joined to the next copy through these counterparts. So the optimum is that of the whole
+program. If blocks are joined in any other way, there is no such problem (`repeated_problems`).
 """
 
 from __future__ import annotations
@@ -31,19 +33,19 @@ from autopar.passes.solvers.repeats import (
 from autopar.placement import Spec
 from autopar.program import OperatorStrategy, Recomputed, Storage
 
-# (run, block) of a folded operator or of a variable; None: outside all runs, or in several blocks.
+# (run, block) of a folded operator or variable; None: outside all runs, or in several blocks.
 Place = tuple[int, int] | None
 _FIRST, _COPIED, _LAST = 0, 1, 2
 
 
 def repeated_problems(folded: Folded, problems: IntraOpProblems) -> Repeated | None:
-    """The whole program's problems; None where one block does not stand for the others exactly."""
+    """The whole program's problems; None if one block cannot stand exactly for the others."""
     return _Maker(folded, problems).make()
 
 
 @dataclass(frozen=True, eq=False)
 class Repeated:
-    """The whole program's problems in several cases, and how their choices are read."""
+    """The whole program's problems in several cases, and how to read their choices."""
 
     folded: Folded
     folded_problem: IntraOpProblem
@@ -55,13 +57,13 @@ class Repeated:
 
     @cached_property
     def plan(self) -> RepeatedPlan | None:
-        """The `quick_plan` of all cases."""
+        """The `quick_plan` of the problems; all cases share it."""
         return quick_plan(self.problems)
 
     @cached_property
     def is_once(self) -> BoolArray:
-        """[numbers of a row]: of costs, what a step pays once, whatever its microbatches: updates,
-        and parameters converted once."""
+        """[numbers of a row]: which costs a step pays once, whatever its microbatches: updates and
+        parameters that are converted once."""
         layout, problem = self.problems.layout, self.folded_problem
         out = np.zeros(layout.n_numbers, dtype=bool)
         for v in range(len(problem.candidates), self.n_variables):
@@ -76,7 +78,7 @@ class Repeated:
         return out
 
     def operators(self, choice: RepeatedChoice) -> dict[str, OperatorStrategy]:
-        """Per operator of the whole program, its specs."""
+        """Operator of the whole program -> its strategy."""
         out = {}
         for whole, f, copy in self._stand_ins:
             v = self.group_of[f]
@@ -88,7 +90,7 @@ class Repeated:
         return out
 
     def storage(self, choice: RepeatedChoice) -> dict[str, Storage]:
-        """Per parameter of the whole program, how it is stored."""
+        """Parameter of the whole program -> its storage."""
         variables, storages = self.folded_problem.parameter_variables, self.folded_problem.storages
         out = {name: storages[name][choice.base[v]] for name, v in variables.items()}
         parameters = self.folded.whole.program.parameters
@@ -105,16 +107,16 @@ class Repeated:
 
     @property
     def n_written_out(self) -> int:
-        """Variables of the whole program's problem, with all copies of blocks."""
+        """The number of variables of the whole program's problem, with all copies of blocks."""
         copies = sum(len(repeat.block) * (repeat.count - 1) for repeat in self.problems.repeats)
         return self.n_variables + copies
 
     def boundaries(self, choice: RepeatedChoice, side: Side) -> dict[str, Spec]:
-        """Value -> how it crosses, of the values on one side."""
+        """Value -> its spec, for the values that cross on one side."""
         return self.folded_problem.boundaries(choice.base, side)
 
     def recomputed(self, choice: RepeatedChoice) -> tuple[Recomputed, ...]:
-        """What runs again in backward, in order; ranges lie within blocks."""
+        """The ranges that run again in backward, in order; each lies within a block."""
         names = [operator.name for operator in self.folded.whole.operators]
         found = []
         for (mode, copy), items in itertools.groupby(self._modes, lambda item: item[:2]):
@@ -129,8 +131,8 @@ class Repeated:
 
     @cached_property
     def _modes(self) -> list[tuple[int | None, int | None, int]]:
-        """Per operator of the whole program: the range of the folded one that it is like, the copy,
-        and its own position."""
+        """Per operator of the whole program: the index of its range in the folded problem, its
+        copy, and its position."""
         folded, out = self.folded, []
         place = {n: k for k, of in enumerate(self.folded_problem.modes) for n in of.operators}
         for i, f in enumerate(folded.stands_for):
@@ -145,7 +147,7 @@ class Repeated:
         return out
 
     def _chosen(self, choice: RepeatedChoice, v: int, copy: int | None) -> int:
-        """What variable v chooses in a copy of its block; outside blocks there is but one."""
+        """The choice of variable v in a copy of its block; outside blocks there is one choice."""
         if copy is not None:
             for repeat, rows in zip(self.problems.repeats, choice.copies, strict=True):
                 if v in repeat.block:
@@ -154,10 +156,11 @@ class Repeated:
 
     @cached_property
     def _stand_ins(self) -> list[tuple[int, int, int | None]]:
-        """Per operator of the whole, the folded operator whose placement it takes, and the copy.
+        """Per operator of the whole program: its position, the folded operator whose placement it
+        takes, and the copy.
 
-        Where the second block's operator has joined a group of the first, that of the third has
-        joined one of the copies.
+        If the second block's operator is in a group of the first block, the third block's operator
+        is in a group of the first copy, and so on.
         """
         folded, out = self.folded, []
         blocks = [set(repeat.block) for repeat in self.problems.repeats]
@@ -182,14 +185,18 @@ class Repeated:
 
 
 def places_of(folded: Folded, run: Run, offset: int) -> tuple[int, int, int]:
-    """The folded operators at one offset of a run's blocks: the first, the copied, the last."""
+    """The folded operators at one offset of a run's blocks: first, copied and last block."""
     first = folded.stands_for[run.start] + offset
     return first, first + run.period, first + 2 * run.period
 
 
 def placed_once(folded: Folded, n_microbatches: int) -> dict[str, int]:
-    """Operators of copied blocks in groups that begin outside all runs (each block masks one
-    tensor, say): such a group has the like of every block, and is no copy's."""
+    """Operator of a copied block -> the number of blocks it stands for, if its group begins outside
+    all runs.
+
+    Such a group has the operators of every block (each block masks one tensor, say), so it belongs
+    to no copy.
+    """
     blocks = {o.name: folded.block_of(f) for f, o in enumerate(folded.analysis.operators)}
     out = {}
     for group in folded.analysis.groups(n_microbatches):
@@ -223,13 +230,16 @@ class _Maker:
             repeats.append(repeat)
         try:
             whole = RepeatedProblems(self.numbers, tuple(repeats))
-        except ProblemError:  # a block is joined to others in a way that copies are not
+        except ProblemError:  # a block is joined to others in a way that copies cannot be
             return None
         return Repeated(self.folded, self.problem, whole, self.group_of)
 
     def _groups_repeat(self) -> bool:
-        """Are the groups of the copied block's operators those of the first, of the copies, or one
-        for all blocks, and is no parameter shared by blocks?"""
+        """Do groups repeat with the blocks, and is no parameter shared by blocks?
+
+        The group of a copied operator must begin in its own block or in the one before, or be one
+        group for all blocks.
+        """
         for r, run in enumerate(self.folded.runs):
             for offset in range(run.period):
                 _, copied, last = places_of(self.folded, run, offset)
@@ -244,13 +254,13 @@ class _Maker:
         return not any(self._blocks_read(v) for v in shared)
 
     def _blocks_read(self, v: int) -> bool:
-        """Is a parameter read in several blocks of a run?"""
+        """Do several blocks of a run read a parameter?"""
         places = {self.places[g] for g in self._groups_of[v]} - {None}
         return len(places) > 1
 
     @cached_property
     def _groups_of(self) -> list[frozenset[int]]:
-        """The groups that each variable belongs to: itself, or all that read it."""
+        """Per variable, its groups: itself if it is a group, else all groups that read it."""
         n = len(self.numbers.sizes)
         readers: dict[int, list[int]] = {}
         for edge in self.numbers.edges:
@@ -265,7 +275,7 @@ class _Maker:
 
     @cached_property
     def places(self) -> list[Place]:
-        """The block of every variable."""
+        """The place of every variable."""
         of_groups = [self.folded.block_of(members[0]) for members in self.members]
         kept = [self._kept_block(place) for place in of_groups]
         out: list[Place] = []
@@ -289,25 +299,25 @@ class _Maker:
             if found is None or found not in block:
                 return None
             like[u] = found
-        # What the copies hand on to the last block is what they hand on to each other.
+        # Copies must reach the last block through the variables that join them to each other.
         handed_on = {v for v, w in self._edges() if w in after and v in block}
         if not handed_on <= set(like.values()):
             return None
         return Repeat(block, like, after, run.count - 2)
 
     def _joined_before(self, r: int) -> set[int]:
-        """The variables of the first block that the copied one is joined to."""
+        """The variables of the first block that are joined to the copied block."""
         first, copied = (r, _FIRST), (r, _COPIED)
         return {u for u, v in self._edges() if (self.places[u], self.places[v]) == (first, copied)}
 
     def _edges(self) -> Iterator[tuple[int, int]]:
-        """Every edge, from both ends."""
+        """Every edge, in both directions."""
         for edge in self.numbers.edges:
             yield edge.u, edge.v
             yield edge.v, edge.u
 
     def _like(self, u: int, period: int) -> int | None:
-        """The group whose operators are those of group u one period on, with the same choices."""
+        """The counterpart of group u one period later, if it has equal choices; else None."""
         if u >= len(self.members):
             return None
         moved = tuple(f + period for f in self.members[u])

@@ -17,9 +17,14 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class RerunCosts:
-    """Of the reshards between what two variables' choices say, [cases, specs made, specs wanted]:
-    seconds of one microbatch's forward, of its local moves alone, bytes of what its collectives
-    make, their number, and that of all moves."""
+    """Costs of the reshards between two variables: [cases, specs made, specs wanted] each.
+
+    forward_s     seconds of one microbatch's forward
+    local_s       the part of them in local moves
+    kept_bytes    bytes of the results of collectives
+    calls         number of collectives
+    moves         number of moves
+    """
 
     forward_s: Array
     local_s: Array
@@ -29,7 +34,7 @@ class RerunCosts:
 
 
 def n_shards_of(specs: Sequence[Spec], cases: Cases) -> Array:
-    """[cases, specs]: into how many parts each cuts a tensor."""
+    """[cases, specs]: the number of shards of a tensor."""
     is_cut = np.array([[p.is_shard for p in spec.placements] for spec in specs], dtype=bool)
     found: Array = np.where(is_cut, cases.sizes[:, None, :], 1).prod(axis=2).astype(np.float64)
     return found
@@ -38,7 +43,7 @@ def n_shards_of(specs: Sequence[Spec], cases: Cases) -> Array:
 def rerun_costs(
     tables: ReshardTables, cases: Cases, made: Sequence[Spec], wanted: Sequence[Spec]
 ) -> RerunCosts:
-    """Sums over the moves of the cheapest paths."""
+    """The `RerunCosts` of the cheapest paths between two lists of specs."""
     graph, size_bytes = tables.graph, tables.size_bytes
     lines = primitive_lines(graph, cases.meshes).of(cases.mesh_of)
     seconds = lines.seconds(size_bytes)[:, graph.forward]

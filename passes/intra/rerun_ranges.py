@@ -1,14 +1,14 @@
-"""What of a range of operators runs again, and who holds what, before any placement.
+"""Which operators of a range run again, and who holds which values, before any placement.
 
-A range that is recomputed ends, as its segment will (`segments.py`), with the last operator of
-which backward needs something that is made within; what comes after runs outside, once. Values go
-by the value whose storage they have. A value is held by
+A recomputed range ends with the last operator whose backward needs something made in the range, as
+its segment will (`passes/lowering/segments.py`). The operators after it run once, outside. Values
+are identified by the value that owns their storage. The *parties* that may hold a value are
 
-    the operators that keep it for backward    unless they are in a range that runs again
-    the ranges that take it                    if they run again
+    the operators that save it for backward    unless they are in a range that runs again
+    the ranges that take it as input           if they run again
 
-What one range alone has to do with costs what that range's mode says. What several parties hold is
-held all the same: it is charged whatever their modes.
+If one range is the only party, its mode decides what the value costs. If there are several parties,
+the value is charged whatever their modes.
 """
 
 from __future__ import annotations
@@ -21,23 +21,26 @@ from functools import cached_property
 from autopar.passes.analysis import Analysis
 from autopar.rules import FUSED, OpRule, rule_for
 
-# Positions in `Analysis.operators`, next to each other.
+# Consecutive positions in `Analysis.operators`.
 Positions = range
-# A range, by its place among all; None: outside of all.
+# The index of a range; None: outside all ranges.
 Party = int | None
 
 
 @dataclass(frozen=True, eq=False)
 class RerunRanges:
-    """Ranges of a program that may run again: `wanted`, without what comes after their ends; those
-    of which backward needs nothing are none."""
+    """The ranges of a program that may run again.
+
+    `wanted` are the full ranges; `every` drops the operators after their ends. A range is empty if
+    backward needs nothing from it.
+    """
 
     analysis: Analysis
     wanted: tuple[Positions, ...]
 
     @cached_property
     def every(self) -> tuple[Positions, ...]:
-        """Up to the last operator of which backward needs something, per one wanted."""
+        """Per range of `wanted`, its part up to the last operator that saves something from it."""
         return tuple(self._needed(positions) for positions in self.wanted)
 
     @cached_property
@@ -47,7 +50,7 @@ class RerunRanges:
 
     @cached_property
     def party_of(self) -> Mapping[int, int]:
-        """Position -> the range that has it."""
+        """Position -> the range that contains it."""
         return {i: r for r, positions in enumerate(self.every) for i in positions}
 
     def rule(self, i: int) -> OpRule:
@@ -57,8 +60,11 @@ class RerunRanges:
         return self.rule(i).flops is not None
 
     def runs_again(self, i: int) -> bool:
-        """Does an operator of a range run again? The last does not where it saves before it runs
-        (`segments._saves_before_it_runs`)."""
+        """Does an operator of a range run again?
+
+        The last one does not if it saves only its inputs, because it saves them before it runs
+        (`_saves_before_it_runs` in `passes/lowering/segments.py`).
+        """
         last = self.every[self.party_of[i]][-1]
         if i < last:
             return True
@@ -68,8 +74,10 @@ class RerunRanges:
         return bool(saved.outputs) or not (is_plain or not saved.other_bytes)
 
     def product_of_sum(self, i: int) -> str | None:
-        """What a product made, where an operator does nothing but add a bias to that: they run as
-        one, unless a reshard stands between (`fuse.py`)."""
+        """The matmul result to which an operator only adds a bias; else None.
+
+        The two run as one unless a reshard is between them (`passes/lowering/fusion.py`).
+        """
         operator = self.analysis.operators[i]
         if str(operator.call.op) != "aten.add.Tensor" or len(operator.inputs) != 2:
             return None
@@ -92,7 +100,7 @@ class RerunRanges:
 
     @cached_property
     def taken(self) -> tuple[tuple[str, ...], ...]:
-        """Per range, what it takes of what other operators or stages make."""
+        """Per range, the values it reads that other operators or stages make."""
         found = []
         for positions in self.every:
             inputs = (n for i in positions for n in self.analysis.operators[i].inputs)
@@ -112,7 +120,7 @@ class RerunRanges:
 
     @cached_property
     def parties(self) -> Mapping[str, frozenset[Party]]:
-        """Who may hold each value."""
+        """Value -> the parties that may hold it."""
         found: dict[str, set[Party]] = {}
         for i in range(len(self.analysis.operators)):
             for value in _kept(self.analysis, i):
@@ -124,12 +132,12 @@ class RerunRanges:
 
     @cached_property
     def kept(self) -> frozenset[str]:
-        """What some operator keeps."""
+        """The values that some operator saves for backward."""
         n = len(self.analysis.operators)
         return frozenset(self.owner(v) for i in range(n) for v in _kept(self.analysis, i))
 
     def is_only(self, value: str, r: int) -> bool:
-        """Does what becomes of a value hang on one range alone?"""
+        """Is range `r` the only party of a value?"""
         return self.parties.get(self.owner(value), frozenset()) <= {r}
 
     def _needed(self, positions: Positions) -> Positions:
@@ -146,7 +154,7 @@ class RerunRanges:
 
 
 def _kept(analysis: Analysis, i: int) -> Sequence[str]:
-    """The values that an operator keeps for backward."""
+    """The values that an operator saves for backward."""
     operator, saved = analysis.operators[i], analysis.saved.get(analysis.operators[i].name)
     if saved is None:
         return ()

@@ -1,10 +1,11 @@
-"""A stage lowered with few of its repeated blocks, to be priced.
+"""Lowers a stage with few of its repeated blocks, to price it.
 
-Blocks next to each other that are placed alike do the like: of a stretch of them the first, where
-what came before may be placed otherwise, the second, which stands for those up to the last, and the
-last are lowered. Every block between has its like before it and after it, so it costs what the
-second costs, and changes what is held by as much (`autopar/program/abridged.py`, `cost/memory/ledger.py`): the
-price is exact, in a time that does not grow with depth.
+Consecutive blocks that are placed alike cost the same. Of such a group three blocks are lowered:
+the first, because the blocks before it may be placed otherwise; the second, which stands for all
+blocks up to the last; and the last. Every block that is left out has an equal block before and
+after it. So it costs what the second costs, and changes the live bytes by as much
+(`autopar/program/abridged.py`, `cost/memory/ledger.py`). The price is exact, and the time to find
+it does not grow with depth.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from autopar.program import CallLine, FreeLine, Recomputed, RepeatedLines, Stage
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Blocks `first` to `last` of a run, placed alike."""
+    """Blocks `first` to `last` of a run, all placed alike."""
 
     first: int
     last: int
 
     @property
     def n_like(self) -> int:
-        """For how many the second block stands."""
+        """How many blocks the second one stands for."""
         return max(1, self.last - self.first - 1)
 
     @property
@@ -45,7 +46,7 @@ class Abridger:
     _folded: dict[tuple[tuple[int, ...], ...], Folded] = field(default_factory=dict, init=False)
 
     def lower(self, strategy: Strategy, cost: CostModel) -> StageProgram:
-        """The stage program of a strategy of the whole, with `repeats`."""
+        """The stage program with `repeats`, for a strategy of the whole program."""
         found = [self._stretches(run, strategy) for run in self.runs]
         blocks = tuple(tuple(b for s in stretches for b in s.kept) for stretches in found)
         if blocks not in self._folded:
@@ -62,7 +63,10 @@ class Abridger:
         return replace(program, repeats=repeats, every_parameter=_every_parameter(folded))
 
     def _stretches(self, run: Run, strategy: Strategy) -> list[_Stretch]:
-        """Runs of blocks that are placed alike; what another stage reads may be anywhere in one."""
+        """The groups of consecutive blocks of a run that are placed alike.
+
+        If another stage reads a value made before the last block, every block is its own group.
+        """
         again = {
             name: (item.mode, name == item.operators[0])
             for item in strategy.recomputed
@@ -92,8 +96,10 @@ class Abridger:
     def _recomputed(
         self, strategy: Strategy, blocks: Sequence[Sequence[int]]
     ) -> tuple[Recomputed, ...]:
-        """What is recomputed from an operator on that is kept: where it goes on in the next block,
-        in the next one that is kept."""
+        """The recomputed ranges that begin in a kept block.
+
+        A range that continues in the next block continues in the next kept block.
+        """
         operators = self.analysis.operators
         place = {o.name: i for i, o in enumerate(operators)}
         found = []
@@ -106,8 +112,10 @@ class Abridger:
         return tuple(found)
 
     def _moved(self, i: int, first: int, blocks: Sequence[Sequence[int]]) -> int | None:
-        """Where operator i of a range that begins with operator `first` is, of what is kept; None
-        where the range begins in a block that is not."""
+        """The kept operator for operator `i` of a range that begins with operator `first`.
+
+        None if the range begins in a block that is left out.
+        """
         for run, kept in zip(self.runs, blocks, strict=True):
             if not run.start <= i < run.end:
                 continue
@@ -123,7 +131,7 @@ class Abridger:
 
 
 def _repeat(program: StageProgram, folded: Folded, run: Run, stretch: _Stretch) -> RepeatedLines:
-    """The lines of the second block of a stretch, and what it alone reads."""
+    """The lines of the second block of a group, and the constants that only it reads."""
     whole, captured = folded.whole.operators, folded.analysis.program
     own = {o.name: o for o in folded.analysis.operators}
     block = [own[whole[i].name] for i in run.block(stretch.first + 1)]
@@ -142,7 +150,7 @@ def _repeat(program: StageProgram, folded: Folded, run: Run, stretch: _Stretch) 
 
 
 def _every_parameter(folded: Folded) -> tuple[str, ...]:
-    """The parameters of the whole, each by the name of the one that stands for it."""
+    """Per parameter of the whole program, the name of the one that stands for it."""
     own, instead = folded.analysis.program.parameters, dict[str, str]()
     for operator, f in zip(folded.whole.operators, folded.stands_for, strict=True):
         instead.update(zip(operator.inputs, folded.analysis.operators[f].inputs, strict=True))
@@ -151,7 +159,7 @@ def _every_parameter(folded: Folded) -> tuple[str, ...]:
 
 
 def _end(program: StageProgram, keys: Sequence[str]) -> int:
-    """After the last line of operators, and the frees that follow it."""
+    """The position after the last line of these operators and the frees that follow it."""
     wanted = frozenset(keys)
     lines = enumerate(program.body)
     end = 1 + max(i for i, line in lines if isinstance(line, CallLine) and line.key in wanted)

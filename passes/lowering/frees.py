@@ -1,4 +1,4 @@
-"""Where values of a lowered body end: frees, and gathers that backward repeats."""
+"""Where the variables of a lowered body end: frees, and gathers that backward repeats."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autopar.program import (
 
 
 def with_regathers(program: StageProgram) -> StageProgram:
-    """Count, for every gathered parameter, how often backward gathers it again."""
+    """`program` with the number of times that backward repeats each gather."""
     if not any(isinstance(line, GatherLine) for line in program.body):
         return program
     counts = Counter(line.out.name for lines in regathered(program).values() for line in lines)
@@ -34,9 +34,9 @@ def with_regathers(program: StageProgram) -> StageProgram:
 
 
 def with_frees(program: StageProgram) -> StageProgram:
-    """Insert a `FreeLine` after the last use of every variable the body defines.
+    """`program` with a `FreeLine` after the last use of every variable that the body defines.
 
-    What a segment takes is its caller's, and is freed after it.
+    The inputs of a segment belong to its caller, so they are freed after the segment.
     """
     body, last = program.body, _last_uses(program)
     spans = {i: s for s in program.segments for i in range(s.start, s.stop)}
@@ -71,7 +71,7 @@ def with_frees(program: StageProgram) -> StageProgram:
 
 
 def _last_uses(program: StageProgram) -> dict[str, int]:
-    """Variable that the body defines, and nobody takes -> its last use."""
+    """Variable that the body defines and does not return -> the line that uses it last."""
     last: dict[str, int] = {}
     defined: set[str] = set()
     for i, line in enumerate(program.body):

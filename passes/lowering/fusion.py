@@ -1,16 +1,16 @@
-"""A product and the bias added to it as one operator.
+"""Fuses a matmul and the bias added to it into one operator.
 
-Capture takes biases out of products, because partial sums must not add one per rank. Once
-tensors are placed, most products are whole sums, and then
+Capture splits biases from matmuls, because every rank with a partial sum would add the bias. Once
+tensors are placed, most matmuls are not partial sums, and then
 
     add(mm(x, w), b)     = addmm(b, x, w)          x: m k, w: k n, b: n
     add(linear(x, w), b) = linear(x, w, b)
 
-saves a pass over the output and a tensor of its size. It holds rank by rank whatever the
-placements are: where a reshard stands between product and bias, the sum reads another variable.
+saves a pass over the output and a tensor of its size. The fusion is right on every rank, whatever
+the placements: if a reshard stands between matmul and bias, the sum reads another variable.
 
-The fused line keeps the product's place in the model. Its predicted time is the sum of both, so
-that the prediction stays what the search has minimised; the pass saved is not credited.
+The fused line keeps the matmul's place in the model. Its predicted time is the sum of both, so the
+prediction stays the quantity that the search minimised. The saved pass is not credited.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from autopar.rules import FUSED
 def fuse_bias(
     body: Sequence[Line], parameters: Sequence[StoredParameter], kept: Set[str | None]
 ) -> list[Line]:
-    """`body` with fused products, each where its bias was added; for a body without frees.
+    """`body` with fused matmuls, each at the line that added its bias.
 
-    `kept` are variables that something reads after the body.
+    The body must have no frees yet. `kept` are the variables that are read after the body.
     """
     biases = _biases(body, parameters)
     n_reads = Counter(name for line in body for name in reads(line))
@@ -62,7 +62,7 @@ def fuse_bias(
 
 
 def _biases(body: Sequence[Line], parameters: Sequence[StoredParameter]) -> dict[str, Local]:
-    """Parameters as the body reads them, by variable."""
+    """The parameters by the variable that the body reads them from."""
     found = {line.out.name: line.out for line in body if isinstance(line, GatherLine)}
     for p in parameters:
         locals_ = [p.stored] if p.period == "use" else [use.local for use in p.uses]
@@ -71,7 +71,7 @@ def _biases(body: Sequence[Line], parameters: Sequence[StoredParameter]) -> dict
 
 
 def _summands(line: CallLine) -> Iterator[tuple[str, str]]:
-    """A plain sum of two variables, both ways round."""
+    """The two variables of a plain sum, in both orders; nothing for other lines."""
     if line.target == "aten.add.Tensor" and len(line.args) == 2 and not line.kwargs:
         first, second = line.args
         if isinstance(first, Ref) and isinstance(second, Ref):
@@ -80,7 +80,7 @@ def _summands(line: CallLine) -> Iterator[tuple[str, str]]:
 
 
 def _is_bias(bias: Local, product: CallLine, total: CallLine) -> bool:
-    """One number per column, and nothing is promoted or broadcast."""
+    """Has `bias` one number per column, and does the sum change neither shape nor dtype?"""
     before, after = product.outs[0], total.outs[0]
     return (
         before.shape == after.shape

@@ -1,4 +1,4 @@
-"""Stages that are laid out, lowered and joined to a pipeline."""
+"""Stages with their placements, lowered and joined into a pipeline."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PlacedStage:
     cost: CostModel
 
     def specs(self) -> Iterator[tuple[str, Spec]]:
-        """Where every value is, wherever an operator, storage or another stage has it."""
+        """Every value with every spec that it has: at operators, in storage and on boundaries."""
         for operator in self.analysis.operators:
             chosen = self.strategy.operators[operator.name]
             yield from zip(operator.inputs, chosen.inputs, strict=True)
@@ -32,7 +32,7 @@ class PlacedStage:
 
 
 def join(stages: Sequence[PlacedStage], order: Order, with_outputs: bool = False) -> Pipeline:
-    """Lower the stages and join them; `with_outputs` also for what the model returns."""
+    """The pipeline of the lowered stages; `with_outputs` also returns the model's outputs."""
     programs = [
         lower(s.analysis, s.strategy, s.cost, with_outputs and k == len(stages) - 1)
         for k, s in enumerate(stages)

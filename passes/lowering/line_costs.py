@@ -1,7 +1,8 @@
-"""What one lowered operator costs on one rank: time, what autograd keeps, what it needs in between.
+"""What one lowered operator costs on one rank: time, what autograd saves, and workspace.
 
-Measured on whole tensors of the global batch (`autopar/measured/saved.py`, `autopar/measured/workspace.py`) or
-counted by the operator's rule; a rank has the part that its placements leave it.
+Bytes are measured on whole tensors of the global batch (`autopar/measured/saved.py`,
+`autopar/measured/workspace.py`) or given by the formulas of the operator's rule. A rank has the
+share that its placements leave it.
 """
 
 from __future__ import annotations
@@ -31,8 +32,11 @@ from autopar.rules import rule_for
 
 @dataclass(frozen=True)
 class Price:
-    """Of one rank: flops, model flops of all ranks with backward, and seconds; `share` is its part
-    of the work, which every axis that cuts a tensor divides."""
+    """The price of one operator on one rank.
+
+    `flops` are the rank's forward FLOPs. `model_flops` are those of all ranks, with backward.
+    `share` is the rank's share of the operator: every axis that shards a tensor divides it.
+    """
 
     flops: float
     model_flops: float
@@ -48,7 +52,7 @@ class LineCosts:
     analysis: Analysis
     strategy: Strategy
     cost: CostModel
-    # By pattern, which operators that are alike have in common.
+    # By pattern, because equal operators share one.
     _prices: dict[tuple[int, OperatorStrategy], Price] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -56,7 +60,7 @@ class LineCosts:
         self.active = self.cost.mesh.active_axes
 
     def price(self, item: PlacedOperator, chosen: OperatorStrategy) -> Price:
-        """Found once for operators that are alike and placed alike."""
+        """The price of an operator; cached for equal operators that are placed alike."""
         key = id(item.pattern), chosen
         found = self._prices.get(key)
         if found is None:
@@ -88,7 +92,7 @@ class LineCosts:
         return Price(flops, whole * products, float(forward[0]), float(backward[0]), share)
 
     def share(self, operator: Operator, price: Price) -> float:
-        """One rank's part in one microbatch of bytes measured on whole tensors."""
+        """What share of the bytes measured on whole tensors one rank has, per microbatch."""
         batch = self.strategy.batch_cells
         if any(v in batch for v in (*operator.inputs, *operator.outputs)):
             return price.share / self.analysis.batch.n_splits(self.strategy.n_microbatches)
@@ -98,7 +102,7 @@ class LineCosts:
         self, operator: Operator, chosen: OperatorStrategy,
         inputs: Sequence[Local], outs: Sequence[Local], share: float,
     ) -> tuple[float, tuple[str, ...]]:  # fmt: skip
-        """What autograd keeps: bytes of its own, and variables."""
+        """What autograd saves: bytes of the operator's own, and variables."""
         saved = self.analysis.saved.get(operator.name)
         if saved is None or not any(out.has_grad for out in outs):
             return 0.0, ()
@@ -137,7 +141,10 @@ class LineCosts:
         self, operator: Operator, chosen: OperatorStrategy,
         inputs: Sequence[Local], outs: Sequence[Local],
     ) -> tuple[InnerCall, ...]:  # fmt: skip
-        """Collectives inside what replaces an operator; those of backward where it has one."""
+        """The collectives inside the function that replaces an operator.
+
+        Those of backward are included only where an input has a gradient.
+        """
         if chosen.lowered is None:
             return ()
         return tuple(
@@ -154,14 +161,14 @@ class LineCosts:
         self, formula: str, operator: Operator, chosen: OperatorStrategy,
         inputs: Sequence[Local], outs: Sequence[Local],
     ) -> float:  # fmt: skip
-        """A formula of what replaces an operator, with the sizes of one rank."""
+        """The value of a formula of the replacing function, with the sizes of one rank."""
         assert chosen.lowered is not None
         sizes = name_sizes(operator.notation, [i.shape for i in inputs], [o.shape for o in outs])
         n_ranks = math.prod(self.sizes[axis] for axis in chosen.lowered_axes)
         return chosen.lowered.value(formula, sizes, inputs[0].dtype.itemsize, n_ranks)
 
     def shares(self, operator: Operator, names: Sequence[str]) -> tuple[str | None, ...]:
-        """Per output, the variable it is a view of."""
+        """Per output, the input variable whose storage it shares; None if it has its own."""
         owners = self.analysis.storage_owners
         by_owner = {owners[v]: n for v, n in zip(operator.inputs, names, strict=True)}
         return tuple(by_owner.get(owners.get(v, v)) for v in operator.outputs)

@@ -1,8 +1,8 @@
-"""Lowering: from a strategy to the lines each rank runs.
+"""Lowering: from a strategy to the lines that each rank runs.
 
-Operators keep the captured order. A tensor is resharded right before the first operator
-that wants it elsewhere, once per distinct target, along the cheapest path; arguments that
-carry sizes are localised by the operator's rule.
+Operators keep the captured order. A tensor is resharded right before the first operator that reads
+it in another spec, once per distinct spec, along the cheapest path. The operator's rule localises
+arguments that carry sizes.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class _Lowering:
     taken: set[str] = field(default_factory=set)
     delivered: dict[tuple[str, Spec], Delivered] = field(default_factory=dict)
     constants: dict[tuple[Any, ...], str] = field(default_factory=dict)
-    # What repeated blocks have in common is found once.
+    # Caches of what repeated blocks share.
     locals: dict[tuple[str, str, Spec], Local] = field(default_factory=dict)
     shapes: dict[tuple[TensorType, Spec], tuple[int, ...]] = field(default_factory=dict)
     steps: dict[tuple[TensorType, Spec, Spec, bool], list[_TimedStep]] = field(default_factory=dict)
@@ -128,14 +128,12 @@ class _Lowering:
         return with_regathers(with_frees(again))
 
     def _accumulation(self) -> Accumulation | None:
-        """With inputs by placeholder, which is how a stage is given them."""
+        """The accumulation with inputs by placeholder, as a stage knows them."""
         if self.program.accumulation is None:
             return None
         dims, inputs = self.program.accumulation.dims, self.program.inputs
         by_placeholder = {n: dims[i.path] for n, i in inputs.items() if i.path in dims}
         return Accumulation(self.program.accumulation.n, by_placeholder)
-
-    # -- names and tensors ---------------------------------------------------------------
 
     def _unique(self, wanted: str) -> str:
         name, n = identifier(wanted), 2
@@ -178,7 +176,7 @@ class _Lowering:
     def _steps(
         self, tensor: TensorType, source: Spec, target: Spec, restricted: bool
     ) -> list[_TimedStep]:
-        """The cheapest path."""
+        """The moves of the cheapest path, with their seconds."""
         key = tensor, source, target, restricted
         if key not in self.steps:
             path = reshard_table(tensor, self.cost, restricted).path(source, target)
@@ -186,11 +184,9 @@ class _Lowering:
             self.steps[key] = [(step, *step_time_s(step, grad, price)) for step in path]
         return self.steps[key]
 
-    # -- parameters ----------------------------------------------------------------------
-
     @cached_property
     def _uses(self) -> Mapping[str, Mapping[Spec, None]]:
-        """The distinct placements every parameter is used at, in order."""
+        """Per parameter, the distinct specs that operators use it in, in order."""
         used: dict[str, dict[Spec, None]] = {name: {} for name in self.program.parameters}
         for operator in self.analysis.operators:
             chosen = self.strategy.operators[operator.name]
@@ -220,7 +216,7 @@ class _Lowering:
         )  # fmt: skip
 
     def _storage(self, name: str) -> Storage:
-        """How it is kept, in the words of its type: a frozen parameter has no I."""
+        """How a parameter is stored, with a spec that its type allows: a frozen one has no I."""
         storage = self.strategy.storage[name]
         return replace(storage, spec=written(self.types[name], storage.spec, self.sizes))
 
@@ -240,10 +236,8 @@ class _Lowering:
         )  # fmt: skip
         return variable
 
-    # -- operators -----------------------------------------------------------------------
-
     def _argument(self, operator: Operator, position: int, spec: Spec) -> str:
-        """The variable that holds an operator's input at the placement it wants."""
+        """The variable that holds an operator's input in the spec that it reads."""
         value = operator.inputs[position]
         if value in self.program.parameters:
             storage = self._storage(value)
@@ -274,7 +268,10 @@ class _Lowering:
         return self.delivered[value, spec].local.name
 
     def _first_equal(self, value: str) -> str:
-        """Of constants that are one tensor, cut alike, only the first is delivered."""
+        """The first constant that is the same tensor, sharded alike; only this one is delivered.
+
+        A value that is no constant stands for itself.
+        """
         constant = self.program.constants.get(value)
         if constant is None:
             return value
@@ -332,7 +329,7 @@ class _Lowering:
     def _arguments(
         self, node: torch.fx.Node, operator: Operator, names: Sequence[str]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The captured arguments with tensors replaced, in schema order, by variables."""
+        """The captured arguments, in schema order, with variables in place of tensors."""
         waiting = list(names)
 
         def replace(value: Any) -> Any:
@@ -353,18 +350,16 @@ class _Lowering:
         self, operator: Operator, chosen: OperatorStrategy,
         args: tuple[Any, ...], kwargs: Mapping[str, Any],
     ) -> tuple[Any, ...]:  # fmt: skip
-        """The arguments of the function that replaces an operator; those not given by default."""
+        """The arguments of the function that replaces an operator; missing ones have defaults."""
         assert chosen.lowered is not None
         schema = operator.call.args
         values = {**schema, **dict(zip(schema, args, strict=False)), **kwargs}
         values[GROUP] = Ref(group_name(self.cost.mesh.names, chosen.lowered_axes))
         return tuple(values[name] for name in chosen.lowered.arguments)
 
-    # -- other stages --------------------------------------------------------------------
-
     def _receive(self, value: str) -> Boundary:
         spec = self.strategy.received.get(value)
-        if spec is None:  # only the user wants it: no plan has decided how it crosses
+        if spec is None:  # it crosses only for the user's outputs, so no plan gives its spec
             spec = boundary_specs(self.types[value], self.sizes, "received")[0]
         name = self._unique(value)
         self.produced[value], self.variables[value, spec] = spec, name
@@ -377,8 +372,6 @@ class _Lowering:
         name = self._resharded(value, spec)
         return Boundary(self._local(name, value, spec), value, self.program.value_key(value))
 
-    # -- results -------------------------------------------------------------------------
-
     def _loss(self) -> str:
         loss = self.program.loss
         assert loss is not None
@@ -387,7 +380,7 @@ class _Lowering:
         return self._resharded(loss, goal, phase="loss")
 
     def _changed(self, buffer: BufferInfo) -> ChangedBuffer:
-        """What a buffer holds after the microbatch: whole on every rank, as it is kept."""
+        """What a buffer holds after the microbatch: replicated, as it is stored."""
         value = buffer.update
         assert value is not None and not self.types[value].has_grad
         whole = Spec.everywhere(R, self.sizes)
@@ -399,7 +392,7 @@ class _Lowering:
         return ChangedBuffer(buffer.name, buffer.aliases, buffer.persistent, local)
 
     def _output(self, value: str) -> str:
-        """A model output whole on every rank, out of autograd."""
+        """A model output, replicated and detached from autograd."""
         if value not in self.produced:
             return self._deliver(value, Spec.everywhere(R, self.sizes))
         spec = without_gradient(self.produced[value], self.sizes)

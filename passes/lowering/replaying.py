@@ -1,8 +1,8 @@
-"""Replay: from the texts of a plan back to a `Strategy`, refusing what is not legal.
+"""Replay: turns the texts of a plan back into a `Strategy`, and refuses what is not legal.
 
-Every operator's specs must be, axis by axis, one of the strategies its rule allows, and must
-divide; every storage must be legal and convertible. This is how saved plans run, how every
-rank takes rank 0's plan, and how a hand-edited plan is checked.
+On every axis, an operator's specs must be one of the strategies that its rule allows, and must
+divide. Every storage must be legal and convertible. Saved plans run this way, every rank takes
+rank 0's plan this way, and hand-edited plans are checked this way.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from autopar.rules import AxisStrategy
 def stage_record(
     analysis: Analysis, strategy: Strategy, view: LogicalMesh, mesh_shape: tuple[int, int]
 ) -> StageRecord:
-    """A strategy of one stage's program as the texts of a plan."""
+    """A stage's strategy as the texts of a plan."""
     program = analysis.program
     first = next(program.operators)
     return StageRecord(
@@ -59,9 +59,9 @@ def stage_record(
 
 
 def replay_ends(program: Program, stages: Sequence[StageRecord]) -> tuple[int, ...]:
-    """Where the stages of a plan end, as `passes.cut.cut` takes it.
+    """Where the stages of a plan end, as `cut` (`passes/analysis/cutting.py`) takes it.
 
-    Raises `PlanError` where a stage begins at no operator, or before the one in front of it.
+    Raises `PlanError` for a stage that begins at no operator, and for stages out of order.
     """
     position = {program.keys[node.name]: i for i, node in enumerate(program.operators)}
     starts = []
@@ -86,10 +86,9 @@ def replay(
     n_microbatches: int,
     forbid: Collection[str] = (),
 ) -> Strategy:
-    """The strategy that the texts of a plan describe, on one stage's program.
+    """The strategy that the texts of a plan describe, for one stage's program.
 
-    Raises `PlanError` for names that are not in the graph or are missing, and for a
-    placement that is not legal, with the reason.
+    Raises `PlanError` for unknown and missing names, and for illegal placements, with the reason.
     """
     program, sizes = analysis.program, tuple(stage.axes.values())
     types = analysis.microbatch_types(n_microbatches).tensors
@@ -115,7 +114,7 @@ def replay(
 
 
 def _recomputed(program: Program, texts: Mapping[str, str]) -> tuple[Recomputed, ...]:
-    """Disjoint ranges of operators, in order."""
+    """The recomputed ranges of operators, in order; they must not overlap."""
     names = [node.name for node in program.operators]
     position = {program.keys[name]: i for i, name in enumerate(names)}
     found: list[tuple[int, int, Recompute]] = []
@@ -133,8 +132,8 @@ def _recomputed(program: Program, texts: Mapping[str, str]) -> tuple[Recomputed,
     for start, stop, _ in found:
         if start <= end or stop < start:
             raise PlanError(
-                f"the plan recomputes from {program.keys[names[start]]!r}, which is behind the "
-                "end of that range, or in another one",
+                f"the plan recomputes a range from {program.keys[names[start]]!r} on that ends "
+                "before it begins, or overlaps another range",
                 hint="ranges end where they begin or later, and do not overlap",
             )
         end = stop
@@ -145,7 +144,10 @@ def _boundaries(
     program: Program, values: Sequence[str], texts: Mapping[str, str],
     types: Mapping[str, TensorType], sizes: Sequence[int], side: Side,
 ) -> dict[str, Spec]:  # fmt: skip
-    """How values cross. One that the plan does not name crosses only for the user's outputs."""
+    """The specs of values that cross a boundary, on one side of it.
+
+    A value that the plan does not name crosses only for the user's outputs.
+    """
     keys = {program.value_key(v): v for v in values}
     unknown = sorted(set(texts) - set(keys))
     if unknown:
@@ -237,7 +239,7 @@ def _match(
     item: PlacedOperator, axis: int, inputs: Sequence[Spec], outputs: Sequence[Spec],
     key: str, where: str,
 ) -> AxisStrategy:  # fmt: skip
-    """An operator's strategy on `axis`; raises `PlanError` when no strategy fits."""
+    """An operator's strategy on `axis`. Raises `PlanError` if no strategy fits."""
     wanted = tuple(s.placements[axis] for s in inputs), tuple(s.placements[axis] for s in outputs)
     for strategy in item.strategies:
         if (strategy.inputs, strategy.outputs) == wanted:

@@ -1,18 +1,18 @@
-"""Which lines run again in backward: from operators that a strategy recomputes to segments.
+"""Which lines run again in backward: turns the operators that a strategy recomputes into segments.
 
-A segment begins with what is done for its first operator (reshards, gathers), and ends with the
-last line of which backward needs something that a segment does not keep: a result of its own, or
-what only that operator knows. What comes after (the last product's reduction, a sum, a dropout)
-keeps nothing, so running it again would be for nothing; it runs outside, once.
+A segment begins with the reshards and gathers for its first operator. It ends with the last line
+whose backward needs something that the segment does not keep: a result of the segment, or bytes
+that only that operator saves. The lines after it (the last matmul's reduction, a sum, a dropout)
+keep nothing, so running them again would be useless. They stay outside and run once.
 
-torch.utils.checkpoint stops running again when it has all that autograd saved. Where the last
-line saves only what it reads, that is before it runs (`Segment.stops_early`): the last product
-of a block is not done twice.
+torch.utils.checkpoint stops as soon as it has all that autograd saved. If the last line saves
+nothing but what it reads, that is before it runs (`Segment.stops_early`): the last matmul of a
+block does not run twice.
 
-In mode "selective" the results of lines with products and of reshards that communicate are kept.
-A parameter is gathered again all the same: what is kept of a block is its activations. A product
-of which only such a reshard reads (a partial sum, as large as the whole) is not kept besides: of
-it nothing is needed again (`Segment.handed_on`).
+In mode "selective", the results of lines with matmul FLOPs and of reshards that communicate are
+kept. Parameters are gathered again all the same: only the activations of a block are kept. If only
+a kept reshard reads the result of a matmul (a partial sum, as large as the whole), that result is
+not kept, because nothing needs it again (`Segment.handed_on`).
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from autopar.program import (
     writes,
 )
 
-# A span of lines, as [start, stop).
+# A range of lines, as [start, stop).
 _Span = tuple[int, int]
 
 
 def with_segments(
     program: StageProgram, wanted: Sequence[Recomputed], captured: Program
 ) -> StageProgram:
-    """`program`, before it has frees, with the segments of what a strategy recomputes.
+    """`program` with the segments of what a strategy recomputes.
 
-    Operators of which backward needs nothing make none.
+    The program must have no frees yet. Operators whose backward needs nothing make no segment.
     """
     found: list[Segment] = []
     taken = {*program.given, *(name for line in program.body for name in writes(line))}
@@ -65,7 +65,7 @@ def with_segments(
 
 
 def _span(body: Sequence[Line], keys: Collection[str]) -> _Span | None:
-    """From what is done for the first operator to the last one."""
+    """The lines from the first reshard or gather for these operators to the last operator."""
     calls = [(i, line.key) for i, line in enumerate(body) if isinstance(line, CallLine)]
     inside = [n for n, (_, key) in enumerate(calls) if key in keys]
     if not inside:
@@ -75,7 +75,7 @@ def _span(body: Sequence[Line], keys: Collection[str]) -> _Span | None:
 
 
 def _owners(body: Sequence[Line]) -> list[Mapping[str, str]]:
-    """Per line, the owners of what it touches."""
+    """Per line, the storage owners of the variables that it reads or writes."""
     return [
         {n: owner[n] for n in (*reads(line), *writes(line)) if n in owner}
         for line, owner in zip(body, storage_owners(body), strict=True)
@@ -85,7 +85,7 @@ def _owners(body: Sequence[Line]) -> list[Mapping[str, str]]:
 def _last_needed(
     program: StageProgram, span: _Span, owners: Sequence[Mapping[str, str]]
 ) -> int | None:
-    """The last line whose backward needs what is made between the ends of the span."""
+    """The last line of the span whose backward needs what the span makes."""
     made = {owner for i in range(*span) for owner in owners[i].values() if _made_in(owner, span)}
     for i in range(span[1] - 1, span[0] - 1, -1):
         line = program.body[i]
@@ -97,7 +97,7 @@ def _last_needed(
 
 
 def _made_in(owner: str, span: _Span) -> bool:
-    """`storage_owners` writes `variable@line`."""
+    """Is the owner made within the span? `storage_owners` writes `variable@line`."""
     _, at, line = owner.rpartition("@")
     return bool(at) and span[0] <= int(line) < span[1]
 
@@ -132,7 +132,7 @@ def _is_kept(line: Line) -> bool:
 
 
 def _is_handed_on(body: Sequence[Line], lines: range, kept: Set[int], i: int) -> bool:
-    """Do only reshards that are kept read what a product made?"""
+    """Is line `i` an operator whose results only kept reshards read?"""
     made = set(writes(body[i]))
     readers = [k for k in lines if k != i and not made.isdisjoint(reads(body[k]))]
     line = body[i]
@@ -145,9 +145,11 @@ def _is_handed_on(body: Sequence[Line], lines: range, kept: Set[int], i: int) ->
 
 
 def _saves_before_it_runs(line: CallLine) -> bool:
-    """ATen's operators save inputs before their kernels run, products also the copies that they
-    make of them; what else is saved there is made by the kernel. Functions of Python save when
-    they have run."""
+    """Is all that autograd keeps of the line there before its kernel runs?
+
+    ATen operators save their inputs before the kernel runs. Matmuls also save copies that they make
+    of inputs; whatever else operators save, the kernel makes. Python functions save after they ran.
+    """
     is_product = line.flops > 0 and not line.is_attention
     return (
         line.lowered is None
@@ -158,7 +160,7 @@ def _saves_before_it_runs(line: CallLine) -> bool:
 
 
 def _name(keys: Sequence[str], taken: Set[str]) -> str:
-    """The module that holds all the operators, as a name of the generated program."""
+    """The innermost module that holds all the operators, as an unused name of the program."""
     modules = [key.rpartition("/")[0].split(".") for key in keys]
     shared = itertools.takewhile(lambda words: len(set(words)) == 1, zip(*modules, strict=False))
     wanted = identifier(".".join(words[0] for words in shared) or "block")

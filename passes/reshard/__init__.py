@@ -1,4 +1,11 @@
-"""reshard."""
+"""The cheapest way to change a tensor from one spec to another, for every pair of its specs.
+
+Reading order: `move_graph.py` (specs and single moves as a graph), `primitive_costs.py` (seconds of
+the moves), `paths.py` (shortest paths), `costs.py` (tables of the cheapest reshards) and
+`spec_column.py` (the specs of a variable's choices).
+May import the solvers and everything below `passes`, but not `passes/analysis`.
+Hands on `reshard_tables`, `ReshardTable` and `SpecColumn`.
+"""
 
 from autopar.passes.reshard.costs import (
     ReshardTable,

@@ -1,9 +1,9 @@
-"""Cheapest paths between specs: which moves turn one placement of a tensor into another.
+"""The cheapest reshards: which moves turn one spec of a tensor into another, and their seconds.
 
-Shortest paths in the graph of single moves (`move_graph.py`), from the specs that are asked for
-(`reshard_paths.py`); weights are forward plus backward time. Meshes that use the same axes share
-the graph, and so do tensors that differ in sizes alone; their paths are found together
-(`ReshardTables`): arrays begin with an axis of cases, a tensor on a mesh each.
+A reshard is a shortest path in the graph of single moves (`move_graph.py`, `paths.py`). The weight
+of a move is its forward plus backward time. Meshes with the same axes in use share the graph, and
+so do tensors that differ only in sizes. Their paths are found together (`ReshardTables`): arrays
+start with an axis of *cases*, one tensor on one mesh each.
 """
 
 from __future__ import annotations
@@ -34,12 +34,11 @@ _ALL = slice(None)
 
 @dataclass(eq=False)
 class ReshardTables:
-    """The cheapest reshards of tensors on meshes that use the same axes; paths are found when they
-    are first asked for.
+    """The cheapest reshards of tensors on meshes with the same axes in use, found on demand.
 
-    `legal` is [cases, specs]; `seconds` [cases, primitives of the graph], infinite where one may
-    not be used. There are many, so of the paths only the last moves are kept: [cases, sources,
-    specs], and the `_row` of every source that is known.
+    `legal` is [cases, specs]. `seconds` is [cases, primitives of the graph], infinite for a
+    primitive that may not be used. To save memory, only the last moves of the paths are kept:
+    `_last` is [cases, sources, specs], and `_row` maps source -> its place there.
     """
 
     tensors: tuple[TensorType, ...]
@@ -66,8 +65,10 @@ class ReshardTables:
         seconds: Array,
         no_reduce_scatter: bool = False,
     ) -> ReshardTables:
-        """Of the primitives' prices, [cases, primitives of the graph]; `no_reduce_scatter` leaves
-        out moves that reduce_scatter."""
+        """The tables for primitives that take `seconds` [cases, primitives of the graph].
+
+        `no_reduce_scatter` leaves out the moves that reduce_scatter.
+        """
         graph = move_graph(tensors[0], sizes[0])
         if no_reduce_scatter:
             scatters = np.array([p.kind == "reduce_scatter" for p in graph.primitives], dtype=bool)
@@ -78,10 +79,10 @@ class ReshardTables:
     def between(
         self, sources: Sequence[int], targets: Sequence[int], cases: slice = _ALL
     ) -> tuple[Array, Ties]:
-        """(seconds, ties) from some specs to others: [cases, sources, targets].
+        """(seconds, ties) between specs: [cases, sources, targets].
 
-        Seconds are forward + backward, infinite where there is no path or either spec is not
-        legal; ties whole thousandths, 0 where seconds are infinite: no move leads there.
+        Seconds are forward + backward; infinite if there is no path or a spec is not legal. Ties
+        are rounded to thousandths, and 0 where seconds are infinite.
         """
         graph, rows = self.graph, self._found(sources)
         time_s, tie = path_seconds(
@@ -94,20 +95,19 @@ class ReshardTables:
     def along_paths(
         self, sources: Sequence[int], targets: Sequence[int], move_values: Array
     ) -> Array:
-        """[cases, k, moves] -> [cases, k, sources, targets]: sums over the moves of the paths."""
+        """Sums over the moves of each path: [cases, k, moves] -> [cases, k, sources, targets]."""
         rows, at = self._found(sources), np.array(targets, dtype=np.int64)
-        values = np.ascontiguousarray(move_values)  # loops are compiled for each layout
+        values = np.ascontiguousarray(move_values)  # the loops are compiled once per layout
         return sum_along(self.graph.source, self._last, rows, at, values)
 
     def last_moves(self, source: int, case: int) -> LastMoves:
-        """[specs]: of the cheapest paths from a spec, by time, then tie."""
+        """[specs]: the last moves of the paths from `source`, which minimise time, then tie."""
         (row,) = self._found([source])
         found: LastMoves = self._last[case, row]
         return found
 
     def _found(self, sources: Sequence[int]) -> NDArray[np.int64]:
-        """Where the paths from some specs are among those that are known; found together where they
-        are not yet."""
+        """The rows of `sources` in `_last`; paths from new sources are found together."""
         unknown = [s for s in dict.fromkeys(sources) if s not in self._row]
         if unknown:
             graph = self.graph
@@ -116,14 +116,14 @@ class ReshardTables:
                 self.legal, self.seconds, graph.ties,
             )  # fmt: skip
             found = find_paths(graph.first, graph.target, weights, np.array(unknown))
-            if len(graph.target) < 2**15:  # they are many
+            if len(graph.target) < 2**15:  # int16 halves the memory
                 found = found.astype(np.int16)
             self._last = np.concatenate((self._last, found), axis=1) if self._row else found
             self._row |= {s: len(self._row) + i for i, s in enumerate(unknown)}
         return np.array([self._row[s] for s in sources], dtype=np.int64)
 
     def of(self, case: int) -> ReshardTable:
-        """The table of one of the cases."""
+        """The table of one case."""
         return ReshardTable(self, case)
 
 
@@ -143,7 +143,7 @@ class ReshardTable:
         return self.tables.index
 
     def seconds(self, sources: Sequence[Spec], targets: Sequence[Spec]) -> list[list[float]]:
-        """Of the cheapest reshards of some specs to others."""
+        """The seconds of the cheapest reshards: [sources][targets]."""
         rows, columns = ([self.index[spec] for spec in specs] for specs in (sources, targets))
         return self.tables.between(rows, columns, self._cases)[0][0].tolist()
 
@@ -153,7 +153,7 @@ class ReshardTable:
 
     @cached_property
     def specs(self) -> tuple[Spec, ...]:
-        """The legal ones."""
+        """The legal specs."""
         legal = np.flatnonzero(self.tables.legal[self.case])
         return tuple(self.tables.graph.specs[i] for i in legal)
 
@@ -171,7 +171,7 @@ class ReshardTable:
 def reshard_table(
     tensor: TensorType, cost: CostModel, no_reduce_scatter: bool = False
 ) -> ReshardTable:
-    """The table of a tensor type under a cost model; layers and stages alike share it."""
+    """The table of a tensor type under a cost model; equal layers and stages share it."""
     return _table(tensor, priced_alike(cost), no_reduce_scatter).of(0)
 
 
@@ -186,8 +186,10 @@ def reshard_tables(
     cost_of: NDArray[np.int64],
     no_reduce_scatter: bool = False,
 ) -> ReshardTables:
-    """The tables of tensors that differ in sizes, a case each, under cost models of meshes that use
-    the same axes: that of each case is at `cost_of`."""
+    """The tables of tensors that differ only in sizes, one case each.
+
+    Case i has tensor i under the cost model `costs[cost_of[i]]`. All meshes use the same axes.
+    """
     sizes = [costs[i].mesh.sizes for i in cost_of]
     lines = primitive_lines(move_graph(tensors[0], sizes[0]), costs).of(cost_of)
     seconds = lines.seconds(np.array([t.size_bytes for t in tensors], dtype=np.float64))
@@ -195,13 +197,13 @@ def reshard_tables(
 
 
 def clear_tables() -> None:
-    """Forget all tables: tests that change how they are made need it."""
+    """Forget all tables, for tests that change how they are made."""
     _table.cache_clear()
     clear_graphs()
 
 
 @lru_cache(maxsize=1024)
 def priced_alike(cost: CostModel) -> CostModel:
-    """A cost model that prices moves the same: neither names nor the first rank matter to it."""
+    """A cost model with the same prices of moves: names and the first rank do not matter."""
     names = tuple(f"axis_{i}" for i in range(cost.mesh.n_axes))
     return CostModel(replace(cost.mesh, names=names, first_rank=0), cost.dtype)

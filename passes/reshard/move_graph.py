@@ -1,15 +1,17 @@
-"""Every single move between the specs of a tensor: the graph in which reshards are paths.
+"""All single moves between the specs of a tensor: the graph in which reshards are paths.
 
-Specs are the vertices; the edges are the moves of `moves.TABLE` on one axis, and the merged moves
-over several axes at once (all_reduce, all_gather and reduce_scatter over the joint group). An outer
-axis may not move while an inner one shards the same factor.
+Vertices are specs. Edges are the moves of `TABLE` (`autopar/placement/moves.py`) on one axis, and
+merged moves over several axes at once: all_reduce, all_gather and reduce_scatter over the joint
+group. An outer axis may not move while an inner one shards the same factor.
 
-Which moves there are depends on how many factors each dim has, and on which axes have several
-ranks; which specs are legal, on what divides the factors; and which share of a tensor a move sends,
-on the ranks of the axes that shard it. So all tensors with as many factors have one graph, for
-meshes of all sizes: it is drawn for factors that everything divides (`_everything_divides`), and a
-mesh and a tensor say which specs they leave out (`MoveGraph.legal`). Nor does it matter in which
-dims the factors are: a graph is drawn for one factor in each dim, and its specs are renamed.
+All tensors with the same number of factors per dim share one graph, on meshes of all sizes:
+
+    the moves       depend on the number of factors, and on which axes have several ranks
+    legal specs     depend on what divides the factors (`MoveGraph.legal`)
+    bytes of moves  depend on the ranks of the axes that shard the tensor (`Primitive.shards`)
+
+So the graph is drawn for factors that everything divides (`_everything_divides`), with one factor
+in each dim. Its specs are then renamed to the dims and factors of the tensor (`_graph`).
 """
 
 from __future__ import annotations
@@ -41,10 +43,10 @@ from autopar.placement import (
     local_dims,
 )
 
-# (primitive, local bytes by NCCL's accounting, axes) -> seconds
+# (primitive, local bytes as NCCL counts them, axes) -> seconds
 PrimitiveTime = Callable[[PrimitiveKind, int, tuple[int, ...]], float]
 
-# Kinds of move that several axes may make together, as one collective over the joint group.
+# Moves that several axes may make together, as one collective over the joint group.
 _MERGED = {
     ("P", "I"), ("P", "R"), ("I", "R"), ("P", "S"), ("S", "R"), ("S", "I"), ("I", "S"),
 }  # fmt: skip
@@ -66,7 +68,7 @@ def _split(tensor: TensorType, spec: Spec, sizes: Sequence[int], cell: tuple[int
 
 
 def _with(spec: Spec, axes: Sequence[int], placement: Placement) -> Spec:
-    """`spec` with `axes` placed anew; where they shard, they become innermost."""
+    """`spec` with `placement` on `axes`; if they shard, they become the innermost axes."""
     placements = list(spec.placements)
     for axis in axes:
         placements[axis] = placement
@@ -75,7 +77,7 @@ def _with(spec: Spec, axes: Sequence[int], placement: Placement) -> Spec:
 
 
 def _is_innermost(spec: Spec, axes: Sequence[int]) -> bool:
-    """Do `axes`, all on one factor, split it last and in this order?"""
+    """Are `axes`, all on one factor, its innermost axes in this order?"""
     holders = spec.axes_of(spec.placements[axes[0]].cell)
     return holders[len(holders) - len(axes) :] == tuple(axes)
 
@@ -92,7 +94,7 @@ def moves_from(
 def _changes(
     tensor: TensorType, spec: Spec, sizes: tuple[int, ...]
 ) -> Iterator[tuple[tuple[int, ...], Placement]]:
-    """The axes that may move together, and where to; the tensor may not divide so."""
+    """Axes that may move together, and their new placement; it need not divide the tensor."""
     active = [a for a, n in enumerate(sizes) if n > 1]
     plain = (I, R, P) if tensor.has_grad else (R, P)
     targets = (*plain, *(S(*cell) for cell in tensor.cells))
@@ -138,14 +140,14 @@ def _step(
 
 
 def _name(source: Placement, target: Placement) -> str:
-    """Of the move between them."""
+    """The name of the move in `TABLE`."""
     return f"{source.kind}_to_{target.kind}".lower()
 
 
 def _with_both(
     tensor: TensorType, spec: Spec, sizes: Sequence[int], axes: Sequence[int], target: Placement
 ) -> int:
-    """`outer` of the source's cut, counted in a piece already cut along the target."""
+    """`outer` of the source's split, counted in a piece that is already cut along the target."""
     source = spec.placements[axes[0]]
     dims = [list(factors) for factors in local_dims(tensor, spec, sizes)]
     dims[target.dim][target.factor] //= math.prod(sizes[a] for a in axes)
@@ -161,7 +163,7 @@ def step_time_s(step: MoveStep, has_grad: bool, time_of: PrimitiveTime) -> tuple
 
 @dataclass(frozen=True)
 class Primitive:
-    """One primitive over `axes`, on local bytes of a tensor that `shards` cut."""
+    """One primitive over `axes`, on the local bytes of a tensor that axes `shards` cut."""
 
     kind: PrimitiveKind
     axes: tuple[int, ...]
@@ -170,14 +172,14 @@ class Primitive:
 
 @dataclass(frozen=True, eq=False)
 class MoveGraph:
-    """The moves of all tensors with as many factors in each dim, on meshes with the same axes in
-    use.
+    """The moves of all tensors with equally many factors per dim, on meshes with equal axes in use.
 
-    Move e goes from `specs[source[e]]` to `specs[target[e]]` over `axes[e]`; forward it runs
-    `primitives[forward[e]]`, backward `primitives[backward[e]]`, the identity without gradient.
-    `splits` are the distinct (factor, axes that share it) of the specs, of which `has_split[i]`
-    marks those of spec i. All but the specs, and the factors of the splits, is that of the `drawn`
-    graph, None for one that is.
+    Move e goes from `specs[source[e]]` to `specs[target[e]]` over `axes[e]`. Forward it runs
+    `primitives[forward[e]]`, backward `primitives[backward[e]]`; that is the identity for tensors
+    without gradient. `at` maps (source, target) -> move. `splits` are the distinct (factor, axes
+    that share it) of all specs; `has_split` [specs, splits] marks those of each spec. A renamed
+    graph shares all but `specs`, `index` and the factors of `splits` with its `drawn` graph, which
+    is None for a drawn one.
     """
 
     specs: tuple[Spec, ...]
@@ -200,20 +202,19 @@ class MoveGraph:
 
     @cached_property
     def ties(self) -> NDArray[np.float64]:
-        """[moves]: their collectives, and a little for every move: no detours."""
+        """[moves]: the number of collectives, and a little for every move, to avoid detours."""
         found: NDArray[np.float64] = self.calls[self.forward] + self.calls[self.backward] + 1e-3
         return found
 
     @cached_property
     def first(self) -> NDArray[np.int64]:
-        """[specs + 1]: where the moves out of every spec begin; they are in the order of their
-        sources."""
+        """[specs + 1]: first[v] up to first[v + 1] are the moves out of spec v."""
         return np.searchsorted(self.source, np.arange(len(self.specs) + 1))
 
     def legal(
         self, tensors: Sequence[TensorType], sizes: Sequence[Sequence[int]]
     ) -> NDArray[np.bool_]:
-        """[cases, specs]: which specs tensors may have, each on axes of its sizes."""
+        """[cases, specs]: is the spec legal for the case's tensor on axes of the case's sizes?"""
         n_ranks = np.array(sizes, dtype=np.int64)
         uneven = np.zeros((len(tensors), len(self.splits)), dtype=bool)
         for split, ((dim, factor), axes) in enumerate(self.splits):
@@ -225,14 +226,14 @@ class MoveGraph:
     def step(
         self, tensor: TensorType, sizes: tuple[int, ...], source: int, target: int
     ) -> MoveStep:
-        """The move between two specs that one move joins, for one of the tensors."""
+        """The single move between two specs, for one of the tensors."""
         axes = self.axes[self.at[source, target]]
         placement = self.specs[target].placements[axes[0]]
         return _step(tensor, self.specs[source], sizes, axes, placement)
 
 
 def move_graph(tensor: TensorType, sizes: tuple[int, ...]) -> MoveGraph:
-    """The graph of a tensor; those with as many factors share it."""
+    """The graph of a tensor; all tensors with equally many factors per dim share it."""
     n_factors = tuple(len(factors) for factors in tensor.dims)
     return _graph(n_factors, tensor.has_grad, tuple(n > 1 for n in sizes))
 
@@ -240,7 +241,7 @@ def move_graph(tensor: TensorType, sizes: tuple[int, ...]) -> MoveGraph:
 def _everything_divides(
     n_dims: int, has_grad: bool, in_use: tuple[bool, ...]
 ) -> tuple[TensorType, tuple[int, ...]]:
-    """A tensor that all axes together divide everywhere, and their sizes."""
+    """A tensor whose every factor is divided by all axes together, and the axis sizes."""
     sizes = tuple(2 if used else 1 for used in in_use)
     return TensorType(((math.prod(sizes),),) * n_dims, 1, has_grad), sizes
 
@@ -269,14 +270,14 @@ def _drawn(n_cells: int, has_grad: bool, in_use: tuple[bool, ...]) -> MoveGraph:
     primitives: dict[tuple[PrimitiveKind, tuple[int, ...], tuple[int, ...]], int] = {}
 
     def number(kind: PrimitiveKind, axes: tuple[int, ...], after: int, before: int) -> int:
-        """Of a primitive that takes one spec to another: what it gathers counts when whole."""
+        """The number of a primitive; all_gather counts the bytes of its result."""
         cut = shards[after if kind == "all_gather" else before] if kind != "identity" else ()
         return primitives.setdefault((kind, axes, cut), len(primitives))
 
     plain = {spec.placements: i for spec, i in index.items() if not spec.order}
 
     def moved_to(spec: Spec, axes: tuple[int, ...], placement: Placement) -> int:
-        """The place of `_with`, which is slow; only shards that share a factor have an order."""
+        """The index of `_with(spec, axes, placement)`, without its cost in most cases."""
         after = list(spec.placements)
         for axis in axes:
             after[axis] = placement
@@ -310,6 +311,6 @@ def _drawn(n_cells: int, has_grad: bool, in_use: tuple[bool, ...]) -> MoveGraph:
 
 
 def clear_graphs() -> None:
-    """Forget all graphs: tests that change which moves there are need it."""
+    """Forget all graphs, for tests that change the moves."""
     _graph.cache_clear()
     _drawn.cache_clear()

@@ -1,10 +1,9 @@
-"""Cheapest paths in a graph of moves, for many weights of its moves: loops over plain numbers.
+"""Shortest paths in a graph of moves, for many sets of weights: compiled loops over arrays.
 
-A path from one vertex to every other is kept as its *last moves*: the move that ends the path to
-each vertex, -1 at the source, -2 where there is no path. Paths are read backwards.
+The paths from one source are kept as *last moves*: per vertex, the move that ends the path to it.
+It is -1 at the source and -2 if there is no path. Paths are read backwards.
 
-Moves are numbered in the order of the vertices they leave: those from v are first[v] up to
-first[v + 1].
+Moves are numbered in the order of the vertices they leave: first[v] up to first[v + 1] leave v.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from numpy.typing import NDArray
 from autopar.passes.solvers.problem import compiled
 
 Array = NDArray[np.float64]
-Ties = NDArray[np.float32]  # they decide among equals, so half of the memory is enough
+Ties = NDArray[np.float32]  # they only break ties, so half the memory is enough
 Indices = NDArray[np.int64]
 LastMoves = NDArray[np.signedinteger[Any]]
 
 
 @compiled
 def find_paths(first: Indices, target: Indices, weights: Array, sources: Indices) -> LastMoves:
-    """[cases, sources, vertices]: the last moves of the paths that weigh least.
+    """[cases, sources, vertices]: the last moves of the shortest paths.
 
-    `weights` are [cases, moves], none below 0, infinite where a move may not be used; `target`
-    [moves] are the vertices they lead to.
+    `weights` [cases, moves] are not negative, and infinite for a move that may not be used;
+    `target` [moves] has the vertices that moves lead to.
     """
     last = np.full((len(weights), len(sources), len(first) - 1), -2, dtype=np.int32)
     for case in range(len(weights)):
@@ -38,7 +37,7 @@ def find_paths(first: Indices, target: Indices, weights: Array, sources: Indices
 
 @compiled
 def _find(first: Indices, target: Indices, weight: Array, source: int, last: LastMoves) -> None:
-    """Bellman and Ford's rounds, each over the moves out of what the last one brought nearer."""
+    """Bellman-Ford; each round follows the moves out of the vertices that the last one improved."""
     distance = np.full(len(last), np.inf)
     distance[source], last[source] = 0.0, -1
     nearest, into = distance.copy(), last.copy()
@@ -51,7 +50,7 @@ def _find(first: Indices, target: Indices, weight: Array, source: int, last: Las
                         nearest[target[move]] = distance[at] + weight[move]
                         into[target[move]] = move
         for at in range(len(last)):
-            # Above what rounding may be: so no path comes back to where it was.
+            # An improvement must exceed the rounding error, so no path contains a cycle.
             is_nearer[at] = nearest[at] < distance[at] * (1 - 1e-15)
             if is_nearer[at]:
                 distance[at], last[at] = nearest[at], into[at]
@@ -61,11 +60,10 @@ def _find(first: Indices, target: Indices, weight: Array, source: int, last: Las
 def sum_along(
     before: Indices, last: LastMoves, rows: Indices, targets: Indices, values: Array
 ) -> Array:
-    """[cases, k, rows, targets]: sums over the moves of the paths to some vertices, last move
-    first; 0 where there is no path.
+    """[cases, k, rows, targets]: sums over the moves of the paths, last move first; 0 if none.
 
-    `before` [moves] are the vertices that moves leave, `last` is [cases, sources, vertices], of
-    which some `rows` are asked for; `values` of moves are [cases, k, moves].
+    `before` [moves] has the vertices that moves leave; `last` is [cases, sources, vertices]; `rows`
+    are places among the sources; `values` are [cases, k, moves].
     """
     sums = np.zeros((len(last), values.shape[1], len(rows), len(targets)))
     for case in range(len(last)):
@@ -84,11 +82,10 @@ def path_seconds(
     before: Indices, last: LastMoves, rows: Indices, targets: Indices,
     forward: Indices, backward: Indices, seconds: Array, ties: Array,
 ) -> tuple[Array, Ties]:  # fmt: skip
-    """[cases, rows, targets]: seconds of the same paths, infinite where there is none, and ties, to
-    whole thousandths.
+    """(seconds, ties) of the same paths: [cases, rows, targets].
 
-    `seconds` are [cases, primitives], of which a move runs one `forward` and one `backward`; `ties`
-    [moves].
+    Seconds are infinite if there is no path; ties are rounded to thousandths. `seconds` is [cases,
+    primitives]; move e runs primitives forward[e] and backward[e]; `ties` is [moves].
     """
     time_s = np.zeros((len(last), len(rows), len(targets)))
     tie = np.zeros(time_s.shape, dtype=np.float32)
@@ -114,8 +111,10 @@ def move_weights(
     before: Indices, target: Indices, forward: Indices, backward: Indices,
     legal: NDArray[np.bool_], seconds: Array, ties: Array,
 ) -> Array:  # fmt: skip
-    """[cases, moves]: seconds, and so little of the tie that it decides among equals alone;
-    infinite where a move's end is not `legal` [cases, vertices]. The rest as in `path_seconds`."""
+    """[cases, moves]: seconds, plus a share of the tie so small that it decides only among equals.
+
+    Infinite if either end of a move is not `legal` [cases, vertices]. The rest as `path_seconds`.
+    """
     weights = np.empty((len(seconds), len(before)))
     for case in range(len(seconds)):
         least = np.inf

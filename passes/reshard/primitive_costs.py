@@ -1,7 +1,7 @@
-"""Seconds of a graph's primitives on tensors of any size, on several meshes at once.
+"""Seconds of a graph's primitives, for tensors of any size and several meshes at once.
 
-Every algorithm of a collective takes a + b n seconds for n bytes, and so does a local copy; a
-primitive takes the least over its algorithms (`CostModel.lines`).
+Each algorithm of a collective takes a + b n seconds for n bytes, and so does a local copy. A
+primitive takes the minimum over its algorithms (`CostModel.lines`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class PrimitiveLines:
-    """`latency_s`, `s_per_byte` are [meshes, primitives, algorithms]; `n_shards` is [meshes,
-    primitives], of the local tensor that a primitive sends."""
+    """The lines a + b n of primitives on several meshes.
+
+    `latency_s` and `s_per_byte` are [meshes, primitives, algorithms]. `n_shards` [meshes,
+    primitives] is the number of shards of the tensor that a primitive sends.
+    """
 
     latency_s: Array
     s_per_byte: Array
@@ -31,18 +34,18 @@ class PrimitiveLines:
     bucket_bytes: Array
 
     def of(self, meshes: NDArray[np.int64]) -> PrimitiveLines:
-        """Those of some of the meshes, which may repeat."""
+        """The lines of some meshes, which may repeat."""
         return PrimitiveLines(
             self.latency_s[meshes], self.s_per_byte[meshes], self.n_shards[meshes],
             self.is_collective, self.bucket_bytes[meshes],
         )  # fmt: skip
 
     def seconds(self, size_bytes: Array) -> Array:
-        """[meshes, primitives], on tensors of `size_bytes` [meshes] in all."""
+        """[meshes, primitives]: seconds for tensors of `size_bytes` [meshes], unsharded."""
         return self._of_local(size_bytes[:, None] / self.n_shards)
 
     def bucketed(self, size_bytes: Array) -> Array:
-        """The same, of tensors that share their collectives with a whole bucket."""
+        """The same for tensors that share each collective with a full bucket."""
         sent, bucket = size_bytes[:, None] / self.n_shards, self.bucket_bytes[:, None]
         shares = self.is_collective & (sent < bucket)
         full_s = self._of_local(np.where(shares, bucket, sent))
@@ -60,7 +63,7 @@ def primitive_lines(graph: MoveGraph, costs: tuple[CostModel, ...]) -> Primitive
 
 @lru_cache(maxsize=512)
 def _primitive_lines(graph: MoveGraph, costs: tuple[CostModel, ...]) -> PrimitiveLines:
-    # Primitives that differ in what cuts their tensors have the same lines.
+    # Primitives that differ only in how their tensors are sharded have the same lines.
     calls = dict.fromkeys((p.kind, p.axes) for p in graph.primitives)
     number = {call: k for k, call in enumerate(calls)}
     lines = [[_lines(cost, *call) for call in number] for cost in costs]

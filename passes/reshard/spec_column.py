@@ -1,4 +1,4 @@
-"""How the choices of a variable place one value: few distinct specs, and a number per choice."""
+"""How the choices of a variable place one value: a few distinct specs, and a code per choice."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ class SpecColumn:
         return self.distinct[self.code[choice]]
 
     def looked_up(self, index: Mapping[Spec, int]) -> NDArray[np.int64]:
-        """The number of every choice's spec in `index`, which has them all."""
+        """The number in `index` of every choice's spec; `index` has them all."""
         return np.array([index[spec] for spec in self.distinct], dtype=np.int64)[self.code]
 
     def equals(self, other: SpecColumn) -> NDArray[np.bool_]:
-        """[distinct of this, distinct of the other]: are they the same spec?"""
+        """[distinct specs here, distinct specs of `other`]: are they equal?"""
         alike = [[mine == theirs for theirs in other.distinct] for mine in self.distinct]
         return np.array(alike, dtype=bool)
 
 
 @dataclass(eq=False)
 class SpecColumns:
-    """Columns by what they are made of; those with the same distinct specs share the tuple."""
+    """Columns by key; columns with equal distinct specs share one tuple of them."""
 
     _known: dict[Hashable, SpecColumn] = field(default_factory=dict)
     _distinct: dict[tuple[Spec, ...], tuple[Spec, ...]] = field(default_factory=dict)
 
     def of(self, key: Hashable, make: Callable[[], SpecColumn]) -> SpecColumn:
-        """The column of a key, which is made when it is first asked for."""
+        """The column of a key, made on the first request."""
         found = self._known.get(key)
         if found is None:
             new = make()
@@ -59,14 +59,14 @@ class SpecColumns:
 
 
 def all_alike(columns: Sequence[SpecColumn]) -> NDArray[np.bool_]:
-    """Of columns over the same choices: which choices place the value alike in all of them?"""
+    """[choices]: do all columns place the value alike? They are over the same choices."""
     first, *others = _numbers(columns)
     alike: NDArray[np.bool_] = np.logical_and.reduce([first == other for other in others])
     return alike
 
 
 def _numbers(columns: Sequence[SpecColumn]) -> list[NDArray[np.int64]]:
-    """Per column, a number per choice: the same one for the same spec."""
+    """Per column, a number per choice; equal specs have equal numbers."""
     index: dict[Spec, int] = {}
     for column in columns:
         for spec in column.distinct:

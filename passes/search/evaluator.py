@@ -34,7 +34,7 @@ from autopar.passes.analysis import (
 )
 from autopar.passes.inter import Candidate, StageBoundary, StageLayout, StageSeconds, step_s
 from autopar.passes.intra import Chooser, Chosen, PlacementRequest, least_bytes, recipe_cost
-from autopar.passes.search.effort import PlanningStats
+from autopar.passes.search.stats import PlanningStats
 from autopar.passes.solvers.problem import within
 from autopar.schedule import ORDERS, in_flight
 
@@ -247,7 +247,7 @@ class Evaluator:
                 return k
         return None
 
-    def effort(self, n_configurations: int) -> PlanningStats:
+    def stats(self, n_configurations: int) -> PlanningStats:
         """What was solved so far; `n_configurations` as in `PlanningStats`."""
         largest = max(self._chosen.values(), key=lambda c: (c.n_written_out, c.n_variables))
         n_solved = len(self._chosen)

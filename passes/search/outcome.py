@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from autopar.cost.hardware import Hardware
 from autopar.errors import InfeasibleError
-from autopar.passes.search.effort import PlanningStats
 from autopar.passes.search.evaluator import Scored
 from autopar.passes.search.simulator import Simulated, Solved
+from autopar.passes.search.stats import PlanningStats
 from autopar.plans import Alternative
 from autopar.units import format_seconds
 
@@ -22,7 +22,7 @@ class PlanningResult:
     solved: Solved
     hardware: Hardware
     alternatives: tuple[Alternative, ...] = ()
-    effort: PlanningStats = field(default_factory=PlanningStats)
+    stats: PlanningStats = field(default_factory=PlanningStats)
 
     @property
     def forbid(self) -> frozenset[str]:

@@ -45,10 +45,11 @@ from autopar.passes.search.outcome import (
     rows_of,
     without_plan,
 )
+from autopar.passes.search.pricer import StepPricer
 from autopar.passes.search.proposals import Proposal, Proposals
 from autopar.passes.search.refined import HOPELESS, refined_candidates
-from autopar.passes.search.simulator import Predict, Simulator
-from autopar.plans import Alternative
+from autopar.passes.search.simulator import Simulator
+from autopar.plans import Alternative, InputSignature
 from autopar.units import format_bytes, format_seconds
 
 # Candidates of several stages that are solved: of the search, of recipes.
@@ -65,12 +66,12 @@ class _TimeUp(Exception):
 
 @dataclass(frozen=True)
 class Planner:
-    """Plans one captured program on one machine."""
+    """Plans one captured program on one machine; `inputs` are one global batch, to count tokens."""
 
     analysis: Analysis
     mesh: Mesh
     options: Options
-    predict: Predict
+    inputs: tuple[InputSignature, ...] = ()
     report: Progress = lambda text: None
     _found: list[Scored] = field(default_factory=list, init=False)
     _tried: list[Proposal] = field(default_factory=list, init=False)
@@ -80,6 +81,11 @@ class Planner:
     @cached_property
     def hardware(self) -> Hardware:
         return resolve(self.mesh, compute_dtype(self.analysis))
+
+    @cached_property
+    def pricer(self) -> StepPricer:
+        on = self.analysis, self.mesh, self.hardware
+        return StepPricer.of(*on, self.options.optimizer, self.inputs)
 
     @cached_property
     def budget_bytes(self) -> float:
@@ -171,9 +177,9 @@ class Planner:
         if is_stopped:  # nothing is known of what was not tried but that it is no faster than this
             least_s = least_step_s(self.analysis, CostModel(self._whole, self.evaluator.dtype))
             solved = replace(solved, gap=max(solved.gap, 1 - least_s / solved.objective_s))
-        effort = self.evaluator.effort(sum(self._n_configurations))
+        stats = self.evaluator.stats(sum(self._n_configurations))
         rows = (*rows_of(found, simulated), *notes)
-        return PlanningResult(solved, self.hardware, rows, effort)
+        return PlanningResult(solved, self.hardware, rows, stats)
 
     @cached_property
     def _plain(self) -> Evaluator:
@@ -217,7 +223,7 @@ class Planner:
 
     @cached_property
     def _simulator(self) -> Simulator:
-        return Simulator(self._plain, self.predict)
+        return Simulator(self._plain, self.pricer)
 
     def _add_recomputed(self, errors: list[tuple[InfeasibleError, Candidate]]) -> None:
         """Put what recompute betters in its place."""
@@ -278,7 +284,7 @@ class Planner:
         error, candidate = min(errors, key=lambda pair: pair[0].least_bytes or math.inf)
         if error.least_bytes is None:
             return error
-        leanest = Simulator(self.evaluator, self.predict).leanest(candidate)
+        leanest = Simulator(self.evaluator, self.pricer).leanest(candidate)
         return too_little_memory(self.budget_bytes, leanest.peak_bytes, candidate.name)
 
     def _tell(self, text: str) -> None:

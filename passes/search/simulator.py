@@ -36,8 +36,8 @@ UNSEEN_REL = 0.05
 # Budgets of which some are tried, where what runs needs more than the solver's account of it:
 # gathered parameters, buckets, what operators need while they run, and a block that runs again.
 N_BUDGETS = 32
-# (pipeline, the stages' costs) -> what a step takes
-Predict = Callable[[Pipeline, Sequence[CostModel]], Predicted]
+# (pipeline, the stages' costs) -> what a step takes: a `StepPricer`
+Pricer = Callable[[Pipeline, Sequence[CostModel]], Predicted]
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,11 @@ class Simulated:
 
 @dataclass
 class Simulator:
-    """Simulates what an evaluator scored, by `predict`. One of another evaluator of the same
+    """Simulates what an evaluator scored, by `pricer`. One of another evaluator of the same
     program shares what was lowered and simulated (`dataclasses.replace`)."""
 
     evaluator: Evaluator
-    predict: Predict
+    pricer: Pricer
     _abridgers: dict[tuple[int, bool], Abridger] = field(default_factory=dict)
     # By the stage's program and mesh.
     _lowered: defaultdict[tuple[int, LogicalMesh], list[tuple[Strategy, StageProgram]]] = field(
@@ -190,7 +190,7 @@ class Simulator:
         programs = [self._program(stage) for stage in stages]
         order = ORDERS[schedule_name(self.evaluator.options)]
         pipeline = Pipeline.of(programs, [s.cost.mesh for s in stages], order)
-        predicted = self.predict(pipeline, [s.cost for s in stages])
+        predicted = self.pricer(pipeline, [s.cost for s in stages])
         # A recipe is laid out on an abstract machine, and stages are joined by the simulator:
         # their cost is this one's.
         abstract = candidate.is_recipe

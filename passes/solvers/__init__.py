@@ -1,7 +1,10 @@
-"""Solvers on plain numbers: arrays in, one choice per variable out; no torch.
+"""Solvers on plain numbers: arrays in, one choice per variable out.
 
-`solve` is the entry; `solve_ilp` is the definition of the optimum, `solve_brute_force` what
-both are tested against on small problems.
+Read `problem` (the choice problem and its numbers), `eliminate` (exact variable elimination),
+`choice` (one problem: elimination, prices, ILP), `repeats` (problems with repeated blocks),
+`stages` (the cut into pipeline stages). May import `autopar.errors`, numpy, numba and the ILP
+solvers; no torch, no other room. Hands on `solve`, `ChoiceProblem` and `Solution`. `solve_ilp`
+defines the optimum; `solve_brute_force` is what both are tested against on small problems.
 """
 
 from autopar.passes.solvers.choice import (

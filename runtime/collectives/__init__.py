@@ -1,4 +1,11 @@
-"""collectives."""
+"""Decides how tensors change placement with gradients, and how stages exchange tensors.
+
+Read `pairs.py` (one differentiable function per move), `p2p.py` (non-blocking messages),
+`crossings.py` (tensors between stages), then `ties.py` (gradients of shared parameters).
+It imports `runtime/groups`, and may not import `lowered`, its neighbour.
+
+Hands on the moves (`p_to_s`, ...), `Messenger` and `Crossings`.
+"""
 
 from autopar.runtime.collectives.crossings import Crossings
 from autopar.runtime.collectives.p2p import DistMessenger, Messenger, Posted, Receive, Send

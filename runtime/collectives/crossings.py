@@ -1,10 +1,9 @@
 """Tensors that cross between stages, as one rank sends and receives them.
 
-A message from stage i to stage j carries every value of a microbatch that j reads of i, one
-slice after another in a fixed order, the same at both ends. Activations go from the layout a
-value is sent in to the one it is received in; gradients go back by the same slices. A rank
-that takes no part in a crossing holds zeros: its placement is Partial there
-(`autopar/program/cross_mesh.py`).
+A message from stage i to stage j carries all values of one microbatch that j reads from i. Both
+ends cut them into the same slices, in the same order. An activation leaves in its sent layout
+and arrives in its received layout; its gradient returns by the same slices. A rank without a
+slice holds zeros: its placement is Partial there (`autopar/program/cross_mesh.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Receives = list[tuple[tuple[int, ...], torch.dtype, int]]
 
 @dataclass(frozen=True)
 class _Route:
-    """One crossing as this rank sees it: the slices it has a part in."""
+    """One crossing, with the slices that this rank sends or receives."""
 
     crossing: Crossing
     slices: tuple[Slice, ...]
@@ -33,7 +32,7 @@ class _Route:
 
 @dataclass
 class _ReceivedBatch:
-    """What one batch of messages brings, in order of its receives; None: taken already."""
+    """The tensors that one batch brings, in the order of its receives; taken ones become None."""
 
     posted: Posted
     pieces: list[Tensor | None] | None = None
@@ -48,7 +47,7 @@ class _ReceivedBatch:
 
 @dataclass(frozen=True)
 class _PeerSlice:
-    """A slice as one of its ends sees it: where it lies, and who has the other end."""
+    """A slice at one end: its index `at` in the local tensor, and the `peer` at the other end."""
 
     peer: int
     at: tuple[slice, ...]
@@ -56,10 +55,10 @@ class _PeerSlice:
 
 
 class Crossings:
-    """Posts the messages of one rank's schedule, and puts what arrives together.
+    """Posts the messages of one rank's schedule, and assembles the tensors that arrive.
 
-    Sends are not waited for until there are more of them under way than stages: enough that
-    neighbours do not block each other, and few enough that sent tensors do not pile up.
+    A rank waits for its oldest batch of sends once more batches than stages are under way. So
+    neighbours do not block each other, and sent tensors do not pile up.
     """
 
     def __init__(
@@ -70,14 +69,12 @@ class Crossings:
         self._waiting: dict[Action, tuple[_ReceivedBatch, int, int]] = {}
         self._routes: dict[tuple[int, int], tuple[_Route, ...]] = {}
 
-    # -- messages --------------------------------------------------------------------------
-
     def post(
         self, actions: Sequence[Action], values: Mapping[Action, Mapping[str, Tensor]]
     ) -> None:
-        """Post a run of messages as one batch; `values` are what its sends carry, by value.
+        """Post consecutive messages as one batch; `values` maps each send to its tensors by name.
 
-        Nothing waits: `arrived` does, for what it is asked for.
+        Does not wait for receives; `arrived` does.
         """
         sends: Sends = []
         receives: Receives = []
@@ -94,12 +91,12 @@ class Crossings:
         self._waiting |= {action: (batch, start, end) for action, start, end in ends}
         if sends:
             self._sent.append(posted)
-        # As if batches followed one another: the schedule was proved right for that.
+        # Waiting cannot deadlock: the schedule was verified with batches that run in order.
         while len(self._sent) > self.pipeline.n_stages:
             self._sent.pop(0).wait_sent()
 
     def arrived(self, action: Action) -> dict[str, Tensor]:
-        """The local tensors that a receive brings, by value; waits for them."""
+        """The local tensors of one receive, by value name; waits for them."""
         batch, start, end = self._waiting.pop(action)
         pieces = iter(batch.take(start, end))
         out = {}
@@ -116,13 +113,11 @@ class Crossings:
             posted.wait_sent()
         self._sent.clear()
 
-    # -- slices ----------------------------------------------------------------------------
-
     def _sizes(self) -> tuple[int, ...]:
         return self.pipeline.meshes[self.pipeline.stage_of(self.rank)].sizes
 
     def _of(self, action: Action) -> list[_Route]:
-        """What a message carries, of one direction."""
+        """The routes of a message; a backward message carries only values with gradients."""
         assert action.peer is not None
         source, target = sorted((action.stage, action.peer))
         if (source, target) not in self._routes:
@@ -136,7 +131,7 @@ class Crossings:
         return tuple(s for s in found if self.rank in (s.source_rank, s.target_rank))
 
     def _parts(self, route: _Route, action: Action) -> list[_PeerSlice]:
-        """What of a crossing this rank sends, or receives, in an action."""
+        """The slices of a crossing that this rank sends or receives in `action`."""
         at_source = action.stage == route.crossing.source
         ends = [
             (s.source_rank, _PeerSlice(s.target_rank, s.source, s.shape))
@@ -154,7 +149,7 @@ class Crossings:
         ]
 
     def _pieces(self, action: Action, values: Mapping[str, Tensor]) -> Sends:
-        """What this rank sends."""
+        """The pieces that this rank sends, with their target ranks."""
         out: Sends = []
         for route in self._of(action):
             local = _end(route.crossing, action)
@@ -167,7 +162,7 @@ class Crossings:
     def _together(
         self, local: Local, shape: tuple[int, ...], pieces: Sequence[tuple[_PeerSlice, Tensor]]
     ) -> Tensor:
-        """The local tensor made of its pieces; zeros where this rank takes no part."""
+        """The local tensor assembled from its pieces, with zeros elsewhere."""
         if len(pieces) == 1 and pieces[0][0].shape == shape:
             return pieces[0][1].view(local.shape)
         out = torch.zeros(shape, dtype=local.dtype, device=self.device)

@@ -1,18 +1,18 @@
-"""Messages between ranks of different stages, posted without blocking.
+"""Point-to-point messages between ranks of different stages, posted without blocking.
 
-A rank posts a batch of sends and receives (`Messenger.post`) and goes on; the handle
-(`Posted`) waits for either side later. Messages from one rank to another are matched in the
-order of their posts. Tensors without elements are not sent, as both ends know them.
+A rank posts a batch of sends and receives (`Messenger.post`) and goes on. The handle
+(`Posted`) waits for either side later. Messages from one rank to another match in the order of
+their posts. Tensors without elements are not sent: both ends know them already.
 
-What a carrier may assume differs, and a schedule must be right under both:
+Backends order messages differently, and a schedule must be correct under both:
 
     gloo   messages are independent: a send is over once its receive was posted
-    NCCL   the batches of one rank follow one another in its communicator's stream: one
-           begins when all messages of the one before have met their other end
+    NCCL   a rank's batches run in order in its communicator's stream: a batch begins when
+           every message of the previous batch has met its other end
 
-Thread ranks do either (`thread_messages.py`), so a schedule that would hang on GPUs is an
-error in a test. Every send is recorded with the bytes of its tensor, in phase "p2p" unless it
-belongs to another.
+Thread ranks can do either (`runtime/launch/thread_messages.py`), so a test on CPU catches a
+schedule that would hang on GPUs. Every send is recorded with its tensor's bytes, in phase "p2p"
+unless the caller names another phase.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ from torch import Tensor
 from autopar.errors import VerificationError
 from autopar.runtime.groups import CollectiveCall, RankContext, current_context
 
-# A contiguous tensor and the rank that gets it; a shape, a dtype and the rank it comes from.
-Send = tuple[Tensor, int]
-Receive = tuple[tuple[int, ...], torch.dtype, int]
+Send = tuple[Tensor, int]  # a contiguous tensor, the target rank
+Receive = tuple[tuple[int, ...], torch.dtype, int]  # shape, dtype, source rank
 
 PIPELINE_AXIS = "pp"
 P2P_PHASE = "p2p"
@@ -40,9 +39,9 @@ class Posted(ABC):
 
     @abstractmethod
     def wait_received(self) -> list[Tensor]:
-        """The received tensors, in order of the batch's receives; blocks until all are there.
+        """The received tensors, in the order of the batch's receives; blocks until all arrived.
 
-        They are handed over: the batch, which may wait long for its sends, keeps none.
+        The batch may wait long for its sends, so it drops its references to these tensors.
         """
 
     @abstractmethod
@@ -51,7 +50,10 @@ class Posted(ABC):
 
     @abstractmethod
     def wait_sent(self) -> None:
-        """Block until the sent tensors may be overwritten: each receive was posted, too."""
+        """Block until the sent tensors may be overwritten.
+
+        By then the receive of every send was posted.
+        """
 
 
 class Messenger(ABC):
@@ -65,10 +67,11 @@ class Messenger(ABC):
     def post(
         self, sends: Sequence[Send], receives: Sequence[Receive], phase: str = P2P_PHASE
     ) -> Posted:
-        """Begin all of them, and return at once; sends are recorded in `phase`.
+        """Start all sends and receives, and return at once; sends are recorded in `phase`.
 
-        Sent tensors must be contiguous, and stay unchanged until they are sent. Raises
-        `VerificationError` for a rank that is not another one of the world.
+        Sent tensors must be contiguous, and must not change until they are sent.
+
+        Raises `VerificationError` for a peer that is this rank or not in the world.
         """
         for peer in [peer for _, peer in sends] + [peer for _, _, peer in receives]:
             self._check_peer(peer)
@@ -87,13 +90,13 @@ class Messenger(ABC):
 
     @abstractmethod
     def _post(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Posted:
-        """`post` of checked sends that have elements; receives may have none."""
+        """`post` after its checks: every send has elements; a receive may have none."""
 
 
 class DistMessenger(Messenger):
     """Messages over the default group of `torch.distributed`; tensors live on `device`.
 
-    Every rank of the world must make one at the same point: NCCL asks that all ranks of a
+    Every rank of the world must make one at the same point: NCCL requires that all ranks of a
     group take part in its first call.
     """
 
@@ -115,7 +118,7 @@ class DistMessenger(Messenger):
         works = dist.batch_isend_irecv(operations) if operations else []
         if len(works) == len(operations):
             return _DistPosted(sent, works[: len(sent)], received, works[len(sent) :])
-        return _DistPosted(sent, works, received, works)  # NCCL: one for the whole batch
+        return _DistPosted(sent, works, received, works)  # NCCL: one work for the batch
 
 
 class _DistPosted(Posted):
@@ -136,7 +139,7 @@ class _DistPosted(Posted):
         return received
 
     def is_sent(self) -> bool:
-        # gloo's work says so only after it was waited for, and NCCL's at any time.
+        # A gloo work reports completion only after a wait; an NCCL work does at any time.
         if all(work.is_completed() for work in self._sent_works):
             self._let_go()
         return not self._sent_works

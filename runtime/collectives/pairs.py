@@ -1,13 +1,13 @@
-"""The moves: one differentiable function per row of `moves.TABLE`.
+"""The moves: one differentiable function per row of `TABLE` (`autopar/placement/moves.py`).
 
 A move m changes a tensor's placement with primitive F_m and its gradient's with G_m, where
-`TABLE[m] = (F_m, G_m)` and both run over the same group; for all_to_all the gradient swaps
-source and target. Every function here is `torch.autograd.Function(F_m, G_m)` built by
-`_function`, so `grad_fn` prints the row's name, as in `<p_to_sBackward>`.
+`TABLE[m] = (F_m, G_m)`. Both run over the same group; for all_to_all the gradient swaps source
+and target. `_function` builds each pair as one `torch.autograd.Function`, named after the row,
+so `grad_fn` prints `<p_to_sBackward>`.
 
-Tensors without gradient (ids, masks) take the forward primitive alone. Outputs are
-contiguous; the moves whose forward is the identity share memory with their input when that
-is contiguous, all others return new tensors.
+Tensors that need no gradient (ids, masks) run only the forward primitive. Outputs are
+contiguous. If the forward is the identity and the input is contiguous, the output shares its
+memory; otherwise it is a new tensor.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from autopar.errors import VerificationError
 from autopar.placement import TABLE, PrimitiveKind, Split
 from autopar.runtime.groups import Group, phase
 
-# What the backward of a move counts as, by the phase of its forward.
+# Phase of a move's forward -> phase of its backward; any other phase gives "backward".
 _BACKWARD_PHASES = {"param_gather": "grad_sync"}
 
 
 def apply_primitive(kind: PrimitiveKind, x: Tensor, g: Group, splits: Sequence[Split]) -> Tensor:
     """Execute one primitive by name.
 
-    `splits` is empty (identity, all_reduce, keep_first; extra ones are ignored), one split,
-    or (source, target) for all_to_all.
+    `splits` holds one split, or (source, target) for all_to_all. identity, all_reduce and
+    keep_first ignore it.
     """
     match kind:
         case "identity":
@@ -54,7 +54,7 @@ def apply_primitive(kind: PrimitiveKind, x: Tensor, g: Group, splits: Sequence[S
 
 
 def _function(name: str) -> type[torch.autograd.Function]:
-    """The autograd pair of row `name`."""
+    """The autograd function of row `name`."""
     kind, gradient_kind = TABLE[name]
 
     def forward(ctx: Any, x: Tensor, g: Group, splits: tuple[Split, ...]) -> Tensor:
@@ -64,7 +64,7 @@ def _function(name: str) -> type[torch.autograd.Function]:
 
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         with phase(ctx.phase, ctx.g.context):
-            # (source, target) swap; a single split is its own reverse.
+            # Reversing swaps (source, target) and leaves a single split as it is.
             moved = apply_primitive(gradient_kind, gradient, ctx.g, ctx.splits[::-1])
         return moved, None, None
 
@@ -88,12 +88,12 @@ def _move(name: str, x: Tensor, g: Group, *splits: Split) -> Tensor:
 
 
 def i_to_r(x: Tensor, g: Group) -> Tensor:
-    """Invariant to Replicate: nothing forward, all_reduce backward (Megatron's f; DDP)."""
+    """Invariant to Replicate: identity forward, all_reduce backward (Megatron's f; DDP)."""
     return _move("i_to_r", x, g)
 
 
 def p_to_i(x: Tensor, g: Group) -> Tensor:
-    """Partial to Invariant: all_reduce forward, nothing backward (Megatron's g)."""
+    """Partial to Invariant: all_reduce forward, identity backward (Megatron's g)."""
     return _move("p_to_i", x, g)
 
 
@@ -138,15 +138,15 @@ def s_to_s(x: Tensor, g: Group, source: tuple[int, int], target: tuple[int, int]
 
 
 def r_to_p(x: Tensor, g: Group) -> Tensor:
-    """Replicate to Partial: kept on the first rank, zeros elsewhere, both ways."""
+    """Replicate to Partial: keep_first both ways (zeros on all but the first rank)."""
     return _move("r_to_p", x, g)
 
 
 def i_to_p(x: Tensor, g: Group) -> Tensor:
-    """Invariant to Partial: kept on the first rank forward, nothing backward."""
+    """Invariant to Partial: keep_first forward, identity backward."""
     return _move("i_to_p", x, g)
 
 
 def r_to_i(x: Tensor, g: Group) -> Tensor:
-    """Replicate to Invariant: nothing forward, kept on the first rank backward."""
+    """Replicate to Invariant: identity forward, keep_first backward."""
     return _move("r_to_i", x, g)

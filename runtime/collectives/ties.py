@@ -1,9 +1,9 @@
-"""Gradients of parameters that several stages use: all of them get the sum.
+"""Gradients of tied parameters: every stage that uses one gets the sum over stages.
 
-Every stage has brought its own gradient to storage. Each sends its shards to every other
-stage, in that one's layout, each slice once; where copies of a shard are held, the first rank
-gets it and an all_reduce with zeros gives it to the others. All sum in the order of stages, so
-the copies stay bit-equal.
+It runs after every stage has brought its own gradient to storage. Each stage sends its shards
+to every other stage, each slice once, in the receiver's layout. Where several ranks hold copies
+of a shard, the first of them receives it, and an all_reduce with zeros hands it to the others.
+All ranks sum in stage order, so copies stay bit-equal.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from autopar.runtime.groups import Group, phase
 
 @dataclass(frozen=True)
 class _GradientExchange:
-    """What this rank tells another stage of a gradient, and what it is told."""
+    """The slices of a gradient that this rank exchanges with another stage.
+
+    `told` are sent, `heard` are received.
+    """
 
     told: tuple[Slice, ...]
     heard: tuple[Slice, ...]
@@ -29,10 +32,10 @@ class _GradientExchange:
 
 @dataclass(frozen=True)
 class _Share:
-    """This rank's part in one tie: its own stage's name for it, and an exchange with each other.
+    """This rank's part in one tie: its stage's name for the parameter, and one exchange per stage.
 
-    `stages` are in the order in which their gradients are summed, `shape` is the shard's by
-    factors, and `copies` the axes along which ranks hold the same shard.
+    `stages` is the order of summation, `shape` the shard's shape by factors, and `copies` the axes
+    along which ranks hold the same shard.
     """
 
     name: str
@@ -61,7 +64,7 @@ class TiedGradients:
         ]
 
     def set_aside(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
-        """Take the gradients of earlier steps off, which are sums already."""
+        """Detach the gradients of earlier steps, which are sums already; returns them by name."""
         kept: dict[str, Tensor | None] = {}
         for share in self._shares:
             parameter = stored[share.name]
@@ -94,7 +97,7 @@ class TiedGradients:
         return total
 
     def _exchange(self, share: _Share, exchange: _GradientExchange, own: Tensor) -> Tensor:
-        """Give the other stage this one's gradient, and return theirs in this one's layout."""
+        """Send this stage's gradient; returns the other stage's, in this stage's layout."""
         seen = own.reshape(share.shape)
         posted = self.messenger.post(
             [(seen[s.source].contiguous(), s.target_rank) for s in exchange.told],
@@ -110,7 +113,7 @@ class TiedGradients:
 
 
 def _share(pipeline: Pipeline, tie: Tie, stage: int, rank: int) -> _Share:
-    """Exchanges with the other stages, in order: so no two wait for each other in a ring."""
+    """A rank's part in one tie; exchanges are in stage order, so ranks cannot wait in a cycle."""
     name, mesh = dict(tie.places)[stage], pipeline.meshes[stage]
     parameter = pipeline.parameter(stage, name)
     exchanges = {}

@@ -1,4 +1,12 @@
-"""execute."""
+"""Decides how one rank executes its stage's generated program for a training step.
+
+Read `executor.py` (the step), `delivery.py` (inputs per microbatch), `conversions.py` and
+`bucketed.py` (parameters and gradients between storage and use), `recompute.py` and
+`regather.py` (what is computed or gathered again in backward), then `load.py` (generated files).
+It imports `runtime/collectives` and `runtime/groups`, and may not import `launch`, its neighbour.
+
+Hands on `Executor`, `Environment` and `load_code`.
+"""
 
 from autopar.runtime.execute.delivery import batch_index, shard
 from autopar.runtime.execute.executor import Environment, Executor

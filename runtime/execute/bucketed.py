@@ -1,16 +1,16 @@
-"""Many small reshards as few large collectives: gradient sync, parameter gathering.
+"""Many small reshards as few large collectives: gradient sync and parameter gathering.
 
-A collective over n ranks costs α per call besides its bytes, so equal steps of many tensors
-run as one call on a flat buffer. Tensor t contributes to the buffer
+A collective over n ranks costs a latency α per call besides its bytes. So equal steps of many
+tensors run as one call on a flat buffer. Tensor t contributes to the buffer
 
     all_reduce       t                       [numel]
     all_gather       t, to every rank        [numel]        -> [n, numel], joined along t's split
     reduce_scatter   cut(t)                  [n, numel/n]   -> [numel/n]
     all_to_all       cut(t) along target     [n, numel/n]   -> same, joined along t's source
 
-(`cut`, `join` of `groups.py`), which keeps each rank's part of each tensor together: the
-result of every tensor equals that of the call it would have made alone, strided splits
-included. Rounds go through the tensors in list order, which must be the same on all ranks.
+with `cut` and `join` of `runtime/groups/group.py`. They keep each rank's part of each tensor
+together, so every tensor's result equals that of a call of its own, strided splits included.
+Rounds go through the tensors in list order, which must be the same on all ranks.
 """
 
 from __future__ import annotations
@@ -32,12 +32,11 @@ BucketItem = tuple[Tensor, tuple[Step, ...]]
 
 @torch.no_grad()
 def bucketed_apply(items: Sequence[BucketItem], bucket_bytes: int) -> list[Tensor]:
-    """Apply to each tensor its steps in order; collectives alike are fused.
+    """Apply to each tensor its steps in order; equal collectives are fused.
 
-    `bucket_bytes` bounds a call's size by NCCL's accounting (`CollectiveCall.size_bytes`);
-    a tensor larger than that goes alone. Results have no autograd history, are contiguous
-    wherever a step was taken, and those of one all_reduce or reduce_scatter bucket are views
-    of its buffer.
+    `bucket_bytes` bounds a call's size by NCCL's accounting (`CollectiveCall.size_bytes`); a
+    larger tensor goes alone. Results have no autograd history, and are contiguous if any step was
+    applied. Results of one all_reduce or reduce_scatter bucket are views of its buffer.
     """
     values = [tensor.detach() for tensor, _ in items]
     todo = [list(steps) for _, steps in items]
@@ -54,7 +53,7 @@ _Key = tuple[PrimitiveKind, Group, torch.dtype, torch.device]
 
 
 def _calls(x: Tensor, steps: Sequence[Step]) -> list[tuple[_Key, int]]:
-    """The collectives a tensor goes through, and its size in each."""
+    """The collectives a tensor goes through, and its size in bytes in each."""
     calls: list[tuple[_Key, int]] = []
     local_bytes = x.nbytes
     for kind, g, _ in steps:
@@ -65,7 +64,7 @@ def _calls(x: Tensor, steps: Sequence[Step]) -> list[tuple[_Key, int]]:
 
 
 def _local_steps(value: Tensor, steps: list[Step]) -> Tensor:
-    """Take the steps before the next collective off `steps`, and apply them."""
+    """Pop the steps before the next collective from `steps`, and apply them."""
     while steps and steps[0][0] not in COLLECTIVES:
         kind, g, splits = steps.pop(0)
         value = apply_primitive(kind, value, g, splits)

@@ -1,9 +1,9 @@
-"""Parameters turned from storage into use, and their gradients back, once a step or microbatch.
+"""Parameters converted from storage to use, and gradients back, once per step or microbatch.
 
-Parameters the program uses as they are stored are its leaves directly, and autograd adds
-to their `.grad`. Every other use placement is a leaf of its own whose gradient is brought
-back to storage by the reverse of its moves. Collectives of many parameters are fused
-(`bucketed.py`). Parameters gathered at each use are the program's own business.
+Where a parameter is used as it is stored, the stored tensor is the program's leaf, and autograd
+adds to its `.grad`. Every other use placement is a leaf of its own; the reversed moves bring its
+gradient back to storage. Collectives of many parameters are fused (`bucketed.py`). Parameters
+gathered at each use are gathered by the generated program, not here.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from autopar.runtime.groups import Group, phase
 
 @dataclass(frozen=True)
 class Conversions:
-    """Of one rank: its stage's parameters and groups."""
+    """The conversions of one rank: its stage's parameters and groups."""
 
     parameters: Sequence[StoredParameter]
     groups: Mapping[tuple[int, ...], Group]
 
     def leaves(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Every use placement as a tensor the program differentiates."""
+        """Every use placement as a tensor that the program differentiates, by local name."""
         leaves: dict[str, Tensor] = {}
         waiting: list[tuple[StoredParameter, ParameterUse]] = []
         for p in self.parameters:
@@ -54,7 +54,10 @@ class Conversions:
     def return_gradients(
         self, leaves: Mapping[str, Tensor], stored: Mapping[str, Tensor], period: str
     ) -> None:
-        """Bring gradients of converted uses back to storage and add them to `.grad`."""
+        """Bring gradients of converted uses back to storage, and add them to `.grad`.
+
+        Only for parameters whose `period` is this one: "step" or "micro".
+        """
         waiting: list[tuple[str, Tensor, tuple[MoveLine, ...]]] = []
         for p in self.parameters:
             for use in p.uses:

@@ -1,10 +1,10 @@
 """Delivery: which part of each model input a rank's program takes, per microbatch.
 
-Rows of the batch are exchangeable, so microbatches are dealt out such that every rank's rows
-are contiguous: with D ranks sharding the batch and m microbatches, the B rows are seen as
-(D, m, B / (D m)); rank c owns the c-th block and microbatch i takes part i of every block.
-Whatever is not sharded takes the same rows, in the same order, so a gathered tensor and a
-replicated one agree.
+Rows of the batch are exchangeable, so microbatches are dealt such that every rank's rows are
+contiguous. With D ranks sharding the batch and m microbatches, the B rows are viewed as
+(D, m, B / (D m)): rank c owns block c, and microbatch i takes part i of every block. A tensor
+that is not sharded takes the same rows in the same order, so gathered and replicated tensors
+agree.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ def _batch_view(item: Delivered, rows: int, n_outer: int, n_microbatches: int) -
 def microbatch_of(
     whole: Tensor, item: Delivered, index: int, n_microbatches: int, n_blocks: int
 ) -> Tensor:
-    """The rows of microbatch `index`, over all ranks, or of one rank's rows."""
+    """The rows of microbatch `index`: part `index` of each of the `n_blocks` blocks of `whole`.
+
+    All of `whole` if it has no batch dim, or if there is one microbatch.
+    """
     if item.batch_cell is None or n_microbatches == 1:
         return whole
     dim, factor = item.batch_cell
@@ -62,7 +65,7 @@ def shard(
     coordinate: Sequence[int],
     skip: tuple[int, int] | None = None,
 ) -> Tensor:
-    """One rank's part of a whole tensor; factor `skip` is taken as already cut."""
+    """One rank's part of a whole tensor; factor `skip` is already cut."""
     left = [list(factors) for factors in dims]
     out = whole
     for axis in spec.order or range(len(sizes)):
@@ -91,7 +94,10 @@ def deliver(
     coordinate: Sequence[int],
     is_local: bool,
 ) -> Tensor:
-    """What the program takes of `value`: the global tensor, or this rank's rows of it."""
+    """This rank's part of `value` for one microbatch.
+
+    `value` is the global tensor, or this rank's rows of it if `is_local`.
+    """
     dims = [list(factors) for factors in item.dims]
     if is_local and item.batch_cell is not None:
         blocks = max(n_blocks // batch_shards(item, sizes), 1)

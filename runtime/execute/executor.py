@@ -2,17 +2,18 @@
 
     step  =  gather parameters once          (ZeRO-1, ZeRO-2, tensor-parallel conversions)
              prologue                        divisors over the whole batch
-             the schedule's actions          forward: deliver inputs, run the stage's program,
-                                             take what buffers now hold
-                                             backward: from the loss, or from the gradients of
-                                             what was sent; scatter ZeRO-2 gradients
-                                             sends and receives, posted without waiting
-             synchronise gradients           bucketed, once; then sums over tied parameters
+             the schedule's actions
+                 forward                     deliver inputs, run the stage's program,
+                                             take the new values of changed buffers
+                 backward                    from the loss, or from received gradients;
+                                             scatter ZeRO-2 gradients
+                 send, recv                  posted without waiting
+             synchronise gradients           bucketed, once; then sum tied parameters
              the loss to every rank
-             store changed buffers           backwards are done with what they held before
+             store changed buffers           last: backwards may need their old values
 
-A microbatch is forgotten when its backward is done. Microbatches run forward in order, each with
-the buffers that the one before left, as when one process accumulates gradients.
+A microbatch is dropped after its backward. Microbatches run forward in order. Each takes the
+buffers that the previous one left, as when one process accumulates gradients.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ OutputsFn = Callable[[tuple[Tensor, ...]], None]
 
 @dataclass
 class Environment:
-    """What generated code and the executor ask of the runtime.
+    """The runtime services that generated code and the executor use.
 
-    `groups` are the stage's; `world`, a group of all ranks, and `messenger` join the stages,
-    and may be missing where there is one stage.
+    `groups` are the stage's. `world` (a group of all ranks) and `messenger` join the stages, and
+    may be missing when there is one stage.
     """
 
     device: torch.device
@@ -83,7 +84,10 @@ class StageCode:
 
 @dataclass
 class _InFlight:
-    """A microbatch between its forward and its backward: where its gradients start and end."""
+    """A microbatch between its forward and its backward.
+
+    Backward starts at `loss` and `sent`, and ends at `received`.
+    """
 
     loss: Tensor | None
     received: dict[str, Tensor]
@@ -92,7 +96,7 @@ class _InFlight:
 
 @dataclass
 class _Step:
-    """What one step works on."""
+    """The values of one step."""
 
     stored: Mapping[str, Tensor]
     leaves: Mapping[str, Tensor]
@@ -105,7 +109,7 @@ class _Step:
     loss: Tensor | None = None
     outputs: tuple[Any, ...] = ()
     in_flight: dict[int, _InFlight] = field(default_factory=dict)
-    # Of messages to come: microbatch and peer -> what they carry.
+    # Microbatch -> values of the messages still to be sent.
     activations: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
@@ -113,9 +117,8 @@ class _Step:
 class Executor:
     """Runs one rank of a pipeline.
 
-    `rank` is the rank's number in the world; `code` its stage's; `constants` maps placeholder
-    names to whole tensors, `buffers` the names of buffers to what they hold: steps write those
-    that they change.
+    `rank` is the world rank; `code` is its stage's. `constants` maps placeholder names to whole
+    tensors. `buffers` maps names to buffers; steps write those that they change.
     """
 
     def __init__(
@@ -143,12 +146,10 @@ class Executor:
             assert messenger is not None and environment.world is not None
             self.crossings = Crossings(pipeline, rank, messenger, environment.device)
             self.ties = TiedGradients(pipeline, rank, messenger, environment.groups)
-        # Of several ranks with the loss and the outputs, the one that tells the others.
+        # All ranks of the last stage have the loss and the outputs; this one shares them.
         self._tells = rank == pipeline.meshes[-1].first_rank
         self._regathers = any(isinstance(line, GatherLine) for line in self.program.body)
         self._constant_parts: dict[tuple[str, int], Tensor] = {}
-
-    # -- one step --------------------------------------------------------------------------
 
     def step(
         self,
@@ -158,12 +159,12 @@ class Executor:
         on_outputs: OutputsFn | None = None,
         seed: int = 0,
     ) -> Tensor:
-        """Forward and backward of every microbatch; gradients are added to `.grad`.
+        """Run forward and backward of every microbatch; gradients are added to `.grad`.
 
-        `stored`: parameter name -> local shard. `inputs`: placeholder name -> the global
-        tensor, or this rank's rows of it. `on_outputs` is called on the last stage. `seed` is
-        the step's (`Stream.seed`), the same on all ranks. Returns the loss, detached, the same
-        everywhere.
+        `stored` maps parameter names to local shards. `inputs` maps placeholder names to the global
+        tensors, or to this rank's rows if `is_local`. `on_outputs` is called on the last stage.
+        `seed` is the step's (`Stream.seed`), equal on all ranks. Returns the loss, detached and
+        equal on all ranks.
         """
         kept = self.ties.set_aside(stored) if self.ties else {}
         scalars = {} if self.program.accumulation else self._scalars(inputs, is_local, seed)
@@ -192,10 +193,10 @@ class Executor:
         everywhere: bool = False,
         seed: int = 0,
     ) -> tuple[Any, ...]:
-        """(loss or None, *outputs), without gradients, as one microbatch.
+        """(loss or None, *outputs) of the whole batch as one microbatch, without gradients.
 
-        The loss is the same everywhere; outputs are None but on the last stage, unless they
-        are wanted `everywhere`.
+        The loss is the same on all ranks. Outputs are None except on the last stage, unless
+        `everywhere`.
         """
         assert self.program.n_microbatches == 1
         leaves, scalars = self.conversions.leaves(stored), self._scalars(inputs, is_local, seed)
@@ -215,7 +216,7 @@ class Executor:
         return (loss, *outputs)
 
     def _run(self, step: _Step) -> None:
-        """The actions in order; messages next to each other go as one batch."""
+        """Run the actions in order; consecutive messages go as one batch."""
         for is_compute, actions in itertools.groupby(self.actions, lambda a: a.is_compute):
             if not is_compute:
                 self._post(list(actions), step)
@@ -231,7 +232,7 @@ class Executor:
         made = {"send_forward": step.activations, "send_backward": step.gradients}
         values = {a: made[a.kind][a.microbatch] for a in actions if a.is_send}
         self.crossings.post(actions, values)
-        for action in actions:  # a value goes to several stages; keep it until the last send
+        for action in actions:  # a value may go to several stages: keep it until the last send
             if action.is_send and self._is_last_send(action):
                 del made[action.kind][action.microbatch]
 
@@ -239,7 +240,7 @@ class Executor:
         return self._messages[action.kind, action.microbatch][-1] == action
 
     def _peers(self, kind: Kind, microbatch: int) -> Sequence[Action]:
-        """The messages of a kind that this stage has for a microbatch."""
+        """This stage's messages of one kind for a microbatch."""
         return self._messages.get((kind, microbatch), ())
 
     def _forward(self, index: int, step: _Step) -> None:
@@ -269,7 +270,7 @@ class Executor:
             step.in_flight[index] = _InFlight(loss, received, roots)
 
     def _hooks(self) -> AbstractContextManager[Any]:
-        """What autograd saves is looked at only where something is gathered for each use."""
+        """Saved-tensor hooks, only where the program gathers a parameter at each use."""
         return self.environment.regather.hooks() if self._regathers else nullcontext()
 
     def _arguments(
@@ -309,7 +310,7 @@ class Executor:
 
     @torch.no_grad()
     def _from_last_stage(self, value: Tensor | None, made: Local) -> Tensor:
-        """What the last stage has, on every rank: a sum in which one rank has it, all others 0."""
+        """Share the last stage's value with every rank, as an all_reduce: other ranks add zeros."""
         if self.pipeline.n_stages == 1:
             assert value is not None
             return value
@@ -321,11 +322,9 @@ class Executor:
 
     @torch.no_grad()
     def _store_buffers(self, step: _Step) -> None:
-        """In place, as the model itself would: others may hold the tensors."""
+        """Write in place, as the model itself would: others may hold the tensors."""
         for buffer in self.program.changed:
             self.buffers[buffer.name].copy_(step.buffers[buffer.name])
-
-    # -- inputs ----------------------------------------------------------------------------
 
     def _deliver(self, item: Delivered, step: _Step, index: int) -> Tensor:
         if item.kind in ("divisor", "seed"):
@@ -342,7 +341,7 @@ class Executor:
         return value.to(self.environment.device, item.local.dtype)
 
     def _of_microbatch(self, step: _Step, index: int, accumulation: Accumulation) -> _Step:
-        """The step on the rows of one microbatch, with divisors and randomness of its own."""
+        """The step on the rows of one microbatch, with its own divisors and seed."""
         inputs, seed = accumulation.rows(step.inputs, index), step_seed(step.seed, index)
         return replace(step, inputs=inputs, scalars=self._scalars(inputs, False, seed))
 
@@ -356,12 +355,12 @@ class Executor:
     def _scalars(
         self, inputs: Mapping[str, Tensor], is_local: bool, seed: int
     ) -> dict[str, Tensor]:
-        """What a step has besides its batch: its seed, and the prologue's divisors."""
+        """The step's seed, and the prologue's divisors."""
         seeds = {d.source: seed_tensor(seed) for d in self.program.delivered if d.kind == "seed"}
         return seeds | self._divisors(inputs, is_local)
 
     def _divisors(self, inputs: Mapping[str, Tensor], is_local: bool) -> dict[str, Tensor]:
-        """The prologue's scalars over the whole batch."""
+        """The prologue's scalars, over the whole batch."""
         if self.code.prologue is None:
             return {}
         values = self.code.prologue(*(inputs[name] for name in self.program.prologue_inputs))

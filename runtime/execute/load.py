@@ -1,4 +1,4 @@
-"""Generated files as functions: written where tracebacks can find them, then compiled."""
+"""Loads generated files: writes them where tracebacks find them, then compiles them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar.runtime.execute.executor import StageCode
 
 
 def code_directory() -> Path:
-    """Where generated programs go: `AUTOPAR_CODE_DIR`, else a folder of this user in tmp."""
+    """Where generated programs go: `AUTOPAR_CODE_DIR`, else this user's folder in tmp."""
     given = os.environ.get("AUTOPAR_CODE_DIR")
     if given:
         return Path(given)
@@ -20,7 +20,10 @@ def code_directory() -> Path:
 
 
 def write_code(name: str, source: str) -> Path:
-    """Write one generated file under a folder named by its content; safe among ranks."""
+    """Write one generated file into a folder named by its hash; returns its path.
+
+    Safe when several ranks write at once: a file appears complete or not at all.
+    """
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]
     folder = code_directory() / digest
     folder.mkdir(parents=True, exist_ok=True)

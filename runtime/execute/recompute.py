@@ -1,18 +1,19 @@
-"""Segments of a generated program that run again in backward instead of being kept.
+"""Segments of a generated program that run again in backward, so that less is saved.
 
-    forward     the segment runs; autograd keeps its inputs, and what `kept` makes
-    backward    the first operator that asks for something it would have kept starts the segment
-                again, up to the last such thing; `kept` hands out what it made before
+    forward     the segment runs; autograd saves its inputs and the results of `kept`
+    backward    the first operator that needs a discarded tensor starts the segment again, up to
+                the last such tensor; `kept` returns its saved results
 
-`torch.utils.checkpoint` does that. Random numbers are a function of where they are drawn
-(`autopar/operators/random.py`), so running again draws the same, and no generator's state is
-saved. All ranks of a stage run the same graph, so they run its collectives again in the same
-order; those count as backward, gathers of parameters as such.
+`torch.utils.checkpoint` implements this. Random numbers are a function of where they are drawn
+(`autopar/operators/random.py`), so the second run draws the same ones without any saved
+generator state. All ranks of a stage run the same graph, so they repeat its collectives in the
+same order. Those count as phase "backward"; gathers of parameters keep their own phase.
 
-An operator that is kept runs again as far as autograd goes, which saves its inputs as before;
-where its kernel would run, a dispatch mode hands out the result (as torch's selective contexts do,
-but for marked calls alone). A reshard saves nothing: its result is handed out as a leaf. Of a
-product that only such a reshard reads no result is kept: memory with anything in it is handed out.
+The second run still calls a kept operator, so that autograd saves its inputs as before. A
+dispatch mode returns the saved result instead of running the kernel. Torch's selective contexts
+do the same, but for all calls, not only for marked ones. A reshard saves nothing for backward,
+so its saved result becomes a leaf. If only kept reshards read the result of a matmul, that
+result is not saved: the second run returns uninitialised memory of its shape.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from torch.utils.flop_counter import flop_registry
 
 from autopar.runtime.groups import RankContext, current_context, phase
 
-# What products and attention are made of.
+# The kernels that matmuls and attention dispatch to.
 _KEPT = {*flop_registry, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu}
 
 Segment = Callable[..., Any]
@@ -40,7 +41,7 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 class _Kept(TorchDispatchMode):
-    """The results of one run of a segment that are kept, in order: collected, then handed out."""
+    """The kept results of one segment, in order: saved on the first run, returned on the second."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +68,7 @@ class _Kept(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        # A product of tensors of any rank is views around the product that has flops.
+        # aten.matmul, say, dispatches views around one matmul kernel; the kernel is kept.
         if func is not self.marked and func.overloadpacket not in _KEPT:
             return func(*args, **(kwargs or {}))
         if self.hands_out:
@@ -79,7 +80,7 @@ class _Kept(TorchDispatchMode):
             make = partial(torch.empty_strided, size, stride, dtype=dtype, device=result.device)
             self.results.append(make)
             return result
-        # Without history: the result itself will know the graph that holds this.
+        # Detached: the graph holds this copy, so a copy with history would be a cycle.
         self.results.append(pytree.tree_map_only(Tensor, Tensor.detach, result))
         return result
 
@@ -95,8 +96,8 @@ class Recompute:
     ) -> Any:
         """The results of `segment`, which runs again in backward.
 
-        `stops_early`: not beyond the last tensor that autograd asks for. `keeps`: it has calls of
-        `kept`.
+        `stops_early`: the second run ends after the last tensor that autograd needs. `keeps`: the
+        segment calls `kept`.
         """
         if not torch.is_grad_enabled():
             return segment(*inputs)
@@ -114,7 +115,7 @@ class Recompute:
         )  # fmt: skip
 
     def kept(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The result of an operator or a reshard, which is kept, not made again."""
+        """The result of an operator or a reshard, saved rather than recomputed."""
         if self._kept is None:
             return function(*args, **kwargs)
         if isinstance(function, torch._ops.OpOverload):
@@ -122,7 +123,7 @@ class Recompute:
         return self._kept.of_reshard(function, args, kwargs)
 
     def handed_on(self, product: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The result of a product that only what is kept reads: it has no values again."""
+        """The result of a matmul that only kept calls read; on the second run it has no values."""
         if self._kept is None:
             return product(*args, **kwargs)
         return self._kept.of_operator(product, args, kwargs, keeps_values=False)

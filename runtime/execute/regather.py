@@ -1,9 +1,9 @@
-"""ZeRO-3 gathers: a gathered parameter is not kept for backward but gathered again there.
+"""ZeRO-3 gathers: a gathered parameter is not saved for backward, but gathered again there.
 
-While a microbatch's forward runs, saved-tensor hooks look at what autograd keeps. A tensor
-that shares its storage with a gathered parameter is replaced by a note (which parameter,
-which view of it); when backward asks for it, the stored shard is gathered anew. The
-operators of one rank ask in the same order on every rank, because the graphs are the same.
+While a microbatch's forward runs, saved-tensor hooks see each tensor that autograd saves. A
+tensor that shares storage with a gathered parameter is replaced by a note: which parameter, and
+which view of it. When backward needs the tensor, the stored shard is gathered again. All ranks
+run the same graph, so they gather in the same order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autopar.runtime.groups import phase
 
 @dataclass(frozen=True)
 class _Note:
-    """A view of a parameter that was gathered: how to make it again."""
+    """How to make a view of a gathered parameter again."""
 
     stored: Tensor
     convert: Callable[[Tensor], Tensor]
@@ -31,7 +31,7 @@ class _Note:
 
 
 class Regather:
-    """Gathers parameters and forgets them; one per executor."""
+    """Gathers parameters without keeping them; one per executor."""
 
     def __init__(self) -> None:
         self._live: dict[int, tuple[weakref.ref[Tensor], Tensor, Callable[[Tensor], Tensor]]] = {}
@@ -44,7 +44,7 @@ class Regather:
         return whole
 
     def hooks(self) -> Any:
-        """Context for a forward whose gathered parameters shall not be kept."""
+        """Context for a forward whose gathered parameters are not saved."""
         self._live.clear()
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 

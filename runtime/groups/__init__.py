@@ -1,4 +1,11 @@
-"""groups."""
+"""Decides how one rank takes part in a collective, and how each call is recorded.
+
+Read `calls.py` (records and phases), `group.py` (primitives of a `Group`), then `distributed.py`
+(groups over `torch.distributed`). This is the lowest room of the runtime: it imports no other
+room of it, only `placement`, `mesh` and `errors`.
+
+Hands on `Group`, `make_groups` and `phase`.
+"""
 
 from autopar.runtime.groups.calls import (
     CollectiveCall,

@@ -1,7 +1,7 @@
-"""What a rank calls: every collective and message recorded, under NCCL's accounting of bytes.
+"""Records of the collectives and messages of one rank, with bytes counted as NCCL counts them.
 
-`Recorder` collects the calls made while it is entered; `phase` names the part of the step they
-belong to.
+`Recorder` collects the calls made inside its `with` block. `phase` names the part of the step
+that calls belong to.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ CallKind = PrimitiveKind | Literal["send"]
 class CollectiveCall:
     """One collective executed, or one message sent, by this rank.
 
-    `size_bytes`: all_reduce its buffer, all_gather its output, reduce_scatter its input,
-    all_to_all the local send buffer, send its tensor.
+    `size_bytes` is the buffer of an all_reduce, the output of an all_gather, the input of a
+    reduce_scatter, the local send buffer of an all_to_all, or the sent tensor.
     """
 
     kind: CallKind
@@ -33,9 +33,10 @@ class CollectiveCall:
 
 
 class RankContext:
-    """What one rank is doing: the phase its collectives belong to, and who listens.
+    """One rank's current phase and its active recorders.
 
-    Groups hold it rather than look it up, because CUDA backwards run in threads of autograd.
+    A group stores its context instead of looking it up by thread: on CUDA, autograd runs
+    backward in threads of its own.
     """
 
     def __init__(self) -> None:
@@ -58,12 +59,12 @@ def current_context() -> RankContext:
 
 
 def set_thread_context(context: RankContext) -> None:
-    """Make the calling thread a rank of its own."""
+    """Make the calling thread a rank with its own context."""
     _thread.context = context
 
 
 class Recorder:
-    """Collects the `calls` of the current rank while it is entered."""
+    """Collects the `calls` of the current rank inside a `with` block."""
 
     def __init__(self) -> None:
         self.calls: list[CollectiveCall] = []

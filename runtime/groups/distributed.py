@@ -1,6 +1,6 @@
-"""Groups of processes: a `Group` whose bytes `torch.distributed` carries, and how they are made.
+"""Groups of processes: a `Group` over `torch.distributed`, and how groups are made.
 
-Every rank makes the groups of a mesh in the same order, also those it is not in.
+Every rank makes all groups of a mesh in the same order, even those it is not in.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autopar.runtime.groups.group import WORLD_AXIS, Group, ReduceOp
 
 
 class DistGroup(Group):
-    """A group over `torch.distributed`: NCCL, gloo, or what the user initialised.
+    """A group over `torch.distributed`: NCCL, gloo, or the backend the user initialised.
 
     Buffers are passed flat, because gloo takes no stacked form.
     """
@@ -64,13 +64,14 @@ class DistGroup(Group):
 
 
 def axis_subsets(mesh: LogicalMesh) -> Iterator[tuple[int, ...]]:
-    """Every non-empty subset of the axes of more than one rank, single axes first."""
+    """Every non-empty subset of the axes with more than one rank, single axes first."""
     active = mesh.active_axes
     for n_axes in range(1, len(active) + 1):
         yield from itertools.combinations(active, n_axes)
 
 
-# Keyed by the default group, so that destroying and initialising it again starts afresh.
+# Keyed by the default group: a world initialised again after `destroy_process_group` must not
+# reuse the old groups.
 _process_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]
 _process_groups = WeakKeyDictionary()
 
@@ -78,8 +79,8 @@ _process_groups = WeakKeyDictionary()
 def make_groups(mesh: LogicalMesh) -> dict[tuple[int, ...], Group]:
     """This rank's groups of `mesh`, keyed by sorted axis indices; {} for ranks outside it.
 
-    Every rank of the world must call it with the same meshes in the same order: process
-    groups are created on all ranks, members or not, once per distinct set of ranks.
+    Every rank of the world must call this with the same meshes in the same order: a process
+    group is created on all ranks, members or not, once per distinct set of ranks.
 
     Raises `MeshError` when `torch.distributed` is not initialised or the world is too small.
     """
@@ -103,7 +104,7 @@ def make_groups(mesh: LogicalMesh) -> dict[tuple[int, ...], Group]:
 
 
 def world_group() -> Group:
-    """All ranks of the world, whatever their stages: an axis called "world".
+    """The group of all ranks, over all stages; its axis is called "world".
 
     Raises `MeshError` when `torch.distributed` is not initialised.
     """

@@ -1,16 +1,18 @@
-"""Groups of ranks and the primitives they execute, whatever carries the bytes.
+"""Groups of ranks and the primitives they execute, independent of the backend.
 
 A `Group` is what a generated program calls `g`: the ranks that differ only along some mesh
 axes, seen from one of them. Every primitive returns a new contiguous tensor without autograd
-history; `runtime/collectives` adds the gradients. With n ranks and a tensor dim of local size
-outer * rest, a `Split(dim, outer)` cuts or concatenates along `rest`:
+history; `runtime/collectives/pairs.py` adds the gradients. With n ranks and a tensor dim of
+local size outer * rest, a `Split(dim, outer)` cuts or concatenates along `rest`:
 
     cut   [.., outer * n * rest, ..] -> [n, .., outer * rest, ..]     (`cut`)
     join  [n, .., outer * rest, ..]  -> [.., outer * n * rest, ..]    (`join`, its inverse)
 
-so all_gather = join . gather, reduce_scatter = scatter-sum . cut, all_to_all =
-join(source) . transpose . cut(target), and a carrier (`DistGroup`, `ThreadGroup`)
-moves only stacks along a leading dim of size n.
+    all_gather     = join . gather
+    reduce_scatter = scatter-sum . cut
+    all_to_all     = join(source) . transpose . cut(target)
+
+So a backend (`DistGroup`, `ThreadGroup`) only moves stacks along a leading dim of size n.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from autopar.placement import PrimitiveKind, Split
 from autopar.runtime.groups.calls import CollectiveCall, RankContext, current_context
 
 ReduceOp = Literal["sum", "max"]
-# The axis of the group of all ranks.
+# Axis name of the group of all ranks.
 WORLD_AXIS = "world"
 
 
@@ -64,8 +66,8 @@ def _replaced(x: Tensor, dim: int, size: int) -> tuple[int, ...]:
 class Group(ABC):
     """The ranks along `axes`, seen from the one at position `rank` of `size`.
 
-    `ranks` are their numbers in the world, row-major over the axes. The collectives block,
-    and must be called by all members in the same order with equal shapes and dtypes.
+    `ranks` are world ranks, row-major over the axes. The collectives block. All members must call
+    them in the same order, with equal shapes and dtypes.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class Group(ABC):
         return f"{type(self).__name__}({self.label}, rank {self.rank} of {self.ranks})"
 
     def all_reduce(self, x: Tensor, op: ReduceOp = "sum") -> Tensor:
-        """The sum (or maximum) over ranks; for bool both are "or"."""
+        """The sum or the maximum over ranks. For bool, both are a logical or."""
         self._record("all_reduce", x.nbytes)
         return self._all_reduce(x.detach(), op)
 
@@ -105,7 +107,7 @@ class Group(ABC):
     def all_to_all(self, x: Tensor, source: Split, target: Split) -> Tensor:
         """From sharded along `source` to sharded along `target`.
 
-        `target.outer` counts in `x`, `source.outer` in a piece of it.
+        `target.outer` counts blocks in `x`; `source.outer` counts blocks in one piece of `x`.
         """
         stack = cut(x.detach(), target, self.size)
         _rest(stack[0], source, 1)
@@ -113,17 +115,19 @@ class Group(ABC):
         return join(self._all_to_all(stack, source, target), source)
 
     def send_rows(self, rows: Tensor, n_sent: Sequence[int], n_received: Sequence[int]) -> Tensor:
-        """`rows` in the order of the ranks they go to, `n_sent[r]` to rank r; those that come.
+        """Send `n_sent[r]` rows to every rank r; returns the rows received, in rank order.
 
-        The numbers differ among ranks, and each must know how many it gets from every other.
+        `rows` are in the order of their target ranks. Counts may differ among ranks, and every
+        rank must know how many rows it receives from every other.
         """
         self._record("all_to_all", rows.nbytes)
         return self._all_to_all_rows(rows.detach().contiguous(), n_sent, n_received)
 
     def return_rows(self, rows: Tensor, n_sent: Sequence[int], n_received: Sequence[int]) -> Tensor:
-        """One row for each that `send_rows` brought, back to where that came from.
+        """Reverse `send_rows`: send one row back for each row received.
 
-        Counted by what comes back to this rank, so that both ways are counted by its own rows.
+        The call is recorded with the bytes that come back. So both directions record this rank's
+        own rows.
         """
         returned = self._all_to_all_rows(rows.detach().contiguous(), n_received, n_sent)
         self._record("all_to_all", returned.nbytes)
@@ -138,7 +142,7 @@ class Group(ABC):
         return out
 
     def zero_pad(self, x: Tensor, split: Split) -> Tensor:
-        """`x` as this rank's piece along `split`, zeros in the others; no communication."""
+        """`x` as this rank's piece along `split`, with zeros elsewhere; no communication."""
         dim, rest = split.dim, _rest(x, split, 1)
         out = torch.zeros(
             _replaced(x, dim, split.outer * rest * self.size), dtype=x.dtype, device=x.device
@@ -156,7 +160,7 @@ class Group(ABC):
     def _record(self, kind: PrimitiveKind, size_bytes: int) -> None:
         self.context.record(CollectiveCall(kind, self.axes, size_bytes, self.context.phase))
 
-    # The carrier's part. Splits are given so that it can compare the members' calls.
+    # The backend's part. It gets the splits to check that all members make the same call.
 
     @abstractmethod
     def _all_reduce(self, x: Tensor, op: ReduceOp) -> Tensor:
@@ -172,10 +176,10 @@ class Group(ABC):
 
     @abstractmethod
     def _all_to_all(self, stack: Tensor, source: Split, target: Split) -> Tensor:
-        """[n, *piece], one for each rank -> [n, *piece], one from each rank."""
+        """[n, *piece], one to each rank -> [n, *piece], one from each rank."""
 
     @abstractmethod
     def _all_to_all_rows(
         self, rows: Tensor, n_sent: Sequence[int], n_received: Sequence[int]
     ) -> Tensor:
-        """[sum(n_sent), *row], in the order of ranks -> [sum(n_received), *row], likewise."""
+        """[sum(n_sent), *row] -> [sum(n_received), *row]; both in rank order."""

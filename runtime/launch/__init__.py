@@ -1,4 +1,12 @@
-"""launch."""
+"""Decides how the ranks of a job are started on one machine: as processes or as threads.
+
+Read `processes.py` (local worker processes, torchrun's environment), `threads.py` (ranks as
+threads, the in-process oracle of tests), then `thread_messages.py` (messages between thread
+ranks). It imports `runtime/collectives` and `runtime/groups`, and may not import `execute`, its
+neighbour.
+
+Hands on `launch`, `init_from_environment` and `run_threads`.
+"""
 
 from autopar.runtime.launch.processes import WorkerPool, init_from_environment, launch
 from autopar.runtime.launch.threads import ThreadWorld, run_threads

@@ -1,15 +1,14 @@
 """Local worker processes with a process group ready: what torchrun does, from Python.
 
-`WorkerPool` spawns n processes, gives each torchrun's variables, and lets them find each
-other through a store that the caller hosts, so no port is guessed. A worker obeys one
-request after another: a pickled (fn, args) in, a pickled result or a traceback out. Tensors
-travel as plain copies on the CPU, never as shared memory, so no file descriptor outlives a
-call.
+`WorkerPool` spawns n processes and sets torchrun's variables in each. They find each other
+through a store that the caller hosts, so no port is guessed. A worker serves one request after
+another: it receives a pickled (fn, args), and sends a pickled result or a traceback. Tensors
+travel as plain copies on the CPU, never as shared memory, so no file descriptor outlives a call.
 
-The caller waits for answers and deaths together. After the first failure it listens for
-`_GRACE_S` more, because a killed worker makes its peers raise too, reports the death in
-preference to those errors, and kills every worker with what it started: each worker leads a
-session of its own. A worker whose caller dies ends itself.
+The caller waits for answers and deaths together. A killed worker makes its peers raise, too. So
+after the first error the caller listens for `_GRACE_S` more, and reports a death in preference to
+errors. Then it kills every worker and all that the worker started: each worker leads a session of
+its own. A worker whose caller dies ends itself.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ _SIGNALS = {int(s): s.name for s in signal.Signals}
 
 
 def init_from_environment() -> torch.device:
-    """Initialise `torch.distributed` as torchrun asks, unless it is; this rank's device.
+    """Initialise `torch.distributed` as torchrun asks, unless it is; returns this rank's device.
 
-    NCCL on GPU `LOCAL_RANK`, gloo on the CPU where there is no GPU.
+    NCCL on GPU `LOCAL_RANK`; gloo on the CPU if there is no GPU.
 
-    Raises `MeshError` when torchrun's variables are absent, or name a GPU that is not there.
+    Raises `MeshError` when torchrun's variables are absent, or name a GPU that does not exist.
     """
     if dist.is_initialized():
         return _own_device() if "nccl" in str(dist.get_backend()) else torch.device("cpu")
@@ -72,7 +71,7 @@ def init_from_environment() -> torch.device:
 
 
 def _own_device() -> torch.device:
-    """GPU `LOCAL_RANK`, made the current one; the current one where that is not set."""
+    """GPU `LOCAL_RANK`, or else the current GPU; made the current one."""
     local_rank = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))
     n_gpus = torch.cuda.device_count()
     if local_rank >= n_gpus:
@@ -87,9 +86,9 @@ def _own_device() -> torch.device:
 def launch(fn: Callable[..., Any], n_ranks: int, *args: Any) -> list[Any]:
     """Run `fn(*args)` in `n_ranks` local processes with a process group ready.
 
-    Returns the results by rank; tensors come back as plain CPU tensors. `fn` must be a
-    function at the top level of a module, and a script that calls `launch` must do so under
-    `if __name__ == "__main__":`, as with any spawned process.
+    Returns the results by rank; tensors come back as plain CPU tensors. `fn` must be a function
+    at the top level of a module. A script must call `launch` under `if __name__ == "__main__":`,
+    as for any spawned process.
 
     Raises `LaunchError` with the rank and traceback of the first worker that fails, or the
     signal that ended it. No process is left behind.
@@ -101,8 +100,8 @@ def launch(fn: Callable[..., Any], n_ranks: int, *args: Any) -> list[Any]:
 class WorkerPool:
     """`n_ranks` workers that are started once and run one function after another.
 
-    `run` starts the workers where none are alive: at first, and after a failure, which ends
-    them all. `timeout_s` bounds each run (None: no bound).
+    `run` starts the workers if none are alive: at first, and after a failure, which ends them
+    all. `timeout_s` bounds each run (None: no bound).
     """
 
     def __init__(self, n_ranks: int, timeout_s: float | None = None) -> None:
@@ -113,7 +112,7 @@ class WorkerPool:
         self._workers: list[SpawnProcess] = []
         self._pipes: list[Connection] = []
         self._store: dist.TCPStore | None = None
-        # At the interpreter's exit too: multiprocessing would wait for workers still alive.
+        # Runs at the interpreter's exit too; multiprocessing would wait for live workers there.
         self._finalizer = weakref.finalize(self, _kill, self._workers)
 
     def __enter__(self) -> WorkerPool:
@@ -129,7 +128,7 @@ class WorkerPool:
             if not self._workers:
                 self._start()
             for pipe in self._pipes:
-                # A worker that died between runs: its exit is reported by `_answers`.
+                # The worker died between runs; `_answers` reports it.
                 with suppress(BrokenPipeError):
                     pipe.send_bytes(request)
             return self._answers(self.timeout_s, "run")
@@ -171,7 +170,7 @@ class WorkerPool:
         self._answers(_START_TIMEOUT_S, "start")
 
     def _answers(self, timeout_s: float | None, doing: str) -> list[Any]:
-        """One answer of each worker, in order of rank; the first failure is raised."""
+        """Every worker's answer, in rank order; raises the first failure."""
         answers: dict[int, bytes] = {}
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         failure: LaunchError | None = None
@@ -235,7 +234,7 @@ def _raised(rank: int, n_ranks: int, trace: str) -> LaunchError:
 
 
 def _request(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """(fn, args) pickled; the function is checked alone, for a clear message."""
+    """(fn, args) pickled; the function is pickled alone first, for a clear message."""
     name = getattr(fn, "__qualname__", repr(fn))
     try:
         _dumps(fn)
@@ -255,10 +254,10 @@ def _request(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 class _Pickler(pickle.Pickler):
-    """Sends tensors as detached CPU copies of just their elements."""
+    """Pickles tensors as detached CPU copies of only their elements."""
 
     def reducer_override(self, obj: Any) -> Any:
-        # Other subclasses, and tensors without plain storage, know how to pickle themselves.
+        # Other subclasses, and tensors without plain storage, pickle themselves.
         strided = isinstance(obj, Tensor) and obj.layout == torch.strided and not obj.is_meta
         if strided and type(obj) in (Tensor, torch.nn.Parameter):
             plain = obj.detach().cpu()
@@ -275,7 +274,7 @@ def _dumps(value: Any, pickler: type[pickle.Pickler] = pickle.Pickler) -> bytes:
 
 
 def _torchrun_variables(rank: int, n_ranks: int, port: int) -> dict[str, str]:
-    """What torchrun sets; the agent store is the one of the caller."""
+    """The variables that torchrun sets; the agent store is the caller's."""
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     return {
         "RANK": str(rank),
@@ -298,9 +297,9 @@ def _torchrun_variables(rank: int, n_ranks: int, port: int) -> dict[str, str]:
 
 @contextmanager
 def _single_threaded_children() -> Iterator[None]:
-    """CPU workers share the cores: one OpenMP thread each, unless the user chose.
+    """One OpenMP thread per CPU worker, because workers share the cores; the user's choice wins.
 
-    It is read when a worker imports torch, hence inherited rather than set in the worker.
+    Workers inherit the variable, because torch reads it on import, before a worker could set it.
     """
     if "OMP_NUM_THREADS" in os.environ or torch.cuda.is_available():
         yield
@@ -315,13 +314,13 @@ def _single_threaded_children() -> Iterator[None]:
 def _kill(workers: list[SpawnProcess]) -> None:
     """End the workers, dead or alive, and all they started; empties the list.
 
-    A worker that has ended is collected only after its group was killed: until then its id
-    names that group and no other.
+    An ended worker is collected only after its process group was killed. Until then its id
+    cannot name another group.
     """
     started = [worker for worker in workers if worker.pid is not None]
     for worker in started:
         assert worker.pid is not None
-        # Not the leader of a group yet, if it has only just been started.
+        # A worker that has only just started does not lead a group yet.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(worker.pid, signal.SIGKILL)
         worker.kill()
@@ -344,16 +343,16 @@ def _has_ended(worker: SpawnProcess) -> bool:
 def _await_ends(workers: Sequence[SpawnProcess], deadline_s: float) -> None:
     """Wait until the workers have ended or the deadline has passed.
 
-    Not by `Process.sentinel`, which processes forked by a worker keep open.
+    `Process.sentinel` would not do: processes that a worker forked keep it open.
     """
     while not all(map(_has_ended, workers)) and time.monotonic() < deadline_s:
         time.sleep(0.01)
 
 
 def _work(pipe: Connection, variables: dict[str, str]) -> None:
-    """A worker: initialise, then obey until the caller closes the pipe."""
+    """A worker: initialise, then serve requests until the caller closes the pipe."""
     finished = threading.Event()
-    atexit.register(_skip_teardown, finished)  # the first, so it runs after a job's own
+    atexit.register(_skip_teardown, finished)  # registered first, so it runs last
     os.setsid()
     threading.Thread(target=_follow_parent, daemon=True).start()
     os.environ.update(variables)
@@ -370,7 +369,7 @@ def _work(pipe: Connection, variables: dict[str, str]) -> None:
 
 
 def _skip_teardown(finished: threading.Event) -> None:
-    """End here: the interpreter would take modules and tensors apart for a second or two."""
+    """End here. Otherwise the interpreter takes modules and tensors apart for a second or two."""
     if finished.is_set():
         sys.stdout.flush()
         os._exit(0)
@@ -393,7 +392,7 @@ def _answer(pipe: Connection, do: Callable[[], Any]) -> None:
 
 
 def _follow_parent() -> None:
-    """End this worker and all it started when the caller is no more."""
+    """End this worker and all it started when the caller dies."""
     parent = parent_process()
     assert parent is not None
     connection.wait([parent.sentinel])

@@ -1,12 +1,12 @@
-"""Messages between thread ranks, as gloo carries them or as NCCL does (`p2p.py`).
+"""Messages between thread ranks, ordered as gloo or NCCL would (`runtime/collectives/p2p.py`).
 
-Both ends of a message meet in a mailbox per (source, target), first come, first matched; the
-one that comes second compares shapes and dtypes, and copies the tensor. In the meantime the
-sender may not change it: autograd's version counter tells, where gloo would send either value.
+Both ends of a message meet in a mailbox per (source, target), in the order of their posts. The
+second end to arrive compares shapes and dtypes, and copies the tensor. The sender may not change
+the tensor before that: autograd's version counter detects it, where gloo would send either value.
 
-With `rendezvous` a rank's batches form a queue, the stream of an NCCL communicator: only the
-first is at the mailboxes, and the next one follows when all its messages have been matched.
-Waiting for either side of a batch is then waiting for both.
+With `rendezvous`, a rank's batches form a queue, like the stream of an NCCL communicator. Only
+the first batch is at the mailboxes; the next follows when all of its messages have matched. A
+wait for either side of a batch is then a wait for both.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autopar.runtime.groups import RankContext
 
 
 class Waits(Protocol):
-    """What a rank waits in, for the report of a deadlock."""
+    """What a rank waits for, described in the report of a deadlock."""
 
     def describe(self) -> str: ...
 
@@ -39,14 +39,14 @@ class Turns(Protocol):
         """Unwind the calling rank if another one failed."""
 
     def wait(self, rank: int, reason: Waits) -> None:
-        """Hand on the turn until `wake(rank)`; raises if all ranks wait."""
+        """Pass the turn on until `wake(rank)`; raises if all ranks wait."""
 
     def wake(self, rank: int) -> None: ...
 
 
 @dataclass(eq=False)
 class _End:
-    """One end of a message. A send's `value` is the sender's tensor, a receive's the copy."""
+    """One end of a message. `value` is the sender's tensor for a send, the copy for a receive."""
 
     kind: Literal["send", "receive"]
     peer: int
@@ -104,7 +104,7 @@ class _PostedBatch(Posted):
 
 @dataclass(frozen=True, eq=False)
 class _Wait:
-    """A rank that waits for some of a batch's messages."""
+    """A rank's wait for some messages of a batch."""
 
     batch: _PostedBatch
     ends: list[_End]
@@ -123,14 +123,14 @@ class _Wait:
 
 
 class Mailboxes:
-    """The messages of a world that have not met their other end, by (source, target)."""
+    """A world's messages that have not met their other end, by (source, target)."""
 
     def __init__(self, turns: Turns) -> None:
         self.turns = turns
         self._waiting: dict[tuple[int, int], deque[_End]] = {}
 
     def bring(self, batch: _PostedBatch) -> None:
-        """Take in the ends of `batch`, and of every batch that this lets begin."""
+        """Take in the ends of `batch`, and of every batch that can begin as a result."""
         batches = deque([batch])
         while batches:
             batch = batches.popleft()
@@ -143,7 +143,7 @@ class Mailboxes:
             self._wake(batch.messenger.rank)
 
     def unmet(self) -> list[str]:
-        """Every message with one end only."""
+        """Descriptions of all messages that have only one end."""
         return [
             f"rank {end.batch.messenger.rank} in {end}"
             for _, ends in sorted(self._waiting.items())
@@ -151,7 +151,7 @@ class Mailboxes:
         ]
 
     def _match(self, end: _End) -> _End | None:
-        """Complete `end` with the first other end in its mailbox, or leave it there."""
+        """Complete `end` with the first opposite end in its mailbox, or leave it there."""
         rank = end.batch.messenger.rank
         path = (rank, end.peer) if end.kind == "send" else (end.peer, rank)
         box = self._waiting.setdefault(path, deque())
@@ -188,7 +188,7 @@ def _check_ends(send: _End, receive: _End) -> None:
 
 
 class ThreadMessenger(Messenger):
-    """The messages of one thread rank; see the module for `rendezvous`."""
+    """The messages of one thread rank; the module explains `rendezvous`."""
 
     def __init__(
         self, mail: Mailboxes, rank: int, n_ranks: int, context: RankContext, rendezvous: bool
@@ -218,7 +218,7 @@ class ThreadMessenger(Messenger):
         return batch
 
     def next_batches(self) -> list[_PostedBatch]:
-        """The batch that begins because the first of the queue is over, if it is."""
+        """The batch that begins because the first of the queue is over, if any."""
         if not self.queue or not self.queue[0].is_over:
             return []
         self.queue.popleft()

@@ -1,15 +1,16 @@
-"""Ranks as threads of one process: the same `Group` interface without any launcher.
+"""Ranks as threads of one process: the same `Group` interface without a launcher.
 
-CPU backwards run in the calling thread, so generated programs run unmodified on thread
-ranks, which makes this the in-process oracle of everything that needs several ranks.
+On the CPU, backward runs in the calling thread, so generated programs run unmodified on thread
+ranks. That makes this the in-process oracle for everything that needs several ranks.
 
-Ranks take turns: one runs until a collective or a message makes it wait, then hands the turn
-to the next (`_Scheduler`). So runs are repeatable, no lock is held, and a switch costs
-microseconds where free-running threads would fight for the interpreter. At a `_Rendezvous`
-the members leave their tensors and the last one to arrive computes every member's result,
-summing in rank order: results are bit-equal on all ranks and in every run. Errors are
-immediate: members whose calls differ, waits that can never end, and after a rank's failure
-the release of all. Messages are in `thread_messages.py`.
+Ranks take turns (`_Scheduler`): one runs until it must wait for a collective or a message, then
+the next. So runs are repeatable, no lock is held, and a switch costs microseconds, whereas
+free-running threads would fight for the interpreter. At a `_Rendezvous` the members leave their
+tensors. The last to arrive computes every member's result, summing in rank order, so results
+are bit-equal on all ranks and in every run.
+
+Errors are immediate: members whose calls differ, and waits that can never end. When a rank fails,
+all others are released. Messages are in `thread_messages.py`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from autopar.runtime.groups import (
 )
 from autopar.runtime.launch.thread_messages import Mailboxes, ThreadMessenger, Waits
 
-# How often the caller looks for failures of ranks that do not return, and its grace for them.
+# The caller checks for failures at this interval, and gives each rank this long to unwind.
 _POLL_S = 1.0
 
 
@@ -48,7 +49,7 @@ class _Released(BaseException):
 
 @dataclass(frozen=True)
 class _Call:
-    """What members of a group must agree on; `detail` is the reduction or the splits."""
+    """What the members of a group must agree on; `detail` is the reduction or the splits."""
 
     kind: str
     label: str
@@ -66,10 +67,10 @@ class _Call:
 
 
 class _Scheduler:
-    """Lets one rank run at a time; ranks hand on the turn where they have to wait.
+    """Runs one rank at a time; a rank that must wait passes the turn on.
 
-    Whoever has the turn owns all the state, so there is no lock. After a failure every rank
-    is woken at once, and unwinds at its next collective.
+    Only the rank with the turn touches the shared state, so there is no lock. After a failure every
+    rank is woken at once, and unwinds at its next collective.
     """
 
     def __init__(self, n_ranks: int, timeout_s: float) -> None:
@@ -82,7 +83,7 @@ class _Scheduler:
         self.failure: tuple[int, BaseException] | None = None
         self.rendezvous: dict[tuple[int, ...], _Rendezvous] = {}
         self.mail = Mailboxes(self)
-        # A rank's signal is released to give it the turn.
+        # Releasing a rank's signal gives it the turn.
         self.signals = [threading.Lock() for _ in range(n_ranks)]
         for signal in self.signals:
             signal.acquire()
@@ -98,7 +99,7 @@ class _Scheduler:
             raise _Released
 
     def wait(self, rank: int, reason: Waits) -> None:
-        """Hand on the turn until another rank calls `wake(rank)`."""
+        """Pass the turn on until another rank calls `wake(rank)`."""
         self.waiting[rank] = reason
         self.hand_on()
         self.await_turn(rank)
@@ -118,14 +119,14 @@ class _Scheduler:
         self.running = rank
 
     def hand_on(self) -> None:
-        """Give the turn to the next rank; raises if all that are left wait."""
+        """Pass the turn to the next rank; raises if all remaining ranks wait."""
         if self.ready:
             self.signals[self.ready.popleft()].release()
         elif self.waiting:
             raise self._deadlock()
 
     def leave(self, rank: int) -> None:
-        """A rank returned or failed."""
+        """Called when a rank returned or failed."""
         self.n_returned += 1
         if self.failure is None:
             try:
@@ -134,11 +135,11 @@ class _Scheduler:
                 self.fail(next(iter(self.waiting)), error)
 
     def fail(self, rank: int, error: BaseException) -> None:
-        """Keep the first failure and wake every rank, so that it unwinds."""
+        """Keep the first failure, and wake every rank so that it unwinds."""
         if self.failure is None:
             self.failure = (rank, error)
         for signal in self.signals:
-            # RuntimeError: it has the turn already and has not taken it yet.
+            # RuntimeError: the rank was given the turn already and has not taken it yet.
             with suppress(RuntimeError):
                 signal.release()
 
@@ -170,7 +171,7 @@ class _Rendezvous:
     def meet(
         self, rank: int, call: _Call, x: Tensor, compute: Callable[[list[Tensor]], list[Tensor]]
     ) -> Tensor:
-        """Leave `x`, and return this rank's item of `compute(all inputs in rank order)`."""
+        """Leave `x`; returns this rank's item of `compute(all inputs in rank order)`."""
         scheduler = self.scheduler
         scheduler.check()
         self._check_in(rank, call, x)
@@ -243,7 +244,7 @@ class ThreadGroup(Group):
     def _all_to_all_rows(
         self, rows: Tensor, n_sent: Sequence[int], n_received: Sequence[int]
     ) -> Tensor:
-        # Members may bring any number of rows, so they meet over the numbers first.
+        # Row counts may differ among members, so they exchange the counts first.
         along = (Split(0, 1),)
         sent = self._all_gather(torch.tensor(n_sent), *along)
         if sent[:, self.rank].tolist() != list(n_received):
@@ -277,7 +278,7 @@ def _copies(x: Tensor, n: int) -> list[Tensor]:
 
 
 class ThreadWorld:
-    """One thread rank: what a process has in `torch.distributed`."""
+    """One thread rank: the counterpart of `torch.distributed` in a process."""
 
     def __init__(self, scheduler: _Scheduler, rank: int) -> None:
         self.rank = rank
@@ -302,12 +303,12 @@ class ThreadWorld:
         return groups
 
     def world_group(self) -> Group:
-        """All ranks of the world, whatever their stages: an axis called "world"."""
+        """The group of all ranks, over all stages; its axis is called "world"."""
         ranks = tuple(range(self.n_ranks))
         return ThreadGroup(self, ranks, (WORLD_AXIS,), self._scheduler.meeting(ranks))
 
     def messenger(self, rendezvous: bool = False) -> Messenger:
-        """This rank's messages; with `rendezvous` its batches wait for each other, as NCCL's."""
+        """This rank's messenger. With `rendezvous` batches run one after another, as in NCCL."""
         return ThreadMessenger(
             self._scheduler.mail, self.rank, self.n_ranks, self.context, rendezvous
         )
@@ -316,13 +317,13 @@ class ThreadWorld:
 def run_threads(
     fn: Callable[..., Any], n_ranks: int, *args: Any, timeout_s: float = 60.0
 ) -> list[Any]:
-    """Run `fn(world, *args)` on `n_ranks` thread ranks; the results by rank.
+    """Run `fn(world, *args)` on `n_ranks` thread ranks; returns the results by rank.
 
     `timeout_s` bounds the wait in one collective, which includes the turns of all other ranks.
     Arguments are shared, not copied.
 
-    Raises the first error of any rank, with a note that names the rank;
-    `VerificationError` for collectives and messages that do not match or can never complete.
+    Raises the first error of any rank, with a note that names the rank, and `VerificationError`
+    for collectives and messages that do not match or can never complete.
     """
     scheduler = _Scheduler(n_ranks, timeout_s)
     results: list[Any] = [None] * n_ranks
@@ -340,7 +341,7 @@ def run_threads(
         finally:
             scheduler.leave(rank)
 
-    # Daemons, so that a rank stuck in its own code after a failure cannot block the exit.
+    # Daemons: a rank stuck in its own code after a failure must not block the exit.
     threads = [
         threading.Thread(target=work, args=(rank,), name=f"rank {rank}", daemon=True)
         for rank in range(n_ranks)

@@ -1,7 +1,12 @@
-"""Functions that replace an operator one of whose sharded dims needs more than its own shard.
+"""Decides how to compute an operator over a sharded dim when local shards alone would be wrong.
 
-Planning knows them by name (`autopar.rules.lowering`); each takes the group of the ranks that
-share the dim, to communicate inside, forward and backward, or to know its place.
+Planning knows these functions by name (`autopar/rules/lowering.py`). Each takes the group of the
+ranks that share the dim: to communicate, forward and backward, or only to know its position.
+
+Read `attention.py`, `vocabulary.py`, `normalisation.py`, `experts.py`, in any order. This room
+imports `runtime/groups`, `operators`, `placement` and `precision`, and may not import
+`collectives`, its neighbour. It hands on functions such as `vocab_parallel_cross_entropy` and
+`expert_exchange_linear`.
 """
 
 from autopar.runtime.lowered.attention import causal_attention

@@ -1,13 +1,13 @@
 """Causal attention over a query whose sequence is sharded contiguously on a group.
 
-Rank r of n holds rows [r·s, (r+1)·s) of the query, and all keys and values. The mask of torch's
-`is_causal` counts from the first row and the first key, row i sees keys [0, i], so its slice is
+Rank r of n holds rows [r·s, (r+1)·s) of the query, and all keys and values. Torch's `is_causal`
+aligns the first row with the first key: row i sees keys [0, i]. So on rank r
 
-    row i of rank r sees keys j ≤ r·s + i
+    row i sees keys j ≤ r·s + i
 
-and no key from (r+1)·s on is seen by any row of the rank: those are cut off, which is exact and
-saves their part of the products. Nothing is communicated; the keys' gradients are the ranks'
-parts of a sum (a Replicate's gradient), and autograd's are right as they are.
+No row of rank r sees a key from (r+1)·s on. Those keys are cut off, which is exact and saves
+their share of the matmuls. Nothing is communicated. Each rank's gradient of the keys and values
+is its part of the sum over ranks, as a Replicate's gradient is, so autograd needs no help.
 """
 
 from __future__ import annotations

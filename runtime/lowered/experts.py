@@ -1,19 +1,20 @@
-"""Products of rows with the matrices of experts that are sharded contiguously on a group.
+"""Linear layers of experts that are sharded contiguously on a group.
 
 Rank r of p holds experts [r·e, (r+1)·e).
 
-Every rank has all rows (`expert_parallel_linear`). It computes those of its own experts and
-leaves the others 0, so the sum over ranks is the product: a Partial, without communication.
+`expert_parallel_linear`: every rank has all rows. It computes the rows of its own experts and
+leaves the others 0. The sum over ranks is the result: a Partial, without communication.
 
-Every rank has rows of its own (`expert_exchange_linear`), as in GShard (Lepikhin et al.,
-arXiv:2006.16668), without a capacity: no row is dropped, and ranks get as many as the ids say.
+`expert_exchange_linear`: every rank has its own rows, as in GShard (Lepikhin et al.,
+arXiv:2006.16668), but without a capacity: no row is dropped, and each rank receives as many rows
+as the ids demand. Three all_to_alls run forward:
 
-    counts [p·e]    how many of a rank's rows each expert gets, to the rank that has it
-    rows [n, i]     in the order of their experts, so those of a rank are together
-    products [n, o] back to the rank and the place that the rows came from
+    counts [p·e]    how many rows go to each expert; to the rank that has the expert
+    rows [n, i]     sorted by expert, so that rows for one rank are contiguous
+    results [n, o]  back to the rank and the position their rows came from
 
-Three all_to_alls, and two in backward: of the gradient to where the products were made, and of
-the rows' gradients back.
+Two run backward: the gradients of the results to the experts' ranks, and the gradients of the
+rows back.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ from autopar.placement import Split
 from autopar.runtime.groups import Group, phase
 
 expert_linear = operators.experts.expert_linear
-Numbers = tuple[list[int], list[int]]  # of rows sent to every rank, and received from it
+Numbers = tuple[list[int], list[int]]  # rows sent to each rank, rows received from each
 
 
 def expert_parallel_linear(
     x: Tensor, weight_local: Tensor, ids: Tensor, g: Group, transposed: bool = False
 ) -> Tensor:
-    """The products of this rank's experts, as a Partial: n i, e o i, n -> n o.
+    """The results of this rank's experts, as a Partial: n i, e o i, n -> n o.
 
-    `ids` count over all ranks' experts.
+    `ids` count over the experts of all ranks.
     """
     n_local = weight_local.shape[0]
     start = g.rank * n_local
     mine = (ids >= start) & (ids < start + n_local)
-    # Ids that nobody has stay out of range, and fail as they do unsharded.
+    # Invalid ids stay out of range, so they fail as they do unsharded.
     others = (ids >= 0) & (ids <= g.size * n_local) & ~mine
     out: Tensor = expert_linear(
         x, weight_local, (ids - start).masked_fill(others, n_local), transposed
@@ -53,7 +54,7 @@ def expert_parallel_linear(
 def expert_exchange_linear(
     x_local: Tensor, weight_local: Tensor, ids_local: Tensor, g: Group, transposed: bool = False
 ) -> Tensor:
-    """The products of this rank's rows, with the experts of all ranks: n i, e o i, n -> n o."""
+    """The results of this rank's rows, from the experts of all ranks: n i, e o i, n -> n o."""
     n_local = weight_local.shape[0]
     n_experts = n_local * g.size
     counts = torch.bincount(ids_local, minlength=n_experts)
@@ -75,7 +76,7 @@ def expert_exchange_linear(
 
 
 class _RowExchange(torch.autograd.Function):
-    """Rows to other ranks, or `back` from them; gradients go the other way."""
+    """Sends rows to other ranks, or `back` from them; gradients go the other way."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, g: Group, numbers: Numbers, back: bool) -> Tensor:

@@ -1,18 +1,18 @@
-"""Batch norm over a batch that is sharded on a group: statistics of the whole batch.
+"""Batch norm over a batch that is sharded on a group, with statistics of the whole batch.
 
-Rank r holds n of the N = p·n elements of every channel. Its mean m_r and its sum of squared
-deviations M_r come first; one all_gather of both makes the whole batch's, without the
-cancellation of a difference of sums (Chan, Golub, LeVeque: "Updating formulae and a pairwise
-algorithm for computing sample variances", 1979; for equal n):
+Rank r holds n of the N = p·n elements of every channel. It computes its mean m_r and its sum of
+squared deviations M_r. One all_gather of both gives the statistics of the whole batch. This
+avoids the cancellation of a difference of sums (Chan, Golub, LeVeque: "Updating formulae and a
+pairwise algorithm for computing sample variances", 1979; here for equal n):
 
     m = mean_r m_r        M = Σ_r (M_r + n·(m_r − m)²)        y = w·x̂ + b,  x̂ = (x − m)·(M/N + ε)^−½
 
-Every element of the batch moves m and M, so the gradient of x needs two sums over all ranks, in one
-all_reduce; those of w and b are this rank's part of a Partial:
+m and M depend on every element of the batch, so the gradient of x needs two sums over all ranks.
+One all_reduce computes them. The gradients of w and b are Partial; each rank has its term:
 
     dx = w·(M/N + ε)^−½ · (dy − (Σ dy + x̂·Σ dy·x̂) / N)        dw = Σ_r dy·x̂        db = Σ_r dy
 
-Half precision is computed in float32, as `aten` does.
+Half precision is computed in float32, as in `aten`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Statistics = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 def synchronised_batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, g: Group, eps: float
 ) -> Tensor:
-    """Normalised by the statistics of all ranks' rows: b c *, c, c -> b c *."""
+    """Normalise with the statistics of the rows of all ranks: b c *, c, c -> b c *."""
     out: Tensor = _BatchNorm.apply(x, weight, bias, g, eps)[0]
     return out
 
@@ -48,9 +48,10 @@ def synchronised_batch_norm_with_statistics(
     momentum: float,
     eps: float,
 ) -> Statistics:
-    """The same; then the batch's mean and 1 / deviation, and the new running mean and variance.
+    """As `synchronised_batch_norm`, with the batch's statistics and the new running ones.
 
-    The running variance takes the unbiased one of the batch, as in torch.
+    Returns (output, mean, 1 / standard deviation, running mean, running variance). The running
+    variance uses the batch's unbiased variance, as in torch.
     """
     out, mean, scale, variance = _BatchNorm.apply(x, weight, bias, g, eps)
     n = x.numel() // x.shape[1] * g.size

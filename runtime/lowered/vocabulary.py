@@ -1,24 +1,24 @@
-"""Operators over a vocabulary sharded contiguously on a group: their inner collectives.
+"""Embedding and cross-entropy over a vocabulary that is sharded contiguously on a group.
 
 Rank r of n holds rows (embedding) or columns (logits) [r·v, (r+1)·v) of V = n·v.
 
-Embedding (`vocab_parallel_embedding`). Ids of other ranks give zero rows, so the sum over
-ranks is the embedding: a Partial result, without communication. Its gradient is Replicate,
-so each rank sees the whole gradient and keeps that of its own rows.
+Embedding (`vocab_parallel_embedding`). Ids of other ranks give rows of zeros. The sum over ranks
+is the embedding: a Partial, without communication. The gradient of the result is Replicate, so
+each rank sees all of it and uses the part for its own rows.
 
-Cross-entropy (`vocab_parallel_cross_entropy`). Of a row of logits z with label y,
+Cross-entropy (`vocab_parallel_cross_entropy`). For a row of logits z with label y,
 
     loss = lse(z) − (1−ε)·z_y − ε/V·Σ_j z_j,    lse(z) = m + log Σ_j exp(z_j − m),  m = max_j z_j
 
-with ε the label smoothing. Three all_reduces of one number per row: m (a maximum),
-Σ exp, and (1−ε)·z_y + ε/V·Σ z. The logits are never gathered, and the backward
+where ε is the label smoothing. Three all_reduces of one number per row compute m (a maximum),
+Σ exp, and (1−ε)·z_y + ε/V·Σ z. The logits are never gathered, and the backward is local:
 
     ∂loss/∂z_j = exp(z_j − lse) − (1−ε)·[j = y] − ε/V
 
-is local. This is Megatron-LM's vocabulary-parallel cross-entropy (Shoeybi et al.,
-arXiv:1909.08053), with its label smoothing term made exact.
+This is Megatron-LM's vocabulary-parallel cross-entropy (Shoeybi et al., arXiv:1909.08053), with
+an exact label smoothing term.
 
-Rows and columns from `n_valid` on are padding, on the last ranks: V and the sums leave them out,
+Rows and columns from `n_valid` on are padding, on the last ranks. V and the sums exclude them,
 and their gradient is 0.
 """
 
@@ -35,10 +35,10 @@ from autopar.runtime.groups import Group
 
 
 def _localised(ids: Tensor, n_local: int, n_valid: int, g: Group) -> tuple[Tensor, Tensor]:
-    """Ids as local rows, and which of them are another rank's (those become 0).
+    """(ids as local row numbers, which ids belong to other ranks); the latter become row 0.
 
-    Ids outside the whole vocabulary, or in its padding, are out of range on every rank, so
-    that the operator that indexes with them fails as it does unsharded.
+    Ids outside the vocabulary, or in its padding, are out of range on every rank. So the
+    indexing operator fails as it does unsharded.
     """
     start = g.rank * n_local
     mine = (ids >= start) & (ids < start + n_local)
@@ -54,7 +54,7 @@ def vocab_parallel_embedding(
 ) -> Tensor:
     """Rows of the table at `ids`, as a Partial: v h, * -> * h.
 
-    `ids` and `padding_idx` count in the whole vocabulary; rows at `padding_idx` take no
+    `ids` and `padding_idx` count over the whole vocabulary. Rows at `padding_idx` get no
     gradient, as in `aten.embedding` (-1: none). Rows from `n_valid` on are padding.
     """
     n_local = weight_local.shape[0]
@@ -78,9 +78,9 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """The sum of the rows' losses, Invariant: n v, n -> scalar.
 
-    Rows whose label is `ignore_index` count 0. Half-precision logits are computed in float32,
-    and the result has the logits' dtype, as in `aten.cross_entropy_loss`. Columns from `n_valid`
-    on are padding.
+    Rows whose label is `ignore_index` count 0. Half-precision logits are computed in float32;
+    the result has the logits' dtype, as in `aten.cross_entropy_loss`. Columns from `n_valid` on
+    are padding.
     """
     n_valid = logits_local.shape[1] * g.size if n_valid is None else n_valid
     loss: Tensor = _VocabParallelCrossEntropy.apply(
@@ -102,14 +102,14 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         n_local = logits.shape[1]
         counted = labels != ignore_index
-        # Ignored labels look like label 0, so that only real mistakes are out of range.
+        # Ignored labels become label 0, so that only invalid labels are out of range.
         local, others = _localised(labels.where(counted, 0), n_local, n_valid, g)
         local = local.unsqueeze(1)
 
         n_own = min(max(n_valid - g.rank * n_local, 0), n_local)
         wide = logits.to(working_dtype(logits.dtype))
         z = wide[:, :n_own]
-        # A rank may have nothing but padding.
+        # A rank may hold only padding.
         highest = z.amax(dim=1) if n_own else wide.new_full((len(wide),), -torch.inf)
         peak = g.all_reduce(highest, op="max")
         lse = peak + g.all_reduce((z - peak.unsqueeze(1)).exp().sum(dim=1)).log()

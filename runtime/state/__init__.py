@@ -1,4 +1,12 @@
-"""state."""
+"""Decides what each rank stores of the model's state, and how whole values get in and out.
+
+Read `names.py` (names, errors on all ranks), `stage_state.py` (one rank's part), `sharding.py`
+(shards and boxes), `weights.py` and `initialise.py` (initial values), `access.py` (state dicts,
+the norm), `dcp.py` and `dtensors.py` (what PyTorch's tools see), then `optimizer_state.py` and
+`checkpoint.py`. It is the top room of the runtime and may import all the others.
+
+Hands on `StageState`, `initial_shards` and `save_checkpoint`.
+"""
 
 from autopar.runtime.state.access import (
     clip_grad_norm_,

@@ -1,14 +1,16 @@
-"""Operations on the state of a running module: whole values in and out, and the global norm.
+"""Operations on the state of a running module: whole values out and in, and the gradient norm.
 
-Every rank keeps its shards; what crosses ranks goes parameter by parameter, so no rank ever
-holds more than one whole parameter. On the way out a stage gathers inside its mesh, and its
-first rank sends to rank 0. With N(p) the ranks that hold copies of p's shard, mirrors of p on
-other stages among them, the norm over the whole, undivided gradient is
+Every rank keeps its shards. Whole values cross ranks one parameter at a time, so a rank
+holds at most one on its device. On the way out, a stage gathers inside its mesh, and its
+first rank sends to rank 0.
+
+The norm is that of the whole gradient, so every distinct shard counts once. Let N(p) be the number
+of ranks with a copy of p's shard, including mirrors of p on other stages:
 
     (sum over ranks, over p of sum |g|^q / N(p))^(1/q)  =  (sum over p's distinct shards ...)^(1/q)
 
-where copies are left out by counting a shard only on the stage that owns it, on the ranks
-that stand first on every axis that does not split it. For q = inf copies do no harm.
+`_counts_here` picks the copy that counts: on the stage that owns p, the rank that is first on every
+axis that does not shard p. For q = inf copies do no harm.
 """
 
 from __future__ import annotations
@@ -41,13 +43,10 @@ from autopar.runtime.state.stage_state import StageState
 
 
 class IncompatibleKeys(NamedTuple):
-    """What a state dict lacked, and what it had beyond the model."""
+    """The names that a state dict lacked, and those that the model lacks."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
-
-
-# -- whole values out --------------------------------------------------------------------------
 
 
 def full_state_dict(
@@ -70,7 +69,7 @@ def full_state_dict(
 def _from_its_stage(
     place: StageState, buffer: ChangedBuffer, buffers: Mapping[str, Tensor]
 ) -> Tensor | None:
-    """What a changed buffer holds, a CPU tensor of its own on rank 0; None elsewhere."""
+    """The value of a changed buffer, as a CPU copy on rank 0; None elsewhere."""
     source = place.first_rank_that_changes(buffer)
     if source == 0:
         own = buffers[buffer.name].detach() if place.rank == 0 else None
@@ -86,9 +85,9 @@ def _from_its_stage(
 
 
 def full_gradients(place: StageState, locals_: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole gradients on the CPU of rank 0, a tied one once; {} elsewhere; all must call it.
+    """Whole gradients on the CPU of rank 0, {} elsewhere; all must call it.
 
-    A parameter that took no part in the loss has a gradient of zeros.
+    A tied parameter appears once. A parameter that took no part in the loss has zeros.
     """
     gradients = {
         name: torch.zeros_like(value) if value.grad is None else value.grad
@@ -101,7 +100,7 @@ def full_gradients(place: StageState, locals_: Mapping[str, Tensor]) -> dict[str
 def _on_rank_0(
     place: StageState, locals_: Mapping[str, Tensor], wanted: Sequence[StoredParameter]
 ) -> Iterator[tuple[StoredParameter, Tensor]]:
-    """(parameter, a CPU tensor of its own) of each of `wanted`; nothing on other ranks."""
+    """(parameter, whole tensor as a CPU copy) for each of `wanted` on rank 0; nothing elsewhere."""
     own = {p.name for p in place.parameters if p.mirror_of is None}
     for owned in wanted:
         if owned.name in own:
@@ -119,9 +118,6 @@ def _on_rank_0(
             yield owned, place.messenger.post([], [receive]).wait_received()[0].to("cpu")
 
 
-# -- values in ---------------------------------------------------------------------------------
-
-
 def load_state_dict(
     place: StageState,
     locals_: Mapping[str, Tensor],
@@ -131,13 +127,17 @@ def load_state_dict(
 ) -> IncompatibleKeys:
     """Load whole tensors or DTensors into shards and buffers, in place; every rank must call it.
 
-    With the same whole tensors everywhere; with rank 0's and {} elsewhere (what
-    `full_state_dict` returned): then they are broadcast one by one; or with DTensors, of which
-    a rank needs those that it keeps a part of. Names are judged over all ranks together. A
-    tied parameter and its mirrors take the first of their names that is given. Of `buffers`
-    those that steps change take what is given; others must have it already.
+    `values` are one of
 
-    Raises `StateError` listing names and shapes that do not fit; without `strict` missing and
+        the same whole tensors on every rank
+        whole tensors on rank 0, {} elsewhere (as `full_state_dict` returns): broadcast one by one
+        DTensors; a rank needs those that it keeps a part of
+
+    Names are checked over all ranks together. A tied parameter and its mirrors take the first of
+    their names that is given. Of `buffers`, those that steps change take the given value; for any
+    other, the given value must equal the model's.
+
+    Raises `StateError` listing names and shapes that do not fit. Without `strict`, missing and
     unexpected names are returned instead.
     """
     tensors = {name: v for name, v in values.items() if isinstance(v, Tensor)}
@@ -163,7 +163,7 @@ def load_state_dict(
                 name = found[owned.name]
                 whole = _broadcast(tensors.get(name), *everywhere[name], place.device)
             else:
-                # A DTensor's ranks gather it together, those that keep nothing of it too.
+                # All ranks of a DTensor's mesh gather it, even those that keep no part of it.
                 name = next((n for n in all_names(owned) if n in tensors), "")
                 if not name:
                     continue
@@ -191,14 +191,15 @@ def _given_on_ranks(values: Mapping[str, Tensor]) -> list[dict[str, tuple[Shape,
 def _check_within_reach(
     place: StageState, values: Mapping[str, Tensor], found: Mapping[str, str]
 ) -> None:
-    """Raise `StateError` for what this rank keeps and only others were given."""
+    """Raise `StateError` for an entry that this rank keeps but only other ranks were given."""
     for owned in place.entries:
         is_held = owned.name in place.held or owned in place.changed
         if is_held and owned.name in found and not any(name in values for name in all_names(owned)):
             raise StateError(
                 f"the state dict of rank {own_rank()} lacks `{found[owned.name]}`, which other "
                 "ranks have",
-                hint="give every rank all of it, rank 0 alone, or each the DTensors of its stage",
+                hint="give the whole state dict to every rank or to rank 0 only, or give each rank "
+                "the DTensors of its stage",
             )
 
 
@@ -218,9 +219,6 @@ def _broadcast(
     return whole
 
 
-# -- the norm ----------------------------------------------------------------------------------
-
-
 def clip_grad_norm_(
     place: StageState,
     locals_: Mapping[str, Tensor],
@@ -228,13 +226,13 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scale all gradients so that their global norm is at most `max_norm`; that norm, before.
+    """Scale all gradients so that their global norm is at most `max_norm`; returns the norm before.
 
-    As `torch.nn.utils.clip_grad_norm_` in one process: 0-d, the same on every rank, all of
-    which must call it.
+    Like `torch.nn.utils.clip_grad_norm_` in one process. The norm is 0-d and the same on every
+    rank; all ranks must call it.
 
-    Raises `OptionError` for a norm that is not positive, and `RuntimeError` as torch does for
-    one that is not finite if `error_if_nonfinite`.
+    Raises `OptionError` for a `norm_type` that is not positive, and, with `error_if_nonfinite`,
+    `RuntimeError` for a norm that is not finite, as torch does.
     """
     order = float(norm_type)
     if not order > 0:
@@ -264,14 +262,14 @@ def _global_norm(place: StageState, locals_: Mapping[str, Tensor], order: float)
         norm = torch.linalg.vector_norm(gradient.detach(), order, dtype=wide).double()
         total = torch.maximum(total, norm) if math.isinf(order) else total + norm.pow(order)
     result = torch.float32
-    for parameter in place.owners:  # alike on all stages, whatever their own gradients are
+    for parameter in place.owners:  # so that all stages return one dtype
         if parameter.requires_grad:
             result = torch.promote_types(result, parameter.stored.dtype)
     group = _everyone(place)
     if not math.isinf(order):
         return (group.all_reduce(total) if group else total).pow(1.0 / order).to(result)
     if group:
-        # A carrier's maximum may drop a NaN, so it is told apart.
+        # A backend's maximum may drop a NaN, so NaNs are flagged separately.
         seen = torch.stack([total.nan_to_num(0.0, math.inf), total.isnan().to(total.dtype)])
         total, is_nan = group.all_reduce(seen, "max")
         total = torch.where(is_nan > 0, math.nan, total)
@@ -279,7 +277,7 @@ def _global_norm(place: StageState, locals_: Mapping[str, Tensor], order: float)
 
 
 def _everyone(place: StageState) -> Group | None:
-    """All ranks of all stages; None where there is one."""
+    """The group of all ranks of all stages; None for a single rank."""
     if place.pipeline.n_stages > 1:
         assert place.world is not None, "stages without a group of all ranks"
         return place.world
@@ -288,6 +286,6 @@ def _everyone(place: StageState) -> Group | None:
 
 
 def _counts_here(place: StageState, parameter: StoredParameter) -> bool:
-    """Whether this rank is the one of its copies that counts."""
+    """Whether this rank's copy of a parameter's shard is the one that counts."""
     placed = zip(parameter.stored.spec.placements, place.coordinate, strict=True)
     return parameter.mirror_of is None and all(p.is_shard or c == 0 for p, c in placed)

@@ -1,6 +1,6 @@
 """Checkpoints: parameters and optimizer state on disk, for any mesh and plan.
 
-A checkpoint is a folder that `torch.distributed.checkpoint` wrote, and a record:
+A checkpoint is a folder written by `torch.distributed.checkpoint` (DCP), and a record:
 
     <name>                          each key of model.state_dict(), whole shape
     optimizer.state.<name>.<key>    optimizer state under the parameter's name: sharded as the
@@ -8,15 +8,15 @@ A checkpoint is a folder that `torch.distributed.checkpoint` wrote, and a record
     autopar.json                    step, extra, the stream of random numbers, options of the
                                     parameter groups, plain values
 
-Every rank writes and reads the boxes of its own shards, so nothing is gathered, and another
-mesh, plan or tool cuts the whole tensors anew. Of a parameter that several stages use, its
-owner's value and optimizer state are written, and all stages read those: mirrors take the same
-steps, so they have the same.
+Every rank writes and reads the boxes of its own shards. So nothing is gathered, and another mesh,
+plan or tool can shard the whole tensors differently. For a parameter that several stages use, the
+owner's value and optimizer state are written, and all stages read those. Mirrors take the same
+steps, so theirs are equal.
 
-It is written to `.<folder>.draft` beside its place; the record comes last, then the draft is
-renamed, and the checkpoint that was there before is removed after that. Whenever the job
-dies, `<folder>`, or else `.<folder>.old`, is a whole checkpoint: `load` takes the first of
-them that has a record, and nothing without one.
+A save writes to `.<folder>.draft` beside the final place, and the record last. Then it renames
+the old checkpoint to `.<folder>.old`, renames the draft, and removes the old one. So whenever the
+job dies, `<folder>` or else `.<folder>.old` is a whole checkpoint. `load_checkpoint` takes the
+first of them that has a record.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ def save_checkpoint(
     """Write a checkpoint folder, replacing the checkpoint that is there; all ranks call it.
 
     All ranks must see the same file system. When it returns, on any rank, the checkpoint is
-    whole and in its place.
+    complete and in its place.
 
-    Raises `OptionError` for an `extra` that JSON would not give back as it is, and
-    `StateError` for an optimizer of other parameters, for optimizer state that is neither
-    sharded like its parameter nor a scalar, for tied parameters that are optimized unlike, and
-    for a folder that is not a checkpoint.
+    Raises `OptionError` for an `extra` that does not survive JSON unchanged, and `StateError` for
+    an optimizer of other parameters, for optimizer state that is neither sharded like its
+    parameter nor a scalar, for tied parameters with different optimizer options, and for a folder
+    that is not a checkpoint.
     """
     folder = Path(path).absolute()
     draft = _beside(folder, "draft")
@@ -117,13 +117,13 @@ def load_checkpoint(
     buffers: Mapping[str, Tensor] | None = None,
     stream: Stream | None = None,
 ) -> tuple[int, dict[str, Any]]:
-    """Load a checkpoint into shards, stream and optimizer, in place: (step, extra).
+    """Load a checkpoint into shards, stream and optimizer, in place; returns (step, extra).
 
-    Stages, mesh, plan and the number of ranks may differ from those of `save`. Without an
-    optimizer, the checkpoint's optimizer state is left alone.
+    Stages, mesh, plan and the number of ranks may differ from those of the save. Without an
+    optimizer, the checkpoint's optimizer state is ignored.
 
-    Raises `StateError` on every rank, and changes nothing, where there is no whole
-    checkpoint or its names, shapes or parameter groups do not fit.
+    Raises `StateError` on every rank, and changes nothing, if there is no complete checkpoint, or
+    if its names, shapes or parameter groups do not fit.
     """
     record: dict[str, Any] = {}
     state: OptimizerState | None = None
@@ -157,7 +157,7 @@ def load_checkpoint(
 
 
 def _model_values(place: StageState, locals_: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What this stage owns, under all names; a mirror is written by its owner."""
+    """The parameters that this stage owns, under all names; an owner writes for its mirrors."""
     values: dict[str, Tensor] = {}
     for owned in place.owned_by(place.stage):
         values |= dict.fromkeys(all_names(owned), _on_disk(place, owned, locals_))
@@ -169,15 +169,12 @@ def _on_disk(place: StageState, p: StoredParameter, locals_: Mapping[str, Tensor
 
 
 def _of_stages(place: StageState, own: dict[str, Any] | None) -> list[dict[str, Any] | None]:
-    """What the first rank of every stage has, on every rank."""
+    """The `own` of every stage's first rank, in stage order, on every rank."""
     if world_size() == 1:
         return [own]
     every: list[dict[str, Any] | None] = [None] * world_size()
     dist.all_gather_object(every, own if place.is_first else None)
     return [every[mesh.first_rank] for mesh in place.pipeline.meshes]
-
-
-# -- the record --------------------------------------------------------------------------------
 
 
 def _record(step: int, extra: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -193,7 +190,7 @@ def _record(step: int, extra: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _check_json(value: Any, where: str) -> None:
-    """Refuse what JSON cannot hold, or would give back as something else."""
+    """Refuse values that JSON cannot hold, or would return as something else."""
     if value is None or type(value) in (bool, int, float, str):
         return
     if type(value) is list:
@@ -234,15 +231,12 @@ def _read_record(path: Path) -> dict[str, Any]:
     return record
 
 
-# -- folders -----------------------------------------------------------------------------------
-
-
 def _beside(folder: Path, what: str) -> Path:
     return folder.with_name(f".{folder.name}.{what}")
 
 
 def _refuse_other_folder(folder: Path) -> None:
-    """What is replaced must be a checkpoint, or empty: nothing else is ever deleted."""
+    """Raise `StateError` if the folder holds anything but a checkpoint: that is never deleted."""
     if not folder.exists():
         return
     if not folder.is_dir() or (any(folder.iterdir()) and not (folder / _RECORD).is_file()):
@@ -255,7 +249,7 @@ def _refuse_other_folder(folder: Path) -> None:
 def _put_in_place(draft: Path, folder: Path) -> None:
     old = _beside(folder, "old")
     if folder.exists():
-        # Left by a save that died after its last rename; the folder is whole.
+        # A save that died after its last rename left it; `folder` is complete.
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
     draft.rename(folder)
@@ -263,7 +257,7 @@ def _put_in_place(draft: Path, folder: Path) -> None:
 
 
 def _finished(folder: Path) -> Path:
-    """The folder, or the one it was about to replace when the job died."""
+    """The folder, or the old one that a save was about to replace when the job died."""
     for candidate in (folder, _beside(folder, "old")):
         if (candidate / _RECORD).is_file():
             return candidate

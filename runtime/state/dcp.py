@@ -1,15 +1,14 @@
-"""Shards as `torch.distributed.checkpoint` reads and writes them: one chunk per box.
+"""Shards as `torch.distributed.checkpoint` (DCP) reads and writes them: one chunk per box.
 
-DCP's own reader takes a DTensor's shard for one box that begins at its first element. That
-is wrong for a strided shard, which is several boxes: saving fails (overlapping chunks), and
-loading fills it with other rows in silence. DCP asks tensors for their chunks where they
-say so (its `_Checkpointable` protocol), and asks a DTensor's local tensor likewise; both
-classes here answer with boxes, so what is on disk is what DCP defines for DTensors, for
-every spec, and any mesh or plan reads it back.
+DCP takes a DTensor's shard for one box that begins at its first element. A strided shard is
+several boxes. Saving one fails (overlapping chunks), and loading one silently fills it with other
+rows. But DCP asks any tensor with its `_Checkpointable` protocol for chunks, and a DTensor's local
+tensor likewise. Both classes here answer with boxes. So for every spec the files are what DCP
+defines for DTensors, and any mesh or plan can read them.
 
     WholeOnDisk   stands for the whole tensor while DCP plans; needs no process group
-    BoxedLocal    the local tensor of a DTensor that is a strided shard, or a mirror of what
-                  another stage saves under the same name
+    BoxedLocal    the local tensor of a DTensor, where it is a strided shard or a mirror of
+                  what another stage saves under the same name
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class _Boxed:
 
 
 class WholeOnDisk(_Boxed, Tensor):
-    """A tensor of the whole shape that has only this rank's boxes; DCP fills and reads them."""
+    """A tensor of the whole shape that holds only this rank's boxes, for DCP to fill or read."""
 
     @staticmethod
     def __new__(cls, local: Tensor, held: Sequence[Box], whole_shape: Sequence[int]) -> WholeOnDisk:
@@ -85,7 +84,7 @@ class WholeOnDisk(_Boxed, Tensor):
         return self
 
     def __init__(self, local: Tensor, held: Sequence[Box], whole_shape: Sequence[int]) -> None:
-        """All is set by `__new__`, as tensors require."""
+        """`__new__` sets everything, as tensor subclasses require."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -105,7 +104,7 @@ class BoxedLocal(_Boxed, Tensor):
     def of(
         local: Tensor, held: Sequence[Box], whole_shape: Sequence[int], is_written: bool = True
     ) -> BoxedLocal:
-        """Unless `is_written`, DCP fills it and never saves it: another rank does."""
+        """Unless `is_written`, DCP loads into it but never saves it: another rank does."""
         self = local.detach().as_subclass(BoxedLocal)
         self._shard, self._boxes = local.detach(), tuple(held)
         self._whole_shape, self._is_written = tuple(whole_shape), is_written
@@ -114,7 +113,7 @@ class BoxedLocal(_Boxed, Tensor):
 
 @contextmanager
 def _one_process() -> Iterator[None]:
-    """Silence the notice that a world of one needs no process group."""
+    """Silence the warning that a world of one has no process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=_DISABLED)
         yield
@@ -138,7 +137,7 @@ def is_dcp_folder(folder: Path) -> bool:
 
 
 def stored_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
-    """Name -> shape, dtype and chunks of every tensor of a DCP folder.
+    """Name -> shape, dtype and chunks of every tensor in a DCP folder.
 
     Raises `StateError` for a folder that DCP did not finish, or cannot read.
     """

@@ -1,22 +1,23 @@
-"""State as DTensors under the user's names, so that every tool of PyTorch understands it.
+"""State as DTensors under the user's names, so that PyTorch's tools understand it.
 
-A stored spec is translated axis by axis, in mesh order, because DTensor applies placements
-from left to right. Let f' be the dim's factor sizes that the axes before a have left. Axis a,
-which cuts factor k, finds f'_0 ... f'_(k-1) blocks, times the axes after it in mesh order
-that cut the same factor outside it:
+A stored spec is translated axis by axis, in mesh order, because DTensor applies placements from
+left to right. Let axis a cut factor k of a dim, and let f' be the dim's factor sizes after the
+cuts of the axes before a. DTensor then sees n blocks (`dtensor_placements`):
+
+    n = f'_0 * ... * f'_(k-1) * (sizes of the axes after a in mesh order that cut k outside a)
 
     Invariant                 Replicate
     Shard, 1 block            Shard(dim)
     Shard, n > 1 blocks       _StridedShard(dim, split_factor=n)
 
-DTensor undoes a strided cut only where it is the last on its dim, or stands for plain shards
-in another order (n = the size of the one axis after it, which is a plain Shard): two strided
-cuts of one dim come back permuted, without an error (measured on torch 2.13). Such a dim is
-exported whole: gathered, Replicate.
+DTensor undoes a strided cut correctly in two cases (`_is_expressible`): the cut is the last on its
+dim, or it stands for plain shards in another order (n is the size of the one axis after it, which
+is a plain Shard). Two strided cuts of one dim come back permuted, without an error (measured on
+torch 2.13). Any other dim is therefore exported whole: gathered, Replicate.
 
 A padded dim is exported without its padding. DTensor cuts it unevenly, as `torch.chunk` does:
-shards of ceil(size / ranks), the last ones shorter. Where ours end elsewhere, because the dim is
-padded for more ranks than cut it, it is exported whole too.
+shards of ceil(size / ranks), the last ones shorter. Our shards end elsewhere if the dim is padded
+for more ranks than cut it. Such a dim is exported whole, too (`_is_chunked`).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from autopar.runtime.state.stage_state import StageState
 def dtensor_placements(
     parameter: StoredParameter, sizes: Sequence[int]
 ) -> tuple[tuple[Placement, ...], frozenset[int]]:
-    """(a DTensor placement per axis, the dims that DTensor cannot express and are whole)."""
+    """(a DTensor placement per axis, the dims that are exported whole)."""
     spec = parameter.stored.spec
     left = [list(factors) for factors in parameter.dims]
     out: list[Placement] = []
@@ -88,7 +89,7 @@ def _is_expressible(
 
 
 def _is_chunked(parameter: StoredParameter, dim: int, n_parts: Sequence[int]) -> bool:
-    """Whether the shards of a dim over axes of these sizes are `torch.chunk`'s."""
+    """Whether the shards of a dim over axes of sizes `n_parts` are those of `torch.chunk`."""
     more, size = padding(parameter)[dim], parameter.shape[dim]
     if not more:
         return True
@@ -100,11 +101,11 @@ def dtensor_of(
 ) -> DTensor:
     """One parameter's shard as a DTensor; `device_mesh` has the stage's axes.
 
-    It shares the shard's memory and has no gradient, so loading into it in place loads the
-    parameter. The exception is a dim that DTensor cannot express (two axes on it, the first
-    of them strided): that dim is gathered and replicated, the DTensor is a copy, and every
-    rank of the mesh must make it. `local` may be anything sharded like the parameter, such as
-    a gradient or optimizer state. Unless `is_written`, saving it writes nothing.
+    The DTensor shares the shard's memory and has no gradient, so loading into it loads the
+    parameter. The exception is a dim that DTensor cannot express. That dim is gathered and
+    replicated, the DTensor is a copy, and every rank of the mesh must call this. `local` may be
+    any tensor sharded like the parameter, such as a gradient or optimizer state. Unless
+    `is_written`, saving the DTensor writes nothing.
     """
     sizes = tuple(device_mesh.shape)
     placements, whole_dims = dtensor_placements(parameter, sizes)
@@ -132,8 +133,8 @@ def dtensor_of(
 def stage_device_mesh(pipeline: Pipeline, rank: int, device_type: str) -> DeviceMesh | None:
     """The device mesh of a rank's stage; None in a world of one.
 
-    Process groups are made by all ranks together: every rank must call it, and makes the
-    meshes of all stages, in their order.
+    Process groups are made by all ranks together. So every rank must call this, and makes the
+    meshes of all stages in stage order.
     """
     if world_size() == 1:
         return None
@@ -152,8 +153,8 @@ def state_dict(
 ) -> dict[str, Tensor]:
     """This stage's part of `model.state_dict()`: DTensors, and all buffers as plain tensors.
 
-    With one stage that is every key. All names of a tied parameter hold the same DTensor; a
-    mirror without a name of its own is read by `torch.distributed.checkpoint` and not written.
+    With one stage this is every key. All names of a tied parameter hold the same DTensor.
+    `torch.distributed.checkpoint` reads a mirror without a name of its own, but does not write it.
     Without a device mesh (a world of one) parameters are plain tensors.
     """
     out: dict[str, Tensor] = {}

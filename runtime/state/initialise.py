@@ -1,15 +1,15 @@
-"""Initial values of a model on `meta`, module by module, without ever holding the model.
+"""Initial values of a model on `meta`, module by module, without ever holding the whole model.
 
 A module is initialised by its `reset_parameters` (PyTorch's convention), then by the
-`_init_weights` of the nearest enclosing model that has one (transformers'), children before
-parents, as building the model would do. What each call writes is found by a rehearsal on
-`meta`, where it costs nothing; calls that write a common tensor (a parent that rescales a
-child's weight, tied weights) form one group, and
+`_init_weights` of the nearest enclosing model that has one (transformers' convention). Children
+come before parents, as when the model is built. A dry run on `meta`, which costs nothing, finds
+what each call writes. Calls that write a common tensor form one group: a parent that rescales a
+child's weight, or tied weights. Then
 
     values(group) = its calls, in order, on real tensors, under a seed from (seed, first name)
 
-so values depend on the seed and the names alone: not on the rank, nor on which groups are
-asked for. Tensors start as NaN, so what no call fills is noticed.
+So values depend only on the seed and the names, not on the rank or on which groups are requested.
+Floating-point tensors start as NaN, so a tensor that no call fills is detected.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def initial_values(
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, value on CPU) of each wanted parameter and buffer, in no given order.
 
-    Of several names of one tensor, any will do. The model is not modified.
+    Any of a tensor's names will do. The model is not modified.
 
     Raises `StateError` for a tensor that no initialiser fills.
     """
@@ -119,7 +119,7 @@ class _InitCalls:
 
 
 def _groups(twin: _Twin) -> list[_InitCalls]:
-    """The initialisation calls, grouped; every group in the model's own order."""
+    """The groups of initialisation calls; calls are in the model's order."""
     order: list[tuple[Call, set[str]]] = []
     storages = {twin.tensor(k).untyped_storage()._cdata: k for k in twin.names_of}
     for path, module in _children_first(twin.model):
@@ -131,7 +131,7 @@ def _groups(twin: _Twin) -> list[_InitCalls]:
         }
         reset, outer = _initialisers(twin.model, path, module)
         written = [_rehearse(call, twin, path, storages) for call in outer]
-        # Building the model would run both; where the second overwrites, one is enough.
+        # Building the model would run both; skip the first if the second overwrites all of it.
         if reset is not None and not own <= set().union(*written):
             order.append((reset, _rehearse(reset, twin, path, storages)))
         order += zip(outer, written, strict=True)
@@ -160,7 +160,7 @@ def _children_first(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.
 
 
 def _initialisers(model: nn.Module, path: str, module: nn.Module) -> tuple[Call | None, list[Call]]:
-    """(the module's own initialiser, that of the model around it if any)."""
+    """(the module's own initialiser, that of the nearest enclosing model if any)."""
     own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     own = own if callable(own) else None
     while True:
@@ -173,7 +173,7 @@ def _initialisers(model: nn.Module, path: str, module: nn.Module) -> tuple[Call 
 
 
 class _Writes(TorchDispatchMode):
-    """Notes which storages are written in place."""
+    """Records which storages are written in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ def _rehearse(call: Call, twin: _Twin, path: str, storages: Mapping[int, str]) -
 
 
 def _run(twin: _Twin, group: _InitCalls, seed: int) -> dict[str, Tensor]:
-    """The values of one group; its memory is the caller's afterwards."""
+    """The values of one group; the caller owns their memory."""
     before = {key: twin.tensor(key) for key in group.keys}
     values = {key: _unfilled(tensor) for key, tensor in before.items()}
     for key, value in values.items():
@@ -212,7 +212,7 @@ def _run(twin: _Twin, group: _InitCalls, seed: int) -> dict[str, Tensor]:
             torch.manual_seed(zlib.crc32(f"{seed}:{min(group.keys)}".encode()))
             for call in group.calls:
                 call()
-        # An initialiser may also have put tensors of its own in place of ours.
+        # An initialiser may have replaced our tensors by its own.
         values = {key: twin.tensor(key).detach() for key in values}
     finally:
         for key, tensor in before.items():

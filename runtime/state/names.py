@@ -1,9 +1,9 @@
-"""Names and agreement: which value a stored tensor takes, and errors that reach every rank.
+"""Names and errors: which given value a stored tensor takes, and errors that reach every rank.
 
-State arrives under the user's names: from a file, a checkpoint, a state dict. A tied
-parameter may come under any of its names. Everything that does not fit is gathered into
-one error; where ranks read different things, that error is raised on all of them, because
-a rank that stops alone leaves the others waiting in a collective.
+State arrives under the user's names: from a file, a checkpoint or a state dict. A tied parameter
+may come under any of its names. One error lists everything that does not fit. If ranks read
+different things, all of them raise the error (`together`): a rank that stops alone would leave the
+others waiting in a collective.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class StateError(AutoparError):
 
 
 def world_size() -> int:
-    """Ranks that take part; one where `torch.distributed` is not initialised."""
+    """The number of ranks; 1 if `torch.distributed` is not initialised."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -55,7 +55,7 @@ def together() -> Iterator[None]:
 
 
 def all_names(value: StoredParameter | ChangedBuffer) -> tuple[str, ...]:
-    """Every name the user's model has for it."""
+    """Every name of the value in the user's model."""
     return (value.name, *value.aliases)
 
 
@@ -66,10 +66,10 @@ def match_names(
     source: str,
     strict: bool = True,
 ) -> tuple[dict[str, str], list[str], list[str]]:
-    """(wanted -> the name its value is given under, missing names, unexpected names).
+    """(wanted name -> the name its value is given under, missing names, unexpected names).
 
-    `constants` are buffers that may be given. Raises `StateError` listing what is missing and
-    unexpected (if `strict`) and every whole shape that differs.
+    `constants` are buffers that may also be given. Raises `StateError` listing every whole shape
+    that differs and, if `strict`, the missing and unexpected names.
     """
     found: dict[str, str] = {}
     missing, wrong = [], []
@@ -107,15 +107,15 @@ def _listed(what: str, names: Sequence[str]) -> list[str]:
 def constant_buffers(
     buffers: Mapping[str, Tensor] | None, changed: Sequence[ChangedBuffer]
 ) -> dict[str, Tensor]:
-    """Those of a rank's buffers that no step changes."""
+    """A rank's buffers that no step changes."""
     live = {name for buffer in changed for name in all_names(buffer)}
     return {name: value for name, value in (buffers or {}).items() if name not in live}
 
 
 def check_buffer(name: str, value: Tensor, buffers: Mapping[str, Tensor], source: str) -> None:
-    """Raise `StateError` unless `value` is the model's own.
+    """Raise `StateError` unless `value` equals the model's buffer.
 
-    Programs hold buffers that no step changes as constants, so another value would be loaded and
+    Programs hold buffers that no step changes as constants. Another value would be loaded and
     never used.
     """
     own = buffers[name]

@@ -3,15 +3,16 @@
 `torch.optim` keys state by parameter objects and positions, which mean nothing on another
 mesh. Here it is split into
 
-    tensors   optimizer.state.<name>.<key>; of the shard's shape: sharded as the parameter,
-              so stored whole; scalars, and state of parameters that are not sharded: plain
-    record    JSON: the parameter groups by name with their options, and which key is what
+    tensors   optimizer.state.<name>.<key>. State of the shard's shape is sharded as the
+              parameter, and so stored whole. Scalars, and state of parameters that are not
+              sharded, are plain.
+    record    JSON: the parameter groups by name with their options, and the kind of each key
 
-Elementwise optimizers (SGD, Adam, AdamW, ...) have only such state. State of another shape
-beside a sharded parameter (Adafactor's rows and columns) has no meaning per shard: refused.
+Elementwise optimizers (SGD, Adam, AdamW, ...) have only such state. State of another shape beside
+a sharded parameter (Adafactor's rows and columns) has no meaning per shard, and is refused.
 
-With several stages every rank's optimizer has its own stage's parameters. Their records become
-one, as if one optimizer had all of them, so any other number of stages reads it.
+With several stages, every rank's optimizer has its own stage's parameters. `merged_record` makes
+one record of theirs, as if one optimizer had all parameters. So any number of stages can read it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _SHARD, _PLAIN = "shard", "plain"
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """`tensors` as DCP takes them; `record` for JSON, or for `Optimizer.load_state_dict`."""
+    """`tensors` for DCP; `record` for JSON, or for `Optimizer.load_state_dict`."""
 
     tensors: dict[str, Tensor]
     record: dict[str, Any]
@@ -47,13 +48,13 @@ class OptimizerState:
 def split_state(
     place: StageState, locals_: Mapping[str, Tensor], optimizer: Optimizer
 ) -> OptimizerState:
-    """This rank's part of the state, named; its tensors share the optimizer's memory.
+    """This rank's part of the state, by name; its tensors share the optimizer's memory.
 
-    The groups are this stage's with its mirrors, for `merged_record`; state is of what the
-    stage owns.
+    The groups include this stage's mirrors, which `merged_record` checks; the state covers only
+    parameters that the stage owns.
 
-    Raises `StateError` for parameters that are not in `locals_`, and state that cannot be
-    cut anew for another mesh.
+    Raises `StateError` for parameters that are not in `locals_`, and for state that cannot be
+    resharded for another mesh.
     """
     groups = [
         {
@@ -83,11 +84,12 @@ def split_state(
 def merged_record(
     place: StageState, records: Sequence[Mapping[str, Any] | None]
 ) -> dict[str, Any] | None:
-    """One record of the stages' own, each None where the stage has no optimizer.
+    """One record from those of the stages; a stage without an optimizer has None.
 
     Groups at the same position with equal options become one. Mirrors are left out.
 
-    Raises `StateError` for a mirror that is optimized unlike its owner: they drift apart.
+    Raises `StateError` for a mirror whose options differ from its owner's: their values would
+    drift apart.
     """
     if all(record is None for record in records):
         return None
@@ -128,11 +130,12 @@ def restore(
     record: Mapping[str, Any] | None,
     stored: Mapping[str, TensorStorageMetadata],
 ) -> OptimizerState:
-    """Tensors for DCP to fill, inside a `record` for `optimizer.load_state_dict` afterwards.
+    """Tensors for DCP to fill, and the `record` that holds them for `Optimizer.load_state_dict`.
 
-    A mirror gets its owner's state. Raises `StateError` when the checkpoint has no optimizer,
-    or one whose options for a group's parameters are missing or unlike, or state that cannot
-    be cut for this plan.
+    A mirror gets its owner's state.
+
+    Raises `StateError` if the checkpoint has no optimizer, if the saved options of a group's
+    parameters are missing or differ from each other, or if state cannot be sharded for this plan.
     """
     if record is None:
         raise StateError(
@@ -167,8 +170,8 @@ def _restored_groups(
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """(the optimizer's groups with the saved options, parameter -> its position).
 
-    A saved group may be spread over stages, so a group here takes the options that all of its
-    parameters had.
+    A saved group may be spread over stages. So a group here takes its options from its
+    parameters, which must all have been saved with the same ones.
     """
     saved = {
         place.canonical.get(name, name): group["options"]
@@ -212,12 +215,12 @@ def _empty(
     kind: str,
     entry: TensorStorageMetadata,
 ) -> tuple[Tensor, Tensor]:
-    """(a tensor for the optimizer, what DCP fills it through)."""
+    """(a tensor for the optimizer, the tensor through which DCP fills it)."""
     shape, dtype = tuple(entry.size), entry.properties.dtype
     if kind == _SHARD:
         if shape != tuple(p.shape):
             raise StateError(f"optimizer state `{key}` of `{p.name}` is {shape}, not {p.shape}")
-        value = torch.zeros(local.shape, dtype=dtype, device=local.device)  # also of padding
+        value = torch.zeros(local.shape, dtype=dtype, device=local.device)  # zeros in padding, too
         return value, WholeOnDisk(value, boxes(p, place.sizes, place.coordinate), p.shape)
     if math.prod(shape) != 1 and is_sharded(p):
         raise _no_shard(p, key, shape)
@@ -280,7 +283,7 @@ def _plain_option(key: str, value: Any) -> Any:
 
 
 def _typed_option(value: Any, current: Any) -> Any:
-    """A saved option in the type the optimizer has it now."""
+    """A saved option, in the type of the optimizer's current one."""
     if isinstance(current, Tensor):
         return torch.tensor(value, dtype=current.dtype, device=current.device)
     if isinstance(current, tuple):

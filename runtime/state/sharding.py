@@ -1,18 +1,19 @@
-"""What one rank keeps of a parameter: the shard, the boxes it is made of, and the way back.
+"""The part of a parameter that one rank stores: its shard, its boxes, and how to gather the whole.
 
 A stored parameter is Invariant or Shard on every axis. Its whole dim of factor sizes
-f_0 x f_1 x ... is cut along one factor per axis, outermost axis first (`delivery.shard`), so
+f_0 x f_1 x ... is cut along one factor per axis, outermost axis first (`shard` in
+`runtime/execute/delivery.py`):
 
     local_shard    whole -> shard                    a slice, or a strided slice where k > 0
     gather_whole   shard -> whole                    all_gathers, innermost axis first
     boxes          where in the whole tensor the shard lies
 
-A dim cut along factor k > 0 keeps f_0 ... f_(k-1) runs of indices; a shard is the product of
-its dims' runs, a set of boxes that lie in it in increasing order.
+A dim cut along factor k > 0 keeps f_0 * ... * f_(k-1) runs of indices. A shard is the Cartesian
+product of its dims' runs: a set of boxes, which lie in the shard in increasing order.
 
-A dim may be padded at its end (`passes/analysis/padding.py`): its factors' product is then more than the
-user's size. Whole tensors have the user's shape, padding comes in as zeros and never leaves:
-boxes end where the user's tensor does.
+A dim may be padded at its end (`passes/analysis/padding.py`). Then the product of its factors is
+more than the user's size. Whole tensors have the user's shape: padding is added as zeros on the
+way in and cut off on the way out, and boxes end where the user's tensor does.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from autopar.runtime.state.stage_state import Groups
 
 @dataclass(frozen=True)
 class Box:
-    """A block of a whole tensor: where it starts there, and in the shard that holds it."""
+    """A block of a whole tensor: its start there, its start in the shard, and its sizes."""
 
     start: tuple[int, ...]
     held: tuple[int, ...]
@@ -57,13 +58,13 @@ def is_sharded(parameter: StoredParameter) -> bool:
 
 
 def padding(parameter: StoredParameter) -> tuple[int, ...]:
-    """How much longer each dim is in storage than the user's."""
+    """How many elements longer than the user's each stored dim is."""
     stored = (math.prod(factors) for factors in parameter.dims)
     return tuple(a - b for a, b in zip(stored, parameter.shape, strict=True))
 
 
 def extended(whole: Tensor, parameter: StoredParameter) -> Tensor:
-    """A whole tensor of the user's shape with zeros for padding."""
+    """A whole tensor of the user's shape, with zeros added as padding."""
     more = padding(parameter)
     return F.pad(whole, [n for m in reversed(more) for n in (0, m)]) if any(more) else whole
 
@@ -71,7 +72,7 @@ def extended(whole: Tensor, parameter: StoredParameter) -> Tensor:
 def local_shard(
     whole: Tensor, parameter: StoredParameter, sizes: Sequence[int], coordinate: Sequence[int]
 ) -> Tensor:
-    """The part of `whole` that the rank at `coordinate` keeps; contiguous, in memory of its own."""
+    """The part of `whole` that the rank at `coordinate` keeps; contiguous, in its own memory."""
     part = shard(
         extended(whole.detach(), parameter),
         parameter.dims,
@@ -95,7 +96,7 @@ def boxes(
 ) -> tuple[Box, ...]:
     """The blocks of the whole tensor that the rank at `coordinate` keeps, in order.
 
-    Those of its shard where `whole_dims` were gathered.
+    If `whole_dims` were gathered, the blocks cover those dims entirely.
     """
     runs = [
         [(0, 0, size)] if dim in whole_dims else _runs(parameter, dim, sizes, coordinate)
@@ -118,7 +119,7 @@ def without_padding(
     coordinate: Sequence[int],
     whole_dims: frozenset[int] = frozenset(),
 ) -> Tensor:
-    """The part of a shard that the user's tensor has: a view. Arguments are those of `boxes`."""
+    """The part of a shard inside the user's tensor, as a view; `whole_dims` as in `boxes`."""
     out = local
     for dim, more in enumerate(padding(parameter)):
         if more and dim in whole_dims:
@@ -132,14 +133,14 @@ def without_padding(
 def _runs(
     parameter: StoredParameter, dim: int, sizes: Sequence[int], coordinate: Sequence[int]
 ) -> list[tuple[int, int, int]]:
-    """(start in the whole dim, start in the shard, length) of what is kept of one dim."""
+    """(start in the whole dim, start in the shard, length) of the runs kept of one dim."""
     spec, size = parameter.stored.spec, parameter.shape[dim]
     if not any(p.is_shard and p.dim == dim for p in spec.placements):
         return [(0, 0, size)]
     alone = tuple(S(0, p.factor) if p.is_shard and p.dim == dim else I for p in spec.placements)
     whole = torch.arange(size + padding(parameter)[dim])
     kept = shard(whole, (parameter.dims[dim],), Spec(alone, spec.order), sizes, coordinate)
-    kept = kept[kept < size]  # padding is at the end of the whole, so of a shard too
+    kept = kept[kept < size]  # padding ends the whole dim, so it ends a shard, too
     if not len(kept):
         return []
     cuts = (kept.diff() != 1).nonzero().flatten().add(1).tolist()
@@ -154,10 +155,10 @@ def gather_whole(
     groups: Groups,
     only_dims: frozenset[int] | None = None,
 ) -> Tensor:
-    """The whole tensor from its shards, or just `only_dims` of it whole; on every rank.
+    """The whole tensor from its shards, on every rank; `only_dims` limits which dims become whole.
 
-    Whole dims are without padding. The inverse of `local_shard`; every rank of the stage must
-    call it. `groups` holds a group for each single axis that shards the parameter.
+    The inverse of `local_shard`: whole dims have no padding. Every rank of the stage must call
+    it. `groups` holds a group for each single axis that shards the parameter.
     """
     spec = parameter.stored.spec
     dims = [list(factors) for factors in parameter.dims]
@@ -177,11 +178,11 @@ def gather_whole(
     padded = [d for d, n in enumerate(parameter.shape) if more[d] and out.shape[d] == n + more[d]]
     for dim in padded:
         out = out.narrow(dim, 0, parameter.shape[dim])
-    return out.clone() if padded else out  # a view would be saved with the padding
+    return out.clone() if padded else out  # saving a view would save the padding
 
 
 def axis_groups(mesh: DeviceMesh) -> dict[tuple[int, ...], Group]:
-    """The groups of single axes of a torch `DeviceMesh`, as `gather_whole` takes them."""
+    """The groups of single axes of a torch `DeviceMesh`, for `gather_whole`."""
     names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
     found: dict[tuple[int, ...], Group] = {}
     for axis, name in enumerate(names):

@@ -1,16 +1,16 @@
-"""What one rank keeps of a model that is cut into stages, and its ways to the other ranks.
+"""The part of a pipelined model that one rank stores, and its connections to the other ranks.
 
-Every stage keeps its own parameters on its own ranks; a state dict, a checkpoint and a norm
-are the whole model's. What joins them is the pipeline, which every rank has:
+Every stage keeps its own parameters on its own ranks. State dicts, checkpoints and norms cover the
+whole model. Every rank has the pipeline, and derives from it
 
     parameters   what this rank keeps a shard of, under this stage's names
-    owners       every parameter of the model once, as the stage that owns it stores it, under
-                 all names that the model has for it, those of its mirrors too
+    owners       every parameter of the model once, as the stage that owns it stores it, with
+                 all of its names, those of its mirrors included
     held         owner's name -> what this rank keeps of it: the parameter, or its mirror
 
-So names are judged over the whole model on every rank alike, and collectives go over `owners`
-in one order, whoever keeps what. A mirror has its owner's value: it takes it from wherever the
-owner does, and hands none out.
+So all ranks check names over the whole model, and run collectives over `owners` in the same
+order, whatever they keep. A mirror has its owner's value: it loads the owner's, and is never
+written itself.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ Groups = Mapping[tuple[int, ...], Group]
 
 @dataclass(frozen=True)
 class StageState:
-    """One rank's place: `groups` are its stage's; `messenger` and `world` join the stages.
+    """One rank's place in the pipeline.
 
-    They may be missing where there is one stage, and groups where it has one rank. `device`
-    is where shards are.
+    `groups` are its stage's; `messenger` and `world` join the stages. The latter may be missing
+    when there is one stage, and groups when it has one rank. Shards are on `device`.
     """
 
     pipeline: Pipeline
@@ -75,7 +75,7 @@ class StageState:
         return tuple(p for stage in range(self.pipeline.n_stages) for p in self.owned_by(stage))
 
     def owned_by(self, stage: int) -> tuple[StoredParameter, ...]:
-        """The parameters that a stage owns, under all their names."""
+        """The parameters that a stage owns, with all their names."""
         return tuple(
             replace(p, aliases=tuple(n for n in self._names[p.name] if n != p.name))
             for p in self.pipeline.stages[stage].parameters
@@ -95,7 +95,7 @@ class StageState:
 
     @cached_property
     def canonical(self) -> Mapping[str, str]:
-        """Every name of every parameter -> its owner's."""
+        """Every name of every parameter -> its owner's name."""
         return {name: owner for owner, names in self._names.items() for name in names}
 
     @cached_property
@@ -114,26 +114,26 @@ class StageState:
 
     @cached_property
     def changed_anywhere(self) -> tuple[ChangedBuffer, ...]:
-        """The persistent buffers that steps change, of all stages in order."""
+        """The persistent buffers that steps change, over all stages in order."""
         stages = self.pipeline.stages
         return tuple(b for program in stages for b in program.changed if b.persistent)
 
     @cached_property
     def entries(self) -> tuple[StoredParameter | ChangedBuffer, ...]:
-        """What of a state dict steps change, over all stages; the rest of it is constant."""
+        """The state dict entries that steps change, over all stages; all others are constant."""
         return (*self.owners, *self.changed_anywhere)
 
     def first_rank_that_changes(self, buffer: ChangedBuffer) -> int:
-        """The first rank of the stage that changes a buffer: no other stage holds it."""
+        """The first rank of the stage that changes a buffer; no other stage holds the buffer."""
         stages = zip(self.pipeline.stages, self.pipeline.meshes, strict=True)
         return next(mesh.first_rank for program, mesh in stages if buffer in program.changed)
 
     def hands_out(self, parameter: StoredParameter) -> bool:
-        """Whether no earlier stage has a parameter under this one's name."""
+        """Whether this stage saves the parameter under its name: no earlier stage has that name."""
         earlier = self.pipeline.stages[: self.stage]
         return not any(parameter.name in all_names(p) for s in earlier for p in s.parameters)
 
 
 def owner_name(parameter: StoredParameter) -> str:
-    """The name that the model's first user of the parameter has for it."""
+    """The parameter's name on the first stage that uses it."""
     return parameter.mirror_of or parameter.name

@@ -1,15 +1,14 @@
 """Weights: the initial values of a rank's shards, from a model, an initialiser or a file.
 
-    "rank0"   rank 0's model: one whole parameter at a time is broadcast, each rank cuts
+    "rank0"   rank 0's model: one whole parameter at a time is broadcast, and each rank cuts
               its shard
     "init"    a model on `meta`: every rank initialises the same values, one group of modules
-              at a time, and keeps its shard (`initialise`)
+              at a time, and keeps its shard (`initialise.py`)
     a path    a .safetensors file, a folder of them, or a checkpoint: each rank reads only the
-              boxes of its shards (`sharding.boxes`)
+              boxes of its shards (`boxes` in `sharding.py`)
 
-A parameter that several stages use is read and drawn under its owner's name, by all of them.
-At no time does a rank hold more than one whole parameter (or group) beyond the user's model,
-which is never modified.
+All stages that use a tied parameter read or draw it under its owner's name. Beyond the user's
+model, which is never modified, a rank never holds more than one whole parameter (or group).
 """
 
 from __future__ import annotations
@@ -57,13 +56,13 @@ def initial_shards(
 ) -> dict[str, nn.Parameter]:
     """This rank's shard of every parameter of its stage, by name; `requires_grad` is the model's.
 
-    A mirror gets its owner's values. `seed` is that of weights="init", by default rank 0's
+    A mirror gets its owner's values. `seed` is for weights="init"; by default it is rank 0's
     `torch.initial_seed()`. `buffers` are those that the stage changes (`changed_buffers`), with
-    the model's values; from rank 0 and from a path they get new ones. Where `torch.distributed`
-    is initialised this is a collective of the whole world.
+    the model's values; "rank0" and a path overwrite them. If `torch.distributed` is initialised,
+    this is a collective of the whole world.
 
     Raises `StateError` on all ranks when names or shapes do not fit, listing them, or when
-    there is nothing to read values from.
+    there are no values to read.
     """
     if weights == "rank0":
         shards = _from_rank0(place, model)
@@ -89,9 +88,9 @@ def initial_shards(
 def initial_buffers(
     model: nn.Module, device: torch.device, seed: int | None = None
 ) -> dict[str, Tensor]:
-    """The persistent buffers, as `model.state_dict()` has them; copies on `device`.
+    """The persistent buffers, as in `model.state_dict()`; copies on `device`.
 
-    A buffer on `meta` gets the value its module's initialiser gives it, whatever the weights.
+    A buffer on `meta` gets its value from its module's initialiser, whatever the weights.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     held = {n: v for n, v in model.state_dict().items() if n not in parameters}
@@ -108,18 +107,15 @@ def initial_buffers(
 def changed_buffers(
     place: StageState, model: nn.Module, seed: int | None = None
 ) -> dict[str, Tensor]:
-    """What the model has in the buffers that this rank's stage changes, persistent or not.
+    """The model's values of the buffers that this rank's stage changes, persistent or not.
 
-    A buffer on `meta` gets the value its module's initialiser gives it.
+    A buffer on `meta` gets its value from its module's initialiser.
     """
     held = {b.name: model.get_buffer(b.name).detach() for b in place.changed}
     empty = [name for name, value in held.items() if value.is_meta]
     seed = torch.initial_seed() if seed is None else seed
     held |= dict(initial_values(model, empty, seed)) if empty else {}
     return {b.name: held[b.name].to(place.device, b.local.dtype, copy=True) for b in place.changed}
-
-
-# -- from the model ----------------------------------------------------------------------------
 
 
 def _from_rank0(place: StageState, model: nn.Module) -> dict[str, Tensor]:
@@ -145,7 +141,7 @@ def _from_rank0(place: StageState, model: nn.Module) -> dict[str, Tensor]:
 
 
 def _buffers_from_rank0(place: StageState, model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
-    """Models of other ranks may hold other values, or none."""
+    """Other ranks take the values of rank 0; their models may hold other values, or none."""
     if world_size() == 1:
         return
     for program in place.pipeline.stages:
@@ -170,7 +166,7 @@ def _check_model(parameters: Sequence[StoredParameter], values: Mapping[str, Ten
 
 
 def _shared_seed(seed: int | None) -> int:
-    """`seed`, or rank 0's; every rank must draw the same values."""
+    """`seed`, or that of rank 0, because every rank must draw the same values."""
     held: list[Any] = [torch.initial_seed() if seed is None else seed]
     if world_size() > 1:
         dist.broadcast_object_list(held, src=0)
@@ -178,15 +174,12 @@ def _shared_seed(seed: int | None) -> int:
 
 
 def _initialised(place: StageState, model: nn.Module, seed: int) -> dict[str, Tensor]:
-    """Drawn under the owners' names, so that a mirror's values are its owner's."""
+    """Values drawn under the owners' names, so that a mirror's values are its owner's."""
     shards = {}
     for name, value in initial_values(model, list(place.held), seed):
         kept = place.held[name]
         shards[kept.name] = local_shard(value, kept, place.sizes, place.coordinate)
     return shards
-
-
-# -- from files --------------------------------------------------------------------------------
 
 
 def _fill_from_path(
@@ -226,7 +219,7 @@ def _fill_from_path(
 
 @dataclass(frozen=True)
 class _Fits:
-    """What the model has, and what the source may hold beside it."""
+    """Checks a source of weights against the entries of the model."""
 
     wanted: Sequence[StoredParameter | ChangedBuffer]
     source: str
@@ -234,7 +227,7 @@ class _Fits:
     ignored: tuple[str, ...]
 
     def match(self, given: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-        """Wanted -> name in the source; transformers' own list of stale keys is honoured."""
+        """Wanted name -> name in the source; respects transformers' list of keys to ignore."""
         known = {name for value in self.wanted for name in all_names(value)} | set(self.constants)
         kept = {
             name: shape

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.module import parallel_module
-from autopar.planning import plan as planning
-from autopar.planning import step_capture
+from autopar.passes.binding import step_capture
 from autopar.program.program import Program
 
 N_KEPT = 64  # programs, the last ones used
@@ -81,5 +80,5 @@ def share_captures() -> None:
 
     A job too: worker processes run it first.
     """
-    for module in (step_capture, planning, parallel_module):
+    for module in (step_capture, parallel_module):
         mock.patch.object(module, "capture", captured).start()

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.cost.hardware.hardware import Hardware, resolve
-from autopar.cost.laws.model import CostModel
-from autopar.cost.price.prediction import link_between, predict
 from autopar.errors import BatchError, InfeasibleError
 from autopar.mesh import LogicalMesh, Mesh
 from autopar.options import Options
@@ -33,9 +31,8 @@ from autopar.passes.intra.constraints import Constraints
 from autopar.passes.search.evaluator import Evaluator
 from autopar.passes.search.outcome import PlanningResult
 from autopar.passes.search.planner import Planner
+from autopar.passes.search.pricer import StepPricer
 from autopar.passes.search.simulator import Simulator
-from autopar.plans.predicted import Predicted
-from autopar.program.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -52,11 +49,11 @@ class Choices:
 
     def planned(self) -> PlanningResult:
         """What the planner takes."""
-        return Planner(self.analysis, self.mesh, self.options, self._predicted).run()
+        return Planner(self.analysis, self.mesh, self.options).run()
 
-    def _predicted(self, pipeline: Pipeline, costs: Sequence[CostModel]) -> Predicted:
-        between = link_between(self.mesh, self.hardware.links)
-        return predict(pipeline, costs, self.options.optimizer, between)
+    @cached_property
+    def _pricer(self) -> StepPricer:
+        return StepPricer(self.mesh, self.hardware, self.options.optimizer)
 
     @cached_property
     def evaluator(self) -> Evaluator:
@@ -65,7 +62,7 @@ class Choices:
 
     @cached_property
     def simulator(self) -> Simulator:
-        return Simulator(self.evaluator, self._predicted)
+        return Simulator(self.evaluator, self._pricer)
 
     def step_times_s(self) -> dict[str, float]:
         """Of every plan that fits, by what it is."""

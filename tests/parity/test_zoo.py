@@ -99,10 +99,10 @@ def test_rows_are_padded_unevenly() -> None:
 def test_plans_that_repeat_work_fail() -> None:
     whole = Division(stored=0.0, products=1.0, by_weights=0.0)
     assert shortfall("auto", whole) is None
-    assert shortfall("tensor", whole) == "only 0% of products with weights is split by weights"
+    assert shortfall("tensor", whole) == "only 0% of the FLOPs go through sharded weights"
     assert shortfall("tensor", replace(whole, by_weights=0.8)) is None
     repeated = replace(whole, products=0.5)
-    assert shortfall("zero3", repeated) == "only 50% of the work of products is divided"
+    assert shortfall("zero3", repeated) == "only 50% of the matmul FLOPs are sharded"
 
 
 def test_listed_cells() -> None:

@@ -213,7 +213,7 @@ def test_statistics_change_once() -> None:
 
 
 def test_nothing_to_recompute_is_said() -> None:
-    with pytest.raises(NotSupportedError, match="recompute='full': Blocks has no blocks"):
+    with pytest.raises(NotSupportedError, match="recompute='full': Blocks has no repeated blocks"):
         plan_blocks("full", Manual(), n_blocks=1)
     with pytest.raises(NotSupportedError, match="recompute='attention-core': no attention"):
         plan_blocks("attention-core", Manual())
@@ -360,8 +360,8 @@ def test_a_plan_without_the_entry_recomputes_nothing(tmp_path: Path) -> None:
         (lambda first, last: {first: "full until h.9/add"}, "the captured graph does not have"),
         (lambda first, last: {first: "most until x"}, "'most until x' is not `MODE until KEY`"),
         (lambda first, last: {first: "full"}, "'full' is not `MODE until KEY`"),
-        (lambda first, last: {last[11:]: f"full until {first}"}, "behind the end of that range"),
-        (lambda first, last: {first: last, last[11:]: last}, "or in another one"),
+        (lambda first, last: {last[11:]: f"full until {first}"}, "ends before it begins"),
+        (lambda first, last: {first: last, last[11:]: last}, "overlaps another range"),
     ],
 )
 def test_an_edited_plan_is_refused(edit: Callable[[str, str], Any], reason: str) -> None:

@@ -16,7 +16,7 @@ import autopar
 from autopar import Device, Link, Manual, Mesh, Plan
 from autopar.cost.price.prediction import peak_of_stage
 from autopar.options import Recompute
-from autopar.planning.binding import Bound
+from autopar.planning.bound import Bound, bind
 from autopar.runtime.launch.processes import WorkerPool
 from tests.helpers.harness import generated_code
 from tests.helpers.models.recompute_models import recomputing
@@ -103,7 +103,7 @@ def test_any_operators(seed: int) -> None:
     (stage,) = bound.stages
     ranges = random_ranges(bound.analysis, random.Random(seed))
     stage = replace(stage, strategy=replace(stage.strategy, recomputed=ranges))
-    bound = replace(bound, stages=(stage,), simulated=None)
+    bound = bind(bound.data, bound.analysis, bound.mesh, (stage,))
     assert bound.pipeline.stages[0].segments
     measured, predicted = peaks(bound)
     assert predicted == pytest.approx(measured, rel=0.01)

@@ -38,18 +38,18 @@ def test_a_case_is_planned_and_shown(small_case: str) -> None:
     assert row.objective_s > 0 and row.gap < 0.01
     assert {"analysis", "planning", "searching for", "simulating"} <= row.phases_s.keys()
     assert sum(row.phases_s.values()) <= row.plan_s * 1.01
-    effort = row.effort
-    assert effort.n_written_out > effort.n_variables > 0
-    assert effort.n_configurations > effort.n_solved > 5
+    stats = row.stats
+    assert stats.n_written_out > stats.n_variables > 0
+    assert stats.n_configurations > stats.n_solved > 5
     assert row.peak_bytes > row.memory_bytes > 0 and row.wall_s > 0
     console = Console(width=260, record=True, file=io.StringIO())
     console.print(table_of([row]))
     text = console.export_text()
     assert row.chosen in text and small_case in text
-    assert f"{effort.n_written_out} -> {effort.n_variables}" in text
+    assert f"{stats.n_written_out} -> {stats.n_variables}" in text
     assert depths_text([row]) is None
     rows = [replace(row, name=name, plan_s=s) for name, s in zip(DEPTHS, (2.0, 5.0), strict=True)]
-    assert depths_text(rows) == "8 -> 80 layers: 2.50 times the seconds, 1.5 are aimed at"
+    assert depths_text(rows) == "8 -> 80 layers: 2.50 times the seconds, the target is 1.5"
 
 
 def test_every_case_has_a_model() -> None:

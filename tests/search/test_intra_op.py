@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import pytest
 
-from autopar.cost.laws.model import CostModel
-from autopar.cost.price.prediction import link_between, predict
 from autopar.mesh import Device, Link, Mesh
 from autopar.options import Options
 from autopar.passes.intra.chooser import PlacementRequest, choose
@@ -18,8 +15,6 @@ from autopar.passes.lowering.lines import lower
 from autopar.passes.search.planner import Planner
 from autopar.passes.solvers.choice import solve, solve_brute_force
 from autopar.passes.solvers.problem import Infeasible, Solution
-from autopar.plans.predicted import Predicted
-from autopar.program.pipeline import Pipeline
 from tests.helpers.harness import MODELS, abstract_cost, free_problem, model_case
 
 
@@ -83,10 +78,7 @@ def test_the_plan_is_never_worse_than_the_recipes(model: str, s_per_byte: float)
     forbid = ["pipeline"] if model == "bert-view" else []
     options = Options.of(precision="fp64", forbid=forbid)
 
-    def predicted(pipeline: Pipeline, costs: Sequence[CostModel]) -> Predicted:
-        return predict(pipeline, costs, "adamw", link_between(mesh, links))
-
-    outcome = Planner(model_case(model).analysis, mesh, options, predicted).run()
+    outcome = Planner(model_case(model).analysis, mesh, options).run()
     times = [a.step_time_s for a in outcome.alternatives]
     assert len(times) >= 5
     least_s = outcome.solved.step_time_s

@@ -1,7 +1,7 @@
-"""The planner's choice against every plan counted out: cuts, submeshes, views, microbatches.
+"""The planner's choice against every plan there is: cuts, submeshes, views, microbatches.
 
-All of them are solved and simulated (`tests/helpers/every_plan.py`). The planner does so with a few: those that look best by estimates, which it mends by what it solves. What it loses by that is
-at most `REGRET`, and nothing where one stage is best.
+Every plan is solved and simulated (`tests/helpers/every_plan.py`). The planner simulates few of
+them. By that it loses at most `REGRET`, and nothing where one stage is best.
 
 `AUTOPAR_OPTIMALITY=1` adds every number of microbatches, and a GPT-2 on four and eight devices:
 three minutes.

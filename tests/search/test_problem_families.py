@@ -278,7 +278,7 @@ def test_stages_that_candidates_share_are_lowered_and_priced_once(
     asked.clear()
     found = simulator.simulated(scored(both, data))
     assert sorted(asked) == ["lower", "peak_memory"]
-    anew = Simulator(simulator.evaluator, simulator.predict).simulated(scored(both, data))
+    anew = Simulator(simulator.evaluator, simulator.pricer).simulated(scored(both, data))
     assert found == anew and len(asked) == 2 + 4
 
 

@@ -16,13 +16,13 @@ from autopar.mesh import LogicalMesh, Mesh, factored_view
 from autopar.options import Manual, Options
 from autopar.passes.analysis.analysis import Analysis
 from autopar.passes.analysis.folding import find_runs
+from autopar.passes.binding.step_capture import capture_step
 from autopar.passes.inter.candidate import Candidate
 from autopar.passes.inter.layers import find_layers
 from autopar.passes.inter.tables import CostMaker, StageTable
 from autopar.passes.intra.constraints import Constraints
 from autopar.passes.intra.intra_op import intra_op_problem
 from autopar.passes.intra.recipe_machine import recipe_cost
-from autopar.planning.step_capture import capture_step
 from tests.helpers.harness import Mlp, random_rows
 from tests.search.test_joint import assert_covers, cluster, gpt2, hardware_of, recipes
 from tests.search.test_planner_laws import A100, tokens

@@ -129,7 +129,7 @@ def test_a_plan_that_chose_is_saved_and_explained(tmp_path: Path) -> None:
         assert f"runs again in backward: {count} in mode {mode}: transformer_h_" in plan.explain()
     several = gpt2(2, int(0.7 * gpt2(2, None).predicted.peak_bytes))
     words = several.explain("transformer.h.1.mlp.c_fc.weight")
-    assert "without what runs again in backward" in words
+    assert "recompute is not counted" in words
 
 
 @pytest.mark.parametrize("mode", [*MODES, "attention-core"])

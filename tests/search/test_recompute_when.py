@@ -14,7 +14,6 @@ from autopar.passes.search import planner
 from autopar.passes.search.evaluator import Scored
 from autopar.passes.search.planner import MEMORY_COSTS, Planner
 from autopar.passes.search.simulator import Simulator, Solved
-from autopar.planning.binding import predict_on
 from tests.runtime.test_recompute_memory import batch, model
 from tests.search.test_joint import cluster, gpt2
 from tests.search.test_recompute_search import machine, modes_of
@@ -58,7 +57,7 @@ def test_recompute_is_tried_where_the_best_does_not_fit_for_little(
 
     monkeypatch.setattr(Simulator, "fitting", first)
     monkeypatch.setattr(Planner, "_add_recomputed", lambda self, errors: tried.append("again"))
-    planner = Planner(gpt2(), mesh, Options.of(), predict_on(mesh, gpt2(), "adamw", ()))
+    planner = Planner(gpt2(), mesh, Options.of())
     best = planner.run().solved
     assert tried == ["again"] * is_tried
     # More than memory may cost is not worth knowing.

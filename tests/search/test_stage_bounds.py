@@ -25,7 +25,6 @@ from autopar.passes.search.planner import Planner
 from autopar.passes.search.simulator import Simulator
 from autopar.passes.solvers.stages.problem import StageProblem
 from autopar.passes.solvers.stages.tables import least_span_s
-from autopar.planning.binding import predict_on
 from autopar.schedule import ORDERS
 from tests.helpers.captures import captured
 from tests.search.test_joint import cluster, gpt2, hardware_of, recipes
@@ -96,7 +95,7 @@ def test_no_plan_is_faster_than_its_bound(shape: tuple[int, ...]) -> None:
 def said_of_stages() -> list[tuple[str, str]]:
     """Of a planned GPT-2 the alternatives of several stages, and what is said of each."""
     mesh = cluster(4)
-    planner = Planner(gpt2(), mesh, Options.of(), predict_on(mesh, gpt2(), "adamw", ()))
+    planner = Planner(gpt2(), mesh, Options.of())
     rows = planner.run().alternatives
     return [
         (row.name, row.note) for row in rows if "stages" in row.name or "Megatron, " in row.name
@@ -126,8 +125,7 @@ def test_recipes_are_left_where_no_stages_would_be_fast_without_a_limit(
 
     def n_priced() -> int:
         said.clear()
-        predict = predict_on(mesh, gpt2(), "adamw", ())
-        Planner(gpt2(), mesh, Options.of(), predict, said.append).run()
+        Planner(gpt2(), mesh, Options.of(), report=said.append).run()
         return sum("recipe of" in text for text in said)
 
     assert n_priced() == 0

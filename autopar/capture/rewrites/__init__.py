@@ -1,7 +1,10 @@
-"""Canonical forms: what operators become before there is a program.
+"""Decides the canonical form of each traced operator.
 
-`table.py` has the small ones and the table of all; a family of operators has a file of its own.
-What has neither a rewrite nor a rule is decomposed (`decompose.py`).
+Read: `table.py` (small rewrites, and the table of all), then one file per family: `places.py`,
+`gathers.py`, `images.py`, `losses.py`, `random.py`, `attention.py`, `experts.py`. Last
+`decompose.py`, for operators with neither a rewrite nor a rule.
+May import `capture` and what that may import.
+Hands on `rewrite_of` and `decomposition`, both for `capture/normalise.py`.
 """
 
 from autopar.capture.rewrites.decompose import decomposition

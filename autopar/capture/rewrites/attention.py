@@ -1,11 +1,12 @@
-"""Attention with dropout, as the operators it is made of.
+"""Attention with dropout, decomposed into its parts (`attention_by_parts`).
 
-    scores = q k^T scale              in float32 where the model's dtype is shorter
-    masked by -inf, or by adding      rows that see nothing give 0, as in the fused operator
-    softmax, dropout, times v
+    scores = q k^T scale              in float32 if the model's dtype is half precision
+    mask                              boolean: -inf where False; else added; rows with nothing to
+                                      attend to give 0, as in the fused operator
+    softmax, dropout, matmul with v
 
-Its mask of dropout is a tensor of its own only so, and each part has a rule that shards it.
-Attention without dropout stays whole.
+Only so is the dropout mask a tensor of its own. Each part has a sharding rule. Attention without
+dropout stays whole.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def attention_by_parts(b: Builder, call: TracedCall) -> fx.Node | None:
 
 
 def _product(b: Builder, left: fx.Node, right: fx.Node, grouped: bool) -> fx.Node:
-    """left @ right; a head of `right` serves a group of `left`'s, as more rows of one product."""
+    """left @ right. If grouped, a head of `right` serves several heads of `left`: these become rows
+    of one matmul."""
     *batch, heads, rows, inner = left.meta["val"].shape
     n_heads, columns = right.meta["val"].shape[-3], right.meta["val"].shape[-1]
     if not grouped or heads == n_heads:

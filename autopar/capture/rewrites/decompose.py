@@ -1,13 +1,13 @@
-"""Operators that are made of others: the graph of one call, one level down.
+"""Decomposes composite operators by one level, into a graph of their parts (`decomposition`).
 
-An operator that torch itself composes of differentiable ones (`CompositeImplicitAutograd`:
-`movedim`, `outer`, `fft_fftn`, `gru`) needs no rule of its own: what it is made of has them. A
-few others have a decomposition in torch's tables that computes what their kernel does
-(`PYTHON_DECOMPOSITIONS`). An operator with a rule is kept whole: its rule knows more than the
-sum of its parts.
+Some operators are composed by torch of differentiable ones (`CompositeImplicitAutograd`:
+`movedim`, `outer`, `fft_fftn`, `gru`). They need no rule, because their parts have rules. A few
+others have a decomposition in torch's tables that computes the same as their kernel
+(`PYTHON_DECOMPOSITIONS`).
 
-Parts that run under a no-grad guard of the C++ code would look differentiable in the graph, so
-an operator that has such parts is left whole.
+Two kinds of operators are kept whole. An operator with a rule: its rule knows more than the rules
+of its parts. An operator with parts that run under a no-grad guard of the C++ code: in the graph
+these parts would look differentiable.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ _INHERITED_META = ("nn_module_stack", "stack_trace", GRAD_ENABLED)
 
 
 def decomposition(b: Builder, call: TracedCall) -> tuple[fx.Graph, list[fx.Node]] | None:
-    """The graph of the operators that `call` is made of, and the tensors it reads in order.
+    """The graph of the parts of `call`, and the tensors that `call` reads, in order.
 
-    None where it has a rule of its own, or is made of nothing simpler.
+    None if the operator has a rule of its own or cannot be decomposed.
     """
     function = None if own_rule(str(call.target)) else _function(call.target)
     if function is None:
@@ -66,7 +66,7 @@ def decomposition(b: Builder, call: TracedCall) -> tuple[fx.Graph, list[fx.Node]
         rest = iter(tensors)
         filled = [next(rest) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(filled, spec)
-        # Torch functions are intercepted while tracing: this call is to be run, not recorded.
+        # Tracing intercepts torch functions, but this call must run, not be recorded.
         with torch._C.DisableTorchFunction(), watch:
             return pytree.tree_leaves(function(*args, **kwargs))
 
@@ -88,7 +88,7 @@ def _function(target: torch._ops.OpOverload) -> Callable[..., Any] | None:
         return decomposition_table[target]
     name = target._schema.name.removeprefix("aten::")
     if name.endswith("_copy") and own_rule(f"aten.{name[:-5]}.{target._overloadname}"):
-        return getattr(getattr(aten, name[:-5]), target._overloadname)  # a view, and nothing writes
+        return getattr(getattr(aten, name[:-5]), target._overloadname)  # a view will do
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     if composite in target.py_kernels or torch._C._dispatch_has_kernel_for_dispatch_key(
         target.name(), "CompositeImplicitAutograd"
@@ -98,15 +98,17 @@ def _function(target: torch._ops.OpOverload) -> Callable[..., Any] | None:
 
 
 def _differentiable(source: fx.Node) -> torch.Tensor:
-    """A tensor like a value, with gradient where one can be: kernels that forward alone would
-    take have no derivative."""
+    """A tensor like `source`, with requires_grad if its dtype allows it.
+
+    Without gradient, torch may choose forward-only kernels, which have no derivative.
+    """
     value = source.meta["val"]
     leaf = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
     return leaf.requires_grad_(is_differentiable(value))
 
 
 class _NoGradWatch(TorchDispatchMode):
-    """Notices operators that run with gradients off."""
+    """Records whether any operator runs with gradients off."""
 
     def __init__(self) -> None:
         super().__init__()

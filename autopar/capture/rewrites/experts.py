@@ -1,11 +1,12 @@
-"""Products with matrices that are looked up per row: `weight[ids] @ x` is `expert_linear`.
+"""Matmuls with one matrix per row: `weight[ids] @ x` becomes `expert_linear`.
 
     y[.., 0] = weight[ids] @ x[.., 0]        weight e o i, ids *, x * i 1
     y[0, ..] = x[0, ..] @ weight[ids]        weight e i o, ids *, x * 1 i
 
-transformers writes mixtures of experts so when asked for a form without loops over data
-(`isolate.TRACEABLE_EXPERTS`). As a lookup and a product, every row has a copy of a matrix: a
-thousand tokens take the memory of a thousand experts. The lookup is dead afterwards.
+transformers writes mixtures of experts in this form when asked for one without loops over data
+(`capture/isolate.py`, `TRACEABLE_EXPERTS`). As a lookup and a matmul, every row has its own copy
+of a matrix: a thousand tokens need the memory of a thousand experts. After the rewrite, nothing
+reads the lookup.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _TRANSPOSES = (aten.transpose.int, aten.mT.default)
 
 
 def product_with_experts(b: Builder, call: TracedCall) -> fx.Node | None:
-    """`bmm` or `matmul` of one vector per row with a matrix per row."""
+    """Rewrite a `bmm` or `matmul` of one vector per row with one looked-up matrix per row."""
     left, right = call.args
     for vectors, matrices, dim in ((right, left, -1), (left, right, -2)):
         found = _looked_up(matrices)
@@ -46,7 +47,7 @@ def product_with_experts(b: Builder, call: TracedCall) -> fx.Node | None:
 
 
 def _looked_up(matrices: fx.Node) -> tuple[fx.Node, fx.Node, bool] | None:
-    """The weight and the ids of `weight[ids]`, and whether its matrices are transposed after."""
+    """`weight[ids]` -> weight, ids, and whether the matrices are transposed afterwards."""
     transposed, args = False, _arguments(matrices)
     while matrices.target in _TRANSPOSES and _swaps_last_two(matrices):
         matrices, transposed = args[0], not transposed
@@ -77,7 +78,7 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def _reshaped(b: Builder, node: fx.Node, shape: Sequence[int]) -> fx.Node:
-    """A reshape, or what the node is a view of where that has the shape."""
+    """`node` in another shape; undoes an `unsqueeze` instead of adding a reshape if possible."""
     for same in (node, *(_arguments(node)[:1] if node.target is aten.unsqueeze.default else ())):
         if _shape(same) == tuple(shape):
             return same

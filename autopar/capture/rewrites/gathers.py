@@ -1,12 +1,13 @@
-"""Gathers at constant places that only move dims: `mask[batch_index, key_index]`.
+"""Gathers at constant indices that only move dims: `mask[batch_index, key_index]`.
 
     y[..., j, ...] = x[i_0[j], i_1[j], ...]    index tensors i_d broadcast to one block of dims
 
-Where every i_d is `arange(size of dim d)` laid along a dim of the block of its own, y holds the
-elements of x in their order: a permutation of the dims of x, then a reshape with unit dims.
-transformers indexes attention masks and positions so; as a gather they could not be sharded.
-The values of the index tensors are computed here, when capturing, so only of those that depend
-on no placeholder and are small.
+Suppose every i_d is `arange(size of dim d)` and varies along a block dim of its own. Then y is x
+with its dims permuted, then reshaped to add unit dims (`gather_as_view`). transformers indexes
+attention masks and positions like this. As gathers they could not be sharded.
+
+This needs the values of the index tensors at capture, so they must be small and depend on no
+placeholder (`constant_values`).
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from autopar.capture.dependence import is_random, subgraph
 
 aten = torch.ops.aten
 
-# In all index tensors of a call, and in each value they are computed from.
+# Limit for all index tensors of a call together, and for each value they are computed from.
 MAX_ELEMENTS = 2**20
 
 
 def gather_as_view(b: Builder, call: TracedCall) -> fx.Node | None:
-    """`index.Tensor` as permute and reshape, where it is no more."""
+    """`index.Tensor` as permute and reshape; None if it does more than move dims."""
     source, indices = call.args
     order = _dims_in_result(tuple(source.meta["val"].shape), indices)
     if order is None:
@@ -40,7 +41,7 @@ def gather_as_view(b: Builder, call: TracedCall) -> fx.Node | None:
 
 
 def _dims_in_result(shape: tuple[int, ...], indices: Sequence[fx.Node | None]) -> list[int] | None:
-    """The dims of the source as the result has them in order; None if it is not a view."""
+    """The dims of the source in the order of the result; None if the result is not a view."""
     indexed = {dim: index for dim, index in enumerate(indices) if index is not None}
     values = constant_values(tuple(indexed.values()))
     if not values:
@@ -57,7 +58,7 @@ def _dims_in_result(shape: tuple[int, ...], indices: Sequence[fx.Node | None]) -
         if laid:
             along[laid[0]] = dim
     block = [along[i] for i in sorted(along)]
-    # Adjacent indexed dims are replaced by the block where they stand; else it comes first.
+    # The block replaces adjacent indexed dims in place. If they are not adjacent, it comes first.
     first, last = min(indexed), max(indexed)
     start = first if last - first + 1 == len(indexed) else 0
     rest = [dim for dim in range(len(shape)) if dim not in indexed]
@@ -66,13 +67,13 @@ def _dims_in_result(shape: tuple[int, ...], indices: Sequence[fx.Node | None]) -
 
 
 def _with_unit_dims(moved: list[int], shape: tuple[int, ...]) -> list[int]:
-    """All dims of the source; those of size 1 stay in place, so that often nothing moves."""
+    """The order of all dims of the source; dims of size 1 stay in place, so often nothing moves."""
     large = iter(dim for dim in moved if shape[dim] != 1)
     return [dim if size == 1 else next(large) for dim, size in enumerate(shape)]
 
 
 def constant_values(indices: tuple[fx.Node, ...]) -> tuple[torch.Tensor, ...] | None:
-    """The index tensors, if they are small and depend on nothing."""
+    """The values of the index tensors; None if they are large or not constant."""
     graph, leaves = subgraph(indices)
     operators = [node for node in graph.nodes if node.op == "call_function"]
     if leaves or any(is_random(node) for node in operators):

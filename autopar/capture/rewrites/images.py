@@ -1,8 +1,8 @@
-"""Convolutions and pools in canonical form.
+"""Canonical forms of convolutions and pools.
 
-bias           `conv(x, w, b)` = `conv(x, w) + b`: partial sums over input channels must not
-               add the bias once per rank
-global pools   an average over all of the spatial dims is a mean, so a sum that can be sharded
+bias           `conv(x, w, b)` = `conv(x, w) + b`, so that partial sums over input channels do
+               not add the bias once per rank
+global pools   an average over all spatial dims is a mean, that is, a sum that can be sharded
 """
 
 from __future__ import annotations

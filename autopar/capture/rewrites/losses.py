@@ -1,13 +1,13 @@
 """Mean losses as a sum and a divisor, so that they can be sharded and microbatched.
 
-    mean over elements     sum / n                       n a Python number
-    cross-entropy, nll     sum / count(labels != ignore) the count leaves for the prologue
-    class weights          sum / sum(weight[label])      the same; it stays where it reads a buffer
+    mean over elements     sum / n                       n is a Python number
+    cross-entropy, nll     sum / count(labels != ignore) the count moves to the prologue
+    class weights          sum / sum(weight[label])      so does this sum, unless it reads a buffer
     class probabilities    sum / rows
 
-The count depends on inputs alone, so the prologue computes it once for the whole global
-batch: a mean over unevenly ignored labels is then exact over ranks and microbatches. All
-labels ignored gives 0 / 0 = nan, as torch does.
+The count depends on inputs only, so the prologue computes it once for the whole global batch.
+Thus the mean is exact over ranks and microbatches, even if ignored labels are spread unevenly.
+If all labels are ignored, the result is 0 / 0 = nan, as in torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def mean_of(
     count: int,
     dtype: torch.dtype | None = None,
 ) -> fx.Node:
-    """`sum / count`; half precision sums in float32, as torch's mean does inside."""
+    """`sum / count`; half precision is summed in float32, as in torch's mean."""
     wanted = b.dtype(dtype) if dtype is not None else x.meta["val"].dtype
     working = working_dtype(wanted)
     if x.meta["val"].dtype != working:
@@ -50,7 +50,7 @@ def mean_of(
 
 
 def elementwise(values: Callable[[Builder, dict[str, Any]], fx.Node]) -> Any:
-    """A loss whose elements are `values`, reduced as its `reduction` says."""
+    """The rewrite of a loss with elements `values`, reduced by its argument `reduction`."""
 
     def rewrite(b: Builder, call: TracedCall) -> fx.Node | None:
         bound = call.bind()
@@ -83,7 +83,7 @@ def with_sum(b: Builder, call: TracedCall, bound: dict[str, Any]) -> fx.Node:
 
 
 def fused_elementwise(b: Builder, call: TracedCall) -> fx.Node | None:
-    """Losses kept whole: only a mean becomes a sum and a division by the element count."""
+    """Keep the loss whole, but turn a mean into a sum divided by the element count."""
     bound = call.bind()
     if bound["reduction"] != MEAN:
         return None
@@ -93,7 +93,7 @@ def fused_elementwise(b: Builder, call: TracedCall) -> fx.Node | None:
 
 
 def label_mean(b: Builder, call: TracedCall) -> fx.Node | None:
-    """Cross-entropy and nll: divide by the labels that count, each by its class's weight."""
+    """Cross-entropy and nll: the sum divided by the class weights of the labels not ignored."""
     bound = call.bind()
     labels, weight = bound["target"], bound["weight"]
     if labels.meta["val"].is_floating_point():
@@ -111,7 +111,7 @@ def label_mean(b: Builder, call: TracedCall) -> fx.Node | None:
 
 
 def probability_loss(b: Builder, bound: dict[str, Any]) -> fx.Node:
-    """Cross-entropy against class probabilities: a mean is one over rows."""
+    """Cross-entropy against class probabilities; its mean is over rows."""
     scores, target, smoothing = bound["self"], bound["target"], bound["label_smoothing"]
     shape = tuple(scores.meta["val"].shape)
     dim = min(len(shape) - 1, 1)

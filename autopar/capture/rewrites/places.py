@@ -1,13 +1,12 @@
-"""Canonical forms of operators that look up, repeat and write by place.
+"""Canonical forms of operators that repeat, look up or write by index.
 
-repeats       `repeat` is an expansion and a reshape
-look-ups      `index_select` is `index`; at constant places that only move dims it is a view
-              (`gathers.py`); where every row looks up places of its own it is `gather`, which
-              keeps the rows apart
+repeats       `repeat` is `expand` and `reshape`
+look-ups      `index_select` is `index`. An `index` with constant indices that only move dims is a
+              view (`gathers.py`). An `index` that looks up elements per row is `gather`, which
+              keeps the rows apart.
 masks         a number written where a mask is set is `where`
-bilinear      forms of two vectors are an einsum
-memory        that is not initialised is zero: what one rank would find there is not what
-              another finds
+bilinear      `bilinear` is `einsum`
+memory        uninitialised memory is zeros, because its content would differ between ranks
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def expanded(b: Builder, source: fx.Node, shape: Sequence[int]) -> fx.Node:
 
 
 def repeat(b: Builder, call: TracedCall) -> fx.Node | None:
-    """Every dim n that is repeated r times is (1 n), expanded to (r n)."""
+    """Each dim n repeated r times becomes (1 n), expanded to (r n) and reshaped."""
     source, repeats = call.args[0], call.bind()["repeats"]
     shape = tuple(source.meta["val"].shape)
     sizes = (1,) * (len(repeats) - len(shape)) + shape
@@ -65,9 +64,9 @@ def index(b: Builder, call: TracedCall) -> fx.Node | None:
 
 
 def gather_of_rows(b: Builder, call: TracedCall) -> fx.Node | None:
-    """`x[arange(n_rows), j]` and `x[arange(n_rows)[:, None], j]`: row r of j is about row r of x.
+    """`x[arange(n_rows), j]` and `x[arange(n_rows)[:, None], j]`: row r of j indexes row r of x.
 
-    So a classifier of sequences reads the token it has pooled.
+    A sequence classifier reads its pooled token like this.
     """
     source, indices = call.args
     if len(indices) < 2 or None in indices[:2] or any(indices[2:]):
@@ -81,7 +80,7 @@ def gather_of_rows(b: Builder, call: TracedCall) -> fx.Node | None:
         return None
     if places.meta["val"].dtype != torch.int64:
         places = b.op(aten.to.dtype, places, torch.int64)
-    # Places below 0 count from the end, for `gather` they do not.
+    # `index` counts negative indices from the end, but `gather` does not take them.
     below, from_end = b.op(aten.lt.Scalar, places, 0), b.op(aten.add.Tensor, places, n_places)
     places = expanded(b, b.op(aten.where.self, below, from_end, places), block)
     n_read = math.prod(block[1:])
@@ -91,7 +90,7 @@ def gather_of_rows(b: Builder, call: TracedCall) -> fx.Node | None:
 
 
 def _numbers_rows(rows: fx.Node, shape: tuple[int, ...]) -> bool:
-    """The rows in their order, along the first dim of the block."""
+    """Is `rows` 0, 1, ... along the first dim of the block?"""
     if tuple(rows.meta["val"].shape) != shape:
         return False
     found = constant_values((rows,))
@@ -99,7 +98,7 @@ def _numbers_rows(rows: fx.Node, shape: tuple[int, ...]) -> bool:
 
 
 def index_put(b: Builder, call: TracedCall) -> fx.Node | None:
-    """`x[mask] = number`: the mask covers the leading dims of x."""
+    """`x[mask] = number` as `where`; the mask covers the leading dims of x."""
     bound = call.bind()
     source, (mask, *others), value = bound["self"], bound["indices"], bound["values"]
     written = value.meta["val"]

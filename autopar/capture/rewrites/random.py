@@ -1,8 +1,10 @@
-"""Random operators of the traced graph, by the two of `autopar/operators/random.py`.
+"""Random operators of the traced graph, written with `UNIFORM` and `DROPOUT`.
 
-    dropout                x / (1 - p) where kept; of whole channels (`dropout2d`): positions of
-                           length 1 in the dims they span
-    rand, rand_like,       u, a + (b - a) u, floor of it, u < p                u = `uniform`
+These two are in `operators/random.py`. Below, u and v are uniform in [0, 1) (`uniform`).
+
+    dropout                x / (1 - p) where kept; `dropout2d` drops whole channels: the dims
+                           they span have positions of length 1
+    rand, rand_like,       u, a + (b - a) u, floor of it, u < p
     uniform_, randint,
     bernoulli
     randn, normal_         sqrt(-2 log(1 - u)) cos(2 pi v)                     (Box, Muller 1958)
@@ -11,14 +13,15 @@
     alpha_dropout          a x m + a alpha (m - 1 + p), m = u < 1 - p        (Klambauer et al. 2017)
     rrelu                  x or, where negative, x (a + (b - a) u)
 
-Every operator gets a number of its own, its `occurrence`, in the order of the trace, so that
-no two draw the same bits. Seed and positions are placeholders of the program: the runtime
-supplies one seed per step, and positions are constants, delivered by rows and shards like any.
-They are one constant per operator and dim: a vector that one operator wants by rows of the
-batch and another whole is not one value of the program. All of one length are the same
-function, so the runtime makes and delivers them once.
+Every random operator gets a number, its `occurrence`, in the order of the trace, so that no two
+draw the same bits. Seed and positions are placeholders of the program. The runtime supplies one
+seed per step. Positions are constants, which are sharded and microbatched like any other.
 
-Other random operators stay as they are, and have no rule.
+There is one position constant per operator and dim, because one operator may need it split by
+rows of the batch and another needs it whole. All constants of one length share one function
+(`positions_of`), so the runtime makes and delivers them once.
+
+Other random operators are unchanged and have no rule.
 """
 
 from __future__ import annotations
@@ -41,23 +44,23 @@ Drop = Callable[[Builder, fx.Node, float, Sequence[int]], fx.Node]
 
 @functools.cache
 def positions_of(size: int) -> Callable[[], torch.Tensor]:
-    """0, 1, ... as a constant; the same function for all of one length."""
+    """The function that returns 0, 1, ..., size - 1; one function per size."""
     return functools.cache(functools.partial(torch.arange, size))
 
 
 def _place(b: Builder, shape: Sequence[int]) -> list[fx.Node]:
-    """Positions of a tensor's dims."""
+    """The positions along each dim of a tensor."""
     return [b.constant("position", positions_of(n)) for n in shape]
 
 
 def uniform(b: Builder, shape: Sequence[int], dtype: torch.dtype) -> fx.Node:
-    """Uniform numbers in [0, 1), a new draw."""
+    """A new draw of uniform numbers in [0, 1)."""
     drawn = b.op(UNIFORM, b.seed(), _place(b, shape or (1,)), b.next_occurrence(), dtype)
     return drawn if shape else b.op(aten.reshape.default, drawn, [])
 
 
 def _logarithm(b: Builder, shape: Sequence[int], dtype: torch.dtype) -> fx.Node:
-    """Of numbers in (0, 1], so that it is finite."""
+    """log(1 - u); 1 - u is in (0, 1], so the logarithm is finite."""
     upper = b.op(aten.rsub.Scalar, uniform(b, shape, dtype), 1)
     return b.op(aten.log.default, upper)
 
@@ -70,7 +73,7 @@ def _normal(b: Builder, shape: Sequence[int], dtype: torch.dtype) -> fx.Node:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What functions of uniform numbers are computed in."""
+    """The dtype in which functions of uniform numbers are computed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -87,11 +90,8 @@ def _linear(b: Builder, node: fx.Node, factor: Any, summand: Any) -> fx.Node:
     return node
 
 
-# -- rewrites ----------------------------------------------------------------------------------
-
-
 def _dropout(drop: Drop, *, whole_channels: bool) -> Rewrite:
-    """Drops elements, or whole channels by one draw for each of the first two dims."""
+    """The rewrite of a dropout; with `whole_channels`, one draw per index of the first two dims."""
 
     def rewrite(b: Builder, call: TracedCall) -> fx.Node | None:
         bound = call.bind()
@@ -113,7 +113,7 @@ def dropped(b: Builder, source: fx.Node, p: float, drawn: Sequence[int]) -> fx.N
 
 
 def alpha_dropped(b: Builder, source: fx.Node, p: float, drawn: Sequence[int]) -> fx.Node:
-    """Keeps mean and variance of what SELU makes; the number is torch's."""
+    """Dropout that keeps the mean and variance of SELU's outputs; `alpha` is torch's constant."""
     if p == 1:
         return b.op(aten.mul.Tensor, source, 0)
     alpha = 1.7580993408473766
@@ -124,20 +124,20 @@ def alpha_dropped(b: Builder, source: fx.Node, p: float, drawn: Sequence[int]) -
 
 
 def _kept(b: Builder, shape: Sequence[int], probability: Any, dtype: torch.dtype) -> fx.Node:
-    """1 with a probability, a number or a tensor of them, else 0."""
+    """1 with the given probability (a number or a tensor), else 0."""
     compare = aten.lt.Tensor if isinstance(probability, fx.Node) else aten.lt.Scalar
     return cast(b, b.op(compare, uniform(b, shape, _wide(dtype)), probability), dtype)
 
 
 def bernoulli(b: Builder, call: TracedCall) -> fx.Node | None:
-    """Of a tensor of probabilities, or with one for a tensor of the same shape."""
+    """Draws with a tensor of probabilities, or with one number `p` in the shape of a tensor."""
     bound = call.bind()
     p = bound.get("p", call.args[0])
     return _kept(b, call.shape, 0.5 if p is None else p, _dtype(b, call))
 
 
 def rrelu(b: Builder, call: TracedCall) -> fx.Node | None:
-    """The mean slope outside training, as torch takes it."""
+    """A random negative slope per element; outside training the mean slope, as in torch."""
     bound, source = call.bind(), call.args[0]
     value = source.meta["val"]
     low, high = bound["lower"], bound["upper"]
@@ -187,7 +187,7 @@ def randperm(b: Builder, call: TracedCall) -> fx.Node | None:
 
 
 def _dtype(b: Builder, call: TracedCall) -> torch.dtype:
-    """Of the traced result, as this program has it."""
+    """The dtype of the traced result, as it is in this program."""
     return b.dtype(call.origin.meta["val"].dtype)
 
 

@@ -1,23 +1,23 @@
-"""The canonical forms: one small function per rewrite, one table of them.
+"""The canonical forms: one small function per rewrite, and the table of all (`REWRITES`).
 
-    no-ops        casts to the same dtype, aliases, copies of values (nothing is mutated any
-                  more), views and slices of the whole: removed
-    casts         every remaining one is `to.dtype`
-    views         `view`, `flatten`, ... are `reshape` with explicit sizes: a view of a shard or
-                  of a tensor whose copy was removed may need one, and `squeeze` would also
-                  drop a dim of which a shard has one element
-    writes        what in-place `copy_` and `fill_` became: the value written, expanded
-    places        repeats, look-ups, writes by mask, memory that is not initialised: `places.py`
-    bias          `linear(x, w, b)` = `linear(x, w) + b`, `addmm(b, x, w)` = `mm(x, w) + b`:
-                  partial sums must not add the bias once per rank; convolutions and global
-                  pools: `images.py`
-    experts       a product with a matrix per row, looked up: see `experts.py`
-    means         mean(x) = sum(x) / n, n a Python number: a sum can be sharded
-    mean losses   see `losses.py`; random operators see `random.py`, attention with dropout
-                  `attention.py`
+    no-ops        removed: casts to the same dtype, aliases, copies (there is no mutation),
+                  views and slices of the whole
+    casts         every other cast is `to.dtype`
+    views         `view`, `flatten`, ... are `reshape` with explicit sizes. A view of a shard, or
+                  of a tensor whose copy was removed, may need a copy. `squeeze` would also drop
+                  a dim of which a shard has one element.
+    writes        functional `copy` and `fill` are the written value, expanded
+    places        repeats, look-ups, writes by mask, uninitialised memory: `places.py`
+    bias          `linear(x, w, b)` = `linear(x, w) + b`, `addmm(b, x, w)` = `mm(x, w) + b`, so
+                  that partial sums do not add the bias once per rank
+    images        convolutions and global pools: `images.py`
+    experts       a matmul with a looked-up matrix per row: `experts.py`
+    means         mean(x) = sum(x) / n with n a Python number, because a sum can be sharded
+    mean losses   `losses.py`
+    random        `random.py`; attention with dropout: `attention.py`
 
-A rewrite returns the node that stands for the call (a tuple of them for several results), or
-None to keep the call as it is.
+A rewrite returns the node that replaces the call (a tuple for several results), or None to keep
+the call.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def same_value(b: Builder, call: TracedCall) -> fx.Node | None:
 
 
 def cast(b: Builder, call: TracedCall) -> fx.Node | None:
-    """Any `to`: keep only the change of dtype."""
+    """Any `to`: only its change of dtype is kept."""
     bound, source = call.bind(), call.args[0]
     if "dtype" in bound:
         wanted = bound["dtype"]
@@ -71,14 +71,14 @@ def expand(b: Builder, call: TracedCall) -> fx.Node | None:
 
 
 def broadcast_tensors(b: Builder, call: TracedCall) -> tuple[fx.Node, ...]:
-    """Every loss of `torch.nn.functional` does this to its two tensors, alike or not."""
+    """Losses of `torch.nn.functional` call this even for equal shapes; then nothing is expanded."""
     sources = call.args[0]
     shape = torch.broadcast_shapes(*(source.meta["val"].shape for source in sources))
     return tuple(expanded(b, source, shape) for source in sources)
 
 
 def slice_(b: Builder, call: TracedCall) -> fx.Node | None:
-    """Whole slices vanish; others get non-negative dim and bounds."""
+    """Remove slices of the whole; others get a non-negative dim and bounds."""
     source = call.args[0]
     dim, start, end, step = _bounds(call.bind(), source)
     if (start, end, step) == (0, source.meta["val"].shape[dim], 1):
@@ -87,7 +87,7 @@ def slice_(b: Builder, call: TracedCall) -> fx.Node | None:
 
 
 def _bounds(bound: Mapping[str, Any], source: fx.Node) -> tuple[int, int, int, int]:
-    """(dim, start, end, step) of a slice, counted from 0."""
+    """(dim, start, end, step) of a slice, all non-negative."""
     shape = tuple(source.meta["val"].shape)
     dim = bound["dim"] % len(shape)
     cut = slice(bound["start"], bound["end"], bound["step"])
@@ -95,7 +95,7 @@ def _bounds(bound: Mapping[str, Any], source: fx.Node) -> tuple[int, int, int, i
 
 
 def slice_scatter(b: Builder, call: TracedCall) -> fx.Node | None:
-    """Bounds as in `slice_`; a write over the whole is what was written."""
+    """Bounds as in `slice_`; a write over the whole becomes the written value."""
     bound, source = call.bind(), call.args[0]
     dim, start, end, step = _bounds(bound, source)
     if (start, end, step) == (0, source.meta["val"].shape[dim], 1):
@@ -104,7 +104,7 @@ def slice_scatter(b: Builder, call: TracedCall) -> fx.Node | None:
 
 
 def copied(b: Builder, call: TracedCall) -> fx.Node | None:
-    """`x.copy_(src)`: src, with the dtype and shape of x."""
+    """`x.copy_(src)` becomes src with the dtype and shape of x."""
     bound, target = call.bind(), call.args[0]
     return _filled(b, target, bound["src"])
 

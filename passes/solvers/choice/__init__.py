@@ -1,4 +1,10 @@
-"""choice."""
+"""Solves one choice problem: elimination, a price on bytes, and an ILP for what these leave open.
+
+Read `brute_force.py` and `ilp.py` (the definition of the optimum), `reductions.py` (choices that
+cannot matter), `lagrangian.py` (the budget as a price per byte), `select.py` (which solver
+answers), `hull.py` (cost against bytes). May import `passes/solvers/eliminate` and
+`passes/solvers/problem`. Hands on `solve`, `solve_ilp`, `search` and `hull_corners_of`.
+"""
 
 from autopar.passes.solvers.choice.brute_force import solve_brute_force
 from autopar.passes.solvers.choice.hull import hull_corners_of

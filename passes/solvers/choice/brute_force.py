@@ -1,4 +1,4 @@
-"""Every choice, counted out: the definition the other solvers are tested against."""
+"""All combinations enumerated: the definition that the other solvers are tested against."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def solve_brute_force(problem: ChoiceProblem) -> Solution | Infeasible:
     n_choices = math.prod(problem.sizes)
     if n_choices > MAX_CHOICES:
         raise ProblemError(
-            f"{n_choices} combinations are too many to count out",
+            f"{n_choices} combinations are too many to enumerate",
             hint="use autopar.passes.solvers.solve",
         )
     cost, tie, size = (np.zeros(problem.sizes) for _ in range(3))

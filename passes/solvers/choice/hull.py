@@ -1,13 +1,13 @@
 """Cost against bytes: the corners of the lower hull of all choices.
 
-A price p (seconds per byte) makes one cost of two, and elimination solves
+At a price p (seconds per byte) elimination solves (`_PriceWalk._at`)
 
     min over x of  cost(x) + p * bytes(x)
 
-exactly; every optimum is a corner of the lower hull of the points (bytes(x), cost(x)). Starting
-from the fastest and the leanest choice, the next price is the slope between two neighbouring
-corners: either a corner between them comes out, or they are neighbours on the hull. Problems that
-differ in their numbers alone have one plan.
+exactly. Every optimum is a corner of the lower hull of the points (bytes(x), cost(x)).
+`_PriceWalk.corners` starts from the fastest and the leanest choice. The next price is the slope
+between two neighbouring corners (`_Side.s_per_byte`). Either a corner between them comes out, or
+they are neighbours on the hull. Problems that differ only in their numbers share one plan.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from autopar.passes.solvers.problem import (
     Weights,
 )
 
-# Relative to the price at which all bytes cost as much as all else: so low that bytes decide
-# nothing but ties, and so high that seconds do.
+# Relative to the price at which all bytes cost as much as all else. At _LOW bytes decide only among
+# choices of equal cost; at _HIGH seconds decide only among choices of equal bytes.
 _LOW, _HIGH = 1e-7, 1e7
-# Problems whose numbers are written in rows at once: some megabytes each.
+# Problems whose rows are written at once: some megabytes each.
 _N_TOGETHER = 16
-# Corners closer than this (relative) are one.
+# Corners closer than this (relative) count as one.
 _SAME_REL = 1e-6
 
 
 def hull_corners(problem: ChoiceProblem, n_most: int) -> list[Choice] | Infeasible:
     """Up to `n_most` corners: the fastest choice first, the leanest second, then others.
 
-    Of choices that cost the same any may come out. A problem too wide to eliminate: the optimum of
-    `solve`. The budget is not read.
+    Among choices that cost the same, any may be returned. For a problem too wide to eliminate, the
+    only corner is the optimum of `solve`. The budget is not read.
     """
-    # A budget, however large, keeps choices that are dearer and smaller.
+    # With a budget, however large, `reduce` keeps choices that cost more and need fewer bytes.
     reduced = reduce(replace(problem, budget_bytes=math.inf))
     if reduced is None:
         return FORBIDDEN
@@ -73,7 +73,8 @@ def hull_corners(problem: ChoiceProblem, n_most: int) -> list[Choice] | Infeasib
 def hull_corners_of(
     problems: SomeProblems, n_most: int, fastest: Sequence[Choice | None] | None = None
 ) -> list[list[Choice] | Infeasible]:
-    """`hull_corners` of each; of some a `fastest` choice may be known, whatever its bytes."""
+    """`hull_corners` of each problem. `fastest` may give some problems' fastest choices, whatever
+    their bytes; None: not known."""
     plan: EliminationPlan | ConditionedPlan
     try:
         plan = plan_elimination(problems, QUICK)
@@ -97,14 +98,14 @@ def hull_corners_of(
 
 @dataclass
 class _Side:
-    """Two corners of the hull, between which there may be others."""
+    """Two corners of the hull; there may be others between them."""
 
     fast: _Corner
     lean: _Corner
 
     @property
     def s_per_byte(self) -> float | None:
-        """The price at which they cost the same; None: they are one."""
+        """The price at which both cost the same; None: they count as one corner."""
         saved_bytes = self.fast.bytes - self.lean.bytes
         paid_s = self.lean.cost_s - self.fast.cost_s
         alike = saved_bytes <= _SAME_REL * self.fast.bytes or paid_s <= _SAME_REL * self.fast.cost_s
@@ -127,7 +128,7 @@ class _PriceWalk:
     plan: EliminationPlan | ConditionedPlan
 
     def corners(self, n_most: int, fastest: Choice | None = None) -> list[Choice] | None:
-        """None where nothing is allowed; `fastest` may be known."""
+        """Up to `n_most` corners; None: nothing is allowed. `fastest` may be known."""
         free = self._at(0.0) if fastest is None else self._corner(fastest)
         if free is None:
             return None

@@ -7,21 +7,21 @@
     sum_r e[r,c] = sum_{k in c} x[v,k]    for each group c of columns
     minimise sum cost x + sum cost e      such that sum bytes x + sum bytes e <= budget
 
-Equal rows of an edge's matrices form one group, equal columns likewise: reshard matrices have
-few distinct ones, which shrinks the program some thirty times. The transportation form is the
-tightest linearisation of one pair (its vertices are integral), and e needs no integrality: a
-single e survives once x is integral. A forbidden pair has no e, a forbidden choice no x; no
-large constant stands in for infinity.
+Equal rows of an edge's matrices form one group, and so do equal columns (`_groups`). Reshard
+matrices have few distinct ones, which shrinks the program about thirtyfold. The transportation form
+is the tightest linearisation of one pair (its vertices are integral). e needs no integrality: a
+single e is nonzero once x is integral. A forbidden pair has no e, a forbidden choice no x; no large
+constant stands in for infinity.
 
 The program is written with PuLP and solved by HiGHS, or by PuLP's bundled CBC where highspy is
-missing. Their tolerances are absolute, so costs are scaled to about `SCALED_OPTIMUM` and
-bytes too. The gap is set to 0. At a time limit PuLP's `status` says "Optimal"; `sol_status` tells
-the truth and is the one read here. HiGHS 1.15's presolve calls some feasible programs with a tight
-capacity row infeasible, or never returns (its issues 3090 and 3296 are of this kind), so programs
-with a budget or a cap are solved without presolve.
+missing. Their tolerances are absolute, so costs and bytes are scaled to about `SCALED_OPTIMUM`. The
+gap is set to 0. At a time limit PuLP's `status` says "Optimal" although nothing is proven;
+`sol_status` is right, and is read here. HiGHS 1.15's presolve calls some feasible programs with a
+tight capacity row infeasible, or never returns (HiGHS issues 3090 and 3296 are of this kind). So
+programs with a budget or a cap are solved without presolve.
 
-Ties are too small to be perturbations of the objective here. A second program minimises the tie
-under a cap on the cost, when it has at most `MAX_TIE_COLUMNS` columns; its answer is used if its
+Ties are too small to perturb the objective here. A second program minimises the tie under a cap on
+the cost, if it has at most `MAX_TIE_COLUMNS` columns (`minimise_tie`). Its answer is used if its
 cost, recomputed, is the same optimum. Beyond that size ties stay as the solver left them.
 """
 
@@ -68,7 +68,8 @@ ICM_ROUNDS = 5
 
 @dataclass(frozen=True)
 class IlpResult:
-    """What one run of the solver proved: a choice or none, and a bound on its objective."""
+    """The result of one run of the solver: a choice or none, and a lower bound on its objective.
+    `proven`: the choice is optimal, or, where there is none, the program is infeasible."""
 
     choice: Choice | None
     bound: float
@@ -77,8 +78,8 @@ class IlpResult:
 
 @dataclass(frozen=True)
 class WorkLimit:
-    """How much work a program is worth, in what does not depend on the machine: programs with more
-    columns (None: any number) are not solved, and of others no more than these nodes are."""
+    """A limit on the solver's work that does not depend on the machine. Programs of more than
+    `n_columns` columns (None: any number) are not solved. The others stop after `n_nodes` nodes."""
 
     n_columns: int | None
     n_nodes: int
@@ -127,8 +128,9 @@ def minimise_cost(
 ) -> IlpResult:
     """The least cost of a merged problem without forbidden choices.
 
-    Scaled by the cost of a local optimum first; if the optimum turns out a thousand times
-    smaller, by that, so that the tolerances stay relative to it.
+    The program is scaled by the cost of a local optimum. If the optimum is a thousand times
+    smaller, it is solved again, scaled by that, so that the tolerances stay relative to the
+    optimum.
     """
     scale = _typical_cost(problem)
     deadline = math.inf if time_limit_s is None else time.perf_counter() + time_limit_s
@@ -148,7 +150,8 @@ def minimise_tie(
     time_limit_s: float | None,
     effort: WorkLimit | None = None,
 ) -> Choice:
-    """Among choices as cheap as `best`, one of least tie, if the program is small enough."""
+    """Among choices as cheap as `best`, one of least tie; `best` itself where the program is too
+    large."""
     out_of_time = time_limit_s is not None and time_limit_s <= 0
     if out_of_time or not problem.has_ties():
         return best
@@ -177,12 +180,14 @@ def _explain(problem: ChoiceProblem, time_limit_s: float | None) -> Infeasible:
 
 
 def most_columns(sizes: Iterable[int], tables: Iterable[Shape]) -> int:
-    """A bound on the columns of a program: the choices, and the pairs that edges tell apart."""
+    """An upper bound on the columns of a program: the choices, and the pairs that edges
+    distinguish."""
     return sum(sizes) + sum(map(math.prod, tables))
 
 
 def _typical_cost(problem: ChoiceProblem) -> float:
-    """The cost of a local optimum (each variable in turn takes its best); 1 if it is useless."""
+    """The cost of a local optimum, in which each variable in turn takes its best choice; 1 if that
+    cost is 0 or infinite."""
     around: list[list[tuple[int, Floats]]] = [[] for _ in problem.names]
     for e in problem.edges:
         pairs_s = e.written(e.cost_s)
@@ -204,9 +209,10 @@ def _run(
     deadline: float,
     effort: WorkLimit | None = None,
 ) -> IlpResult:
-    """Build, solve, and check the answer in exact sums; an answer that misses is cut off.
+    """Build, solve, and check the answer in exact sums.
 
-    A solver's tolerance may let a choice exceed the budget or the cap by a hair.
+    A solver's tolerance may let a choice exceed the budget or the cap slightly. Such a choice is
+    cut off, and the program is solved again.
     """
     effort = effort or WorkLimit(None, MAX_NODES)
     too_large = IlpResult(None, 0.0, False)
@@ -311,7 +317,7 @@ class _Model:
             return IlpResult(None, 0.0, False)
         self.program.solve(_solver(time_limit_s, not self.has_limit, n_nodes))
         status = self.program.sol_status
-        if math.isinf(_objective(self.program)):  # stopped at a node before it found any
+        if math.isinf(_objective(self.program)):  # stopped at the node limit, without a choice
             status = pulp.LpSolutionNoSolutionFound
         if status in (pulp.LpSolutionInfeasible, pulp.LpSolutionUnbounded):
             return IlpResult(None, math.inf, True)
@@ -326,14 +332,13 @@ class _Model:
 
 
 def _dual_bound(program: Any) -> float:
-    """HiGHS's proven bound; CBC's is not told by PuLP, and 0 is always one."""
+    """HiGHS's proven bound. PuLP does not report CBC's; 0 is always a lower bound."""
     model = program.solverModel
     return float(model.getInfo().mip_dual_bound) if hasattr(model, "getInfo") else 0.0
 
 
 def _objective(program: Any) -> float:
-    """HiGHS's, which is infinite where it has no solution; else what PuLP says of the status
-    holds."""
+    """HiGHS's objective, infinite without a solution. Otherwise 0: PuLP's status holds."""
     model = program.solverModel
     if program.sol_status != pulp.LpSolutionIntegerFeasible or not hasattr(model, "getInfo"):
         return 0.0
@@ -348,12 +353,12 @@ def _solver(time_limit_s: float, presolve: bool, n_nodes: int) -> Any:
     limit_s = None if math.isinf(time_limit_s) else time_limit_s
     options = {"msg": False, "gapRel": 0.0, "gapAbs": 0.0, "timeLimit": limit_s, "threads": 1}
     if not _has_highs():
-        # PuLP 3.3 deprecates the class that knows the bundled CBC, and 4.0 installs CBC apart.
+        # PuLP 3.3 deprecates the class that finds the bundled CBC; 4.0 installs CBC separately.
         bundled = getattr(pulp, "PULP_CBC_CMD", None)
         return pulp.COIN_CMD(path=bundled and bundled.pulp_cbc_path, maxNodes=n_nodes, **options)
     return pulp.HiGHS(
         **options,
-        # PuLP does not know the status that HiGHS's own limit of nodes leads to.
+        # A callback, since PuLP does not know the status of HiGHS's own node limit.
         callbackTuple=(_stop_at_node, n_nodes),
         callbacksToActivate=[_interrupts()],
         presolve="on" if presolve else "off",
@@ -369,15 +374,15 @@ def _interrupts() -> Any:
 
 
 def _stop_at_node(kind: int, message: str, found: Any, asked: Any, n_nodes: int) -> None:
-    """HiGHS asks between nodes whether to go on."""
+    """HiGHS calls this between nodes; setting `user_interrupt` stops it."""
     del kind, message
     if found.mip_node_count >= n_nodes:
         asked.user_interrupt = True
 
 
 def _groups(tables: list[Floats], codes: Codes | None) -> tuple[list[int], list[int]]:
-    """Equal rows of the tables that some choice has, taken together: one member of each group, and
-    the group of each choice."""
+    """Groups of equal rows, among the rows that some choice has: (one row of each group, the group
+    of each choice)."""
     stacked = np.ascontiguousarray(np.concatenate(tables, axis=1))
     index: dict[bytes, int] = {}
     first: list[int] = []

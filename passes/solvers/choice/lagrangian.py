@@ -1,17 +1,19 @@
-"""The memory budget as a price per byte: a bound, a good choice, and which choices can go.
+"""The memory budget as a price per byte: a lower bound, a good choice, and which choices can go.
 
-For a price p >= 0 (s/byte) elimination solves
+For a price p >= 0 (s/byte) elimination solves (`Hull.at`, `Hull.bound`)
 
     g(p) = min over x of cost(x) + p * bytes(x)          g(p) - p * budget <= optimum
 
 The best price is where the lower hull of the points (bytes(x), cost(x)) crosses the budget.
-`search` walks there along the hull: between a point that fits and one that does not, the next
-price is the slope of the line through them; when no point lies below that line, it is the hull.
-The points that fit are feasible choices, the best g is a bound.
+`search` walks there along the hull. Between a point that fits and one that does not, the next price
+is the slope of the line through them. If no point lies below that line, it is the hull. Points that
+fit are feasible choices. The largest g(p) - p * budget is the lower bound.
 
-A choice k of variable v can be in no solution as cheap as the best known one when its
-min-marginal at price p, less p * budget, exceeds that cost (`keep_marks`). What is left is
-small enough for the ILP to close the gap.
+Choice k of variable v is in no solution as cheap as the best known one if (`keep_marks`)
+
+    min-marginal of (v, k) at price p  -  p * budget  >  cost of the best known solution
+
+What is left is small enough for the ILP to close the gap.
 """
 
 from __future__ import annotations
@@ -43,21 +45,22 @@ C = TypeVar("C")
 
 @dataclass(frozen=True)
 class Point(Generic[C]):
-    """A choice and what it sums to."""
+    """A choice and its totals."""
 
     choice: C
     totals: ChoiceTotals
 
 
 class Minimiser(Protocol[C]):
-    """Finds, at any weights, the least total and a choice of it (infinite: none is allowed)."""
+    """Finds, at any weights, the least total and a choice that attains it (infinite: none is
+    allowed)."""
 
     def at(self, weights: Weights) -> tuple[float, Point[C]]: ...
 
 
 @dataclass(frozen=True, eq=False)
 class Elimination:
-    """A `Minimiser`: of a merged problem, by a plan."""
+    """A `Minimiser` of a merged problem, by an elimination plan."""
 
     problem: ChoiceProblem
     plan: EliminationPlan
@@ -73,8 +76,9 @@ class Elimination:
 
 @dataclass(frozen=True)
 class Bracket(Generic[C]):
-    """The end of the search: the best feasible point, the bound, and the price that gave it; and
-    where the budget lies between neighbours on the hull, the one over it and the one under."""
+    """The result of the search: the best feasible point, the lower bound, and the price that gave
+    it. `neighbours` are the corners of the hull around the budget: the one over it, the one within
+    it."""
 
     best: Point[C]
     bound_s: float
@@ -87,9 +91,9 @@ class Bracket(Generic[C]):
 
 
 class Hull(Generic[C]):
-    """What is known of a problem's lower hull: corners, and the least totals at prices of bytes.
+    """What is known of a problem's lower hull: corners, and least totals at prices of bytes.
 
-    It does not depend on the budget, so that what one budget leads to serves the others.
+    It does not depend on the budget, so results for one budget serve the others.
     """
 
     def __init__(self, minimiser: Minimiser[C]) -> None:
@@ -106,30 +110,30 @@ class Hull(Generic[C]):
         return value, point
 
     def add(self, s_per_byte: float, value: float, point: Point[C]) -> None:
-        """What `at` would find."""
+        """Record what `at` would find."""
         self.corners.append(point)
         self._values.append((s_per_byte, value))
 
     @cached_property
     def fastest(self) -> Point[C] | None:
-        """Whatever its bytes; None where nothing is allowed."""
+        """The cheapest choice, whatever its bytes; None: nothing is allowed."""
         value, point = self.at(0.0)
         return point if math.isfinite(value) else None
 
     @cached_property
     def leanest(self) -> Point[C]:
-        """A choice of least bytes, where any is allowed."""
+        """A choice of least bytes, if any choice is allowed."""
         _, point = self.minimiser.at(Weights(0.0, size=1.0))
         self.corners.append(point)
         return point
 
     def bound(self, budget_bytes: float) -> tuple[float, float]:
-        """The highest lower bound known of what fits, and its price."""
+        """(the highest known lower bound on the cost of what fits, its price)."""
         return max((value - p * budget_bytes, p) for p, value in self._values)
 
     def around(self, budget_bytes: float) -> tuple[Point[C], Point[C]]:
-        """The known corners next to a budget that the fastest exceeds and the leanest does not:
-        the one over it, the one that fits."""
+        """The known corners around a budget that the fastest exceeds and the leanest does not: (the
+        one over it, the one that fits)."""
         fits = [within(budget_bytes, c.totals.bytes) for c in self.corners]
         over = (c for c, f in zip(self.corners, fits, strict=True) if not f)
         under = (c for c, f in zip(self.corners, fits, strict=True) if f)
@@ -139,7 +143,7 @@ class Hull(Generic[C]):
         )
 
     def is_side(self, over: Point[C], under: Point[C]) -> bool:
-        """Are these known to be neighbours?"""
+        """Are these corners known to be neighbours on the hull?"""
         return (over.totals, under.totals) in self._sides
 
     def add_side(self, over: Point[C], under: Point[C]) -> None:
@@ -149,8 +153,8 @@ class Hull(Generic[C]):
 def search(
     hull: Hull[C], budget_bytes: float, deadline: float = math.inf, limit_s: float = math.inf
 ) -> Bracket[C]:
-    """Walk along the hull to where the budget is, which the fastest exceeds and the leanest does
-    not; or until nothing within the budget can be below `limit_s`."""
+    """Walk along the hull to the budget, which the fastest choice exceeds and the leanest does not.
+    Stop early at the deadline, or once the lower bound reaches `limit_s`."""
     over, under = hull.around(budget_bytes)
     for _ in range(MAX_STEPS):
         saved_s = under.totals.cost_s - over.totals.cost_s
@@ -173,7 +177,7 @@ def search(
 def keep_marks(
     problem: ChoiceProblem, plan: EliminationPlan, bracket: Bracket[Choice]
 ) -> list[BoolArray]:
-    """Which choices may be in a solution no dearer than the best known one.
+    """[K_v] per variable: may the choice be in a solution no dearer than the best known one?
 
     Raises `TooWide` where min-marginals need too much memory.
     """
@@ -181,7 +185,7 @@ def keep_marks(
     price = bracket.s_per_byte
     paid_s = price * problem.budget_bytes
     cutoff = bracket.best.totals.cost_s + paid_s
-    # Rounding in sums of this size, and choices that are the same optimum, stay.
+    # Slack for rounding in sums of this size, and for choices that are the same optimum.
     cutoff += SAME_OPTIMUM_REL * (abs(cutoff) + paid_s)
     marginals = min_marginals(plan, Potentials.of(problem, Weights(size=price)))
     return [m <= cutoff for m in marginals]

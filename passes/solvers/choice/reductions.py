@@ -3,15 +3,15 @@
 - A choice is *impossible* when its cost is infinite, or when some neighbour has no choice
   left that it may be paired with (`drop_forbidden`, to a fixpoint).
 - A choice is *dominated* when another choice of the same variable is no worse in cost, tie
-  and bytes, on the variable and in every entry of every incident edge (`drop_dominated`);
-  of equal choices the first stays. Exchanging one for the other never makes anything worse,
-  so this holds under a budget and for the tie-breaking optimum too.
+  and bytes, on the variable and in every entry of every incident edge (`drop_dominated`).
+  Of equal choices the first stays. Replacing a choice by one that dominates it makes nothing
+  worse, so this holds under a budget, and for the tie-breaking optimum.
 
 `reduce` returns the smaller problem and, per variable, the original index of each choice.
 
-Variables of one *class* lose the same choices: those that are impossible for every one of them, or
-dominated for all by the same choice. Copies of one variable that stand for more copies
-(`repeats.py`) stay alike so.
+Variables of one *class* lose the same choices: those that are impossible for all of them, or that
+the same choice dominates for all of them. So the copies of one variable that stand for more copies
+stay equal (`passes/solvers/repeats/repeats.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from autopar.passes.solvers.problem import (
 )
 
 Classes = Sequence[Sequence[int]]
-# Dominance drops make further choices dominated; few rounds get nearly all of it.
+# Dropping choices makes others dominated; a few rounds find nearly all of them.
 MAX_ROUNDS = 3
 
 
@@ -71,13 +71,13 @@ def reduce(problem: ChoiceProblem, classes: Classes | None = None) -> Reduced | 
 
 
 def restrict(reduced: Reduced, keep: Sequence[BoolArray]) -> Reduced:
-    """Keep only the marked choices of an already reduced problem."""
+    """Keep only the marked choices of a reduced problem."""
     kept = tuple(k[mask] for k, mask in zip(reduced.kept, keep, strict=True))
     return Reduced(reduced.problem.restrict(keep), kept)
 
 
 def drop_forbidden(reduced: Reduced, classes: Classes | None = None) -> Reduced | None:
-    """Remove impossible choices until none is left; None when a variable loses them all."""
+    """Remove impossible choices until there are none; None: a variable loses all of its choices."""
     problem = reduced.problem
     classes = classes or [(v,) for v in range(problem.n_variables)]
     keep = [np.isfinite(c) for c in problem.cost_s]
@@ -107,7 +107,7 @@ def drop_forbidden(reduced: Reduced, classes: Classes | None = None) -> Reduced 
 
 
 def drop_dominated(reduced: Reduced, classes: Classes | None = None) -> Reduced:
-    """One pass over the classes, each seeing what the earlier ones kept."""
+    """One pass over the classes. Each class sees what the earlier ones kept."""
     problem = reduced.problem
     incident: list[list[Edge]] = [[] for _ in problem.names]
     for e in problem.edges:
@@ -126,7 +126,8 @@ def drop_dominated(reduced: Reduced, classes: Classes | None = None) -> Reduced:
 def _tables(
     problem: ChoiceProblem, v: int, incident: Sequence[Edge], keep: Sequence[BoolArray]
 ) -> Iterator[tuple[FloatArray, Codes]]:
-    """What a variable's choices cost with those that others keep, and the row of every choice."""
+    """(array, row of every choice) of a variable's own costs and of its edges, restricted to the
+    choices that other variables keep."""
     with_bytes = problem.budget_bytes is not None
     every = np.arange(problem.sizes[v])
     for own in (problem.cost_s[v], problem.tie[v], *([problem.bytes[v]] if with_bytes else [])):
@@ -141,17 +142,18 @@ def _tables(
 
 
 def _undominated(n: int, tables: Iterable[tuple[FloatArray, Codes]]) -> BoolArray:
-    """Which of n choices no other one dominates: is <= in every entry of its row in each table."""
+    """[n]: is the choice dominated by no other? A choice dominates another if it is <= in every
+    entry of its row, in every table."""
     better, worse = np.nonzero(~np.eye(n, dtype=bool))
     for table, rows in tables:
-        # Few pairs survive the first tables, so the wide ones are compared for few.
+        # Few pairs survive the first, narrow tables, so few are compared in the wide ones.
         n_left = _nowhere_above(table, rows, better, worse)
         better, worse = better[:n_left], worse[:n_left]
         if not n_left:
             break
     pairs = np.zeros((n, n), dtype=bool)
     pairs[better, worse] = True
-    # Equal rows dominate each other: then only the later one goes.
+    # Equal choices dominate each other: only the later one is dropped.
     dominates = pairs & (~pairs.T | np.triu(np.ones((n, n), dtype=bool)))
     out: BoolArray = np.logical_not(dominates.any(axis=0))
     return out
@@ -159,9 +161,9 @@ def _undominated(n: int, tables: Iterable[tuple[FloatArray, Codes]]) -> BoolArra
 
 @compiled
 def _nowhere_above(table: FloatArray, rows: Codes, better: Codes, worse: Codes) -> int:
-    """Move the pairs where the one's row of `table`, `rows[better]`, is <= the other's to the
-    front; how many they are."""
-    # Choices share rows: 0 where two are not compared yet, 1 if so, 2 if not.
+    """Move the pairs with table[rows[better]] <= table[rows[worse]] in all entries to the front;
+    returns how many they are."""
+    # By pair of rows, since choices share rows: 0 not compared, 1 nowhere above, 2 above.
     known = np.zeros((len(table), len(table)), dtype=np.int8)
     n_left = 0
     for i in range(len(better)):

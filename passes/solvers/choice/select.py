@@ -2,17 +2,21 @@
 
 `solve(problem, "auto")`:
 
-1. unless elimination is quick as it is, drop choices that cannot matter (`reductions`);
-2. eliminate (`elimination`), then again with the ties as a tiny perturbation;
-3. if that exceeds the budget, price the bytes (`lagrangian`), drop what the bound rules out, and
-   let the ILP close the gap on what remains;
-4. if the graph is too wide for tables, give the reduced problem to the ILP.
+1. drop choices that cannot matter (`reductions.py`), unless elimination is quick without that
+   (`as_it_is`);
+2. eliminate, then again with the ties as a tiny perturbation (`break_ties`);
+3. if the result exceeds the budget, price the bytes (`lagrangian.py`), drop what the bound rules
+   out, and let the ILP close the gap on what remains (`_within_budget`);
+4. if the graph is too wide for tables, give the reduced problem to the ILP (`_by_ilp`).
 
-`solve(problem, "ilp")` solves the whole, unreduced ILP: the check of all of the above.
+`solve(problem, "ilp")` solves the whole, unreduced ILP, which checks all of the above.
 
-Ties. With T the optimum, the second elimination minimises cost + w * tie with w = 1e-11 T
-(`tie_weight`; if T is 0, w keeps the sum of all ties below the least positive cost). If its
-choice costs more than `SAME_OPTIMUM_REL` above T, w was too large for these ties and shrinks.
+Ties. With T the optimum, the second elimination minimises
+
+    cost + w * tie,   w = 1e-11 T                                           (`tie_weight`)
+
+If T is 0, w keeps the sum of all ties below the least positive cost. If the choice found costs more
+than `SAME_OPTIMUM_REL` above T, w was too large for these ties and shrinks (`least_tie`).
 """
 
 from __future__ import annotations
@@ -56,7 +60,7 @@ C = TypeVar("C")
 TIE_WEIGHT_REL = 1e-11
 # About a tenth of a second.
 QUICK = TableLimits(2**26, 2**22, 2**27, branches=1)
-# The same where hubs are conditioned on: of alike copies of a block only one is eliminated.
+# For plans with hubs: of equal copies of a block only one is eliminated.
 QUICK_BRANCH = TableLimits(2**26, 2**23, 2**28, branches=1)
 
 
@@ -88,15 +92,15 @@ def solve(
     gap_goal: float = 0.0,
     effort: WorkLimit | None = None,
 ) -> Solution | Infeasible:
-    """The cheapest choice within the budget, and by `tie` among the equally cheap.
+    """The cheapest choice within the budget, and among the equally cheap one of least `tie`.
 
     After `time_limit_s` the best choice so far is returned, with the gap that is left. `limits`
-    bound the tables of elimination; wider problems go to the ILP. Under a budget, "auto" is
-    content with a choice proven to be within `gap_goal` (relative) of the optimum, and closes a
-    wider gap with this `effort`.
+    bound the tables of elimination; wider problems go to the ILP. Under a budget, "auto" stops at a
+    choice proven to be within `gap_goal` (relative) of the optimum. The ILP may spend `effort` on
+    closing a wider gap.
 
-    Raises `OptionError` for an unknown `solver`, `TimeLimitError` when the time passes before
-    any feasible choice is known.
+    Raises `OptionError` for an unknown `solver`, `TimeLimitError` when the time passes before any
+    feasible choice is known.
     """
     if solver == "ilp":
         return solve_ilp(problem, time_limit_s)
@@ -131,10 +135,11 @@ def solve(
 def as_it_is(
     problem: ChoiceProblem, limits: TableLimits | None = None
 ) -> tuple[Reduced, EliminationPlan] | None:
-    """The whole problem and how to eliminate it; None where that takes long, or over `limits`.
+    """The whole problem and its elimination plan; None: elimination takes long, or exceeds
+    `limits`.
 
-    What elimination takes grows with the choices, so it pays to have fewer first; but to find out
-    which cannot matter takes longer than a quick elimination.
+    Elimination is faster with fewer choices. But finding out which choices cannot matter takes
+    longer than a quick elimination.
     """
     merged = problem.merged()
     try:
@@ -163,16 +168,16 @@ def solve_by_elimination(
 
 
 def break_ties(problem: ChoiceProblem, minimiser: Minimiser[C], fastest: Point[C]) -> Point[C]:
-    """Among choices as cheap as `fastest`, an optimum, one of least tie."""
+    """Among choices as cheap as `fastest`, which is an optimum, one of least tie."""
     if not problem.has_ties():
         return fastest
     return least_tie(minimiser, fastest, tie_weight(fastest, lambda: problem))
 
 
 def least_tie(minimiser: Minimiser[C], fastest: Point[C], weight: float) -> Point[C]:
-    """`break_ties`, which weigh so much at first."""
+    """`break_ties` with this first `weight` of the ties."""
     cost_s = fastest.totals.cost_s
-    # Each round shrinks the perturbation tenfold; below float64 resolution it means nothing.
+    # Each round shrinks the perturbation tenfold; below float64 resolution it has no effect.
     while weight > cost_s * 1e-17:
         _, point = minimiser.at(Weights(tie=weight))
         if point.totals.cost_s <= cost_s * (1 + SAME_OPTIMUM_REL):
@@ -182,8 +187,8 @@ def least_tie(minimiser: Minimiser[C], fastest: Point[C], weight: float) -> Poin
 
 
 def tie_weight(fastest: Point[C], problem: Callable[[], ChoiceProblem], n_copies: int = 1) -> float:
-    """What ties weigh beside the cost of a problem, of whose variables some stand for up to
-    `n_copies`."""
+    """The first weight of ties, w of the module docstring. Some variables of the problem stand for
+    up to `n_copies` copies."""
     if fastest.totals.cost_s > 0:
         return TIE_WEIGHT_REL * fastest.totals.cost_s
     free = problem()
@@ -206,7 +211,7 @@ def _within_budget(
     """Step 3: the bound, the choices it leaves, and the ILP on those."""
     assert problem.budget_bytes is not None
     if problem.fits(fastest.totals.bytes):
-        # Only its cheaper-tie rival was too large.
+        # `fastest` fits; only the choice of least tie exceeded the budget.
         bracket = Bracket(fastest, fastest.totals.cost_s, 0.0)
     else:
         hull = Hull(Elimination(reduced.problem, plan))
@@ -227,7 +232,7 @@ def _within_budget(
         if outcome.choice is not None:
             choice = core.lift(outcome.choice)
             best = min(best, Point(choice, reduced.problem.evaluate(choice)), key=_rank)
-        if math.isfinite(outcome.bound):  # infinite: the solver lost the choice we have
+        if math.isfinite(outcome.bound):  # infinite: the ILP lost the known choice
             # Whatever the core leaves out is dearer than the best choice known.
             bound_s = max(bound_s, min(outcome.bound, best.totals.cost_s))
     choice = best.choice
@@ -246,7 +251,8 @@ def _rank(point: Point[Choice]) -> tuple[float, float]:
 
 
 def _core(problem: ChoiceProblem, plan: EliminationPlan, bracket: Bracket[Choice]) -> Reduced:
-    """What of `problem` may be in a solution no dearer than the bracket's best; all if unknown."""
+    """The part of `problem` that may be in a solution no dearer than the bracket's best; all of it
+    where min-marginals need too much memory."""
     whole = Reduced(problem, tuple(np.arange(k) for k in problem.sizes))
     try:
         core = drop_forbidden(restrict(whole, keep_marks(problem, plan, bracket)))
@@ -259,7 +265,7 @@ def _core(problem: ChoiceProblem, plan: EliminationPlan, bracket: Bracket[Choice
 def _by_ilp(
     problem: ChoiceProblem, reduced: Reduced, clock: _Clock, effort: WorkLimit | None
 ) -> Solution | Infeasible:
-    """The reduced problem as an ILP, however large: nothing else is known of it."""
+    """The reduced problem as an ILP, however many columns: no other solver is left."""
     effort = effort and replace(effort, n_columns=None)
     found = solve_ilp(reduced.problem, clock.left_s(), effort=effort)
     if isinstance(found, Infeasible):

@@ -1,20 +1,20 @@
-"""Elimination where some variables, hubs, are joined to almost all: their values are tried.
+"""Elimination with hubs, variables that are joined to almost all others: their values are tried.
 
-A table over a chain's state and several hubs (an encoder's output, a shared weight, a bias that
-all blocks read) has as many entries as all their choices multiplied. Without the hubs the chain is
-thin. So everything else is eliminated first, which leaves a *core* of few variables and tables, and
-the core is solved by branch and bound over its hubs, one hub per level:
+A table over a chain's state and several hubs (an encoder's output, a shared weight, a bias that all
+blocks read) has as many entries as all their choices multiplied. Without the hubs the chain is
+thin. So everything else is eliminated first, which leaves a *core* of few variables and tables. The
+core is solved by branch and bound over its hubs, one hub per level (`_Core.least`):
 
-    bound(h1 .. hl)     the core's least total where hubs 1 to l have these values, and every table
-                        takes for the others whatever is best for it alone
+    bound(h1 .. hl)     the core's least total with hubs 1 to l fixed, where every table takes
+                        its own minimum over the other hubs                    (`_Core._totals`)
 
-which is exact once all hubs have values. All the branches of a level are eliminated together. A
-few of the best of each level, followed to the end, give a first solution; what is bounded above it
-is dropped. Bounds by parts that need not agree are those of mini-buckets (Dechter and Rish,
-"Mini-buckets: a general scheme for bounded inference", Journal of the ACM 50, 2003).
+The bound is exact once all hubs have values. All branches of a level are eliminated together. A few
+of the best of each level are followed to the end for a first incumbent. Branches whose bound is
+above it are pruned. Bounds by parts that need not agree are those of mini-buckets (Dechter and
+Rish, "Mini-buckets: a general scheme for bounded inference", Journal of the ACM 50, 2003).
 
-Some tables of the core may be given as what they are made from (`Lazy`): of N copies of a block the
-table of one, whose power is taken where hubs have values.
+Some tables of the core may be given by what they are made from (`Lazy`): of N copies of a block the
+table of one copy, whose power is computed once hubs have values.
 """
 
 from __future__ import annotations
@@ -36,28 +36,29 @@ from autopar.passes.solvers.eliminate.elimination_order import (
 )
 from autopar.passes.solvers.problem import Axes, Choice, Codes, FloatArray, Potentials, Scope
 
-# Steps with more entries than this are left to the core, and the core's, without hubs, have fewer.
+# Steps of more than FIRST_ENTRIES entries are left to the core. Hubs are added until the core's
+# tables without them have at most CORE_ENTRIES, or there are MOST_HUBS.
 FIRST_ENTRIES = 2**25
 CORE_ENTRIES = 2**17
 MOST_HUBS = 4
 HUBS_TRIED = 6
-# Branches of each level that are followed for a first solution.
+# Branches of each level that are followed for a first incumbent.
 N_FOLLOWED = 2
-# What is eliminated at once.
+# Table entries of the branches that are eliminated at once.
 CHUNK_ENTRIES = 2**22
-# Bounds that rounding alone may have lifted above the best are followed.
+# Branches are kept whose bound only rounding may have lifted above the incumbent.
 ROUNDING_REL = 1e-12
 
 _ANY = TableLimits(2**62, 2**62, 2**62)
 
-# A table's variables, and the place of every choice on its axes.
+# A table's variables, and per axis the index of every choice.
 _Given = tuple[Scope, tuple[Codes, ...]]
 Assigned = NDArray[np.intp]  # [branches, level]: the classes of the first hubs
 
 
 @dataclass(frozen=True, eq=False)
 class Lazy:
-    """A table of the core made from another over the same axes: `finish` of that, per branch."""
+    """A table of the core, made from another over the same axes by `finish`, per branch."""
 
     made_from: FloatArray
     finish: Callable[[FloatArray], FloatArray]
@@ -65,8 +66,8 @@ class Lazy:
 
 @dataclass(frozen=True, eq=False)
 class _CoreTable:
-    """A table of the core: its hubs by level, and the places of their classes on its axes; then its
-    other axes."""
+    """How a table of the core mentions hubs: the `levels` of its hubs, the `order` of its axes with
+    hubs first, and per hub the index of every class on its axis (`places`)."""
 
     levels: tuple[int, ...]
     order: tuple[int, ...]
@@ -75,8 +76,9 @@ class _CoreTable:
 
 @dataclass(frozen=True, eq=False)
 class ConditionedPlan:
-    """`first` leaves the core, `core` are its variables without hubs; `hubs` with the classes of
-    choices that the core tells apart."""
+    """`first` leaves the core. `core` is the plan of the core without its hubs, over `variables`.
+    `classes[level]` is the partition of a hub's choices that the core distinguishes; `parts` are
+    the core's tables."""
 
     first: EliminationPlan
     core: EliminationPlan
@@ -89,7 +91,7 @@ class ConditionedPlan:
         return self.first.partitions.n_classes(self.classes[level])
 
     def within(self, limits: TableLimits) -> bool:
-        """Are the tables? How many branches have to be followed is known only afterwards."""
+        """Are the tables within `limits`? The number of branches is known only after the search."""
         return self.first.within(limits) and self.core.within(limits)
 
 
@@ -97,7 +99,7 @@ def plan_conditioned(
     sizes: Sequence[int], tables: Iterable[Axes], lazy: Iterable[Axes] = (),
     kept: Iterable[int] = (), limits: TableLimits | None = None,
 ) -> ConditionedPlan:  # fmt: skip
-    """A plan for some tables and lazy ones, in which the variables `kept` are no hubs.
+    """A plan for tables and `lazy` ones, in which no variable of `kept` is a hub.
 
     Raises `TooWide` where that does not keep the tables within `limits`.
     """
@@ -145,7 +147,7 @@ def _in_large_steps(plan: EliminationPlan) -> set[int]:
 
 
 def _entries(tables: Sequence[_Given], hubs: Scope) -> int:
-    """Of the largest table, without hubs."""
+    """The entries of the largest table, without the axes of hubs."""
     return max(
         (
             math.prod(int(c.max()) + 1 for v, c in zip(*of, strict=True) if v not in hubs)
@@ -156,14 +158,14 @@ def _entries(tables: Sequence[_Given], hubs: Scope) -> int:
 
 
 def _written(sizes: Scope, axes: Axes) -> _Given:
-    """With a place for every choice."""
+    """The variables of axes, and their codes with None written out."""
     return axes.scope, axes.written(sizes)
 
 
 def _core_plan(
     sizes: Scope, variables: Scope, given: Sequence[_Given], hubs: Scope
 ) -> EliminationPlan:
-    """Of the core without hubs; its variables are numbered anew."""
+    """The plan of the core without hubs. Its variables are numbered anew."""
     place = {v: i for i, v in enumerate(v for v in variables if v not in hubs)}
     tables = []
     for scope, codes in given:
@@ -179,6 +181,7 @@ def _joined(
     hubs: Scope,
     given: Sequence[_Given],
 ) -> ConditionedPlan:
+    """The whole plan, with the classes of hubs and how the tables of the core mention them."""
     partitions, classes = first.partitions, []
     for h in hubs:
         seen = [partitions.of_none(first.sizes[h])]
@@ -200,7 +203,7 @@ def _joined(
 def minimise_conditioned(
     plan: ConditionedPlan, potentials: Potentials, lazy: Sequence[Lazy] = ()
 ) -> tuple[float, Choice]:
-    """Of one problem the least total and a choice that attains it (infinite: none is allowed)."""
+    """The least total of one problem, and a choice that attains it (infinite: none is allowed)."""
     first = plan.first
     eliminated = eliminate(first, potentials)
     unary = {v: potentials.own[v] for v in (*plan.variables, *plan.hubs)}
@@ -214,7 +217,7 @@ def minimise_conditioned(
 
 
 class _Core:
-    """The core of one problem."""
+    """Branch and bound on the core of one problem."""
 
     def __init__(
         self,
@@ -235,7 +238,7 @@ class _Core:
             least_of_classes(unary[h], plan.first, of, 1)[0]
             for h, of in zip(plan.hubs, plan.classes, strict=True)
         ]
-        # [level][table]: without the hubs that have no value yet
+        # [level][table]: minimised over the hubs that have no value yet
         self._relaxed = [self._without(level) for level in range(len(plan.hubs) + 1)]
 
     def _without(self, level: int) -> list[FloatArray]:
@@ -246,7 +249,7 @@ class _Core:
         return out
 
     def least(self) -> tuple[float, Assigned | None]:
-        """The least total, and the classes of the hubs that attain it."""
+        """The least total, and the classes of the hubs that attain it; None: none is allowed."""
         n_hubs = len(self.plan.hubs)
         roots = np.zeros((1, 0), dtype=np.intp)
         follow, totals = roots, self._totals(roots) if not n_hubs else np.zeros(1)
@@ -258,7 +261,7 @@ class _Core:
         for level in range(n_hubs):
             branches = self._children(branches, level)
             totals = self._known_totals(branches)
-            # A bound above a known total cannot lead below it; none is below an infinite one.
+            # Prune above the incumbent; an infinite one prunes nothing.
             keep = totals <= known_s * (1 + ROUNDING_REL)
             branches, totals = branches[keep], totals[keep]
         if not len(totals) or not math.isfinite(totals.min()):
@@ -267,7 +270,7 @@ class _Core:
         return float(totals[best]), branches[best]
 
     def _known_totals(self, branches: Assigned) -> FloatArray:
-        """`_totals`, of each branch once."""
+        """`_totals`, computed once per branch."""
         keys = list(map(tuple, branches.tolist()))
         new = [i for i, key in enumerate(keys) if key not in self._known]
         if new:
@@ -281,7 +284,7 @@ class _Core:
         return np.concatenate((np.repeat(branches, n, axis=0), values), axis=1)
 
     def _totals(self, branches: Assigned) -> FloatArray:
-        """[branches]: bounds; of those where all hubs have values, what they cost."""
+        """[branches]: lower bounds on what they cost, exact where all hubs have values."""
         plan, level = self.plan, branches.shape[1]
         out = np.zeros(len(branches))
         for h, own in enumerate(self.own):
@@ -306,7 +309,7 @@ class _Core:
         return Potentials.given(unary, tables)
 
     def choices(self, best: Assigned) -> dict[int, int]:
-        """Of all variables of the core, where the hubs have these classes."""
+        """The choices of all variables of the core, given the classes of the hubs."""
         plan, out = self.plan, {}
         for h, partition, k in zip(plan.hubs, plan.classes, best.tolist(), strict=True):
             of_class = plan.first.partitions.codes[partition] == k

@@ -1,22 +1,24 @@
 """Exact min-sum variable elimination on tables: the fast path for graphs of small width.
 
-Eliminating variable v replaces the tables that mention it by one table over its separator
-S_v, the other variables they mention:
+Eliminating variable v replaces the tables that mention it by one table over its separator S_v, the
+other variables they mention (`eliminate`):
 
     m_v(S_v) = min over x_v of [ unary_v(x_v) + sum of tables that mention v ]
 
-until a constant, the optimum, is left; walking back, v takes the argmin of the same sum at
-the chosen values of S_v (`Eliminated.chosen`), which is one vector. Tables are over classes of
-choices: those of v that no table tells apart are one first, the least of them. The order is planned
-in `elimination_order.py`; each value of its hubs is tried with the hub's tables folded into those
-of its neighbours (`minimise`). Where variables remain, what is left is one table over them
-(`project`).
+Once all variables are eliminated, the constant that is left is the optimum (`minimise`). Walking
+back, v takes the argmin of the same sum at the chosen values of S_v, a vector over x_v
+(`Eliminated.chosen`). The parts:
 
-Numbers may be rows of several problems of one structure; `eliminate` runs compiled loops on each
-(`elimination_loops.py`).
+- Tables are over classes of choices. Choices of v that no table distinguishes count as one, the
+  cheapest of them.
+- `elimination_order.py` plans the order. Each value of its hubs is tried in turn, with the hubs'
+  axes fixed in their tables (`condition`).
+- Variables may remain. The result is then one table over them (`project`).
+- Rows may hold several problems of one structure. `eliminate` runs compiled loops on each
+  (`elimination_loops.py`).
 
-Infinite entries need no care: nothing here subtracts them. Bucket elimination: Dechter,
-"Bucket elimination: a unifying framework for reasoning", Artificial Intelligence 113 (1999).
+Infinite entries need no care: nothing here subtracts them. Bucket elimination: Dechter, "Bucket
+elimination: a unifying framework for reasoning", Artificial Intelligence 113 (1999).
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ Choices = NDArray[np.intp]
 
 @dataclass(frozen=True, eq=False)
 class Eliminated:
-    """Problems after elimination: `numbers` [problems, ...] as `code` places them, and the least
-    totals [problems] of what no remaining variable is joined to."""
+    """Problems after elimination: `numbers` [problems, numbers] in the places of `code`. `constant`
+    [problems] is the least total of the parts that no remaining variable is joined to."""
 
     plan: EliminationPlan
     code: Code
@@ -51,13 +53,13 @@ class Eliminated:
     constant: FloatArray
 
     def table(self, t: int) -> FloatArray:
-        """[problems, ...]: a table given or made."""
+        """[problems, ...]: table t, given or made."""
         at, shape = self.code.table_at[t], self.code.shapes[t]
         return self.numbers[:, at : at + math.prod(shape)].reshape(len(self.numbers), *shape)
 
     def chosen(self, known: Mapping[int, Codes], n_rows: int = 1) -> Choices:
-        """Of the first problem the best choices of all variables, a row each for values `known`
-        [rows] of hubs and remaining variables."""
+        """[rows, variables]: the best choices of all variables in the first problem. `known` holds
+        the values [rows] of hubs and remaining variables."""
         code = self.code
         out = np.zeros((n_rows, len(self.plan.sizes)), dtype=np.intp)
         for v, values in known.items():
@@ -67,28 +69,28 @@ class Eliminated:
         return out
 
     def choice(self, known: Mapping[int, int]) -> Choice:
-        """The same, where one value each is known."""
+        """`chosen` for one value of each known variable."""
         (row,) = self.chosen({v: np.array([k]) for v, k in known.items()})
         return tuple(row.tolist())
 
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """What a plan leaves: [problems, classes of each remaining variable], the least total of all
-    others."""
+    """What a plan leaves: `table` is [problems, classes of each remaining variable], the least
+    total over all other variables."""
 
     eliminated: Eliminated
     table: FloatArray
 
     def choices_at(self, remaining: Choices) -> Choices:
-        """The choices of all variables that attain the table's entries where the remaining ones
-        choose so, a row each; of the first problem."""
+        """[rows, variables]: choices in the first problem that attain the table's entries, where
+        `remaining` [rows, remaining variables] are the choices of those."""
         known = {v: remaining[:, k] for k, v in enumerate(self.eliminated.plan.remaining)}
         return self.eliminated.chosen(known, len(remaining))
 
 
 def eliminate(plan: EliminationPlan, potentials: Potentials) -> Eliminated:
-    """All but the hubs, whose values are fixed, and the remaining variables."""
+    """Eliminate all variables but the remaining ones and the hubs, whose values are fixed."""
     code = code_of(plan, potentials.layout)
     n_given = potentials.layout.n_numbers
     numbers, scratch = np.empty((len(potentials.rows), code.n_numbers)), np.empty(code.n_scratch)
@@ -114,7 +116,7 @@ def project(plan: EliminationPlan, potentials: Potentials) -> Projection:
 
 
 def minimise(plan: EliminationPlan, potentials: Potentials) -> tuple[float, Choice]:
-    """Of one problem the least total and a choice that attains it (infinite: none is allowed)."""
+    """The least total of one problem, and a choice that attains it (infinite: none is allowed)."""
     best, choice = math.inf, (0,) * len(plan.sizes)
     for bound, values in branches(plan, potentials):
         if bound >= best:
@@ -128,7 +130,9 @@ def minimise(plan: EliminationPlan, potentials: Potentials) -> tuple[float, Choi
 
 
 def branches(plan: EliminationPlan, potentials: Potentials) -> list[tuple[float, tuple[int, ...]]]:
-    """(lower bound, values of the hubs) of one problem, best first; one branch without hubs."""
+    """(lower bound, values of the hubs) of one problem, best first; one branch without hubs. The
+    bound adds the hubs' own costs, the least own cost of every other variable, and every table's
+    least entry."""
     if not plan.hubs:
         return [(-math.inf, ())]
     out = []
@@ -144,7 +148,7 @@ def branches(plan: EliminationPlan, potentials: Potentials) -> list[tuple[float,
 def condition(
     plan: EliminationPlan, potentials: Potentials, values: tuple[int, ...]
 ) -> tuple[float, Potentials]:
-    """Fix the hubs of one problem: their own cost as a constant, their axes left out of tables."""
+    """Fix the hubs of one problem: (their own costs' sum, potentials without their axes)."""
     if not plan.hubs:
         return 0.0, potentials
     fixed = dict(zip(plan.hubs, values, strict=True))
@@ -166,8 +170,8 @@ def condition(
 def over(
     plan: EliminationPlan, placed: PlacedTable, table: FloatArray, joins: Mapping[int, int]
 ) -> FloatArray:
-    """A table over the classes of some partitions, finer than its own: [problems, ...], of length
-    1 for variables that it does not mention."""
+    """A table over the classes of finer partitions `joins` (variable -> partition): [problems,
+    ...], of length 1 for variables that it does not mention."""
     order = [placed.scope.index(v) for v in joins if v in placed.scope]
     out = table.transpose(0, *(k + 1 for k in order))
     for axis, k in enumerate(order):
@@ -182,7 +186,7 @@ def over(
 def least_of_classes(
     array: FloatArray, plan: EliminationPlan, partition: int, axis: int
 ) -> FloatArray:
-    """The least of every class, along an axis of choices."""
+    """The minimum of every class, along an axis of choices."""
     n = plan.partitions.n_classes(partition)
     if n == array.shape[axis]:
         return array

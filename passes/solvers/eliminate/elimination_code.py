@@ -1,8 +1,7 @@
-"""An elimination plan as arrays of whole numbers, which compiled loops run on.
+"""An elimination plan as integer arrays, which compiled loops read (`elimination_loops.py`).
 
-A problem's numbers are in one row: what is given, then what steps make. Where tables are given at
-the same place twice (alike blocks share theirs), steps that do the same with the same numbers are
-done once.
+A problem's numbers lie in one row: the given ones, then those that steps make. Equal blocks share
+the places of their tables, so steps of one kind that read the same numbers are computed once.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from autopar.passes.solvers.problem import Codes, EliminationStep, Layout, Place
 
 @dataclass(frozen=True, eq=False)
 class Code:
-    """What the loops run on: see the columns in `elimination_loops.py`. `table_at` and `shapes` are
-    those of all tables, made ones too; `constants_at` says where those of no variable are;
-    `n_numbers` is the length of a row with what is made."""
+    """What the loops read; `elimination_loops.py` names the columns. `table_at` and `shapes` are
+    the offsets and shapes of all tables, given or made. `constants_at` are the offsets of tables
+    without variables. `n_numbers` is the length of a row, with what steps make."""
 
     steps: Codes
     slots: Codes
@@ -41,14 +40,14 @@ class Code:
 
 @lru_cache(maxsize=256)
 def code_of(plan: EliminationPlan, layout: Layout) -> Code:
-    """The code of a plan for numbers that are placed so."""
+    """The code of a plan, for numbers in the places of `layout`."""
     return _Coder(plan, layout).code()
 
 
 @dataclass
 class _Source:
-    """A table of a step over classes of the variable that goes, [rows of some of the separator's
-    variables, columns of its last]: what they add to its place."""
+    """A table that a step reads, as offsets into it: `by_class` of the classes of the eliminated
+    variable, `by_axis[w]` of the classes of separator variable w."""
 
     table: PlacedTable
     by_class: Codes
@@ -105,7 +104,7 @@ class _Coder:
         )  # fmt: skip
 
     def _see(self, view: EliminationStep) -> None:
-        """Place what a view makes where the table of its pair is."""
+        """Place a view's table where its pair's table is, with one axis split in two."""
         table, _, second = view.bucket
         *before, n_pairs = self.shapes[table.table][: table.scope.index(view.variable) + 1]
         after = self.shapes[table.table][len(before) + 1 :]
@@ -114,7 +113,7 @@ class _Coder:
         self.shapes[view.made.table] = (*before, n_pairs // n_second, n_second, *after)
 
     def _at(self, codes: Codes) -> int:
-        """Where some places are, alike ones once."""
+        """The offset of an index array in `places`; equal arrays are stored once."""
         codes = np.ascontiguousarray(codes, dtype=np.intp)
         key = codes.tobytes()
         if key not in self._place_of:
@@ -164,12 +163,10 @@ class _Coder:
                 self.axes.append([v, at])
         self.reads.append([self.table_at[placed.table], first, len(self.axes) - first, own])
 
-    # -- slots -------------------------------------------------------------------------------
-
     def _add_slots(
         self, step: EliminationStep, rows: tuple[int, ...], last: int, sizes: dict[int, int]
     ) -> tuple[int, int]:
-        """Slots for a step's tables, wide ones first; how many are wide, and narrow."""
+        """Add the slots of a step's tables, wide ones first: (how many are wide, narrow)."""
         wide, narrow = _grouped(
             [self._source(step, placed) for placed in step.bucket if len(placed.scope) > 1], last
         )
@@ -209,8 +206,11 @@ class _Coder:
 def _grouped(
     sources: Sequence[_Source], last: int
 ) -> tuple[list[list[_Source]], list[list[_Source]]]:
-    """Tables that are added up before they are joined: those over some of another's variables with
-    it, the narrow rest with each other, and wide ones where there are too many."""
+    """(wide groups, narrow groups) of tables that are summed before they are joined.
+
+    A table whose variables are among those of a wide group joins it. The others without the last
+    variable are one narrow group. Wide tables beyond `N_WIDE` groups join the last group.
+    """
     wide, narrow = _Groups(), list[_Source]()
     for source in sorted(sources, key=lambda of: (last not in of.by_axis, -len(of.by_axis))):
         for group in wide:
@@ -228,7 +228,7 @@ def _grouped(
 
 
 def _sums(by_axis: Sequence[Codes]) -> Codes:
-    """Over all combinations of the axes, the last fastest, what their places add up to."""
+    """The sums of offsets over all combinations of the axes, the last axis fastest."""
     total = np.zeros(1, dtype=np.intp)
     for places in by_axis:
         total = (total[:, None] + places).ravel()

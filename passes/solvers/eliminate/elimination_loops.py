@@ -1,10 +1,15 @@
-"""Elimination in compiled loops, of one problem: up, and back down to choices.
+"""Elimination of one problem in compiled loops: up through the steps, then back down to choices.
 
-All numbers of a problem are in one row, those given before those made; the arrays of an
-`elimination_code.Code` say where. A step joins its tables in *slots*: at most `N_WIDE` wide ones,
-over classes of the variable that goes, some of the separator, and its last variable, and a narrow
-one without the last. So the innermost loop runs along rows of wide slots; where these are short
-and the narrow slot has every row that is made, along its rows.
+All numbers of a problem lie in one row, the given ones before the made ones. The arrays of an
+`elimination_code.Code` say where. A step sums its tables in *slots*, then takes the minimum over
+the classes of the eliminated variable:
+
+    wide     at most `N_WIDE`, [classes, rows, columns]
+    narrow   at most one, [classes, rows]
+
+Columns are the classes of the separator's last variable. Rows are over some of the other separator
+variables. The innermost loop runs along the columns of wide slots. Where these are short, and the
+narrow slot has every row that is made, it runs along rows (`_least_of_short`).
 """
 
 from __future__ import annotations
@@ -15,28 +20,30 @@ from autopar.passes.solvers.problem import Codes, FloatArray, compiled
 
 N_WIDE = 3
 
-# Columns of `Code.steps`: the variable, its numbers of choices and classes; where its own costs are
-# in the numbers, and its choices' classes in the places; how many rows (of the separator but its
-# last variable) and columns (of that) are made, and where in the numbers; slots, wide ones and
-# whether one is narrow; tables of the variable alone, and all that it reads; is it made by no step
-# before?
+# Columns of `Code.steps`. The variable, its number of choices and of classes. The offset of its own
+# costs in the numbers, and of its choices' classes in the places. The number of rows (separator
+# without its last variable) and columns (last variable) of the made table, and its offset in the
+# numbers. The first slot, how many are wide, how many narrow. The first table of the variable
+# alone, and how many. The first table to read on the way back, and how many. IS_NEW: 0 for views,
+# and for tables that an earlier step makes.
 VARIABLE, N_CHOICES, N_CLASSES, OWN_AT, CLASSES_AT, N_ROWS, N_COLUMNS, MADE_AT = range(8)
 FIRST_SLOT, N_WIDE_SLOTS, N_NARROW_SLOTS, FIRST_ALONE, N_ALONE, FIRST_READ, N_READS, IS_NEW = range(
     8, 16
 )
 N_STEP_COLUMNS = 16
-# Of `Code.slots`: its sources; how many rows and columns; where in the places is its row of every
-# row that is made.
+# Of `Code.slots`: the first source and how many; the number of rows and columns; the offset in the
+# places of the slot's row for every row that is made.
 FIRST_SOURCE, N_SOURCES, SLOT_ROWS, SLOT_COLUMNS, ROWS_AT = range(5)
-# Of `Code.sources`, tables that are added up in a slot: where in the numbers, and where in the
-# places is what classes, the slot's rows and its columns add to that.
+# Of `Code.sources`, the tables summed in a slot: the offset in the numbers, and the offsets in the
+# places of what classes, the slot's rows and its columns add to it.
 TABLE_AT, BY_CLASS_AT, BY_ROW_AT, BY_COLUMN_AT = range(4)
-# Of `Code.alone`: where in the numbers, and in the places the entry of every choice.
+# Of `Code.alone`: the offset in the numbers, and in the places of every choice's entry.
 ALONE_AT, ALONE_CODES_AT = range(2)
-# Of `Code.reads`, the tables of a step's bucket: where in the numbers; axes of other variables;
-# where in the places is what every choice of the own adds.
+# Of `Code.reads`, the tables of a step's bucket: the offset in the numbers; the first axis of
+# another variable and how many; the offset in the places of what every choice of the step's
+# variable adds.
 READ_AT, FIRST_AXIS, N_AXES, OWN_CODES_AT = range(4)
-# Of `Code.axes`: the variable, and where in the places is what each of its choices adds.
+# Of `Code.axes`: the variable, and the offset in the places of what each of its choices adds.
 AXIS_VARIABLE, AXIS_CODES_AT = range(2)
 
 
@@ -45,7 +52,7 @@ def eliminate(
     numbers: FloatArray, steps: Codes, slots: Codes, sources: Codes, alone: Codes, places: Codes,
     scratch: FloatArray,
 ) -> None:  # fmt: skip
-    """Write what every step makes."""
+    """Write the tables that the steps make."""
     for s in range(len(steps)):
         if steps[s, IS_NEW]:
             _make(numbers, steps[s], slots, sources, alone, places, scratch)
@@ -56,12 +63,13 @@ def _make(
     numbers: FloatArray, step: Codes, slots: Codes, sources: Codes, alone: Codes, places: Codes,
     scratch: FloatArray,
 ) -> None:  # fmt: skip
+    """Write the table that one step makes."""
     n_classes, n_columns = step[N_CLASSES], step[N_COLUMNS]
     least = scratch[:n_classes]
     _least_alone(numbers, step, alone, places, least)
     end = n_classes
     n_wide, n_narrow, first = step[N_WIDE_SLOTS], step[N_NARROW_SLOTS], step[FIRST_SLOT]
-    # Unused wide slots are views of what is there anyway; an unused narrow one adds nothing.
+    # Unused wide slots alias the scratch buffer; an unused narrow slot adds 0.
     x = y = z = scratch[:1].reshape(1, 1)
     narrow = np.zeros(1)
     for i in range(n_wide + n_narrow):
@@ -85,14 +93,14 @@ def _make(
     out = numbers[step[MADE_AT] : step[MADE_AT] + step[N_ROWS] * n_columns]
     for e in range(len(out)):
         out[e] = np.inf
-    if n_wide == 0:  # nothing else is joined to the variable
+    if n_wide == 0:  # no table joins the variable to another
         for k in range(n_classes):
             out[0] = min(out[0], least[k])
         return
     n_x_rows = slots[first, SLOT_ROWS]
     n_narrow_rows = slots[first + n_wide, SLOT_ROWS] if n_narrow else 0
     is_short = n_wide == 1 and n_x_rows == 1 and 2 * n_columns < step[N_ROWS]
-    if is_short and n_narrow_rows == step[N_ROWS]:  # loops along its rows are faster
+    if is_short and n_narrow_rows == step[N_ROWS]:  # a loop along its rows is faster
         _least_of_short(out, x, narrow)
         return
     for r in range(step[N_ROWS]):
@@ -126,8 +134,9 @@ def _least_of_one(
     best: FloatArray, x: FloatArray, of_x: int, n_x_rows: int, narrow: FloatArray, of_narrow: int,
     n_narrow_rows: int, n_classes: int,
 ) -> None:  # fmt: skip
-    """Write the least over classes k of x[of_x + k n_x_rows] + narrow[of_narrow + k n_narrow_rows]:
-    of four classes at once, so that `best` is read and written a quarter as often."""
+    """Write the minimum over classes k of x[of_x + k n_x_rows] + narrow[of_narrow + k
+    n_narrow_rows]. It takes four classes at a time, so that `best` is read and written a quarter as
+    often."""
     n_in_fours = n_classes // 4 * 4
     for k in range(0, n_in_fours, 4):
         fixed_0 = narrow[of_narrow + k * n_narrow_rows]
@@ -149,8 +158,8 @@ def _least_of_one(
 
 @compiled
 def _least_of_short(out: FloatArray, x: FloatArray, narrow: FloatArray) -> None:
-    """Write the least over classes k of x[k, c] + narrow[k, r] into the short rows r of `out`:
-    along the columns of these."""
+    """Write the minimum over classes k of x[k, c] + narrow[k, r] to `out` [r, c], whose rows are
+    short: the innermost loop runs along r."""
     n_classes, n_columns = x.shape
     n_rows = len(out) // n_columns
     best = np.full(len(out), np.inf)
@@ -169,7 +178,7 @@ def _least_of_short(out: FloatArray, x: FloatArray, narrow: FloatArray) -> None:
 def _least_alone(
     numbers: FloatArray, step: Codes, alone: Codes, places: Codes, least: FloatArray
 ) -> None:
-    """Of every class of a variable the least that one of its choices costs by itself."""
+    """Write, for every class of a variable, the least of what its choices cost by themselves."""
     for c in range(len(least)):
         least[c] = np.inf
     for k in range(step[N_CHOICES]):
@@ -188,7 +197,7 @@ def _join(
     """Write the sum of a slot's tables: [classes, rows, columns]."""
     n_rows, n_columns = slot[SLOT_ROWS], slot[SLOT_COLUMNS]
     row_at, column_at = BY_ROW_AT, BY_COLUMN_AT
-    if n_columns == 1:  # its rows are as good as one of as many columns
+    if n_columns == 1:  # its rows become the columns of one row
         n_rows, n_columns = n_columns, n_rows
         row_at, column_at = column_at, row_at
     for i in range(slot[N_SOURCES]):
@@ -212,7 +221,8 @@ def _join(
 def walk_back(
     numbers: FloatArray, steps: Codes, reads: Codes, axes: Codes, places: Codes, chosen: Codes
 ) -> None:
-    """Write every variable's best choice, the last eliminated first: of equals the first."""
+    """Write every variable's best choice, the last eliminated variable first. Among equal choices
+    the first is taken."""
     for s in range(len(steps) - 1, -1, -1):
         best, at = np.inf, 0
         for k in range(steps[s, N_CHOICES]):

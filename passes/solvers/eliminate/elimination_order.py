@@ -1,12 +1,17 @@
-"""In which order variables are eliminated, and what that costs.
+"""The order in which variables are eliminated, and what it costs.
 
 Eliminating a variable joins all tables that mention it into one over its *separator*, the other
-variables they mention. Tables tell classes of choices apart (`partitions.py`), so work and memory
-are products of numbers of classes over the variable and its separator. The order decides; it is a
-greedy one (`greedy_order.py`), after pairs, which cost nothing (`tables.py`). Where a table would
-be too large, hubs are *conditioned* on: each of their values is tried by itself.
+variables they mention. Tables distinguish classes of choices
+(`passes/solvers/problem/partitions.py`). The joint table, which determines time and memory, has
 
-Variables may be left: they remain, and what is eliminated becomes one table over them.
+    entries = n_classes(v) * product over w in the separator of n_classes(w)
+
+(`EliminationPlan.joint_entries`). Pairs are eliminated first, at no cost
+(`passes/solvers/problem/tables.py`), the others in a greedy order (`greedy_order.py`). Where a
+table would be too large, *hubs* are conditioned on: each of their values is tried by itself
+(`_planned`).
+
+Variables may remain. The others are then eliminated into one table over them.
 """
 
 from __future__ import annotations
@@ -41,7 +46,9 @@ class TooWide(AutoparError):
 
 @dataclass(frozen=True)
 class TableLimits:
-    """What elimination may use: entries of one joint table, kept in memory, and in all.
+    """Upper limits on elimination, in table entries: of one joint table, of all tables kept in
+    memory, of all joint tables in all branches; the number of branches; and one joint table of
+    min-marginals.
 
     At 1e9 to 2e9 entries per second the defaults allow a few seconds, and 1 GB.
     """
@@ -53,19 +60,20 @@ class TableLimits:
     marginal_entries: int = 2**24
 
     def and_(self, other: TableLimits) -> TableLimits:
-        """The narrower of both."""
+        """The stricter limits of both."""
         pairs = zip(astuple(self), astuple(other), strict=True)
         return TableLimits(*(min(pair) for pair in pairs))
 
 
 @dataclass(frozen=True, eq=False)
 class EliminationPlan:
-    """Steps in order, and the tables that are left over what remains; `left_over` are the
-    partitions that those have of it.
+    """Steps in order, and the tables `left` over the `remaining` variables; `left_over` are the
+    partitions that these tables make of those variables.
 
-    Steps' tables are numbered after those given. `hubs` are no axis of any table: values of
-    theirs are tried one by one. `entries` counts the joint tables' entries in one branch, `largest`
-    those of the largest table, `kept` those of what steps make, which stays in memory.
+    Tables that steps make are numbered after the given ones. `hubs` are axes of no table: their
+    values are tried one by one. `entries` counts the entries of all joint tables in one branch,
+    `largest` those of the largest, `kept` those of the tables that steps make, which stay in
+    memory.
     """
 
     sizes: tuple[int, ...]
@@ -85,11 +93,11 @@ class EliminationPlan:
         return math.prod(self.sizes[h] for h in self.hubs)
 
     def entries_of(self, step: EliminationStep) -> int:
-        """Of the joint table that one step makes; a view makes none."""
+        """The entries of the joint table that a step computes; a view computes none."""
         return 0 if step.is_view else self.joint_entries(step)
 
     def joint_entries(self, step: EliminationStep) -> int:
-        """Of the joint table of one step's bucket."""
+        """The entries of the joint table of a step's bucket."""
         of = (step.partition, *step.made.partitions)
         return math.prod(self.partitions.n_classes(p) for p in of)
 
@@ -109,7 +117,7 @@ class EliminationPlan:
 def plan_elimination(
     problem: ChoiceProblem | SomeProblems, limits: TableLimits | None = None
 ) -> EliminationPlan:
-    """The cheapest order found, with up to `MAX_HUBS` hubs conditioned on if need be.
+    """The cheapest order found, conditioned on up to `MAX_HUBS` hubs if need be.
 
     Raises `TooWide` when every plan found exceeds `limits`.
     """
@@ -127,11 +135,11 @@ def plan_order(
     whole: Scope = (),
     limits: TableLimits | None = None,
 ) -> EliminationPlan:
-    """The cheapest order found for some tables, of all variables but the `remaining`; what is left
-    over those has every choice of the `whole` among them, and classes of others.
+    """The cheapest order found for tables with these axes, of all variables but the `remaining`.
+    The table that is left has every choice of the `whole` among these, and classes of the others.
 
-    Problems that differ in numbers alone have one plan. Raises `TooWide` as `plan_elimination`
-    does; where variables remain, no hub is conditioned on.
+    Problems that differ only in numbers have one plan. Raises `TooWide` as `plan_elimination` does.
+    Where variables remain, no hub is conditioned on.
     """
     limits = limits or TableLimits()
     plan = _planned(tuple(sizes), tuple(tables), tuple(remaining), tuple(whole), limits)
@@ -144,7 +152,7 @@ def plan_order(
     return plan
 
 
-# What is too wide is known too: the same tables come again and again.
+# Plans that are too wide are cached too: the same tables recur.
 @lru_cache(maxsize=256)
 def _planned(
     sizes: tuple[int, ...],
@@ -178,8 +186,8 @@ def _given(partitions: Partitions, sizes: Scope, table: int, axes: Axes) -> Plac
 
 @dataclass(frozen=True)
 class _Orders:
-    """Greedy orders of some tables, with hubs or without: with hubs, pairs are variables like
-    others."""
+    """Greedy orders of some tables, with hubs or without. With hubs, pairs are not viewed but
+    eliminated like other variables."""
 
     sizes: tuple[int, ...]
     given: tuple[Axes, ...]
@@ -208,7 +216,8 @@ class _Orders:
         return Sight.of(self.partitions, len(self.sizes), ((t.scope, t.partitions) for t in tables))
 
     def cheapest(self, hubs: Scope, most: float = math.inf) -> GreedyOrder | None:
-        """Of what are no views; None: more entries than `most`."""
+        """The cheapest order of the variables that are not viewed; None: it has more entries than
+        `most`."""
         pairs = self.views_beside(hubs)
         if hubs:
             sight = self._given_sight.without(hubs)
@@ -219,7 +228,7 @@ class _Orders:
         return greedy_order(sight, free, most)
 
     def with_one_of(self, tried: Iterable[int], hubs: Scope) -> EliminationPlan:
-        """With one more hub, by which all branches have the fewest entries."""
+        """The plan with one more hub: the one of fewest entries over all branches."""
         found: tuple[int, Scope, GreedyOrder] | None = None
         for h in tried:
             of = (*hubs, h)
@@ -267,8 +276,8 @@ class _Steps:
             self.of[v][table.table] = table
 
     def _joins(self, v: int) -> dict[int, int]:
-        """The joins of the partitions by which tables that mention v see each variable; they see v
-        itself, where they are of more than it."""
+        """Variable -> the join of the partitions by the tables of v. For v itself only tables that
+        mention other variables count."""
         joined = self.partitions.joined
         tables = [table for table in self.of[v].values() if len(table.scope) > 1]
         if not tables:
@@ -280,6 +289,7 @@ class _Steps:
         return out
 
     def _kind(self, joins: dict[int, int], bucket: Sequence[PlacedTable]) -> Hashable:
+        """Equal for steps that do the same with their tables."""
         place, exactly = {v: i for i, v in enumerate(joins)}, self.partitions.exactly
         of_tables = tuple(
             tuple((place[w], exactly(of)) for w, of in zip(t.scope, t.codes, strict=True))
@@ -293,7 +303,7 @@ class _Steps:
         return PlacedTable(table, separator, tuple(self.partitions.codes[p] for p in of), of)
 
     def _replace(self, bucket: Sequence[PlacedTable], made: PlacedTable) -> None:
-        """Put what was made in the place of its bucket."""
+        """Replace a bucket by the table made from it."""
         for table in bucket:
             for w in table.scope:
                 del self.of[w][table.table]

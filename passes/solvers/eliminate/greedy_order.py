@@ -1,13 +1,18 @@
-"""Greedy orders of elimination: least table first, or least fill-in, whichever does less work.
+"""Greedy elimination orders: by smallest table, or by least fill-in, whichever has fewer entries.
 
-What orders need of tables is how they *see* variables: `seen[v][w]` is the partition of w that the
-tables of both v and w make together, `own[v]` that of v by all tables of more than v alone. The
-joint table of v has as many entries as these have classes, multiplied. Eliminating v leaves one
-table over its neighbours, of partitions finer than those of the tables that it replaces:
+An order depends on how tables *see* variables. `seen[v][w]` is the partition of w by the tables of
+both v and w. `own[v]` is the partition of v by all tables of v and another variable. The joint
+table of v has (`Sight._entries`)
+
+    entries[v] = n_classes(own[v]) * product over neighbours w of n_classes(seen[v][w])
+
+Eliminating v leaves one table over its neighbours, whose partitions are at least as fine as those
+of the tables it replaces (`Sight.eliminate`):
 
     seen[w][u] becomes the join of seen[w][u] and seen[v][u], for all neighbours u, w of v
 
-where only a single neighbour, whose tables with v are gone, may be seen coarser by what is left.
+Partitions become coarser in one case: if w is v's only neighbour, its tables with v are gone, and
+`own[w]` is computed again.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from autopar.passes.solvers.problem import Partitions
 
 @dataclass(frozen=True)
 class GreedyOrder:
-    """Variables in the order of their elimination, and how many entries their joint tables have."""
+    """Variables in the order of their elimination, and the entries of all their joint tables."""
 
     order: tuple[int, ...]
     entries: int
@@ -31,8 +36,9 @@ class GreedyOrder:
 class Sight:
     """How tables see variables, while those are eliminated.
 
-    `around[v]` are the neighbours of v as bits. `entries[v]` are those of its joint table, and
-    `fill[v]` is twice the number of pairs of its neighbours that are not adjacent.
+    `around[v]` are the neighbours of v as bits, `entries[v]` the entries of its joint table.
+    `fill[v]` is twice its fill-in: twice the number of pairs of its neighbours that are not
+    adjacent.
     """
 
     def __init__(self, partitions: Partitions, seen: list[dict[int, int]]) -> None:
@@ -49,7 +55,7 @@ class Sight:
         n_variables: int,
         tables: Iterable[tuple[Sequence[int], Sequence[int]]],
     ) -> Sight:
-        """Of tables over some variables, with the partitions that they make of them."""
+        """From tables as (variables, the partitions that the table makes of them)."""
         seen: list[dict[int, int]] = [{} for _ in range(n_variables)]
         for scope, made in tables:
             for v in scope:
@@ -60,7 +66,7 @@ class Sight:
         return Sight(partitions, seen)
 
     def without(self, variables: Iterable[int]) -> Sight:
-        """Where the values of some variables are fixed."""
+        """The sight with the values of some variables fixed."""
         fixed = set(variables)
         kept = ({w: p for w, p in row.items() if w not in fixed} for row in self.seen)
         return Sight(self.partitions, [{} if v in fixed else row for v, row in enumerate(kept)])
@@ -73,7 +79,7 @@ class Sight:
         return out
 
     def eliminate(self, v: int) -> set[int]:
-        """The variables whose `entries` or `fill` may have changed."""
+        """Eliminate v. Returns the variables whose `entries` or `fill` may have changed."""
         joined, seen, around = self.partitions.joined, self.seen, self.around
         joins, neighbours = seen[v], around[v]
         changed = set(joins)
@@ -95,8 +101,8 @@ class Sight:
         return changed
 
     def _filled(self, v: int) -> set[int]:
-        """Count pairs of neighbours of v that become adjacent in the `fill` of others next to
-        both, which are returned."""
+        """Update the `fill` of variables next to two neighbours of v that become adjacent; returns
+        these variables."""
         changed, others = set(), ~(self.around[v] | 1 << v)
         for w in _members(self.around[v]):
             for u in _members(self.around[v] & ~self.around[w] & -(2 << w)):
@@ -106,7 +112,7 @@ class Sight:
         return changed
 
     def _own(self, v: int) -> int:
-        """-1: no table is of more than v."""
+        """-1: no table joins v to another variable."""
         rows = [self.seen[w][v] for w in self.seen[v]]
         return self.partitions.join(rows) if rows else -1
 
@@ -130,8 +136,8 @@ def _members(bits: int) -> Iterator[int]:
 
 
 def greedy_order(start: Sight, free: Iterable[int], most: float) -> GreedyOrder | None:
-    """By least (table, fill-in) or (fill-in, table) of the `free` variables, whichever order has
-    fewer entries; None: both have more than `most`."""
+    """The order of fewer entries of two: by least (table, fill-in) and by least (fill-in, table) of
+    the `free` variables. None: both have more entries than `most`."""
     free, found = tuple(free), None
     for by_fill in (False, True):
         order = _greedy(start.copy(), free, by_fill, most)
@@ -141,7 +147,7 @@ def greedy_order(start: Sight, free: Iterable[int], most: float) -> GreedyOrder 
 
 
 def _greedy(sight: Sight, free: Iterable[int], by_fill: bool, most: float) -> GreedyOrder | None:
-    """A heap with stale entries; None: more entries than `most`."""
+    """One greedy order, by a heap with stale entries; None: it has more entries than `most`."""
     first, second = (sight.fill, sight.entries) if by_fill else (sight.entries, sight.fill)
     current = {v: (first[v], second[v], v) for v in free}
     heap = list(current.values())

@@ -1,8 +1,10 @@
-"""What every choice of every variable costs at the least: elimination up, then down.
+"""Min-marginals, the least total for every choice of every variable: elimination up, then down.
 
-Going down, each table that a step made learns the least of all that is not in it. Its parts are
-added up afresh instead of subtracting a variable's own message, because infinity minus infinity is
-no number.
+    marginal_v(k) = min over x with x_v = k of total(x)                          (`min_marginals`)
+
+Going down, each table that a step made receives the least total of everything outside it
+(`_downward`). This is summed afresh. To subtract the variable's own message would be wrong for
+infinite entries: infinity minus infinity is not a number.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from autopar.passes.solvers.problem import EliminationStep, FloatArray, PlacedTa
 
 
 def min_marginals(plan: EliminationPlan, potentials: Potentials) -> list[FloatArray]:
-    """For each variable of one problem a [K_v] array: the least total over all choices with
-    x_v = k.
+    """For each variable of one problem a [K_v] array: the least total over all choices with x_v =
+    k.
 
     Raises `TooWide` when the tables that must be kept at once are too large.
     """
@@ -45,13 +47,13 @@ def min_marginals(plan: EliminationPlan, potentials: Potentials) -> list[FloatAr
 
 
 def _downward(plan: EliminationPlan, potentials: Potentials) -> Iterable[tuple[int, FloatArray]]:
-    """Min-marginals of the eliminated variables of one problem, by a downward pass."""
+    """(variable, min-marginals [K_v]) of the eliminated variables of one problem."""
     eliminated = eliminate(plan, potentials)
     tables = {t: eliminated.table(t) for t in eliminated.code.shapes}
     step_of = {step.made.table: step for step in plan.steps}
     total = float(eliminated.constant[0])
     roots = {t: float(tables[t][0]) for t, step in step_of.items() if not step.made.scope}
-    # Per table made: the least of all that is not in it, over its axes; and its root.
+    # By made table: the least total of everything outside it, over its axes; and its root.
     down: dict[int, FloatArray] = {}
     root_of = {root: root for root in roots}
     for step in reversed(plan.steps):
@@ -86,7 +88,7 @@ def _downward(plan: EliminationPlan, potentials: Potentials) -> Iterable[tuple[i
 def _own_costs(
     step: EliminationStep, potentials: Potentials, tables: Mapping[int, FloatArray]
 ) -> FloatArray:
-    """[problems, choices]: what a variable costs by itself."""
+    """[problems, choices]: what the variable costs by itself."""
     total = potentials.own[step.variable]
     for placed in step.bucket:
         if len(placed.scope) == 1:
@@ -95,7 +97,7 @@ def _own_costs(
 
 
 def _joint_partitions(step: EliminationStep) -> dict[int, int]:
-    """The partitions of the joint table: the variable's, then its separator's."""
+    """Variable -> partition of the joint table: the eliminated variable, then its separator."""
     separator = zip(step.made.scope, step.made.partitions, strict=True)
     return {step.variable: step.partition, **dict(separator)}
 
@@ -103,7 +105,7 @@ def _joint_partitions(step: EliminationStep) -> dict[int, int]:
 def _other_tables(
     plan: EliminationPlan, step: EliminationStep, tables: Mapping[int, FloatArray]
 ) -> Iterable[tuple[PlacedTable, FloatArray]]:
-    """The tables of a bucket that are of more than its variable, over the joint one's classes."""
+    """The tables of a bucket with other variables, over the joint table's classes."""
     joins = _joint_partitions(step)
     for placed in step.bucket:
         if len(placed.scope) > 1:
@@ -113,7 +115,7 @@ def _other_tables(
 def _coarser(
     plan: EliminationPlan, joint: FloatArray, joins: Mapping[int, int], placed: PlacedTable
 ) -> FloatArray:
-    """The least of a joint table over the classes of one of the tables that are in it."""
+    """The minimum of a joint table over the coarser classes of one of the tables in it."""
     shape = [plan.partitions.n_classes(p) for p in joins.values()]
     out = np.broadcast_to(joint, (len(joint), *shape))
     kept = [v for v in joins if v in placed.scope]

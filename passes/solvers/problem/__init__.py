@@ -1,4 +1,10 @@
-"""problem."""
+"""Defines the problem that every solver reads: choices, costs on pairs, one memory budget.
+
+Read `problem.py` (the definition), `problems.py` (several that differ only in numbers), `layout.py`
+and `potentials.py` (their numbers as rows), `partitions.py` and `tables.py` (what elimination
+joins), `machine_code.py` (the numba decorator). May import `autopar.errors`; it is the lowest room
+of `passes/solvers`. Hands on `ChoiceProblem`, `ChoiceProblems`, `Potentials` and `Solution`.
+"""
 
 from autopar.passes.solvers.problem.layout import Layout, Shape
 from autopar.passes.solvers.problem.machine_code import compiled

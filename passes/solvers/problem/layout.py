@@ -1,6 +1,7 @@
-"""Where the numbers of problems are in a row: every variable's own, and the entries of every table.
+"""Where each number of a problem lies in its row.
 
-What is the same memory, as the numbers of alike blocks are, is in one place.
+A row holds every variable's own costs, then the entries of every table. Arrays of equal keys, as
+those of equal blocks, share one place.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ import numpy as np
 from autopar.passes.solvers.problem.problem import Codes, FloatArray, Floats
 
 Shape = tuple[int, ...]
-# Where arrays [problems or 1, ...] are in a row.
+# Offset in a row -> array [problems or 1, ...].
 Placed = Mapping[int, Floats]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where in a row every variable's own costs and every table are, how many choices and which
-    shapes they have, and how long the row is."""
+    """The offsets in a row: `own_at[v]` of variable v's own costs, `n_choices[v]` of them, and
+    `table_at[t]` of table t, of shape `shapes[t]`. A row has `n_numbers` numbers."""
 
     own_at: tuple[int, ...]
     n_choices: tuple[int, ...]
@@ -32,7 +33,7 @@ class Layout:
     def of(
         own: Sequence[FloatArray], tables: Sequence[FloatArray], keys: Iterable[Hashable]
     ) -> Layout:
-        """Of arrays [problems or 1, ...]; those of equal keys are in one place."""
+        """Lay out arrays [problems or 1, ...], those of variables first."""
         n_numbers, at, places = 0, dict[Hashable, int](), list[int]()
         for key, array in zip(keys, (*own, *tables), strict=True):
             if key not in at:
@@ -48,13 +49,13 @@ class Layout:
         )
 
     def placed(self, own: Sequence[Floats | None], tables: Sequence[Floats | None]) -> Placed:
-        """Arrays by their place; None are left out."""
+        """Offset -> array; None entries are left out."""
         arrays = zip((*self.own_at, *self.table_at), (*own, *tables), strict=True)
         return {at: array for at, array in arrays if array is not None}
 
     def rows(self, placed: Placed, problems: Codes | None = None) -> FloatArray:
-        """[problems or 1, numbers]: arrays in their places, of all problems or some; elsewhere are
-        zeros."""
+        """[problems or 1, numbers]: the arrays at their offsets, zeros elsewhere. `problems`
+        selects some of the problems."""
         n = max(map(len, placed.values()), default=1)
         out = np.zeros((n if n == 1 or problems is None else len(problems), self.n_numbers))
         for at, array in placed.items():

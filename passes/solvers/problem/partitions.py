@@ -1,8 +1,9 @@
-"""Partitions of a variable's choices into classes that a table does not tell apart.
+"""Partitions of a variable's choices into classes that a table does not distinguish.
 
-Tables over specs tell few classes of choices apart. What elimination joins needs the *join* of the
-partitions of all tables that mention a variable: two choices are of one class where they are in
-each. Partitions are numbered, alike ones once; classes count up in the order of their first choice.
+Tables over specs distinguish few classes of choices. Elimination needs the *join* of the partitions
+of all tables that mention a variable, their coarsest common refinement: two choices are in one
+class if they are in one class of every partition (`Partitions.join`). Equal partitions get one
+number. Classes are numbered in the order of their first choice.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from autopar.passes.solvers.problem.problem import Codes
 
 @dataclass(eq=False)
 class Partitions:
-    """Numbered partitions; `codes[p][k]` is the class of choice k, `firsts[p]` the first choice of
-    every class."""
+    """Numbered partitions: `codes[p][k]` is the class of choice k in partition p, `firsts[p][c]`
+    the first choice of class c."""
 
     codes: list[Codes] = field(default_factory=list)
     firsts: list[Codes] = field(default_factory=list)
@@ -30,7 +31,7 @@ class Partitions:
     _pairs: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def of(self, codes: Codes) -> int:
-        """The partition into choices of equal code."""
+        """The number of the partition into choices of equal code."""
         codes = codes.astype(np.intp, copy=False)
         key = codes.tobytes()
         if key not in self._numbers:
@@ -46,22 +47,23 @@ class Partitions:
         return self._numbers[key]
 
     def exactly(self, codes: Codes) -> int:
-        """The number of these codes, alike ones once, whatever partition they make."""
+        """A number for exactly these codes. Equal arrays share it; two codings of one partition do
+        not."""
         return self._exact.setdefault(codes.astype(np.intp, copy=False).tobytes(), len(self._exact))
 
     def of_all(self, n_choices: int) -> int:
-        """Every choice by itself."""
+        """The partition with every choice in a class of its own."""
         return self.of(np.arange(n_choices))
 
     def of_none(self, n_choices: int) -> int:
-        """All choices in one class."""
+        """The partition with all choices in one class."""
         return self.of(np.zeros(n_choices, dtype=np.intp))
 
     def n_classes(self, partition: int) -> int:
         return len(self.firsts[partition])
 
     def grouped(self, partition: int) -> tuple[Codes, Codes]:
-        """The choices, class by class, and where every class begins."""
+        """(the choices sorted by class, where each class begins among them)."""
         if partition not in self._grouped:
             order = np.argsort(self.codes[partition], kind="stable")
             n = self.n_classes(partition)
@@ -70,11 +72,11 @@ class Partitions:
         return self._grouped[partition]
 
     def join(self, partitions: Iterable[int]) -> int:
-        """The coarsest partition that tells apart what any of them does."""
+        """The coarsest partition that distinguishes whatever any of these does."""
         return reduce(self.joined, partitions)
 
     def joined(self, a: int, b: int) -> int:
-        """The join of two."""
+        """The join of two partitions."""
         if a == b:
             return a
         pair = (a, b) if a < b else (b, a)
@@ -87,7 +89,7 @@ class Partitions:
 
 @compiled
 def _classes(codes: Codes) -> tuple[Codes, Codes]:
-    """The class of every choice, and the first choice of every class."""
+    """(the class of every choice, the first choice of every class)."""
     classes, firsts, n = np.empty(len(codes), np.intp), np.empty(len(codes), np.intp), 0
     for k in range(len(codes)):
         c = 0

@@ -1,7 +1,12 @@
-"""What elimination is given, in rows of numbers: one row per problem, one place per entry.
+"""The numbers that elimination reads: one row per problem, one place per number.
 
-A row holds every variable's own costs and the entries of every table, as its `Layout` says. Costs,
-ties and bytes are kept so (`Numbers`); a weighted sum of them is what is minimised (`Potentials`).
+A `Layout` says where in a row each variable's own costs and each table's entries lie. `Numbers`
+holds costs, ties and bytes in such rows. `Potentials` is the weighted sum that elimination
+minimises (`Numbers.at`):
+
+    weights.cost * cost_s + weights.tie * tie + weights.size * bytes
+
+`Entries` finds the numbers of a row that one choice adds up (`Entries.at`).
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from autopar.passes.solvers.problem.problems import ChoiceProblems, SomeProblems
 
 
 class Weights(NamedTuple):
-    """What is minimised: cost * cost_s + tie * ties + size * bytes."""
+    """The weights of the minimised sum: cost * cost_s + tie * ties + size * bytes."""
 
     cost: float = 1.0
     tie: float = 0.0
@@ -29,19 +34,19 @@ class Weights(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Potentials:
-    """One weighted sum of costs: [problems, numbers] in the places of a layout."""
+    """One weighted sum of costs: rows [problems, numbers] in the places of `layout`."""
 
     layout: Layout
     rows: FloatArray
 
     @staticmethod
     def of(problem: ChoiceProblem, weights: Weights) -> Potentials:
-        """Of one problem, for `plan_elimination` of it."""
+        """Of one problem, as its plan (`plan_elimination`) reads them."""
         return Numbers.of(problem).at(weights)
 
     @staticmethod
     def given(own: Sequence[FloatArray], tables: Sequence[FloatArray]) -> Potentials:
-        """Of arrays [problems or 1, choices] per variable, and [problems or 1, ...] per table."""
+        """From arrays [problems or 1, choices] per variable and [problems or 1, ...] per table."""
         layout = Layout.of(own, tables, map(id, (*own, *tables)))
         return Potentials(layout, layout.rows(layout.placed(own, tables)))
 
@@ -61,7 +66,7 @@ class Potentials:
 
 @dataclass(frozen=True, eq=False)
 class Numbers:
-    """Costs, ties and bytes, [problems or 1, numbers] each in the places of a layout."""
+    """Costs, ties and bytes, [problems or 1, numbers] each, in the places of `layout`."""
 
     layout: Layout
     cost_s: FloatArray
@@ -70,13 +75,13 @@ class Numbers:
 
     @staticmethod
     def of(problem: ChoiceProblem | SomeProblems) -> Numbers:
-        """Of one problem, or of several."""
+        """The numbers of one problem, or of several."""
         if isinstance(problem, ChoiceProblem):
             problem = ChoiceProblems.alone(problem).some((0,))
         return Numbers(problem.every.layout, *problem.rows())
 
     def of_one(self, problem: int) -> Numbers:
-        """Of one of the problems."""
+        """The numbers of one of the problems."""
         cost_s, tie, size_bytes = (
             array[min(problem, len(array) - 1) :][:1]
             for array in (self.cost_s, self.tie, self.size_bytes)
@@ -84,11 +89,11 @@ class Numbers:
         return Numbers(self.layout, cost_s, tie, size_bytes)
 
     def totals(self, entries: Codes) -> tuple[float, float]:
-        """(cost, bytes) of a choice of one problem, whose `Entries` are given."""
+        """(seconds, bytes) of a choice of the first problem, given by its `Entries.at`."""
         return float(self.cost_s[0, entries].sum()), float(self.size_bytes[0, entries].sum())
 
     def at(self, weights: Weights) -> Potentials:
-        """Weighed; what is forbidden stays infinite."""
+        """The weighted sum. Forbidden entries stay infinite."""
         if weights.cost == 0:  # 0 * inf is NaN
             rows = np.where(np.isfinite(self.cost_s), 0.0, np.inf)
         else:
@@ -102,9 +107,13 @@ class Numbers:
 
 @dataclass(frozen=True, eq=False)
 class Entries:
-    """Which entries of a row a choice adds up: the own ones of `variables` at `own_at`, and those
-    of tables at `table_at` and what the choices of their two variables `ends` add to that, which
-    begins `ends_at` in `places`."""
+    """Which numbers of a row a choice x adds up:
+
+        own cost of variables[i]   at own_at[i] + x[variables[i]]
+        table j                    at table_at[j] + sum_k places[ends_at[k][j] + x[ends[k][j]]]
+
+    k = 0 and 1 are a table's two variables.
+    """
 
     variables: Codes
     own_at: Codes
@@ -115,7 +124,7 @@ class Entries:
 
     @staticmethod
     def of(problems: ChoiceProblems | SomeProblems, layout: Layout) -> Entries:
-        """Of all variables and edges."""
+        """The entries of all variables and edges."""
         return Entries.some(
             problems, layout, range(len(problems.sizes)), range(len(problems.edges))
         )
@@ -127,7 +136,7 @@ class Entries:
         variables: Sequence[int],
         edges: Sequence[int],
     ) -> Entries:
-        """Of some variables, and edges by their places."""
+        """The entries of some variables, and of the edges at some indices."""
         every, n_places = [np.zeros(0, dtype=np.intp)], 0
         ends: tuple[list[int], list[int]] = ([], [])
         ends_at: tuple[list[int], list[int]] = ([], [])
@@ -148,7 +157,7 @@ class Entries:
         )  # fmt: skip
 
     def at(self, choice: Sequence[int]) -> Codes:
-        """[entries] of a choice of all variables."""
+        """[entries]: where in a row the numbers of a choice of all variables are."""
         chosen = np.array(choice)
         of_tables = self.table_at + sum(
             self.places[at + chosen[end]] for end, at in zip(self.ends, self.ends_at, strict=True)

@@ -1,14 +1,15 @@
-"""A choice problem: one index per variable, costs on variables and pairs, one memory budget.
+"""The choice problem: one choice per variable, costs on variables and pairs, one memory budget.
 
     minimise  sum_v cost_s[v][x_v] + sum_(u,v) cost_s[u,v][r(x_u), c(x_v)]
     such that sum_v bytes[v][x_v]  + sum_(u,v) bytes[u,v][r(x_u), c(x_v)]  <= budget_bytes
 
-Choices that an edge does not tell apart share a row r or a column c of its arrays.
+`ChoiceProblem.evaluate` computes both sums. Choices that an edge does not distinguish share a row r
+or a column c of its arrays.
 
 An infinite cost forbids a choice or a pair. Among the choices whose cost is within
-`SAME_OPTIMUM_REL` of the least, the one of least `tie` (a second cost of no unit) is wanted.
-Every solver of this package takes a `ChoiceProblem` and returns a `Solution`, or an
-`Infeasible` that says how many bytes the leanest choice needs.
+`SAME_OPTIMUM_REL` of the least, the one of least `tie` (a second cost without a unit) is preferred.
+Every solver of one problem returns a `Solution`, or an `Infeasible` that says how many bytes the
+leanest choice needs.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from numpy.typing import NDArray
 from autopar.errors import AutoparError
 
 FloatArray = NDArray[np.float64]
-Floats = NDArray[np.floating[Any]]  # of any precision: ties of edges, which are many, in single
+Floats = NDArray[np.floating[Any]]  # of any precision: the many ties of edges are single
 BoolArray = NDArray[np.bool_]
 Codes = NDArray[np.intp]
 Choice = tuple[int, ...]
 
-# Two costs this close (relative) are one optimum: sums of a thousand float64 terms differ by
-# up to about 1e-13, and nothing a cost model tells apart is as close as this.
+# Two costs this close (relative) are one optimum. Sums of a thousand float64 terms differ by up to
+# about 1e-13, and no cost model resolves differences this small.
 SAME_OPTIMUM_REL = 1e-9
 # A budget may be exceeded by this much (relative), for the same reason.
 BUDGET_REL = 1e-9
@@ -49,9 +50,9 @@ class TimeLimitError(AutoparError):
 class Edge:
     """A cost on a pair of variables u != v; `bytes` None means zero.
 
-    Arrays are [rows, columns]. Choices of u that cost the same beside everything of v share a row:
-    choice k has row `rows[k]`, or None: every choice has its own; the same with `columns`, of v.
-    What a reshard costs is known of few specs, so arrays are much smaller than all pairs.
+    Arrays are [rows, columns]. Choices of u that cost the same with every choice of v share a row:
+    choice k has row `rows[k]` (None: each has its own). `columns` does the same for v. Reshard
+    costs depend on few specs, so the arrays are much smaller than all pairs of choices.
     """
 
     u: int
@@ -66,11 +67,11 @@ class Edge:
         return np.zeros_like(self.cost_s) if self.bytes is None else self.bytes
 
     def is_of(self, variables: Set[int]) -> bool:
-        """Is one of its ends among some variables?"""
+        """Is one of its ends among `variables`?"""
         return self.u in variables or self.v in variables
 
     def at(self, choice: Sequence[int]) -> tuple[int, int]:
-        """The row and column of one choice of all variables."""
+        """The row and column that a choice of all variables selects."""
         row, column = choice[self.u], choice[self.v]
         if self.rows is not None:
             row = int(self.rows[row])
@@ -87,26 +88,26 @@ class Edge:
         return array
 
     def mapped(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> Edge:
-        """With each of its arrays changed."""
+        """The edge with `change` applied to each of its arrays."""
         size = None if self.bytes is None else change(self.bytes)
         cost_s, tie = change(self.cost_s), change(self.tie)
         return Edge(self.u, self.v, cost_s, tie, size, self.rows, self.columns)
 
     def turned(self) -> Edge:
-        """The same, from v to u."""
+        """The same edge, from v to u."""
         cost_s, tie = self.cost_s.swapaxes(-1, -2), self.tie.swapaxes(-1, -2)
         size = None if self.bytes is None else self.bytes.swapaxes(-1, -2)
         return Edge(self.v, self.u, cost_s, tie, size, self.columns, self.rows)
 
     def restricted(self, keep_u: BoolArray, keep_v: BoolArray) -> Edge:
-        """With only the choices that are marked."""
+        """The edge with only the marked choices."""
         rows, columns = codes_of(self.rows, len(keep_u)), codes_of(self.columns, len(keep_v))
         return replace(self, rows=rows[keep_u], columns=columns[keep_v])
 
 
 @dataclass(frozen=True)
 class ChoiceTotals:
-    """What one choice for every variable sums to."""
+    """The sums of one choice of all variables."""
 
     cost_s: float
     tie: float
@@ -115,13 +116,14 @@ class ChoiceTotals:
 
 @dataclass(frozen=True, eq=False)
 class ChoiceProblem:
-    """See the module docstring. `cost_s`, `tie`, `bytes` hold one [K_v] array per variable.
+    """The problem of the module docstring. `cost_s`, `tie` and `bytes` hold one [K_v] array per
+    variable.
 
     Parallel edges are allowed and add up. `tie` should be of order 1 to 1000 in total, with
-    differences that matter above 1e-3: it is weighed at 1e-11 of the cost.
+    differences that matter above 1e-3: its weight is 1e-11 of the cost. `is_checked` skips the
+    checks, for numbers that were checked at their source (`problems.py`).
 
-    Raises `ProblemError` for NaN, negative numbers, infinite ties or bytes, wrong shapes; unless
-    it `is_checked` where the numbers come from (`problems.py`).
+    Raises `ProblemError` for NaN, negative numbers, infinite ties or bytes, wrong shapes.
     """
 
     names: tuple[str, ...]
@@ -162,7 +164,7 @@ class ChoiceProblem:
         return ChoiceTotals(math.fsum(cost), math.fsum(tie), math.fsum(size))
 
     def fits(self, size_bytes: float) -> bool:
-        """Is `size_bytes` within the budget (to `BUDGET_REL`)?"""
+        """Do `size_bytes` fit in the budget (to `BUDGET_REL`)?"""
         return within(self.budget_bytes, size_bytes)
 
     def restrict(self, keep: Sequence[BoolArray]) -> ChoiceProblem:
@@ -181,8 +183,8 @@ class ChoiceProblem:
         return replace(self, edges=merged(self.edges))
 
     def times(self, n: float, stored: Set[int]) -> ChoiceProblem:
-        """With n times the bytes of all but `stored` variables and their edges; those that are the
-        same memory stay so."""
+        """The problem with n times the bytes of all but the `stored` variables and their edges.
+        Arrays that share memory still do."""
         known = dict[Hashable, FloatArray]()
 
         def grown(array: FloatArray) -> FloatArray:
@@ -199,17 +201,17 @@ class ChoiceProblem:
         return replace(self, bytes=tuple(own), edges=tuple(edges))
 
     def has_ties(self) -> bool:
-        """Is any tie not zero, so that breaking ties means anything?"""
+        """Is any tie not zero? If none is, there is nothing to break."""
         return any(np.any(t) for t in self.tie) or any(np.any(e.tie) for e in self.edges)
 
 
 def merged(edges: Iterable[Edge]) -> tuple[Edge, ...]:
-    """At most one edge per pair, u < v, sorted by (u, v): parallel ones add up."""
+    """At most one edge per pair, u < v, sorted by (u, v). Parallel edges add up."""
     grouped: dict[tuple[int, int], list[Edge]] = {}
     for e in edges:
         e = e if e.u < e.v else e.turned()
         grouped.setdefault((e.u, e.v), []).append(e)
-    sums: dict[Hashable, Edge] = {}  # edges of the same arrays have one sum
+    sums: dict[Hashable, Edge] = {}  # edges of the same arrays share one sum
 
     def sum_of(parallel: Sequence[Edge]) -> Edge:
         if len(parallel) == 1:
@@ -225,7 +227,7 @@ def merged(edges: Iterable[Edge]) -> tuple[Edge, ...]:
 
 
 def _sum(edges: Sequence[Edge]) -> Edge:
-    """Parallel edges as one; what none of them tells apart shares a row or a column of it too."""
+    """Parallel edges as one. Choices that none of them distinguishes share a row or a column."""
     of_rows, rows = _told_apart([codes_of(e.rows, e.cost_s.shape[-2]) for e in edges])
     of_columns, columns = _told_apart([codes_of(e.columns, e.cost_s.shape[-1]) for e in edges])
 
@@ -241,25 +243,25 @@ def _sum(edges: Sequence[Edge]) -> Edge:
 
 
 def codes_of(codes: Codes | None, n_choices: int) -> Codes:
-    """The row of every choice; None: each has its own."""
+    """The row of every choice. `codes` None: each choice has its own."""
     return np.arange(n_choices) if codes is None else codes
 
 
 def _told_apart(codes: Sequence[Codes]) -> tuple[Codes, Codes | None]:
-    """The kinds of choices of a variable that edges tell apart by their codes: the code of every
-    kind, [edges, kinds], and the kind of every choice, None where each is its own."""
+    """The kinds of choices that parallel edges distinguish: (the codes of every kind [edges,
+    kinds], the kind of every choice). The second is None where each choice is its own kind."""
     every = np.stack(codes)
     kinds, kind_of = np.unique(every, axis=1, return_inverse=True)
     return (every, None) if kinds.shape == every.shape else (kinds, kind_of.ravel())
 
 
 def memory(*arrays: NDArray[Any] | None) -> Hashable:
-    """Equal for arrays that are the same memory."""
+    """A key that is equal for arrays of the same memory."""
     return tuple((a.ctypes.data, a.shape, a.strides) for a in arrays if a is not None)
 
 
 def within(budget_bytes: float | None, size_bytes: float) -> bool:
-    """Do `size_bytes` fit in a budget (to `BUDGET_REL`)?"""
+    """Do `size_bytes` fit in the budget (to `BUDGET_REL`)?"""
     return budget_bytes is None or size_bytes <= budget_bytes * (1 + BUDGET_REL)
 
 
@@ -271,7 +273,10 @@ def check_numbers(
     edges: Sequence[Edge],
     n_axes_before: int,
 ) -> None:
-    """Raise `ProblemError` where the numbers of a problem, or of several, make no sense."""
+    """Check the numbers of one problem, or of several, whose arrays have `n_axes_before` more axes.
+
+    Raises `ProblemError` for NaN, negative numbers, infinite ties or bytes, wrong shapes.
+    """
     n, lead, sound = len(names), n_axes_before, set[tuple[int, bool]]()
     ranges: dict[int, tuple[int, int]] = {}
     if not len(cost_s) == len(tie) == len(size_bytes) == n:
@@ -295,15 +300,15 @@ def check_numbers(
 def _n_codes(
     ranges: dict[int, tuple[int, int]], name: str, codes: Codes | None, n_choices: int, n: int
 ) -> int:
-    """How long an axis of an edge should be; `ranges` are the least and largest codes of arrays
-    that have been seen: edges share them."""
+    """The length that an axis of an edge should have. `ranges` caches the least and largest code by
+    array, because edges share arrays."""
     if codes is None:
         return n_choices
     if id(codes) not in ranges:
         ranges[id(codes)] = int(codes.min(initial=n)), int(codes.max(initial=0))
     least, most = ranges[id(codes)]
     if len(codes) != n_choices or least < 0 or most >= n:
-        raise ProblemError(f"{name!r}: {n_choices} choices need as many rows among {n}")
+        raise ProblemError(f"{name!r}: {n_choices} choices need one code each, from 0 to below {n}")
     return n
 
 
@@ -311,12 +316,12 @@ def _check(
     sound: set[tuple[int, bool]], name: str, shape: tuple[int, ...], lead: int,
     cost: FloatArray, *others: Floats | None,
 ) -> None:  # fmt: skip
-    """`sound` are the arrays, and whether as costs, that have been found so: variables share
-    them."""
+    """Check the arrays of one variable or edge. `sound` holds the arrays that passed, and whether
+    as costs, because variables share arrays."""
     for array in (cost, *others):
         if array is not None and array.shape[lead:] != shape:
             raise ProblemError(f"{name!r}: an array of shape {array.shape} should be {shape}")
-    # The least of numbers of which one is NaN is NaN.
+    # min() of an array with a NaN is NaN, which fails the comparison.
     if (id(cost), True) not in sound and not cost.min(initial=0.0) >= 0:
         raise ProblemError(
             f"{name!r}: a cost is NaN or negative",
@@ -333,11 +338,11 @@ def _check(
 
 @dataclass(frozen=True)
 class Solution:
-    """A choice that satisfies the constraints and what is proven about it.
+    """A choice that satisfies the constraints, and what is proven about it.
 
-    `bound_s` is a proven lower bound on every feasible cost and `gap` the relative distance
-    of `objective_s` to it (0: optimal to `SAME_OPTIMUM_REL`). `phase_s` is the wall time of
-    each phase; it is not part of equality, so that equal runs give equal solutions.
+    `bound_s` is a proven lower bound on every feasible cost. `gap` is the relative distance of
+    `objective_s` to it (0: optimal to `SAME_OPTIMUM_REL`). `phase_s` is the wall time of each
+    phase. It is not compared, so equal runs give equal solutions.
     """
 
     choice: Choice
@@ -354,8 +359,8 @@ class Solution:
 class Infeasible:
     """No choice satisfies the constraints.
 
-    `min_bytes` is the least any choice needs, None when forbidden pairs alone rule out every
-    choice, whatever the memory.
+    `min_bytes` is the least that any choice needs. None: forbidden pairs alone rule out every
+    choice, or the least is not known.
     """
 
     reason: str
@@ -369,7 +374,7 @@ def make_solution(
     method: str,
     phase_s: Mapping[str, float] | None = None,
 ) -> Solution:
-    """Evaluate `choice` on `problem`; `bound_s` None means that it is proven optimal."""
+    """Evaluate `choice` on `problem`. `bound_s` None: it is proven optimal."""
     totals = problem.evaluate(choice)
     assert math.isfinite(totals.cost_s) and problem.fits(totals.bytes), (method, totals)
     gap, bound = 0.0, totals.cost_s

@@ -1,7 +1,7 @@
-"""Several choice problems of the same variables, choices and edges, with numbers of their own.
+"""Several choice problems of the same variables, choices and edges, each with its own numbers.
 
-Where their numbers are in a row (`Layout`) is found once. The rows of some of them are written when
-they are asked for.
+Where the numbers lie in a row (`Layout`) is computed once. Rows are written on request, for some of
+the problems (`SomeProblems.rows`).
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ from autopar.passes.solvers.problem.tables import Axes, axes_of
 
 @dataclass(frozen=True, eq=False)
 class ChoiceProblems:
-    """Arrays are those of `ChoiceProblem` and `Edge` with one more axis in front, of the problems;
-    it has length 1 where they agree. `stored` variables keep the same bytes, and their edges,
-    where those of others are multiplied.
+    """Choice problems that differ only in their numbers.
+
+    Arrays are those of `ChoiceProblem` and `Edge` with a leading axis [problems], of length 1 where
+    all problems agree. When bytes are multiplied (`some`), those of `stored` variables and of their
+    edges are not.
 
     Raises `ProblemError` as `ChoiceProblem` does.
     """
@@ -50,7 +52,7 @@ class ChoiceProblems:
 
     @staticmethod
     def alone(problem: ChoiceProblem) -> ChoiceProblems:
-        """A problem as the only one of several."""
+        """A single problem as several."""
         edges = (e.mapped(lambda array: array[None]) for e in problem.edges)
         cost_s, tie, size_bytes = (
             tuple(array[None] for array in arrays)
@@ -70,12 +72,12 @@ class ChoiceProblems:
         return replace(self, edges=merged(self.edges), is_checked=True)
 
     def some(self, at: Sequence[int], times: Sequence[float] | None = None) -> SomeProblems:
-        """Some of them, with so many times the bytes of what is not stored."""
+        """The problems at indices `at`, with `times` the bytes of what is not stored."""
         factors = None if times is None or set(times) == {1} else np.array(times, dtype=np.float64)
         return SomeProblems(self, np.array(at, dtype=np.intp), factors)
 
     def of(self, i: int) -> ChoiceProblem:
-        """One of the problems."""
+        """Problem i."""
 
         def own(array: FloatArray) -> FloatArray:
             found: FloatArray = array[i if len(array) > 1 else 0]
@@ -93,12 +95,12 @@ class ChoiceProblems:
 
     @cached_property
     def axes(self) -> tuple[Axes, ...]:
-        """What every edge's table is over."""
+        """The axes of every edge's table."""
         return axes_of(self.edges, self.cost_s, self.tie, self.bytes)
 
     @cached_property
     def layout(self) -> Layout:
-        """Where their numbers are in a row; what is the same memory is there once."""
+        """Where the numbers lie in a row. Arrays of the same memory share a place."""
         own = zip(self.cost_s, self.tie, self.bytes, strict=True)
         keys = [(v in self.stored, memory(*kinds)) for v, kinds in enumerate(own)]
         keys += [(e.is_of(self.stored), memory(e.cost_s, e.tie, e.bytes)) for e in self.edges]
@@ -106,7 +108,7 @@ class ChoiceProblems:
 
     @cached_property
     def placed(self) -> tuple[Placed, Placed, Placed]:
-        """Costs, ties and bytes, where they are in a row."""
+        """(costs, ties, bytes), each as offset in a row -> array."""
         placed, edges = self.layout.placed, self.edges
         return (
             placed(self.cost_s, [e.cost_s for e in edges]),
@@ -116,7 +118,7 @@ class ChoiceProblems:
 
     @cached_property
     def grows(self) -> BoolArray:
-        """[numbers]: are bytes multiplied?"""
+        """[numbers]: are its bytes multiplied?"""
         layout, out = self.layout, np.ones(self.layout.n_numbers, dtype=bool)
         for v in self.stored:
             out[layout.own_at[v] :][: layout.n_choices[v]] = False
@@ -128,7 +130,7 @@ class ChoiceProblems:
 
 @dataclass(frozen=True, eq=False)
 class SomeProblems:
-    """Some of several: those `at` places, with their bytes `times` as many [problems]."""
+    """The problems at indices `at` of `every`, with `times` [problems] the bytes."""
 
     every: ChoiceProblems
     at: Codes
@@ -145,21 +147,21 @@ class SomeProblems:
 
     @property
     def edges(self) -> tuple[Edge, ...]:
-        """Of all of them."""
+        """The edges of all problems."""
         return self.every.edges
 
     def some(self, places: Sequence[int]) -> SomeProblems:
-        """Some of these."""
+        """Some of these problems."""
         at = np.array(places, dtype=np.intp)
         return SomeProblems(self.every, self.at[at], None if self.times is None else self.times[at])
 
     def of(self, i: int) -> ChoiceProblem:
-        """One of these."""
+        """Problem i of these."""
         one = self.every.of(int(self.at[i]))
         return one if self.times is None else one.times(float(self.times[i]), self.every.stored)
 
     def rows(self) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Costs, ties and bytes, [problems or 1, numbers] each, as the layout says."""
+        """(costs, ties, bytes), [problems or 1, numbers] each, in the places of the layout."""
         every = self.every
         cost_s, tie, size_bytes = (every.layout.rows(kind, self.at) for kind in every.placed)
         if self.times is not None:

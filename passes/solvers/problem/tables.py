@@ -1,13 +1,14 @@
-"""What tables are over, the steps that join them, and variables that are pairs of two others.
+"""The axes of tables, the steps that join tables, and variables that are pairs of two others.
 
-Costs over three variables are written as those of one with the *pair* of the other two, a variable
-without costs of its own that equalities join to both (`recompute_choice.py`):
+A cost over three variables is written as the table of one variable u and a *pair* variable p. The
+pair has no costs of its own. Two equalities join it to x and y
+(`passes/intra/recompute_choice.py`):
 
     cost[u, p]  where  first(p) = a(x)  and  second(p) = b(y),   p = first(p) * n + second(p)
 
-Where x and y have values there is one p to choose, so nothing is to be found out: in the same
-places is a table [u, a, b] over u, x and y. That *view* is what elimination joins, instead of
-trying all p beside all u, x and y.
+Given x and y only one p is possible, so there is nothing to minimise: the same memory is a table
+[u, a, b] over u, x and y. Elimination joins this *view* (`views`) instead of trying all p with all
+u, x and y.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ Scope = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class Axes:
-    """What a table is over: variables, and per variable the place of every choice on that axis
-    (None: each choice has its own). Of an equality, `follows` are the variables without costs of
-    their own. Alike axes are equal."""
+    """The axes of a table: its variables, and per variable the index of every choice on that axis
+    (None: each choice has its own). For an equality, `follows` are the variables without costs of
+    their own. Equal axes compare equal."""
 
     scope: Scope
     codes: tuple[Codes | None, ...]
     follows: Scope = ()
 
     def written(self, sizes: Scope) -> tuple[Codes, ...]:
-        """With a place for every choice, of `sizes` by variable."""
+        """The codes with None written out, where variable v has `sizes[v]` choices."""
         pairs = zip(self.scope, self.codes, strict=True)
         return tuple(codes_of(codes, sizes[v]) for v, codes in pairs)
 
@@ -52,7 +53,8 @@ class Axes:
 
 
 def axes_of(edges: Iterable[Edge], *own: Sequence[FloatArray]) -> tuple[Axes, ...]:
-    """Of edges between variables whose `own` costs, ties and bytes may be known."""
+    """The axes of edges. `own` are the costs, ties and bytes of all variables; without them no
+    variable follows an equality."""
     free = {v for v, of in enumerate(zip(*own, strict=True)) if not any(a.any() for a in of)}
     out = []
     for e in edges:
@@ -63,7 +65,7 @@ def axes_of(edges: Iterable[Edge], *own: Sequence[FloatArray]) -> tuple[Axes, ..
 
 
 def _is_equality(edge: Edge) -> bool:
-    """Does it allow equal places alone, at no cost, in all problems?"""
+    """Does it allow only equal indices, at no cost, in all problems?"""
     n, n_columns = edge.cost_s.shape[-2:]
     if n != n_columns or edge.cost_s.size != n * n:
         return False
@@ -74,8 +76,8 @@ def _is_equality(edge: Edge) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class PlacedTable:
-    """A table in a plan: its variables, the place of every choice on their axes, and the partitions
-    that this makes; `follows` as in `Axes`."""
+    """A table in a plan: its number and variables, and per axis the index of every choice (`codes`)
+    and the partition these make; `follows` as in `Axes`."""
 
     table: int
     scope: Scope
@@ -84,11 +86,11 @@ class PlacedTable:
     follows: Scope = ()
 
     def codes_of(self, variable: int) -> Codes:
-        """The place of each of its choices."""
+        """The index of each choice of a variable on its axis."""
         return self.codes[self.scope.index(variable)]
 
     def without(self, variables: Scope) -> PlacedTable:
-        """Without the axes of variables whose values are fixed."""
+        """The table without the axes of variables whose values are fixed."""
         kept = [k for k, v in enumerate(self.scope) if v not in variables]
         return PlacedTable(
             self.table,
@@ -100,10 +102,13 @@ class PlacedTable:
 
 @dataclass(frozen=True, eq=False)
 class EliminationStep:
-    """One variable eliminated. `bucket` are the tables that mention it; `partition` joins theirs of
-    the variable, where they are of more than it; what is `made` is a table over the separator.
-    Steps of one `kind` do the same with their tables. Of a view nothing is to be done: what it made
-    is the first of its bucket, with two axes for the variable's."""
+    """The elimination of one variable.
+
+    `bucket` are the tables that mention it. `partition` joins their partitions of it; tables of the
+    variable alone do not count. `made` is the resulting table over the separator. Steps of equal
+    `kind` do the same with their tables. A view computes nothing: `made` is the first table of its
+    bucket, with the variable's axis split in two.
+    """
 
     variable: int
     partition: int
@@ -116,8 +121,8 @@ class EliminationStep:
 def views(
     partitions: Partitions, tables: Sequence[PlacedTable], variables: Iterable[int]
 ) -> list[EliminationStep]:
-    """Of those of some variables that are pairs, in order; what they make is numbered after the
-    tables."""
+    """The steps of those variables that are pairs, in order. The tables they make are numbered
+    after the given ones."""
     of: dict[int, dict[int, PlacedTable]] = {v: {} for v in variables}
     for table in tables:
         for w in of.keys() & table.scope:
@@ -141,7 +146,7 @@ def views(
 def seen_through(
     tables: Sequence[PlacedTable], steps: Sequence[EliminationStep]
 ) -> list[PlacedTable]:
-    """Some tables, with what views made in the place of their buckets."""
+    """The tables, with the bucket of every view replaced by what the view made."""
     gone = {table.table for step in steps for table in step.bucket}
     return [t for t in (*tables, *(step.made for step in steps)) if t.table not in gone]
 
@@ -149,8 +154,8 @@ def seen_through(
 def _as_pair(
     v: int, tables: Sequence[PlacedTable]
 ) -> tuple[PlacedTable, PlacedTable, PlacedTable] | None:
-    """The only table that a variable is in beside equalities with its first and its second; None
-    where it is no pair."""
+    """(its only table, the equality with its first, the equality with its second) of a pair
+    variable; None: it is not a pair."""
     equalities = [t for t in tables if v in t.follows]
     others = [t for t in tables if v not in t.follows]
     if len(equalities) != 2 or len(others) != 1:
@@ -173,7 +178,7 @@ def _as_pair(
 
 
 def _ends(equality: PlacedTable, v: int) -> tuple[Codes, int, Codes]:
-    """The places of v's choices, what it is joined to, and the places of that one's."""
+    """(indices of v's choices, the other variable, indices of that one's choices)."""
     (w,) = (w for w in equality.scope if w != v)
     return equality.codes_of(v), w, equality.codes_of(w)
 
@@ -184,7 +189,7 @@ def _view(
     v: int,
     bucket: tuple[PlacedTable, PlacedTable, PlacedTable],
 ) -> PlacedTable:
-    """The table of a pair, over what the pair is of."""
+    """The pair's table, over the two variables of the pair."""
     table, *equalities = bucket
     at = table.scope.index(v)
     _, ends, codes = zip(*(_ends(equality, v) for equality in equalities), strict=True)

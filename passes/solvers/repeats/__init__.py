@@ -1,4 +1,11 @@
-"""repeats."""
+"""Solves choice problems with repeated blocks: many equal copies, written down once.
+
+Read `repeats.py` (the problem), `powers.py` (min-plus powers of a table), `order.py` (plans, which
+do not depend on numbers), `elimination.py` (the optimum at given weights), `exchange.py` (changes
+of single copies under a budget), `select.py` (the solver). May import `passes/solvers/choice`,
+`passes/solvers/eliminate` and `passes/solvers/problem`. Hands on `RepeatedProblems`,
+`RepeatedSolver` and `quick_plan`.
+"""
 
 from autopar.passes.solvers.repeats.order import RepeatedPlan
 from autopar.passes.solvers.repeats.repeats import Repeat, RepeatedChoice, RepeatedProblems

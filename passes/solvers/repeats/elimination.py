@@ -1,22 +1,19 @@
 """Elimination of a problem with repeated blocks, without writing their copies out.
 
-What a copy hands on to the next is the *state* of its variables that the next is joined to: a
-class of choices that neither the next copy nor what comes after tells apart. Per copy, elimination
-leaves one table over the state it is handed (x), the one it hands on (y), and classes of what all
-copies are joined to (the outer variables o):
+A copy hands on a *state* of those of its variables that the next copy is joined to: a class of
+choices that look the same to the next copy and to what comes after. Eliminating one copy leaves one
+table over the state x that it is handed, the state y that it hands on, and classes of the outer
+variables o, which all copies are joined to (`_Solved.of`):
 
-    T[o, x, y]      least total of a copy that gets x and hands on y
+    T[o, x, y]      least total of a copy that is handed x and hands on y
 
-N copies are the N-th power of T in the algebra of min and + (`powers.py`): one more table of an
-ordinary problem, which elimination solves. Walking back, each copy gets the choices that are best
-between what it gets and hands on.
+N copies are the N-th min-plus power of T (`_Solved.joined`, `powers.py`). That is one more table of
+an ordinary problem, which elimination solves. Walking back, each copy gets the choices that are
+best between the state it is handed and the one it hands on (`_Solved.copies`).
 
-To branch (`Branch`), walks through the states are restricted: to those that stay in one state,
-
-    T[o, s, s] and nothing else
-
-or to those that change it at least once, which are walks over twice as many states, where the
-second half are those after a change:
+A `Branch` restricts the walks through the states (`_Solved._power`). Either all copies stay in one
+state s: everything but T[o, s, s] is infinite. Or the state changes at least once. Those are walks
+over twice as many states, the second half of which are the states after a change:
 
     [ diagonal of T   rest of T ]
     [ infinite        T         ]
@@ -58,14 +55,15 @@ from autopar.passes.solvers.repeats.repeats import RepeatedChoice, RepeatedProbl
 
 @dataclass(frozen=True)
 class Branch:
-    """The copies of one repeat hand on the `state` that they are handed; None: not all do."""
+    """The copies of one repeat all hand on the `state` that they are handed; None: some copy does
+    not."""
 
     repeat: int
     state: int | None
 
 
 class RepeatedElimination:
-    """A `Minimiser` of a problem with repeats."""
+    """A `Minimiser` of a problem with repeated blocks."""
 
     def __init__(self, problem: RepeatedProblem, plan: RepeatedPlan) -> None:
         self.problem, self.plan = problem, plan
@@ -77,11 +75,11 @@ class RepeatedElimination:
         return RepeatedElimination(problem, RepeatedPlan(problem.every, limits))
 
     def n_states(self, repeat: int) -> int:
-        """How many states the copies of a repeat may hand on."""
+        """How many states the copies of a repeat can hand on."""
         return self.plan.blocks[repeat].n_states
 
     def states(self, repeat: int, choice: RepeatedChoice) -> set[int]:
-        """Those that they do hand on in a choice."""
+        """The states that the copies of a repeat hand on in a choice."""
         block = self.plan.blocks[repeat]
         at = [block.block.index(s.last) for s in block.states]
         return {
@@ -91,7 +89,7 @@ class RepeatedElimination:
         }
 
     def within(self, branch: Branch) -> RepeatedElimination:
-        """Of the choices of one branch."""
+        """The elimination restricted to the choices of one branch."""
         out = copy(self)
         out.branch = branch
         return out
@@ -111,7 +109,7 @@ class RepeatedElimination:
             tables = (s.joined(s.one.table).ravel() for s in solved)
             potentials = Potentials(of.whole, np.concatenate((row[0], *tables))[None])
             value, chosen = minimise(of.plan, potentials)
-        # Of states, the class; of others, the choice.
+        # For states the class, for other variables the choice.
         base = [0] * of.n_variables
         for v, k in zip(of.variables, chosen, strict=True):
             base[v] = k
@@ -131,7 +129,7 @@ class RepeatedElimination:
 
 @dataclass(frozen=True, eq=False)
 class _Solved:
-    """A block at some weights: the table of one copy, and from that of all."""
+    """A block at some weights: the table `one` of one copy, and from it that of all copies."""
 
     block: BlockPlan
     one: Projection
@@ -139,18 +137,18 @@ class _Solved:
 
     @staticmethod
     def of(block: BlockPlan, row: FloatArray, branch: Branch | None) -> _Solved:
-        """Of a row [1, numbers], for all walks or those of a branch."""
+        """From a row [1, numbers], for the walks of a branch; None: for all walks."""
         given = Potentials(block.layout, row[:, : block.layout.n_numbers])
         return _Solved(block, project(block.plan, given), branch)
 
     def joined(self, one: FloatArray) -> FloatArray:
-        """Of tables of one copy [..., states before, states after] those of all."""
+        """The tables of all copies, from those of one copy [..., states before, states after]."""
         n = self.block.n_states
         table = self._power(one.reshape(-1, n, n)).table
         return table[:, :n, -n:].reshape(one.shape)
 
     def _power(self, cases: FloatArray) -> Power:
-        """[cases, states, states] of one copy, to the number of copies."""
+        """Tables of one copy, [cases, states, states], to the power of the number of copies."""
         branch, n = self.branch, self.block.n_states
         stays = np.eye(n, dtype=bool)
         if branch is None:
@@ -166,8 +164,8 @@ class _Solved:
         return Power.of(walks, self.block.count)
 
     def copies(self, base: Sequence[int]) -> tuple[Choice, ...]:
-        """The choices of `block` in every copy, given those around all copies, and the class of the
-        last copy's states."""
+        """The choices of `block` in every copy. `base` has the choices around all copies, and the
+        class of the last copy's states."""
         block = self.block
         case = _flat(
             [int(codes[base[v]]) for v, codes in zip(block.outer, block.outer_codes, strict=True)],

@@ -1,16 +1,18 @@
-"""Exchanges in single copies of repeated blocks: what a budget leaves is used, what is over saved.
+"""Exchanges in single copies of repeated blocks, which bring a choice close to the budget.
 
-At a price of bytes all copies that are alike change at once; between two such corners of the hull
-lie choices of which some copies are as in one and some as in the other. Their bytes go in steps of
-a whole copy. Smaller steps are *exchanges*: a copy takes another choice of one variable that it
-does not hand on, or all the choices of a copy in another known solution that hands on the same. So
-exchanges change nothing around the copy, and those of different copies add up:
+At a price of bytes all equal copies change at once. Between two such corners of the hull lie
+choices in which some copies are as in one corner and some as in the other. Their bytes go in steps
+of a whole copy. Smaller steps are *exchanges*. In one copy, one variable that is not handed on
+takes another choice. Or the copy takes over all choices of a copy in another known solution that
+hands on the same. So an exchange changes nothing around the copy, and those of different copies add
+up:
 
     saved_s, more_bytes     of one exchange in a copy that is handed `before` and has chosen `row`
+                            (`Exchanges._offers`)
 
-This is a knapsack, filled greedily: the most seconds per byte first (Dantzig, "Discrete-variable
-extremum problems", Operations Research 5, 1957), after what is over the budget is saved at the
-fewest seconds per byte (`fitted`).
+This is a knapsack, filled greedily (`Exchanges.fitted`). First, what exceeds the budget is saved at
+the fewest seconds per byte (`_cut`). Then seconds are saved at the most seconds per byte (`_fill`;
+Dantzig, "Discrete-variable extremum problems", Operations Research 5, 1957).
 """
 
 from __future__ import annotations
@@ -32,14 +34,15 @@ from autopar.passes.solvers.problem import (
 )
 from autopar.passes.solvers.repeats.repeats import RepeatedChoice, RepeatedProblem
 
-# (repeat, what a copy is handed, what it has chosen): copies that have this in common are alike.
+# (repeat, choices handed, choices made): copies of one kind have the same exchanges.
 _Kind = tuple[int, Choice, Choice]
 
 
 @dataclass(frozen=True, eq=False)
 class _Offers:
-    """The exchanges of alike copies [exchanges]: what they save and how many bytes more they take;
-    the places of those that save seconds, and of those that save bytes, best first."""
+    """The exchanges of copies of one kind, [exchanges]: the seconds they save, the bytes they add.
+    `gains` are the indices of those that save seconds, `cuts` of those that save bytes, best first.
+    """
 
     saved_s: FloatArray
     more_bytes: FloatArray
@@ -48,8 +51,8 @@ class _Offers:
 
     @staticmethod
     def of(saved_s: FloatArray, more_bytes: FloatArray, least_s: float) -> _Offers:
-        """With those that save more than `least_s`, at the most seconds for each byte more, as
-        gains, and with those that save bytes, paid with the fewest seconds each, as cuts."""
+        """Gains save more than `least_s`, most seconds per added byte first. Cuts save bytes,
+        fewest seconds per saved byte first."""
         gains = np.flatnonzero(np.isfinite(saved_s) & (saved_s > least_s))
         cuts = np.flatnonzero(np.isfinite(saved_s) & (more_bytes < 0))
         order = np.lexsort((-saved_s[gains], -_s_per_byte(saved_s[gains], more_bytes[gains])))
@@ -58,19 +61,19 @@ class _Offers:
         return _Offers(saved_s, more_bytes, gains[order], cuts[by_paid])
 
     def rank(self, e: int) -> tuple[float, float]:
-        """The worth of an exchange that saves seconds."""
+        """The rank of a gain: seconds per added byte, then seconds."""
         saved_s, more_bytes = float(self.saved_s[e]), float(self.more_bytes[e])
         return (saved_s / more_bytes if more_bytes > 0 else math.inf), saved_s
 
 
 def _s_per_byte(saved_s: FloatArray, size_bytes: FloatArray) -> FloatArray:
-    """Infinite where there are none."""
+    """Infinite where the bytes are not positive."""
     out = np.full(len(saved_s), np.inf)
     return np.divide(saved_s, size_bytes, out=out, where=size_bytes > 0)
 
 
 class Exchanges:
-    """The exchanges of a problem; `known` are choices whose copies may be taken over."""
+    """The exchanges of a problem. Copies may take over those of the choices `known`."""
 
     def __init__(
         self, problem: RepeatedProblem, budget_bytes: float, known: Sequence[RepeatedChoice]
@@ -84,8 +87,8 @@ class Exchanges:
         self._known_offers: dict[tuple[Choice, _Kind], _Offers] = {}
 
     def fitted(self, point: Point[RepeatedChoice]) -> Point[RepeatedChoice] | None:
-        """A choice within the budget, and of those that exchanges lead to a cheap one; None: there
-        is none."""
+        """A cheap choice within the budget that exchanges lead to from `point`; None: they lead to
+        none."""
         copies, base = [list(rows) for rows in point.choice.copies], list(point.choice.base)
         left = self._cut(point.choice.base, copies, point.totals.bytes - self.budget_bytes)
         self._fill(point.choice.base, copies, left)
@@ -97,7 +100,7 @@ class Exchanges:
         return found if within(self.budget_bytes, found.totals.bytes) else None
 
     def _cut(self, base: Choice, copies: list[list[Choice]], over: float) -> float:
-        """Save bytes where they cost least; what is then left of the budget."""
+        """Save bytes where they cost least; returns what is then left of the budget."""
         while over > 0:
             best: tuple[float, _Kind, int] | None = None
             kinds = self._kinds(base, copies)
@@ -117,7 +120,7 @@ class Exchanges:
         return -over
 
     def _fill(self, base: Choice, copies: list[list[Choice]], left: float) -> None:
-        """Save seconds where that takes the fewest bytes, while they fit."""
+        """Save the most seconds per byte, while the bytes fit in `left`."""
         while True:
             best: tuple[tuple[float, float], _Kind, int] | None = None
             kinds = self._kinds(base, copies)
@@ -136,7 +139,7 @@ class Exchanges:
             left -= n * more_bytes
 
     def _kinds(self, base: Choice, copies: Sequence[Sequence[Choice]]) -> dict[_Kind, list[int]]:
-        """The copies of every kind."""
+        """Kind -> the copies of that kind."""
         kinds: dict[_Kind, list[int]] = {}
         for r, (block, rows) in enumerate(zip(self._blocks, copies, strict=True)):
             before = tuple(base[u] for u in block.ins)
@@ -146,7 +149,8 @@ class Exchanges:
         return kinds
 
     def _offers(self, base: Choice, kind: _Kind) -> _Offers:
-        """Of each variable that is not handed on every choice, then of rows that are known."""
+        """The exchanges of a kind: every choice of each variable that is not handed on, then known
+        rows."""
         if (base, kind) not in self._known_offers:
             r, before, row = kind
             block = self._blocks[r]
@@ -165,12 +169,12 @@ class Exchanges:
         return self._known_offers[base, kind]
 
     def _known_rows(self, kind: _Kind) -> Sequence[Choice]:
-        """Those that hand on the same as copies of a kind."""
+        """Known rows that hand on the same as copies of this kind."""
         r, _, row = kind
         return self._known[r].get(self._blocks[r].handed_on(row), ())
 
     def _take(self, copies: list[list[Choice]], kind: _Kind, alike: Sequence[int], e: int) -> None:
-        """Make an exchange, the e-th of a kind's offers, in some of its copies."""
+        """Make exchange e of a kind's offers in some of its copies."""
         r, _, row = kind
         changes = self._blocks[r].changes
         if e < len(changes):
@@ -184,9 +188,9 @@ class Exchanges:
 
 @dataclass(frozen=True)
 class _Joint:
-    """An edge of a variable: where the numbers along the variable's choices are, but for what the
-    choice on its other axis adds, `places` by that choice; this is found in the copy itself, in
-    what it is handed, or outside."""
+    """An edge of a variable. Its numbers lie at `along` (by the variable's choice) plus `places`
+    (by the choice on the other axis). `where` says whose that choice is: the copy's own ("inside"),
+    one it is "handed", or one "outside". `at` is its index there."""
 
     along: Codes
     places: Codes
@@ -225,10 +229,11 @@ class _Copies:
         self.changes = [(i, k) for i, n in sizes for k in range(n)]
 
     def handed_on(self, row: Choice) -> Choice:
+        """The choices in a row that a copy hands on."""
         return tuple([row[i] for i in self.out])
 
     def by_state(self, rows: Iterable[Choice]) -> dict[Choice, list[Choice]]:
-        """Rows, each once, by what they hand on."""
+        """What rows hand on -> the distinct rows."""
         out: dict[Choice, list[Choice]] = {}
         for row in dict.fromkeys(rows):
             out.setdefault(self.handed_on(row), []).append(row)
@@ -237,7 +242,8 @@ class _Copies:
     def around(
         self, base: Choice, before: Choice, row: Choice, i: int
     ) -> tuple[FloatArray, FloatArray]:
-        """[choices of a variable]: the seconds and bytes of what it is part of, all else kept."""
+        """([choices], [choices]) of variable i of the block: the seconds and bytes of everything it
+        takes part in, all else kept."""
         v, numbers, layout = self.block[i], self.problem.row, self.problem.every.layout
         own = slice(layout.own_at[v], layout.own_at[v] + layout.n_choices[v])
         cost_s, size_bytes = numbers.cost_s[0, own], numbers.size_bytes[0, own]
@@ -251,6 +257,6 @@ class _Copies:
         return cost_s, size_bytes
 
     def total(self, base: Choice, before: Choice, row: Choice) -> tuple[float, float]:
-        """The seconds and bytes of a whole copy."""
+        """(seconds, bytes) of a whole copy."""
         cost_s, _, size_bytes = self.problem.of_copy(self.r, base, before, row).tolist()
         return math.fsum(cost_s), math.fsum(size_bytes)

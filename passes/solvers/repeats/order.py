@@ -1,8 +1,9 @@
 """How problems with repeated blocks are eliminated: what does not depend on their numbers.
 
-Every block has a plan of its own, of one copy, which leaves a table over states and outer variables
-(`repeats_elimination.py`). The others, with the tables of all copies of every block, have another.
-What both read is one row: the numbers of a problem, and constants.
+Every block has a plan for one copy, which leaves a table over states and outer variables
+(`BlockPlan`, `elimination.py`). A second plan eliminates the other variables, with one table for
+all copies of each block (`RepeatedPlan`). Both read the same row: the numbers of a problem, then
+constants.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class RepeatedPlan:
         self.blocks = [
             BlockPlan(problems, r, limits, self.constants) for r in range(len(problems.repeats))
         ]
-        # Of a block, only the states of the last copy are variables here.
+        # Of a block, only the states of the last copy are variables of this plan.
         states = {s.last: s for block in self.blocks for s in block.states}
         inside = {v for repeat in problems.repeats for v in repeat.block} - states.keys()
         sizes, layout = problems.sizes, problems.layout
@@ -67,7 +68,7 @@ class RepeatedPlan:
         shapes = [block.table_shape for block in self.blocks]
         ends = [self.once.n_numbers, *(math.prod(shape) for shape in shapes)]
         *tables_at, n_numbers = itertools.accumulate(ends)
-        # With the tables of all copies of every block.
+        # `once`, then the table of all copies of every block.
         self.whole = Layout(
             self.once.own_at, self.once.n_choices, (*self.once.table_at, *tables_at),
             (*self.once.shapes, *shapes), n_numbers,
@@ -75,8 +76,8 @@ class RepeatedPlan:
 
 
 class _Constants:
-    """Numbers that follow those of a problem in its row: zeros, and tables that are 0 where two
-    choices are the same and forbid all else."""
+    """Constants that follow a problem's numbers in its row: zeros, and equality tables, which are 0
+    where two choices are the same and infinite elsewhere."""
 
     def __init__(self, n_numbers: int) -> None:
         self.n_numbers = n_numbers
@@ -84,11 +85,11 @@ class _Constants:
         self._at: dict[tuple[str, int], int] = {}
 
     def zeros(self, n: int) -> int:
-        """Where n zeros are."""
+        """The offset of n zeros."""
         return self._place(("zeros", n), np.zeros(n))
 
     def same(self, n: int) -> int:
-        """Where a table of n choices is."""
+        """The offset of an equality table of n choices."""
         return self._place(("same", n), np.where(np.eye(n, dtype=bool), 0.0, np.inf))
 
     def _place(self, key: tuple[str, int], array: FloatArray) -> int:
@@ -99,7 +100,7 @@ class _Constants:
         return self._at[key]
 
     def after(self, row: FloatArray) -> FloatArray:
-        """The row [1, numbers] with these after it."""
+        """The row [1, numbers], followed by the constants."""
         return np.concatenate((row[0], *self._arrays))[None]
 
 
@@ -107,8 +108,8 @@ def _plan(
     sizes: Sequence[int], once: Sequence[Axes], blocks: Sequence[Axes], handed_on: Sequence[int],
     of_blocks: Sequence[BlockPlan], limits: TableLimits,
 ) -> EliminationPlan | ConditionedPlan:  # fmt: skip
-    """Of what is outside of copies, and the tables of all copies; where either is large, with the
-    variables that all copies are joined to as hubs."""
+    """The plan of what is outside copies, with the tables of all copies. If a table would be large,
+    the plan conditions on hubs; variables that copies hand on (`handed_on`) are no hubs."""
     entries = max((block.entries for block in of_blocks), default=1)
     if entries <= FIRST_ENTRIES:
         narrow = limits.and_(TableLimits(table_entries=FIRST_ENTRIES))
@@ -124,8 +125,9 @@ def _plan(
 
 @dataclass(frozen=True, eq=False)
 class _State:
-    """What copies hand on of one variable: `first` is that of before them, `last` the last copy's;
-    choice k is in class `codes[k]` of n, of which choice `firsts[c]` is one."""
+    """What copies hand on of one variable. `first` is the variable before the copies, `last` its
+    counterpart in the last copy. Choice k is in class `codes[k]` of n; choice `firsts[c]` is in
+    class c."""
 
     first: int
     last: int
@@ -141,12 +143,12 @@ class _State:
         return self.first, self.last
 
     def seen_by(self, codes: Codes | None) -> Codes:
-        """The place of every class, where these are the places of choices."""
+        """The index of every class on an axis, where `codes` are the indices of choices."""
         return self.firsts if codes is None else codes[self.firsts]
 
 
 def _placed(axes: Axes, place: Mapping[int, int], states: Mapping[int, _State]) -> Axes:
-    """Axes with variables numbered anew, some of which choose states."""
+    """Axes with variables renumbered by `place`; those in `states` have classes as choices."""
     ends = zip(axes.scope, axes.codes, strict=True)
     return Axes(
         tuple(place[v] for v in axes.scope),
@@ -156,8 +158,8 @@ def _placed(axes: Axes, place: Mapping[int, int], states: Mapping[int, _State]) 
 
 
 class BlockPlan:
-    """One repeat as a problem of its own: of the variables of a copy, its `outer` ones, and the
-    states it is handed and hands on."""
+    """One repeat as a problem of its own: over the variables of one copy, its `outer` ones, the
+    states it is handed and those it hands on."""
 
     def __init__(
         self, problems: RepeatedProblems, r: int, limits: TableLimits, constants: _Constants
@@ -188,7 +190,7 @@ class BlockPlan:
         self.plan = plan_order(sizes, tables, remaining, whole, limits)
         self.n_states = math.prod(s.n for s in self.states)
         shape = [self.plan.partitions.n_classes(p) for p in self.plan.left_over]
-        # Of a product of two tables of one copy.
+        # The additions of a min-plus product of two tables of one copy.
         self.entries = math.prod(shape) * self.n_states
         if math.prod(shape) > min(limits.kept_entries, limits.table_entries):
             raise TooWide(
@@ -205,7 +207,8 @@ class BlockPlan:
         self.layout = self._laid_out(problems, r, constants)
 
     def _laid_out(self, problems: RepeatedProblems, r: int, constants: _Constants) -> Layout:
-        """Of one copy: what is outside costs nothing, and states are those of its variables."""
+        """The layout of one copy's numbers. What is outside the copy costs nothing, and equality
+        tables join the states it hands on to its variables."""
         layout, at, sizes = problems.layout, problems.of_copies[r], self.plan.sizes
         own_at = [layout.own_at[v] for v in self.block]
         own_at += [constants.zeros(n) for n in sizes[len(self.block) :]]
@@ -216,8 +219,8 @@ class BlockPlan:
 
     @property
     def axes(self) -> Axes:
-        """What all copies together are a table over: outer variables, those before, and the states
-        of the last copy."""
+        """The axes of the table of all copies: outer variables, the variables before the copies,
+        the states of the last copy."""
         scope = (*self.outer, *(s.first for s in self.states), *(s.last for s in self.states))
         codes = (*self.outer_codes, *(s.codes for s in self.states))
         return Axes(scope, (*codes, *(None for _ in self.states)))
@@ -226,7 +229,7 @@ class BlockPlan:
 def _state(
     problems: RepeatedProblems, r: int, first: int, last: int, partitions: Partitions
 ) -> _State:
-    """The classes of choices that later copies, or what comes after them, tell apart."""
+    """The classes of choices that later copies, or what comes after them, distinguish."""
     sizes = problems.sizes
     seen = [partitions.of_none(sizes[first])]
     for edges, v in ((problems.of_copies[r], first), (problems.once, last)):

@@ -1,9 +1,9 @@
-"""Powers of a table in the algebra of min and +: the cheapest walks of n steps, and the walks.
+"""Min-plus powers of a table: the cheapest walks of n steps, and the walks themselves.
 
-    (A B)[x, y] = min over z of A[x, z] + B[z, y]          T^n by squaring
+    (A B)[x, y] = min over z of A[x, z] + B[z, y]          (`_product`)
 
-Entry [x, y] of T^n is the least total of n steps from state x to state y; all tables have a first
-axis of cases that never mix.
+Entry [x, y] of T^n is the least total of n steps from state x to state y. It is computed by
+repeated squaring (`Power.of`). All tables have a leading axis of cases that never mix.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from autopar.passes.solvers.problem import FloatArray, compiled
 
 @dataclass(frozen=True, eq=False)
 class Power:
-    """T^n: `squares[b]` is T^(2^b); `partial[k]` the product of the squares that the lowest k + 1
-    bits of n that are set stand for, at `bits[k]`."""
+    """T^n: `squares[b]` is T^(2^b). `bits` are the bits of n that are set, lowest first.
+    `partial[k]` is the min-plus product of the squares of the first k + 1 of them."""
 
     squares: tuple[FloatArray, ...]
     bits: tuple[int, ...]
@@ -28,7 +28,7 @@ class Power:
     def of(table: FloatArray, n: int) -> Power:
         """`table` is [cases, states, states]; n is at least 1."""
         assert n >= 1
-        squares = [np.array(table)]  # one that may be written to, as all others: compiled once
+        squares = [np.array(table)]  # writable like the others, so that `_product` is compiled once
         while 2 ** len(squares) <= n:
             squares.append(_product(squares[-1], squares[-1]))
         bits = tuple(b for b in range(len(squares)) if n >> b & 1)
@@ -54,7 +54,7 @@ class Power:
         return self._walk(self.bits[0], case, start, at) + tail
 
     def _walk(self, b: int, case: int, start: int, end: int) -> list[int]:
-        """2^b steps."""
+        """A cheapest walk of 2^b steps."""
         if b == 0:
             return [start, end]
         half = self.squares[b - 1]
@@ -78,5 +78,5 @@ def _product(left: FloatArray, right: FloatArray) -> FloatArray:
 
 
 def _through(left: FloatArray, right: FloatArray, case: int, start: int, end: int) -> int:
-    """The state between two walks."""
+    """The state in the middle of a cheapest walk, over `left` and then over `right`."""
     return int((left[case, start] + right[case, :, end]).argmin())

@@ -1,10 +1,10 @@
 """Choice problems with repeated blocks: many copies of some variables, written down once.
 
-A problem of N alike layers has N copies of one block of variables. Copy k is joined to copy k - 1
-as the first is to what comes before it, so one block and its number of copies say all. Every copy
-makes choices of its own: the problem is that of all copies written out
-(`RepeatedProblem.unrolled`), and is solved without writing them out (`repeats_elimination.py`).
-Problems that differ in their numbers alone share all else (`RepeatedProblems`).
+A problem of N equal layers has N copies of one block of variables. Copy k is joined to copy k - 1
+as the first copy is to what comes before it, so one block and its number of copies say all. Every
+copy makes its own choices. The problem is that of all copies written out
+(`RepeatedProblem.unrolled`); it is solved without writing them out (`elimination.py`). Problems
+that differ only in their numbers share all else (`RepeatedProblems`).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from autopar.passes.solvers.problem import (
     Shape,
 )
 
-# So many copies show all there is: the first, the last, and one between its likes.
+# Three copies show every case: the first, the last, and one between copies.
 _TELLING = 3
-# Rows of numbers that are kept, of the problems that were last asked for: writing one down takes a
-# fraction of what solving it does.
+# Rows that are kept, of the problems asked for last. To write a row takes a fraction of the time
+# that solving the problem takes.
 MOST_ROWS = 4
 
 
@@ -46,9 +46,10 @@ MOST_ROWS = 4
 class Repeat:
     """`count` copies of the variables `block`.
 
-    `like` maps each variable before the block that is joined to it, but to later copies only
-    through its like, to that like, a variable of the block. Variables `after` it are joined to the
-    last copy alone, and only to likes. Whatever else the block is joined to, every copy is.
+    `like` maps a variable u before the block to its counterpart v in the block. The first copy is
+    joined to u, each later copy to the v of the copy before. Variables `after` the block are joined
+    to the last copy alone, and there only to counterparts. Any other variable that the block is
+    joined to is joined to every copy.
     """
 
     block: tuple[int, ...]
@@ -59,8 +60,8 @@ class Repeat:
 
 @dataclass(frozen=True)
 class RepeatedChoice:
-    """`base` for every variable, where those of blocks are the last copy's; and of each repeat,
-    per copy, the choices of `block`."""
+    """`base` has a choice for every variable; for variables of blocks it is the last copy's.
+    `copies[r][k]` are the choices of repeat r's `block` in copy k."""
 
     base: Choice
     copies: tuple[tuple[Choice, ...], ...]
@@ -68,8 +69,8 @@ class RepeatedChoice:
 
 @dataclass(frozen=True, eq=False)
 class RepeatedProblems:
-    """Choice problems of the same variables, choices and edges, of which some blocks stand for
-    several copies; parallel edges are merged. What does not depend on their numbers is found once.
+    """Choice problems of the same variables, choices and edges, in which some blocks stand for
+    several copies. Parallel edges are merged. What does not depend on the numbers is computed once.
 
     Raises `ProblemError` where a block is joined otherwise than `Repeat` says.
     """
@@ -97,7 +98,7 @@ class RepeatedProblems:
                     raise ProblemError(f"variables {inside} and {outside} cannot be joined")
 
     def of(self, i: int, times: int = 1) -> RepeatedProblem:
-        """One of the problems, with so many times the bytes of what is not stored."""
+        """Problem i, with `times` the bytes of what is not stored."""
         return RepeatedProblem(self, i, times)
 
     @property
@@ -107,17 +108,17 @@ class RepeatedProblems:
 
     @property
     def layout(self) -> Layout:
-        """Where numbers are in a row."""
+        """Where the numbers lie in a row."""
         return self.numbers.layout
 
     @cached_property
     def owner(self) -> dict[int, int]:
-        """Variable of a block -> the number of its repeat."""
+        """Variable of a block -> the index of its repeat."""
         return {v: r for r, repeat in enumerate(self.repeats) for v in repeat.block}
 
     @cached_property
     def of_copies(self) -> tuple[tuple[int, ...], ...]:
-        """Per repeat, the edges that every copy has, by their places."""
+        """Per repeat, the indices of the edges that every copy has."""
         out = []
         for repeat in self.repeats:
             block = {*repeat.block}
@@ -127,22 +128,22 @@ class RepeatedProblems:
 
     @cached_property
     def once(self) -> tuple[int, ...]:
-        """The edges that are there once: of no copy, or of the last one alone."""
+        """The indices of the edges that exist once: those of no copy, or of the last copy alone."""
         repeated = set(itertools.chain.from_iterable(self.of_copies))
         return tuple(i for i in range(len(self.numbers.edges)) if i not in repeated)
 
     def edges(self, places: Iterable[int]) -> list[Edge]:
-        """Those at some places."""
+        """The edges at some indices."""
         return [self.numbers.edges[i] for i in places]
 
     def tables(self, places: Iterable[int]) -> Iterator[tuple[Edge, int, Shape]]:
-        """Edges at some places, with where their table is in a row, and its shape."""
+        """The edges at some indices, with the offset of their table in a row, and its shape."""
         layout, edges = self.layout, self.numbers.edges
         return ((edges[i], layout.table_at[i], layout.shapes[i]) for i in places)
 
     @cached_property
     def outside(self) -> list[tuple[int, ...]]:
-        """Per repeat, what copies are joined to but each other."""
+        """Per repeat, the variables that all its copies are joined to."""
         return [
             tuple(sorted({v for e in self.edges(at) for v in (e.u, e.v)} - {*of.block, *of.like}))
             for of, at in zip(self.repeats, self.of_copies, strict=True)
@@ -150,20 +151,21 @@ class RepeatedProblems:
 
     @cached_property
     def once_entries(self) -> Entries:
-        """Of what is no copy's."""
+        """The entries that count once: of variables outside blocks, and of the edges `once`."""
         others = [v for v in range(len(self.sizes)) if v not in self.owner]
         return Entries.some(self.numbers, self.layout, others, self.once)
 
     @cached_property
     def copy_entries(self) -> list[Entries]:
-        """Per repeat, of one copy."""
+        """Per repeat, the entries of one copy."""
         return [
             Entries.some(self.numbers, self.layout, repeat.block, edges)
             for repeat, edges in zip(self.repeats, self.of_copies, strict=True)
         ]
 
     def written(self, size: Callable[[Iterable[int], Iterable[Shape]], int]) -> int:
-        """A size of a problem written out, where those of variables and tables add up."""
+        """A size of the problem written out. `size` takes numbers of choices and shapes of tables,
+        and must be additive."""
         sizes, shapes = self.sizes, self.layout.shapes
         total = size(
             [k for v, k in enumerate(sizes) if v not in self.owner], [shapes[i] for i in self.once]
@@ -174,7 +176,7 @@ class RepeatedProblems:
         return total
 
     def row(self, i: int, times: int) -> Numbers:
-        """The numbers of one problem; the last few are kept."""
+        """The numbers of problem i; those of the last few problems are kept."""
         key = i, times
         if key not in self._rows:
             self._rows[key] = Numbers.of(self.numbers.some((i,), (times,)))
@@ -189,8 +191,8 @@ class RepeatedProblems:
 
 @dataclass(frozen=True, eq=False)
 class RepeatedProblem:
-    """One of several problems with repeated blocks, with `times` the bytes of what is not stored;
-    `only` are the numbers of a row whose costs count (None: all)."""
+    """Problem `case` of several with repeated blocks, with `times` the bytes of what is not stored.
+    `only` marks the numbers of a row whose costs count (None: all)."""
 
     every: RepeatedProblems
     case: int
@@ -200,7 +202,7 @@ class RepeatedProblem:
 
     @staticmethod
     def alone(numbers: ChoiceProblem, repeats: tuple[Repeat, ...]) -> RepeatedProblem:
-        """A problem of which some blocks stand for several copies."""
+        """A single problem in which some blocks stand for several copies."""
         every = RepeatedProblems(ChoiceProblems.alone(numbers), repeats)
         return RepeatedProblem(every, 0, budget_bytes=numbers.budget_bytes)
 
@@ -218,7 +220,7 @@ class RepeatedProblem:
 
     @property
     def numbers(self) -> ChoiceProblem:
-        """With every block written down once."""
+        """The problem with every block written down once."""
         every, layout = self.every.numbers, self.every.layout
         own_at = list(zip(layout.own_at, layout.n_choices, strict=True))
         table_at = list(zip(layout.table_at, layout.shapes, strict=True))
@@ -235,11 +237,9 @@ class RepeatedProblem:
             every.names, own[0], own[1], own[2], tuple(edges), self.budget_bytes, is_checked=True
         )
 
-    # -- written out -------------------------------------------------------------------------
-
     def unrolled(self, n_most: int | None = None) -> tuple[ChoiceProblem, list[list[int]]]:
-        """The problem with every copy, or at most `n_most` of each, written out; and per variable
-        the numbers of its copies there."""
+        """(the problem with every copy, or at most `n_most` of each, written out; per variable the
+        indices of its copies there)."""
         numbers, counts = self.numbers, [min(r.count, n_most or r.count) for r in self.repeats]
         owner = self.every.owner
         n_copies = [counts[owner[v]] if v in owner else 1 for v in range(len(numbers.names))]
@@ -260,7 +260,7 @@ class RepeatedProblem:
         return written, where
 
     def _joined(self, edge: Edge, where: list[list[int]]) -> Iterator[tuple[int, int]]:
-        """The pairs of copies that an edge joins."""
+        """The pairs of written-out variables that an edge joins."""
         owner = self.every.owner
         r = owner.get(edge.u, owner.get(edge.v))
         if r is None:
@@ -274,13 +274,13 @@ class RepeatedProblem:
 
     @staticmethod
     def _at_copy(v: int, k: int, repeat: Repeat, where: list[list[int]]) -> int:
-        """What copy k of a block is joined to, where the block is joined to v."""
+        """The written-out variable that stands for v where copy k is joined to it."""
         if v in repeat.block:
             return where[v][k]
         return where[repeat.like[v]][k - 1] if v in repeat.like and k > 0 else where[v][0]
 
     def evaluate(self, choice: RepeatedChoice) -> ChoiceTotals:
-        """What a choice sums to, over all copies; equal copies are added up once."""
+        """The totals of a choice over all copies. Equal copies are evaluated once."""
         base = choice.base
         terms = [self._of_once(base)]
         for r, (repeat, rows) in enumerate(zip(self.repeats, choice.copies, strict=True)):
@@ -293,14 +293,14 @@ class RepeatedProblem:
         return ChoiceTotals(*map(math.fsum, np.concatenate(terms, axis=1).tolist()))
 
     def _of_once(self, base: Choice) -> FloatArray:
-        """[seconds, ties and bytes; terms] of what is no copy's."""
+        """[seconds, ties and bytes; terms] of what counts once."""
         if base not in self._known_once:
             self._known_once[base] = self._terms(self.every.once_entries, base)
         return self._known_once[base]
 
     def of_copy(self, r: int, base: Choice, before: Choice, row: Choice) -> FloatArray:
-        """[seconds, ties and bytes; terms] of one copy that is handed `before` and has chosen
-        `row`, where all else is as in `base`."""
+        """[seconds, ties and bytes; terms] of one copy that is handed the choices `before` and
+        makes the choices `row`; all else is as in `base`."""
         repeat = self.repeats[r]
         key = r, tuple([base[v] for v in self.every.outside[r]]), before, row
         if key not in self._known:
@@ -323,10 +323,9 @@ class RepeatedProblem:
     def _known_once(self) -> dict[Choice, FloatArray]:
         return {}
 
-    # -- made smaller ------------------------------------------------------------------------
-
     def reduced(self) -> tuple[RepeatedProblem, tuple[NDArray[np.intp], ...]] | None:
-        """Without choices that cannot matter, and what is left of each variable; None: nothing."""
+        """(the problem without choices that cannot matter, the original indices of each variable's
+        choices); None: nothing is left."""
         numbers = self.numbers
         written, where = self.unrolled(_TELLING)
         found = reduce(written, self._classes(where))
@@ -337,7 +336,8 @@ class RepeatedProblem:
         return RepeatedProblem.alone(numbers.restrict(masks), self.repeats), kept
 
     def _classes(self, where: list[list[int]]) -> list[list[int]]:
-        """Copies of one variable, with what they are the likes of."""
+        """The classes of `reduce`: the copies of one variable, and the variables whose counterpart
+        it is."""
         before: dict[int, list[int]] = {}
         for repeat in self.repeats:
             for u, v in repeat.like.items():

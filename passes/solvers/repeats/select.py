@@ -1,16 +1,17 @@
-"""Which choices a problem with repeated blocks takes: the optimum, or nearly so under a budget.
+"""The solver of problems with repeated blocks: the optimum, or nearly so under a budget.
 
 Without a budget that binds, elimination finds the optimum, and of equals one of least tie, as
-`select.py` does of a problem written out. Under one, the price of bytes gives a bound and a choice
-that fits (`lagrangian.py`); their distance is the gap. It is closed from both sides:
+`passes/solvers/choice/select.py` does for a problem written out. Under a budget that binds, the
+price of bytes gives a lower bound and a choice that fits (`passes/solvers/choice/lagrangian.py`).
+Their distance is the gap. It is closed from both sides:
 
-    choices   from one corner of the hull to the next all copies change at once. Some take those of
-              the corner over the budget, as many as there is room for (`_mixed`), and exchanges in
-              single copies do the rest (`repeats_exchange.py`)
-    bounds    prices mix corners for nothing, but copies that hand on unlike states are joined by
-              one that pays to change. So all choices are parted into *branches* (`Branch`): all
+    choices   from one corner of the hull to the next all copies change at once. As many copies as
+              fit take the choices of the corner over the budget (`_mixed`). Exchanges in single
+              copies do the rest (`exchange.py`)
+    bounds    prices mix corners for nothing, but between copies that hand on different states one
+              copy pays for the change. So all choices are divided into *branches* (`_parted`): all
               copies hand on one state, for each state, or some copy changes it. The least bound of
-              all branches is one of the problem, and each is searched unless its bound is high
+              all branches is a lower bound of the problem. Branches with a high bound are skipped
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from autopar.passes.solvers.repeats.repeats import RepeatedChoice, RepeatedProbl
 
 @dataclass(frozen=True)
 class RepeatedSolution:
-    """A choice within the budget, and how far (relative) it may be from the cheapest; one that is
-    not `settled` shows no more than that nothing is below the limit that was asked for."""
+    """A choice within the budget, and how far (relative) it may be from the cheapest. If it is not
+    `settled`, it only shows that no choice is below the limit that was asked for."""
 
     choice: RepeatedChoice
     totals: ChoiceTotals
@@ -49,15 +50,15 @@ class RepeatedSolution:
     settled: bool = True
 
 
-# The best choice known, and a bound on all.
+# The best known choice, and a lower bound on all.
 _Found = tuple[Point[RepeatedChoice], float]
 
 
 def solve_repeated(
     problem: RepeatedProblem, time_limit_s: float | None = None, gap_goal: float = 0.0
 ) -> RepeatedSolution | Infeasible:
-    """The cheapest choice within the budget of a problem, or near it; a gap no wider than
-    `gap_goal` is not closed further.
+    """The cheapest choice within the budget of a problem, or near it; a gap of at most `gap_goal`
+    is not closed further.
 
     Raises `TooWide` where a table would be too large.
     """
@@ -66,7 +67,7 @@ def solve_repeated(
 
 
 def quick_plan(problems: RepeatedProblems) -> RepeatedPlan | None:
-    """How problems are eliminated as they are; None where that takes long."""
+    """The plan for the problems as they are; None: elimination would take long."""
     try:
         return RepeatedPlan(problems, QUICK)
     except TooWide:
@@ -74,8 +75,8 @@ def quick_plan(problems: RepeatedProblems) -> RepeatedPlan | None:
 
 
 class RepeatedSolver:
-    """Solves one problem within any budgets: what one of them leads to serves the others. `plan` is
-    the `quick_plan` of it and its likes."""
+    """Solves one problem within any budgets; results for one budget serve the others. `plan` is the
+    `quick_plan` of the problem and its siblings."""
 
     def __init__(self, problem: RepeatedProblem, plan: RepeatedPlan | None) -> None:
         self.problem, self.plan = problem, plan
@@ -90,8 +91,8 @@ class RepeatedSolver:
         gap_goal: float = 0.0,
         limit_s: float = math.inf,
     ) -> RepeatedSolution | Infeasible:
-        """As `solve_repeated`, whatever the problem's own budget; only a choice and its gap where
-        nothing can be below `limit_s`."""
+        """`solve_repeated` within this budget, instead of the problem's own. It stops with a choice
+        and its gap once no choice can be below `limit_s`."""
         deadline = time.perf_counter() + (math.inf if time_limit_s is None else time_limit_s)
         hull = self._hull
         if hull is None or hull.fastest is None:
@@ -110,7 +111,7 @@ class RepeatedSolver:
 
     @cached_property
     def _hull(self) -> Hull[RepeatedChoice] | None:
-        """None: some variable has no choice that is allowed."""
+        """The hull of the problem; None: some variable has no choice that is allowed."""
         if self.plan is not None:
             return Hull(RepeatedElimination(self.problem, self.plan))
         reduced = self.problem.reduced()
@@ -121,7 +122,7 @@ class RepeatedSolver:
 
     @cached_property
     def _chosen(self) -> Point[RepeatedChoice]:
-        """Of the fastest one of least tie."""
+        """Among the fastest choices, one of least tie."""
         hull = self._hull
         assert hull is not None and hull.fastest is not None
         if not self._smaller.row.tie.any():
@@ -138,7 +139,7 @@ class RepeatedSolver:
         deadline: float,
         limit_s: float,
     ) -> _Found:
-        """By prices, exchanges, and, while that leaves too much, branches."""
+        """By prices, then exchanges, then branches while the gap is too wide."""
         bracket = search(hull, budget_bytes, deadline, limit_s)
         if bracket.bound_s >= limit_s:
             return bracket.best, bracket.bound_s
@@ -160,7 +161,7 @@ class RepeatedSolver:
         budget_bytes: float,
         gap_goal: float,
     ) -> _Found:
-        """What exchanges between the corners of the hull next to the budget lead to."""
+        """Improve the best choice by exchanges between the corners around the budget."""
         best = bracket.best
         if _gap(best, bracket.bound_s) > gap_goal and bracket.neighbours is not None:
             known = [point.choice for point in hull.corners]
@@ -176,8 +177,8 @@ class RepeatedSolver:
         hull: Hull[RepeatedChoice],
         neighbours: tuple[Point[RepeatedChoice], Point[RepeatedChoice]],
     ) -> list[Branch]:
-        """All choices, by what copies hand on in one repeat; none where both neighbours hand on the
-        same."""
+        """Branches that cover all choices, by what copies hand on in one repeat; none where both
+        neighbours hand on one and the same state."""
         elimination = self._elimination(hull)
         for r in range(len(self.problem.repeats)):
             if len(set.union(*(elimination.states(r, p.choice) for p in neighbours))) > 1:
@@ -204,7 +205,7 @@ class RepeatedSolver:
         gap_goal: float,
         deadline: float,
     ) -> _Found:
-        """In one branch; only a bound where nothing in it betters what is known by enough."""
+        """Search one branch; only its bound where it cannot improve the best enough."""
         value, _ = hull.at(whole.s_per_byte)
         if math.isinf(value):
             return best, math.inf
@@ -222,7 +223,7 @@ class RepeatedSolver:
     def _solution(
         self, point: Point[RepeatedChoice], gap: float, settled: bool = True
     ) -> RepeatedSolution:
-        """In the indices of the problem before it was reduced."""
+        """The solution in the indices of the problem before it was reduced."""
         kept, choice = self._kept, point.choice
         if kept is None:
             return RepeatedSolution(choice, point.totals, gap, settled)
@@ -241,8 +242,8 @@ def _mixed(
     problem: RepeatedProblem, budget_bytes: float, over: Point[RepeatedChoice],
     under: Point[RepeatedChoice],
 ) -> list[Point[RepeatedChoice]]:  # fmt: skip
-    """Choices near the budget of which as many copies as there is room for, or one more, the first
-    or the last, are as in `over`, and the others as in `under`; what is no copy as in either."""
+    """Choices near the budget: the first or the last n copies are as in `over`, the others as in
+    `under`. n is the most that fit, or one more. What is outside copies is as in either."""
     found = {
         point.choice: point
         for ends, is_first in itertools.product((under, over), (True, False))
@@ -282,8 +283,8 @@ def _joined(
     problem: RepeatedProblem, ends: RepeatedChoice, first: RepeatedChoice, last: RepeatedChoice,
     fraction: float,
 ) -> RepeatedChoice:  # fmt: skip
-    """This fraction of every repeat's copies from `first`, the rest from `last`; what is no copy
-    from `ends`."""
+    """This fraction of every repeat's copies from `first`, the rest from `last`; what is outside
+    copies from `ends`."""
     base, copies = list(ends.base), []
     for r, repeat in enumerate(problem.repeats):
         n = round(fraction * repeat.count)
@@ -295,6 +296,7 @@ def _joined(
 
 
 def _gap(best: Point[RepeatedChoice], bound_s: float) -> float:
+    """The relative distance of the best cost to the lower bound; 0 to `SAME_OPTIMUM_REL`."""
     cost_s = best.totals.cost_s
     proven = cost_s <= bound_s * (1 + SAME_OPTIMUM_REL)
     return 0.0 if proven else 1 - max(bound_s, 0.0) / cost_s

@@ -1,4 +1,4 @@
-"""Every pipeline, counted out: the definition that the stage search is tested against."""
+"""All pipelines enumerated: the definition that the stage search is tested against."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def solve_stages_brute_force(
     for n_plans, stages in enumerate(_covers(problem, 0, problem.n_devices)):
         if n_plans == MAX_PLANS:
             raise ProblemError(
-                f"more than {MAX_PLANS} plans are too many to count out",
+                f"more than {MAX_PLANS} plans are too many to enumerate",
                 hint="use autopar.passes.solvers.stages.solve_stages",
             )
         if problem.n_stages not in (None, len(stages)):
@@ -47,7 +47,7 @@ def solve_stages_brute_force(
 
 
 def _covers(problem: StageProblem, first: int, n_devices: int) -> Iterator[tuple[StageChoice, ...]]:
-    """All stages for the layers from `first` on that use exactly `n_devices`."""
+    """All ways to cut the layers from `first` on into stages on exactly `n_devices`."""
     if first == problem.n_layers:
         if n_devices == 0:
             yield ()

@@ -1,15 +1,16 @@
 """Operators grouped into layers, the units that pipeline stages are made of.
 
-n operators in execution order become L layers of consecutive operators; `cut_bytes[i]` crosses
-the boundary between operators i and i + 1. Every layer's flops are at most (1 + delta) times
-the mean, and the largest cut is least. With G(r, k) for the first k operators in r layers:
+n operators in execution order become L layers of consecutive operators; `cut_bytes[i]` crosses the
+boundary between operators i and i + 1. Every layer's flops are at most (1 + delta) times the mean,
+and the largest cut is minimised. With G(r, k) for the first k operators in r layers:
 
     G(r, k) = min over i < k, flops(i..k-1) <= (1 + delta) total / L  of
               max(G(r-1, i), cut_bytes[i-1])                                  (`_least_largest`)
 
-Many partitions attain it. Of these the most even is taken: the same recurrence over the
-boundaries that the least cut allows, summing squared flops (`_most_even`); among equals, the
-one that cuts earliest from the back. Source: Zheng et al., "Alpa", OSDI 2022, section 5.2.
+Many partitions attain the optimum. The most even of them is taken: the same recurrence, over the
+boundaries whose cut is at most the optimum, minimises the sum of squared flops (`_most_even`).
+Among equals, the one that cuts earliest from the back is taken. Source: Zheng et al., "Alpa", OSDI
+2022, section 5.2.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class Clustering:
 def cluster_operators(
     flops: Sequence[float], cut_bytes: Sequence[float], n_layers: int, delta: float = 0.5
 ) -> Clustering | Infeasible:
-    """The partition of least largest cut within the limit on flops; `Infeasible` names a delta.
+    """The partition of least largest cut within the limit on flops; `Infeasible` names the least
+    delta.
 
     Raises `ProblemError` for NaN, negative or infinite numbers, a wrong number of cuts, fewer
     operators than layers.
@@ -84,8 +86,8 @@ def cluster_operators(
 def least_flops(flops: Sequence[float], n_layers: int) -> float:
     """The least possible flops of the largest of `n_layers` layers, at most as many as operators.
 
-    By bisection: layers as large as a limit allows, one after the other, are the fewest within it,
-    and fewer than `n_layers` can be split further.
+    By bisection on a limit. Filling each layer up to the limit in turn gives the fewest layers.
+    Fewer than `n_layers` can be split further.
     """
     prefix = _prefix(np.array(flops, dtype=float))
     low, high = 0.0, float(prefix[-1])
@@ -132,7 +134,7 @@ def _least_largest(paid: FloatArray, starts: Codes, n_layers: int) -> float:
 def _most_even(
     prefix: FloatArray, may_begin: np.ndarray, starts: list[int], n_layers: int
 ) -> list[int]:
-    """The ends of the layers that begin only where they may, of least squared flops."""
+    """The ends of the layers of least squared flops that begin only where they may."""
     n = len(may_begin)
     share = prefix / max(prefix[-1], 1.0)
     closed = np.where(may_begin, 0.0, np.inf)
@@ -152,7 +154,8 @@ def _most_even(
 
 
 def _largest_of_fewest(prefix: FloatArray, limit_flops: float, n_layers: int) -> float | None:
-    """The largest of the fewest layers within a limit; None: there are more than `n_layers`."""
+    """The largest flops among the fewest layers within a limit; None: that takes more than
+    `n_layers`."""
     start, largest = 0, 0.0
     for _ in range(n_layers):
         end = int(np.searchsorted(prefix - prefix[start], limit_flops, side="right")) - 1

@@ -1,19 +1,21 @@
 """The pipeline problem on plain numbers: layers cut into stages, a configuration for each.
 
-With S stages, stage s holding layers first..last under configuration c, B microbatches and
-1F1B's in-flight count of min(B, S - s) microbatches on stage s (counted from 0):
+With S stages, stage s holding layers first..last under configuration c, B microbatches and 1F1B's
+in-flight count of min(B, S - s) microbatches on stage s (counted from 0):
 
     minimise  sum_s time_s + (B - 1) max_s time_s + max_s once_s
     such that static_bytes + min(B, S - s) activation_bytes <= memory_bytes  on every stage
               the stages cover the layers in order, and use exactly n_devices together
 
-(`StageProblem.evaluate`, `StageProblem.stage_bytes`). A configuration is anything that has a
-number of devices: a submesh, how it is viewed, what is recomputed. Stages hold consecutive
-devices in their order. With `node_devices`, a stage that is smaller than a node lies inside one,
-and a larger one begins with a node; shares of one node by powers of two and whole nodes always
-can be laid out so in some order (Zheng et al., "Alpa", OSDI 2022, appendix A), and only such
-orders are plans. What a stage costs may depend on where in its node it begins (`config_offsets`):
-whether its neighbours are on other nodes follows from that.
+(`StageProblem.evaluate`, `StageProblem.stage_bytes`). A configuration is anything that has a number
+of devices: a submesh, how it is viewed, what is recomputed. Stages hold consecutive devices in
+their order.
+
+With `node_devices`, a stage smaller than a node lies inside one, and a larger one begins with a
+node (`StageProblem.may_begin`). Power-of-two shares of a node and whole nodes can always be ordered
+so (Zheng et al., "Alpa", OSDI 2022, appendix A). Only such orders are plans. What a stage costs may
+depend on where in its node it begins (`config_offsets`), since that decides whether its neighbours
+are on other nodes.
 """
 
 from __future__ import annotations
@@ -52,8 +54,8 @@ class StagePlan:
     """Stages in order, what they cost and what is proven about it.
 
     `t_max_s` is the slowest stage's time, `once_s` the largest cost per step, `peak_bytes` the
-    largest need of one device. `bound_s` is a proven lower bound on every feasible plan, `gap`
-    the relative distance of `objective_s` to it.
+    largest need of one device. `bound_s` is a proven lower bound on every feasible plan, `gap` the
+    relative distance of `objective_s` to it.
     """
 
     stages: tuple[StageChoice, ...]
@@ -67,14 +69,15 @@ class StagePlan:
 
 @dataclass(frozen=True, eq=False)
 class StageProblem:
-    """See the module docstring. The arrays are [first, last, config]; last < first is not read.
+    """The problem of the module docstring. Arrays are [first, last, config]; last < first is not
+    read.
 
-    `time_s` is one microbatch's, `once_s` what a stage adds to each step whatever the number of
-    microbatches, `activation_bytes` one microbatch's while it is in flight; bytes are per device.
-    An infinite `time_s` forbids; the other arrays are not read there. `memory_bytes` None: no
-    limit; `n_stages` None: any number; `node_devices` None: stages may begin anywhere.
-    `config_offsets`: how many devices of its node may precede a stage of a configuration; None: any
-    number that leaves it room.
+    `time_s` is the time of one microbatch, `once_s` what a stage adds to each step, whatever the
+    number of microbatches. `activation_bytes` are those of one microbatch in flight. Bytes are per
+    device. An infinite `time_s` forbids a stage; the other arrays are not read there.
+    `memory_bytes` None: no limit. `n_stages` None: any number. `node_devices` None: stages may
+    begin anywhere. `config_offsets`: how many devices of its node may precede a stage of a
+    configuration; None: any number that leaves it room.
 
     Raises `ProblemError` for wrong shapes, NaN, negative or infinite numbers, counts below 1.
     """
@@ -105,7 +108,7 @@ class StageProblem:
         if self.config_offsets is not None and (
             self.node_devices is None or len(self.config_offsets) != len(self.config_devices)
         ):
-            raise ProblemError("config_offsets: one for each configuration, and nodes to count in")
+            raise ProblemError("config_offsets needs node_devices, and one entry per configuration")
         n = len(self.time_s)
         shape = (n, n, len(self.config_devices))
         upper = np.triu(np.ones((n, n), dtype=bool))[:, :, None]
@@ -129,14 +132,14 @@ class StageProblem:
 
     @property
     def max_stages(self) -> int:
-        """No plan has more stages: each takes a layer, and devices."""
+        """An upper bound on the stages of a plan: each takes a layer, and devices."""
         return min(self.n_layers, self.n_devices // min(self.config_devices))
 
     def offsets(self, config: int) -> frozenset[int] | None:
         return None if self.config_offsets is None else self.config_offsets[config]
 
     def may_begin(self, config: int, n_left: int) -> bool:
-        """May a stage of a configuration be the next when `n_left` devices are not taken yet?"""
+        """May a stage of this configuration come next when `n_left` devices are left?"""
         size, offsets = self.config_devices[config], self.offsets(config)
         if size > n_left or self.node_devices is None:
             return size <= n_left
@@ -145,26 +148,26 @@ class StageProblem:
         return has_room and (offsets is None or before in offsets)
 
     def stage_bytes(self, n_after: int | NDArray[np.int64], stages: Index = ...) -> FloatArray:
-        """What each [first, last, config] needs as a stage that `n_after` stages follow; or those
-        of them that `stages` index."""
+        """[first, last, config]: the bytes per device of a stage that `n_after` stages follow; or
+        those that `stages` index."""
         n_in_flight = np.minimum(self.n_microbatches, n_after + 1)
         size: FloatArray = self.static_bytes[stages] + n_in_flight * self.activation_bytes[stages]
         return size
 
     @property
     def limit_bytes(self) -> float:
-        """What a device may hold, the memory to `BUDGET_REL`."""
+        """The most bytes that a device may hold: the memory, to `BUDGET_REL`."""
         return math.inf if self.memory_bytes is None else self.memory_bytes * (1 + BUDGET_REL)
 
     def possible(self) -> BoolArray:
-        """Which [first, last, config] are not forbidden, whatever the memory."""
+        """[first, last, config]: is the stage allowed, whatever the memory?"""
         n = self.n_layers
         upper = np.triu(np.ones((n, n), dtype=bool))[:, :, None]
         enough = np.array(self.config_devices) <= self.n_devices
         return upper & enough & np.isfinite(self.time_s)
 
     def evaluate(self, stages: Sequence[StageChoice], bound_s: float | None = None) -> StagePlan:
-        """A legal plan's cost, summed exactly; `bound_s` None means that it bounds itself."""
+        """The cost of a legal plan, summed exactly. `bound_s` None: it is proven optimal."""
         times = [float(self.time_s[s]) for s in stages]
         once_s = max(float(self.once_s[s]) for s in stages)
         objective = math.fsum([*times, (self.n_microbatches - 1) * max(times), once_s])
@@ -177,7 +180,8 @@ class StageProblem:
 
 
 def too_little_memory(problem: StageProblem, min_bytes: float) -> Infeasible:
-    """`min_bytes`: the least device memory with which some plan fits; inf: none ever does."""
+    """The `Infeasible` of a problem without plans. `min_bytes` is the least device memory with
+    which some plan fits (infinite: none ever does)."""
     if math.isinf(min_bytes):
         count = "no stages" if problem.n_stages is None else f"no {problem.n_stages} stages"
         return Infeasible(

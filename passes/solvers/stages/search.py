@@ -1,26 +1,26 @@
 """Where the model is cut into pipeline stages, and each stage's configuration: exact search.
 
-The objective of `stage_problem` is a sum plus two maxima. For limits t, o on the stages' times
-and once-per-step costs let f(t, o) be the least sum of times (`stage_tables`); then
+The objective (`problem.py`) is a sum plus two maxima. For limits t, o on the stages' times and
+once-per-step costs let f(t, o) be the least sum of times (`tables.py`). Then
 
     optimum = min over t, o of  f(t, o) + (B - 1) t + o
 
-over the values that occur (the recurrence of Alpa, OSDI 2022, section 5.2). Trying all is
-hopeless for thousands of values, and unneeded: f falls as its limits rise, so every plan whose
-largest time and once cost lie in a box [t_lo, t_hi] x [o_lo, o_hi] costs at least
+over the values that occur (the recurrence of Alpa, OSDI 2022, section 5.2). With thousands of
+values, trying all pairs is infeasible. It is not needed either: f falls as its limits rise, so
+every plan whose largest time and once cost lie in a box [t_lo, t_hi] x [o_lo, o_hi] costs at least
 
-    f(t_hi, o_hi) + (B - 1) t_lo + o_lo                                            (`_bound`)
+    f(t_hi, o_hi) + (B - 1) t_lo + o_lo                                   (`_Search._bound`)
 
-Boxes are opened by least bound (`_Search.run`): the best plans at the upper corner are
-candidates, the part of the box that they dominate is cut off (`_remainders`), the rest is
-halved. The search ends when no bound is below the best plan known.
+Boxes are opened by least bound (`_Search.run`). The best plans at the upper corner are candidates.
+The part of the box that they dominate is cut off (`_Search._remainders`), the rest is halved
+(`_Search._halves`). The search ends when no bound is below the best plan so far.
 
-Order. Plans are ranked by (objective, number of stages, stages). For `n_best` = K, the first K
-plans at a corner by (sum, number of stages, stages) contain every plan of global rank <= K that
-attains both limits, since a plan before it at that corner is before it everywhere. Times are
-rounded to whole multiples of about 1e-13 of a known plan's objective (`_Scaled`): sums are then
-exact, so ties do not depend on the order of summation. One stage counts as one unit below the
-smallest time, which ranks by number of stages.
+Order. Plans are ranked by (objective, number of stages, stages). For `n_best` = K, take the first K
+plans at a corner by (sum, number of stages, stages). They contain every plan of global rank <= K
+that attains both limits: a plan ranked before it at that corner is ranked before it everywhere.
+Times are rounded to whole multiples of about 1e-13 of a known plan's objective (`_Scaled`). Sums
+are then exact, so ties do not depend on the order of summation. One stage counts as one unit below
+the smallest time, which ranks by number of stages.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def solve_stages(
 ) -> tuple[StagePlan, ...] | Infeasible:
     """The `n_best` cheapest plans, best first (fewer when there are no more).
 
-    With `gap_goal` > 0 the search is content when no plan can be cheaper than the last of them
-    by more than this (relative); 0 is exact. Plans that cost more than the cheapest by more
-    than `within` (relative) are left out: proving which of those come next is most of the work.
+    With `gap_goal` > 0 the search stops when no plan can be cheaper than the last of them by more
+    than this (relative); 0 is exact. Plans that cost more than the cheapest by more than `within`
+    (relative) are left out, because proving which of those come next is most of the work.
 
     Raises `OptionError` for `n_best` < 1, a `gap_goal` outside [0, 1) or a negative `within`.
     """
@@ -99,11 +99,11 @@ def solve_stages(
 
 @dataclass(frozen=True, eq=False)
 class _Scaled:
-    """A problem in whole numbers of `quantum_s`, as floats that hold them exactly; the arrays are
+    """A problem in whole numbers of `quantum_s`, as floats that hold them exactly. Arrays are
     [stages] of `levels`.
 
-    `weight` is time * `unit` + 1, so that a sum of weights is the sum of times, then the number
-    of stages.
+    `weight` is time * `unit` + 1, so that sums of weights rank by the sum of times, then by the
+    number of stages.
     """
 
     problem: StageProblem
@@ -115,9 +115,9 @@ class _Scaled:
 
     @staticmethod
     def of(problem: StageProblem, levels: Levels, scale_s: float) -> _Scaled:
-        """Sums up to `scale_s` are exact."""
+        """The problem scaled so that sums up to `scale_s` are exact."""
         unit = problem.n_layers + 1
-        # A power of two: dividing by it rounds nothing but what is below it.
+        # A power of two, so that division by it is exact.
         exponent = math.frexp(scale_s)[1] - (EXACT_BITS - unit.bit_length())
         quantum_s = math.ldexp(1.0, exponent)
         time = np.rint(problem.time_s[levels.stages] / quantum_s)
@@ -131,15 +131,14 @@ class _Scaled:
         return first_plans(levels, weight, cost_to_go(levels, weight), n_best)
 
     def costs(self, stages: Stages) -> _Costs:
-        """Of a plan."""
+        """The costs of a plan, in quanta."""
         times = [round(float(self.problem.time_s[s]) / self.quantum_s) for s in stages]
         onces = [round(float(self.problem.once_s[s]) / self.quantum_s) for s in stages]
         return _Costs(sum(times), max(times), max(onces))
 
 
 class _Costs(NamedTuple):
-    """Of a plan: the sum and the largest of its stages' times, and the largest of what they cost
-    once."""
+    """The sum and the largest of a plan's stage times, and its largest once-per-step cost."""
 
     sum: int
     slowest: int
@@ -155,7 +154,7 @@ class _Search:
         self.gap_goal = gap_goal
         self.within = within
         self.repeats = scaled.problem.n_microbatches - 1
-        # One microbatch: the slowest stage does not count, and any limit is as good as none.
+        # With one microbatch the slowest stage costs nothing extra: only the largest limit is used.
         self.times = _distinct(scaled.time)[0 if self.repeats else -1 :]
         self.onces = _distinct(scaled.once)
         self.best: list[tuple[int, int, Stages]] = []
@@ -174,7 +173,7 @@ class _Search:
             for stages, of_plan in zip(plans, costs, strict=True):
                 self._offer(stages, of_plan)
             if len(plans) < self.n_best:
-                continue  # There are no others within these limits.
+                continue  # There are no other plans within these limits.
             least = costs[0].sum
             for rest in self._remainders(box, costs):
                 for part in self._halves(least, rest):
@@ -182,10 +181,11 @@ class _Search:
         return self.best[0][0]
 
     def _bound(self, least: int, box: Box) -> int:
+        """Lower bound on the plans of a box whose least sum of times is `least`."""
         return least + self.repeats * self.times[box[0]] + self.onces[box[2]]
 
     def cutoff(self) -> float:
-        """Plans that cost more are not wanted."""
+        """Plans that cost more than this are not among the plans returned."""
         worst = self.best[-1][0] if len(self.best) == self.n_best else math.inf
         if self.best and math.isfinite(self.within):
             return min(worst, self.best[0][0] * (1 + self.within))
@@ -199,10 +199,11 @@ class _Search:
             del self.best[self.n_best :]
 
     def _remainders(self, box: Box, plans: list[_Costs]) -> Iterator[Box]:
-        """What of the box may hold a plan ranked before all of `plans`, its corner's first.
+        """The parts of the box that may hold a plan ranked before all of `plans`, the best at its
+        corner.
 
-        A plan that is neither faster in its slowest stage than the slowest of theirs, nor
-        cheaper once than the dearest of theirs, comes after each of them.
+        A plan comes after each of `plans` if its slowest stage is no faster than the slowest of
+        theirs, and its once cost no lower than the largest of theirs.
         """
         t_lo, t_hi, o_lo, o_hi = box
         slowest = max(plan.slowest for plan in plans)
@@ -215,7 +216,8 @@ class _Search:
             yield t, t_hi, o_lo, o - 1
 
     def _halves(self, least: int, box: Box) -> Iterator[Box]:
-        """The box without what its bound rules out, cut across where its bound varies most."""
+        """The box without what its bound rules out, halved along the side on which its bound varies
+        more."""
         t_lo, t_hi, o_lo, o_hi = box
         room = self.cutoff() - self._bound(least, box)
         if room < 0:
@@ -239,5 +241,5 @@ class _Search:
 
 
 def _distinct(values: FloatArray) -> list[int]:
-    """Ascending."""
+    """The distinct values, ascending."""
     return [int(v) for v in np.unique(values)]

@@ -1,19 +1,20 @@
 """The stage recurrence for one limit on stage times, and the plans read off it in order.
 
-Stages are counted from the end, because the microbatches in flight on a stage depend only on
-how many stages follow it. With level j = 1 for the last stage, layers k..i in a stage of
-configuration c with n_c devices, and d devices left (`cost_to_go`):
+Stages are counted from the end: the microbatches in flight on a stage depend only on how many
+stages follow it. With level j = 1 for the last stage, layers k..i in a stage of configuration c
+with n_c devices, and d devices left (`cost_to_go`):
 
     f(j, k, d) = min over i >= k, c allowed at level j of  w(k, i, c) + f(j-1, i+1, d - n_c)
     f(0, L, 0) = 0                 c may begin with d devices left (`StageProblem.may_begin`)
 
-What fits at a level fits at every lower one. Above the last level J where anything changes (at
-most the number of microbatches), levels are one: a stage at J is followed by J or J-1
-(`follow`). Without a memory limit J is 1, and the recurrence is that of the sum alone. When the
-number of stages is given, J is that number, no level follows itself, and plans begin at J.
+What fits at a level fits at every lower one. All levels above the last one where anything changes
+(at most the number of microbatches) are merged into one, J (`Levels.without_repeats`). A stage at J
+is followed by one at J or J-1 (`Levels.after`). Without a memory limit J is 1, and the recurrence
+is that of the sum alone. When the number of stages is given, J is that number, no level follows
+itself, and plans begin at J.
 
-`first_plans` walks the table from the front, best first: f is the exact cost of the rest, so
-plans leave the heap by (sum of w, stages in lexicographic order), and each costs one walk.
+`first_plans` walks the table from the front, best first. f is the exact cost of the rest, so plans
+leave the heap in the order of (sum of w, stages), and each costs one walk.
 """
 
 from __future__ import annotations
@@ -37,11 +38,12 @@ IntArray = NDArray[np.int64]
 class Levels:
     """The stages that fit at some level, and where each may be.
 
-    The arrays `first`, `last`, `config` and `n_fitting` are [stages], ordered by the first three: a
-    stage may be at levels 1 to `n_fitting`. The last of `n_levels` stands for all above it; if
-    `exact`, plans have as many stages as levels. Configurations of as many devices that may begin
-    alike are one kind: `kinds[config]` is its number, `sizes[kind]` its devices, and
-    `begins[kind, d]`: may it begin when d devices are left? Devices are counted in some unit.
+    `first`, `last`, `config` and `n_fitting` are [stages], ordered by the first three. A stage may
+    be at levels 1 to `n_fitting`. The last of `n_levels` stands for all above it. With `exact`,
+    plans have as many stages as levels. Configurations that have as many devices and may begin at
+    the same places are of one kind: `kinds[config]` is its number, `sizes[kind]` its devices, and
+    `begins[kind, d]` whether it may begin with d devices left. Devices are counted in a common unit
+    (`some`).
     """
 
     first: IntArray
@@ -70,14 +72,14 @@ class Levels:
 
     @staticmethod
     def unlimited(problem: StageProblem) -> Levels:
-        """All levels as if everything fitted."""
+        """All stages at all levels, as if everything fitted."""
         n_levels = problem.n_stages or max(1, min(problem.max_stages, problem.n_microbatches))
         found: dict[object, int] = {}
         every = [(n, problem.offsets(c)) for c, n in enumerate(problem.config_devices)]
         kinds = [found.setdefault(kind, len(found)) for kind in every]
         firsts = [kinds.index(kind) for kind in range(len(found))]
         lefts = range(problem.n_devices + 1)
-        # Not views of one array: loops are compiled for each layout that they are given.
+        # Contiguous, not views of one array: numba compiles a function for each memory layout.
         first, last, config = map(np.ascontiguousarray, np.nonzero(problem.possible()))
         return Levels(
             first,
@@ -94,7 +96,7 @@ class Levels:
 
     @property
     def stages(self) -> tuple[IntArray, IntArray, IntArray]:
-        """Where they are in arrays [first, last, config]."""
+        """Their indices in arrays [first, last, config]."""
         return self.first, self.last, self.config
 
     @property
@@ -102,8 +104,8 @@ class Levels:
         return self.begins.shape[1] - 1
 
     def some(self, at: IntArray) -> Levels:
-        """Some of the stages, in order, with devices in the largest unit that divides those of all
-        of them: no other number is ever left."""
+        """Some of the stages, in order. Devices are counted in the largest unit that divides those
+        of all of them: no other number is ever left."""
         first, last, config, n_fitting = (
             array[at] for array in (self.first, self.last, self.config, self.n_fitting)
         )
@@ -114,7 +116,7 @@ class Levels:
         )  # fmt: skip
 
     def without_repeats(self) -> Levels:
-        """With one level for all above the last where anything changes."""
+        """The same with one level for all above the last where anything changes."""
         if self.exact:
             return self
         changing = self.n_fitting[self.n_fitting < self.n_levels]
@@ -123,16 +125,16 @@ class Levels:
 
     @cached_property
     def starts(self) -> IntArray:
-        """[first layer]: where its stages start; and the end."""
+        """[first layer]: the index of the first stage that begins there; then the end."""
         return np.searchsorted(self.first, np.arange(self.n_layers + 1))
 
     @property
     def first_levels(self) -> range:
-        """The levels that a plan may begin at."""
+        """The possible levels of a plan's first stage."""
         return range(self.n_levels if self.exact else 1, self.n_levels + 1)
 
     def after(self, level: int) -> tuple[int, ...]:
-        """The levels that a stage at `level` may be followed by."""
+        """The possible levels of the stage after one at `level`."""
         ends_itself = level == self.n_levels and not self.exact
         return (level - 1, level) if ends_itself else (level - 1,)
 
@@ -154,14 +156,16 @@ def least_memory_bytes(problem: StageProblem) -> float:
 
 
 def least_span_s(problem: StageProblem) -> float:
-    """What a step takes at least, whatever the schedule: the first microbatch passes every stage
-    before s, then s works on B of them, then the last one's gradient passes back, so
+    """Lower bound on the time of a step, whatever the schedule.
+
+    The first microbatch passes every stage before s, then s works on B microbatches, then the
+    gradient of the last one passes back. The bound is the least, over all plans, of
 
         max_s  (sum of time_r over r < s)  +  B time_s
 
-    of the plan where that is least. It is no more than the closed form of `stage_problem`, which
-    schedules undercut: where a stage is slow, those after it work on the last microbatch while it
-    is still busy with the one before. Infinite where there is no plan.
+    It is at most the closed form of `problem.py`. Schedules undercut that form: stages after a slow
+    one work on the last microbatch while the slow one is still busy with the one before. Infinite:
+    there is no plan.
     """
     levels = Levels.of(problem)
     time_s = problem.time_s[levels.stages][:, None]
@@ -183,7 +187,8 @@ def _n_fitting(
     n_microbatches: int,
     n_levels: int,
 ) -> IntArray:
-    """At how many levels each of [stages] fits: its bytes (`stage_bytes`) rise with the level."""
+    """[stages]: at how many levels each fits. Its bytes (`StageProblem.stage_bytes`) rise with the
+    level."""
     out = np.zeros(len(static_bytes), dtype=np.int64)
     for i in range(len(out)):
         low, high = 0, n_levels
@@ -203,19 +208,20 @@ def _recurrence(
     cost: FloatArray, lasts: IntArray, kinds: IntArray, n_fitting: IntArray, starts: IntArray,
     sizes: IntArray, begins: BoolArray, n_levels: int, exact: bool, alone: float, added: float,
 ) -> FloatArray:  # fmt: skip
-    """The least that stages can come to, where one and what follows it come to
-    max(alone * cost, added * cost + rest): (0, 1) is the sum, (1, 0) the maximum.
+    """[first layer, devices, level]: the least total of stages, where one stage and what follows it
+    total max(alone * cost, added * cost + rest). (alone, added) = (0, 1) is the sum, (1, 0) the
+    maximum.
 
-    `cost` is [stages, levels], or [stages, 1] of all levels; `lasts`, `kinds` and `n_fitting` are
+    `cost` is [stages, levels], or [stages, 1] for all levels; `lasts`, `kinds` and `n_fitting` are
     [stages]; the others are those of `Levels`.
     """
     n_layers, n_kinds, n_devices = len(starts) - 1, len(sizes), begins.shape[1] - 1
     out = np.full((n_layers + 1, n_devices + 1, n_levels + 1), np.inf)
     out[n_layers, 0, 0] = 0.0
-    # follow[..., j - 1]: what comes after a stage at level j.
+    # follow[..., j - 1]: the least total of what comes after a stage at level j.
     follow = np.full((n_layers + 1, n_devices + 1, n_levels), np.inf)
     follow[n_layers, 0, 0] = 0.0
-    # Of each kind, the first n_begins of its row: with how many devices left it may begin.
+    # may_begin[kind, : n_begins[kind]]: the numbers of devices left with which it may begin.
     may_begin, n_begins = np.zeros(begins.shape, dtype=np.int64), np.zeros(n_kinds, dtype=np.int64)
     for kind in range(n_kinds):
         for devices in range(sizes[kind], n_devices + 1):
@@ -251,14 +257,15 @@ def _recurrence(
 
 
 def least_total(levels: Levels, table: FloatArray) -> float:
-    """The optimum of a table made by `cost_to_go`, over all numbers of stages allowed."""
+    """The optimum of a table like that of `cost_to_go`, over all allowed numbers of stages."""
     return float(table[0, -1, levels.first_levels].min())
 
 
 def first_plans(levels: Levels, cost: FloatArray, table: FloatArray, n_best: int) -> list[Stages]:
     """The first `n_best` plans (fewer if there are no more) by (total cost, stages).
 
-    `table` is `cost_to_go(levels, cost)`; sums of `cost` must be exact, as of whole numbers.
+    `table` is `cost_to_go(levels, cost)`. Sums of `cost` must be exact, as those of whole numbers
+    are.
     """
     n_layers = levels.n_layers
     heap: list[tuple[float, Stages, int, int, int, float]] = []
@@ -279,7 +286,7 @@ def first_plans(levels: Levels, cost: FloatArray, table: FloatArray, n_best: int
         left = np.maximum(devices - levels.sizes, 0)[kinds]
         for after in levels.after(level):
             totals = np.where(fits, paid + table[last + 1, left, after], np.inf)
-            # Whatever comes later is preceded by n_best plans from here alone.
+            # The others are preceded by n_best plans from here alone.
             at = _least(totals, n_best)
             columns = (array[at].tolist() for array in (totals, last, config, left, paid))
             for total, i, c, left_after, spent_after in zip(*columns, strict=True):
@@ -291,8 +298,8 @@ def first_plans(levels: Levels, cost: FloatArray, table: FloatArray, n_best: int
 
 @compiled
 def _least(totals: FloatArray, n_best: int) -> IntArray:
-    """The places of the least `n_best` of some numbers, of those that are finite; of equal ones the
-    first come first."""
+    """The indices of the least `n_best` finite numbers, ascending. Of equal numbers the first comes
+    first."""
     out, n_found = np.zeros(n_best + 1, dtype=np.int64), 0
     for i in range(len(totals)):
         if totals[i] < np.inf and (n_found < n_best or totals[i] < totals[out[n_best - 1]]):

@@ -15,9 +15,9 @@ from autopar import Plan
 from autopar.options import Recompute
 from autopar.passes.analysis.analysis import Analysis
 from autopar.passes.analysis.recompute import recomputed_operators
+from autopar.passes.binding.inputs import mesh_of
 from autopar.passes.lowering.replaying import stage_record
-from autopar.planning.binding import Bound
-from autopar.planning.inputs import mesh_of
+from autopar.planning.bound import bind
 from autopar.program.strategy import Recomputed
 from tests.helpers.jobs import WIDTH
 
@@ -68,4 +68,4 @@ def recomputing(plan: Plan, mode: Recompute) -> Plan:
         for s, record in zip(stages, plan.data.stages, strict=True)
     )
     data = replace(plan.data, stages=records)
-    return Plan(data, Bound(data, analysis, mesh, stages))
+    return Plan(data, bind(data, analysis, mesh, stages))

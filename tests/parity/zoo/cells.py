@@ -135,7 +135,7 @@ def train(cell: ZooCell, path: str) -> Trained:
 def shortfall(plan: str, divided: Division) -> str | None:
     """What a plan replicates that it should not; None where it divides enough."""
     if divided.products < LEAST:
-        return f"only {divided.products:.0%} of the work of products is divided"
+        return f"only {divided.products:.0%} of the matmul FLOPs are sharded"
     if plan == "tensor" and divided.by_weights < LEAST:
-        return f"only {divided.by_weights:.0%} of products with weights is split by weights"
+        return f"only {divided.by_weights:.0%} of the FLOPs go through sharded weights"
     return None

@@ -41,7 +41,6 @@ from tests.helpers.models.padding_models import (
 )
 from tests.helpers.state_model import mesh_of
 
-
 # A logit is a dot product of WIDTH terms. Summed in two orders it differs by at most
 # 2 WIDTH u sum|x w| (u = eps / 2; Higham, Accuracy and Stability of Numerical Algorithms, 2002,
 # section 3.1), and sum|x w| is at most WIDTH times the largest term, which is of the size of the

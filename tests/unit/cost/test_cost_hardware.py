@@ -200,7 +200,7 @@ def test_tf32_is_used_where_the_process_allows_it() -> None:
 
 
 def test_a_dtype_without_rate_is_refused() -> None:
-    with pytest.raises(NotSupportedError, match=r"no matrix-product rate for torch\.int8"):
+    with pytest.raises(NotSupportedError, match=r"no matmul rate for torch\.int8"):
         resolve(Mesh((1, 4), hardware="cpu-local"), torch.int8)
 
 

@@ -106,7 +106,7 @@ def test_operator_time_depends_on_the_dtype_of_a_profile() -> None:
     assert slow_s - device.launch_s == pytest.approx(1e12 / flops_per_s(device, torch.float64))
     assert slow_s > 10 * fast_s
     assert op_time_s(0, 1e6, device, torch.int64) > device.launch_s
-    with pytest.raises(NotSupportedError, match=r"no matrix-product rate for torch\.int64"):
+    with pytest.raises(NotSupportedError, match=r"no matmul rate for torch\.int64"):
         op_time_s(1, 1e6, device, torch.int64)
 
 

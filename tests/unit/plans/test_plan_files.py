@@ -23,7 +23,7 @@ import autopar
 from autopar import BatchError, CaptureError, MeshError, OptionError, Plan, PlanError
 from autopar.cost.hardware.hardware import resolve
 from autopar.mesh import Device, Link, Mesh
-from autopar.planning.inputs import mesh_of, record_of
+from autopar.passes.binding.inputs import mesh_of, record_of
 from autopar.plans.data import PlanData
 from autopar.runtime.launch.processes import WorkerPool
 from tests.conftest import Golden

@@ -93,6 +93,5 @@ def test_a_gathered_weight_is_a_weight() -> None:
 def test_text() -> None:
     text = str(Division(0.5, 0.25, 1.0))
     assert text == (
-        "50% of parameter bytes are stored in shards; 25% of the work of products is divided "
-        "over the ranks, 100% of that with weights by their shards"
+        "Parameter bytes sharded: 50%. Matmul FLOPs sharded: 25%; through sharded weights: 100%"
     )

@@ -152,7 +152,7 @@ def test_names_are_found_on_every_stage() -> None:
     assert "stage 1, stored" in text and "gradients are added" in text
     assert "stage 0, stored" in gpt2().explain("transformer.wte.weight")
     assert "(stage 1, " in gpt2().explain("transformer.h.3.ln_1")
-    assert "inside the product" in gpt2().explain("transformer.h.3.mlp.c_fc/add.Tensor#0")
+    assert "inside the matmul" in gpt2().explain("transformer.h.3.mlp.c_fc/add.Tensor#0")
     with pytest.raises(OptionError, match="nothing"):
         gpt2().explain("nothing")
 

@@ -8,16 +8,19 @@ their own (`capture/accumulate.py`).
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 
-from torch import nn
+from torch import Tensor, nn
 
 from autopar.capture import accumulation_of, capture
 from autopar.options import Options
 from autopar.passes.analysis import accept_missing, batch_of
-from autopar.planning.inputs import ExampleInputs
+from autopar.passes.binding.inputs import ExampleInputs
 from autopar.plans import PlanData
 from autopar.program import Accumulation, Program
+
+LossFn = Callable[..., Tensor]
 
 
 def capture_step(model: nn.Module, example_inputs: ExampleInputs, options: Options) -> Program:
@@ -50,6 +53,16 @@ def capture_step(model: nn.Module, example_inputs: ExampleInputs, options: Optio
         stacklevel=3,
     )
     return part
+
+
+def capture_plan(
+    model: nn.Module, example_inputs: ExampleInputs, data: PlanData, loss_fn: LossFn | None
+) -> Program:
+    """The program that a plan was made for."""
+    return capture(
+        model, example_inputs, precision=data.precision, loss_fn=loss_fn,
+        accumulation=planned_accumulation(data, example_inputs),
+    )  # fmt: skip
 
 
 def planned_accumulation(data: PlanData, example_inputs: ExampleInputs) -> Accumulation | None:

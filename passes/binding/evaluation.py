@@ -1,0 +1,73 @@
+"""Evaluation: a forward program over the shards that training has.
+
+Storage is fixed; how operators use it is planned anew. Operators run on the stage they train on;
+what evaluation adds runs with the operator before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.cost.laws import CostModel
+from autopar.errors import PlanError
+from autopar.passes.analysis import Analysis, cut
+from autopar.passes.inter import ends_by_stage
+from autopar.passes.intra import Constraints, PlacementRequest, choose
+from autopar.passes.lowering import PlacedStage, replay, stage_record
+from autopar.plans import PlanData, StageRecord
+from autopar.program import Pipeline, Storage
+
+
+def evaluation_parts(analysis: Analysis, data: PlanData) -> list[Analysis]:
+    """The program of evaluation, cut where training is."""
+    stage_of = {key: k for k, stage in enumerate(data.stages) for key in stage.operators}
+    ends = ends_by_stage(analysis.program, stage_of, len(data.stages))
+    if len(ends) == 1:
+        return [analysis]
+    return [analysis.part(p) for p in cut(analysis.program, ends, with_outputs=True)]
+
+
+def plan_evaluation(
+    parts: Sequence[Analysis], data: PlanData, stages: Sequence[PlacedStage], pipeline: Pipeline
+) -> tuple[StageRecord, ...]:
+    """The fastest placements of evaluation; `stages` and `pipeline` are those of training.
+
+    Raises `PlanError` where evaluation uses a parameter or buffer on a stage that lacks it.
+    """
+    return tuple(
+        _stage_record(part, k, data, stages[k].cost, pipeline) for k, part in enumerate(parts)
+    )
+
+
+def place_evaluation(
+    parts: Sequence[Analysis], records: Sequence[StageRecord], stages: Sequence[PlacedStage]
+) -> tuple[PlacedStage, ...]:
+    """The stages of evaluation as their records say, each on the ranks it trains on."""
+    return tuple(
+        PlacedStage(part, replay(part, record, 1), trained.cost)
+        for part, record, trained in zip(parts, records, stages, strict=True)
+    )
+
+
+def _stage_record(
+    part: Analysis, k: int, data: PlanData, cost: CostModel, pipeline: Pipeline
+) -> StageRecord:
+    stored = {p.name: Storage(p.stored.spec, p.period) for p in pipeline.stages[k].parameters}
+    storage: dict[str, Storage] = {}
+    for placeholder, info in part.program.parameters.items():
+        if info.name not in stored:
+            raise PlanError(
+                f"evaluation uses {info.name} on stage {k}, which does not have it",
+                hint="plan with stages that keep a module's operators together",
+            )
+        storage[placeholder] = stored[info.name]
+    changed = {b.name for b in pipeline.stages[k].changed}
+    for buffer in part.program.buffers.values():
+        if buffer.name not in changed:
+            raise PlanError(
+                f"evaluation uses buffer {buffer.name} on stage {k}, which does not change it",
+                hint="plan with stages that keep a module's operators together",
+            )
+    ask = PlacementRequest(cost, 1, Constraints(storage=storage))
+    chosen = choose(part, ask, data.optimizer, None)
+    return stage_record(part, chosen.strategy, cost.mesh, data.stages[k].mesh_shape)

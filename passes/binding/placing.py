@@ -1,0 +1,62 @@
+"""A plan's stages on an analysed program: every operator with its placements, on its ranks."""
+
+from __future__ import annotations
+
+from autopar.cost.hardware import Hardware
+from autopar.cost.laws import CostModel
+from autopar.errors import BatchError, PlanError
+from autopar.mesh import Mesh, factored_view
+from autopar.passes.analysis import Analysis, compute_dtype, cut
+from autopar.passes.lowering import PlacedStage, replay, replay_ends
+from autopar.plans import PlanData
+
+
+def check_graph(data: PlanData, analysis: Analysis) -> None:
+    """Raises `PlanError` where the plan was made for another graph."""
+    if data.graph_hash != analysis.program.hash():
+        raise PlanError(
+            f"the plan was made for graph {data.graph_hash} of {data.model}, "
+            f"this model gives {analysis.program.hash()}",
+            hint="same model, mode, input shapes, precision and versions; or plan again",
+        )
+
+
+def check_rows(data: PlanData, analysis: Analysis, n_blocks: int) -> None:
+    """Raises `BatchError` where the batch does not divide by microbatches and row blocks."""
+    n_splits = analysis.batch.n_splits(data.microbatches)
+    n = n_splits * n_blocks
+    if analysis.batch.size % n:
+        raise BatchError(
+            f"a batch of {analysis.batch.size} rows does not divide by {n}: "
+            f"{n_splits} microbatches x {n_blocks} ranks that split the batch",
+            hint="set drop_last=True in the loader, or use a batch size that divides",
+        )
+
+
+def place_stages(
+    data: PlanData, analysis: Analysis, mesh: Mesh, hardware: Hardware, with_outputs: bool = False
+) -> tuple[PlacedStage, ...]:
+    """The plan's stages on a program; `with_outputs`: also for what the model returns.
+
+    Raises `PlanError` where they do not fit it, or do not add up to the mesh.
+    """
+    held = sum(stage.n_ranks for stage in data.stages)
+    if held != mesh.n_ranks:
+        raise PlanError(f"the plan's stages hold {held} ranks, the mesh has {mesh.n_ranks}")
+    ends = replay_ends(analysis.program, data.stages)
+    parts = [analysis]
+    if len(ends) > 1:
+        parts = [analysis.part(p) for p in cut(analysis.program, ends, with_outputs)]
+    found, first_rank = [], 0
+    for part, record in zip(parts, data.stages, strict=True):
+        held_shape = mesh.submesh_shape(first_rank, record.n_ranks)
+        if record.mesh_shape != held_shape:
+            raise PlanError(
+                f"a stage's mesh shape is {record.mesh_shape}, that of its ranks is {held_shape}",
+                hint="stages hold consecutive ranks of the mesh",
+            )
+        view = factored_view(mesh, hardware.links, hardware.device, record.axes, first_rank)
+        strategy = replay(part, record, data.microbatches, data.forbid)
+        found.append(PlacedStage(part, strategy, CostModel(view, compute_dtype(analysis))))
+        first_rank += record.n_ranks
+    return tuple(found)

@@ -1,0 +1,191 @@
+"""Passes and facts: how the compilation runs, whatever its passes are.
+
+A *fact* is one object of a type of its own: `Program`, `Analysis`, `PlanData`, `Pipeline`. A *pass*
+is a frozen dataclass that makes facts from facts; its fields are its options. A `Compilation` holds
+the facts known so far, and runs a pass when a fact is asked for:
+
+    compilation = Compilation(PASSES, job)
+    compilation[PlanData]          # runs what stands before it in the list, once
+    compilation[Sources]           # goes on from there
+
+A fact that is given, or that an earlier pass has made already, is not made again. So a saved plan
+(`PlanData` is given) runs the same list without the search.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import singledispatch
+from typing import Any, ClassVar, TypeVar
+
+from autopar.errors import OptionError
+
+T = TypeVar("T")
+
+PRINT_AFTER = "AUTOPAR_PRINT_AFTER"
+
+
+class Facts:
+    """What is known: one object by its type."""
+
+    def __init__(self, facts: Iterable[object]) -> None:
+        self._by_type: dict[type, Any] = {}
+        self.add(facts)
+
+    def add(self, facts: Iterable[object]) -> None:
+        for fact in facts:
+            assert type(fact) not in self._by_type, f"{type(fact).__name__} is known already"
+            self._by_type[type(fact)] = fact
+
+    def drop(self, kind: type) -> None:
+        del self._by_type[kind]
+
+    def __getitem__(self, kind: type[T]) -> T:
+        found: T = self._by_type[kind]
+        return found
+
+    def get(self, kind: type[T]) -> T | None:
+        return self._by_type.get(kind)
+
+    def __contains__(self, kind: type) -> bool:
+        return kind in self._by_type
+
+    def __iter__(self) -> Iterator[object]:
+        return iter(self._by_type.values())
+
+
+class Pass(ABC):
+    """One step of the compilation.
+
+    requires       facts it reads
+    provides       facts it makes
+    may_read       facts it reads where they are known
+    may_provide    facts of later passes that it makes in some cases: those passes are then skipped
+    """
+
+    requires: ClassVar[tuple[type, ...]] = ()
+    provides: ClassVar[tuple[type, ...]]
+    may_read: ClassVar[tuple[type, ...]] = ()
+    may_provide: ClassVar[tuple[type, ...]] = ()
+
+    @abstractmethod
+    def run(self, facts: Facts) -> Iterable[object]:
+        """The facts that it provides."""
+
+    @classmethod
+    def name(cls) -> str:
+        """Of `KeepWhole`, `keep-whole`."""
+        text = "".join(f"-{c.lower()}" if c.isupper() else c for c in cls.__name__)
+        return text.removeprefix("-")
+
+    @classmethod
+    def purpose(cls) -> str:
+        """The first line of its docstring."""
+        return (cls.__doc__ or "").strip().splitlines()[0]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A pass that ran: its seconds on the wall, without those of passes that it waited for."""
+
+    name: str
+    seconds: float
+    made: tuple[object, ...]
+
+
+def check(passes: Sequence[Pass]) -> None:
+    """No fact is made by two passes, or read before it is made. Facts that no pass makes are given.
+
+    An `assert`: the lists are our own.
+    """
+    makers: dict[type, Pass] = {}
+    for one in passes:
+        for kind in one.provides:
+            assert kind not in makers, f"{kind.__name__} is made twice, again by {one.name()}"
+            makers[kind] = one
+    assert len({one.name() for one in passes}) == len(passes), "two passes have one name"
+    done = set[type]()
+    for one in passes:
+        for kind in one.requires:
+            assert kind in done or kind not in makers, (
+                f"{one.name()} reads {kind.__name__}, which {makers[kind].name()} makes later"
+            )
+        done |= set(one.provides)
+        for kind in one.may_provide:
+            assert kind in makers and kind not in done, (
+                f"{one.name()} may make {kind.__name__}, which no later pass would"
+            )
+
+
+class Compilation:
+    """The facts of one program on one machine, and the passes that make those still missing."""
+
+    def __init__(self, passes: Sequence[Pass], *given: object) -> None:
+        check(passes)
+        self._makers = {kind: one for one in passes for kind in one.provides}
+        self._facts = Facts(given)
+        self.ran: list[Ran] = []
+
+    def __getitem__(self, kind: type[T]) -> T:
+        """The fact of this type; runs the passes that lead to it."""
+        if kind not in self._facts:
+            assert kind in self._makers, f"{kind.__name__} is not given, and no pass makes it"
+            self._run(self._makers[kind])
+        return self._facts[kind]
+
+    def __contains__(self, kind: type) -> bool:
+        return kind in self._facts
+
+    def give(self, fact: object) -> None:
+        """Add a fact that another process has made."""
+        self._facts.add([fact])
+
+    def forget(self, kind: type) -> None:
+        """Let go of a given fact that no pass still to run needs."""
+        self._facts.drop(kind)
+
+    def _run(self, one: Pass) -> None:
+        for kind in one.requires:
+            _ = self[kind]
+        if all(kind in self._facts for kind in one.provides):
+            return  # an earlier pass made it while this one waited
+        began_s = time.perf_counter()
+        made = tuple(one.run(self._facts))
+        seconds = time.perf_counter() - began_s
+        kinds = {type(fact) for fact in made}
+        allowed = {*one.provides, *one.may_provide}
+        assert set(one.provides) <= kinds <= allowed, f"{one.name()} made {kinds}"
+        self._facts.add(made)
+        self.ran.append(Ran(one.name(), seconds, made))
+        if one.name() == _printed_after():
+            for fact in made:
+                print(f"# {type(fact).__name__} after {one.name()}", file=sys.stderr)  # noqa: T201
+                print(text_of(fact), file=sys.stderr)  # noqa: T201
+
+
+def _printed_after() -> str | None:
+    """The pass that the environment names; raises `OptionError` for an unknown name."""
+    wanted = os.environ.get(PRINT_AFTER) or None
+    names = [kind.name() for kind in Pass.__subclasses__()]
+    if wanted is not None and wanted not in names:
+        raise OptionError(
+            f"{PRINT_AFTER}={wanted!r} is no pass", hint=f"it is one of {', '.join(names)}"
+        )
+    return wanted
+
+
+@singledispatch
+def text_of(fact: object) -> str:
+    """A fact as text, whole: what `AUTOPAR_PRINT_AFTER` prints."""
+    return str(fact)
+
+
+@singledispatch
+def size_of(fact: object) -> str:
+    """How much a fact is, in a few words: what `autopar passes` prints."""
+    return type(fact).__name__

@@ -1,0 +1,48 @@
+"""What a step of a pipeline takes: its lines priced, its schedule simulated, on one machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.cost.hardware import Hardware
+from autopar.cost.laws import CostModel
+from autopar.cost.price import link_between, predict
+from autopar.mesh import Mesh
+from autopar.passes.analysis import Analysis
+from autopar.plans import InputSignature, Predicted
+from autopar.program import Pipeline
+
+
+@dataclass(frozen=True)
+class StepPricer:
+    """Prices any pipeline of one program on one machine.
+
+    `n_samples` and `n_tokens` are those of a global batch, None where they are not known.
+    """
+
+    mesh: Mesh
+    hardware: Hardware
+    optimizer: str
+    n_samples: int | None = None
+    n_tokens: int | None = None
+
+    @staticmethod
+    def of(
+        analysis: Analysis, mesh: Mesh, hardware: Hardware, optimizer: str,
+        inputs: Sequence[InputSignature],
+    ) -> StepPricer:  # fmt: skip
+        """`inputs` are one global batch; its tokens are its largest matrix of integers."""
+        integers = [i for i in inputs if i.dtype.startswith("int") and len(i.shape) == 2]
+        n_tokens = max((math.prod(i.shape) for i in integers), default=0)
+        n_samples = analysis.batch.size * analysis.batch.n_accumulated
+        return StepPricer(mesh, hardware, optimizer, n_samples or None, n_tokens or None)
+
+    def __call__(self, pipeline: Pipeline, costs: Sequence[CostModel]) -> Predicted:
+        """`costs` are those of the stages."""
+        return predict(
+            pipeline, costs, self.optimizer, link_between(self.mesh, self.hardware.links),
+            peak_flops_per_s=self.hardware.peak_flops_per_s,
+            n_samples=self.n_samples, n_tokens=self.n_tokens,
+        )  # fmt: skip
