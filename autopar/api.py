@@ -15,7 +15,8 @@ from autopar.module import ParallelModule
 from autopar.options import Options
 from autopar.passes.binding import ExampleInputs
 from autopar.passes.compilation import Compilation
-from autopar.passes.pipeline import PASSES, Source, Target
+from autopar.passes.facts import Source, Target
+from autopar.passes.pipeline import PASSES
 from autopar.planning import Plan, planned, settled_heap
 from autopar.report import ComparedPlan, Comparison
 from autopar.runtime import state

@@ -261,7 +261,7 @@ class LogicalMesh:
         return math.prod(self.sizes[i] for i in axes)
 
     @property
-    def placement(self) -> LogicalMesh:
+    def canonical(self) -> LogicalMesh:
         """The first view that lies on the nodes as this one does, and so costs the same."""
         first_rank = 0 if self.nodes is None else self.first_rank % self.nodes.n_ranks
         return replace(self, first_rank=first_rank)

@@ -18,7 +18,7 @@ import os
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import singledispatch
 from typing import Any, ClassVar, TypeVar
@@ -28,35 +28,6 @@ from autopar.errors import OptionError
 T = TypeVar("T")
 
 PRINT_AFTER = "AUTOPAR_PRINT_AFTER"
-
-
-class Facts:
-    """What is known: one object by its type."""
-
-    def __init__(self, facts: Iterable[object]) -> None:
-        self._by_type: dict[type, Any] = {}
-        self.add(facts)
-
-    def add(self, facts: Iterable[object]) -> None:
-        for fact in facts:
-            assert type(fact) not in self._by_type, f"{type(fact).__name__} is known already"
-            self._by_type[type(fact)] = fact
-
-    def drop(self, kind: type) -> None:
-        del self._by_type[kind]
-
-    def __getitem__(self, kind: type[T]) -> T:
-        found: T = self._by_type[kind]
-        return found
-
-    def get(self, kind: type[T]) -> T | None:
-        return self._by_type.get(kind)
-
-    def __contains__(self, kind: type) -> bool:
-        return kind in self._by_type
-
-    def __iter__(self) -> Iterator[object]:
-        return iter(self._by_type.values())
 
 
 class Pass(ABC):
@@ -74,8 +45,8 @@ class Pass(ABC):
     may_provide: ClassVar[tuple[type, ...]] = ()
 
     @abstractmethod
-    def run(self, facts: Facts) -> Iterable[object]:
-        """The facts that it provides."""
+    def run(self, facts: Compilation) -> Iterable[object]:
+        """The facts that it provides; it may read those it declares."""
 
     @classmethod
     def name(cls) -> str:
@@ -128,41 +99,52 @@ class Compilation:
     def __init__(self, passes: Sequence[Pass], *given: object) -> None:
         check(passes)
         self._makers = {kind: one for one in passes for kind in one.provides}
-        self._facts = Facts(given)
+        self._facts: dict[type, Any] = {type(fact): fact for fact in given}
+        self._running: Pass | None = None
         self.ran: list[Ran] = []
 
     def __getitem__(self, kind: type[T]) -> T:
         """The fact of this type; runs the passes that lead to it."""
-        if kind not in self._facts:
-            assert kind in self._makers, f"{kind.__name__} is not given, and no pass makes it"
-            self._run(self._makers[kind])
-        return self._facts[kind]
+        if self._running is not None:
+            declared = {*self._running.requires, *self._running.may_read}
+            assert kind in declared, f"{self._running.name()} reads {kind.__name__} undeclared"
+        elif kind not in self._facts:
+            self._run(kind)
+        found: T = self._facts[kind]
+        return found
 
     def __contains__(self, kind: type) -> bool:
+        """Is the fact known? Runs nothing."""
         return kind in self._facts
 
     def give(self, fact: object) -> None:
         """Add a fact that another process has made."""
-        self._facts.add([fact])
+        assert type(fact) not in self._facts, f"{type(fact).__name__} is known already"
+        self._facts[type(fact)] = fact
 
     def forget(self, kind: type) -> None:
         """Let go of a given fact that no pass still to run needs."""
-        self._facts.drop(kind)
+        del self._facts[kind]
 
-    def _run(self, one: Pass) -> None:
-        for kind in one.requires:
-            _ = self[kind]
-        if all(kind in self._facts for kind in one.provides):
+    def _run(self, kind: type) -> None:
+        """Run the pass that makes a fact, after those that make what it reads."""
+        assert kind in self._makers, f"{kind.__name__} is not given, and no pass makes it"
+        one = self._makers[kind]
+        for required in one.requires:
+            _ = self[required]
+        if kind in self._facts:
             return  # an earlier pass made it while this one waited
-        began_s = time.perf_counter()
-        made = tuple(one.run(self._facts))
-        seconds = time.perf_counter() - began_s
-        kinds = {type(fact) for fact in made}
-        allowed = {*one.provides, *one.may_provide}
+        printed_after, began_s = _printed_after(), time.perf_counter()
+        self._running = one
+        try:
+            made = tuple(one.run(self))
+        finally:
+            self._running = None
+        kinds, allowed = {type(fact) for fact in made}, {*one.provides, *one.may_provide}
         assert set(one.provides) <= kinds <= allowed, f"{one.name()} made {kinds}"
-        self._facts.add(made)
-        self.ran.append(Ran(one.name(), seconds, made))
-        if one.name() == _printed_after():
+        self._facts |= {type(fact): fact for fact in made}
+        self.ran.append(Ran(one.name(), time.perf_counter() - began_s, made))
+        if one.name() == printed_after:
             for fact in made:
                 print(f"# {type(fact).__name__} after {one.name()}", file=sys.stderr)  # noqa: T201
                 print(text_of(fact), file=sys.stderr)  # noqa: T201

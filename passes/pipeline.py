@@ -1,37 +1,46 @@
 """The whole compilation as one list: what happens in which order, what each step needs and makes.
 
-    PASSES        a model, a mesh and options -> a plan -> the program of every stage
-    OTHER_SHAPES  the same plan on a batch of another shape, or with the model's outputs
-    EVALUATION    the same shards, forward only
+    capture        Source, Target                        -> Program
+    read-inputs    Source, Program                       -> Inputs
+    keep-whole     Program, Target                       -> KeptWhole
+    open-search    Program, KeptWhole, Target            -> SearchSpace
+    search         SearchSpace, Inputs, Target           -> PlanningResult
+    record         SearchSpace, PlanningResult, ...      -> PlanData
+    analyse        Program, KeptWhole, PlanData          -> Analysis
+    place          Analysis, PlanData, Target            -> Placed
+    lower          Placed, PlanData                      -> Unverified
+    verify         Unverified                            -> Pipeline
+    price          Pipeline, Placed, ...                 -> Predicted
+    emit           Pipeline                              -> Sources
 
-`plan`, `parallelize`, `Plan.bind` and a replayed plan run `PASSES` from different points: what they
-have is given (a saved plan gives `PlanData`), the rest is made when it is asked for
-(`compilation.py`). `autopar passes MODEL` prints the list with what each pass took.
+`plan`, `parallelize`, `Plan.bind` and a replayed plan run this list (`PASSES`) from different
+points. What they have is given: a saved plan gives `PlanData`, so nothing is searched. The rest is
+made when it is asked for (`compilation.py`). The search hands on its own analysis, placements and
+prediction, so `analyse`, `place` and `price` run only where a plan was not made in this process.
+
+`other_shapes` is the list for the same plan on another batch; `EVALUATION` for a forward program
+over the same shards. `autopar passes MODEL --mesh 1x4` prints the list with what each pass took.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-from torch import nn
-
+import autopar.passes.fact_text  # noqa: F401  (registers how facts are printed)
 from autopar.codegen import emit, file_name
 from autopar.cost.hardware import Hardware, resolve
 from autopar.mesh import Mesh
 from autopar.options import Options, schedule_name
 from autopar.passes.analysis import (
     Analysis,
-    Paddings,
-    accept_again,
     accept_missing,
     compute_dtype,
+    keep_whole_as_planned,
     pad,
     padded_for,
 )
 from autopar.passes.binding import (
-    ExampleInputs,
     capture_plan,
     capture_step,
     check_graph,
@@ -44,93 +53,26 @@ from autopar.passes.binding import (
     record_of,
     signature_of,
 )
-from autopar.passes.compilation import Facts, Pass
+from autopar.passes.compilation import Compilation, Pass
+from autopar.passes.facts import (
+    EvaluationStages,
+    Inputs,
+    KeptWhole,
+    Placed,
+    SearchSpace,
+    Source,
+    Sources,
+    Target,
+    Trained,
+    Unverified,
+)
+from autopar.passes.inter import Candidate
 from autopar.passes.lowering import PlacedStage, join, stage_record
 from autopar.passes.search import Planner, PlanningResult, StepPricer
-from autopar.plans import InputSignature, PlanData, Predicted, StageRecord
+from autopar.plans import PlanData, Predicted, StageRecord
 from autopar.program import Pipeline, Program
 from autopar.schedule import ORDERS, forward_only
 from autopar.verifier import verify_pipeline
-
-# -- facts of no other room ------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Target:
-    """What is compiled for: a machine, and the user's options."""
-
-    mesh: Mesh
-    options: Options
-
-
-@dataclass(frozen=True)
-class Source:
-    """What is compiled: the user's model and one global batch."""
-
-    model: nn.Module
-    example_inputs: ExampleInputs
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Tensor inputs by path, the other leaves of the batch, and whether they are positional."""
-
-    tensors: tuple[InputSignature, ...]
-    static: Mapping[str, Any]
-    positional: bool
-
-
-@dataclass(frozen=True)
-class KeptWhole:
-    """Operators without a rule that every rank runs whole."""
-
-    operators: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class SearchSpace:
-    """The program with every padding that could help, analysed; and the options that fit it."""
-
-    analysis: Analysis
-    paddings: Paddings
-    options: Options
-
-
-@dataclass(frozen=True)
-class Placed:
-    """The stages with all their placements, each on its ranks."""
-
-    stages: tuple[PlacedStage, ...]
-
-
-@dataclass(frozen=True)
-class Unverified:
-    """Lowered stages, joined, that nobody has checked."""
-
-    pipeline: Pipeline
-
-
-@dataclass(frozen=True)
-class Sources:
-    """File name -> generated source, one per stage."""
-
-    files: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Trained:
-    """The training program that evaluation shares its shards with."""
-
-    placed: Placed
-    pipeline: Pipeline
-
-
-@dataclass(frozen=True)
-class EvaluationStages:
-    """Placements of evaluation, stage by stage, as text: rank 0's, for all ranks."""
-
-    records: tuple[StageRecord, ...]
-
 
 # -- from the model to a plan ----------------------------------------------------------------------
 
@@ -143,9 +85,10 @@ class Capture(Pass):
     may_read = (PlanData,)
     provides = (Program,)
 
-    def run(self, facts: Facts) -> Iterable[object]:
-        source, options, data = facts[Source], facts[Target].options, facts.get(PlanData)
-        if data is not None:
+    def run(self, facts: Compilation) -> Iterable[object]:
+        source, options = facts[Source], facts[Target].options
+        if PlanData in facts:
+            data = facts[PlanData]
             yield capture_plan(source.model, source.example_inputs, data, options.loss_fn)
         else:
             yield capture_step(source.model, source.example_inputs, options)
@@ -158,7 +101,7 @@ class ReadInputs(Pass):
     requires = (Source, Program)
     provides = (Inputs,)
 
-    def run(self, facts: Facts) -> Iterable[object]:
+    def run(self, facts: Compilation) -> Iterable[object]:
         batch = facts[Source].example_inputs
         yield Inputs(*signature_of(facts[Program], batch), not isinstance(batch, Mapping))
 
@@ -171,13 +114,13 @@ class KeepWhole(Pass):
     may_read = (PlanData,)
     provides = (KeptWhole,)
 
-    def run(self, facts: Facts) -> Iterable[object]:
-        data = facts.get(PlanData)
-        if data is not None:
-            accept_again(data.kept_whole)
-            yield KeptWhole(data.kept_whole)
+    def run(self, facts: Compilation) -> Iterable[object]:
+        if PlanData in facts:
+            kept_whole = facts[PlanData].kept_whole
+            keep_whole_as_planned(kept_whole)
         else:
-            yield KeptWhole(accept_missing(facts[Program], facts[Target].options.fallback))
+            kept_whole = accept_missing(facts[Program], facts[Target].options.fallback)
+        yield KeptWhole(kept_whole)
 
 
 @dataclass(frozen=True)
@@ -187,7 +130,7 @@ class OpenSearch(Pass):
     requires = (Program, KeptWhole, Target)
     provides = (SearchSpace,)
 
-    def run(self, facts: Facts) -> Iterable[object]:
+    def run(self, facts: Compilation) -> Iterable[object]:
         program, target = facts[Program], facts[Target]
         options = options_for(program, target.options)
         longer, paddings = padded_for(program, target.mesh.n_ranks)
@@ -201,7 +144,7 @@ class Search(Pass):
     requires = (SearchSpace, Inputs, Target)
     provides = (PlanningResult,)
 
-    def run(self, facts: Facts) -> Iterable[object]:
+    def run(self, facts: Compilation) -> Iterable[object]:
         space, mesh = facts[SearchSpace], facts[Target].mesh
         options, analysis = space.options, space.analysis
         report = options.progress if callable(options.progress) else lambda text: None
@@ -216,7 +159,7 @@ class Record(Pass):
     provides = (PlanData,)
     may_provide = (Analysis, Placed, Predicted)
 
-    def run(self, facts: Facts) -> Iterable[object]:
+    def run(self, facts: Compilation) -> Iterable[object]:
         program, space, target = facts[Program], facts[SearchSpace], facts[Target]
         result, solved = facts[PlanningResult], facts[PlanningResult].solved
         options = space.options
@@ -240,18 +183,27 @@ class Record(Pass):
             forbid=tuple(sorted(result.forbid)),
             stages=tuple(_record(stage, target.mesh) for stage in solved.stages),
             objective_s=solved.objective_s,
-            gap=solved.gap,
+            stage_gap=solved.gap,
             chosen=solved.candidate.name,
             alternatives=result.alternatives,
             comments=space.paddings.refused,
             padded=padded,
             kept_whole=facts[KeptWhole].operators,
             accumulates=program.accumulation is not None,
+            recipe=_recipe(solved.candidate, options),
+            bound_s=result.bound_s,
         )
         yield analysis
         if is_final:
             yield Placed(solved.stages)
             yield solved.predicted
+
+
+def _recipe(candidate: Candidate, options: Options) -> str:
+    """What placed a candidate, if not the search."""
+    if options.manual is not None:
+        return "manual=Manual(...)"
+    return candidate.name if candidate.is_recipe else ""
 
 
 def _record(stage: PlacedStage, mesh: Mesh) -> StageRecord:
@@ -274,7 +226,7 @@ class Analyse(Pass):
     requires = (Program, KeptWhole, PlanData)
     provides = (Analysis,)
 
-    def run(self, facts: Facts) -> Iterable[object]:
+    def run(self, facts: Compilation) -> Iterable[object]:
         data = facts[PlanData]
         yield Analysis.of(pad(facts[Program], data.padded), data.batch_dims or None)
 
@@ -295,7 +247,7 @@ class Place(Pass):
     n_blocks: int | None = None
     with_outputs: bool = False
 
-    def run(self, facts: Facts) -> Iterable[object]:
+    def run(self, facts: Compilation) -> Iterable[object]:
         data, analysis, mesh = facts[PlanData], facts[Analysis], facts[Target].mesh
         if self.same_graph:
             check_graph(data, analysis)
@@ -319,7 +271,7 @@ class Lower(Pass):
     with_outputs: bool = False
     only_forward: bool = False
 
-    def run(self, facts: Facts) -> Iterable[object]:
+    def run(self, facts: Compilation) -> Iterable[object]:
         order = forward_only if self.only_forward else ORDERS[facts[PlanData].schedule]
         yield Unverified(join(facts[Placed].stages, order, self.with_outputs))
 
@@ -331,7 +283,7 @@ class Verify(Pass):
     requires = (Unverified,)
     provides = (Pipeline,)
 
-    def run(self, facts: Facts) -> Iterable[object]:
+    def run(self, facts: Compilation) -> Iterable[object]:
         pipeline = facts[Unverified].pipeline
         verify_pipeline(pipeline)
         yield pipeline
@@ -344,7 +296,7 @@ class Price(Pass):
     requires = (Pipeline, Placed, Analysis, PlanData, Target)
     provides = (Predicted,)
 
-    def run(self, facts: Facts) -> Iterable[object]:
+    def run(self, facts: Compilation) -> Iterable[object]:
         data, mesh, analysis = facts[PlanData], facts[Target].mesh, facts[Analysis]
         hardware = _hardware(mesh, analysis)
         pricer = StepPricer.of(analysis, mesh, hardware, data.optimizer, data.inputs)
@@ -358,7 +310,7 @@ class Emit(Pass):
     requires = (Pipeline,)
     provides = (Sources,)
 
-    def run(self, facts: Facts) -> Iterable[object]:
+    def run(self, facts: Compilation) -> Iterable[object]:
         stages = facts[Pipeline].stages
         yield Sources({file_name(k): emit(stage, k, len(stages)) for k, stage in enumerate(stages)})
 
@@ -373,7 +325,7 @@ class PlanEvaluation(Pass):
     requires = (Analysis, PlanData, Trained)
     provides = (EvaluationStages,)
 
-    def run(self, facts: Facts) -> Iterable[object]:
+    def run(self, facts: Compilation) -> Iterable[object]:
         data, trained = facts[PlanData], facts[Trained]
         parts = evaluation_parts(facts[Analysis], data)
         yield EvaluationStages(
@@ -388,7 +340,7 @@ class PlaceEvaluation(Pass):
     requires = (Analysis, PlanData, EvaluationStages, Trained)
     provides = (Placed,)
 
-    def run(self, facts: Facts) -> Iterable[object]:
+    def run(self, facts: Compilation) -> Iterable[object]:
         parts = evaluation_parts(facts[Analysis], facts[PlanData])
         records, trained = facts[EvaluationStages].records, facts[Trained]
         yield Placed(place_evaluation(parts, records, trained.placed.stages))

@@ -15,18 +15,18 @@ import pytest
 
 from tests.helpers.distribution import PoolsTogether, turn
 
-# Ranks share few cores: one thread each. Set before torch is imported.
+# Ranks share few cores, so each has one thread. This must be set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Wall time is never asserted, so no example has a deadline. The same examples each time: a run
-# tells of the change it tests, not of its luck. `--hypothesis-profile=explore` draws others.
+# Wall time is never asserted, so examples have no deadline. Every run draws the same examples, so
+# a failure comes from the change under test. `--hypothesis-profile=explore` draws new examples.
 hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)
 hypothesis.settings.register_profile(
     "autopar", hypothesis.settings.get_profile("explore"), derandomize=True
 )
 hypothesis.settings.load_profile("autopar")
 
-# What was imported and captured lives to the end, so few collections find garbage.
+# Modules and captured models live to the end of the run, so frequent collections find no garbage.
 gc.set_threshold(10_000, 20, 20)
 
 if TYPE_CHECKING:
@@ -48,12 +48,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files in the order of `turn`, then in their own."""
+    """Sort tests by the `turn` of their file; the order within a turn stays."""
     items.sort(key=lambda item: turn(item.path))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> PoolsTogether | None:
-    """Without reordering: xdist would begin with the files of most tests, not of the longest."""
+    """Distribute files by `PoolsTogether`.
+
+    xdist's own order is off: it starts with the files of most tests, not with the slowest files.
+    """
     if config.getoption("dist") != "loadfile":
         return None
     config.option.loadscopereorder = False
@@ -62,7 +65,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> PoolsTogethe
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Golden:
-    """Fails with a unified diff where `text` is not the golden file, or rewrites the file."""
+    """Fails with a unified diff if `text` is not the golden file; the update flag rewrites it."""
     update = bool(request.config.getoption("--update-golden"))
 
     def compare(name: str, text: str) -> None:
@@ -73,7 +76,7 @@ def golden(request: pytest.FixtureRequest) -> Golden:
 
 @pytest.fixture
 def registry() -> Iterator[None]:
-    """Rules that a test registers are forgotten after it."""
+    """Forget the rules that a test registers when it ends."""
     from autopar.rules.registry import _registry
 
     before = dict(_registry)
@@ -84,7 +87,7 @@ def registry() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def captured_once() -> None:
-    """Tests without torch stay without."""
+    """Share captures between tests; a run that has not imported torch stays without it."""
     if "torch" in sys.modules:
         from tests.helpers.captures import share_captures
 
@@ -93,19 +96,19 @@ def captured_once() -> None:
 
 @pytest.fixture(scope="session")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], WorkerPool]]:
-    """Number of ranks -> its worker processes, started once for all tests."""
+    """Number of ranks -> a pool of that many worker processes; they start once for all tests."""
     from tests.helpers.pools import Shared
 
     with pytest.MonkeyPatch.context() as patch:
-        # Workers inherit it: generated programs stay out of the user's cache.
+        # Workers inherit the variable, so generated programs stay out of the user's cache.
         patch.setenv("AUTOPAR_CODE_DIR", str(tmp_path_factory.mktemp("code")))
-        # Not closed: a worker that ends frees all it holds for seconds. Without its pool it is
-        # killed; how workers end is for `test_runtime_launch.py` to show.
+        # The pool is not closed: in an orderly exit a worker takes seconds to free its memory.
+        # Without its pool it is killed. `test_runtime_launch.py` tests how workers end.
         yield Shared().first
 
 
 def compare_golden(path: Path, text: str, *, update: bool) -> None:
-    """The check behind `golden`: bytes of the whole file, so line ends count too."""
+    """The check behind `golden`: it compares bytes of the whole file, so line endings count too."""
     if update:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(text.encode())

@@ -24,11 +24,11 @@ Leaf = Callable[[], torch.Tensor]
 class ConstantStore:
     """Computes all constants of one program at the first request and keeps them."""
 
-    def __init__(self, wanted: tuple[fx.Node, ...], leaves: Mapping[str, Leaf]) -> None:
-        self._graph, inputs = subgraph(wanted)
+    def __init__(self, outputs: tuple[fx.Node, ...], leaves: Mapping[str, Leaf]) -> None:
+        self._graph, inputs = subgraph(outputs)
         self._inputs = [(node.name, node.meta["val"].dtype) for node in inputs]
         self._leaves = {node.name: leaves[node.name] for node in inputs}
-        self._names = [node.name for node in wanted]
+        self._names = [node.name for node in outputs]
         self._values: dict[str, torch.Tensor] | None = None
 
     def value(self, name: str) -> torch.Tensor:

@@ -107,15 +107,15 @@ def cut(
 
 
 def subgraph(
-    wanted: Sequence[fx.Node], stop: Iterable[fx.Node] = ()
+    outputs: Sequence[fx.Node], stop: Iterable[fx.Node] = ()
 ) -> tuple[fx.Graph, list[fx.Node]]:
-    """A graph that returns `wanted` as a tuple, and the nodes that are its placeholders.
+    """A graph that returns `outputs` as a tuple, and the nodes that are its placeholders.
 
     Nodes in `stop` become placeholders too. Names are kept.
     """
     frontier = set(stop)
     needed: set[fx.Node] = set()
-    stack = list(wanted)
+    stack = list(outputs)
     while stack:
         node = stack.pop()
         if node not in needed:
@@ -123,10 +123,10 @@ def subgraph(
             if node not in frontier:
                 stack.extend(node.all_input_nodes)
     graph = fx.Graph()
-    if not wanted:
+    if not outputs:
         graph.output(())
         return graph, []
-    ordered = [n for n in wanted[0].graph.nodes if n in needed]
+    ordered = [n for n in outputs[0].graph.nodes if n in needed]
     leaves = [n for n in ordered if n.op == "placeholder" or n in frontier]
     env: dict[fx.Node, fx.Node] = {}
     for node in leaves:
@@ -135,5 +135,5 @@ def subgraph(
     for node in ordered:
         if node not in env:
             env[node] = graph.node_copy(node, lambda n: env[n])
-    graph.output(tuple(env[n] for n in wanted))
+    graph.output(tuple(env[n] for n in outputs))
     return graph, leaves

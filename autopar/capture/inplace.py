@@ -130,13 +130,13 @@ class _Functionaliser:
             old.replace_all_uses_with(new, delete_user_cb=is_later)
 
         held = [m for m in members if m in self.contents]
-        wanted = [m for m in members if m in held or any(map(is_later, m.users))]
-        if all(member is target for member in wanted):
+        to_rebuild = [m for m in members if m in held or any(map(is_later, m.users))]
+        if all(member is target for member in to_rebuild):
             new = {target: value}
         else:
-            if value.users and target not in wanted:
-                wanted.append(target)  # what the call returns
-            new = self._rebuilt(node, target, value, wanted, is_later)
+            if value.users and target not in to_rebuild:
+                to_rebuild.append(target)  # what the call returns
+            new = self._rebuilt(node, target, value, to_rebuild, is_later)
         for old, made in new.items():
             redirect(old, made)
         if new.get(target, value) is not value:
@@ -149,11 +149,11 @@ class _Functionaliser:
         node: fx.Node,
         target: fx.Node,
         value: fx.Node,
-        wanted: Sequence[fx.Node],
+        to_rebuild: Sequence[fx.Node],
         is_later: Callable[[fx.Node], bool],
     ) -> dict[fx.Node, fx.Node]:
         try:
-            new = rebuilt_after(value, target, wanted)
+            new = rebuilt_after(value, target, to_rebuild)
         except CannotRebuild as error:
             reader = next(filter(is_later, error.node.users), error.node)
             why = f"changes memory that `{reader}` reads through another view"
@@ -209,10 +209,10 @@ def functional_form(target: object) -> torch._ops.OpOverload | None:
 
 
 def _with_arguments(
-    packet: torch._ops.OpOverloadPacket, wanted: Sequence[tuple[str, str]]
+    packet: torch._ops.OpOverloadPacket, described: Sequence[tuple[str, str]]
 ) -> torch._ops.OpOverload | None:
     overloads = (getattr(packet, name) for name in packet.overloads())
-    return next((o for o in overloads if _described(o._schema.arguments) == wanted), None)
+    return next((o for o in overloads if _described(o._schema.arguments) == described), None)
 
 
 def _described(arguments: Sequence[torch.Argument]) -> list[tuple[str, str]]:

@@ -113,6 +113,28 @@ def explain(
 @app.command()
 @prints_result
 @takes_planning_options
+def passes(
+    request: PlanRequest,
+    subject: Annotated[
+        str | None, typer.Argument(metavar="MODEL|PLAN.json", help="What to compile.")
+    ] = None,
+    model: ModelOption = None,
+) -> Result:
+    """List the passes of the compilation.
+
+    With MODEL or PLAN.json: what each took, and how much it made. AUTOPAR_PRINT_AFTER=PASS prints
+    what a pass makes, in any command or script.
+    """
+    from autopar.cli.passes import list_result, ran_result
+
+    if subject is None:
+        return list_result()
+    return ran_result(plan_of(subject, model, request, "passes"))
+
+
+@app.command()
+@prints_result
+@takes_planning_options
 def code(
     subject: ModelOrPlan,
     request: PlanRequest,

@@ -137,10 +137,10 @@ def uneven_dims(program: Program, n_ranks: int, kept_whole: Sequence[str] = ()) 
     Dims with fewer elements than ranks are left out, except for vocabularies. Every operator must
     have a rule or be in `kept_whole`.
     """
-    from autopar.passes.analysis import accept_again, find_paddings
+    from autopar.passes.analysis import find_paddings, keep_whole_as_planned
     from autopar.program import operators_of, tensor_types
 
-    accept_again(kept_whole)
+    keep_whole_as_planned(kept_whole)
     paddings = find_paddings(program, n_ranks)
     types = tensor_types(program, operators_of(program)).tensors
     found = []

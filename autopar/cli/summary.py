@@ -33,7 +33,7 @@ def data_json(data: PlanData) -> dict[str, Any]:
         "optimizer": data.optimizer,
         "chosen": data.chosen,
         "objective_s": data.objective_s,
-        "gap": data.gap,
+        "stage_gap": data.stage_gap,
         "parameters": dict(data.parameters),
         "alternatives": [asdict(alternative) for alternative in data.alternatives],
     }

@@ -136,28 +136,28 @@ def _body(program: StageProgram) -> list[str]:
             if here != module:
                 module = here
                 out += ["", f"{indent}    # {here or program.name}  ({_short(line.where)})"]
-        through = _way(inside, i) if inside else ""
+        method = _env_method(inside, i) if inside else ""
         is_last = inside is not None and i in ends
         if not (is_last and isinstance(line, FreeLine)):  # a return frees variables anyway
             texts = _line(line, program)
-            out += [_indented(_through(t, through) if through else t, indent) for t in texts]
+            out += [_indented(_through_env(t, method) if method else t, indent) for t in texts]
         if inside is not None and is_last:
             out += [f"        return {', '.join(inside.results)}", "", *_run(inside)]
             inside, module = None, ""
     return out
 
 
-def _way(segment: Segment, i: int) -> str:
+def _env_method(segment: Segment, i: int) -> str:
     if i in segment.kept:
         return "kept"
     return "handed_on" if i in segment.handed_on else ""
 
 
-def _through(text: str, way: str) -> str:
+def _through_env(text: str, method: str) -> str:
     """The line with its call made through `env.kept` or `env.handed_on`."""
     left, is_, call = text.partition(" = ")
     function, bracket, arguments = call.partition("(")
-    return f"{left}{is_}env.{way}({function}, {arguments}" if bracket else text
+    return f"{left}{is_}env.{method}({function}, {arguments}" if bracket else text
 
 
 def _indented(text: str, indent: str) -> str:

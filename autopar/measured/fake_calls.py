@@ -24,24 +24,24 @@ _MAX_KNOWN = 1 << 14
 class PerCall(Generic[T]):
     """The results of `run(program, node, mode)`, cached by `call_key`.
 
-    `wanted` says in error messages what `run` measures. Raises `NotSupportedError` for an operator
-    that does not run on fake tensors.
+    `measures` says in error messages what `run` measures. Raises `NotSupportedError` for an
+    operator that does not run on fake tensors.
     """
 
     def __init__(
-        self, run: Callable[[Program, torch.fx.Node, FakeTensorMode], T], wanted: str
+        self, run: Callable[[Program, torch.fx.Node, FakeTensorMode], T], measures: str
     ) -> None:
         self._run = run
-        self._wanted = wanted
+        self._measures = measures
         self._known: OrderedDict[tuple[Any, ...], T] = OrderedDict()
 
     def of_all(
-        self, program: Program, nodes: Iterable[torch.fx.Node], alike: Mapping[str, str]
+        self, program: Program, nodes: Iterable[torch.fx.Node], equal_calls: Mapping[str, str]
     ) -> dict[str, T]:
-        """Results by node name. `alike` maps a node to the first node with an equal call."""
+        """Results by node name. `equal_calls` maps a node to the first node with an equal call."""
         found: dict[str, T] = {}
         for node in nodes:
-            first = alike.get(node.name, node.name)
+            first = equal_calls.get(node.name, node.name)
             found[node.name] = found[first] if first in found else self.of(program, node)
         return found
 
@@ -52,7 +52,7 @@ class PerCall(Generic[T]):
                 found = self._run(program, node, FakeTensorMode())
             except Exception as error:
                 raise NotSupportedError(
-                    f"{node.target} does not run on fake tensors, so {self._wanted} is unknown: "
+                    f"{node.target} does not run on fake tensors, so {self._measures} is unknown: "
                     f"{error}",
                     where=program.where(node.name),
                     hint="give a custom operator a fake kernel: torch.library.register_fake",

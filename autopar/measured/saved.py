@@ -59,25 +59,25 @@ class _Effect:
     shares: tuple[int | None, ...]
 
 
-def saved_for_backward(program: Program, alike: Mapping[str, str] = {}) -> dict[str, Saved]:
+def saved_for_backward(program: Program, equal_calls: Mapping[str, str] = {}) -> dict[str, Saved]:
     """Operator node name -> what it saves; operators without gradient save nothing.
 
-    `alike` names equal calls (`PerCall.of_all`). Raises `NotSupportedError` for an operator that
-    does not run on fake tensors.
+    `equal_calls` is that of `PerCall.of_all`. Raises `NotSupportedError` for an operator that does
+    not run on fake tensors.
     """
     operators = list(program.operators)
     with_grad = (node for node in operators if node.name in program.has_grad)
-    effects = _effects.of_all(program, with_grad, alike)
+    effects = _effects.of_all(program, with_grad, equal_calls)
     return {o.name: effects[o.name].saved if o.name in effects else _NOTHING for o in operators}
 
 
-def storage_owners(program: Program, alike: Mapping[str, str] = {}) -> dict[str, str]:
+def storage_owners(program: Program, equal_calls: Mapping[str, str] = {}) -> dict[str, str]:
     """Tensor name -> name of the tensor that owns its storage: itself, unless it is a view.
 
-    `alike` names equal calls (`PerCall.of_all`). Raises `NotSupportedError` for an operator that
-    does not run on fake tensors.
+    `equal_calls` is that of `PerCall.of_all`. Raises `NotSupportedError` for an operator that does
+    not run on fake tensors.
     """
-    effects = _effects.of_all(program, program.operators, alike)
+    effects = _effects.of_all(program, program.operators, equal_calls)
     owners: dict[str, str] = {}
     for node in program.graph.nodes:
         if not isinstance(node.meta.get("val"), torch.Tensor):

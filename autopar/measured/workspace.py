@@ -39,13 +39,13 @@ class Temporaries:
     passed: frozenset[int] = frozenset()
 
 
-def temporaries(program: Program, alike: Mapping[str, str] = {}) -> dict[str, Temporaries]:
+def temporaries(program: Program, equal_calls: Mapping[str, str] = {}) -> dict[str, Temporaries]:
     """Operator node name -> its temporaries.
 
-    `alike` names equal calls (`PerCall.of_all`). Raises `NotSupportedError` for an operator that
-    does not run on fake tensors.
+    `equal_calls` is that of `PerCall.of_all`. Raises `NotSupportedError` for an operator that does
+    not run on fake tensors.
     """
-    return _measured.of_all(program, program.operators, alike)
+    return _measured.of_all(program, program.operators, equal_calls)
 
 
 def _measure(program: Program, node: torch.fx.Node, mode: FakeTensorMode) -> Temporaries:

@@ -18,7 +18,7 @@ from autopar.codegen import file_name
 from autopar.mesh import LogicalMesh
 from autopar.passes.analysis import Analysis
 from autopar.passes.compilation import Compilation
-from autopar.passes.pipeline import Sources
+from autopar.passes.facts import Sources
 from autopar.program import Pipeline, Program
 from autopar.runtime.collectives import DistMessenger, Messenger
 from autopar.runtime.execute import Environment, Executor, load_code

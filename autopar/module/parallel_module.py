@@ -26,16 +26,8 @@ from autopar.operators import Stream
 from autopar.options import Options
 from autopar.passes.binding import check_mesh, example_of, has_nested_inputs, planned_accumulation
 from autopar.passes.compilation import Compilation
-from autopar.passes.pipeline import (
-    EVALUATION,
-    PASSES,
-    EvaluationStages,
-    Placed,
-    Source,
-    Target,
-    Trained,
-    other_shapes,
-)
+from autopar.passes.facts import EvaluationStages, Placed, Source, Target, Trained
+from autopar.passes.pipeline import EVALUATION, PASSES, other_shapes
 from autopar.planning import Bound, Plan, settled_heap
 from autopar.plans import PlanData
 from autopar.program import Delivered, Pipeline, Program, batch_shards, flatten_inputs

@@ -21,6 +21,7 @@ from autopar.placement.spec import (
     Spec,
     TensorType,
     all_specs,
+    canonical_spec,
     divides,
     illegal_reason,
     local_bytes,
@@ -28,7 +29,6 @@ from autopar.placement.spec import (
     local_shape,
     with_orders,
     without_gradient,
-    written,
 )
 
 __all__ = [
@@ -51,6 +51,7 @@ __all__ = [
     "TensorType",
     "Term",
     "all_specs",
+    "canonical_spec",
     "difference",
     "divides",
     "gather",
@@ -63,5 +64,4 @@ __all__ = [
     "scatter",
     "with_orders",
     "without_gradient",
-    "written",
 ]

@@ -270,7 +270,7 @@ def with_orders(placements: tuple[Placement, ...]) -> Iterator[Spec]:
             yield spec
 
 
-def written(tensor: TensorType, spec: Spec, sizes: Sequence[int]) -> Spec:
+def canonical_spec(tensor: TensorType, spec: Spec, sizes: Sequence[int]) -> Spec:
     """`spec` as `all_specs` writes it: with R in place of I for a tensor without gradient."""
     return spec if tensor.has_grad else without_gradient(spec, sizes)
 

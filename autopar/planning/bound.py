@@ -14,8 +14,9 @@ from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.passes.analysis import Analysis, compute_dtype
 from autopar.passes.compilation import Compilation
+from autopar.passes.facts import Placed, Sources, Target
 from autopar.passes.lowering import PlacedStage
-from autopar.passes.pipeline import PASSES, Placed, Sources, Target
+from autopar.passes.pipeline import PASSES
 from autopar.plans import PlanData, Predicted
 from autopar.program import Pipeline
 

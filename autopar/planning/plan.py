@@ -28,7 +28,8 @@ from autopar.passes.analysis import compute_dtype
 from autopar.passes.binding import ExampleInputs, check_mesh, example_of, mesh_of
 from autopar.passes.compilation import Compilation
 from autopar.passes.explain import decisions
-from autopar.passes.pipeline import PASSES, Placed, Source, Target
+from autopar.passes.facts import Placed, Source, Target
+from autopar.passes.pipeline import PASSES
 from autopar.passes.search import PlanningResult, PlanningStats
 from autopar.planning.bound import Bound, bind
 from autopar.plans import PlanData, Predicted, parse_storage
@@ -117,9 +118,24 @@ class Plan:
         return self.data.objective_s
 
     @property
-    def gap(self) -> float:
-        """Proven relative distance of `objective_s` from the optimum."""
-        return self.data.gap
+    def stage_gap(self) -> float:
+        """Each stage is within this of its own optimum, relative; 0 for a recipe.
+
+        Cuts, views and numbers of microbatches are chosen by estimate: nothing is proven of them.
+        """
+        return self.data.stage_gap
+
+    @property
+    def bound_s(self) -> float | None:
+        """No plan takes less than this, seconds per step; None where that is not proven."""
+        return self.data.bound_s
+
+    @property
+    def gap(self) -> float | None:
+        """1 - bound / predicted step, over all plans; None where there is no bound."""
+        if self.bound_s is None:
+            return None
+        return max(0.0, 1 - self.bound_s / self.predicted.step_time_s)
 
     # -- what follows from it ------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from autopar.plans.data import (
     recomputed_text,
     storage_text,
 )
-from autopar.plans.decisions import Choice, Decision, Option, Rest
+from autopar.plans.decisions import Choice, Decision, Option, RestOfStage
 from autopar.plans.predicted import Predicted
 
 __all__ = [
@@ -32,7 +32,7 @@ __all__ = [
     "Option",
     "PlanData",
     "Predicted",
-    "Rest",
+    "RestOfStage",
     "StageRecord",
     "operator_text",
     "parse_operator",

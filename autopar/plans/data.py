@@ -34,7 +34,9 @@ from autopar.program import Period, Storage
 from autopar.schedule import ORDERS
 
 VERSION = 2
-_MAY_BE_MISSING = frozenset({"accumulates", "comments", "kept_whole", "padded"})
+_MAY_BE_MISSING = frozenset(
+    {"accumulates", "bound_s", "comments", "kept_whole", "padded", "recipe"}
+)
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,13 @@ class StageRecord:
 
 @dataclass(frozen=True)
 class PlanData:
-    """The decisions of a plan. The docstring of this file explains the texts."""
+    """The decisions of a plan. The docstring of this file explains the texts.
+
+    objective_s   seconds of a step, as the solver minimised them
+    stage_gap     the worst proven gap of a stage's own problem, relative; 0 for a recipe
+    bound_s       no plan takes less; None where nothing is proven of all plans
+    recipe        the recipe that placed it; empty for the search
+    """
 
     model: str
     graph_hash: str
@@ -102,7 +110,7 @@ class PlanData:
     forbid: tuple[str, ...]
     stages: tuple[StageRecord, ...]
     objective_s: float
-    gap: float
+    stage_gap: float
     chosen: str = ""
     alternatives: tuple[Alternative, ...] = ()
     version: int = VERSION
@@ -110,6 +118,8 @@ class PlanData:
     padded: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     kept_whole: tuple[str, ...] = ()
     accumulates: bool = False
+    recipe: str = ""
+    bound_s: float | None = None
 
     @property
     def parameters(self) -> dict[str, str]:
@@ -145,6 +155,8 @@ class PlanData:
                 f"{where} has version {raw.get('version')!r}; this autopar reads {VERSION}",
                 hint="plan again with this version",
             )
+        if "gap" in raw:  # what version 0.3.0 called it
+            raw["stage_gap"] = raw.pop("gap")
         known = {f.name for f in fields(PlanData)}
         unknown, missing = sorted(set(raw) - known), sorted(known - set(raw) - _MAY_BE_MISSING)
         if unknown or missing:

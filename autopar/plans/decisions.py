@@ -10,7 +10,7 @@ from autopar.program import OperatorStrategy, Storage
 
 # What the cost of an option assumes of everything else on the stage: it is chosen "anew", so that
 # the stage is the fastest one with this option, or "kept" as in the plan.
-Rest = Literal["anew", "kept"]
+RestOfStage = Literal["anew", "kept"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Choice:
     others: tuple[Option, ...]
     n_options: int
     n_as_fast: int
-    rest: Rest
+    rest: RestOfStage
     blocks: tuple[int, int] | None = None
     runs_again: bool = False
 

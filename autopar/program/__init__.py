@@ -49,7 +49,7 @@ from autopar.program.messages import (
     tie_exchanges,
     tied_slices,
 )
-from autopar.program.pipeline import Crossing, Order, Pipeline, Tie
+from autopar.program.pipeline import Crossing, Pipeline, ScheduleFactory, Tie
 from autopar.program.program import (
     Accumulation,
     BufferInfo,
@@ -116,7 +116,6 @@ __all__ = [
     "MoveLine",
     "Operator",
     "OperatorStrategy",
-    "Order",
     "ParameterInfo",
     "ParameterUse",
     "Period",
@@ -128,6 +127,7 @@ __all__ = [
     "Recomputed",
     "Ref",
     "RepeatedLines",
+    "ScheduleFactory",
     "Segment",
     "Slice",
     "StageProgram",

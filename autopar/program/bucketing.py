@@ -37,9 +37,9 @@ def buckets(steps: Sequence[Sequence[tuple[Key, int]]], bucket_bytes: int) -> It
     """The fused calls in order; `steps[i]` has the (key, size_bytes) of tensor i's collectives."""
     for position in range(max((len(s) for s in steps), default=0)):
         pending: dict[Key, list[tuple[int, int]]] = {}
-        for i, wanted in enumerate(steps):
-            if position < len(wanted):
-                key, size_bytes = wanted[position]
+        for i, collectives in enumerate(steps):
+            if position < len(collectives):
+                key, size_bytes = collectives[position]
                 pending.setdefault(key, []).append((i, size_bytes))
         for key, members in pending.items():
             yield from _cut(key, members, bucket_bytes)

@@ -61,7 +61,7 @@ Phase = Literal[
 
 
 # Parameter uses that are converted together, and a fused call for some of them, by position.
-Waiting = tuple[tuple[StoredParameter, ParameterUse], ...]
+ConvertedUses = tuple[tuple[StoredParameter, ParameterUse], ...]
 ConversionBucket = Bucket[tuple[PrimitiveKind, tuple[int, ...], torch.dtype]]
 
 
@@ -231,7 +231,7 @@ def used_parameters(program: StageProgram) -> frozenset[str]:
     return frozenset(name for i in program.differentiated for name in reads(program.body[i]))
 
 
-def conversion_buckets(program: StageProgram) -> tuple[Waiting, tuple[ConversionBucket, ...]]:
+def conversion_buckets(program: StageProgram) -> tuple[ConvertedUses, tuple[ConversionBucket, ...]]:
     """The uses converted from storage once a step, and the fused calls that do it."""
     waiting = tuple((p, use) for p in every_parameter(program) for use in p.uses if use.moves)
     steps = [[(m.move.forward, m.move.axes, m.forward_bytes) for m in u.moves] for _, u in waiting]
@@ -240,7 +240,7 @@ def conversion_buckets(program: StageProgram) -> tuple[Waiting, tuple[Conversion
 
 def return_buckets(
     program: StageProgram, period: str
-) -> tuple[Waiting, tuple[ConversionBucket, ...]]:
+) -> tuple[ConvertedUses, tuple[ConversionBucket, ...]]:
     """The same for gradients of such uses, brought back to storage once per `period`."""
     used = used_parameters(program)
     waiting = tuple(
@@ -257,7 +257,7 @@ def return_buckets(
 
 
 def _fused(
-    waiting: Waiting, steps: Sequence[Sequence[tuple[PrimitiveKind, tuple[int, ...], int]]]
+    waiting: ConvertedUses, steps: Sequence[Sequence[tuple[PrimitiveKind, tuple[int, ...], int]]]
 ) -> tuple[ConversionBucket, ...]:
     keyed = [
         [
@@ -271,7 +271,7 @@ def _fused(
 
 
 def _bucket_calls(
-    found: tuple[Waiting, tuple[ConversionBucket, ...]], phase: Phase
+    found: tuple[ConvertedUses, tuple[ConversionBucket, ...]], phase: Phase
 ) -> list[RankCall]:
     waiting, fused = found
     return [

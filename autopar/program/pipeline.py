@@ -29,7 +29,7 @@ from autopar.program.stage_program import Boundary, StageProgram, StoredParamete
 from autopar.schedule import Schedule, Transfer, forward_only, lower, one_f_one_b
 
 # (number of stages, number of microbatches) -> the schedule
-Order = Callable[[int, int], Schedule]
+ScheduleFactory = Callable[[int, int], Schedule]
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,9 @@ class Pipeline:
 
     @staticmethod
     def of(
-        stages: Sequence[StageProgram], meshes: Sequence[LogicalMesh], order: Order = forward_only
+        stages: Sequence[StageProgram],
+        meshes: Sequence[LogicalMesh],
+        order: ScheduleFactory = forward_only,
     ) -> Pipeline:
         """Join the stages; `order` makes their schedule.
 
@@ -120,7 +122,7 @@ class Pipeline:
         """The dtype of the loss, which the last stage makes."""
         last = self.stages[-1]
         assert last.loss is not None, "a pipeline without a loss"
-        return last.made(last.loss).dtype
+        return last.local(last.loss).dtype
 
     def between(self, source: int, target: int) -> tuple[Crossing, ...]:
         """What crosses from one stage to another, in the order of the message."""
@@ -129,7 +131,7 @@ class Pipeline:
 
 @lru_cache(maxsize=16)
 def _schedule(
-    order: Order, n_stages: int, n_microbatches: int, between: frozenset[Transfer]
+    order: ScheduleFactory, n_stages: int, n_microbatches: int, between: frozenset[Transfer]
 ) -> Schedule:
     return lower(order(n_stages, n_microbatches), between)
 

@@ -22,7 +22,7 @@ def rerun(program: StageProgram) -> dict[int, tuple[int, ...]]:
     return {
         segment.last: tuple(
             i
-            for i in segment.again
+            for i in segment.rerun_range
             if i not in segment.kept | segment.handed_on
             and not isinstance(program.body[i], FreeLine)
         )

@@ -201,7 +201,7 @@ class Segment:
     stops_early: bool = False
 
     @property
-    def again(self) -> range:
+    def rerun_range(self) -> range:
         """The range of lines that run again, except those at `kept` and `handed_on`."""
         return range(self.start, self.last + (not self.stops_early))
 
@@ -326,30 +326,30 @@ class StageProgram:
     repeats: tuple[RepeatedLines, ...] = ()
     every_parameter: tuple[str, ...] = ()
     # Prices of this program, computed once for all pipelines that share it
-    # (`cost/price/prediction.py`). Pass the dict of a program with equal costs as `known`, and
-    # both share it.
-    priced: dict[Hashable, Any] = field(init=False, repr=False, compare=False)
-    known: InitVar[dict[Hashable, Any] | None] = None
+    # (`cost/price/prediction.py`). Pass the dict of a program with equal costs as
+    # `shared_prices`, and both share it.
+    price_cache: dict[Hashable, Any] = field(init=False, repr=False, compare=False)
+    shared_prices: InitVar[dict[Hashable, Any] | None] = None
 
-    def __post_init__(self, known: dict[Hashable, Any] | None) -> None:
-        object.__setattr__(self, "priced", {} if known is None else known)
+    def __post_init__(self, shared_prices: dict[Hashable, Any] | None) -> None:
+        object.__setattr__(self, "price_cache", {} if shared_prices is None else shared_prices)
 
     @cached_property
-    def taken(self) -> frozenset[str]:
+    def returned(self) -> frozenset[str]:
         """The variables that the function returns."""
         found = {*self.outputs, *(s.local.name for s in self.sent)}
         found |= {b.local.name for b in self.changed}
         return frozenset(found | {self.loss} if self.loss else found)
 
     @cached_property
-    def given(self) -> frozenset[str]:
+    def arguments(self) -> frozenset[str]:
         """The arguments of the function: variables that the body reads and does not make."""
         found = {d.local.name for d in self.delivered} | {b.local.name for b in self.received}
         for p in self.parameters:
             found |= {p.stored.name, *(use.local.name for use in p.uses)}
         return frozenset(found)
 
-    def made(self, name: str) -> Local:
+    def local(self, name: str) -> Local:
         """A variable of the body, as the last line that assigns it leaves it."""
         results = (out for line in reversed(self.body) for out in outs(line))
         return next(out for out in results if out.name == name)
@@ -359,16 +359,16 @@ class StageProgram:
         """Positions of the lines that have a backward."""
         if not self.trains:
             return frozenset()
-        wanted = {s.local.name for s in self.sent}
+        needed = {s.local.name for s in self.sent}
         if self.loss is not None:
-            wanted.add(self.loss)
+            needed.add(self.loss)
         found: set[int] = set()
         for i in range(len(self.body) - 1, -1, -1):
             line = self.body[i]
-            if any(out.has_grad and out.name in wanted for out in outs(line)):
+            if any(out.has_grad and out.name in needed for out in outs(line)):
                 found.add(i)
                 # Reads without gradient do no harm: the lines that write them have none either.
-                wanted.update(reads(line))
+                needed.update(reads(line))
         return frozenset(found)
 
     def moves(self) -> Iterator[MoveLine]:

@@ -93,7 +93,7 @@ def is_sharded(local: Local) -> bool:
 
 
 def _n_parts(placed: Iterable[Local], sizes: Sequence[int]) -> int:
-    """The number of ranks an operator is sharded over: axes that shard any of its tensors."""
+    """The ranks an operator is sharded over: those of all axes that shard any of its tensors."""
     cut = {axis for local in placed for axis, p in enumerate(local.spec.placements) if p.is_shard}
     return math.prod(sizes[axis] for axis in cut)
 

@@ -26,7 +26,13 @@ from autopar.report.stages import (
     stage_rows,
     tie_text,
 )
-from autopar.report.tables import alternative_rows, headline, idle_warnings, traffic_rows
+from autopar.report.tables import (
+    alternative_rows,
+    headline,
+    idle_warnings,
+    optimality,
+    traffic_rows,
+)
 from autopar.units import format_bytes, format_count, format_seconds
 
 
@@ -58,7 +64,7 @@ def explain(
         _recomputed(pipeline),
         str(division(pipeline)) if pipeline.n_ranks > 1 else "",
         _communication(collectives, several),
-        _prediction(predicted, pipeline),
+        "\n".join([_prediction(predicted, pipeline), optimality(data)]),
         _alternatives(data),
     ]
     return "\n\n".join(part for part in parts if part)

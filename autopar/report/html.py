@@ -21,7 +21,13 @@ from autopar.report.stages import (
     stage_rows,
     tie_text,
 )
-from autopar.report.tables import alternative_rows, headline, idle_warnings, traffic_rows
+from autopar.report.tables import (
+    alternative_rows,
+    headline,
+    idle_warnings,
+    optimality,
+    traffic_rows,
+)
 from autopar.units import format_bytes, format_count, format_seconds
 
 
@@ -214,6 +220,6 @@ def _alternatives(data: PlanData) -> str:
         for a in shown
     ]
     chosen = [i for i, a in enumerate(shown) if a.name == data.chosen]
-    caption = f"proven optimality gap of the chosen plan: {data.gap:.2%}"
+    caption = optimality(data)
     table = html_table(caption, ("plan", "#predicted step", "note"), rows, chosen)
     return f"{table}\n<p>{escaped(others)}</p>" if others else table

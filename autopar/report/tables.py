@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from autopar.plans import Alternative, PlanData, StageRecord
 from autopar.program import Collective, StageProgram, StoredParameter
+from autopar.units import format_seconds
 
 # A search over stages considers many more alternatives than a reader wants listed.
 N_ALTERNATIVES = 25
@@ -123,3 +124,17 @@ def _specs(text: str) -> list[str]:
 def _placement(spec: str, position: int) -> str:
     words = spec.split(" order ")[0].split()
     return words[position] if position < len(words) else ""
+
+
+def optimality(data: PlanData) -> str:
+    """What is proven of the choice, and what is not."""
+    if data.recipe:
+        text = f"proven: nothing; laid out by a recipe ({data.recipe})"
+    else:
+        text = (
+            f"proven: each stage within {data.stage_gap:.1%} of its optimum; "
+            "cuts, views and counts by estimate"
+        )
+    if data.bound_s is not None:
+        text += f"; no plan takes less than {format_seconds(data.bound_s)}"
+    return text

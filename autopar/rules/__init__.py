@@ -25,14 +25,14 @@ from autopar.rules.registry import (
     rule_for,
 )
 from autopar.rules.rule import OpCall, OpRule
-from autopar.rules.tables import FUSED, PRODUCTS, VIEWS
+from autopar.rules.tables import FUSED, MATMULS, VIEWS
 
 __all__ = [
     "FUSED",
     "GROUP",
+    "MATMULS",
     "N_VALID",
     "PADDED",
-    "PRODUCTS",
     "VIEWS",
     "AxisStrategy",
     "Lowering",

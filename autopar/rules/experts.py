@@ -55,7 +55,7 @@ def _expert_linear(call: OpCall) -> Notation:
     return Notation.parse(f"n i, {weight}, n -> n o")
 
 
-EXPERT_PRODUCTS = (
+EXPERT_MATMULS = (
     OpRule(
         str(operators.experts.expert_linear._opoverload),
         _expert_linear,

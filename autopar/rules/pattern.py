@@ -107,11 +107,11 @@ def _distribute(
     rest = list(factors)
     aligned = True
     for name in names:
-        wanted, run, product = sizes.get(name, 1), [], 1
-        while aligned and product < wanted and rest:
+        size, run, product = sizes.get(name, 1), [], 1
+        while aligned and product < size and rest:
             run.append(rest.pop(0))
             product *= run[-1]
-        aligned = aligned and product == wanted
+        aligned = aligned and product == size
         out.append((name, tuple(run) if aligned else None))
     return out
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from autopar.rules import families as f
 from autopar.rules import views as v
 from autopar.rules.convolutions import CONVOLUTIONAL
-from autopar.rules.experts import EXPERT_PRODUCTS
+from autopar.rules.experts import EXPERT_MATMULS
 from autopar.rules.indexing import INDEXING
 from autopar.rules.losses import LOSSES, refuse_mean
 from autopar.rules.lowering import CAUSAL_ATTENTION, VOCABULARY_CROSS_ENTROPY, VOCABULARY_EMBEDDING
@@ -143,7 +143,7 @@ MATRICES = (
     OpRule("aten.triu.default", f.matrices, linear=ALONE),
 )  # fmt: skip
 
-PRODUCTS = (
+MATMULS = (
     OpRule("aten.mm.default", "m k, k n -> m n", "2*m*k*n", ((0,), (1,))),
     OpRule("aten.bmm.default", "b m k, b k n -> b m n", "2*b*m*k*n", ((0,), (1,))),
     OpRule("aten.linear.default", "... i, o i -> ... o", "2*i*o", ((0,), (1,))),
@@ -231,6 +231,6 @@ VIEWS = (
 )  # fmt: skip
 
 RULES = (
-    *POINTWISE, *REDUCTIONS, *MATRICES, *PRODUCTS, *NETWORK, *OVER_PADDING, *LOSSES, *INDEXING,
-    *VIEWS, *CONVOLUTIONAL, *NORMALISATION, *EXPERT_PRODUCTS, *RANDOM,
+    *POINTWISE, *REDUCTIONS, *MATRICES, *MATMULS, *NETWORK, *OVER_PADDING, *LOSSES, *INDEXING,
+    *VIEWS, *CONVOLUTIONAL, *NORMALISATION, *EXPERT_MATMULS, *RANDOM,
 )  # fmt: skip

@@ -61,7 +61,7 @@ def start_times(schedule: Schedule, duration: Callable[[Action], float]) -> Time
                     ended_at[action[:3]] = free_at[device] = start + duration(action)
                 else:
                     partner = action.partner
-                    if _awaited_end(schedule, action, partner, starts) is not None:
+                    if _blocking_device(schedule, action, partner, starts) is not None:
                         break
                     other = schedule.device_of(partner.stage)
                     start = max(free_at[device], free_at[other])
@@ -133,7 +133,7 @@ def _needed(schedule: Schedule, action: Action) -> _Compute | None:
     return (kind, other, microbatch) if 0 <= other < schedule.n_stages else None
 
 
-def _awaited_end(
+def _blocking_device(
     schedule: Schedule, message: Action, partner: Action, starts: list[list[float]]
 ) -> int | None:
     """The device that is not yet at `partner`, the other end of `message`; None if it is there."""
@@ -152,7 +152,7 @@ def _waits_for(
 ) -> int | None:
     """The device that blocks `action`, the next one of its own device; None if it can start."""
     if not action.is_compute:
-        return _awaited_end(schedule, action, action.partner, starts)
+        return _blocking_device(schedule, action, action.partner, starts)
     needed = _needed(schedule, action)
     if needed is None or needed in ended_at:
         return None

@@ -69,16 +69,16 @@ def _row(schedule: Schedule, device: int) -> str:
 
 def _check_complete(schedule: Schedule, device: int) -> None:
     """Raise unless the device runs each of its actions exactly once, and no others."""
-    row, wanted = schedule.rows[device], dict.fromkeys(_wanted(schedule, device))
-    if len(row) == len(wanted) and wanted.keys() == set(row):
+    row, expected = schedule.rows[device], dict.fromkeys(_expected(schedule, device))
+    if len(row) == len(expected) and expected.keys() == set(row):
         return
     found, who = Counter(row), _row(schedule, device)
-    for action in wanted:
+    for action in expected:
         if found[action] == 0:
             raise VerificationError(f"{who} never runs {action}")
         if found[action] > 1:
             raise VerificationError(f"{who} runs {action} {found[action]} times")
-    extra = next((action for action in found if action not in wanted), None)
+    extra = next((action for action in found if action not in expected), None)
     if extra is not None:
         raise VerificationError(
             f"{who} runs {extra}, which is not part of the schedule: {_extent(schedule)}"
@@ -93,7 +93,7 @@ def _extent(schedule: Schedule) -> str:
     return f"microbatches below {schedule.n_microbatches}{what}, {carried}"
 
 
-def _wanted(schedule: Schedule, device: int) -> Iterable[Action]:
+def _expected(schedule: Schedule, device: int) -> Iterable[Action]:
     """Every action that a device must run, in no particular order."""
     kinds = schedule.computes()
     for stage in range(device, schedule.n_stages, schedule.n_devices):

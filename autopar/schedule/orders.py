@@ -11,7 +11,7 @@ the largest number of live microbatches on stage i.
                  forwards before it alternates                         (`interleaved`)
     zero_bubble  1f1b with split backwards: stage i runs the parameter
                  part i microbatches later, as no stage waits for it   in flight min(m, n)
-                 `is_eager`: 2(n - i) - 1 forwards first, and the
+                 `zb_h2`: 2(n - i) - 1 forwards first, and the
                  parameter part 2i microbatches later                  in flight min(m, 2n - 1)
 
 Every stage runs its backwards in the order of its forwards, so gradients add up in the same
@@ -23,7 +23,7 @@ backward b, and w the parameter part of b, it is:
 
     gpipe, 1f1b    (n - 1)(f + b)              interleaved    (p - 1)(f + b) / v
     zero_bubble    (n - 1)(f + b - 2w)         if w <= f, w <= b / 2 and n <= m
-    is_eager       (n - 1) f                   if w = f = b / 2 and 2n <= m: only the fill is left
+    zb_h2          (n - 1) f                   if w = f = b / 2 and 2n <= m: only the fill is left
 
 Sources: GPipe, Huang et al. 2019; PipeDream-Flush and interleaving, Narayanan et al. 2021 (arXiv
 2104.04473, figure 4); ZB-H1 and ZB-H2, Qi et al. 2023 (arXiv 2401.10241, figures 2 and 3).
@@ -82,16 +82,16 @@ def interleaved(n_devices: int, n_chunks: int, n_microbatches: int) -> Schedule:
     return Schedule(tuple(rows), n_microbatches, n_chunks=n_chunks)
 
 
-def zero_bubble(n_stages: int, n_microbatches: int, *, is_eager: bool = False) -> Schedule:
+def zero_bubble(n_stages: int, n_microbatches: int, *, zb_h2: bool = False) -> Schedule:
     """ZB-H1: parameter gradients fill the bubble. Every stage needs the memory of 1f1b's stage 0.
 
-    is_eager    ZB-H2: almost no bubble, with twice that memory
+    zb_h2    ZB-H2: almost no bubble, with twice that memory
     """
     _check_counts(n_stages, n_microbatches)
     rows = []
     for stage in range(n_stages):
-        n_first = 2 * (n_stages - stage) - 1 if is_eager else n_stages - stage
-        delay = 2 * stage if is_eager else stage
+        n_first = 2 * (n_stages - stage) - 1 if zb_h2 else n_stages - stage
+        delay = 2 * stage if zb_h2 else stage
         forwards = _all("forward", stage, n_microbatches)
         backwards = _all("backward_input", stage, n_microbatches)
         late = _all("backward_weight", stage, n_microbatches)

@@ -196,12 +196,12 @@ def _gradients(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], seeds: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
     """Gradients of the inputs that require grad; zeros if no output depends on an input."""
-    wanted = [x for x in inputs if x.requires_grad]
+    differentiated = [x for x in inputs if x.requires_grad]
     roots = [(y, g) for y, g in zip(outputs, seeds, strict=True) if g is not None]
-    found: Sequence[Tensor | None] = [None] * len(wanted)
-    if roots and wanted:
+    found: Sequence[Tensor | None] = [None] * len(differentiated)
+    if roots and differentiated:
         ys, gs = zip(*roots, strict=True)
-        found = torch.autograd.grad(ys, wanted, gs, allow_unused=True)
+        found = torch.autograd.grad(ys, differentiated, gs, allow_unused=True)
     rest = iter(found)
     gradients: list[Tensor | None] = [None] * len(inputs)
     for i, x in enumerate(inputs):

@@ -57,7 +57,7 @@ def pipeline_sequences(pipeline: Pipeline) -> dict[int, list[GroupCall]]:
     """Every rank's calls in one step: its stage's actions, its messages, and calls of all ranks."""
     messages = Messages(pipeline)
     out: dict[int, list[GroupCall]] = {r: [] for mesh in pipeline.meshes for r in mesh.ranks}
-    meetings: dict[Action, list[GroupCall]] = {}  # by the send: both ends share its calls
+    calls_by_send: dict[Action, list[GroupCall]] = {}  # by the send: both ends share its calls
     for stage, mesh in enumerate(pipeline.meshes):
         ranks = mesh.ranks
         for action in pipeline.schedule.stages[stage]:
@@ -68,12 +68,12 @@ def pipeline_sequences(pipeline: Pipeline) -> dict[int, list[GroupCall]]:
                 continue
             is_send, pieces = action.is_send, messages.of(action)
             send = action if is_send else action.partner
-            if send not in meetings:
-                meetings[send] = _meetings(pieces, f"in {send}")
-            for piece, call in zip(pieces, meetings[send], strict=True):
+            if send not in calls_by_send:
+                calls_by_send[send] = _message_calls(pieces, f"in {send}")
+            for piece, call in zip(pieces, calls_by_send[send], strict=True):
                 out[piece.source_rank if is_send else piece.target_rank].append(call)
     for exchange in tie_exchanges(pipeline):
-        for call in _meetings(exchange.pieces, "tied"):
+        for call in _message_calls(exchange.pieces, "tied"):
             for rank in call.ranks:
                 out[rank].append(call)
     if pipeline.stages[-1].loss is not None:
@@ -83,7 +83,7 @@ def pipeline_sequences(pipeline: Pipeline) -> dict[int, list[GroupCall]]:
     return out
 
 
-def _meetings(pieces: Sequence[Piece], cause: str) -> list[GroupCall]:
+def _message_calls(pieces: Sequence[Piece], cause: str) -> list[GroupCall]:
     """One call of two ranks for each piece: the send together with its receive."""
     found = []
     for p in pieces:

@@ -19,7 +19,7 @@ from autopar.verifier.oracle import MESHES, OracleCase, StrategyErrors, check_st
 
 
 @dataclass(frozen=True)
-class Line:
+class RuleLine:
     """One row of the report: the errors of a strategy on a mesh, or why it is wrong."""
 
     strategies: str
@@ -42,7 +42,7 @@ class RuleReport:
     """
 
     title: str
-    lines: tuple[Line, ...]
+    lines: tuple[RuleLine, ...]
     unchecked: tuple[str, ...] = ()
 
     @property
@@ -65,9 +65,9 @@ def report_case(case: OracleCase, meshes: Sequence[tuple[int, ...]] = MESHES) ->
             checked |= {strategy.label for strategy in strategies}
             text = " | ".join(map(str, strategies))
             try:
-                lines.append(Line(text, sizes, check_strategy(case, strategies, sizes)))
+                lines.append(RuleLine(text, sizes, check_strategy(case, strategies, sizes)))
             except VerificationError as error:
-                lines.append(Line(text, sizes, StrategyErrors(), str(error).partition("\n")[0]))
+                lines.append(RuleLine(text, sizes, StrategyErrors(), str(error).partition("\n")[0]))
     offered = dict.fromkeys(s.label for s in case.strategies() if s.label)
     unchecked = [_shown(case, label) for label in offered if label not in checked]
     return RuleReport(f"rule of {case.rule.op}", tuple(lines), tuple(unchecked))

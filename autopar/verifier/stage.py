@@ -159,11 +159,11 @@ class _Checker:
         reason = illegal_reason(tensor, local.spec, self.sizes)
         if reason is not None:
             raise _error(f"{local.name} cannot be {local.spec}: {reason}", where)
-        wanted = tuple(math.prod(d) for d in local_dims(tensor, local.spec, self.sizes))
-        if local.shape != wanted:
+        expected = tuple(math.prod(d) for d in local_dims(tensor, local.spec, self.sizes))
+        if local.shape != expected:
             raise _error(
                 f"{local.name} has local shape {list(local.shape)}, but {local.spec} of "
-                f"{list(tensor.shape)} leaves {list(wanted)}",
+                f"{list(tensor.shape)} leaves {list(expected)}",
                 where,
             )
         self.sound_types.add(key)
@@ -216,13 +216,13 @@ class _Checker:
         made = {name for line in lines for name in writes(line)}
         freed = {n for line in lines if isinstance(line, FreeLine) for n in line.names}
         taken = {n for line in lines for n in reads(line) if n in self.known} - self.words
-        after = {n for line in body[segment.stop :] for n in reads(line)} | self.program.taken
-        for found, wanted, what in (
+        after = {n for line in body[segment.stop :] for n in reads(line)} | self.program.returned
+        for found, expected, what in (
             (set(segment.inputs), taken, "takes"),
             (set(segment.results), made & after, "returns"),
         ):
-            if found != wanted:
-                raise _error(f"{what} {sorted(found)}, not {sorted(wanted)}", where)
+            if found != expected:
+                raise _error(f"{what} {sorted(found)}, not {sorted(expected)}", where)
         if freed - made:
             raise _error(f"frees {sorted(freed - made)} of its caller", where)
         if freed & set(segment.results):
@@ -299,9 +299,9 @@ class _Checker:
         before, after = (local_bytes(tensor, s, self.sizes) for s in (source.spec, line.out.spec))
         forward = after if line.move.forward == "all_gather" else before
         backward = before if line.move.backward == "all_gather" else after
-        wanted = (forward, backward if line.has_grad else 0)
-        if found != wanted:
-            raise _error(f"moves {found} bytes (forward, backward), not {wanted}", where)
+        expected = (forward, backward if line.has_grad else 0)
+        if found != expected:
+            raise _error(f"moves {found} bytes (forward, backward), not {expected}", where)
         self.sound_moves.add(key)
 
     def _chain(self, start: Local, moves: Sequence[MoveLine], end: Local, where: str) -> None:
@@ -420,9 +420,9 @@ def check_move(
         return f"axes {axes} are not innermost on {old}: an inner axis still splits it"
     for cell in tensor.cells:
         holders = tuple(a for a in source.axes_of(cell) if a not in axes)
-        wanted = (*holders, *axes) if new.is_shard and cell == new.cell else holders
-        if target.axes_of(cell) != wanted:
-            return f"S{cell} is split by axes {target.axes_of(cell)}, not {wanted} in this order"
+        expected = (*holders, *axes) if new.is_shard and cell == new.cell else holders
+        if target.axes_of(cell) != expected:
+            return f"S{cell} is split by axes {target.axes_of(cell)}, not {expected} in this order"
     splits = _splits(tensor, source, axes, old, new, sizes)
     if move.splits != splits:
         return f"{move.name} cuts {_shown(move.splits)}, not {_shown(splits)}"

@@ -119,6 +119,6 @@ def _group_on(mesh: LogicalMesh, axes: tuple[int, ...]) -> LinkGroup:
     others = [i for i in range(mesh.n_axes) if i not in axes]
     node_of = ranks.transpose(*others, *axes).reshape(-1, n_ranks) // nodes.n_ranks
     # Most groups differ only in their first node.
-    alike = np.unique(node_of - node_of.min(axis=1, keepdims=True), axis=0)
-    found = [group_of(row.tolist(), 1, nodes.inside, nodes.across) for row in alike]
+    distinct = np.unique(node_of - node_of.min(axis=1, keepdims=True), axis=0)
+    found = [group_of(row.tolist(), 1, nodes.inside, nodes.across) for row in distinct]
     return max(found, key=lambda group: (group.n_nodes, -group.per_node))

@@ -1,13 +1,13 @@
 """How long one operator takes on one device: a roofline plus launch time, for all operators.
 
-    product     max(flops / rate + u bytes / bytes_per_s, bytes / bytes_per_s) + launch_s
+    matmul      max(flops / rate + u bytes / bytes_per_s, bytes / bytes_per_s) + launch_s
     attention   the same, with the forward and backward rates of a fused kernel
     memory      bytes / bytes_per_s + launch_s                                    (`op_time_s`)
 
-A "product" is a matmul. u is its exposed memory time on top of its arithmetic, divided by the time
-to touch each operand once (`product_traffic_ratio`): tiles read operands several times and hide
-most of it. 2mkn flops touch mk + kn + mn elements, so the efficiency of a matmul depends on its
-sizes (`product_efficiency`). A small m, n or k lowers it, and so does the launch.
+u is the exposed memory time of a matmul on top of its arithmetic, divided by the time to touch each
+operand once (`product_traffic_ratio`): tiles read operands several times and hide most of it. 2mkn
+flops touch mk + kn + mn elements, so the efficiency of a matmul depends on its sizes
+(`product_efficiency`). A small m, n or k lowers it, and so does the launch.
 
 Replicated work costs its full time on every rank. Views launch nothing and are free; callers do
 not price them.
@@ -24,26 +24,26 @@ from numpy.typing import NDArray
 from autopar.cost.hardware import ProfiledDevice, attention_flops_per_s, flops_per_s
 from autopar.mesh import Device
 
-Kind = Literal["product", "attention", "memory"]
+Kind = Literal["matmul", "attention", "memory"]
 Array = NDArray[np.float64]
 
 
 @overload
 def op_time_s(
     flops: float, bytes_moved: float, device: Device, dtype: torch.dtype | None = None,
-    kind: Kind = "product", *, is_backward: bool = False,
+    kind: Kind = "matmul", *, is_backward: bool = False,
 ) -> float: ...  # fmt: skip
 @overload
 def op_time_s(
     flops: Array, bytes_moved: Array, device: Device, dtype: torch.dtype | None = None,
-    kind: Kind = "product", *, is_backward: bool = False,
+    kind: Kind = "matmul", *, is_backward: bool = False,
 ) -> Array: ...  # fmt: skip
 def op_time_s(
     flops: float | Array,
     bytes_moved: float | Array,
     device: Device,
     dtype: torch.dtype | None = None,
-    kind: Kind = "product",
+    kind: Kind = "matmul",
     *,
     is_backward: bool = False,
 ) -> float | Array:

@@ -60,7 +60,7 @@ class CostModel:
         self,
         flops: NDArray[np.float64],
         size_bytes: NDArray[np.float64],
-        kind: Kind = "product",
+        kind: Kind = "matmul",
         *,
         is_backward: bool = False,
     ) -> NDArray[np.float64]:

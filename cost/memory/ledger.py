@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Before:
+class LedgerState:
     """The peak and the held bytes before a block that is simulated once for several equal ones."""
 
     peak_bytes: float
@@ -52,14 +52,14 @@ class Ledger:
         self.parts = {kind: sum(entries.values()) for kind, entries in self.held.items()}
         self.parts["workspace"] = workspace_bytes
 
-    def before_block(self) -> Before:
+    def before_block(self) -> LedgerState:
         """Start a block; until `repeat`, the peak is that of this block alone."""
         held = {kind: dict(entries) for kind, entries in self.held.items()}
-        found = Before(self.peak_bytes, self.at, self.parts, held)
+        found = LedgerState(self.peak_bytes, self.at, self.parts, held)
         self.peak_bytes = -1.0
         return found
 
-    def repeat(self, before: Before, n: int, lasting: Collection[str]) -> None:
+    def repeat(self, before: LedgerState, n: int, lasting: Collection[str]) -> None:
         """Extend the block since `before` to `n` equal blocks.
 
         Every block changes the held bytes by the same amount, so live bytes are linear in the

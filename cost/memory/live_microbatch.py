@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from autopar.cost.memory.ledger import Before, Ledger
+from autopar.cost.memory.ledger import Ledger, LedgerState
 from autopar.placement import PrimitiveKind
 from autopar.program import (
     UNUSED,
@@ -107,7 +107,7 @@ class MicrobatchMemory:
         every = range(len(program.body))
         self.forward_ends = self._ends_of_repeats(every)
         self.backward_ends = self._ends_of_repeats(self.backward_order)
-        self.before: Before | None = None
+        self.before: LedgerState | None = None
         self.inputs = self._inputs()
         self.leaves = self._leaves()
         self.storages = _Holders(ledger, ACTIVATIONS)
@@ -325,7 +325,7 @@ class MicrobatchMemory:
                 continue
             if i in segment.handed_on:
                 self._write(i, line, variables, again=True)
-            elif i in segment.again:
+            elif i in segment.rerun_range:
                 self._write(i, line, variables, again=True)
                 self.ledger.mark(f"{_text(line)} again", self._forward_workspace(line))
             self._keep(i, line, again=True)

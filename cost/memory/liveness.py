@@ -60,9 +60,9 @@ def peak_memory(
     ledger = Ledger()
     _always(program, optimizer, ledger)
     _convert(program, ledger)
-    player = MicrobatchMemory(program, ledger)
+    microbatch = MicrobatchMemory(program, ledger)
     others = min(n_in_flight, program.n_microbatches) - 1
-    kept_bytes = _kept_bytes(player, ledger) if others else 0.0
+    kept_bytes = _kept_bytes(microbatch, ledger) if others else 0.0
     for first in (True, False)[: program.n_microbatches]:
         # If all microbatches are in flight at once, the second backward follows the last forward.
         # The forward here then only restores its live bytes, and its peaks do not count.
@@ -70,9 +70,9 @@ def peak_memory(
         ledger.drop("in flight", "others")
         ledger.add("in flight", "others", kept_bytes * (others - is_last))
         ledger.is_paused = is_last and others > 0
-        player.forward()
+        microbatch.forward()
         ledger.is_paused = False
-        player.backward()
+        microbatch.backward()
         _bring_back(program, "micro", ledger)
         _send_back(program, n_under_way, ledger)
     ledger.clear("in flight")
@@ -115,12 +115,12 @@ def gradients_under_way(schedule: Schedule, stage: int) -> int:
     return most
 
 
-def _kept_bytes(player: MicrobatchMemory, ledger: Ledger) -> float:
+def _kept_bytes(microbatch: MicrobatchMemory, ledger: Ledger) -> float:
     """Bytes that a microbatch keeps after its forward; the ledger is left as it was."""
     before_bytes, ledger.is_paused = ledger.live_bytes, True
-    player.forward()
+    microbatch.forward()
     kept_bytes = ledger.live_bytes - before_bytes
-    player.forget()
+    microbatch.forget()
     ledger.is_paused = False
     return kept_bytes
 

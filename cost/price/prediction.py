@@ -127,10 +127,10 @@ def peak_of_stage(pipeline: Pipeline, stage: int, optimizer: str) -> float:
     schedule = pipeline.schedule
     n_in_flight, n_under_way = in_flight(schedule, stage), gradients_under_way(schedule, stage)
     program, key = pipeline.stages[stage], ("peak", optimizer, n_in_flight, n_under_way)
-    if key not in program.priced:
+    if key not in program.price_cache:
         found = peak_memory(program, optimizer, n_in_flight, n_under_way)
-        program.priced[key] = float(found.peak_bytes)
-    size_bytes: float = program.priced[key]
+        program.price_cache[key] = float(found.peak_bytes)
+    size_bytes: float = program.price_cache[key]
     return size_bytes
 
 
@@ -172,10 +172,10 @@ def timeline_of(
 
 def _times_of_stage(program: StageProgram, cost: CostModel, optimizer: str) -> StageTimes:
     """`stage_times`, computed once for all meshes on which a stage costs the same."""
-    key = "times", replace(cost, mesh=cost.mesh.placement), optimizer
-    if key not in program.priced:
-        program.priced[key] = stage_times(program, cost, optimizer)
-    times: StageTimes = program.priced[key]
+    key = "times", replace(cost, mesh=cost.mesh.canonical), optimizer
+    if key not in program.price_cache:
+        program.price_cache[key] = stage_times(program, cost, optimizer)
+    times: StageTimes = program.price_cache[key]
     return times
 
 

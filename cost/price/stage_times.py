@@ -20,7 +20,7 @@ import torch
 
 from autopar.cost.laws import CostModel
 from autopar.cost.memory import optimizer_time_s
-from autopar.cost.simulate import Spent, StageTimes
+from autopar.cost.simulate import PartWork, StageTimes
 from autopar.placement import COLLECTIVES
 from autopar.program import (
     CallLine,
@@ -46,10 +46,10 @@ def stage_times(program: StageProgram, cost: CostModel, optimizer: str) -> Stage
     backward_s = _backward_s(program) + returned_s["micro"]
     return StageTimes(
         n_ranks=cost.mesh.n_ranks,
-        before=Spent(converted_s, calls_time_s(calls.before, cost)),
-        forward=Spent(forward_s, calls_time_s(calls.forward, cost)),
-        backward=Spent(backward_s, calls_time_s(calls.backward, cost)),
-        after=Spent(returned_s["step"], calls_time_s(calls.after, cost)),
+        before=PartWork(converted_s, calls_time_s(calls.before, cost)),
+        forward=PartWork(forward_s, calls_time_s(calls.forward, cost)),
+        backward=PartWork(backward_s, calls_time_s(calls.backward, cost)),
+        after=PartWork(returned_s["step"], calls_time_s(calls.after, cost)),
         update_s=_update_s(program, cost, optimizer) if program.trains else 0.0,
     )
 

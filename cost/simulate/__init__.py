@@ -11,11 +11,11 @@ The room may import `hardware` and what lies below `cost`, such as `schedule`; n
 from autopar.cost.simulate.events import Event
 from autopar.cost.simulate.step import simulate
 from autopar.cost.simulate.timeline import Timeline
-from autopar.cost.simulate.times import Spent, SplitBackward, StageTimes, TieTimes
+from autopar.cost.simulate.times import PartWork, SplitBackward, StageTimes, TieTimes
 
 __all__ = [
     "Event",
-    "Spent",
+    "PartWork",
     "SplitBackward",
     "StageTimes",
     "TieTimes",

@@ -58,7 +58,7 @@ class SimulatedDevice:
 
     steps: Sequence[ScriptStep]
     times_s: Sequence[float]
-    beside: Mapping[int, OverlappedSync]
+    overlapped_syncs: Mapping[int, OverlappedSync]
     clock_s: float = 0.0
     link_free_s: float = 0.0
     lane_free_s: float = 0.0
@@ -69,7 +69,7 @@ class SimulatedDevice:
     under_way: deque[int] = field(default_factory=deque)
     starts: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
-    laid: list[SyncSlot] = field(default_factory=list)
+    sync_slots: list[SyncSlot] = field(default_factory=list)
 
 
 class Engine:
@@ -113,8 +113,8 @@ class Engine:
                 device.under_way.popleft()
             start_s = device.clock_s
             end_s = start_s + device.times_s[at]
-            if at in device.beside:
-                end_s += self._lay(device, device.beside[at], start_s, end_s)
+            if at in device.overlapped_syncs:
+                end_s += self._place_sync(device, device.overlapped_syncs[at], start_s, end_s)
             device.starts.append(start_s)
             device.ends.append(end_s)
             device.clock_s = end_s
@@ -162,18 +162,18 @@ class Engine:
                 device.clock_s = end_s
         return True
 
-    def _lay(
-        self, device: SimulatedDevice, beside: OverlappedSync, start_s: float, end_s: float
+    def _place_sync(
+        self, device: SimulatedDevice, sync: OverlappedSync, start_s: float, end_s: float
     ) -> float:
         """Place gradient sync beside the step from `start_s` to `end_s`.
 
         Returns the seconds by which it slows the step. `times.py` has the law.
         """
-        sync_s, n_buckets, overlapped_s, slowdown = beside
+        sync_s, n_buckets, overlapped_s, slowdown = sync
         first_s = min(start_s + (end_s - start_s) / n_buckets + overlapped_s, end_s)
         first_s = max(first_s, device.lane_free_s)
         hidden_s = min(max(end_s - first_s, 0.0), sync_s * (n_buckets - 1) / n_buckets)
         slowed_s = hidden_s * slowdown / (1 + slowdown)
         device.lane_free_s = max(first_s + sync_s, end_s + slowed_s + sync_s / n_buckets)
-        device.laid.append(SyncSlot(first_s, device.lane_free_s, slowed_s))
+        device.sync_slots.append(SyncSlot(first_s, device.lane_free_s, slowed_s))
         return slowed_s

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from autopar.cost.simulate.times import Shown, StageTimes
+from autopar.cost.simulate.times import PartDuration, StageTimes
 from autopar.schedule import GRADIENTS_DONE, Script
 
 Lane = Literal["compute", "collectives", "p2p"]
@@ -78,7 +78,7 @@ class Record:
 
     script: Script
     stages: Sequence[StageTimes]
-    shown: Sequence[Sequence[Shown]]
+    durations: Sequence[Sequence[PartDuration]]
     starts: Sequence[Sequence[float]]
     ends: Sequence[Sequence[float]]
     left_at: Sequence[float]
@@ -94,7 +94,7 @@ class Record:
                 name, start_s = str(step.compute), self.starts[device][at]
                 yield Event(device, name, start_s, self.ends[device][at])
                 yield from collective_events(
-                    device, f"collectives of {name}", start_s, self.shown[device][at]
+                    device, f"collectives of {name}", start_s, self.durations[device][at]
                 )
         for message, (start_s, end_s) in enumerate(zip(self.left_at, self.arrived_at, strict=True)):
             send = self.script.send(message)
@@ -117,8 +117,10 @@ class Record:
                 yield self.ends[device][at], now_bytes
 
 
-def collective_events(device: int, name: str, start_s: float, shown: Shown) -> Iterator[Event]:
+def collective_events(
+    device: int, name: str, start_s: float, duration: PartDuration
+) -> Iterator[Event]:
     """The event on the collective lane of an action that starts at `start_s`."""
-    time_s = shown.exposed_s + shown.hidden_s
+    time_s = duration.exposed_s + duration.hidden_s
     if time_s:
         yield Event(device, name, start_s, start_s + time_s, "collectives")

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 from autopar.cost.simulate.engine import Engine, OverlappedSync, Route, SimulatedDevice
 from autopar.cost.simulate.events import DeviceTotals, Event, Record, collective_events
-from autopar.cost.simulate.times import Shown, Spent, StageTimes
+from autopar.cost.simulate.times import PartDuration, PartWork, StageTimes
 from autopar.schedule import GRADIENTS_DONE, Action, Kind, Script
 
 # Seconds of a send's transfer, equal for all microbatches.
 MessageTime = Callable[[Action], float]
 
 
-class Play:
+class StepSimulation:
     """The devices of a step, and what they have done so far; `slow` and `jitter` as in `simulate`.
 
     Call the parts in the order in which they happen: each advances the clocks of its devices.
@@ -31,9 +31,11 @@ class Play:
     ) -> None:
         assert len(stages) % len(script.rows) == 0, "a schedule of other stages"
         self.script, self.stages, self.slow = script, stages, slow
-        self.shown = [self._shown(device, jitter) for device in range(len(script.rows))]
+        self.durations = [self._durations(device, jitter) for device in range(len(script.rows))]
         self.devices = [
-            SimulatedDevice(row, [shown.time_s for shown in self.shown[i]], self._beside(i))
+            SimulatedDevice(
+                row, [duration.time_s for duration in self.durations[i]], self._overlapped_syncs(i)
+            )
             for i, row in enumerate(script.rows)
         ]
         self.totals = [DeviceTotals(stages[i].n_ranks) for i in range(len(script.rows))]
@@ -44,7 +46,7 @@ class Play:
         return Record(
             self.script,
             self.stages,
-            self.shown,
+            self.durations,
             [device.starts for device in self.devices],
             [device.ends for device in self.devices],
             self.engine.left_at,
@@ -56,25 +58,25 @@ class Play:
         """How many times as long compute takes on a device."""
         return self.slow[1] if self.slow is not None and self.slow[0] == device else 1.0
 
-    def _shown(self, device: int, jitter: tuple[float, int] | None) -> list[Shown]:
+    def _durations(self, device: int, jitter: tuple[float, int] | None) -> list[PartDuration]:
         """The duration of every step of a device."""
         fraction, seed = jitter or (0.0, 0)
         drawn = random.Random(f"{seed} {device}")
         slow = self._factor(device)
 
         @functools.cache
-        def of(kind: Kind, stage: int, factor: float) -> Shown:
+        def of(kind: Kind, stage: int, factor: float) -> PartDuration:
             times = self.stages[stage]
-            return times.of(kind).shown(times.overlap_slowdown_fraction, factor)
+            return times.of(kind).duration(times.overlap_slowdown_fraction, factor)
 
-        shown = []
+        durations = []
         for step in self.script.rows[device]:
             factor = slow * (1 + fraction * drawn.random()) if fraction else slow
             action = step.compute
-            shown.append(of(action.kind, action.stage, factor) if action else Shown())
-        return shown
+            durations.append(of(action.kind, action.stage, factor) if action else PartDuration())
+        return durations
 
-    def _beside(self, device: int) -> dict[int, OverlappedSync]:
+    def _overlapped_syncs(self, device: int) -> dict[int, OverlappedSync]:
         """Gradient sync by the step that it starts beside: the last backward of its stage."""
         last: dict[int, tuple[int, Kind]] = {}
         for at, step in enumerate(self.script.rows[device]):
@@ -92,13 +94,13 @@ class Play:
                 )
         return found
 
-    def work(self, stage: int, action: str, spent: Spent) -> None:
+    def work(self, stage: int, action: str, work: PartWork) -> None:
         """Compute and collectives of a stage, outside the schedule."""
         device = self._device_of(stage)
         slowdown = self.stages[stage].overlap_slowdown_fraction
-        shown = spent.shown(slowdown, self._factor(device))
-        self._advance(device, action, shown)
-        self._count(device, [shown])
+        duration = work.duration(slowdown, self._factor(device))
+        self._advance(device, action, duration)
+        self._count(device, [duration])
 
     def together(self, stages: Iterable[int], action: str, time_s: float) -> None:
         """A collective of the devices of some stages; it starts when the last of them is ready."""
@@ -106,15 +108,15 @@ class Play:
         start_s = max(self.devices[device].clock_s for device in devices)
         for device in devices:
             self.devices[device].clock_s = start_s
-            shown = Shown(exposed_s=time_s)
-            self._advance(device, action, shown)
-            self._count(device, [shown])
+            duration = PartDuration(exposed_s=time_s)
+            self._advance(device, action, duration)
+            self._count(device, [duration])
 
     def update(self, stage: int, time_s: float) -> None:
         """The optimizer."""
         device = self._device_of(stage)
         time_s *= self._factor(device)
-        self._advance(device, "optimizer", Shown(time_s))
+        self._advance(device, "optimizer", PartDuration(time_s))
         self.totals[device].update_s += time_s
 
     def actions(self) -> None:
@@ -123,33 +125,33 @@ class Play:
         for route in self.engine.routes:
             self.totals[route.sender].sending_s += route.time_s
         for i, (device, totals) in enumerate(zip(self.devices, self.totals, strict=True)):
-            self._count(i, self.shown[i])
+            self._count(i, self.durations[i])
             totals.waited_s += device.waited_s
-            for laid in device.laid:
-                totals.compute_s += laid.slowed_s
+            for slot in device.sync_slots:
+                totals.compute_s += slot.slowed_s
                 self.once.append(
-                    Event(i, "sync gradients", laid.start_s, laid.end_s, "collectives")
+                    Event(i, "sync gradients", slot.start_s, slot.end_s, "collectives")
                 )
             exposed_s = max(device.lane_free_s - device.clock_s, 0.0)
             totals.collectives_s += exposed_s
-            totals.hidden_s += sum(b.sync_s for b in device.beside.values()) - exposed_s
+            totals.hidden_s += sum(b.sync_s for b in device.overlapped_syncs.values()) - exposed_s
             device.clock_s += exposed_s
 
     def _device_of(self, stage: int) -> int:
         return stage % len(self.devices)
 
-    def _advance(self, device: int, action: str, shown: Shown) -> None:
+    def _advance(self, device: int, action: str, duration: PartDuration) -> None:
         start_s = self.devices[device].clock_s
-        end_s = self.devices[device].clock_s = start_s + shown.time_s
-        if shown.compute_s:
+        end_s = self.devices[device].clock_s = start_s + duration.time_s
+        if duration.compute_s:
             self.once.append(Event(device, action, start_s, end_s))
-        self.once += collective_events(device, action, start_s, shown)
+        self.once += collective_events(device, action, start_s, duration)
 
-    def _count(self, device: int, shown: Sequence[Shown]) -> None:
+    def _count(self, device: int, durations: Sequence[PartDuration]) -> None:
         totals = self.totals[device]
-        totals.compute_s += sum(s.compute_s for s in shown)
-        totals.collectives_s += sum(s.exposed_s for s in shown)
-        totals.hidden_s += sum(s.hidden_s for s in shown)
+        totals.compute_s += sum(s.compute_s for s in durations)
+        totals.collectives_s += sum(s.exposed_s for s in durations)
+        totals.hidden_s += sum(s.hidden_s for s in durations)
 
 
 def _routes(script: Script, message_s: MessageTime) -> list[Route]:

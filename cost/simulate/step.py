@@ -29,9 +29,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from autopar.cost.simulate.play import Play
+from autopar.cost.simulate.play import StepSimulation
 from autopar.cost.simulate.timeline import Timeline
-from autopar.cost.simulate.times import Spent, StageTimes, TieTimes
+from autopar.cost.simulate.times import PartWork, StageTimes, TieTimes
 from autopar.errors import OptionError
 from autopar.schedule import Action, Schedule, Script, script_of
 
@@ -63,24 +63,26 @@ def simulate(
     _check_options(len(schedule.rows), slow, jitter)
     if isinstance(schedule, Schedule):
         schedule = script_of(schedule, sends_as_made)
-    play = Play(
+    simulation = StepSimulation(
         schedule, stages, message_s if callable(message_s) else lambda send: message_s, slow, jitter
     )
     for stage, times in enumerate(stages):
-        play.work(stage, "gather parameters", times.before)
-    play.actions()
+        simulation.work(stage, "gather parameters", times.before)
+    simulation.actions()
     for stage, times in enumerate(stages):
-        play.work(stage, "sync gradients", times.after)
+        simulation.work(stage, "sync gradients", times.after)
     for tie in ties:
-        play.together(tie.stages, "tied gradients", tie.exchange_s)
+        simulation.together(tie.stages, "tied gradients", tie.exchange_s)
         for stage, inside_s in zip(tie.stages, tie.inside_s, strict=True):
-            play.work(stage, "tied gradients", Spent(0.0, inside_s))
+            simulation.work(stage, "tied gradients", PartWork(0.0, inside_s))
     if len(schedule.rows) > 1:
-        play.together(range(len(stages)), "loss", loss_s)
+        simulation.together(range(len(stages)), "loss", loss_s)
     for stage, times in enumerate(stages):
-        play.update(stage, times.update_s)
+        simulation.update(stage, times.update_s)
     return Timeline(
-        play.record(), tuple(play.totals), max(device.clock_s for device in play.devices)
+        simulation.record(),
+        tuple(simulation.totals),
+        max(device.clock_s for device in simulation.devices),
     )
 
 

@@ -2,7 +2,8 @@
 
 A rank computes and runs collectives. Compute waits for some of them (`collectives_s`). The others
 run beside it (`overlapped_s`) and slow it down by a fraction f: h seconds beside collectives do
-compute of h / (1 + f) seconds. With c of compute and o of overlapped collectives (`Spent.shown`):
+compute of h / (1 + f) seconds. With c of compute and o of overlapped collectives
+(`PartWork.duration`):
 
     hidden    h = min(o, c (1 + f))
     compute   c + h f / (1 + f)
@@ -25,7 +26,7 @@ from typing import NamedTuple
 from autopar.schedule import Kind
 
 
-class Shown(NamedTuple):
+class PartDuration(NamedTuple):
     """Seconds that a part of a step takes; `hidden_s` of collectives are inside `compute_s`."""
 
     compute_s: float = 0.0
@@ -38,7 +39,7 @@ class Shown(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Spent:
+class PartWork:
     """Seconds of work of a rank: its compute, and collectives inside its stage."""
 
     compute_s: float = 0.0
@@ -48,20 +49,20 @@ class Spent:
     @property
     def total_s(self) -> float:
         """How long it takes if overlapped collectives do not slow compute."""
-        return self.shown().time_s
+        return self.duration().time_s
 
-    def shown(self, slowdown_fraction: float = 0.0, compute_factor: float = 1.0) -> Shown:
+    def duration(self, slowdown_fraction: float = 0.0, compute_factor: float = 1.0) -> PartDuration:
         """How long it takes, with compute that takes `compute_factor` times as long."""
         compute_s = self.compute_s * compute_factor
         hidden_s = min(self.overlapped_s, compute_s * (1 + slowdown_fraction))
-        return Shown(
+        return PartDuration(
             compute_s + hidden_s * slowdown_fraction / (1 + slowdown_fraction),
             self.collectives_s + self.overlapped_s - hidden_s,
             hidden_s,
         )
 
-    def __add__(self, other: Spent) -> Spent:
-        return Spent(
+    def __add__(self, other: PartWork) -> PartWork:
+        return PartWork(
             self.compute_s + other.compute_s,
             self.collectives_s + other.collectives_s,
             self.overlapped_s + other.overlapped_s,
@@ -72,8 +73,8 @@ class Spent:
 class SplitBackward:
     """A backward in two parts: gradients of received tensors, and gradients of parameters."""
 
-    input: Spent
-    weight: Spent
+    input: PartWork
+    weight: PartWork
 
 
 @dataclass(frozen=True)
@@ -87,10 +88,10 @@ class StageTimes:
     """
 
     n_ranks: int
-    before: Spent
-    forward: Spent
-    backward: Spent | SplitBackward
-    after: Spent
+    before: PartWork
+    forward: PartWork
+    backward: PartWork | SplitBackward
+    after: PartWork
     update_s: float
     sync_s: float = 0.0
     n_sync_buckets: int = 1
@@ -98,11 +99,11 @@ class StageTimes:
     static_bytes: float = 0.0
     kept_bytes: float = 0.0
 
-    def of(self, kind: Kind) -> Spent:
+    def of(self, kind: Kind) -> PartWork:
         """The time of a compute of this kind; a whole backward is the sum of its two parts."""
         if kind == "forward":
             return self.forward
-        if isinstance(self.backward, Spent):
+        if isinstance(self.backward, PartWork):
             assert kind == "backward", f"a {kind} needs a backward in two parts"
             return self.backward
         match kind:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.cost.transformer.layer import LayerModel
-from autopar.cost.transformer.work import Item, elementwise, exchange, product
+from autopar.cost.transformer.work import Item, elementwise, exchange, matmul
 
 _FLOAT32 = 4
 
@@ -36,7 +36,7 @@ def head_items(layer: LayerModel) -> Iterator[Item]:
     words = layer.shape.vocab / recipe.tp
     yield layer.norm("last norm")
     yield from layer.enter(h)
-    yield product(
+    yield matmul(
         "logits", T, words, h, layer.width, accumulated_bytes=layer.accumulated_bytes,
         is_kept=layer.software.fused_loss,
     )  # fmt: skip

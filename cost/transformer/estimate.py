@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from autopar.cost.simulate import Spent, SplitBackward, StageTimes, TieTimes, Timeline, simulate
+from autopar.cost.simulate import PartWork, SplitBackward, StageTimes, TieTimes, Timeline, simulate
 from autopar.cost.transformer.chunks import Chunk, chunks_of, parameters_of
 from autopar.cost.transformer.ends import embedding_items, head_items
 from autopar.cost.transformer.layer import LayerModel
@@ -96,10 +96,10 @@ class StepModel:
         )
         return StageTimes(
             n_ranks=recipe.tp * recipe.cp * recipe.dp,
-            before=Spent(),
+            before=PartWork(),
             forward=_spent(forward, beside_forward),
             backward=_split(spent) if recipe.splits_backward else spent,
-            after=Spent(0.0, gathered + (0.0 if overlaps else reduced)),
+            after=PartWork(0.0, gathered + (0.0 if overlaps else reduced)),
             update_s=update_time_s(n_stored, software, machine.device),
             sync_s=reduced if overlaps else 0.0,
             n_sync_buckets=max(chunk.n_layers, 1),
@@ -140,8 +140,8 @@ class StepModel:
     def _with_messages(self, stage: int, times: StageTimes) -> StageTimes:
         """Times of a stage that waits for messages: each compute includes one message."""
         last = self.layer.recipe.n_chunks - 1
-        before = Spent(0.0, self.hop_s(max(stage - 1, 0), stage))
-        after = Spent(0.0, self.hop_s(min(stage + 1, last), stage))
+        before = PartWork(0.0, self.hop_s(max(stage - 1, 0), stage))
+        after = PartWork(0.0, self.hop_s(min(stage + 1, last), stage))
         backward = times.backward
         if isinstance(backward, SplitBackward):
             backward = replace(backward, input=backward.input + after)
@@ -164,14 +164,15 @@ class StepModel:
         return peak_bytes(self.layer, self.chunks, schedule_of(self.layer.recipe), self.machine)
 
 
-def _spent(spending: Spending, overlapped_s: float = 0.0) -> Spent:
+def _spent(spending: Spending, overlapped_s: float = 0.0) -> PartWork:
     """The interpreter's delay counts as compute: it delays collectives as well."""
-    return Spent(spending.compute_s + spending.stalled_s, spending.comm_s, overlapped_s)
+    return PartWork(spending.compute_s + spending.stalled_s, spending.comm_s, overlapped_s)
 
 
-def _split(whole: Spent) -> SplitBackward:
+def _split(whole: PartWork) -> SplitBackward:
     """Half of a backward's compute is for parameters: one matmul of each two."""
     weight = whole.compute_s / 2
     return SplitBackward(
-        Spent(whole.compute_s - weight, whole.collectives_s, whole.overlapped_s), Spent(weight)
+        PartWork(whole.compute_s - weight, whole.collectives_s, whole.overlapped_s),
+        PartWork(weight),
     )

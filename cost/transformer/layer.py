@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from autopar.cost.transformer.recipe import Recipe, Software
 from autopar.cost.transformer.shape import TransformerShape
-from autopar.cost.transformer.work import Item, Kernel, elementwise, exchange, product
+from autopar.cost.transformer.work import Item, Kernel, elementwise, exchange, matmul
 
 _DISPATCH = "dispatch"  # an all_to_all that `TransformerMachine` may make cheaper
 _STATISTICS_BYTES = 4  # per row and head: the log-sum-exp that fused attention keeps
@@ -56,11 +56,11 @@ class LayerModel:
         """Bytes of a layer's input: the residual stream."""
         return self.outer_tokens * self.shape.hidden * self.width
 
-    def _product(
+    def _matmul(
         self, name: str, m: float, n: float, k: float, *, has_bias: bool = False,
         is_kept: bool = True, n_times: int = 1,
     ) -> Item:  # fmt: skip
-        return product(
+        return matmul(
             name, m, n, k, self.width, has_bias=has_bias, is_kept=is_kept, n_times=n_times,
             accumulated_bytes=self.accumulated_bytes,
         )  # fmt: skip
@@ -111,13 +111,13 @@ class LayerModel:
         k = max(shape.key_features / tp, shape.head_dim)
         yield self.norm("attention norm")
         yield from self.enter(h)
-        yield self._product("qkv", T, q + 2 * k, h, has_bias=not shape.is_gated)
+        yield self._matmul("qkv", T, q + 2 * k, h, has_bias=not shape.is_gated)
         if shape.is_gated:
             size = T * (q + k) * width
             launches, passes = (1, 2) if self.software.fused_kernels else (10, 10)
             yield elementwise("rotary", passes * size, passes * size, 0.0, launches, launches)
         yield from self._core(q, k)
-        yield self._product("attention output", T, h, q, is_kept=False)
+        yield self._matmul("attention output", T, h, q, is_kept=False)
         yield from self._leave(h)
         yield self._residual("attention residual")
 
@@ -142,7 +142,7 @@ class LayerModel:
             )  # fmt: skip
             return
         scores = heads * T * shape.seq  # elements
-        one = Kernel("product", flops / 2, width * (T * (q + k) + scores))
+        one = Kernel("matmul", flops / 2, width * (T * (q + k) + scores))
         yield Item("scores", "core", (one,), (one, one))
         # Fused, one kernel reads and writes the scores. Eager, scale, mask and softmax are three.
         n, passes = (1, 2) if self.software.fused_kernels else (3, 6)
@@ -176,7 +176,7 @@ class LayerModel:
         shape, width, h = self.shape, self.width, self.shape.hidden
         wide, rows = (2 if shape.is_gated else 1) * ffn, tokens / n_experts
         has_bias = not shape.is_gated
-        yield self._product("mlp up", rows, wide, h, has_bias=has_bias, n_times=n_experts)
+        yield self._matmul("mlp up", rows, wide, h, has_bias=has_bias, n_times=n_experts)
         moved, out = tokens * wide * width, tokens * ffn * width
         if self.software.fused_kernels:
             yield elementwise("activation", moved + out, 2 * moved + out, out)
@@ -184,7 +184,7 @@ class LayerModel:
             yield elementwise("activation", 5 * out, 8 * out, 2 * out, 2, 4)
         else:  # bias, then GELU
             yield elementwise("activation", 4 * out, 5 * out, out, 2, 2)
-        yield self._product("mlp down", rows, h, ffn, n_times=n_experts, is_kept=False)
+        yield self._matmul("mlp down", rows, h, ffn, n_times=n_experts, is_kept=False)
 
     def _experts(self) -> Iterator[Item]:
         """Router, rows sent to the ranks of their experts, matmuls there, rows sent back."""
@@ -193,7 +193,7 @@ class LayerModel:
         assert experts is not None
         T = self.outer_tokens
         scores = T * experts.n_experts * 4.0  # the router computes in float32
-        yield self._product("router", T, experts.n_experts, h)
+        yield self._matmul("router", T, experts.n_experts, h)
         yield elementwise("routing", 6 * scores, 6 * scores, scores, 12, 12)
         rows = T * experts.chosen
         size = rows * h * width

@@ -61,7 +61,7 @@ class KeptBytes:
     """Bytes of one layer and microbatch: kept until backward, and made again by recompute."""
 
     kept_bytes: float
-    again_bytes: float
+    recomputed_bytes: float
 
 
 def kept_of_layer(layer: LayerModel) -> KeptBytes:
@@ -125,7 +125,7 @@ def _static_bytes(layer: LayerModel, chunk: Chunk, machine: TransformerMachine) 
 
 def _between_bytes(layer: LayerModel, chunk: Chunk) -> float:
     """Bytes that a backward needs temporarily."""
-    again = kept_of_layer(layer).again_bytes if chunk.n_layers else 0.0
+    again = kept_of_layer(layer).recomputed_bytes if chunk.n_layers else 0.0
     if chunk.is_last:
         again = max(again, logits_gradient_bytes(layer))
     if layer.recipe.zero < 3:

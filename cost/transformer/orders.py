@@ -34,7 +34,7 @@ def _schedule(order: Order, n_devices: int, n_chunks: int, n_microbatches: int) 
         case "zero-bubble":
             return zero_bubble(n_devices, n_microbatches)
         case "zero-bubble-2":
-            return zero_bubble(n_devices, n_microbatches, is_eager=True)
+            return zero_bubble(n_devices, n_microbatches, zb_h2=True)
         case "gpipe":
             return gpipe(n_devices, n_microbatches)
         case "1f1b":

@@ -102,9 +102,9 @@ def weak_scaling(
     points: list[ScalePoint] = []
     for n_nodes in nodes:
         dp = _dp(recipe, n_nodes, devices_per_node)
-        laid = replace(recipe, dp=dp, global_batch=batch * dp // first_dp)
-        layer = LayerModel(shape, laid, software or Software(), dtype.itemsize)
-        model = StepModel(layer, TransformerMachine(hardware, devices_per_node, laid, dtype))
+        scaled = replace(recipe, dp=dp, global_batch=batch * dp // first_dp)
+        layer = LayerModel(shape, scaled, software or Software(), dtype.itemsize)
+        model = StepModel(layer, TransformerMachine(hardware, devices_per_node, scaled, dtype))
         points.append(_point(model, n_nodes, points[0] if points else None))
     return Scaling(profile.name, tuple(points), hardware.memory_limit_bytes)
 

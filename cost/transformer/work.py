@@ -14,7 +14,7 @@ from autopar.cost.laws import Kind
 
 Group = Literal["tp", "ep", "cp", "expert_tp"]
 # What recompute may drop: the attention core, cheap elementwise work, everything else.
-Part = Literal["core", "elementwise", "product"]
+Part = Literal["core", "elementwise", "matmul"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Item:
     weight_bytes: float = 0.0
 
 
-def product(
+def matmul(
     name: str, m: float, n: float, k: float, width: int, *, has_bias: bool = False,
     is_kept: bool = True, n_times: int = 1, accumulated_bytes: float = 0.0,
 ) -> Item:  # fmt: skip
@@ -65,7 +65,7 @@ def product(
     accumulated_bytes   bytes moved per weight element to add its gradient to earlier ones
     """
     flops, moved = n_times * 2.0 * m * n * k, n_times * width * (m * k + k * n + m * n)
-    one = Kernel("product", flops, moved, n_times)
+    one = Kernel("matmul", flops, moved, n_times)
     backward = [one, one]
     if has_bias:  # its gradient is a sum over rows
         backward.append(Kernel("memory", 0.0, n_times * width * m * n))
@@ -73,7 +73,7 @@ def product(
         backward.append(Kernel("memory", 0.0, n_times * k * n * accumulated_bytes))
     kept_bytes = n_times * m * n * width if is_kept else 0.0
     weight_bytes = n_times * width * (m * k + m * n)
-    return Item(name, "product", (one,), tuple(backward), kept_bytes, weight_bytes=weight_bytes)
+    return Item(name, "matmul", (one,), tuple(backward), kept_bytes, weight_bytes=weight_bytes)
 
 
 def elementwise(
@@ -95,7 +95,7 @@ def exchange(
 ) -> Item:  # fmt: skip
     """An item of collectives: (kind, size in bytes) of forward and of backward."""
     return Item(
-        name, "product",
+        name, "matmul",
         tuple(Exchange(kind, group, size) for kind, size in forward),
         tuple(Exchange(kind, group, size) for kind, size in backward),
     )  # fmt: skip

@@ -20,7 +20,7 @@ from autopar.passes.analysis.counts import (
 )
 from autopar.passes.analysis.cutting import cut
 from autopar.passes.analysis.equal_parts import Numbered, lowered_as, renamed
-from autopar.passes.analysis.fallback import accept_again, accept_missing
+from autopar.passes.analysis.fallback import accept_missing, keep_whole_as_planned
 from autopar.passes.analysis.folding import KEPT, Folded, Run, find_runs, fold
 from autopar.passes.analysis.groups import JointStrategy, OperatorGroup, PlacedOperator
 from autopar.passes.analysis.microbatch import batch_of
@@ -42,7 +42,6 @@ __all__ = [
     "Recomputable",
     "Run",
     "Side",
-    "accept_again",
     "accept_missing",
     "aligned_runs",
     "batch_of",
@@ -57,6 +56,7 @@ __all__ = [
     "identifier",
     "is_boundary_spec",
     "is_searched",
+    "keep_whole_as_planned",
     "lowered_as",
     "microbatch_counts",
     "n_cut",

@@ -121,7 +121,7 @@ class Analysis:
         return temporaries(self.program, self._calls)
 
     @cached_property
-    def matrices(self) -> frozenset[str]:
+    def parameter_views(self) -> frozenset[str]:
         """The parameters and their views."""
         found = set(self.program.parameters)
         for operator in self.operators:
@@ -159,17 +159,17 @@ class Analysis:
     def placed_operators(self, n_microbatches: int) -> tuple[PlacedOperator, ...]:
         """Every operator with its strategies on one axis, at the sizes of one microbatch."""
         if n_microbatches not in self._placed:
-            alike = self.placed_alike(n_microbatches)
+            by_kind = self.placed_by_kind(n_microbatches)
             self._placed[n_microbatches] = tuple(
-                alike[self.kinds[o.name]].of(o) for o in self.operators
+                by_kind[self.kinds[o.name]].of(o) for o in self.operators
             )
         return self._placed[n_microbatches]
 
-    def placed_alike(self, n_microbatches: int) -> Mapping[int, PlacedOperator]:
+    def placed_by_kind(self, n_microbatches: int) -> Mapping[int, PlacedOperator]:
         """Kind -> one operator of `placed_operators`."""
         if n_microbatches not in self._alike:
             if self.whole:
-                known = self.whole.placed_alike(n_microbatches)
+                known = self.whole.placed_by_kind(n_microbatches)
                 found = {kind: known[kind] for kind in self._distinct}
             else:
                 tensors = self.microbatch_types(n_microbatches).tensors
@@ -188,8 +188,8 @@ class Analysis:
 
     def notation_sizes(self, n_microbatches: int) -> Mapping[str, Mapping[str, int]]:
         """Operator -> the size of each name of its notation, in one microbatch."""
-        alike = self.placed_alike(n_microbatches)
-        return {o.name: alike[self.kinds[o.name]].sizes for o in self.operators}
+        by_kind = self.placed_by_kind(n_microbatches)
+        return {o.name: by_kind[self.kinds[o.name]].sizes for o in self.operators}
 
     def groups(self, n_microbatches: int) -> tuple[OperatorGroup, ...]:
         """The planning nodes, at the sizes of one microbatch."""

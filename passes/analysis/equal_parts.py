@@ -123,5 +123,5 @@ def lowered_as(
         received=tuple(map(crossing, lowered.received)),
         sent=tuple(map(crossing, lowered.sent)),
         every_parameter=tuple(infos[n].name for n in lowered.every_parameter),
-        known=lowered.priced,
+        shared_prices=lowered.price_cache,
     )

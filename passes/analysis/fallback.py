@@ -44,7 +44,7 @@ def accept_missing(program: Program, fallback: Fallback) -> tuple[str, ...]:
     return tuple(places)
 
 
-def accept_again(kept_whole: Iterable[str]) -> None:
+def keep_whole_as_planned(kept_whole: Iterable[str]) -> None:
     """Keep the same operators whole as the plan does; every process that runs it calls this."""
     for op in kept_whole:
         keep_whole(op)

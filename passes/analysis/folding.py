@@ -47,7 +47,7 @@ class Run:
         return range(first, first + self.period)
 
     @property
-    def usual(self) -> tuple[int, ...]:
+    def kept_by_default(self) -> tuple[int, ...]:
         """The blocks that are kept by default."""
         return (*range(_BEFORE), *range(self.count - _AFTER, self.count))
 
@@ -105,7 +105,7 @@ def fold(
     analysis: Analysis, runs: Sequence[Run], blocks: Sequence[Sequence[int]] | None = None
 ) -> Folded:
     """The program with some `blocks` of each run, in order; they must include the first block."""
-    blocks = [run.usual for run in runs] if blocks is None else blocks
+    blocks = [run.kept_by_default for run in runs] if blocks is None else blocks
     operators, places = analysis.operators, _StandIns(runs, blocks)
     instead = [places.stands_for(i) for i in range(len(operators))]
     kept = tuple(i for i, other in enumerate(instead) if i == other)
@@ -216,7 +216,7 @@ class _Finder:
         found: list[tuple[int, int, int, int]] = []
         for period in range(1, (high - low) // self.least + 1):
             same = self.codes[low : high - period] == self.codes[low + period : high]
-            for first, end in _stretches(same):
+            for first, end in _true_ranges(same):
                 # Operators first..end-1 have the kind of the operator one period later.
                 saved = end - first - period * (self.least - 2)
                 if saved >= period:
@@ -226,7 +226,7 @@ class _Finder:
             if best is not None and -saved <= self._gain(best):
                 break
             wired = np.array([self._alike(i, period) for i in range(first, end)])
-            for a, b in _stretches(wired):
+            for a, b in _true_ranges(wired):
                 run = Run(first + a, period, (b - a) // period + 1)
                 better = best is None or self._gain(run) > self._gain(best)
                 if run.count >= self.least and better:
@@ -250,7 +250,7 @@ class _Finder:
         return a == b or (a[0] + period, a[1]) == b
 
 
-def _stretches(marks: NDArray[np.bool_]) -> list[tuple[int, int]]:
+def _true_ranges(marks: NDArray[np.bool_]) -> list[tuple[int, int]]:
     """The maximal ranges of true marks."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], marks, [False])).astype(np.int8)))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))

@@ -43,7 +43,7 @@ from autopar.errors import PlanError
 from autopar.passes.analysis.arguments import override
 from autopar.placement import Spec
 from autopar.program import Operator, Program, operators_of, tensor_types
-from autopar.rules import N_VALID, PADDED, PRODUCTS, VIEWS, rule_for
+from autopar.rules import MATMULS, N_VALID, PADDED, VIEWS, rule_for
 
 Shape = tuple[int, ...]
 Cell = tuple[str, int]  # a value and one of its dims
@@ -60,7 +60,7 @@ _FINITE_NAMES = (
     "clone.default contiguous.default detach.default alias.default to.dtype to.dtype_layout "
     "_to_copy.default type_as.default"
 ).split()
-_FINITE = frozenset(f"aten.{name}" for name in _FINITE_NAMES) | {r.op for r in (*PRODUCTS, *VIEWS)}
+_FINITE = frozenset(f"aten.{name}" for name in _FINITE_NAMES) | {r.op for r in (*MATMULS, *VIEWS)}
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,7 @@ def blocks(analysis: Analysis) -> list[Block]:
     """The repeated blocks of a program that have matmuls, in order."""
     found: list[Block] = []
     for run in find_runs(analysis, LEAST_BLOCKS, own_buffers=True):
-        if any(_is_product(analysis, i) for i in range(run.start, run.start + run.period)):
+        if any(_is_matmul(analysis, i) for i in range(run.start, run.start + run.period)):
             found += _cut(run, _best_shift(analysis, run))
     return found
 
@@ -180,7 +180,7 @@ def _size_bytes(analysis: Analysis, value: str) -> int:
     return tensor.size_bytes if tensor else 0
 
 
-def _is_product(analysis: Analysis, i: int) -> bool:
+def _is_matmul(analysis: Analysis, i: int) -> bool:
     return bool(rule_for(str(analysis.operators[i].call.op)).flops)
 
 
@@ -203,20 +203,20 @@ def _core_around(analysis: Analysis, block: Block, softmax: int) -> Block | None
     """The matmuls of activations before and after a softmax, and what is between them."""
     operators = analysis.operators
     made = {name: i for i in block for name in operators[i].outputs}
-    first = _product_before(analysis, made, softmax)
+    first = _matmul_before(analysis, made, softmax)
     if first is None:
         return None
     reached = set(operators[softmax].outputs)
     for i in range(softmax + 1, block.stop):
         if reached.isdisjoint(operators[i].inputs):
             continue
-        if _is_product(analysis, i):
+        if _is_matmul(analysis, i):
             return range(first, i + 1) if _is_of_activations(analysis, i) else None
         reached |= set(operators[i].outputs)
     return None
 
 
-def _product_before(analysis: Analysis, made: dict[str, int], softmax: int) -> int | None:
+def _matmul_before(analysis: Analysis, made: dict[str, int], softmax: int) -> int | None:
     """The last matmul of activations before a softmax, with no other matmul between them."""
     waiting, seen, found = [softmax], {softmax}, []
     while waiting:
@@ -225,14 +225,14 @@ def _product_before(analysis: Analysis, made: dict[str, int], softmax: int) -> i
             if i is None or i in seen:
                 continue
             seen.add(i)
-            if _is_product(analysis, i):
+            if _is_matmul(analysis, i):
                 found.append(i)
             else:
                 waiting.append(i)
-    products = [i for i in found if _is_of_activations(analysis, i)]
-    return max(products, default=None)
+    matmuls = [i for i in found if _is_of_activations(analysis, i)]
+    return max(matmuls, default=None)
 
 
 def _is_of_activations(analysis: Analysis, i: int) -> bool:
     """Does no parameter take part?"""
-    return analysis.matrices.isdisjoint(analysis.operators[i].inputs)
+    return analysis.parameter_views.isdisjoint(analysis.operators[i].inputs)

@@ -39,7 +39,7 @@ from autopar.passes.solvers.eliminate import (
     plan_elimination,
 )
 from autopar.passes.solvers.problem import ChoiceProblem, Potentials, Weights
-from autopar.plans import Choice, Decision, Option, PlanData, Rest
+from autopar.plans import Choice, Decision, Option, PlanData, RestOfStage
 from autopar.program import OperatorStrategy, Storage, Strategy
 
 N_SHOWN = 3
@@ -52,7 +52,6 @@ AS_FAST_REL = 1e-9
 WHOLE_OPERATORS = 2000
 # These limits allow some seconds; the defaults would allow ten and more.
 LIMITS = TableLimits(table_entries=2**26, kept_entries=2**26, total_entries=2**30, branches=64)
-_SEARCHED = ("data parallel on ", "ZeRO-3 on ", "Megatron")
 Indices = NDArray[np.intp]
 
 
@@ -72,11 +71,10 @@ def decisions(
     for k, stage in enumerate(stages):
         target = _target(stage.analysis, name)
         if target is not None:
-            recipe = recipe_of(data.chosen)
-            choice = None if recipe else _choice(stage, k, data, target, limits, n_shown)
+            choice = None if data.recipe else _choice(stage, k, data, target, limits, n_shown)
             if choice is not None and stage.strategy.recomputed:
                 choice = replace(choice, runs_again=True)
-            found.append(_decision(stage, k, target, choice, recipe))
+            found.append(_decision(stage, k, target, choice, data.recipe))
     return tuple(found)
 
 
@@ -97,13 +95,6 @@ def _target(analysis: Analysis, name: str) -> _Target | None:
     keys = {o.name: program.keys[o.name] for o in analysis.operators}
     under = [(node, key) for node, key in keys.items() if key == name or key.startswith(f"{name}/")]
     return _Target(*under[0], False) if len(under) == 1 else None
-
-
-def recipe_of(chosen: str) -> str:
-    """The recipe that placed a plan's candidate; empty for the search."""
-    if chosen.startswith("manual recipe"):
-        return "manual=Manual(...)"
-    return chosen if chosen.startswith(_SEARCHED) else ""
 
 
 def _decision(
@@ -288,7 +279,7 @@ class _Marginals:
     def choice(
         self,
         own: Storage | OperatorStrategy,
-        rest: Rest,
+        rest: RestOfStage,
         blocks: tuple[int, int] | None,
         n_shown: int,
     ) -> Choice:

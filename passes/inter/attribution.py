@@ -59,7 +59,7 @@ class Traffic:
 
 
 @dataclass(frozen=True, eq=False)
-class Wiring:
+class BatchOwners:
     """What all problems of a batch share: which operators their variables belong to, and who
     makes and reads the values that cross boundaries.
 
@@ -173,11 +173,11 @@ class Wiring:
         return list(found.values())
 
     @cached_property
-    def chosen(self) -> _Chosen:
-        return _Chosen.of(self.batch.problems.numbers)
+    def reader(self) -> _ChoiceReader:
+        return _ChoiceReader.of(self.batch.problems.numbers)
 
     @cached_property
-    def kinds(self) -> tuple[list[tuple[str, ...]], list[int]]:
+    def crossing_sets(self) -> tuple[list[tuple[str, ...]], list[int]]:
         """The distinct sets of values that cross a boundary, and the set of each boundary.
 
         Values are named as in the folded program, so boundaries between repeated blocks share one
@@ -185,14 +185,14 @@ class Wiring:
         """
         numbers: dict[tuple[str, ...], int] = {}
         stand_in = self.folded.value_for
-        likes = (tuple(stand_in[name] for name in values) for values in self.crossing)
-        kind_of = [numbers.setdefault(like, len(numbers)) for like in likes]
-        return list(numbers), kind_of
+        sets = (tuple(stand_in[name] for name in values) for values in self.crossing)
+        set_of = [numbers.setdefault(names, len(numbers)) for names in sets]
+        return list(numbers), set_of
 
     @cached_property
     def crossings(self) -> dict[str, CrossingCosts]:
         """The costs of each value of the folded program that crosses a boundary."""
-        values = {name for like in self.kinds[0] for name in like}
+        values = {name for names in self.crossing_sets[0] for name in names}
         made: dict[str, PlacedBy] = {}
         read: dict[str, list[PlacedBy]] = {}
         for v, candidates in enumerate(self._problem.candidates):
@@ -208,7 +208,7 @@ class Wiring:
 
 
 @dataclass(frozen=True, eq=False)
-class _Chosen:
+class _ChoiceReader:
     """Reads the numbers of choices.
 
     Equal variables share arrays. `cost_s` and `size_bytes` hold each array, [cases or 1, ...], with
@@ -220,10 +220,10 @@ class _Chosen:
     size_bytes: list[tuple[Array, Codes]]
 
     @staticmethod
-    def of(numbers: ChoiceProblems) -> _Chosen:
+    def of(numbers: ChoiceProblems) -> _ChoiceReader:
         n, edges = len(numbers.names), numbers.edges
         at_start = Layout((0,) * n, numbers.sizes, (0,) * len(edges), (), 0)
-        return _Chosen(
+        return _ChoiceReader(
             Entries.of(numbers, at_start),
             _by_array([*numbers.cost_s, *(e.cost_s for e in edges)]),
             _by_array([*numbers.bytes, *(e.bytes for e in edges)]),
@@ -260,24 +260,24 @@ class Attribution:
     `choices` is [choices, variables]; `cases` [choices] is the problem that each choice solves.
     """
 
-    wiring: Wiring
+    owners: BatchOwners
     cases: Codes
     choices: Codes
 
     def parts(self) -> list[tuple[dict[str, Array], tuple[Shared, ...]]]:
         """Per choice: every part, [operators of the whole program], without the parameters that are
         used in several places; and these parameters."""
-        wiring, folded = self.wiring, self.wiring.folded
-        cost_s, size_bytes = wiring.chosen.values(self.cases, self.choices)
-        counts = np.array([wiring.batch.cases[case][1] for case in self.cases])
-        is_once, is_static = wiring.is_once(self.choices), wiring.is_static
+        owners, folded = self.owners, self.owners.folded
+        cost_s, size_bytes = owners.reader.values(self.cases, self.choices)
+        counts = np.array([owners.batch.cases[case][1] for case in self.cases])
+        is_once, is_static = owners.is_once(self.choices), owners.is_static
         values = {
             "time": np.where(is_once, 0.0, cost_s / counts[:, None]),
             "once": np.where(is_once, cost_s, 0.0),
             "static": np.where(is_static, size_bytes, 0.0),
             "activation": np.where(is_static, 0.0, size_bytes),
         }
-        n, n_operators, (alone, places) = len(self.cases), len(folded.kept), wiring.paid_alone
+        n, n_operators, (alone, places) = len(self.cases), len(folded.kept), owners.paid_alone
         into = (np.arange(n)[:, None] * n_operators + places).ravel()
         whole = np.array(folded.stands_for)
         sums = {}
@@ -289,7 +289,7 @@ class Attribution:
                 {part: array[k] for part, array in sums.items()},
                 tuple(
                     Shared(users, {part: float(values[part][k, i]) for part in PARTS})
-                    for i, users in wiring.paid_together
+                    for i, users in owners.paid_together
                 ),
             )
             for k in range(n)
@@ -299,17 +299,17 @@ class Attribution:
         """Per choice and boundary of the whole program: what the stages before and after it pay per
         microbatch to reshard the values that cross, and the messages of a rank of the stage after
         it."""
-        likes, kind_of = self.wiring.kinds
-        paid = {
-            name: of.paid(self.cases, self.choices).tolist()
-            for name, of in self.wiring.crossings.items()
+        sets, set_of = self.owners.crossing_sets
+        costs = {
+            name: of.costs_of(self.cases, self.choices).tolist()
+            for name, of in self.owners.crossings.items()
         }
         nothing, out = [0.0] * N_NUMBERS, []
         for k in range(len(self.cases)):
             sums = [
-                [*map(math.fsum, zip(nothing, *(paid[name][k] for name in like), strict=True))]
-                for like in likes
+                [*map(math.fsum, zip(nothing, *(costs[name][k] for name in names), strict=True))]
+                for names in sets
             ]
-            rows = np.array(sums, dtype=np.float64).reshape(-1, N_NUMBERS)[kind_of].T
+            rows = np.array(sums, dtype=np.float64).reshape(-1, N_NUMBERS)[set_of].T
             out.append((rows[0], rows[1], Traffic(rows[2:])))
         return out

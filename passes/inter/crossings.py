@@ -49,13 +49,13 @@ class CrossingCosts:
     read: Sequence[PlacedBy]
     tables: ReshardTables
 
-    def paid(self, cases: Codes, choices: Codes) -> Array:
+    def costs_of(self, cases: Codes, choices: Codes) -> Array:
         """[choices, `N_NUMBERS`]; `choices` is [choices, variables], `cases` is [choices]."""
         made = self.made.specs.code[choices[:, self.made.variable]]
         before_s, enter_s = np.zeros(len(cases)), np.zeros((len(cases), len(self._received.specs)))
-        wanted = np.array([w[choices[:, r.variable]] for w, r in self._wanted_by], dtype=np.intp)
-        for k, specs in enumerate(wanted):
-            first = ~(wanted[:k] == specs).any(axis=0)  # a spec with several readers is made once
+        read = np.array([w[choices[:, r.variable]] for w, r in self._read_by], dtype=np.intp)
+        for k, specs in enumerate(read):
+            first = ~(read[:k] == specs).any(axis=0)  # a spec with several readers is made once
             before_s += np.where(first, self._kept_s[cases, made, specs], 0.0)
             enter_s += np.where(first[:, None], self._entering_s[cases, :, specs], 0.0)
         out = np.ones((len(cases), N_NUMBERS))
@@ -70,23 +70,23 @@ class CrossingCosts:
         return [self.tables.index[spec] for spec in self.made.specs.distinct]
 
     @cached_property
-    def _wanted(self) -> dict[Spec, int]:
+    def _read(self) -> dict[Spec, int]:
         """Every spec that some reader may ask for -> its number."""
         every = dict.fromkeys(itertools.chain(*(r.specs.distinct for r in self.read)))
         return {spec: i for i, spec in enumerate(every)}
 
     @cached_property
-    def _wanted_by(self) -> list[tuple[Codes, PlacedBy]]:
-        """Per reader, the number (`_wanted`) of the spec that each of its choices reads."""
-        return [(r.specs.looked_up(self._wanted), r) for r in self.read]
+    def _read_by(self) -> list[tuple[Codes, PlacedBy]]:
+        """Per reader, the number (`_read`) of the spec that each of its choices reads."""
+        return [(r.specs.looked_up(self._read), r) for r in self.read]
 
     @cached_property
-    def _sent(self) -> _Cuts:
-        return _Cuts.of(self.tables, "sent")
+    def _sent(self) -> _CrossingSpecs:
+        return _CrossingSpecs.of(self.tables, "sent")
 
     @cached_property
-    def _received(self) -> _Cuts:
-        return _Cuts.of(self.tables, "received")
+    def _received(self) -> _CrossingSpecs:
+        return _CrossingSpecs.of(self.tables, "received")
 
     @cached_property
     def _leave_s(self) -> Array:
@@ -108,7 +108,7 @@ class CrossingCosts:
 
     @property
     def _targets(self) -> list[int]:
-        return [self.tables.index[spec] for spec in self._wanted]
+        return [self.tables.index[spec] for spec in self._read]
 
     @cached_property
     def _slice_bytes(self) -> Array:
@@ -119,7 +119,7 @@ class CrossingCosts:
         return np.array([local_bytes(*of_case) for of_case in of_cases], dtype=np.float64)
 
 
-class _Cuts(NamedTuple):
+class _CrossingSpecs(NamedTuple):
     """The specs that a value may cross in, in the order of `boundary_specs`.
 
     `specs` are indices into the specs of the reshard tables; `legal` is [cases, specs].
@@ -129,10 +129,10 @@ class _Cuts(NamedTuple):
     legal: BoolArray
 
     @staticmethod
-    def of(tables: ReshardTables, side: Side) -> _Cuts:
+    def of(tables: ReshardTables, side: Side) -> _CrossingSpecs:
         every = cuts(tables.tensors[0], tables.sizes[0], side)
         at = np.array([tables.index[spec] for spec in every])
         n_axes = np.where(tables.legal[:, at], [n_cut(spec) for spec in every], -1)
         legal = n_axes == n_axes.max(axis=1, keepdims=True)
         used = legal.any(axis=0)
-        return _Cuts(at[used].tolist(), legal[:, used])
+        return _CrossingSpecs(at[used].tolist(), legal[:, used])

@@ -37,23 +37,26 @@ class Estimates:
     """The solver's numbers by (microbatches, table) and range of layers; r and s by view."""
 
     _solved: dict[tuple[int, int], dict[Range, StageSeconds]] = field(default_factory=dict)
-    _share: dict[LogicalMesh, float] = field(default_factory=dict)
-    _paid: dict[LogicalMesh, float] = field(default_factory=dict)
+    _time_ratio: dict[LogicalMesh, float] = field(default_factory=dict)
+    _conversion_share: dict[LogicalMesh, float] = field(default_factory=dict)
 
     @property
-    def least_share(self) -> float:
+    def least_time_ratio(self) -> float:
         """The least r of any view; 1 before any stage was solved."""
-        return min(self._share.values(), default=1.0)
+        return min(self._time_ratio.values(), default=1.0)
 
     def tables(self, m: int, config: StageTable) -> tuple[Array, Array]:
         """Seconds per microbatch and once per step, [first layer, last layer], without messages."""
-        share, paid = self._share.get(config.view, 1.0), self._paid.get(config.view, 0.0)
-        time_s = share * config.ranges("time")
-        if paid:
-            time_s = np.maximum(time_s + paid * config.conversions(), 0.0)
-        once_s = share * config.ranges("once")
-        for at, worked in self._solved.get((m, id(config)), {}).items():
-            time_s[at], once_s[at] = worked
+        ratio, conversion_share = (
+            self._time_ratio.get(config.view, 1.0),
+            self._conversion_share.get(config.view, 0.0),
+        )
+        time_s = ratio * config.ranges("time")
+        if conversion_share:
+            time_s = np.maximum(time_s + conversion_share * config.conversions(), 0.0)
+        once_s = ratio * config.ranges("once")
+        for at, seconds in self._solved.get((m, id(config)), {}).items():
+            time_s[at], once_s[at] = seconds
         return time_s, once_s
 
     def of(self, m: int, config: StageTable, first: int, last: int) -> StageSeconds:
@@ -61,7 +64,7 @@ class Estimates:
         return StageSeconds(float(time_s[first, last]), float(once_s[first, last]))
 
     def learn(
-        self, m: int, configs: Sequence[StageTable], chosen: int, at: Range, worked: StageSeconds
+        self, m: int, configs: Sequence[StageTable], chosen: int, at: Range, seconds: StageSeconds
     ) -> None:
         """Record what a solved stage takes, and update r and s of its view.
 
@@ -69,17 +72,19 @@ class Estimates:
         that promised a faster step.
         """
         config = configs[chosen]
-        step_s = m * worked.time_s + worked.once_s
+        step_s = m * seconds.time_s + seconds.once_s
         expected_s = self._expected_s(m, config, at)
         view, conversions_s = config.view, m * float(config.conversions()[at])
-        self._share[view] = min(self._share.get(view, 1.0), step_s / expected_s)
+        self._time_ratio[view] = min(self._time_ratio.get(view, 1.0), step_s / expected_s)
         if conversions_s > 0:
-            paid = max(step_s - expected_s, 0.0) / conversions_s
-            self._paid[view] = min(self._paid.get(view, 1.0), paid)
+            conversion_share = max(step_s - expected_s, 0.0) / conversions_s
+            self._conversion_share[view] = min(
+                self._conversion_share.get(view, 1.0), conversion_share
+            )
         for other in configs:
             hoped = other.view == view and self._expected_s(m, other, at) < step_s
             if other is config or hoped:
-                self._solved.setdefault((m, id(other)), {})[at] = worked
+                self._solved.setdefault((m, id(other)), {})[at] = seconds
 
     def _expected_s(self, m: int, config: StageTable, at: Range) -> float:
         """Seconds of a step, by the table alone."""

@@ -58,13 +58,13 @@ from autopar.passes.inter.submeshes import (
     view_at,
     views_text,
 )
-from autopar.passes.inter.tables import CostMaker, StageTable, TableRequest, undominated
+from autopar.passes.inter.tables import StageTable, TableMaker, TableRequest, undominated
 from autopar.passes.intra import Constraints
 from autopar.passes.solvers.stages import StageProblem
 
 Progress = Callable[[str], None]
 # Leaner placements are useless if a plan of equal stages needs less than this share of the budget.
-_ROOMY = 0.5
+ENOUGH_MEMORY_SHARE = 0.5
 # Plans of equal submeshes whose estimates differ by less than this (relative) count as one.
 _ALIKE_REL = 2e-3
 
@@ -91,8 +91,8 @@ def joint_search(
 class JointSearch:
     """The search over one program and machine; costs are made once per number of microbatches.
 
-    With `recomputes`, leaner placements may recompute what `maker` allows. `free` maps numbers of
-    microbatches to the fastest plan without a memory limit; None: there is no plan.
+    With `recomputes`, leaner placements may recompute what `maker` allows. `unlimited` maps
+    numbers of microbatches to the fastest plan without a memory limit; None: there is no plan.
     """
 
     analysis: Analysis
@@ -102,11 +102,11 @@ class JointSearch:
     budget_bytes: float
     layers: Layers
     report: Progress
-    maker: CostMaker
+    maker: TableMaker
     recomputes: bool = False
-    free: dict[int, SearchedPlan | None] = field(default_factory=dict)
+    unlimited: dict[int, SearchedPlan | None] = field(default_factory=dict)
     n_configurations: int = field(default=0, init=False)
-    _costs: dict[int, list[StageTable]] = field(default_factory=dict, init=False)
+    _tables: dict[int, list[StageTable]] = field(default_factory=dict, init=False)
     _found: dict[int, list[SearchedPlan]] = field(default_factory=dict, init=False)
     _least_s: dict[int, float] = field(default_factory=dict, init=False)
 
@@ -137,7 +137,7 @@ class JointSearch:
             recomputable = None
         layers = find_layers(analysis, runs, n_least)
         sizes = [*submesh_sizes(mesh), mesh.n_ranks]  # one stage has all ranks; it shares prices
-        maker = CostMaker(
+        maker = TableMaker(
             fold(analysis, runs), layers, compute_dtype(analysis), options.optimizer,
             all_views(mesh, hardware, options, sizes),
             tuple(microbatch_counts(analysis, options, mesh.n_ranks)), recomputable=recomputable,
@@ -152,7 +152,7 @@ class JointSearch:
         layers = self.layers
         if n_most != MOST_LAYERS or n_least > layers.n_layers:
             layers = find_layers(self.analysis, self.maker.folded.runs, n_least, n_most)
-        return replace(self, layers=layers, maker=replace(self.maker, layers=layers), free={})
+        return replace(self, layers=layers, maker=replace(self.maker, layers=layers), unlimited={})
 
     @property
     def without_recompute(self) -> JointSearch:
@@ -174,24 +174,24 @@ class JointSearch:
         cost = CostModel(self.maker.views[0], self.maker.dtype)
         return StageBounds.of(self.analysis, cost, self.layers)
 
-    def costs(self, m: int) -> list[StageTable]:
+    def tables(self, m: int) -> list[StageTable]:
         """Every useful configuration of a stage, with `m` microbatches."""
-        if m not in self._costs:
-            wanted = [self._wanted(view, m) for view in self.views]
-            every = tuple(itertools.chain.from_iterable(self.maker.searched(wanted, m)))
-            self._costs[m] = undominated(every)
+        if m not in self._tables:
+            requests = [self._request(view, m) for view in self.views]
+            every = tuple(itertools.chain.from_iterable(self.maker.tables_for(requests, m)))
+            self._tables[m] = undominated(every)
             self._count(len(every))
-        return self._costs[m]
+        return self._tables[m]
 
     def _count(self, n_placements: int) -> None:
         n_layers = self.layers.n_layers
         self.n_configurations += n_placements * n_layers * (n_layers + 1) // 2
 
-    def _wanted(self, view: LogicalMesh, m: int) -> TableRequest:
+    def _request(self, view: LogicalMesh, m: int) -> TableRequest:
         share = view.n_ranks / self.mesh.n_ranks
         deepest = self.depth(m, max(1, round(1 / share)))
         depths = tuple(sorted({1, math.ceil(deepest / 2), deepest}))
-        enough_bytes = _ROOMY * self.budget_bytes / share
+        enough_bytes = ENOUGH_MEMORY_SHARE * self.budget_bytes / share
         return TableRequest(view, self.constraints(view), depths, enough_bytes, self.recomputes)
 
     @property
@@ -206,7 +206,7 @@ class JointSearch:
         pins = pins_on(self.analysis, self.options, view)
         return Constraints(self.options.forbid, pins=pins)
 
-    def _with(self, m: int, configs: Sequence[StageTable], estimates: Estimates) -> StageSearch:
+    def _search(self, m: int, configs: Sequence[StageTable], estimates: Estimates) -> StageSearch:
         return StageSearch(
             self.mesh, self.hardware, schedule_name(self.options), self.layers, self._learns,
             estimates, m, configs,
@@ -214,7 +214,7 @@ class JointSearch:
 
     def problem(self, m: int, n_stages: int | None) -> StageProblem | None:
         """The stage problem with `m` microbatches; None if no view is possible."""
-        return self._with(m, self.costs(m), self.estimates).problem(n_stages, self.budget_bytes)
+        return self._search(m, self.tables(m), self.estimates).problem(n_stages, self.budget_bytes)
 
     def bound_s(self, m: int, n_stages: int | None) -> float:
         """Estimated lower bound on plans with `m` microbatches.
@@ -222,9 +222,9 @@ class JointSearch:
         It is the larger of two estimates: without a memory limit, and of the first search if they
         were searched. It is scaled by the largest gain that solving brought any stage so far.
         """
-        free = self._free(m, n_stages)
-        free_s = math.inf if free is None else free.estimate_s
-        return max(free_s, self._least_s.get(m, 0.0)) * self.estimates.least_share
+        unlimited = self._unlimited(m, n_stages)
+        unlimited_s = math.inf if unlimited is None else unlimited.estimate_s
+        return max(unlimited_s, self._least_s.get(m, 0.0)) * self.estimates.least_time_ratio
 
     def least_step_s(self, n_stages: int | None, limit_s: float = -math.inf) -> float:
         """Lower bound on every plan, whatever its placements; it builds no placement problem.
@@ -240,22 +240,22 @@ class JointSearch:
                 break
         return least_s
 
-    def _free(self, m: int, n_stages: int | None) -> SearchedPlan | None:
-        if m not in self.free:
-            wanted = [TableRequest(view, self.constraints(view)) for view in self.views]
-            fastest = [costs[0] for costs in self.maker.searched(wanted, m) if costs]
+    def _unlimited(self, m: int, n_stages: int | None) -> SearchedPlan | None:
+        if m not in self.unlimited:
+            requests = [TableRequest(view, self.constraints(view)) for view in self.views]
+            fastest = [tables[0] for tables in self.maker.tables_for(requests, m) if tables]
             self._count(len(fastest))
-            plans = self._with(m, fastest, Estimates()).plans(n_stages, math.inf)
-            self.free[m] = min(plans, key=lambda plan: plan.estimate_s, default=None)
-        return self.free[m]
+            plans = self._search(m, fastest, Estimates()).plans(n_stages, math.inf)
+            self.unlimited[m] = min(plans, key=lambda plan: plan.estimate_s, default=None)
+        return self.unlimited[m]
 
     @property
-    def free_s(self) -> float:
+    def unlimited_s(self) -> float:
         """The least estimated step time without a memory limit; 0 if nothing was searched.
 
         Recipes are not expected to be faster.
         """
-        return min((p.estimate_s for p in self.free.values() if p is not None), default=0.0)
+        return min((p.estimate_s for p in self.unlimited.values() if p is not None), default=0.0)
 
     @cached_property
     def _learns(self) -> NDArray[np.bool_]:
@@ -281,7 +281,7 @@ class JointSearch:
                 if bound_s >= min(found_s, default=math.inf) or bound_s > limit_s:
                     return bound_s
                 self.report(f"searching stages with {m} microbatches")
-                search = self._with(m, self.costs(m), self.estimates)
+                search = self._search(m, self.tables(m), self.estimates)
                 self._found[m] = search.plans(n_stages, self.budget_bytes)
             least_s = min((plan.estimate_s for plan in self._found[m]), default=math.inf)
             self._least_s.setdefault(m, least_s)
@@ -291,15 +291,15 @@ class JointSearch:
         fastest = climb_from(counts, first, lambda m: self.bound_s(m, n_stages))
         climb_from(counts, fastest, least_s)
         every = [plan for plans in self._found.values() for plan in plans]
-        if not self._least_s and (free := self._free(fastest, n_stages)) is not None:
-            every = [free]
+        if not self._least_s and (unlimited := self._unlimited(fastest, n_stages)) is not None:
+            every = [unlimited]
         return sorted(every, key=lambda plan: plan.estimate_s)
 
     def learn(self, plan: SearchedPlan, solved: Sequence[StageSeconds]) -> None:
         """Record what the stages of a plan take, each solved alone."""
-        for (first, last), c, worked in zip(plan.ranges, plan.configs, solved, strict=True):
-            configs = self.costs(plan.n_microbatches)
-            self.estimates.learn(plan.n_microbatches, configs, c, (first, last), worked)
+        for (first, last), c, seconds in zip(plan.ranges, plan.configs, solved, strict=True):
+            configs = self.tables(plan.n_microbatches)
+            self.estimates.learn(plan.n_microbatches, configs, c, (first, last), seconds)
         self._found.clear()
 
     def candidate(self, plan: SearchedPlan) -> Candidate:

@@ -86,7 +86,7 @@ def find_layers(
 
 def operator_flops(analysis: Analysis) -> list[float]:
     """Forward FLOPs per operator, for the global batch."""
-    alike = analysis.placed_alike(1)
+    alike = analysis.placed_by_kind(1)
     flops = {k: rule_for(str(p.operator.call.op)).flops_of(p.sizes) for k, p in alike.items()}
     return [flops[analysis.kinds[operator.name]] for operator in analysis.operators]
 

@@ -36,7 +36,7 @@ from autopar.passes.inter.candidate import Candidate, StageLayout
 from autopar.passes.inter.joint import JointSearch, climb
 from autopar.passes.inter.layers import MOST_LAYERS, balanced
 from autopar.passes.inter.submeshes import Place, places_of, view_at, views_text
-from autopar.passes.inter.tables import CostMaker, StageTable
+from autopar.passes.inter.tables import StageTable, TableMaker
 from autopar.passes.intra import Constraints, recipe_cost, static_bytes
 
 Array = NDArray[np.float64]
@@ -156,7 +156,7 @@ class _Recipe:
     """
 
     search: JointSearch
-    maker: CostMaker
+    maker: TableMaker
     split: _Split
     limits: Constraints
     last_layers: Sequence[int]

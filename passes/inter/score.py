@@ -7,7 +7,7 @@ The stages are not lowered. The simulator (`cost/simulate`) runs the schedule wi
                 the step by 0.5%
     messages    between every pair of stages that share a value, forward and back, priced as in
                 `cost/price/prediction.py`: the slower end counts, and its slices are sent one by
-                one (`hops_of`)
+                one (`messages_between`)
     once        all that a stage does once per step, after its last backward; then an all_reduce
                 gives the loss to all ranks
 
@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from autopar.cost.hardware import flat_group
 from autopar.cost.laws import collective_time_s
-from autopar.cost.simulate import Spent, StageTimes, simulate
+from autopar.cost.simulate import PartWork, StageTimes, simulate
 from autopar.mesh import Link, LogicalMesh
 from autopar.placement import Spec, TensorType, local_bytes
 from autopar.schedule import ORDERS, Action, Script, Transfer, place
@@ -65,7 +65,9 @@ class StageBoundary(NamedTuple):
     types: Mapping[str, TensorType]
 
 
-def hops_of(stages: Sequence[StageBoundary], links: Sequence[Link]) -> list[MessageSeconds]:
+def messages_between(
+    stages: Sequence[StageBoundary], links: Sequence[Link]
+) -> list[MessageSeconds]:
     """The messages of every pair of stages where one reads what the other makes.
 
     `links` is ordered from between nodes (first) to inside a node (last).
@@ -76,7 +78,9 @@ def hops_of(stages: Sequence[StageBoundary], links: Sequence[Link]) -> list[Mess
             source = next(k for k in range(target) if value in stages[k].sent)
             crossing.setdefault((source, target), []).append(value)
     return [
-        _hop(source, target, values, stages, _link(stages[source].view, stages[target].view, links))
+        _messages(
+            source, target, values, stages, _link(stages[source].view, stages[target].view, links)
+        )
         for (source, target), values in crossing.items()
     ]
 
@@ -93,7 +97,7 @@ def _link(source: LogicalMesh, target: LogicalMesh, links: Sequence[Link]) -> Li
     return links[-1 if source.first_rank // nodes.n_ranks == last_rank // nodes.n_ranks else 0]
 
 
-def _hop(
+def _messages(
     source: int, target: int, values: Sequence[str], stages: Sequence[StageBoundary], link: Link
 ) -> MessageSeconds:
     ends = stages[source], stages[target]
@@ -144,36 +148,36 @@ def step_s(
     """Seconds of a step of solved stages; the loss is all_reduced over the slowest of `links`."""
     group = flat_group(sum(end.view.n_ranks for end in boundaries), links[0])
     loss_s = collective_time_s("all_reduce", loss_bytes, group) if loss_bytes else 0.0
-    return played_s(schedule, n_microbatches, stages, hops_of(boundaries, links), loss_s)
+    return score_s(schedule, n_microbatches, stages, messages_between(boundaries, links), loss_s)
 
 
-def played_s(
+def score_s(
     schedule: str,
     n_microbatches: int,
     stages: Sequence[StageSeconds],
-    hops: Sequence[MessageSeconds],
+    messages: Sequence[MessageSeconds],
     loss_s: float = 0.0,
 ) -> float:
     """Seconds of a step, simulated; `loss_s` is the time of the loss's all_reduce."""
-    n_played = _STEADY * len(stages)
-    if n_microbatches <= n_played:
-        return _played_s(schedule, n_microbatches, stages, hops, loss_s)
+    n_simulated = _STEADY * len(stages)
+    if n_microbatches <= n_simulated:
+        return _simulated_s(schedule, n_microbatches, stages, messages, loss_s)
     long_s, short_s = (
-        _played_s(schedule, n, stages, hops, loss_s) for n in (n_played, n_played // 2)
+        _simulated_s(schedule, n, stages, messages, loss_s) for n in (n_simulated, n_simulated // 2)
     )
-    each_s = (long_s - short_s) / (n_played - n_played // 2)
-    return long_s + (n_microbatches - n_played) * each_s
+    each_s = (long_s - short_s) / (n_simulated - n_simulated // 2)
+    return long_s + (n_microbatches - n_simulated) * each_s
 
 
-def _played_s(
+def _simulated_s(
     schedule: str,
     m: int,
     stages: Sequence[StageSeconds],
-    hops: Sequence[MessageSeconds],
+    messages: Sequence[MessageSeconds],
     loss_s: float,
 ) -> float:
-    between = tuple(Transfer(h.source, h.target, h.backward_s is not None) for h in hops)
-    of_pair = {(h.source, h.target): h for h in hops}
+    between = tuple(Transfer(h.source, h.target, h.backward_s is not None) for h in messages)
+    of_pair = {(h.source, h.target): h for h in messages}
 
     def message_s(send: Action) -> float:
         ends = send.stage, send.partner.stage
@@ -186,10 +190,10 @@ def _played_s(
     times = [
         StageTimes(
             n_ranks=1,
-            before=Spent(),
-            forward=Spent(time_s * _FORWARD),
-            backward=Spent(time_s * (1 - _FORWARD)),
-            after=Spent(once_s),
+            before=PartWork(),
+            forward=PartWork(time_s * _FORWARD),
+            backward=PartWork(time_s * (1 - _FORWARD)),
+            after=PartWork(once_s),
             update_s=0.0,
         )
         for time_s, once_s in stages

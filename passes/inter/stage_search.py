@@ -23,7 +23,7 @@ from autopar.cost.hardware import Hardware
 from autopar.mesh import LogicalMesh, Mesh
 from autopar.passes.inter.estimates import Estimates
 from autopar.passes.inter.layers import Layers
-from autopar.passes.inter.score import MessageSeconds, played_s
+from autopar.passes.inter.score import MessageSeconds, score_s
 from autopar.passes.inter.submeshes import Place, places_of
 from autopar.passes.inter.tables import StageTable
 from autopar.passes.solvers.problem import Infeasible
@@ -93,11 +93,11 @@ class StageSearch:
         )
         if self.schedule == "gpipe":  # all microbatches are in flight at once, on every stage
             static, activation = static + m * activation, np.zeros_like(activation)
-        worked = [self.estimates.tables(m, config) for config in configs]
-        time = [worked[c][0] + configs[c].messages(p.before, p.after) for c, p in placed]
+        tables = [self.estimates.tables(m, config) for config in configs]
+        time = [tables[c][0] + configs[c].messages(p.before, p.after) for c, p in placed]
         return StageProblem(
             np.where(self.learns[:, :, None], np.stack(time, axis=-1), np.inf),
-            np.stack([worked[c][1] for c in at], axis=-1),
+            np.stack([tables[c][1] for c in at], axis=-1),
             static,
             activation,
             tuple(configs[c].view.n_ranks for c in at),
@@ -139,21 +139,21 @@ class StageSearch:
             tuple(self.configs[c].view for c in configs),
             configs,
             plan.objective_s,
-            self._played_s(plan),
+            self._score_s(plan),
         )
 
-    def _played_s(self, plan: StagePlan) -> float:
+    def _score_s(self, plan: StagePlan) -> float:
         """The score of a plan; of two neighbours, the one with the slower messages counts."""
         every, m = self.configs, self.n_microbatches
         at = [(*self._placed[stage.config], stage.last) for stage in plan.stages]
-        worked = [
+        seconds = [
             self.estimates.of(m, every[c], stage.first, stage.last)
             for (c, _, _), stage in zip(at, plan.stages, strict=True)
         ]
-        hops = []
+        messages = []
         for k, ((c, place, last), (other, _, _)) in enumerate(itertools.pairwise(at)):
             traffic = [every[i].traffic for i in (c, other)]
             forward_s = max(float(t.forward_s(place.after)[last]) for t in traffic)
             backward_s = max(float(t.backward_s(place.after)[last]) for t in traffic)
-            hops.append(MessageSeconds(k, k + 1, forward_s, backward_s))
-        return played_s(self.schedule, m, worked, hops)
+            messages.append(MessageSeconds(k, k + 1, forward_s, backward_s))
+        return score_s(self.schedule, m, seconds, messages)

@@ -44,7 +44,7 @@ from autopar.cost.laws import CostModel
 from autopar.errors import BatchError, InfeasibleError
 from autopar.mesh import Link, LogicalMesh
 from autopar.passes.analysis import Folded, Recomputable, is_searched
-from autopar.passes.inter.attribution import PARTS, Attribution, Shared, Traffic, Wiring
+from autopar.passes.inter.attribution import PARTS, Attribution, BatchOwners, Shared, Traffic
 from autopar.passes.inter.layers import Layers
 from autopar.passes.intra import Constraints, IntraOpProblem, ProblemBatch, ProblemFamilies
 from autopar.passes.reshard import priced_alike
@@ -151,15 +151,15 @@ class TableRequest:
         return bool(self.depths) and fastest.bytes_in_flight(max(self.depths)) > self.enough_bytes
 
 
-class _Placed(NamedTuple):
+class _PlacedTable(NamedTuple):
     """Placements of the folded program, and what they cost."""
 
     choice: Choice
-    costs: StageTable
+    table: StageTable
 
 
 @dataclass(frozen=True)
-class CostMaker:
+class TableMaker:
     """Makes the stage tables of one program.
 
     `views` and `counts` (of microbatches) are those that will be asked for. `pricing` maps the real
@@ -176,8 +176,8 @@ class CostMaker:
     pricing: Callable[[CostModel], CostModel] | None = None
     recomputable: Recomputable | None = None
     _layouts: dict[Hashable, tuple[Hashable, Choice]] = field(default_factory=dict, init=False)
-    _fastest: dict[Hashable, _Placed | None] = field(default_factory=dict, init=False)
-    _wirings: dict[ProblemBatch, Wiring] = field(default_factory=dict, init=False)
+    _fastest: dict[Hashable, _PlacedTable | None] = field(default_factory=dict, init=False)
+    _owners: dict[ProblemBatch, BatchOwners] = field(default_factory=dict, init=False)
 
     @cached_property
     def _problems(self) -> ProblemFamilies:
@@ -207,23 +207,23 @@ class CostMaker:
         cost = CostModel(view, self.dtype)
         batch = self._problems.of(cost, n_microbatches, constraints)
         layout = self._layout(cost, batch.problems.first, n_microbatches, constraints)
-        (costs,) = self._costs(batch, [(view, batch.place(cost, n_microbatches), layout)])
-        if not all(math.isfinite(costs.total(part)) for part in PARTS):
+        (table,) = self._tables(batch, [(view, batch.place(cost, n_microbatches), layout)])
+        if not all(math.isfinite(table.total(part)) for part in PARTS):
             raise _contradictory()  # a parameter's cheapest conversion is forbidden here
-        return costs
+        return table
 
-    def searched(
-        self, wanted: Sequence[TableRequest], n_microbatches: int
+    def tables_for(
+        self, requests: Sequence[TableRequest], n_microbatches: int
     ) -> list[list[StageTable]]:
         """The tables of each request: the fastest placements first, then leaner ones if the request
         is tight.
 
         A request has no tables if its constraints leave nothing or the batch does not divide.
         """
-        out: list[list[StageTable]] = [[] for _ in wanted]
+        out: list[list[StageTable]] = [[] for _ in requests]
         together: dict[int, list[int]] = {}
         batches: dict[int, ProblemBatch] = {}
-        for i, one in enumerate(wanted):
+        for i, one in enumerate(requests):
             cost = CostModel(one.view, self.dtype)
             try:
                 batch = self._problems.of(cost, n_microbatches, one.constraints)
@@ -232,56 +232,60 @@ class CostMaker:
             batches[id(batch)] = batch
             together.setdefault(id(batch), []).append(i)
         for key, of_batch in together.items():
-            found = self._walked([wanted[i] for i in of_batch], batches[key], n_microbatches)
-            for i, costs in zip(of_batch, found, strict=True):
-                out[i] = costs
+            found = self._tables_of_batch(
+                [requests[i] for i in of_batch], batches[key], n_microbatches
+            )
+            for i, tables in zip(of_batch, found, strict=True):
+                out[i] = tables
         return out
 
-    def _walked(
-        self, wanted: Sequence[TableRequest], batch: ProblemBatch, m: int
+    def _tables_of_batch(
+        self, requests: Sequence[TableRequest], batch: ProblemBatch, m: int
     ) -> list[list[StageTable]]:
         """The tables of requests whose problems are in one batch, found together."""
-        models = [CostModel(one.view, self.dtype) for one in wanted]
-        free = self._fastest_of(wanted, batch, m)
-        known = [{} if one is None else {one.choice: one.costs} for one in free]
-        tight = [i for i, one in enumerate(free) if one and wanted[i].is_tight(one.costs)]
+        models = [CostModel(one.view, self.dtype) for one in requests]
+        fastest_of = self._fastest_of(requests, batch, m)
+        known = [{} if one is None else {one.choice: one.table} for one in fastest_of]
+        tight = [i for i, one in enumerate(fastest_of) if one and requests[i].is_tight(one.table)]
         if tight:
-            families = self._recomputing if wanted[tight[0]].recomputes else self._problems
-            leaner = families.of(models[tight[0]], m, wanted[tight[0]].constraints)
-            fastest = [one.choice if one and leaner is batch else None for one in free]
-        for k in range(max((len(wanted[i].depths) for i in tight), default=0)):
-            rows = [i for i in tight if k < len(wanted[i].depths)]
+            families = self._recomputing if requests[tight[0]].recomputes else self._problems
+            leaner = families.of(models[tight[0]], m, requests[tight[0]].constraints)
+            fastest = [one.choice if one and leaner is batch else None for one in fastest_of]
+        for k in range(max((len(requests[i].depths) for i in tight), default=0)):
+            rows = [i for i in tight if k < len(requests[i].depths)]
             at = [leaner.place(models[i], m) for i in rows]
-            problems = leaner.problems.in_flight(at, [wanted[i].depths[k] for i in rows])
+            problems = leaner.problems.in_flight(at, [requests[i].depths[k] for i in rows])
             corners = hull_corners_of(problems, N_CORNERS, [fastest[i] for i in rows])
             new = []
             for i, case, found in zip(rows, at, corners, strict=True):
                 assert not isinstance(found, Infeasible), "the fastest is allowed"
                 fastest[i] = found[0]
                 new += [(i, case, choice) for choice in found if choice not in known[i]]
-            costs = self._costs(leaner, [(wanted[i].view, case, choice) for i, case, choice in new])
-            for (i, _, choice), one in zip(new, costs, strict=True):
+            tables = self._tables(
+                leaner, [(requests[i].view, case, choice) for i, case, choice in new]
+            )
+            for (i, _, choice), one in zip(new, tables, strict=True):
                 known[i][choice] = one
         return [list(found.values()) for found in known]
 
     def _fastest_of(
-        self, wanted: Sequence[TableRequest], batch: ProblemBatch, m: int
-    ) -> list[_Placed | None]:
+        self, requests: Sequence[TableRequest], batch: ProblemBatch, m: int
+    ) -> list[_PlacedTable | None]:
         """The fastest placements on each view, cached; None where no placement is allowed."""
-        keys = [(batch, one.view, m) for one in wanted]
+        keys = [(batch, one.view, m) for one in requests]
         new = [i for i, key in enumerate(keys) if key not in self._fastest]
         if new:
-            at = [batch.place(CostModel(wanted[i].view, self.dtype), m) for i in new]
+            at = [batch.place(CostModel(requests[i].view, self.dtype), m) for i in new]
             found = hull_corners_of(batch.problems.in_flight(at, [1] * len(new)), 1)
             chosen = [
                 (i, case, corners[0])
                 for i, case, corners in zip(new, at, found, strict=True)
                 if not isinstance(corners, Infeasible)
             ]
-            costs = self._costs(batch, [(wanted[i].view, case, c) for i, case, c in chosen])
+            tables = self._tables(batch, [(requests[i].view, case, c) for i, case, c in chosen])
             self._fastest.update(dict.fromkeys(keys[i] for i in new))
-            for (i, _, choice), one in zip(chosen, costs, strict=True):
-                self._fastest[keys[i]] = _Placed(choice, one)
+            for (i, _, choice), one in zip(chosen, tables, strict=True):
+                self._fastest[keys[i]] = _PlacedTable(choice, one)
         return [self._fastest[key] for key in keys]
 
     def _layout(
@@ -296,24 +300,24 @@ class CostMaker:
         known = self._layouts.get(key)
         if known is None or known[0] != problem.structure:
             other = self.pricing(cost)
-            laid_out = self._problems.of(other, m, constraints).of(other, m)
-            assert laid_out.structure == problem.structure, "machines differ in numbers alone"
-            found = solve(laid_out.numbers)
+            abstract = self._problems.of(other, m, constraints).of(other, m)
+            assert abstract.structure == problem.structure, "machines differ in numbers alone"
+            found = solve(abstract.numbers)
             if isinstance(found, Infeasible):
                 raise _contradictory()
             known = self._layouts[key] = (problem.structure, found.choice)
         return known[1]
 
-    def _costs(
+    def _tables(
         self, batch: ProblemBatch, chosen: Sequence[tuple[LogicalMesh, int, Choice]]
     ) -> list[StageTable]:
         """The tables of solved choices, given as (view, index of the problem, choice)."""
         if not chosen:
             return []
-        if batch not in self._wirings:
-            self._wirings[batch] = Wiring(self.folded, batch, self.layers.crossing)
+        if batch not in self._owners:
+            self._owners[batch] = BatchOwners(self.folded, batch, self.layers.crossing)
         cases, choices = np.array([c for _, c, _ in chosen]), np.array([c for _, _, c in chosen])
-        attribution = Attribution(self._wirings[batch], cases, choices)
+        attribution = Attribution(self._owners[batch], cases, choices)
         read = zip(chosen, attribution.parts(), attribution.crossings(), strict=True)
         return [
             StageTable.of(view, self.layers, parts, shared, leave_s, enter_s, traffic)

@@ -143,8 +143,8 @@ class CandidateMaker:
     saved: Mapping[str, Saved]
     limits: AppliedConstraints
     n_like: Mapping[str, int] = field(default_factory=dict)
-    known: dict[int, ChoiceTable] = field(default_factory=dict)
-    elsewhere: dict[Hashable, ChoiceTable] = field(default_factory=dict)
+    tables_of_machine: dict[int, ChoiceTable] = field(default_factory=dict)
+    tables_of_sizes: dict[Hashable, ChoiceTable] = field(default_factory=dict)
     columns: SpecColumns = field(default_factory=SpecColumns)
 
     @property
@@ -164,13 +164,13 @@ class CandidateMaker:
         `first_savers` collects the values whose saving for backward is already charged.
         """
         key = self._likeness(group, first_savers)
-        placed = self.elsewhere.get(key)
+        placed = self.tables_of_sizes.get(key)
         if placed is None:
-            placed = self.elsewhere[key] = self._table(group, first_savers)
-            self.known[id(placed)] = placed
-        elif id(placed) not in self.known:
-            self.known[id(placed)] = self._repriced(placed, group, first_savers)
-        table = self.known[id(placed)]
+            placed = self.tables_of_sizes[key] = self._table(group, first_savers)
+            self.tables_of_machine[id(placed)] = placed
+        elif id(placed) not in self.tables_of_machine:
+            self.tables_of_machine[id(placed)] = self._repriced(placed, group, first_savers)
+        table = self.tables_of_machine[id(placed)]
         first_savers |= {group.values[number] for number in table.saved}
         return GroupCandidates(group, table)
 

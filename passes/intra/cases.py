@@ -76,7 +76,7 @@ class Cases:
         return tuple(dict.fromkeys(self.costs))
 
     @cached_property
-    def alike(self) -> tuple[CostModel, ...]:
+    def move_costs(self) -> tuple[CostModel, ...]:
         """Per mesh, the cost model that prices its moves (`priced_alike`)."""
         return tuple(map(priced_alike, self.meshes))
 

@@ -172,7 +172,7 @@ class Chooser:
         enough = max(ask.gap_goal, MODES_GAP_GOAL if is_coarse else FOLDED_GAP_GOAL)
         if by_copies.gap <= enough:
             return by_copies
-        if repeated.problems.written(most_columns) > CLOSE_GAP.most_columns:
+        if repeated.problems.unrolled_size(most_columns) > CLOSE_GAP.most_columns:
             return by_copies
         if not (by_copies.settled and closes):
             return replace(by_copies, settled=False)
@@ -216,7 +216,7 @@ class Chooser:
             priced, runs_on = other.problems.of(place, ask.n_in_flight), other
         return Chosen(
             priced.evaluate(choice).cost_s,
-            replace(priced, only=runs_on.is_once).evaluate(choice).cost_s,
+            replace(priced, only=runs_on.once_mask).evaluate(choice).cost_s,
             solution.gap,
             solution.totals.bytes,
             whole.n_variables,
@@ -253,7 +253,9 @@ def choose(
         return families.of(cost, m, constraints).of(cost, m)
 
     problem = built(ask.cost).under(budget_bytes, ask.n_in_flight)
-    solution = solve(problem.numbers, solver, time_limit_s, gap_goal=ask.gap_goal, effort=CLOSE_GAP)
+    solution = solve(
+        problem.numbers, solver, time_limit_s, gap_goal=ask.gap_goal, work_limit=CLOSE_GAP
+    )
     if isinstance(solution, Infeasible):
         raise _infeasible(solution, budget_bytes, ask.cost)
     choice, priced = solution.choice, problem
@@ -262,7 +264,7 @@ def choose(
         assert priced.structure == problem.structure, "machines differ in their numbers alone"
     return Chosen(
         priced.numbers.evaluate(choice).cost_s,
-        priced.once.evaluate(choice).cost_s,
+        priced.once_problem.evaluate(choice).cost_s,
         solution.gap,
         solution.bytes,
         problem.numbers.n_variables,

@@ -78,7 +78,7 @@ class AppliedConstraints:
     parameter_classes: frozenset[int]
     whole: frozenset[str]  # model inputs and constants
     constants: frozenset[str]
-    matrices: frozenset[str]  # parameters and views of them
+    parameter_views: frozenset[str]  # parameters and views of them
 
     @staticmethod
     def of(
@@ -86,7 +86,7 @@ class AppliedConstraints:
         program: Program,
         batch_cells: Mapping[str, tuple[int, int]],
         classes: Mapping[str, tuple[tuple[int, ...], ...]],
-        matrices: frozenset[str],
+        parameter_views: frozenset[str],
     ) -> AppliedConstraints:
         parameters = frozenset(program.parameters)
         return AppliedConstraints(
@@ -99,7 +99,7 @@ class AppliedConstraints:
             - parameters
             - set(program.received),
             frozenset(program.constants),
-            matrices,
+            parameter_views,
         )
 
     def facts_of(self, value: str) -> Hashable:
@@ -112,7 +112,7 @@ class AppliedConstraints:
             value in self.parameters,
             value in self.whole,
             value in self.constants,
-            value in self.matrices,
+            value in self.parameter_views,
             self.constraints.pins.get(value, ()),
             self.constraints.storage.get(value),
         )
@@ -206,7 +206,7 @@ class AppliedConstraints:
         if rule_for(str(operator.call.op)).flops is None:
             return
         for i, name in enumerate(operator.inputs):
-            if name not in self.matrices:
+            if name not in self.parameter_views:
                 continue
             others = [t for k, t in enumerate(notation.inputs) if k != i]
             counting = {

@@ -81,7 +81,7 @@ def least_times_s(analysis: Analysis, cost: CostModel) -> Array:
     """[2, operators]: seconds on one device with the program's whole batch at once; and the part of
     them that does not shrink with the share: launches."""
     types, alike = analysis.types.tensors, dict[int, Array]()
-    for kind, item in analysis.placed_alike(analysis.batch.n_accumulated).items():
+    for kind, item in analysis.placed_by_kind(analysis.batch.n_accumulated).items():
         operator = item.operator
         rule = rule_for(str(operator.call.op))
         moved = sum(types[n].size_bytes for n in (*operator.inputs, *operator.outputs))
@@ -131,7 +131,7 @@ def intra_op_problems(
     types = {m: analysis.microbatch_types(m) for m in counts}
     first = types[counts[0]]
     limits = AppliedConstraints.of(
-        constraints, program, analysis.batch.cells, first.classes, analysis.matrices
+        constraints, program, analysis.batch.cells, first.classes, analysis.parameter_views
     )
     stacked = Cases(
         every,
@@ -164,7 +164,7 @@ def _priced(analysis: Analysis, cases: Cases, constraints: Constraints, optimize
     known, limits = analysis.priced, repr(constraints)
     sizes = tuple((cost.mesh.sizes, m) for cost, m in cases.every)
     placed = known.setdefault(("placed", sizes, limits), PlacedCosts())
-    meshes = cases.alike
+    meshes = cases.move_costs
     alike = meshes, tuple(cases.mesh_of.tolist()), cases.counts
     tables = known.setdefault(("values", alike), {}), known.setdefault(("parameters", meshes), {})
     buckets = tuple(cost.bucket_bytes for cost in cases.costs)
@@ -195,9 +195,10 @@ def alike_counts(analysis: Analysis, counts: Sequence[int]) -> list[tuple[int, .
 
 def _same_strategies(analysis: Analysis, m: int, n: int) -> bool:
     """Do all operators have the same strategies on one axis for m as for n microbatches?"""
-    alike = analysis.placed_alike(n)
+    alike = analysis.placed_by_kind(n)
     return all(
-        item.strategies == alike[kind].strategies for kind, item in analysis.placed_alike(m).items()
+        item.strategies == alike[kind].strategies
+        for kind, item in analysis.placed_by_kind(m).items()
     )
 
 

@@ -223,7 +223,7 @@ def operator_times_s(
     """
     if rule.view:
         return np.zeros_like(moved_bytes), np.zeros_like(moved_bytes)
-    kind: Kind = "memory" if rule.flops is None else "attention" if rule.fused else "product"
+    kind: Kind = "memory" if rule.flops is None else "attention" if rule.fused else "matmul"
     forward = cost.op_times_s(flops, moved_bytes, kind)
     if not any(type_of(n).has_grad for n in operator.outputs):
         return forward, np.zeros_like(forward)
@@ -231,5 +231,5 @@ def operator_times_s(
         return forward, cost.op_times_s(flops, 1.5 * moved_bytes, kind)
     if rule.fused:
         return forward, cost.op_times_s(2.5 * flops, 2.0 * moved_bytes, kind, is_backward=True)
-    n_products = sum(type_of(n).has_grad for n in operator.inputs[:2])
-    return forward, n_products * cost.op_times_s(flops, moved_bytes)
+    n_matmuls = sum(type_of(n).has_grad for n in operator.inputs[:2])
+    return forward, n_matmuls * cost.op_times_s(flops, moved_bytes)

@@ -22,7 +22,16 @@ from autopar.passes.intra.cases import Cases
 from autopar.passes.intra.constraints import AppliedConstraints
 from autopar.passes.reshard import ReshardTables, Ties, primitive_lines
 from autopar.passes.solvers.problem import compiled
-from autopar.placement import PREFERENCE, I, S, Spec, TensorType, divides, with_orders, written
+from autopar.placement import (
+    PREFERENCE,
+    I,
+    S,
+    Spec,
+    TensorType,
+    canonical_spec,
+    divides,
+    with_orders,
+)
 from autopar.program import Period, Storage
 
 PERIODS: tuple[Period, ...] = ("step", "micro", "use")
@@ -131,7 +140,9 @@ class ParameterMaker:
         Seconds are infinite if the constraints forbid the conversion. ZeRO-3 gathers at each of
         `n_uses` uses, forward and backward; the other periods convert once per distinct use.
         """
-        rows = [tables.index[written(tables.tensors[0], s.spec, self.sizes[0])] for s in storages]
+        rows = [
+            tables.index[canonical_spec(tables.tensors[0], s.spec, self.sizes[0])] for s in storages
+        ]
         distinct = {row: i for i, row in enumerate(dict.fromkeys(rows))}
         columns = [tables.index[u] for u in uses]
         paths = path_costs(tables, self.cases.meshes, tuple(distinct), columns)

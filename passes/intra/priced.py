@@ -101,21 +101,21 @@ class Priced:
                 tensors, meshes = types[:1] * len(cases.meshes), np.arange(len(cases.meshes))
             else:
                 tensors, meshes = tuple(types[i] for i in cases.count_of), cases.mesh_of
-            known[key] = reshard_tables(tensors, cases.alike, meshes, no_reduce_scatter)
+            known[key] = reshard_tables(tensors, cases.move_costs, meshes, no_reduce_scatter)
         return known[key]
 
     def reshards(
-        self, cases: Cases, tables: ReshardTables, made: SpecColumn, wanted: SpecColumn
+        self, cases: Cases, tables: ReshardTables, made: SpecColumn, needed: SpecColumn
     ) -> Reshards:
         """Seconds and ties of a step's reshards between the choices of two variables."""
-        key = (id(tables), id(made.distinct), id(wanted.distinct))
+        key = (id(tables), id(made.distinct), id(needed.distinct))
         if key not in self._reshards:
-            rows, columns = ([tables.index[s] for s in of.distinct] for of in (made, wanted))
+            rows, columns = ([tables.index[s] for s in of.distinct] for of in (made, needed))
             time_s, tie = tables.between(rows, columns)
             n = cases.n_microbatches[:, None, None]
             time_s *= n
             tie *= n
-            self._reshards[key] = Reshards(time_s, tie, made.distinct, wanted.distinct)
+            self._reshards[key] = Reshards(time_s, tie, made.distinct, needed.distinct)
         return self._reshards[key]
 
     def storage_costs(
@@ -169,12 +169,12 @@ class Priced:
 
 @dataclass(frozen=True, eq=False)
 class Reshards:
-    """Costs of reshards: [cases, specs `made`, specs `wanted`]."""
+    """Costs of reshards: [cases, specs `made`, specs `needed`]."""
 
     cost_s: Array
     tie: Ties
     made: tuple[Spec, ...]
-    wanted: tuple[Spec, ...]
+    needed: tuple[Spec, ...]
 
 
 @dataclass(frozen=True, eq=False)

@@ -134,7 +134,7 @@ class IntraOpProblem:
         }
 
     @cached_property
-    def once(self) -> ChoiceProblem:
+    def once_problem(self) -> ChoiceProblem:
         """The problem with only the costs that a step pays once, whatever its microbatches: updates
         and parameters that are converted once."""
         n, numbers, converted = len(self.candidates), self.numbers, self.converted_once

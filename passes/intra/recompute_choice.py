@@ -96,7 +96,7 @@ class _Adder:
         names = [operator.name for operator in self.ranges.analysis.operators]
         self.builder.modes += [
             RangeMode(tuple(names[i] for i in positions), self.modes, variable)
-            for positions, variable in zip(self.ranges.wanted, variables, strict=True)
+            for positions, variable in zip(self.ranges.full, variables, strict=True)
         ]
 
     def _add_group(self, v: int) -> None:
@@ -120,12 +120,12 @@ class _Adder:
                 forward_s = (price.forward_s + price.inner_s) * self.cases.n_microbatches[:, None]
                 self._forward_s[id(price)] = forward_s
             forward_s = self._forward_s[id(price)]
-            product = self.ranges.product_of_sum(i)
-            if product is not None:  # it runs with its matmul, unless a reshard is between them
-                self._sums[product] = forward_s
+            matmul = self.ranges.matmul_of_bias_add(i)
+            if matmul is not None:  # it runs with its matmul, unless a reshard is between them
+                self._sums[matmul] = forward_s
             if self.ranges.runs_again(i):
                 self._spend(v, r, forward_s, "full")
-                apart_s = np.where(is_kept | (product is not None), 0.0, forward_s)
+                apart_s = np.where(is_kept | (matmul is not None), 0.0, forward_s)
                 self._spend(v, r, apart_s, "selective")
             self._charge(v, r, price.own_bytes, None)
             if self.ranges.rule(i).fused:
@@ -149,7 +149,7 @@ class _Adder:
         """[choices]: is the result saved in mode "selective"?"""
         candidates = self.candidates[v]
         last = self.ranges.every[self.ranges.party_of[i]][-1]
-        if not self.ranges.is_product(i) or i == last:
+        if not self.ranges.is_matmul(i) or i == last:
             return np.zeros(len(candidates), dtype=bool)
         name = self.ranges.analysis.operators[i].name
         position = [member.name for member in candidates.group.members].index(name)
@@ -320,7 +320,7 @@ class _Adder:
         """Add a range's mode variable; None if there is a single mode."""
         if len(self.modes) == 1:
             return None
-        name = self.ranges.analysis.operators[self.ranges.wanted[r].start].name
+        name = self.ranges.analysis.operators[self.ranges.full[r].start].name
         variable = self._variable(f"{name} recomputed", len(self.modes))
         tie = _MODE_TIE * np.arange(len(self.modes), dtype=np.float64)
         self.builder.variables[variable].tie = tie[None]
@@ -339,7 +339,7 @@ class _Adder:
             own.size_bytes = self._intern(own.size_bytes + size_bytes[:, 0])
             return
         begins_within = v < len(self.candidates) and (
-            self.ranges.place[self.candidates[v].group.name] in self.ranges.wanted[r]
+            self.ranges.place[self.candidates[v].group.name] in self.ranges.full[r]
         )
         tie = self._intern(np.zeros((1, *cost_s.shape[1:])))
         u, w = variable, v

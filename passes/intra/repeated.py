@@ -61,7 +61,7 @@ class Repeated:
         return quick_plan(self.problems)
 
     @cached_property
-    def is_once(self) -> BoolArray:
+    def once_mask(self) -> BoolArray:
         """[numbers of a row]: which costs a step pays once, whatever its microbatches: updates and
         parameters that are converted once."""
         layout, problem = self.problems.layout, self.folded_problem

@@ -31,17 +31,17 @@ Party = int | None
 class RerunRanges:
     """The ranges of a program that may run again.
 
-    `wanted` are the full ranges; `every` drops the operators after their ends. A range is empty if
+    `full` are the full ranges; `every` drops the operators after their ends. A range is empty if
     backward needs nothing from it.
     """
 
     analysis: Analysis
-    wanted: tuple[Positions, ...]
+    full: tuple[Positions, ...]
 
     @cached_property
     def every(self) -> tuple[Positions, ...]:
-        """Per range of `wanted`, its part up to the last operator that saves something from it."""
-        return tuple(self._needed(positions) for positions in self.wanted)
+        """Per range of `full`, its part up to the last operator that saves something from it."""
+        return tuple(self._needed(positions) for positions in self.full)
 
     @cached_property
     def place(self) -> Mapping[str, int]:
@@ -56,7 +56,7 @@ class RerunRanges:
     def rule(self, i: int) -> OpRule:
         return rule_for(str(self.analysis.operators[i].call.op))
 
-    def is_product(self, i: int) -> bool:
+    def is_matmul(self, i: int) -> bool:
         return self.rule(i).flops is not None
 
     def runs_again(self, i: int) -> bool:
@@ -73,7 +73,7 @@ class RerunRanges:
         is_plain = rule.flops is not None and not rule.fused
         return bool(saved.outputs) or not (is_plain or not saved.other_bytes)
 
-    def product_of_sum(self, i: int) -> str | None:
+    def matmul_of_bias_add(self, i: int) -> str | None:
         """The matmul result to which an operator only adds a bias; else None.
 
         The two run as one unless a reshard is between them (`passes/lowering/fusion.py`).

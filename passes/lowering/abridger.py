@@ -21,14 +21,14 @@ from autopar.program import CallLine, FreeLine, Recomputed, RepeatedLines, Stage
 
 
 @dataclass(frozen=True)
-class _Stretch:
+class _EqualBlocks:
     """Blocks `first` to `last` of a run, all placed alike."""
 
     first: int
     last: int
 
     @property
-    def n_like(self) -> int:
+    def n_stood_for(self) -> int:
         """How many blocks the second one stands for."""
         return max(1, self.last - self.first - 1)
 
@@ -47,22 +47,22 @@ class Abridger:
 
     def lower(self, strategy: Strategy, cost: CostModel) -> StageProgram:
         """The stage program with `repeats`, for a strategy of the whole program."""
-        found = [self._stretches(run, strategy) for run in self.runs]
-        blocks = tuple(tuple(b for s in stretches for b in s.kept) for stretches in found)
+        found = [self._equal_blocks(run, strategy) for run in self.runs]
+        blocks = tuple(tuple(b for s in groups for b in s.kept) for groups in found)
         if blocks not in self._folded:
             self._folded[blocks] = fold(self.analysis, self.runs, blocks)
         folded = self._folded[blocks]
         fewer = replace(strategy, recomputed=self._recomputed(strategy, blocks))
         program = lower(folded.analysis, fewer, cost)
         repeats = tuple(
-            _repeat(program, folded, run, stretch)
-            for run, stretches in zip(self.runs, found, strict=True)
-            for stretch in stretches
-            if stretch.n_like > 1
+            _repeat(program, folded, run, group)
+            for run, groups in zip(self.runs, found, strict=True)
+            for group in groups
+            if group.n_stood_for > 1
         )
         return replace(program, repeats=repeats, every_parameter=_every_parameter(folded))
 
-    def _stretches(self, run: Run, strategy: Strategy) -> list[_Stretch]:
+    def _equal_blocks(self, run: Run, strategy: Strategy) -> list[_EqualBlocks]:
         """The groups of consecutive blocks of a run that are placed alike.
 
         If another stage reads a value made before the last block, every block is its own group.
@@ -75,8 +75,8 @@ class Abridger:
         sent = {*self.analysis.program.sent}
         inner = range(run.start, run.end - run.period)
         if any(sent.intersection(self.analysis.operators[i].outputs) for i in inner):
-            return [_Stretch(b, b) for b in range(run.count)]
-        found: list[_Stretch] = []
+            return [_EqualBlocks(b, b) for b in range(run.count)]
+        found: list[_EqualBlocks] = []
         before: object = None
         for b in range(run.count):
             placed = [
@@ -84,9 +84,9 @@ class Abridger:
                 for o in (self.analysis.operators[i] for i in run.block(b))
             ]
             if placed == before:
-                found[-1] = _Stretch(found[-1].first, b)
+                found[-1] = _EqualBlocks(found[-1].first, b)
             else:
-                found.append(_Stretch(b, b))
+                found.append(_EqualBlocks(b, b))
             before = placed
         return found
 
@@ -130,19 +130,19 @@ class Abridger:
         return i
 
 
-def _repeat(program: StageProgram, folded: Folded, run: Run, stretch: _Stretch) -> RepeatedLines:
+def _repeat(program: StageProgram, folded: Folded, run: Run, group: _EqualBlocks) -> RepeatedLines:
     """The lines of the second block of a group, and the constants that only it reads."""
     whole, captured = folded.whole.operators, folded.analysis.program
     own = {o.name: o for o in folded.analysis.operators}
-    block = [own[whole[i].name] for i in run.block(stretch.first + 1)]
-    before = [whole[i].name for i in run.block(stretch.first)]
+    block = [own[whole[i].name] for i in run.block(group.first + 1)]
+    before = [whole[i].name for i in run.block(group.first)]
     reads = Counter(name for o in own.values() for name in o.inputs)
     mine = Counter(name for o in block for name in o.inputs)
     alone = {name for name, n in mine.items() if reads[name] == n}
     return RepeatedLines(
         _end(program, [captured.keys[name] for name in before]),
         _end(program, [captured.keys[o.name] for o in block]),
-        stretch.n_like,
+        group.n_stood_for,
         frozenset(
             d.local.name for d in program.delivered if d.kind == "constant" and d.source in alone
         ),

@@ -78,7 +78,7 @@ def _last_uses(program: StageProgram) -> dict[str, int]:
         defined.update(writes(line))
         for name in (*reads(line), *writes(line)):
             last[name] = i
-    defined -= program.taken
+    defined -= program.returned
     return {name: i for name, i in last.items() if name in defined}
 
 

@@ -42,22 +42,22 @@ def fuse_bias(
     """
     biases = _biases(body, parameters)
     n_reads = Counter(name for line in body for name in reads(line))
-    products: dict[str, int] = {}
+    matmuls: dict[str, int] = {}
     out: list[Line | None] = list(body)
     for i, line in enumerate(body):
         if not isinstance(line, CallLine):
             continue
         for name, bias in _summands(line):
-            at = products.get(name)
+            at = matmuls.get(name)
             if at is None or bias not in biases or n_reads[name] > 1 or name in kept:
                 continue
-            product = body[at]
-            assert isinstance(product, CallLine)
+            matmul = body[at]
+            assert isinstance(matmul, CallLine)
             moved_past = {n for between in body[at + 1 : i] for n in writes(between)}
-            if _is_bias(biases[bias], product, line) and moved_past.isdisjoint(reads(product)):
-                out[at], out[i] = None, _fused(product, line, bias)
+            if _is_bias(biases[bias], matmul, line) and moved_past.isdisjoint(reads(matmul)):
+                out[at], out[i] = None, _fused(matmul, line, bias)
         if line.target in FUSED and line.lowered is None and len(line.args) == 2:
-            products[line.outs[0].name] = i
+            matmuls[line.outs[0].name] = i
     return [line for line in out if line is not None]
 
 
@@ -79,9 +79,9 @@ def _summands(line: CallLine) -> Iterator[tuple[str, str]]:
             yield second.name, first.name
 
 
-def _is_bias(bias: Local, product: CallLine, total: CallLine) -> bool:
+def _is_bias(bias: Local, matmul: CallLine, total: CallLine) -> bool:
     """Has `bias` one number per column, and does the sum change neither shape nor dtype?"""
-    before, after = product.outs[0], total.outs[0]
+    before, after = matmul.outs[0], total.outs[0]
     return (
         before.shape == after.shape
         and bias.shape == before.shape[-1:]
@@ -89,19 +89,19 @@ def _is_bias(bias: Local, product: CallLine, total: CallLine) -> bool:
     )
 
 
-def _fused(product: CallLine, total: CallLine, bias: str) -> CallLine:
-    first, second = product.args
-    is_mm = product.target == "aten.mm.default"
-    a, b = product.workspace, total.workspace
+def _fused(matmul: CallLine, total: CallLine, bias: str) -> CallLine:
+    first, second = matmul.args
+    is_mm = matmul.target == "aten.mm.default"
+    a, b = matmul.workspace, total.workspace
     return replace(
-        product,
+        matmul,
         outs=total.outs,
-        target=FUSED[product.target],
+        target=FUSED[matmul.target],
         args=(Ref(bias), first, second) if is_mm else (first, second, Ref(bias)),
-        flops=product.flops + total.flops,
-        model_flops=product.model_flops + total.model_flops,
-        forward_s=product.forward_s + total.forward_s,
-        backward_s=product.backward_s + total.backward_s,
+        flops=matmul.flops + total.flops,
+        model_flops=matmul.model_flops + total.model_flops,
+        forward_s=matmul.forward_s + total.forward_s,
+        backward_s=matmul.backward_s + total.backward_s,
         shares=(None,),
         workspace=Workspace(
             max(a.forward_bytes, b.forward_bytes),

@@ -9,7 +9,7 @@ from autopar.cost.laws import CostModel
 from autopar.passes.analysis import Analysis
 from autopar.passes.lowering.lines import lower
 from autopar.placement import Spec
-from autopar.program import Order, Pipeline, Strategy
+from autopar.program import Pipeline, ScheduleFactory, Strategy
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,9 @@ class PlacedStage:
         yield from self.strategy.sent.items()
 
 
-def join(stages: Sequence[PlacedStage], order: Order, with_outputs: bool = False) -> Pipeline:
+def join(
+    stages: Sequence[PlacedStage], order: ScheduleFactory, with_outputs: bool = False
+) -> Pipeline:
     """The pipeline of the lowered stages; `with_outputs` also returns the model's outputs."""
     programs = [
         lower(s.analysis, s.strategy, s.cost, with_outputs and k == len(stages) - 1)

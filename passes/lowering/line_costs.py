@@ -78,9 +78,9 @@ class LineCosts:
                 share /= self.sizes[axis]
         whole = rule.flops_of(item.sizes)
         flops = whole * share
-        products = 1
+        n_matmuls = 1
         if any(self.types[v].has_grad for v in operator.outputs):
-            products += sum(self.types[v].has_grad for v in operator.inputs[:2])
+            n_matmuls += sum(self.types[v].has_grad for v in operator.inputs[:2])
         forward, backward = operator_times_s(
             rule,
             operator,
@@ -89,7 +89,7 @@ class LineCosts:
             np.array([flops]),
             np.array([float(moved)]),
         )
-        return Price(flops, whole * products, float(forward[0]), float(backward[0]), share)
+        return Price(flops, whole * n_matmuls, float(forward[0]), float(backward[0]), share)
 
     def share(self, operator: Operator, price: Price) -> float:
         """What share of the bytes measured on whole tensors one rank has, per microbatch."""
@@ -167,7 +167,7 @@ class LineCosts:
         n_ranks = math.prod(self.sizes[axis] for axis in chosen.lowered_axes)
         return chosen.lowered.value(formula, sizes, inputs[0].dtype.itemsize, n_ranks)
 
-    def shares(self, operator: Operator, names: Sequence[str]) -> tuple[str | None, ...]:
+    def storage_of(self, operator: Operator, names: Sequence[str]) -> tuple[str | None, ...]:
         """Per output, the input variable whose storage it shares; None if it has its own."""
         owners = self.analysis.storage_owners
         by_owner = {owners[v]: n for v, n in zip(operator.inputs, names, strict=True)}

@@ -31,7 +31,7 @@ from autopar.passes.lowering.fusion import fuse_bias
 from autopar.passes.lowering.line_costs import LineCosts
 from autopar.passes.lowering.segments import with_segments
 from autopar.passes.reshard import MoveStep, reshard_table, step_time_s
-from autopar.placement import I, R, Spec, TensorType, local_shape, without_gradient, written
+from autopar.placement import I, R, Spec, TensorType, canonical_spec, local_shape, without_gradient
 from autopar.program import (
     UNUSED,
     Accumulation,
@@ -218,7 +218,7 @@ class _Lowering:
     def _storage(self, name: str) -> Storage:
         """How a parameter is stored, with a spec that its type allows: a frozen one has no I."""
         storage = self.strategy.storage[name]
-        return replace(storage, spec=written(self.types[name], storage.spec, self.sizes))
+        return replace(storage, spec=canonical_spec(self.types[name], storage.spec, self.sizes))
 
     def _gather(self, name: str, spec: Spec, storage: Storage) -> str:
         base = identifier(self.program.parameters[name].name)
@@ -321,7 +321,7 @@ class _Lowering:
                 self.program.sources.get(node.name, ""),
                 chosen.lowered.function if chosen.lowered else None, chosen.lowered_axes, inner,
                 price.flops, price.forward_s, price.backward_s, saved_bytes, keeps,
-                self.line_costs.shares(operator, names), price.model_flops,
+                self.line_costs.storage_of(operator, names), price.model_flops,
                 self.line_costs.workspace(operator, chosen, inputs, outs, share),
             )
         )  # fmt: skip

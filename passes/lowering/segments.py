@@ -49,7 +49,7 @@ def with_segments(
     The program must have no frees yet. Operators whose backward needs nothing make no segment.
     """
     found: list[Segment] = []
-    taken = {*program.given, *(name for line in program.body for name in writes(line))}
+    taken = {*program.arguments, *(name for line in program.body for name in writes(line))}
     taken |= reserved_names(program.axis_names)
     owners = _owners(program.body) if wanted else []
     for item in wanted:
@@ -105,8 +105,8 @@ def _made_in(owner: str, span: _Span) -> bool:
 def _segment(program: StageProgram, span: _Span, mode: Recompute, name: str) -> Segment:
     body, lines = program.body, range(*span)
     made = dict.fromkeys(n for i in lines for n in writes(body[i]))
-    before = {n for line in body[: span[0]] for n in writes(line)} | program.given
-    after = {n for line in body[span[1] :] for n in reads(line)} | program.taken
+    before = {n for line in body[: span[0]] for n in writes(line)} | program.arguments
+    after = {n for line in body[span[1] :] for n in reads(line)} | program.returned
     last = body[span[1] - 1]
     assert isinstance(last, CallLine)
     kept = {i for i in lines[:-1] if mode == "selective" and _is_kept(body[i])}
@@ -150,11 +150,11 @@ def _saves_before_it_runs(line: CallLine) -> bool:
     ATen operators save their inputs before the kernel runs. Matmuls also save copies that they make
     of inputs; whatever else operators save, the kernel makes. Python functions save after they ran.
     """
-    is_product = line.flops > 0 and not line.is_attention
+    is_matmul = line.flops > 0 and not line.is_attention
     return (
         line.lowered is None
         and line.target.startswith("aten.")
-        and (is_product or not line.saved_bytes)
+        and (is_matmul or not line.saved_bytes)
         and {out.name for out in line.outs}.isdisjoint(line.keeps)
     )
 

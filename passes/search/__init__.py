@@ -1,4 +1,12 @@
-"""search."""
+"""Which plan is the fastest: candidates are proposed, solved, scored and simulated.
+
+Reading order: `planner.py` (the order of the search), `proposals.py` (candidates that need no
+stage search), `refined.py` (the joint search, corrected by solving), `count_search.py` (the number
+of microbatches), `evaluator.py` (solves and scores), `simulator.py` and `pricer.py` (lower and
+simulate), `outcome.py` and `stats.py` (the result).
+May import `passes/inter`, `lowering`, the rooms below them, and what lies below `passes`.
+Hands on `Planner`, `PlanningResult` and `StepPricer`.
+"""
 
 from autopar.passes.search.evaluator import depths
 from autopar.passes.search.outcome import PlanningResult

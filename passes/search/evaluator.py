@@ -1,8 +1,9 @@
-"""Solving candidates: every stage's placements, and what they cost together.
+"""Solve candidates: the placements of every stage, and the score of all stages together.
 
-A candidate's *score* is the time of a step by its stages' optima: of several stages, the schedule
-played with their times and messages (`played.py`). It costs little more than solving; the most
-promising are simulated then (`simulated.py`).
+The *score* of a candidate estimates its step time from the optima of its stages. With one stage, it
+is the solver's objective. With several, it is the schedule, simulated with the stages' times and
+messages (`passes/inter/score.py`). A score costs little more than the solves. The most promising
+candidates are then lowered and simulated (`simulator.py`).
 """
 
 from __future__ import annotations
@@ -41,27 +42,33 @@ from autopar.schedule import ORDERS, in_flight
 
 @dataclass(frozen=True)
 class Scored:
-    """A candidate with every stage solved; `score_s` is its step, played. `others` are the
-    same with more microbatches, should it not fit; `open_s` is what it may take at least, it or
-    what it was compared with, if that were settled."""
+    """A candidate with every stage solved.
+
+    score_s        estimated step time
+    fallbacks      the same with more microbatches, in case the simulation does not fit
+    open_bound_s   lower bound on this candidate and on those rejected for it, if their gaps were
+                   left open; infinite if all are settled
+    """
 
     candidate: Candidate
     choices: tuple[Chosen, ...]
     score_s: float
-    others: tuple[Candidate, ...] = ()
-    open_s: float = math.inf
+    fallbacks: tuple[Candidate, ...] = ()
+    open_bound_s: float = math.inf
 
     @property
     def size_bytes(self) -> float:
-        """Of the stage that keeps most, by the solver's account."""
+        """Bytes per device of the largest stage, as the solver counts them."""
         return max(chosen.size_bytes for chosen in self.choices)
 
 
 @dataclass(frozen=True)
 class _Stage:
-    """What placements are chosen for: a part of the program on a mesh, with so many microbatches,
-    of which `depth` keep their activations at once. `names` are those of a part that is alike and
-    asks for them: None where that is the part itself."""
+    """A part of the program to place on a mesh, with `depth` microbatches in flight.
+
+    `part` may be the representative of equal parts. Then `names` maps its names to the stage's own;
+    None if `part` is the stage's own.
+    """
 
     part: Analysis
     names: Mapping[str, str] | None
@@ -71,15 +78,15 @@ class _Stage:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal where the choice is."""
+        """Equal for stages that have the same choice."""
         layout = self.layout
-        placed = layout.view.placement, repr(layout.constraints)
+        placed = layout.view.canonical, repr(layout.constraints)
         return id(self.part), *placed, self.n_microbatches, self.depth  # parts are kept
 
 
 @lru_cache(maxsize=128)
 def depths(schedule: str, n_stages: int, n_microbatches: int) -> tuple[int, ...]:
-    """How many microbatches' activations every stage keeps at once."""
+    """The microbatches in flight on every stage, whose activations it holds at once."""
     order = ORDERS[schedule](n_stages, n_microbatches)
     return tuple(in_flight(order, stage) for stage in range(n_stages))
 
@@ -88,9 +95,11 @@ def depths(schedule: str, n_stages: int, n_microbatches: int) -> tuple[int, ...]
 class Evaluator:
     """Solves candidates of one program on one machine; equal stages are solved once.
 
-    `views` are meshes that it and its stages will be asked for on, with some of `counts`
-    microbatches. Solves close their gaps until the `deadline`, on the clock of `time.perf_counter`,
-    for a second at least; unless it `closes` gaps, those that blocks share are left.
+    views, counts   the meshes and numbers of microbatches to expect: their problems are built
+                    together
+    deadline        solves close their gaps until then, but each has a second at least; on the clock
+                    of `time.perf_counter`
+    closes_gaps     if False, wide gaps that repeated blocks leave stay open
     """
 
     analysis: Analysis
@@ -100,37 +109,40 @@ class Evaluator:
     views: Sequence[LogicalMesh] = ()
     counts: Sequence[int] = ()
     deadline: float = math.inf
-    closes: bool = True
+    closes_gaps: bool = True
     _chosen: dict[object, Chosen] = field(default_factory=dict)
     _choosers: dict[tuple[int, bool], Chooser] = field(default_factory=dict)
     _parts: dict[tuple[int, ...], tuple[Analysis, ...]] = field(default_factory=dict)
-    # By likeness the first of the parts that are alike; and by part that one, with the part's names
-    # of what it has.
-    _first: dict[Hashable, tuple[Analysis, Numbered]] = field(default_factory=dict)
-    _alike: dict[int, tuple[Analysis, Mapping[str, str] | None]] = field(default_factory=dict)
-    _named: dict[tuple[int, int], tuple[Chosen, Chosen]] = field(default_factory=dict)
-    # What runs again tells parts apart, also for who searches without recompute.
-    _again: Recomputable | None = None
+    # Likeness -> the representative, which is the first part with it. Id of a part -> its
+    # representative, and names there -> names here (None: it is its own).
+    _representatives: dict[Hashable, tuple[Analysis, Numbered]] = field(default_factory=dict)
+    _representative_of: dict[int, tuple[Analysis, Mapping[str, str] | None]] = field(
+        default_factory=dict
+    )
+    _renamed: dict[tuple[int, int], tuple[Chosen, Chosen]] = field(default_factory=dict)
+    # Equal parts have equal recompute ranges. The evaluator without recompute compares them too,
+    # because both share the representatives.
+    _shared_recomputable: Recomputable | None = None
 
     def __post_init__(self) -> None:
         self.dtype = compute_dtype(self.analysis)
         self.recomputable = Recomputable.of(self.analysis, self.options)
-        self._again = self._again or self.recomputable
+        self._shared_recomputable = self._shared_recomputable or self.recomputable
 
     @cached_property
     def without_recompute(self) -> Evaluator | None:
-        """None where recompute is not what is searched; what is known of solves is shared."""
+        """The same without recompute; None if recompute is not searched. Both share solves."""
         if not is_searched(self.recomputable):
             return None
         return replace(self, options=replace(self.options, recompute="none"))
 
     @cached_property
-    def hasty(self) -> Evaluator:
-        """One that leaves gaps open; what is known of solves is shared."""
-        return replace(self, closes=False)
+    def leaving_gaps(self) -> Evaluator:
+        """The same with `closes_gaps=False`. Both share solves."""
+        return replace(self, closes_gaps=False)
 
     def parts(self, ends: tuple[int, ...]) -> tuple[Analysis, ...]:
-        """The analyses of the stages that end so; of one stage, the whole."""
+        """The analyses of the stages that end before these operators."""
         if len(ends) == 1:
             return (self.analysis,)
         if ends not in self._parts:
@@ -141,19 +153,20 @@ class Evaluator:
     def scored(
         self, candidate: Candidate, budget_bytes: float | None, limit_s: float = math.inf
     ) -> Scored:
-        """What costs no less than `limit_s` need not be at its best, if it is one stage.
+        """Solve and score a candidate within a budget, or without one.
 
-        Raises `InfeasibleError` where a stage does not fit, `BatchError` where rows do not.
+        If a single stage cannot be below `limit_s`, its solver stops early.
+
+        Raises `InfeasibleError` if a stage does not fit, `BatchError` if rows do not divide.
         """
         return self._scored(candidate, self._choices(candidate, budget_bytes, limit_s))
 
     def without_activations(self, candidate: Candidate, limit_s: float = math.inf) -> Scored:
-        """What recompute makes no faster: nothing runs again, and activations need no bytes;
-        `limit_s` as in `scored`.
+        """A lower bound on all choices of recompute: activations need no bytes, nothing runs again.
 
-        Raises `InfeasibleError` where a stage does not fit even so.
+        `limit_s` is that of `scored`. Raises `InfeasibleError` if a stage does not fit even so.
         """
-        plain, limit_s = self.without_recompute or self, _limit_s(candidate, limit_s)
+        plain, limit_s = self.without_recompute or self, _solver_limit_s(candidate, limit_s)
         stages = (replace(stage, depth=0) for stage in self._stages(candidate))
         choices = [plain._choose_named(s, self.budget_bytes, limit_s) for s in stages]
         return self._scored(candidate, choices)
@@ -162,24 +175,23 @@ class Evaluator:
         m = candidate.n_microbatches
         if len(choices) == 1:
             (chosen,) = choices
-            open_s = math.inf if chosen.settled else chosen.bound_s
-            return Scored(candidate, (chosen,), chosen.objective_s, open_s=open_s)
+            open_bound_s = math.inf if chosen.settled else chosen.bound_s
+            return Scored(candidate, (chosen,), chosen.objective_s, open_bound_s=open_bound_s)
         parts, loss = self.parts(candidate.ends), self.analysis.program.loss
-        worked = [StageSeconds((c.objective_s - c.once_s) / m, c.once_s) for c in choices]
+        seconds = [StageSeconds((c.objective_s - c.once_s) / m, c.once_s) for c in choices]
         ends = [
             StageBoundary(layout.view, c.sent, c.received, part.microbatch_types(m).tensors)
             for part, layout, c in zip(parts, candidate.stages, choices, strict=True)
         ]
         loss_bytes = self.analysis.types.tensors[loss].itemsize if loss is not None else 0
         schedule, links = schedule_name(self.options), self.hardware.links
-        score_s = step_s(schedule, m, worked, ends, links, loss_bytes)
+        score_s = step_s(schedule, m, seconds, ends, links, loss_bytes)
         return Scored(candidate, tuple(choices), score_s)
 
     def bound_over_budget_s(self, candidate: Candidate) -> float | None:
-        """A lower bound on the objective where the optimum without a budget exceeds it; None
-        where it fits.
+        """None if the fastest placements fit the budget; else a lower bound on those that fit.
 
-        Of a recipe, whose layout is not what is fastest, the bound is 0.
+        The bound of a recipe is 0, because its placements are not the fastest.
         """
         choices = self._choices(candidate, None)
         if all(chosen.size_bytes <= self.budget_bytes for chosen in choices):
@@ -189,8 +201,8 @@ class Evaluator:
     def _choices(
         self, candidate: Candidate, budget_bytes: float | None, limit_s: float = math.inf
     ) -> list[Chosen]:
-        """Every stage's placements."""
-        limit_s = _limit_s(candidate, limit_s)
+        """The placements of every stage."""
+        limit_s = _solver_limit_s(candidate, limit_s)
         return [self._choose_named(s, budget_bytes, limit_s) for s in self._stages(candidate)]
 
     def _stages(self, candidate: Candidate) -> Iterator[_Stage]:
@@ -204,32 +216,34 @@ class Evaluator:
         part = self.parts(ends)[k]
         names: Mapping[str, str] | None = None
         if not (layout.constraints.pins or layout.constraints.storage):
-            part, names = self.first_like(part)
+            part, names = self.representative(part)
         return _Stage(part, names, layout, n_microbatches, depth)
 
-    def first_like(self, part: Analysis) -> tuple[Analysis, Mapping[str, str] | None]:
-        """The first part asked for that is like this one, and its names here; None if it is it."""
+    def representative(self, part: Analysis) -> tuple[Analysis, Mapping[str, str] | None]:
+        """The first part equal to this one, and names there -> names here; None: it is this one."""
         if part is self.analysis:
             return part, None
-        if id(part) not in self._alike:
-            numbered = Numbered.of(part, self._again.within(part) if self._again else ())
-            first, known = self._first.setdefault(numbered.likeness, (part, numbered))
-            self._alike[id(part)] = first, None if first is part else known.names_in(numbered)
-        return self._alike[id(part)]
+        if id(part) not in self._representative_of:
+            ranges = self._shared_recomputable.within(part) if self._shared_recomputable else ()
+            numbered = Numbered.of(part, ranges)
+            first, its = self._representatives.setdefault(numbered.likeness, (part, numbered))
+            names = None if first is part else its.names_in(numbered)
+            self._representative_of[id(part)] = first, names
+        return self._representative_of[id(part)]
 
     def least_bytes(self, candidate: Candidate) -> float:
         """The smallest budget that a candidate has placements for.
 
-        Raises `InfeasibleError` where the constraints leave nothing.
+        Raises `InfeasibleError` if no placement satisfies the constraints.
         """
         return max(map(self._least_bytes_of, self._stages(candidate)))
 
-    def free_bytes(self, candidate: Candidate) -> float:
-        """What a candidate's fastest placements keep, by the solver's account."""
+    def unlimited_bytes(self, candidate: Candidate) -> float:
+        """Bytes per device of the fastest placements without a budget, as the solver counts."""
         return max(chosen.size_bytes for chosen in self._choices(candidate, None))
 
     def _least_bytes_of(self, stage: _Stage) -> float:
-        """Nothing is searched for it: what fits in no bytes is asked for."""
+        """A budget of 0 bytes fails without a search, and the error names the fewest bytes."""
         try:
             return self._choose(stage, 0.0).size_bytes
         except InfeasibleError as error:
@@ -238,7 +252,7 @@ class Evaluator:
             return error.least_bytes * (1 + 1e-9)
 
     def stage_without_parameters(self, ends: tuple[int, ...]) -> int | None:
-        """The first stage that no optimizer could be made for; None if there is none."""
+        """The first of several stages that no optimizer can be made for; None if there is none."""
         operators, parameters = self.analysis.operators, self.analysis.program.parameters
         learns = {name for name, info in parameters.items() if info.requires_grad}
         for k, (first, end) in enumerate(itertools.pairwise((0, *ends))):
@@ -254,7 +268,7 @@ class Evaluator:
         return PlanningStats(largest.n_written_out, largest.n_variables, n_configurations, n_solved)
 
     def may_fit(self, candidate: Candidate) -> bool:
-        """False where a lower bound on the bytes of some stage is above the budget."""
+        """False if a lower bound on the bytes of a stage exceeds the budget."""
         return all(
             least_bytes(
                 stage.part, CostModel(stage.layout.view, self.dtype), stage.n_microbatches,
@@ -264,15 +278,15 @@ class Evaluator:
             for stage in self._stages(candidate)
         )  # fmt: skip
 
-    def fastest(
+    def fastest_layouts(
         self,
         ends: tuple[int, ...],
         choices: Sequence[Sequence[StageLayout]],
         n_microbatches: int,
     ) -> tuple[StageLayout, ...]:
-        """Of each stage's layouts the one that is fastest for it.
+        """For each stage, the fastest of its layouts (`choices`).
 
-        Raises `InfeasibleError` where none fits.
+        Raises `InfeasibleError` if none of a stage's layouts fits.
         """
         picked = []
         for k, layouts in enumerate(choices):
@@ -291,26 +305,26 @@ class Evaluator:
         return tuple(picked)
 
     def runs(self, part: Analysis) -> tuple[Run, ...]:
-        """The repeated blocks of a program or a stage; each may run again where any may."""
+        """The repeated blocks of a program or stage, aligned with what may be recomputed."""
         found = self.recomputable
         return find_runs(part) if found is None else aligned_runs(part, found)
 
     def _chooser(self, part: Analysis) -> Chooser:
         recomputable = self.recomputable
-        key = id(part), recomputable is not None  # parts live as long as this
+        key = id(part), recomputable is not None  # parts live as long as this evaluator
         if key not in self._choosers:
             folded = fold(part, self.runs(part))
-            asked = self.options.optimizer, recomputable
-            if is_searched(recomputable) and part is not self.analysis:  # few are asked for
-                self._choosers[key] = Chooser(folded, *asked)
+            arguments = self.options.optimizer, recomputable
+            if is_searched(recomputable) and part is not self.analysis:  # few requests
+                self._choosers[key] = Chooser(folded, *arguments)
             else:
                 real = tuple(CostModel(view, self.dtype) for view in self.views)
                 families = (real, tuple(map(recipe_cost, real)))
-                self._choosers[key] = Chooser(folded, *asked, families, self.counts)
+                self._choosers[key] = Chooser(folded, *arguments, families, self.counts)
         return self._choosers[key]
 
-    def _left_s(self) -> float | None:
-        """Until the deadline; None where there is none."""
+    def _time_left_s(self) -> float | None:
+        """Seconds until the deadline, at least one; None without a deadline."""
         if math.isinf(self.deadline):
             return None
         return max(1.0, self.deadline - time.perf_counter())
@@ -318,20 +332,23 @@ class Evaluator:
     def _choose_named(
         self, stage: _Stage, budget_bytes: float | None, limit_s: float = math.inf
     ) -> Chosen:
-        """`_choose`, under the names of who asks."""
+        """`_choose`, under the stage's own names."""
         chosen = self._choose(stage, budget_bytes, limit_s)
         if stage.names is None:
             return chosen
         key = id(chosen), id(stage.names)
-        if key not in self._named:
-            self._named[key] = chosen, chosen.named(stage.names)
-        return self._named[key][1]
+        if key not in self._renamed:
+            self._renamed[key] = chosen, chosen.named(stage.names)
+        return self._renamed[key][1]
 
     def _choose(
         self, stage: _Stage, budget_bytes: float | None, limit_s: float = math.inf
     ) -> Chosen:
-        """Recompute is chosen where the fastest placements without it do not fit, and where what
-        fits without it is slower."""
+        """The placements of a stage.
+
+        Recompute is searched only if the fastest placements without it do not fit. Then it competes
+        with placements that fit without it.
+        """
         recomputable, plain = self.recomputable, self.without_recompute
         if plain is not None:
             if budget_bytes is None:
@@ -342,11 +359,16 @@ class Evaluator:
         key = stage.key, budget_bytes, recomputable is not None
         if key not in self._chosen:
             cost, constraints = CostModel(stage.layout.view, self.dtype), stage.layout.constraints
-            ask = PlacementRequest(cost, stage.n_microbatches, constraints, stage.depth)
+            request = PlacementRequest(cost, stage.n_microbatches, constraints, stage.depth)
             if constraints.roles:
-                ask = replace(ask, cost=recipe_cost(cost), runs_on=cost)
+                request = replace(request, cost=recipe_cost(cost), runs_on=cost)
             chosen = self._chooser(stage.part).choose(
-                ask, budget_bytes, self.options.solver, self._left_s(), limit_s, self.closes
+                request,
+                budget_bytes,
+                self.options.solver,
+                self._time_left_s(),
+                limit_s,
+                self.closes_gaps,
             )
             if not chosen.settled:
                 return chosen
@@ -358,14 +380,16 @@ class Evaluator:
         return self._chosen[key]
 
 
-def _limit_s(candidate: Candidate, limit_s: float) -> float:
-    """Of its stages' objectives: scores of several, and of recipes, are of other numbers."""
+def _solver_limit_s(candidate: Candidate, limit_s: float) -> float:
+    """`limit_s` for a single searched stage; other scores are not the solver's objective."""
     return limit_s if len(candidate.stages) == 1 and not candidate.is_recipe else math.inf
 
 
 def _faster(chosen: Chosen, other: Chosen) -> Chosen:
-    """The faster one of what was chosen among all choices and among fewer, each up to a gap: the
-    bound is that of all."""
+    """The faster of a choice among all placements and another among some of them.
+
+    The lower bound of all placements holds for both.
+    """
     if other.objective_s > chosen.objective_s:
         return chosen
     return replace(other, gap=max(0.0, 1 - chosen.bound_s / other.objective_s))

@@ -1,4 +1,4 @@
-"""What planning found: the winner, and what is said of everything else that was tried."""
+"""The result of planning: the best plan, and one row for every alternative."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from autopar.units import format_seconds
 
 @dataclass(frozen=True)
 class PlanningResult:
-    """The winning plan, what it beat, and what finding it took."""
+    """The best plan, its alternatives and statistics; `bound_s` is a lower bound on every plan."""
 
     solved: Solved
     hardware: Hardware
     alternatives: tuple[Alternative, ...] = ()
+    bound_s: float | None = None
     stats: PlanningStats = field(default_factory=PlanningStats)
 
     @property
@@ -30,9 +31,11 @@ class PlanningResult:
 
 
 def fastest_of(scored: Sequence[Scored], simulated: Simulated) -> Solved:
-    """Among equals the first: a search before the recipes it ties with, one stage before more.
+    """The fastest simulated candidate; among equals the first of `scored`.
 
-    Raises the `InfeasibleError` that misses least where nothing fits.
+    So a search wins over recipes that tie with it, and one stage over several.
+
+    Raises the `InfeasibleError` with the fewest missing bytes if nothing fits.
     """
     if not simulated.found:
         raise min(simulated.failed.values(), key=lambda error: error.least_bytes or math.inf)
@@ -42,26 +45,26 @@ def fastest_of(scored: Sequence[Scored], simulated: Simulated) -> Solved:
     return next(known[name] for name in names if known[name].step_time_s <= least_s)
 
 
-def rows_of(scored: Sequence[Scored], simulated: Simulated) -> Iterator[Alternative]:
-    """What each takes, by time; then what does not fit, and what is slower if it does."""
+def alternatives_of(scored: Sequence[Scored], simulated: Simulated) -> Iterator[Alternative]:
+    """The rows: candidates by time, then those that do not fit, then those that were pruned."""
     known = {solved.candidate.name: solved.step_time_s for solved in simulated.found}
     rows = []
     for one in scored:
         name = one.candidate.name
         if name in known:
             rows.append(Alternative(name, known[name]))
-        elif name not in simulated.failed and name not in simulated.slower_s:
+        elif name not in simulated.failed and name not in simulated.pruned_s:
             rows.append(Alternative(name, one.score_s, "not simulated"))
     yield from sorted(rows, key=lambda row: row.step_time_s or 0.0)
     for name, error in simulated.failed.items():
-        yield without_plan(name, error)
-    for name, time_s in simulated.slower_s.items():
-        yield at_least(name, time_s)
+        yield infeasible_row(name, error)
+    for name, time_s in simulated.pruned_s.items():
+        yield pruned_row(name, time_s)
 
 
-def without_plan(name: str, error: InfeasibleError) -> Alternative:
+def infeasible_row(name: str, error: InfeasibleError) -> Alternative:
     return Alternative(name, None, str(error).splitlines()[0])
 
 
-def at_least(name: str, time_s: float) -> Alternative:
+def pruned_row(name: str, time_s: float) -> Alternative:
     return Alternative(name, None, f"at least {format_seconds(time_s)}")

@@ -1,13 +1,16 @@
-"""The planner: candidate plans, priced alike; the best one wins.
+"""The planner: which candidates are solved, in which order, and which of them is the plan.
 
-    one stage     for every logical view of the mesh, the intra-operator problem, with the
-                  best number of microbatches; and the plain recipes (data parallelism,
-                  ZeRO-3, Megatron), so that the result is never worse than they are by its
-                  own model
-    more stages   the best of the joint search (`joint.py`) and the recipes with stages
-    recompute     where memory costs much: the same once more, what may be faster with it
+    one stage      the placement problem on every logical view of the mesh, with the best number of
+                   microbatches; and the plain recipes (data parallelism, ZeRO-3, Megatron), so that
+                   by its own model the plan is never slower than they are
+    more stages    the best of the joint search (`passes/inter/joint.py`), and pipeline recipes
+    gaps           of single stages are closed if the plan may then win
+    recompute      only if memory costs much: the same candidates again, and a joint search with it
+    simulation     the candidates with the best scores; the fastest is the plan
 
-Every candidate's stages are solved exactly; the most promising are simulated (`simulated.py`).
+The stages of every candidate are solved exactly. A candidate is not solved if its estimate exceeds the
+best score times `PRUNE_RATIO`. Pipelines are skipped if even their lower bound exceeds the best
+score and the simulated step of that candidate.
 """
 
 from __future__ import annotations
@@ -40,23 +43,23 @@ from autopar.passes.search.count_search import best_count, best_recomputed
 from autopar.passes.search.evaluator import Evaluator, Scored
 from autopar.passes.search.outcome import (
     PlanningResult,
-    at_least,
+    alternatives_of,
     fastest_of,
-    rows_of,
-    without_plan,
+    infeasible_row,
+    pruned_row,
 )
 from autopar.passes.search.pricer import StepPricer
 from autopar.passes.search.proposals import Proposal, Proposals
-from autopar.passes.search.refined import HOPELESS, refined_candidates
+from autopar.passes.search.refined import PRUNE_RATIO, refined_candidates
 from autopar.passes.search.simulator import Simulator
 from autopar.plans import Alternative, InputSignature
 from autopar.units import format_bytes, format_seconds
 
-# Candidates of several stages that are solved: of the search, of recipes.
+# Candidates of several stages that are solved: per round of the joint search, and of recipes.
 _N_SEARCHED, _N_RECIPES = 6, 3
-# What memory costs, at most, where recompute is left alone: to run all but products again takes
-# about as long.
-MEMORY_COSTS = 1.1
+# Skip the recompute search if memory costs less than 10%: to recompute all but matmuls costs about
+# as much.
+SKIP_RECOMPUTE_RATIO = 1.1
 Progress = Callable[[str], None]
 
 
@@ -73,8 +76,8 @@ class Planner:
     options: Options
     inputs: tuple[InputSignature, ...] = ()
     report: Progress = lambda text: None
-    _found: list[Scored] = field(default_factory=list, init=False)
-    _tried: list[Proposal] = field(default_factory=list, init=False)
+    _scored: list[Scored] = field(default_factory=list, init=False)
+    _evaluated: list[Proposal] = field(default_factory=list, init=False)
     _n_configurations: list[int] = field(default_factory=list, init=False)  # of each joint search
     _notes: list[Alternative] = field(default_factory=list, init=False)  # of what has no plan
 
@@ -107,18 +110,17 @@ class Planner:
 
     @property
     def _sizes(self) -> list[int]:
-        """Numbers of devices of a stage, or of the one there is."""
+        """Possible numbers of ranks of a stage."""
         is_one = self.options.stages == 1 or "pipeline" in self.options.forbid
         return [*([] if is_one else submesh_sizes(self.mesh)), self.mesh.n_ranks]
 
     def run(self) -> PlanningResult:
-        """The best plan.
+        """The best plan; once `time_limit_s` has passed, the best so far.
 
-        When `time_limit_s` has passed and there is one, the best so far; its gap is then to what
-        no plan can be faster than.
+        The best so far has a `bound_s`, a lower bound on every plan.
 
-        Raises `InfeasibleError` when nothing fits, `MeshError` or `OptionError` for more stages
-        than ranks or operators.
+        Raises `InfeasibleError` if nothing fits, `MeshError` or `OptionError` for more stages than
+        ranks or operators.
         """
         self._check_stages()
         try:
@@ -127,36 +129,38 @@ class Planner:
             self.analysis.priced.clear()
 
     def _best(self) -> PlanningResult:
-        found, notes = self._found, self._notes
+        found, notes = self._scored, self._notes
         errors: list[tuple[InfeasibleError, Candidate]] = []
-        is_stopped, last = False, self._plain
+        is_timed_out, final = False, self._without_recompute
         try:
-            for name, tries in self._candidates():
-                least_s = self._least_s
-                if self._is_hopeless(tries[0]):
-                    about = format_seconds(tries[0].estimate_s)
+            for name, candidates in self._candidates():
+                least_s = self._best_score_s
+                if self._is_pruned(candidates[0]):
+                    about = format_seconds(candidates[0].estimate_s)
                     notes.append(Alternative(name, None, f"about {about}, not solved"))
                     continue
-                self._tell(f"planning {name}")
-                self._tried.append((name, tries))
-                # What a recipe costs is worth knowing even where it cannot win.
-                limit_s = math.inf if tries[0].is_recipe else least_s
-                # What stages take is learned from, so theirs are settled at once.
-                is_one = len(tries[0].stages) == 1
-                best = best_count(self._plain.hasty if is_one else self._plain, tries, limit_s)
+                self._announce(f"planning {name}")
+                self._evaluated.append((name, candidates))
+                # The cost of a recipe is reported even if it cannot win.
+                limit_s = math.inf if candidates[0].is_recipe else least_s
+                # The joint search learns from solved stages, so their gaps are closed at once.
+                evaluator = self._without_recompute
+                if len(candidates[0].stages) == 1:
+                    evaluator = evaluator.leaving_gaps
+                best = best_count(evaluator, candidates, limit_s)
                 if isinstance(best, Scored):
                     found.append(best)
                 elif isinstance(best, InfeasibleError):
-                    errors.append((best, tries[-1]))
-                    notes.append(without_plan(name, best))
+                    errors.append((best, candidates[-1]))
+                    notes.append(infeasible_row(name, best))
                 else:
-                    notes.append(at_least(name, best))
-            self._settle()
-            if not self._costs_little(self._least_s):
-                last = self.evaluator
+                    notes.append(pruned_row(name, best))
+            self._close_gaps()
+            if not self._skips_recompute(self._best_score_s):
+                final = self.evaluator
                 self._add_recomputed(errors)
         except _TimeUp:
-            is_stopped = True
+            is_timed_out = True
             passed = f"not tried when time_limit_s={self.options.time_limit_s:g} had passed"
             notes.append(Alternative("the rest", None, passed))
         if not found and not errors:
@@ -168,88 +172,91 @@ class Planner:
         if not found:
             raise self._nothing_fits(errors)
         self.report("simulating the best")
-        if not (is_stopped or last is self.evaluator or self._fits_for_little()):
-            last = self.evaluator
+        if not (is_timed_out or final is self.evaluator or self._skips_recompute_simulated()):
+            final = self.evaluator
             with suppress(_TimeUp):
                 self._add_recomputed(errors)
-        simulated = replace(self._simulator, evaluator=last).fastest(found)
+        simulated = replace(self._simulator, evaluator=final).fastest(found)
         solved = fastest_of(found, simulated)
-        if is_stopped:  # nothing is known of what was not tried but that it is no faster than this
-            least_s = least_step_s(self.analysis, CostModel(self._whole, self.evaluator.dtype))
-            solved = replace(solved, gap=max(solved.gap, 1 - least_s / solved.objective_s))
+        bound_s = None
+        if is_timed_out:  # a bound on all plans: every rank runs an equal share of every operator
+            bound_s = least_step_s(self.analysis, CostModel(self._whole_view, self.evaluator.dtype))
         stats = self.evaluator.stats(sum(self._n_configurations))
-        rows = (*rows_of(found, simulated), *notes)
-        return PlanningResult(solved, self.hardware, rows, stats)
+        rows = (*alternatives_of(found, simulated), *notes)
+        return PlanningResult(solved, self.hardware, rows, bound_s, stats)
 
     @cached_property
-    def _plain(self) -> Evaluator:
-        """Without recompute, as far as it is searched: it comes after all else (`_recomputed`)."""
+    def _without_recompute(self) -> Evaluator:
+        """The evaluator of the main search. Recompute is searched after it (`_recomputed`)."""
         return self.evaluator.without_recompute or self.evaluator
 
-    def _settle(self) -> None:
-        """Close the gaps of what may be the best then: of other plans they are not worth it."""
-        tried = dict(self._tried)
-        for scored in sorted(self._found, key=lambda s: s.score_s):
-            if scored.open_s >= self._least_s:
+    def _close_gaps(self) -> None:
+        """Close the open gaps of candidates that may then be the best."""
+        tried = dict(self._evaluated)
+        for scored in sorted(self._scored, key=lambda s: s.score_s):
+            if scored.open_bound_s >= self._best_score_s:
                 continue
-            self._tell(f"closing the gap of {scored.candidate.name}")
-            better = best_count(self._plain, tried[scored.candidate.name], self._least_s)
+            self._announce(f"closing the gap of {scored.candidate.name}")
+            better = best_count(
+                self._without_recompute, tried[scored.candidate.name], self._best_score_s
+            )
             if isinstance(better, Scored) and better.score_s <= scored.score_s:
-                self._found[self._found.index(scored)] = better
+                self._scored[self._scored.index(scored)] = better
 
     @property
-    def _enough_s(self) -> Iterator[float]:
-        """Of everything tried, what it takes if memory had no limit, and what memory may cost."""
-        every = [tries for _, tries in self._tried]
-        # Without a limit no recipe is faster than the search on its view.
-        searched = [tries for tries in every if not tries[0].is_recipe] or every
-        return (MEMORY_COSTS * self._free_s(tries) for tries in searched)
+    def _recompute_thresholds_s(self) -> Iterator[float]:
+        """For each proposal, the step time above which recompute is searched."""
+        every = [candidates for _, candidates in self._evaluated]
+        # Without a memory limit no recipe is faster than the search on its view.
+        searched = [candidates for candidates in every if not candidates[0].is_recipe] or every
+        return (SKIP_RECOMPUTE_RATIO * self._unlimited_s(candidates) for candidates in searched)
 
-    def _costs_little(self, step_time_s: float) -> bool:
-        """Is recompute left alone: would devices without a limit gain less than it costs?"""
-        if self.evaluator is self._plain:
+    def _skips_recompute(self, step_time_s: float) -> bool:
+        """Would unlimited memory gain less than recompute costs?"""
+        if self.evaluator is self._without_recompute:
             return True
-        return math.isfinite(step_time_s) and all(step_time_s <= s for s in self._enough_s)
+        return math.isfinite(step_time_s) and all(
+            step_time_s <= s for s in self._recompute_thresholds_s
+        )
 
-    def _fits_for_little(self) -> bool:
-        """The same of the best by its score, simulated: peaks are above what was solved for."""
-        assert self._best_scored is not None, "asked where something was found"
+    def _skips_recompute_simulated(self) -> bool:
+        """`_skips_recompute` for the simulated incumbent, whose peak exceeds the solver's bytes."""
+        assert self._incumbent is not None, "asked where something was found"
         try:
-            enough_s = min(self._enough_s, default=math.inf)
-            found = self._simulator.fitting(self._best_scored, enough_s)
+            threshold_s = min(self._recompute_thresholds_s, default=math.inf)
+            found = self._simulator.fit_to_budget(self._incumbent, threshold_s)
         except InfeasibleError:
             return False
-        return not isinstance(found, float) and self._costs_little(found.step_time_s)
+        return not isinstance(found, float) and self._skips_recompute(found.step_time_s)
 
     @cached_property
     def _simulator(self) -> Simulator:
-        return Simulator(self._plain, self.pricer)
+        return Simulator(self._without_recompute, self.pricer)
 
     def _add_recomputed(self, errors: list[tuple[InfeasibleError, Candidate]]) -> None:
-        """Put what recompute betters in its place."""
+        """Add candidates with recompute; each replaces the one of its name, and its rows."""
         for scored in self._recomputed():
             name = scored.candidate.name
-            place = [s.candidate.name for s in self._found]
-            if name in place:  # of equals the first wins
-                self._found[place.index(name)] = scored
+            names = [s.candidate.name for s in self._scored]
+            if name in names:  # same place: of equals the first wins
+                self._scored[names.index(name)] = scored
             else:
-                self._found.append(scored)
+                self._scored.append(scored)
             errors[:] = [(error, c) for error, c in errors if c.name != name]
             self._notes[:] = [note for note in self._notes if note.name != name]
 
     def _recomputed(self) -> Iterator[Scored]:
-        """What is faster, or fits at all, with recompute: of what was tried, and of a search for
-        stages that knows of it."""
-        known = {s.candidate.name: s for s in self._found}
-        every = list(self._tried)
-        for name, tries in every:
-            limit_s = self._least_s
-            if tries[0].is_recipe:
+        """Candidates that recompute makes faster or makes fit, then a joint search with it."""
+        known = {s.candidate.name: s for s in self._scored}
+        every = list(self._evaluated)
+        for name, candidates in every:
+            limit_s = self._best_score_s
+            if candidates[0].is_recipe:
                 if name in known:
                     continue
                 limit_s = math.inf
-            self._tell(f"planning {name} with recompute")
-            better = best_recomputed(self.evaluator, tries, limit_s)
+            self._announce(f"planning {name} with recompute")
+            better = best_recomputed(self.evaluator, candidates, limit_s)
             if better is not None:
                 yield better
         stages = self.options.stages
@@ -260,45 +267,45 @@ class Planner:
             views = tuple(layout.view for layout in candidate.stages)
             return candidate.ends, views, candidate.n_microbatches
 
-        tried = {kind(candidate) for _, tries in every for candidate in tries}
+        tried = {kind(candidate) for _, candidates in every for candidate in candidates}
         n_stages = None if stages == "auto" else int(stages)
-        for candidate in _told_apart(self._searched_stages(n_stages, self.evaluator)):
-            if kind(candidate) in tried or self._is_hopeless(candidate):
+        for candidate in _distinct_names(self._searched_stages(n_stages, self.evaluator)):
+            if kind(candidate) in tried or self._is_pruned(candidate):
                 continue
             named = replace(candidate, name=f"{candidate.name}, recompute")
-            self._tell(f"planning {named.name}")
+            self._announce(f"planning {named.name}")
             try:
                 yield self.evaluator.scored(named, self.budget_bytes)
             except InfeasibleError:
                 continue
 
-    def _free_s(self, tries: Sequence[Candidate]) -> float:
-        """A step with the fewest microbatches, had devices no limit; infinite: there is none."""
-        try:  # which of equals it is does not matter
-            return self._plain.scored(tries[0], None, limit_s=0.0).score_s
+    def _unlimited_s(self, candidates: Sequence[Candidate]) -> float:
+        """The score of the fewest microbatches without a memory limit; infinite: infeasible."""
+        try:  # among equal optima any will do
+            return self._without_recompute.scored(candidates[0], None, limit_s=0.0).score_s
         except InfeasibleError:
             return math.inf
 
     def _nothing_fits(self, errors: Sequence[tuple[InfeasibleError, Candidate]]) -> InfeasibleError:
-        """What the leanest of all needs while it runs."""
+        """The error for the leanest candidate, with its simulated peak."""
         error, candidate = min(errors, key=lambda pair: pair[0].least_bytes or math.inf)
         if error.least_bytes is None:
             return error
-        leanest = Simulator(self.evaluator, self.pricer).leanest(candidate)
+        leanest = Simulator(self.evaluator, self.pricer).with_least_memory(candidate)
         return too_little_memory(self.budget_bytes, leanest.peak_bytes, candidate.name)
 
-    def _tell(self, text: str) -> None:
-        """Say what comes next, unless the time is up and there is a plan to return."""
-        if self._found and time.perf_counter() > self.evaluator.deadline:
+    def _announce(self, text: str) -> None:
+        """Report what comes next; raises `_TimeUp` if the time is up and there is a plan."""
+        if self._scored and time.perf_counter() > self.evaluator.deadline:
             raise _TimeUp
         self.report(text)
 
     @property
-    def _whole(self) -> LogicalMesh:
+    def _whole_view(self) -> LogicalMesh:
         return self._proposals.views(0, self.mesh.n_ranks)[0]
 
     def _check_stages(self) -> None:
-        """Raises `MeshError` or `OptionError` where so many stages cannot be."""
+        """Raises `MeshError` or `OptionError` if there are more stages than ranks or operators."""
         n_stages, n_ranks = self.options.stages, self.mesh.n_ranks
         if not isinstance(n_stages, int):
             return
@@ -320,27 +327,27 @@ class Planner:
             if stages in ("auto", 1):
                 yield from self._proposals.one_stage()
             if stages != 1:
-                yield from self._stages(None if stages == "auto" else int(stages))
+                yield from self._several_stages(None if stages == "auto" else int(stages))
 
-    def _stages(self, n_stages: int | None) -> Iterator[Proposal]:
-        """The best of the joint search, and the best recipes of several stages."""
-        self._tell("searching for stages")
+    def _several_stages(self, n_stages: int | None) -> Iterator[Proposal]:
+        """The best of the joint search, and the best pipeline recipes."""
+        self._announce("searching for stages")
         names = list[str]()
-        for candidate in _told_apart(self._with_stages(n_stages)):
+        for candidate in _distinct_names(self._with_stages(n_stages)):
             names.append(candidate.name)
             yield candidate.name, [candidate]
         if not names and self._joint is not None:
             least_s, name = self._joint.least_step_s(n_stages), "several stages"
-            is_slower = self._least_s < least_s < math.inf
+            is_slower = self._best_score_s < least_s < math.inf
             none = Alternative(name, None, "none found that fits")
-            self._notes.append(at_least(name, least_s) if is_slower else none)
+            self._notes.append(pruned_row(name, least_s) if is_slower else none)
 
     def _with_stages(self, n_stages: int | None) -> Iterator[Candidate]:
-        yield from self._searched_stages(n_stages, self._plain)
+        yield from self._searched_stages(n_stages, self._without_recompute)
         if n_stages is not None or self._joint is None:
             return
-        if self._joint.free_s <= HOPELESS * self._least_s:
-            limit_s = min(HOPELESS * self._least_s, self._simulated_s)
+        if self._joint.unlimited_s <= PRUNE_RATIO * self._best_score_s:
+            limit_s = min(PRUNE_RATIO * self._best_score_s, self._incumbent_simulated_s)
             for recipe in recipe_candidates(self._joint, None, _N_RECIPES, limit_s):
                 if self.evaluator.stage_without_parameters(recipe.ends) is None:
                     yield recipe
@@ -350,21 +357,21 @@ class Planner:
         stages = self.options.stages
         n_stages = int(stages) if isinstance(stages, int) else None
         on = self.analysis, self.mesh, self.hardware, self.options
-        return joint_search(*on, self.budget_bytes, n_stages, self._tell)
+        return joint_search(*on, self.budget_bytes, n_stages, self._announce)
 
     def _searched_stages(self, n_stages: int | None, evaluator: Evaluator) -> Iterator[Candidate]:
-        """By the joint search, with what an evaluator may choose from."""
+        """Candidates of the joint search, with recompute if the evaluator has it."""
         search = self._joint
-        if search is not None and evaluator is self._plain:
+        if search is not None and evaluator is self._without_recompute:
             search = search.without_recompute
         elif search is not None and not search.recomputes:
-            search = None  # nothing that is not known
+            search = None  # the search without recompute has found the same
         if search is None:
             return
 
         def score(candidate: Candidate) -> Scored | None:
-            """None where it does not fit, or was not worth solving."""
-            if self._is_hopeless(candidate):
+            """None if the candidate does not fit or is pruned."""
+            if self._is_pruned(candidate):
                 return None
             try:
                 return evaluator.scored(candidate, self.budget_bytes)
@@ -372,36 +379,36 @@ class Planner:
                 return None
 
         try:
-            least_s = search.least_step_s(n_stages, self._least_s)
-            if least_s <= self._least_s or least_s <= self._simulated_s:
+            least_s = search.least_step_s(n_stages, self._best_score_s)
+            if least_s <= self._best_score_s or least_s <= self._incumbent_simulated_s:
                 yield from refined_candidates(
-                    search, n_stages, _N_SEARCHED, score, lambda: HOPELESS * self._least_s
+                    search, n_stages, _N_SEARCHED, score, lambda: PRUNE_RATIO * self._best_score_s
                 )
         finally:
             self._n_configurations.append(search.n_configurations)
 
     @property
-    def _best_scored(self) -> Scored | None:
-        return min(self._found, key=lambda s: s.score_s, default=None)
+    def _incumbent(self) -> Scored | None:
+        return min(self._scored, key=lambda s: s.score_s, default=None)
 
     @property
-    def _least_s(self) -> float:
-        best = self._best_scored
+    def _best_score_s(self) -> float:
+        best = self._incumbent
         return math.inf if best is None else best.score_s
 
     @property
-    def _simulated_s(self) -> float:
-        """A step of the best by its score, simulated; infinite where that does not fit."""
-        best = self._best_scored
-        solved = None if best is None else self._simulator.as_it_is(best)
+    def _incumbent_simulated_s(self) -> float:
+        """The simulated step of the incumbent; infinite if its peak exceeds the budget."""
+        best = self._incumbent
+        solved = None if best is None else self._simulator.simulated_if_fits(best)
         return math.inf if solved is None else solved.step_time_s
 
-    def _is_hopeless(self, candidate: Candidate) -> bool:
-        return candidate.estimate_s > HOPELESS * self._least_s
+    def _is_pruned(self, candidate: Candidate) -> bool:
+        return candidate.estimate_s > PRUNE_RATIO * self._best_score_s
 
 
-def _told_apart(candidates: Iterator[Candidate]) -> Iterator[Candidate]:
-    """Those that differ in their cuts alone under names of their own."""
+def _distinct_names(candidates: Iterator[Candidate]) -> Iterator[Candidate]:
+    """The candidates, with a suffix to the names of those that differ only in their cuts."""
     seen: Counter[str] = Counter()
     for candidate in candidates:
         seen[candidate.name] += 1

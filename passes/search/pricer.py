@@ -1,4 +1,4 @@
-"""What a step of a pipeline takes: its lines priced, its schedule simulated, on one machine."""
+"""Predict the step of a pipeline: its lines are priced and its schedule is simulated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autopar.program import Pipeline
 class StepPricer:
     """Prices any pipeline of one program on one machine.
 
-    `n_samples` and `n_tokens` are those of a global batch, None where they are not known.
+    `n_samples` and `n_tokens` are those of a global batch; None if not known.
     """
 
     mesh: Mesh
@@ -33,14 +33,14 @@ class StepPricer:
         analysis: Analysis, mesh: Mesh, hardware: Hardware, optimizer: str,
         inputs: Sequence[InputSignature],
     ) -> StepPricer:  # fmt: skip
-        """`inputs` are one global batch; its tokens are its largest matrix of integers."""
+        """`inputs` are one global batch; its tokens are its largest 2-d tensor of integers."""
         integers = [i for i in inputs if i.dtype.startswith("int") and len(i.shape) == 2]
         n_tokens = max((math.prod(i.shape) for i in integers), default=0)
         n_samples = analysis.batch.size * analysis.batch.n_accumulated
         return StepPricer(mesh, hardware, optimizer, n_samples or None, n_tokens or None)
 
     def __call__(self, pipeline: Pipeline, costs: Sequence[CostModel]) -> Predicted:
-        """`costs` are those of the stages."""
+        """The prediction of a step; `costs` are the cost models of the stages."""
         return predict(
             pipeline, costs, self.optimizer, link_between(self.mesh, self.hardware.links),
             peak_flops_per_s=self.hardware.peak_flops_per_s,

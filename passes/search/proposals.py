@@ -1,10 +1,11 @@
-"""Candidates that need no search for stages: one stage, stages that the user gave, a recipe that
-the user asked for.
+"""Candidates that need no stage search: one stage, the user's stages, or the user's recipe.
 
-    one stage     on every logical view of the mesh: what is searched (once where views differ in
-                  names of axes), and the plain recipes (data parallelism, ZeRO-3, Megatron)
+    one stage     on every logical view of the mesh: a search (once for views that differ only in
+                  axis names), and the plain recipes (data parallelism, ZeRO-3, Megatron)
     given         the user's stages, each on the view that is fastest for it
-    manual        one recipe, laid out as asked
+    manual        the user's recipe
+
+`Proposals` has a method for each.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ from autopar.passes.inter import (
 from autopar.passes.intra import Constraints, Role
 from autopar.passes.search.evaluator import Evaluator
 
-# Candidates under one name, with ever more microbatches: the best is taken.
+# A name, and candidates that differ only in their microbatches, fewest first. The best one counts.
 Proposal = tuple[str, list[Candidate]]
 
 
 @dataclass(frozen=True)
 class Proposals:
-    """Of one program on one machine."""
+    """The proposals for one program on one machine."""
 
     analysis: Analysis
     mesh: Mesh
@@ -53,18 +54,18 @@ class Proposals:
     budget_bytes: float
 
     def one_stage(self) -> Iterator[Proposal]:
-        """Every view searched, then the plain recipes, which `force` leaves out."""
+        """A search on every view, then the plain recipes (none with `force`)."""
         n_ranks = self.mesh.n_ranks
         for view in distinct_views(self.mesh, self.hardware, self.options, [n_ranks]):
             layout = self._layout(view)
-            yield self._any_count(f"search on {axes_text(view)}", layout, self._counts(layout))
+            yield self._all_counts(f"search on {axes_text(view)}", layout, self._counts(layout))
         if not self.options.force:
             for name, view, limits in self._recipes(self.views(0, n_ranks)):
                 layout = StageLayout(view, limits)
-                yield self._any_count(name, layout, self._counts(layout))
+                yield self._all_counts(name, layout, self._counts(layout))
 
     def _counts(self, layout: StageLayout) -> list[int]:
-        """Of one stage; each microbatch of a recipe is split over its data axes too."""
+        """Numbers of microbatches of one stage; a recipe also splits each over its data axes."""
         n_splits = math.prod(
             size
             for axis, size in enumerate(layout.view.sizes)
@@ -72,15 +73,15 @@ class Proposals:
         )
         return microbatch_counts(self.analysis, self.options, self.mesh.n_ranks, n_splits)
 
-    def _any_count(self, name: str, layout: StageLayout, counts: Sequence[int]) -> Proposal:
+    def _all_counts(self, name: str, layout: StageLayout, counts: Sequence[int]) -> Proposal:
         """One stage, with every number of microbatches worth trying."""
         ends = (n_operators(self.analysis.program),)
         return name, [Candidate(name, ends, (layout,), m) for m in counts]
 
     def given(self, stages: Sequence[StageOption], evaluator: Evaluator) -> Iterator[Proposal]:
-        """The user's stages, each seen as is fastest for it.
+        """The user's stages, each on the view that is fastest for it.
 
-        Raises `MeshError` where they do not hold every rank, `OptionError` where one has nothing to
+        Raises `MeshError` if they do not add up to the mesh, `OptionError` if one has nothing to
         optimise.
         """
         held = sum(s.n_ranks for s in stages)
@@ -104,8 +105,8 @@ class Proposals:
             first_rank += stage.n_ranks
         for m in microbatch_counts(self.analysis, self.options, self.mesh.n_ranks):
             try:
-                layouts = evaluator.fastest(ends, choices, m)
-            except InfeasibleError:  # said by the candidate, of its leanest view
+                layouts = evaluator.fastest_layouts(ends, choices, m)
+            except InfeasibleError:  # solving the candidate raises it, for its first views
                 layouts = tuple(of_stage[0] for of_stage in choices)
             name = f"{views_text([layout.view for layout in layouts])}, m={m}"
             yield name, [Candidate(name, ends, layouts, m)]
@@ -120,10 +121,10 @@ class Proposals:
     def _recipes(
         self, views: Sequence[LogicalMesh]
     ) -> Iterator[tuple[str, LogicalMesh, Constraints]]:
-        """Plain data parallelism, ZeRO-3 and Megatron, as far as `forbid` allows them."""
+        """Plain data parallelism, ZeRO-3 and Megatron, without those that `forbid` excludes."""
         forbid = self.options.forbid
         views = [v for v in views if v.active_axes and self.analysis.batch.size]
-        for view in views[:1]:  # every view of the ranks is the same to data parallelism
+        for view in views[:1]:  # for data parallelism all views are the same
             data: Role = "data"
             everywhere = (data,) * view.n_axes
             if "data" not in forbid:
@@ -144,11 +145,14 @@ class Proposals:
                 yield f"Megatron on {axes_text(view)}", view, limits
 
     def manual(self, manual: Manual, report: Progress) -> Iterator[Proposal]:
-        """Raises `MeshError` where it does not place every rank, `OptionError` beside `force`."""
+        """The user's recipe.
+
+        Raises `MeshError` if it does not use every rank, `OptionError` if `force` is given too.
+        """
         check_ranks(manual, self.mesh)
         if self.options.force:
             raise OptionError("manual is the whole recipe; force cannot be combined with it")
-        if manual.pp > 1:  # more microbatches make the bubble smaller, and cost more launches
+        if manual.pp > 1:  # more microbatches: smaller bubble, more launches
             on = self.analysis, self.mesh, self.hardware, self.options
             search = JointSearch.of(*on, self.budget_bytes, report=report)
             for candidate in recipe_candidates(search, manual):
@@ -159,4 +163,4 @@ class Proposals:
         links, device = self.hardware.links, self.hardware.device
         view = factored_view(self.mesh, links, device, {"dp": manual.dp, "tp": manual.tp})
         layout = StageLayout(view, recipe_limits(self.options, manual))
-        yield self._any_count("manual recipe", layout, counts)
+        yield self._all_counts("manual recipe", layout, counts)

@@ -1,14 +1,14 @@
-"""The joint search, made surer by solving what it proposes: proposals, solved, taken into account.
+"""The joint search, refined: its best plans are solved, and correct its estimates.
 
-    1. the best few plans by the estimates are solved exactly
-    2. what their stages take replaces the estimates, and says how far those of others of the same
-       view may be off (`estimates.py`)
-    3. again, with plans that are now expected to be faster than the fastest that is solved, until
-       there is none
+    1. The few plans with the best estimates are solved exactly.
+    2. The solved times of their stages replace the estimates. They also correct the estimates of
+       other stages on the same view (`passes/inter/estimates.py`).
+    3. This repeats with plans whose estimates are now below the best solved plan, until there are
+       none.
 
-Estimates of what is not solved are hopeful, so small models are searched to the end; how many more
-plans are solved than in the first round is limited by `EXTRA_OPERATORS`, because solving takes as
-long as a model has operators, and what is expected of large ones is within a percent.
+Estimates of unsolved stages are optimistic, so small models are searched to the end.
+`EXTRA_OPERATORS` limits the plans solved after the first round: the time of a solve grows with the
+operators of the model, and estimates of large models are within a percent.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterator
 from autopar.passes.inter import Candidate, JointSearch, SearchedPlan, StageSeconds, different
 from autopar.passes.search.evaluator import Scored
 
-# Of plans that are solved after the first round, all together.
+# Limit on the operators of all plans that are solved after the first round.
 EXTRA_OPERATORS = 1000
-# What is expected to take this much longer than the best known is not solved.
-HOPELESS = 1.05
-# None: what was proposed does not fit after all.
+# A plan is pruned if its estimate exceeds this multiple of the best one.
+PRUNE_RATIO = 1.05
+# None: the candidate does not fit, or was pruned.
 Score = Callable[[Candidate], Scored | None]
 
 
@@ -34,20 +34,21 @@ def refined_candidates(
     score: Score,
     limit_s: Callable[[], float] = lambda: math.inf,
 ) -> Iterator[Candidate]:
-    """The `n_best` most promising plans of at least two stages, or of exactly `n_stages`; then
-    those that solving them shows to be as promising. `score` is asked of each after it was given;
-    what is expected to take longer than `limit_s` need not be found.
+    """The most promising plans with at least two stages, or with exactly `n_stages`.
 
-    Raises `BatchError` when the number of microbatches asked for does not divide the batch.
+    First the `n_best` by estimate, then those that the corrected estimates promote. Each is
+    yielded, then `score` is called with it. Plans whose estimates exceed `limit_s` may be missing.
+
+    Raises `BatchError` if the number of microbatches asked for does not divide the batch.
     """
     solved: set[SearchedPlan] = set()
     best_s = math.inf
     n_extra = EXTRA_OPERATORS // len(search.analysis.operators)
-    n_wanted = n_best
-    while n_wanted > 0:
+    n_next = n_best
+    while n_next > 0:
         fresh = [plan for plan in search.plans(n_stages, limit_s()) if plan not in solved]
-        most_s = best_s if solved else HOPELESS * min((p.estimate_s for p in fresh), default=0.0)
-        batch = different([p for p in fresh if p.estimate_s <= most_s], n_wanted)
+        most_s = best_s if solved else PRUNE_RATIO * min((p.estimate_s for p in fresh), default=0.0)
+        batch = different([p for p in fresh if p.estimate_s <= most_s], n_next)
         if not batch:
             return
         learned = []
@@ -69,7 +70,7 @@ def refined_candidates(
                     ],
                 )
             )
-        for plan, worked in learned:
-            search.learn(plan, worked)
+        for plan, seconds in learned:
+            search.learn(plan, seconds)
         n_extra -= len(batch) if len(solved) > n_best else 0
-        n_wanted = min(n_best, n_extra)
+        n_next = min(n_best, n_extra)

@@ -1,8 +1,9 @@
-"""Simulating candidates: lowered with few of their blocks, joined, and the schedule played.
+"""Simulate candidates: their stages are lowered with few of their blocks, joined and simulated.
 
-What is simulated has the predicted time of a step and the predicted peak, which is above what the
-solver accounts for: gathered parameters, buckets, what operators need while they run, and a block
-that runs again. Where that exceeds the budget, placements are chosen within smaller ones.
+A simulated candidate has a predicted step time and a predicted peak. The peak is above the bytes
+that the solver counts: it includes gathered parameters, buckets, the workspace of operators, and a
+block that is recomputed. If it exceeds the budget, placements are solved within smaller budgets
+(`fit_to_budget`).
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ from autopar.plans import Predicted
 from autopar.program import Pipeline, StageProgram, Strategy
 from autopar.schedule import ORDERS
 
-# How far (relative) scores are from what is simulated on large models: they leave out that buckets
-# fill, that biases are added by products, and launches of the optimizer.
+# How far scores are from simulated times on large models (relative). Scores leave out that buckets
+# fill, that matmuls add biases, and launches of the optimizer.
 SCORE_REL = 0.02
-# How much more they may be above it where stages were not simulated yet: scores of small pipelines
-# leave out how a stage's time divides into forward and backward (up to 4% too much was seen).
-UNSEEN_REL = 0.05
-# Budgets of which some are tried, where what runs needs more than the solver's account of it:
-# gathered parameters, buckets, what operators need while they run, and a block that runs again.
+# How much more the scores of pipelines may be too high before one of them is simulated. Scores of
+# small pipelines leave out how a stage's time divides into forward and backward (up to 4% too much
+# was seen).
+UNSIMULATED_REL = 0.05
+# Number of smaller budgets to choose from when the simulated peak exceeds the budget.
 N_BUDGETS = 32
-# (pipeline, the stages' costs) -> what a step takes: a `StepPricer`
+# (pipeline, cost models of its stages) -> the prediction of a step: a `StepPricer`.
 Pricer = Callable[[Pipeline, Sequence[CostModel]], Predicted]
 
 
 @dataclass(frozen=True)
 class Solved:
-    """A candidate with every choice made. `objective_s` is what was minimised."""
+    """A candidate with every choice made, simulated. `objective_s` is what was minimised."""
 
     candidate: Candidate
     stages: tuple[PlacedStage, ...]
@@ -56,24 +57,31 @@ class Solved:
 
     @property
     def peak_bytes(self) -> float:
-        """Of the device that needs most, with what operators need while they run."""
+        """Bytes of the device that needs most, with workspace."""
         return self.predicted.peak_bytes
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """Of many candidates those that were simulated; by name those that do not fit, and those whose
-    placements that may fit take longer than the fastest, with what they take at least."""
+    """What became of many candidates.
+
+    found      those that were simulated
+    failed     name -> error, of those that do not fit
+    pruned_s   name -> lower bound, of those whose placements that may fit are slower than the best
+    """
 
     found: Sequence[Solved]
     failed: Mapping[str, InfeasibleError]
-    slower_s: Mapping[str, float]
+    pruned_s: Mapping[str, float]
 
 
 @dataclass
 class Simulator:
-    """Simulates what an evaluator scored, by `pricer`. One of another evaluator of the same
-    program shares what was lowered and simulated (`dataclasses.replace`)."""
+    """Simulates the scored candidates of an evaluator with `pricer`.
+
+    `dataclasses.replace` gives a simulator for another evaluator of the same program; both share
+    what was lowered and simulated.
+    """
 
     evaluator: Evaluator
     pricer: Pricer
@@ -82,105 +90,114 @@ class Simulator:
     _lowered: defaultdict[tuple[int, LogicalMesh], list[tuple[Strategy, StageProgram]]] = field(
         default_factory=lambda: defaultdict(list)
     )
-    # By what tells candidates apart once every choice is made; the choices live as long as this.
-    _known: dict[object, tuple[Scored, Solved]] = field(default_factory=dict)
+    # Name, cut, microbatches and ids of the choices -> result. `Scored` keeps the choices alive.
+    _solved: dict[object, tuple[Scored, Solved]] = field(default_factory=dict)
 
     @property
     def _budget_bytes(self) -> float:
         return self.evaluator.budget_bytes
 
     def solve(self, candidate: Candidate) -> Solved:
-        """Within the budget, and simulated.
+        """Solve a candidate within the budget and simulate it.
 
-        Raises `InfeasibleError` where a stage does not fit, `BatchError` where rows do not.
+        Raises `InfeasibleError` if a stage does not fit, `BatchError` if rows do not divide.
         """
         return self.simulated(self.evaluator.scored(candidate, self._budget_bytes))
 
     def simulated(self, scored: Scored) -> Solved:
-        """The stages lowered, joined and simulated; where that needs more than the budget, those of
-        a smaller one at which its peak is within it.
+        """Simulate a candidate; if its peak exceeds the budget, with leaner placements.
 
-        Raises `InfeasibleError` where none fits.
+        Raises `InfeasibleError` if none fits.
         """
-        found = self.fitting(scored, math.inf)
+        found = self.fit_to_budget(scored, math.inf)
         assert isinstance(found, Solved)
         return found
 
-    def as_it_is(self, scored: Scored) -> Solved | None:
-        """The stages lowered, joined and simulated; None where that needs more than the budget."""
+    def simulated_if_fits(self, scored: Scored) -> Solved | None:
+        """Simulate a candidate with these placements; None if its peak exceeds the budget."""
         solved = self._simulated(scored)
         return solved if within(self._budget_bytes, solved.peak_bytes) else None
 
-    def fitting(self, scored: Scored, limit_s: float) -> Solved | float:
-        """As `simulated`; or, where that is no less than `limit_s`, what a step takes at least: no
-        bound is known of recipes, whose placements are not what is fastest."""
+    def fit_to_budget(self, scored: Scored, limit_s: float) -> Solved | float:
+        """As `simulated`; or a lower bound on the step time, if that is at least `limit_s`.
+
+        If the peak exceeds the budget, smaller budgets are searched: by the excess of the last
+        simulation until one fits, then by bisection. Recipes have no lower bound, because their
+        placements are not the fastest.
+
+        Raises `InfeasibleError` if none fits.
+        """
         solved = self._simulated(scored)
         if within(self._budget_bytes, solved.peak_bytes):
             return solved
-        # Smaller budgets solve another problem; what is proven of this one holds.
+        # Smaller budgets restrict the problem, so its lower bound holds for them.
         bound_s, least_bytes = solved.objective_s * (1 - solved.gap), solved.peak_bytes
         if scored.candidate.is_recipe:
             limit_s = math.inf
         least_s = solved.step_time_s * (1 - solved.gap)
         if least_s >= limit_s:
             return least_s
-        off = solved.step_time_s / scored.score_s  # about the same of all its placements
+        time_per_score = solved.step_time_s / scored.score_s  # about the same for all placements
         size_bytes, known = scored.size_bytes, {scored.size_bytes: solved}
-        budgets, fitting, slow_s = self._smaller_budgets(scored.candidate), None, None
+        budgets, best_fit, pruned_s = self._smaller_budgets(scored.candidate), None, None
         low, high = 0, len(budgets)
         while low < high:
-            if fitting is None:  # as much more is needed as was needed here
-                wanted_bytes = self._budget_bytes - (solved.peak_bytes - size_bytes)
-                at = bisect_left(budgets, -wanted_bytes, low, high - 1, key=lambda b: -b)
+            if best_fit is None:  # assume the same excess over the solver's bytes as here
+                target_bytes = self._budget_bytes - (solved.peak_bytes - size_bytes)
+                at = bisect_left(budgets, -target_bytes, low, high - 1, key=lambda b: -b)
             else:
                 at = (low + high) // 2
             leaner = self.evaluator.scored(scored.candidate, budgets[at])
             gap = max(chosen.gap for chosen in leaner.choices)
-            least_s = leaner.score_s * (1 - gap) * off
-            if least_s >= limit_s:  # and those that keep less
-                slow_s, high = least_s, at
+            least_s = leaner.score_s * (1 - gap) * time_per_score
+            if least_s >= limit_s:  # so are smaller budgets
+                pruned_s, high = least_s, at
                 continue
             size_bytes = leaner.size_bytes
             if size_bytes not in known:
                 known[size_bytes] = self._simulated(leaner)
             solved = known[size_bytes]
             if within(self._budget_bytes, solved.peak_bytes):
-                fitting, high = solved, at
+                best_fit, high = solved, at
             else:
                 least_bytes, low = min(least_bytes, solved.peak_bytes), at + 1
-        if fitting is None and slow_s is not None:
-            return slow_s
-        if fitting is None:
+        if best_fit is None and pruned_s is not None:
+            return pruned_s
+        if best_fit is None:
             raise too_little_memory(self._budget_bytes, least_bytes, scored.candidate.name)
-        gap = max(fitting.gap, 1 - bound_s / fitting.objective_s)
-        return replace(fitting, gap=0.0 if fitting.candidate.is_recipe else gap)
+        gap = max(best_fit.gap, 1 - bound_s / best_fit.objective_s)
+        return replace(best_fit, gap=0.0 if best_fit.candidate.is_recipe else gap)
 
     def _smaller_budgets(self, candidate: Candidate) -> list[float]:
-        """Those below the budget, falling, from what the fastest placements keep to what the
-        leanest do, in steps that do not depend on the budget: so that with less memory no plan is
-        faster."""
-        free, least = self.evaluator.free_bytes(candidate), self.evaluator.least_bytes(candidate)
-        steps = (free + (least - free) * k / N_BUDGETS for k in range(1, N_BUDGETS + 1))
+        """Budgets to try, descending, between the fastest placements and the leanest.
+
+        The steps do not depend on the budget, so that no plan is faster with less memory.
+        """
+        unlimited, least = (
+            self.evaluator.unlimited_bytes(candidate),
+            self.evaluator.least_bytes(candidate),
+        )
+        steps = (unlimited + (least - unlimited) * k / N_BUDGETS for k in range(1, N_BUDGETS + 1))
         return [budget_bytes for budget_bytes in steps if budget_bytes <= self._budget_bytes]
 
-    def leanest(self, candidate: Candidate) -> Solved:
-        """A candidate with the placements that keep least, simulated.
+    def with_least_memory(self, candidate: Candidate) -> Solved:
+        """Simulate a candidate with its leanest placements.
 
-        Raises `InfeasibleError` where the constraints leave nothing.
+        Raises `InfeasibleError` if no placement satisfies the constraints.
         """
         return self._simulated(
             self.evaluator.scored(candidate, self.evaluator.least_bytes(candidate))
         )
 
     def _simulated(self, scored: Scored) -> Solved:
-        """Whatever its peak."""
+        """Simulate a candidate once, whatever its peak."""
         candidate, choices = scored.candidate, scored.choices
         key = candidate.name, candidate.ends, candidate.n_microbatches, tuple(map(id, choices))
-        if key not in self._known:
-            self._known[key] = scored, self._simulated_anew(candidate, choices)
-        return self._known[key][1]
+        if key not in self._solved:
+            self._solved[key] = scored, self._simulate(candidate, choices)
+        return self._solved[key][1]
 
-    def _simulated_anew(self, candidate: Candidate, choices: Sequence[Chosen]) -> Solved:
+    def _simulate(self, candidate: Candidate, choices: Sequence[Chosen]) -> Solved:
         stages = tuple(
             PlacedStage(part, chosen.strategy, CostModel(layout.view, self.evaluator.dtype))
             for part, layout, chosen in zip(
@@ -191,8 +208,8 @@ class Simulator:
         order = ORDERS[schedule_name(self.evaluator.options)]
         pipeline = Pipeline.of(programs, [s.cost.mesh for s in stages], order)
         predicted = self.pricer(pipeline, [s.cost for s in stages])
-        # A recipe is laid out on an abstract machine, and stages are joined by the simulator:
-        # their cost is this one's.
+        # A recipe is solved on an abstract machine, and only the simulator joins stages. So the
+        # objective of both is the simulated time.
         abstract = candidate.is_recipe
         is_simulated = abstract or len(stages) > 1
         objective_s = predicted.step_time_s if is_simulated else choices[0].objective_s
@@ -200,14 +217,13 @@ class Simulator:
         return Solved(candidate, stages, predicted, objective_s, gap)
 
     def _program(self, stage: PlacedStage) -> StageProgram:
-        """Lowered; the one that is known already where another candidate has this stage, or one
-        that is alike."""
-        first, names = self.evaluator.first_like(stage.analysis)
+        """The lowered stage; equal stages of all candidates are lowered once."""
+        first, names = self.evaluator.representative(stage.analysis)
         if names is not None:
-            own = {there: name for name, there in names.items()}
-            like = PlacedStage(first, renamed(stage.strategy, own), stage.cost)
-            return lowered_as(self._program(like), first.program, stage.analysis.program, names)
-        known = self._lowered[id(stage.analysis), stage.cost.mesh.placement]
+            renaming = {there: name for name, there in names.items()}
+            equal = PlacedStage(first, renamed(stage.strategy, renaming), stage.cost)
+            return lowered_as(self._program(equal), first.program, stage.analysis.program, names)
+        known = self._lowered[id(stage.analysis), stage.cost.mesh.canonical]
         for strategy, program in known:
             if strategy == stage.strategy:
                 return program
@@ -216,47 +232,52 @@ class Simulator:
         return program
 
     def fastest(self, scored: Sequence[Scored]) -> Simulated:
-        """The candidates simulated, those of least score first, until what the rest score is out of
-        reach of the fastest: by `SCORE_REL` and more than scores of their kind were too much so
-        far, or `UNSEEN_REL`. What does not fit after all is tried with more microbatches."""
+        """Simulate candidates best score first, until no remaining score can win.
+
+        A score cannot win if it exceeds the fastest simulated time by more than `SCORE_REL` plus a
+        margin. The margin is the largest excess of a score over its simulated time so far, among
+        candidates of the same kind; for the first pipeline of a kind it is `UNSIMULATED_REL`.
+        Optimistic scores are safe: they only cost extra simulations. A candidate that does not fit
+        is replaced by its next fallback, with more microbatches.
+        """
         found: list[Solved] = []
         failed: dict[str, InfeasibleError] = {}
-        slower_s: dict[str, float] = {}
-        over_rel: dict[object, float] = {}
-        waiting = sorted(scored, key=lambda s: s.score_s)
-        while waiting:
-            one = waiting.pop(0)
+        pruned_s: dict[str, float] = {}
+        excess_rel: dict[object, float] = {}
+        queue = sorted(scored, key=lambda s: s.score_s)
+        while queue:
+            one = queue.pop(0)
             is_pipeline = len(one.candidate.stages) > 1
             kind = is_pipeline, one.candidate.is_recipe
             least_s = min((s.step_time_s for s in found), default=math.inf)
-            kind_rel = over_rel.get(kind, UNSEEN_REL if is_pipeline else 0.0)
-            if least_s * (1 + SCORE_REL + kind_rel) <= one.score_s:
+            margin_rel = excess_rel.get(kind, UNSIMULATED_REL if is_pipeline else 0.0)
+            if least_s * (1 + SCORE_REL + margin_rel) <= one.score_s:
                 continue
             try:
-                solved = self.fitting(one, least_s * (1 + kind_rel))
+                solved = self.fit_to_budget(one, least_s * (1 + margin_rel))
             except InfeasibleError as error:
                 leaner = self._with_more_microbatches(one)
                 if leaner is None:
                     failed[one.candidate.name] = error
                 else:
-                    insort(waiting, leaner, key=lambda s: s.score_s)
+                    insort(queue, leaner, key=lambda s: s.score_s)
                 continue
             if isinstance(solved, float):
-                slower_s[one.candidate.name] = solved
+                pruned_s[one.candidate.name] = solved
                 continue
             found.append(solved)
-            over = one.score_s / solved.step_time_s - 1
-            over_rel[kind] = max(over_rel.get(kind, 0.0), over)
-        return Simulated(found, failed, slower_s)
+            excess = one.score_s / solved.step_time_s - 1
+            excess_rel[kind] = max(excess_rel.get(kind, 0.0), excess)
+        return Simulated(found, failed, pruned_s)
 
     def _with_more_microbatches(self, scored: Scored) -> Scored | None:
-        """The next of the others that has placements within the budget; None if there is none."""
-        for i, candidate in enumerate(scored.others):
+        """The first fallback with placements within the budget; None if there is none."""
+        for i, candidate in enumerate(scored.fallbacks):
             try:
                 found = self.evaluator.scored(candidate, self._budget_bytes)
             except InfeasibleError:
                 continue
-            return replace(found, others=scored.others[i + 1 :])
+            return replace(found, fallbacks=scored.fallbacks[i + 1 :])
         return None
 
     def _abridger(self, part: Analysis) -> Abridger:

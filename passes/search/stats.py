@@ -1,4 +1,4 @@
-"""How much there was to choose from, and how much of it was looked at: what planning prints."""
+"""Statistics of planning: how large the choice was, and how much of it was solved."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PlanningStats:
-    """Counts of one planning.
+    """Statistics of one planning.
 
-    n_written_out      choice variables of the largest problem solved, all copies of blocks written
-                       out
-    n_variables        those that were solved for: one block stands for its copies
+    n_written_out      variables of the largest problem solved, counting every copy of a block
+    n_variables        variables of that problem as solved, with one block for its copies
     n_configurations   stages in the tables of the joint search and of its bounds: ranges of
                        layers x placements on a view x numbers of microbatches
     n_solved           stages and whole programs that were solved

@@ -65,8 +65,8 @@ class Crossings:
         self, pipeline: Pipeline, rank: int, messenger: Messenger, device: torch.device
     ) -> None:
         self.pipeline, self.rank, self.messenger, self.device = pipeline, rank, messenger, device
-        self._sent: list[Posted] = []
-        self._waiting: dict[Action, tuple[_ReceivedBatch, int, int]] = {}
+        self._unfinished_sends: list[Posted] = []
+        self._pending_receives: dict[Action, tuple[_ReceivedBatch, int, int]] = {}
         self._routes: dict[tuple[int, int], tuple[_Route, ...]] = {}
 
     def post(
@@ -81,42 +81,42 @@ class Crossings:
         ends: list[tuple[Action, int, int]] = []
         for action in actions:
             if action.is_send:
-                sends += self._pieces(action, values[action])
+                sends += self._sends(action, values[action])
             else:
                 start = len(receives)
-                receives += self._wanted(action)
+                receives += self._receives(action)
                 ends.append((action, start, len(receives)))
         posted = self.messenger.post(sends, receives)
         batch = _ReceivedBatch(posted)
-        self._waiting |= {action: (batch, start, end) for action, start, end in ends}
+        self._pending_receives |= {action: (batch, start, end) for action, start, end in ends}
         if sends:
-            self._sent.append(posted)
+            self._unfinished_sends.append(posted)
         # Waiting cannot deadlock: the schedule was verified with batches that run in order.
-        while len(self._sent) > self.pipeline.n_stages:
-            self._sent.pop(0).wait_sent()
+        while len(self._unfinished_sends) > self.pipeline.n_stages:
+            self._unfinished_sends.pop(0).wait_sent()
 
     def arrived(self, action: Action) -> dict[str, Tensor]:
         """The local tensors of one receive, by value name; waits for them."""
-        batch, start, end = self._waiting.pop(action)
+        batch, start, end = self._pending_receives.pop(action)
         pieces = iter(batch.take(start, end))
         out = {}
-        for route in self._of(action):
+        for route in self._routes_of(action):
             local = _end(route.crossing, action)
             shape = local_factors(local.dims, local.spec, self._sizes())
             mine = [(part, next(pieces)) for part in self._parts(route, action)]
-            out[route.crossing.value] = self._together(local, shape, mine)
+            out[route.crossing.value] = self._assembled(local, shape, mine)
         return out
 
     def finish(self) -> None:
         """Wait until everything this rank sent has left."""
-        for posted in self._sent:
+        for posted in self._unfinished_sends:
             posted.wait_sent()
-        self._sent.clear()
+        self._unfinished_sends.clear()
 
     def _sizes(self) -> tuple[int, ...]:
         return self.pipeline.meshes[self.pipeline.stage_of(self.rank)].sizes
 
-    def _of(self, action: Action) -> list[_Route]:
+    def _routes_of(self, action: Action) -> list[_Route]:
         """The routes of a message; a backward message carries only values with gradients."""
         assert action.peer is not None
         source, target = sorted((action.stage, action.peer))
@@ -141,17 +141,17 @@ class Crossings:
         ]
         return [part for own, part in ends if own == self.rank]
 
-    def _wanted(self, action: Action) -> Receives:
+    def _receives(self, action: Action) -> Receives:
         return [
             (part.shape, route.crossing.sent.local.dtype, part.peer)
-            for route in self._of(action)
+            for route in self._routes_of(action)
             for part in self._parts(route, action)
         ]
 
-    def _pieces(self, action: Action, values: Mapping[str, Tensor]) -> Sends:
+    def _sends(self, action: Action, values: Mapping[str, Tensor]) -> Sends:
         """The pieces that this rank sends, with their target ranks."""
         out: Sends = []
-        for route in self._of(action):
+        for route in self._routes_of(action):
             local = _end(route.crossing, action)
             shape = local_factors(local.dims, local.spec, self._sizes())
             seen = values[route.crossing.value].detach().reshape(shape)
@@ -159,7 +159,7 @@ class Crossings:
                 out.append((seen[part.at].contiguous(), part.peer))
         return out
 
-    def _together(
+    def _assembled(
         self, local: Local, shape: tuple[int, ...], pieces: Sequence[tuple[_PeerSlice, Tensor]]
     ) -> Tensor:
         """The local tensor assembled from its pieces, with zeros elsewhere."""

@@ -23,11 +23,11 @@ from autopar.runtime.groups import Group, phase
 class _GradientExchange:
     """The slices of a gradient that this rank exchanges with another stage.
 
-    `told` are sent, `heard` are received.
+    `sent` are sent, `received` are received.
     """
 
-    told: tuple[Slice, ...]
-    heard: tuple[Slice, ...]
+    sent: tuple[Slice, ...]
+    received: tuple[Slice, ...]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class TiedGradients:
             if self.stage in dict(tie.places)
         ]
 
-    def set_aside(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+    def detach_earlier(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         """Detach the gradients of earlier steps, which are sums already; returns them by name."""
         kept: dict[str, Tensor | None] = {}
         for share in self._shares:
@@ -100,12 +100,12 @@ class TiedGradients:
         """Send this stage's gradient; returns the other stage's, in this stage's layout."""
         seen = own.reshape(share.shape)
         posted = self.messenger.post(
-            [(seen[s.source].contiguous(), s.target_rank) for s in exchange.told],
-            [(s.shape, own.dtype, s.source_rank) for s in exchange.heard],
+            [(seen[s.source].contiguous(), s.target_rank) for s in exchange.sent],
+            [(s.shape, own.dtype, s.source_rank) for s in exchange.received],
             "grad_sync",
         )
         out = own.new_zeros(share.shape)
-        for s, piece in zip(exchange.heard, posted.wait_received(), strict=True):
+        for s, piece in zip(exchange.received, posted.wait_received(), strict=True):
             out[s.target] = piece
         posted.wait_sent()
         whole = out.view(own.shape)
@@ -119,11 +119,11 @@ def _share(pipeline: Pipeline, tie: Tie, stage: int, rank: int) -> _Share:
     exchanges = {}
     for other, _ in tie.places:
         if other != stage:
-            told = tied_slices(pipeline, tie, stage, other)
-            heard = tied_slices(pipeline, tie, other, stage)
+            sent = tied_slices(pipeline, tie, stage, other)
+            received = tied_slices(pipeline, tie, other, stage)
             exchanges[other] = _GradientExchange(
-                tuple(s for s in told if s.source_rank == rank),
-                tuple(s for s in heard if s.target_rank == rank),
+                tuple(s for s in sent if s.source_rank == rank),
+                tuple(s for s in received if s.target_rank == rank),
             )
     return _Share(
         name,

@@ -147,7 +147,7 @@ class Executor:
             self.crossings = Crossings(pipeline, rank, messenger, environment.device)
             self.ties = TiedGradients(pipeline, rank, messenger, environment.groups)
         # All ranks of the last stage have the loss and the outputs; this one shares them.
-        self._tells = rank == pipeline.meshes[-1].first_rank
+        self._is_loss_source = rank == pipeline.meshes[-1].first_rank
         self._regathers = any(isinstance(line, GatherLine) for line in self.program.body)
         self._constant_parts: dict[tuple[str, int], Tensor] = {}
 
@@ -166,7 +166,7 @@ class Executor:
         `seed` is the step's (`Stream.seed`), equal on all ranks. Returns the loss, detached and
         equal on all ranks.
         """
-        kept = self.ties.set_aside(stored) if self.ties else {}
+        kept = self.ties.detach_earlier(stored) if self.ties else {}
         scalars = {} if self.program.accumulation else self._scalars(inputs, is_local, seed)
         step = _Step(
             stored, self.conversions.leaves(stored), inputs, scalars, dict(self.buffers), seed,
@@ -178,7 +178,7 @@ class Executor:
             self.ties.sum(stored, kept)
         last = self.pipeline.stages[-1]
         assert last.loss is not None, "a training program has a loss"
-        loss = self._from_last_stage(step.loss, last.made(last.loss))
+        loss = self._from_last_stage(step.loss, last.local(last.loss))
         if self.crossings:
             self.crossings.finish()
         self._store_buffers(step)
@@ -206,11 +206,13 @@ class Executor:
             self.crossings.finish()
         self._store_buffers(step)
         last = self.pipeline.stages[-1]
-        loss = None if last.loss is None else self._from_last_stage(step.loss, last.made(last.loss))
+        loss = (
+            None if last.loss is None else self._from_last_stage(step.loss, last.local(last.loss))
+        )
         outputs: list[Tensor | None] = list(step.outputs) or [None] * len(last.outputs)
         if everywhere:
             outputs = [
-                self._from_last_stage(value, last.made(name))
+                self._from_last_stage(value, last.local(name))
                 for value, name in zip(outputs, last.outputs, strict=True)
             ]
         return (loss, *outputs)
@@ -314,7 +316,7 @@ class Executor:
         if self.pipeline.n_stages == 1:
             assert value is not None
             return value
-        if value is None or not self._tells:
+        if value is None or not self._is_loss_source:
             value = torch.zeros(made.shape, dtype=made.dtype, device=self.environment.device)
         assert self.environment.world is not None
         with phase("loss" if made.name == self.pipeline.stages[-1].loss else "output"):

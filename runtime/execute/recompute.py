@@ -122,11 +122,11 @@ class Recompute:
             return self._kept.of_operator(function, args, kwargs, keeps_values=True)
         return self._kept.of_reshard(function, args, kwargs)
 
-    def handed_on(self, product: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def handed_on(self, matmul: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The result of a matmul that only kept calls read; on the second run it has no values."""
         if self._kept is None:
-            return product(*args, **kwargs)
-        return self._kept.of_operator(product, args, kwargs, keeps_values=False)
+            return matmul(*args, **kwargs)
+        return self._kept.of_operator(matmul, args, kwargs, keeps_values=False)
 
     @contextmanager
     def _keeping(self, kept: _Kept) -> Iterator[None]:

@@ -87,17 +87,17 @@ class _PostedBatch(Posted):
         return [value for value in values if value is not None]
 
     def is_sent(self) -> bool:
-        return _Wait(self, self._together(self.sends)).is_over
+        return _Wait(self, self._ends_to_wait_for(self.sends)).is_over
 
     def wait_sent(self) -> None:
         self._wait(self.sends)
 
-    def _together(self, ends: list[_End]) -> list[_End]:
+    def _ends_to_wait_for(self, ends: list[_End]) -> list[_End]:
         return self.ends if self.messenger.rendezvous else ends
 
     def _wait(self, ends: list[_End]) -> None:
         self.messenger.turns.check()
-        wait = _Wait(self, self._together(ends))
+        wait = _Wait(self, self._ends_to_wait_for(ends))
         if not wait.is_over:
             self.messenger.turns.wait(self.messenger.rank, wait)
 

@@ -30,7 +30,7 @@ from autopar.placement import Split
 from autopar.runtime.groups import Group, phase
 
 expert_linear = operators.experts.expert_linear
-Numbers = tuple[list[int], list[int]]  # rows sent to each rank, rows received from each
+RowCounts = tuple[list[int], list[int]]  # rows sent to each rank, rows received from each
 
 
 def expert_parallel_linear(
@@ -69,8 +69,8 @@ def expert_exchange_linear(
     rows = _RowExchange.apply(x_local[order], g, (n_sent, n_received), False)
     experts = torch.arange(n_local, device=ids_local.device).repeat(g.size)
     experts = experts.repeat_interleave(received)
-    products = expert_linear(rows, weight_local, experts, transposed)
-    returned = _RowExchange.apply(products, g, (n_sent, n_received), True)
+    results = expert_linear(rows, weight_local, experts, transposed)
+    returned = _RowExchange.apply(results, g, (n_sent, n_received), True)
     out: Tensor = x_local.new_zeros(len(x_local), returned.shape[1])
     return out.index_copy(0, order, returned)
 
@@ -79,7 +79,7 @@ class _RowExchange(torch.autograd.Function):
     """Sends rows to other ranks, or `back` from them; gradients go the other way."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, g: Group, numbers: Numbers, back: bool) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, g: Group, numbers: RowCounts, back: bool) -> Tensor:
         ctx.g, ctx.numbers, ctx.back = g, numbers, back
         return g.return_rows(rows, *numbers) if back else g.send_rows(rows, *numbers)
 

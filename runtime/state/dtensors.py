@@ -163,6 +163,6 @@ def state_dict(
         if device_mesh is None:
             value = local.detach()
         else:
-            value = dtensor_of(p, local, device_mesh, place.hands_out(p))
+            value = dtensor_of(p, local, device_mesh, place.saves(p))
         out |= dict.fromkeys(all_names(p), value)
     return out | dict(buffers or {})

@@ -128,7 +128,7 @@ class StageState:
         stages = zip(self.pipeline.stages, self.pipeline.meshes, strict=True)
         return next(mesh.first_rank for program, mesh in stages if buffer in program.changed)
 
-    def hands_out(self, parameter: StoredParameter) -> bool:
+    def saves(self, parameter: StoredParameter) -> bool:
         """Whether this stage saves the parameter under its name: no earlier stage has that name."""
         earlier = self.pipeline.stages[: self.stage]
         return not any(parameter.name in all_names(p) for s in earlier for p in s.parameters)

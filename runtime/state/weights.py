@@ -200,12 +200,12 @@ def _fill_from_path(
         held = initial_buffers(model, torch.device("cpu"))
         constants = constant_buffers(held, place.changed_anywhere)
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    fits = _Fits(place.entries, str(path), constants, tuple(ignored))
+    expected = _Expected(place.entries, str(path), constants, tuple(ignored))
     if path.is_dir() and dcp.is_dcp_folder(path):
-        _fill_from_checkpoint(fits, place, shards, path, changed)
+        _fill_from_checkpoint(expected, place, shards, path, changed)
         return
     with together(), _Safetensors(path) as files:
-        names = fits.match(files.shapes)
+        names = expected.match(files.shapes)
         for owner, kept in place.held.items():
             for box in boxes(kept, place.sizes, place.coordinate):
                 part = files.read(names[owner], box.of_whole)
@@ -218,27 +218,27 @@ def _fill_from_path(
 
 
 @dataclass(frozen=True)
-class _Fits:
+class _Expected:
     """Checks a source of weights against the entries of the model."""
 
-    wanted: Sequence[StoredParameter | ChangedBuffer]
+    entries: Sequence[StoredParameter | ChangedBuffer]
     source: str
     constants: Mapping[str, Tensor]
     ignored: tuple[str, ...]
 
     def match(self, given: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
         """Wanted name -> name in the source; respects transformers' list of keys to ignore."""
-        known = {name for value in self.wanted for name in all_names(value)} | set(self.constants)
+        known = {name for value in self.entries for name in all_names(value)} | set(self.constants)
         kept = {
             name: shape
             for name, shape in given.items()
             if name in known or not any(re.search(pattern, name) for pattern in self.ignored)
         }
-        return match_names(self.wanted, kept, self.constants, self.source)[0]
+        return match_names(self.entries, kept, self.constants, self.source)[0]
 
 
 def _fill_from_checkpoint(
-    fits: _Fits,
+    expected: _Expected,
     place: StageState,
     shards: Mapping[str, Tensor],
     path: Path,
@@ -252,7 +252,7 @@ def _fill_from_checkpoint(
             for name, entry in dcp.stored_tensors(path).items()
             if not name.startswith(OPTIMIZER_PREFIX)
         }
-        names = fits.match(stored)
+        names = expected.match(stored)
     values: dict[str, Tensor] = {
         names[owner]: dcp.WholeOnDisk(
             shards[kept.name], boxes(kept, place.sizes, place.coordinate), kept.shape
@@ -260,11 +260,11 @@ def _fill_from_checkpoint(
         for owner, kept in place.held.items()
     }
     values |= {names[b.name]: changed[b.name] for b in place.changed if b.persistent}
-    held = {n: torch.empty_like(b) for n, b in fits.constants.items() if n in stored}
+    held = {n: torch.empty_like(b) for n, b in expected.constants.items() if n in stored}
     dcp.read(values | held, path)
     with together():
         for name, value in held.items():
-            check_buffer(name, value, fits.constants, fits.source)
+            check_buffer(name, value, expected.constants, expected.source)
 
 
 class _Safetensors:

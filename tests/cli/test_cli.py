@@ -90,20 +90,17 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
 
 
 def good(result: Result) -> Any:
-    """The JSON object that is all of stdout."""
+    """The JSON object of a command that succeeds; stdout has nothing else."""
     assert result.exit_code == shell.GOOD, result.output
     return json.loads(result.stdout)
 
 
 def refused(result: Result) -> str:
-    """The message of a command that was used wrongly; nothing else is printed."""
+    """The message on stderr of a command that was used wrongly; stdout is empty."""
     assert result.exit_code == shell.WRONG_USE, result.output
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
     return result.stderr
-
-
-# -- help ------------------------------------------------------------------------------------------
 
 
 def test_help_is_what_it_was(run: Run, golden: Golden) -> None:
@@ -124,7 +121,7 @@ def test_groups_that_cannot_be_measured(run: Run, ranks: str, said: str) -> None
 
 
 def test_no_torch_is_imported_for_the_options() -> None:
-    """The command line itself is light; what `import autopar` costs is not its business."""
+    """`autopar.cli` alone does not import torch; `import autopar` is left out of the test."""
     code = (
         "import sys, types; package = types.ModuleType('autopar');"
         f"package.__path__ = [{str(Path(shell.__file__).parents[1])!r}];"
@@ -132,9 +129,6 @@ def test_no_torch_is_imported_for_the_options() -> None:
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "False\n"
-
-
-# -- reports ---------------------------------------------------------------------------------------
 
 
 def test_report_of_a_model(run: Run) -> None:
@@ -145,7 +139,7 @@ def test_report_of_a_model(run: Run) -> None:
 
 
 def test_report_of_a_saved_plan(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without `dot`: the page, the graph, and one line that says how to get the picture."""
+    """Without `dot`, page and graph are written; one line says how to get the picture."""
     monkeypatch.setenv("PATH", "")
     good(run("plan", "tiny:mlp", "--mesh", "1x2", "-o", "plan.json", "--json"))
     assert "--model MODEL" in refused(run("report", "plan.json"))
@@ -159,9 +153,6 @@ def test_report_that_cannot_be_written(run: Run) -> None:
     words = ("report", "tiny:mlp", "--mesh", "1x2", "-o")
     assert "cannot write" in refused(run(*words, "nowhere/page.html"))
     assert "plan.html" in refused(run(*words, "page.dot"))
-
-
-# -- planning --------------------------------------------------------------------------------------
 
 
 def test_plan_prints_json_alone(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
@@ -222,8 +213,6 @@ def test_code_is_printed_or_written(run: Run) -> None:
     assert Path("out/stage_0.py").read_text() == printed.stdout
 
 
-# -- stages ----------------------------------------------------------------------------------------
-
 STAGES = ("tiny:mlp", "--mesh", "1x2", "--stages", "up@1;down@1x1", "--microbatches", "2")
 
 
@@ -260,9 +249,6 @@ def test_a_file_per_stage(run: Run) -> None:
 def test_verify_of_stages(run: Run) -> None:
     found = good(run("verify", *STAGES, "--precision", "fp64", "--json"))
     assert found["equal"] is True and len(found["stages"]) == 2
-
-
-# -- checks ----------------------------------------------------------------------------------------
 
 
 def test_verify_compares_with_one_process(run: Run) -> None:
@@ -311,9 +297,6 @@ def test_doctor_fails_on_a_problem(run: Run, monkeypatch: pytest.MonkeyPatch) ->
     assert "problem  sum" in result.stdout
 
 
-# -- wrong use -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -355,9 +338,6 @@ def test_a_plan_file_is_told_from_a_configuration(tmp_path: Path) -> None:
         path.write_text(json.dumps(content))
         assert is_plan_file(str(path)) is is_plan
     assert not is_plan_file("package.module:factory")
-
-
-# -- texts -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`autopar ops`: what it says of operators, and of the dims that a mesh cannot share."""
+"""`autopar ops`: its report on operators, and on dims that do not divide over a mesh."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ N_IDS, WIDTH = 97, 12
 
 
 class Words(nn.Module):
-    """A vocabulary of 97, tied in a head without bias; 10 features; batch statistics."""
+    """A vocabulary of 97 tied to a head without bias, 10 features, and a batch norm."""
 
     def __init__(self, between: Callable[[Tensor], Tensor] = torch.tanh) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def renormed(x: Tensor) -> Tensor:
 
 
 def words() -> tuple[nn.Module, dict[str, Tensor]]:
-    """A factory of the command line."""
+    """A model factory for the command line."""
     return Words(), {"ids": torch.arange(32).view(8, 4)}
 
 
@@ -58,7 +58,7 @@ def of(factory: str) -> str:
 
 @pytest.fixture(scope="module")
 def answer() -> Any:
-    """All of `autopar ops` on four ranks."""
+    """The JSON of `autopar ops` on four ranks."""
     result = run(of("words"), "--mesh", "1x4", "--json")
     assert result.exit_code == shell.GOOD, result.output
     return json.loads(result.stdout)
@@ -115,7 +115,7 @@ def test_a_vocabulary_that_is_not_padded_says_why() -> None:
 
 
 def test_two_axes_can_share_what_one_cannot() -> None:
-    """Two factors of 2 and 6 are for 2 x 2 ranks, and for no axis of 4."""
+    """A dim of factors 2 x 6 divides over 2 x 2 ranks, but not over one axis of 4."""
     kept = nn.Linear(12, 2 * 6)
 
     class Split(nn.Module):
@@ -151,7 +151,7 @@ def test_an_operator_without_a_rule(fallback: str, status: Status, code: int) ->
 
 
 def test_a_random_operator_is_not_replicated() -> None:
-    """Every rank would draw numbers of its own."""
+    """Replicated, it would draw different numbers on every rank."""
 
     def poisson(x: Tensor) -> Tensor:
         return torch.poisson(x.abs())

@@ -65,3 +65,44 @@ def x(rows: int = 3) -> torch.Tensor:
 
 
 # Inputs, outputs, and the user's model.
+
+
+def loss_of(outputs: Any) -> torch.Tensor:
+    if isinstance(outputs, torch.Tensor):
+        return outputs
+    return outputs["loss"] if isinstance(outputs, dict) else outputs.loss
+
+
+def run(
+    program: Program, model: nn.Module, batch: Any
+) -> tuple[torch.Tensor, Any, dict[str, torch.Tensor]]:
+    leaves = {
+        name: p.detach().clone().requires_grad_(p.requires_grad)
+        for name, p in model.named_parameters()
+    }
+    loss, outputs = reference_step(program, leaves, flatten_inputs(batch))
+    assert loss is not None
+    loss.backward()
+    return loss.detach(), outputs, {n: p.grad for n, p in leaves.items() if p.grad is not None}
+
+
+def eager(model: nn.Module, batch: Any) -> tuple[torch.Tensor, Any, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    outputs = model(**batch)
+    loss = loss_of(outputs)
+    loss.backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return loss.detach(), outputs, gradients
+
+
+def assert_same(
+    got: tuple[torch.Tensor, dict[str, torch.Tensor]],
+    want: tuple[torch.Tensor, dict[str, torch.Tensor]],
+    tolerance: float,
+) -> None:
+    assert got[1].keys() == want[1].keys()
+    norm = max(1.0, float(sum(g.square().sum() for g in want[1].values()) ** 0.5))
+    assert abs(got[0] - want[0]) <= tolerance * max(1.0, abs(float(want[0])))
+    for name, gradient in want[1].items():
+        assert (got[1][name] - gradient).abs().max() <= tolerance * norm, name

@@ -15,7 +15,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+
+import torch
 
 from autopar.cost.hardware.hardware import Hardware, resolve
 from autopar.errors import BatchError, InfeasibleError
@@ -33,6 +35,31 @@ from autopar.passes.search.outcome import PlanningResult
 from autopar.passes.search.planner import Planner
 from autopar.passes.search.pricer import StepPricer
 from autopar.passes.search.simulator import Simulator
+from tests.helpers.captures import captured
+from tests.helpers.harness import Mlp, random_tokens, tiny_gpt2
+from tests.helpers.machines import two_tiers
+
+MODELS = {"mlp": lambda: Mlp(width=256, n_layers=4), "gpt2": lambda: tiny_gpt2(2)}
+
+
+def batch_of(model: str) -> dict[str, torch.Tensor]:
+    if model == "gpt2":
+        return random_tokens(0)
+    return {name: torch.zeros(64, 256, dtype=torch.float64) for name in ("x", "y")}
+
+
+@cache
+def analysis_of(model: str) -> Analysis:
+    torch.manual_seed(0)
+    return Analysis.of(captured(MODELS[model](), batch_of(model), precision="fp64"))
+
+
+def choices_of(
+    model: str, shape: tuple[int, ...], s_per_byte: tuple[float, float], options: Options
+) -> Choices:
+    """Devices are slower for GPT-2, whose matmuls are smaller."""
+    mesh = two_tiers(shape, s_per_byte, 1e10 if model == "mlp" else 1e9)
+    return Choices(analysis_of(model), mesh, options)
 
 
 @dataclass(frozen=True)

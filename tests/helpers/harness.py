@@ -9,9 +9,10 @@ How it runs, and the parity law: `tests/helpers/ranks.py`.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from autopar.cost.laws.model import CostModel
 from autopar.mesh import Device, Link, LogicalMesh
 from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.analysis.recompute import MODES
+from autopar.passes.intra.chooser import PlacementRequest, choose
 from autopar.passes.intra.constraints import Constraints
 from autopar.passes.intra.intra_op import intra_op_problem
 from autopar.passes.intra.problem import IntraOpProblem
@@ -32,12 +35,12 @@ from autopar.placement.spec import Spec
 from autopar.program.collective import step_calls
 from autopar.program.pipeline import Pipeline
 from autopar.program.stage_program import StageProgram
-from autopar.program.strategy import OperatorStrategy, Storage, Strategy
+from autopar.program.strategy import OperatorStrategy, Period, Recomputed, Storage, Strategy
 from autopar.runtime.groups.calls import CollectiveCall
 from tests.helpers.captures import captured
+from tests.helpers.machines import AXIS_NAMES
 from tests.helpers.ranks import TOLERANCE, Batch, pipeline_step
 
-AXIS_NAMES = {1: ("tp",), 2: ("dp", "tp"), 3: ("dp", "cp", "tp")}
 BATCH, SEQUENCE, WIDTH, HEADS, VOCABULARY = 16, 4, 16, 4, 16
 
 
@@ -137,6 +140,8 @@ _MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tens
     "llama": (tiny_llama, random_tokens),
 }
 MODELS = tuple(_MODELS)
+# ZeRO stage -> how long gathered parameters are kept.
+ZERO: dict[int, Period] = {1: "step", 2: "micro", 3: "use"}
 
 
 @dataclass(frozen=True)
@@ -153,6 +158,11 @@ def model_case(name: str) -> Case:
     make_model, batch = _MODELS[name]
     program = captured(make_model(), batch(0), precision="fp64")
     return Case(Analysis.of(program), batch)
+
+
+@lru_cache
+def language_model(make: Callable[[int], nn.Module], n_blocks: int) -> Analysis:
+    return Analysis.of(captured(make(n_blocks), random_tokens(0), precision="fp64"))
 
 
 @lru_cache
@@ -219,6 +229,37 @@ def _is_sensible(storage: Storage, uses: list[Spec]) -> bool:
         )
         for use in uses
     )
+
+
+def random_ranges(analysis: Analysis, rng: random.Random) -> tuple[Recomputed, ...]:
+    """One to four, up to all operators, next to each other or apart."""
+    names = [operator.name for operator in analysis.operators]
+    n_edges = 2 * rng.randint(1, 4)
+    edges = sorted(rng.choices(range(len(names) + 1), k=n_edges))
+    spans = list(zip(edges[::2], edges[1::2], strict=True))
+    if rng.random() < 0.5:  # no operator is left between two
+        spans = list(itertools.pairwise(edges))
+    return tuple(Recomputed(rng.choice(MODES), tuple(names[a:b])) for a, b in spans if a < b)
+
+
+def zero_strategy_of(
+    analysis: Analysis, cost: CostModel, stage: int, n_microbatches: int
+) -> Strategy:
+    plain = frozenset({"tensor", "sequence"})
+    dp = Constraints(plain | {"zero1", "zero2", "zero3"})
+    chosen = choose(analysis, PlacementRequest(cost, n_microbatches, dp), "adamw", None).strategy
+    if stage == 0:
+        return chosen
+    problem = intra_op_problem(analysis, cost, n_microbatches, Constraints(plain), "adamw")
+    storage = {
+        name: next((s for s in options if s.period == ZERO[stage] and _is_sharded(s)), options[0])
+        for name, options in problem.storages.items()
+    }
+    return replace(chosen, storage=storage)
+
+
+def _is_sharded(storage: Storage) -> bool:
+    return any(p.is_shard for p in storage.spec.placements)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar.mesh import Device, Link, LogicalMesh
 from autopar.placement.spec import I, Placement, S, Spec, TensorType, local_shape
 from autopar.program.pipeline import Pipeline
 from autopar.program.stage_program import Local, StageProgram, StoredParameter
@@ -17,6 +16,7 @@ from autopar.runtime.collectives.p2p import DistMessenger
 from autopar.runtime.groups.distributed import make_groups, world_group
 from autopar.runtime.launch.threads import ThreadWorld
 from autopar.runtime.state.stage_state import StageState
+from tests.helpers.machines import mesh_of
 
 Sizes = tuple[int, ...]
 Shapes = tuple[Sizes, ...]
@@ -142,7 +142,7 @@ def pipeline_of(
     """The model cut into a stage per shape, on consecutive ranks; as in `STAGES` unless told."""
     stages, meshes, first = [], [], 0
     for kept, sizes in zip(cut or STAGES[len(shapes)], shapes, strict=True):
-        mesh = replace(mesh_of(sizes), first_rank=first)
+        mesh = replace(mesh_of(*sizes), first_rank=first)
         stages.append(
             StageProgram("tied", mesh.names, sizes, plan(sizes, kept), (), (), None, (), 1)
         )
@@ -166,12 +166,6 @@ def thread_place(pipeline: Pipeline, world: ThreadWorld) -> StageState:
     own = groups[pipeline.stage_of(world.rank)]
     messenger = world.messenger(rendezvous=True)
     return StageState(pipeline, world.rank, CPU, own, messenger, world.world_group())
-
-
-def mesh_of(sizes: Sequence[int]) -> LogicalMesh:
-    names = ("dp", "tp")[: len(sizes)]
-    links = (Link(1e-6, 1e-9),) * len(sizes)
-    return LogicalMesh(tuple(sizes), names, links, Device(1e12, 1e11, 1e9))
 
 
 def seeded_model(seed: int = 0) -> Tied:

@@ -8,7 +8,7 @@ import math
 import numpy as np
 from hypothesis import strategies as st
 
-from autopar.cost.simulate import Spent, SplitBackward, StageTimes
+from autopar.cost.simulate import PartWork, SplitBackward, StageTimes
 from autopar.passes.solvers.problem import ChoiceProblem, Edge
 from autopar.placement.notation import ELLIPSIS, Dim, Notation, Term
 from autopar.placement.spec import Placement, S, Spec, TensorType, all_specs
@@ -105,8 +105,8 @@ def stage_times(draw: st.DrawFn, splits_backward: bool = False) -> StageTimes:
     """Durations of every part of a step on one stage: some nothing, some overlapped."""
     seconds = st.sampled_from((0.0, 0.5)) | st.floats(0.1, 10.0)
 
-    def spent() -> Spent:
-        return Spent(draw(seconds), draw(seconds), draw(seconds))
+    def spent() -> PartWork:
+        return PartWork(draw(seconds), draw(seconds), draw(seconds))
 
     return StageTimes(
         n_ranks=draw(st.integers(1, 3)),

@@ -1,15 +1,16 @@
 """The whole parity table, on real processes: `python -m tests.parity.table`.
 
-One stage: models x meshes x plans x microbatches. Pipelines: models x stages x orders x
-microbatches (`tests.helpers.pipeline_jobs`). Zoo: families x meshes x plans
-(`tests.parity.zoo.cells`), each with its plan and how much of that is divided over the ranks. Every
-cell by the law of `tests.helpers.jobs.errors`: the loss of three steps, every gradient, and every
-parameter after three AdamW steps, in float64, against one process.
+    one stage    models x meshes x plans x microbatches
+    pipelines    models x stages x schedules x microbatches (`tests.helpers.pipeline_jobs`)
+    zoo          families x meshes x plans (`tests.parity.zoo.cells`)
 
-One line per cell, and a summary by family of the zoo. Words on the command line keep the cells
-whose text has them all: `python -m tests.parity.table llama zero-3`. A cell of the zoo that is
-listed as one that cannot pass runs too: its line says why, and it fails if it does pass. The
-exit code is 1 if any other cell fails.
+Each cell is compared with one process in float64 (`tests.helpers.jobs.errors`): the losses of three
+steps, every gradient, and every parameter after three AdamW steps.
+
+Each cell prints one line. Cells of the zoo also print their plan and how much of it is sharded, and
+a summary by family follows. Words on the command line select the cells whose text has all of them:
+`python -m tests.parity.table llama zero-3`. Some cells of the zoo are listed as unable to pass.
+They run too: their line says why, and they fail if they pass. The exit code is 1 if a cell fails.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ TIMEOUT_S = 600.0
 
 
 def cells() -> list[Cell]:
-    """The cells of one stage in order of the number of ranks: one pool at a time is alive."""
+    """The cells of one stage, ordered by number of ranks, so that one pool is alive at a time."""
     product = itertools.product(SHAPES, MODELS, PLANS, MICROBATCHES)
     return [Cell(model, shape, plan, m) for shape, model, plan, m in product]
 
@@ -48,21 +49,24 @@ def chosen(words: Sequence[str]) -> list[AnyCell]:
 
 
 def run(cell: AnyCell, pool: WorkerPool) -> dict[str, float]:
-    """Errors of a cell by what they are of, the worst first."""
+    """Errors of a cell by name (loss, gradient or parameter), worst first."""
     found = errors(pool.run(train, cell), train_alone(cell.case))
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def wrong(cell: AnyCell, pool: WorkerPool) -> dict[str, float]:
-    """Errors of a cell that are above the tolerance, the worst first."""
+    """Errors of a cell above the tolerance, worst first."""
     return {name: error for name, error in run(cell, pool).items() if not error <= TOLERANCE}
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`worst` is the largest error, infinite where the cell did not run; `reason` if it failed.
+    """The result of one cell.
 
-    `listed` says why a cell was known to fail, `shown` what its plan is.
+    worst     the largest error, infinite if the cell did not run
+    reason    why it failed, if it did
+    listed    why it was known to fail, if it was
+    shown     its plan
     """
 
     cell: AnyCell
@@ -106,13 +110,13 @@ def verdict(cell: AnyCell, pool: WorkerPool) -> Verdict:
             found = run(cell, pool)
         worst = max(found.values())
         reason = lacks or off_by(found)
-    except Exception as error:  # noqa: BLE001  the other cells are worth knowing
+    except Exception as error:  # noqa: BLE001  the other cells must still run
         reason = str(error) if isinstance(error, AutoparError) else repr(error)
     return Verdict(cell, worst, reason, time.monotonic() - start_s, listed, shown)
 
 
 def off_by(found: Mapping[str, float]) -> str | None:
-    """The worst of the errors above the tolerance, if there are any."""
+    """The three worst errors above the tolerance; None if there are none."""
     worst = sorted(found.items(), key=lambda item: -item[1])
     return ", ".join(f"{name}: {e:.1e}" for name, e in worst[:3] if not e <= TOLERANCE) or None
 
@@ -130,7 +134,7 @@ def by_family(found: Sequence[Verdict]) -> list[str]:
 
 
 def main(words: Sequence[str]) -> int:
-    """Print the table; the number of failures bounds the exit code at 1."""
+    """Print the table. The exit code is 1 if a cell failed or no cell ran."""
     found: list[Verdict] = []
     for v in verdicts(chosen(words)):
         found.append(v)

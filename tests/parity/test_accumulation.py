@@ -1,4 +1,4 @@
-"""Microbatches of losses that are no sum over rows: what a loop over `batch.chunk(n)` computes."""
+"""Losses that are no sum over rows: microbatches compute what a loop over `batch.chunk(n)` does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autopar.parity import reference, whole_parameters
 from autopar.program.program import flatten_inputs
 from autopar.runtime.launch.processes import WorkerPool
 
-# Splitting anything pays on it.
+# A slow device with fast links: all sharding pays.
 MESH = Mesh((1, 2), links=[Link(1e-9, 1e-15)] * 2, device=Device(1e6, 1e6, 1e12))
 PLANS: dict[str, dict[str, Any]] = {
     "searched": {},
@@ -30,7 +30,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 class Contrastive(nn.Module):
-    """Every row of one side against every row of the other, as in CLIP."""
+    """Compares every row of one side with every row of the other, as in CLIP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Contrastive(nn.Module):
 
 
 class Normalised(nn.Module):
-    """Statistics of the batch, and labels of which some are ignored."""
+    """A batch norm, and labels some of which are ignored."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ CASES = {"contrastive": contrastive, "normalised": normalised}
 
 
 def loop(model: nn.Module, batch: dict[str, Tensor], n: int) -> tuple[Tensor, nn.Module]:
-    """What a user writes on one process."""
+    """The loop that a user writes on one process: (loss, model with its gradients)."""
     alone = copy.deepcopy(model)
     total = torch.zeros((), dtype=torch.float64)
     for rows in zip(*(v.chunk(n) for v in batch.values()), strict=True):

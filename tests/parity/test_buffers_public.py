@@ -1,7 +1,7 @@
-"""Batch norms, an average and a count through the public calls, on two real processes.
+"""Buffers through the public calls on two processes: batch norms, a moving average, a count.
 
-Training, evaluation afterwards, state out and in, and checkpoints onto another layout equal one
-process in float64 to 1e-10; buffers are state as parameters are.
+Training, evaluation after it, state dicts, and checkpoints onto another layout equal one process
+in float64 to 1e-10. Buffers are state, as parameters are.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class Block(nn.Module):
-    """Convolutions and batch norms beside a shortcut."""
+    """A convolution and a batch norm beside a shortcut."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Two blocks and a head on centred features; it counts its calls in training."""
+    """Two blocks and a head on centred features; a buffer counts the calls in training."""
 
     calls: Tensor
     centre: Tensor
@@ -98,7 +98,7 @@ def module_of(layout: str, model: nn.Module | None = None, **options: Any) -> An
 
 
 class Found(NamedTuple):
-    """What one rank has after training; `scores` are those of an evaluated batch."""
+    """What one rank has after training; `scores` are the outputs of an evaluation batch."""
 
     trained: Trained
     buffers: dict[str, Tensor]
@@ -121,7 +121,7 @@ def train(layout: str, path: str) -> Found:
 
 
 def restore(layout: str, path: str, how: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """Into a fresh module on another layout: scores and full state."""
+    """Load a checkpoint into a fresh module on another layout; its scores and full state."""
     if how == "weights":
         module = module_of(layout, weights=path)
     else:
@@ -138,7 +138,7 @@ def restore(layout: str, path: str, how: str) -> tuple[Tensor, dict[str, Tensor]
 
 @lru_cache
 def alone() -> tuple[Trained, dict[str, Tensor], Tensor]:
-    """One process: the trained state, all buffers, and scores of an evaluated batch."""
+    """One process: the trained state, all buffers, and the scores of an evaluation batch."""
     trained, model = train_alone(CASE), CASE.model().double()
     model.load_state_dict(model.state_dict() | trained.values)
     model.eval()
@@ -154,7 +154,7 @@ def off(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]
 
 @pytest.fixture(scope="module")
 def checkpoint(workers: Pool, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What a pipeline of two stages saved."""
+    """The path of a checkpoint that a pipeline of two stages saved."""
     path = str(tmp_path_factory.mktemp("saved") / "stages")
     workers(2).run(train, "stages", path)
     return path
@@ -213,7 +213,7 @@ def test_state_that_does_not_fit_is_refused_on_every_rank(workers: Pool, tmp_pat
 
 
 class Unlike(Net):
-    """It changes a buffer where it is evaluated, and not in training."""
+    """Changes a buffer in evaluation and not in training."""
 
     def forward(self, image: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
         if not self.training:

@@ -1,4 +1,4 @@
-"""Models that draw random numbers: the same step whatever the plan, another one at each step."""
+"""Models that draw random numbers: every plan draws the same ones, every step new ones."""
 
 from __future__ import annotations
 
@@ -48,11 +48,8 @@ def noisy() -> Analysis:
     return Analysis.of(capture(Noisy(), rows(0), precision="fp64"))
 
 
-# -- plans -------------------------------------------------------------------------------------
-
-
 def test_rows_of_masks_are_rows_of_the_batch() -> None:
-    """Vectors of positions are of the batch where their dim is, though others are as long."""
+    """Vectors of positions along the batch dim are cut as the batch; equally long ones are not."""
     analysis = noisy()
     assert analysis.batch.broken_at is None
     cut = [name for name in analysis.program.constants if name in analysis.batch.cells]
@@ -62,7 +59,7 @@ def test_rows_of_masks_are_rows_of_the_batch() -> None:
 @pytest.mark.parametrize(("sizes", "n_microbatches"), [((2,), 2), ((4,), 1), ((2, 2), 4)])
 @pytest.mark.parametrize("seed", range(3))
 def test_any_placement(sizes: tuple[int, ...], n_microbatches: int, seed: int) -> None:
-    """Random legal assignments compute what one process does, to the parity law."""
+    """Random legal assignments compute what one process computes."""
     analysis, cost = noisy(), abstract_cost(sizes)
     problem = intra_op_problem(analysis, cost, n_microbatches, Constraints(), "adamw")
     rng = random.Random(f"{sizes} {n_microbatches} {seed}")
@@ -73,7 +70,7 @@ def test_any_placement(sizes: tuple[int, ...], n_microbatches: int, seed: int) -
 @pytest.mark.parametrize("period", ["micro", "use"])
 @pytest.mark.parametrize("shapes", [((1, 2), (1, 2)), ((2, 1), (1, 1), (1, 1))])
 def test_any_pipeline(shapes: tuple[tuple[int, int], ...], period: Period) -> None:
-    """Stages of any cut, with ZeRO-2 and ZeRO-3."""
+    """Stages cut anywhere, with ZeRO-2 ("micro") and ZeRO-3 ("use")."""
     analysis, rng = noisy(), random.Random(f"{shapes} {period}")
     ends = random_ends(analysis.program, len(shapes), rng)
     pipeline = random_pipeline(analysis, ends, Layout(shapes, 4), rng, period=period)
@@ -82,7 +79,7 @@ def test_any_pipeline(shapes: tuple[tuple[int, int], ...], period: Period) -> No
 
 
 def test_equal_positions_are_delivered_once() -> None:
-    """GPT-2 has a dropout at 7 places here, of tensors of 3 and 4 dims, and 5 vectors."""
+    """GPT-2 has 7 dropouts here, of tensors of 3 and 4 dims, and 5 different vectors."""
     plan = autopar.plan(dropped_gpt2(), (1, 1), tokens(0), microbatches=2)
     assert plan.bound is not None
     delivered = [d for d in plan.bound.pipeline.stages[0].delivered if d.source.startswith("pos")]
@@ -92,17 +89,14 @@ def test_equal_positions_are_delivered_once() -> None:
 
 
 def test_layers_with_dropout_are_alike() -> None:
-    """Each draws its own bits; the joint search plans one of them all the same."""
+    """Each layer draws its own bits, yet the joint search plans only one layer."""
     model = dropped_gpt2(6)
     (run,) = find_runs(Analysis.of(capture(model, tokens(0), precision="fp64")))
     assert run.count == 6
 
 
-# -- what is drawn -----------------------------------------------------------------------------
-
-
 def drawn(body: Callable[[Tensor], Any], seed: int = 0, x: Tensor | None = None) -> Any:
-    """What a function makes of an input, ones by default, in the captured program."""
+    """The output of `body` in the captured program; the input is ones by default."""
     model = Module(lambda self, x: body(x))
     x = torch.ones(BATCH, 8, 512) if x is None else x
     program = capture(model, (x,), training=False)
@@ -152,7 +146,7 @@ def test_alpha_dropout_keeps_mean_and_variance() -> None:
 
 
 def test_noise_has_the_moments_it_is_asked_for() -> None:
-    """(mean, variance) of 2^16 numbers; randint is checked by its values."""
+    """Mean and variance of 2^16 numbers; randint's values are checked in `test_integers`."""
     wanted: dict[str, tuple[Callable[[Tensor], Tensor], float, float]] = {
         "rand_like": (torch.rand_like, 0.5, 1 / 12),
         "rand": (lambda x: torch.rand(x.shape), 0.5, 1 / 12),
@@ -201,8 +195,6 @@ def test_what_cannot_be_drawn_is_refused() -> None:
         )  # fmt: skip
 
 
-# -- attention ---------------------------------------------------------------------------------
-
 NEVER = 1e-300  # a probability that drops nothing
 MASKS: dict[str, Callable[[], dict[str, Any]]] = {
     "none": dict,
@@ -217,7 +209,7 @@ MASKS: dict[str, Callable[[], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", MASKS)
 def test_attention_by_parts_is_attention(name: str) -> None:
-    """With a probability that drops nothing, values and gradients are the fused operator's."""
+    """If the probability drops nothing, values and gradients equal the fused operator's."""
     torch.manual_seed(0)
     options, heads = MASKS[name](), 2 if name == "grouped" else 4
     q = torch.randn(3, 4, 5, 8, dtype=torch.float64, requires_grad=True)
@@ -247,16 +239,13 @@ def test_attention_by_parts_is_attention(name: str) -> None:
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-12)
 
 
-# -- by the public call, on processes ----------------------------------------------------------
-
-
 @pytest.fixture
 def pool2(workers: Callable[[int], WorkerPool]) -> WorkerPool:
     return workers(2)
 
 
 def test_gpt2_with_its_own_dropout(pool2: WorkerPool) -> None:
-    """Three tensor-parallel steps on two processes are those of one, gradients and all."""
+    """Three tensor-parallel steps on two processes equal one process, gradients included."""
     found = pool2.run(train_gpt2)
     wrong = errors(found, train_alone(Case(dropped_gpt2, tokens)))
     assert {name: e for name, e in wrong.items() if not e <= TOLERANCE} == {}
@@ -264,6 +253,6 @@ def test_gpt2_with_its_own_dropout(pool2: WorkerPool) -> None:
 
 
 def test_a_resumed_run_draws_what_it_would_have(pool2: WorkerPool, tmp_path: Any) -> None:
-    """Though the module that goes on was made under another seed."""
+    """The module that resumes was made under another seed, which makes no difference."""
     for straight, resumed in pool2.run(train_interrupted, 5, str(tmp_path / "checkpoint")):
         assert straight == resumed

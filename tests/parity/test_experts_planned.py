@@ -1,9 +1,9 @@
-"""Mixtures of experts on several ranks: any legal placement is right, and what is planned.
+"""Mixtures of experts on several ranks: every legal placement is right, and plans are as expected.
 
-On an abstract machine (unit links, one flop per second), by shapes and by what is forbidden:
+What is planned on an abstract machine (unit links, one FLOP per second):
 
     many small experts, 8 ranks     rows go to the rank of their expert and back
-    rows whole, odd features        ranks compute their own experts' rows, summed
+    rows whole, odd features        ranks compute their own experts' rows, then sum
     experts as a dim of einsums     an all_to_all from rows sharded to experts sharded, and back
 """
 
@@ -51,7 +51,7 @@ EXCHANGE, OWN_ROWS = "expert_exchange_linear", "expert_parallel_linear"
 
 
 def on_axis(case: Case, axis: int) -> Constraints:
-    """The experts' matrices are used sharded by experts on one axis."""
+    """Constraints: the experts' matrices are sharded by experts on one axis."""
     parameters = case.analysis.program.parameters
     pin = (AxisPin(None, S(0), axis),)
     return Constraints(pins={n: pin for n, p in parameters.items() if len(p.shape) == 3})
@@ -61,7 +61,7 @@ def random_step(
     case: Case, sizes: tuple[int, ...], n_microbatches: int, seed: int,
     constraints: Constraints = FREE,
 ) -> set[str]:  # fmt: skip
-    """A random legal assignment agrees with one process; what was lowered in it."""
+    """Compare a random legal assignment with one process; the functions lowered in it."""
     cost = abstract_cost(sizes)
     problem = intra_op_problem(case.analysis, cost, n_microbatches, constraints, "adamw")
     rng = random.Random(f"{sizes} {n_microbatches} {seed}")
@@ -90,7 +90,10 @@ def test_any_placement_on_two_axes_is_right() -> None:
 
 
 def test_a_balancing_loss_is_exact_in_one_microbatch() -> None:
-    """It is a product of means over the batch: partial sums are exact, a sum over rows is not."""
+    """The loss is a product of means over the batch.
+
+    Partial sums over ranks are exact. Microbatches are refused, since it is no sum over rows.
+    """
     model = moe_model("mixtral", output_router_logits=True)
     case = Case(Analysis.of(capture(model, random_tokens(0), precision="fp64")), random_tokens)
     random_step(case, (2,), 1, 0)
@@ -99,7 +102,7 @@ def test_a_balancing_loss_is_exact_in_one_microbatch() -> None:
 
 
 class Experts(nn.Module):
-    """A layer, and two products by top-2 experts beside it, under a loss."""
+    """A layer, two matmuls with top-2 experts beside it, and a loss."""
 
     def __init__(self, width: int, inner: int, n_experts: int) -> None:
         super().__init__()
@@ -121,7 +124,7 @@ class Experts(nn.Module):
 
 
 class Gated(nn.Module):
-    """A layer, and experts as a dim of einsums, under a loss."""
+    """A layer, experts as a dim of einsums, and a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +152,7 @@ class Planned:
 
 
 def plan(case: Case, n_ranks: int, *forbid: str, by: int | None = None) -> Planned:
-    """The optimum without ZeRO on n ranks, which computes what one process does.
+    """The best plan without ZeRO on `n_ranks`, after a check against one process.
 
     `by` = 1: the experts' matrices must be sharded by experts.
     """
@@ -166,7 +169,7 @@ def plan(case: Case, n_ranks: int, *forbid: str, by: int | None = None) -> Plann
 
 
 def case_of(model: nn.Module, *shape: int) -> Case:
-    """A model of one input."""
+    """The case of a model with one input."""
     x = torch.randn(shape, dtype=torch.float64)
     analysis = Analysis.of(capture(model.double(), (x,)))
     (name,) = (info.path for info in analysis.program.inputs.values())
@@ -175,7 +178,7 @@ def case_of(model: nn.Module, *shape: int) -> Case:
 
 @lru_cache
 def few_experts() -> Case:
-    """3 and 9 features, which no number of ranks here divides."""
+    """3 and 9 features: no number of ranks here divides them."""
     return case_of(Experts(9, 3, 8), 16, 9)
 
 
@@ -185,7 +188,7 @@ def gated_experts() -> Case:
 
 
 def test_many_small_experts_are_sent_their_rows() -> None:
-    """Both products exchange numbers, rows and results, and gradients of the last two."""
+    """Both matmuls exchange row counts, rows and results; backward only rows' and results'."""
     planned = plan(case_of(Experts(32, 8, 32), 64, 32), 8)
     assert lowered(planned.strategy) == {EXCHANGE}
     assert planned.uses("up") == planned.uses("down") == {"S(0)"}
@@ -220,7 +223,7 @@ def test_without_data_parallelism_the_matrices_are_sharded() -> None:
 
 
 def test_einsums_over_experts_are_reached_by_all_to_all() -> None:
-    """From tokens sharded to experts sharded and back, forward and backward."""
+    """An all_to_all from sharded tokens to sharded experts and one back, in both directions."""
     planned = plan(gated_experts(), 4, by=1)
     assert planned.uses("experts.up") == planned.uses("experts.down") == {"S(0)"}
     assert planned.calls("experts/einsum") == {

@@ -1,4 +1,4 @@
-"""Plans of models made of less usual operators: complex numbers, places, sorts, class weights."""
+"""Parity of models with less usual operators: complex numbers, indexing, sorts, class weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Fourier(nn.Module):
 
 
 class Places(nn.Module):
-    """Tokens chosen, sorted and written by place."""
+    """Tokens are sorted, read and written by index."""
 
     def mixed(self, h: Tensor) -> Tensor:
         scores, order = h.sum(-1).sort(dim=1, descending=True)

@@ -1,8 +1,8 @@
-"""What random assignments notice: faults put into the algebra on purpose.
+"""Faults planted in the placement algebra: random assignments must notice each of them.
 
-A fault counts as noticed when one of a few fixed assignments, right without it, has an error
-above the tolerance with it. Every row of the reshard table is mutated in every way that
-keeps shapes (`MUTANTS`); the other faults are the mistakes that placements invite.
+A fault is noticed if one of a few fixed assignments, right without it, has an error above the
+tolerance with it. Every row of the reshard table is mutated in every way that keeps shapes
+(`MUTANTS`). The other faults are mistakes that are easy to make with placements.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.helpers.ranks import TOLERANCE
 
 __all__ = ["generated_code"]
 
-# Primitives that take and give the same shapes; all_to_all has no like.
+# Primitives with equal shapes of input and output; no other has those of all_to_all.
 ALIKE: tuple[tuple[PrimitiveKind, ...], ...] = (
     ("identity", "all_reduce", "keep_first"),
     ("all_gather", "zero_pad"),
@@ -95,7 +95,7 @@ class Assignments:
 
 @pytest.fixture(scope="module")
 def assignments() -> dict[str, Assignments]:
-    """Enough of them that every row of the table is run both ways."""
+    """Enough assignments to run every row of the table forward and backward."""
     found = {
         "mlp": Assignments("mlp", (2,), range(6)),
         "bert-view": Assignments("bert-view", (2,), range(6)),
@@ -121,7 +121,7 @@ def test_named_faults_are_mutants() -> None:
 
 
 def _invariant_scale(strategy: Strategy, norms: set[str]) -> Strategy:
-    """The scale and shift of each norm left I where its activations are sharded."""
+    """Leave the scale and shift of each norm I where its activations are sharded."""
     changed = dict(strategy.operators)
     for name in norms:
         old = changed[name]
@@ -138,7 +138,7 @@ def _kept_invariant(rows: Spec, spec: Spec) -> Spec:
 
 
 def test_invariant_mixed_with_shards() -> None:
-    """The loss is right and the scale's gradient is not, so losses alone prove nothing."""
+    """The loss is right and the scale's gradient is wrong: equal losses alone prove nothing."""
     some = Assignments("bert-view", (2,), [3])
     assert some.are_right()
     operators = some.case.analysis.operators
@@ -151,7 +151,7 @@ def test_invariant_mixed_with_shards() -> None:
 
 
 def test_storage_order_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parameters laid out in axis order, whatever their storage says."""
+    """Parameters are sharded in axis order, whatever order their storage has."""
     some = Assignments("mlp", (2, 2), range(3))
     assert some.are_right()
     right = delivery.shard
@@ -180,7 +180,7 @@ def test_outer_axis_moved_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_strided_factor_taken_as_contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads of a fused QKV cut as if they were its leading rows."""
+    """Heads of a fused QKV are cut as if they were contiguous rows."""
     some = Assignments("bert-view", (2,), range(3))
     assert some.are_right()
 
@@ -196,7 +196,7 @@ def test_strided_factor_taken_as_contiguous(monkeypatch: pytest.MonkeyPatch) -> 
 
 @contextmanager
 def fresh_tables() -> Iterator[None]:
-    """For faults in the search of reshards: none is left in the tables that others share."""
+    """Empty the shared reshard tables before and after, so that no fault stays in them."""
     reshard.clear_tables()
     try:
         yield
@@ -205,7 +205,7 @@ def fresh_tables() -> Iterator[None]:
 
 
 def test_local_divisor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rank divides by the labels among its own rows: the mean of means."""
+    """Every rank divides by the number of labels of its own rows: a mean of means."""
     some = Assignments("gpt2", (2,), range(3))
     assert some.are_right()
     right = executor.Executor._divisors
@@ -225,7 +225,7 @@ def test_local_divisor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_dealt_differently(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Microbatches of an input that is whole take other rows than those of a sharded one."""
+    """Microbatches of a replicated input take other rows than those of a sharded input."""
     some = Assignments("mlp", (2,), (2, 5, 9), n_microbatches=2)
     assert some.are_right()
     right = delivery.deliver

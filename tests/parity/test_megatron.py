@@ -1,8 +1,8 @@
-"""autopar's Megatron recipe beside GPT-2 in tensor parallel written by hand, and by DTensor.
+"""autopar's Megatron recipe against tensor-parallel GPT-2 written by hand and with DTensor.
 
-The same weights and batches on two processes: equal losses in float64, and the same
-collectives, number by number and byte by byte. The hand-written model has autopar's parity
-law to obey too: it is a baseline only if it is right.
+With the same weights and batches on two processes, losses are equal in float64. Collectives are
+equal in number and in bytes. The hand-written model has to pass the parity check too: it is a
+baseline only if it is right.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.helpers.jobs import BATCH, HEADS, N_STEPS, SEQUENCE, VOCABULARY, WIDT
 TINY = Size(2, WIDTH, HEADS, VOCABULARY, SEQUENCE)
 SIZES = {
     "tiny": TINY,
-    # Costs alone would cut its embedding along the width, and its head along the sums.
+    # By cost alone the embedding would be sharded by width, and the head by its summed dim.
     "tiny vocabulary": replace(TINY, vocabulary=8),
     "GELU by primitives": replace(TINY, activation="gelu_new"),
 }

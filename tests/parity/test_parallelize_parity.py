@@ -1,7 +1,7 @@
 """Parity on real processes: a fixed sample of the table that `make parity` runs whole.
 
-Losses, every gradient, and every parameter after three AdamW steps, in float64, against one
-process to 1e-10. Labels are ignored unevenly, one row of them whole.
+Losses, every gradient, and every parameter after three AdamW steps equal one process in float64 to
+1e-10. Labels are ignored unevenly; those of one row are all ignored.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def test_the_sample_has_every_plan_model_and_mesh() -> None:
 
 @pytest.mark.parametrize("model", [m for m in MODELS if m != "mlp"])
 def test_labels_are_ignored_unevenly(model: str) -> None:
-    """Or a mean over the rows of one rank would pass for the mean over all."""
+    """Otherwise a mean over the rows of one rank would pass for the mean over all."""
     ignored = (CASES[model].batch(0)["labels"] == -100).sum(1)
     assert ignored.max() == CASES[model].batch(0)["labels"].shape[1]
     for n_parts in (2, 4, 16):

@@ -1,6 +1,6 @@
 """Parity of pipelines on real processes: a fixed sample of the table that `make parity` runs whole.
 
-The law is that of `test_parallelize_parity.py`.
+What is compared is said in `test_parallelize_parity.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SAMPLE = (
 
 
 def test_the_table_and_the_sample() -> None:
-    """Every searched layout under both orders and counts; every layout with every model."""
+    """Every model has every layout; searched ones under both schedules and microbatch counts."""
     table = pipeline_cells()
     assert len(table) == len(set(table)) == 4 * 4 * 2 * 2 + 9 * 4
     for model in CASES:

@@ -1,8 +1,8 @@
-"""The hand-written pipeline is right: a baseline that trains something else measures nothing.
+"""The hand-written pipeline of GPT-2 is right: only then is it a baseline.
 
-Losses of every step and gradients of the first against one process, in float64, under both
-schedules, with one and with two ranks in a stage. Labels are ignored unevenly, so microbatches
-weigh differently.
+Losses of every step and gradients of the first equal one process in float64, under both schedules,
+with one and with two ranks in a stage. Labels are ignored unevenly, so microbatches have different
+weights.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Trained(NamedTuple):
 
 
 def weights() -> dict[str, Tensor]:
-    """Untied, in float64."""
+    """Parameters of GPT-2 with an untied head, in float64."""
     torch.manual_seed(0)
     model = gpt2(tie_word_embeddings=False).double()
     return {name: p.detach() for name, p in model.named_parameters()}
@@ -61,7 +61,7 @@ def one_process() -> Trained:
 def in_a_pipeline(
     n_microbatches: int, schedule: ScheduleName, n_tensor: int, gradients: dict[str, Tensor]
 ) -> tuple[list[float], float]:
-    """This rank's losses (none on the first stage), and how far its gradients are off."""
+    """This rank's losses (none on the first stage), and the largest error of its gradients."""
     sizes = (HEADS, BATCH, SEQUENCE, n_microbatches, schedule, n_tensor)
     pipeline, expected = PipelineGPT2(weights(), *sizes), PipelineGPT2(gradients, *sizes)
     optimizer = torch.optim.SGD(pipeline.module.parameters(), LEARNING_RATE)
@@ -71,7 +71,7 @@ def in_a_pipeline(
         if loss is not None:
             losses.append(loss.item())
         if step == 0:
-            # Cutting is linear: the parts of the gradients are those of the weights.
+            # Gradients are cut as weights are, so `expected` holds this rank's part of them.
             pairs = zip(pipeline.module.parameters(), expected.module.parameters(), strict=True)
             worst = max((gradient(p) - q).abs().max().item() for p, q in pairs)
         optimizer.step()

@@ -1,7 +1,7 @@
-"""What a module of several stages does beside training on one shape, on four processes.
+"""A module of several stages beyond training on one shape: outputs and batches, on four processes.
 
-T5 returns what its first stage makes, the encoder's states, with the logits of its last. Jobs
-return plain values; the tests compare them with one process, in float64 to 1e-10.
+T5 returns the encoder's states, made by its first stage, with the logits of its last. Jobs return
+plain values. Tests compare them with one process, in float64 to 1e-10.
 """
 
 from __future__ import annotations
@@ -60,11 +60,8 @@ def off(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]
     return {name: e for name, e in errors.items() if not e <= TOLERANCE}
 
 
-# -- outputs -----------------------------------------------------------------------------------
-
-
 def outputs_of(model: str, layout: str) -> dict[str, Any]:
-    """A step that shows its outputs, then evaluation, then a step."""
+    """Run a step that hands over its outputs, then evaluation, then another step."""
     module = ready(model, layout)
     seen: list[Any] = []
     loss = module.step(outputs=seen.append, **CASES[model].batch(0))
@@ -91,7 +88,7 @@ def t5_outputs(request: pytest.FixtureRequest, workers: Pool) -> list[dict[str, 
 
 
 def test_evaluation(t5_outputs: list[dict[str, Any]]) -> None:
-    """The loss on every rank, other tensors on the last stage's; or all on all."""
+    """Every rank has the loss. Other tensors are on the last stage, or on all if all gather."""
     loss, outputs, _ = reference("t5", 1, training=False)
     wanted = {"loss": loss, "logits": outputs.logits, STATES: outputs[STATES]}
     wanted = {name: value.detach() for name, value in wanted.items()}
@@ -116,7 +113,7 @@ def predict(layout: str) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize(("layout", "n_last"), [("4 x (1,1)", 1), ("(1,1) + (1,3)", 3)])
 def test_evaluation_without_a_loss(layout: str, n_last: int, workers: Pool) -> None:
-    """The loss is the user's function, which evaluation does not call."""
+    """The loss is the user's `loss_fn`, which evaluation does not call."""
     case = CASES["mlp"]
     wanted = case.model().double()(case.batch(1)["x"].double()).detach()
     for rank, (last, everywhere) in enumerate(workers(N_RANKS).run(predict, layout)):
@@ -128,7 +125,7 @@ def test_evaluation_without_a_loss(layout: str, n_last: int, workers: Pool) -> N
 
 
 def test_outputs_of_each_microbatch(t5_outputs: list[dict[str, Any]]) -> None:
-    """On the last stage alone, and in the order of the batch's rows."""
+    """Only the last stage hands outputs over, in the order of the batch's rows."""
     loss, outputs, gradients = reference("t5", 0)
     assert off(t5_outputs[0]["gradients"], gradients) == {}
     for rank, of_rank in enumerate(t5_outputs):
@@ -146,9 +143,6 @@ def test_outputs_of_each_microbatch(t5_outputs: list[dict[str, Any]]) -> None:
                 assert error(of_microbatch[name], dealt[:, k].flatten(0, 1)) <= TOLERANCE
 
 
-# -- batches -----------------------------------------------------------------------------------
-
-
 def step_locally(model: str, layout: str) -> dict[str, Any]:
     module = ready(model, layout)
     batch = CASES[model].batch(0)
@@ -160,7 +154,7 @@ def step_locally(model: str, layout: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("layout", ["pp2 dp2", "(1,1) + (1,3)"])
 def test_a_local_batch(layout: str, workers: Pool) -> None:
-    """Each rank gives its rows of what its stage reads, and nothing else."""
+    """Each rank passes its rows of the inputs that its stage reads, and nothing else."""
     loss, _, gradients = reference("gpt2", 0)
     found = workers(N_RANKS).run(step_locally, "gpt2", layout)
     n_first = 2 if layout == "pp2 dp2" else 1
@@ -187,7 +181,7 @@ def accumulate(model: str, layout: str) -> tuple[list[Tensor], dict[str, Tensor]
 
 
 def test_gradients_add_up_over_steps_of_other_shapes(workers: Pool) -> None:
-    """The tied embedding's too, whose uses are on both stages."""
+    """So do those of the tied embedding, which both stages use."""
     loss, _, gradients = reference("gpt2", 0)
     other, _, more = reference_of("gpt2", fewer_rows(CASES["gpt2"].batch(1)))
     found = workers(N_RANKS).run(accumulate, "gpt2", "(1,1) + (1,3)")

@@ -1,8 +1,8 @@
 """Random pipelines: random cuts, unequal meshes, random legal assignments and boundaries.
 
-Whatever stages a model is cut into, on whatever meshes, loss and every gradient on every rank
-are those of one process, under messages that wait for each other as NCCL's do. Every value
-crosses once, and its gradient once; the collectives are those read off the stages' programs.
+For any stages on any meshes, loss and every gradient on every rank equal one process. Messages
+wait for each other as NCCL's do. Every value crosses once, and so does its gradient. Collectives
+are those read off the stages' programs.
 
 `AUTOPAR_ASSIGNMENTS=N` runs the seeds 0 .. N-1 of every combination; by default a fixed sample.
 """
@@ -37,7 +37,7 @@ MESHES: tuple[Shapes, ...] = (
 )
 COUNTS = (1, 2, 4, 8)
 ORDERS = ("gpipe", "1f1b")
-# Of the other models, which add no new shape of a pipeline, a few.
+# Samples of each model. Other models add no new shape of a pipeline, so they have few.
 N_SAMPLED = {"mlp": 12, "gpt2": 10, "llama": 8, "t5": 8}
 N_SAMPLED_OTHERS = 3
 Combination = tuple[str, Shapes, int, str, int]
@@ -85,7 +85,7 @@ def bytes_sent(calls: Sequence[Sequence[CollectiveCall]]) -> int:
 
 
 def crossing_bytes(pipeline: Pipeline) -> int:
-    """Every value once per microbatch and reader, and its gradient; every tie's gradients."""
+    """Bytes of every value and its gradient, per microbatch and reader; and gradients of ties."""
     n = 0
     for crossing in pipeline.crossings:
         local = crossing.sent.local
@@ -99,7 +99,10 @@ def crossing_bytes(pipeline: Pipeline) -> int:
 
 
 def check_collectives(pipeline: Pipeline, rank: int, found: Sequence[CollectiveCall]) -> None:
-    """Inside the stage those of its program; besides them the loss, and copies of tied sums."""
+    """A rank's collectives are those of its stage's program, one for the loss, and some for ties.
+
+    Each partner of a tied parameter adds at most one all_reduce of its summed gradient.
+    """
     stage = pipeline.stage_of(rank)
     foretold = Counter(foretold_calls(pipeline.stages[stage]))
     inside = Counter(c for c in found if c.kind != "send" and c.axes != (WORLD_AXIS,))

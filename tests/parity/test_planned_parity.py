@@ -1,7 +1,7 @@
-"""Chosen plans: they are what their recipe says, and compute what one process computes.
+"""Chosen plans follow their recipe and compute what one process computes.
 
-Recipes are laid out as the planner does, on its abstract machine; "auto" is the free optimum
-on unit links.
+Recipes are placed as the planner does it, on its abstract machine. "auto" is the unconstrained
+optimum on unit links.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.helpers.harness import Case, abstract_cost, generated_code, model_cas
 __all__ = ["generated_code"]
 
 MODELS = ("mlp", "gpt2", "llama")
-# Meshes with numbers of microbatches: both, where both axes are there.
+# Mesh and number of microbatches; the mesh of two axes has both numbers.
 PLACES = (((1, 2), 1), ((2, 2), 1), ((2, 2), 4), ((1, 4), 4))
 DATA, TENSOR = 0, 1
 RECIPES = {
@@ -71,7 +71,7 @@ class Planned:
         return [m for m in moves if "reduce_scatter" in (m.forward, m.backward)]
 
     def is_batch_sharded(self, axis: int) -> bool:
-        """Does every model input come in shards of its rows?"""
+        """Is every model input sharded by rows on `axis`?"""
         return all(
             item.batch_cell is not None
             and item.local.spec.placements[axis].is_shard
@@ -94,7 +94,7 @@ def plan(model: str, sizes: tuple[int, ...], n_microbatches: int, recipe: str) -
 
 
 def check_megatron(planned: Planned) -> None:
-    """Products use their weights sharded over tp and whole over dp; rows split over dp only."""
+    """Weights of matmuls are sharded over tp and whole over dp; rows are sharded over dp only."""
     products = {
         name
         for name, info in planned.case.analysis.program.parameters.items()
@@ -112,7 +112,7 @@ def check_megatron(planned: Planned) -> None:
 
 
 def check_sequence(planned: Planned) -> None:
-    """Norms run on shards over tp, and activations reduce_scatter there."""
+    """Norms run on shards over tp, and activations reduce_scatter over tp."""
     assert planned.reduce_scatters
     assert all(m.axes == (TENSOR,) for m in planned.reduce_scatters)
     for operator in planned.case.analysis.operators:
@@ -122,7 +122,7 @@ def check_sequence(planned: Planned) -> None:
 
 
 def check_storage(planned: Planned, zero: int, axes: tuple[int, ...]) -> None:
-    """Whole in use on the data `axes`; stored whole too, or split there with its period."""
+    """Parameters are used whole on the data `axes`; ZeRO stores them sharded there."""
     for name, storage in planned.strategy.storage.items():
         kept = [storage.spec.placements[axis] for axis in axes]
         assert all(not u.placements[a].is_shard for u in planned.uses(name) for a in axes), name
@@ -157,7 +157,7 @@ def check_recipe(planned: Planned, recipe: str) -> None:
 @pytest.mark.parametrize(("sizes", "n_microbatches"), PLACES, ids=str)
 @pytest.mark.parametrize("model", MODELS)
 def test_plan(model: str, sizes: tuple[int, ...], n_microbatches: int, recipe: str) -> None:
-    """The plan is its recipe's, and right to 1e-10."""
+    """The plan follows its recipe and is right to 1e-10."""
     planned = plan(model, sizes, n_microbatches, recipe)
     check_recipe(planned, recipe)
     case, cost = planned.case, abstract_cost(sizes)

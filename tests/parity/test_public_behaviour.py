@@ -1,6 +1,6 @@
-"""What a parallel module does beside training on one shape, on two real processes.
+"""A parallel module beyond training on one shape: batches, outputs and state, on two processes.
 
-Jobs return plain values; the tests compare them with one process, in float64 to 1e-10.
+Jobs return plain values. Tests compare them with one process, in float64 to 1e-10.
 """
 
 from __future__ import annotations
@@ -61,8 +61,6 @@ def off(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]
     return {name: e for name, e in errors.items() if not e <= TOLERANCE}
 
 
-# -- batches ---------------------------------------------------------------------------------------
-
 SHAPES = {"fewer, shorter rows": (8, 4), "more rows": (32, 8)}
 
 
@@ -103,7 +101,7 @@ def step_locally(microbatches: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_a_local_batch_is_the_global_one(microbatches: int, workers: Pool) -> None:
-    """Also where one rank's rows have fewer labels than the other's."""
+    """This holds even if one rank's rows have fewer labels than the other's."""
     found = workers(2).run(step_locally, microbatches)
     for rank, of_rank in enumerate(found):
         mine = slice(8 * rank, 8 * rank + 8)
@@ -127,7 +125,7 @@ def rows_by_stage() -> dict[str, slice | None]:
 
 
 def test_a_stage_has_no_slice_of_what_it_does_not_read(workers: Pool) -> None:
-    """Ids are the first stage's, labels the last one's."""
+    """The first stage reads ids, the last one labels."""
     first, last = workers(2).run(rows_by_stage)
     assert first == {"input_ids": slice(0, 16), "labels": None}
     assert last == {"input_ids": None, "labels": slice(0, 16)}
@@ -165,9 +163,6 @@ def test_planning_waits_for_the_first_step(workers: Pool) -> None:
         assert is_ready
 
 
-# -- outputs ---------------------------------------------------------------------------------------
-
-
 def evaluate(manual: Manual, gather: str) -> dict[str, Any]:
     module = ready(manual)
     module.eval()
@@ -189,7 +184,7 @@ def evaluate(manual: Manual, gather: str) -> dict[str, Any]:
 def test_evaluation_returns_the_models_own_output(
     manual: Manual, gather: str, workers: Pool
 ) -> None:
-    """Logits whole on every rank; and training goes on after it."""
+    """Logits are whole on every rank, and training continues afterwards."""
     loss, output, _ = reference(tokens(1), training=False)
     for found in workers(2).run(evaluate, manual, gather):
         assert found["type"] == type(output).__name__ == "CausalLMOutputWithCrossAttentions"
@@ -212,7 +207,7 @@ def see_outputs(manual: Manual) -> tuple[list[Tensor], list[Tensor], Tensor]:
 
 @pytest.mark.parametrize("manual", [DP, TP], ids=["data parallel", "tensor parallel"])
 def test_outputs_of_each_microbatch(manual: Manual, workers: Pool) -> None:
-    """Their rows are the batch's: contiguous parts, or one part of each rank's rows."""
+    """Rows of a microbatch: a contiguous part of the batch, or one part of each rank's rows."""
     whole = reference_of(0)[1].logits.detach()
     n_blocks = manual.dp
     parts = whole.view(n_blocks, 2, -1, *whole.shape[1:]).transpose(0, 1).flatten(1, 2)
@@ -236,9 +231,6 @@ def test_verifying_in_a_job(workers: Pool) -> None:
         assert found == names
 
 
-# -- weights and state -----------------------------------------------------------------------------
-
-
 def start_on_meta(manual: Manual) -> tuple[dict[str, Tensor], Tensor]:
     torch.manual_seed(5)
     with torch.device("meta"):
@@ -249,7 +241,7 @@ def start_on_meta(manual: Manual) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def test_weights_of_a_model_on_meta(workers: Pool) -> None:
-    """Initialised shard by shard, to the same values whatever the plan."""
+    """Weights are initialised shard by shard, to the same values under every plan."""
     (first, loss), (_, other_loss) = workers(2).run(start_on_meta, TP)
     (second, _), _ = workers(2).run(start_on_meta, Manual(dp=2, zero=3))
     assert first.keys() == second.keys()
@@ -330,9 +322,6 @@ def test_the_users_model_is_left_untouched(workers: Pool) -> None:
     assert workers(2).run(train_beside_the_model) == [True, True]
 
 
-# -- ranks that disagree ---------------------------------------------------------------------------
-
-
 class TwoBranches(nn.Module):
     """Two all_reduces of different sizes that do not depend on each other."""
 
@@ -346,7 +335,7 @@ class TwoBranches(nn.Module):
 
 
 def run_with(change: Callable[[str], str]) -> None:
-    """One step on two thread ranks, the second of which runs changed code."""
+    """One step on two thread ranks; the second runs changed code."""
     batch = rows(0, "x", "y")
     plan = autopar.plan(TwoBranches(), MESH, batch, manual=TP, microbatches=1)
     assert plan.bound is not None
@@ -366,7 +355,7 @@ def run_with(change: Callable[[str], str]) -> None:
 
 
 def swapped(source: str) -> str:
-    """The second branch computed first."""
+    """The code with the second branch computed first."""
     lines = source.splitlines()
     (start,) = [i for i, line in enumerate(lines) if line.startswith("    # a.0  ")]
     (middle,) = [i for i, line in enumerate(lines) if line.startswith("    # b.0  ")]
@@ -377,7 +366,7 @@ def swapped(source: str) -> str:
 
 
 def without_one(source: str) -> str:
-    """The first all_reduce left out."""
+    """The code without its first all_reduce."""
     lines = source.splitlines()
     at = next(i for i, line in enumerate(lines) if "= p_to_i(" in line)
     lines[at] = lines[at].replace("p_to_i(", "(lambda x, group: x)(")

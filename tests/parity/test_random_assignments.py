@@ -1,13 +1,12 @@
 """Random legal assignments of whole models: loss and every gradient on every rank.
 
-The first test of the project: whatever legal placements operators and parameters are given,
-the program lowered from them computes what one process computes, with the collectives that
-are read off its lines. Assignments include orders
-of two axes on one dim, every ZeRO period, vocabulary-parallel embedding and cross-entropy,
-and grouped-query attention, since all of them are choices of the planner.
+This is the first test of the project. For any legal placements of operators and parameters, the
+lowered program computes what one process computes, with the collectives read off its lines.
+Assignments include orders of two axes on one dim, every ZeRO period, vocabulary-parallel embedding
+and cross-entropy, and grouped-query attention, since the planner can choose all of them.
 
-`AUTOPAR_ASSIGNMENTS=N` runs the seeds 0 .. N-1 of every combination; by default each has the
-few that `SAMPLE` gives it.
+`AUTOPAR_ASSIGNMENTS=N` runs the seeds 0 .. N-1 of every combination. By default `SAMPLE` says how
+many seeds run.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from tests.helpers.harness import (
 __all__ = ["generated_code"]
 
 MESHES = ((2,), (4,), (2, 2), (1, 4), (2, 2, 2))
-# Seeds per mesh. Tables of reshards on three axes take long to build, so there only the MLP
-# runs by default.
+# Seeds per mesh. Reshard tables of three axes take long to build, so only the MLP runs there by
+# default.
 SAMPLE = {(2,): 3, (4,): 3, (2, 2): 5, (1, 4): 1, (2, 2, 2): 2}
 EXTRA = os.environ.get("AUTOPAR_ASSIGNMENTS")
 
@@ -58,5 +57,5 @@ def test_assignment(model: str, sizes: tuple[int, ...], n_microbatches: int, see
     strategy = random_strategy(case.analysis, problem, n_microbatches, rng)
     step = thread_step(case.analysis, cost, strategy, case.batch(seed), seed)
     assert step.wrong == {}
-    # Not their order: autograd picks which of two parameters an operator gathers again first.
+    # The order may differ: autograd picks which of an operator's two parameters it regathers first.
     assert Counter(step.calls) == Counter(step.foretold)

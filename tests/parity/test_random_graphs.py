@@ -1,11 +1,11 @@
-"""Random models, random legal placements: loss and every gradient on every rank.
+"""Random models under random legal placements: loss and every gradient on every rank.
 
-Graphs of operators of all families (`random_graphs.py`) are captured, and compared with the
-model itself; then placed anyhow on up to four ranks, in one stage or two, with as many
-microbatches as are exact, and compared with one process.
+Graphs of operators of all families (`tests/helpers/random_models/graphs.py`) are captured, and the
+program is compared with the model. Then it is placed at random on up to four ranks, in one stage or
+two, with a number of microbatches that keeps the step exact, and compared with one process.
 
-`AUTOPAR_GRAPHS=N`, or `AUTOPAR_GRAPHS=M:N` for seeds M .. N-1, draws so many graphs; by default
-a few.
+`AUTOPAR_GRAPHS=N` draws the seeds 0 .. N-1, and `AUTOPAR_GRAPHS=M:N` the seeds M .. N-1. By default
+`SEEDS` are drawn.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STAGES = (((1, 2), (1, 2)), ((1, 1), (2, 1)), ((2, 1), (1, 1)))
 COUNTS = (1, 2, 4)
 EXTRA = os.environ.get("AUTOPAR_GRAPHS")
 N_ASSIGNMENTS = 2
-# 85: a batch norm over ranks keeps a scale that ZeRO-3 gathers, and gathers it again in backward.
+# 85: a batch norm over ranks saves a scale that ZeRO-3 gathers, and backward regathers it.
 SEEDS = (0, 1, 2, 3, 4, 5, 85)
 
 
@@ -58,7 +58,7 @@ def test_graph(seed: int) -> None:
 
 
 def check_capture(model: Graph, analysis: Analysis, seed: int) -> None:
-    """The captured program computes what the model does, where it draws no random numbers."""
+    """The captured program computes what the model does; not checked if it draws random numbers."""
     program, batch = analysis.program, random_batch(seed)
     if program.seed is not None:
         return
@@ -70,7 +70,7 @@ def check_capture(model: Graph, analysis: Analysis, seed: int) -> None:
 
 
 def exact_counts(analysis: Analysis) -> list[int]:
-    """So many microbatches compute the same step."""
+    """The numbers of microbatches that compute the same step."""
     found = []
     for n in COUNTS:
         try:

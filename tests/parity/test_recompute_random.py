@@ -1,11 +1,10 @@
-"""Any operators may run again: random ranges of them, in any mode, under random legal placements.
+"""Any operators may be recomputed: random ranges, in any mode, under random legal placements.
 
-What they compute is what one process computes, and the collectives that run are those foretold.
+Steps compute what one process computes, and run the collectives that the program predicts.
 """
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -13,10 +12,8 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.passes.analysis.analysis import Analysis
-from autopar.passes.analysis.recompute import MODES
 from autopar.passes.lowering.lines import lower
-from autopar.program.strategy import Period, Recomputed
+from autopar.program.strategy import Period
 from autopar.verifier.stage import verify_program
 from tests.helpers.harness import (
     abstract_cost,
@@ -24,6 +21,7 @@ from tests.helpers.harness import (
     generated_code,
     legal_storages,
     model_case,
+    random_ranges,
     random_strategy,
     thread_step,
 )
@@ -31,17 +29,6 @@ from tests.helpers.harness import (
 __all__ = ["generated_code"]
 
 SEEDS = range(4)
-
-
-def random_ranges(analysis: Analysis, rng: random.Random) -> tuple[Recomputed, ...]:
-    """One to four, up to all operators, next to each other or apart."""
-    names = [operator.name for operator in analysis.operators]
-    n_edges = 2 * rng.randint(1, 4)
-    edges = sorted(rng.choices(range(len(names) + 1), k=n_edges))
-    spans = list(zip(edges[::2], edges[1::2], strict=True))
-    if rng.random() < 0.5:  # no operator is left between two
-        spans = list(itertools.pairwise(edges))
-    return tuple(Recomputed(rng.choice(MODES), tuple(names[a:b])) for a, b in spans if a < b)
 
 
 @pytest.mark.parametrize("period", [None, "use"])

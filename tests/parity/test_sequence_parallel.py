@@ -1,9 +1,9 @@
-"""Sequence parallelism as something the planner finds, on a real machine and on thread ranks.
+"""The planner finds sequence parallelism, on a real machine and on thread ranks.
 
-One sequence on eight A100: the batch cannot be split. Between blocks the residual stream is cut
-by rows of the sequence, so norms and residual sums are done once, not on all ranks alike, and an
-all_reduce becomes a reduce_scatter and an all_gather of the same bytes (Korthikanti et al.,
-arXiv:2205.05198). `forbid="sequence"` gives back Megatron's four all_reduces per layer.
+One sequence runs on eight A100, so the batch cannot be sharded. Between blocks the residual stream
+is sharded by rows of the sequence. Norms and residual sums are then computed once, not on every
+rank. An all_reduce becomes a reduce_scatter and an all_gather of the same bytes (Korthikanti et
+al., arXiv:2205.05198). With `forbid="sequence"` there are Megatron's four all_reduces per layer.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SEQUENCE = 1024
 
 @dataclass(frozen=True)
 class Wide:
-    """A model of published width, and how many of its layers are planned."""
+    """A model of published width, and the number of its layers that are planned."""
 
     family: str
     width: int
@@ -66,7 +66,7 @@ WIDE = pytest.mark.parametrize("wide", [GPT2, LLAMA], ids=lambda w: w.family)
 
 
 def planned(wide: Wide, *forbid: str) -> Plan:
-    """The plan on eight A100, as nothing but the planner decides."""
+    """The plan on eight A100; only `forbid` limits the planner."""
     if (wide.family, forbid) not in _PLANS:
         with torch.device("meta"):
             config = AutoConfig.for_model(wide.family, **wide.config)
@@ -94,7 +94,7 @@ def calls_on_rows(wide: Wide, plan: Plan) -> Counter[tuple[str, str]]:
 
 @WIDE
 def test_activations_are_scattered_and_gathered(wide: Wide) -> None:
-    """Each layer reduce_scatters twice and gathers twice, in both directions."""
+    """Each layer has two reduce_scatters and two all_gathers, in forward and in backward."""
     calls = calls_on_rows(wide, planned(wide))
     assert {kind for kind, _ in calls} == {"reduce_scatter", "all_gather"}
     assert min(calls.values()) >= 2 * wide.n_layers
@@ -103,7 +103,7 @@ def test_activations_are_scattered_and_gathered(wide: Wide) -> None:
 
 @WIDE
 def test_without_sequence_there_are_four_all_reduces_per_layer(wide: Wide) -> None:
-    """And one pair more, around the embedding and the head."""
+    """One more pair belongs to the embedding and the head."""
     plan = planned(wide, "sequence")
     calls = calls_on_rows(wide, plan)
     expected = 2 * wide.n_layers + 1
@@ -121,8 +121,10 @@ def test_lowered_operators_are_chosen(function: str) -> None:
 
 @dataclass(frozen=True)
 class Small:
-    """The fastest plan of a small model on one sequence, where bytes cost as much to touch as to
-    move."""
+    """The fastest plan of a small model on one sequence.
+
+    On its machine a byte costs as much to touch as to send.
+    """
 
     analysis: Analysis
     cost: CostModel
@@ -148,7 +150,7 @@ class Small:
 
 @pytest.mark.parametrize("make", [tiny_gpt2, tiny_llama])
 def test_rows_of_a_small_sequence(make: Callable[[], nn.Module]) -> None:
-    """Chosen alike, and computes what one process does."""
+    """Rows of small models are sharded too, and steps compute what one process computes."""
     small = Small.of(make)
     norms = {
         small.strategy.operators[o.name].inputs[0]
@@ -162,7 +164,7 @@ def test_rows_of_a_small_sequence(make: Callable[[], nn.Module]) -> None:
 
 
 class Tied(nn.Module):
-    """A table that looks words up, and scores them: far wider than a word is long."""
+    """One table embeds words and scores them; it has far more words than features."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +176,7 @@ class Tied(nn.Module):
 
 
 def test_rows_of_a_small_vocabulary() -> None:
-    """Both lowered operators of the vocabulary, chosen and right."""
+    """Both vocabulary-parallel operators are chosen and right."""
     small = Small.of(Tied)
     lowered = {o.lowered.function for o in small.strategy.operators.values() if o.lowered}
     assert lowered == {"vocab_parallel_embedding", "vocab_parallel_cross_entropy"}

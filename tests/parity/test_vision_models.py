@@ -1,8 +1,7 @@
-"""Models of images under random legal assignments: what `test_random_assignments` does for text.
+"""Vision models under random legal assignments, as `test_random_assignments.py` does for text.
 
-Tiny forms of what vision models are built from: group norms and strided convolutions, patches
-into a sequence, depthwise convolutions, residual blocks with frozen batch norms, and a path down
-and up again with skips.
+Models are tiny and have the parts of real ones: group norms and strided convolutions, patches as a
+sequence, depthwise convolutions, residual blocks with frozen batch norms, and a U-Net with a skip.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Classifier(nn.Module):
 
 
 class Averaged(nn.Sequential):
-    """The mean over all pixels of what the layers make."""
+    """The mean of the layers' output over all pixels."""
 
     def forward(self, image: Tensor) -> Tensor:
         for layer in self:
@@ -86,7 +85,7 @@ class Patches(nn.Module):
 
 
 class NextBlock(nn.Module):
-    """A depthwise convolution, then a linear MLP over channels that are last."""
+    """A depthwise convolution, then an MLP on channels as the last dim."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -175,7 +174,7 @@ def problem_of(model: str, sizes: tuple[int, ...], n_microbatches: int) -> Intra
 @pytest.mark.parametrize(("sizes", "n_microbatches"), [((2,), 1), ((4,), 2), ((2, 2), 1)])
 @pytest.mark.parametrize("model", MODELS)
 def test_assignment(model: str, sizes: tuple[int, ...], n_microbatches: int, seed: int) -> None:
-    """One assignment agrees with one process, by the collectives read off its program."""
+    """One assignment agrees with one process and runs the collectives read off its program."""
     analysis, cost = analysis_of(model), abstract_cost(sizes)
     problem = problem_of(model, sizes, n_microbatches)
     rng = random.Random(f"{model} {sizes} {seed}")
@@ -194,7 +193,7 @@ RECIPES = {
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("model", MODELS)
 def test_plan(model: str, recipe: str) -> None:
-    """Where splitting always pays, chosen plans split every convolution and product by 4."""
+    """Where sharding always pays, plans shard every convolution and matmul over 4 ranks."""
     analysis, cost, n_microbatches = analysis_of(model), abstract_cost((4,)), 2
     pricing = recipe_cost(cost)
     chosen = choose(

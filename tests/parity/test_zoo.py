@@ -1,6 +1,6 @@
-"""The zoo of models: what its entries and cells are, and a fixed sample of its parity cells.
+"""The zoo of models: checks of its entries and cells, and a fixed sample of its parity cells.
 
-`make parity` runs all of them. A cell fails too where its plan repeats work on every rank.
+`make parity` runs all cells. A cell also fails if its plan repeats work on every rank.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def test_the_table_and_the_sample() -> None:
 
 
 def test_reasons_are_of_cells() -> None:
-    """A reason that no cell has would be forgotten."""
+    """Every listed reason is that of some cell, so none is left over."""
     names = [set(str(cell).split()) for cell in zoo_cells()]
     for family, entry in FAMILIES.items():
         for words in entry.listed:
@@ -71,7 +71,7 @@ def test_reasons_are_of_cells() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_only_some_families_drop(family: str) -> None:
-    """The others have no dropout: their configurations name none that is not 0."""
+    """In all families but those named "-dropout", every dropout probability is 0."""
     model = FAMILIES[family].case.model()
     drops = [m.p for m in model.modules() if isinstance(m, nn.Dropout)]
     assert any(drops) == family.endswith("-dropout")
@@ -84,7 +84,7 @@ def test_configurations_in_others_do_not_drop() -> None:
 
 @pytest.mark.parametrize("draw", [tokens, next_tokens], ids=("same", "next"))
 def test_labels_are_ignored_unevenly(draw: Callable[[int], Batch]) -> None:
-    """Or a mean over the rows of one rank would pass for the mean over all."""
+    """Otherwise a mean over the rows of one rank would pass for the mean over all."""
     ignored = (draw(0)["labels"] == IGNORED).sum(1)
     assert ignored[0] == ignored.max() == SEQUENCE
     for n_parts in (2, 4, ROWS):
@@ -106,7 +106,7 @@ def test_plans_that_repeat_work_fail() -> None:
 
 
 def test_listed_cells() -> None:
-    """Words of a cell, all of them; a listed cell that passes is a failure."""
+    """A reason is for cells whose text has all its words. A listed cell that passes has failed."""
     entry = replace(NO_SUM, listed={"2-stages zero3": "not yet"})
     assert entry.reason("zoo x 2-stages zero3") == "not yet"
     assert entry.reason("zoo x 1x2 zero3") is None

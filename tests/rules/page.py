@@ -1,8 +1,8 @@
-"""docs/rules.md: every rule in print, made from the rules themselves.
+"""The page docs/rules.md: a table of all rules, generated from the rules.
 
-`make docs` writes the page; a test fails where it is stale. A rule that is a line of notation is
-printed as it is. One that is a function of the call (operators of any rank) is shown by the
-notation of a call of the rule oracle's samples, so what is printed has been checked.
+`make docs` writes the page; a test fails if it is stale. A rule that is a line of notation is
+printed unchanged. A rule that is a function of the call (operators of any rank) is shown by its
+notation for one call of the rule oracle's samples, so the printed notation has been checked.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autopar.capture.rewrites.decompose import PYTHON_DECOMPOSITIONS
 from autopar.placement.notation import Notation
 from autopar.rules import OpCall, OpRule, find_operator, own_rule, rule_for, tables
 from autopar.rules.convolutions import CONVOLUTIONAL
-from autopar.rules.experts import EXPERT_PRODUCTS
+from autopar.rules.experts import EXPERT_MATMULS
 from autopar.rules.indexing import INDEXING
 from autopar.rules.losses import LOSSES
 from autopar.rules.lowering import Lowering
@@ -61,7 +61,7 @@ SECTIONS = (
     Section("Matrices", tables.MATRICES, "Each matrix of a batch by itself: the batch is free."),
     Section(
         "Products and attention",
-        tables.PRODUCTS,
+        tables.MATMULS,
         "A name that is only on the left is summed over: shards of it make a partial sum. "
         "Biases are split off in capture, so that no partial sum adds one several times. In "
         "attention, heads, groups of heads and queries may be sharded; keys stay whole.",
@@ -102,7 +102,7 @@ SECTIONS = (
     ),
     Section(
         "Experts",
-        EXPERT_PRODUCTS,
+        EXPERT_MATMULS,
         "Each row times the matrix of its own expert. Experts may be sharded with all rows on "
         "every rank, or together with the rows, which then travel to their expert and back.",
     ),
@@ -153,7 +153,7 @@ Capture writes many operators as others before rules are looked up:
 
 - those that torch composes of differentiable ones (`CompositeImplicitAutograd`: `outer`, `movedim`,
   `gru`, `fft_fftn`), and from torch's tables of decompositions {decomposed}
-  (`autopar/capture/decompose.py`). One with a rule of its own stays whole;
+  (`autopar/capture/rewrites/decompose.py`). One with a rule of its own stays whole;
 - means, as sums divided by a count; biases of products, as additions; writes in place, as the
   functions they compute; random operators, as the two of [random numbers](#random-numbers).
 
@@ -165,11 +165,8 @@ nothing and draw no random numbers run whole on every rank, and a warning says s
 """
 
 
-# -- one rule --------------------------------------------------------------------------------------
-
-
 class Row(NamedTuple):
-    """What the page says of an operator besides its name."""
+    """The columns of an operator's row, without its name."""
 
     notation: str
     flops: str
@@ -178,7 +175,7 @@ class Row(NamedTuple):
 
 
 def calls_of(rule: OpRule) -> list[OpCall]:
-    """The oracle's calls of an operator."""
+    """The calls of an operator among the oracle's samples."""
     operator = find_operator(rule.op)
     with torch.no_grad():
         return [
@@ -196,7 +193,11 @@ def row_of(rule: OpRule) -> Row:
 
 
 def _replaced(rule: OpRule, calls: Sequence[OpCall], names: str) -> str:
-    """What replaces a rule's operator; with the notation where the row's has other names."""
+    """What replaces the operator if `names` are sharded.
+
+    If they cannot be sharded in the notation of the row, the text shows a notation in which they
+    can.
+    """
     shown, *others = map(rule.notation_of, calls)
     where = f"`{names}`"
     if not _free(shown, names):
@@ -209,7 +210,11 @@ def _free(notation: Notation, names: str) -> bool:
 
 
 def linear_of(rule: OpRule, calls: Sequence[OpCall]) -> str:
-    """Tensors by name: alternatives apart by commas, together by +."""
+    """The tensors an operator is linear in, by name.
+
+    Commas separate alternatives, + joins tensors that are partial sums together. A `*` at the end
+    means: for some calls only.
+    """
     texts = [
         ", ".join(dict.fromkeys(_together(call, positions) for positions in rule.linear_of(call)))
         for call in calls
@@ -219,7 +224,10 @@ def linear_of(rule: OpRule, calls: Sequence[OpCall]) -> str:
 
 
 def _together(call: OpCall, positions: Sequence[int]) -> str:
-    """The arguments that some tensors are; of a list either each alone, or all together."""
+    """The arguments that hold the tensors at `positions`, joined by +.
+
+    For a list it says "each of" if there is one position, "all of" if there are several.
+    """
     owners: list[str] = []
     in_lists: set[str] = set()
     for name, value in call.args.items():
@@ -232,7 +240,7 @@ def _together(call: OpCall, positions: Sequence[int]) -> str:
 
 
 def describe(lowering: Lowering) -> str:
-    """The function that replaces an operator, and its collectives."""
+    """The function that replaces an operator, and the collectives inside it."""
     counts: dict[str, int] = {}
     for inner in lowering.inner:
         text = inner.kind if inner.phase == "forward" else f"{inner.kind} in backward"
@@ -241,11 +249,8 @@ def describe(lowering: Lowering) -> str:
     return f"`{lowering.function}`" + (f" ({collectives})" if collectives else "")
 
 
-# -- the page --------------------------------------------------------------------------------------
-
-
 def section(title: str, rules: Sequence[OpRule], text: str) -> str:
-    """A table, operators with equal rows in one."""
+    """One section with its table; operators with equal rows share a row."""
     rows: dict[Row, list[str]] = {}
     for rule in rules:
         rows.setdefault(row_of(rule), []).append(f"`{short(rule.op)}`")
@@ -263,12 +268,12 @@ def short(op: str) -> str:
 
 
 def derived_names() -> list[str]:
-    """Operators that the oracle has run without a rule in the tables."""
+    """Operators of the oracle's samples that have a derived rule."""
     return sorted({f"`{short(op)}`" for op in SAMPLES if own_rule(op) is None and rule_for(op)})
 
 
 def page() -> str:
-    """The whole text."""
+    """The whole page."""
     printed = [rule.op for part in SECTIONS for rule in part.rules]
     own = {rule.op for rule in tables.RULES}
     assert set(printed) == own, f"no section has {sorted(own.symmetric_difference(printed))}"

@@ -1,7 +1,7 @@
-"""Attention on shards: a causal query cut by rows, heads of grouped queries over two axes.
+"""Attention on shards: a causal query sharded by rows, and grouped-query heads over two axes.
 
-The function on thread ranks beside torch's; what it keeps beside its formula; and plans that
-choose it, or the heads, with parity.
+The lowered function runs on thread ranks against torch's. What it saves for backward is compared
+with its formula. Plans that choose it, or that shard heads, have parity with one process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from tests.helpers.harness import (
     random_strategy,
     thread_step,
 )
-from tests.runtime.test_runtime_collectives import mesh_of, random
+from tests.helpers.machines import mesh_of
+from tests.helpers.tensors import random_tensor
 
 __all__ = ["generated_code"]
 
@@ -45,20 +46,17 @@ ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
 def group(world: ThreadWorld) -> Group:
-    """All ranks, over two merged axes where there are four."""
+    """The group of all ranks; four ranks are two merged axes."""
     mesh = mesh_of(2, 2) if world.n_ranks == 4 else mesh_of(world.n_ranks)
     return world.make_groups(mesh)[mesh.active_axes]
-
-
-# -- the function --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n_key_heads", [4, 2])
 @pytest.mark.parametrize("n_keys", [12, 8, 24])
 @pytest.mark.parametrize("n_ranks", [2, 3, 4])
 def test_rows_beside_torch(n_ranks: int, n_keys: int, n_key_heads: int) -> None:
-    q, upstream = random(0, 2, 4, 12, 4), random(3, 2, 4, 12, 4)
-    k, v = (random(i, 2, n_key_heads, n_keys, 4) for i in (1, 2))
+    q, upstream = random_tensor(0, 2, 4, 12, 4), random_tensor(3, 2, 4, 12, 4)
+    k, v = (random_tensor(i, 2, n_key_heads, n_keys, 4) for i in (1, 2))
     whole_q, whole_k, whole_v = (t.clone().requires_grad_() for t in (q, k, v))
     grouped = n_key_heads < 4
     expected = F.scaled_dot_product_attention(
@@ -88,7 +86,7 @@ def test_rows_beside_torch(n_ranks: int, n_keys: int, n_key_heads: int) -> None:
 
 
 def test_keys_that_no_row_sees_are_not_read() -> None:
-    q, k = random(0, 2, 8, 4), random(1, 2, 8, 4)
+    q, k = random_tensor(0, 2, 8, 4), random_tensor(1, 2, 8, 4)
 
     def work(world: ThreadWorld) -> None:
         g = group(world)
@@ -101,7 +99,7 @@ def test_keys_that_no_row_sees_are_not_read() -> None:
 
 
 def own_kept_bytes(q: Tensor, k: Tensor, v: Tensor, g: Group | None) -> int:
-    """What autograd keeps of attention besides its inputs and its result."""
+    """Bytes that autograd saves for attention besides its inputs and its result."""
     kept: dict[int, int] = {}
 
     def pack(t: Tensor) -> Tensor:
@@ -118,8 +116,8 @@ def own_kept_bytes(q: Tensor, k: Tensor, v: Tensor, g: Group | None) -> int:
 
 
 def test_what_it_keeps_besides_the_operators_part() -> None:
-    """The mask of the last rank, which sees all keys; the first one needs none."""
-    q, k, v = (random(i, 2, 4, 12, 4).requires_grad_() for i in range(3))
+    """The last rank saves a mask, because it sees all keys; the first rank needs none."""
+    q, k, v = (random_tensor(i, 2, 4, 12, 4).requires_grad_() for i in range(3))
     whole_bytes = own_kept_bytes(q, k, v, None)
     mask_bytes = CAUSAL_ATTENTION.value(
         CAUSAL_ATTENTION.saved_bytes, {"c": 4, "t": 12}, itemsize=8, n_ranks=3
@@ -135,11 +133,8 @@ def test_what_it_keeps_besides_the_operators_part() -> None:
     assert first < middle < last
 
 
-# -- plans ---------------------------------------------------------------------------------------
-
-
 class Attends(nn.Module):
-    """Blocks of causal attention over grouped queries and an MLP, under a mean of squares."""
+    """Blocks of causal grouped-query attention and an MLP; the loss is a mean of squares."""
 
     def __init__(self, width: int, n_heads: int, n_key_heads: int, n_layers: int = 1) -> None:
         super().__init__()
@@ -178,7 +173,7 @@ class Attends(nn.Module):
 
 @dataclass(frozen=True)
 class Placed:
-    """The fastest plan of one layer on unit links, and where it has its attention."""
+    """The fastest plan of one layer on unit links."""
 
     analysis: Analysis
     cost: CostModel
@@ -189,7 +184,7 @@ class Placed:
     def of(
         heads: tuple[int, int], sizes: tuple[int, ...], n_rows: int = 1, forbid: Sequence[str] = ()
     ) -> Placed:
-        batch = {"x": random(0, n_rows, 16, 4 * heads[0])}
+        batch = {"x": random_tensor(0, n_rows, 16, 4 * heads[0])}
         program = capture(Attends(4 * heads[0], *heads), batch, precision="fp64")
         analysis, cost = Analysis.of(program), abstract_cost(sizes)
         limits = Constraints(frozenset(forbid))
@@ -226,22 +221,22 @@ def test_heads_that_do_not_divide_stay_whole() -> None:
     ("n_key_heads", "sizes", "n_rows", "query", "key"),
     [
         (1, (4,), 1, "S(1)", "R"),  # multi-query: all heads share one key
-        (2, (4,), 1, "S(1.1)", "R"),  # every rank has both keys, and a part of each group
+        (2, (4,), 1, "S(1.1)", "R"),  # every rank has both keys and a part of each group
         (2, (2, 2), 1, "S(1) S(1.1)", "S(1) R"),  # keys over one axis, groups over the other
-        (2, (2, 4), 2, "S(1) S(1.1)", "S(1) R"),  # more ranks than keys, twice over
+        (2, (2, 4), 2, "S(1) S(1.1)", "S(1) R"),  # 4 ranks share the 4 heads of a key
     ],
 )
 def test_heads_of_grouped_queries(
     n_key_heads: int, sizes: tuple[int, ...], n_rows: int, query: str, key: str
 ) -> None:
-    """Eight heads that share keys, where the sequence must stay whole."""
+    """Eight heads share keys, and the sequence must stay whole."""
     placed = Placed.of((8, n_key_heads), sizes, n_rows, forbid=["sequence"])
     assert [str(s) for s in placed.attention.inputs] == [query, key, key]
     assert placed.wrong() == {}
 
 
 def test_keys_that_the_model_repeats() -> None:
-    """A Llama whose keys are expanded to its heads: keys over one axis, groups over the other."""
+    """A Llama repeats its keys for all heads: keys over one axis, groups over the other."""
     analysis, cost = model_case("llama").analysis, abstract_cost((2, 2))
     limits = Constraints(frozenset({"sequence", "data"}))
     strategy = choose(analysis, PlacementRequest(cost, 1, limits), "adamw", None).strategy
@@ -251,8 +246,8 @@ def test_keys_that_the_model_repeats() -> None:
 
 
 def test_random_assignments() -> None:
-    """Legal ones whatever they cost, some of them with rows on shards."""
-    batch = {"x": random(0, 4, 8, 32)}
+    """Legal assignments, whatever they cost; at least one shards the query by rows."""
+    batch = {"x": random_tensor(0, 4, 8, 32)}
     analysis = Analysis.of(capture(Attends(32, 8, 2), batch, precision="fp64"))
     cost = abstract_cost((2, 2))
     problem = intra_op_problem(analysis, cost, 1, Constraints(), "adamw")
@@ -265,7 +260,7 @@ def test_random_assignments() -> None:
 
 
 def test_rows_are_chosen_on_a_real_machine() -> None:
-    """One layer of GPT-2 XL, whose 25 heads eight A100 do not divide, on one sequence."""
+    """One layer of GPT-2 XL on one sequence: its 25 heads do not divide over eight A100."""
     with torch.device("meta"):
         model, x = Attends(1600, 25, 25).bfloat16(), torch.empty(1, 1024, 1600).bfloat16()
     plan = autopar.plan(

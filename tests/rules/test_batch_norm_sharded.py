@@ -1,4 +1,4 @@
-"""Batch norm over a sharded batch, where the planner chooses it: the whole batch's statistics."""
+"""The planner chooses batch norm over a sharded batch; statistics are those of the whole batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FUNCTIONS = {
 
 
 class Images(nn.Module):
-    """Convolutions and batch norms, with a mean over positions and a cross-entropy."""
+    """Convolutions and batch norms, then a mean over positions and a cross-entropy."""
 
     def __init__(self, channels: int, keeps_statistics: bool = True) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def test_chosen_where_only_rows_divide(keeps_statistics: bool) -> None:
 
 
 def test_chosen_for_many_images() -> None:
-    """Large images and narrow layers on eight GPUs: rows are split, and statistics shared."""
+    """Large images and narrow layers on eight GPUs: rows are sharded, ranks share statistics."""
     with torch.device("meta"):
         model = Images(64)
     mesh = Mesh((1, 8), hardware="a100-80gb")

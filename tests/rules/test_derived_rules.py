@@ -1,4 +1,4 @@
-"""Rules that no table lists: torch's tag of pointwise operators means what autopar takes it for."""
+"""Derived rules: every operator that torch tags as pointwise is pointwise on shards too."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.helpers.samples.rule_samples import bools, fixed, ints, positive, x
 
 
 def tagged() -> Iterator[torch._ops.OpOverload]:
-    """Every overload of ATen that the derived rule is for."""
+    """Every overload of ATen that has a derived rule."""
     for name in torch._C._dispatch_get_all_op_names():
         op = lookup(name) if name.startswith("aten::") else None
         if op is not None and "backward" not in name and derived_rule(str(op)) is not None:
@@ -26,7 +26,7 @@ def tagged() -> Iterator[torch._ops.OpOverload]:
 
 
 def arguments(op: torch._ops.OpOverload, tensors: Iterator[Any]) -> list[Any] | None:
-    """Values of the arguments without default; None where one is of another kind."""
+    """Values for the arguments without default; None if one is neither a tensor nor a number."""
     out: list[Any] = []
     for argument in op._schema.arguments:
         kind = str(argument.type)
@@ -41,7 +41,7 @@ def arguments(op: torch._ops.OpOverload, tensors: Iterator[Any]) -> list[Any] | 
     return out
 
 
-# Between 0 and 1, all reals, above 1, integers, masks: every operator takes one of them.
+# Values in (0, 1), any reals, values above 1, integers, masks: every operator takes one of them.
 OPERANDS = (
     lambda: iter([fixed(4, 8).sigmoid().requires_grad_(), fixed(8).sigmoid(), fixed(4, 1)]),
     lambda: iter([x(4, 8), x(8), fixed(4, 1)]),
@@ -52,7 +52,7 @@ OPERANDS = (
 
 
 def case(op: torch._ops.OpOverload) -> OracleCase | None:
-    """The operator on the first operands that it takes."""
+    """The operator on the first operands that it takes; None if it takes none."""
     for operands in OPERANDS:
         args = arguments(op, operands())
         if args is None:

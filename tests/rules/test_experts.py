@@ -28,7 +28,7 @@ IDS = torch.tensor([3, 0, 0, 1, 2, 3, 3, 0])
 
 
 def looked_up(x: Tensor, weight: Tensor, ids: Tensor, transposed: bool = False) -> Tensor:
-    """What the operator means, by a matrix per row."""
+    """The definition of the operator: one matrix is looked up per row."""
     matrices = weight[ids].mT if transposed else weight[ids]
     return torch.bmm(matrices, x.unsqueeze(-1)).squeeze(-1)
 
@@ -79,7 +79,7 @@ class TestRule:
 
 
 def exchanged(world: ThreadWorld, n_received: Callable[[int], int]) -> list[CollectiveCall]:
-    """Rank r sends r + 1 rows of 3 doubles to each of two ranks, and gets as many back."""
+    """Rank r sends r + 1 rows of 3 doubles to each of two ranks, which return them."""
     mesh = LogicalMesh((2,), ("ep",), (Link(1, 1),), Device(1, 1, 1))
     g: Group = world.make_groups(mesh)[(0,)]
     rows = torch.full((2 * (world.rank + 1), 3), float(world.rank), dtype=torch.float64)
@@ -104,7 +104,7 @@ class TestExchange:
 
 
 def experts(module: Module, rows: Tensor, ids: Tensor, product: Callable[..., Tensor]) -> Tensor:
-    """A product of rows with `module.experts` [4, 4, 4] by ids, under a loss."""
+    """A loss of rows times the matrices of `module.experts` [4, 4, 4] chosen by `ids`."""
     return product(module.linear(rows), module.experts, ids).pow(2).sum()
 
 
@@ -141,7 +141,7 @@ class TestCapture:
 
     @pytest.mark.parametrize("family", FAMILIES)
     def test_a_block_of_transformers_equals_eager(self, family: str) -> None:
-        """Of the form with a loop over experts, which is not traceable; no matrix is gathered."""
+        """The eager form loops over experts, which cannot be traced; no matrix is gathered."""
         model: Any = moe_model(family)
         model.set_experts_implementation("eager")
         block = model.model.layers[0].mlp

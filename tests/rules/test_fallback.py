@@ -57,7 +57,7 @@ WARNING = r"autopar_tests\.scan\.default has no sharding rule and is kept whole[
 
 @pytest.fixture(autouse=True)
 def _forgotten() -> Iterator[None]:
-    """What a test accepts is refused in the next one."""
+    """An operator that one test accepts is refused again in the next one."""
     yield
     registry._kept_whole.clear()
 

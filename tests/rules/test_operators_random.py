@@ -1,4 +1,4 @@
-"""The hash behind random operators: fair, and independent wherever independence is claimed."""
+"""The hash behind random operators: its numbers are uniform and independent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from autopar.operators import random
 from autopar.operators.random import DROPOUT, UNIFORM, Stream, seed_tensor, step_seed
 
-# 2^18 numbers: a mean or a correlation of independent ones is off by 1 / sqrt(n) = 0.002.
+# 2^18 numbers: a mean or a correlation of independent numbers has sigma 1 / sqrt(n) = 0.002.
 SHAPE = (8, 32, 1024)
 FIVE_SIGMA = 5 / 512
 
@@ -33,7 +33,7 @@ def kept(p: float, seed: int = 1, shape: tuple[int, ...] = SHAPE) -> Tensor:
 
 
 def test_uniform_numbers() -> None:
-    """Mean, variance, and the same number of them in every 64th of [0, 1)."""
+    """Mean, variance, and equal counts in every 64th of [0, 1)."""
     u = drawn()
     assert abs(u.mean()) < FIVE_SIGMA and abs(u.var() - 1) < FIVE_SIGMA
     counts = torch.histc(u, 64)
@@ -51,7 +51,10 @@ def test_share_of_zeros(p: float) -> None:
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize("step", [1, 2, 4])
 def test_no_correlation_along_a_dim(dim: int, step: int) -> None:
-    """Elements one index apart differ in the sum that is hashed by the same number everywhere."""
+    """Hashed sums of elements one index apart differ by the same number everywhere.
+
+    The numbers drawn must be uncorrelated all the same.
+    """
     u = drawn()
     n = u.shape[dim] - step
     a, b = u.narrow(dim, 0, n), u.narrow(dim, step, n)
@@ -60,7 +63,7 @@ def test_no_correlation_along_a_dim(dim: int, step: int) -> None:
 
 
 def test_no_correlation_among_draws() -> None:
-    """Occurrences, steps and base seeds, near and far."""
+    """Between occurrences, steps and base seeds, near and far apart."""
     draws = [drawn(1, occurrence) for occurrence in (0, 1, 2, 64)] + [drawn(2), drawn(2**63)]
     for a, b in itertools.combinations(draws, 2):
         assert abs((a * b).mean()) < FIVE_SIGMA
@@ -80,7 +83,7 @@ def test_every_bit_of_the_index_matters() -> None:
 
 
 def test_bits_are_splitmix64() -> None:
-    """In one dim, against the published algorithm in Python's integers."""
+    """In one dim, numbers equal those of the published algorithm in Python's integers."""
     seed, occurrence, n = 7, 3, 100
     key = random._mix(seed + (occurrence + 1) * random._GOLDEN)
     gamma = random._mix(key + random._GOLDEN) | 1
@@ -105,7 +108,7 @@ def test_uniform_of_every_dtype_is_below_one(dtype: torch.dtype) -> None:
 
 
 def test_a_slice_draws_what_the_whole_draws() -> None:
-    """Of any dims at once, however many elements are drawn at a time."""
+    """A slice along several dims, however many elements are drawn at a time."""
     x = torch.randn(6, 40, 300)
     whole = DROPOUT(x, seed_tensor(5), positions(*x.shape), 0.3, 2)
     at: tuple[Any, ...] = (slice(2, 4), torch.tensor([3, 39, 0]), slice(100, None, 7))

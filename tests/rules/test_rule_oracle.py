@@ -27,7 +27,7 @@ RULES = {rule.op: rule for rule in all_rules() if rule.op.startswith("aten.")}
 
 
 def case_of(op: str, sample: Sample, refine: bool = False, **changes: Any) -> OracleCase:
-    """A sample under the operator's own rule, or under one with `changes`."""
+    """A sample under the operator's own rule, with `changes` if there are any."""
     rule = dataclasses.replace(rule_for(op), **changes)
     return OracleCase.of(rule, find_operator(op), *sample, refine=refine)
 
@@ -48,7 +48,7 @@ def test_rule(op: str) -> None:
 
 @pytest.mark.parametrize("op", SAMPLES)
 def test_rule_on_strided_shards(op: str) -> None:
-    """Every factor split in two; on two axes only where they meet in one dim."""
+    """Every factor is split in two. Two axes are checked only where they share a dim."""
     for sample in SAMPLES[op]:
         case = case_of(op, sample, refine=True)
         for strategies in combinations(case, (2,)):
@@ -71,7 +71,7 @@ def test_a_strategy_of_two_axes_on_one_factor_is_among_them() -> None:
 
 
 def faults(op: str, sample: Sample, **changes: Any) -> list[str]:
-    """What the oracle finds wrong on 2 ranks with a rule changed so."""
+    """What the oracle finds wrong on 2 ranks if the rule has `changes`."""
     report = report_case(case_of(op, sample, **changes), [(2,)])
     return [line.failure for line in report.lines if line.failure is not None]
 
@@ -180,7 +180,7 @@ def test_planted_fault_is_noticed(fault: str) -> None:
 
 NORM = call(x(4, 8), [8], x(8), x(8))
 MISPLACED: Mapping[str, tuple[str, Sample, AxisStrategy, str]] = {
-    # The loss would be right: only the gradient tells.
+    # The loss would be right; only the gradient is wrong.
     "a scale left I under sharded activations": (
         "aten.layer_norm.default",
         NORM,
@@ -240,7 +240,7 @@ def test_misplaced_strategy_is_noticed(fault: str) -> None:
 
 
 def test_the_outer_axis_is_the_first() -> None:
-    """An output whose two axes are taken in the wrong order has its pieces swapped."""
+    """If the two axes of an output are taken in the wrong order, its pieces are swapped."""
     case = case_of("aten.relu.default", call(x(4, 8)))
     sharded = AxisStrategy((S(0),), (S(0),), "d0.0")
     check_strategy(case, [sharded, sharded], (2, 2))

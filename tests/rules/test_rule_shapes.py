@@ -1,8 +1,8 @@
-"""Every family of rules on drawn shapes and arguments: shards against the whole.
+"""Every family of rules on random shapes and arguments: shards against the whole.
 
-`test_rule_oracle.py` checks all strategies of chosen calls; here calls are drawn, and of each a
-few placements. `AUTOPAR_EXAMPLES=N` draws N calls of every family, other ones each time, and
-checks every placement of each that two ranks, four, or two axes of two allow.
+`test_rule_oracle.py` checks all strategies of fixed calls. Here calls are random, and a few
+placements of each are checked. `AUTOPAR_EXAMPLES=N` draws N new calls of every family and checks
+every placement of each. A call runs on two ranks, four ranks, or two axes of two ranks.
 """
 
 from __future__ import annotations

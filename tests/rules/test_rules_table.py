@@ -1,4 +1,4 @@
-"""The table of rules: lookup, registration, and the errors that tell what to write."""
+"""The table of rules: lookup, registration, and errors that say what to write."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def scaled_rows(table: Tensor, scale: Tensor) -> Tensor:
 
 @torch.library.custom_op("autopar_tests::row_blocks", mutates_args=())
 def row_blocks(table: Tensor, n_rows: int) -> Tensor:
-    """Fails unless told the number of rows of its input."""
+    """Fails if `n_rows` is not the number of rows of its input."""
     if len(table) != n_rows:
         raise ValueError(f"{len(table)} rows, not {n_rows}")
     return table + 1.0
@@ -147,7 +147,7 @@ class TestRegister:
         assert report_case(OracleCase.of(right, operator, (values, 4)), [(2,)]).ok
 
     def test_several_results_integers_and_an_optional_tensor(self) -> None:
-        """Terms of tensors that a call leaves out fall away; integers have no gradient."""
+        """Terms of tensors that a call omits are dropped; integers have no gradient."""
         register_rule(shifted_peak, PEAK_RULE)
         table, rows, shift = torch.randn(6, 8), torch.randint(6, (4,)), torch.randn(8)
         for call in ((table, rows, shift), (table, rows, None)):
@@ -157,7 +157,7 @@ class TestRegister:
             assert f"   2  R, S(0){given} -> S(0), S(0), S(0)  value" in report.text()
 
     def test_what_no_mesh_divides_is_told(self) -> None:
-        """Three rows on two ranks prove nothing of rows."""
+        """Three rows do not divide over two ranks, so no strategy that shards rows is checked."""
         register_rule(shifted_peak, PEAK_RULE)
         report = check_rule(shifted_peak, torch.randn(6, 8), torch.tensor([1, 0, 5]), None)
         assert report.ok
@@ -179,7 +179,7 @@ class TestRegister:
         assert any(wrong in (line.failure or "") for line in report.lines), report.text()
 
     def test_a_linear_claim_is_checked(self) -> None:
-        """Rules registered by a line claim none; those of the tables are held to theirs."""
+        """A rule registered by a line claims no linearity; what the tables claim is checked."""
         assert register_rule(scaled_rows, "b h, b -> b h").linear == ()
         rule = OpRule("aten.square.default", "b h -> b h", linear=((0,),))
         report = report_case(OracleCase.of(rule, aten.square.default, (x(4, 8),)), [(2,)])
@@ -192,7 +192,7 @@ class TestRegister:
         assert rule_for("autopar_tests.scaled_rows.default") is second != first
 
     def test_a_rule_may_come_after_capture(self) -> None:
-        """The graph of a model that was captured has the operator; plans look its rule up."""
+        """A captured graph holds the operator; planning looks up its rule."""
 
         class Peaks(torch.nn.Module):
             def __init__(self) -> None:

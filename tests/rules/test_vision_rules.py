@@ -1,4 +1,4 @@
-"""Rules of images beyond the oracle: their flops, what they keep, and faults it must notice."""
+"""Image rules beyond the oracle: FLOPs, what is saved for backward, and planted faults."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopar.verifier.oracle import OracleCase
 from autopar.verifier.rule_report import report_case
 from tests.helpers.samples.rule_samples import Sample, call, x
 from tests.helpers.samples.vision_samples import CONV_1D, CONV_2D, TRANSPOSED_2D, VISION_SAMPLES
-from tests.unit.measured.test_saved import really_saved, saved_of
+from tests.helpers.saved import really_saved, saved_of
 
 
 @pytest.mark.parametrize("op", [rule.op for rule in CONVOLUTIONS])

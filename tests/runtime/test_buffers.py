@@ -1,4 +1,4 @@
-"""Buffers that steps change, on thread ranks: the same on all, and as one process leaves them."""
+"""Buffers that steps change, on thread ranks: equal on all ranks, and equal to one process."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Normed(nn.Module):
 
 
 class Counting(nn.Module):
-    """A count that the loss does not see, and a history of the weights."""
+    """A count that the loss does not read, and a history of the weights."""
 
     count: Tensor
     history: Tensor
@@ -171,7 +171,7 @@ class Scheduled(Counting):
 
 
 class Summing(Averaging):
-    """A buffer that is a sum over the rows, where no operator mixes them otherwise."""
+    """A buffer that is a sum over rows; no other operator mixes rows."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         self.average.copy_(x.sum(0))

@@ -1,4 +1,4 @@
-"""Checkpoints: onto other meshes, bitwise; interrupted saves; what is refused."""
+"""Checkpoints: bitwise onto other meshes, interrupted saves, and what is refused."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def pool4(workers: Callable[[int], WorkerPool]) -> WorkerPool:
 
 
 def test_onto_other_meshes_and_back(pool2: WorkerPool, pool4: WorkerPool, tmp_path: Path) -> None:
-    """(1, 2) -> (2, 2) -> (1, 2) -> one process -> (4,), and training goes on alike."""
+    """(1, 2) -> (2, 2) -> (1, 2) -> one process -> (4,); training continues identically."""
     paths = [str(tmp_path / f"ckpt{i}") for i in range(5)]
     first = pool2.run(train_and_save, PAIR, paths[0])[0]
     assert {"embed.weight/value", "qkv.weight/exp_avg", "gain/step"} < first.keys()
@@ -70,14 +70,14 @@ def test_onto_other_meshes_and_back(pool2: WorkerPool, pool4: WorkerPool, tmp_pa
 
 
 def weights_from(shapes: Shapes, path: str) -> dict[str, Tensor]:
-    """A checkpoint as initial weights of a model on meta, whose buffers are its own."""
+    """Whole parameters of a model that takes its initial weights from a checkpoint."""
     place = process_place(pipeline_of(shapes))
     shards = initial_shards(place, path, seeded_model(0))
     return full_state_dict(place, shards)
 
 
 def load_with_dcp(path: str) -> None:
-    """What a user would do with `pm.state_dict()` alone, strided shards included."""
+    """Load and save with DCP and `pm.state_dict()` alone, as a user would; some shards strided."""
     rank = Rank(((2, 2),), 5, AdamW)
     mesh = init_device_mesh("cpu", (2, 2))
     held = state_dict(rank.place, rank.locals, mesh, rank.buffers)
@@ -102,11 +102,8 @@ def test_other_readers(pool4: WorkerPool, tmp_path: Path) -> None:
     pool4.run(load_with_dcp, path)
 
 
-# -- interrupted saves -------------------------------------------------------------------------
-
-
 def save_and_die(path: str, where: str) -> str:
-    """A save that fails on rank 0 in one of its phases; the message on this rank."""
+    """A save that fails on rank 0 in the function `where`; the error message on this rank."""
     rank = Rank(PAIR, 0, AdamW)
     rank.train(0, 1)
 
@@ -139,7 +136,7 @@ def test_a_half_written_checkpoint_is_not_taken(
     again = Rank(ONE, 5, AdamW)
     assert again.load(path)[0] == 1
     assert_same(again.whole(), before)
-    again.save(path, 2)  # over the old one, and the leavings of the failed one
+    again.save(path, 2)  # replaces the old checkpoint and what the failed save left
     assert again.load(path)[0] == 2
     assert [p.name for p in tmp_path.iterdir()] == ["ckpt"]
 
@@ -153,9 +150,6 @@ def test_death_between_the_renames(tmp_path: Path) -> None:
     rank.save(str(path), 2)
     assert rank.load(str(path))[0] == 2
     assert [p.name for p in tmp_path.iterdir()] == ["ckpt"]
-
-
-# -- what is refused ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -238,7 +232,7 @@ def save_momentum(path: str) -> dict[str, Tensor]:
 
 
 def test_optimizers(pool2: WorkerPool, tmp_path: Path) -> None:
-    """Momentum and a tensor learning rate come back; factored state is refused."""
+    """Momentum and a tensor learning rate are restored; factored state is refused."""
     path = str(tmp_path / "ckpt")
     assert "row_var" in pool2.run(save_adafactor, path)[1]
     expected = pool2.run(save_momentum, path)[0]

@@ -1,4 +1,4 @@
-"""Checkpoints of pipeline stages: onto other stages and none, mirrors, a stage without state."""
+"""Checkpoints of stages: onto other stages or one process, mirrors, a stage without state."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def pool4(workers: Callable[[int], WorkerPool]) -> WorkerPool:
 
 
 def owned(whole: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What `Rank.whole` found, after a check that mirrors have what their owners have."""
+    """`Rank.whole` without mirrors, after a check that mirrors equal their owners."""
     for name, value in whole.items():
         if name[0].isdigit():
             owner = name[1:].replace("head.weight", "embed.weight")
@@ -47,7 +47,7 @@ def owned(whole: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value for name, value in whole.items() if not name[0].isdigit()}
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # read on one process too
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process reads too
 def test_onto_other_stages_and_back(pool2: WorkerPool, pool4: WorkerPool, tmp_path: Path) -> None:
     """2 stages -> 2 unequal -> 3 -> 1 stage of 4 ranks -> one process -> 2 stages."""
     paths = [str(tmp_path / f"ckpt{i}") for i in range(6)]
@@ -64,14 +64,14 @@ def test_onto_other_stages_and_back(pool2: WorkerPool, pool4: WorkerPool, tmp_pa
     assert_same(truth[1], alone[1])
     records = [json.loads((Path(path) / "autopar.json").read_text()) for path in paths]
     assert all(len(record["optimizer"]["groups"]) == 2 for record in records)
-    for path in paths:  # every key of the model, the tied one's value under both
+    for path in paths:  # every key of the model; both names of the tied one
         values = checkpoint_values(path)
         assert_same(values, {n: first.get(f"{n}/value", v) for n, v in values.items()})
         assert torch.equal(values["head.weight"], values["embed.weight"])
 
 
 def save_beside_an_empty_stage(path: str) -> dict[str, Tensor]:
-    """The last stage has no parameters, so no optimizer, and with `buffers` None nothing at all."""
+    """The last stage has no parameters, so no optimizer; without buffers it has no state."""
     place = process_place(pipeline_of(((1, 1), (1, 1)), [*STAGES[1], {}]))
     locals_ = initial_shards(place, "rank0", seeded_model(0))
     optimizer = AdamW(locals_.values()) if locals_ else None
@@ -100,7 +100,7 @@ def test_a_stage_without_parameters(pool2: WorkerPool, tmp_path: Path) -> None:
 
 
 def save_with_drifting_mirror(path: str) -> str:
-    """The last stage decays the tied head, the first does not decay the embedding."""
+    """The last stage decays the tied head; the first does not decay the embedding."""
     rank = Rank(((1, 1), (1, 1)), 0, AdamW)
     if rank.place.stage == 0:
         rank.optimizer = AdamW(rank.locals.values(), weight_decay=0.0)

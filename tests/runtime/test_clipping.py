@@ -23,7 +23,7 @@ from tests.helpers.state_model import (
     thread_place,
 )
 
-TRAINED = [n for n in DIMS if n not in FROZEN and n != "qkv.bias"]  # one without gradient
+TRAINED = [n for n in DIMS if n not in FROZEN and n != "qkv.bias"]  # qkv.bias has no gradient
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])

@@ -1,4 +1,7 @@
-"""Messages between ranks: matched in order, never blocking a post, on threads and on gloo."""
+"""Messages between ranks match in order and never block a post, on threads and on gloo.
+
+With `rendezvous`, thread ranks wait as on NCCL: batches of one rank follow one another.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +32,12 @@ def incoming(x: Tensor, source: int) -> Receive:
 
 
 def of_dtypes(offset: int) -> list[Tensor]:
-    """One tensor of each dtype, of different shapes; none has the value of another rank's."""
+    """One tensor of each dtype, of different shapes; values differ between ranks."""
     return [(torch.arange(2 * i + 1) % 2 + offset).to(t) for i, t in enumerate(DTYPES)]
 
 
-# -- what every messenger does: run on threads, on threads as NCCL, and on processes -----------
-
-
 def exchange(messenger: Messenger) -> list[Tensor]:
-    """Both directions at once, in one batch, every dtype, a scalar and nothing among them."""
+    """Send and receive in one batch: every dtype, a scalar, and a tensor without elements."""
     mine, peer = messenger.rank, 1 - messenger.rank
     sent = [*of_dtypes(mine), torch.tensor(float(mine)), torch.empty(3, 0)]
     posted = messenger.post([(x, peer) for x in sent], [incoming(x, peer) for x in sent])
@@ -49,7 +49,7 @@ def exchange(messenger: Messenger) -> list[Tensor]:
 
 
 def skip_connections(messenger: Messenger) -> list[Tensor]:
-    """All sends of a step are posted before any of their receives, and taken in two batches."""
+    """Rank 0 posts all sends first; rank 1 receives them in several batches, out of order."""
     if messenger.rank == 0:
         posts = [messenger.post([(x, 1)], []) for x in of_dtypes(0)]
         for posted in posts:
@@ -62,7 +62,7 @@ def skip_connections(messenger: Messenger) -> list[Tensor]:
 
 
 def large_both_ways(messenger: Messenger) -> float:
-    """Would hang if a post waited for its sends."""
+    """This would hang if a post waited for its sends."""
     mine, peer = messenger.rank, 1 - messenger.rank
     x = torch.full((N_LARGE,), float(mine + 1))
     sent = messenger.post([(x, peer)], [])
@@ -83,7 +83,7 @@ def on_process(job: Callable[[Messenger], object]) -> object:
 def run_pair(
     request: pytest.FixtureRequest,
 ) -> Callable[[Callable[[Messenger], object]], list[object]]:
-    """Runs a job on a pair of ranks; the results by rank."""
+    """Runs a job on two ranks; the results by rank."""
     if request.param == "processes":
         pool = request.getfixturevalue("workers")(2)
         return lambda job: list(pool.run(on_process, job))
@@ -128,16 +128,13 @@ def test_large_tensors_cross_without_blocking(place: str, workers: Workers) -> N
     assert found == [2.0, 1.0]
 
 
-# -- the group of all ranks --------------------------------------------------------------------
-
-
 def total_of_ranks() -> tuple[str, float]:
     g = world_group()
     return g.label, g.all_reduce(torch.tensor(float(g.rank + 1))).item()
 
 
 def test_the_world_is_a_group(workers: Workers) -> None:
-    """Also where jobs of other numbers of ranks run on the same workers."""
+    """This holds even if jobs of other numbers of ranks run on the same workers."""
 
     def work(world: ThreadWorld) -> tuple[str, float]:
         g = world.world_group()
@@ -148,9 +145,6 @@ def test_the_world_is_a_group(workers: Workers) -> None:
     assert run_threads(work, 2) == [("world", 3.0)] * 2
     with pytest.raises(MeshError, match=r"a group of all ranks needs torch\.distributed"):
         world_group()
-
-
-# -- on threads: order, records, and errors instead of hangs -----------------------------------
 
 
 def test_messages_are_matched_in_order_of_their_posts_per_pair() -> None:
@@ -278,9 +272,6 @@ def test_a_message_goes_to_another_rank(peer: int) -> None:
         run_threads(lambda world: world.rank or world.messenger().post([(vector(1), peer)], []), 2)
 
 
-# -- as NCCL: batches of one rank follow one another -------------------------------------------
-
-
 def test_sends_in_batches_of_their_own_block_both_ranks_as_on_nccl() -> None:
     with pytest.raises(VerificationError, match="wait for each other for ever") as caught:
         run_on_threads(large_both_ways, True)
@@ -290,7 +281,7 @@ def test_sends_in_batches_of_their_own_block_both_ranks_as_on_nccl() -> None:
 
 
 def test_on_nccl_a_send_waits_for_its_receive_behind_others() -> None:
-    """Rank 0 posts to 1, then to 2; what 2 gets is held up until 1 receives."""
+    """Rank 0 posts to 1, then to 2; the message to 2 waits until 1 receives."""
 
     def work(world: ThreadWorld, rendezvous: bool) -> bool:
         messenger, x = world.messenger(rendezvous), torch.ones(4)

@@ -1,4 +1,4 @@
-"""State of padded parameters: padding comes in as zeros and never leaves; on processes, too."""
+"""State of padded parameters: padding is zeros and never leaves; also on processes."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from autopar.runtime.state.dtensors import dtensor_of
 from autopar.runtime.state.sharding import boxes, gather_whole, local_shard
 from tests.helpers.harness import generated_code  # noqa: F401
 from tests.helpers.jobs import adamw, error, machine
+from tests.helpers.machines import mesh_of
 from tests.helpers.models.padding_models import (
     EMBEDDING,
     TOLERANCE,
@@ -33,7 +34,7 @@ from tests.helpers.models.padding_models import (
     batch,
     gpt2,
 )
-from tests.helpers.state_model import mesh_of, stored
+from tests.helpers.state_model import stored
 
 
 def kept(spec: Spec, sizes: tuple[int, ...], size: int = 61, padded: int = 64) -> StoredParameter:
@@ -63,7 +64,7 @@ def test_padding_comes_in_as_zeros_and_never_leaves(case: str) -> None:
     whole = counting(p.shape[0])
 
     def work(world: ThreadWorld) -> None:
-        mesh = mesh_of(sizes)
+        mesh = mesh_of(*sizes)
         at = mesh.coordinate(world.rank)
         local = local_shard(whole, p, sizes, at)
         assert local.shape == p.stored.shape
@@ -76,14 +77,14 @@ def test_padding_comes_in_as_zeros_and_never_leaves(case: str) -> None:
         assert torch.equal(back, whole)
         assert back.untyped_storage().nbytes() == whole.untyped_storage().nbytes()
 
-    run_threads(work, mesh_of(sizes).n_ranks)
+    run_threads(work, mesh_of(*sizes).n_ranks)
 
 
 def export() -> dict[str, tuple[bool, bool]]:
-    """Case -> is the DTensor right, and does it share the shard's memory."""
+    """Case -> (is the DTensor right?, does it share the shard's memory?)."""
     found = {}
     for case, (sizes, p) in CUT.items():
-        if mesh_of(sizes).n_ranks == 2:
+        if mesh_of(*sizes).n_ranks == 2:
             mesh, whole = init_device_mesh("cpu", sizes), counting(p.shape[0])
             local = local_shard(whole, p, sizes, mesh.get_coordinate() or ())
             made = dtensor_of(p, local, mesh)
@@ -93,18 +94,18 @@ def export() -> dict[str, tuple[bool, bool]]:
 
 
 def test_dtensors_are_uneven(workers: Pool) -> None:
-    """In place where shards are `torch.chunk`'s; padded for 4 ranks and cut by 2 they are not."""
+    """DTensors share memory if shards are cut as by `torch.chunk`; otherwise they are copies.
+
+    A dim that is padded for 4 ranks and cut by 2 is not cut as by `torch.chunk`.
+    """
     for found in workers(2).run(export):
         assert all(is_right for is_right, _ in found.values()), found
         copied = [case for case, (_, shares) in found.items() if not shares]
         assert copied == ["padded for more ranks"]
 
 
-# -- on processes, by the public API ---------------------------------------------------------------
-
-
 def trained(folder: str, manual: Manual, first: str | None, last: str | None) -> dict[str, Any]:
-    """Two steps between checkpoints; evaluation where nothing is saved."""
+    """Load `first`, train two steps, save `last`; evaluate if nothing is saved."""
     module = autopar.parallelize(
         gpt2(), machine((1, 2)), batch(gpt2), precision="fp64", microbatches=2, manual=manual
     )
@@ -132,7 +133,7 @@ def trained(folder: str, manual: Manual, first: str | None, last: str | None) ->
 
 @lru_cache
 def alone(n_steps: int) -> dict[str, Any]:
-    """The last two of some steps of the captured program on one process."""
+    """`n_steps` of the captured program on one process; `losses` are those of the last two."""
     model, given = gpt2(), batch(gpt2)
     program = capture(model, given, precision="fp64")
     values = {n: p.detach().double().requires_grad_() for n, p in model.named_parameters()}
@@ -164,7 +165,7 @@ def off(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
 
 
 def test_training_and_checkpoints_on_processes(workers: Pool, tmp_path: Path) -> None:
-    """Saved by a plan that pads, read by one that cuts nothing, and then by ZeRO-3."""
+    """Saved by a plan that pads, read by one that shards no parameter, then by ZeRO-3."""
     folder = str(tmp_path)
     first = workers(2).run(trained, folder, Manual(tp=2), None, "a")
     second = workers(2).run(trained, folder, Manual(dp=2), "a", "b")
@@ -191,7 +192,7 @@ def evaluated() -> tuple[dict[str, Any], Tensor]:
 
 
 def test_evaluation_that_training_did_not_foresee(workers: Pool) -> None:
-    """The plan pads for training; the softmax of evaluation is over the classes there are."""
+    """The plan pads for training; evaluation's softmax is over the classes without padding."""
     torch.manual_seed(0)
     model, given = SoftmaxWhenEvaluated(), batch(SoftmaxWhenEvaluated)
     program = capture(model, given, training=False, precision="fp64")

@@ -1,7 +1,7 @@
-"""What tests of pipelines notice: faults put into what joins stages on purpose.
+"""Faults planted in the code that joins stages: tests of pipelines must notice each of them.
 
-A fault is noticed when a step that is right without it has an error above the tolerance with
-it, or is stopped by an error of ours. Each fault is a mistake that stages invite.
+A fault is noticed if a step that is right without it has an error above the tolerance with it, or
+raises `VerificationError`. Each fault is a mistake that is easy to make with stages.
 """
 
 from __future__ import annotations
@@ -90,13 +90,10 @@ def ties() -> Steps:
     return Steps(analysis_of(Tied), batch_of(Tied, 0), "b c d", layout)
 
 
-# -- crossings -------------------------------------------------------------------------------
-
-
 def test_values_of_a_message_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two tensors of one shape and dtype change places; nothing else could tell them apart."""
+    """Two tensors of equal shape and dtype are swapped; only their values tell them apart."""
     some = skips(((1, 1),) * 4)
-    right = Crossings._pieces
+    right = Crossings._sends
 
     def swapped(
         self: Crossings, action: Action, values: Mapping[str, Tensor]
@@ -106,20 +103,20 @@ def test_values_of_a_message_in_another_order(monkeypatch: pytest.MonkeyPatch) -
             out[0], out[-1] = out[-1], out[0]
         return out
 
-    monkeypatch.setattr(Crossings, "_pieces", swapped)
+    monkeypatch.setattr(Crossings, "_sends", swapped)
     assert some.notice()
 
 
 def test_slices_put_together_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rows of one rank where those of another belong."""
+    """The rows of one rank are put where those of another belong."""
     some = chain(((2, 1), (1, 1)))
-    right = Crossings._together
+    right = Crossings._assembled
 
     def shuffled(self: Crossings, local: Any, shape: Any, pieces: Sequence[Any]) -> Tensor:
         places, tensors = [s for s, _ in pieces], [x for _, x in pieces]
         return right(self, local, shape, list(zip(places, tensors[::-1], strict=True)))
 
-    monkeypatch.setattr(Crossings, "_together", shuffled)
+    monkeypatch.setattr(Crossings, "_assembled", shuffled)
     assert some.notice()
 
 
@@ -138,7 +135,7 @@ def test_gradient_of_a_second_reader_is_left_out(monkeypatch: pytest.MonkeyPatch
 
 
 def every_rank_owns(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks along an axis of `kind` all take part in crossings, instead of the first."""
+    """All ranks along an axis of `kind` take part in crossings, instead of the first alone."""
     right = cross_mesh._slices
     Dims = tuple[tuple[int, ...], ...]
 
@@ -162,20 +159,17 @@ def every_rank_owns(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_rank_sends_what_all_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three ranks cannot cut the tensor, so it leaves R; its gradient comes back three times."""
+    """The tensor does not divide over three ranks: it leaves R, and three gradients come back."""
     some = chain(((1, 3), (1, 1)))
     every_rank_owns("R", monkeypatch)
     assert some.notice()
 
 
 def test_every_rank_receives_a_summand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three ranks cannot cut the tensor, so it arrives P: three times, added up."""
+    """The tensor does not divide over three ranks: it arrives P, three times, and is summed."""
     some = chain(((1, 1), (1, 3)))
     every_rank_owns("P", monkeypatch)
     assert some.notice()
-
-
-# -- parameters ------------------------------------------------------------------------------
 
 
 def test_ties_without_their_sum(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +179,7 @@ def test_ties_without_their_sum(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sums_over_ties_that_are_summed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradient of an earlier step, left in place, is added once per stage."""
+    """The gradient of an earlier step is not set aside, so it is added once per stage."""
     some = ties()
     program, (pipeline, *_) = some.analysis.program, some.pipelines
 
@@ -207,16 +201,13 @@ def test_sums_over_ties_that_are_summed_again(monkeypatch: pytest.MonkeyPatch) -
 
     assert worst() <= TOLERANCE
     monkeypatch.setattr(
-        TiedGradients, "set_aside", lambda self, stored: dict.fromkeys(stored, None)
+        TiedGradients, "detach_earlier", lambda self, stored: dict.fromkeys(stored, None)
     )
     assert worst() > TOLERANCE
 
 
-# -- rows and the loss -----------------------------------------------------------------------
-
-
 def test_rows_dealt_by_each_stage_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stage of two data ranks and one of one take other rows as the same microbatch."""
+    """Stages with two data ranks and with one take different rows for the same microbatch."""
     some = chain(((2, 1), (1, 1)), n_seeds=6)
     assert {pipeline.n_blocks for pipeline in some.pipelines} == {1, 2}
     right = Executor._part
@@ -241,7 +232,7 @@ def test_every_rank_of_the_last_stage_tells_the_loss(monkeypatch: pytest.MonkeyP
     right = Executor._from_last_stage
 
     def told(self: Executor, value: Tensor | None, made: Local) -> Tensor:
-        self._tells = value is not None
+        self._is_loss_source = value is not None
         return right(self, value, made)
 
     monkeypatch.setattr(Executor, "_from_last_stage", told)

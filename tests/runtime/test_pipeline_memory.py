@@ -1,8 +1,8 @@
-"""What a stage holds: microbatches between their forward and their backward, nothing else.
+"""A stage holds microbatches between their forward and their backward, and nothing else.
 
-Every storage that a forward makes or is sent is watched. Before each action, microbatches with
-a storage alive are those that the schedule says are in flight: under 1f1b n - i at most on
-stage i of n, under gpipe all of them. After the step nothing is left.
+Every storage that a forward makes or receives is watched. Before each computation, the microbatches
+with live storages are those in flight in the schedule. On stage i of n these are at most n - i
+under 1f1b, and all under gpipe. After the step nothing is left.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ N_STAGES, N_MICROBATCHES = 4, 8
 
 
 class Watch(TorchDispatchMode):
-    """The storages made while it is entered; the loss, which is added up, is no activation."""
+    """Records the storages made inside it. Scalars are left out: the summed loss stays alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 class Watched:
-    """One rank's microbatches, looked at before each of its computations."""
+    """The microbatches of one rank; `seen` are those alive before each computation."""
 
     def __init__(self, executor: Executor) -> None:
         self.microbatches: list[Watch] = []
@@ -93,7 +93,7 @@ class Held:
 def run_watched(
     analysis: Analysis, pipeline: Pipeline, batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> list[Held]:
-    """By rank."""
+    """What each rank holds in one step."""
     program = analysis.program
     watched: dict[Executor, Watched] = {}
 
@@ -117,7 +117,7 @@ def run_watched(
 
 
 def in_flight_before_each(pipeline: Pipeline, stage: int) -> list[set[int]]:
-    """What the schedule holds before each computation."""
+    """The microbatches in flight in the schedule, before each computation."""
     found: list[set[int]] = []
     now: set[int] = set()
     for action in pipeline.schedule.stages[stage]:

@@ -1,7 +1,7 @@
-"""What one step of a pipeline must do besides a chain of stages: each on a model made for it.
+"""Pipelines beyond a plain chain of stages: each feature on a model made for it.
 
-Every test cuts before named modules, draws a random legal assignment, and holds loss, gradients
-and, after steps of an optimizer, parameters against one process.
+Every test cuts before named modules and draws a random legal assignment. It compares loss,
+gradients, and parameters after optimizer steps with one process.
 """
 
 from __future__ import annotations
@@ -72,13 +72,10 @@ def crossings_of(pipeline: Pipeline, value: str) -> list[tuple[int, int]]:
     return [(c.source, c.target) for c in pipeline.crossings if c.value == value]
 
 
-# -- values that cross -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("shapes", FOUR)
 def test_skips_of_every_dtype(shapes: Shapes, order: str) -> None:
-    """From the first stage to the last three: gradients of all readers add up."""
+    """Values skip from the first stage to later ones; gradients of all readers add up."""
     for seed in range(2):
         analysis, pipeline = made(Skip, "b c d", Layout(shapes, 4, order), seed)
         assert crossings_of(pipeline, "tanh") == [(0, 1), (0, 3)]
@@ -98,7 +95,7 @@ def test_skips_of_every_dtype(shapes: Shapes, order: str) -> None:
 
 
 def test_every_reader_adds_to_the_gradient() -> None:
-    """One tensor of stage 0 is read on stages 1, 2 and 3."""
+    """Stages 1, 2 and 3 read one tensor of stage 0."""
     analysis = analysis_of(Skip)
     ends = [*ends_before(analysis.program, "b")[:1], 11, 15, len(list(analysis.program.operators))]
     pipeline = random_pipeline(analysis, ends, Layout(FOUR[1], 2), random.Random(1))
@@ -109,7 +106,7 @@ def test_every_reader_adds_to_the_gradient() -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_received_value_that_does_not_reach_the_loss(order: str) -> None:
-    """It has gradient, so a gradient goes back: zeros."""
+    """The value requires a gradient, so zeros go back."""
     analysis = analysis_of(SideOutput)
     ends = ends_before(analysis.program, "b", "c")
     layout = Layout(((1, 2), (1, 1), (2, 1)), 4, order)
@@ -118,9 +115,6 @@ def test_a_received_value_that_does_not_reach_the_loss(order: str) -> None:
     assert extra.has_grad
     errors, _ = pipeline_step(analysis.program, pipeline, batch_of(SideOutput, 0), 0)
     assert wrong(errors) == {}
-
-
-# -- parameters ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shapes", FOUR)
@@ -154,7 +148,7 @@ def test_frozen_parameters_on_one_mesh(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("period", ["micro", "use"])
 @pytest.mark.parametrize("order", ORDERS)
 def test_zero_inside_stages(order: str, period: Period) -> None:
-    """Gradients scattered after each microbatch; with "use", weights gathered at each use."""
+    """Gradients reduce_scatter after each microbatch; with "use", weights gather at each use."""
     n_found = 0
     for seed, model in enumerate(("gpt2", "mlp", "gpt2")):
         case = model_case(model)
@@ -168,9 +162,6 @@ def test_zero_inside_stages(order: str, period: Period) -> None:
     assert n_found >= 6
 
 
-# -- ties ------------------------------------------------------------------------------------
-
-
 def test_mirrors_keep_their_names() -> None:
     _, pipeline = made(Tied, "b c d", Layout(FOUR[0], 2))
     assert [tie.places for tie in pipeline.ties] == [
@@ -181,7 +172,7 @@ def test_mirrors_keep_their_names() -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("order", ORDERS)
 def test_mirrors_stay_bit_equal(order: str, optimizer: str) -> None:
-    """Over three stages laid out differently, through steps of an optimizer."""
+    """Mirrors on three stages with different layouts, through optimizer steps."""
     for seed in range(2):
         analysis, pipeline = made(Tied, "b c d", Layout(FOUR[1], 4, order), seed)
         steps = [batch_of(Tied, k) for k in range(4)]
@@ -236,7 +227,7 @@ def whole(pipeline: Pipeline, found: list[dict[str, Tensor]], stage: int, name: 
 
 @pytest.mark.parametrize("model", ["tied", "gpt2"])
 def test_gradients_of_several_steps_add_up(model: str) -> None:
-    """Without `zero_grad` what is summed over a tie is this step's gradient, not the last's."""
+    """Without `zero_grad`, a tie sums only the gradient of this step, not of earlier ones."""
     for seed in range(2):
         if model == "tied":
             analysis, pipeline = made(Tied, "b c d", Layout(FOUR[1], 2), seed)
@@ -265,9 +256,6 @@ def test_gradients_of_several_steps_add_up(model: str) -> None:
         found = run_ranks(program, pipeline, parameters, work)
         expected = {name: gradient_of(p) for name, p in parameters.items()}
         assert wrong(compare_with(pipeline, found, expected)) == {}
-
-
-# -- outputs and evaluation ------------------------------------------------------------------
 
 
 def rows_of(value: Tensor, pipeline: Pipeline, index: int) -> Tensor:
@@ -340,7 +328,7 @@ def test_evaluation(model: str, everywhere: bool) -> None:
 
 
 def test_a_step_leaves_nothing_behind() -> None:
-    """No message is waited for, none under way."""
+    """No message is awaited or on its way."""
     analysis, pipeline = made(Skip, "b c d", Layout(FOUR[1], 4))
 
     def work(rank: Rank) -> None:
@@ -352,4 +340,8 @@ def test_a_step_leaves_nothing_behind() -> None:
 
 def is_idle(executor: Executor) -> bool:
     crossings = executor.crossings
-    return crossings is not None and not crossings._waiting and not crossings._sent
+    return (
+        crossings is not None
+        and not crossings._pending_receives
+        and not crossings._unfinished_sends
+    )

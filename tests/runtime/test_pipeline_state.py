@@ -1,6 +1,6 @@
-"""State of GPT-2 in pipeline stages, whose head is tied to the embedding of another stage.
+"""State of GPT-2 in pipeline stages; its head is tied to the embedding of another stage.
 
-Against one process that trains on without interruption: losses, norms, values. float64.
+Losses, norms and values are compared in float64 with one process that trains without interruption.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HEAD, EMBEDDING = "lm_head.weight", "transformer.wte.weight"
 
 
 class Layout(NamedTuple):
-    """A mesh, the submeshes of its two stages, and how many of two blocks the first holds."""
+    """A mesh, the submeshes of its two stages, and the blocks (of two) on the first stage."""
 
     mesh: tuple[int, ...]
     submeshes: tuple[tuple[int, ...], ...] = ()
@@ -67,7 +67,7 @@ class Trained(NamedTuple):
 def train(
     layout: Layout, first: int, n_steps: int, load: str | None = None, save: str | None = None
 ) -> Trained:
-    """Steps from `first`; from a checkpoint, to a checkpoint."""
+    """Train `n_steps` from step `first`; load a checkpoint before, save one after, if given."""
     module = layout.module()
     optimizer = adamw(module.parameters())
     if load is not None:
@@ -85,7 +85,7 @@ def train(
 
 
 def check_mirror(module: autopar.ParallelModule) -> None:
-    """The head equals the embedding of another rank, if it is a parameter of its own here."""
+    """The head equals rank 0's embedding, if it is a parameter of its own on this rank."""
     if not dist.is_initialized():
         return
     whole = module.full_state_dict()
@@ -149,9 +149,6 @@ def test_training_goes_on_in_another_layout(
         check(run(workers, layout, N_BEFORE, path), truth[1], N_BEFORE)
 
 
-# -- weights and state dicts -------------------------------------------------------------------
-
-
 def initialised(layout: Layout) -> dict[str, Tensor]:
     torch.manual_seed(7 + (dist.get_rank() if dist.is_initialized() else 0))
     with torch.device("meta"):
@@ -171,7 +168,7 @@ def test_weights_on_meta(workers: Pools) -> None:
 
 
 def state_dicts(path: str) -> set[str]:
-    """Out and in again, by DCP and whole; the names of this rank."""
+    """Save and load state dicts, with DCP, whole and by rank; the names of this rank."""
     module = TWO_STAGES.module()
     own = module.state_dict()
     dcp.save(own, checkpoint_id=path)

@@ -1,7 +1,7 @@
-"""Blocks that run again in backward: what they compute, communicate and write down.
+"""Recomputed blocks: what they compute, what they communicate, and how plans record them.
 
-Every mode under every way to spread a model computes what one process does, dropout included,
-and makes the collectives that its plan foretells, on thread ranks.
+On thread ranks, every mode under every parallelism computes what one process computes, dropout
+included, and runs the collectives that its plan predicts.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ __all__ = ["generated_code"]
 
 Pool = Callable[[int], WorkerPool]
 
-# Mesh, recipe.
+# Name -> (mesh, recipe).
 HOW: dict[str, tuple[tuple[int, int], Manual]] = {
     "alone": ((1, 1), Manual()),
     "dp": ((1, 2), Manual(dp=2, microbatch_size=4)),
@@ -142,7 +142,7 @@ def test_parity(mode: Recompute, how: str, model: str) -> None:
 
 
 def test_calls_are_in_the_order_foretold() -> None:
-    """Ranks run collectives again where the verifier has seen them."""
+    """Ranks run recomputed collectives in the order that the verifier checks."""
     cases: list[tuple[str, Recompute]] = [
         ("sp", "full"), ("zero-3", "full"), ("sp", "selective")
     ]  # fmt: skip
@@ -152,9 +152,6 @@ def test_calls_are_in_the_order_foretold() -> None:
         (stage,) = plan.bound.pipeline.stages
         _, calls = pipeline_step(plan.bound.analysis.program, plan.bound.pipeline, tokens(0), 0)
         assert list(calls[0]) == list(foretold_calls(stage))
-
-
-# -- blocks ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -173,7 +170,7 @@ def test_blocks_are_layers(model: str, n_layers: int) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_cores_are_attention(model: str) -> None:
-    """By primitives from scores on, because weights are dropped; fused alone."""
+    """GPT-2 drops attention weights, so its core is primitives; Llama's is fused."""
     analysis = analysis_of(model, 3)
     found = recomputed_operators(analysis, "attention-core")
     operators = {o.name: str(o.call.op) for o in analysis.operators}
@@ -202,7 +199,7 @@ def test_golden_program(golden: Golden) -> None:
 
 
 def test_statistics_change_once() -> None:
-    """A batch norm that runs again reads what it read, and its result is not taken twice."""
+    """A recomputed batch norm reads the same statistics again and changes them only once."""
     for manual in (Manual(), Manual(dp=2), Manual(tp=2), Manual(pp=2)):
         plan = plan_blocks("full", manual, norm=nn.BatchNorm1d)
         assert plan.bound is not None and all(s.segments for s in pipeline_of(plan).stages)
@@ -219,11 +216,8 @@ def test_nothing_to_recompute_is_said() -> None:
         plan_blocks("attention-core", Manual())
 
 
-# -- what runs again -------------------------------------------------------------------------------
-
-
 class Kernels(TorchDispatchMode):
-    """How often each operator runs."""
+    """Counts how often each operator runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,7 +231,7 @@ class Kernels(TorchDispatchMode):
 
 
 def kernels(plan: Plan) -> Counter[str]:
-    """Of a step on one rank."""
+    """The counts of a step on rank 0."""
     assert plan.bound is not None
     program, pipeline = plan.bound.analysis.program, plan.bound.pipeline
 
@@ -249,9 +243,9 @@ def kernels(plan: Plan) -> Counter[str]:
     return run_ranks(program, pipeline, random_parameters(program, 0), work)[0]
 
 
-# Kernels of a layer that run in a step besides those without recompute. Of 4 dropouts the last is
-# behind what backward needs. The last product is not done again, nor is any that is kept; the
-# second of attention's has all that it saves before it runs.
+# Kernels of a layer that recompute adds to a step. The last dropout and the last matmul come after
+# all that backward needs, so they do not run again. Kept matmuls do not run again either. The
+# second matmul of attention saves only its inputs, so attention-core does not run it again.
 AGAIN = {
     "full": {"aten.addmm.default": 3, "aten.bmm.default": 2, "autopar.dropout.default": 2,
              "aten.native_layer_norm.default": 2, "aten.tanh.default": 1},
@@ -287,7 +281,7 @@ def test_kernels_that_run_again(mode: Recompute) -> None:
 
 
 def test_time_is_that_of_the_lines() -> None:
-    """One flop per second: backward takes as much longer as the lines that run again take."""
+    """At one FLOP per second, recompute adds the time of the lines that run again."""
     for mode in MODES:
         plan, plain = planned("gpt2", "dp", mode), planned("gpt2", "dp")
         (stage,) = pipeline_of(plan).stages
@@ -299,17 +293,19 @@ def test_time_is_that_of_the_lines() -> None:
 
 
 def test_gathers_of_a_block_are_done_once_for_its_backward() -> None:
-    """ZeRO-3 gathers every parameter of a block twice, not more often: what is gathered to run
-    again is what backward reads."""
+    """ZeRO-3 gathers every parameter of a block twice: for forward, and once more for backward.
+
+    Backward reads what was gathered for the recompute.
+    """
     (stage,) = pipeline_of(planned("gpt2", "zero-3", "full")).stages
-    inside = {i for s in stage.segments for i in s.again}
+    inside = {i for s in stage.segments for i in s.rerun_range}
     gathers = [x for i, x in enumerate(stage.body) if i in inside and isinstance(x, GatherLine)]
     assert len(gathers) > 10
     assert {gather.regathers for gather in gathers} == {1}
 
 
 def test_partial_sums_are_not_kept_besides_what_they_add_up_to() -> None:
-    """With sp, a product's partial sum is n times as large as what is kept of it."""
+    """With sp, the partial sum of a matmul is n times as large as the shard that is kept."""
     (stage,) = pipeline_of(planned("gpt2", "sp", "selective")).stages
     for segment in stage.segments:
         (at,) = segment.handed_on
@@ -321,9 +317,6 @@ def test_partial_sums_are_not_kept_besides_what_they_add_up_to() -> None:
         assert reader in segment.kept
     plain, found = kernels(planned("gpt2", "tp")), kernels(planned("gpt2", "tp", "selective"))
     assert found["aten.mm.default"] == plain["aten.mm.default"] > 0
-
-
-# -- plans -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -375,7 +368,7 @@ def test_an_edited_plan_is_refused(edit: Callable[[str, str], Any], reason: str)
 
 
 def test_evaluation_runs_nothing_again() -> None:
-    """Without gradient a segment just runs."""
+    """Without gradients a segment runs once."""
     plan = plan_blocks("full", Manual())
     assert plan.bound is not None
     program, pipeline = plan.bound.analysis.program, plan.bound.pipeline
@@ -390,9 +383,6 @@ def test_evaluation_runs_nothing_again() -> None:
     assert wanted is not None
     assert relative_error(loss, wanted.detach()) <= TOLERANCE
     assert not loss.requires_grad
-
-
-# -- the verifier ----------------------------------------------------------------------------------
 
 
 def test_faults_of_segments_are_found() -> None:
@@ -423,7 +413,7 @@ def test_faults_of_segments_are_found() -> None:
 
 
 def _line(stage: StageProgram, at: int, line: Line) -> StageProgram:
-    """`line` in the place of one: a reshard is replaced, before others a free is put."""
+    """`line` put at position `at`: a reshard replaces the line there, a free goes before it."""
     rest = stage.body[at + isinstance(line, MoveLine) :]
     return replace(stage, body=(*stage.body[:at], line, *rest))
 
@@ -432,12 +422,11 @@ def _with(stage: StageProgram, first: Segment, others: Sequence[Segment]) -> Sta
     return replace(stage, segments=(first, *others))
 
 
-# -- real processes --------------------------------------------------------------------------------
-
-
 def train_recomputed(mode: str, manual: Manual) -> tuple[Trained, float, float]:
-    """The job of one rank, by the public call; then the loss that evaluation gives, and of outputs
-    that a step hands over."""
+    """The job of one rank, by the public call.
+
+    Returns the trained state, the loss of evaluation, and the summed losses of a step's outputs.
+    """
     module = autopar.parallelize(
         dropped_gpt2(), machine((1, manual.n_ranks)), tokens(0), precision="fp64", manual=manual,
         recompute=mode,

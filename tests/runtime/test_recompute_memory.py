@@ -1,4 +1,4 @@
-"""What recomputed blocks hold: live tensors of real steps beside predictions, mode by mode."""
+"""Memory of recomputed blocks: live bytes of real steps against predictions, by mode."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from dataclasses import replace
 from functools import lru_cache
 
 import pytest
-import torch
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 import autopar
 from autopar import Device, Link, Manual, Mesh, Plan
@@ -18,34 +15,16 @@ from autopar.cost.price.prediction import peak_of_stage
 from autopar.options import Recompute
 from autopar.planning.bound import Bound, bind
 from autopar.runtime.launch.processes import WorkerPool
-from tests.helpers.harness import generated_code
+from tests.helpers.harness import generated_code, random_ranges
 from tests.helpers.models.recompute_models import recomputing
+from tests.helpers.recompute_plans import batch, model
 from tests.helpers.whole_steps import WholeStep, bytes_of_each
-from tests.parity.test_recompute_random import random_ranges
 
 __all__ = ["generated_code"]
 
 CLOSE = 0.03
 ALONE = Manual()
 Pool = Callable[[int], WorkerPool]
-N_LAYERS, BATCH, SEQUENCE, WIDTH, WORDS = 4, 16, 32, 64, 256
-
-
-def model(kind: str) -> torch.nn.Module:
-    """Attention fused, or by primitives because weights are dropped."""
-    torch.manual_seed(0)
-    drop = 0.1 if kind == "dropped" else 0.0
-    config = AutoConfig.for_model(
-        "gpt2", n_layer=N_LAYERS, n_embd=WIDTH, n_head=4, vocab_size=WORDS, n_positions=SEQUENCE,
-        resid_pdrop=drop, embd_pdrop=drop, attn_pdrop=drop, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    found: torch.nn.Module = AutoModelForCausalLM.from_config(config)
-    return found
-
-
-def batch() -> dict[str, Tensor]:
-    ids = torch.randint(0, WORDS, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(0))
-    return {"input_ids": ids, "labels": ids}
 
 
 @lru_cache
@@ -78,14 +57,14 @@ def measured_and_predicted(
     return peaks(bound_of(kind, mode, manual))
 
 
-# Mode -> at most this part of the peak without recompute, for attention by primitives.
+# Mode -> upper bound on its peak / the peak without recompute, for attention by primitives.
 FALLS: dict[Recompute, float] = {"full": 0.45, "selective": 0.65, "attention-core": 0.95}
 
 
 @pytest.mark.parametrize("kind", ["plain", "dropped"])
 @pytest.mark.parametrize("mode", FALLS)
 def test_less_is_held_and_as_much_as_is_predicted(mode: Recompute, kind: str) -> None:
-    """All microbatches at once, where blocks are most of what is held, and one of four."""
+    """In one microbatch, where blocks hold most of the memory, and in four."""
     whole, predicted = measured_and_predicted(kind, mode, ALONE)
     without, _ = measured_and_predicted(kind, None, ALONE)
     assert predicted == pytest.approx(whole, rel=CLOSE)
@@ -97,7 +76,7 @@ def test_less_is_held_and_as_much_as_is_predicted(mode: Recompute, kind: str) ->
 
 @pytest.mark.parametrize("seed", range(6))
 def test_any_operators(seed: int) -> None:
-    """Ranges that begin and end anywhere, in modes that differ."""
+    """Ranges begin and end anywhere and have different modes."""
     bound = planned("dropped", ALONE).bound
     assert bound is not None
     (stage,) = bound.stages
@@ -109,7 +88,7 @@ def test_any_operators(seed: int) -> None:
     assert predicted == pytest.approx(measured, rel=0.01)
 
 
-# Layout -> modes, of which each holds more than the one before.
+# Layout -> modes; each holds more than the one before.
 CASES: dict[Manual, tuple[Recompute | None, ...]] = {
     Manual(tp=2, sp=True): ("full", "selective", "attention-core", None),
     Manual(dp=2, zero=3, microbatch_size=4): ("full", None),
@@ -118,7 +97,7 @@ CASES: dict[Manual, tuple[Recompute | None, ...]] = {
 
 
 def test_peaks_of_two_processes(workers: Pool) -> None:
-    """Shards, gathered parameters and stages: what falls is what is predicted to fall."""
+    """With shards, gathered parameters and stages, peaks are as predicted, in the same order."""
     cases = [(manual, mode) for manual, modes in CASES.items() for mode in modes]
     pipelines, steps = [], []
     for manual, mode in cases:

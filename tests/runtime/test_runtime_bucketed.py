@@ -13,7 +13,8 @@ from autopar.runtime.execute.bucketed import BucketItem, bucketed_apply
 from autopar.runtime.groups.calls import Recorder
 from autopar.runtime.groups.group import Group
 from autopar.runtime.launch.threads import ThreadWorld, run_threads
-from tests.runtime.test_runtime_collectives import mesh_of, random
+from tests.helpers.machines import mesh_of
+from tests.helpers.tensors import random_tensor
 
 SPLITS: dict[str, list[tuple[Split, ...]]] = {
     "all_reduce": [()],
@@ -27,7 +28,7 @@ def items_of(kind: str, g: Group, rank: int, n_tensors: int) -> list[BucketItem]
     items: list[BucketItem] = []
     for i in range(n_tensors):
         dtype = torch.float32 if i % 4 == 3 else torch.float64
-        x = random(10 * rank + i, 8, 12, *([i] if i % 3 else [])).to(dtype)
+        x = random_tensor(10 * rank + i, 8, 12, *([i] if i % 3 else [])).to(dtype)
         step = (cast(PrimitiveKind, kind), g, SPLITS[kind][i % len(SPLITS[kind])])
         items.append((x, (step,)))
     return items
@@ -63,7 +64,7 @@ def test_rounds_fuse_equal_steps_and_run_local_ones_directly() -> None:
         groups = world.make_groups(mesh_of(2, 2))
         dp, tp = groups[(0,)], groups[(1,)]
         rows = (Split(0),)
-        xs = [random(10 * world.rank + i, 8, 4).requires_grad_() for i in range(4)]
+        xs = [random_tensor(10 * world.rank + i, 8, 4).requires_grad_() for i in range(4)]
         items: list[BucketItem] = [
             (xs[0], (("reduce_scatter", dp, rows), ("all_reduce", tp, ()))),
             (xs[1], (("slice", tp, rows), ("reduce_scatter", dp, rows))),
@@ -92,7 +93,7 @@ def test_a_number_is_fused_with_a_tensor() -> None:
 
     def work(world: ThreadWorld) -> None:
         g = world.make_groups(mesh_of(2))[(0,)]
-        xs = [random(world.rank), random(world.rank + 2, 3)]
+        xs = [random_tensor(world.rank), random_tensor(world.rank + 2, 3)]
         got = bucketed_apply([(x, (("all_reduce", g, ()),)) for x in xs], 1 << 20)
         for found, x in zip(got, xs, strict=True):
             assert torch.equal(found, g.all_reduce(x))

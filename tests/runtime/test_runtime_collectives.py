@@ -1,8 +1,8 @@
 """Every row of the reshard table against the definition of placements, on threads and gloo.
 
-A row takes placement a to b. Inputs are made from one global tensor X by the definition of
-a; the outputs must be X under the definition of b. Upstream gradients are made from one
-global G under b's gradient placement; the inputs' must be G under a's (R <-> P, I, S).
+A row takes placement a to b. Inputs are made from one global tensor X by the definition of a.
+Outputs must be X by the definition of b. Upstream gradients are made from one global G under the
+gradient placement of b. The gradients of the inputs must be G under that of a (R <-> P, I, S).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from autopar.errors import VerificationError
-from autopar.mesh import Device, Link, LogicalMesh
 from autopar.placement.moves import TABLE, Split
 from autopar.runtime.collectives import pairs as collectives
 from autopar.runtime.groups.calls import CollectiveCall, Recorder, phase
@@ -24,6 +23,8 @@ from autopar.runtime.groups.distributed import make_groups
 from autopar.runtime.groups.group import Group, cut, join
 from autopar.runtime.launch.processes import WorkerPool
 from autopar.runtime.launch.threads import ThreadWorld, run_threads
+from tests.helpers.machines import mesh_of
+from tests.helpers.tensors import random_tensor
 
 SHAPE = (12, 144, 2)
 N_FACTOR = 12  # dim 1 of SHAPE is 12 x 12, so both factors split over 2, 3, 4 and 6 ranks
@@ -31,14 +32,9 @@ GRADIENT_PLACEMENT = {"r": "p", "i": "i", "s": "s", "p": "r"}
 Groups = Mapping[tuple[int, ...], Group]
 
 
-def mesh_of(*sizes: int) -> LogicalMesh:
-    names = ("dp", "tp", "cp")[: len(sizes)]
-    return LogicalMesh(sizes, names, (Link(1e-6, 1e-9),) * len(sizes), Device(1e12, 1e11, 1e9))
-
-
 @dataclass(frozen=True)
 class Case:
-    """One row with its splits: as the move takes them, and as they cut the global tensor."""
+    """One row with its splits: as arguments of the move, and as cuts of the global tensor."""
 
     row: str
     arguments: Callable[[int], tuple[Any, ...]] = lambda n: ()
@@ -68,7 +64,7 @@ CASES = [
     ),
     Case("s_to_s", lambda n: ((0, 1), (1, 1)), Split(0), Split(1)),
     Case("s_to_s", lambda n: ((1, 2), (0, 1)), Split(1, 2), Split(0)),
-    # Between the two factors of one dim: outer sizes are local, and change with the cut.
+    # Between the two factors of one dim: outer sizes are local, so they depend on the split.
     Case("s_to_s", lambda n: ((1, N_FACTOR // n), (1, 1)), Split(1, N_FACTOR), Split(1)),
     Case("s_to_s", lambda n: ((1, 1), (1, N_FACTOR // n)), Split(1), Split(1, N_FACTOR)),
 ]
@@ -78,25 +74,20 @@ def test_cases_cover_the_table() -> None:
     assert {case.row for case in CASES} == set(TABLE)
 
 
-def random(seed: int, *shape: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(shape, generator=generator, dtype=torch.float64) - 0.5
-
-
 def indices(split: Split, n: int, rank: int) -> Tensor:
-    """The positions along `split.dim` of SHAPE that rank holds, element by element."""
+    """The positions along `split.dim` of SHAPE that `rank` holds, element by element."""
     size = SHAPE[split.dim]
     rest = size // split.outer
     return torch.tensor([i for i in range(size) if i % rest // (rest // n) == rank])
 
 
 def placed(placement: str, x: Tensor, split: Split | None, n: int, rank: int) -> Tensor:
-    """Rank's local tensor when the global value is `x`."""
+    """The local tensor of `rank` if the global value is `x`."""
     if placement == "s":
         assert split is not None
         return x.index_select(split.dim, indices(split, n, rank))
     if placement == "p":
-        parts = [random(1000 + r, *x.shape) for r in range(n - 1)]
+        parts = [random_tensor(1000 + r, *x.shape) for r in range(n - 1)]
         return [*parts, x - sum(parts)][rank]
     return x.clone()
 
@@ -116,7 +107,7 @@ def assert_placed(
 def run_case(case: Case, g: Group) -> tuple[Tensor, Tensor]:
     """This rank's output and gradient of the case."""
     a, b = case.row.split("_to_")
-    x, upstream = random(g.ranks[0], *SHAPE), random(100 + g.ranks[0], *SHAPE)
+    x, upstream = random_tensor(g.ranks[0], *SHAPE), random_tensor(100 + g.ranks[0], *SHAPE)
     local = placed(a, x, case.source, g.size, g.rank).requires_grad_()
     out = getattr(collectives, case.row)(local, g, *case.arguments(g.size))
     assert out.is_contiguous()
@@ -132,7 +123,7 @@ def check_case(
     case: Case, by_rank: Mapping[int, tuple[Tensor, Tensor]], ranks: tuple[int, ...]
 ) -> None:
     a, b = case.row.split("_to_")
-    x, upstream = random(ranks[0], *SHAPE), random(100 + ranks[0], *SHAPE)
+    x, upstream = random_tensor(ranks[0], *SHAPE), random_tensor(100 + ranks[0], *SHAPE)
     outs, grads = ([by_rank[r][i] for r in ranks] for i in (0, 1))
     assert_placed(b, outs, x, case.target, f"{case} value on {ranks}")
     assert_placed(
@@ -157,7 +148,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool)
 
 
 def numbers_of_rows(g: Group) -> tuple[list[int], list[int]]:
-    """Sent to and received from every member; some ranks get none of another."""
+    """Row counts sent to and received from every member; some are 0."""
     return (
         [(2 * g.rank + r) % 3 for r in range(g.size)],
         [(2 * r + g.rank) % 3 for r in range(g.size)],
@@ -246,7 +237,7 @@ def primitives_of(g: Group, x: Tensor) -> list[Tensor]:
 
 
 def test_cut_and_join_are_inverse() -> None:
-    x = random(0, 4, 24)
+    x = random_tensor(0, 4, 24)
     for split in (Split(0), Split(1), Split(1, 3)):
         assert torch.equal(join(cut(x, split, 4), split), x)
 

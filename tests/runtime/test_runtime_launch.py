@@ -51,7 +51,7 @@ def fail_on(rank: int) -> int:
 def die_on(rank: int, pid_dir: str) -> None:
     """One rank is killed; each has a child process that must not outlive it."""
     Path(pid_dir, str(os.getpid())).touch()
-    # Forked, as a data loader's workers are: it holds the worker's pipes open.
+    # Forked like a data loader's workers, so it holds the worker's pipes open.
     child = os.fork()
     if child == 0:
         time.sleep(600)
@@ -79,7 +79,7 @@ def unpicklable_result() -> object:
 
 
 def is_running(pid: int) -> bool:
-    """Whether `pid` runs; a zombie that its parent has not collected does not."""
+    """Whether `pid` runs; a zombie does not."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -135,12 +135,12 @@ def test_other_ends_of_a_worker(tmp_path: Path) -> None:
             pool.run(leave_early, 7)
         with pytest.raises(LaunchError, match=r"rank 0 of 1 raised[\s\S]*pickle"):
             pool.run(unpicklable_result)
-        # This job only: any other may need seconds, since a new worker first imports this module.
+        # For this job only: others may need seconds, since a new worker first imports this module.
         pool.timeout_s = 1.0
         with pytest.raises(LaunchError, match=r"ranks \[0\] of 1 did not run within 1 s"):
             pool.run(sleep)
         pool.timeout_s = None
-        # With the pool, in the end; what a job left to do is done.
+        # A worker ends with its pool, and then runs what its jobs registered with `atexit`.
         pool.run(write_at_exit, str(tmp_path / "note"))
         (worker,) = pool._workers
         pool.close()

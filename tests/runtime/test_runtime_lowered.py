@@ -13,14 +13,15 @@ from autopar.runtime.groups.calls import Recorder
 from autopar.runtime.groups.group import Group
 from autopar.runtime.launch.threads import ThreadWorld, run_threads
 from autopar.runtime.lowered import vocab_parallel_cross_entropy, vocab_parallel_embedding
-from tests.runtime.test_runtime_collectives import mesh_of, random
+from tests.helpers.machines import mesh_of
+from tests.helpers.tensors import random_tensor
 
 N_VOCAB, N_ROWS = 12, 9
 IDS = torch.tensor([[0, 5, 11], [3, 3, 7], [8, 0, 2]])
 
 
 def group(world: ThreadWorld) -> Group:
-    """All ranks, over two merged axes where there are four."""
+    """The group of all ranks; four ranks are two merged axes."""
     mesh = mesh_of(2, 2) if world.n_ranks == 4 else mesh_of(world.n_ranks)
     return world.make_groups(mesh)[mesh.active_axes]
 
@@ -28,7 +29,7 @@ def group(world: ThreadWorld) -> Group:
 @pytest.mark.parametrize("padding_idx", [-1, 0, 3, 8])
 @pytest.mark.parametrize("n_ranks", [2, 3, 4])
 def test_embedding(n_ranks: int, padding_idx: int) -> None:
-    table, upstream = random(0, N_VOCAB, 5), random(1, *IDS.shape, 5)
+    table, upstream = random_tensor(0, N_VOCAB, 5), random_tensor(1, *IDS.shape, 5)
     whole = table.clone().requires_grad_()
     expected = torch.ops.aten.embedding.default(whole, IDS, padding_idx)
     expected.backward(upstream)
@@ -63,8 +64,8 @@ def labels(kind: str) -> Tensor:
 @pytest.mark.parametrize("n_ranks", [2, 3, 4])
 def test_cross_entropy(n_ranks: int, smoothing: float, kind: str) -> None:
     y = labels(kind)
-    # A shift that overflows exp() unless the maximum is that of the whole row.
-    logits = random(2, N_ROWS, N_VOCAB) * 20 + 800
+    # The shift overflows exp() unless the maximum of the whole row is subtracted.
+    logits = random_tensor(2, N_ROWS, N_VOCAB) * 20 + 800
     whole = logits.clone().requires_grad_()
     expected = F.cross_entropy(whole, y, reduction="sum", label_smoothing=smoothing)
     (expected * 0.3).backward()
@@ -83,7 +84,7 @@ def test_cross_entropy(n_ranks: int, smoothing: float, kind: str) -> None:
         torch.testing.assert_close(loss, expected, rtol=1e-13, atol=1e-12)
         with Recorder() as recorder:
             (loss * 0.3).backward()
-        # Only i_to_s's own gather: the loss itself has a local backward.
+        # The all_gather is that of i_to_s; the backward of the loss is local.
         assert [c.kind for c in recorder.calls] == ["all_gather"]
         assert shared.grad is not None
         torch.testing.assert_close(shared.grad, gradient, rtol=0, atol=1e-13)
@@ -94,8 +95,8 @@ def test_cross_entropy(n_ranks: int, smoothing: float, kind: str) -> None:
 
 def test_cross_entropy_with_another_ignore_index_and_masked_vocabulary() -> None:
     y = torch.tensor([0, 5, 3, 3])
-    logits = random(3, 4, N_VOCAB)
-    logits[:, 6:] = -torch.inf  # a shard without a single live entry
+    logits = random_tensor(3, 4, N_VOCAB)
+    logits[:, 6:] = -torch.inf  # a shard without a finite entry
     whole = logits.clone().requires_grad_()
     expected = F.cross_entropy(whole, y, reduction="sum", ignore_index=3)
     expected.backward()
@@ -113,7 +114,7 @@ def test_cross_entropy_with_another_ignore_index_and_masked_vocabulary() -> None
 
 
 def test_half_precision_loss_is_computed_in_float32() -> None:
-    logits, y = random(4, N_ROWS, N_VOCAB).bfloat16(), labels("some ignored")
+    logits, y = random_tensor(4, N_ROWS, N_VOCAB).bfloat16(), labels("some ignored")
     expected = F.cross_entropy(logits.float(), y, reduction="sum").bfloat16()
 
     def work(world: ThreadWorld) -> None:

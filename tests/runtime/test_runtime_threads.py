@@ -12,7 +12,7 @@ from autopar.errors import MeshError, VerificationError
 from autopar.placement.moves import Split
 from autopar.runtime.groups.group import Group
 from autopar.runtime.launch.threads import ThreadWorld, run_threads
-from tests.runtime.test_runtime_collectives import mesh_of
+from tests.helpers.machines import mesh_of
 
 MESH = mesh_of(2, 2)
 

@@ -31,6 +31,7 @@ from autopar.runtime.state.names import StateError, all_names
 from autopar.runtime.state.sharding import boxes, gather_whole, local_shard
 from autopar.runtime.state.stage_state import StageState
 from autopar.runtime.state.weights import initial_buffers, initial_shards
+from tests.helpers.machines import mesh_of
 from tests.helpers.state_model import (
     CPU,
     DIMS,
@@ -40,7 +41,6 @@ from tests.helpers.state_model import (
     Shapes,
     Tied,
     gradient,
-    mesh_of,
     pipeline_of,
     process_place,
     seeded_model,
@@ -49,7 +49,7 @@ from tests.helpers.state_model import (
     thread_place,
 )
 
-# Factor sizes for which two axes of two ranks share a dim, a factor, and neither.
+# Factor sizes for which two axes of two ranks share a dim, share a factor, or share neither.
 SHAPES = (((4, 3, 4), (8,)), ((3, 4), (4, 4)), ((2, 4), (4,)), ((16,),))
 MESHES = ((2,), (1, 2), (2, 1), (4,), (2, 2))
 
@@ -69,13 +69,10 @@ def pool(workers: Callable[[int], WorkerPool]) -> WorkerPool:
     return workers(4)
 
 
-# -- shards and boxes --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_shards_boxes_and_gather(sizes: tuple[int, ...]) -> None:
-    """Shards are the definition's, boxes say where they lie, gather_whole is the inverse."""
-    mesh = mesh_of(sizes)
+    """Shards follow the definition, and boxes say where they lie in the whole."""
+    mesh = mesh_of(*sizes)
     for dims in SHAPES:
         whole = counting(dims)
         tensor = TensorType(dims, 8, True)
@@ -96,7 +93,7 @@ def test_shards_boxes_and_gather(sizes: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("sizes", [(2,), (2, 2)], ids=str)
 def test_gather_whole_is_the_inverse(sizes: tuple[int, ...]) -> None:
-    mesh = mesh_of(sizes)
+    mesh = mesh_of(*sizes)
     cases = [
         (stored("p", dims, spec, sizes, torch.float64), counting(dims))
         for dims in SHAPES
@@ -113,11 +110,8 @@ def test_gather_whole_is_the_inverse(sizes: tuple[int, ...]) -> None:
     run_threads(work, mesh.n_ranks)
 
 
-# -- DTensors ----------------------------------------------------------------------------------
-
-
 def check_dtensors(sizes: tuple[int, ...]) -> tuple[int, int]:
-    """Every storage spec as a DTensor and back; (specs, specs that needed a dim gathered)."""
+    """Every storage spec as a DTensor; (number of specs, number that needed a dim gathered)."""
     mesh = init_device_mesh("cpu", sizes)
     at = mesh.get_coordinate()
     assert at is not None
@@ -143,12 +137,12 @@ def test_dtensors_of_one_axis(pool: WorkerPool) -> None:
 
 def test_dtensors_of_two_axes(pool: WorkerPool) -> None:
     n_specs, n_gathered = pool.run(check_dtensors, (2, 2))[0]
-    # Only where both axes cut one dim and the first cut is strided.
+    # A gather is needed only if both axes cut one dim and the first cut is strided.
     assert 0 < n_gathered < n_specs / 4
 
 
 def check_state_dict(shapes: Shapes) -> None:
-    """Every stage's keys, their values, and loading them; what one DTensor per key holds."""
+    """Keys and values of every stage's state dict, and loading it."""
     place = process_place(pipeline_of(shapes))
     mesh = stage_device_mesh(place.pipeline, place.rank, "cpu")
     model = seeded_model()
@@ -166,7 +160,7 @@ def check_state_dict(shapes: Shapes) -> None:
     others = {n: nn.Parameter(torch.zeros_like(v)) for n, v in locals_.items()}
     load_state_dict(place, others, held, buffers)
     assert all(torch.equal(others[n], v) for n, v in locals_.items())
-    # DTensors of another plan: those of a mesh of all ranks are gathered by all of them.
+    # DTensors of another plan: those on a mesh of all ranks are gathered by all ranks.
     line = process_place(pipeline_of(((4,),)))
     of_line = state_dict(
         line, initial_shards(line, "rank0", model), init_device_mesh("cpu", (4,)), buffers
@@ -182,7 +176,7 @@ def test_state_dict(pool: WorkerPool, shapes: Shapes) -> None:
 
 
 def save_and_load_with_dcp(shapes: Shapes, path: str) -> None:
-    """Each rank gives its own keys; the file has every key of the model, once."""
+    """Each rank saves its own keys; the checkpoint has every key of the model, once."""
     place = process_place(pipeline_of(shapes))
     mesh = stage_device_mesh(place.pipeline, place.rank, "cpu")
     model, buffers = seeded_model(), initial_buffers(seeded_model(), CPU)
@@ -191,7 +185,7 @@ def save_and_load_with_dcp(shapes: Shapes, path: str) -> None:
     others = {n: nn.Parameter(torch.zeros_like(v)) for n, v in locals_.items()}
     dcp.load(state_dict(place, others, mesh, buffers), checkpoint_id=path)
     for name, p in ((p.name, p) for p in place.parameters):
-        if not dtensor_placements(p, place.sizes)[1]:  # a gathered dim: a copy
+        if not dtensor_placements(p, place.sizes)[1]:  # a gathered dim makes a copy
             assert torch.equal(others[name], locals_[name]), name
     whole: dict[str, Any] = {n: torch.zeros_like(v) for n, v in model.state_dict().items()}
     dcp.load(whole, checkpoint_id=path)
@@ -204,7 +198,7 @@ def test_dcp_on_the_state_dicts_of_stages(pool: WorkerPool, tmp_path: Path, shap
 
 
 def test_state_dict_of_other_stages(pool: WorkerPool) -> None:
-    """DTensors of parameters that a rank neither has nor was given."""
+    """An error names the parameter that a rank stores and its state dict lacks."""
     messages = pool.run(load_from_other_cut)
     for message, name in zip(messages, ["norm.weight"] * 2 + ["qkv.bias"] * 2, strict=True):
         assert f"lacks `{name}`, which other ranks have" in message
@@ -224,9 +218,6 @@ def load_from_other_cut() -> str:
     return ""
 
 
-# -- whole state dicts -------------------------------------------------------------------------
-
-
 def there_and_back(shapes: Shapes) -> dict[str, Tensor]:
     place = process_place(pipeline_of(shapes))
     model = seeded_model()
@@ -235,7 +226,7 @@ def there_and_back(shapes: Shapes) -> dict[str, Tensor]:
     whole = full_state_dict(place, locals_, buffers)
     for local in locals_.values():
         local.detach().zero_()
-    # What rank 0 alone has is broadcast; what all have is cut where it is.
+    # Values that rank 0 alone has are broadcast; values that all ranks have are cut locally.
     for given in (whole, seeded_model(1).state_dict() | buffers):
         load_state_dict(place, locals_, given, buffers)
     ours = full_state_dict(place, locals_, buffers)
@@ -264,7 +255,7 @@ def test_full_state_dict(pool: WorkerPool, shapes: Shapes) -> None:
 
 @pytest.mark.parametrize("shapes", [*SHAPES_OF_4, ((1, 2),), ((1, 1), (1, 1))], ids=str)
 def test_full_gradients(shapes: Shapes) -> None:
-    """Each once; zeros where there is none; the mirrors' are their owners'."""
+    """Each parameter once, zeros if it has no gradient; mirrors are left to their owners."""
     pipeline = pipeline_of(shapes)
 
     def work(world: ThreadWorld) -> dict[str, Tensor]:
@@ -303,7 +294,7 @@ def test_loading_what_does_not_fit() -> None:
 
 
 def load_what_does_not_fit(shapes: Shapes) -> tuple[str, Any, list[bool]]:
-    """Rank 0 alone has values, without one parameter and with one beyond the model."""
+    """Rank 0 alone has values; one parameter is missing, and one is not of the model."""
     place = process_place(pipeline_of(shapes))
     locals_ = initial_shards(place, "rank0", seeded_model(1))
     values = dict(seeded_model().named_parameters()) if place.rank == 0 else {}

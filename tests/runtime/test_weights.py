@@ -37,11 +37,8 @@ def pool(workers: Callable[[int], WorkerPool]) -> WorkerPool:
     return workers(4)
 
 
-# -- weights -----------------------------------------------------------------------------------
-
-
 def same_shards(shapes: Shapes, weights: str, mine: Any, truth: nn.Module) -> None:
-    """`weights` gives every rank its shard of `truth`, and leaves the model it got alone."""
+    """`weights` gives every rank its shard of `truth` and does not change the given model."""
     place = process_place(pipeline_of(shapes))
     held = mine.state_dict(keep_vars=True)
     before = {name: (id(v), v.is_meta or v.clone()) for name, v in held.items()}
@@ -59,7 +56,7 @@ def same_shards(shapes: Shapes, weights: str, mine: Any, truth: nn.Module) -> No
 
 
 def broadcast_weights(shapes: Shapes) -> None:
-    """Ranks other than 0 have other values, or none."""
+    """Ranks other than 0 have other values or are on meta."""
     rank = dist.get_rank()
     mine = seeded_model(rank) if rank < 2 else meta_model()
     same_shards(shapes, "rank0", mine, seeded_model(0))
@@ -99,7 +96,7 @@ def without_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 def test_weights_from_safetensors(pool: WorkerPool, tmp_path: Path) -> None:
     values = without_buffers(seeded_model(0))
-    values["head.weight"] = values.pop("embed.weight")  # any name of a tied parameter will do
+    values["head.weight"] = values.pop("embed.weight")  # a tied parameter may have any of its names
     file = tmp_path / "model.safetensors"
     save_file(values, file)
     for shapes in SHAPES_OF_4:
@@ -148,11 +145,8 @@ def test_a_buffer_that_differs_is_refused(tmp_path: Path) -> None:
         file_weights(ONE, str(tmp_path))
 
 
-# -- initialisation on meta --------------------------------------------------------------------
-
-
 class Rescaling(Tied):
-    """The scalar has no module of its own; the root's initialiser rescales a child."""
+    """The scalar belongs to the root, whose initialiser also rescales a child."""
 
     def reset_parameters(self) -> None:
         with torch.no_grad():
@@ -162,7 +156,7 @@ class Rescaling(Tied):
 
 def initialised_shards(shapes: Shapes, seed: int) -> dict[str, Tensor]:
     place = process_place(pipeline_of(shapes))
-    torch.manual_seed(seed + place.rank)  # rank 0's counts
+    torch.manual_seed(seed + place.rank)  # only rank 0's seed counts
     with torch.device("meta"):
         model = Rescaling()
     shards = initial_shards(place, "init", model)
@@ -198,7 +192,7 @@ def test_what_nothing_initialises_is_named() -> None:
 
 
 def test_transformers_initialiser() -> None:
-    """GPT-2 rescales the weights of a child in its parent's turn, and ties its head."""
+    """GPT-2 rescales a child's weights when it initialises the parent, and ties its head."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(

@@ -1,18 +1,21 @@
-"""Do two versions of autopar make the same plans? Writes them as text, to compare with `diff`.
+"""Do two versions of autopar make the same plans? Writes them as text, to compare byte for byte.
 
-    python -m tests.search.same_plans FOLDER [WORDS ...]
+    python -m tests.search.same_plans FOLDER [WORDS ...]           writes the plans of this version
+    python -m tests.search.same_plans --against REV [WORDS ...]    and of another; says what differs
 
-A change that should not move numbers proves it so: run it at both commits, with a clone of the
-earlier one first on PYTHONPATH, and compare the folders with `diff -r`. Of every case it writes the
-plan (JSON), the generated program of each stage, what is predicted, and every collective. Cases:
-each family of the zoo on one stage and on two, the models of `make bench-plan`, and Llama under
-options. WORDS choose cases: those whose name has one of them.
+A change that should not move numbers proves it so. Of every case it writes the plan (JSON), the
+generated program of each stage, what is predicted, and every collective. Cases: each family of the
+zoo on one stage and on two, the models of `make bench-plan`, and Llama under options. WORDS choose
+cases: those whose name has one of them.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -83,13 +86,43 @@ def write(folder: Path, plan: Plan) -> None:
     (folder / "collectives.txt").write_text(calls + "\n")
 
 
-def main(argv: Sequence[str]) -> int:
-    folder, words = Path(argv[0]), argv[1:]
+def write_all(folder: Path, words: Sequence[str]) -> None:
     for name, make in every_case().items():
         if not words or any(word in name for word in words):
             print(name, flush=True)  # noqa: T201
             write(folder / name, make())
-    return 0
+
+
+def differences(one: Path, other: Path) -> list[str]:
+    """The files that differ, or that only one of the folders has."""
+    files = {f.relative_to(folder) for folder in (one, other) for f in folder.rglob("*.*")}
+
+    def read(path: Path) -> bytes | None:
+        return path.read_bytes() if path.is_file() else None
+
+    return sorted(str(f) for f in files if read(one / f) != read(other / f))
+
+
+def against(revision: str, words: Sequence[str]) -> list[str]:
+    """What differs between this tree and a revision, which is cloned."""
+    with tempfile.TemporaryDirectory() as folder:
+        there, then, now = (Path(folder) / name for name in ("clone", "then", "now"))
+        subprocess.run(["git", "clone", "-q", ".", str(there)], check=True)
+        subprocess.run(["git", "checkout", "-q", revision], cwd=there, check=True)
+        command = [sys.executable, "-m", "tests.search.same_plans", str(then), *words]
+        environment = os.environ | {"PYTHONPATH": str(there)}
+        subprocess.run(command, cwd=there, env=environment, check=True)
+        write_all(now, words)
+        return differences(then, now)
+
+
+def main(argv: Sequence[str]) -> int:
+    if argv[0] != "--against":
+        write_all(Path(argv[0]), argv[1:])
+        return 0
+    found = against(argv[1], argv[2:])
+    print("\n".join(found) or "the same")  # noqa: T201
+    return 1 if found else 0
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def test_what_recompute_makes_better_is_found_with_fewer_solves(limit_s: float) 
         made = Made(seed)
         best = best_recomputed(cast(Evaluator, made), TRIES, limit_s)
         expected, n_every = every_count(Made(seed), limit_s)
-        assert (best and (best.candidate, best.score_s, best.others)) == expected
+        assert (best and (best.candidate, best.score_s, best.fallbacks)) == expected
         n_better += best is not None
         n_saved += n_every - len(made.solved)
     assert n_better > 5
@@ -118,7 +118,7 @@ def every_count(
 def test_the_fewest_microbatches_that_fit_as_they_are_fastest_need_no_others() -> None:
     made = Made(0)
     made.n_fits = 1
-    best = best_count(cast(Evaluator, made), TRIES, least_s=math.nextafter(made.free[1], 9.0))
+    best = best_count(cast(Evaluator, made), TRIES, incumbent_s=math.nextafter(made.free[1], 9.0))
     assert isinstance(best, Scored)
-    assert best.candidate is TRIES[0] and best.others == tuple(TRIES[1:])
+    assert best.candidate is TRIES[0] and best.fallbacks == tuple(TRIES[1:])
     assert made.solved == {("whatever its bytes", 1)}

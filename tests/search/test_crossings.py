@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from autopar.passes.analysis.boundaries import Side, boundary_specs
-from autopar.passes.inter.crossings import _Cuts
+from autopar.passes.inter.crossings import _CrossingSpecs
 from autopar.passes.reshard.costs import ReshardTables
 from autopar.passes.reshard.move_graph import move_graph
 from autopar.placement.spec import TensorType
@@ -23,7 +23,7 @@ def test_cuts_of_many_cases_are_those_of_each(side: Side, has_grad: bool) -> Non
     graph = move_graph(*cases[0])
     seconds = np.zeros((len(cases), len(graph.primitives)))
     tables = ReshardTables.build([t for t, _ in cases], [sizes for _, sizes in cases], seconds)
-    found = _Cuts.of(tables, side)
+    found = _CrossingSpecs.of(tables, side)
     for (tensor, sizes), legal in zip(cases, found.legal, strict=True):
         specs = [graph.specs[k] for k in itertools.compress(found.specs, legal)]
         assert tuple(specs) == boundary_specs(tensor, sizes, side)

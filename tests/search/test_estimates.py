@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 import pytest
 
-from autopar.mesh import Link, Mesh
+from autopar.mesh import Link
 from autopar.options import Options
 from autopar.passes.inter.attribution import Traffic
 from autopar.passes.inter.candidate import Candidate
@@ -20,8 +20,8 @@ from autopar.passes.inter.stage_search import SearchedPlan
 from autopar.passes.inter.submeshes import places_of
 from autopar.passes.inter.tables import StageTable
 from autopar.passes.search.refined import refined_candidates
-from tests.helpers.every_plan import Choices
-from tests.search.test_joint_optimality import SLOW, analysis_of, machine
+from tests.helpers.every_plan import Choices, analysis_of
+from tests.helpers.machines import SLOW, cluster, two_tiers
 
 REL = 1e-9
 M = 16
@@ -40,7 +40,7 @@ class Searched(Choices):
 
 @pytest.fixture(scope="module")
 def searched() -> Searched:
-    return Searched(analysis_of("mlp"), machine("mlp", (2, 4), SLOW), Options.of(microbatches=M))
+    return Searched(analysis_of("mlp"), two_tiers((2, 4), SLOW, 1e10), Options.of(microbatches=M))
 
 
 def expected(costs: StageTable, search: JointSearch, at: tuple[int, int]) -> StageSeconds:
@@ -51,7 +51,7 @@ def test_what_was_solved_is_known_and_others_of_its_view_are_expected_to_be_like
     searched: Searched,
 ) -> None:
     search = searched.search
-    configs = search.costs(M)
+    configs = search.tables(M)
     estimates, c = Estimates(), next(i for i in range(len(configs)))
     costs, other = configs[c], next(k for k in configs if k.view != configs[c].view)
     before = expected(costs, search, (1, 2))
@@ -67,7 +67,7 @@ def test_what_was_solved_is_known_and_others_of_its_view_are_expected_to_be_like
 def test_conversions_are_expected_once_they_were_paid(searched: Searched) -> None:
     """By the least share that was: what is not solved stays hopeful."""
     search = searched.search
-    configs = search.costs(M)
+    configs = search.tables(M)
     c = next(i for i, k in enumerate(configs) if k.conversions()[1, 1] > 0)
     costs, estimates = configs[c], Estimates()
     for share, at in ((0.7, (1, 1)), (0.4, (1, 2)), (0.9, (2, 2))):
@@ -121,10 +121,10 @@ def plan_key(candidate: Candidate) -> str:
 
 def test_places_in_a_node_say_which_links_messages_cross() -> None:
     hardware = Searched(
-        analysis_of("mlp"), machine("mlp", (2, 4), (1e-8, 1e-10)), Options.of()
+        analysis_of("mlp"), two_tiers((2, 4), (1e-8, 1e-10), 1e10), Options.of()
     ).hardware
     across, inside = hardware.links
-    mesh = Mesh((2, 4), hardware="cpu-local")
+    mesh = cluster(2, 4)
     assert [(sorted(p.offsets or ()), *p[1:]) for p in places_of(mesh, hardware, 1)] == [
         ([0], across, inside),
         ([3], inside, across),
@@ -132,7 +132,7 @@ def test_places_in_a_node_say_which_links_messages_cross() -> None:
     ]
     assert [sorted(p.offsets or ()) for p in places_of(mesh, hardware, 2)] == [[0], [2], [1]]
     assert [tuple(p) for p in places_of(mesh, hardware, 4)] == [(None, across, across)]
-    alone = Mesh((4,), hardware="cpu-local")
+    alone = cluster(4)
     assert [tuple(p) for p in places_of(alone, hardware, 2)] == [(None, inside, inside)]
 
 

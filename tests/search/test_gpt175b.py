@@ -17,7 +17,8 @@ import pytest
 
 import autopar
 from autopar import Mesh, Plan
-from tests.search.test_planner_laws import A100, gpt2, tokens
+from tests.helpers.machines import A100
+from tests.helpers.models.wide_models import meta_tokens, wide_gpt2
 
 WIDTH, LENGTH, N_WORDS = 12288, 2048, 51200
 WHOLE = os.environ.get("AUTOPAR_OPTIMALITY")
@@ -25,8 +26,8 @@ WHOLE = os.environ.get("AUTOPAR_OPTIMALITY")
 
 def planned(n_layers: int, n_nodes: int, n_rows: int, microbatches: int | str = "auto") -> Plan:
     return autopar.plan(
-        gpt2(n_layers, WIDTH, LENGTH, N_WORDS), Mesh((n_nodes, 8), hardware=A100),
-        tokens(n_rows, LENGTH), forbid=["zero1", "zero2", "zero3"], microbatches=microbatches,
+        wide_gpt2(n_layers, WIDTH, LENGTH, N_WORDS), Mesh((n_nodes, 8), hardware=A100),
+        meta_tokens(n_rows, LENGTH), forbid=["zero1", "zero2", "zero3"], microbatches=microbatches,
     )  # fmt: skip
 
 

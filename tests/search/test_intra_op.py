@@ -14,13 +14,8 @@ from autopar.passes.intra.intra_op import intra_op_problem
 from autopar.passes.lowering.lines import lower
 from autopar.passes.search.planner import Planner
 from autopar.passes.solvers.choice import solve, solve_brute_force
-from autopar.passes.solvers.problem import Infeasible, Solution
 from tests.helpers.harness import MODELS, abstract_cost, free_problem, model_case
-
-
-def solved(outcome: Solution | Infeasible) -> Solution:
-    assert isinstance(outcome, Solution), outcome
-    return outcome
+from tests.helpers.problems import solved
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from autopar.cost.hardware.hardware import Hardware, resolve
 from autopar.cost.laws.model import CostModel
 from autopar.cost.price.prediction import link_between, predict
 from autopar.errors import BatchError, OptionError
@@ -23,9 +21,8 @@ from autopar.passes.analysis.folding import find_runs, fold
 from autopar.passes.inter.candidate import Candidate
 from autopar.passes.inter.joint import JointSearch, climb, different, joint_search
 from autopar.passes.inter.layers import find_layers
-from autopar.passes.inter.recipes import recipe_candidates
 from autopar.passes.inter.submeshes import submesh_sizes
-from autopar.passes.inter.tables import CostMaker, StageTable, TableRequest
+from autopar.passes.inter.tables import StageTable, TableMaker, TableRequest
 from autopar.passes.intra.constraints import Constraints
 from autopar.passes.intra.intra_op import intra_op_problem
 from autopar.passes.search.evaluator import Evaluator
@@ -33,18 +30,15 @@ from autopar.passes.search.simulator import Simulator
 from autopar.passes.solvers.choice import solve
 from autopar.passes.solvers.problem import Solution
 from autopar.plans.predicted import Predicted
+from tests.helpers.candidates import assert_covers, gpt2
 from tests.helpers.captures import captured
-from tests.helpers.harness import MODELS, Mlp, model_case, random_tokens, tiny_gpt2
-from tests.unit.analysis.test_layers import Block, Chain
+from tests.helpers.harness import MODELS, Mlp, model_case
+from tests.helpers.machines import cluster, hardware_of
+from tests.helpers.models.blocks import Block, Chain
 
 GIB = 2.0**30
 REL = 1e-9
 PARTS = ("time", "once", "static", "activation")
-
-
-@lru_cache
-def gpt2(n_layers: int = 4) -> Analysis:
-    return Analysis.of(captured(tiny_gpt2(n_layers), random_tokens(0), precision="fp64"))
 
 
 @lru_cache
@@ -55,14 +49,6 @@ def wide_mlp() -> Analysis:
     return Analysis.of(captured(model, batch, precision="fp64"))
 
 
-def hardware_of(mesh: Mesh) -> Hardware:
-    return resolve(mesh, torch.float64)
-
-
-def cluster(*shape: int) -> Mesh:
-    return Mesh(shape, hardware="cpu-local")
-
-
 def stage_costs(
     analysis: Analysis,
     axes: dict[str, int],
@@ -70,16 +56,16 @@ def stage_costs(
     constraints: Constraints | None = None,
     folded: bool = False,
     hardware_name: str = "cpu-local",
-) -> tuple[StageTable, CostMaker, CostModel]:
+) -> tuple[StageTable, TableMaker, CostModel]:
     """The fastest placements on a view of one node."""
     mesh = Mesh((math.prod(axes.values()),), hardware=hardware_name)
     hardware = hardware_of(mesh)
     view = factored_view(mesh, hardware.links, hardware.device, axes)
     runs = find_runs(analysis)
     layers = find_layers(analysis, runs)
-    maker = CostMaker(fold(analysis, runs if folded else ()), layers, torch.float64, "adamw")
+    maker = TableMaker(fold(analysis, runs if folded else ()), layers, torch.float64, "adamw")
     wanted = TableRequest(view, constraints or Constraints())
-    ((costs,),) = maker.searched([wanted], m)
+    ((costs,),) = maker.tables_for([wanted], m)
     return costs, maker, CostModel(view, torch.float64)
 
 
@@ -168,14 +154,6 @@ def test_estimates_are_near_the_stages_solved_alone(axes: dict[str, int]) -> Non
 # -- candidates ----------------------------------------------------------------------------------
 
 
-def recipes(
-    analysis: Analysis, mesh: Mesh, hardware: Hardware, options: Options, *how: Any
-) -> list[Candidate]:
-    """Those of `recipe_candidates`; `how` as there."""
-    budget_bytes = options.memory_limit or hardware.memory_limit_bytes
-    return recipe_candidates(JointSearch.of(analysis, mesh, hardware, options, budget_bytes), *how)
-
-
 def candidates(
     analysis: Analysis,
     mesh: Mesh,
@@ -190,17 +168,6 @@ def candidates(
     if search is None:
         return []
     return [search.candidate(plan) for plan in different(search.plans(n_stages), n_best)]
-
-
-def assert_covers(candidate: Candidate, mesh: Mesh) -> None:
-    """Every rank once, in order, no stage across nodes unless it has whole nodes."""
-    ranks = [r for stage in candidate.stages for r in stage.view.ranks]
-    assert ranks == list(range(mesh.n_ranks))
-    assert len(candidate.ends) == len(candidate.stages)
-    for stage in candidate.stages:
-        nodes = {mesh.node_of(r) for r in stage.view.ranks}
-        assert len(nodes) == 1 or stage.view.n_ranks % mesh.devices_per_node == 0
-        assert stage.view.first_rank % min(stage.view.n_ranks, mesh.devices_per_node) == 0
 
 
 @pytest.mark.parametrize(

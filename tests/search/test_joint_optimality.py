@@ -10,46 +10,19 @@ three minutes.
 from __future__ import annotations
 
 import os
-from functools import cache
 
 import pytest
-import torch
 
 import autopar
-from autopar import Device, Link, Manual, Mesh
+from autopar import Manual
 from autopar.options import Options
-from autopar.passes.analysis.analysis import Analysis
-from tests.helpers.captures import captured
-from tests.helpers.every_plan import Choices
-from tests.helpers.harness import Mlp, random_tokens, tiny_gpt2
+from tests.helpers.every_plan import MODELS, batch_of, choices_of
+from tests.helpers.machines import FAST, SLOW, TIERED, two_tiers
 
 # By simulation: the share that the closed form may lose.
 REGRET = 0.01
 REL = 1e-9
 WHOLE = os.environ.get("AUTOPAR_OPTIMALITY")
-# Seconds per byte between nodes, and inside; products take about as long as messages.
-SLOW, TIERED, FAST = (1e-8, 1e-8), (1e-8, 1e-10), (1e-9, 1e-10)
-MODELS = {"mlp": lambda: Mlp(width=256, n_layers=4), "gpt2": lambda: tiny_gpt2(2)}
-
-
-def batch_of(model: str) -> dict[str, torch.Tensor]:
-    if model == "gpt2":
-        return random_tokens(0)
-    return {name: torch.zeros(64, 256, dtype=torch.float64) for name in ("x", "y")}
-
-
-@cache
-def analysis_of(model: str) -> Analysis:
-    torch.manual_seed(0)
-    return Analysis.of(captured(MODELS[model](), batch_of(model), precision="fp64"))
-
-
-def machine(model: str, shape: tuple[int, ...], s_per_byte: tuple[float, float]) -> Mesh:
-    """Slower for the MLP, whose products are larger."""
-    links = [Link(5e-6, s_per_byte[0]), Link(1e-6, s_per_byte[1])]
-    flops_per_s = 1e10 if model == "mlp" else 1e9
-    device = Device(flops_per_s, 1e12, 1e12, 1e-7)
-    return Mesh(shape, links=links[-len(shape) :], device=device)
 
 
 Case = tuple[str, tuple[int, ...], tuple[float, float], int | None]
@@ -87,7 +60,7 @@ def check(
     model: str, shape: tuple[int, ...], s_per_byte: tuple[float, float], microbatches: int | None
 ) -> None:
     options = Options.of(microbatches=microbatches or "auto")
-    choices = Choices(analysis_of(model), machine(model, shape, s_per_byte), options)
+    choices = choices_of(model, shape, s_per_byte, options)
     found = choices.step_times_s()
     best = min(found, key=found.__getitem__)
     assert len(found) >= 6, "too little to choose from"
@@ -99,7 +72,7 @@ def check(
 
 
 def test_no_recipe_with_stages_is_predicted_faster() -> None:
-    mesh, batch = machine("mlp", (2, 4), TIERED), batch_of("mlp")
+    mesh, batch = two_tiers((2, 4), TIERED, 1e10), batch_of("mlp")
     model, precision = MODELS["mlp"](), "fp64"
     plan = autopar.plan(model, mesh, batch, precision=precision)
     recipe = autopar.plan(

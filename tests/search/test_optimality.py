@@ -15,79 +15,26 @@ runs every family; by default the cheapest of each kind.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from functools import cache
 
 import pytest
-import torch
-from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForImageClassification
 
-from autopar.cost.laws.model import CostModel
-from autopar.mesh import Device, Link, LogicalMesh
-from autopar.passes.analysis.analysis import Analysis
-from autopar.passes.analysis.folding import Folded, find_runs, fold
 from autopar.passes.intra.chooser import Chooser, Chosen, PlacementRequest
 from autopar.passes.intra.constraints import Constraints
 from autopar.passes.intra.intra_op import intra_op_problem
 from autopar.passes.solvers.choice import solve, solve_by_elimination
-from autopar.passes.solvers.problem import ChoiceProblem, Infeasible, Solution
-from tests.helpers.captures import captured
-from tests.helpers.harness import AXIS_NAMES, random_tokens, tiny_gpt2, tiny_llama
-from tests.solvers.test_repeated import tiny_mixtral, tiny_t5
+from autopar.passes.solvers.problem import ChoiceProblem
+from tests.helpers.machines import balanced_cost
+from tests.helpers.models.families import FAMILIES, folded
+from tests.helpers.problems import solved
 
 REL = 1e-6
 # Of one machine: what fits, adds up alike in any order.
 ROUNDING_REL = 1e-9
-N_BLOCKS = 5
 WHOLE = os.environ.get("AUTOPAR_OPTIMALITY")
-# Slow between nodes and fast inside; compute, memory and launches all weigh in.
-LINKS = (Link(1e-5, 1e-9), Link(2e-6, 1e-10))
-DEVICE = Device(1e12, 1e11, 1e15, 1e-6)
 NO_ZERO = "zero1 zero2 zero3 sequence"
 BY_ROWS = f"{NO_ZERO} tensor"
 Case = tuple[str, ...]
-
-
-def tiny_resnet() -> nn.Module:
-    config = AutoConfig.for_model(
-        "resnet", embedding_size=16, hidden_sizes=[16], depths=[N_BLOCKS], layer_type="basic",
-        num_labels=4,
-    )  # fmt: skip
-    model: nn.Module = AutoModelForImageClassification.from_config(config)
-    return model
-
-
-FAMILIES: dict[str, Callable[[], nn.Module]] = {
-    "gpt2": lambda: tiny_gpt2(N_BLOCKS),
-    "llama": lambda: tiny_llama(N_BLOCKS),
-    "t5": lambda: tiny_t5(N_BLOCKS),
-    "resnet": tiny_resnet,
-    "frozen resnet": lambda: tiny_resnet().eval(),
-    "mixtral": lambda: tiny_mixtral(N_BLOCKS),
-}
-
-
-def batch_of(family: str) -> dict[str, Tensor]:
-    if "resnet" not in family:
-        return random_tokens(0)
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(16, 3, 8, 8, dtype=torch.float64, generator=generator)
-    return {"pixel_values": images, "labels": torch.arange(16) % 4}
-
-
-@cache
-def folded(family: str) -> Folded:
-    torch.manual_seed(0)
-    program = captured(FAMILIES[family](), batch_of(family), precision="fp64")
-    analysis = Analysis.of(program)
-    return fold(analysis, find_runs(analysis))
-
-
-@cache
-def machine(sizes: tuple[int, ...]) -> CostModel:
-    mesh = LogicalMesh(sizes, AXIS_NAMES[len(sizes)], LINKS[-len(sizes) :], DEVICE)
-    return CostModel(mesh, torch.float64)
 
 
 @cache
@@ -95,7 +42,7 @@ def by_blocks(
     family: str, sizes: tuple[int, ...], forbid: str, budget_bytes: float | None = None
 ) -> Chosen:
     """What the planner asks of a program."""
-    ask = PlacementRequest(machine(sizes), 1, Constraints(frozenset(forbid.split())))
+    ask = PlacementRequest(balanced_cost(sizes), 1, Constraints(frozenset(forbid.split())))
     return Chooser(folded(family), "adamw").choose(ask, budget_bytes)
 
 
@@ -104,13 +51,8 @@ def whole_problem(
     family: str, sizes: tuple[int, ...], forbid: str, budget_bytes: float | None = None
 ) -> ChoiceProblem:
     limits = Constraints(frozenset(forbid.split()))
-    problem = intra_op_problem(folded(family).whole, machine(sizes), 1, limits, "adamw")
+    problem = intra_op_problem(folded(family).whole, balanced_cost(sizes), 1, limits, "adamw")
     return problem.under(budget_bytes, 1).numbers
-
-
-def solved(outcome: Solution | Infeasible) -> Solution:
-    assert isinstance(outcome, Solution), outcome
-    return outcome
 
 
 def some_of(every: list[Case], few: list[Case]) -> list[Case]:

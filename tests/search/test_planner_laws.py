@@ -16,8 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 import autopar
 from autopar import Mesh, Plan
@@ -26,27 +24,12 @@ from autopar.plans.data import parse_storage
 from autopar.runtime.launch.processes import WorkerPool
 from tests.helpers.harness import random_tokens, tiny_gpt2
 from tests.helpers.jobs import rank
+from tests.helpers.machines import A100
+from tests.helpers.models.wide_models import meta_tokens, wide_gpt2
 
 REL = 1e-9
 WHOLE = os.environ.get("AUTOPAR_OPTIMALITY")
 UNITS = {"B": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
-A100 = "a100-80gb"
-
-
-def gpt2(n_layers: int, width: int, length: int, n_words: int = 50304) -> nn.Module:
-    config = AutoConfig.for_model(
-        "gpt2", n_layer=n_layers, n_embd=width, n_head=width // 64, vocab_size=n_words,
-        n_positions=length, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(config).bfloat16()
-    return model
-
-
-def tokens(n_rows: int, length: int) -> dict[str, torch.Tensor]:
-    ids = torch.zeros(n_rows, length, dtype=torch.long, device="meta")
-    return {"input_ids": ids, "labels": ids}
 
 
 # -- layouts -------------------------------------------------------------------------------------
@@ -56,7 +39,7 @@ def tokens(n_rows: int, length: int) -> dict[str, torch.Tensor]:
 def on_a_fast_axis(n_layers: int, n_microbatches: int, *forbid: str) -> Plan:
     """Wide blocks and few rows, on eight devices of a node."""
     return autopar.plan(
-        gpt2(n_layers, 4096, 256), Mesh((1, 8), hardware=A100), tokens(2, 256), stages=1,
+        wide_gpt2(n_layers, 4096, 256), Mesh((1, 8), hardware=A100), meta_tokens(2, 256), stages=1,
         mesh_shape="as-given", microbatches=n_microbatches, forbid=list(forbid),
     )  # fmt: skip
 
@@ -89,7 +72,7 @@ def test_a_block_has_four_all_reduces_per_microbatch(n_layers: int, n_microbatch
 def within(memory_limit: int | None) -> Plan:
     """Many rows over eight devices of one axis."""
     return autopar.plan(
-        gpt2(4, 2048, 256), Mesh((8,), hardware=A100), tokens(256, 256), stages=1,
+        wide_gpt2(4, 2048, 256), Mesh((8,), hardware=A100), meta_tokens(256, 256), stages=1,
         mesh_shape="as-given", microbatches=8, memory_limit=memory_limit, recompute="none",
     )  # fmt: skip
 
@@ -114,7 +97,7 @@ def test_shards_are_kept_where_the_batch_is_large_and_gathered_at_each_use_where
 
 # -- memory --------------------------------------------------------------------------------------
 
-SMALL = (gpt2(4, 1024, 128, 16384), tokens(64, 128))
+SMALL = (wide_gpt2(4, 1024, 128, 16384), meta_tokens(64, 128))
 
 
 def small(shape: tuple[int, ...], **options: Any) -> Plan:
@@ -141,7 +124,7 @@ def assert_less_memory_is_never_faster(
         plan = small(shape, memory_limit=limit, **kw)
         assert plan.objective_s >= bound_s * (1 - REL), f"{limit} bytes"
         n_slower += plan.objective_s > bound_s * (1 + REL) > 0
-        bound_s = max(bound_s, plan.objective_s * (1 - plan.gap))
+        bound_s = max(bound_s, plan.objective_s * (1 - plan.stage_gap))
     assert n_slower >= len(limits) - 1, "memory does not bind"
 
 

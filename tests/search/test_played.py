@@ -11,15 +11,15 @@ from autopar.passes.inter.score import (
     MessageSeconds,
     StageBoundary,
     StageSeconds,
-    hops_of,
-    played_s,
+    messages_between,
+    score_s,
 )
 from autopar.passes.lowering.joining import join
 from autopar.passes.search.evaluator import Evaluator, Scored
 from autopar.program.messages import Messages
 from autopar.schedule import ORDERS, Transfer
-from tests.helpers.every_plan import Choices
-from tests.search.test_joint_optimality import SLOW, TIERED, analysis_of, machine
+from tests.helpers.every_plan import Choices, choices_of
+from tests.helpers.machines import SLOW, TIERED
 
 REL = 1e-9
 # What a score leaves out: how a stage's time divides into forward and backward, and for a parameter
@@ -29,7 +29,7 @@ PLAYED_REL, TIED_REL = 0.01, 0.06
 
 def choices(model: str, shape: tuple[int, ...], speed: tuple[float, float], m: int) -> Choices:
     options = Options.of(microbatches=m)
-    return Choices(analysis_of(model), machine(model, shape, speed), options)
+    return choices_of(model, shape, speed, options)
 
 
 def some_of(every: Choices, one_in: int) -> list[Candidate]:
@@ -37,7 +37,7 @@ def some_of(every: Choices, one_in: int) -> list[Candidate]:
     return [c for c in every.candidates() if len(c.stages) > 1][::one_in]
 
 
-def hops(evaluator: Evaluator, scored: Scored) -> list[MessageSeconds]:
+def messages(evaluator: Evaluator, scored: Scored) -> list[MessageSeconds]:
     candidate = scored.candidate
     types = [
         part.microbatch_types(candidate.n_microbatches).tensors
@@ -47,7 +47,7 @@ def hops(evaluator: Evaluator, scored: Scored) -> list[MessageSeconds]:
         StageBoundary(layout.view, chosen.sent, chosen.received, of)
         for layout, chosen, of in zip(candidate.stages, scored.choices, types, strict=True)
     ]
-    return hops_of(ends, evaluator.hardware.links)
+    return messages_between(ends, evaluator.hardware.links)
 
 
 @pytest.mark.parametrize("speed", [SLOW, TIERED])
@@ -60,13 +60,16 @@ def test_messages_and_steps_are_those_of_the_lowered_stages(speed: tuple[float, 
         scored = every.evaluator.scored(candidate, None)
         solved = every.simulator.simulated(scored)
         assert scored.score_s == pytest.approx(solved.step_time_s, rel=PLAYED_REL), candidate.name
-        messages = Messages(join(solved.stages, ORDERS["1f1b"]))
-        found = hops(every.evaluator, scored)
-        for hop in found:
-            transfer = Transfer(hop.source, hop.target)
-            ways = (transfer.forward(0), hop.forward_s), (transfer.backward(0), hop.backward_s)
+        lowered = Messages(join(solved.stages, ORDERS["1f1b"]))
+        found = messages(every.evaluator, scored)
+        for message in found:
+            transfer = Transfer(message.source, message.target)
+            ways = (
+                (transfer.forward(0), message.forward_s),
+                (transfer.backward(0), message.backward_s),
+            )
             for (send, _), time_s in ways:
-                assert time_s == pytest.approx(transfer_s(messages.of(send), between), rel=REL)
+                assert time_s == pytest.approx(transfer_s(lowered.of(send), between), rel=REL)
         sizes.add(tuple(layout.view.n_ranks for layout in candidate.stages))
     assert len(sizes) >= 4
 
@@ -79,7 +82,9 @@ def test_steps_with_skips_and_ties_are_near_the_lowered_ones() -> None:
         scored = every.evaluator.scored(candidate, None)
         step_time_s = every.simulator.simulated(scored).step_time_s
         assert scored.score_s == pytest.approx(step_time_s, rel=TIED_REL), candidate.name
-        n_skips += any(hop.target - hop.source > 1 for hop in hops(every.evaluator, scored))
+        n_skips += any(
+            message.target - message.source > 1 for message in messages(every.evaluator, scored)
+        )
     assert n_skips
 
 
@@ -87,15 +92,15 @@ def test_a_step_is_the_textbooks() -> None:
     """Equal stages and free messages: m + S - 1 microbatches, then what is done once."""
     stages = [StageSeconds(3.0, 5.0)] * 4
     free = [MessageSeconds(k, k + 1, 0.0, 0.0) for k in range(3)]
-    assert played_s("1f1b", 8, stages, free) == pytest.approx(3.0 * (8 + 3) + 5.0, rel=REL)
-    assert played_s("1f1b", 8, stages, free, 2.0) == pytest.approx(3.0 * 11 + 7.0, rel=REL)
+    assert score_s("1f1b", 8, stages, free) == pytest.approx(3.0 * (8 + 3) + 5.0, rel=REL)
+    assert score_s("1f1b", 8, stages, free, 2.0) == pytest.approx(3.0 * 11 + 7.0, rel=REL)
 
 
 def test_receivers_wait_for_messages() -> None:
     """In the steady state a stage waits for an activation and for a gradient."""
     stages = [StageSeconds(3.0, 0.0)] * 3
     slow = [MessageSeconds(k, k + 1, 0.25, 0.5) for k in range(2)]
-    long_s, short_s = (played_s("1f1b", n, stages, slow) for n in (24, 12))
+    long_s, short_s = (score_s("1f1b", n, stages, slow) for n in (24, 12))
     assert (long_s - short_s) / 12 == pytest.approx(3.0 + 0.25 + 0.5, rel=REL)
 
 
@@ -104,11 +109,11 @@ def test_many_microbatches_go_on_as_the_last_did(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stages = [StageSeconds(3.0, 1.0), StageSeconds(4.0, 2.0), StageSeconds(2.5, 0.5)]
-    hops = [
+    messages = [
         MessageSeconds(0, 1, 0.3, 0.4),
         MessageSeconds(1, 2, 0.2, 0.2),
         MessageSeconds(0, 2, 0.1, None),
     ]
-    short_s = played_s(schedule, 100, stages, hops)
+    short_s = score_s(schedule, 100, stages, messages)
     monkeypatch.setattr("autopar.passes.inter.score._STEADY", 100)
-    assert short_s == pytest.approx(played_s(schedule, 100, stages, hops), rel=1e-3)
+    assert short_s == pytest.approx(score_s(schedule, 100, stages, messages), rel=1e-3)

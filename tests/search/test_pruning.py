@@ -17,8 +17,6 @@ import os
 from collections.abc import Callable, Sequence
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 import autopar
 from autopar import Mesh, Plan
@@ -28,7 +26,8 @@ from autopar.passes.search import count_search as best_count
 from autopar.passes.search import planner, refined
 from autopar.passes.search import simulator as simulated
 from tests.helpers.harness import random_tokens, tiny_gpt2
-from tests.search.test_planner_laws import A100, tokens
+from tests.helpers.machines import A100
+from tests.helpers.models.wide_models import meta_tokens, wide_llama
 
 REGRET = 0.01
 REL = 1e-9
@@ -44,9 +43,9 @@ def every_count(counts: Sequence[int], cost_s: Callable[[int], float]) -> int:
 
 def widen(patch: pytest.MonkeyPatch) -> None:
     """All that is known of how the planner prunes."""
-    patch.setattr(planner, "HOPELESS", math.inf)
-    patch.setattr(refined, "HOPELESS", 2.0)
-    patch.setattr(planner, "MEMORY_COSTS", 0.0)
+    patch.setattr(planner, "PRUNE_RATIO", math.inf)
+    patch.setattr(refined, "PRUNE_RATIO", 2.0)
+    patch.setattr(planner, "SKIP_RECOMPUTE_RATIO", 0.0)
     patch.setattr(planner, "_N_SEARCHED", 24)
     patch.setattr(planner, "_N_RECIPES", 12)
     patch.setattr(best_count, "WORTH_REL", 0.0)
@@ -73,15 +72,8 @@ def regret(make: Callable[[], Plan]) -> float:
 
 
 def llama() -> Plan:
-    """Blocks of Llama 3 8B, four of them."""
-    config = AutoConfig.for_model(
-        "llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=4,
-        num_attention_heads=32, num_key_value_heads=8, vocab_size=128256,
-        max_position_embeddings=4096, use_cache=False,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    return autopar.plan(model, Mesh((8, 8), hardware=A100), tokens(64, 4096))
+    mesh = Mesh((8, 8), hardware=A100)
+    return autopar.plan(wide_llama(n_words=128256), mesh, meta_tokens(64, 4096))
 
 
 def small_gpt2() -> Plan:

@@ -19,14 +19,14 @@ from autopar.passes.analysis.folding import find_runs
 from autopar.passes.binding.step_capture import capture_step
 from autopar.passes.inter.candidate import Candidate
 from autopar.passes.inter.layers import find_layers
-from autopar.passes.inter.tables import CostMaker, StageTable
+from autopar.passes.inter.tables import StageTable, TableMaker
 from autopar.passes.intra.constraints import Constraints
 from autopar.passes.intra.intra_op import intra_op_problem
 from autopar.passes.intra.recipe_machine import recipe_cost
+from tests.helpers.candidates import assert_covers, gpt2, recipes
 from tests.helpers.harness import Mlp, random_rows
-from tests.search.test_joint import assert_covers, cluster, gpt2, hardware_of, recipes
-from tests.search.test_planner_laws import A100, tokens
-from tests.search.test_planner_laws import gpt2 as wide_gpt2
+from tests.helpers.machines import A100, cluster, hardware_of
+from tests.helpers.models.wide_models import meta_tokens, wide_gpt2
 
 
 def test_recipes_are_equal_stages_in_every_split() -> None:
@@ -125,7 +125,7 @@ def test_what_the_real_machine_forbids_has_no_price() -> None:
     """Three ranks of nodes of eight: the cheapest way to a bias gathers it, which is forbidden."""
     mesh = Mesh((12, 8), hardware=A100)
     options = Options.of(forbid=["zero1", "zero2", "zero3"])
-    analysis = Analysis.of(capture_step(wide_gpt2(1, 192, 64, 768), tokens(192, 64), options))
+    analysis = Analysis.of(capture_step(wide_gpt2(1, 192, 64, 768), meta_tokens(192, 64), options))
     across, inside = Manual(dp=16, tp=3, pp=2), Manual(dp=8, tp=6, pp=2)
     (forbidden,), (allowed,) = (
         recipes(analysis, mesh, hardware_of(mesh), options, manual) for manual in (across, inside)
@@ -140,9 +140,9 @@ def test_counts_that_do_not_fit_by_what_others_keep_are_not_priced(
     rows = {name: values.repeat(16, 1) for name, values in random_rows(0, "x", "y").items()}
     analysis = Analysis.of(capture(Mlp(n_layers=8), rows, precision="fp64"))
     priced: list[int] = []
-    price = CostMaker.recipe
+    price = TableMaker.recipe
 
-    def counted(self: CostMaker, view: LogicalMesh, m: int, limits: Constraints) -> StageTable:
+    def counted(self: TableMaker, view: LogicalMesh, m: int, limits: Constraints) -> StageTable:
         priced.append(m)
         return price(self, view, m, limits)
 
@@ -152,7 +152,7 @@ def test_counts_that_do_not_fit_by_what_others_keep_are_not_priced(
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(CostMaker, "recipe", counted)
+        patch.setattr(TableMaker, "recipe", counted)
         assert best(50e3).n_microbatches == 32 and priced == [16, 32, 64]
         priced.clear()
         assert best(40e3).n_microbatches == 64 and priced == [16, 64]

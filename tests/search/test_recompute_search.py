@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -14,10 +13,10 @@ import pytest
 import torch
 
 import autopar
-from autopar import Device, Link, Manual, Mesh, Plan
+from autopar import Manual, Plan
 from autopar.cost.memory.liveness import kept_bytes
 from autopar.cost.price.stage_times import stage_times
-from autopar.cost.simulate import Spent
+from autopar.cost.simulate import PartWork
 from autopar.errors import InfeasibleError
 from autopar.options import Options, Recompute
 from autopar.passes.analysis.analysis import Analysis
@@ -33,33 +32,14 @@ from autopar.passes.solvers.choice import solve
 from autopar.passes.solvers.eliminate.elimination_order import plan_elimination
 from autopar.passes.solvers.problem import Infeasible
 from tests.helpers.captures import captured
-from tests.helpers.harness import abstract_cost, random_tokens, tiny_gpt2, tiny_llama
+from tests.helpers.harness import abstract_cost, language_model, tiny_gpt2, tiny_llama
 from tests.helpers.jobs import rows
+from tests.helpers.machines import one_node
 from tests.helpers.models.recompute_models import Blocks, recomputing
 from tests.helpers.ranks import TOLERANCE, pipeline_step
-from tests.runtime.test_recompute_memory import batch, model
+from tests.helpers.recompute_plans import N_LAYERS, batch, model, modes_of, planned_gpt2
 
 MODES: tuple[Recompute, ...] = ("selective", "full")
-N_LAYERS = 4
-
-
-def machine(n: int) -> Mesh:
-    device = Device(1e12, 1e11, 1e10, 1e-9)
-    return Mesh((1, n), links=[Link(1e-7, 1e-10)] * 2, device=device)
-
-
-@cache
-def gpt2(n: int, limit: int | None, recompute: str = "auto") -> Plan:
-    """All rows at once, so that more microbatches are no way out."""
-    return autopar.plan(
-        model("plain"), machine(n), batch(), precision="fp64", stages=1, microbatches=1,
-        memory_limit=limit, recompute=recompute,
-    )  # fmt: skip
-
-
-def modes_of(plan: Plan) -> Counter[str]:
-    assert plan.bound is not None
-    return Counter(item.mode for s in plan.bound.stages for item in s.strategy.recomputed)
 
 
 # -- plans -----------------------------------------------------------------------------------------
@@ -67,10 +47,10 @@ def modes_of(plan: Plan) -> Counter[str]:
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_what_was_refused_is_planned_and_right(n: int) -> None:
-    limit = int(0.7 * gpt2(n, None).predicted.peak_bytes)
+    limit = int(0.7 * planned_gpt2(n, None).predicted.peak_bytes)
     with pytest.raises(InfeasibleError, match="allow ZeRO and recompute"):
-        gpt2(n, limit, "none")
-    plan = gpt2(n, limit)
+        planned_gpt2(n, limit, "none")
+    plan = planned_gpt2(n, limit)
     assert plan.predicted.peak_bytes <= limit
     assert 0 < modes_of(plan).total() <= N_LAYERS
     assert plan.bound is not None
@@ -81,12 +61,12 @@ def test_what_was_refused_is_planned_and_right(n: int) -> None:
 
 
 def test_less_memory_is_more_recompute_and_never_faster() -> None:
-    free = gpt2(1, None)
+    free = planned_gpt2(1, None)
     assert not modes_of(free)
-    assert gpt2(1, int(1.05 * free.predicted.peak_bytes)).data == free.data
+    assert planned_gpt2(1, int(1.05 * free.predicted.peak_bytes)).data == free.data
     before_s, again_s = free.objective_s, 0.0
     for share in (0.9, 0.75, 0.6, 0.45):
-        plan = gpt2(1, int(share * free.predicted.peak_bytes))
+        plan = planned_gpt2(1, int(share * free.predicted.peak_bytes))
         assert plan.predicted.peak_bytes <= share * free.predicted.peak_bytes
         assert plan.objective_s >= before_s
         # On one device nothing else can be had for time.
@@ -98,14 +78,14 @@ def test_less_memory_is_more_recompute_and_never_faster() -> None:
 
 def test_never_worse_than_without() -> None:
     """Where placements alone fit, too."""
-    limit = int(0.95 * gpt2(2, None).predicted.peak_bytes)
-    without = gpt2(2, limit, "none")
+    limit = int(0.95 * planned_gpt2(2, None).predicted.peak_bytes)
+    without = planned_gpt2(2, limit, "none")
     assert not modes_of(without)
-    assert gpt2(2, limit).objective_s <= without.objective_s * (1 + 1e-9)
+    assert planned_gpt2(2, limit).objective_s <= without.objective_s * (1 + 1e-9)
 
 
 def test_what_is_forbidden_is_not_chosen() -> None:
-    limit = int(0.7 * gpt2(1, None).predicted.peak_bytes)
+    limit = int(0.7 * planned_gpt2(1, None).predicted.peak_bytes)
     options: list[dict[str, Any]] = [
         {"forbid": "recompute"},
         {"recompute": "none"},
@@ -114,20 +94,20 @@ def test_what_is_forbidden_is_not_chosen() -> None:
     for option in options:
         with pytest.raises(InfeasibleError, match="no plan fits in"):
             autopar.plan(
-                model("plain"), machine(1), batch(), precision="fp64", microbatches=1,
+                model("plain"), one_node(1), batch(), precision="fp64", microbatches=1,
                 memory_limit=limit, **option,
             )  # fmt: skip
 
 
 def test_a_plan_that_chose_is_saved_and_explained(tmp_path: Path) -> None:
-    plan = gpt2(1, int(0.6 * gpt2(1, None).predicted.peak_bytes))
+    plan = planned_gpt2(1, int(0.6 * planned_gpt2(1, None).predicted.peak_bytes))
     plan.save(tmp_path / "plan.json")
     again = Plan.load(tmp_path / "plan.json").bind(model("plain"))
     assert again.code() == plan.code()
     assert again.predicted == plan.predicted
     for mode, count in modes_of(plan).items():
         assert f"runs again in backward: {count} in mode {mode}: transformer_h_" in plan.explain()
-    several = gpt2(2, int(0.7 * gpt2(2, None).predicted.peak_bytes))
+    several = planned_gpt2(2, int(0.7 * planned_gpt2(2, None).predicted.peak_bytes))
     words = several.explain("transformer.h.1.mlp.c_fc.weight")
     assert "recompute is not counted" in words
 
@@ -136,18 +116,18 @@ def test_a_plan_that_chose_is_saved_and_explained(tmp_path: Path) -> None:
 def test_a_mode_that_is_asked_for_is_in_all_that_is_known(mode: Recompute) -> None:
     """On one device there is one way to place things: what is laid over a plan is what is planned,
     and the problem's own seconds are those of the step."""
-    plan, laid_over = gpt2(1, None, mode), recomputing(gpt2(1, None, "none"), mode)
+    plan, laid_over = planned_gpt2(1, None, mode), recomputing(planned_gpt2(1, None, "none"), mode)
     assert plan.code() == laid_over.code()
     assert plan.predicted == laid_over.predicted
-    without = gpt2(1, None, "none")
+    without = planned_gpt2(1, None, "none")
     foretold_s = plan.objective_s - without.objective_s
     played_s = plan.predicted.step_time_s - without.predicted.step_time_s
     assert foretold_s == pytest.approx(played_s, rel=1e-6)
     # The problem counts some values twice that views show, so a little more is wanted.
     peak_bytes = plan.predicted.peak_bytes
-    assert gpt2(1, int(1.02 * peak_bytes), mode).predicted.peak_bytes == peak_bytes
+    assert planned_gpt2(1, int(1.02 * peak_bytes), mode).predicted.peak_bytes == peak_bytes
     with pytest.raises(InfeasibleError):
-        gpt2(1, int(0.99 * peak_bytes), mode)
+        planned_gpt2(1, int(0.99 * peak_bytes), mode)
 
 
 # -- the problem -----------------------------------------------------------------------------------
@@ -160,8 +140,7 @@ def analysis_of(name: str) -> Analysis:
         return Analysis.of(captured(Blocks(n_blocks=3), rows(0, "x"), precision="fp64"))
     if name == "chain":
         return Analysis.of(captured(Blocks(n_blocks=6), rows(0, "x"), precision="fp64"))
-    tokens = {"gpt2": tiny_gpt2, "llama": tiny_llama}
-    return Analysis.of(captured(tokens[name](6), random_tokens(0), precision="fp64"))
+    return language_model({"gpt2": tiny_gpt2, "llama": tiny_llama}[name], 6)
 
 
 def ranges_of(analysis: Analysis) -> tuple[tuple[str, ...], ...]:
@@ -277,7 +256,7 @@ def test_bytes_and_seconds_are_those_of_the_lines(
             again = replace(strategy, recomputed=problem.recomputed(found.choice))
             program = lower(analysis, again, cost)
             backward = stage_times(program, cost, "adamw").backward
-            assert isinstance(backward, Spent)
+            assert isinstance(backward, PartWork)
             counted.append((kept_bytes(program, "adamw"), backward.total_s))
         (_, none_s), (selective, selective_s), (full, full_s) = foretold
         (_, none), (kept_selective, selective_again), (kept_full, full_again) = counted
@@ -344,7 +323,7 @@ def _in_order(some: Sequence[tuple[str, ...]], every: Sequence[tuple[str, ...]])
 def staged(limit: int | None, recompute: str = "auto") -> Plan:
     """One rank each, so that no placement saves anything."""
     return autopar.plan(
-        model("plain"), machine(2), batch(), precision="fp64", stages=2, microbatches=4,
+        model("plain"), one_node(2), batch(), precision="fp64", stages=2, microbatches=4,
         memory_limit=limit, recompute=recompute,
     )  # fmt: skip
 

@@ -12,11 +12,11 @@ from autopar.errors import InfeasibleError
 from autopar.options import Options
 from autopar.passes.search import planner
 from autopar.passes.search.evaluator import Scored
-from autopar.passes.search.planner import MEMORY_COSTS, Planner
+from autopar.passes.search.planner import SKIP_RECOMPUTE_RATIO, Planner
 from autopar.passes.search.simulator import Simulator, Solved
-from tests.runtime.test_recompute_memory import batch, model
-from tests.search.test_joint import cluster, gpt2
-from tests.search.test_recompute_search import machine, modes_of
+from tests.helpers.candidates import gpt2
+from tests.helpers.machines import cluster, one_node
+from tests.helpers.recompute_plans import batch, model, modes_of
 
 Fitting = Callable[[Solved], Solved | float]
 
@@ -34,7 +34,7 @@ def is_slower(solved: Solved) -> float:
 
 
 def fits_for_much(solved: Solved) -> Solved:
-    step_time_s = 1.01 * MEMORY_COSTS * solved.step_time_s
+    step_time_s = 1.01 * SKIP_RECOMPUTE_RATIO * solved.step_time_s
     return replace(solved, predicted=replace(solved.predicted, step_time_s=step_time_s))
 
 
@@ -47,7 +47,7 @@ def test_recompute_is_tried_where_the_best_does_not_fit_for_little(
 ) -> None:
     """By its score it does: there is as much memory as anyone could want."""
     mesh, asked, tried = cluster(2), list[float](), list[str]()
-    fitting_of = Simulator.fitting
+    fitting_of = Simulator.fit_to_budget
 
     def first(simulator: Simulator, scored: Scored, limit_s: float) -> Solved | float:
         asked.append(limit_s)
@@ -55,13 +55,13 @@ def test_recompute_is_tried_where_the_best_does_not_fit_for_little(
         assert isinstance(found, Solved)
         return fitting(found) if len(asked) == 1 else found
 
-    monkeypatch.setattr(Simulator, "fitting", first)
+    monkeypatch.setattr(Simulator, "fit_to_budget", first)
     monkeypatch.setattr(Planner, "_add_recomputed", lambda self, errors: tried.append("again"))
     planner = Planner(gpt2(), mesh, Options.of())
     best = planner.run().solved
     assert tried == ["again"] * is_tried
     # More than memory may cost is not worth knowing.
-    assert asked[0] == pytest.approx(MEMORY_COSTS * best.step_time_s, rel=0.05)
+    assert asked[0] == pytest.approx(SKIP_RECOMPUTE_RATIO * best.step_time_s, rel=0.05)
 
 
 def test_what_is_found_with_recompute_when_the_time_is_up_is_planned(
@@ -71,7 +71,7 @@ def test_what_is_found_with_recompute_when_the_time_is_up_is_planned(
 
     def planned(limit: int | None) -> autopar.Plan:
         return autopar.plan(
-            model("plain"), machine(1), batch(), precision="fp64", stages=1, microbatches=1,
+            model("plain"), one_node(1), batch(), precision="fp64", stages=1, microbatches=1,
             memory_limit=limit, time_limit_s=600.0,
         )  # fmt: skip
 

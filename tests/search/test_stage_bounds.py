@@ -19,16 +19,17 @@ from autopar.passes.inter.bounds import StageBounds
 from autopar.passes.inter.candidate import Candidate
 from autopar.passes.inter.joint import JointSearch
 from autopar.passes.inter.recipes import recipe_candidates
-from autopar.passes.inter.score import MessageSeconds, StageSeconds, played_s
-from autopar.passes.inter.tables import CostMaker
+from autopar.passes.inter.score import MessageSeconds, StageSeconds, score_s
+from autopar.passes.inter.tables import TableMaker
 from autopar.passes.search.planner import Planner
 from autopar.passes.search.simulator import Simulator
 from autopar.passes.solvers.stages.problem import StageProblem
 from autopar.passes.solvers.stages.tables import least_span_s
 from autopar.schedule import ORDERS
+from tests.helpers.candidates import gpt2, recipes
 from tests.helpers.captures import captured
-from tests.search.test_joint import cluster, gpt2, hardware_of, recipes
-from tests.unit.analysis.test_layers import Block, Chain
+from tests.helpers.machines import cluster, hardware_of
+from tests.helpers.models.blocks import Block, Chain
 
 SHAPES = [(4,), (2, 2), (2, 4)]
 
@@ -70,8 +71,8 @@ def test_no_schedule_is_faster_than_the_span(times: list[float], m: int, schedul
     np.fill_diagonal(each, times)
     nothing, time_s = np.zeros((n, n, 1)), each[:, :, None]
     problem = StageProblem(time_s, nothing, nothing, nothing, (1,), n, m)
-    hops = [MessageSeconds(k, k + 1, 0.0, 0.0) for k in range(n - 1)]
-    step_s = played_s(schedule, m, [StageSeconds(t, 0.0) for t in times], hops)
+    messages = [MessageSeconds(k, k + 1, 0.0, 0.0) for k in range(n - 1)]
+    step_s = score_s(schedule, m, [StageSeconds(t, 0.0) for t in times], messages)
     assert least_span_s(problem) <= step_s * (1 + 1e-9) + 1e-12
 
 
@@ -83,13 +84,13 @@ def test_no_plan_is_faster_than_its_bound(shape: tuple[int, ...]) -> None:
     for m in search.counts():
         bound_s, free_s = search.bounds.step_s(mesh, sizes, m, None), search.bound_s(m, None)
         assert 0 < bound_s <= free_s < math.inf
-    assert 0 < search.free_s == min(search.bound_s(m, None) for m in search.counts())
+    assert 0 < search.unlimited_s == min(search.bound_s(m, None) for m in search.counts())
     found = recipes(gpt2(), mesh, hardware_of(mesh), Options.of())
     for candidate in found:
         last = [search.layers.ends.index(end) for end in candidate.ends]
         n_ranks, m = candidate.stages[0].view.n_ranks, candidate.n_microbatches
         assert search.bounds.balanced_s(last, n_ranks, m) <= candidate.estimate_s
-        assert search.free_s <= candidate.estimate_s
+        assert search.unlimited_s <= candidate.estimate_s
 
 
 def said_of_stages() -> list[tuple[str, str]]:
@@ -109,10 +110,10 @@ def test_nothing_is_built_where_bubbles_alone_take_too_long(
     for name in ("step_s", "balanced_s"):
         monkeypatch.setattr(StageBounds, name, lambda *_: 1.0)
     with monkeypatch.context() as patch:
-        patch.delattr(CostMaker, "searched")
-        patch.delattr(CostMaker, "recipe")
+        patch.delattr(TableMaker, "tables_for")
+        patch.delattr(TableMaker, "recipe")
         assert said_of_stages() == [("several stages", "at least 1 s")]
-    monkeypatch.setattr(Simulator, "as_it_is", lambda self, scored: None)
+    monkeypatch.setattr(Simulator, "simulated_if_fits", lambda self, scored: None)
     assert ("several stages", "at least 1 s") not in said_of_stages()
 
 
@@ -129,7 +130,7 @@ def test_recipes_are_left_where_no_stages_would_be_fast_without_a_limit(
         return sum("recipe of" in text for text in said)
 
     assert n_priced() == 0
-    monkeypatch.setattr(JointSearch, "free_s", 0.0)
+    monkeypatch.setattr(JointSearch, "unlimited_s", 0.0)
     assert n_priced() > 0
 
 

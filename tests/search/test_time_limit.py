@@ -30,9 +30,11 @@ def test_after_the_limit_there_is_the_best_plan_so_far_and_its_gap() -> None:
     assert len(limited.data.alternatives) < len(whole.data.alternatives)
     assert "not tried when time_limit_s=1e-09 had passed" in limited.explain()
     # What is proven covers what more time finds, on this model of launches and latencies too.
-    assert 0 < limited.gap < 1
-    assert limited.objective_s * (1 - limited.gap) <= whole.predicted.step_time_s
-    assert json.loads(limited.data.to_json())["gap"] == limited.gap
+    assert limited.gap is not None and 0 < limited.gap < 1
+    assert limited.bound_s is not None and limited.bound_s <= whole.predicted.step_time_s
+    assert json.loads(limited.data.to_json())["bound_s"] == limited.bound_s
+    assert "no plan takes less than" in limited.explain()
+    assert whole.gap is whole.bound_s is None
 
 
 @pytest.mark.parametrize("stages", [2, "auto"])

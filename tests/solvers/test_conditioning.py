@@ -29,10 +29,7 @@ from autopar.passes.solvers.problem.tables import axes_of
 from autopar.passes.solvers.repeats import order as repeats_plan
 from autopar.passes.solvers.repeats.elimination import RepeatedElimination
 from autopar.passes.solvers.repeats.repeats import RepeatedProblem
-from tests.solvers.test_repeats import WEIGHTS, random_repeated
-from tests.solvers.test_solvers import random_problem
-
-REL = 1e-9
+from tests.helpers.problems import REL, WEIGHTS, random_problem, random_repeated
 
 
 @pytest.fixture

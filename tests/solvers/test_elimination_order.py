@@ -18,10 +18,10 @@ from autopar.passes.solvers.eliminate.elimination_order import (
     plan_elimination,
     plan_order,
 )
-from autopar.passes.solvers.eliminate.greedy_order import Sight, greedy_order
+from autopar.passes.solvers.eliminate.greedy_order import InteractionGraph, greedy_order
 from autopar.passes.solvers.problem.partitions import Partitions
 from autopar.passes.solvers.problem.tables import Axes, axes_of
-from tests.solvers.test_solvers import clique
+from tests.helpers.problems import clique
 
 # Per variable of a table, the code of every choice.
 Table = dict[int, tuple[int, ...]]
@@ -130,11 +130,11 @@ def test_orders_of_more_entries_than_wanted_are_none() -> None:
         of_tables = [
             (tuple(t), [partitions.of(np.array(codes)) for codes in t.values()]) for t in tables
         ]
-        sight, free = Sight.of(partitions, len(sizes), of_tables), range(len(sizes))
-        best = greedy_order(sight, free, math.inf)
+        graph, free = InteractionGraph.of(partitions, len(sizes), of_tables), range(len(sizes))
+        best = greedy_order(graph, free, math.inf)
         assert best is not None
-        assert greedy_order(sight, free, best.entries) == best
-        assert greedy_order(sight, free, best.entries - 1) is None
+        assert greedy_order(graph, free, best.entries) == best
+        assert greedy_order(graph, free, best.entries - 1) is None
 
 
 def test_a_hub_is_the_best_of_those_tried() -> None:

@@ -12,9 +12,7 @@ import pytest
 from autopar.passes.solvers.choice import solve
 from autopar.passes.solvers.choice.ilp import WorkLimit, minimise_cost, most_columns, solve_ilp
 from autopar.passes.solvers.problem import ChoiceProblem, Solution, TimeLimitError
-from tests.solvers.test_solvers import chain_with_residuals
-
-REL = 1e-9
+from tests.helpers.problems import REL, chain_with_residuals
 
 
 def tight(seed: int, share: float = 0.8) -> tuple[ChoiceProblem, Solution]:
@@ -31,21 +29,21 @@ def tight(seed: int, share: float = 0.8) -> tuple[ChoiceProblem, Solution]:
 @pytest.mark.parametrize("seed", range(4))
 def test_what_is_left_is_in_the_gap(seed: int) -> None:
     problem, best = tight(seed)
-    for effort in (WorkLimit(0, 1), WorkLimit(None, 1), WorkLimit(None, 10**6)):
-        found = solve(problem, effort=effort)
+    for work_limit in (WorkLimit(0, 1), WorkLimit(None, 1), WorkLimit(None, 10**6)):
+        found = solve(problem, work_limit=work_limit)
         assert isinstance(found, Solution)
-        assert found == solve(problem, effort=effort)
+        assert found == solve(problem, work_limit=work_limit)
         assert found.objective_s >= best.objective_s * (1 - REL)
         assert found.bound_s <= best.objective_s * (1 + REL)
-        if effort.n_nodes > 1:
+        if work_limit.n_nodes > 1:
             assert found.gap == 0 and found.objective_s == pytest.approx(best.objective_s, rel=REL)
 
 
 def test_programs_with_many_columns_are_not_solved() -> None:
     problem, _ = tight(0)
     assert most_columns(problem.sizes, [e.cost_s.shape for e in problem.edges]) > 10
-    outcome = minimise_cost(problem.merged(), None, WorkLimit(10, 1))
-    assert outcome.choice is None and not outcome.proven
+    result = minimise_cost(problem.merged(), None, WorkLimit(10, 1))
+    assert result.choice is None and not result.proven
 
 
 def test_spent_before_anything_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,4 +59,4 @@ def test_spent_before_anything_is_found(monkeypatch: pytest.MonkeyPatch) -> None
     problem, _ = tight(0)
     monkeypatch.setattr(pulp.LpProblem, "solve", stopped)
     with pytest.raises(TimeLimitError, match="found no feasible choice in 3 nodes"):
-        solve_ilp(problem, effort=WorkLimit(None, 3))
+        solve_ilp(problem, work_limit=WorkLimit(None, 3))

@@ -23,9 +23,7 @@ from autopar.passes.solvers.problem.problem import Choice
 from autopar.passes.solvers.problem.tables import axes_of
 from autopar.passes.solvers.repeats.elimination import RepeatedElimination
 from autopar.passes.solvers.repeats.repeats import Repeat, RepeatedProblem
-from tests.solvers.test_solvers import check_same, random_problem
-
-WEIGHTS = (Weights(), Weights(1.0, 1e-5), Weights(1.0, 0.0, 2e-4), Weights(0.0, 0.0, 1.0))
+from tests.helpers.problems import WEIGHTS, check_same, random_problem
 
 
 def equality(n: int) -> tuple[np.ndarray, np.ndarray]:

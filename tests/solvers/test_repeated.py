@@ -6,8 +6,6 @@ from functools import cache
 
 import pytest
 import torch
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from autopar.passes.analysis.analysis import Analysis
 from autopar.passes.analysis.folding import Folded, find_runs, fold
@@ -22,50 +20,25 @@ from tests.helpers.harness import (
     random_rows,
     random_tokens,
     thread_step,
-    tiny_gpt2,
-    tiny_llama,
 )
-from tests.unit.analysis.test_layers import Block, Chain, TwoStacks
-from tests.unit.analysis.test_layers import Repeated as SharedBlock
+from tests.helpers.models import families
+from tests.helpers.models.blocks import Block, Chain, SharedBlock, TwoStacks
+from tests.helpers.models.families import FAMILIES, N_BLOCKS
 
 REL = 1e-6
-N_BLOCKS = 5
-
-
-def tiny_mixtral(n_layers: int) -> nn.Module:
-    """With the load-balancing loss, which reads every block's router."""
-    config = AutoConfig.for_model(
-        "mixtral", num_hidden_layers=n_layers, hidden_size=32, intermediate_size=64,
-        num_attention_heads=4, num_key_value_heads=2, vocab_size=32, num_local_experts=4,
-        output_router_logits=True,
-    )  # fmt: skip
-    model: nn.Module = AutoModelForCausalLM.from_config(config)
-    return model
-
-
-def tiny_t5(n_layers: int) -> nn.Module:
-    """Every block masks the same tensors, in a group that begins outside all blocks."""
-    config = AutoConfig.for_model(
-        "t5", num_layers=n_layers, num_decoder_layers=n_layers, d_model=32, d_ff=64, d_kv=8,
-        num_heads=4, vocab_size=32, dropout_rate=0.0, decoder_start_token_id=0,
-    )  # fmt: skip
-    model: nn.Module = AutoModelForSeq2SeqLM.from_config(config)
-    return model
 
 
 @cache
 def folded(name: str) -> Folded:
-    torch.manual_seed(0)
-    rows = {
+    if name in FAMILIES:
+        return families.folded(name)
+    blocks = {
         "chain": lambda: Chain([Block(WIDTH) for _ in range(N_BLOCKS)]),
         "two stacks": TwoStacks,
         "shared": SharedBlock,
     }
-    tokens = {"gpt2": tiny_gpt2, "llama": tiny_llama, "mixtral": tiny_mixtral, "t5": tiny_t5}
-    if name in rows:
-        program = captured(rows[name](), random_rows(0, "x"), precision="fp64")
-    else:
-        program = captured(tokens[name](N_BLOCKS), random_tokens(0), precision="fp64")
+    torch.manual_seed(0)
+    program = captured(blocks[name](), random_rows(0, "x"), precision="fp64")
     analysis = Analysis.of(program)
     return fold(analysis, find_runs(analysis))
 

@@ -24,68 +24,7 @@ from autopar.passes.solvers.repeats.elimination import RepeatedElimination
 from autopar.passes.solvers.repeats.powers import Power
 from autopar.passes.solvers.repeats.repeats import Repeat, RepeatedChoice, RepeatedProblem
 from autopar.passes.solvers.repeats.select import solve_repeated
-
-REL = 1e-9
-WEIGHTS = (Weights(), Weights(1.0, 1e-5), Weights(1.0, 0.0, 2e-4), Weights(0.0, 0.0, 1.0))
-
-
-def random_repeated(seed: int) -> RepeatedProblem:
-    """Before, a block (sometimes two blocks, one after the other), after, and outer variables.
-
-    Whole and zero costs make ties; up to a fifth of all entries are forbidden.
-    """
-    rng = np.random.default_rng(seed)
-    forbidden = rng.choice([0.0, 0.1, 0.2])
-    sizes: list[int] = []
-    edges: list[Edge] = []
-    repeats: list[Repeat] = []
-
-    def cost(*shape: int) -> np.ndarray:
-        whole = rng.integers(0, 6, shape).astype(float)
-        out = (whole, rng.random(shape), np.zeros(shape))[rng.integers(0, 3)] * 1e-3
-        out[rng.random(shape) < forbidden] = np.inf
-        return out
-
-    def variables(n: int, like: list[int] | None = None) -> list[int]:
-        """`n` new ones; the first are as large as `like`."""
-        wanted = [sizes[u] for u in like or []]
-        sizes.extend([*wanted, *(int(k) for k in rng.integers(1, 4, n - len(wanted)))])
-        return list(range(len(sizes) - n, len(sizes)))
-
-    def join(u: int, v: int) -> None:
-        shape = (sizes[u], sizes[v])
-        size = rng.integers(0, 4, shape).astype(float) if rng.random() < 0.5 else None
-        edges.append(Edge(u, v, cost(*shape), rng.integers(0, 4, shape).astype(float), size))
-
-    def some(of: list[int], least: int = 0) -> list[int]:
-        n = int(rng.integers(least, len(of) + 1))
-        return [int(v) for v in rng.choice(of, n, replace=False)]
-
-    outer = variables(int(rng.integers(0, 3)))
-    before = variables(int(rng.integers(1, 3)))
-    for _ in range(int(rng.integers(1, 3))):
-        ins = some(before, 1)
-        block = variables(len(ins) + int(rng.integers(0, 3)), ins)
-        like = dict(zip(ins, block, strict=False))
-        after = variables(int(rng.integers(1, 3)))
-        for u in ins:
-            join(u, int(rng.choice(block)))
-            join(like[u], int(rng.choice(after)))
-        for u, v in itertools.pairwise(block):
-            join(u, v)
-        for u in some(outer):
-            join(u, int(rng.choice(block)))
-            join(u, int(rng.choice(after)))
-        repeats.append(Repeat(tuple(block), like, frozenset(after), int(rng.integers(1, 6))))
-        before = after
-    numbers = ChoiceProblem(
-        tuple(f"v{i}" for i in range(len(sizes))),
-        tuple(cost(k) for k in sizes),
-        tuple(rng.integers(0, 4, k).astype(float) for k in sizes),
-        tuple(rng.integers(0, 4, k).astype(float) for k in sizes),
-        tuple(edges),
-    )
-    return RepeatedProblem.alone(numbers, tuple(repeats))
+from tests.helpers.problems import REL, WEIGHTS, random_repeated
 
 
 def written_out(problem: RepeatedProblem, choice: RepeatedChoice) -> Choice:
@@ -161,7 +100,7 @@ def test_sizes_written_out() -> None:
         problem = random_repeated(seed)
         written, _ = problem.unrolled()
         tables = [e.cost_s.shape for e in written.edges]
-        assert problem.every.written(most_columns) == most_columns(written.sizes, tables)
+        assert problem.every.unrolled_size(most_columns) == most_columns(written.sizes, tables)
 
 
 def test_many_copies() -> None:

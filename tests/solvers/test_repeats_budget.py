@@ -21,7 +21,7 @@ from autopar.passes.solvers.repeats.select import (
     quick_plan,
     solve_repeated,
 )
-from tests.solvers.test_repeats import REL, WEIGHTS, random_repeated
+from tests.helpers.problems import REL, WEIGHTS, random_repeated
 
 NONE = np.zeros(2)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import replace
 
@@ -34,93 +33,12 @@ from autopar.passes.solvers.problem import (
 )
 from autopar.passes.solvers.problem.potentials import Potentials, Weights
 from autopar.passes.solvers.problem.problem import make_solution, merged
+from tests.helpers.problems import REL, chain_with_residuals, check_same, clique, random_problem
 from tests.helpers.strategies import choice_problems
 
-REL = 1e-9
 # Tables of a few entries: every graph with a cycle needs a hub, or is too wide.
 TINY = TableLimits(table_entries=16)
 NO_TABLES = TableLimits(table_entries=0)
-
-
-def random_problem(seed: int, n_max: int = 6, k_max: int = 4) -> ChoiceProblem:
-    """Like `choice_problems`, drawn evenly: whole, random and zero costs, each 0-30% forbidden."""
-    rng = np.random.default_rng(seed)
-    n = int(rng.integers(1, n_max + 1))
-    sizes = rng.integers(1, k_max + 1, n)
-
-    def cost(*shape: int) -> np.ndarray:
-        whole = rng.integers(0, 6, shape).astype(float)
-        out = (whole, rng.random(shape), np.zeros(shape))[rng.integers(0, 3)] * 1e-3
-        out[rng.random(shape) < rng.choice([0.0, 0.1, 0.3])] = np.inf
-        return out
-
-    def few(*shape: int) -> np.ndarray:
-        return rng.integers(0, 4, shape).astype(float)
-
-    edges = []
-    for _ in range(int(rng.integers(0, 2 * n)) if n > 1 else 0):
-        u, v = (int(w) for w in rng.choice(n, 2, replace=False))
-        shape = (int(sizes[u]), int(sizes[v]))
-        size = few(*shape) if rng.random() < 0.5 else None
-        edges.append(Edge(u, v, cost(*shape), few(*shape), size))
-    return ChoiceProblem(
-        names=tuple(f"v{i}" for i in range(n)),
-        cost_s=tuple(cost(k) for k in sizes),
-        tie=tuple(few(k) for k in sizes),
-        bytes=tuple(few(k) for k in sizes),
-        edges=tuple(edges),
-        budget_bytes=None if rng.random() < 0.4 else float(rng.integers(0, 3 * n + 2)),
-    )
-
-
-def chain_with_residuals(n: int, k: int, seed: int) -> ChoiceProblem:
-    """A transformer-like graph: reshards between few specs, every fourth variable skips three."""
-    rng = np.random.default_rng(seed)
-    n_specs = 6
-    reshard = rng.integers(1, 9, (n_specs, n_specs)) * 1e-4
-    np.fill_diagonal(reshard, 0.0)
-    out_spec = rng.integers(0, n_specs, (n, k))
-    edges = []
-    for v in range(1, n):
-        for u in (v - 1, v - 4) if v % 4 == 0 else (v - 1,):
-            table = reshard[np.ix_(out_spec[u], rng.integers(0, n_specs, k))]
-            edges.append(Edge(u, v, table, (table > 0).astype(float)))
-    return ChoiceProblem(
-        names=tuple(f"v{i}" for i in range(n)),
-        cost_s=tuple(rng.integers(1, 9, k).astype(float) * 1e-3 for _ in range(n)),
-        tie=tuple(np.zeros(k) for _ in range(n)),
-        bytes=tuple(rng.integers(1, 20, k).astype(float) * 1e8 for _ in range(n)),
-        edges=tuple(edges),
-    )
-
-
-def clique(n: int, k: int, seed: int) -> ChoiceProblem:
-    """Every pair has an edge: as wide as a graph gets."""
-    rng = np.random.default_rng(seed)
-    pairs = itertools.combinations(range(n), 2)
-    return ChoiceProblem(
-        names=tuple(f"v{i}" for i in range(n)),
-        cost_s=tuple(rng.random(k) for _ in range(n)),
-        tie=tuple(np.zeros(k) for _ in range(n)),
-        bytes=tuple(np.zeros(k) for _ in range(n)),
-        edges=tuple(Edge(u, v, rng.random((k, k)), np.zeros((k, k))) for u, v in pairs),
-    )
-
-
-def check_same(problem: ChoiceProblem, found: Solution | Infeasible) -> None:
-    """`found` is as cheap as the brute-force optimum and has as little tie."""
-    expected = solve_brute_force(problem)
-    if isinstance(expected, Infeasible):
-        assert isinstance(found, Infeasible)
-        assert found.min_bytes == expected.min_bytes
-        return
-    assert isinstance(found, Solution), found
-    assert found.objective_s == pytest.approx(expected.objective_s, rel=REL, abs=0)
-    assert found.tie == expected.tie
-    assert found.gap == 0 and found.bound_s == found.objective_s
-    totals = problem.evaluate(found.choice)
-    assert (totals.cost_s, totals.bytes) == (found.objective_s, found.bytes)
-    assert problem.fits(found.bytes)
 
 
 @pytest.mark.parametrize("seed", range(240))
@@ -260,7 +178,7 @@ def test_parallel_edges_are_summed_once_by_what_they_tell_apart() -> None:
     assert (first.u, first.v, second.u, second.v) == (0, 1, 2, 3)
     expected = tables[0][codes[0]] + tables[1][codes[1]]
     for edge in (first, second):
-        np.testing.assert_array_equal(edge.written(edge.cost_s), expected)
+        np.testing.assert_array_equal(edge.dense(edge.cost_s), expected)
         assert edge.cost_s.shape == (4, 4), "six choices, of which four are told apart"
         assert edge.tie.dtype == np.float32 and edge.columns is None
     assert first.cost_s is second.cost_s

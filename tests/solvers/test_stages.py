@@ -290,7 +290,7 @@ def test_plans_far_from_the_best_may_be_left_out() -> None:
     n_shorter = 0
     for seed in range(N_CASES):
         problem = random_stages(seed)
-        every, near = solve_stages(problem, N_BEST), solve_stages(problem, N_BEST, within=0.1)
+        every, near = solve_stages(problem, N_BEST), solve_stages(problem, N_BEST, within_rel=0.1)
         if isinstance(every, Infeasible) or isinstance(near, Infeasible):
             assert every == near
             continue
@@ -323,7 +323,7 @@ def test_bad_stage_problems_are_refused() -> None:
     with pytest.raises(OptionError, match="gap_goal"):
         solve_stages(good, gap_goal=1.0)
     with pytest.raises(OptionError, match="within"):
-        solve_stages(good, within=-0.1)
+        solve_stages(good, within_rel=-0.1)
 
 
 def test_brute_force_refuses_what_it_cannot_count() -> None:

@@ -1,1 +1,1 @@
-"""Each room of the house alone; the folders here are named after the rooms."""
+"""Tests of one room at a time; each folder is named after the room that it tests."""

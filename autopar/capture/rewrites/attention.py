@@ -31,8 +31,8 @@ def attention_by_parts(b: Builder, call: TracedCall) -> fx.Node | None:
     dtype, width = query.meta["val"].dtype, query.meta["val"].shape[-1]
     scale = 1 / math.sqrt(width) if bound["scale"] is None else bound["scale"]
     last = key.meta["val"].dim() - 1
-    turned = b.op(aten.transpose.int, key, last - 1, last)
-    scores = _product(b, b.op(aten.mul.Tensor, query, scale), turned, bound["enable_gqa"])
+    transposed_key = b.op(aten.transpose.int, key, last - 1, last)
+    scores = _matmul(b, b.op(aten.mul.Tensor, query, scale), transposed_key, bound["enable_gqa"])
     scores = cast(b, scores, working_dtype(dtype))
     if bound["is_causal"]:
         mask = _causal(b, *scores.meta["val"].shape[-2:])
@@ -43,10 +43,10 @@ def attention_by_parts(b: Builder, call: TracedCall) -> fx.Node | None:
         weights = b.op(aten._safe_softmax.default, _masked(b, scores, mask), rank - 1)
     weights = cast(b, weights, dtype)
     kept = dropped(b, weights, bound["dropout_p"], weights.meta["val"].shape)
-    return _product(b, kept, value, bound["enable_gqa"])
+    return _matmul(b, kept, value, bound["enable_gqa"])
 
 
-def _product(b: Builder, left: fx.Node, right: fx.Node, grouped: bool) -> fx.Node:
+def _matmul(b: Builder, left: fx.Node, right: fx.Node, grouped: bool) -> fx.Node:
     """left @ right. If grouped, a head of `right` serves several heads of `left`: these become rows
     of one matmul."""
     *batch, heads, rows, inner = left.meta["val"].shape
@@ -54,8 +54,8 @@ def _product(b: Builder, left: fx.Node, right: fx.Node, grouped: bool) -> fx.Nod
     if not grouped or heads == n_heads:
         return b.op(aten.matmul.default, left, right)
     folded = [*batch, n_heads, heads // n_heads * rows, inner]
-    product = b.op(aten.matmul.default, b.op(aten.reshape.default, left, folded), right)
-    return b.op(aten.reshape.default, product, [*batch, heads, rows, columns])
+    result = b.op(aten.matmul.default, b.op(aten.reshape.default, left, folded), right)
+    return b.op(aten.reshape.default, result, [*batch, heads, rows, columns])
 
 
 def _causal(b: Builder, rows: int, columns: int) -> fx.Node:

@@ -26,7 +26,7 @@ expert_linear = operators.experts.expert_linear._opoverload
 _TRANSPOSES = (aten.transpose.int, aten.mT.default)
 
 
-def product_with_experts(b: Builder, call: TracedCall) -> fx.Node | None:
+def expert_matmul(b: Builder, call: TracedCall) -> fx.Node | None:
     """Rewrite a `bmm` or `matmul` of one vector per row with one looked-up matrix per row."""
     left, right = call.args
     for vectors, matrices, dim in ((right, left, -1), (left, right, -2)):

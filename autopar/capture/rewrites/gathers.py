@@ -52,11 +52,11 @@ def _dims_in_result(shape: tuple[int, ...], indices: Sequence[fx.Node | None]) -
         whole = torch.arange(shape[dim], dtype=value.dtype, device=value.device)
         if not torch.equal(value.flatten(), whole):
             return None
-        laid = [rank - value.dim() + i for i, size in enumerate(value.shape) if size != 1]
-        if len(laid) > 1 or (laid and laid[0] in along):
+        varying_dims = [rank - value.dim() + i for i, size in enumerate(value.shape) if size != 1]
+        if len(varying_dims) > 1 or (varying_dims and varying_dims[0] in along):
             return None
-        if laid:
-            along[laid[0]] = dim
+        if varying_dims:
+            along[varying_dims[0]] = dim
     block = [along[i] for i in sorted(along)]
     # The block replaces adjacent indexed dims in place. If they are not adjacent, it comes first.
     first, last = min(indexed), max(indexed)

@@ -25,9 +25,9 @@ def convolution(b: Builder, call: TracedCall) -> fx.Node | None:
     bias, n_spatial = bound["bias"], len(bound["weight"].meta["val"].shape) - 2
     if bias is None:
         return None
-    product = b.op(call.target, *(bound | {"bias": None}).values())
+    result = b.op(call.target, *(bound | {"bias": None}).values())
     channels = [bias.meta["val"].shape[0], *[1] * n_spatial]
-    return b.op(aten.add.Tensor, product, b.op(aten.reshape.default, bias, channels))
+    return b.op(aten.add.Tensor, result, b.op(aten.reshape.default, bias, channels))
 
 
 def global_mean(b: Builder, call: TracedCall) -> fx.Node | None:

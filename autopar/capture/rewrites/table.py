@@ -31,7 +31,7 @@ from torch import fx
 
 from autopar.capture.builder import Builder, TracedCall
 from autopar.capture.rewrites.attention import attention_by_parts
-from autopar.capture.rewrites.experts import product_with_experts
+from autopar.capture.rewrites.experts import expert_matmul
 from autopar.capture.rewrites.images import IMAGE_REWRITES
 from autopar.capture.rewrites.losses import LOSS_REWRITES, mean_of
 from autopar.capture.rewrites.places import PLACE_REWRITES, expanded
@@ -127,20 +127,20 @@ def linear(b: Builder, call: TracedCall) -> fx.Node | None:
     bound = call.bind()
     if bound["bias"] is None:
         return None
-    product = b.op(aten.linear.default, bound["input"], bound["weight"])
-    return b.op(aten.add.Tensor, product, bound["bias"])
+    matmul = b.op(aten.linear.default, bound["input"], bound["weight"])
+    return b.op(aten.add.Tensor, matmul, bound["bias"])
 
 
 def scaled(b: Builder, node: fx.Node, factor: Any) -> fx.Node:
     return node if factor == 1 else b.op(aten.mul.Tensor, node, factor)
 
 
-def add_product(product: torch._ops.OpOverload, first: str, second: str) -> Rewrite:
+def add_matmul(matmul: torch._ops.OpOverload, first: str, second: str) -> Rewrite:
     """`beta * self + alpha * product(first, second)`."""
 
     def rewrite(b: Builder, call: TracedCall) -> fx.Node | None:
         bound = call.bind()
-        result = scaled(b, b.op(product, bound[first], bound[second]), bound["alpha"])
+        result = scaled(b, b.op(matmul, bound[first], bound[second]), bound["alpha"])
         if bound["beta"] == 0:  # torch then ignores self, NaNs included
             return result
         return b.op(aten.add.Tensor, result, scaled(b, bound["self"], bound["beta"]))
@@ -190,11 +190,11 @@ REWRITES: dict[Any, Rewrite] = {
     aten.fill: filled,
     aten.broadcast_tensors: broadcast_tensors,
     aten.linear: linear,
-    aten.addmm.default: add_product(aten.mm.default, "mat1", "mat2"),
-    aten.baddbmm.default: add_product(aten.bmm.default, "batch1", "batch2"),
-    aten.addmv.default: add_product(aten.mv.default, "mat", "vec"),
-    aten.bmm.default: product_with_experts,
-    aten.matmul.default: product_with_experts,
+    aten.addmm.default: add_matmul(aten.mm.default, "mat1", "mat2"),
+    aten.baddbmm.default: add_matmul(aten.bmm.default, "batch1", "batch2"),
+    aten.addmv.default: add_matmul(aten.mv.default, "mat", "vec"),
+    aten.bmm.default: expert_matmul,
+    aten.matmul.default: expert_matmul,
     aten.mean.default: mean,
     aten.mean.dim: mean,
     **LOSS_REWRITES,

@@ -39,9 +39,9 @@ def solve_brute_force(problem: ChoiceProblem) -> Solution | Infeasible:
         tie += _along(problem, problem.tie[v], v)
         size += _along(problem, problem.bytes[v], v)
     for e in problem.edges:
-        cost += _along(problem, e.written(e.cost_s), e.u, e.v)
-        tie += _along(problem, e.written(e.tie), e.u, e.v)
-        size += _along(problem, e.written(e.bytes_or_zero()), e.u, e.v)
+        cost += _along(problem, e.dense(e.cost_s), e.u, e.v)
+        tie += _along(problem, e.dense(e.tie), e.u, e.v)
+        size += _along(problem, e.dense(e.bytes_or_zero()), e.u, e.v)
     possible = np.isfinite(cost)
     if not possible.any():
         return FORBIDDEN

@@ -93,38 +93,38 @@ def solve_ilp(
     problem: ChoiceProblem,
     time_limit_s: float | None = None,
     break_ties: bool = True,
-    effort: WorkLimit | None = None,
+    work_limit: WorkLimit | None = None,
 ) -> Solution | Infeasible:
     """Solve the whole problem as one integer linear program.
 
-    Raises `TimeLimitError` when `time_limit_s` passes, or all `effort` is spent, before any
+    Raises `TimeLimitError` when `time_limit_s` passes, or all `work_limit` is spent, before any
     feasible choice is found; a choice found by then is returned with its gap.
     """
     start = time.perf_counter()
     reduced = drop_forbidden(Reduced(problem.merged(), tuple(map(np.arange, problem.sizes))))
     if reduced is None:
         return FORBIDDEN
-    outcome = minimise_cost(reduced.problem, time_limit_s, effort)
+    result = minimise_cost(reduced.problem, time_limit_s, work_limit)
     solved = time.perf_counter()
-    if outcome.choice is None:
-        if not outcome.proven:
+    if result.choice is None:
+        if not result.proven:
             raise TimeLimitError(
                 "the ILP found no feasible choice in "
-                + (f"{time_limit_s} s" if effort is None else f"{effort.n_nodes} nodes"),
+                + (f"{time_limit_s} s" if work_limit is None else f"{work_limit.n_nodes} nodes"),
                 hint='raise time_limit_s, or use solver="auto"',
             )
         return _explain(reduced.problem, time_limit_s)
-    choice, phases = outcome.choice, {"ilp": solved - start}
-    if break_ties and outcome.proven:
+    choice, phases = result.choice, {"ilp": solved - start}
+    if break_ties and result.proven:
         left_s = None if time_limit_s is None else time_limit_s - (solved - start)
-        choice = minimise_tie(reduced.problem, choice, left_s, effort)
+        choice = minimise_tie(reduced.problem, choice, left_s, work_limit)
         phases["ties"] = time.perf_counter() - solved
-    bound_s = None if outcome.proven else outcome.bound
+    bound_s = None if result.proven else result.bound
     return make_solution(problem, reduced.lift(choice), bound_s, "ilp", phases)
 
 
 def minimise_cost(
-    problem: ChoiceProblem, time_limit_s: float | None, effort: WorkLimit | None = None
+    problem: ChoiceProblem, time_limit_s: float | None, work_limit: WorkLimit | None = None
 ) -> IlpResult:
     """The least cost of a merged problem without forbidden choices.
 
@@ -135,12 +135,12 @@ def minimise_cost(
     scale = _typical_cost(problem)
     deadline = math.inf if time_limit_s is None else time.perf_counter() + time_limit_s
     while True:
-        outcome = _run(problem, "cost", scale, None, deadline, effort)
-        if outcome.choice is None or not outcome.proven:
-            return outcome
-        cost_s = problem.evaluate(outcome.choice).cost_s
+        result = _run(problem, "cost", scale, None, deadline, work_limit)
+        if result.choice is None or not result.proven:
+            return result
+        cost_s = problem.evaluate(result.choice).cost_s
         if cost_s == 0 or cost_s > scale * 1e-3:
-            return outcome
+            return result
         scale = cost_s
 
 
@@ -148,7 +148,7 @@ def minimise_tie(
     problem: ChoiceProblem,
     best: Choice,
     time_limit_s: float | None,
-    effort: WorkLimit | None = None,
+    work_limit: WorkLimit | None = None,
 ) -> Choice:
     """Among choices as cheap as `best`, one of least tie; `best` itself where the program is too
     large."""
@@ -158,23 +158,23 @@ def minimise_tie(
     totals = problem.evaluate(best)
     deadline = math.inf if time_limit_s is None else time.perf_counter() + time_limit_s
     scale = totals.cost_s or _typical_cost(problem)
-    effort = WorkLimit(MAX_TIE_COLUMNS, MAX_NODES if effort is None else effort.n_nodes)
-    outcome = _run(problem, "tie", scale, totals.cost_s, deadline, effort)
-    if outcome.choice is None:
+    work_limit = WorkLimit(MAX_TIE_COLUMNS, MAX_NODES if work_limit is None else work_limit.n_nodes)
+    result = _run(problem, "tie", scale, totals.cost_s, deadline, work_limit)
+    if result.choice is None:
         return best
-    found = problem.evaluate(outcome.choice)
+    found = problem.evaluate(result.choice)
     same = found.cost_s <= totals.cost_s * (1 + SAME_OPTIMUM_REL)
-    return outcome.choice if same and found.tie < totals.tie else best
+    return result.choice if same and found.tie < totals.tie else best
 
 
 def _explain(problem: ChoiceProblem, time_limit_s: float | None) -> Infeasible:
     """Why nothing is feasible: the least bytes, or forbidden pairs."""
     deadline = math.inf if time_limit_s is None else time.perf_counter() + time_limit_s
     scale = max(sum(float(b.max()) for b in problem.bytes), 1.0)
-    outcome = _run(problem, "bytes", scale, None, deadline)
-    if outcome.choice is not None and outcome.proven:
-        return over_budget(problem.budget_bytes, problem.evaluate(outcome.choice).bytes)
-    if outcome.proven:
+    result = _run(problem, "bytes", scale, None, deadline)
+    if result.choice is not None and result.proven:
+        return over_budget(problem.budget_bytes, problem.evaluate(result.choice).bytes)
+    if result.proven:
         return FORBIDDEN
     return Infeasible("no choice fits the budget", None)
 
@@ -190,7 +190,7 @@ def _typical_cost(problem: ChoiceProblem) -> float:
     cost is 0 or infinite."""
     around: list[list[tuple[int, Floats]]] = [[] for _ in problem.names]
     for e in problem.edges:
-        pairs_s = e.written(e.cost_s)
+        pairs_s = e.dense(e.cost_s)
         around[e.u].append((e.v, pairs_s))
         around[e.v].append((e.u, pairs_s.T))
     choice = [int(c.argmin()) for c in problem.cost_s]
@@ -207,31 +207,31 @@ def _run(
     scale: float,
     cap_s: float | None,
     deadline: float,
-    effort: WorkLimit | None = None,
+    work_limit: WorkLimit | None = None,
 ) -> IlpResult:
     """Build, solve, and check the answer in exact sums.
 
     A solver's tolerance may let a choice exceed the budget or the cap slightly. Such a choice is
     cut off, and the program is solved again.
     """
-    effort = effort or WorkLimit(None, MAX_NODES)
+    work_limit = work_limit or WorkLimit(None, MAX_NODES)
     too_large = IlpResult(None, 0.0, False)
     n_columns = most_columns(problem.sizes, (e.cost_s.shape for e in problem.edges))
-    if objective != "tie" and n_columns > effort.most_columns:
+    if objective != "tie" and n_columns > work_limit.most_columns:
         return too_large
     model = _Model(problem, objective, scale, cap_s)
-    if model.n_columns > effort.most_columns:
+    if model.n_columns > work_limit.most_columns:
         return too_large
     for _ in range(MAX_ATTEMPTS):
-        outcome = model.solve(deadline - time.perf_counter(), effort.n_nodes)
-        if outcome.choice is None:
-            return outcome
-        totals = problem.evaluate(outcome.choice)
+        result = model.solve(deadline - time.perf_counter(), work_limit.n_nodes)
+        if result.choice is None:
+            return result
+        totals = problem.evaluate(result.choice)
         fits = objective == "bytes" or problem.fits(totals.bytes)
         if fits and (cap_s is None or totals.cost_s <= cap_s * (1 + SAME_OPTIMUM_REL)):
-            return outcome
-        model.exclude(outcome.choice)
-    return IlpResult(None, outcome.bound, False)
+            return result
+        model.exclude(result.choice)
+    return IlpResult(None, result.bound, False)
 
 
 class _Model:

@@ -13,7 +13,7 @@
 
 Ties. With T the optimum, the second elimination minimises
 
-    cost + w * tie,   w = 1e-11 T                                           (`tie_weight`)
+    cost + w * tie,   w = TIE_WEIGHT_REL * T                                  (`tie_weight`)
 
 If T is 0, w keeps the sum of all ties below the least positive cost. If the choice found costs more
 than `SAME_OPTIMUM_REL` above T, w was too large for these ties and shrinks (`least_tie`).
@@ -90,14 +90,14 @@ def solve(
     time_limit_s: float | None = None,
     limits: TableLimits | None = None,
     gap_goal: float = 0.0,
-    effort: WorkLimit | None = None,
+    work_limit: WorkLimit | None = None,
 ) -> Solution | Infeasible:
     """The cheapest choice within the budget, and among the equally cheap one of least `tie`.
 
     After `time_limit_s` the best choice so far is returned, with the gap that is left. `limits`
     bound the tables of elimination; wider problems go to the ILP. Under a budget, "auto" stops at a
-    choice proven to be within `gap_goal` (relative) of the optimum. The ILP may spend `effort` on
-    closing a wider gap.
+    choice proven to be within `gap_goal` (relative) of the optimum. The ILP may spend `work_limit`
+    on closing a wider gap.
 
     Raises `OptionError` for an unknown `solver`, `TimeLimitError` when the time passes before any
     feasible choice is known.
@@ -118,7 +118,7 @@ def solve(
             with clock.phase("order"):
                 ready = smaller, plan_elimination(smaller.problem, limits)
         except TooWide:
-            return _by_ilp(problem, smaller, clock, effort)
+            return _by_ilp(problem, smaller, clock, work_limit)
     reduced, plan = ready
     with clock.phase("eliminate"):
         elimination = Elimination(reduced.problem, plan)
@@ -129,7 +129,7 @@ def solve(
         chosen = break_ties(reduced.problem, elimination, fastest)
     if problem.fits(chosen.totals.bytes):
         return _finish(problem, reduced, chosen.choice, None, "elimination", clock)
-    return _within_budget(problem, reduced, plan, fastest, clock, gap_goal, effort)
+    return _within_budget(problem, reduced, plan, fastest, clock, gap_goal, work_limit)
 
 
 def as_it_is(
@@ -206,7 +206,7 @@ def _within_budget(
     fastest: Point[Choice],
     clock: _Clock,
     gap_goal: float,
-    effort: WorkLimit | None,
+    work_limit: WorkLimit | None,
 ) -> Solution | Infeasible:
     """Step 3: the bound, the choices it leaves, and the ILP on those."""
     assert problem.budget_bytes is not None
@@ -228,20 +228,20 @@ def _within_budget(
         method = "lagrangian + ilp"
         with clock.phase("ilp"):
             core = _core(reduced.problem, plan, bracket)
-            outcome = minimise_cost(core.problem, clock.left_s(), effort)
-        if outcome.choice is not None:
-            choice = core.lift(outcome.choice)
+            result = minimise_cost(core.problem, clock.left_s(), work_limit)
+        if result.choice is not None:
+            choice = core.lift(result.choice)
             best = min(best, Point(choice, reduced.problem.evaluate(choice)), key=_rank)
-        if math.isfinite(outcome.bound):  # infinite: the ILP lost the known choice
+        if math.isfinite(result.bound):  # infinite: the ILP lost the known choice
             # Whatever the core leaves out is dearer than the best choice known.
-            bound_s = max(bound_s, min(outcome.bound, best.totals.cost_s))
+            bound_s = max(bound_s, min(result.bound, best.totals.cost_s))
     choice = best.choice
     proven = best.totals.cost_s <= bound_s * (1 + SAME_OPTIMUM_REL)
     if proven and problem.has_ties() and clock.left_s() != 0:
         with clock.phase("ties"):
             core = _core(reduced.problem, plan, replace(bracket, best=best))
             choice = core.lift(
-                minimise_tie(core.problem, core.lower(choice), clock.left_s(), effort)
+                minimise_tie(core.problem, core.lower(choice), clock.left_s(), work_limit)
             )
     return _finish(problem, reduced, choice, None if proven else bound_s, method, clock)
 
@@ -263,11 +263,11 @@ def _core(problem: ChoiceProblem, plan: EliminationPlan, bracket: Bracket[Choice
 
 
 def _by_ilp(
-    problem: ChoiceProblem, reduced: Reduced, clock: _Clock, effort: WorkLimit | None
+    problem: ChoiceProblem, reduced: Reduced, clock: _Clock, work_limit: WorkLimit | None
 ) -> Solution | Infeasible:
     """The reduced problem as an ILP, however many columns: no other solver is left."""
-    effort = effort and replace(effort, n_columns=None)
-    found = solve_ilp(reduced.problem, clock.left_s(), effort=effort)
+    work_limit = work_limit and replace(work_limit, n_columns=None)
+    found = solve_ilp(reduced.problem, clock.left_s(), work_limit=work_limit)
     if isinstance(found, Infeasible):
         return found
     clock.phase_s.update(found.phase_s)

@@ -184,7 +184,7 @@ def _joined(
     """The whole plan, with the classes of hubs and how the tables of the core mention them."""
     partitions, classes = first.partitions, []
     for h in hubs:
-        seen = [partitions.of_none(first.sizes[h])]
+        seen = [partitions.one_class(first.sizes[h])]
         for scope, codes in given:
             seen += [partitions.of(c) for v, c in zip(scope, codes, strict=True) if v == h]
         classes.append(partitions.join(seen))

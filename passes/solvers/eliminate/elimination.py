@@ -33,8 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.passes.solvers.eliminate.elimination_code import Code, code_of
-from autopar.passes.solvers.eliminate.elimination_loops import eliminate as run
-from autopar.passes.solvers.eliminate.elimination_loops import walk_back
+from autopar.passes.solvers.eliminate.elimination_loops import run_steps, walk_back
 from autopar.passes.solvers.eliminate.elimination_order import EliminationPlan
 from autopar.passes.solvers.problem import Choice, Codes, FloatArray, PlacedTable, Potentials
 
@@ -96,7 +95,7 @@ def eliminate(plan: EliminationPlan, potentials: Potentials) -> Eliminated:
     numbers, scratch = np.empty((len(potentials.rows), code.n_numbers)), np.empty(code.n_scratch)
     numbers[:, :n_given] = potentials.rows
     for row in numbers:
-        run(row, code.steps, code.slots, code.sources, code.alone, code.places, scratch)
+        run_steps(row, code.steps, code.slots, code.sources, code.alone, code.places, scratch)
     constant = np.zeros(len(numbers))
     for at in code.constants_at:
         constant += numbers[:, at]

@@ -48,7 +48,7 @@ AXIS_VARIABLE, AXIS_CODES_AT = range(2)
 
 
 @compiled
-def eliminate(
+def run_steps(
     numbers: FloatArray, steps: Codes, slots: Codes, sources: Codes, alone: Codes, places: Codes,
     scratch: FloatArray,
 ) -> None:  # fmt: skip

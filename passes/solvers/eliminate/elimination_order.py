@@ -22,7 +22,11 @@ from dataclasses import astuple, dataclass
 from functools import cached_property, lru_cache
 
 from autopar.errors import AutoparError
-from autopar.passes.solvers.eliminate.greedy_order import GreedyOrder, Sight, greedy_order
+from autopar.passes.solvers.eliminate.greedy_order import (
+    GreedyOrder,
+    InteractionGraph,
+    greedy_order,
+)
 from autopar.passes.solvers.problem import (
     Axes,
     ChoiceProblem,
@@ -209,23 +213,25 @@ class _Orders:
         return () if hubs else self.views
 
     @cached_property
-    def _given_sight(self) -> Sight:
-        return self._sight_of(self.tables)
+    def _given_graph(self) -> InteractionGraph:
+        return self._graph_of(self.tables)
 
-    def _sight_of(self, tables: Iterable[PlacedTable]) -> Sight:
-        return Sight.of(self.partitions, len(self.sizes), ((t.scope, t.partitions) for t in tables))
+    def _graph_of(self, tables: Iterable[PlacedTable]) -> InteractionGraph:
+        return InteractionGraph.of(
+            self.partitions, len(self.sizes), ((t.scope, t.partitions) for t in tables)
+        )
 
     def cheapest(self, hubs: Scope, most: float = math.inf) -> GreedyOrder | None:
         """The cheapest order of the variables that are not viewed; None: it has more entries than
         `most`."""
         pairs = self.views_beside(hubs)
         if hubs:
-            sight = self._given_sight.without(hubs)
+            graph = self._given_graph.without(hubs)
         else:
-            sight = self._sight_of(seen_through(self.tables, pairs))
+            graph = self._graph_of(seen_through(self.tables, pairs))
         fixed = {*self.remaining, *hubs, *(step.variable for step in pairs)}
         free = (v for v in range(len(self.sizes)) if v not in fixed)
-        return greedy_order(sight, free, most)
+        return greedy_order(graph, free, most)
 
     def with_one_of(self, tried: Iterable[int], hubs: Scope) -> EliminationPlan:
         """The plan with one more hub: the one of fewest entries over all branches."""
@@ -281,7 +287,7 @@ class _Steps:
         joined = self.partitions.joined
         tables = [table for table in self.of[v].values() if len(table.scope) > 1]
         if not tables:
-            return {v: self.partitions.of_none(self.orders.sizes[v])}
+            return {v: self.partitions.one_class(self.orders.sizes[v])}
         out: dict[int, int] = {v: tables[0].partitions[tables[0].scope.index(v)]}
         for table in tables:
             for w, partition in zip(table.scope, table.partitions, strict=True):
@@ -315,6 +321,6 @@ class _Steps:
             n_choices = self.orders.sizes[v]
             seen = {p for t in left for w, p in zip(t.scope, t.partitions, strict=True) if w == v}
             if v in self.orders.whole:
-                seen = {self.partitions.of_all(n_choices)}
-            out.append(self.partitions.join(seen or {self.partitions.of_none(n_choices)}))
+                seen = {self.partitions.singletons(n_choices)}
+            out.append(self.partitions.join(seen or {self.partitions.one_class(n_choices)}))
         return tuple(out)

@@ -2,12 +2,12 @@
 
 An order depends on how tables *see* variables. `seen[v][w]` is the partition of w by the tables of
 both v and w. `own[v]` is the partition of v by all tables of v and another variable. The joint
-table of v has (`Sight._entries`)
+table of v has (`InteractionGraph._entries`)
 
     entries[v] = n_classes(own[v]) * product over neighbours w of n_classes(seen[v][w])
 
 Eliminating v leaves one table over its neighbours, whose partitions are at least as fine as those
-of the tables it replaces (`Sight.eliminate`):
+of the tables it replaces (`InteractionGraph.eliminate`):
 
     seen[w][u] becomes the join of seen[w][u] and seen[v][u], for all neighbours u, w of v
 
@@ -33,7 +33,7 @@ class GreedyOrder:
     entries: int
 
 
-class Sight:
+class InteractionGraph:
     """How tables see variables, while those are eliminated.
 
     `around[v]` are the neighbours of v as bits, `entries[v]` the entries of its joint table.
@@ -54,7 +54,7 @@ class Sight:
         partitions: Partitions,
         n_variables: int,
         tables: Iterable[tuple[Sequence[int], Sequence[int]]],
-    ) -> Sight:
+    ) -> InteractionGraph:
         """From tables as (variables, the partitions that the table makes of them)."""
         seen: list[dict[int, int]] = [{} for _ in range(n_variables)]
         for scope, made in tables:
@@ -63,16 +63,18 @@ class Sight:
                 for w, partition in zip(scope, made, strict=True):
                     if w != v:
                         row[w] = partitions.joined(row.get(w, partition), partition)
-        return Sight(partitions, seen)
+        return InteractionGraph(partitions, seen)
 
-    def without(self, variables: Iterable[int]) -> Sight:
-        """The sight with the values of some variables fixed."""
+    def without(self, variables: Iterable[int]) -> InteractionGraph:
+        """The graph with the values of some variables fixed."""
         fixed = set(variables)
         kept = ({w: p for w, p in row.items() if w not in fixed} for row in self.seen)
-        return Sight(self.partitions, [{} if v in fixed else row for v, row in enumerate(kept)])
+        return InteractionGraph(
+            self.partitions, [{} if v in fixed else row for v, row in enumerate(kept)]
+        )
 
-    def copy(self) -> Sight:
-        out = Sight.__new__(Sight)
+    def copy(self) -> InteractionGraph:
+        out = InteractionGraph.__new__(InteractionGraph)
         out.partitions, out.seen = self.partitions, [dict(row) for row in self.seen]
         out.around, out.own = list(self.around), list(self.own)
         out.entries, out.fill = list(self.entries), list(self.fill)
@@ -135,7 +137,7 @@ def _members(bits: int) -> Iterator[int]:
         bits ^= lowest
 
 
-def greedy_order(start: Sight, free: Iterable[int], most: float) -> GreedyOrder | None:
+def greedy_order(start: InteractionGraph, free: Iterable[int], most: float) -> GreedyOrder | None:
     """The order of fewer entries of two: by least (table, fill-in) and by least (fill-in, table) of
     the `free` variables. None: both have more entries than `most`."""
     free, found = tuple(free), None
@@ -146,9 +148,11 @@ def greedy_order(start: Sight, free: Iterable[int], most: float) -> GreedyOrder 
     return found
 
 
-def _greedy(sight: Sight, free: Iterable[int], by_fill: bool, most: float) -> GreedyOrder | None:
+def _greedy(
+    graph: InteractionGraph, free: Iterable[int], by_fill: bool, most: float
+) -> GreedyOrder | None:
     """One greedy order, by a heap with stale entries; None: it has more entries than `most`."""
-    first, second = (sight.fill, sight.entries) if by_fill else (sight.entries, sight.fill)
+    first, second = (graph.fill, graph.entries) if by_fill else (graph.entries, graph.fill)
     current = {v: (first[v], second[v], v) for v in free}
     heap = list(current.values())
     heapq.heapify(heap)
@@ -160,10 +164,10 @@ def _greedy(sight: Sight, free: Iterable[int], by_fill: bool, most: float) -> Gr
             continue
         del current[v]
         order.append(v)
-        entries += sight.entries[v]
+        entries += graph.entries[v]
         if entries > most:
             return None
-        for w in sight.eliminate(v):
+        for w in graph.eliminate(v):
             if w in current and current[w] != (new := (first[w], second[w], w)):
                 current[w] = new
                 heapq.heappush(heap, new)

@@ -15,7 +15,7 @@ from autopar.passes.solvers.problem.problem import Codes, FloatArray, Floats
 
 Shape = tuple[int, ...]
 # Offset in a row -> array [problems or 1, ...].
-Placed = Mapping[int, Floats]
+ArraysByOffset = Mapping[int, Floats]
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,14 @@ class Layout:
             n_numbers,
         )
 
-    def placed(self, own: Sequence[Floats | None], tables: Sequence[Floats | None]) -> Placed:
+    def placed(
+        self, own: Sequence[Floats | None], tables: Sequence[Floats | None]
+    ) -> ArraysByOffset:
         """Offset -> array; None entries are left out."""
         arrays = zip((*self.own_at, *self.table_at), (*own, *tables), strict=True)
         return {at: array for at, array in arrays if array is not None}
 
-    def rows(self, placed: Placed, problems: Codes | None = None) -> FloatArray:
+    def rows(self, placed: ArraysByOffset, problems: Codes | None = None) -> FloatArray:
         """[problems or 1, numbers]: the arrays at their offsets, zeros elsewhere. `problems`
         selects some of the problems."""
         n = max(map(len, placed.values()), default=1)

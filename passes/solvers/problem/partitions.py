@@ -51,11 +51,11 @@ class Partitions:
         not."""
         return self._exact.setdefault(codes.astype(np.intp, copy=False).tobytes(), len(self._exact))
 
-    def of_all(self, n_choices: int) -> int:
+    def singletons(self, n_choices: int) -> int:
         """The partition with every choice in a class of its own."""
         return self.of(np.arange(n_choices))
 
-    def of_none(self, n_choices: int) -> int:
+    def one_class(self, n_choices: int) -> int:
         """The partition with all choices in one class."""
         return self.of(np.zeros(n_choices, dtype=np.intp))
 

@@ -79,7 +79,7 @@ class Edge:
             column = int(self.columns[column])
         return row, column
 
-    def written(self, array: Floats) -> Floats:
+    def dense(self, array: Floats) -> Floats:
         """One of the arrays with a row and a column per choice: [..., K_u, K_v]."""
         if self.rows is not None:
             array = array[..., self.rows, :]
@@ -120,8 +120,9 @@ class ChoiceProblem:
     variable.
 
     Parallel edges are allowed and add up. `tie` should be of order 1 to 1000 in total, with
-    differences that matter above 1e-3: its weight is 1e-11 of the cost. `is_checked` skips the
-    checks, for numbers that were checked at their source (`problems.py`).
+    differences that matter above 1e-3: `TIE_WEIGHT_REL` (`choice/select.py`) weighs it against the
+    cost. `is_checked` skips the checks, for numbers that were checked at their source
+    (`problems.py`).
 
     Raises `ProblemError` for NaN, negative numbers, infinite ties or bytes, wrong shapes.
     """
@@ -228,8 +229,8 @@ def merged(edges: Iterable[Edge]) -> tuple[Edge, ...]:
 
 def _sum(edges: Sequence[Edge]) -> Edge:
     """Parallel edges as one. Choices that none of them distinguishes share a row or a column."""
-    of_rows, rows = _told_apart([codes_of(e.rows, e.cost_s.shape[-2]) for e in edges])
-    of_columns, columns = _told_apart([codes_of(e.columns, e.cost_s.shape[-1]) for e in edges])
+    of_rows, rows = _distinct_kinds([codes_of(e.rows, e.cost_s.shape[-2]) for e in edges])
+    of_columns, columns = _distinct_kinds([codes_of(e.columns, e.cost_s.shape[-1]) for e in edges])
 
     def total(arrays: Iterable[NDArray[Any] | None]) -> NDArray[Any] | None:
         each = zip(arrays, of_rows, of_columns, strict=True)
@@ -247,7 +248,7 @@ def codes_of(codes: Codes | None, n_choices: int) -> Codes:
     return np.arange(n_choices) if codes is None else codes
 
 
-def _told_apart(codes: Sequence[Codes]) -> tuple[Codes, Codes | None]:
+def _distinct_kinds(codes: Sequence[Codes]) -> tuple[Codes, Codes | None]:
     """The kinds of choices that parallel edges distinguish: (the codes of every kind [edges,
     kinds], the kind of every choice). The second is None where each choice is its own kind."""
     every = np.stack(codes)

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.passes.solvers.problem.layout import Layout, Placed
+from autopar.passes.solvers.problem.layout import ArraysByOffset, Layout
 from autopar.passes.solvers.problem.problem import (
     BoolArray,
     ChoiceProblem,
@@ -107,7 +107,7 @@ class ChoiceProblems:
         return Layout.of(self.cost_s, [e.cost_s for e in self.edges], keys)
 
     @cached_property
-    def placed(self) -> tuple[Placed, Placed, Placed]:
+    def placed(self) -> tuple[ArraysByOffset, ArraysByOffset, ArraysByOffset]:
         """(costs, ties, bytes), each as offset in a row -> array."""
         placed, edges = self.layout.placed, self.edges
         return (

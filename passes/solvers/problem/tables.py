@@ -133,7 +133,7 @@ def views(
         if bucket is None:
             continue
         made = _view(partitions, len(tables) + len(steps), v, bucket)
-        every = partitions.of_all(len(bucket[0].codes_of(v)))
+        every = partitions.singletons(len(bucket[0].codes_of(v)))
         steps.append(EliminationStep(v, every, bucket, made, is_view=True))
         for table in bucket:
             for w in of.keys() & table.scope:

@@ -173,7 +173,9 @@ class Exchanges:
         r, _, row = kind
         return self._known[r].get(self._blocks[r].handed_on(row), ())
 
-    def _take(self, copies: list[list[Choice]], kind: _Kind, alike: Sequence[int], e: int) -> None:
+    def _take(
+        self, copies: list[list[Choice]], kind: _Kind, copies_of_kind: Sequence[int], e: int
+    ) -> None:
         """Make exchange e of a kind's offers in some of its copies."""
         r, _, row = kind
         changes = self._blocks[r].changes
@@ -182,7 +184,7 @@ class Exchanges:
             new = (*row[:i], k, *row[i + 1 :])
         else:
             new = self._known_rows(kind)[e - len(changes)]
-        for copy in alike:
+        for copy in copies_of_kind:
             copies[r][copy] = new
 
 
@@ -204,9 +206,9 @@ class _Copies:
     def __init__(self, problem: RepeatedProblem, r: int) -> None:
         repeat, every = problem.repeats[r], problem.every
         self.problem, self.r = problem, r
-        self.block, self.ins = repeat.block, tuple(repeat.like)
+        self.block, self.ins = repeat.block, tuple(repeat.counterpart)
         self.place = {v: i for i, v in enumerate(repeat.block)}
-        self.out = [self.place[repeat.like[u]] for u in self.ins]
+        self.out = [self.place[repeat.counterpart[u]] for u in self.ins]
         self.inner = [i for i in range(len(repeat.block)) if i not in self.out]
         self.joints: list[list[_Joint]] = [[] for _ in repeat.block]
         handed = {u: i for i, u in enumerate(self.ins)}

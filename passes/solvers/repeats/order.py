@@ -50,7 +50,7 @@ class RepeatedPlan:
         place = {v: i for i, v in enumerate(self.variables)}
         n_choices = [states[v].n if v in states else sizes[v] for v in self.variables]
 
-        once = [_placed(problems.numbers.axes[i], place, states) for i in problems.once]
+        once = [_renumbered(problems.numbers.axes[i], place, states) for i in problems.once]
         blocks = [
             Axes(tuple(place[v] for v in block.axes.scope), block.axes.codes)
             for block in self.blocks
@@ -110,7 +110,7 @@ def _plan(
 ) -> EliminationPlan | ConditionedPlan:  # fmt: skip
     """The plan of what is outside copies, with the tables of all copies. If a table would be large,
     the plan conditions on hubs; variables that copies hand on (`handed_on`) are no hubs."""
-    entries = max((block.entries for block in of_blocks), default=1)
+    entries = max((block.n_additions for block in of_blocks), default=1)
     if entries <= FIRST_ENTRIES:
         narrow = limits.and_(TableLimits(table_entries=FIRST_ENTRIES))
         with suppress(TooWide):
@@ -147,7 +147,7 @@ class _State:
         return self.firsts if codes is None else codes[self.firsts]
 
 
-def _placed(axes: Axes, place: Mapping[int, int], states: Mapping[int, _State]) -> Axes:
+def _renumbered(axes: Axes, place: Mapping[int, int], states: Mapping[int, _State]) -> Axes:
     """Axes with variables renumbered by `place`; those in `states` have classes as choices."""
     ends = zip(axes.scope, axes.codes, strict=True)
     return Axes(
@@ -168,7 +168,7 @@ class BlockPlan:
         self.block, self.count = repeat.block, repeat.count
         partitions = Partitions()
         self.states = [
-            _state(problems, r, u, v, partitions) for u, v in sorted(repeat.like.items())
+            _state(problems, r, u, v, partitions) for u, v in sorted(repeat.counterpart.items())
         ]
         firsts = {s.first: s for s in self.states}
         around = {w for e in edges for w in (e.u, e.v)}
@@ -181,7 +181,7 @@ class BlockPlan:
         handed = {s.first: n + i for i, s in enumerate(self.states)}
         tables = []
         for i in problems.of_copies[r]:
-            tables.append(_placed(problems.numbers.axes[i], place | handed, firsts))
+            tables.append(_renumbered(problems.numbers.axes[i], place | handed, firsts))
         for i, s in enumerate(self.states):
             tables.append(Axes((place[s.last], n + n_states + i), (s.codes, None)))
         first_outer = len(self.block)
@@ -191,7 +191,7 @@ class BlockPlan:
         self.n_states = math.prod(s.n for s in self.states)
         shape = [self.plan.partitions.n_classes(p) for p in self.plan.left_over]
         # The additions of a min-plus product of two tables of one copy.
-        self.entries = math.prod(shape) * self.n_states
+        self.n_additions = math.prod(shape) * self.n_states
         if math.prod(shape) > min(limits.kept_entries, limits.table_entries):
             raise TooWide(
                 f"a repeated block hands on {self.n_states} states, a table of "
@@ -231,7 +231,7 @@ def _state(
 ) -> _State:
     """The classes of choices that later copies, or what comes after them, distinguish."""
     sizes = problems.sizes
-    seen = [partitions.of_none(sizes[first])]
+    seen = [partitions.one_class(sizes[first])]
     for edges, v in ((problems.of_copies[r], first), (problems.once, last)):
         for e in problems.edges(edges):
             for w, codes in ((e.u, e.rows), (e.v, e.columns)):

@@ -46,14 +46,14 @@ MOST_ROWS = 4
 class Repeat:
     """`count` copies of the variables `block`.
 
-    `like` maps a variable u before the block to its counterpart v in the block. The first copy is
-    joined to u, each later copy to the v of the copy before. Variables `after` the block are joined
-    to the last copy alone, and there only to counterparts. Any other variable that the block is
-    joined to is joined to every copy.
+    `counterpart` maps a variable u before the block to the one v in the block that stands for it.
+    The first copy is joined to u, each later copy to the v of the copy before. Variables `after`
+    the block are joined to the last copy alone, and there only to counterparts. Any other variable
+    that the block is joined to is joined to every copy.
     """
 
     block: tuple[int, ...]
-    like: Mapping[int, int]
+    counterpart: Mapping[int, int]
     after: frozenset[int]
     count: int
 
@@ -84,7 +84,7 @@ class RepeatedProblems:
         if len(owner) < sum(len(r.block) for r in self.repeats):
             raise ProblemError("a variable is in two repeated blocks")
         for repeat in self.repeats:
-            for u, v in repeat.like.items():
+            for u, v in repeat.counterpart.items():
                 if u in owner or v not in repeat.block or sizes[u] != sizes[v]:
                     raise ProblemError(f"variable {v} cannot be the like of {u}")
         for edge in self.numbers.edges:
@@ -94,7 +94,7 @@ class RepeatedProblems:
                     continue
                 repeat = self.repeats[r]
                 last = outside in repeat.after
-                if other is not None or (last and inside not in repeat.like.values()):
+                if other is not None or (last and inside not in repeat.counterpart.values()):
                     raise ProblemError(f"variables {inside} and {outside} cannot be joined")
 
     def of(self, i: int, times: int = 1) -> RepeatedProblem:
@@ -145,7 +145,11 @@ class RepeatedProblems:
     def outside(self) -> list[tuple[int, ...]]:
         """Per repeat, the variables that all its copies are joined to."""
         return [
-            tuple(sorted({v for e in self.edges(at) for v in (e.u, e.v)} - {*of.block, *of.like}))
+            tuple(
+                sorted(
+                    {v for e in self.edges(at) for v in (e.u, e.v)} - {*of.block, *of.counterpart}
+                )
+            )
             for of, at in zip(self.repeats, self.of_copies, strict=True)
         ]
 
@@ -163,7 +167,7 @@ class RepeatedProblems:
             for repeat, edges in zip(self.repeats, self.of_copies, strict=True)
         ]
 
-    def written(self, size: Callable[[Iterable[int], Iterable[Shape]], int]) -> int:
+    def unrolled_size(self, size: Callable[[Iterable[int], Iterable[Shape]], int]) -> int:
         """A size of the problem written out. `size` takes numbers of choices and shapes of tables,
         and must be additive."""
         sizes, shapes = self.sizes, self.layout.shapes
@@ -277,15 +281,19 @@ class RepeatedProblem:
         """The written-out variable that stands for v where copy k is joined to it."""
         if v in repeat.block:
             return where[v][k]
-        return where[repeat.like[v]][k - 1] if v in repeat.like and k > 0 else where[v][0]
+        return (
+            where[repeat.counterpart[v]][k - 1]
+            if v in repeat.counterpart and k > 0
+            else where[v][0]
+        )
 
     def evaluate(self, choice: RepeatedChoice) -> ChoiceTotals:
         """The totals of a choice over all copies. Equal copies are evaluated once."""
         base = choice.base
         terms = [self._of_once(base)]
         for r, (repeat, rows) in enumerate(zip(self.repeats, choice.copies, strict=True)):
-            ins = tuple(repeat.like)
-            handed_on = [repeat.block.index(repeat.like[u]) for u in ins]
+            ins = tuple(repeat.counterpart)
+            handed_on = [repeat.block.index(repeat.counterpart[u]) for u in ins]
             first = tuple(base[u] for u in ins)
             given = [first, *(tuple(row[c] for c in handed_on) for row in rows[:-1])]
             for (state, row), n in Counter(zip(given, rows, strict=True)).items():
@@ -305,7 +313,7 @@ class RepeatedProblem:
         key = r, tuple([base[v] for v in self.every.outside[r]]), before, row
         if key not in self._known:
             chosen = list(base)
-            for v, k in zip((*repeat.like, *repeat.block), (*before, *row), strict=True):
+            for v, k in zip((*repeat.counterpart, *repeat.block), (*before, *row), strict=True):
                 chosen[v] = k
             self._known[key] = self._terms(self.every.copy_entries[r], chosen)
         return self._known[key]
@@ -340,7 +348,7 @@ class RepeatedProblem:
         it is."""
         before: dict[int, list[int]] = {}
         for repeat in self.repeats:
-            for u, v in repeat.like.items():
+            for u, v in repeat.counterpart.items():
                 before.setdefault(v, []).append(u)
         taken = {u for users in before.values() for u in users}
         return [

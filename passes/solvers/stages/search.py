@@ -61,20 +61,21 @@ Box = tuple[int, int, int, int]  # first and last index of the times, then of th
 
 
 def solve_stages(
-    problem: StageProblem, n_best: int = 1, gap_goal: float = 0.0, within: float = math.inf
+    problem: StageProblem, n_best: int = 1, gap_goal: float = 0.0, within_rel: float = math.inf
 ) -> tuple[StagePlan, ...] | Infeasible:
     """The `n_best` cheapest plans, best first (fewer when there are no more).
 
     With `gap_goal` > 0 the search stops when no plan can be cheaper than the last of them by more
-    than this (relative); 0 is exact. Plans that cost more than the cheapest by more than `within`
-    (relative) are left out, because proving which of those come next is most of the work.
+    than this (relative); 0 is exact. Plans that cost more than the cheapest by more than
+    `within_rel` (relative) are left out, because proving which of those come next is most of the
+    work.
 
-    Raises `OptionError` for `n_best` < 1, a `gap_goal` outside [0, 1) or a negative `within`.
+    Raises `OptionError` for `n_best` < 1, a `gap_goal` outside [0, 1) or a negative `within_rel`.
     """
     if n_best < 1 or not 0 <= gap_goal < 1:
         raise OptionError(f"n_best={n_best} must be at least 1, gap_goal={gap_goal} in [0, 1)")
-    if not within >= 0:
-        raise OptionError(f"within={within} must be at least 0")
+    if not within_rel >= 0:
+        raise OptionError(f"within={within_rel} must be at least 0")
     levels = Levels.of(problem)
     longest_s = float(problem.time_s[problem.possible()].max(initial=0.0))
     scale_s = longest_s * problem.n_layers
@@ -88,7 +89,7 @@ def solve_stages(
         alone_s = problem.n_microbatches * time_s + once_s
         cheap = np.flatnonzero(alone_s <= dearest_s * (1 + SAME_OPTIMUM_REL))
         levels = levels.some(cheap).without_repeats()
-    search = _Search(_Scaled.of(problem, levels, dearest_s), n_best, gap_goal, within)
+    search = _Search(_Scaled.of(problem, levels, dearest_s), n_best, gap_goal, within_rel)
     bound = search.run()
     bound_s = problem.evaluate(search.best[0][2]).objective_s
     if bound < search.best[0][0]:
@@ -148,14 +149,14 @@ class _Costs(NamedTuple):
 class _Search:
     """Branch and bound over boxes of limits; `best` holds (objective, n_stages, stages)."""
 
-    def __init__(self, scaled: _Scaled, n_best: int, gap_goal: float, within: float) -> None:
+    def __init__(self, scaled: _Scaled, n_best: int, gap_goal: float, within_rel: float) -> None:
         self.scaled = scaled
         self.n_best = n_best
         self.gap_goal = gap_goal
-        self.within = within
-        self.repeats = scaled.problem.n_microbatches - 1
+        self.within_rel = within_rel
+        self.n_repeats = scaled.problem.n_microbatches - 1
         # With one microbatch the slowest stage costs nothing extra: only the largest limit is used.
-        self.times = _distinct(scaled.time)[0 if self.repeats else -1 :]
+        self.times = _distinct(scaled.time)[0 if self.n_repeats else -1 :]
         self.onces = _distinct(scaled.once)
         self.best: list[tuple[int, int, Stages]] = []
         self.n_opened = 0
@@ -182,17 +183,17 @@ class _Search:
 
     def _bound(self, least: int, box: Box) -> int:
         """Lower bound on the plans of a box whose least sum of times is `least`."""
-        return least + self.repeats * self.times[box[0]] + self.onces[box[2]]
+        return least + self.n_repeats * self.times[box[0]] + self.onces[box[2]]
 
     def cutoff(self) -> float:
         """Plans that cost more than this are not among the plans returned."""
         worst = self.best[-1][0] if len(self.best) == self.n_best else math.inf
-        if self.best and math.isfinite(self.within):
-            return min(worst, self.best[0][0] * (1 + self.within))
+        if self.best and math.isfinite(self.within_rel):
+            return min(worst, self.best[0][0] * (1 + self.within_rel))
         return worst
 
     def _offer(self, stages: Stages, costs: _Costs) -> None:
-        objective = costs.sum + self.repeats * costs.slowest + costs.once
+        objective = costs.sum + self.n_repeats * costs.slowest + costs.once
         entry = (objective, len(stages), stages)
         if entry not in self.best:
             insort(self.best, entry)
@@ -222,11 +223,13 @@ class _Search:
         room = self.cutoff() - self._bound(least, box)
         if room < 0:
             return
-        if self.repeats:
-            t_hi = bisect_right(self.times, self.times[t_lo] + room / self.repeats, t_lo, t_hi + 1)
+        if self.n_repeats:
+            t_hi = bisect_right(
+                self.times, self.times[t_lo] + room / self.n_repeats, t_lo, t_hi + 1
+            )
             t_hi -= 1
         o_hi = bisect_right(self.onces, self.onces[o_lo] + room, o_lo, o_hi + 1) - 1
-        t_range = self.repeats * (self.times[t_hi] - self.times[t_lo])
+        t_range = self.n_repeats * (self.times[t_hi] - self.times[t_lo])
         o_range = self.onces[o_hi] - self.onces[o_lo]
         if t_range == o_range == 0:
             yield t_lo, t_hi, o_lo, o_hi

@@ -1,7 +1,7 @@
-"""Small models of many families with random weights, by name: what the parity table trains.
+"""Small models of many families with random weights, by name; the parity table trains them.
 
-`text` and `vision` hold models of transformers made from their configurations, unmodified;
-`plain` models of torch alone. `cells` says on which meshes and by which plans they run.
+`entries.py` says what an entry is. `text.py` and `vision.py` hold unmodified models of
+transformers, `plain.py` models of torch alone. `cells.py` holds the meshes and plans they run on.
 """
 
 from tests.parity.zoo import plain, text, vision

@@ -1,12 +1,13 @@
 """Cells of the parity table for the zoo: family x mesh x plan.
 
     auto      the search
-    tensor    the search, but rows may not be split: weights are
-    zero3     the recipe
+    tensor    the search without data parallelism, so that weights are sharded
+    zero3     the ZeRO-3 recipe
 
-The machine computes slowly and has quick links (slower between nodes than inside), so that no
-plan passes by doing everything on every rank: of the flops of products, at least `LEAST` must be
-divided, and by `tensor` at least as much of those with weights by shards of the weights.
+The machine has slow devices and fast links (slower between nodes than inside), so sharding pays.
+A plan that repeats everything on every rank does not pass: at least the fraction `LEAST` of the
+matmul FLOPs must be sharded. Under `tensor`, at least `LEAST` of the FLOPs of matmuls with weights
+must also go through sharded weights (`shortfall`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tests.parity.zoo import FAMILIES
 from tests.parity.zoo.entries import Entry
 
 LEAST = 0.8
-# Of a step of two stages: each row block of a stage of two ranks has one row of a microbatch.
+# Microbatches of a step of two stages: each of a stage's two ranks has one row of a microbatch.
 PIPELINE_MICROBATCHES = 4
 INSIDE, BETWEEN = Link(1.0, 0.01), Link(4.0, 0.04)  # seconds, seconds per byte
 SLOW = Device(flops_per_s=1.0, bytes_per_s=1e30, memory_bytes=1e15)
@@ -76,7 +77,7 @@ class ZooCell(NamedTuple):
 
     @property
     def listed(self) -> str | None:
-        """Why this cell cannot pass; None where it must."""
+        """Why this cell cannot pass; None if it must."""
         return self.entry.reason(str(self))
 
     def options(self) -> dict[str, Any]:
@@ -104,7 +105,7 @@ def zoo_cells() -> list[ZooCell]:
 
 
 class Outcome(NamedTuple):
-    """`errors` by what they are of; `lacks` says what is not divided enough, if anything."""
+    """`errors` by name; `shown` is the plan; `lacks` says what is not sharded enough."""
 
     errors: dict[str, float]
     shown: str
@@ -133,7 +134,7 @@ def train(cell: ZooCell, path: str) -> Trained:
 
 
 def shortfall(plan: str, divided: Division) -> str | None:
-    """What a plan replicates that it should not; None where it divides enough."""
+    """What a plan does not shard enough; None if it shards enough."""
     if divided.products < LEAST:
         return f"only {divided.products:.0%} of the matmul FLOPs are sharded"
     if plan == "tensor" and divided.by_weights < LEAST:

@@ -1,8 +1,8 @@
-"""What an entry of the zoo is: a small model of one family, its batches, and what is known of it.
+"""An entry of the zoo: a small model of one family, its batches, and the cells it cannot pass.
 
-Sizes divide over four ranks where a real model's would: hidden 64, 4 heads of which 2 hold keys,
+Sizes divide over four ranks where a real model's would: hidden 64, 4 heads, 2 key heads,
 feed-forward 256, vocabulary 64, sequences of 8, batches of 8 rows, 4 experts. Weights are larger
-than activations, as in real models, so that splitting them is what pays.
+than activations, as in real models, so it pays to shard them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ PLANS = ("auto", "tensor", "zero3")
 class Entry:
     """One family.
 
-    microbatches   of a step; 1 where the loss is no sum over rows, and `why` says why
-    plans          that apply, of `PLANS`
+    microbatches   of a step; 1 if the loss is no sum over rows, with the reason in `why`
+    plans          those of `PLANS` that apply
     options        of `parallelize`, for what cannot be inferred
     listed         words of a cell's name -> why it cannot pass; a listed cell still runs
     """
@@ -52,7 +52,7 @@ class Entry:
         return Case(self.make, self.batch)
 
     def reason(self, cell: str) -> str | None:
-        """Why this cell is listed as one that cannot pass; None where it must."""
+        """Why this cell is listed as unable to pass; None if it must pass."""
         found = (
             why for words, why in self.listed.items() if set(words.split()) <= set(cell.split())
         )
@@ -60,7 +60,7 @@ class Entry:
 
 
 def config(kind: str, **values: Any) -> PreTrainedConfig:
-    """A configuration of transformers without dropout, in it and in those it holds."""
+    """A configuration of transformers without dropout, nested configurations included."""
     return without_dropout(AutoConfig.for_model(kind, **values))
 
 
@@ -74,20 +74,20 @@ def without_dropout(found: PreTrainedConfig) -> PreTrainedConfig:
     return found
 
 
-# -- batches -------------------------------------------------------------------------------------
-
-
 def draw(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
 def ids(seed: int, n_ids: int = VOCABULARY) -> Tensor:
-    """Tokens that are no special ones: those are 0, 1 and 2."""
+    """Tokens other than the special ones 0, 1 and 2."""
     return torch.randint(3, n_ids, (ROWS, SEQUENCE), generator=draw(seed))
 
 
 def unevenly(labels: Tensor, seed: int) -> Tensor:
-    """Labels ignored, all of row 0 and more of the others the later: a mean is no mean of means."""
+    """Ignore all labels of row 0, and in other rows the more, the later the row.
+
+    The mean over all labels then differs from the mean of the rows' means.
+    """
     chance = torch.arange(len(labels))[:, None] / len(labels)
     out = labels.masked_fill(torch.rand(labels.shape, generator=draw(seed)) < chance, IGNORED)
     out[0] = IGNORED
@@ -95,26 +95,26 @@ def unevenly(labels: Tensor, seed: int) -> Tensor:
 
 
 def tokens(seed: int) -> Batch:
-    """Of a language model."""
+    """A batch of a language model."""
     found = ids(seed)
     return {"input_ids": found, "labels": unevenly(found, seed)}
 
 
 def next_tokens(seed: int) -> Batch:
-    """Tokens, and as labels what follows them: of a model that does not shift them itself."""
+    """Tokens, and the next tokens as labels: for a model that does not shift labels itself."""
     found = ids(seed)
     return {"input_ids": found, "labels": unevenly(found.roll(-1, 1), seed)}
 
 
 def padded(seed: int) -> Batch:
-    """Tokens of rows of unequal length, and the mask that says so."""
+    """Tokens of rows of unequal length, and their attention mask."""
     lengths = torch.arange(ROWS) % 3 + SEQUENCE - 2
     mask = (torch.arange(SEQUENCE) < lengths[:, None]).long()
     return {"input_ids": ids(seed) * mask, "attention_mask": mask}
 
 
 def masked(seed: int) -> Batch:
-    """Of a masked language model."""
+    """A batch of a masked language model."""
     batch = padded(seed)
     labels = ids(seed + 1).masked_fill(batch["attention_mask"] == 0, IGNORED)
     return batch | {"labels": unevenly(labels, seed)}
@@ -125,7 +125,7 @@ def classes(seed: int) -> Tensor:
 
 
 def sentences(seed: int) -> Batch:
-    """Of a classifier of sentences."""
+    """A batch of a classifier of sentences."""
     return padded(seed) | {"labels": classes(seed)}
 
 
@@ -134,7 +134,7 @@ def pixels(seed: int) -> Tensor:
 
 
 def images(seed: int) -> Batch:
-    """Of a classifier of images."""
+    """A batch of a classifier of images."""
     return {"pixel_values": pixels(seed), "labels": classes(seed)}
 
 

@@ -1,4 +1,4 @@
-"""Models of torch alone, written as a user would: no transformers, no helper of ours."""
+"""Models of torch alone, written as a user would, without transformers and without helpers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GROUPS = 4
 
 
 class SelfAttention(nn.Module):
-    """`nn.MultiheadAttention`; with `need_weights` it multiplies and adds up the attention."""
+    """`nn.MultiheadAttention`; with `need_weights` it is unfused and the loss reads its weights."""
 
     def __init__(self, batch_first: bool, need_weights: bool) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Queries of one tensor, keys and values of another of other width; one bias per key."""
+    """Queries of one tensor, keys and values of another one of another width; no biases."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Decoder(nn.Module):
 
 
 class MixerBlock(nn.Module):
-    """One network across patches, one across channels."""
+    """One MLP across patches, one across channels."""
 
     def __init__(self, n_patches: int) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class MixerBlock(nn.Module):
 
 
 class Mixer(nn.Module):
-    """MLP-Mixer (Tolstikhin et al. 2021); patches are cut by a convolution."""
+    """MLP-Mixer (Tolstikhin et al. 2021); a convolution makes the patches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class Tied(nn.Module):
 
 
 class EinsumAttention(nn.Module):
-    """Causal attention whose every product is an einsum of weights by head."""
+    """Causal attention in which every matmul is an einsum; weights have a dim of heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,8 +176,8 @@ class EinsumAttention(nn.Module):
 class GatedExperts(nn.Module):
     """Top-2 gating with a capacity per row of the batch, as in GShard (Lepikhin et al. 2020).
 
-    `dispatch` and `combine` are (rows, tokens, experts, places); a token that finds no place
-    in its expert is dropped.
+    `dispatch` and `combine` are (rows, tokens, experts, places). A token is dropped if its expert
+    has no free place.
     """
 
     def __init__(self, capacity: int = SEQUENCE // 2) -> None:
@@ -201,7 +201,7 @@ class GatedExperts(nn.Module):
         return torch.einsum("bsec,ebcd->bsd", combine, outputs)
 
     def places(self, chosen: Tensor, values: Tensor, taken: Tensor | None) -> Tensor:
-        """(rows, next_tokens) of experts and gates -> combine weights, in order of tokens."""
+        """Experts and gates (rows, tokens) -> combine weights; earlier tokens take places first."""
         mask = one_hot(chosen, EXPERTS)
         place = mask.cumsum(1) - mask
         if taken is not None:

@@ -1,4 +1,4 @@
-"""Language models of transformers: decoders, encoders, both, and recurrent ones."""
+"""Language models of transformers: decoders, encoders, encoder-decoders, and recurrent ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.parity.zoo.entries import (
 )
 
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-# The words most families use for their sizes.
+# The names that most families use for their sizes.
 COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": FFN,
     "num_hidden_layers": N_LAYERS, "num_attention_heads": HEADS,
@@ -44,7 +44,7 @@ GPT2: dict[str, Any] = {
     "vocab_size": VOCABULARY, "n_embd": HIDDEN, "n_layer": N_LAYERS, "n_head": HEADS,
     "n_positions": SEQUENCE, **SPECIAL,
 }  # fmt: skip
-# An encoder and a decoder.
+# Encoder-decoders.
 BOTH: dict[str, Any] = {
     "vocab_size": VOCABULARY, "d_model": HIDDEN, "encoder_layers": N_LAYERS,
     "decoder_layers": N_LAYERS, "encoder_attention_heads": HEADS,

@@ -1,4 +1,4 @@
-"""Models of transformers that see or hear: images, sound, and images with text."""
+"""Vision and speech models of transformers: images, sound, and images with text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages that are alike but for names: told from others, and what one chooses the others choose."""
+"""Stages that are equal up to names: how they are detected, and reuse of one stage's results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autopar.program.strategy import Strategy
 from autopar.schedule import one_f_one_b
 from tests.helpers.captures import captured
 from tests.helpers.harness import random_tokens, tiny_gpt2
-from tests.search.test_optimality import machine
+from tests.helpers.machines import balanced_cost
 
 N_BLOCKS = 6
 
@@ -37,7 +37,10 @@ def whole(frozen_block: int | None = None) -> Analysis:
 
 
 def stages(analysis: Analysis, *n_blocks: int, shift: int = 0) -> list[Analysis]:
-    """That begin with a block, `shift` operators later; the first has what is before it too."""
+    """Stages of these numbers of blocks, cut `shift` operators after a block begins.
+
+    The first stage also holds what precedes the blocks. The last stage holds the rest.
+    """
     (run,) = find_runs(whole())
     first = (run.start + run.period * n + shift for n in itertools.accumulate(n_blocks))
     ends = (*first, len(analysis.operators))
@@ -45,9 +48,9 @@ def stages(analysis: Analysis, *n_blocks: int, shift: int = 0) -> list[Analysis]
 
 
 def strategy_of(part: Analysis) -> Strategy:
-    """Of the stages of one node, with two microbatches in flight."""
+    """The strategy chosen on 2 x 2 ranks, with two microbatches in flight."""
     return choose(
-        part, PlacementRequest(machine((2, 2)), 2, Constraints(), 2), "adamw", None
+        part, PlacementRequest(balanced_cost((2, 2)), 2, Constraints(), 2), "adamw", None
     ).strategy
 
 
@@ -63,14 +66,14 @@ def test_what_tells_stages_apart() -> None:
     _, one, other, _ = stages(whole(), 1, 2, 2)
     (run,) = find_runs(whole())
     assert Numbered.of(one).likeness == Numbered.of(other).likeness
-    # As many operators, but other ones are first.
+    # Equally many operators, but a different first one.
     shifted = stages(whole(), 1, 2, 2, shift=3)[1]
     assert len(shifted.operators) == len(one.operators)
     assert Numbered.of(shifted).likeness != Numbered.of(one).likeness
-    # What runs again of them.
+    # Equal operators, but one stage recomputes a block.
     block = range(run.period)
     assert Numbered.of(one, [block]).likeness != Numbered.of(other).likeness
-    # A block that does not learn.
+    # One stage has a frozen block.
     _, frozen, learns, _ = stages(whole(frozen_block=2), 1, 2, 2)
     assert Numbered.of(frozen).likeness != Numbered.of(learns).likeness
 
@@ -84,13 +87,13 @@ def test_what_one_chooses_the_others_choose_under_their_names() -> None:
     assert found == theirs
     assert list(found.operators) == list(theirs.operators)
     assert list(found.storage) == list(theirs.storage)
-    program = lower(other, found, machine((2, 2)))
-    assert program == lower(other, theirs, machine((2, 2)))
+    program = lower(other, found, balanced_cost((2, 2)))
+    assert program == lower(other, theirs, balanced_cost((2, 2)))
 
 
 def test_what_is_lowered_for_one_is_joined_and_priced_as_the_others() -> None:
     begin, one, other, end = stages(whole(), 1, 2, 2)
-    cost = machine((2, 2))
+    cost = balanced_cost((2, 2))
     names = Numbered.of(one).names_in(Numbered.of(other))
     ends = [lower(part, strategy_of(part), cost) for part in (begin, end)]
     middle = [lower(part, strategy_of(part), cost) for part in (one, other)]

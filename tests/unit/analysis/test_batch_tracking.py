@@ -1,7 +1,8 @@
-"""Where the batch sits: values that no input reaches have rows where rows are asked of them.
+"""Which dim of each value is the batch, also of values that do not depend on an input.
 
-T5 (position biases from a parameter, masks from nothing) and BERT without token types split
-into microbatches; what one operator wants by rows and another whole does not.
+Such a value has rows if its readers need rows. So T5 (position biases from a parameter, masks
+from constants) and BERT without token types split into microbatches. A value that one operator
+needs by rows and another needs whole cannot be split.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from tests.helpers.harness import (
 __all__ = ["generated_code"]
 
 MEGATRON = Constraints(frozenset({"sequence"}), ("data", "tensor"), 0)
-DECODER_SEQUENCE = 6  # unlike the encoder's, so that the two are never mixed up
+DECODER_SEQUENCE = 6  # differs from the encoder's, so that a mix-up shows
 
 
 def tiny_bert() -> nn.Module:
@@ -57,7 +58,7 @@ def tiny_bert() -> nn.Module:
 
 
 def tiny_t5(n_layers: int = 1, feed_forward: str = "relu") -> nn.Module:
-    """Blocks after the first read its bias of positions."""
+    """Later blocks read the position bias of the first."""
     config = AutoConfig.for_model(
         "t5", num_layers=n_layers, d_model=WIDTH, d_kv=WIDTH // HEADS, d_ff=2 * WIDTH,
         num_heads=HEADS, vocab_size=VOCABULARY, relative_attention_num_buckets=8,
@@ -68,7 +69,7 @@ def tiny_t5(n_layers: int = 1, feed_forward: str = "relu") -> nn.Module:
 
 
 def sequences(seed: int) -> dict[str, Tensor]:
-    """What a translation model is given, labels ignored unevenly."""
+    """Inputs of a translation model; rows differ in how many labels are ignored."""
     generator = torch.Generator().manual_seed(seed)
     shape = (BATCH, DECODER_SEQUENCE)
     decoder_ids = torch.randint(0, VOCABULARY, shape, generator=generator)
@@ -78,7 +79,7 @@ def sequences(seed: int) -> dict[str, Tensor]:
 
 
 def only_labels(seed: int) -> dict[str, Tensor]:
-    """T5 writes the decoder's tokens itself: the labels, shifted, without what is ignored."""
+    """T5 makes the decoder's tokens itself: the labels, shifted, with ignored ones replaced."""
     batch = sequences(seed)
     return {"input_ids": batch["input_ids"], "labels": batch["labels"]}
 
@@ -104,7 +105,7 @@ class Made(nn.Module):
 
 
 def tiny_classifier() -> nn.Module:
-    """It reads every sequence at its last token that is not padding."""
+    """Reads every sequence at its last token that is not padding."""
     config = AutoConfig.for_model(
         "gpt2", n_layer=1, n_embd=WIDTH, n_head=HEADS, vocab_size=VOCABULARY, n_positions=SEQUENCE,
         resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, num_labels=4, pad_token_id=0, bos_token_id=0,
@@ -114,7 +115,7 @@ def tiny_classifier() -> nn.Module:
 
 
 def labelled_sequences(seed: int) -> dict[str, Tensor]:
-    """Sequences of unlike lengths, and their classes."""
+    """Sequences of different lengths, and their classes."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, VOCABULARY, (BATCH, SEQUENCE), generator=generator)
     lengths = torch.randint(1, SEQUENCE + 1, (BATCH, 1), generator=generator)
@@ -123,7 +124,7 @@ def labelled_sequences(seed: int) -> dict[str, Tensor]:
 
 
 def row_ids() -> Tensor:
-    """Another number in every row: rows dealt in a wrong order would be noticed."""
+    """A different number in every row, so that a wrong order of rows shows."""
     return torch.arange(BATCH, dtype=torch.float64)
 
 
@@ -196,9 +197,6 @@ def test_parity_of_the_best_plan_that_splits_rows_and_tensors(name: str) -> None
     assert step.wrong == {}
 
 
-# -- what must stay whole --------------------------------------------------------------------------
-
-
 WHOLE: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "a parameter with rows": lambda m, x: x + m.rows,
     "computed from a parameter with rows": lambda m, x: x + torch.tanh(m.rows),
@@ -218,7 +216,7 @@ def test_what_must_stay_whole_breaks_the_batch(name: str) -> None:
 
 
 def test_rows_of_inputs_that_never_meet_are_dealt_alike() -> None:
-    """A rank must have the same rows of both, though the model groups those of one only."""
+    """A rank must hold the same rows of both, although the model groups the rows of only one."""
 
     class Apart(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Cutting a program into stages: every operator once, names as in the whole, roles by stage."""
+"""Cutting a program into stages: every operator once, names unchanged, roles per stage."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def names(program: Program) -> list[str]:
 def run_stages(
     whole: Program, stages: tuple[Program, ...], seed: int, batch: dict[str, Tensor]
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The stages one after another on one process: the loss, and the outputs."""
+    """Run the stages one after another in one process; returns (loss, outputs)."""
     parameters = random_parameters(whole, seed)
     values: dict[str, Tensor] = {}
     for k, stage in enumerate(stages):
@@ -49,7 +49,7 @@ def run_stages(
 
 @pytest.mark.parametrize("model", MODELS)
 def test_stages_are_the_whole(model: str) -> None:
-    """All operators once and in order, with their keys, and together they compute the same."""
+    """Stages hold all operators once, in order, with their keys, and compute the same loss."""
     case = model_case(model)
     whole = case.analysis.program
     for seed in range(4):
@@ -86,7 +86,7 @@ def test_one_stage_is_the_whole() -> None:
 
 
 def test_what_crosses() -> None:
-    """From the stage that made it, once to each reader; inputs and constants never cross."""
+    """A value goes from its stage once to each reader; inputs and constants never cross."""
     case = model_case("llama")
     whole = case.analysis.program
     stages = cut(whole, random_ends(whole, 4, random.Random(1)))
@@ -133,11 +133,8 @@ def test_results_of_one_operator_cross_one_by_one() -> None:
     assert torch.equal(run_stages(whole, stages, 0, batch_of(Tied, 0))[0], loss)
 
 
-# -- roles -----------------------------------------------------------------------------------
-
-
 def test_the_first_user_owns_a_tied_parameter() -> None:
-    """Others mirror it under the name that their module has for it."""
+    """Later stages mirror it under the name that their module has for it."""
     whole = analysis_of(Tied).program
     stages = cut(whole, ends_before(whole, "b", "c", "d"))
     ties = [[p for n, p in s.parameters.items() if n == "p_a_weight"] for s in stages]
@@ -189,7 +186,7 @@ def test_unread_parameters_stay_with_the_first_stage() -> None:
 
 
 def test_the_prologue_is_on_the_stage_that_divides() -> None:
-    """The count of labels that are not ignored, and its labels with it."""
+    """It counts the labels that are not ignored, so the labels are on that stage too."""
     whole = model_case("gpt2").analysis.program
     assert whole.prologue is not None
     *others, last = cut(whole, ends_before(whole, "transformer.h", "lm_head"))
@@ -223,9 +220,6 @@ def test_without_outputs_only_the_loss_is_returned() -> None:
     *_, last = cut(whole, ends_before(whole, "b", "c"))
     assert last.outputs == ()
     assert [n.name for n in last.graph.output_node().all_input_nodes] == [whole.loss]
-
-
-# -- errors ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ends", [[], [0, 12], [4, 4, 12], [7, 4, 12], [4, 11], [4, 13]])

@@ -1,15 +1,13 @@
-"""Repeated blocks and layers: what is found, what it stands for, where stages may begin."""
+"""Repeated blocks and layers: which are found, what represents them, where stages may begin."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
 
 import numpy as np
 import pytest
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.passes.analysis.analysis import Analysis
@@ -20,81 +18,17 @@ from tests.helpers.captures import captured
 from tests.helpers.harness import (
     MODELS,
     WIDTH,
+    language_model,
     model_case,
     random_rows,
-    random_tokens,
     tiny_gpt2,
     tiny_llama,
 )
-
-N_BLOCKS = 6
-
-
-class Block(nn.Module):
-    """A residual block of two products; `act` is what stands between them."""
-
-    def __init__(self, width: int, act: str = "relu") -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.act = getattr(F, act)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(self.act(self.up(x)))
-        return out
-
-
-class Chain(nn.Module):
-    """Blocks one after another under a mean of squares."""
-
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.pow(2).mean()
-
-
-class Repeated(Chain):
-    """One block applied several times, as in ALBERT."""
-
-    def __init__(self) -> None:
-        super().__init__([Block(WIDTH)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(N_BLOCKS):
-            x = self.blocks[0](x)
-        return x.pow(2).mean()
-
-
-class TwoStacks(nn.Module):
-    """An encoder whose output every block of a decoder reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.ModuleList(Block(WIDTH) for _ in range(6))
-        self.decoder = nn.ModuleList(Block(WIDTH, "gelu") for _ in range(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x * 2
-        for block in self.encoder:
-            x = block(x)
-        for block in self.decoder:
-            y = block(y + x)
-        return y.pow(2).mean()
+from tests.helpers.models.blocks import N_BLOCKS, Block, Chain, SharedBlock, TwoStacks
 
 
 def analysis_of(model: nn.Module) -> Analysis:
     return Analysis.of(captured(model, random_rows(0, "x"), precision="fp64"))
-
-
-@cache
-def language_model(make: Callable[[int], nn.Module], n_blocks: int) -> Analysis:
-    return Analysis.of(captured(make(n_blocks), random_tokens(0), precision="fp64"))
-
-
-# -- runs ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [tiny_gpt2, tiny_llama])
@@ -109,7 +43,7 @@ def test_transformer_blocks_are_one_run(make: Callable[[int], nn.Module]) -> Non
 
 
 def test_what_stands_for_an_operator_is_like_it() -> None:
-    for model in (Chain([Block(WIDTH) for _ in range(N_BLOCKS)]), TwoStacks(), Repeated()):
+    for model in (Chain([Block(WIDTH) for _ in range(N_BLOCKS)]), TwoStacks(), SharedBlock()):
         analysis = analysis_of(model)
         folded = fold(analysis, find_runs(analysis))
         assert len(folded.kept) < len(analysis.operators)
@@ -120,7 +54,7 @@ def test_what_stands_for_an_operator_is_like_it() -> None:
             assert [types[n] for n in whole.inputs] == [types[n] for n in kept.inputs]
             if i == folded.kept[f]:
                 assert whole.outputs == kept.outputs
-        # The folded program reads nothing that it does not make, or is given.
+        # The folded program reads only what it makes or is given.
         made = {n.name for n in analysis.program.graph.nodes if n.op == "placeholder"}
         for operator in folded.analysis.operators:
             assert made.issuperset(operator.inputs)
@@ -130,11 +64,11 @@ def test_what_stands_for_an_operator_is_like_it() -> None:
 
 def test_parameters_of_dropped_blocks_go_with_them() -> None:
     chain = analysis_of(Chain([Block(WIDTH) for _ in range(N_BLOCKS)]))
-    (run,) = find_runs(chain)  # without the first, whose input carries no gradient
+    (run,) = find_runs(chain)  # without the first block, whose input carries no gradient
     kept = fold(chain, [run]).analysis.program.parameters
     assert run.count == N_BLOCKS - 1
     assert len(kept) == 4 * (1 + KEPT)
-    repeated = analysis_of(Repeated())
+    repeated = analysis_of(SharedBlock())
     assert len(fold(repeated, find_runs(repeated)).analysis.program.parameters) == 4
 
 
@@ -163,7 +97,7 @@ def test_unlike_blocks_are_no_run(blocks: list[nn.Module]) -> None:
 
 
 def test_a_block_that_reads_otherwise_ends_the_run() -> None:
-    """Five equal blocks, but the fourth also reads what the first made."""
+    """Seven equal blocks, but the fourth also adds the first one's result."""
 
     class Skip(Chain):
         def forward(self, x: Tensor) -> Tensor:
@@ -182,9 +116,6 @@ def test_a_block_that_reads_otherwise_ends_the_run() -> None:
     assert all(run.count < 7 for run in find_runs(analysis))
 
 
-# -- layers --------------------------------------------------------------------------------------
-
-
 def layers_of(analysis: Analysis, n_least: int = 2, n_most: int = 48) -> Layers:
     return find_layers(analysis, find_runs(analysis), n_least, n_most)
 
@@ -193,14 +124,14 @@ def layers_of(analysis: Analysis, n_least: int = 2, n_most: int = 48) -> Layers:
 def test_layers_end_where_the_residual_stream_alone_crosses(
     make: Callable[[int], nn.Module],
 ) -> None:
-    """Attention and MLP of every block, and the head."""
+    """Layers are the attention and the MLP of every block, and the head."""
     analysis = language_model(make, N_BLOCKS)
     layers = layers_of(analysis)
     assert layers.n_layers == 2 * N_BLOCKS + 1
     assert all(len(values) == 1 for values in layers.crossing)
     assert all(flops > 0 for flops in layers.flops)
     assert math.fsum(layers.flops) == pytest.approx(math.fsum(operator_flops(analysis)))
-    # Alike blocks have alike layers.
+    # Equal blocks have equal layers.
     assert len({(a, b) for a, b in zip(layers.flops[:-1:2], layers.flops[1::2], strict=True)}) == 1
 
 

@@ -1,6 +1,6 @@
-"""Masks and positions as inputs: what the users of transformers pass with their tokens.
+"""Masks and positions as inputs, as users of transformers pass them with their tokens.
 
-The masks of transformers gather from them at constant places; captured, these are views, so
+transformers gathers from them at constant indices. Capture turns these gathers into views, so
 that the batch stays sharded and splits into microbatches.
 """
 
@@ -23,6 +23,7 @@ from autopar.passes.intra.constraints import Constraints
 from autopar.passes.intra.recipe_machine import recipe_cost
 from autopar.program.program import Program
 from autopar.rules import has_rule
+from tests.helpers.capture_harness import assert_same, eager, run
 from tests.helpers.harness import (
     BATCH,
     HEADS,
@@ -36,7 +37,6 @@ from tests.helpers.harness import (
     tiny_gpt2,
     tiny_llama,
 )
-from tests.unit.capture.test_capture_models import assert_same, eager, run
 
 __all__ = ["generated_code"]
 
@@ -46,7 +46,7 @@ N_MICROBATCHES = 2
 
 
 def tiny_bert() -> nn.Module:
-    """Attention in both directions, so that every query sees the padding's mask."""
+    """Bidirectional attention, so that the padding mask matters to every query."""
     return BertForMaskedLM(
         AutoConfig.for_model(
             "bert", num_hidden_layers=1, hidden_size=WIDTH, intermediate_size=2 * WIDTH,
@@ -64,7 +64,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def padded(seed: int) -> dict[str, Tensor]:
-    """Rows of 1 to SEQUENCE tokens, padded on the right; labels are ignored there."""
+    """Rows of 1 to SEQUENCE tokens, padded on the right; labels of padding are ignored."""
     generator = torch.Generator().manual_seed(seed)
     batch = random_tokens(seed)
     lengths = torch.randint(1, SEQUENCE + 1, (BATCH, 1), generator=generator)
@@ -89,7 +89,7 @@ def with_types(seed: int) -> dict[str, Tensor]:
 
 
 def packed(seed: int) -> dict[str, Tensor]:
-    """Two sequences in a row: positions start again in the middle, and there is no mask."""
+    """Two sequences per row: positions restart in the middle, and there is no mask."""
     positions = (torch.arange(SEQUENCE) % (SEQUENCE // 2)).repeat(BATCH, 1)
     return random_tokens(seed) | {"position_ids": positions}
 
@@ -105,9 +105,9 @@ CASES = [
     (model, inputs)
     for model in MODELS
     for inputs in BATCHES
-    if (model, inputs) != ("llama", "types")  # has no token types
+    if (model, inputs) != ("llama", "types")  # Llama has no token types
 ]
-# BERT makes up its token types for all rows at once where it is not given them.
+# BERT is given token types; without them it makes them itself, once for all rows.
 PLANNED = [("gpt2", "padded"), ("llama", "padded"), ("bert", "types")]
 
 
@@ -124,7 +124,7 @@ def test_captured_equals_eager_and_every_operator_has_a_rule(model: str, inputs:
 
 
 def without_cache(module: nn.Module) -> nn.Module:
-    """As capture has it: with a cache, transformers does not look for packed sequences."""
+    """As in capture: with a cache, transformers does not look for packed sequences."""
     config: Any = module.config
     config.use_cache = False
     return module
@@ -137,7 +137,7 @@ def analysis(model: str, inputs: str) -> Analysis:
 
 
 def check_plan(model: str, inputs: str, constraints: Constraints) -> None:
-    """The plan on 2x2 ranks splits every input by rows, and is right to 1e-10."""
+    """Check that a plan on 2 x 2 ranks splits every input by rows and is right to 1e-10."""
     found, cost = analysis(model, inputs), abstract_cost((2, 2))
     assert found.batch.broken_at is None
     assert set(found.program.inputs) <= set(found.batch.cells)
@@ -160,11 +160,8 @@ def test_packed_parity(model: str) -> None:
     check_plan(model, "packed", MEGATRON)
 
 
-# -- gathers ---------------------------------------------------------------------------------------
-
-
 class Gather(nn.Module):
-    """Weighs what `gather` takes from its input [4, 3, 5]."""
+    """A weighted sum of what `gather` takes from the input [4, 3, 5]."""
 
     def __init__(self, gather: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -179,7 +176,7 @@ class Gather(nn.Module):
 
 
 def captured(gather: Callable[[Tensor], Tensor]) -> list[Any]:
-    """The operators that move elements; the program is checked against eager."""
+    """Check the captured gather against eager; returns its operators that move elements."""
     module, x = Gather(gather), torch.randn(4, 3, 5, dtype=torch.float64)
     program = capture(module, (x,))
     want_loss, want = module(x)

@@ -1,6 +1,6 @@
-"""Vocabularies that the ranks do not divide: padded where that is exact, and nowhere seen.
+"""Vocabularies that the number of ranks does not divide: padded if that is exact.
 
-The reference is always the program without padding, on one process.
+The reference is always the program without padding, in one process.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from autopar.runtime.lowered import vocab_parallel_cross_entropy, vocab_parallel
 from tests.helpers.captures import captured
 from tests.helpers.harness import generated_code  # noqa: F401
 from tests.helpers.jobs import error, machine
+from tests.helpers.machines import mesh_of
 from tests.helpers.models.padding_models import (
     N_ROWS,
     PADDED,
@@ -39,12 +40,11 @@ from tests.helpers.models.padding_models import (
     gpt2,
     llama,
 )
-from tests.helpers.state_model import mesh_of
 
 # A logit is a dot product of WIDTH terms. Summed in two orders it differs by at most
 # 2 WIDTH u sum|x w| (u = eps / 2; Higham, Accuracy and Stability of Numerical Algorithms, 2002,
-# section 3.1), and sum|x w| is at most WIDTH times the largest term, which is of the size of the
-# largest logit here. Gradients are such sums over rows and classes.
+# section 3.1), and sum|x w| is at most WIDTH times the largest term, which here is about as
+# large as the largest logit. Gradients are such sums over rows and classes.
 ROUNDING = WIDTH * WIDTH * torch.finfo(torch.float64).eps
 
 
@@ -57,7 +57,7 @@ def drawn(program: Program) -> dict[str, Tensor]:
 
 
 def lengthened(value: Tensor, shape: Sequence[int], last: float) -> Tensor:
-    """`value` with rows of `last` up to a shape."""
+    """`value` padded to `shape` with the number `last`."""
     out = value.new_full(tuple(shape), last)
     out[tuple(map(slice, value.shape))] = value.detach()
     return out.requires_grad_()
@@ -69,7 +69,7 @@ def gradient(value: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("make", PADDED)
 def test_nothing_sees_what_padding_holds(make: Model) -> None:
-    """Whatever it holds, results are bitwise the same, and its own gradient is exactly 0."""
+    """Results do not depend on it bitwise, and its own gradient is exactly 0."""
     program = captured(make(), batch(make), precision="fp64")
     found = find_paddings(program, 4)
     assert found.shapes == PADDED[make]
@@ -90,7 +90,7 @@ def test_nothing_sees_what_padding_holds(make: Model) -> None:
 
 @pytest.mark.parametrize("make", PADDED)
 def test_results_are_those_without_padding(make: Model) -> None:
-    """Up to rounding: matmuls of other widths may take other kernels (`ROUNDING`)."""
+    """Up to `ROUNDING`, because matmuls of other widths may use other kernels."""
     program = captured(make(), batch(make), precision="fp64")
     shapes = find_paddings(program, 4).shapes
     plain = drawn(program)
@@ -109,7 +109,7 @@ def test_results_are_those_without_padding(make: Model) -> None:
 
 
 def test_evaluation_that_reads_all_classes_takes_the_parameter_without_padding() -> None:
-    """A plan's parameters are padded already where training alone would allow it."""
+    """Training allows padding and evaluation does not, but a plan stores the parameter padded."""
     model = SoftmaxWhenEvaluated()
     shapes = find_paddings(capture(model, batch(SoftmaxWhenEvaluated), precision="fp64"), 4).shapes
     assert shapes == PADDED[Smoothed]
@@ -124,7 +124,7 @@ def test_evaluation_that_reads_all_classes_takes_the_parameter_without_padding()
 
 
 class OneHot(nn.Module):
-    """Its classes are a dim of an input, too."""
+    """The dim of classes is also a dim of an input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class OneHot(nn.Module):
 
 
 class Grouped(OneHot):
-    """Its 60 classes are 6 groups of 10."""
+    """Views its 60 classes as 6 groups of 10."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Grouped(OneHot):
 
 
 class Few(OneHot):
-    """Padding would be a third of it."""
+    """Padding 6 classes to 8 adds a third."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,8 +202,6 @@ def test_the_reason_is_in_the_plan() -> None:
     assert reason in plan.explain("embed.weight")
 
 
-# -- planned and run -------------------------------------------------------------------------------
-
 RUN: dict[str, tuple[Model, tuple[int, int], dict[str, Any]]] = {
     "gpt2, tensor parallel": (gpt2, (1, 4), {"manual": Manual(tp=4)}),
     "gpt2, stages": (gpt2, (2, 2), {"manual": Manual(pp=2, tp=2)}),
@@ -215,7 +213,7 @@ RUN: dict[str, tuple[Model, tuple[int, int], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", RUN)
 def test_parity(name: str) -> None:
-    """On thread ranks; padding's gradient is 0, or it would be an error."""
+    """On thread ranks. A nonzero gradient of the padding would count as an error."""
     make, shape, options = RUN[name]
     report = autopar.verify(
         make(), machine(shape), batch(make), precision="fp64", microbatches=2, **options
@@ -234,7 +232,7 @@ def test_what_a_plan_does_not_shard_is_not_padded() -> None:
 
 
 class TiedHead(nn.Module):
-    """The embedding and the head of GPT-2, and little between."""
+    """GPT-2's embedding, tied to its head, with one linear layer between."""
 
     def __init__(self, n_classes: int = 50257, width: int = 768) -> None:
         super().__init__()
@@ -261,20 +259,17 @@ def test_the_planner_shards_the_vocabulary_of_gpt2() -> None:
     assert again.predicted == plan.predicted
 
 
-# -- functions over padding ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("wrong", [10, 11])
 def test_ids_in_the_padding_fail_as_in_torch(wrong: int) -> None:
-    """10 rows of 12: without padding there are none of that number."""
+    """10 of 12 rows are valid; the other ids do not exist without padding."""
     table, ids = torch.ones(12, 2), torch.tensor([wrong])
 
     def embedding(world: ThreadWorld) -> None:
-        g = world.make_groups(mesh_of((2,)))[(0,)]
+        g = world.make_groups(mesh_of(2))[(0,)]
         vocab_parallel_embedding(table[:6], ids, g, -1, 10)
 
     def cross_entropy(world: ThreadWorld) -> None:
-        g = world.make_groups(mesh_of((2,)))[(0,)]
+        g = world.make_groups(mesh_of(2))[(0,)]
         vocab_parallel_cross_entropy(torch.ones(1, 6), ids, g, n_valid=10)
 
     for work in (embedding, cross_entropy):

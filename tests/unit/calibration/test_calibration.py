@@ -1,4 +1,4 @@
-"""Calibration: planted constants are found again, and a measured profile plans."""
+"""Calibration recovers planted constants, and plans can be made with a measured profile."""
 
 from __future__ import annotations
 
@@ -67,9 +67,6 @@ def transfer_samples(link: Link, noise: np.random.Generator | None = None) -> li
     return samples
 
 
-# -- planted constants -----------------------------------------------------------------------------
-
-
 @settings(max_examples=25, deadline=None)
 @given(magnitudes(1e9, 1e13), magnitudes(1e-6, 1e-4))
 def test_memory_constants_are_found(bytes_per_s: float, launch_s: float) -> None:
@@ -88,7 +85,7 @@ def test_product_constants_are_found(float32: float, bfloat16: float, ratio: flo
     found = fit_products(samples, memory)
     for residual in found.residuals:
         assert abs(residual.error) < 0.01
-    # Where products wait for memory alone, their rate does not show.
+    # Matmuls that are bound by memory alone do not determine their rate.
     bound = [s.size_bytes / bytes_per_s + 3 * launch_s for s in samples]
     for dtype, rate in rates.items():
         shown = [
@@ -107,7 +104,7 @@ def test_link_constants_are_found(latency_s: float, s_per_byte: float) -> None:
     assert median_error(found.residuals) < 1e-3
     for kind, ratio in ratios:
         assert found.link.ratio(kind) == pytest.approx(ratio, rel=1e-2)
-    # A latency that never matters, or a bandwidth that never does, is not determined.
+    # A latency or a bandwidth that never matters is not determined.
     if 1e2 < latency_s / s_per_byte < 1e7:
         assert found.link.latency_s == pytest.approx(latency_s, rel=1e-2)
         assert found.link.s_per_byte == pytest.approx(s_per_byte, rel=1e-2)
@@ -116,7 +113,7 @@ def test_link_constants_are_found(latency_s: float, s_per_byte: float) -> None:
 def step_samples(
     ratios: tuple[float, float, float], noise: np.random.Generator | None = None
 ) -> list[StepSample]:
-    """From steps that wait for launches, or for collectives, to steps that hardly do."""
+    """Some steps mostly wait for launches or for collectives, others hardly do."""
     samples = []
     for parts_s in (
         (1e-3, 4e-3, 0.0), (0.05, 3e-3, 0.0), (0.2, 2e-3, 0.0),
@@ -166,9 +163,6 @@ def test_times_that_do_not_grow_with_the_work_are_refused() -> None:
     falling = [TransferSample("send_recv", 1 << (10 + i), 2, 1.0, 1e-3 / (i + 1)) for i in range(8)]
     with pytest.raises(CalibrationError, match="no bandwidth of a link fits"):
         fit_link(falling)
-
-
-# -- profiles --------------------------------------------------------------------------------------
 
 
 def planted(steps: list[StepSample] | None = None) -> Calibration:
@@ -244,13 +238,13 @@ def test_group_sizes_that_cannot_be_measured_are_refused() -> None:
 
 
 def test_this_machine(tmp_path: Path) -> None:
-    """Measured, written, loaded, resolved, planned with."""
+    """Measure a profile, save it, load it, resolve it, and plan with it."""
     phases: list[str] = []
     found = calibrate([2], quick=True, progress=phases.append)
     path = tmp_path / "here.toml"
     found.save(path)
     assert len(phases) >= 2
-    # All traffic of products may be hidden; nothing else may be zero.
+    # All memory traffic of matmuls may be hidden; nothing else may be zero.
     zeros = {key for key, quantity in found.quantities.items() if quantity.value <= 0}
     assert zeros <= {"device.product_traffic_ratio"}
     assert {s.kind for s in found.samples.transfers} == set(COLLECTIVES)

@@ -1,4 +1,4 @@
-"""Predicted beside measured on this machine: one small plan, without a look at the clock."""
+"""Predictions beside measurements on this machine: one small plan, no timing compared."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROW = Measured("GPT-2", 2, "dp", 0.1, (0.1, 0.09, 0.2), (100.0, 50.0), (99.0, 55
 
 
 def one_plan() -> Measured:
-    """In a worker process: what it does for a plan."""
+    """Run and describe one plan, in a worker process."""
     mesh = autopar.Mesh((1, dist.get_world_size()), hardware="cpu-local")
     training = Training("Llama", "tp", mesh, manual=autopar.Manual(tp=2), microbatches=1)
     assert training.step_time_s() > 0
@@ -35,7 +35,7 @@ def test_peaks_of_a_plan_that_runs(workers: Callable[[int], WorkerPool]) -> None
 
 
 def products_alone() -> tuple[float, float]:
-    """In a worker process: (what the profile says of the yardstick, seconds)."""
+    """(predicted, measured) seconds of the yardstick, in a worker process."""
     mesh = autopar.Mesh((1, dist.get_world_size()), hardware="cpu-local")
     yardstick = validate_local.Yardstick(mesh)
     return yardstick.described().predicted_s, yardstick.step_time_s()

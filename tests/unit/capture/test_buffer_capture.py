@@ -1,4 +1,4 @@
-"""Buffers that a forward pass changes, captured: values like any other, equal to eager's."""
+"""Capture of buffers that forward changes: they are inputs and results, equal to eager's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers.capture_harness import Module, check, targets, x
 
 
 class Changing(Module):
-    """A body beside buffers of several shapes."""
+    """A module that runs `body` and has buffers of several shapes."""
 
     def __init__(self, body: Callable[..., Any]) -> None:
         super().__init__(body)
@@ -27,7 +27,7 @@ class Changing(Module):
         self.register_buffer("fixed", torch.rand(4))
 
     def again(self, *batch: Tensor) -> Program:
-        """Two steps in a row: the second starts from what the first left."""
+        """Check two steps; the second starts from the buffers that the first left."""
         first = check(self, batch)
         for buffer in self.buffers():
             buffer.detach_()

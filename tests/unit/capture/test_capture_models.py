@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from autopar.capture import capture, reference_step
-from autopar.program.program import Program, flatten_inputs
+from autopar.capture import capture
+from autopar.program.program import Program
+from tests.helpers.capture_harness import assert_same, eager, loss_of, run
 
 VOCABULARY = 61
 
@@ -89,7 +90,7 @@ class MlpWithLoss(nn.Module):
 
 
 def token_batch(names: tuple[str, str]) -> dict[str, torch.Tensor]:
-    """Many labels ignored, unevenly over rows."""
+    """Tokens and labels; many labels are ignored, unevenly over rows."""
     ids = torch.randint(0, VOCABULARY, (4, 8))
     labels = torch.randint(0, VOCABULARY, (4, 8))
     labels[0, 1:] = -100
@@ -111,52 +112,11 @@ CASES = {
 
 @cache
 def captured(case: str, precision: str = "model") -> tuple[nn.Module, dict[str, Any], Program]:
-    """A model, its batch, and their program."""
+    """(model, batch, captured program) of a case."""
     torch.manual_seed(0)
     make, make_batch = CASES[case]
     model, batch = make(), make_batch()
     return model, batch, capture(model, batch, precision=precision)
-
-
-def loss_of(outputs: Any) -> torch.Tensor:
-    if isinstance(outputs, torch.Tensor):
-        return outputs
-    return outputs["loss"] if isinstance(outputs, dict) else outputs.loss
-
-
-def run(
-    program: Program, model: nn.Module, batch: Any
-) -> tuple[torch.Tensor, Any, dict[str, torch.Tensor]]:
-    leaves = {
-        name: p.detach().clone().requires_grad_(p.requires_grad)
-        for name, p in model.named_parameters()
-    }
-    loss, outputs = reference_step(program, leaves, flatten_inputs(batch))
-    assert loss is not None
-    loss.backward()
-    return loss.detach(), outputs, {n: p.grad for n, p in leaves.items() if p.grad is not None}
-
-
-def assert_same(
-    got: tuple[torch.Tensor, dict[str, torch.Tensor]],
-    want: tuple[torch.Tensor, dict[str, torch.Tensor]],
-    tolerance: float,
-) -> None:
-    assert got[1].keys() == want[1].keys()
-    norm = max(1.0, float(sum(g.square().sum() for g in want[1].values()) ** 0.5))
-    assert abs(got[0] - want[0]) <= tolerance * max(1.0, abs(float(want[0])))
-    for name, gradient in want[1].items():
-        assert (got[1][name] - gradient).abs().max() <= tolerance * norm, name
-
-
-def eager(model: nn.Module, batch: Any) -> tuple[torch.Tensor, Any, dict[str, torch.Tensor]]:
-    model.zero_grad()
-    outputs = model(**batch)
-    loss = loss_of(outputs)
-    loss.backward()
-    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return loss.detach(), outputs, gradients
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -223,7 +183,7 @@ def test_a_model_on_meta_captures_the_same_program() -> None:
 
 
 def test_an_8b_model_on_meta_captures() -> None:
-    """As many parameters in few layers: the time it takes is theirs."""
+    """8e9 parameters in few layers, because the time of a capture grows with the layers."""
     with torch.device("meta"):
         model = LlamaForCausalLM(
             LlamaConfig(

@@ -1,4 +1,4 @@
-"""Where capture goes wrong in silence: each trap has its test."""
+"""Traps in which a capture would be silently wrong, one test each."""
 
 from __future__ import annotations
 
@@ -105,9 +105,6 @@ def test_reference_step_names_a_missing_or_misshapen_input() -> None:
         reference_step(program, parameters, {"a": torch.randn(3, 4)})
 
 
-# Losses.
-
-
 def test_loss_fn_is_part_of_the_graph_and_sees_the_batch() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     batch = (x(), x())
@@ -204,9 +201,6 @@ def test_class_weights_stay_whole() -> None:
 
     program = check(Module(body), {"a": x(3), "labels": torch.tensor([0, 1, 2])})
     assert program.prologue is None
-
-
-# Operators.
 
 
 def test_biases_are_added_apart() -> None:
@@ -318,9 +312,6 @@ def test_buffers_that_nothing_changes_are_constants() -> None:
     torch.testing.assert_close(out, copy.deepcopy(model).eval()(*batch))
 
 
-# Constants.
-
-
 def test_constants_are_lazy_shared_and_follow_buffers() -> None:
     def body(self: Any, a: torch.Tensor) -> torch.Tensor:
         positions = torch.arange(4).expand(3, 4) * self.scale
@@ -404,6 +395,3 @@ def test_tied_parameters_are_one() -> None:
         "linear.bias": (),
         "second.bias": (),
     }
-
-
-# Errors.

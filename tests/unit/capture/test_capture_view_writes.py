@@ -1,4 +1,4 @@
-"""Writes through views: the base, and its other views, read what was written."""
+"""Writes through views: the base and its other views read what was written."""
 
 from __future__ import annotations
 

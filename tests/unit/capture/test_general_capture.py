@@ -1,4 +1,4 @@
-"""Operators without a rule of their own: what capture makes of them has rules and equals eager.
+"""Operators without a rule of their own: capture makes operators with rules that equal eager.
 
 Each model is a sum of many results, so that one capture covers a family of operators.
 """
@@ -43,7 +43,7 @@ def ignored(x: Tensor) -> Tensor:
     return torch.where(x[:, 0] > 0, -100, LABELS)
 
 
-# Of a parameter p and an input x, both [4, 8].
+# Functions of a parameter p and an input x, both [4, 8].
 GROUPS: dict[str, tuple[Body, ...]] = {
     "repeats and moves": (
         lambda p, x: p.repeat(2, 3, 1),
@@ -169,7 +169,7 @@ GROUPS: dict[str, tuple[Body, ...]] = {
 
 
 class Sums(nn.Module):
-    """Σ |results|, complex ones included."""
+    """Sum of the absolute values of all results, complex ones included."""
 
     def __init__(self, bodies: tuple[Body, ...]) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ def test_parts_keep_the_line_and_the_module_of_the_user(batch: dict[str, Tensor]
 
 
 def test_composites_with_hidden_no_grad_parts_are_kept(batch: dict[str, Tensor]) -> None:
-    """Norms are clamped without gradient inside: decomposed, the gradient would be another."""
+    """It clamps norms without gradient inside; decomposed, its gradient would differ."""
     program = capture(Sums((lambda p, x: F.cosine_similarity(x, p * 1e-9),)), batch)
     assert aten.cosine_similarity.default in targets(program)
     check(Sums((lambda p, x: F.cosine_similarity(x, p * 1e-9),)), batch)

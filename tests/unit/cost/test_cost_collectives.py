@@ -1,4 +1,4 @@
-"""Collective times: the compiled table against the symbols, and the laws planning relies on."""
+"""Collective times: the table against the symbolic formulas, and laws planning relies on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ kinds = st.sampled_from(KINDS)
 LINK = Link(latency_s=3e-6, s_per_byte=2e-11)
 SWITCHED = Link(latency_s=3e-6, s_per_byte=2e-11, in_switch_s_per_byte=2.4e-11)
 ACROSS = Link(latency_s=9e-6, s_per_byte=2e-10)
-# One node; one rank in each of several; several in each; not as many in each.
+# One node; nodes with one rank each; with several each; with unequal numbers of ranks.
 GROUPS = (
     *(flat_group(n_ranks, SWITCHED) for n_ranks in (2, 3, 4, 6, 8, 24)),
     even_group(6, 1, SWITCHED, ACROSS),
@@ -37,7 +37,7 @@ GROUPS = (
 
 @st.composite
 def placed_links(draw: st.DrawFn, in_switch: bool = True) -> tuple[Link, Link]:
-    """A link inside nodes, with or without a switch that sums, and one across: no faster."""
+    """A link inside nodes, with or without a summing switch, and one across that is no faster."""
     latency_s = draw(st.floats(0, 1e-2, allow_subnormal=False))
     s_per_byte = draw(st.floats(1e-13, 1e-6))
     switch = draw(st.none() | st.floats(1e-13, 1e-6)) if in_switch else None
@@ -48,7 +48,7 @@ def placed_links(draw: st.DrawFn, in_switch: bool = True) -> tuple[Link, Link]:
 
 @st.composite
 def groups(draw: st.DrawFn) -> LinkGroup:
-    """Every so many ranks, from anywhere on the machine: nodes may hold unequal numbers."""
+    """Ranks at a stride, from any first rank: nodes may hold unequal numbers of them."""
     ranks_per_node, first = draw(st.integers(1, 16)), draw(st.integers(0, 16))
     stride, n_ranks = draw(st.sampled_from([1, 2, 3, 4, 8])), draw(st.integers(2, 256))
     members = range(first, first + n_ranks * stride, stride)
@@ -102,12 +102,12 @@ def test_times_in_one_node_worked_out_by_hand(kind: str, n_ranks: int, expected_
 @pytest.mark.parametrize(
     ("kind", "size_bytes", "expected_s"),
     [
-        # A ring: 3 steps into other nodes and 28 inside; 8 ports share 2e-10 s per byte.
+        # Ring: 3 steps to other nodes and 28 inside; 8 ports share 2e-10 s per byte.
         ("all_gather", 10**10, 28 * 3e-6 + 3 * 9e-6 + 31 / 32 * 10**10 * 2.5e-11),
         ("all_reduce", 10**10, 2 * (28 * 3e-6 + 3 * 9e-6 + 31 / 32 * 10**10 * 2.5e-11)),
-        # Hierarchical: 3 rounds inside, 2 across; 7/8 of it stays inside, then 3/4 of an eighth.
+        # Hierarchical: 3 rounds inside with 7/8 of the bytes, 2 across with 3/4 of an eighth.
         ("all_gather", 10**4, 3 * 3e-6 + 2 * 9e-6 + 7 / 8 * 2e-7 + 3 / 32 * 2e-6),
-        # 7 blocks of a 32nd to ranks of the node, 24 to others, each through the own port.
+        # 7 blocks of 1/32 to ranks of the node, 24 to other nodes, through the rank's own port.
         ("all_to_all", 10**9, 7 * 3e-6 + 24 * 9e-6 + 7 / 32 * 2e-2 + 24 / 32 * 2e-1),
         ("send_recv", 10**6, 9e-6 + 2e-4),
     ],
@@ -121,7 +121,7 @@ def test_times_over_nodes_worked_out_by_hand(kind: str, size_bytes: int, expecte
     ("n_ranks", "algorithm_bytes_per_s"), [(5, 258e9), (6, 265e9), (7, 270e9), (8, 273e9)]
 )
 def test_the_switch_sums_as_fast_as_measured(n_ranks: int, algorithm_bytes_per_s: float) -> None:
-    """NVIDIA/nccl issue 1455: 8 H100s, 4 GiB, NVLS; a ring reaches 370 GB/s whatever the ranks."""
+    """NVIDIA/nccl issue 1455: 8 H100s, 4 GiB, NVLS; a ring has 370 GB/s for any number of ranks."""
     group = flat_group(n_ranks, Link(3.4e-6, 1 / 370e9, 1 / 307e9))
     time_s = collective_time_s("all_reduce", 2**32, group)
     assert cheapest_algorithm("all_reduce", 2**32, group) == "in_switch"
@@ -182,7 +182,7 @@ def test_time_grows_with_bytes(kind: str, size_bytes: int, more: int, group: Lin
 def test_time_grows_with_ranks_of_one_node(
     kind: str, size_bytes: int, pair: tuple[Link, Link], n_ranks: int, more: int
 ) -> None:
-    """But not where the switch sums: that is faster the more ranks it sums for."""
+    """Not with a summing switch, which is faster with more ranks."""
     few_s, many_s = (
         collective_time_s(kind, size_bytes, flat_group(n, pair[0]))
         for n in (n_ranks, n_ranks + more)
@@ -298,7 +298,7 @@ def test_explain_shows_formulas_sources_and_what_is_left_out() -> None:
     assert "Thakur" in ring.source
     assert ring.left_out == ""
     assert rows["in_switch"].left_out == "no switch that sums links these ranks"
-    assert rows["hierarchical"].left_out.startswith("it needs several nodes with as many")
+    assert rows["hierarchical"].left_out.startswith("it needs several nodes with equally many")
     assert rows["double_tree"].left_out.startswith("it is no reduce_scatter followed by")
     over_nodes = {r.algorithm: r for r in explain("all_gather", even_group(8, 4, LINK, ACROSS))}
     assert "Max(beta_in, beta/g)" in over_nodes["ring"].formula
@@ -323,7 +323,7 @@ def test_unknown_names_are_refused() -> None:
 
 
 def test_a_backend_may_do_a_collective_otherwise() -> None:
-    """A ratio of one kind changes that kind alone."""
+    """A link's ratio for one kind changes only that kind."""
     plain, link = Link(1e-5, 1e-9), Link(1e-5, 1e-9, ratios=(("reduce_scatter", 2.0),))
     for kind in KINDS:
         slower = collective_time_s(kind, 1e6, flat_group(4, link))

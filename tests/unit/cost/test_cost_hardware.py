@@ -1,4 +1,4 @@
-"""Hardware profiles: every number sourced, malformed files refused, every mesh resolved."""
+"""Hardware profiles: every number has a source, bad files are refused, any mesh resolves."""
 
 from __future__ import annotations
 

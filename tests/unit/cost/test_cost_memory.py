@@ -1,4 +1,4 @@
-"""Static memory against real optimizers and the published rows; operator and update times."""
+"""Static memory against real optimizers and published figures; operator and update times."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_update_time_counts_bytes_touched_and_operators() -> None:
     assert optimizer_time_s(n_params, "adamw", torch.float32, DEVICE, n_tensors=7) == pytest.approx(
         n_params * 20 * 4 / 1e11 + 7 * 8 * launch_s
     )
-    # Master and moments are 4 bytes wide, the gradient 2; then the master is rounded.
+    # Master weights and moments have 4 bytes, the gradient 2; then the master is rounded.
     mixed_s = optimizer_time_s(n_params, "adamw", torch.bfloat16, DEVICE, "bf16-mixed")
     assert mixed_s == pytest.approx(n_params * (18 * 4 + 2 * 2 + 6) / 1e11 + 9 * launch_s)
     assert optimizer_time_s(0, "adamw", torch.float32, DEVICE, n_tensors=0) == 0.0

@@ -1,4 +1,4 @@
-"""Costs of pipelines: what every rank sends and calls, exactly, and times made by hand."""
+"""Costs of pipelines: exact messages and collectives of every rank, and times by hand."""
 
 from __future__ import annotations
 
@@ -82,9 +82,6 @@ def costs_of(pipeline: Pipeline) -> list[CostModel]:
     return [CostModel(mesh, torch.float64) for mesh in pipeline.meshes]
 
 
-# -- collectives and messages ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("order", "n_microbatches"), [("gpipe", 1), ("gpipe", 4), ("1f1b", 4)])
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
 @pytest.mark.parametrize("model", ["mlp", "gpt2", "llama"])
@@ -131,7 +128,7 @@ def test_rows_of_a_pipeline_are_named() -> None:
 
 
 def test_ranks_that_send_send_equal_bytes() -> None:
-    """Cut in 2 here and in 3 there: pieces differ, the bytes of every sender do not."""
+    """From 2 ranks to 3: pieces differ in size, but every sender sends equally many bytes."""
     for seed in range(10):
         pipeline = drawn("llama", ((1, 2), (1, 3)), 1, seed)
         for pieces in (Messages(pipeline).of(a) for a in pipeline.schedule if a.is_send):
@@ -144,22 +141,19 @@ def test_ranks_that_send_send_equal_bytes() -> None:
                 assert min(sent) in {mesh.first_rank for mesh in pipeline.meshes}
 
 
-# -- times -----------------------------------------------------------------------------------------
-
-
 def test_a_message_takes_as_long_as_its_slowest_rank() -> None:
     between = link_between(Mesh((2, 2)), (SLOW, FAST))
     pieces = [Piece(0, 1, 1000, "x"), Piece(0, 2, 1000, "x"), Piece(3, 2, 1000, "x")]
     fast_s, slow_s = 1e-6 + 1e-6, 1e-4 + 1e-4
     assert transfer_s(pieces[:1], between) == pytest.approx(fast_s)
-    # Rank 0 sends both, one by one; then rank 2 receives from 0 and 3.
+    # First rank 0 sends both pieces one by one, then rank 2 receives both one by one.
     assert transfer_s(pieces[:2], between) == pytest.approx(fast_s + slow_s)
     assert transfer_s(pieces[1:], between) == pytest.approx(slow_s + fast_s)
     assert transfer_s([], between) == 0.0
 
 
 def test_a_pipeline_of_two_by_hand() -> None:
-    """One microbatch: nothing overlaps, so a step is the sum of all its parts."""
+    """With one microbatch nothing overlaps, so a step is the sum of its parts."""
     pipeline = drawn("mlp", ((1, 1), (1, 1)), 1, 0)
     costs = costs_of(pipeline)
     found = predict(pipeline, costs, "sgd", lambda a, b: FAST, n_samples=16)

@@ -1,8 +1,8 @@
-"""Profiles give back what their sources measured: products by size, collectives, attention.
+"""Profiles reproduce what their sources measured: matmuls by size, collectives, attention.
 
-Kernels measured alone are compared with a profile before it was fitted to whole training runs,
-which are slower (`autopar/cost/published/fit.py`). The readings are those that the profiles name;
-where one is a fit to several, all of them are here.
+Kernels measured alone are compared with a profile before its fit to whole training runs, which
+are slower (`cost/published/fit.py`). The readings are those that the profiles name. If a constant
+is a fit to several readings, all of them are here.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def test_all_reduce_inside_a_node(
     assert bus / 1e9 == pytest.approx(published, rel=0.02)
 
 
-# Bus bandwidth in GB/s of all_reduces of 1, 2, 4, ... 512 KiB, of as many MiB, and of 1 to 8 GiB:
+# Bus bandwidth in GB/s of all_reduces of 1, 2, 4, ... 512 KiB, 1 to 512 MiB, and 1 to 8 GiB:
 # Azure AI-benchmarking-guide. The latencies of the profiles are fitted to them.
 BUS_BY_SIZE = {
     "a100-80gb": (
@@ -106,7 +106,7 @@ def test_all_reduce_by_size(name: str) -> None:
             bus = bus_bytes_per_s(
                 "all_reduce", size, 8, collective_time_s("all_reduce", size, group)
             )
-            errors.append(abs(published * 1e9 / bus - 1))  # of the time
+            errors.append(abs(published * 1e9 / bus - 1))  # relative error of the time
     assert sum(errors) / len(errors) < 0.15
     assert max(errors) < 0.4
 

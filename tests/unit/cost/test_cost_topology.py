@@ -1,4 +1,4 @@
-"""Which links groups cross: examples, and views of any ranks against counting members."""
+"""Which links a group crosses: examples, and any view against a count of ranks per node."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_levels() -> None:
 
 @pytest.mark.parametrize(("per_node", "s_per_byte"), [(1, 1e-9), (8, 1e-9 / 8), (200, 1e-11)])
 def test_members_of_a_node_share_their_ports(per_node: int, s_per_byte: float) -> None:
-    """A ring of 400: as fast as the ports of a node together, at most as the links inside."""
+    """A ring of 400 has the bandwidth of all ports of a node, at most that of links inside."""
     group = even_group(400, per_node, Link(0.0, 1e-11), Link(0.0, 1e-9))
     known = dict(zip(SYMBOLS, (400, *group.numbers, 0), strict=True))
     ring_s = float(formula("all_gather", "ring").subs(known))
@@ -64,11 +64,11 @@ def test_axes_of_a_view() -> None:
 
 
 def test_a_stage_that_begins_inside_a_node() -> None:
-    # Ranks 4 to 11 of nodes of 8: tensor parallelism fits the halves, data parallelism crosses.
+    # Ranks 4 to 11 on nodes of 8: tensor-parallel groups stay in a node, data-parallel cross.
     mesh = view((2, 8), 4, dp=2, tp=4)
     assert group_on(mesh, (1,)) == LinkGroup(4, 1, 4, FAST, SLOW)
     assert group_on(mesh, (0,)) == LinkGroup(2, 2, 1, FAST, SLOW)
-    # From rank 6 on, some groups of four straddle: the axis is as slow as those.
+    # From rank 6 on, some groups of four span two nodes: the axis is as slow as those.
     assert group_on(view((2, 8), 6, dp=2, tp=4), (1,)) == LinkGroup(4, 2, 2, FAST, SLOW)
     assert group_on(view((2, 8), 5, dp=2, tp=4), (1,)) == LinkGroup(4, 2, 1, FAST, SLOW)
 

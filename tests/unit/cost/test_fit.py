@@ -1,4 +1,4 @@
-"""Fitting constants to published runs: planted ones are found, priors and outliers behave."""
+"""Fitting constants to published runs: planted values, priors, outliers, shipped constants."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROFILE = "a100-80gb"
 RATE = ("device.achieved_flops_fraction.float16", "device.achieved_flops_fraction.bfloat16")
 FORWARD, BACKWARD = "device.attention_fraction.forward", "device.attention_fraction.backward"
 ACROSS = "link.inter_node.s_per_byte"
-# Held so loosely that runs alone decide.
+# These priors are so weak that runs alone decide.
 CONSTANTS = (
     Constant(RATE, 0.8, 10.0),
     Constant((FORWARD,), 0.57, 10.0),
@@ -40,7 +40,7 @@ LONG = GATED | {"hidden": 1024, "ffn": 2816, "seq": 32768}
 
 
 def row_of(run_id: str, model: Mapping[str, Any] = GATED, **changes: Any) -> PublishedRun:
-    """A Llama on one node, with nothing published."""
+    """A Llama run on one node, without a published figure."""
     return read_row({
         "id": run_id, "source": "arXiv 2407.00001", "profile": PROFILE, "model": model,
         "tp": 1, "pp": 1, "dp": 8, "microbatch": 2, "global_batch": 64, "dtype": "bf16",
@@ -49,11 +49,11 @@ def row_of(run_id: str, model: Mapping[str, Any] = GATED, **changes: Any) -> Pub
 
 
 def published(row: PublishedRun, profile: Profile, factor: float = 1.0) -> PublishedRun:
-    """The run as if `profile` had been its machine."""
+    """The run with the step time that `profile` predicts, times `factor`."""
     return replace(row, step_time_s=factor * step_model(row, profile).step_time_s())
 
 
-# One of each kind of work, in two sizes: products, attention in both passes, forward again, nodes.
+# Each kind of work in two sizes: matmuls, attention in both passes, recompute, several nodes.
 ROWS = [
     row_of("products"),
     row_of("wide", GATED | {"hidden": 4096, "heads": 32, "ffn": 11264}),
@@ -71,9 +71,6 @@ PLANTED = {**dict.fromkeys(RATE, 0.62), FORWARD: 0.7, BACKWARD: 0.42, ACROSS: 6e
 def planted() -> list[PublishedRun]:
     profile = with_values(load_profile(PROFILE), PLANTED)
     return [published(row, profile) for row in ROWS]
-
-
-# -- planted constants -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("groups", [[], [("products", "wide", "nodes"), ("unknown", "long")]])
@@ -98,14 +95,14 @@ def test_priors_hold_where_no_run_is(planted: list[PublishedRun]) -> None:
 
 
 def test_priors_hold_for_what_no_run_tells(planted: list[PublishedRun]) -> None:
-    """Runs in one node say nothing of the links between nodes."""
+    """Runs on one node say nothing about links between nodes."""
     values = fit(PROFILE, planted[:6], CONSTANTS).values
     assert values[ACROSS] == pytest.approx(4e-11)
     assert values[RATE[0]] == pytest.approx(PLANTED[RATE[0]], rel=0.02)
 
 
 def test_the_nearer_the_prior_is_held_the_less_a_run_moves_it(planted: list[PublishedRun]) -> None:
-    """However many steps are taken: each is towards the same least sum."""
+    """The number of steps does not matter: all converge to the same minimum."""
     constants = [[Constant(RATE, 0.8, sigma)] for sigma in (1e-4, 0.03, 0.1, 10.0)]
     rates, later = (
         [fit(PROFILE, planted[:2], one, n_steps=n).values[RATE[0]] for one in constants]
@@ -118,7 +115,7 @@ def test_the_nearer_the_prior_is_held_the_less_a_run_moves_it(planted: list[Publ
 
 
 def test_a_run_unlike_the_others_moves_constants_little(planted: list[PublishedRun]) -> None:
-    """Twice its time: least squares would make all steps 2 ** (1/6) as long, 12% longer."""
+    """One of six takes twice its time: least squares would make all 2 ** (1/6) as long, +12%."""
     odd = planted[0]
     alike = [replace(odd, id=str(i)) for i in range(5)]
     constants = CONSTANTS[:1]
@@ -132,8 +129,8 @@ def test_a_run_unlike_the_others_moves_constants_little(planted: list[PublishedR
 
 
 def test_runs_of_a_group_are_held_to_each_other(planted: list[PublishedRun]) -> None:
-    """All are 20% slower than the one constant that is free explains: alone it takes the blame,
-    in a group it explains what differs in it."""
+    """All runs are 20% slower than planted, and one constant is free. Without a group it absorbs
+    the 20%; in a group it explains only what differs between the runs."""
     slower = [
         replace(row, step_time_s=1.2 * row.step_time_s)
         for row in (planted[0], *planted[6:])
@@ -147,11 +144,8 @@ def test_runs_of_a_group_are_held_to_each_other(planted: list[PublishedRun]) -> 
     assert PLANTED[ACROSS] < together < 1.5 * PLANTED[ACROSS]
 
 
-# -- without a paper -------------------------------------------------------------------------------
-
-
 def test_a_paper_is_predicted_without_its_own_runs() -> None:
-    """One whose times are doubled is seen as such: -50%, as if the others were all there is."""
+    """Doubled times of one paper give an error of -50%, since only the others are fitted."""
     small = [
         row_of(f"{paper} {i}", profile="a100-40gb", source=f"arXiv 2407.0000{paper}", microbatch=i)
         for paper in (1, 2, 3)
@@ -168,10 +162,8 @@ def test_a_paper_is_predicted_without_its_own_runs() -> None:
     assert all(0.0 < error < 1.0 for paper in papers[:2] for error in found[paper].values())
 
 
-# -- what is shipped -------------------------------------------------------------------------------
-
 FITTED = tuple(tomllib.loads(PRIORS.read_text())["profile"])
-# Of every device those that simulate in no time; of the A100 of as many papers as there are.
+# Runs that simulate quickly, of every device; of the A100 from as many papers as there are.
 QUICK = {
     "v100-32gb": ("meg20_v100_1B", "meg20_v100_4B"),
     "a100-40gb": ("meg20_a100_1B", "meg20_a100_4B"),

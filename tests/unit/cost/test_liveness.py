@@ -33,9 +33,9 @@ from tests.helpers.harness import (
     generated_code,
     model_case,
     random_strategy,
+    zero_strategy_of,
 )
 from tests.helpers.whole_steps import WholeStep, bytes_of_each
-from tests.unit.cost.test_predict import zero_strategy_of
 
 __all__ = ["generated_code"]
 
@@ -55,7 +55,7 @@ def small_gpt2() -> Analysis:
 
 
 def laid_out(n_microbatches: int, n_ranks: int, how: str) -> tuple[CostModel, Strategy]:
-    """`how` is "plain" (the planner's choice), "tensor" or a ZeRO stage."""
+    """`how` is "plain" (the planner's choice), "tensor", or "zero1" to "zero3"."""
     analysis = small_gpt2()
     # A slow device makes tensor parallelism pay.
     device = Device(1e8 if how == "tensor" else 1e12, 1e11, 1e10, 1e-6)
@@ -106,8 +106,6 @@ def test_peak_memory_of_two_processes(workers: Pool) -> None:
             assert predicted_bytes(pipeline) == pytest.approx(measured, rel=CLOSE), case
 
 
-# -- stages ----------------------------------------------------------------------------------------
-
 # Ranks of each stage, microbatches, order.
 STAGED: dict[int, list[tuple[tuple[int, ...], int, str]]] = {
     2: [((1, 1), 1, "1f1b"), ((1, 1), 8, "1f1b"), ((1, 1), 4, "gpipe")],
@@ -135,7 +133,7 @@ def staged_pipeline(sizes: tuple[int, ...], n_microbatches: int, order: str) -> 
 
 @pytest.mark.parametrize("n_ranks", sorted(STAGED))
 def test_peak_memory_of_every_stage(n_ranks: int, workers: Pool) -> None:
-    """Microbatches in flight, received tensors, and gradients that are still under way."""
+    """With microbatches in flight, received tensors, and gradients that are being sent."""
     cases = STAGED[n_ranks]
     pipelines = [staged_pipeline(*case) for case in cases]
     found = workers(n_ranks).run(bytes_of_each, [whole_step(p) for p in pipelines])
@@ -155,13 +153,13 @@ def test_earlier_stages_hold_more_microbatches() -> None:
     steps = [b - a for a, b in itertools.pairwise(peaks)]
     assert steps == pytest.approx([steps[0]] * 3)
     assert steps[0] > 0
-    # No more than there are.
+    # No more microbatches are in flight than there are.
     assert peak_memory(program, "adamw", 99) == peak_memory(program, "adamw", n_microbatches)
 
 
 @pytest.mark.parametrize("model", ["mlp", "gpt2", "bert-chunk"])
 def test_memory_of_any_program_is_bounded_by_what_it_must_hold(model: str) -> None:
-    """The peak holds what always lives and the gradients, and parts add up to it."""
+    """The peak is at least the persistent state and the gradients; its parts add up to it."""
     analysis, cost = model_case(model).analysis, abstract_cost((2, 2))
     for seed in range(8):
         n_microbatches = 1 + seed % 2

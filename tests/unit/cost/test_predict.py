@@ -1,4 +1,4 @@
-"""Predictions against what runs: every collective exactly, peak memory within a few percent."""
+"""Predictions: every collective as it is recorded in a real step, buckets, and step times."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import random
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -22,14 +21,13 @@ from autopar.mesh import LogicalMesh
 from autopar.passes.analysis.analysis import Analysis
 from autopar.passes.intra.chooser import PlacementRequest, choose
 from autopar.passes.intra.constraints import Constraints
-from autopar.passes.intra.intra_op import intra_op_problem
 from autopar.passes.lowering.lines import lower
 from autopar.plans.predicted import Predicted
 from autopar.program.bucketing import BUCKET_BYTES, buckets, primitive_bytes
 from autopar.program.collective import step_calls
 from autopar.program.pipeline import Pipeline
 from autopar.program.stage_program import GatherLine, StageProgram, batch_shards
-from autopar.program.strategy import Period, Storage, Strategy
+from autopar.program.strategy import Strategy
 from autopar.runtime.execute import delivery
 from autopar.runtime.execute.executor import Environment, Executor
 from autopar.runtime.execute.load import load_code
@@ -41,22 +39,19 @@ from tests.helpers.harness import (
     generated_code,
     model_case,
     random_strategy,
+    zero_strategy_of,
 )
 
 __all__ = ["generated_code"]
 
 Row = tuple[str, str, str | tuple[str, ...], int]
-ZERO: dict[int, Period] = {1: "step", 2: "micro", 3: "use"}
-
-
-# -- collectives -----------------------------------------------------------------------------------
 
 
 def recorded(
     analysis: Analysis, program: StageProgram, cost: CostModel, batch: Mapping[str, Tensor],
     local_rows: bool = False,
 ) -> list[Counter[Row]]:  # fmt: skip
-    """What every thread rank's recorder sees in one step."""
+    """The collectives that each thread rank records in one step."""
     code, _ = load_code("stage_0.py", emit(program))
     captured = analysis.program
     inputs = {name: batch[info.path] for name, info in captured.inputs.items()}
@@ -93,7 +88,7 @@ def _shard(shape: tuple[int, ...], local: tuple[int, ...]) -> Tensor:
 def _own_rows(
     program: StageProgram, name: str, whole: Tensor, sizes: tuple[int, ...], at: tuple[int, ...]
 ) -> Tensor:
-    """The contiguous block of rows a rank is given."""
+    """The contiguous block of rows that a rank is given."""
     item = next(d for d in program.delivered if d.source == name)
     n_blocks = batch_shards(item, sizes)
     return whole.chunk(n_blocks)[delivery.batch_index(item, sizes, at)]
@@ -131,29 +126,9 @@ def test_recorded_collectives_are_the_predicted_ones(
 
 @lru_cache
 def zero_strategy(model: str, stage: int, n_microbatches: int, n_ranks: int = 2) -> Strategy:
-    """Data parallelism with every parameter that can be stored in shards of ZeRO `stage`."""
+    """Data parallelism with ZeRO `stage` for every parameter that can be sharded."""
     analysis, cost = model_case(model).analysis, abstract_cost((n_ranks,))
     return zero_strategy_of(analysis, cost, stage, n_microbatches)
-
-
-def zero_strategy_of(
-    analysis: Analysis, cost: CostModel, stage: int, n_microbatches: int
-) -> Strategy:
-    plain = frozenset({"tensor", "sequence"})
-    dp = Constraints(plain | {"zero1", "zero2", "zero3"})
-    chosen = choose(analysis, PlacementRequest(cost, n_microbatches, dp), "adamw", None).strategy
-    if stage == 0:
-        return chosen
-    problem = intra_op_problem(analysis, cost, n_microbatches, Constraints(plain), "adamw")
-    storage = {
-        name: next((s for s in options if s.period == ZERO[stage] and _is_sharded(s)), options[0])
-        for name, options in problem.storages.items()
-    }
-    return replace(chosen, storage=storage)
-
-
-def _is_sharded(storage: Storage) -> bool:
-    return any(p.is_shard for p in storage.spec.placements)
 
 
 @pytest.mark.parametrize("n_microbatches", [1, 4])
@@ -215,9 +190,6 @@ def test_an_optimizer_with_collectives_of_its_own_is_refused() -> None:
         collectives_of(Pipeline.single(program, mesh_of(program)), "adafactor")
 
 
-# -- buckets ---------------------------------------------------------------------------------------
-
-
 def test_buckets_keep_order_keys_apart_and_the_bound() -> None:
     steps = [[("a", 4)], [("b", 1)], [("a", 5)], [("a", 3)], [], [("a", 99)], [("a", 1)]]
     found = [(b.key, b.members, b.size_bytes) for b in buckets(steps, 9)]
@@ -240,15 +212,12 @@ def test_sizes_of_primitives() -> None:
     assert primitive_bytes("zero_pad", 8, 4) == (8, 32)
 
 
-# -- step time -------------------------------------------------------------------------------------
-
-
 def one_stage(program: StageProgram, cost: CostModel, optimizer: str) -> Predicted:
     return predict(Pipeline.single(program, cost.mesh), [cost], optimizer)
 
 
 def test_a_step_is_compute_then_collectives_then_the_update() -> None:
-    """Plain data parallelism of the MLP, by hand: unit links and one flop per second."""
+    """Plain data parallelism of the MLP, by hand: unit links and 1 FLOP/s."""
     case, cost = model_case("mlp"), abstract_cost((2,))
     program = lower(case.analysis, zero_strategy("mlp", 0, 1), cost)
     pipeline = Pipeline.single(program, cost.mesh)
@@ -258,7 +227,7 @@ def test_a_step_is_compute_then_collectives_then_the_update() -> None:
     loss_s = cost.primitive_time_s("all_reduce", 8, (0,))
     assert gradient_bytes < BUCKET_BYTES
     assert found.comm_time_s == pytest.approx(sync_s + loss_s)
-    # 3 layers of 2 * rows * 16 * 16 flops; the input of the first one has no gradient.
+    # 3 layers of 2 * rows * 16 * 16 FLOPs; the input of the first one has no gradient.
     rows = case.batch(0)["x"].shape[0]
     flops = (3 + 3 + 2) * 2 * rows * 16 * 16
     assert found.compute_time_s == pytest.approx(flops / 2, rel=1e-6)
@@ -289,7 +258,7 @@ def test_more_zero_is_less_memory_and_more_communication() -> None:
     case, cost = model_case("gpt2"), abstract_cost((2,))
     programs = [lower(case.analysis, zero_strategy("gpt2", s, 4), cost) for s in range(4)]
     comm_s = [one_stage(p, cost, "adamw").comm_time_s for p in programs]
-    # all_reduce = reduce_scatter + all_gather: ZeRO-1 costs nothing.
+    # all_reduce = reduce_scatter + all_gather: ZeRO-1 adds no communication.
     assert comm_s[0] == pytest.approx(comm_s[1])
     assert comm_s[1] < comm_s[2] < comm_s[3]
     plain, *zeros = (peak_memory(p, "adamw") for p in programs)

@@ -21,7 +21,7 @@ from autopar.errors import OptionError
 
 Run = dict[str, Any]
 
-# Of every paper and device, the recipes that differ most and simulate in no time.
+# From every paper and device, the recipes that differ most and simulate quickly.
 SAMPLE = (
     "meg21_t1_7.5B", "meg21_f11_pp8_B8", "meg21_f12_int_B12", "meg21_f14_pp8_dp8_B32",
     "meg21_f16_mbs8_B128", "meg20_v100_4B", "meg20_a100_1B", "seqsel_t5_22B_seqsel",
@@ -31,7 +31,7 @@ SAMPLE = (
 
 
 def small_run(run_id: str = "small", **changes: Any) -> Run:
-    """A GPT of two layers on one node, with 0.5 s published."""
+    """A run of a two-layer GPT on one node, with a published step of 0.5 s."""
     model = {"layers": 2, "hidden": 1024, "heads": 16, "seq": 512}
     return {
         "id": run_id, "source": "arXiv 2104.04473", "profile": "a100-80gb", "model": model,
@@ -43,9 +43,6 @@ def small_run(run_id: str = "small", **changes: Any) -> Run:
 @pytest.fixture(scope="module")
 def shipped() -> RunsFile:
     return read_runs()
-
-
-# -- numbers ---------------------------------------------------------------------------------------
 
 
 def test_errors_are_means_of_sizes() -> None:
@@ -130,9 +127,6 @@ def test_a_run_with_time_and_bytes_is_one_entry() -> None:
     assert "memory" not in data
 
 
-# -- runs ------------------------------------------------------------------------------------------
-
-
 def test_a_run_is_predicted_and_says_what_was_assumed() -> None:
     data = entry_of(small_run(metric={"samples_per_sec": 32.0})).to_json()
     assert data["published"] == 0.5
@@ -195,9 +189,6 @@ def test_a_sample_of_shipped_runs_meets_the_targets(shipped: RunsFile) -> None:
     assert [target.name for target in found.targets() if not target.is_met] == []
 
 
-# -- tables of one layer ---------------------------------------------------------------------------
-
-
 def test_a_layer_keeps_what_was_published(shipped: RunsFile) -> None:
     cells = activation_memory(shipped.activation_memory_pct)
     assert len(cells) == 20
@@ -222,9 +213,6 @@ def test_cells_of_other_tables_are_skipped() -> None:
     assert "13B none" in text and "skipped: not a model and case" in text
 
 
-# -- files -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -247,8 +235,6 @@ def test_files_that_are_refused(content: str, message: str, tmp_path: Path) -> N
     assert message in str(error.value).replace(str(path), "FILE")
 
 
-# -- the command -----------------------------------------------------------------------------------
-
 THREE = [
     small_run("one"),
     small_run("two", metric={"iter_seconds": 0.25}),
@@ -258,7 +244,7 @@ THREE = [
 
 @pytest.fixture
 def validate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
-    """Runs the command in a folder with `runs.json`, three runs of which one is skipped."""
+    """Runs the command in a folder with `runs.json`: three runs, one of them skipped."""
     (tmp_path / "runs.json").write_text(json.dumps(THREE))
     monkeypatch.chdir(tmp_path)
     return lambda *words: CliRunner().invoke(app, ["validate", *words], prog_name="autopar")
@@ -336,7 +322,7 @@ def test_a_file_of_which_nothing_is_predicted_fails(validate: Callable[..., Resu
 def test_shipped_runs_must_meet_the_targets(
     validate: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same file fails as the shipped one: a skipped run is more than 5% of three."""
+    """The same file fails if it is the shipped one: one skipped run of three exceeds 5%."""
     assert validate(str(Path("runs.json").resolve())).exit_code == shell.GOOD
     monkeypatch.setattr("autopar.cli.validate.SHIPPED", Path("runs.json"))
     result = validate()

@@ -1,4 +1,4 @@
-"""The simulator: textbook bubbles, hand-made schedules, and what must hold for any durations."""
+"""The simulator: textbook bubbles, hand-made schedules, and laws for any durations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from autopar.cost.simulate import Spent, SplitBackward, StageTimes, TieTimes, Timeline, simulate
+from autopar.cost.simulate import PartWork, SplitBackward, StageTimes, TieTimes, Timeline, simulate
 from autopar.schedule import (
     ORDERS,
     Action,
@@ -28,14 +28,14 @@ from autopar.schedule import (
 )
 from tests.helpers.strategies import schedules
 
-NOTHING = Spent()
+NOTHING = PartWork()
 
 
 def stage(
     forward_s: float, backward_s: float, n_ranks: int = 1, comm_s: float = 0.0, **fields: Any
 ) -> StageTimes:
-    """A stage with nothing before or after; collectives in each of forward and backward."""
-    forward, backward = Spent(forward_s, comm_s), Spent(backward_s, comm_s)
+    """A stage with nothing before or after; forward and backward each have `comm_s`."""
+    forward, backward = PartWork(forward_s, comm_s), PartWork(backward_s, comm_s)
     return StageTimes(n_ranks, NOTHING, forward, backward, NOTHING, 0.0, **fields)
 
 
@@ -76,11 +76,11 @@ def test_the_bubble_of_interleaved_chunks() -> None:
 
 def test_parts_of_a_backward() -> None:
     whole = stage(1.0, 3.0)
-    halves = replace(whole, backward=SplitBackward(Spent(1.5), Spent(1.5)))
-    found = simulate(zero_bubble(4, 8), [replace(halves, forward=Spent(1.5))] * 4)
+    halves = replace(whole, backward=SplitBackward(PartWork(1.5), PartWork(1.5)))
+    found = simulate(zero_bubble(4, 8), [replace(halves, forward=PartWork(1.5))] * 4)
     assert found.step_time_s == pytest.approx(8 * 4.5 + 3 * 1.5)
     adds_up(found)
-    # A schedule that does not split it runs the sum.
+    # A schedule that does not split backward runs the sum of its parts.
     plain = simulate(lowered("1f1b", 4, 8), [whole] * 4)
     assert simulate(lowered("1f1b", 4, 8), [halves] * 4).step_time_s == plain.step_time_s
 
@@ -92,7 +92,12 @@ def test_an_unsplit_backward_has_no_parts() -> None:
 
 def test_one_stage_is_the_sum() -> None:
     times = StageTimes(
-        2, Spent(1.0, 2.0), Spent(3.0, 4.0), Spent(5.0, 6.0), Spent(7.0, 8.0), update_s=9.0
+        2,
+        PartWork(1.0, 2.0),
+        PartWork(3.0, 4.0),
+        PartWork(5.0, 6.0),
+        PartWork(7.0, 8.0),
+        update_s=9.0,
     )
     found = simulate(lowered("1f1b", 1, 3), [times], loss_s=100.0)
     compute_s, comm_s = 1 + 3 * (3 + 5) + 7, 2 + 3 * (4 + 6) + 8
@@ -102,7 +107,7 @@ def test_one_stage_is_the_sum() -> None:
 
 
 def test_messages_by_hand() -> None:
-    """F on both, the message in between; then B on both: nothing overlaps one microbatch."""
+    """With one microbatch nothing overlaps: F, message, F, B, message, B."""
     found = simulate(lowered("1f1b", 2, 1), [stage(1.0, 2.0)] * 2, lambda action: 0.5)
     assert found.step_time_s == 7.0
     assert events_of(found, "0SF0>1") == (1.0, 1.5)
@@ -116,7 +121,7 @@ def test_messages_by_hand() -> None:
 def test_sends_do_not_block_the_sender() -> None:
     found = simulate(lowered("gpipe", 2, 2), [stage(1.0, 1.0)] * 2, lambda action: 10.0)
     assert events_of(found, "0F1") == (1.0, 2.0)
-    # The link is busy with the first until then.
+    # The link carries the first message until 11.0.
     assert events_of(found, "0SF0>1") == (1.0, 11.0)
     assert events_of(found, "0SF1>1")[0] >= 11.0
     adds_up(found)
@@ -131,7 +136,7 @@ def test_a_transfer_waits_for_both_ends() -> None:
 
 
 def test_more_batches_than_stages_wait_for_the_first() -> None:
-    """Three sends may be under way on three stages; the fourth waits for the first to arrive."""
+    """With three stages, three sends may be under way; the fourth waits for the first."""
     schedule = parse_schedule(
         "0F0 0SF0>2 0F1 0SF1>2 0F2 0SF2>2 0F3 0SF3>2 0F4 0SF4>2\n"
         "1F0 1F1 1F2 1F3 1F4\n"
@@ -144,8 +149,8 @@ def test_more_batches_than_stages_wait_for_the_first() -> None:
 
 
 def test_once_a_step() -> None:
-    """Gathers, gradient sync, tied gradients between the ends, the loss, the optimizer."""
-    times = StageTimes(1, Spent(0.0, 1.0), Spent(2.0), Spent(3.0), Spent(0.0, 4.0), 5.0)
+    """Gathers, gradient sync, tied gradients, the loss and the optimizer run once a step."""
+    times = StageTimes(1, PartWork(0.0, 1.0), PartWork(2.0), PartWork(3.0), PartWork(0.0, 4.0), 5.0)
     tie = TieTimes((0, 1), 6.0, (7.0, 0.0))
     found = simulate(lowered("1f1b", 2, 1), [times, times], ties=[tie], loss_s=8.0)
     # Stage 0 ends backward last, at 1 + 2 + 2 + 3 + 3.
@@ -164,7 +169,7 @@ def test_the_bubble_weighs_stages_by_their_ranks() -> None:
 
 
 def test_a_thousand_devices_worth_of_steps() -> None:
-    """A trillion parameters on 3,072 devices: 64 stages of 512 microbatches."""
+    """As for 1T parameters on 3,072 devices: 64 stages and 512 microbatches."""
     found = simulate(one_f_one_b(64, 512), [stage(1.0, 2.0)] * 64, 0.0)
     assert found.step_time_s == 3 * (64 + 512 - 1)
     steps = [step for row in found.record.script.rows for step in row]
@@ -173,28 +178,26 @@ def test_a_thousand_devices_worth_of_steps() -> None:
     assert len(found.record.arrived_at) == 2 * 63 * 512
 
 
-# -- collectives beside compute --------------------------------------------------------------------
-
 SHARES = st.floats(0.0, 0.9)
 
 
 @hypothesis.given(st.floats(0, 10), st.floats(0, 10), st.floats(0, 10), SHARES)
 def test_what_overlaps(compute_s: float, waited_s: float, beside_s: float, slowdown: float) -> None:
-    shown = Spent(compute_s, waited_s, beside_s).shown(slowdown)
+    duration = PartWork(compute_s, waited_s, beside_s).duration(slowdown)
     slowed_s = compute_s + beside_s * slowdown / (1 + slowdown)
-    assert shown.time_s == pytest.approx(waited_s + max(beside_s, slowed_s))
-    assert shown.hidden_s <= min(beside_s, shown.compute_s) + 1e-9
-    assert shown.exposed_s + shown.hidden_s == pytest.approx(waited_s + beside_s)
+    assert duration.time_s == pytest.approx(waited_s + max(beside_s, slowed_s))
+    assert duration.hidden_s <= min(beside_s, duration.compute_s) + 1e-9
+    assert duration.exposed_s + duration.hidden_s == pytest.approx(waited_s + beside_s)
     # Never better than no collectives at all, never worse than one after the other.
-    one_by_one_s = Spent(compute_s, waited_s + beside_s).total_s
-    assert compute_s + waited_s - 1e-9 <= shown.time_s
-    assert Spent(compute_s, waited_s, beside_s).shown(0.0).time_s <= one_by_one_s + 1e-9
+    one_by_one_s = PartWork(compute_s, waited_s + beside_s).total_s
+    assert compute_s + waited_s - 1e-9 <= duration.time_s
+    assert PartWork(compute_s, waited_s, beside_s).duration(0.0).time_s <= one_by_one_s + 1e-9
 
 
 def test_overlap_by_hand() -> None:
-    """Two seconds beside collectives do one and a third of compute, at half as slow again."""
-    assert Spent(4.0, 1.0, 2.0).shown(0.5) == pytest.approx((4 + 2 / 3, 1.0, 2.0))
-    assert Spent(4.0, 1.0, 9.0).shown(0.5) == pytest.approx((6.0, 1.0 + 3.0, 6.0))
+    """With a slowdown of 0.5, 2 s beside collectives do 4/3 s of compute."""
+    assert PartWork(4.0, 1.0, 2.0).duration(0.5) == pytest.approx((4 + 2 / 3, 1.0, 2.0))
+    assert PartWork(4.0, 1.0, 9.0).duration(0.5) == pytest.approx((6.0, 1.0 + 3.0, 6.0))
 
 
 def one_device(n_microbatches: int, **fields: Any) -> Timeline:
@@ -214,19 +217,19 @@ def test_sync_beside_the_last_backward(sync_s: float, n_buckets: int) -> None:
 
 def test_sync_slows_the_backward_beside_it() -> None:
     found = one_device(1, sync_s=1.0, n_sync_buckets=2, overlap_slowdown_fraction=0.25)
-    # Half a second of it is hidden, and costs a tenth; the other half comes after.
+    # Half a second of the sync is hidden, which costs 0.1 s; the other half is exposed.
     assert found.step_time_s == pytest.approx(3.0 + 0.1 + 0.5)
     adds_up(found)
 
 
 def test_sync_waits_for_the_lane() -> None:
-    """The last backward has collectives of its own there."""
-    times = replace(stage(1.0, 2.0, sync_s=1.0, n_sync_buckets=4), backward=Spent(2.0, 0.0, 1.0))
+    """The last backward's own collectives use the lane first."""
+    times = replace(stage(1.0, 2.0, sync_s=1.0, n_sync_buckets=4), backward=PartWork(2.0, 0.0, 1.0))
     assert simulate(one_f_one_b(1, 1), [times]).step_time_s == pytest.approx(3.0 + 0.5)
 
 
 def test_sync_of_chunks_shares_the_lane() -> None:
-    """The last chunk's gradients are ready first, and are synchronised beside the other's."""
+    """The last chunk's gradients are ready first; their sync runs beside the other's backward."""
     times = stage(1.0, 2.0, sync_s=1.5, n_sync_buckets=3)
     found = simulate(interleaved(1, 2, 1), [times] * 2)
     assert [e[1:] for e in sorted(lane_of(found, "collectives"))] == [
@@ -260,8 +263,6 @@ def test_more_sync_never_makes_a_faster_step(
         adds_up(timeline)
 
 
-# -- any durations ---------------------------------------------------------------------------------
-
 # Some stages also send past their neighbour.
 SKIPS = (frozenset[Transfer](), frozenset({Transfer(0, 3)}), frozenset({Transfer(1, 3, False)}))
 SECONDS = st.floats(0.1, 10.0)
@@ -269,11 +270,11 @@ FOUR_STAGES = st.lists(st.tuples(SECONDS, SECONDS), min_size=4, max_size=4)
 
 
 def durations(draw: st.DataObject, schedule: Schedule) -> list[StageTimes]:
-    """Of every stage, each part different."""
+    """The times of every stage, with each part drawn separately."""
     found = []
     for _ in range(schedule.n_stages):
         forward_s, input_s, weight_s, comm_s = (draw.draw(SECONDS) for _ in range(4))
-        backward = SplitBackward(Spent(input_s, comm_s), Spent(weight_s))
+        backward = SplitBackward(PartWork(input_s, comm_s), PartWork(weight_s))
         found.append(replace(stage(forward_s, 0.0), backward=backward))
     return found
 
@@ -283,7 +284,7 @@ def durations(draw: st.DataObject, schedule: Schedule) -> list[StageTimes]:
 def test_messages_need_not_be_written_out(
     schedule: Schedule, message_s: float, data: st.DataObject
 ) -> None:
-    """A schedule without messages is played as the same with those of a chain."""
+    """A schedule without messages is simulated as if it had the messages of a chain."""
     stages = durations(data, schedule)
     written = lower(schedule, chain(schedule.n_stages))
     found = simulate(schedule, stages, message_s)
@@ -335,13 +336,13 @@ def test_what_holds_for_any_durations(
         lanes = Counter(e.lane for e in timeline.events)
         assert lanes["compute"] == lanes["collectives"] == sum(a.is_compute for a in schedule)
         assert lanes["p2p"] == sum(a.is_send for a in schedule)
-        # What is not waited for is hidden.
+        # A stage waits at most for one message per action.
         assert all(s.waited_s <= len(schedule.stages[0]) * message_s for s in timeline.devices)
 
 
 @pytest.mark.parametrize("order", sorted(ORDERS))
 def test_posted_sends_take_no_longer_than_blocking_ones(order: str) -> None:
-    """At backward = 2 forward, a skip connection over four stages: `schedule.lowering`."""
+    """With backward = 2 forward and a skip over four stages (see `schedule/lowering.py`)."""
     schedule = lower(ORDERS[order](4, 8), chain(4) | {Transfer(0, 3)})
 
     def own_s(action: Action) -> float:

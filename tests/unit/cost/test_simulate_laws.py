@@ -1,12 +1,12 @@
 """Laws of simulated steps: closed forms, and what can never make a step faster.
 
-With forward f_i and backward r f_i of one ratio r on every stage i, t_i their sum, n stages, m
-microbatches, and free messages, a step takes
+Stage i of n takes f_i forward and r f_i backward, with one ratio r for all stages; t_i is their
+sum. With m microbatches and free messages, a step takes
 
-    gpipe   sum of t_i + (m - 1) max t_i
-    1f1b    the same where stages are equal or the last is the slowest, else less: a slow stage
-            early on works while those after it fill and drain; never less than any stage j needs,
-            sum of t_i over i < j, + m t_j
+    gpipe   (sum of t_i) + (m - 1) max t_i
+    1f1b    the same if all stages are equal or the last is the slowest. Otherwise less: a slow
+            early stage works while later stages fill and drain. The lower bound is the maximum
+            over stages j of (sum of t_i over i < j) + m t_j
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from autopar.cost.simulate import Spent, SplitBackward, StageTimes, simulate
+from autopar.cost.simulate import PartWork, SplitBackward, StageTimes, simulate
 from autopar.schedule import (
     Schedule,
     gpipe,
@@ -39,12 +39,9 @@ TOLERANCE = 1 + 1e-9
 
 def proportional(forward_s: Sequence[float], ratio: float) -> list[StageTimes]:
     return [
-        StageTimes(1, Spent(), Spent(time_s), Spent(ratio * time_s), Spent(), 0.0)
+        StageTimes(1, PartWork(), PartWork(time_s), PartWork(ratio * time_s), PartWork(), 0.0)
         for time_s in forward_s
     ]
-
-
-# -- closed forms ----------------------------------------------------------------------------------
 
 
 @hypothesis.given(st.lists(SECONDS, min_size=1, max_size=6), COUNTS, RATIOS)
@@ -62,7 +59,7 @@ def test_the_closed_form_of_plain_orders(forward_s: list[float], m: int, ratio: 
 
 @hypothesis.given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), SECONDS, RATIOS)
 def test_chunks_are_never_slower(p: int, v: int, rounds: int, forward_s: float, r: float) -> None:
-    """Equal chunks, free messages, microbatches in whole rounds."""
+    """For equal chunks, free messages and whole rounds of microbatches."""
     m = rounds * p
     whole = simulate(one_f_one_b(p, m), proportional([forward_s] * p, r)).step_time_s
     chunks = proportional([forward_s / v] * (p * v), r)
@@ -70,9 +67,6 @@ def test_chunks_are_never_slower(p: int, v: int, rounds: int, forward_s: float, 
     assert found.step_time_s <= whole * TOLERANCE
     assert found.step_time_s == pytest.approx((v * m + p - 1) * forward_s / v * (1 + r))
     assert found.bubble == pytest.approx((p - 1) / (v * m + p - 1))
-
-
-# -- order and memory ------------------------------------------------------------------------------
 
 
 @hypothesis.given(st.data())
@@ -85,7 +79,7 @@ def test_every_schedule_ends_and_keeps_what_it_says(data: st.DataObject) -> None
         for times in proportional([1.0] * plain.n_stages, 2.0)
     ]
     if plain.splits_backward:
-        parts = SplitBackward(Spent(1.0), Spent(1.0))
+        parts = SplitBackward(PartWork(1.0), PartWork(1.0))
         stages = [replace(times, backward=parts) for times in stages]
     timeline = simulate(schedule, stages)
     m, v, p = plain.n_microbatches, plain.n_chunks, plain.n_devices
@@ -101,12 +95,9 @@ def test_every_schedule_ends_and_keeps_what_it_says(data: st.DataObject) -> None
         assert moments[-1] <= timeline.step_time_s
 
 
-# -- what never makes a step faster ----------------------------------------------------------------
-
-
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Schedule, list[StageTimes], float, bool]:
-    """A schedule, durations of every part of it and of messages; and how those are sent."""
+    """(schedule, times of its stages, seconds per message, whether sends start as made)."""
     schedule = draw(schedules(max_stages=5, max_microbatches=5))
     stages = [draw(stage_times(schedule.splits_backward)) for _ in range(schedule.n_stages)]
     return schedule, stages, draw(SECONDS), draw(st.booleans())
@@ -124,7 +115,7 @@ def test_no_part_that_takes_longer_makes_a_faster_step(
     schedule, stages, message_s, sends_as_made = case
     at = data.draw(st.integers(0, len(stages) - 1))
     name = data.draw(st.sampled_from(("forward", "backward", "after", "update_s", "sync_s")))
-    more = Spent(*(data.draw(st.sampled_from((0.0, 0.5, 3.0))) for _ in range(3)))
+    more = PartWork(*(data.draw(st.sampled_from((0.0, 0.5, 3.0))) for _ in range(3)))
     longer = [*stages]
     longer[at] = lengthened(stages[at], name, more)
     before_s = step_s(case)
@@ -132,7 +123,7 @@ def test_no_part_that_takes_longer_makes_a_faster_step(
     assert before_s <= step_s((schedule, stages, message_s + 1.0, sends_as_made)) * TOLERANCE
 
 
-def lengthened(times: StageTimes, name: str, more: Spent) -> StageTimes:
+def lengthened(times: StageTimes, name: str, more: PartWork) -> StageTimes:
     if name in ("update_s", "sync_s"):
         return replace(times, **{name: getattr(times, name) + more.compute_s})
     part = getattr(times, name)
@@ -142,10 +133,10 @@ def lengthened(times: StageTimes, name: str, more: Spent) -> StageTimes:
 
 
 def test_sync_waits_for_all_collectives_beside_the_backward() -> None:
-    """Those that show keep the lane too, so a slower device hides more of them and no sync."""
-    backward = Spent(compute_s=0.5, overlapped_s=2.5)
+    """Exposed collectives use the lane too, so a slower device hides more of them and no sync."""
+    backward = PartWork(compute_s=0.5, overlapped_s=2.5)
     stage = StageTimes(
-        1, Spent(), Spent(), backward, Spent(), 0.0,
+        1, PartWork(), PartWork(), backward, PartWork(), 0.0,
         sync_s=0.5, n_sync_buckets=2, overlap_slowdown_fraction=1.0,
     )  # fmt: skip
     whole_s = [simulate(gpipe(1, 1), [stage], slow=(0, k)).step_time_s for k in (1.0, 2.0, 4.0)]

@@ -1,4 +1,4 @@
-"""Looking at simulated steps: lanes, memory, traces, drawings; slow devices; of a plan."""
+"""Views of simulated steps: lanes, memory, traces, drawings; slow devices; steps of a plan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import OptionError, Plan
-from autopar.cost.simulate import Event, Spent, SplitBackward, StageTimes, Timeline, simulate
+from autopar.cost.simulate import Event, PartWork, SplitBackward, StageTimes, Timeline, simulate
 from autopar.schedule import Action, in_flight, interleaved, one_f_one_b, zero_bubble
 from tests.helpers.jobs import machine
 
@@ -22,18 +22,18 @@ SVG = "{http://www.w3.org/2000/svg}"
 WIDTH = 16
 
 
-def stage(forward: Spent, backward: Spent | SplitBackward, **fields: Any) -> StageTimes:
-    return StageTimes(1, Spent(), forward, backward, Spent(), 0.0, **fields)
+def stage(forward: PartWork, backward: PartWork | SplitBackward, **fields: Any) -> StageTimes:
+    return StageTimes(1, PartWork(), forward, backward, PartWork(), 0.0, **fields)
 
 
 def two_stages() -> Timeline:
-    """One microbatch, a transfer of a second each way, 100 bytes always and 10 kept."""
+    """One microbatch, 1 s per message, 100 static bytes and 10 saved for backward."""
     times = StageTimes(
         n_ranks=2,
-        before=Spent(0.0, 0.5),
-        forward=Spent(1.0, 0.5),
-        backward=Spent(2.0, 0.5, 1.0),
-        after=Spent(),
+        before=PartWork(0.0, 0.5),
+        forward=PartWork(1.0, 0.5),
+        backward=PartWork(2.0, 0.5, 1.0),
+        after=PartWork(),
         update_s=0.25,
         sync_s=1.0,
         n_sync_buckets=2,
@@ -48,9 +48,6 @@ def of_lane(timeline: Timeline, device: int, lane: str) -> list[tuple[str, float
     return [(e.action, e.start_s, e.end_s) for e in found]
 
 
-# -- lanes and memory ------------------------------------------------------------------------------
-
-
 def test_lanes() -> None:
     """F on 0 until 2, its message until 3, F and B on 1 until 7, a message, B on 0 until 10.5."""
     timeline = two_stages()
@@ -61,7 +58,7 @@ def test_lanes() -> None:
         ("gather parameters", 0.0, 0.5),
         ("collectives of 0F0", 0.5, 1.0),
         ("collectives of 0B0", 8.0, 9.5),
-        # One bucket after half of the backward and the collectives that it has there itself.
+        # Starts after half of the backward (one of two buckets) and 1 s of its own collectives.
         ("sync gradients", 10.25, 11.25),
     ]
     assert of_lane(timeline, 0, "p2p") == [("0SF0>1", 2.0, 3.0)]
@@ -77,19 +74,16 @@ def test_memory_by_hand() -> None:
 
 
 def test_memory_of_chunks_and_of_split_backwards() -> None:
-    chunk = stage(Spent(1.0), Spent(2.0), static_bytes=5.0, kept_bytes=2.0)
+    chunk = stage(PartWork(1.0), PartWork(2.0), static_bytes=5.0, kept_bytes=2.0)
     schedule = interleaved(2, 3, 4)
     timeline = simulate(schedule, [chunk] * 6)
     assert [timeline.peak_bytes(i) for i in (0, 1)] == [
         3 * 5.0 + in_flight(schedule, i) * 2.0 for i in (0, 1)
     ]
-    # Kept until its parameters have their gradients.
-    halves = stage(Spent(1.0), SplitBackward(Spent(1.0), Spent(1.0)), kept_bytes=1.0)
+    # Kept until the weight part of the backward is done.
+    halves = stage(PartWork(1.0), SplitBackward(PartWork(1.0), PartWork(1.0)), kept_bytes=1.0)
     parts = simulate(zero_bubble(2, 1), [halves] * 2)
     assert parts.memory(1) == ((0.0, 0.0), (1.0, 1.0), (4.0, 0.0))
-
-
-# -- files -----------------------------------------------------------------------------------------
 
 
 def test_a_chrome_trace(tmp_path: Path) -> None:
@@ -109,7 +103,7 @@ def test_a_chrome_trace(tmp_path: Path) -> None:
 
 
 def test_a_trace_without_known_bytes_has_no_memory(tmp_path: Path) -> None:
-    timeline = simulate(interleaved(2, 2, 2), [stage(Spent(1.0), Spent(2.0))] * 4)
+    timeline = simulate(interleaved(2, 2, 2), [stage(PartWork(1.0), PartWork(2.0))] * 4)
     timeline.to_chrome_trace(tmp_path / "trace.json")
     entries = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert not [e for e in entries if e["ph"] == "C"]
@@ -130,19 +124,16 @@ def test_a_drawing(tmp_path: Path) -> None:
     assert set(boxes) == {e.action for e in timeline.events}
     place = {name: (float(box.get("x", 0)), float(box.get("y", 0))) for name, box in boxes.items()}
     height = {name: float(box.get("height", 0)) for name, box in boxes.items()}
-    # Later is to the right; lanes and devices do not overlap.
+    # Later events are further right; lanes and devices do not overlap.
     assert place["0F0"][0] < place["0SF0>1"][0] < place["0B0"][0]
     assert place["0F0"][1] + height["0F0"] <= place["collectives of 0F0"][1]
     assert place["sync gradients"][1] + height["sync gradients"] <= place["1SB0>0"][1]
     assert place["0SF0>1"][1] + height["0SF0>1"] <= place["1F0"][1]
 
 
-# -- one slow device, and jitter -------------------------------------------------------------------
-
-
 def test_a_slow_device_by_hand() -> None:
-    """Compute alone takes longer, the optimizer included."""
-    times = StageTimes(1, Spent(), Spent(1.0, 1.0), Spent(2.0, 1.0), Spent(), 1.0)
+    """Only compute takes longer, including the optimizer."""
+    times = StageTimes(1, PartWork(), PartWork(1.0, 1.0), PartWork(2.0, 1.0), PartWork(), 1.0)
     before, slow = (simulate(one_f_one_b(2, 1), [times] * 2, slow=s) for s in (None, (1, 1.5)))
     assert before.step_time_s == 2 + 5 + 3 + 1
     assert slow.step_time_s == 2 + (1.5 + 1 + 3 + 1) + 3 + 1.5
@@ -151,7 +142,7 @@ def test_a_slow_device_by_hand() -> None:
 
 
 def test_jitter_is_drawn_for_every_compute() -> None:
-    stages = [stage(Spent(1.0), Spent(1.0))] * 2
+    stages = [stage(PartWork(1.0), PartWork(1.0))] * 2
 
     def computes(seed: int) -> list[Event]:
         timeline = simulate(one_f_one_b(2, 4), stages, jitter=(0.5, seed))
@@ -173,10 +164,7 @@ def test_jitter_is_drawn_for_every_compute() -> None:
 )
 def test_options_that_cannot_be(options: dict[str, Any], words: str) -> None:
     with pytest.raises(OptionError, match=words):
-        simulate(one_f_one_b(2, 2), [stage(Spent(1.0), Spent(1.0))] * 2, **options)
-
-
-# -- of a plan -------------------------------------------------------------------------------------
+        simulate(one_f_one_b(2, 2), [stage(PartWork(1.0), PartWork(1.0))] * 2, **options)
 
 
 class Layers(nn.Module):
@@ -209,7 +197,7 @@ def test_a_plan_is_simulated_as_it_was_priced(n_stages: int) -> None:
     assert timeline.bubble == predicted.bubble
     peaks = [timeline.peak_bytes(i) for i in range(n_stages)]
     assert peaks == pytest.approx(predicted.peak_bytes_per_stage)
-    # What microbatches keep comes and goes; the rest stays.
+    # What microbatches save for backward comes and goes; the rest stays.
     bytes_held = [size_bytes for _, size_bytes in timeline.memory(0)]
     assert 0 < min(bytes_held) < max(bytes_held)
     assert bytes_held[0] == pytest.approx(bytes_held[-1])
@@ -227,8 +215,8 @@ def test_a_plan_on_a_slow_machine(tmp_path: Path) -> None:
 
 
 def test_a_device_is_at_it_from_its_first_event_to_its_last() -> None:
-    """ZB-H2 has no bubble on any device; what is left of its step is the way to the last one."""
-    one = Spent(1.0)
-    stages = [StageTimes(1, Spent(), one, SplitBackward(one, one), Spent(), 0.0)] * 4
-    timeline = simulate(zero_bubble(4, 8, is_eager=True), stages, sends_as_made=True)
+    """ZB-H2 has no bubble on any device; the step is longer by the fill of the pipeline only."""
+    one = PartWork(1.0)
+    stages = [StageTimes(1, PartWork(), one, SplitBackward(one, one), PartWork(), 0.0)] * 4
+    timeline = simulate(zero_bubble(4, 8, zb_h2=True), stages, sends_as_made=True)
     assert (timeline.step_time_s, timeline.longest_device_s) == (8 * 3.0 + 3, 8 * 3.0)

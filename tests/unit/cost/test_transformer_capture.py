@@ -1,22 +1,23 @@
-"""Two descriptions of one model agree: its captured graph, planned, and its dims alone.
+"""Two descriptions of one model agree: its captured graph as planned, and its dims alone.
 
-Held to each other exactly, in the same width, for the Megatron recipe:
+Both use the Megatron recipe and elements of the same width. These must be equal:
 
-    products     flops of every layer and of the head, on a rank, forward; and with backward
-    collectives  kind, number and bytes of what is on the residual stream, forward and backward,
-                 and of the loss
+    matmuls      FLOPs of every layer and of the head on a rank, forward, and with backward
+    collectives  kind, number and bytes: of the residual stream, forward and backward, and
+                 of the loss
     parameters   on a rank
 
-What may differ, and by how much:
+These differ by a known amount:
 
-    attention    the graph's has an explicit mask and is counted whole, so the dims are asked for
-                 attention that is not fused: a fused one is causal and skips half
-    biases       that of a product cut along its sums is whole on every rank, and the dims divide
-                 it like its matrix: h (1 - 1/tp) of each of two products
+    attention    the graph's has an explicit mask and counts whole. The dims are therefore asked
+                 for unfused attention, because a fused one is causal and skips half
+    biases       the bias of a matmul that is sharded along its summed dim is whole on every
+                 rank. The dims divide it like the matrix: h (1 - 1/tp) for each of two matmuls
     ends         the dims leave out learned positions (s h) and the last norm of a stage
-    sequence     with sequence parallelism a plan keeps the gathered input of a product for its
-                 backward; the dims keep a shard and gather it again, as Megatron does. Gradients of
-                 norms are summed over ranks, which the dims leave out
+    sequence     with sequence parallelism, a plan keeps the gathered input of a matmul for
+                 backward. The dims keep a shard and gather it again, as Megatron does. They also
+                 leave out that gradients of norms are summed over ranks
+
 Dropout is off in both.
 """
 
@@ -47,7 +48,7 @@ Calls = Counter[tuple[str, str, float]]
 
 @lru_cache
 def planned(family: str, sp: bool = False) -> tuple[Plan, LayerModel]:
-    """A model of two layers under the recipe, and a layer of it by its dims."""
+    """(plan of a two-layer model under the recipe, one of its layers by its dims)."""
     case = CASES[family]
     model: Any = case.model()
     plan = autopar.plan(
@@ -65,7 +66,7 @@ def whole(layer: LayerModel) -> list[Item]:
 
 
 def lines(plan: Plan) -> list[CallLine]:
-    """Of the operators that have flops."""
+    """The lines of operators that have FLOPs."""
     assert plan.bound is not None
     (stage,) = plan.bound.pipeline.stages
     return [line for line in stage.body if isinstance(line, CallLine) and line.flops]

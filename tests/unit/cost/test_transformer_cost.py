@@ -1,4 +1,4 @@
-"""The transformer by its dims: one layer and one step, against the papers' formulas and laws."""
+"""The transformer by its dims: one layer and one step, against papers' formulas and laws."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from autopar.cost.transformer.recipe import Order, Recipe, Software
 from autopar.cost.transformer.shape import TransformerShape
 from autopar.cost.transformer.work import Exchange
 
-# What 2205.05198 counts: scores are stored, and dropout keeps its masks.
+# As arXiv 2205.05198 counts: scores are stored, and dropout keeps its masks.
 UNFUSED = Software(fused_attention=False, dropout=True)
 H100 = load_profile("h100-sxm")
 FREE_LINKS = changed(
@@ -42,7 +42,7 @@ SHARDED = st.sampled_from([(1, False), (2, False), (4, False), (8, False),
 def gpt(
     layers: int, hidden: int, heads: int, seq: int = 2048, vocab: int = 51200
 ) -> TransformerShape:
-    """A plain one, whose head is the embedding."""
+    """A plain GPT, whose head is the embedding."""
     return TransformerShape(
         layers, hidden, heads, heads, hidden // heads, 4 * hidden, seq, vocab, is_gated=False
     )
@@ -64,12 +64,9 @@ def step(
     return StepModel(layer, TransformerMachine(hardware, 8, recipe))
 
 
-# -- one layer -------------------------------------------------------------------------------------
-
-
 @st.composite
 def paper_layers(draw: st.DrawFn) -> LayerModel:
-    """Layers of the papers' model on any number of ranks; heads divide over 8 of them."""
+    """Layers of the papers' model on 1 to 8 ranks; 8 divides the number of heads."""
     heads = 8 * draw(st.integers(1, 12))
     hidden = heads * draw(st.sampled_from([16, 64, 128]))
     shape = gpt(1, hidden, heads, 8 * draw(st.integers(1, 512)))
@@ -80,8 +77,8 @@ def paper_layers(draw: st.DrawFn) -> LayerModel:
 
 @given(paper_layers())
 def test_a_layer_keeps_what_the_paper_says(layer: LayerModel) -> None:
-    """Korthikanti et al., arXiv 2205.05198, table 2, for elements of 2 bytes; t x the table's
-    rows, so that all numbers are whole."""
+    """Korthikanti et al., arXiv 2205.05198, table 2, for elements of 2 bytes. The table's rows
+    are multiplied by t, so that all numbers are integers."""
     shape, recipe, t = layer.shape, layer.recipe, layer.recipe.tp
     s, h, a = shape.seq, shape.hidden, shape.heads
     sb = s * recipe.microbatch_size
@@ -91,13 +88,13 @@ def test_a_layer_keeps_what_the_paper_says(layer: LayerModel) -> None:
 
     def kept(recompute: Any) -> KeptBytes:
         found = kept_of_layer(replace(layer, recipe=replace(recipe, recompute=recompute)))
-        return KeptBytes(t * found.kept_bytes, t * found.again_bytes)
+        return KeptBytes(t * found.kept_bytes, t * found.recomputed_bytes)
 
     assert kept("none") == KeptBytes(inside + core, 0)
     assert kept("attention-core") == KeptBytes(inside, core)
     assert kept("full") == KeptBytes(outside, inside + core)
     fused = replace(layer, software=Software(dropout=True))
-    statistics = 4 * a * sb  # of rows of the scores, in float32
+    statistics = 4 * a * sb  # one per row of the scores, in float32
     assert t * kept_of_layer(fused).kept_bytes == inside + statistics
 
 
@@ -127,8 +124,8 @@ def test_parameters_of_known_models(shape: TransformerShape, billions: float) ->
 
 @given(st.integers(1, 128), st.integers(1, 100), st.integers(1, 4096), st.integers(1, 200000))
 def test_model_flops_are_equation_3(layers: int, heads: int, s: int, vocab: int) -> None:
-    """Narayanan et al., arXiv 2104.04473, equation 3 without recompute, whose products have no
-    biases: those count as parameters that see a token, 9h per layer."""
+    """Narayanan et al., arXiv 2104.04473, equation 3 without recompute. The paper counts no
+    biases; here they count as parameters that see a token, 9h per layer."""
     h = 64 * heads
     paper = 72 * layers * h**2 * (1 + s / (6 * h) + vocab / (12 * layers * h))
     found = gpt(layers, h, heads, s, vocab).model_flops_per_token
@@ -152,8 +149,8 @@ def calls_of(layer: LayerModel) -> tuple[Counter[tuple[str, float]], Counter[tup
 @given(paper_layers())
 def test_collectives_of_a_layer(layer: LayerModel) -> None:
     """Megatron's f and g around attention and MLP, on all tokens of the residual stream. With
-    sequence parallelism each is an all_gather and a reduce_scatter, and backward gathers the
-    products' inputs once more, which are kept as shards (arXiv 2205.05198, section 4.2.2)."""
+    sequence parallelism each is an all_gather and a reduce_scatter. Backward then gathers the
+    matmuls' inputs again, since only shards are kept (arXiv 2205.05198, section 4.2.2)."""
     size = 2.0 * layer.recipe.microbatch_size * layer.shape.seq * layer.shape.hidden
     both = Counter({("all_gather", size): 2, ("reduce_scatter", size): 2})
     expected = Counter({("all_reduce", size): 2}), Counter({("all_reduce", size): 2})
@@ -162,9 +159,6 @@ def test_collectives_of_a_layer(layer: LayerModel) -> None:
     elif layer.recipe.sp:
         expected = both, both + Counter({("all_gather", size): 2})
     assert calls_of(layer) == expected
-
-
-# -- layers of stages ------------------------------------------------------------------------------
 
 
 @given(st.integers(1, 140), st.integers(1, 70))
@@ -185,14 +179,12 @@ def test_embedding_and_loss_count_as_layers_where_that_divides() -> None:
     assert chunks_of(3, 1) == (Chunk(3, is_first=True, is_last=True),)
 
 
-# -- one step --------------------------------------------------------------------------------------
-
 SMALL = llama(8, 1024, 16, 2816, vocab=32000)
 
 
 @st.composite
 def recipes(draw: st.DrawFn) -> Recipe:
-    """Small ones of all kinds."""
+    """Small recipes of all kinds."""
     tp, sp = draw(SHARDED)
     order = draw(st.sampled_from(get_args(Order)))
     size, dp, pp = (draw(st.sampled_from([1, 2, 4])) for _ in range(3))
@@ -207,7 +199,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
 
 @given(st.sampled_from([1, 2, 4, 8]), st.integers(1, 12))
 def test_1f1b_is_the_closed_form(pp: int, m: int) -> None:
-    """sum of stages + (m - 1) of the slowest, which has the head, and the update."""
+    """(sum of all stages) + (m - 1) (slowest stage, the one with the head) + update."""
     model = step(SMALL, Recipe(pp=pp, global_batch=m), FREE_LINKS)
     stages = [model.stage_times(chunk) for chunk in model.chunks]
     each_s = [stage.of("forward").total_s + stage.of("backward").total_s for stage in stages]
@@ -221,7 +213,7 @@ def test_1f1b_is_the_closed_form(pp: int, m: int) -> None:
 def test_a_machine_that_only_computes_takes_the_flops(
     sharded: tuple[int, bool], recompute: Any, m: int
 ) -> None:
-    """Equation 3 of arXiv 2104.04473: 96 with full recompute, whose head runs once."""
+    """Equation 3 of arXiv 2104.04473. With full recompute the factor is 96; the head runs once."""
     tp, sp = sharded
     shape = gpt(4, 1024, 16, 512, 8192)
     recipe = Recipe(tp=tp, sp=sp, recompute=recompute, global_batch=m)
@@ -273,7 +265,7 @@ def test_interleaving_is_never_slower_where_messages_are_free(
 @settings(max_examples=50)
 @given(recipes(), st.sampled_from([4, 8]), st.booleans())
 def test_every_degree_of_zero_needs_less(recipe: Recipe, dp: int, is_plain: bool) -> None:
-    """On few ranks and layers, two gathered layers are more than the shards save: not here."""
+    """Not on few ranks and layers, where two gathered layers are more than the shards save."""
     shape = gpt(64, 1024, 16, 512, 8192) if is_plain else replace(SMALL, layers=64)
     batch = recipe.n_microbatches * recipe.microbatch_size * dp
     needed = [
@@ -294,8 +286,8 @@ def test_recompute_takes_time(recipe: Recipe) -> None:
 @pytest.mark.parametrize("overlapped", [False, True])
 @pytest.mark.parametrize("zero", range(4))
 def test_gradients_and_updates_over_data_parallelism(zero: int, overlapped: bool) -> None:
-    """Once a step: gradients in float32, and under ZeRO the parameters back in 2 bytes; ZeRO-3 does
-    both at every use. A rank updates what it stores."""
+    """Once a step, gradients are reduced in float32; under ZeRO, parameters are gathered in 2
+    bytes. ZeRO-3 does both at every use instead. A rank updates what it stores."""
     recipe = Recipe(dp=4, zero=zero, global_batch=4)
     model = step(SMALL, recipe, overlapped_sync=overlapped)
     alone = step(SMALL, Recipe(), overlapped_sync=overlapped)
@@ -318,8 +310,8 @@ def test_gradients_and_updates_over_data_parallelism(zero: int, overlapped: bool
 @pytest.mark.parametrize("sp", [False, True])
 @pytest.mark.parametrize(("dp", "where"), [(1, "intra"), (2, "inter")])
 def test_messages_between_stages(sp: bool, dp: int, where: str) -> None:
-    """A part each and a gather, or the whole; shards of a sequence go as they are. Two stages of
-    4 ranks are in one node, two of 8 are not."""
+    """Each rank sends a part and the receivers gather, or each sends the whole. Shards of a
+    sequence are sent as they are. Two stages of 4 ranks share a node, two of 8 do not."""
     recipe = Recipe(tp=4, pp=2, dp=dp, sp=sp, global_batch=8)
     split, whole = step(SMALL, recipe), step(SMALL, recipe, split_messages=False)
     link, size = getattr(split.machine, where), split.layer.tokens * SMALL.hidden * 2
@@ -331,8 +323,8 @@ def test_messages_between_stages(sp: bool, dp: int, where: str) -> None:
 
 
 def test_a_message_crosses_nodes_where_its_ends_are_in_two() -> None:
-    """Four devices of 4 ranks on nodes of 8: stages 1 and 2 are on two nodes, 0 and 1 on one; an
-    interleaved pipeline comes back from the last device to the first."""
+    """Four devices of 4 ranks on nodes of 8: stages 0 and 1 share a node, 1 and 2 do not. An
+    interleaved pipeline goes from the last device back to the first."""
     model = step(SMALL, Recipe(tp=4, pp=4, interleave=2, global_batch=8))
     near_s, far_s = model.hop_s(0, 1), model.hop_s(1, 2)
     assert near_s < far_s

@@ -1,4 +1,4 @@
-"""What if the machine had other figures: how changes read, and what they do to a plan's step."""
+"""What-if changes of a machine's figures: how they are parsed, and how a step changes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KEYS = st.sampled_from(sorted(load_profile("h100-sxm").quantities))
 
 
 def tiny() -> tuple[Any, Any]:
-    """A factory of the command line."""
+    """A model factory for the command line."""
     return Tiny(), batch()
 
 
@@ -43,9 +43,6 @@ def two_stages() -> autopar.Plan:
 @pytest.fixture(scope="module")
 def plan() -> autopar.Plan:
     return two_stages()
-
-
-# -- texts -----------------------------------------------------------------------------------------
 
 
 @given(KEYS, st.floats(1e-30, 1e30), st.booleans())
@@ -106,9 +103,6 @@ def test_each_part_of_every_profile_can_be_doubled(name: str) -> None:
         assert changed(profile, text) != profile
 
 
-# -- plans -----------------------------------------------------------------------------------------
-
-
 def test_a_machine_twice_as_fast_takes_half_the_time(plan: autopar.Plan) -> None:
     other = plan.what_if(ALL_TWICE_AS_FAST)
     assert other.data is plan.data
@@ -142,8 +136,6 @@ def test_a_plan_on_a_profile_of_ones_own_finds_it_again(tmp_path: Path) -> None:
     assert loaded.predicted == made.predicted
     assert loaded.what_if("device.launch_s=2x").predicted.step_time_s > made.predicted.step_time_s
 
-
-# -- the command -----------------------------------------------------------------------------------
 
 TINY = (
     "simulate", f"{__name__}:tiny", "--mesh", "2x1", "--hardware", "h100-sxm", "--stages",

@@ -1,4 +1,4 @@
-"""What the alternatives of one decision cost: as planning says with that alternative forced."""
+"""The cost of each alternative of one decision equals that of planning with it forced."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ from autopar.program.strategy import OperatorStrategy, Storage
 from autopar.report.next_best import storage_words
 from tests.helpers import jobs
 from tests.helpers.jobs import machine
-from tests.unit.analysis.test_layers import Block as ResidualBlock
-from tests.unit.analysis.test_layers import Chain
-from tests.unit.analysis.test_layers import Repeated as SharedBlock
+from tests.helpers.models.blocks import Block as ResidualBlock
+from tests.helpers.models.blocks import Chain, SharedBlock
 
 WIDTH, ROWS, EVERY = 16, 16, 1000
 REL = 1e-7
@@ -40,7 +39,7 @@ Strategies = Mapping[str, OperatorStrategy]
 
 
 class Net(nn.Module):
-    """Two products whose shapes differ."""
+    """Two matmuls whose shapes differ."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +51,7 @@ class Net(nn.Module):
 
 @cache
 def planned(**options: object) -> Plan:
-    """On 2 x 2 ranks as given, of one stage and one microbatch, unless `options` say otherwise."""
+    """A plan on 2 x 2 ranks; one stage and one microbatch, unless `options` say otherwise."""
     given = {"stages": 1, "microbatches": 1, "mesh_shape": "as-given"} | options
     return autopar.plan(Net(), machine((2, 2)), {"x": torch.zeros(ROWS, WIDTH)}, **given)
 
@@ -78,7 +77,7 @@ def options_of(choice: Choice) -> tuple[Option, ...]:
 
 
 def problem_of(plan: Plan) -> IntraOpProblem:
-    """As the planner has it, and `Constraints` is all that it may not do."""
+    """The planner's problem of the only stage, without constraints."""
     assert plan.bound is not None
     (stage,) = plan.bound.stages
     return intra_op_problem(stage.analysis, stage.cost, 1, Constraints(), "adamw")
@@ -89,13 +88,13 @@ def only(choice: int) -> Keep:
 
 
 def strategies_of(problem: IntraOpProblem, v: int, wanted: Strategies) -> Keep:
-    """The choices of a group that place some of its operators so."""
+    """Keeps the choices of variable `v` that give its operators the `wanted` strategies."""
     placed = problem.candidates[v].strategies
     return lambda c: all(placed(c)[name] == strategy for name, strategy in wanted.items())
 
 
 def least_s(problem: IntraOpProblem, keep: dict[int, Keep]) -> float:
-    """The optimum, by the ILP, where some variables have only the choices that are kept."""
+    """The ILP's optimum, where each variable in `keep` has only the choices that are kept."""
     numbers = problem.numbers
     masks = [
         np.array([keep.get(v, lambda c: True)(c) for c in range(k)])
@@ -103,9 +102,6 @@ def least_s(problem: IntraOpProblem, keep: dict[int, Keep]) -> float:
     ]
     found = solve(numbers.restrict(masks), "ilp")
     return found.objective_s if isinstance(found, Solution) else math.inf
-
-
-# -- numbers ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["up.weight", "down.bias"])
@@ -216,9 +212,6 @@ def test_a_forced_storage_is_not_called_the_fastest() -> None:
     assert "not the fastest without a memory limit or force: +" in plan.explain("up.weight")
 
 
-# -- repeated blocks -------------------------------------------------------------------------------
-
-
 def stack(model: nn.Module, n_nodes: int = 2) -> Plan:
     return autopar.plan(
         model, machine((n_nodes, 2)), {"x": torch.zeros(ROWS, WIDTH)}, stages=1, microbatches=1,
@@ -244,7 +237,7 @@ def test_few_blocks_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def costs_of(choice: Choice) -> dict[object, float]:
-    """By what they decide: an option's own words."""
+    """Extra seconds of every option, by its storage or strategy."""
     return {repr(o.storage or o.strategy): o.extra_s for o in options_of(choice)}
 
 
@@ -254,13 +247,11 @@ def test_what_all_blocks_read_is_weighed_in_the_whole(monkeypatch: pytest.Monkey
     assert choice_of(plan, "blocks.0.up.weight").blocks is None
 
 
-# -- words -----------------------------------------------------------------------------------------
-
 HERE = Path(__file__).name
 
 
 def line_of(text: str) -> str:
-    """file:line of this file where `text` first stands."""
+    """file:line of the first line of this file that contains `text`."""
     lines = Path(__file__).read_text().splitlines()
     return f"{HERE}:{next(i for i, line in enumerate(lines, 1) if text in line)}"
 

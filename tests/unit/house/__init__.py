@@ -1,1 +1,1 @@
-"""Tests of the room `house`."""
+"""Tests of the repository itself: packaging, docs, golden files and shared captures."""

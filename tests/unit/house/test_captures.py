@@ -1,4 +1,4 @@
-"""Which captures are shared by tests: those of what cannot differ."""
+"""`captured` shares a program between tests only if a new capture could not differ."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WIDTH = 4
 
 
 class Scaled(nn.Module):
-    """Attributes, buffers and parameters, of which two may be one."""
+    """An attribute, a buffer and parameters; `tied` makes two weights one parameter."""
 
     def __init__(self, factor: float = 2.0, shift: float = 0.0, tied: bool = False) -> None:
         super().__init__()

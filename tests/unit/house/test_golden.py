@@ -1,4 +1,4 @@
-"""The golden fixture itself: a fixture that never failed would prove nothing."""
+"""The golden fixture itself: it must fail when a text differs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is shipped: the symlinked subpackages, the wheel, the pinned versions, file sizes."""
+"""Packaging: symlinked subpackages, the wheel, pinned versions, and file sizes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""A stage lowered with few of its blocks is priced as the whole is: times, bytes and flops.
+"""A stage lowered with few of its equal blocks has the whole stage's times, bytes and FLOPs.
 
-The whole is lowered beside it. Blocks are placed alike by the fastest plan, in two or three ways
-where a budget gives only some of them sharded storage, and run again in backward or not.
+The whole stage is lowered for comparison. The fastest plan places all blocks equally. Under a
+memory budget only some blocks get sharded storage, so that there are two or three kinds of
+blocks. Blocks are tested with and without recompute.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from autopar.program.stage_program import StageProgram
 from autopar.program.strategy import Recomputed, Strategy
 from tests.helpers.captures import captured
 from tests.helpers.harness import random_tokens, tiny_gpt2
-from tests.search.test_optimality import FAMILIES, folded, machine
+from tests.helpers.machines import balanced_cost
+from tests.helpers.models.families import FAMILIES, folded
 
 N_BLOCKS = 10
 REPEATED = [name for name in FAMILIES if name != "resnet"]
@@ -47,14 +49,20 @@ def deep() -> Folded:
 
 
 def strategy_of(program: Folded, sizes: tuple[int, ...]) -> Strategy:
-    """The fastest."""
-    ask = PlacementRequest(machine(sizes), 1, Constraints())
+    """The fastest strategy."""
+    ask = PlacementRequest(balanced_cost(sizes), 1, Constraints())
     return Chooser(program, "adamw").choose(ask, None).strategy
 
 
 def within_budgets(program: Folded, shares: Sequence[float]) -> Iterator[Strategy]:
-    """The fastest on four devices with so much of the bytes between the leanest and the fastest."""
-    chooser, ask = Chooser(program, "adamw"), PlacementRequest(machine((4,)), 4, Constraints())
+    """The fastest strategies on four ranks, each within a memory budget.
+
+    A share of 0 is the least bytes that any strategy needs, 1 those of the fastest strategy.
+    """
+    chooser, ask = (
+        Chooser(program, "adamw"),
+        PlacementRequest(balanced_cost((4,)), 4, Constraints()),
+    )
     free = chooser.choose(ask, None)
     with pytest.raises(InfeasibleError) as caught:
         chooser.choose(ask, 1.0)
@@ -65,7 +73,7 @@ def within_budgets(program: Folded, shares: Sequence[float]) -> Iterator[Strateg
 
 
 def check(analysis: Analysis, strategy: Strategy, cost: CostModel) -> StageProgram:
-    """Returns the abridged program."""
+    """Check that the abridged program is priced as the whole one; returns the abridged one."""
     whole = lower(analysis, strategy, cost)
     few = Abridger(analysis, find_runs(analysis)).lower(strategy, cost)
     priced = [
@@ -78,7 +86,7 @@ def check(analysis: Analysis, strategy: Strategy, cost: CostModel) -> StageProgr
 
 
 def same(few: PeakMemory, whole: PeakMemory) -> None:
-    """Where several places need most, either may be named."""
+    """Only bytes are compared: if several places reach the peak, either may be named."""
     assert few.peak_bytes == whole.peak_bytes
     assert sum(few.parts.values()) == sum(whole.parts.values())
 
@@ -88,14 +96,14 @@ def same(few: PeakMemory, whole: PeakMemory) -> None:
 )
 def test_the_fastest_placements(family: str, sizes: tuple[int, ...]) -> None:
     program = folded(family)
-    few = check(program.whole, strategy_of(program, sizes), machine(sizes))
+    few = check(program.whole, strategy_of(program, sizes), balanced_cost(sizes))
     assert few.repeats
 
 
 def test_blocks_that_are_placed_in_several_ways() -> None:
     kinds = set()
     for strategy in within_budgets(deep(), (0.05, 0.2, 0.4, 0.65)):
-        kinds.add(len(check(deep().whole, strategy, machine((4,))).repeats))
+        kinds.add(len(check(deep().whole, strategy, balanced_cost((4,))).repeats))
     assert kinds == {1, 2}
 
 
@@ -105,7 +113,7 @@ def test_blocks_that_run_again(family: str, mode: Recompute) -> None:
     program = folded(family)
     recomputed = recomputed_operators(program.whole, mode)
     strategy = replace(strategy_of(program, (4,)), recomputed=recomputed)
-    few = check(program.whole, strategy, machine((4,)))
+    few = check(program.whole, strategy, balanced_cost((4,)))
     assert few.repeats and few.segments
 
 
@@ -116,7 +124,7 @@ def test_some_blocks_run_again() -> None:
 
     def checked(*items: tuple[Recomputed, ...]) -> None:
         found = tuple(one for of in items for one in of)
-        check(analysis, replace(strategy, recomputed=found), machine((4,)))
+        check(analysis, replace(strategy, recomputed=found), balanced_cost((4,)))
 
     checked(full[:3])
     checked(full[3:])
@@ -125,14 +133,14 @@ def test_some_blocks_run_again() -> None:
 
 @pytest.mark.parametrize("shift", [0, 5])
 def test_stages_of_a_pipeline(shift: int) -> None:
-    """Also where blocks of a stage begin inside a layer, so that parameters come in another order
-    than the blocks that read them."""
+    """Also with a cut inside a layer: parameters then come in another order than the blocks that
+    read them."""
     whole = deep().whole
     (run,) = find_runs(whole)
     ends = (run.start + run.period * (N_BLOCKS // 2) + shift, len(whole.operators))
     for program in cut(whole.program, ends):
         part = whole.part(program)
-        runs, cost = find_runs(part), machine((2, 2))
+        runs, cost = find_runs(part), balanced_cost((2, 2))
         chosen = Chooser(fold(part, runs), "adamw").choose(
             PlacementRequest(cost, 4, Constraints()), None
         )

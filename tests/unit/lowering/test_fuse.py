@@ -1,4 +1,4 @@
-"""Bias fusion: which sums are taken into their product, and that values stay what they were."""
+"""Bias fusion: which additions are fused into their matmul, and that values do not change."""
 
 from __future__ import annotations
 

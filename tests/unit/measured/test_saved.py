@@ -1,4 +1,4 @@
-"""What autograd keeps: fake runs against real ones, operator by operator and a whole model."""
+"""What autograd saves for backward: fake runs against real ones, per operator and per model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import _pytree as pytree
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import autopar.measured.saved
@@ -20,59 +19,11 @@ from autopar.errors import NotSupportedError
 from autopar.measured.fake_calls import PerCall
 from autopar.measured.saved import Saved, activation_bytes, saved_for_backward, storage_owners
 from autopar.program.program import Program
+from tests.helpers.saved import Draft, address, really_saved, saved_of
 
 aten = torch.ops.aten
 B, S, H, D, V = 2, 6, 4, 8, 11
 SUM = 2  # aten's reduction codes
-
-
-class Draft:
-    """A program written by hand, operator by operator."""
-
-    def __init__(self) -> None:
-        self.graph = fx.Graph()
-        self.mode = FakeTensorMode()
-        self.has_grad: set[str] = set()
-
-    def leaf(self, real: torch.Tensor) -> fx.Node:
-        node = self.graph.placeholder(f"x{len(self.graph.nodes)}")
-        with self.mode:
-            node.meta["val"] = torch.empty_strided(
-                real.shape, real.stride(), dtype=real.dtype, device="cpu"
-            )
-        return self._mark(node, real.requires_grad)
-
-    def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        node = self.graph.call_function(op, args, kwargs)
-        plain = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with self.mode:
-            node.meta["val"] = op(*plain[0], **plain[1])
-        floating = any(v.is_floating_point() for v in pytree.tree_leaves(node.meta["val"]))
-        return self._mark(
-            node, floating and any(n.name in self.has_grad for n in node.all_input_nodes)
-        )
-
-    def _mark(self, node: fx.Node, grad: bool) -> fx.Node:
-        if grad:
-            self.has_grad.add(node.name)
-        return node
-
-    def program(self, *outputs: fx.Node) -> Program:
-        self.graph.output(outputs)
-        return Program(
-            graph=self.graph,
-            parameters={},
-            buffers={},
-            inputs={},
-            constants={},
-            prologue=None,
-            loss=None,
-            outputs=tuple(n.name for n in outputs),
-            out_spec=pytree.tree_structure(tuple(outputs)),
-            has_grad=frozenset(self.has_grad),
-            keys={},
-            sources={},
-        )
 
 
 def x(*shape: int, grad: bool = True, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -86,51 +37,6 @@ def ids(*shape: int) -> torch.Tensor:
 def heads(n: int = H, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """(b, h, s, d) with the strides that a projection leaves, (b, s, h, d)."""
     return x(B, S, n, D, grad=False, dtype=dtype).transpose(1, 2).requires_grad_()
-
-
-def saved_of(op: Any, *args: Any, **kwargs: Any) -> Saved:
-    """What the module says of one call; a tensor that is passed twice is one node."""
-    draft = Draft()
-    nodes: dict[int, fx.Node] = {}
-
-    def leaf(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        if id(value) not in nodes:
-            nodes[id(value)] = draft.leaf(value)
-        return nodes[id(value)]
-
-    args, kwargs = pytree.tree_map(leaf, (args, kwargs))
-    node = draft.call(op, *args, **kwargs)
-    return saved_for_backward(draft.program(node))[node.name]
-
-
-def really_saved(op: Any, *args: Any, **kwargs: Any) -> Saved:
-    """What autograd keeps of one call on real tensors, told apart by address."""
-    packed: dict[int, torch.Tensor] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        packed[address(tensor)] = tensor
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        results = op(*args, **kwargs)
-    inputs = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
-    outputs = pytree.tree_leaves(results)
-    in_places, out_places = [address(t) for t in inputs], [address(t) for t in outputs]
-    return Saved(
-        frozenset(i for i, place in enumerate(in_places) if place in packed),
-        frozenset(i for i, p in enumerate(out_places) if p in packed and p not in in_places),
-        sum(
-            tensor.untyped_storage().nbytes()
-            for place, tensor in packed.items()
-            if place not in in_places + out_places
-        ),
-    )
-
-
-def address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def saved(inputs: set[int], outputs: set[int] | None = None, other_bytes: int = 0) -> Saved:
@@ -192,7 +98,7 @@ KNOWN: dict[str, tuple[Any, tuple[Any, ...], Saved]] = {
 }
 BF16 = torch.bfloat16
 
-# Where the point is that the fake run decomposes as the real one does, whatever that is.
+# Compared with a real run only: what is saved depends on how torch decomposes these.
 LIKE_REAL: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "addmm": (aten.addmm.default, (x(7), x(3, 5), x(5, 7)), {}),
     "silu": (aten.silu.default, (x(3, 5),), {}),
@@ -343,7 +249,7 @@ def gpt2(n_layers: int, dropout: float = 0.0) -> nn.Module:
 
 
 def batch() -> dict[str, torch.Tensor]:
-    """With padding, so that eager too needs an explicit mask."""
+    """With padding, so that eager also needs an explicit mask."""
     tokens = torch.randint(1, 97, (4, 32))
     mask = torch.ones_like(tokens)
     mask[1, 20:] = 0
@@ -351,7 +257,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def really_kept_bytes(model: nn.Module, run: Callable[[], object]) -> int:
-    """Distinct storages that autograd keeps of a run, parameters excepted."""
+    """Bytes of the distinct storages that autograd saves in a run, without parameters."""
     packed: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -376,7 +282,7 @@ class TestModel:
         )
         assert predicted_bytes == captured_bytes
         eager_bytes = really_kept_bytes(model, lambda: model(**inputs))
-        if dropout:  # torch keeps masks, where the captured operator draws them again
+        if dropout:  # eager saves masks; the captured operator draws them again
             assert predicted_bytes < eager_bytes
         else:
             assert predicted_bytes == pytest.approx(eager_bytes, rel=0.02)

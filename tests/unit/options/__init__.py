@@ -1,1 +1,1 @@
-"""Tests of the room `options`."""
+"""Tests of options and units, and of errors for bad input."""

@@ -1,7 +1,7 @@
-"""Bad input: one clear error each, with the way out, and no process left behind.
+"""Bad input: one clear error each, with a hint, and no process left behind.
 
-What a worker raises is in `JOBS`, by name; every rank must raise the same, so that none is
-left waiting. Workers that are killed are in `test_runtime_launch`.
+`JOBS` holds, by name, the calls that fail in a job. Every rank must raise the same error, so
+that none is left waiting. Killed workers are tested in `tests/runtime/test_runtime_launch.py`.
 """
 
 from __future__ import annotations
@@ -43,9 +43,6 @@ def plan(model: nn.Module | None = None, n_rows: int = 16, **options: Any) -> Pl
     return autopar.plan(model or Tiny(), MESH, batch(0, n_rows), **options)
 
 
-# -- without a job ---------------------------------------------------------------------------------
-
-
 @torch.library.custom_op("autopar_tests::halve", mutates_args=())
 def halve(x: Tensor) -> Tensor:
     return x / 2
@@ -65,7 +62,7 @@ class Halving(Tiny):
 
 
 def test_an_operator_without_a_rule(registry: None) -> None:
-    """The message names it, the user's line and the line to write; with that line, it works."""
+    """The message names the operator, the user's line and the call to add, which then works."""
     lines, first = inspect.getsourcelines(Halving.forward)
     (at,) = [first + i for i, line in enumerate(lines) if "halve(" in line]
     with pytest.raises(MissingRuleError) as refusal:
@@ -133,7 +130,7 @@ def test_a_memory_limit_that_nothing_fits(options: dict[str, Any]) -> None:
 
 
 class LossFirst(Tiny):
-    """What it returns beside the loss is made after it."""
+    """Computes its second output after the loss."""
 
     def forward(self, x: Tensor, labels: Tensor) -> Any:
         hidden = self.up(x)
@@ -142,7 +139,7 @@ class LossFirst(Tiny):
 
 
 def staged(*stages: Any, shape: tuple[int, int] = (1, 4), **options: Any) -> Plan:
-    """A plan of `Tiny` with these stages; one number says how many."""
+    """A plan of `Tiny` with these stages; a single integer is the number of stages."""
     wanted = stages[0] if isinstance(stages[0], int) else list(stages)
     return autopar.plan(Tiny(), machine(shape), batch(0, 16), stages=wanted, **options)
 
@@ -257,9 +254,6 @@ def test_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
         autopar.parallelize(Tiny(), MESH, batch())
 
 
-# -- in a job --------------------------------------------------------------------------------------
-
-
 def ready(n_rows: int = 16, **options: Any) -> autopar.ParallelModule:
     return autopar.parallelize(Tiny(), MESH, batch(0, n_rows), **options)
 
@@ -331,7 +325,7 @@ JOBS: dict[str, tuple[Callable[[], Any], type[AutoparError], str]] = {
 
 
 def caught(name: str) -> tuple[str, str]:
-    """(class, message) of what a rank raises; the job then still runs."""
+    """(class, message) of the error that a rank raises. It is caught, so the job goes on."""
     try:
         JOBS[name][0]()
     except AutoparError as error:
@@ -343,7 +337,7 @@ def caught(name: str) -> tuple[str, str]:
 def test_every_rank_raises_the_same(name: str, workers: Pool) -> None:
     _, wanted, pattern = JOBS[name]
     (first_kind, first), *others = workers(2).run(caught, name)
-    # What only rank 0 can see reaches the others as "rank 0 failed: ...".
+    # An error that only rank 0 can see reaches the others as "rank 0 failed: ...".
     assert all(kind == first_kind and first in message for kind, message in others)
     assert first_kind == wanted.__name__ or wanted is AutoparError
     assert re.search(pattern, first), first

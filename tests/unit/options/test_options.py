@@ -1,4 +1,4 @@
-"""Options: defaults, what is refused and how, and the text of pins."""
+"""Options: defaults, refused values and their messages, and the text form of pins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantities as they are printed, and the shape of an error message."""
+"""Printed quantities, and the format of an error message."""
 
 from __future__ import annotations
 

@@ -196,9 +196,9 @@ class TestViews:
             factored_view(Mesh((4, 4)), (SLOW, FAST), DEVICE, {"dp": 2, "tp": 2}, first)
             for first in (0, 2, 8, 10)
         ]
-        assert views[0].placement == views[2].placement == views[0]
-        assert views[1].placement == views[3].placement == views[1]
-        assert logical(2, first_rank=6).placement == logical(2)
+        assert views[0].canonical == views[2].canonical == views[0]
+        assert views[1].canonical == views[3].canonical == views[1]
+        assert logical(2, first_rank=6).canonical == logical(2)
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""Operator notation: text and meaning, both ways, and where errors point."""
+"""Operator notation: parsing, printing, meaning, and where errors point."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Plan files: what is saved is what runs, and what a hand may change.
+"""Plan files: saved plans run unchanged; legal hand edits run, illegal ones are refused.
 
-save, load, run        bitwise the losses of the run that planned
-generated code         the same text from the plan, again, loaded, and in another process
-golden files           a whole program and a whole plan of the model in `tiny_model`
-hand edits             run with parity where they are legal, else refused with the reason
+save, load, run        bitwise the losses of the run that made the plan
+generated code         the same text from the plan, planned again, loaded, and in another process
+golden files           a whole program and a whole plan of `tests/helpers/models/tiny_model.py`
+hand edits             legal ones run with parity; illegal ones are refused with the reason
 """
 
 from __future__ import annotations
@@ -56,9 +56,6 @@ def tiny() -> Plan:
     return make_plan(TINY)
 
 
-# -- files -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "cell",
     [
@@ -69,7 +66,7 @@ def tiny() -> Plan:
     ids=str,
 )
 def test_a_saved_plan_runs_bitwise_alike(cell: AnyCell, tmp_path: Path, workers: Pool) -> None:
-    """Planned in the job; and loaded there from a file that was planned here."""
+    """One run plans in the job; the other loads a plan file that was made outside it."""
     plan = make_plan(cell)
     plan.save(tmp_path / "plan.json")
     planned = workers(cell.n_ranks).run(train, cell)
@@ -133,8 +130,6 @@ def test_no_path_of_this_machine_is_written(cell: Cell) -> None:
         assert str(Path(torch.__file__).parents[1]) not in text
 
 
-# -- edits by hand ---------------------------------------------------------------------------------
-
 Raw = dict[str, Any]
 UP, RELU, DOWN_ADD = "up/linear#0", "/relu#0", "down/add.Tensor#0"
 
@@ -160,7 +155,7 @@ ILLEGAL: dict[str, tuple[Callable[[Raw], None], str]] = {
         lambda raw: raw["stages"][0]["parameters"].pop("up.bias"), r"plan lacks: \['up.bias'\]",
     ),
     "a dim that does not divide": (
-        lambda raw: raw.update(microbatches=8)  # of one row each
+        lambda raw: raw.update(microbatches=8)  # microbatches of one row
         or raw["stages"][0]["operators"].update({UP: "I S(0), I R -> I S(0)"}),
         r"up/linear#0: I S\(0\) is not legal here",
     ),
@@ -256,7 +251,7 @@ def test_other_hardware_of_the_same_shape_is_warned_of() -> None:
 
 
 def test_options_beside_a_plan_are_refused(tiny: Plan) -> None:
-    """They are decided already; ignored in silence, they would mislead."""
+    """The plan has decided these options; ignoring them silently would mislead."""
     for option, text in ({"microbatches": 4}, "microbatches=4"), ({"precision": "model"}, "prec"):
         with pytest.raises(OptionError, match=f"{text}[\\s\\S]*plan again"):
             autopar.parallelize(CASES["tiny"].model(), machine((1, 2)), plan=tiny, **option)
@@ -297,10 +292,18 @@ def test_legal_edits_run_with_parity(name: str, tiny: Plan, tmp_path: Path, work
 
 
 def test_a_plan_in_float64_is_laid_on_the_users_model(tmp_path: Path) -> None:
-    """The program's inputs are float64 then, the user's are not."""
+    """The program's inputs are float64; the user's stay float32."""
     model = nn.Sequential(nn.Conv1d(2, 4, 1), nn.Flatten(), nn.Linear(8, 4))
     inputs, loss = (torch.randn(4, 2, 2),), lambda out, _: out.square().mean()
     plan = autopar.plan(model, (1, 2), inputs, precision="fp64", stages=1, loss_fn=loss)
     plan.save(tmp_path / "plan.json")
     again = autopar.Plan.load(tmp_path / "plan.json").bind(model, loss_fn=loss)
     assert again.code() == plan.code()
+
+
+def test_a_plan_of_version_0_3_0_loads(tiny: Plan) -> None:
+    """Such a file has `gap` for `stage_gap`, and lacks the keys `recipe` and `bound_s`."""
+    raw = json.loads(tiny.data.to_json())
+    raw["gap"] = raw.pop("stage_gap")
+    del raw["recipe"], raw["bound_s"]
+    assert PlanData.from_json(json.dumps(raw)) == replace(tiny.data, recipe="")

@@ -1,8 +1,8 @@
-"""Plan files of several stages: what is saved is what runs, and what a hand may change.
+"""Plan files of several stages: saved plans run unchanged; hand edits run or are refused.
 
-save, load, run        bitwise the loss and gradients of the plan that was made, on thread ranks
-hand edits             of where stages begin, of what crosses between them and how: they run
-                       with parity where they are legal, else are refused with the reason
+save, load, run        bitwise the loss and gradients of the original plan, on thread ranks
+hand edits             change where stages begin, what crosses between them, and how;
+                       legal ones run with parity, illegal ones are refused with the reason
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def make_plan(name: str) -> Plan:
 
 @pytest.fixture(scope="module")
 def given() -> Plan:
-    """`up` on the first two ranks, `down` on the others; columns cross."""
+    """`up` on the first two ranks, `down` on the others; activations cross sharded by columns."""
     plan = make_plan("given stages")
     first, last = plan.data.stages
     assert (first.begins_at, last.begins_at) == (UP, DOWN)
@@ -79,7 +79,7 @@ def stepped(plan: Plan) -> list[tuple[Tensor, dict[str, Tensor]]]:
 
 
 def reread(plan: Plan, tmp_path: Path, edit: Edit = lambda raw: None) -> Plan:
-    """The plan from its file, edited, and bound to the model again."""
+    """Write the plan's JSON with an edit, load it, and bind it to the model."""
     raw = json.loads(plan.data.to_json())
     edit(raw)
     file = tmp_path / "plan.json"
@@ -102,7 +102,7 @@ def test_a_saved_plan_runs_bitwise_alike(name: str, tmp_path: Path) -> None:
 
 
 def test_stages_of_a_plan(tmp_path: Path) -> None:
-    """What a user reads of the stages, of a file that is not bound to its model too."""
+    """A loaded plan describes its stages even before it is bound to its model."""
     plan = make_plan("unequal stages")
     plan.save(tmp_path / "plan.json")
     for read in (plan, Plan.load(tmp_path / "plan.json")):
@@ -111,9 +111,6 @@ def test_stages_of_a_plan(tmp_path: Path) -> None:
         assert [stage.modules for stage in read.stages] == [("up",), ("down",)]
         assert list(read.placements) == ["up.weight", "up.bias", "down.weight", "down.bias"]
     assert list(plan.code()) == ["stage_0.py", "stage_1.py"]
-
-
-# -- edits by hand ---------------------------------------------------------------------------------
 
 
 def stage(k: int, **values: Any) -> Edit:
@@ -215,7 +212,7 @@ def test_legal_edits_run_with_parity(name: str, given: Plan, tmp_path: Path) -> 
 
 
 def test_modules_that_run_nothing_may_be_named() -> None:
-    """A dropout that is off, and rotary tables, which are constants."""
+    """Rotary tables are constants, so `rotary_emb` has no operators."""
     model, batch = tiny_llama(2), random_tokens(0)
     names = ["model.embed_tokens", "model.rotary_emb", "model.layers.0"]
     rest = ["model.layers.1", "model.norm", "lm_head"]

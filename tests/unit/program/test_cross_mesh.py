@@ -1,4 +1,4 @@
-"""Slices between stages: every element crosses once, to where placement says it belongs."""
+"""Slices between stages: every element crosses once, to the rank that owns it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from autopar.errors import VerificationError
-from autopar.mesh import Device, Link, LogicalMesh
+from autopar.mesh import LogicalMesh
 from autopar.placement.spec import I, P, Placement, R, S, Spec, TensorType, all_specs, local_shape
 from autopar.program.cross_mesh import Slice, local_factors, slices
 from autopar.runtime.execute.delivery import shard
+from tests.helpers.machines import mesh_of
 
 MESHES = (
     ((1, 1), (1, 3)),
@@ -31,15 +32,9 @@ MESHES = (
 Dims = tuple[tuple[int, ...], ...]
 
 
-def mesh_of(sizes: Sequence[int], first_rank: int = 0) -> LogicalMesh:
-    names = ("dp", "tp", "cp")[: len(sizes)]
-    links = (Link(1e-6, 1e-9),) * len(sizes)
-    return LogicalMesh(tuple(sizes), names, links, Device(1e12, 1e11, 1e9), first_rank)
-
-
 @dataclass(frozen=True)
 class Crossing:
-    """A tensor at a boundary: its factors, and both ends."""
+    """A tensor that crosses between stages: its factors, and the spec and mesh at both ends."""
 
     dims: Dims
     source: Spec
@@ -56,7 +51,7 @@ class Crossing:
 
 
 def endings(dims: Dims, sizes: tuple[int, ...], whole: Placement) -> list[Spec]:
-    """Every spec of shards and `whole` that is legal on axes of these sizes."""
+    """Every legal spec of shards and `whole`; axes of size 1 are Invariant or shards."""
 
     def ends(spec: Spec) -> bool:
         pairs = zip(spec.placements, sizes, strict=True)
@@ -67,7 +62,7 @@ def endings(dims: Dims, sizes: tuple[int, ...], whole: Placement) -> list[Spec]:
 
 @st.composite
 def crossings(draw: st.DrawFn) -> Crossing:
-    """Strided factors, dims of one element, no dims, several axes on one factor in any order."""
+    """With strided factors, dims of one element, no dims, or several axes on one factor."""
     sizes = st.sampled_from((1, 2, 3, 4, 6, 8, 12))
     factors = st.lists(sizes, min_size=0, max_size=2).map(tuple)
     dims = tuple(draw(st.lists(factors, max_size=2)))
@@ -75,9 +70,9 @@ def crossings(draw: st.DrawFn) -> Crossing:
     return Crossing(
         dims,
         draw(st.sampled_from(endings(dims, first, R))),
-        mesh_of(first),
+        mesh_of(*first),
         draw(st.sampled_from(endings(dims, second, P))),
-        mesh_of(second, math.prod(first)),
+        mesh_of(*second, first_rank=math.prod(first)),
     )
 
 
@@ -99,7 +94,7 @@ def parts(
 
 
 def numbered(shape: Sequence[int]) -> Tensor:
-    """Elements 1, 2, ...: no two alike, and none is 0."""
+    """Elements 1, 2, ...: all different, none is 0."""
     return torch.arange(1, math.prod(shape) + 1).reshape(tuple(shape))
 
 
@@ -143,7 +138,7 @@ def test_every_element_crosses_once_between_owners(case: Crossing) -> None:
     found = case.slices()
     assert sum(piece.n_elements for piece in found) == math.prod(case.shape)
     pairs = [(piece.source_rank, piece.target_rank) for piece in found]
-    assert pairs == sorted(set(pairs))  # one box each, in order
+    assert pairs == sorted(set(pairs))  # at most one slice per pair of ranks, in order
     for piece in found:
         assert owns(case.source, case.source_mesh.coordinate(piece.source_rank))
         assert owns(case.target, case.target_mesh.coordinate(piece.target_rank))
@@ -160,8 +155,12 @@ def test_local_factors_are_the_local_shape(case: Crossing) -> None:
 def test_heads_of_a_fused_projection_cross_strided() -> None:
     """(3, 4 heads, 2): two ranks hold two heads each, four ranks one each."""
     found = slices(
-        ((3, 4, 2),), Spec.parse("S(0.1)"), mesh_of((2,)), Spec.parse("S(0.1)"), mesh_of((4,), 2)
-    )
+        ((3, 4, 2),),
+        Spec.parse("S(0.1)"),
+        mesh_of(2),
+        Spec.parse("S(0.1)"),
+        mesh_of(4, first_rank=2),
+    )  # fmt: skip
     assert [(p.source_rank, p.target_rank) for p in found] == [(0, 2), (0, 3), (1, 4), (1, 5)]
     assert found[1].source == (slice(0, 3), slice(1, 2), slice(0, 2))
     assert found[1].target == (slice(0, 3), slice(0, 1), slice(0, 2))
@@ -170,9 +169,9 @@ def test_heads_of_a_fused_projection_cross_strided() -> None:
 
 def test_the_order_of_axes_on_one_factor_decides_who_sends_what() -> None:
     def senders(text: str) -> list[int]:
-        """Which rank of (2, 2) sends each quarter to the ranks of a mesh of four."""
+        """The rank of (2, 2) that sends to each rank of a mesh of four."""
         found = slices(
-            ((4,),), Spec.parse(text), mesh_of((2, 2)), Spec.parse("S(0)"), mesh_of((4,), 4)
+            ((4,),), Spec.parse(text), mesh_of(2, 2), Spec.parse("S(0)"), mesh_of(4, first_rank=4)
         )
         return [p.source_rank for p in sorted(found, key=lambda p: p.target_rank)]
 
@@ -181,13 +180,15 @@ def test_the_order_of_axes_on_one_factor_decides_who_sends_what() -> None:
 
 
 def test_a_tensor_without_dims_is_one_slice() -> None:
-    (found,) = slices((), Spec.parse("R R"), mesh_of((2, 2)), Spec.parse("P"), mesh_of((3,), 4))
+    (found,) = slices(
+        (), Spec.parse("R R"), mesh_of(2, 2), Spec.parse("P"), mesh_of(3, first_rank=4)
+    )
     assert found == Slice(0, 4, (), (), ())
     assert found.n_elements == 1
 
 
 def test_a_tensor_without_elements_does_not_cross() -> None:
-    assert not slices(((4,), (0,)), Spec((S(0),)), mesh_of((2,)), Spec((P,)), mesh_of((2,), 2))
+    assert not slices(((4,), (0,)), Spec((S(0),)), mesh_of(2), Spec((P,)), mesh_of(2, first_rank=2))
 
 
 @pytest.mark.parametrize(
@@ -205,5 +206,9 @@ def test_a_tensor_without_elements_does_not_cross() -> None:
 def test_specs_that_cannot_cross_are_refused(source: str, target: str, message: str) -> None:
     with pytest.raises(VerificationError, match=message):
         slices(
-            ((4,), (3,)), Spec.parse(source), mesh_of((2,)), Spec.parse(target), mesh_of((2,), 2)
+            ((4,), (3,)),
+            Spec.parse(source),
+            mesh_of(2),
+            Spec.parse(target),
+            mesh_of(2, first_rank=2),
         )

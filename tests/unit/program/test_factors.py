@@ -46,7 +46,7 @@ class Graph:
 
 
 def test_a_fused_projection_is_three_by_heads_by_head_dim() -> None:
-    """qkv = x w; q, k, v = heads of its thirds: the weight learns the heads."""
+    """qkv = x w; q, k and v are its thirds, viewed as heads: the weight gets their factors."""
     graph = Graph(x=(4, 32), w=(96, 32), qkv=(4, 96), q=(4, 32), k=(4, 32), heads=(4, 8, 4))
     graph.join("b i, o i -> b o", "x w", "qkv")
     graph.join("b (n! o) -> b o, b o", "qkv", "q k").view("q", "heads")
@@ -57,7 +57,7 @@ def test_a_fused_projection_is_three_by_heads_by_head_dim() -> None:
 
 
 def test_grouped_queries_split_the_heads() -> None:
-    """8 heads of the query over 4 of the key: its weight's dim is 4 x 2 x head_dim."""
+    """8 query heads share 4 key heads, so the query weight's dim is 4 x 2 x head_dim."""
     graph = Graph(
         wq=(16, 8), wk=(8, 8), x=(6, 8), q=(6, 16), k=(6, 8), qh=(6, 8, 2), kh=(6, 4, 2), y=(6, 8)
     )
@@ -120,7 +120,7 @@ def test_unify_splits_both_sides() -> None:
 
 
 def reshaped(sizes: list[int], data: st.DataObject) -> Shape:
-    """A shape of the same elements, by merging and reordering prime factors."""
+    """A shape with as many elements, made by reordering and merging prime factors."""
     shape: list[int] = []
     merges: list[bool] = data.draw(st.lists(st.booleans(), min_size=len(sizes)))
     order: list[int] = data.draw(st.permutations(sizes))

@@ -1,4 +1,4 @@
-"""`autopar.compare` and its command: what plans have side by side, and what differs."""
+"""`autopar.compare` and its command: plans side by side, and where they differ."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MESH = autopar.Mesh((1, 2), hardware="a100-80gb")
 
 
 class Deep(nn.Module):
-    """Three blocks that are placed alike."""
+    """Three blocks with equal placements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Deep(nn.Module):
 
 
 def tiny() -> tuple[Any, Any]:
-    """A factory of the command line."""
+    """A model factory for the command line."""
     return Tiny(), batch()
 
 
@@ -59,7 +59,7 @@ def pipelined() -> autopar.Plan:
 
 
 def section(text: str, title: str) -> dict[str, list[str]]:
-    """The rows of a section of the text, cells by the row's name."""
+    """The cells of each row of one section of the text, by the row's name."""
     lines = text.split(f"{title}\n")[1].split("\n\n")[0].splitlines()
     rows = [[cell for cell in line.split("  ") if cell] for line in lines]
     return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows}
@@ -77,7 +77,7 @@ def test_costs_and_collectives_side_by_side(
         assert entry["predicted"]["peak_bytes"] == plan.predicted.peak_bytes
         moved = {(row["phase"], row["kind"]): row for row in entry["collectives"]}
         for (phase, kind), row in moved.items():
-            # Of one stage: all that it does of this kind.
+            # A row shows the stage that moves the most bytes in this phase and kind.
             of_stage: dict[int, int] = {}
             for c in plan.collectives():
                 if (c.phase, c.kind) == (phase, kind):
@@ -163,9 +163,6 @@ def test_a_plan_that_was_edited_to_nonsense(megatron: autopar.Plan) -> None:
     edited = autopar.Plan(replace(megatron.data, stages=(bad,)))
     with pytest.raises(PlanError, match="on 1 axes"):
         autopar.compare(megatron, edited).text()
-
-
-# -- the command -----------------------------------------------------------------------------------
 
 
 def run(*words: str) -> Any:

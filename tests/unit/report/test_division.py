@@ -1,4 +1,4 @@
-"""How much of a plan is divided over ranks: known shares of known plans."""
+"""The sharded fraction of matmuls and parameters, on plans whose fractions are known."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def test_recipes(manual: Manual, wanted: Division) -> None:
 
 @pytest.mark.parametrize("n_ranks", [1, 2, 4])
 def test_all_do_all(n_ranks: int) -> None:
-    """Links so slow that nothing is worth sending."""
+    """Links are so slow that every rank computes everything."""
     slow = Link(1e9, 1e9)
     mesh = Mesh((1, n_ranks), links=[slow, slow], device=Device(1e12, 1e12, 1e12))
     assert division(planned("mlp", mesh)) == Division(0.0, 1 / n_ranks, 0.0)
 
 
 def test_tensor_parallel() -> None:
-    """Of 3 x (32 x 32 + 32) elements only biases stay whole: those behind a sum over ranks."""
+    """Of 3 x (32 x 32 + 32) elements, only biases that follow a sum over ranks stay whole."""
     pipeline = planned("mlp", machine((1, 2)), Manual(tp=2))
     (stage,) = pipeline.stages
     whole = sum(p.stored.shape[0] for p in stage.parameters if not is_sharded(p.stored))
@@ -60,7 +60,7 @@ def test_tensor_parallel() -> None:
 
 
 def test_a_tied_parameter_counts_once() -> None:
-    """Its mirror on the last stage is no other parameter."""
+    """Its mirror on the last stage is not counted again."""
     pipeline = planned("gpt2", machine((2, 2)), Manual(pp=2, tp=2))
     held = [(p, p.mirror_of) for s in pipeline.stages for p in s.parameters]
     (tied,) = (p for p, mirror in held if mirror is not None)
@@ -73,7 +73,7 @@ def test_a_tied_parameter_counts_once() -> None:
 
 
 def test_products_of_two_activations_have_no_weight() -> None:
-    """GPT-2: four products with weights per layer, one head; attention has none."""
+    """GPT-2: four matmuls with weights per layer and one in the head; attention has no weight."""
     (stage,) = planned("gpt2", machine((1, 2)), Manual(tp=2)).stages
     kinds = [p.weight_is_sharded for p in products(stage)]
     assert kinds.count(None) == 2
@@ -83,7 +83,7 @@ def test_products_of_two_activations_have_no_weight() -> None:
 
 
 def test_a_gathered_weight_is_a_weight() -> None:
-    """ZeRO-3 gathers each right before its product, and uses it whole."""
+    """ZeRO-3 gathers each weight right before its matmul, which uses it whole."""
     (stage,) = planned("gpt2", machine((1, 2)), Manual(dp=2, zero=3)).stages
     kinds = [p.weight_is_sharded for p in products(stage)]
     assert kinds.count(None) == 2

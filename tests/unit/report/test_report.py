@@ -1,7 +1,7 @@
 """The picture and the page of a plan.
 
 goldens      the whole graph of a tiny MLP and of a 2-layer GPT-2
-folding      equal blocks are one; whatever differs, or is read from elsewhere, is drawn apart
+folding      equal blocks are drawn once; a block that differs, or is read from elsewhere, apart
 traffic      every collective of activations is in the picture, with its bytes
 page         well-formed, self-contained, escaped; with and without the program `dot`
 """
@@ -51,9 +51,9 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    """Layers with a given activation each; `skip` adds layer 0's result at the end.
+    """Layers with the given activations; `skip` adds layer 0's result at the end.
 
-    `into` gives the first layer an input with a gradient, as the others have.
+    `into` makes the first layer's input carry a gradient, as the inputs of the others do.
     """
 
     def __init__(self, acts: list[nn.Module], skip: bool = False) -> None:
@@ -91,7 +91,7 @@ def pipeline_of(plan: Plan) -> Pipeline:
 
 
 def program_of(plan: Plan) -> StageProgram:
-    """Of a plan with one stage."""
+    """The program of a plan with one stage."""
     (program,) = pipeline_of(plan).stages
     return program
 
@@ -102,18 +102,12 @@ def copies(plan: Plan) -> list[int]:
     return [len(s.copies) for s in sections if s.blocks[0].index]
 
 
-# -- goldens ---------------------------------------------------------------------------------------
-
-
 def test_the_graph_of_a_tiny_mlp(tiny: Plan, golden: Golden) -> None:
     golden("tiny.dot", tiny.to_dot())
 
 
 def test_the_graph_of_gpt2(gpt2: Plan, golden: Golden) -> None:
     golden("gpt2_2_layers.dot", gpt2.to_dot())
-
-
-# -- folding ---------------------------------------------------------------------------------------
 
 
 def test_equal_blocks_fold() -> None:
@@ -144,11 +138,11 @@ def test_a_block_of_one_box_has_no_frame() -> None:
     options = {"loss_fn": case.loss_fn} if case.loss_fn else {}
     graph = autopar.plan(case.model(), (2, 2), case.batch(0), **MEGATRON, **options).to_dot()
     assert "<B>net.0</B></TD>" in graph and "label=<<B>net.0</B>>" not in graph
-    assert "label=<<B>net.2</B>>" in graph  # a projection and, after its reshard, the bias
+    assert "label=<<B>net.2</B>>" in graph  # two boxes: a projection and, after a reshard, its bias
 
 
 def test_one_other_reshard_is_drawn_apart(gpt2: Plan) -> None:
-    """The same program with other bytes in one reshard of the last block."""
+    """Other bytes in one reshard keep the last block from folding."""
     shown = picture(program_of(gpt2))
     last = max(
         i for i, e in enumerate(shown.edges) if shown.nodes[e.target].block.index and e.moves
@@ -183,12 +177,9 @@ def test_blocks_of_module_paths(module: str, path: str, relative: str) -> None:
     assert (block.path, block.relative(module)) == (path, relative)
 
 
-# -- what is in the picture ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("options", [MEGATRON, {"manual": Manual(dp=1, tp=4, sp=True)}])
 def test_every_collective_of_activations_is_in_the_picture(options: dict[str, Any]) -> None:
-    """Unfolded edges against the calls of one microbatch."""
+    """Compares the edges before folding with the collectives of one microbatch."""
     plan = stack(nn.ReLU(), nn.Tanh(), **options)
     edges = picture(program_of(plan)).edges
     drawn: Counter[tuple[str, int]] = Counter()
@@ -209,9 +200,6 @@ def test_results_are_coloured_by_how_they_are_sharded() -> None:
     assert nodes["x"].shards[0] == "data"
     assert nodes["up"].shards == ("data", "tensor")
     assert nodes["down"].shards == ("data", "partial")
-
-
-# -- the page --------------------------------------------------------------------------------------
 
 
 def parsed(text: str) -> ET.Element:

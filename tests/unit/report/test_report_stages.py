@@ -1,8 +1,8 @@
-"""Plans of several stages in words, as a graph and as a page.
+"""Plans of several stages as text, as a graph and as a page.
 
-golden      the graph of a 4-layer GPT-2 on two stages, and what is said of it
+golden      the graph and the text of a 4-layer GPT-2 on two stages
 modules     what a stage holds, folded; blocks that two stages share
-crossings   bytes are those of the slices that cross; in the graph they join the right boxes
+crossings   bytes are those of the slices that cross; graph edges join the right boxes
 schedule    the grid's clocks; the timeline's boxes
 """
 
@@ -39,7 +39,7 @@ Stages = Sequence[tuple[Sequence[str], tuple[int, int]]]
 
 
 class Branched(nn.Module):
-    """Layers, and the first one's result read by every later one."""
+    """Every later layer also reads the first layer's result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def branched() -> Plan:
 
 @lru_cache
 def gpt2() -> Plan:
-    """Tensor-parallel stages of two blocks each, under one tied embedding."""
+    """Two tensor-parallel stages of two blocks each, with a tied embedding."""
     recipe = autopar.Manual(tp=2, pp=2)
     return autopar.plan(
         jobs.gpt2(4), machine((2, 2)), jobs.tokens(0), manual=recipe, microbatches=4
@@ -76,18 +76,12 @@ def pipeline_of(plan: Plan) -> Pipeline:
     return plan.bound.pipeline
 
 
-# -- goldens ---------------------------------------------------------------------------------------
-
-
 def test_the_graph_of_gpt2_on_two_stages(golden: Golden) -> None:
     golden("gpt2_2_stages.dot", gpt2().to_dot())
 
 
 def test_gpt2_on_two_stages_in_words(golden: Golden) -> None:
     golden("gpt2_2_stages.txt", gpt2().explain() + "\n")
-
-
-# -- words -----------------------------------------------------------------------------------------
 
 
 def test_headline() -> None:
@@ -178,9 +172,6 @@ def test_a_long_list_is_cut_to_the_best() -> None:
     assert alternative_rows(replace(data, alternatives=rows[:2])) == (list(rows[:2]), "")
 
 
-# -- the graph -------------------------------------------------------------------------------------
-
-
 def edges_of(graph: str) -> list[tuple[str, str]]:
     return re.findall(r"^\t+(\w+) -> (\w+)", graph, re.MULTILINE)
 
@@ -203,14 +194,14 @@ def test_every_end_of_an_edge_is_drawn() -> None:
 
 
 def test_what_crosses_stays_out_of_the_clusters() -> None:
-    """Clusters are indented; a node that one names would be drawn inside it."""
+    """A node is drawn inside a cluster that names it; lines of clusters are indented more."""
     for line in gpt2().to_dot().splitlines():
         if "crossing_" in line:
             assert re.match(r"\t\S", line)
 
 
 def test_the_first_block_of_a_stage_folds_with_the_next() -> None:
-    """Though it reads what was received, after a reshard."""
+    """The block folds although it reads a received tensor through a reshard."""
     pipeline = pipeline_of(gpt2())
     for program in pipeline.stages:
         sections, _ = fold(picture(program))
@@ -221,9 +212,6 @@ def test_ties_are_dashed_and_named() -> None:
     (line,) = [text for text in gpt2().to_dot().splitlines() if "label=<tied: " in text]
     assert "transformer.wte.weight" in line and "style=dashed" in line
     assert "constraint=false" in line
-
-
-# -- schedule and page -----------------------------------------------------------------------------
 
 
 def test_grid() -> None:

@@ -1,4 +1,4 @@
-"""Weak scaling by dims: laws of its points, shapes read from configurations, the command."""
+"""Weak scaling of transformers by dims: its laws, shapes from configurations, the command."""
 
 from __future__ import annotations
 
@@ -49,9 +49,6 @@ def scaled(recipe: Recipe, nodes: tuple[int, ...] = (4, 8, 32), **kwargs: Any) -
     return weak_scaling(SMALL, recipe, kwargs.pop("profile", H100), nodes, 8, **kwargs)
 
 
-# -- laws ------------------------------------------------------------------------------------------
-
-
 @given(RECIPES)
 def test_the_batch_grows_with_the_devices(recipe: Recipe) -> None:
     found = scaled(recipe)
@@ -69,7 +66,7 @@ def test_the_batch_grows_with_the_devices(recipe: Recipe) -> None:
 
 @given(RECIPES.filter(lambda recipe: recipe.zero == 0))
 def test_only_gradient_sync_makes_more_devices_less_efficient(recipe: Recipe) -> None:
-    """With links that take no time, every number of devices is as fast as the first."""
+    """With free links, efficiency is 1 for every number of devices."""
     efficiencies = [point.efficiency for point in scaled(recipe).points]
     assert efficiencies == sorted(efficiencies, reverse=True)
     free = changed(H100, f"{FREE_LINKS},link.intra_node.in_switch_s_per_byte=0x")
@@ -115,8 +112,6 @@ def test_recipes_that_do_not_fit(recipe: Recipe, nodes: tuple[int, ...], said: s
         scaled(recipe, nodes, batch=1 if nodes == (2, 3) else None)
 
 
-# -- configurations --------------------------------------------------------------------------------
-
 DIMS = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 96}
 WIDE = DIMS | {"num_key_value_heads": 2, "intermediate_size": 112}
 CONFIGS = {
@@ -147,9 +142,6 @@ def test_what_the_dims_leave_out_is_said() -> None:
         shape_of(transformers.AutoConfig.for_model("t5"), seq=32)
 
 
-# -- reports ---------------------------------------------------------------------------------------
-
-
 def test_the_plot_has_a_line_per_machine_in_both_panels() -> None:
     scalings = [scaled(Recipe(tp=8)), scaled(Recipe(tp=8), profile=changed(H100, FREE_LINKS))]
     drawing = ElementTree.fromstring(scaling_svg("a <title>", scalings))
@@ -170,9 +162,6 @@ def test_the_table_says_what_does_not_fit() -> None:
     assert "does not fit" not in fits and fits.splitlines()[2].split()[:2] == ["32", "4"]
     small = changed(H100, "device.memory_bytes=1e8")
     assert "does not fit: " in scaling_text([scaled(Recipe(tp=8), profile=small)])
-
-
-# -- the command -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Reshards: the moves of a path take shards to shards, gradients back, at the least cost."""
+"""Reshards: a path's moves give the right shards and gradients, at the least cost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autopar.mesh import Device, Link, LogicalMesh
 from autopar.passes.reshard.costs import ReshardTable, ReshardTables
 from autopar.passes.reshard.move_graph import (
     MoveStep,
@@ -30,20 +29,15 @@ from autopar.runtime.collectives import pairs as collectives
 from autopar.runtime.groups.calls import Recorder
 from autopar.runtime.groups.group import Group
 from autopar.runtime.launch.threads import ThreadWorld, run_threads
+from tests.helpers.machines import mesh_of
 from tests.helpers.strategies import AXIS_SIZES, reshards, tensor_types
 
 TOLERANCE = 1e-13
 Reshard = tuple[TensorType, tuple[int, ...], Spec, Spec]
 
 
-def mesh_of(sizes: Sequence[int]) -> LogicalMesh:
-    names = tuple(f"axis{i}" for i in range(len(sizes)))
-    links = (Link(0.0, 0.0),) * len(sizes)
-    return LogicalMesh(tuple(sizes), names, links, Device(1.0, 1.0, 1.0))
-
-
 def apply(move: Move, x: Tensor, groups: Mapping[tuple[int, ...], Group]) -> Tensor:
-    """The runtime's function of a move, called as generated programs call it."""
+    """Call the runtime's function of a move as generated programs do."""
     function, group = getattr(collectives, move.name), groups[move.axes]
     if len(move.splits) == 2:
         source, target = ((s.dim, s.outer) for s in move.splits)
@@ -58,7 +52,10 @@ def check_steps(
     source: Spec,
     target: Spec,
 ) -> list[list[tuple[str, int]]]:
-    """Run `steps` on thread ranks, forward and back; the collectives that rank 0 saw."""
+    """Run `steps` on thread ranks, forward and backward, and check values and gradients.
+
+    Returns rank 0's collectives as (kind, bytes): one list per step, and one of backward.
+    """
     random = torch.Generator().manual_seed(0)
     value, gradient = (
         torch.randn(tensor.shape, generator=random, dtype=torch.float64) for _ in range(2)
@@ -67,7 +64,7 @@ def check_steps(
     seeds = scatter(gradient, tensor, gradient_spec(target), sizes, random)
 
     def work(world: ThreadWorld) -> tuple[Tensor, Tensor | None, list[list[tuple[str, int]]]]:
-        groups = world.make_groups(mesh_of(sizes))
+        groups = world.make_groups(mesh_of(*sizes))
         x = at = inputs[world.rank].requires_grad_(tensor.has_grad)
         seen: list[list[tuple[str, int]]] = []
         with Recorder() as recorder:
@@ -110,7 +107,7 @@ def check_bytes(
 
 
 def ring_time_s(kind: PrimitiveKind, size_bytes: int, axes: tuple[int, ...]) -> float:
-    """Seconds that tell primitives, sizes and axes apart; the outer axis is slower."""
+    """Times that differ between primitives, sizes and axes; the outer axis is slower."""
     if kind == "identity":
         return 0.0
     per_byte = 1e-9 * sum(3.0 if axis == 0 else 1.0 for axis in axes)
@@ -129,7 +126,7 @@ def table_of(
     time_of: PrimitiveTime,
     no_reduce_scatter: bool = False,
 ) -> ReshardTable:
-    """On one mesh, whose primitives take `time_of`."""
+    """The table of one tensor on one mesh whose primitives take `time_of` seconds."""
     seconds = [
         time_of(p.kind, tensor.size_bytes // math.prod(sizes[a] for a in p.shards), p.axes)
         for p in move_graph(tensor, sizes).primitives
@@ -138,7 +135,7 @@ def table_of(
 
 
 def test_every_single_move() -> None:
-    """From every spec of a matrix with a strided dim, two axes on one factor included."""
+    """From every spec of a matrix with a strided dim, also with two axes on one factor."""
     tensor, sizes = TensorType(((4, 4), (4,)), 8, True), (2, 2)
     legal = frozenset(all_specs(tensor, sizes))
     names = set()
@@ -174,7 +171,7 @@ def test_a_path_takes_shards_to_shards_and_gradients_back(
 
 
 def shortest_s(tensor: TensorType, sizes: tuple[int, ...], source: Spec) -> dict[Spec, float]:
-    """Dijkstra over single moves."""
+    """The least seconds from `source` to every spec, by Dijkstra over single moves."""
     legal = frozenset(all_specs(tensor, sizes))
     best = {source: 0.0}
     queue = [(0.0, str(source), source)]
@@ -214,7 +211,7 @@ def test_no_path_is_cheaper(case: Reshard) -> None:
 def test_paths_are_the_same_whatever_they_are_found_with(
     sizes: list[tuple[int, ...]], has_grad: bool
 ) -> None:
-    """Of tensors and meshes of several sizes, which make other specs legal."""
+    """Tables built together equal tables built alone, also if legal specs differ by size."""
     tensors = [TensorType(((4, n), (12,)), 8, has_grad) for n in (2, 3, 4, 6)]
     alone = [table_of(*case, ring_time_s) for case in zip(tensors, sizes, strict=True)]
     seconds = np.concatenate([table.tables.seconds for table in alone])
@@ -276,7 +273,7 @@ def test_paths_one_would_write(
 
 
 def test_splits_count_local_sizes() -> None:
-    """The heads of a fused projection on axis 1, its thirds whole, head_dim on axis 0."""
+    """A fused projection (3, heads 4, head_dim 2): heads on axis 1, head_dim on axis 0."""
     table = table_of(FUSED, (2, 2), ring_time_s)
     (step,) = table.path(Spec((S(0, 2), I)), Spec((S(0, 2), S(0, 1))))
     assert [(s.dim, s.outer) for s in step.move.splits] == [(0, 3)]

@@ -1,4 +1,4 @@
-"""Schedules: known grids, counts and clocks; lowering never deadlocks; faults have names."""
+"""Schedules: known grids, counts and clocks; lowering never deadlocks; faults are named."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from autopar.cost.simulate import Spent, SplitBackward, StageTimes, simulate
+from autopar.cost.simulate import PartWork, SplitBackward, StageTimes, simulate
 from autopar.errors import AutoparError, OptionError, PlanError, VerificationError
 from autopar.schedule import (
     ORDERS,
@@ -44,12 +44,9 @@ UP_TO_12 = list(itertools.product(range(1, 13), repeat=2))
 
 @st.composite
 def lowered(draw: st.DrawFn) -> tuple[Schedule, Schedule]:
-    """A schedule, and the same with messages."""
+    """A schedule without messages, and the same one with messages."""
     schedule = draw(schedules())
     return schedule, lower(schedule, draw(transfers(schedule.n_stages)))
-
-
-# -- orders ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ORDERS)
@@ -108,7 +105,7 @@ def test_reference_results_of_zero_bubble(costs: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("n", range(1, 8))
 def test_reference_results_of_eager_zero_bubble(n: int) -> None:
     for m in range(1, 20):
-        schedule = zero_bubble(n, m, is_eager=True)
+        schedule = zero_bubble(n, m, zb_h2=True)
         validate(schedule)
         prove_deadlock_free(lower(schedule, chain(n)))
         assert [in_flight(schedule, i) for i in range(n)] == [min(m, 2 * n - 1)] * n
@@ -122,11 +119,11 @@ def test_reference_results_of_eager_zero_bubble(n: int) -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_eager_zero_bubble_with_messages_is_simulated_alike(n: int) -> None:
-    """What is left is the way in, at the start of the last stage; messages are free."""
-    part = Spent(0.5)
-    stage = StageTimes(1, Spent(), part, SplitBackward(part, part), Spent(), 0.0)
+    """With free messages, a step is one stage's work and n - 1 forwards to fill the pipeline."""
+    part = PartWork(0.5)
+    stage = StageTimes(1, PartWork(), part, SplitBackward(part, part), PartWork(), 0.0)
     m = 2 * n
-    timeline = simulate(zero_bubble(n, m, is_eager=True), [stage] * n, sends_as_made=True)
+    timeline = simulate(zero_bubble(n, m, zb_h2=True), [stage] * n, sends_as_made=True)
     assert timeline.step_time_s == pytest.approx(0.5 * (3 * m + n - 1))
 
 
@@ -152,9 +149,6 @@ def test_counts_below_one(order: Callable[[int, int], Schedule], n: int, m: int)
         order(n, m)
 
 
-# -- text ------------------------------------------------------------------------------------------
-
-
 @hypothesis.given(lowered())
 def test_text_round_trip(case: tuple[Schedule, Schedule]) -> None:
     schedule, with_messages = case
@@ -174,9 +168,6 @@ def test_not_an_action(text: str) -> None:
         parse_action(text)
 
 
-# -- lowering --------------------------------------------------------------------------------------
-
-
 @hypothesis.given(lowered())
 def test_lowering_is_valid_and_keeps_the_order(case: tuple[Schedule, Schedule]) -> None:
     schedule, with_messages = case
@@ -190,7 +181,7 @@ def test_lowering_is_valid_and_keeps_the_order(case: tuple[Schedule, Schedule]) 
 
 @hypothesis.given(lowered())
 def test_another_checker_agrees(case: tuple[Schedule, Schedule]) -> None:
-    """`check_rendezvous` knows nothing of schedules."""
+    """`check_rendezvous` sees only group calls, no schedule."""
     calls = {
         device: [_call(case[1], action) for action in line if not action.is_compute]
         for device, line in enumerate(case[1].rows)
@@ -208,7 +199,10 @@ def _call(schedule: Schedule, action: Action) -> GroupCall:
 def test_runs_of_messages_may_be_one_batch(
     case: tuple[Schedule, Schedule], rng: random.Random
 ) -> None:
-    """A stage posts a run of messages at once and goes on when all are done; any stage first."""
+    """A stage posts a run of messages at once and goes on when all are done.
+
+    Stages that can go on do so in any order.
+    """
     runs = [
         [tuple(run) for _, run in itertools.groupby(line, key=lambda a: a.is_compute)]
         for line in case[1].rows
@@ -244,13 +238,10 @@ def test_durations_of_messages_count() -> None:
 
 
 def test_steady_state_exchange_is_one_run() -> None:
-    """Megatron's send_backward_recv_forward: both messages between two computes, on both."""
+    """As Megatron's send_backward_recv_forward: both messages, between two computes, on both."""
     first, last = lower(one_f_one_b(2, 4), chain(2)).stages
     assert "0F1 0RB0<1 0SF1>1 0B0 0F2" in " ".join(map(str, first))
     assert "1B0 1SB0>0 1RF1<0 1F1" in " ".join(map(str, last))
-
-
-# -- faults ----------------------------------------------------------------------------------------
 
 
 def naive(schedule: Schedule) -> Schedule:
@@ -281,7 +272,7 @@ def test_naive_messages_deadlock_in_1f1b_alone() -> None:
 
 
 def edited(schedule: Schedule, stage: int, old: str, new: str) -> Schedule:
-    """`schedule` with words of one stage's text exchanged."""
+    """`schedule` with `old` replaced by `new` in one stage's text."""
     line = " ".join(map(str, schedule.stages[stage]))
     assert old in line, f"{old} is not in {line}"
     actions = tuple(parse_action(word) for word in line.replace(old, new).split())
@@ -345,7 +336,7 @@ def test_any_lost_or_repeated_action_is_noticed(
 def test_exchanged_messages_of_a_pair_are_noticed(
     case: tuple[Schedule, Schedule], data: st.DataObject
 ) -> None:
-    """Two neighbouring messages between the same devices, exchanged on one of them."""
+    """Two neighbouring messages between the same devices, swapped on one of them."""
     schedule = case[1]
     places = [
         (device, i)

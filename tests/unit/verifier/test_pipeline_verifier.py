@@ -1,4 +1,4 @@
-"""The verifier of pipelines: accepts what lowering makes, and names every planted fault."""
+"""The verifier of pipelines accepts what lowering makes, and names every planted fault."""
 
 from __future__ import annotations
 
@@ -50,11 +50,8 @@ def test_lowered_pipelines_pass(model: str, shapes: Shapes, order: str) -> None:
         verify_pipeline(drawn(model, shapes, order, seed))
 
 
-# -- planted faults --------------------------------------------------------------------------------
-
-
 def reordered(pipeline: Pipeline, stage: int, i: int, j: int) -> Pipeline:
-    """Two actions of one stage exchanged."""
+    """`pipeline` with two actions of one stage swapped."""
     actions = list(pipeline.schedule.stages[stage])
     actions[i], actions[j] = actions[j], actions[i]
     stages = [*pipeline.schedule.stages]
@@ -63,7 +60,7 @@ def reordered(pipeline: Pipeline, stage: int, i: int, j: int) -> Pipeline:
 
 
 def message_pairs(schedule: Schedule, stage: int) -> list[tuple[int, int]]:
-    """Neighbours in a run of messages that have the same stage at their other end."""
+    """Positions of neighbouring messages with the same peer stage."""
     actions = schedule.stages[stage]
     return [
         (i, i + 1)
@@ -74,7 +71,7 @@ def message_pairs(schedule: Schedule, stage: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_swapped_pair_of_messages(stage: int) -> None:
-    """1f1b's exchange, activations one way and gradients the other, in another order here."""
+    """1f1b exchanges activations one way for gradients the other; one stage swaps the two."""
     pipeline = drawn("mlp", SHAPES[1], "1f1b", 0)
     pairs = message_pairs(pipeline.schedule, stage)
     assert pairs

@@ -1,4 +1,4 @@
-"""The verifier: accepts what lowering makes, and names every planted fault."""
+"""The verifier accepts what lowering makes, and names every planted fault."""
 
 from __future__ import annotations
 
@@ -47,8 +47,6 @@ def test_lowered_programs_pass(model: str, sizes: tuple[int, ...], n_microbatche
     for seed in range(6):
         verify_program(drawn(model, sizes, n_microbatches, seed))
 
-
-# -- planted faults --------------------------------------------------------------------------------
 
 Wanted = Callable[[StageProgram], object]
 
@@ -170,7 +168,7 @@ def test_a_move_that_forgets_the_gradient() -> None:
 
 
 def test_i_and_r_mixed_in_one_operator() -> None:
-    """A layer norm's scale left Invariant under Replicate activations: the loss is right."""
+    """A layer norm's scale left Invariant beside Replicate activations: the loss stays right."""
 
     def skipped(program: StageProgram) -> tuple[int, MoveLine] | None:
         for at, line in enumerate(program.body):
@@ -184,7 +182,7 @@ def test_i_and_r_mixed_in_one_operator() -> None:
     found = skipped(program)
     assert found is not None
     at, move = found
-    # The same variable without the move: what its consumer reads is still Invariant.
+    # Without the move, the consumer reads a value that is still Invariant.
     body = tuple(_renamed(line, move.out.name, move.source) for line in program.body[at + 1 :])
     kept = tuple(x for x in program.body[:at] if not _frees(x, move.source))
     refused(replace(program, body=(*kept, *body)), r"is I and .* on axis")
@@ -269,8 +267,6 @@ def test_messages_name_the_line_and_the_way_out() -> None:
     assert hint.startswith("  hint: ")
 
 
-# -- moves -----------------------------------------------------------------------------------------
-
 TENSORS = [
     TensorType(((4,), (8, 4)), 4, True),
     TensorType(((4, 2, 4), (3,)), 4, True),
@@ -305,9 +301,6 @@ def test_an_outer_axis_may_not_move_while_an_inner_one_shards_the_factor() -> No
     assert "innermost" in str(check_move(tensor, both, gather, inner, sizes))
 
 
-# -- rendezvous ------------------------------------------------------------------------------------
-
-
 def sequences(
     n_ranks: int, calls: Sequence[tuple[tuple[int, ...], str]]
 ) -> dict[int, list[GroupCall]]:
@@ -339,7 +332,7 @@ def test_one_rank_in_another_order_is_noticed(
         (rank, i)
         for rank, own in found.items()
         for i in range(len(own) - 1)
-        # Two calls of one group that differ, or of two groups with another rank in common.
+        # Different calls, of one group or of two groups that share another rank.
         if own[i] != own[i + 1] and len(set(own[i].ranks) & set(own[i + 1].ranks)) > 1
     ]
     hypothesis.assume(swaps)

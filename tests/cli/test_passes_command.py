@@ -1,0 +1,54 @@
+"""`autopar passes`: the list of passes, and what each took for a model or a saved plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner
+
+from autopar.cli import app, shell
+from autopar.passes.pipeline import PASSES
+
+MODEL = "examples.demo:mlp"
+MESH = ("--mesh", "1x2", "--hardware", "a100-80gb")
+
+
+def printed(*args: str) -> str:
+    result = CliRunner().invoke(app, list(args), prog_name="autopar")
+    assert result.exit_code == shell.GOOD, result.output
+    return result.stdout
+
+
+def rows(*args: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(printed("passes", *args, "--json"))["passes"]
+    return found
+
+
+def test_without_a_model_it_is_the_list() -> None:
+    listed = rows()
+    assert [row["name"] for row in listed] == [one.name() for one in PASSES]
+    text = printed("passes")
+    for row in listed:
+        assert f"{', '.join(row['requires'])} -> {', '.join(row['provides'])}" in text
+        assert row["purpose"] in text
+
+
+def test_of_a_model_it_is_what_each_took() -> None:
+    """The search hands on its own analysis, placements and prediction."""
+    listed = {row["name"]: row for row in rows(MODEL, *MESH)}
+    assert list(listed) == [one.name() for one in PASSES]
+    idle = {name for name, row in listed.items() if row["seconds"] is None}
+    assert idle == {"analyse", "place", "price"}
+    assert listed["capture"]["made"]["Program"].endswith("4 parameters")
+    assert "considered" in listed["search"]["made"]["PlanningResult"]
+    assert listed["emit"]["made"]["Sources"].startswith("1 file, ")
+
+
+def test_of_a_saved_plan_nothing_is_searched(tmp_path: Path) -> None:
+    plan = str(tmp_path / "plan.json")
+    printed("plan", MODEL, *MESH, "-o", plan)
+    listed = {row["name"]: row["seconds"] for row in rows(plan, "--model", MODEL)}
+    assert listed["search"] is listed["record"] is None
+    assert listed["place"] > 0 and listed["price"] > 0

@@ -1,0 +1,161 @@
+"""Problems for the solvers: random ones, and graphs like those of models; no torch."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from autopar.passes.solvers.choice import solve_brute_force
+from autopar.passes.solvers.problem import ChoiceProblem, Edge, Infeasible, Solution
+from autopar.passes.solvers.problem.potentials import Weights
+from autopar.passes.solvers.repeats.repeats import Repeat, RepeatedProblem
+
+REL = 1e-9
+WEIGHTS = (Weights(), Weights(1.0, 1e-5), Weights(1.0, 0.0, 2e-4), Weights(0.0, 0.0, 1.0))
+
+
+def random_problem(seed: int, n_max: int = 6, k_max: int = 4) -> ChoiceProblem:
+    """Like `choice_problems`, drawn evenly: whole, random and zero costs, each 0-30% forbidden."""
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(1, n_max + 1))
+    sizes = rng.integers(1, k_max + 1, n)
+
+    def cost(*shape: int) -> np.ndarray:
+        whole = rng.integers(0, 6, shape).astype(float)
+        out = (whole, rng.random(shape), np.zeros(shape))[rng.integers(0, 3)] * 1e-3
+        out[rng.random(shape) < rng.choice([0.0, 0.1, 0.3])] = np.inf
+        return out
+
+    def few(*shape: int) -> np.ndarray:
+        return rng.integers(0, 4, shape).astype(float)
+
+    edges = []
+    for _ in range(int(rng.integers(0, 2 * n)) if n > 1 else 0):
+        u, v = (int(w) for w in rng.choice(n, 2, replace=False))
+        shape = (int(sizes[u]), int(sizes[v]))
+        size = few(*shape) if rng.random() < 0.5 else None
+        edges.append(Edge(u, v, cost(*shape), few(*shape), size))
+    return ChoiceProblem(
+        names=tuple(f"v{i}" for i in range(n)),
+        cost_s=tuple(cost(k) for k in sizes),
+        tie=tuple(few(k) for k in sizes),
+        bytes=tuple(few(k) for k in sizes),
+        edges=tuple(edges),
+        budget_bytes=None if rng.random() < 0.4 else float(rng.integers(0, 3 * n + 2)),
+    )
+
+
+def chain_with_residuals(n: int, k: int, seed: int) -> ChoiceProblem:
+    """A transformer-like graph: reshards between few specs, every fourth variable skips three."""
+    rng = np.random.default_rng(seed)
+    n_specs = 6
+    reshard = rng.integers(1, 9, (n_specs, n_specs)) * 1e-4
+    np.fill_diagonal(reshard, 0.0)
+    out_spec = rng.integers(0, n_specs, (n, k))
+    edges = []
+    for v in range(1, n):
+        for u in (v - 1, v - 4) if v % 4 == 0 else (v - 1,):
+            table = reshard[np.ix_(out_spec[u], rng.integers(0, n_specs, k))]
+            edges.append(Edge(u, v, table, (table > 0).astype(float)))
+    return ChoiceProblem(
+        names=tuple(f"v{i}" for i in range(n)),
+        cost_s=tuple(rng.integers(1, 9, k).astype(float) * 1e-3 for _ in range(n)),
+        tie=tuple(np.zeros(k) for _ in range(n)),
+        bytes=tuple(rng.integers(1, 20, k).astype(float) * 1e8 for _ in range(n)),
+        edges=tuple(edges),
+    )
+
+
+def clique(n: int, k: int, seed: int) -> ChoiceProblem:
+    """Every pair has an edge: as wide as a graph gets."""
+    rng = np.random.default_rng(seed)
+    pairs = itertools.combinations(range(n), 2)
+    return ChoiceProblem(
+        names=tuple(f"v{i}" for i in range(n)),
+        cost_s=tuple(rng.random(k) for _ in range(n)),
+        tie=tuple(np.zeros(k) for _ in range(n)),
+        bytes=tuple(np.zeros(k) for _ in range(n)),
+        edges=tuple(Edge(u, v, rng.random((k, k)), np.zeros((k, k))) for u, v in pairs),
+    )
+
+
+def check_same(problem: ChoiceProblem, found: Solution | Infeasible) -> None:
+    """`found` is as cheap as the brute-force optimum and has as little tie."""
+    expected = solve_brute_force(problem)
+    if isinstance(expected, Infeasible):
+        assert isinstance(found, Infeasible)
+        assert found.min_bytes == expected.min_bytes
+        return
+    assert isinstance(found, Solution), found
+    assert found.objective_s == pytest.approx(expected.objective_s, rel=REL, abs=0)
+    assert found.tie == expected.tie
+    assert found.gap == 0 and found.bound_s == found.objective_s
+    totals = problem.evaluate(found.choice)
+    assert (totals.cost_s, totals.bytes) == (found.objective_s, found.bytes)
+    assert problem.fits(found.bytes)
+
+
+def random_repeated(seed: int) -> RepeatedProblem:
+    """Before, a block (sometimes two blocks, one after the other), after, and outer variables.
+
+    Whole and zero costs make ties; up to a fifth of all entries are forbidden.
+    """
+    rng = np.random.default_rng(seed)
+    forbidden = rng.choice([0.0, 0.1, 0.2])
+    sizes: list[int] = []
+    edges: list[Edge] = []
+    repeats: list[Repeat] = []
+
+    def cost(*shape: int) -> np.ndarray:
+        whole = rng.integers(0, 6, shape).astype(float)
+        out = (whole, rng.random(shape), np.zeros(shape))[rng.integers(0, 3)] * 1e-3
+        out[rng.random(shape) < forbidden] = np.inf
+        return out
+
+    def variables(n: int, like: list[int] | None = None) -> list[int]:
+        """`n` new ones; the first are as large as `like`."""
+        wanted = [sizes[u] for u in like or []]
+        sizes.extend([*wanted, *(int(k) for k in rng.integers(1, 4, n - len(wanted)))])
+        return list(range(len(sizes) - n, len(sizes)))
+
+    def join(u: int, v: int) -> None:
+        shape = (sizes[u], sizes[v])
+        size = rng.integers(0, 4, shape).astype(float) if rng.random() < 0.5 else None
+        edges.append(Edge(u, v, cost(*shape), rng.integers(0, 4, shape).astype(float), size))
+
+    def some(of: list[int], least: int = 0) -> list[int]:
+        n = int(rng.integers(least, len(of) + 1))
+        return [int(v) for v in rng.choice(of, n, replace=False)]
+
+    outer = variables(int(rng.integers(0, 3)))
+    before = variables(int(rng.integers(1, 3)))
+    for _ in range(int(rng.integers(1, 3))):
+        ins = some(before, 1)
+        block = variables(len(ins) + int(rng.integers(0, 3)), ins)
+        like = dict(zip(ins, block, strict=False))
+        after = variables(int(rng.integers(1, 3)))
+        for u in ins:
+            join(u, int(rng.choice(block)))
+            join(like[u], int(rng.choice(after)))
+        for u, v in itertools.pairwise(block):
+            join(u, v)
+        for u in some(outer):
+            join(u, int(rng.choice(block)))
+            join(u, int(rng.choice(after)))
+        repeats.append(Repeat(tuple(block), like, frozenset(after), int(rng.integers(1, 6))))
+        before = after
+    numbers = ChoiceProblem(
+        tuple(f"v{i}" for i in range(len(sizes))),
+        tuple(cost(k) for k in sizes),
+        tuple(rng.integers(0, 4, k).astype(float) for k in sizes),
+        tuple(rng.integers(0, 4, k).astype(float) for k in sizes),
+        tuple(edges),
+    )
+    return RepeatedProblem.alone(numbers, tuple(repeats))
+
+
+def solved(outcome: Solution | Infeasible) -> Solution:
+    assert isinstance(outcome, Solution), outcome
+    return outcome

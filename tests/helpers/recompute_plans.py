@@ -1,0 +1,47 @@
+"""A GPT-2 whose activations are most of its memory, and plans of it that may recompute."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import autopar
+from autopar import Plan
+from tests.helpers.machines import one_node
+
+N_LAYERS, BATCH, SEQUENCE, WIDTH, WORDS = 4, 16, 32, 64, 256
+
+
+def model(kind: str) -> torch.nn.Module:
+    """Attention fused, or by primitives because weights are dropped."""
+    torch.manual_seed(0)
+    drop = 0.1 if kind == "dropped" else 0.0
+    config = AutoConfig.for_model(
+        "gpt2", n_layer=N_LAYERS, n_embd=WIDTH, n_head=4, vocab_size=WORDS, n_positions=SEQUENCE,
+        resid_pdrop=drop, embd_pdrop=drop, attn_pdrop=drop, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    found: torch.nn.Module = AutoModelForCausalLM.from_config(config)
+    return found
+
+
+def batch() -> dict[str, Tensor]:
+    ids = torch.randint(0, WORDS, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids}
+
+
+@cache
+def planned_gpt2(n: int, limit: int | None, recompute: str = "auto") -> Plan:
+    """All rows at once, so that more microbatches are no way out."""
+    return autopar.plan(
+        model("plain"), one_node(n), batch(), precision="fp64", stages=1, microbatches=1,
+        memory_limit=limit, recompute=recompute,
+    )  # fmt: skip
+
+
+def modes_of(plan: Plan) -> Counter[str]:
+    assert plan.bound is not None
+    return Counter(item.mode for s in plan.bound.stages for item in s.strategy.recomputed)

@@ -1,0 +1,1 @@
+"""Tests of `passes/pipeline.py` and `passes/compilation.py`."""
