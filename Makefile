@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Processes draw hash seeds of their own, so that tests of equal plans compare different ones.
 export PYTHONHASHSEED :=
 
-.PHONY: demo compare bench-plan validate-local test lint golden docs parity validate install clean
+.PHONY: demo compare bench-plan validate-local test nightly lint golden docs parity validate install clean
 
 # Trains on four processes; plans a Llama of 8 layers for 16 GPUs and draws it; a short comparison.
 demo: install
@@ -41,6 +41,11 @@ validate-local: install
 # (tests/helpers/distribution.py), so pools are shared.
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# Tests that take minutes, which no other target runs: whole ILPs, every plan of more machines, less
+# and less memory, a Llama on 64 GPUs, GPT-175B on 384.
+nightly: install
+	$(BIN)/python -m pytest -m nightly --timeout=3600
 
 lint: install
 	$(BIN)/ruff check .

@@ -71,7 +71,7 @@ __all__ = [
     "verify",
 ]
 
-# Imported when first asked for, so that `autopar --help` does not wait for torch.
+# Imported on first use, so that `autopar --help` does not wait for torch.
 _HOMES = {
     "AutoparError": "autopar.errors",
     "BatchError": "autopar.errors",

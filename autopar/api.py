@@ -1,4 +1,4 @@
-"""The front door: shard a model, save and load what it learned."""
+"""The public functions: plan, shard, save, load and compare."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from autopar.runtime import state
 def plan(model: nn.Module, mesh: Any, example_inputs: ExampleInputs, **options: Any) -> Plan:
     """Choose how to run `model` on `mesh`; needs no devices and no weights.
 
-    example_inputs: one global batch, a dict of keyword inputs or a tuple of positional ones;
-    meta or fake tensors will do. Options: see `autopar.options.Options`.
+    example_inputs: one global batch, a dict of keyword inputs or a tuple of positional ones; meta
+    or fake tensors are enough. Options: `autopar.options.Options`.
 
-    Raises `CaptureError`, `MissingRuleError`, `InfeasibleError`, `OptionError`,
-    `NotSupportedError`, each with a way out.
+    Raises `CaptureError`, `MissingRuleError`, `InfeasibleError`, `OptionError` or
+    `NotSupportedError`, each with a hint.
     """
     target = Target(Mesh.of(mesh), Options.of(**options))
     return planned(Compilation(PASSES, Source(model, example_inputs), target))
@@ -47,13 +47,13 @@ def parallelize(
 ) -> ParallelModule:
     """Shard `model` over `mesh`; call it on every rank of a torchrun or `autopar.launch` job.
 
-    example_inputs: one global batch, dict or tuple. Without it and without `plan`, planning
-    waits for `pm.prepare(**batch)` or the first step. weights: "rank0" (rank 0's values),
-    "init" (a model on meta, initialised shard by shard), or a path. The model object is left
-    untouched. Options: `autopar.options.Options`; a `plan` has decided them all but `loss_fn`.
+    example_inputs: one global batch, dict or tuple. Without it and without `plan`, planning waits
+    for `pm.prepare(**batch)` or the first step. weights: "rank0" (rank 0's values), "init" (a model
+    on meta, initialised shard by shard), or a path. The model object does not change. Options:
+    `autopar.options.Options`; with a `plan`, only `loss_fn` and `progress`.
 
-    Raises `MeshError` when the number of processes is not the mesh's, `OptionError` for an
-    option that the plan has decided otherwise.
+    Raises `MeshError` if the number of processes is not that of the mesh's ranks, `OptionError` for
+    an option that conflicts with the plan.
     """
     if plan is not None:
         options = _options_beside(plan, options)
@@ -65,12 +65,12 @@ def parallelize(
     return module
 
 
-# What is not part of a plan, because it is code or because it is about planning alone.
+# Options that a plan does not record: user code, or of planning alone.
 _BESIDE_A_PLAN = frozenset({"loss_fn", "progress"})
 
 
 def _options_beside(plan: Plan, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options for running a plan: the user's code, and the plan's own precision."""
+    """The options for running a plan: those of `_BESIDE_A_PLAN`, and the plan's precision."""
     precision = plan.data.precision
     refused = [
         f"{name}={value!r}"
@@ -92,7 +92,7 @@ def save(
     step: int = 0,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a checkpoint that any mesh and plan can load; every rank calls it."""
+    """Write a checkpoint that any mesh and plan can load; every rank must call it."""
     state.save_checkpoint(
         module._placed, module.shards, optimizer, path, step, extra, module.persistent_buffers,
         module.stream,
@@ -109,9 +109,9 @@ def load(
 
 
 def compare(*plans: Plan) -> Comparison:
-    """Plans side by side: costs, collectives, and what lies otherwise; `.text()`, `.html()`, JSON.
+    """Compare plans: costs, collectives and placements; as `.text()`, `.html()` or JSON.
 
-    Plans that were only loaded are compared without costs. Raises `OptionError` for less than two.
+    Unbound plans are compared without costs. Raises `OptionError` for less than two plans.
     """
     if len(plans) < 2:
         raise OptionError(

@@ -1,12 +1,12 @@
-"""Verification for users: one sharded step against one process.
+"""Verification for users: one sharded step against the same step on one process.
 
     captured program on one process   ==  the model itself        (tracing is right)
     sharded program on all ranks      ==  captured program        (sharding is right)
 
-Errors are max|a - b| / max(1, max|b|), of the loss, of every gradient and of every buffer that
-the step changes, on every rank.
-Inside a torchrun or `autopar.launch` job the ranks are its processes; elsewhere they are
-threads of this process, which run the same generated program.
+`verify` checks the second line. Errors are max|a - b| / max(1, max|b|) (`relative_error`), of the
+loss, of every gradient and of every buffer that the step changes, on every rank. In a torchrun or
+`autopar.launch` job the ranks are its processes. Elsewhere they are threads of this process, which
+run the same generated program.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from autopar.runtime.execute import Environment, Executor, load_code
 from autopar.runtime.launch import ThreadWorld, run_threads
 from autopar.runtime.state import extended, local_shard
 
-# Parity is the law in float64; in a model's own dtypes casts and sums round.
+# In float64 only a wrong program differs; in the model's own dtypes casts and sums round.
 TOLERANCE = {"fp64": 1e-10, "model": 1e-6}
 
 
 class StepResult(NamedTuple):
-    """What one step gives; gradients and buffers by name."""
+    """The results of one step; gradients and buffers by name."""
 
     loss: Tensor
     gradients: dict[str, Tensor]
@@ -46,7 +46,7 @@ class StepResult(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """Errors by name against `tolerance`; the loss is named `loss`."""
+    """Errors by name, and the tolerance; the loss is named `loss`."""
 
     errors: Mapping[str, float]
     tolerance: float
@@ -61,7 +61,7 @@ class Report:
         return max(self.errors.values(), default=0.0)
 
     def text(self) -> str:
-        """One line, and one per value that is off."""
+        """One line for all values, and one for each that exceeds the tolerance."""
         verdict = "equal" if self.ok else "NOT equal"
         lines = [
             f"{verdict}: worst error {self.worst:.2e} of {len(self.errors)} values, "
@@ -92,8 +92,8 @@ def verify(
 ) -> Report:
     """Run one sharded step of `model`; compare loss, gradients and buffers with one process.
 
-    Options are those of `plan`; `precision="fp64"` holds sharding to 1e-10. The inputs must
-    be real tensors. In a job, call it on every rank; every rank gets the report.
+    Options are those of `plan`; with `precision="fp64"` the tolerance is 1e-10. The inputs must be
+    real tensors. In a job, every rank must call it, and every rank gets the report.
     """
     checked = Options.of(**options)
     tolerance = TOLERANCE.get(checked.precision, TOLERANCE["model"])
@@ -108,7 +108,7 @@ def verify(
 
 
 def whole_parameters(program: Program, model: nn.Module) -> dict[str, Tensor]:
-    """The model's values in the program's dtypes; random ones for a model on meta."""
+    """The model's parameters in the program's dtypes; random values for a model on meta."""
     named = dict(model.named_parameters(remove_duplicate=False))
     generator = torch.Generator().manual_seed(0)
     out = {}
@@ -128,7 +128,7 @@ def reference(
     n_microbatches: int = 1,
     seed: int = 0,
 ) -> StepResult:
-    """The step of the captured program on one process; it starts from `buffers`."""
+    """A step of the captured program on one process, starting from `buffers`."""
     changed = dict(buffers)
     total = torch.zeros(())
     for rows, of_rows in microbatch_inputs(program, inputs, seed):

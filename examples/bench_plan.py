@@ -191,8 +191,8 @@ def measure(name: str) -> Measured:
     phases("done")
     return Measured(
         name, plan_s, phases.spent_s, len(plan.data.alternatives), plan.data.chosen,
-        plan.objective_s, plan.stage_gap, _most_held_bytes() - before_bytes, wall_s, _most_held_bytes(),
-        plan.stats or PlanningStats(),
+        plan.objective_s, plan.stage_gap, _most_held_bytes() - before_bytes, wall_s,
+        _most_held_bytes(), plan.stats or PlanningStats(),
     )  # fmt: skip
 
 

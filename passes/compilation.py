@@ -1,15 +1,17 @@
-"""Passes and facts: how the compilation runs, whatever its passes are.
+"""Passes and facts: how a compilation runs, for any list of passes.
 
-A *fact* is one object of a type of its own: `Program`, `Analysis`, `PlanData`, `Pipeline`. A *pass*
-is a frozen dataclass that makes facts from facts; its fields are its options. A `Compilation` holds
-the facts known so far, and runs a pass when a fact is asked for:
+A *fact* is an object that its type identifies: `Program`, `Analysis`, `PlanData`, `Pipeline`. A
+*pass* is a frozen dataclass that makes facts from facts; its fields are its options. A
+`Compilation` holds the facts, and runs passes when a fact is read:
 
-    compilation = Compilation(PASSES, job)
-    compilation[PlanData]          # runs what stands before it in the list, once
+    compilation = Compilation(PASSES, source, target)
+    compilation[PlanData]          # runs the passes that it needs, each once
     compilation[Sources]           # goes on from there
 
-A fact that is given, or that an earlier pass has made already, is not made again. So a saved plan
-(`PlanData` is given) runs the same list without the search.
+A fact is made once. Given facts are never made. So a saved plan, which gives `PlanData`, runs the
+same list without the search.
+
+`AUTOPAR_PRINT_AFTER=NAME` prints the facts of a pass.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ class Pass(ABC):
 
     requires       facts it reads
     provides       facts it makes
-    may_read       facts it reads where they are known
-    may_provide    facts of later passes that it makes in some cases: those passes are then skipped
+    may_read       facts it reads if they are known
+    may_provide    facts of later passes that it may make; those passes are then skipped
     """
 
     requires: ClassVar[tuple[type, ...]] = ()
@@ -46,11 +48,11 @@ class Pass(ABC):
 
     @abstractmethod
     def run(self, facts: Compilation) -> Iterable[object]:
-        """The facts that it provides; it may read those it declares."""
+        """Make the facts it provides, from `facts`; it may read only those it declares."""
 
     @classmethod
     def name(cls) -> str:
-        """Of `KeepWhole`, `keep-whole`."""
+        """The class name in words: `KeepWhole` is `keep-whole`."""
         text = "".join(f"-{c.lower()}" if c.isupper() else c for c in cls.__name__)
         return text.removeprefix("-")
 
@@ -62,7 +64,7 @@ class Pass(ABC):
 
 @dataclass(frozen=True)
 class Ran:
-    """A pass that ran: its seconds on the wall, without those of passes that it waited for."""
+    """A pass that ran: its wall time without that of the passes before it, and its facts."""
 
     name: str
     seconds: float
@@ -70,9 +72,9 @@ class Ran:
 
 
 def check(passes: Sequence[Pass]) -> None:
-    """No fact is made by two passes, or read before it is made. Facts that no pass makes are given.
+    """Assert that no fact is made twice, or read before it is made.
 
-    An `assert`: the lists are our own.
+    Facts that no pass makes must be given.
     """
     makers: dict[type, Pass] = {}
     for one in passes:
@@ -94,7 +96,7 @@ def check(passes: Sequence[Pass]) -> None:
 
 
 class Compilation:
-    """The facts of one program on one machine, and the passes that make those still missing."""
+    """The facts of one program on one machine, and the passes that make missing ones."""
 
     def __init__(self, passes: Sequence[Pass], *given: object) -> None:
         check(passes)
@@ -104,7 +106,7 @@ class Compilation:
         self.ran: list[Ran] = []
 
     def __getitem__(self, kind: type[T]) -> T:
-        """The fact of this type; runs the passes that lead to it."""
+        """The fact of this type; runs the passes that it needs."""
         if self._running is not None:
             declared = {*self._running.requires, *self._running.may_read}
             assert kind in declared, f"{self._running.name()} reads {kind.__name__} undeclared"
@@ -114,26 +116,26 @@ class Compilation:
         return found
 
     def __contains__(self, kind: type) -> bool:
-        """Is the fact known? Runs nothing."""
+        """Is the fact known? Runs no pass."""
         return kind in self._facts
 
     def give(self, fact: object) -> None:
-        """Add a fact that another process has made."""
+        """Add a fact that another process made."""
         assert type(fact) not in self._facts, f"{type(fact).__name__} is known already"
         self._facts[type(fact)] = fact
 
     def forget(self, kind: type) -> None:
-        """Let go of a given fact that no pass still to run needs."""
+        """Drop a given fact that no remaining pass needs."""
         del self._facts[kind]
 
     def _run(self, kind: type) -> None:
-        """Run the pass that makes a fact, after those that make what it reads."""
+        """Run the pass that makes a fact, after the passes that it requires."""
         assert kind in self._makers, f"{kind.__name__} is not given, and no pass makes it"
         one = self._makers[kind]
         for required in one.requires:
             _ = self[required]
         if kind in self._facts:
-            return  # an earlier pass made it while this one waited
+            return  # a required pass made it (`may_provide`)
         printed_after, began_s = _printed_after(), time.perf_counter()
         self._running = one
         try:
@@ -151,7 +153,7 @@ class Compilation:
 
 
 def _printed_after() -> str | None:
-    """The pass that the environment names; raises `OptionError` for an unknown name."""
+    """The pass that `AUTOPAR_PRINT_AFTER` names; raises `OptionError` for an unknown name."""
     wanted = os.environ.get(PRINT_AFTER) or None
     names = [kind.name() for kind in Pass.__subclasses__()]
     if wanted is not None and wanted not in names:
@@ -163,11 +165,11 @@ def _printed_after() -> str | None:
 
 @singledispatch
 def text_of(fact: object) -> str:
-    """A fact as text, whole: what `AUTOPAR_PRINT_AFTER` prints."""
+    """A whole fact as text: what `AUTOPAR_PRINT_AFTER` prints."""
     return str(fact)
 
 
 @singledispatch
 def size_of(fact: object) -> str:
-    """How much a fact is, in a few words: what `autopar passes` prints."""
+    """The size of a fact in a few words: what `autopar passes` prints."""
     return type(fact).__name__

@@ -1,4 +1,4 @@
-"""Facts as text: whole, for `AUTOPAR_PRINT_AFTER`; and how much each is, for `autopar passes`."""
+"""Facts as text: whole for `AUTOPAR_PRINT_AFTER`, and their sizes for `autopar passes`."""
 
 from __future__ import annotations
 
@@ -41,9 +41,6 @@ def _type(value: object) -> str:
     return type(value).__name__
 
 
-# -- whole -----------------------------------------------------------------------------------------
-
-
 @text_of.register
 def _(program: Program) -> str:
     """One line per node: its name, operator, arguments, type and source line."""
@@ -78,7 +75,7 @@ def _(space: SearchSpace) -> str:
 
 @text_of.register
 def _(result: PlanningResult) -> str:
-    """What was considered, and what each takes."""
+    """One line per candidate: its name, time and note."""
     lines = []
     for row in result.alternatives:
         time = "-" if row.step_time_s is None else format_seconds(row.step_time_s)
@@ -120,9 +117,6 @@ def _(unverified: Unverified) -> str:
 @text_of.register
 def _(sources: Sources) -> str:
     return "\n".join(sources.files.values())
-
-
-# -- in a few words --------------------------------------------------------------------------------
 
 
 @size_of.register

@@ -1,4 +1,4 @@
-"""Facts that belong to no other room: what the passes of `pipeline.py` hand to each other.
+"""Facts that no other room defines: what the passes of `pipeline.py` hand to each other.
 
 The other facts are `Program`, `Analysis`, `PlanningResult`, `PlanData`, `Pipeline` and `Predicted`.
 """
@@ -22,7 +22,7 @@ from autopar.program import Pipeline
 
 @dataclass(frozen=True)
 class Target:
-    """What is compiled for: a machine, and the user's options."""
+    """The machine to compile for, and the user's options."""
 
     mesh: Mesh
     options: Options
@@ -30,7 +30,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Source:
-    """What is compiled: the user's model and one global batch."""
+    """The user's model and one global batch."""
 
     model: nn.Module
     example_inputs: ExampleInputs
@@ -38,7 +38,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tensor inputs by path, the other leaves of the batch, and whether they are positional."""
+    """The tensor inputs of the batch, its other leaves by path, and whether it is positional."""
 
     tensors: tuple[InputSignature, ...]
     static: Mapping[str, Any]
@@ -47,14 +47,14 @@ class Inputs:
 
 @dataclass(frozen=True)
 class KeptWhole:
-    """Operators without a rule that every rank runs whole."""
+    """Operators without a rule, which every rank runs whole."""
 
     operators: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """The program with every padding that could help, analysed; and the options that fit it."""
+    """The analysed program with every padding that may help, and the options that fit it."""
 
     analysis: Analysis
     paddings: Paddings
@@ -63,14 +63,14 @@ class SearchSpace:
 
 @dataclass(frozen=True)
 class Placed:
-    """The stages with all their placements, each on its ranks."""
+    """The stages, each with all its placements and on its ranks."""
 
     stages: tuple[PlacedStage, ...]
 
 
 @dataclass(frozen=True)
 class Unverified:
-    """Lowered stages, joined, that nobody has checked."""
+    """The lowered and joined stages, before they are verified."""
 
     pipeline: Pipeline
 
@@ -84,7 +84,7 @@ class Sources:
 
 @dataclass(frozen=True)
 class Trained:
-    """The training program that evaluation shares its shards with."""
+    """The training program whose shards evaluation uses."""
 
     placed: Placed
     pipeline: Pipeline
@@ -92,6 +92,6 @@ class Trained:
 
 @dataclass(frozen=True)
 class EvaluationStages:
-    """Placements of evaluation, stage by stage, as text: rank 0's, for all ranks."""
+    """Placements of evaluation, one record per stage: rank 0 chooses them for all ranks."""
 
     records: tuple[StageRecord, ...]

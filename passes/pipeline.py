@@ -1,4 +1,4 @@
-"""The whole compilation as one list: what happens in which order, what each step needs and makes.
+"""The whole compilation as one list of passes, with the facts that each reads and makes.
 
     capture        Source, Target                        -> Program
     read-inputs    Source, Program                       -> Inputs
@@ -13,13 +13,14 @@
     price          Pipeline, Placed, ...                 -> Predicted
     emit           Pipeline                              -> Sources
 
-`plan`, `parallelize`, `Plan.bind` and a replayed plan run this list (`PASSES`) from different
-points. What they have is given: a saved plan gives `PlanData`, so nothing is searched. The rest is
-made when it is asked for (`compilation.py`). The search hands on its own analysis, placements and
-prediction, so `analyse`, `place` and `price` run only where a plan was not made in this process.
+`plan`, `parallelize` and `Plan.bind` run this list (`PASSES`); a pass runs when its fact is first
+read (`compilation.py`). A saved plan gives `PlanData`, so nothing is searched. `record` may hand on
+the analysis, placements and prediction of the search. So `analyse`, `place` and `price` run only
+for a plan from another process, or if unused paddings were dropped.
 
-`other_shapes` is the list for the same plan on another batch; `EVALUATION` for a forward program
-over the same shards. `autopar passes MODEL --mesh 1x4` prints the list with what each pass took.
+`other_shapes` is the list for the same plan on another batch. `EVALUATION` is the list for a
+forward program over the same shards. `autopar passes MODEL --mesh 1x4` prints the time and the
+facts of each pass.
 """
 
 from __future__ import annotations
@@ -74,8 +75,6 @@ from autopar.program import Pipeline, Program
 from autopar.schedule import ORDERS, forward_only
 from autopar.verifier import verify_pipeline
 
-# -- from the model to a plan ----------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Capture(Pass):
@@ -96,7 +95,7 @@ class Capture(Pass):
 
 @dataclass(frozen=True)
 class ReadInputs(Pass):
-    """Note names, shapes and dtypes of the batch."""
+    """Record paths, shapes and dtypes of the batch."""
 
     requires = (Source, Program)
     provides = (Inputs,)
@@ -108,7 +107,7 @@ class ReadInputs(Pass):
 
 @dataclass(frozen=True)
 class KeepWhole(Pass):
-    """Refuse operators without a rule, or keep them whole if the user accepts that."""
+    """Refuse operators without a rule, or keep them whole if the user allows it."""
 
     requires = (Program, Target)
     may_read = (PlanData,)
@@ -125,7 +124,7 @@ class KeepWhole(Pass):
 
 @dataclass(frozen=True)
 class OpenSearch(Pass):
-    """Pad what may be padded, and find factors, batch, groups and saved values."""
+    """Pad all that padding may help; find factors, batch, groups and saved values."""
 
     requires = (Program, KeptWhole, Target)
     provides = (SearchSpace,)
@@ -139,7 +138,7 @@ class OpenSearch(Pass):
 
 @dataclass(frozen=True)
 class Search(Pass):
-    """Choose cuts, submeshes, placements, microbatches and recompute: the least predicted step."""
+    """Choose cuts, submeshes, placements, microbatches and recompute for the fastest step."""
 
     requires = (SearchSpace, Inputs, Target)
     provides = (PlanningResult,)
@@ -153,7 +152,7 @@ class Search(Pass):
 
 @dataclass(frozen=True)
 class Record(Pass):
-    """Write the decisions as data; drop paddings that no placement uses."""
+    """Write the decisions as data, without paddings that no placement uses."""
 
     requires = (Program, Inputs, KeptWhole, SearchSpace, PlanningResult, Target)
     provides = (PlanData,)
@@ -200,7 +199,7 @@ class Record(Pass):
 
 
 def _recipe(candidate: Candidate, options: Options) -> str:
-    """What placed a candidate, if not the search."""
+    """The recipe that placed a candidate; empty for the search."""
     if options.manual is not None:
         return "manual=Manual(...)"
     return candidate.name if candidate.is_recipe else ""
@@ -214,9 +213,6 @@ def _record(stage: PlacedStage, mesh: Mesh) -> StageRecord:
 
 def _hardware(mesh: Mesh, analysis: Analysis) -> Hardware:
     return resolve(mesh, compute_dtype(analysis))
-
-
-# -- from a plan to programs -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -233,11 +229,11 @@ class Analyse(Pass):
 
 @dataclass(frozen=True)
 class Place(Pass):
-    """Lay the plan's decisions on the program, refusing what is not legal.
+    """Place the plan on the program; refuse what is not legal.
 
-    same_graph     the program is the one that was planned
-    n_blocks       row blocks of the training program, which the batch must divide by
-    with_outputs   also for what the model returns
+    same_graph     the program must be the planned one
+    n_blocks       row blocks of the training program, which must divide the batch
+    with_outputs   keep what the model returns
     """
 
     requires = (Analysis, PlanData, Target)
@@ -259,7 +255,7 @@ class Place(Pass):
 
 @dataclass(frozen=True)
 class Lower(Pass):
-    """Write the lines that every rank runs, join the stages, and order their work.
+    """Write the lines that ranks run, join the stages, and schedule them.
 
     with_outputs   the last stage returns the model's outputs
     only_forward   no backward, one microbatch
@@ -278,7 +274,7 @@ class Lower(Pass):
 
 @dataclass(frozen=True)
 class Verify(Pass):
-    """Prove the invariants of every stage, and that no two ranks wait for each other for ever."""
+    """Verify the invariants of every stage, and that ranks cannot deadlock."""
 
     requires = (Unverified,)
     provides = (Pipeline,)
@@ -291,7 +287,7 @@ class Verify(Pass):
 
 @dataclass(frozen=True)
 class Price(Pass):
-    """Predict time, memory and communication of a step."""
+    """Predict the time, memory and communication of a step."""
 
     requires = (Pipeline, Placed, Analysis, PlanData, Target)
     provides = (Predicted,)
@@ -315,12 +311,9 @@ class Emit(Pass):
         yield Sources({file_name(k): emit(stage, k, len(stages)) for k, stage in enumerate(stages)})
 
 
-# -- evaluation ------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class PlanEvaluation(Pass):
-    """Choose placements of evaluation over the shards of training."""
+    """Choose placements for evaluation over the shards of training."""
 
     requires = (Analysis, PlanData, Trained)
     provides = (EvaluationStages,)
@@ -335,7 +328,7 @@ class PlanEvaluation(Pass):
 
 @dataclass(frozen=True)
 class PlaceEvaluation(Pass):
-    """Lay those placements on the program of evaluation."""
+    """Place the program of evaluation as chosen."""
 
     requires = (Analysis, PlanData, EvaluationStages, Trained)
     provides = (Placed,)
@@ -363,7 +356,7 @@ PASSES: tuple[Pass, ...] = (
 
 
 def other_shapes(n_blocks: int, with_outputs: bool) -> tuple[Pass, ...]:
-    """Of a plan that was made for another batch."""
+    """The passes for a plan that was made for another batch."""
     place = Place(same_graph=False, n_blocks=n_blocks, with_outputs=with_outputs)
     return KeepWhole(), Analyse(), place, Lower(with_outputs), Verify(), Emit()
 

@@ -1,7 +1,8 @@
 """Buffers that a forward pass changes: statistics, counters, moving averages.
 
 The old value of such a buffer is an input of the graph (`Program.buffers`). Its new value is an
-extra result, after the model's results and without gradient.
+extra result, after the model's results and without gradient. It is whole on every rank of the one
+stage that reads and changes it. Other buffers are constants.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""module."""
+"""The `nn.Module` that trains by a plan: what `autopar.parallelize` returns.
+
+Reading order: `job.py` (the processes of the job), `compiled_step.py` (one compiled program of one
+rank), `parallel_module.py` (the module).
+May import `planning`, `passes`, `runtime` and what lies below them. Hands on `ParallelModule`.
+"""
 
 from autopar.module.parallel_module import ParallelModule
 

@@ -1,7 +1,7 @@
-"""Compiled programs of one rank: of the plan's graph, of other shapes, and of evaluation.
+"""The compiled programs of one rank: for the planned shapes, for other shapes, and for evaluation.
 
-Every input shape, and evaluation, is a graph of its own. The plan is laid on it stage by
-stage; each rank compiles the generated file of its own stage, and all hold the same pipeline.
+Each of them is a graph of its own, on which the plan is placed stage by stage. A rank compiles the
+generated file of its own stage. All ranks hold the same pipeline.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from autopar.runtime.groups import Group, make_groups, world_group
 
 @dataclass(frozen=True)
 class Links:
-    """How this rank talks to others: its stage's groups, and what joins the stages."""
+    """How this rank communicates: the groups of its stage, and messages between stages."""
 
     rank: int
     device: torch.device
@@ -37,7 +37,7 @@ class Links:
 
     @staticmethod
     def join(meshes: Sequence[LogicalMesh], rank: int, device: torch.device) -> Links:
-        """Every rank calls it with the same meshes: process groups are made by all together."""
+        """Make the process groups; every rank must call it with the same meshes."""
         several = len(meshes) > 1
         groups: Mapping[tuple[int, ...], Group] = {}
         for mesh in meshes:
@@ -55,7 +55,7 @@ class Links:
 
 @dataclass(frozen=True)
 class Built:
-    """One captured and compiled program: of one mode, one input signature."""
+    """One captured and compiled program, for one mode and one input signature."""
 
     program: Program
     pipeline: Pipeline
@@ -64,10 +64,7 @@ class Built:
 
     @staticmethod
     def of(compilation: Compilation, links: Links, buffers: Mapping[str, Tensor]) -> Built:
-        """Compile this rank's stage.
-
-        `buffers` are what the module holds, written by programs that change them.
-        """
+        """Compile this rank's stage. Running it updates the module's `buffers` that it changes."""
         program, pipeline = compilation[Analysis].program, compilation[Pipeline]
         k = pipeline.stage_of(links.rank)
         code, path = load_code(file_name(k), compilation[Sources].files[file_name(k)])

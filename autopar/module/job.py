@@ -1,4 +1,4 @@
-"""The job's processes as seen from one of them: joining, and taking rank 0's word."""
+"""The processes of the job, seen from one of them: joining them, and results from rank 0."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ def own_rank() -> int:
 
 
 def join_process_group(mesh: Mesh) -> torch.device:
-    """Join the job's processes, and check that they are as many as the mesh has."""
+    """Join the process group and return this rank's device.
+
+    Raises `MeshError` if the group does not have as many processes as the mesh has ranks.
+    """
     if mesh.n_ranks == 1 and not dist.is_initialized() and "RANK" not in os.environ:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = init_from_environment()
@@ -36,7 +39,7 @@ def join_process_group(mesh: Mesh) -> torch.device:
 
 
 def from_rank_0(make: Callable[[], T]) -> T:
-    """Run `make` on rank 0 and give every rank its result, or its error."""
+    """Run `make` on rank 0; every rank gets its result, or raises its `AutoparError`."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return make()
     box: list[Any] = [None]

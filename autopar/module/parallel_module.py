@@ -1,9 +1,8 @@
-"""The parallel module: what `autopar.parallelize` returns, an `nn.Module` that trains.
+"""The parallel module: the `nn.Module` that `autopar.parallelize` returns.
 
-Rank 0 plans; every rank captures the same graph, takes rank 0's plan as text, checks the
-graph's hash and lays the plan on its own capture. Parameters are the stored shards, under
-the user's names. Every input shape, and evaluation, is a program of its own over the same
-shards.
+Every rank captures the graph, and rank 0 plans. The other ranks take rank 0's plan as data, check
+the hash of their graph and place the plan on it. Parameters are the stored shards, under the user's
+names. Every other input shape, and evaluation, is a program of its own over the same shards.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class ParallelModule(nn.Module):
 
     def __init__(self, model: nn.Module, mesh: Mesh, options: Options, weights: str) -> None:
         super().__init__()
-        self._model = (model,)  # in a tuple, so that it is no submodule
+        self._model = (model,)  # a tuple, so that it is not a submodule
         self._mesh, self._options, self._weights = mesh, options, weights
         self._device = join_process_group(mesh)
         self._plan: Plan | None = None
@@ -61,17 +60,15 @@ class ParallelModule(nn.Module):
         self._live_buffers: frozenset[str] = frozenset()
         self.training = model.training
 
-    # -- planning ------------------------------------------------------------------------------
-
     @property
     def code_path(self) -> Path:
-        """The generated file of the planned program on this machine."""
+        """The generated file of this rank's stage of the planned program."""
         _ = self.plan
         return next(iter(self._built.values())).code_path
 
     @property
     def plan(self) -> Plan:
-        """The plan in force; raises `NotPlannedError` before there is one."""
+        """The plan; raises `NotPlannedError` before there is one."""
         if self._plan is None:
             raise NotPlannedError(
                 "there is no plan yet: no example_inputs and no plan were given",
@@ -87,7 +84,7 @@ class ParallelModule(nn.Module):
 
     def _make_plan(self, batch: Mapping[str, Any] | Sequence[Any]) -> None:
         compilation = self._compilation(batch)
-        _ = compilation[Program]  # on every rank, so that one that cannot trace says so
+        _ = compilation[Program]  # on every rank, so that each reports its own trace error
 
         @settled_heap()
         def on_rank_0() -> PlanData:
@@ -96,7 +93,7 @@ class ParallelModule(nn.Module):
         self._adopt(from_rank_0(on_rank_0), compilation)
 
     def _use_plan(self, plan: Plan, batch: Mapping[str, Any] | Sequence[Any] | None = None) -> None:
-        """Take rank 0's plan; `batch` serves where a plan cannot rebuild nested inputs."""
+        """Use rank 0's plan; `batch` is needed if the plan has nested inputs."""
         data = from_rank_0(lambda: plan.data)
         check_mesh(data, self._mesh)
         example = batch if has_nested_inputs(data) and batch is not None else example_of(data)
@@ -107,7 +104,7 @@ class ParallelModule(nn.Module):
         return Compilation(PASSES, source, target)
 
     def _adopt(self, data: PlanData, compilation: Compilation) -> None:
-        """Take rank 0's plan: rank 0 goes on with what it has made, others lay the plan."""
+        """Adopt rank 0's plan: rank 0 keeps its facts, the others place the plan."""
         if PlanData not in compilation:
             compilation.give(data)
         pipeline, program = compilation[Pipeline], compilation[Program]
@@ -123,7 +120,7 @@ class ParallelModule(nn.Module):
         self._built[True, False, signature] = Built.of(compilation, links, self._held_buffers)
 
     def _adopt_state(self, program: Program) -> None:
-        """Shards, buffers that steps change here, and buffers that are constants of programs."""
+        """Set the shards, the buffers that steps change here, and the constant buffers."""
         model, place = self._model[0], self._place
         changed = changed_buffers(place, model)
         for name, parameter in initial_shards(place, self._weights, model, buffers=changed).items():
@@ -137,7 +134,7 @@ class ParallelModule(nn.Module):
                 self._non_persistent_buffers_set |= {*all_names(buffer)}
 
     def _capture(self, batch: Mapping[str, Any] | Sequence[Any]) -> Program:
-        """The graph of this mode, for another batch than the plan's or for evaluation."""
+        """The graph of the current mode, for another batch or for evaluation."""
         training, data = self.training, self.plan.data
         program = capture(
             self._model[0], batch, training=training, precision=self._options.precision,
@@ -152,10 +149,8 @@ class ParallelModule(nn.Module):
                 )
         return program
 
-    # -- programs ------------------------------------------------------------------------------
-
     def _program(self, batch: Mapping[str, Any] | Sequence[Any], with_outputs: bool) -> Built:
-        """The compiled program for this mode and these shapes."""
+        """The compiled program for the current mode and these shapes."""
         leaves = flatten_inputs(batch)
         tensors = {k: v for k, v in leaves.items() if isinstance(v, Tensor)}
         signature = _signature(tensors, {k: v for k, v in leaves.items() if k not in tensors})
@@ -166,7 +161,7 @@ class ParallelModule(nn.Module):
         return self._built[key]
 
     def _compilation_of_plan(self, program: Program, with_outputs: bool) -> Compilation:
-        """The plan laid on another program: of other shapes, with outputs, or of evaluation."""
+        """The plan placed on another program: other shapes, with outputs, or evaluation."""
         bound = self._bound
         given = Target(self._mesh, self._options), bound.data, program
         if self.training:
@@ -184,8 +179,6 @@ class ParallelModule(nn.Module):
         assert bound is not None
         return bound
 
-    # -- running -------------------------------------------------------------------------------
-
     def step(
         self,
         *args: Any,
@@ -193,14 +186,14 @@ class ParallelModule(nn.Module):
         outputs: Callable[[Any], None] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Forward and backward of every microbatch; gradients are synchronised on return.
+        """Run forward and backward of every microbatch; gradients are synchronised on return.
 
-        Inputs are the global batch, the same on every rank; with `batch="local"` only the
-        rows of `local_slice`. `outputs` sees each microbatch's outputs, in the model's own
-        structure. Returns the loss: detached, 0-d, the same on every rank. Gradients add to
-        `.grad`. Dropout draws anew at each call, the same whatever the plan.
+        Inputs are the global batch, the same on every rank; with `batch="local"`, only the rows of
+        `local_slice`. `outputs` is called with the outputs of each microbatch, in the model's own
+        structure. Returns the loss: detached, 0-d, the same on every rank. Gradients are added to
+        `.grad`. Dropout masks are new at each call, and the same for every plan.
 
-        Raises `BatchError` when the batch does not divide.
+        Raises `BatchError` if the batch does not divide.
         """
         if batch not in ("global", "local"):
             raise OptionError(f'batch={batch!r}: it is "global" or "local"')
@@ -220,7 +213,7 @@ class ParallelModule(nn.Module):
                 "a local batch of microbatches that are parts of the whole batch",
                 hint="pass the global batch, or plan with microbatches=1",
             )
-        self._inputs(self._bound.analysis.program, given, local)  # before a trace fails on it
+        self._inputs(self._bound.analysis.program, given, local)  # raises before the capture fails
         whole = self._globalised(given) if local else given
         built = self._program(whole, outputs is not None)
         on_outputs = None
@@ -235,8 +228,8 @@ class ParallelModule(nn.Module):
     def forward(self, *args: Any, gather: str = "last", **kwargs: Any) -> Any:
         """The model's own output for a global batch, without gradients.
 
-        The loss is on every rank, other tensors whole on the last stage's ranks (all ranks,
-        with one stage); `gather="all"` puts them everywhere.
+        The loss is on every rank. Other tensors are whole on the ranks of the last stage;
+        `gather="all"` gives them to all ranks.
         """
         if gather not in ("last", "all"):
             raise OptionError(f'gather={gather!r}: it is "last" or "all"')
@@ -261,7 +254,7 @@ class ParallelModule(nn.Module):
     def _inputs(
         self, program: Program, given: Mapping[str, Any] | Sequence[Any], is_local: bool = False
     ) -> dict[str, Tensor]:
-        """By placeholder; of a local batch, what this stage does not read may be missing."""
+        """Inputs by placeholder; a local batch may lack what this stage does not read."""
         leaves = flatten_inputs(given)
         wanted = {n: i for n, i in program.inputs.items() if not is_local or self._takes(n)}
         missing = [i.path for i in wanted.values() if i.path not in leaves]
@@ -278,7 +271,10 @@ class ParallelModule(nn.Module):
         return [d for d in stage.delivered if d.source == placeholder]
 
     def local_slice(self, name: str) -> slice | None:
-        """Which rows of input `name` this rank uses; None: it reads nothing of it."""
+        """The rows of input `name` that this rank reads; None if it reads none.
+
+        Raises `OptionError` if there is no such input.
+        """
         program = self._bound.analysis.program
         paths = {info.path: placeholder for placeholder, info in program.inputs.items()}
         if name not in paths:
@@ -301,13 +297,13 @@ class ParallelModule(nn.Module):
     def _globalised(
         self, given: Mapping[str, Any] | Sequence[Any]
     ) -> Mapping[str, Any] | Sequence[Any]:
-        """Meta tensors of the global shapes a local batch stands for."""
+        """Meta tensors with the global shapes of a local batch."""
         program, sizes = self._bound.analysis.program, self._place.sizes
         whole: dict[str, Any] = dict(flatten_inputs(given))
         for placeholder, info in program.inputs.items():
             value = whole.get(info.path)
             items = [d for d in self._delivered(placeholder) if d.batch_cell]
-            if value is None:  # another stage's; a batch of other rows needs it
+            if value is None:  # another stage's, but the graph needs its shape
                 whole[info.path] = torch.empty(info.shape, dtype=info.dtype, device="meta")
                 continue
             if not isinstance(value, Tensor) or len({batch_shards(d, sizes) for d in items}) != 1:
@@ -321,13 +317,11 @@ class ParallelModule(nn.Module):
         return tuple(whole[str(i)] for i in range(len(whole)))
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Not supported; raises `NotSupportedError` with the way to do it."""
+        """Raise `NotSupportedError`, with another way to generate."""
         raise NotSupportedError(
             "generate() on a parallel module",
             hint="load pm.full_state_dict() into the original model on one process",
         )
-
-    # -- state ---------------------------------------------------------------------------------
 
     @property
     def shards(self) -> dict[str, nn.Parameter]:
@@ -336,7 +330,7 @@ class ParallelModule(nn.Module):
 
     @property
     def persistent_buffers(self) -> dict[str, Tensor]:
-        """Name -> buffer, as far as state dicts have it; with stages, of this rank's stage."""
+        """Name -> buffer, of the buffers on this rank that state dicts have."""
         return {
             n: b for n, b in self._held_buffers.items() if n not in self._non_persistent_buffers_set
         }
@@ -355,33 +349,32 @@ class ParallelModule(nn.Module):
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """What this rank holds of the model's buffers: constants, and what its stage changes.
+        """The model's buffers on this rank: persistent constants, and what its stage changes.
 
-        Constants that are not persistent are in no state dict, and not here either. Raises
-        `NotPlannedError` before a plan.
+        Raises `NotPlannedError` before a plan.
         """
         _ = self.plan
         yield from super().named_buffers(prefix, recurse, remove_duplicate)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale gradients to at most `max_norm`, over all shards; returns the norm before."""
+        """Clip gradients to norm `max_norm` over all shards; returns the norm before."""
         return state.clip_grad_norm_(self._placed, self.shards, max_norm, norm_type)
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Whole tensors on the CPU of rank 0, under the model's own names; {} elsewhere."""
+        """Whole tensors on rank 0's CPU, under the model's own names; {} on other ranks."""
         return state.full_state_dict(self._placed, self.shards, self.persistent_buffers)
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """Whole gradients on the CPU of rank 0, by parameter name; {} elsewhere.
+        """Whole gradients on rank 0's CPU, by parameter name; {} on other ranks.
 
-        A parameter that took no part in the loss has a gradient of zeros.
+        A parameter that does not affect the loss has a gradient of zeros.
         """
         return state.full_gradients(self._placed, self.shards)
 
     def state_dict(  # type: ignore[override]
         self, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """`DTensor`s under the model's own names; with stages, of this rank's stage."""
+        """`DTensor`s of this rank's stage, under the model's own names."""
         place = self._placed
         if self._dtensor_mesh is None:
             self._dtensor_mesh = stage_device_mesh(place.pipeline, place.rank, self._device.type)
@@ -390,14 +383,14 @@ class ParallelModule(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Take values from whole tensors or `DTensor`s, under the model's own names."""
+        """Load values from whole tensors or `DTensor`s, under the model's own names."""
         return state.load_state_dict(
             self._placed, self.shards, state_dict, self.persistent_buffers, strict
         )
 
     @property
     def _placed(self) -> StageState:
-        """Where this rank stands; raises `NotPlannedError` before a plan."""
+        """This rank's place in the pipeline; raises `NotPlannedError` before a plan."""
         _ = self.plan
         return self._place
 

@@ -1,7 +1,6 @@
-"""A plan bound to its program: a view of the compilation that runs it.
+"""A plan bound to its program: a view of its compilation.
 
-Costs are computed from the program, never read from a plan. Programs are lowered when they are
-first asked for.
+Costs are computed from the program, never read from a plan. The program is lowered on first use.
 """
 
 from __future__ import annotations
@@ -72,9 +71,9 @@ def bind(
     mesh: Mesh,
     stages: tuple[PlacedStage, ...] | None = None,
 ) -> Bound:
-    """Lay plan data on an analysed program; or take `stages`, which are laid already.
+    """Place a plan on an analysed program, or take `stages` that are placed already.
 
-    Raises `PlanError` where the plan is another graph's, or not legal on it.
+    Raises `PlanError` if the plan is for another graph, or is not legal on this one.
     """
     placed = () if stages is None else (Placed(stages),)
     compilation = Compilation(PASSES, Target(mesh, Options()), data, analysis, *placed)

@@ -1,8 +1,8 @@
-"""`Plan`: what was decided, and what follows from it.
+"""`Plan`: the decisions of a plan, and what follows from them.
 
-`Plan.data` is what a file holds. A bound plan has a program too: what it predicts, prints and runs
-is computed from that, never read from a file. `Plan.load` gives an unbound plan; `bind` it to the
-model.
+`Plan.data` holds the decisions, and is what a file holds. A bound plan has a program too. Its
+prediction, code and reports are computed from the program, never read from a file. `Plan.load`
+gives an unbound plan; `Plan.bind` binds it to a model.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from autopar.report import ReportFiles, dot, explain, write_report
 
 @dataclass(frozen=True)
 class Stage:
-    """One pipeline stage: its part of the machine, and what runs on it."""
+    """One pipeline stage: its ranks and the modules that run on them."""
 
     mesh_shape: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -49,20 +49,17 @@ class Stage:
 
 @dataclass(frozen=True)
 class Plan:
-    """A parallel plan. `data` is what `save` writes; `bound` is None for a plan that was only
-    loaded."""
+    """A parallel plan. `data` is what `save` writes; `bound` is None for an unbound plan."""
 
     data: PlanData
     bound: Bound | None = field(default=None, repr=False, compare=False)
 
     @property
     def stats(self) -> PlanningStats | None:
-        """What planning took; None for a plan that was not made in this process."""
+        """Statistics of planning; None for a plan that was not made in this process."""
         if self.bound is None or PlanningResult not in self.bound.compilation:
             return None
         return self.bound.compilation[PlanningResult].stats
-
-    # -- what was decided ----------------------------------------------------------------------
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -88,7 +85,7 @@ class Plan:
 
     @cached_property
     def uses(self) -> dict[str, dict[str, tuple[str, ...]]]:
-        """Parameter -> operator -> placement in use on each logical axis."""
+        """Parameter -> operator -> the placement that it reads on each logical axis."""
         out: dict[str, dict[str, tuple[str, ...]]] = {}
         for stage in self._bound("uses").stages:
             program = stage.analysis.program
@@ -105,7 +102,7 @@ class Plan:
 
     @property
     def schedule(self) -> str:
-        """The order of work of the stages: "gpipe" or "1f1b"."""
+        """The schedule of the pipeline: "gpipe" or "1f1b"."""
         return self.data.schedule
 
     @property
@@ -114,34 +111,32 @@ class Plan:
 
     @property
     def objective_s(self) -> float:
-        """What the solver minimised, seconds per step."""
+        """The objective of the solver, seconds per step."""
         return self.data.objective_s
 
     @property
     def stage_gap(self) -> float:
-        """Each stage is within this of its own optimum, relative; 0 for a recipe.
+        """Bound on the distance of each stage from its optimum, relative; 0 for a recipe.
 
-        Cuts, views and numbers of microbatches are chosen by estimate: nothing is proven of them.
+        It does not cover cuts, views and numbers of microbatches, which are chosen by estimates.
         """
         return self.data.stage_gap
 
     @property
     def bound_s(self) -> float | None:
-        """No plan takes less than this, seconds per step; None where that is not proven."""
+        """Lower bound on every plan, seconds per step; None if there is no such proof."""
         return self.data.bound_s
 
     @property
     def gap(self) -> float | None:
-        """1 - bound / predicted step, over all plans; None where there is no bound."""
+        """1 - bound / predicted step, over all plans; None if there is no bound."""
         if self.bound_s is None:
             return None
         return max(0.0, 1 - self.bound_s / self.predicted.step_time_s)
 
-    # -- what follows from it ------------------------------------------------------------------
-
     @property
     def predicted(self) -> Predicted:
-        """Step time, memory and communication, from the bound program."""
+        """Predicted step time, memory and communication of the bound program."""
         return self._bound("predicted").predicted
 
     def collectives(self) -> list[Collective]:
@@ -153,8 +148,10 @@ class Plan:
         return dict(self._bound("code()").sources)
 
     def explain(self, name: str | None = None) -> str:
-        """The plan in words; with a parameter or operator name, that one, what it was chosen over
-        and what the next best would cost."""
+        """The plan in words; with a parameter or operator name, that decision and its alternatives.
+
+        The alternatives are listed with what they would cost.
+        """
         bound = self._bound("explain()")
         weighed = decisions(bound.stages, self.data, name) if name is not None else ()
         collectives = self.collectives()
@@ -167,8 +164,8 @@ class Plan:
     def report(self, path: str | Path) -> ReportFiles:
         """Write the plan as one HTML page, and its graph beside it as `.dot`.
 
-        The page has the picture where the program `dot` is installed, else it says how to
-        install it. Raises `OptionError` where `path` cannot be written.
+        The page shows the graph if the program `dot` is installed; else it says how to install it.
+        Raises `OptionError` if `path` cannot be written.
         """
         bound = self._bound("report(path)")
         timeline = self.simulate()
@@ -183,9 +180,9 @@ class Plan:
     ) -> Timeline:
         """One step, event by event, and the bytes of every stage over time.
 
-        slow      (stage, factor): its compute takes that much longer
-        jitter    (fraction, seed): every compute takes longer, by up to this fraction of itself;
-                  the same seed draws the same
+        slow      (stage, factor): multiplies the stage's compute time
+        jitter    (fraction, seed): lengthens every compute by up to this fraction of itself, drawn
+                  from the seed
         """
         bound = self._bound("simulate()")
         return timeline_of(
@@ -199,10 +196,10 @@ class Plan:
         )
 
     def what_if(self, changes: str) -> Plan:
-        """This plan on a machine with other figures: `"link.inter_node.s_per_byte=0.5x"`.
+        """The same plan on a changed machine: `"link.inter_node.s_per_byte=0.5x"`.
 
-        What it decides stays; what it costs is computed anew. `changes`: see `cost.what_if`.
-        Raises `OptionError` for what the machine's profile does not have.
+        The decisions stay, the costs are computed anew. `changes`: see `cost/hardware/what_if.py`.
+        Raises `OptionError` for a key that the machine's profile does not have.
         """
         analysis = self._bound("what_if()").analysis
         machine = mesh_of(self.data.mesh)
@@ -215,15 +212,13 @@ class Plan:
     def __str__(self) -> str:
         return self.explain() if self.bound else f"unbound plan of {self.data.model}"
 
-    # -- files -----------------------------------------------------------------------------------
-
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
         self.data.save(path)
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Read a plan; it is unbound until it meets its model. Raises `PlanError`."""
+        """Read an unbound plan. Raises `PlanError` if the file is not a plan."""
         return Plan(PlanData.load(path))
 
     def bind(
@@ -232,10 +227,9 @@ class Plan:
         mesh: Any = None,
         loss_fn: Callable[..., torch.Tensor] | None = None,
     ) -> Plan:
-        """Lay a loaded plan on its model, check it, and compute its costs anew.
+        """Bind a loaded plan to its model: check it and place it.
 
-        Raises `PlanError` when the graph or the mesh is another one, or a placement is not
-        legal.
+        Raises `PlanError` if the graph or the mesh is another one, or a placement is not legal.
         """
         machine = Mesh.of(mesh) if mesh is not None else mesh_of(self.data.mesh)
         check_mesh(self.data, machine)
@@ -255,17 +249,19 @@ class Plan:
         return self.bound
 
 
-# Objects made between garbage collections while planning, where up to a million live as long as it
-# does: so seldom, looking through them takes less than 1% of the time instead of 3%, and 0.4% more
-# memory is needed.
+# Objects made between garbage collections while planning. Up to a million live as long as planning
+# does. Collecting so rarely takes less than 1% of the time instead of 3%, for 0.4% more memory.
 _GC_EVERY = 300_000
 
 
 @contextmanager
 def settled_heap() -> Iterator[None]:
-    """What is there stays out of garbage collections, and those are few: planning makes many small
-    objects, and every full collection would walk the captured model, torch and all else again."""
-    if gc.get_freeze_count():  # it is somebody else's to thaw
+    """Freeze existing objects and collect garbage rarely.
+
+    Planning makes many small objects. Without this, every full collection would walk torch, the
+    captured model and all else again.
+    """
+    if gc.get_freeze_count():  # whoever froze the heap unfreezes it
         yield
         return
     thresholds = gc.get_threshold()
@@ -282,13 +278,13 @@ def settled_heap() -> Iterator[None]:
 def plan_program(
     program: Program, mesh: Mesh, example_inputs: ExampleInputs, options: Options
 ) -> Plan:
-    """`plan`, for a program that is already captured."""
+    """Plan a program that is already captured."""
     source = Source(nn.Module(), example_inputs)  # captured: nothing reads the model again
     return planned(Compilation(PASSES, source, Target(mesh, options), program))
 
 
 def planned(compilation: Compilation) -> Plan:
-    """Run the search; what was compiled is the plan's from now on, without the user's model."""
+    """Run the search. The plan keeps the compilation, without the user's model."""
     data = compilation[PlanData]
     compilation.forget(Source)
     return Plan(data, Bound(compilation))

@@ -20,6 +20,7 @@ from itertools import pairwise
 
 import torch.fx
 
+from autopar.identity import Same
 from autopar.placement import Notation, TensorType
 from autopar.program.program import Program, row_dims
 from autopar.rules import OpCall, check_call, rule_for
@@ -143,8 +144,8 @@ class Factors:
 
     atoms: dict[str, tuple[Atom | None, ...]] = field(default_factory=dict)
     _shapes: dict[str, Shape] = field(default_factory=dict)
-    # (id of a notation, shapes) -> the notation, kept alive for its id, and its named dims.
-    _named: dict[Hashable, tuple[Notation, list[_NamedDim]]] = field(default_factory=dict)
+    # (notation, shapes) -> its named dims
+    _named: dict[Hashable, list[_NamedDim]] = field(default_factory=dict)
 
     def add(self, name: str, shape: Shape) -> None:
         self.atoms[name] = tuple([Atom(n) if n != 1 else None for n in shape])
@@ -154,12 +155,12 @@ class Factors:
         """Join the dims of one operator's tensors that have the same name."""
         values = (*inputs, *outputs)
         shapes = [self._shapes[name] for name in values]
-        key = (id(notation), *shapes)
+        key = (Same(notation), *shapes)
         if key not in self._named:
-            self._named[key] = notation, _named_dims(notation, shapes)
+            self._named[key] = _named_dims(notation, shapes)
         atoms = [self.atoms[name] for name in values]
         named: dict[str, Atom] = {}
-        for position, dim, size, names in self._named[key][1]:
+        for position, dim, size, names in self._named[key]:
             atom = atoms[position][dim]
             assert atom is not None
             ((first, first_size), *others) = names

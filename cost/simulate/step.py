@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from autopar.cost.simulate.play import StepSimulation
+from autopar.cost.simulate.simulation import StepSimulation
 from autopar.cost.simulate.timeline import Timeline
 from autopar.cost.simulate.times import PartWork, StageTimes, TieTimes
 from autopar.errors import OptionError

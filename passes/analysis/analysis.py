@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from autopar.errors import BatchError
+from autopar.identity import Same
 from autopar.measured import (
     Saved,
     Temporaries,
@@ -34,7 +35,7 @@ from autopar.program import Cell, Operator, Program, Types, operators_of, tensor
 from autopar.rules import rule_for
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Analysis:
     """The facts about a program that hold on every mesh; all plans of the program share them.
 
@@ -73,8 +74,6 @@ class Analysis:
         default_factory=dict, init=False, repr=False, compare=False
     )
     whole: Analysis | None = field(default=None, repr=False, compare=False)
-    # What the problems of this program and of its parts share (`passes/intra/intra_op.py`).
-    priced: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     # In a folded program: the parameters of all blocks, because they fill buckets together.
     parameter_names: frozenset[str] | None = field(default=None, repr=False, compare=False)
 
@@ -248,7 +247,7 @@ def _kinds(
         operator = item.operator
         cells = tuple(map(batch.cells.get, (*operator.inputs, *operator.outputs)))
         # Operators with equal calls and types share one pattern object (`place_operators`).
-        kind = (id(item.pattern), cells, saved.get(operator.name))
+        kind = (Same(item.pattern), cells, saved.get(operator.name))
         kinds[operator.name] = numbers.setdefault(kind, len(numbers))
     return kinds
 

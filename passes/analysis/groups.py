@@ -21,6 +21,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.identity import Same
 from autopar.placement import Placement, TensorType
 from autopar.program import Operator, Program, name_sizes
 from autopar.rules import AxisStrategy, Pattern, axis_strategies, resolve, rule_for
@@ -92,7 +93,7 @@ class OperatorGroup:
         number = self.number
         return tuple(
             (
-                id(item.pattern),  # equal operators share one pattern (`place_operators`)
+                Same(item.pattern),  # equal operators share one (`place_operators`)
                 tuple(number[n] for n in item.operator.inputs),
                 tuple(number[n] for n in item.operator.outputs),
             )

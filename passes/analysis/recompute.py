@@ -49,7 +49,7 @@ class Recomputable:
 
     ranges: tuple[tuple[str, ...], ...]
     modes: tuple[Recompute | None, ...]
-    _within: dict[int, tuple[Analysis, tuple[range, ...]]] = field(
+    _within: dict[Analysis, tuple[range, ...]] = field(
         default_factory=dict, repr=False, compare=False
     )
 
@@ -71,7 +71,7 @@ class Recomputable:
 
     def within(self, part: Analysis) -> tuple[range, ...]:
         """The ranges that a part of the program has, as consecutive positions of its operators."""
-        if id(part) not in self._within:
+        if part not in self._within:
             place = {operator.name: i for i, operator in enumerate(part.operators)}
             found = []
             for names in self.ranges:
@@ -79,8 +79,8 @@ class Recomputable:
                 if own:
                     assert own == list(range(own[0], own[-1] + 1)), "a range is cut, not thinned"
                     found.append(range(own[0], own[-1] + 1))
-            self._within[id(part)] = part, tuple(found)
-        return self._within[id(part)][1]
+            self._within[part] = tuple(found)
+        return self._within[part]
 
     def operators_within(self, part: Analysis) -> frozenset[int]:
         """The positions of all ranges within a part."""

@@ -1,4 +1,11 @@
-"""binding."""
+"""How a plan meets a model: what it records of inputs and mesh, and how it is placed on a graph.
+
+Reading order: `inputs.py` (inputs and mesh as data, and back), `step_capture.py` (the graph of a
+training step), `placing.py` (a plan's stages on that graph), `evaluation.py` (a forward program
+over the same shards).
+May import `passes/inter`, `lowering`, the rooms below them, and what lies below `passes`.
+Hands on `capture_step`, `place_stages` and `signature_of`; `passes/pipeline.py` calls them.
+"""
 
 from autopar.passes.binding.evaluation import evaluation_parts, place_evaluation, plan_evaluation
 from autopar.passes.binding.inputs import (

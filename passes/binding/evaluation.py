@@ -1,7 +1,7 @@
-"""Evaluation: a forward program over the shards that training has.
+"""Evaluation: a forward program over the shards of training.
 
-Storage is fixed; how operators use it is planned anew. Operators run on the stage they train on;
-what evaluation adds runs with the operator before it.
+The storage of parameters is fixed; placements of operators are chosen anew. An operator runs on the
+stage that trains it. An operator that only evaluation has runs on the stage of the one before it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autopar.program import Pipeline, Storage
 
 
 def evaluation_parts(analysis: Analysis, data: PlanData) -> list[Analysis]:
-    """The program of evaluation, cut where training is."""
+    """The program of evaluation, cut into the stages of training."""
     stage_of = {key: k for k, stage in enumerate(data.stages) for key in stage.operators}
     ends = ends_by_stage(analysis.program, stage_of, len(data.stages))
     if len(ends) == 1:
@@ -32,7 +32,7 @@ def plan_evaluation(
 ) -> tuple[StageRecord, ...]:
     """The fastest placements of evaluation; `stages` and `pipeline` are those of training.
 
-    Raises `PlanError` where evaluation uses a parameter or buffer on a stage that lacks it.
+    Raises `PlanError` if evaluation uses a parameter or buffer on a stage that lacks it.
     """
     return tuple(
         _stage_record(part, k, data, stages[k].cost, pipeline) for k, part in enumerate(parts)
@@ -42,7 +42,7 @@ def plan_evaluation(
 def place_evaluation(
     parts: Sequence[Analysis], records: Sequence[StageRecord], stages: Sequence[PlacedStage]
 ) -> tuple[PlacedStage, ...]:
-    """The stages of evaluation as their records say, each on the ranks it trains on."""
+    """The stages of evaluation with recorded placements, each on the ranks that train it."""
     return tuple(
         PlacedStage(part, replay(part, record, 1), trained.cost)
         for part, record, trained in zip(parts, records, stages, strict=True)

@@ -1,4 +1,4 @@
-"""What a plan keeps of the model's inputs and of the mesh, and back."""
+"""The model's inputs and the mesh as data of a plan, and back."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ ExampleInputs = Mapping[str, Any] | Sequence[Any]
 def signature_of(
     program: Program, example_inputs: ExampleInputs
 ) -> tuple[tuple[InputSignature, ...], dict[str, Any]]:
-    """Tensor inputs by path, as the user has them, and the other leaves, which the graph has
-    baked in."""
+    """Tensor inputs by path, as the user gives them, and the other leaves by path.
+
+    The graph has the other leaves as constants. Raises `OptionError` if a plan cannot keep one.
+    """
     leaves = flatten_inputs(example_inputs)
     given = {i.path: leaves[i.path] for i in program.inputs.values()}
     tensors = tuple(
@@ -39,7 +41,7 @@ def signature_of(
 
 
 def example_of(data: PlanData) -> ExampleInputs:
-    """Meta tensors like the inputs a plan was made with."""
+    """Meta tensors like the inputs of a plan. Raises `PlanError` if its inputs are nested."""
     leaves: dict[str, Any] = {
         i.path: torch.empty(i.shape, dtype=_dtype(i), device="meta") for i in data.inputs
     }
@@ -66,7 +68,7 @@ def _dtype(signature: InputSignature) -> torch.dtype:
 
 
 def check_mesh(data: PlanData, mesh: Mesh) -> None:
-    """Refuse a mesh of another shape than the plan's; warn of other hardware."""
+    """Raise `PlanError` if the mesh has another shape than the plan's; warn of other hardware."""
     if data.mesh.shape != mesh.shape:
         raise PlanError(
             f"the plan was made for a mesh {data.mesh.shape}, this one is {mesh.shape}",
@@ -91,7 +93,7 @@ def record_of(mesh: Mesh, hardware: Hardware) -> MeshRecord:
     return MeshRecord(
         mesh.shape,
         mesh.axis_names,
-        # As it was asked for: the path of a profile finds it again, its name would not.
+        # As the user wrote it: the path of a profile finds it again, its name does not.
         mesh.hardware or hardware.profile_name,
         tuple(_numbers(link) for link in hardware.links),
         {
@@ -104,7 +106,7 @@ def record_of(mesh: Mesh, hardware: Hardware) -> MeshRecord:
 
 
 def _numbers(link: Link) -> tuple[float, ...]:
-    """Latency, seconds per byte, and those of a switch where there is one."""
+    """Latency, seconds per byte, and seconds per byte within a switch if there is one."""
     numbers = (link.latency_s, link.s_per_byte, link.in_switch_s_per_byte)
     return tuple(number for number in numbers if number is not None)
 

@@ -1,4 +1,4 @@
-"""A plan's stages on an analysed program: every operator with its placements, on its ranks."""
+"""Place a plan's stages on an analysed program: every operator's placements, on its ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar.plans import PlanData
 
 
 def check_graph(data: PlanData, analysis: Analysis) -> None:
-    """Raises `PlanError` where the plan was made for another graph."""
+    """Raises `PlanError` if the plan was made for another graph."""
     if data.graph_hash != analysis.program.hash():
         raise PlanError(
             f"the plan was made for graph {data.graph_hash} of {data.model}, "
@@ -22,7 +22,7 @@ def check_graph(data: PlanData, analysis: Analysis) -> None:
 
 
 def check_rows(data: PlanData, analysis: Analysis, n_blocks: int) -> None:
-    """Raises `BatchError` where the batch does not divide by microbatches and row blocks."""
+    """Raises `BatchError` if the batch does not divide by microbatches and row blocks."""
     n_splits = analysis.batch.n_splits(data.microbatches)
     n = n_splits * n_blocks
     if analysis.batch.size % n:
@@ -36,9 +36,9 @@ def check_rows(data: PlanData, analysis: Analysis, n_blocks: int) -> None:
 def place_stages(
     data: PlanData, analysis: Analysis, mesh: Mesh, hardware: Hardware, with_outputs: bool = False
 ) -> tuple[PlacedStage, ...]:
-    """The plan's stages on a program; `with_outputs`: also for what the model returns.
+    """The plan's stages on a program; `with_outputs` keeps what the model returns.
 
-    Raises `PlanError` where they do not fit it, or do not add up to the mesh.
+    Raises `PlanError` if they do not fit the program, or do not add up to the mesh.
     """
     held = sum(stage.n_ranks for stage in data.stages)
     if held != mesh.n_ranks:

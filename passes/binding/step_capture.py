@@ -1,8 +1,9 @@
-"""The graph that a training step is planned on: of the whole batch, or of one microbatch.
+"""The graph of a training step: of the whole batch, or of one microbatch.
 
-Microbatches of a loss that is a sum over rows are parts of the whole batch's graph. Of another
-loss (contrastive, batch statistics) they are only what the user asks for, and have a graph of
-their own (`capture/accumulate.py`).
+If the loss is a sum over rows, the step is planned on the graph of the whole batch, and its
+microbatches are parts of that graph. With another loss (contrastive, batch statistics) microbatches
+are gradient accumulation. They are used only if the user asks for them, and the graph is that of
+one microbatch (`autopar/capture/accumulate.py`).
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ LossFn = Callable[..., Tensor]
 def capture_step(model: nn.Module, example_inputs: ExampleInputs, options: Options) -> Program:
     """The program of a training step, before there is a plan.
 
-    Warns where the microbatches asked for are gradient accumulation, which another number of
-    microbatches would not repeat.
+    Warns if the microbatches asked for are gradient accumulation, because then their number changes
+    the loss.
     """
 
     def captured(accumulation: Accumulation | None = None) -> Program:
@@ -66,7 +67,7 @@ def capture_plan(
 
 
 def planned_accumulation(data: PlanData, example_inputs: ExampleInputs) -> Accumulation | None:
-    """How a plan's graph is captured, where microbatches have a graph of their own."""
+    """How a plan's graph is captured if it is the graph of one microbatch; else None."""
     if not data.accumulates:
         return None
     return accumulation_of(example_inputs, data.microbatches, data.batch_dims)

@@ -131,10 +131,7 @@ def _choice(
 
 def _problem(analysis: Analysis, cost: CostModel, data: PlanData) -> IntraOpProblem:
     limits = Constraints(frozenset(data.forbid))
-    try:
-        return intra_op_problem(analysis, cost, data.microbatches, limits, data.optimizer)
-    finally:
-        analysis.priced.clear()
+    return intra_op_problem(analysis, cost, data.microbatches, limits, data.optimizer)
 
 
 def _programs(

@@ -36,7 +36,7 @@ Range = tuple[int, int]
 class Estimates:
     """The solver's numbers by (microbatches, table) and range of layers; r and s by view."""
 
-    _solved: dict[tuple[int, int], dict[Range, StageSeconds]] = field(default_factory=dict)
+    _solved: dict[tuple[int, StageTable], dict[Range, StageSeconds]] = field(default_factory=dict)
     _time_ratio: dict[LogicalMesh, float] = field(default_factory=dict)
     _conversion_share: dict[LogicalMesh, float] = field(default_factory=dict)
 
@@ -47,15 +47,13 @@ class Estimates:
 
     def tables(self, m: int, config: StageTable) -> tuple[Array, Array]:
         """Seconds per microbatch and once per step, [first layer, last layer], without messages."""
-        ratio, conversion_share = (
-            self._time_ratio.get(config.view, 1.0),
-            self._conversion_share.get(config.view, 0.0),
-        )
+        ratio = self._time_ratio.get(config.view, 1.0)
+        conversion_share = self._conversion_share.get(config.view, 0.0)
         time_s = ratio * config.ranges("time")
         if conversion_share:
             time_s = np.maximum(time_s + conversion_share * config.conversions(), 0.0)
         once_s = ratio * config.ranges("once")
-        for at, seconds in self._solved.get((m, id(config)), {}).items():
+        for at, seconds in self._solved.get((m, config), {}).items():
             time_s[at], once_s[at] = seconds
         return time_s, once_s
 
@@ -84,7 +82,7 @@ class Estimates:
         for other in configs:
             hoped = other.view == view and self._expected_s(m, other, at) < step_s
             if other is config or hoped:
-                self._solved.setdefault((m, id(other)), {})[at] = seconds
+                self._solved.setdefault((m, other), {})[at] = seconds
 
     def _expected_s(self, m: int, config: StageTable, at: Range) -> float:
         """Seconds of a step, by the table alone."""

@@ -59,7 +59,7 @@ from autopar.passes.inter.submeshes import (
     views_text,
 )
 from autopar.passes.inter.tables import StageTable, TableMaker, TableRequest, undominated
-from autopar.passes.intra import Constraints
+from autopar.passes.intra import Constraints, Prices
 from autopar.passes.solvers.stages import StageProblem
 
 Progress = Callable[[str], None]
@@ -77,6 +77,7 @@ def joint_search(
     budget_bytes: float,
     n_stages: int | None,
     report: Progress = lambda text: None,
+    prices: Prices | None = None,
 ) -> JointSearch | None:
     """The search for plans with at least two stages, or with exactly `n_stages`.
 
@@ -84,7 +85,8 @@ def joint_search(
     """
     if "pipeline" in options.forbid or mesh.n_ranks < 2 or (n_stages or 2) < 2:
         return None
-    return JointSearch.of(analysis, mesh, hardware, options, budget_bytes, n_stages or 2, report)
+    on = analysis, mesh, hardware, options
+    return JointSearch.of(*on, budget_bytes, n_stages or 2, report, prices)
 
 
 @dataclass
@@ -123,6 +125,7 @@ class JointSearch:
         budget_bytes: float,
         n_least: int = 2,
         report: Progress = lambda text: None,
+        prices: Prices | None = None,
     ) -> JointSearch:
         """The search over the layers and repeated blocks of a program.
 
@@ -141,6 +144,7 @@ class JointSearch:
             fold(analysis, runs), layers, compute_dtype(analysis), options.optimizer,
             all_views(mesh, hardware, options, sizes),
             tuple(microbatch_counts(analysis, options, mesh.n_ranks)), recomputable=recomputable,
+            prices=prices or Prices(),
         )  # fmt: skip
         recomputes = is_searched(recomputable)
         return JointSearch(

@@ -176,8 +176,10 @@ def _simulated_s(
     messages: Sequence[MessageSeconds],
     loss_s: float,
 ) -> float:
-    between = tuple(Transfer(h.source, h.target, h.backward_s is not None) for h in messages)
-    of_pair = {(h.source, h.target): h for h in messages}
+    between = tuple(
+        Transfer(one.source, one.target, one.backward_s is not None) for one in messages
+    )
+    of_pair = {(one.source, one.target): one for one in messages}
 
     def message_s(send: Action) -> float:
         ends = send.stage, send.partner.stage

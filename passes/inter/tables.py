@@ -46,7 +46,7 @@ from autopar.mesh import Link, LogicalMesh
 from autopar.passes.analysis import Folded, Recomputable, is_searched
 from autopar.passes.inter.attribution import PARTS, Attribution, BatchOwners, Shared, Traffic
 from autopar.passes.inter.layers import Layers
-from autopar.passes.intra import Constraints, IntraOpProblem, ProblemBatch, ProblemFamilies
+from autopar.passes.intra import Constraints, IntraOpProblem, Prices, ProblemBatch, ProblemFamilies
 from autopar.passes.reshard import priced_alike
 from autopar.passes.solvers.choice import hull_corners_of, solve
 from autopar.passes.solvers.problem import Choice, Infeasible, compiled
@@ -175,6 +175,7 @@ class TableMaker:
     counts: tuple[int, ...] = ()
     pricing: Callable[[CostModel], CostModel] | None = None
     recomputable: Recomputable | None = None
+    prices: Prices = field(default_factory=Prices)
     _layouts: dict[Hashable, tuple[Hashable, Choice]] = field(default_factory=dict, init=False)
     _fastest: dict[Hashable, _PlacedTable | None] = field(default_factory=dict, init=False)
     _owners: dict[ProblemBatch, BatchOwners] = field(default_factory=dict, init=False)
@@ -193,7 +194,7 @@ class TableMaker:
         abstract = tuple(map(self.pricing, real)) if self.pricing is not None else ()
         return ProblemFamilies(
             self.folded.analysis, self.optimizer, (real, abstract), self.counts,
-            recomputable=recomputable,
+            recomputable=recomputable, prices=self.prices,
         )  # fmt: skip
 
     def recipe(

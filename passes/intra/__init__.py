@@ -27,6 +27,7 @@ from autopar.passes.intra.intra_op import (
     static_bytes,
 )
 from autopar.passes.intra.member_prices import lowered_over, operator_times_s
+from autopar.passes.intra.priced import Prices
 from autopar.passes.intra.problem import IntraOpProblem
 from autopar.passes.intra.recipe_machine import recipe_cost
 
@@ -37,6 +38,7 @@ __all__ = [
     "Constraints",
     "IntraOpProblem",
     "PlacementRequest",
+    "Prices",
     "ProblemBatch",
     "ProblemFamilies",
     "Role",

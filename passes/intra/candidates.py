@@ -131,11 +131,11 @@ class GroupCandidates:
 class CandidateMaker:
     """Prices groups in several cases.
 
-    sizes_at    per number in `cases.distinct_counts`: operator -> sizes of its names
-    n_like      operator -> how many equal ones it stands for in its group (`repeated.py`)
-    elsewhere   cached tables by `_likeness`, with the times of some machine of the same sizes
-    known       id of such a table -> the same table with the times of this machine
-    columns     the spec columns of all problems of the program
+    sizes_at            per number in `cases.distinct_counts`: operator -> sizes of its names
+    n_like              operator -> how many equal ones it stands for in its group (`repeated.py`)
+    tables_of_sizes     cached tables by `_likeness`, with the times of some machine of these sizes
+    tables_of_machine   such a table -> the same table with the times of this machine
+    columns             the spec columns of all problems of the program
     """
 
     cases: Cases
@@ -143,7 +143,7 @@ class CandidateMaker:
     saved: Mapping[str, Saved]
     limits: AppliedConstraints
     n_like: Mapping[str, int] = field(default_factory=dict)
-    tables_of_machine: dict[int, ChoiceTable] = field(default_factory=dict)
+    tables_of_machine: dict[ChoiceTable, ChoiceTable] = field(default_factory=dict)
     tables_of_sizes: dict[Hashable, ChoiceTable] = field(default_factory=dict)
     columns: SpecColumns = field(default_factory=SpecColumns)
 
@@ -167,10 +167,10 @@ class CandidateMaker:
         placed = self.tables_of_sizes.get(key)
         if placed is None:
             placed = self.tables_of_sizes[key] = self._table(group, first_savers)
-            self.tables_of_machine[id(placed)] = placed
-        elif id(placed) not in self.tables_of_machine:
-            self.tables_of_machine[id(placed)] = self._repriced(placed, group, first_savers)
-        table = self.tables_of_machine[id(placed)]
+            self.tables_of_machine[placed] = placed
+        elif placed not in self.tables_of_machine:
+            self.tables_of_machine[placed] = self._repriced(placed, group, first_savers)
+        table = self.tables_of_machine[placed]
         first_savers |= {group.values[number] for number in table.saved}
         return GroupCandidates(group, table)
 

@@ -19,6 +19,7 @@ from autopar.errors import InfeasibleError
 from autopar.passes.analysis import Analysis, Folded, Recomputable, Side, is_searched, renamed
 from autopar.passes.intra.constraints import Constraints
 from autopar.passes.intra.intra_op import ProblemBatch, ProblemFamilies
+from autopar.passes.intra.priced import Prices
 from autopar.passes.intra.problem import IntraOpProblem
 from autopar.passes.intra.repeated import Repeated, placed_once, repeated_problems
 from autopar.passes.solvers.choice import Solver, WorkLimit, most_columns, solve
@@ -116,7 +117,7 @@ class Chooser:
     """Chooses placements for one program, from the problem of its folded program.
 
     `families` and `counts` are the cost models and numbers of microbatches that requests will have,
-    as in `ProblemFamilies`.
+    as in `ProblemFamilies`. `prices` is shared with other choosers of the same planning.
     """
 
     folded: Folded
@@ -124,6 +125,7 @@ class Chooser:
     recomputable: Recomputable | None = None
     families: Sequence[tuple[CostModel, ...]] = ()
     counts: Sequence[int] = ()
+    prices: Prices = field(default_factory=Prices)
     _repeated: dict[ProblemBatch, Repeated | None] = field(default_factory=dict)
     _solvers: dict[_Case, RepeatedSolver] = field(default_factory=dict)
 
@@ -131,7 +133,11 @@ class Chooser:
     def _written_out(self) -> ProblemFamilies:
         """The problems of the whole program; each is built alone."""
         return ProblemFamilies(
-            self.folded.whole, self.optimizer, recomputable=self.recomputable, most_kept=MOST_KNOWN
+            self.folded.whole,
+            self.optimizer,
+            recomputable=self.recomputable,
+            most_kept=MOST_KNOWN,
+            prices=self.prices,
         )
 
     @cached_property
@@ -141,7 +147,7 @@ class Chooser:
 
         return ProblemFamilies(
             self.folded.analysis, self.optimizer, self.families, self.counts, n_like,
-            self.recomputable,
+            self.recomputable, prices=self.prices,
         )  # fmt: skip
 
     def choose(

@@ -26,10 +26,10 @@ from autopar.passes.intra.cases import Case, Cases
 from autopar.passes.intra.constraints import AppliedConstraints, Constraints
 from autopar.passes.intra.member_prices import operator_times_s
 from autopar.passes.intra.parameters import ParameterMaker
-from autopar.passes.intra.priced import PlacedCosts, Priced
+from autopar.passes.intra.priced import Prices
 from autopar.passes.intra.problem import IntraOpProblem, IntraOpProblems, ProblemBuilder
 from autopar.passes.intra.recompute_choice import add_recompute
-from autopar.passes.reshard import ReshardTable, SpecColumns, priced_alike
+from autopar.passes.reshard import ReshardTable, priced_alike
 from autopar.rules import rule_for
 
 Array = NDArray[np.float64]
@@ -101,14 +101,18 @@ def intra_op_problem(
     optimizer: str,
     n_like: Mapping[str, int] | None = None,
     recomputable: Recomputable | None = None,
+    prices: Prices | None = None,
 ) -> IntraOpProblem:
     """The choice problem of a program (whole or one stage) on one logical mesh.
 
     `n_like` maps operator -> how many operators it stands for within its group (`placed_once`).
-    `recomputable` is what may run again in backward.
+    `recomputable` is what may run again in backward. `prices` is what problems of the same program,
+    or of its parts, share.
     """
     case = (cost, n_microbatches)
-    found = intra_op_problems(analysis, (case,), constraints, optimizer, n_like, recomputable)
+    found = intra_op_problems(
+        analysis, (case,), constraints, optimizer, n_like, recomputable, prices
+    )
     return found.of(0)
 
 
@@ -119,6 +123,7 @@ def intra_op_problems(
     optimizer: str,
     n_like: Mapping[str, int] | None = None,
     recomputable: Recomputable | None = None,
+    prices: Prices | None = None,
 ) -> IntraOpProblems:
     """`intra_op_problem` in several cases.
 
@@ -138,12 +143,12 @@ def intra_op_problems(
         {m: of_count.tensors for m, of_count in types.items()},
         {m: analysis.batch.n_splits(m) for m in counts},
     )
-    priced = _priced(analysis, stacked, constraints, optimizer)
+    prices = prices or Prices()
+    priced = prices.of(stacked, constraints, optimizer)
     sizes_at = [analysis.notation_sizes(m) for m in counts]
-    columns = analysis.priced.setdefault("columns", SpecColumns())
     maker = CandidateMaker(
         stacked, sizes_at, analysis.saved, limits, n_like or {}, priced.groups,
-        priced.placed.groups, columns,
+        priced.placed.groups, prices.columns,
     )  # fmt: skip
     savers: set[str] = set()
     candidates = [maker.make(group, savers) for group in analysis.groups(counts[0])]
@@ -157,20 +162,6 @@ def intra_op_problems(
     if recomputable is not None:
         add_recompute(builder, candidates, maker, analysis, recomputable)
     return builder.finished(candidates)
-
-
-def _priced(analysis: Analysis, cases: Cases, constraints: Constraints, optimizer: str) -> Priced:
-    """The cached prices of some cases."""
-    known, limits = analysis.priced, repr(constraints)
-    sizes = tuple((cost.mesh.sizes, m) for cost, m in cases.every)
-    placed = known.setdefault(("placed", sizes, limits), PlacedCosts())
-    meshes = cases.move_costs
-    alike = meshes, tuple(cases.mesh_of.tolist()), cases.counts
-    tables = known.setdefault(("values", alike), {}), known.setdefault(("parameters", meshes), {})
-    buckets = tuple(cost.bucket_bytes for cost in cases.costs)
-    key = ("priced", alike, buckets, limits, optimizer)
-    found: Priced = known.setdefault(key, Priced(placed, *tables))
-    return found
 
 
 def alike_counts(analysis: Analysis, counts: Sequence[int]) -> list[tuple[int, ...]]:
@@ -218,6 +209,7 @@ class ProblemFamilies:
     n_like: Callable[[int], Mapping[str, int]] = lambda m: {}
     recomputable: Recomputable | None = None
     most_kept: float = math.inf
+    prices: Prices = field(default_factory=Prices)
     _built: dict[object, ProblemBatch] = field(default_factory=dict)
     _starts: dict[Hashable, int] = field(default_factory=dict)
 
@@ -269,7 +261,7 @@ class ProblemFamilies:
             cases = tuple((c, m) for m in counts for c in costs)
             problems = intra_op_problems(
                 self.analysis, cases, constraints, self.optimizer, self.n_like(n_microbatches),
-                self.recomputable,
+                self.recomputable, self.prices,
             )  # fmt: skip
             self._built[key] = ProblemBatch(cases, problems)
             if len(self._built) > self.most_kept:

@@ -3,8 +3,7 @@
 Stages of a pipeline, folded programs and equal blocks consist of the same operators. For some cases
 and one set of constraints, `PlacedCosts` caches what may be chosen; machines of the same sizes
 share it. `Priced` caches what it costs on one machine: choices of groups, reshards, and conversions
-of parameters, each keyed by what decides it. Keys with an `id` are safe, because the caches keep
-those objects alive.
+of parameters, each keyed by what decides it.
 """
 
 from __future__ import annotations
@@ -15,10 +14,19 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.identity import Same
 from autopar.passes.intra.candidates import ChoiceTable
 from autopar.passes.intra.cases import Cases
+from autopar.passes.intra.constraints import Constraints
 from autopar.passes.intra.parameters import ParameterMaker, Storages
-from autopar.passes.reshard import ReshardTables, SpecColumn, Ties, all_alike, reshard_tables
+from autopar.passes.reshard import (
+    ReshardTables,
+    SpecColumn,
+    SpecColumns,
+    Ties,
+    all_alike,
+    reshard_tables,
+)
 from autopar.placement import Spec, TensorType
 from autopar.program import Storage
 
@@ -34,7 +42,7 @@ class PlacedCosts:
     _columns: dict[tuple[Spec, ...], SpecColumn] = field(default_factory=dict)
     _pairs: dict[Hashable, tuple[SpecColumn, SpecColumn]] = field(default_factory=dict)
     _zeros: dict[int, Array] = field(default_factory=dict)
-    _equal: dict[tuple[int, int], Reshards] = field(default_factory=dict)
+    _equal: dict[Hashable, Reshards] = field(default_factory=dict)
 
     def column(self, specs: tuple[Spec, ...]) -> SpecColumn:
         """A column with one choice per spec."""
@@ -56,7 +64,7 @@ class PlacedCosts:
 
     def equality(self, mine: SpecColumn, theirs: SpecColumn) -> Reshards:
         """Zero between choices that place a value alike, infinite between others."""
-        key = (id(mine.distinct), id(theirs.distinct))
+        key = (Same(mine.distinct), Same(theirs.distinct))
         if key not in self._equal:
             cost_s = np.where(mine.equals(theirs), 0.0, np.inf)[None]
             tie = np.zeros_like(cost_s)
@@ -84,8 +92,8 @@ class Priced:
     placed: PlacedCosts
     value_tables: dict[Hashable, ReshardTables]
     parameter_tables: dict[Hashable, ReshardTables]
-    groups: dict[int, ChoiceTable] = field(default_factory=dict)
-    _reshards: dict[tuple[int, int, int], Reshards] = field(default_factory=dict)
+    groups: dict[ChoiceTable, ChoiceTable] = field(default_factory=dict)
+    _reshards: dict[Hashable, Reshards] = field(default_factory=dict)
     _storage_costs: dict[Hashable, tuple[Array, Array, Array]] = field(default_factory=dict)
     _conversions: dict[Hashable, ConversionCosts] = field(default_factory=dict)
 
@@ -108,7 +116,7 @@ class Priced:
         self, cases: Cases, tables: ReshardTables, made: SpecColumn, needed: SpecColumn
     ) -> Reshards:
         """Seconds and ties of a step's reshards between the choices of two variables."""
-        key = (id(tables), id(made.distinct), id(needed.distinct))
+        key = (tables, Same(made.distinct), Same(needed.distinct))
         if key not in self._reshards:
             rows, columns = ([tables.index[s] for s in of.distinct] for of in (made, needed))
             time_s, tie = tables.between(rows, columns)
@@ -122,7 +130,7 @@ class Priced:
         self, maker: ParameterMaker, tensor: TensorType, storages: Storages
     ) -> tuple[Array, Array, Array]:
         """(seconds, ties, bytes) of storing a parameter: [cases or 1, storages]."""
-        key = (tensor, id(storages))
+        key = (tensor, Same(storages))
         if key not in self._storage_costs:
             time_s, tie, size_bytes = maker.storage_costs(tensor, storages)
             self._storage_costs[key] = time_s, tie[None], size_bytes
@@ -133,7 +141,7 @@ class Priced:
         uses: SpecColumn, n_uses: int,
     ) -> ConversionCosts:  # fmt: skip
         """Seconds, ties and bytes of converting every storage to every spec that is used."""
-        key = (id(tables), id(storages), id(uses.distinct), n_uses)
+        key = (tables, Same(storages), Same(uses.distinct), n_uses)
         if key not in self._conversions:
             found = maker.conversions(tables, storages, uses.distinct, n_uses)
             self._conversions[key] = ConversionCosts(*found, storages, (uses,))
@@ -147,7 +155,7 @@ class Priced:
 
         If a choice places the parameter alike for all kinds, it is converted once.
         """
-        key = (id(tables), id(storages), *map(id, uses), *n_uses)
+        key = (tables, Same(storages), uses, n_uses)
         if key not in self._conversions:
             alike = all_alike(uses)
             together = self.conversions(maker, tables, storages, uses[0], sum(n_uses)).arrays
@@ -190,3 +198,31 @@ class ConversionCosts:
     @property
     def arrays(self) -> tuple[Array, Ties, Array]:
         return self.cost_s, self.tie, self.size_bytes
+
+
+@dataclass(eq=False)
+class Prices:
+    """What the problems of one program and of its parts share, for as long as one planning lasts.
+
+    The planner makes it, and it is gone with the planner.
+    """
+
+    columns: SpecColumns = field(default_factory=SpecColumns)
+    _placed: dict[Hashable, PlacedCosts] = field(default_factory=dict)
+    _values: dict[Hashable, dict[Hashable, ReshardTables]] = field(default_factory=dict)
+    _parameters: dict[Hashable, dict[Hashable, ReshardTables]] = field(default_factory=dict)
+    _priced: dict[Hashable, Priced] = field(default_factory=dict)
+
+    def of(self, cases: Cases, constraints: Constraints, optimizer: str) -> Priced:
+        """The prices of some cases."""
+        limits, meshes = repr(constraints), cases.move_costs
+        sizes = tuple((cost.mesh.sizes, m) for cost, m in cases.every)
+        alike = meshes, tuple(cases.mesh_of.tolist()), cases.counts
+        key = alike, tuple(cost.bucket_bytes for cost in cases.costs), limits, optimizer
+        if key not in self._priced:
+            self._priced[key] = Priced(
+                self._placed.setdefault((sizes, limits), PlacedCosts()),
+                self._values.setdefault(alike, {}),
+                self._parameters.setdefault(meshes, {}),
+            )
+        return self._priced[key]

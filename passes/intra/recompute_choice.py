@@ -33,13 +33,13 @@ from numpy.typing import NDArray
 
 from autopar.options import Recompute
 from autopar.passes.analysis import Analysis, Recomputable
-from autopar.passes.intra.candidates import CandidateMaker, GroupCandidates
+from autopar.passes.intra.candidates import CandidateMaker, ChoiceTable, GroupCandidates
 from autopar.passes.intra.cases import Cases
 from autopar.passes.intra.member_prices import MemberPrice
 from autopar.passes.intra.problem import ProblemBuilder, RangeMode, ReshardEdge, Variable
 from autopar.passes.intra.rerun_costs import RerunCosts, n_shards_of, rerun_costs
 from autopar.passes.intra.rerun_ranges import RerunRanges
-from autopar.passes.reshard import SpecColumn
+from autopar.passes.reshard import ReshardTables, SpecColumn
 from autopar.passes.solvers.problem import Edge
 
 Array = NDArray[np.float64]
@@ -68,14 +68,16 @@ class _Adder:
     modes: tuple[Recompute | None, ...]
     # (variable, range) -> seconds and bytes, [cases, modes, choices].
     _joined: dict[tuple[int, int], tuple[Array, Array]] = field(default_factory=dict)
-    _members: dict[int, tuple[MemberPrice, ...]] = field(default_factory=dict)
-    _again: dict[tuple[int, int, int], RerunCosts] = field(default_factory=dict)
+    _members: dict[ChoiceTable, tuple[MemberPrice, ...]] = field(default_factory=dict)
+    _again: dict[tuple[ReshardTables, SpecColumn, SpecColumn], RerunCosts] = field(
+        default_factory=dict
+    )
     # Result of a matmul -> seconds of a step, [cases, choices], for the bias that is added to it.
     _sums: dict[str, Array] = field(default_factory=dict)
     _interned: dict[tuple[tuple[int, ...], bytes], Array] = field(default_factory=dict)
     _in_modes_of: dict[Hashable, tuple[Array, Array, Array] | None] = field(default_factory=dict)
     # id of an operator's price -> forward seconds of a step.
-    _forward_s: dict[int, Array] = field(default_factory=dict)
+    _forward_s: dict[MemberPrice, Array] = field(default_factory=dict)
 
     @property
     def cases(self) -> Cases:
@@ -116,10 +118,10 @@ class _Adder:
                 always += n_like * price.kept_bytes
                 continue
             is_kept = self._is_kept(v, i)
-            if id(price) not in self._forward_s:
+            if price not in self._forward_s:
                 forward_s = (price.forward_s + price.inner_s) * self.cases.n_microbatches[:, None]
-                self._forward_s[id(price)] = forward_s
-            forward_s = self._forward_s[id(price)]
+                self._forward_s[price] = forward_s
+            forward_s = self._forward_s[price]
             matmul = self.ranges.matmul_of_bias_add(i)
             if matmul is not None:  # it runs with its matmul, unless a reshard is between them
                 self._sums[matmul] = forward_s
@@ -140,7 +142,7 @@ class _Adder:
         self.builder.variables[v].size_bytes = self._intern(always)
 
     def _prices(self, candidates: GroupCandidates) -> tuple[MemberPrice, ...]:
-        key = id(candidates.table)  # the table lives as long as the candidates
+        key = candidates.table
         if key not in self._members:
             self._members[key] = self.maker.members(candidates)
         return self._members[key]
@@ -311,7 +313,7 @@ class _Adder:
         tables = self.builder.tables(reshard.value)
         made = self.builder.variables[reshard.source].specs[reshard.value]
         wanted = self.builder.variables[reshard.target].specs[reshard.value]
-        key = (id(tables), id(made), id(wanted))
+        key = (tables, made, wanted)
         if key not in self._again:
             self._again[key] = rerun_costs(tables, self.cases, made.distinct, wanted.distinct)
         return self._again[key]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar.cost.laws import CostModel
+from autopar.identity import Same
 from autopar.passes.analysis import Analysis, PlacedOperator
 from autopar.passes.intra import operator_times_s
 from autopar.placement import local_bytes
@@ -53,7 +54,7 @@ class LineCosts:
     strategy: Strategy
     cost: CostModel
     # By pattern, because equal operators share one.
-    _prices: dict[tuple[int, OperatorStrategy], Price] = field(default_factory=dict, init=False)
+    _prices: dict[tuple[Same, OperatorStrategy], Price] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.types, self.sizes = self.strategy.types, self.cost.mesh.sizes
@@ -61,7 +62,7 @@ class LineCosts:
 
     def price(self, item: PlacedOperator, chosen: OperatorStrategy) -> Price:
         """The price of an operator; cached for equal operators that are placed alike."""
-        key = id(item.pattern), chosen
+        key = Same(item.pattern), chosen
         found = self._prices.get(key)
         if found is None:
             found = self._prices[key] = self._price(item, chosen)

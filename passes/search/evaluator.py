@@ -19,6 +19,7 @@ from functools import cached_property, lru_cache
 from autopar.cost.hardware import Hardware
 from autopar.cost.laws import CostModel
 from autopar.errors import InfeasibleError
+from autopar.identity import Same
 from autopar.mesh import LogicalMesh
 from autopar.options import Options, schedule_name
 from autopar.passes.analysis import (
@@ -34,7 +35,7 @@ from autopar.passes.analysis import (
     is_searched,
 )
 from autopar.passes.inter import Candidate, StageBoundary, StageLayout, StageSeconds, step_s
-from autopar.passes.intra import Chooser, Chosen, PlacementRequest, least_bytes, recipe_cost
+from autopar.passes.intra import Chooser, Chosen, PlacementRequest, Prices, least_bytes, recipe_cost
 from autopar.passes.search.stats import PlanningStats
 from autopar.passes.solvers.problem import within
 from autopar.schedule import ORDERS, in_flight
@@ -81,7 +82,7 @@ class _Stage:
         """Equal for stages that have the same choice."""
         layout = self.layout
         placed = layout.view.canonical, repr(layout.constraints)
-        return id(self.part), *placed, self.n_microbatches, self.depth  # parts are kept
+        return self.part, *placed, self.n_microbatches, self.depth
 
 
 @lru_cache(maxsize=128)
@@ -100,6 +101,7 @@ class Evaluator:
     deadline        solves close their gaps until then, but each has a second at least; on the clock
                     of `time.perf_counter`
     closes_gaps     if False, wide gaps that repeated blocks leave stay open
+    prices          what problems share, for as long as this planning lasts
     """
 
     analysis: Analysis
@@ -110,16 +112,17 @@ class Evaluator:
     counts: Sequence[int] = ()
     deadline: float = math.inf
     closes_gaps: bool = True
+    prices: Prices = field(default_factory=Prices)
     _chosen: dict[object, Chosen] = field(default_factory=dict)
-    _choosers: dict[tuple[int, bool], Chooser] = field(default_factory=dict)
+    _choosers: dict[tuple[Analysis, bool], Chooser] = field(default_factory=dict)
     _parts: dict[tuple[int, ...], tuple[Analysis, ...]] = field(default_factory=dict)
-    # Likeness -> the representative, which is the first part with it. Id of a part -> its
-    # representative, and names there -> names here (None: it is its own).
+    # Likeness -> the representative, which is the first part with it. A part -> its representative,
+    # and names there -> names here (None: it is its own).
     _representatives: dict[Hashable, tuple[Analysis, Numbered]] = field(default_factory=dict)
-    _representative_of: dict[int, tuple[Analysis, Mapping[str, str] | None]] = field(
+    _representative_of: dict[Analysis, tuple[Analysis, Mapping[str, str] | None]] = field(
         default_factory=dict
     )
-    _renamed: dict[tuple[int, int], tuple[Chosen, Chosen]] = field(default_factory=dict)
+    _renamed: dict[tuple[Same, Same], Chosen] = field(default_factory=dict)
     # Equal parts have equal recompute ranges. The evaluator without recompute compares them too,
     # because both share the representatives.
     _shared_recomputable: Recomputable | None = None
@@ -155,7 +158,7 @@ class Evaluator:
     ) -> Scored:
         """Solve and score a candidate within a budget, or without one.
 
-        If a single stage cannot be below `limit_s`, its solver stops early.
+        If a single searched stage cannot be below `limit_s`, its solver stops early.
 
         Raises `InfeasibleError` if a stage does not fit, `BatchError` if rows do not divide.
         """
@@ -166,9 +169,9 @@ class Evaluator:
 
         `limit_s` is that of `scored`. Raises `InfeasibleError` if a stage does not fit even so.
         """
-        plain, limit_s = self.without_recompute or self, _solver_limit_s(candidate, limit_s)
+        no_recompute, limit_s = self.without_recompute or self, _solver_limit_s(candidate, limit_s)
         stages = (replace(stage, depth=0) for stage in self._stages(candidate))
-        choices = [plain._choose_named(s, self.budget_bytes, limit_s) for s in stages]
+        choices = [no_recompute._choose_named(s, self.budget_bytes, limit_s) for s in stages]
         return self._scored(candidate, choices)
 
     def _scored(self, candidate: Candidate, choices: Sequence[Chosen]) -> Scored:
@@ -223,13 +226,13 @@ class Evaluator:
         """The first part equal to this one, and names there -> names here; None: it is this one."""
         if part is self.analysis:
             return part, None
-        if id(part) not in self._representative_of:
+        if part not in self._representative_of:
             ranges = self._shared_recomputable.within(part) if self._shared_recomputable else ()
             numbered = Numbered.of(part, ranges)
             first, its = self._representatives.setdefault(numbered.likeness, (part, numbered))
             names = None if first is part else its.names_in(numbered)
-            self._representative_of[id(part)] = first, names
-        return self._representative_of[id(part)]
+            self._representative_of[part] = first, names
+        return self._representative_of[part]
 
     def least_bytes(self, candidate: Candidate) -> float:
         """The smallest budget that a candidate has placements for.
@@ -311,16 +314,18 @@ class Evaluator:
 
     def _chooser(self, part: Analysis) -> Chooser:
         recomputable = self.recomputable
-        key = id(part), recomputable is not None  # parts live as long as this evaluator
+        key = part, recomputable is not None
         if key not in self._choosers:
             folded = fold(part, self.runs(part))
             arguments = self.options.optimizer, recomputable
             if is_searched(recomputable) and part is not self.analysis:  # few requests
-                self._choosers[key] = Chooser(folded, *arguments)
+                self._choosers[key] = Chooser(folded, *arguments, prices=self.prices)
             else:
                 real = tuple(CostModel(view, self.dtype) for view in self.views)
                 families = (real, tuple(map(recipe_cost, real)))
-                self._choosers[key] = Chooser(folded, *arguments, families, self.counts)
+                self._choosers[key] = Chooser(
+                    folded, *arguments, families, self.counts, self.prices
+                )
         return self._choosers[key]
 
     def _time_left_s(self) -> float | None:
@@ -336,10 +341,10 @@ class Evaluator:
         chosen = self._choose(stage, budget_bytes, limit_s)
         if stage.names is None:
             return chosen
-        key = id(chosen), id(stage.names)
+        key = Same(chosen), Same(stage.names)
         if key not in self._renamed:
-            self._renamed[key] = chosen, chosen.named(stage.names)
-        return self._renamed[key][1]
+            self._renamed[key] = chosen.named(stage.names)
+        return self._renamed[key]
 
     def _choose(
         self, stage: _Stage, budget_bytes: float | None, limit_s: float = math.inf
@@ -349,13 +354,13 @@ class Evaluator:
         Recompute is searched only if the fastest placements without it do not fit. Then it competes
         with placements that fit without it.
         """
-        recomputable, plain = self.recomputable, self.without_recompute
-        if plain is not None:
+        recomputable, no_recompute = self.recomputable, self.without_recompute
+        if no_recompute is not None:
             if budget_bytes is None:
-                return plain._choose(stage, None, limit_s)
-            free = plain._choose(stage, None)
-            if within(budget_bytes, free.size_bytes):
-                return free
+                return no_recompute._choose(stage, None, limit_s)
+            unlimited = no_recompute._choose(stage, None)
+            if within(budget_bytes, unlimited.size_bytes):
+                return unlimited
         key = stage.key, budget_bytes, recomputable is not None
         if key not in self._chosen:
             cost, constraints = CostModel(stage.layout.view, self.dtype), stage.layout.constraints
@@ -372,9 +377,9 @@ class Evaluator:
             )
             if not chosen.settled:
                 return chosen
-            if plain is not None:
+            if no_recompute is not None:
                 with suppress(InfeasibleError):
-                    other = plain._choose(stage, budget_bytes, chosen.objective_s)
+                    other = no_recompute._choose(stage, budget_bytes, chosen.objective_s)
                     chosen = _faster(chosen, other)
             self._chosen[key] = chosen
         return self._chosen[key]

@@ -8,8 +8,8 @@
     recompute      only if memory costs much: the same candidates again, and a joint search with it
     simulation     the candidates with the best scores; the fastest is the plan
 
-The stages of every candidate are solved exactly. A candidate is not solved if its estimate exceeds the
-best score times `PRUNE_RATIO`. Pipelines are skipped if even their lower bound exceeds the best
+The stages of every candidate are solved exactly. A candidate is not solved if its estimate exceeds
+the best score times `PRUNE_RATIO`. Pipelines are skipped if even their lower bound exceeds the best
 score and the simulated step of that candidate.
 """
 
@@ -38,7 +38,7 @@ from autopar.passes.inter import (
     recipe_candidates,
     submesh_sizes,
 )
-from autopar.passes.intra import least_step_s, too_little_memory
+from autopar.passes.intra import Prices, least_step_s, too_little_memory
 from autopar.passes.search.count_search import best_count, best_recomputed
 from autopar.passes.search.evaluator import Evaluator, Scored
 from autopar.passes.search.outcome import (
@@ -79,6 +79,7 @@ class Planner:
     _scored: list[Scored] = field(default_factory=list, init=False)
     _evaluated: list[Proposal] = field(default_factory=list, init=False)
     _n_configurations: list[int] = field(default_factory=list, init=False)  # of each joint search
+    _prices: Prices = field(default_factory=Prices, init=False)
     _notes: list[Alternative] = field(default_factory=list, init=False)  # of what has no plan
 
     @cached_property
@@ -100,13 +101,13 @@ class Planner:
             self.analysis, self.options, self.hardware, self.budget_bytes,
             all_views(self.mesh, self.hardware, self.options, self._sizes),
             tuple(microbatch_counts(self.analysis, self.options, self.mesh.n_ranks)),
-            time.perf_counter() + (self.options.time_limit_s or math.inf),
+            time.perf_counter() + (self.options.time_limit_s or math.inf), prices=self._prices,
         )  # fmt: skip
 
     @cached_property
     def _proposals(self) -> Proposals:
         on = self.analysis, self.mesh, self.hardware, self.options
-        return Proposals(*on, self.budget_bytes)
+        return Proposals(*on, self.budget_bytes, self._prices)
 
     @property
     def _sizes(self) -> list[int]:
@@ -123,12 +124,6 @@ class Planner:
         ranks or operators.
         """
         self._check_stages()
-        try:
-            return self._best()
-        finally:
-            self.analysis.priced.clear()
-
-    def _best(self) -> PlanningResult:
         found, notes = self._scored, self._notes
         errors: list[tuple[InfeasibleError, Candidate]] = []
         is_timed_out, final = False, self._without_recompute
@@ -315,8 +310,6 @@ class Planner:
         if n_stages > n_all:
             raise OptionError(f"{n_stages} stages of {n_all} operators")
 
-    # -- candidates --------------------------------------------------------------------------
-
     def _candidates(self) -> Iterator[Proposal]:
         stages = self.options.stages
         if self.options.manual is not None:
@@ -357,7 +350,7 @@ class Planner:
         stages = self.options.stages
         n_stages = int(stages) if isinstance(stages, int) else None
         on = self.analysis, self.mesh, self.hardware, self.options
-        return joint_search(*on, self.budget_bytes, n_stages, self._announce)
+        return joint_search(*on, self.budget_bytes, n_stages, self._announce, self._prices)
 
     def _searched_stages(self, n_stages: int | None, evaluator: Evaluator) -> Iterator[Candidate]:
         """Candidates of the joint search, with recompute if the evaluator has it."""

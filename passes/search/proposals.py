@@ -36,7 +36,7 @@ from autopar.passes.inter import (
     views_of,
     views_text,
 )
-from autopar.passes.intra import Constraints, Role
+from autopar.passes.intra import Constraints, Prices, Role
 from autopar.passes.search.evaluator import Evaluator
 
 # A name, and candidates that differ only in their microbatches, fewest first. The best one counts.
@@ -52,6 +52,7 @@ class Proposals:
     hardware: Hardware
     options: Options
     budget_bytes: float
+    prices: Prices
 
     def one_stage(self) -> Iterator[Proposal]:
         """A search on every view, then the plain recipes (none with `force`)."""
@@ -154,7 +155,7 @@ class Proposals:
             raise OptionError("manual is the whole recipe; force cannot be combined with it")
         if manual.pp > 1:  # more microbatches: smaller bubble, more launches
             on = self.analysis, self.mesh, self.hardware, self.options
-            search = JointSearch.of(*on, self.budget_bytes, report=report)
+            search = JointSearch.of(*on, self.budget_bytes, report=report, prices=self.prices)
             for candidate in recipe_candidates(search, manual):
                 name = f"manual recipe, m={candidate.n_microbatches}"
                 yield name, [replace(candidate, name=name)]

@@ -21,10 +21,7 @@ from autopar.runtime.groups import Group, phase
 
 @dataclass(frozen=True)
 class _GradientExchange:
-    """The slices of a gradient that this rank exchanges with another stage.
-
-    `sent` are sent, `received` are received.
-    """
+    """The slices of a gradient that this rank exchanges with another stage."""
 
     sent: tuple[Slice, ...]
     received: tuple[Slice, ...]

@@ -1,7 +1,8 @@
-"""Candidates with several stages: those of the recipes, and what all of them obey."""
+"""Candidates with several stages: those of the recipes, and checks that hold for all."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from autopar.cost.hardware.hardware import Hardware
@@ -11,6 +12,7 @@ from autopar.passes.analysis.analysis import Analysis
 from autopar.passes.inter.candidate import Candidate
 from autopar.passes.inter.joint import JointSearch
 from autopar.passes.inter.recipes import recipe_candidates
+from autopar.passes.intra.priced import Prices
 from tests.helpers.harness import language_model, tiny_gpt2
 
 
@@ -18,12 +20,24 @@ def gpt2(n_layers: int = 4) -> Analysis:
     return language_model(tiny_gpt2, n_layers)
 
 
+def joint_search_on(
+    analysis: Analysis,
+    mesh: Mesh,
+    hardware: Hardware,
+    options: Options,
+    budget_bytes: float | None = None,
+    report: Callable[[str], None] = lambda text: None,
+) -> JointSearch:
+    """A new search for plans with two stages or more."""
+    budget_bytes = budget_bytes or options.memory_limit or hardware.memory_limit_bytes
+    return JointSearch.of(analysis, mesh, hardware, options, budget_bytes, 2, report, Prices())
+
+
 def recipes(
     analysis: Analysis, mesh: Mesh, hardware: Hardware, options: Options, *how: Any
 ) -> list[Candidate]:
-    """Those of `recipe_candidates`; `how` as there."""
-    budget_bytes = options.memory_limit or hardware.memory_limit_bytes
-    return recipe_candidates(JointSearch.of(analysis, mesh, hardware, options, budget_bytes), *how)
+    """`recipe_candidates` with a new search; `how` is passed on."""
+    return recipe_candidates(joint_search_on(analysis, mesh, hardware, options), *how)
 
 
 def assert_covers(candidate: Candidate, mesh: Mesh) -> None:

@@ -1,10 +1,9 @@
 """Equal models are captured once per process by what plans, verifies and trains them.
 
-Captures are equal where models are (their classes, and all that they hold but the values of their
-parameters), batches (but the values of their tensors) and options. What cannot be pickled, as a
-class inside a function, is captured each time. Tests of capture call `capture`, which nothing is
-kept of; that it gives the same program each time is theirs to show (`test_capture_models.py`), that
-nobody writes to a program, of all that share one.
+A capture is reused if the models, batches and options are equal. Values of parameters and of
+batches do not count. What cannot be pickled, such as a class inside a function, is captured each
+time. Tests of capture call `capture` itself, which caches nothing; `test_capture_models.py` checks
+that it gives the same program each time. Nobody may write to a shared program.
 """
 
 from __future__ import annotations
@@ -76,9 +75,6 @@ def captured(
 
 
 def share_captures() -> None:
-    """From now on, what autopar captures for plans and modules in this process is captured once.
-
-    A job too: worker processes run it first.
-    """
+    """From now on, autopar captures equal models once in this process; workers call it first."""
     for module in (step_capture, parallel_module):
         mock.patch.object(module, "capture", captured).start()

@@ -1,4 +1,4 @@
-"""Which of pytest's workers runs a file: all that use worker processes go to one, and first.
+"""Which of pytest's workers runs a file: files that use worker processes share one, and come first.
 
 A process of a `WorkerPool` imports for several seconds, so pools are started once, not once by
 each of pytest's workers. While one of those waits for its pools, the others run other files. Files

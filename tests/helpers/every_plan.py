@@ -1,13 +1,11 @@
-"""Every plan that the planner may choose from, each solved and simulated: what its choice is tested
-against.
+"""All plans that the planner may choose from, solved and simulated, to test its choice against.
 
     cuts         at any boundary between layers
     submeshes    of the sizes that stages may have, in any order that straddles no node
     views        of each stage, alone
     counts       of microbatches, those worth trying
 
-Placements within a stage are the solver's (`tests/search/test_optimality.py`). What is internal to
-the planner is used here and nowhere else.
+Placements within a stage are the solver's (`tests/search/test_optimality.py`).
 """
 
 from __future__ import annotations
@@ -64,7 +62,7 @@ def choices_of(
 
 @dataclass(frozen=True)
 class Choices:
-    """What there is to choose from for one program on one machine."""
+    """All plans of one program on one machine."""
 
     analysis: Analysis
     mesh: Mesh
@@ -75,7 +73,7 @@ class Choices:
         return resolve(self.mesh, compute_dtype(self.analysis))
 
     def planned(self) -> PlanningResult:
-        """What the planner takes."""
+        """The planner's choice."""
         return Planner(self.analysis, self.mesh, self.options).run()
 
     @cached_property
@@ -92,7 +90,7 @@ class Choices:
         return Simulator(self.evaluator, self._pricer)
 
     def step_times_s(self) -> dict[str, float]:
-        """Of every plan that fits, by what it is."""
+        """Name -> simulated step, of every plan that fits."""
         found: dict[str, float] = {}
         for candidate in self.candidates():
             try:
@@ -129,7 +127,7 @@ class Choices:
                     yield (size, *rest)
 
     def views(self, sizes: Sequence[int]) -> Iterator[tuple[LogicalMesh, ...]]:
-        """How all stages may be seen; views that differ in names of axes alone are one."""
+        """The views of all stages; those that differ only in axis names count as one."""
         of_stages = []
         for first, size in zip(itertools.accumulate((0, *sizes)), sizes, strict=False):
             distinct: dict[object, LogicalMesh] = {}

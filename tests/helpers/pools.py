@@ -1,8 +1,7 @@
 """Worker processes that tests share: one pool, whose first ranks serve jobs of fewer ranks too.
 
-A process imports for several seconds and captures each model that it runs, so as few as can be are
-started. Where a job has another number of ranks than the one before, its ranks join a new process
-group first.
+A process imports for several seconds and captures each model that it runs, so few are started. If
+a job has another number of ranks than the job before, its ranks first join a new process group.
 """
 
 from __future__ import annotations

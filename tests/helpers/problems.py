@@ -48,7 +48,7 @@ def random_problem(seed: int, n_max: int = 6, k_max: int = 4) -> ChoiceProblem:
 
 
 def chain_with_residuals(n: int, k: int, seed: int) -> ChoiceProblem:
-    """A transformer-like graph: reshards between few specs, every fourth variable skips three."""
+    """A graph like a transformer's: reshards between few specs, and residual edges over four."""
     rng = np.random.default_rng(seed)
     n_specs = 6
     reshard = rng.integers(1, 9, (n_specs, n_specs)) * 1e-4
@@ -98,7 +98,7 @@ def check_same(problem: ChoiceProblem, found: Solution | Infeasible) -> None:
 
 
 def random_repeated(seed: int) -> RepeatedProblem:
-    """Before, a block (sometimes two blocks, one after the other), after, and outer variables.
+    """One or two repeated blocks, with variables before, after and outside them.
 
     Whole and zero costs make ties; up to a fifth of all entries are forbidden.
     """

@@ -17,7 +17,7 @@ N_LAYERS, BATCH, SEQUENCE, WIDTH, WORDS = 4, 16, 32, 64, 256
 
 
 def model(kind: str) -> torch.nn.Module:
-    """Attention fused, or by primitives because weights are dropped."""
+    """Attention is fused; if `kind` is "dropped", dropout of its weights makes it primitives."""
     torch.manual_seed(0)
     drop = 0.1 if kind == "dropped" else 0.0
     config = AutoConfig.for_model(
@@ -35,7 +35,7 @@ def batch() -> dict[str, Tensor]:
 
 @cache
 def planned_gpt2(n: int, limit: int | None, recompute: str = "auto") -> Plan:
-    """All rows at once, so that more microbatches are no way out."""
+    """With one microbatch, so that more of them cannot save memory."""
     return autopar.plan(
         model("plain"), one_node(n), batch(), precision="fp64", stages=1, microbatches=1,
         memory_limit=limit, recompute=recompute,

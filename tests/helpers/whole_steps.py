@@ -28,7 +28,7 @@ N_STEPS = 2
 
 
 class _Settled(LiveBytes):
-    """Counts once what a collective was given has been let go."""
+    """Waits until the buffers of a collective are released before it counts."""
 
     _is_settled = True
 

@@ -1,4 +1,4 @@
-"""Numbers of microbatches: what is left out, against solving every one."""
+"""The search for the number of microbatches, against solving every number."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ COUNTS = (1, 2, 3, 6, 12, 24)
 
 
 class Made:
-    """Costs of every number of microbatches, drawn, that rise with it as those of placements do:
-    without a budget, if activations needed no bytes, and within the budget. `solved` is what was
-    asked for, once each."""
+    """An evaluator with drawn costs for every number of microbatches.
+
+    Like the costs of placements, they rise with the number. There are three: without a budget, if
+    activations needed no bytes, and within the budget. `solved` is the set of requests."""
 
     budget_bytes = 1.0
 
@@ -94,7 +95,7 @@ def test_what_recompute_makes_better_is_found_with_fewer_solves(limit_s: float) 
 def every_count(
     made: Made, least_s: float
 ) -> tuple[tuple[Candidate, float, tuple[Candidate, ...]] | None, int]:
-    """The same from the most microbatches on down, none left out; and how many solves."""
+    """The same result, skipping no number, from the most microbatches down; and the solves."""
     best: tuple[Candidate, float, tuple[Candidate, ...]] | None = None
     for i, candidate in reversed(list(enumerate(TRIES))):
         limit_s = best[1] if best else least_s

@@ -65,7 +65,7 @@ def test_what_was_solved_is_known_and_others_of_its_view_are_expected_to_be_like
 
 
 def test_conversions_are_expected_once_they_were_paid(searched: Searched) -> None:
-    """By the least share that was: what is not solved stays hopeful."""
+    """By the least share that was paid, so that estimates of what is not solved stay optimistic."""
     search = searched.search
     configs = search.tables(M)
     c = next(i for i, k in enumerate(configs) if k.conversions()[1, 1] > 0)

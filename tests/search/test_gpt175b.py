@@ -2,26 +2,19 @@
 
 Narayanan et al. (SC 2021, section 5.1) train GPT-3 (96 layers of width 12288, 96 heads, a batch of
 1536 sequences of 2048 tokens) on nodes of eight A100 with tensor parallelism of eight at most and
-stages across nodes, without ZeRO. Planning takes minutes of CPU time:
-
-    AUTOPAR_OPTIMALITY=1 .venv/bin/python -m pytest tests/search/test_gpt175b.py --timeout=3600
-
-A few blocks of the width are planned by default.
+stages across nodes, without ZeRO. To plan that takes minutes of CPU time (`make nightly`); ordinary
+runs plan a few blocks of the same width.
 """
 
 from __future__ import annotations
-
-import os
-
-import pytest
 
 import autopar
 from autopar import Mesh, Plan
 from tests.helpers.machines import A100
 from tests.helpers.models.wide_models import meta_tokens, wide_gpt2
+from tests.helpers.nightly import nightly
 
 WIDTH, LENGTH, N_WORDS = 12288, 2048, 51200
-WHOLE = os.environ.get("AUTOPAR_OPTIMALITY")
 
 
 def planned(n_layers: int, n_nodes: int, n_rows: int, microbatches: int | str = "auto") -> Plan:
@@ -32,8 +25,7 @@ def planned(n_layers: int, n_nodes: int, n_rows: int, microbatches: int | str = 
 
 
 def assert_tensors_inside_nodes(plan: Plan) -> None:
-    """Every activation that is gathered or summed stays inside a node; every stage has whole nodes
-    or a part of one."""
+    """Collectives of activations stay inside a node; a stage has whole nodes or a part of one."""
     for stage in plan.stages:
         assert 1 < stage.axes["tp"] <= 8, stage.axes
         assert 8 % stage.axes["tp"] == 0
@@ -47,8 +39,7 @@ def test_a_few_blocks_are_split_inside_nodes() -> None:
     assert_tensors_inside_nodes(planned(4, 2, 48, 4))
 
 
-@pytest.mark.skipif(not WHOLE, reason="minutes: AUTOPAR_OPTIMALITY=1 runs it")
-@pytest.mark.timeout(3600)
+@nightly
 def test_stages_across_nodes() -> None:
     plan = planned(96, 48, 1536)
     assert_tensors_inside_nodes(plan)

@@ -1,4 +1,4 @@
-"""The intra-operator problem of real programs: every way to solve it agrees, and it is best."""
+"""The intra-operator problem of real programs: all solvers agree, and no recipe is faster."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_both_agree_on_two_axes() -> None:
 
 
 def test_brute_force_agrees_on_a_small_program() -> None:
-    """The mlp with its storage fixed to what the optimum keeps: few enough to enumerate."""
+    """With storage fixed to that of the optimum, the MLP has few enough choices to enumerate."""
     case = model_case("mlp")
     best = choose(
         case.analysis, PlacementRequest(abstract_cost((2,)), 1, Constraints()), "adamw", None
@@ -66,10 +66,10 @@ def test_consumers_alike_share_one_reshard() -> None:
 @pytest.mark.parametrize("model", ["mlp", "bert-view"])
 @pytest.mark.parametrize("s_per_byte", [1e-12, 1e-9, 1e-6])
 def test_the_plan_is_never_worse_than_the_recipes(model: str, s_per_byte: float) -> None:
-    """Over slow and fast links, the planner's pick is the least of all it considered."""
+    """Over slow and fast links, the plan is the fastest of all candidates."""
     links = [Link(1e-6, s_per_byte)] * 2
     mesh = Mesh((1, 4), links=links, device=Device(1e12, 1e12, 1e12, 1e-6))
-    # Every cut of the larger one is another test's; the mlp is planned with stages too.
+    # Only the MLP is planned with stages too; other tests do that for larger models.
     forbid = ["pipeline"] if model == "bert-view" else []
     options = Options.of(precision="fp64", forbid=forbid)
 

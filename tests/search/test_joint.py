@@ -1,4 +1,4 @@
-"""The joint search: what its tables say against solved stages, and what it proposes."""
+"""The joint search: its tables against solved stages, and the candidates that it proposes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autopar.passes.analysis.analysis import Analysis
 from autopar.passes.analysis.cutting import cut
 from autopar.passes.analysis.folding import find_runs, fold
 from autopar.passes.inter.candidate import Candidate
-from autopar.passes.inter.joint import JointSearch, climb, different, joint_search
+from autopar.passes.inter.joint import climb, different, joint_search
 from autopar.passes.inter.layers import find_layers
 from autopar.passes.inter.submeshes import submesh_sizes
 from autopar.passes.inter.tables import StageTable, TableMaker, TableRequest
@@ -30,7 +30,7 @@ from autopar.passes.search.simulator import Simulator
 from autopar.passes.solvers.choice import solve
 from autopar.passes.solvers.problem import Solution
 from autopar.plans.predicted import Predicted
-from tests.helpers.candidates import assert_covers, gpt2
+from tests.helpers.candidates import assert_covers, gpt2, joint_search_on
 from tests.helpers.captures import captured
 from tests.helpers.harness import MODELS, Mlp, model_case
 from tests.helpers.machines import cluster, hardware_of
@@ -43,7 +43,7 @@ PARTS = ("time", "once", "static", "activation")
 
 @lru_cache
 def wide_mlp() -> Analysis:
-    """Products that are worth the devices' time."""
+    """Matmuls that take longer than launches."""
     model = Mlp(width=256, n_layers=6)
     batch = {name: torch.randn(256, 256, dtype=torch.float64) for name in ("x", "y")}
     return Analysis.of(captured(model, batch, precision="fp64"))
@@ -100,7 +100,7 @@ def deep_chain() -> Analysis:
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_folded_program_costs_what_the_whole_does(zero: int) -> None:
-    """Where every block is placed alike, as by a recipe, nothing is approximated."""
+    """Nothing is approximated if all blocks are placed alike, as by a recipe."""
     limits = Constraints(roles=("data", "data"), zero=zero)
     axes = {"dp": 2, "tp": 2}
     whole, *_ = stage_costs(deep_chain(), axes, 2, limits)
@@ -162,7 +162,7 @@ def candidates(
     n_best: int = 6,
     **options: object,
 ) -> list[Candidate]:
-    """By the estimates alone."""
+    """The best candidates by their estimates, which are not solved."""
     on = analysis, mesh, hardware_of(mesh), Options.of(**options)
     search = joint_search(*on, budget_bytes, n_stages)
     if search is None:
@@ -178,7 +178,7 @@ def test_candidates_hold_every_rank_in_as_many_stages_as_asked(
     shape: tuple[int, ...], n_stages: int | None
 ) -> None:
     mesh = cluster(*shape)
-    # How many microbatches are best is searched once; it has tests of its own.
+    # Only the first case searches for the number of microbatches; that has tests of its own.
     found = candidates(gpt2(), mesh, n_stages, microbatches="auto" if shape == (4,) else 4)
     assert 1 <= len(found) <= 6
     assert len({(c.ends, c.stages[0].view.sizes, c.name) for c in found}) == len(found)
@@ -233,7 +233,7 @@ def test_pins_go_to_the_stages() -> None:
 
 
 def test_little_memory_forces_more_stages() -> None:
-    """Where nothing inside a stage is shared, only stages divide the parameters."""
+    """If nothing is sharded inside a stage, only stages divide the parameters."""
     mesh, whole = cluster(4), ["tensor", "zero1", "zero2", "zero3", "recompute"]
     costs, *_ = stage_costs(gpt2(), {"dp": 1, "tp": 1}, 16)
     least = []
@@ -251,7 +251,7 @@ def test_gpipe_keeps_all_microbatches() -> None:
     bytes_of = []
     for schedule in ("1f1b", "gpipe"):
         options = Options.of(schedule=schedule)
-        search = JointSearch.of(gpt2(), mesh, hardware, options, 64 * GIB)
+        search = joint_search_on(gpt2(), mesh, hardware, options, 64 * GIB)
         problem = search.problem(16, 2)
         assert problem is not None
         bytes_of.append(problem.stage_bytes(1)[0, -1, 0])

@@ -1,20 +1,17 @@
-"""One optimum, three ways to it: the folded problem of repeated blocks, elimination of the whole
-program's problem, and the whole ILP, which defines it.
+"""One optimum, found in three ways: by the folded problem of repeated blocks, by elimination on the
+whole program's problem, and by the whole ILP, which defines it.
 
 Five families, each with at least five blocks, on one axis and on two. A ResNet learns its batch
-statistics, so that no two of its blocks are alike to folding; frozen, they are.
+statistics, so folding finds no two equal blocks in it. A frozen one has equal blocks.
 
-Most whole ILPs on two axes, and under a budget, take up to a minute each (of T5 and Mixtral under a
-budget, many):
-
-    AUTOPAR_OPTIMALITY=1 .venv/bin/python -m pytest tests/search/test_optimality.py     ten minutes
-
-runs every family; by default the cheapest of each kind.
+Most whole ILPs on two axes or under a budget take up to a minute each; those of T5 and Mixtral
+under a budget take many. Ordinary runs solve the cheapest of each kind, `make nightly` all of them
+(ten minutes).
 """
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -23,15 +20,15 @@ from autopar.passes.intra.chooser import Chooser, Chosen, PlacementRequest
 from autopar.passes.intra.constraints import Constraints
 from autopar.passes.intra.intra_op import intra_op_problem
 from autopar.passes.solvers.choice import solve, solve_by_elimination
-from autopar.passes.solvers.problem import ChoiceProblem
+from autopar.passes.solvers.problem import ChoiceProblem, Infeasible, Solution
 from tests.helpers.machines import balanced_cost
 from tests.helpers.models.families import FAMILIES, folded
+from tests.helpers.nightly import nightly, sampled
 from tests.helpers.problems import solved
 
 REL = 1e-6
-# Of one machine: what fits, adds up alike in any order.
+# Sums of the same numbers in another order.
 ROUNDING_REL = 1e-9
-WHOLE = os.environ.get("AUTOPAR_OPTIMALITY")
 NO_ZERO = "zero1 zero2 zero3 sequence"
 BY_ROWS = f"{NO_ZERO} tensor"
 Case = tuple[str, ...]
@@ -41,7 +38,7 @@ Case = tuple[str, ...]
 def by_blocks(
     family: str, sizes: tuple[int, ...], forbid: str, budget_bytes: float | None = None
 ) -> Chosen:
-    """What the planner asks of a program."""
+    """The choice for the folded program, as the planner makes it."""
     ask = PlacementRequest(balanced_cost(sizes), 1, Constraints(frozenset(forbid.split())))
     return Chooser(folded(family), "adamw").choose(ask, budget_bytes)
 
@@ -53,11 +50,6 @@ def whole_problem(
     limits = Constraints(frozenset(forbid.split()))
     problem = intra_op_problem(folded(family).whole, balanced_cost(sizes), 1, limits, "adamw")
     return problem.under(budget_bytes, 1).numbers
-
-
-def some_of(every: list[Case], few: list[Case]) -> list[Case]:
-    assert set(few) <= set(every)
-    return every if WHOLE else few
 
 
 EVERY: list[Case] = [(family, axes, "") for axes in ("4", "2x2") for family in FAMILIES]
@@ -75,14 +67,20 @@ def sizes_of(axes: str) -> tuple[int, ...]:
     return tuple(map(int, axes.split("x")))
 
 
+@pytest.mark.parametrize("solver", [solve_by_elimination, pytest.param(solve, marks=nightly)])
 @pytest.mark.parametrize(
     ("family", "axes", "forbid"),
-    [case for case in EVERY if WHOLE or case[:2] != ("t5", "2x2")],
+    sampled(EVERY, [case for case in EVERY if case[:2] != ("t5", "2x2")]),
 )
-def test_folded_is_eliminated(family: str, axes: str, forbid: str) -> None:
+def test_folded_is_eliminated(
+    family: str,
+    axes: str,
+    forbid: str,
+    solver: Callable[[ChoiceProblem], Solution | Infeasible],
+) -> None:
     chosen = by_blocks(family, sizes_of(axes), forbid)
     problem = whole_problem(family, sizes_of(axes), forbid)
-    eliminated = solved((solve if WHOLE else solve_by_elimination)(problem))
+    eliminated = solved(solver(problem))
     assert eliminated.gap == chosen.gap == 0
     assert chosen.objective_s == pytest.approx(eliminated.objective_s, rel=REL)
     if family != "resnet":
@@ -91,7 +89,7 @@ def test_folded_is_eliminated(family: str, axes: str, forbid: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "axes", "forbid"),
-    some_of(
+    sampled(
         [*EVERY, *RESTRICTED],
         [*EVERY[: len(FAMILIES)], ("resnet", "2x2", BY_ROWS), ("gpt2", "2x2", BY_ROWS)],
     ),
@@ -105,7 +103,7 @@ def test_folded_is_the_whole_ilp(family: str, axes: str, forbid: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "axes", "forbid", "share"),
-    some_of(
+    sampled(
         BUDGETS,
         [("llama", "4", "", "0.75"), ("frozen resnet", "4", "zero1 zero2 sequence", "0.9")],
     ),

@@ -1,12 +1,11 @@
-"""What holds of any plan: textbook layouts where they are cheapest, less memory is never faster,
-the same input is the same plan.
+"""Laws of plans: textbook layouts where they are cheapest, less memory is never faster, and equal
+inputs give equal plans.
 
-`AUTOPAR_OPTIMALITY=1` adds minutes: ever less memory, on one node and on two.
+`make nightly` plans with less and less memory, on one node and on two, which takes minutes.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -24,11 +23,11 @@ from autopar.plans.data import parse_storage
 from autopar.runtime.launch.processes import WorkerPool
 from tests.helpers.harness import random_tokens, tiny_gpt2
 from tests.helpers.jobs import rank
-from tests.helpers.machines import A100
+from tests.helpers.machines import A100, cluster
 from tests.helpers.models.wide_models import meta_tokens, wide_gpt2
+from tests.helpers.nightly import nightly
 
 REL = 1e-9
-WHOLE = os.environ.get("AUTOPAR_OPTIMALITY")
 UNITS = {"B": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
 
 
@@ -45,7 +44,7 @@ def on_a_fast_axis(n_layers: int, n_microbatches: int, *forbid: str) -> Plan:
 
 
 def all_reduces_of_rows(plan: Plan, n_microbatches: int) -> Counter[str]:
-    """By phase, those of tensors as large as the residual stream of a microbatch."""
+    """Phase -> count, for tensors as large as the residual stream of a microbatch."""
     size_bytes = 2 // n_microbatches * 256 * 4096 * torch.bfloat16.itemsize
     found: Counter[str] = Counter()
     for call in plan.collectives():
@@ -106,7 +105,7 @@ def small(shape: tuple[int, ...], **options: Any) -> Plan:
 
 
 def least_bytes(error: InfeasibleError) -> float:
-    """What the message says is needed, rounded up as printed."""
+    """The bytes that the message asks for, rounded up."""
     said = re.search(r"the leanest needs ([\d.]+) ([KMG]?i?B), ([\d.]+) [KMG]?i?B more", str(error))
     assert said is not None, error
     assert "hint: use more microbatches or devices" in str(error)
@@ -117,8 +116,8 @@ def least_bytes(error: InfeasibleError) -> float:
 def assert_less_memory_is_never_faster(
     shape: tuple[int, ...], limits: list[int], **kw: Any
 ) -> None:
-    """A plan within less memory is one within more: the optimum rises, and what is returned is at
-    most its gap above it."""
+    """A plan that fits in less memory fits in more, so the optimum rises as memory falls. A plan
+    is above the optimum by at most its gap."""
     bound_s, n_slower = 0.0, 0
     for limit in (None, *limits):
         plan = small(shape, memory_limit=limit, **kw)
@@ -144,14 +143,14 @@ def test_what_is_missing_is_said() -> None:
     assert_said_bytes_are_enough((1, 4), 236_000_000, stages=1, mesh_shape="as-given")
 
 
-@pytest.mark.skipif(not WHOLE, reason="a minute: AUTOPAR_OPTIMALITY=1 runs it")
+@nightly
 def test_less_memory_is_never_faster_down_to_nothing() -> None:
     limits = [530_000_000, 440_000_000, 360_000_000]
     assert_less_memory_is_never_faster((1, 4), limits, stages=1)
     assert_said_bytes_are_enough((1, 4), 236_000_000, stages=1)
 
 
-@pytest.mark.skipif(not WHOLE, reason="a minute: AUTOPAR_OPTIMALITY=1 runs it")
+@nightly
 def test_less_memory_is_never_faster_on_two_nodes() -> None:
     assert_less_memory_is_never_faster((2, 4), [328_934_718, 255_838_113, 182_741_510])
 
@@ -164,31 +163,30 @@ def test_a_plan_is_predicted_to_keep_the_memory_limit() -> None:
 # -- determinism ---------------------------------------------------------------------------------
 
 
-def save_plans(folder: str) -> int:
-    """Planned with stages and, in the long run, without: one stage within a budget; by rank 0 of a
-    job. What this process hashes a word to.
-    """
+def plan_stages() -> Plan:
+    torch.manual_seed(0)
+    return autopar.plan(tiny_gpt2(2), cluster(2, 2), random_tokens(0), microbatches=4)
+
+
+def plan_within_a_budget() -> Plan:
+    return small((1, 4), stages=1, mesh_shape="as-given", memory_limit=440_000_000)
+
+
+def save_plan(make: Callable[[], Plan], path: str) -> int:
+    """The job of rank 0 plans; all ranks return what their process hashes a word to."""
     if rank() == 0:
-        torch.manual_seed(0)
-        mesh = Mesh((2, 2), hardware="cpu-local")
-        plan = autopar.plan(tiny_gpt2(2), mesh, random_tokens(0), microbatches=4)
-        plan.save(f"{folder}/stages.json")
-        if WHOLE:
-            one = small((1, 4), stages=1, mesh_shape="as-given", memory_limit=440_000_000)
-            one.save(f"{folder}/one.json")
+        make().save(path)
     return hash("seed")
 
 
+@pytest.mark.parametrize("make", [plan_stages, pytest.param(plan_within_a_budget, marks=nightly)])
 def test_another_hash_seed_gives_the_same_bytes(
-    tmp_path: Path, workers: Callable[[int], WorkerPool]
+    make: Callable[[], Plan], tmp_path: Path, workers: Callable[[int], WorkerPool]
 ) -> None:
     """Every process draws a seed of its own, unless PYTHONHASHSEED is set (`make` empties it)."""
-    here, there = (tmp_path / name for name in ("here", "there"))
-    for folder in (here, there):
-        folder.mkdir()
-    hashed = workers(2).run(save_plans, str(there))[0]
-    assert hashed != save_plans(str(here)), "the seeds are the same: unset PYTHONHASHSEED"
-    for name in ("stages.json", "one.json") if WHOLE else ("stages.json",):
-        first, second = ((folder / name).read_bytes() for folder in (here, there))
-        assert len(first) > 1000
-        assert first == second, name
+    here, there = (tmp_path / name for name in ("here.json", "there.json"))
+    hashed = workers(2).run(save_plan, make, str(there))[0]
+    assert hashed != save_plan(make, str(here)), "the seeds are the same: unset PYTHONHASHSEED"
+    first, second = here.read_bytes(), there.read_bytes()
+    assert len(first) > 1000
+    assert first == second

@@ -1,4 +1,4 @@
-"""Steps played from stages' times and messages: against the same stages lowered and simulated."""
+"""Scores, made of stages' times and messages, against the same stages lowered and simulated."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def choices(model: str, shape: tuple[int, ...], speed: tuple[float, float], m: i
 
 
 def some_of(every: Choices, one_in: int) -> list[Candidate]:
-    """Every so many of the plans with stages."""
+    """One in so many of the plans with stages."""
     return [c for c in every.candidates() if len(c.stages) > 1][::one_in]
 
 
@@ -52,7 +52,7 @@ def messages(evaluator: Evaluator, scored: Scored) -> list[MessageSeconds]:
 
 @pytest.mark.parametrize("speed", [SLOW, TIERED])
 def test_messages_and_steps_are_those_of_the_lowered_stages(speed: tuple[float, float]) -> None:
-    """Unequal stages, shares of nodes and whole ones, products cut either way."""
+    """Unequal stages, parts of nodes and whole nodes, matmuls split by rows and by columns."""
     every = choices("mlp", (2, 4), speed, 16)
     between = link_between(every.mesh, every.hardware.links)
     sizes = set()
@@ -75,7 +75,7 @@ def test_messages_and_steps_are_those_of_the_lowered_stages(speed: tuple[float, 
 
 
 def test_steps_with_skips_and_ties_are_near_the_lowered_ones() -> None:
-    """Masks and an embedding that first and last stages share."""
+    """Masks skip stages, and the first and last stages share an embedding."""
     every = choices("gpt2", (2, 2), TIERED, 4)
     n_skips = 0
     for candidate in some_of(every, 66):
@@ -89,7 +89,7 @@ def test_steps_with_skips_and_ties_are_near_the_lowered_ones() -> None:
 
 
 def test_a_step_is_the_textbooks() -> None:
-    """Equal stages and free messages: m + S - 1 microbatches, then what is done once."""
+    """Equal stages and free messages: m + S - 1 microbatches, then the work that is done once."""
     stages = [StageSeconds(3.0, 5.0)] * 4
     free = [MessageSeconds(k, k + 1, 0.0, 0.0) for k in range(3)]
     assert score_s("1f1b", 8, stages, free) == pytest.approx(3.0 * (8 + 3) + 5.0, rel=REL)

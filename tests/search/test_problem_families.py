@@ -20,6 +20,7 @@ from autopar.passes.inter.candidate import n_operators
 from autopar.passes.intra import intra_op
 from autopar.passes.intra.constraints import Constraints
 from autopar.passes.intra.intra_op import ProblemFamilies, intra_op_problem, intra_op_problems
+from autopar.passes.intra.priced import Prices
 from autopar.passes.intra.problem import IntraOpProblem
 from autopar.passes.intra.recipe_machine import recipe_cost
 from autopar.passes.reshard.move_graph import move_graph
@@ -50,8 +51,7 @@ def optimum(problem: IntraOpProblem, budget_bytes: float | None = None) -> list[
 def alone(
     analysis: Analysis, cost: CostModel, m: int, limits: Constraints, again: Recomputable | None
 ) -> IntraOpProblem:
-    """Built from prices that no other problem shares."""
-    analysis.priced.clear()
+    """Shares prices with no other problem."""
     return intra_op_problem(analysis, cost, m, limits, "adamw", None, again)
 
 
@@ -84,7 +84,6 @@ def assert_families_are_alone(
             budget_bytes = None if share is None else share * optimum(problem)[1]
             wanted[cost, m] = budget_bytes, optimum(problem, budget_bytes)
     for seed in range(2):
-        analysis.priced.clear()
         problems = ProblemFamilies(analysis, "adamw", (costs,), counts, recomputable=again)
         order = list(wanted)
         random.Random(seed).shuffle(order)
@@ -119,7 +118,7 @@ def test_families_with_recompute_are_problems_alone(
 
 
 def test_numbers_of_microbatches_together_are_each_alone() -> None:
-    """With eight microbatches of two rows, four ranks no longer divide the rows."""
+    """Also where rows of a microbatch, two of eight, no longer divide over four ranks."""
     assert_families_are_alone(model_case("llama").analysis, ((2, 4),), (1, 2, 4, 8), Constraints())
 
 
@@ -160,10 +159,9 @@ def test_stages_that_share_prices_are_stages_alone() -> None:
     analysis, cost = language_model(tiny_gpt2, 6), abstract_cost((2, 2))
     n = n_operators(analysis.program)
     parts = [analysis.part(program) for program in cut(analysis.program, (n // 2, n))]
-    wanted = [optimum(alone(part, cost, 1, Constraints(), None)) for part in parts]
-    analysis.priced.clear()
-    found = [intra_op_problem(part, cost, 1, Constraints(), "adamw") for part in parts]
-    assert [optimum(problem) for problem in found] == wanted
+    prices, limits = Prices(), Constraints()
+    found = [intra_op_problem(p, cost, 1, limits, "adamw", prices=prices) for p in parts]
+    assert [*map(optimum, found)] == [optimum(alone(p, cost, 1, limits, None)) for p in parts]
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (4, 8)])

@@ -1,19 +1,14 @@
-"""What the planner leaves out costs next to nothing: its plan against that of a planner which
-leaves out much less.
+"""What pruning loses is next to nothing: plans against those of a planner that prunes much less.
 
-Wider: every candidate is solved and simulated whatever it scores, four times as many are proposed
-(those up to half slower, and those alike), every number of microbatches is tried, and blocks may
-be cut in halves.
-
-    AUTOPAR_OPTIMALITY=1 .venv/bin/python -m pytest tests/search/test_pruning.py --timeout=3600
-
-plans a Llama of real width on 64 A100; by default a GPT-2 on four devices.
+The wider planner solves and simulates every candidate whatever its score. It proposes four times as
+many: nearly equal ones, and those up to half slower. It tries every number of microbatches, and may
+cut blocks in halves. Ordinary runs plan a GPT-2 on four devices, `make nightly` a Llama of real
+width on 64 A100.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -28,21 +23,21 @@ from autopar.passes.search import simulator as simulated
 from tests.helpers.harness import random_tokens, tiny_gpt2
 from tests.helpers.machines import A100
 from tests.helpers.models.wide_models import meta_tokens, wide_llama
+from tests.helpers.nightly import nightly
 
 REGRET = 0.01
 REL = 1e-9
-WHOLE = os.environ.get("AUTOPAR_OPTIMALITY")
 
 
 def every_count(counts: Sequence[int], cost_s: Callable[[int], float]) -> int:
-    """In place of `climb`: says that it got nowhere, so that the other direction is tried too."""
+    """In place of `climb`: tries all counts; it returns the first, so both directions are tried."""
     for m in counts:
         cost_s(m)
     return counts[0]
 
 
 def widen(patch: pytest.MonkeyPatch) -> None:
-    """All that is known of how the planner prunes."""
+    """Patches all the constants that the planner prunes by."""
     patch.setattr(planner, "PRUNE_RATIO", math.inf)
     patch.setattr(refined, "PRUNE_RATIO", 2.0)
     patch.setattr(planner, "SKIP_RECOMPUTE_RATIO", 0.0)
@@ -85,7 +80,6 @@ def test_little_is_lost_on_a_small_model() -> None:
     assert regret(small_gpt2) <= REGRET
 
 
-@pytest.mark.skipif(not WHOLE, reason="minutes: AUTOPAR_OPTIMALITY=1 runs it")
-@pytest.mark.timeout(3600)
+@nightly
 def test_little_is_lost_on_64_devices() -> None:
     assert regret(llama) <= REGRET

@@ -1,4 +1,4 @@
-"""Megatron with stages: which splits, what they may do, how layers are shared out."""
+"""The Megatron recipe with stages: its splits, constraints, and balance of layers."""
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ def test_stages_of_a_recipe_have_balanced_flops() -> None:
 
 
 def test_without_zero_what_is_stored_in_data_shards_is_not_made_whole() -> None:
-    """Neither gathered, nor as a sum of shards among zeros, which abstract machines make cheap."""
+    """Neither by an all_gather, nor as a sum of shards padded with zeros, which is cheap on
+    abstract machines."""
     mesh, hardware = cluster(4, 8), hardware_of(cluster(4, 8))
     view = factored_view(mesh, hardware.links, hardware.device, {"dp": 8, "tp": 4})
     limits = Constraints(frozenset({"sequence"}), ("data", "tensor"), 0)

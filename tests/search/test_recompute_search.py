@@ -1,4 +1,4 @@
-"""Recompute that the planner chooses: where memory binds, block by block, with placements."""
+"""Recompute that the planner chooses: if memory binds, per block, together with placements."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from autopar.passes.analysis.recompute import SEARCHED, Recomputable, aligned_ru
 from autopar.passes.intra.chooser import Chooser, PlacementRequest, choose
 from autopar.passes.intra.constraints import Constraints
 from autopar.passes.intra.intra_op import intra_op_problem
+from autopar.passes.intra.priced import Prices
 from autopar.passes.intra.problem import IntraOpProblem
 from autopar.passes.lowering.lines import lower
 from autopar.passes.solvers.choice import solve
@@ -69,7 +70,7 @@ def test_less_memory_is_more_recompute_and_never_faster() -> None:
         plan = planned_gpt2(1, int(share * free.predicted.peak_bytes))
         assert plan.predicted.peak_bytes <= share * free.predicted.peak_bytes
         assert plan.objective_s >= before_s
-        # On one device nothing else can be had for time.
+        # On one device only recompute trades time for memory.
         assert modes_of(plan)
         assert plan.objective_s - free.objective_s >= again_s
         before_s, again_s = plan.objective_s, plan.objective_s - free.objective_s
@@ -77,7 +78,7 @@ def test_less_memory_is_more_recompute_and_never_faster() -> None:
 
 
 def test_never_worse_than_without() -> None:
-    """Where placements alone fit, too."""
+    """Also if placements fit without recompute."""
     limit = int(0.95 * planned_gpt2(2, None).predicted.peak_bytes)
     without = planned_gpt2(2, limit, "none")
     assert not modes_of(without)
@@ -114,8 +115,8 @@ def test_a_plan_that_chose_is_saved_and_explained(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", [*MODES, "attention-core"])
 def test_a_mode_that_is_asked_for_is_in_all_that_is_known(mode: Recompute) -> None:
-    """On one device there is one way to place things: what is laid over a plan is what is planned,
-    and the problem's own seconds are those of the step."""
+    """On one device there is one placement: planning with a mode equals adding the mode to a plan,
+    and the problem's seconds are those of the step."""
     plan, laid_over = planned_gpt2(1, None, mode), recomputing(planned_gpt2(1, None, "none"), mode)
     assert plan.code() == laid_over.code()
     assert plan.predicted == laid_over.predicted
@@ -123,7 +124,7 @@ def test_a_mode_that_is_asked_for_is_in_all_that_is_known(mode: Recompute) -> No
     foretold_s = plan.objective_s - without.objective_s
     played_s = plan.predicted.step_time_s - without.predicted.step_time_s
     assert foretold_s == pytest.approx(played_s, rel=1e-6)
-    # The problem counts some values twice that views show, so a little more is wanted.
+    # The problem counts values twice that views share, so the limit is a little higher.
     peak_bytes = plan.predicted.peak_bytes
     assert planned_gpt2(1, int(1.02 * peak_bytes), mode).predicted.peak_bytes == peak_bytes
     with pytest.raises(InfeasibleError):
@@ -156,7 +157,7 @@ def problem_of_blocks(sizes: tuple[int, ...], recomputable: Recomputable) -> Int
 
 
 def least_s(sizes: tuple[int, ...], recomputable: Recomputable, budget_bytes: float) -> float:
-    """The optimum, proven."""
+    """The proven optimum."""
     found = solve(problem_of_blocks(sizes, recomputable).under(budget_bytes).numbers)
     if isinstance(found, Infeasible):
         return float("inf")
@@ -169,7 +170,7 @@ def least_s(sizes: tuple[int, ...], recomputable: Recomputable, budget_bytes: fl
 def test_the_joint_optimum_is_the_best_of_every_choice_of_blocks(
     mode: Recompute, sizes: tuple[int, ...]
 ) -> None:
-    """Each choice as a problem of its own, in which blocks run again and have no choice."""
+    """Each choice is a problem of its own, in which the chosen blocks always run again."""
     analysis = analysis_of("blocks")
     ranges = ranges_of(analysis)
     assert len(ranges) == 3
@@ -194,7 +195,7 @@ def test_the_joint_optimum_is_the_best_of_every_choice_of_blocks(
 
 @pytest.mark.parametrize("sizes", [(1,), (2,)])
 def test_recompute_is_no_faster_than_activations_that_need_no_bytes(sizes: tuple[int, ...]) -> None:
-    """What the planner leaves recompute alone by (`Evaluator.without_activations`)."""
+    """The bound by which the planner skips recompute (`Evaluator.without_activations`)."""
     analysis, cost = analysis_of("blocks"), abstract_cost(sizes)
     ask, without = (
         PlacementRequest(cost, 1, Constraints()),
@@ -229,7 +230,7 @@ CASES: list[tuple[str, tuple[int, ...], str]] = [
 def test_bytes_and_seconds_are_those_of_the_lines(
     name: str, sizes: tuple[int, ...], forbid: str
 ) -> None:
-    """The same placements in every mode: what changes is what changes where lines are counted."""
+    """With the same placements, modes differ by as much as their lowered lines do."""
     analysis, cost, limits = (
         analysis_of(name),
         abstract_cost(sizes),
@@ -260,7 +261,7 @@ def test_bytes_and_seconds_are_those_of_the_lines(
             counted.append((kept_bytes(program, "adamw"), backward.total_s))
         (_, none_s), (selective, selective_s), (full, full_s) = foretold
         (_, none), (kept_selective, selective_again), (kept_full, full_again) = counted
-        # Without recompute the problem counts some values twice, that views show.
+        # Without recompute the problem counts values twice that views share.
         assert selective - full == pytest.approx(kept_selective - kept_full, rel=1e-6)
         assert selective_s - none_s == pytest.approx(selective_again - none, rel=1e-6)
         assert full_s - none_s == pytest.approx(full_again - none, rel=1e-6)
@@ -268,7 +269,7 @@ def test_bytes_and_seconds_are_those_of_the_lines(
 
 
 def test_pairs_of_choices_are_seen_through() -> None:
-    """What reshards that may run again cost, and two kinds of uses of a tied embedding."""
+    """Such pairs price reshards that may run again, and two kinds of uses of a tied embedding."""
     analysis = analysis_of("gpt2")
     again = Recomputable(ranges_of(analysis), SEARCHED)
     cost = abstract_cost((2, 2))
@@ -282,7 +283,7 @@ def test_pairs_of_choices_are_seen_through() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "chain"])
 def test_repeated_blocks_are_those_of_the_whole_program(name: str) -> None:
-    """Few blocks stand for all, with a mode of their own each."""
+    """A few blocks represent all; each block has its own mode."""
     analysis, ask = analysis_of(name), PlacementRequest(abstract_cost((2,)), 1, Constraints())
     ranges = ranges_of(analysis)
     lean = choose(analysis, ask, "adamw", None, recomputable=Recomputable(ranges, ("full",)))
@@ -321,7 +322,7 @@ def _in_order(some: Sequence[tuple[str, ...]], every: Sequence[tuple[str, ...]])
 
 
 def staged(limit: int | None, recompute: str = "auto") -> Plan:
-    """One rank each, so that no placement saves anything."""
+    """One rank per stage, so that no placement saves memory."""
     return autopar.plan(
         model("plain"), one_node(2), batch(), precision="fp64", stages=2, microbatches=4,
         memory_limit=limit, recompute=recompute,
@@ -343,7 +344,7 @@ def test_stages_that_fit_with_recompute_alone() -> None:
 
 
 def test_stages_share_prices() -> None:
-    """Groups of one stage are priced as those of another that are alike, under other names."""
+    """Groups of one stage reuse the prices of equal groups of another, under other names."""
     analysis, cost = analysis_of("chain"), abstract_cost((2,))
     recomputable = Recomputable(ranges_of(analysis), ("full",))
     starts = [positions.start for positions in recomputable.within(analysis)]
@@ -351,15 +352,15 @@ def test_stages_share_prices() -> None:
     _, first, second = (analysis.part(program) for program in cut(analysis.program, ends))
     assert first.parameter_bytes == second.parameter_bytes
 
-    def seconds(part: Analysis) -> float:
-        problem = intra_op_problem(part, cost, 1, Constraints(), "adamw", None, recomputable)
+    def seconds(part: Analysis, prices: Prices) -> float:
+        problem = intra_op_problem(
+            part, cost, 1, Constraints(), "adamw", None, recomputable, prices
+        )
         assert len(problem.modes) == 2
         found = solve(problem.numbers)
         assert not isinstance(found, Infeasible)
         return found.objective_s
 
-    analysis.priced.clear()
-    apart_s = seconds(second)
-    analysis.priced.clear()
-    seconds(first)
-    assert seconds(second) == apart_s
+    apart_s, shared = seconds(second, Prices()), Prices()
+    seconds(first, shared)
+    assert seconds(second, shared) == apart_s

@@ -1,88 +1,87 @@
-"""When recompute is tried: where memory costs much, also where that shows in simulation alone."""
+"""When recompute is searched: where memory costs more than recompute would."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import pytest
 
 import autopar
+from autopar import Device, Link, Mesh, Plan
 from autopar.errors import InfeasibleError
-from autopar.options import Options
-from autopar.passes.search import planner
-from autopar.passes.search.evaluator import Scored
-from autopar.passes.search.planner import SKIP_RECOMPUTE_RATIO, Planner
-from autopar.passes.search.simulator import Simulator, Solved
-from tests.helpers.candidates import gpt2
-from tests.helpers.machines import cluster, one_node
+from tests.helpers.machines import one_node
 from tests.helpers.recompute_plans import batch, model, modes_of
 
-Fitting = Callable[[Solved], Solved | float]
+REL = 1e-9
 
 
-def fits(solved: Solved) -> Solved:
-    return solved
+def planned(mesh: Mesh, limit: int | None, **options: object) -> tuple[Plan, bool]:
+    """The plan, and whether planning said that it searches with recompute."""
+    said: list[str] = []
+    plan = autopar.plan(
+        model("plain"), mesh, batch(), precision="fp64", stages=1, microbatches=1,
+        memory_limit=limit, progress=said.append, **options,
+    )  # fmt: skip
+    return plan, any(text.endswith("with recompute") for text in said)
 
 
-def does_not_fit(solved: Solved) -> Solved:
-    raise InfeasibleError("planted")
+def slow_links() -> Mesh:
+    """Shards of parameters are expensive to gather."""
+    device = Device(1e12, 1e11, 1e10, 1e-9)
+    return Mesh((1, 2), links=[Link(1e-7, 1e-9)] * 2, device=device)
 
 
-def is_slower(solved: Solved) -> float:
-    return solved.step_time_s
+def peak_bytes(mesh: Mesh) -> float:
+    return planned(mesh, None)[0].predicted.peak_bytes
 
 
-def fits_for_much(solved: Solved) -> Solved:
-    step_time_s = 1.01 * SKIP_RECOMPUTE_RATIO * solved.step_time_s
-    return replace(solved, predicted=replace(solved.predicted, step_time_s=step_time_s))
+@pytest.mark.parametrize("share", [None, 1.2, 0.95])
+def test_recompute_is_not_searched_where_memory_costs_little(share: float | None) -> None:
+    """It does not bind, or shards of parameters make room for 4% more time."""
+    mesh = one_node(2)
+    free, _ = planned(mesh, None)
+    limit = None if share is None else int(share * free.predicted.peak_bytes)
+    plan, is_searched = planned(mesh, limit)
+    without, _ = planned(mesh, limit, recompute="none")
+    assert not is_searched and not modes_of(plan)
+    assert plan.data == without.data
+    binds = share is not None and share < 1
+    assert (plan.objective_s > free.objective_s * (1 + REL)) == binds
+    assert plan.objective_s < 1.1 * free.objective_s
 
 
-@pytest.mark.parametrize(
-    ("fitting", "is_tried"),
-    [(fits, False), (does_not_fit, True), (is_slower, True), (fits_for_much, True)],
-)
-def test_recompute_is_tried_where_the_best_does_not_fit_for_little(
-    monkeypatch: pytest.MonkeyPatch, fitting: Fitting, is_tried: bool
-) -> None:
-    """By its score it does: there is as much memory as anyone could want."""
-    mesh, asked, tried = cluster(2), list[float](), list[str]()
-    fitting_of = Simulator.fit_to_budget
-
-    def first(simulator: Simulator, scored: Scored, limit_s: float) -> Solved | float:
-        asked.append(limit_s)
-        found = fitting_of(simulator, scored, limit_s)
-        assert isinstance(found, Solved)
-        return fitting(found) if len(asked) == 1 else found
-
-    monkeypatch.setattr(Simulator, "fit_to_budget", first)
-    monkeypatch.setattr(Planner, "_add_recomputed", lambda self, errors: tried.append("again"))
-    planner = Planner(gpt2(), mesh, Options.of())
-    best = planner.run().solved
-    assert tried == ["again"] * is_tried
-    # More than memory may cost is not worth knowing.
-    assert asked[0] == pytest.approx(SKIP_RECOMPUTE_RATIO * best.step_time_s, rel=0.05)
+def test_recompute_is_searched_where_memory_costs_much() -> None:
+    """Without it there is a plan, which takes 11% more than without a limit."""
+    mesh = slow_links()
+    limit = int(0.98 * peak_bytes(mesh))
+    plan, is_searched = planned(mesh, limit)
+    without, _ = planned(mesh, limit, recompute="none")
+    assert is_searched and modes_of(plan) and not modes_of(without)
+    assert plan.predicted.step_time_s < 0.95 * without.predicted.step_time_s
+    assert max(plan.predicted.peak_bytes, without.predicted.peak_bytes) <= limit
 
 
-def test_what_is_found_with_recompute_when_the_time_is_up_is_planned(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """On one device nothing else fits: the first that does is all there is."""
+@pytest.mark.parametrize("share", [0.999, 0.9])
+def test_recompute_is_searched_where_nothing_else_fits(share: float) -> None:
+    """On one device: the fastest placements fit by the solver's bytes, and by 0.1% they do not when
+    they are simulated; or they do not fit at all."""
+    mesh = one_node(1)
+    limit = int(share * peak_bytes(mesh))
+    with pytest.raises(InfeasibleError, match="no plan fits in"):
+        planned(mesh, limit, recompute="none")
+    plan, is_searched = planned(mesh, limit)
+    assert is_searched and modes_of(plan)
+    assert plan.predicted.peak_bytes <= limit
 
-    def planned(limit: int | None) -> autopar.Plan:
-        return autopar.plan(
-            model("plain"), one_node(1), batch(), precision="fp64", stages=1, microbatches=1,
-            memory_limit=limit, time_limit_s=600.0,
-        )  # fmt: skip
 
-    limit = int(0.7 * planned(None).predicted.peak_bytes)
-    recomputed = Planner._recomputed
-
-    def stopped(self: Planner) -> Iterator[Scored]:
-        yield next(recomputed(self))
-        raise planner._TimeUp
-
-    monkeypatch.setattr(Planner, "_recomputed", stopped)
-    plan = planned(limit)
-    assert modes_of(plan) and plan.predicted.peak_bytes <= limit
+def test_a_time_limit_leaves_a_plan_with_recompute_where_nothing_else_fits() -> None:
+    """The first that fits, and a row for what was not tried."""
+    mesh = one_node(2)
+    limit = int(0.7 * peak_bytes(mesh))
+    with pytest.raises(InfeasibleError):
+        planned(mesh, limit, recompute="none", time_limit_s=1e-9)
+    plan, is_searched = planned(mesh, limit, time_limit_s=1e-9)
+    assert is_searched and modes_of(plan)
+    assert plan.predicted.peak_bytes <= limit
     assert any(row.name == "the rest" for row in plan.data.alternatives)
+    whole, _ = planned(mesh, limit)
+    assert all(row.name != "the rest" for row in whole.data.alternatives)
+    assert whole.predicted.step_time_s <= plan.predicted.step_time_s * (1 + REL)

@@ -1,4 +1,4 @@
-"""Gaps that repeated blocks leave under a budget are closed where a plan may win by it."""
+"""Gaps that repeated blocks leave under a budget are closed if that may make a plan win."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIMIT_BYTES = 400_000
 
 
 def planned(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[PlanData, list[Chosen]]:
-    """A plan, and what was chosen within the budget for the whole program, written out."""
+    """The plan, and the choices made for the whole, unrolled program."""
     written_out: list[Chosen] = []
     choose_all = choose.choose
 

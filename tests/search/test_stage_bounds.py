@@ -1,10 +1,11 @@
-"""What rules plans of several stages out before anything is built: never more than they cost."""
+"""Lower bounds on plans with several stages: they hold, and the planner prunes by them."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import hypothesis
 import numpy as np
@@ -20,22 +21,28 @@ from autopar.passes.inter.candidate import Candidate
 from autopar.passes.inter.joint import JointSearch
 from autopar.passes.inter.recipes import recipe_candidates
 from autopar.passes.inter.score import MessageSeconds, StageSeconds, score_s
-from autopar.passes.inter.tables import TableMaker
+from autopar.passes.search.outcome import PlanningResult
 from autopar.passes.search.planner import Planner
-from autopar.passes.search.simulator import Simulator
 from autopar.passes.solvers.stages.problem import StageProblem
 from autopar.passes.solvers.stages.tables import least_span_s
 from autopar.schedule import ORDERS
-from tests.helpers.candidates import gpt2, recipes
+from autopar.units import format_seconds
+from tests.helpers.candidates import gpt2, joint_search_on, recipes
 from tests.helpers.captures import captured
-from tests.helpers.machines import cluster, hardware_of
+from tests.helpers.every_plan import Choices, choices_of
+from tests.helpers.machines import FAST, SLOW, TIERED, cluster, hardware_of
 from tests.helpers.models.blocks import Block, Chain
 
+REL = 1e-9
 SHAPES = [(4,), (2, 2), (2, 4)]
 
 
 def search_on(mesh: Mesh) -> JointSearch:
-    return JointSearch.of(gpt2(), mesh, hardware_of(mesh), Options.of(), 1e9)
+    return joint_search_on(gpt2(), mesh, hardware_of(mesh), Options.of(), 1e9)
+
+
+def search_of(choices: Choices) -> JointSearch:
+    return joint_search_on(choices.analysis, choices.mesh, choices.hardware, choices.options)
 
 
 def test_the_bound_is_the_least_of_all_plans() -> None:
@@ -66,7 +73,7 @@ def test_the_bound_is_the_least_of_all_plans() -> None:
     st.sampled_from(sorted(ORDERS)),
 )
 def test_no_schedule_is_faster_than_the_span(times: list[float], m: int, schedule: str) -> None:
-    """Not even where stages differ much: then the closed form is above what is played."""
+    """Even if stages differ much: then the closed form is above the simulated step."""
     n, each = len(times), np.full((len(times),) * 2, math.inf)
     np.fill_diagonal(each, times)
     nothing, time_s = np.zeros((n, n, 1)), each[:, :, None]
@@ -77,7 +84,7 @@ def test_no_schedule_is_faster_than_the_span(times: list[float], m: int, schedul
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_no_plan_is_faster_than_its_bound(shape: tuple[int, ...]) -> None:
+def test_no_estimate_is_below_its_bound(shape: tuple[int, ...]) -> None:
     mesh = cluster(*shape)
     search = search_on(mesh)
     sizes = [n for n in (1, 2, 4) if n < mesh.n_ranks]
@@ -93,70 +100,141 @@ def test_no_plan_is_faster_than_its_bound(shape: tuple[int, ...]) -> None:
         assert search.unlimited_s <= candidate.estimate_s
 
 
-def said_of_stages() -> list[tuple[str, str]]:
-    """Of a planned GPT-2 the alternatives of several stages, and what is said of each."""
-    mesh = cluster(4)
-    planner = Planner(gpt2(), mesh, Options.of())
-    rows = planner.run().alternatives
-    return [
-        (row.name, row.note) for row in rows if "stages" in row.name or "Megatron, " in row.name
-    ]
+Case = tuple[str, tuple[int, ...], tuple[float, float], int]
+CASES: list[Case] = [
+    ("mlp", (4,), TIERED, 16),
+    ("mlp", (4,), FAST, 1),
+    ("mlp", (2, 2), TIERED, 16),
+    ("gpt2", (2,), SLOW, 4),
+]
 
 
-def test_nothing_is_built_where_bubbles_alone_take_too_long(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("model", "shape", "s_per_byte", "m"), CASES)
+def test_no_simulated_step_is_below_its_bound(
+    model: str, shape: tuple[int, ...], s_per_byte: tuple[float, float], m: int
 ) -> None:
-    """A second by the bound: more than one stage takes, where that fits as it is simulated."""
-    for name in ("step_s", "balanced_s"):
-        monkeypatch.setattr(StageBounds, name, lambda *_: 1.0)
-    with monkeypatch.context() as patch:
-        patch.delattr(TableMaker, "tables_for")
-        patch.delattr(TableMaker, "recipe")
-        assert said_of_stages() == [("several stages", "at least 1 s")]
-    monkeypatch.setattr(Simulator, "simulated_if_fits", lambda self, scored: None)
-    assert ("several stages", "at least 1 s") not in said_of_stages()
+    """Of every plan with stages: the bound of its cuts, of its number of stages, and of all."""
+    choices = choices_of(model, shape, s_per_byte, Options.of(microbatches=m))
+    search, nearest = search_of(choices), 0.0
+    for candidate in choices.candidates():
+        n_stages = len(candidate.stages)
+        if n_stages == 1:
+            continue
+        step_time_s = choices.simulator.solve(candidate).step_time_s
+        sizes = sorted({stage.view.n_ranks for stage in candidate.stages})
+        bound_s = search.bounds.step_s(choices.mesh, sizes, m, n_stages)
+        assert search.least_step_s(None) <= search.least_step_s(n_stages) <= bound_s
+        if len(sizes) == 1:
+            last = [search.layers.ends.index(end) for end in candidate.ends]
+            balanced_s = search.bounds.balanced_s(last, sizes[0], m)
+            assert bound_s <= balanced_s * (1 + REL)
+            bound_s = balanced_s
+        assert bound_s <= step_time_s, candidate.name
+        nearest = max(nearest, bound_s / step_time_s)
+    assert nearest > 0.75, "the bound says next to nothing"
 
 
-def test_recipes_are_left_where_no_stages_would_be_fast_without_a_limit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name in ("step_s", "balanced_s"):
-        monkeypatch.setattr(StageBounds, name, lambda *_: 0.0)
-    mesh, said = cluster(4), list[str]()
+# -- what the planner leaves out -------------------------------------------------------------------
 
-    def n_priced() -> int:
-        said.clear()
-        Planner(gpt2(), mesh, Options.of(), report=said.append).run()
-        return sum("recipe of" in text for text in said)
 
-    assert n_priced() == 0
-    monkeypatch.setattr(JointSearch, "unlimited_s", 0.0)
-    assert n_priced() > 0
+@dataclass(frozen=True)
+class Planned:
+    """A plan, what is said of alternatives with stages, and whether such were searched."""
+
+    result: PlanningResult
+    of_stages: dict[str, str]
+    searched: bool
+    recipes: bool
+
+    @property
+    def step_time_s(self) -> float:
+        return self.result.solved.step_time_s
+
+
+def planned(choices: Choices) -> Planned:
+    said: list[str] = []
+    on = choices.analysis, choices.mesh, choices.options
+    result = Planner(*on, report=said.append).run()
+    return Planned(
+        result,
+        {row.name: row.note for row in result.alternatives if "stages" in row.name},
+        any(text.startswith("searching stages with") for text in said),
+        any(text.startswith("recipe of") for text in said),
+    )
+
+
+def times_with_stages_s(choices: Choices) -> list[float]:
+    """Of every plan with stages that fits."""
+    found = choices.step_times_s()
+    return [time_s for name, time_s in found.items() if " | " in name]
+
+
+def one_microbatch(memory_limit: float | None = None) -> Choices:
+    """Only one stage works at a time; fast links make one stage the best."""
+    options = Options.of(microbatches=1, memory_limit=memory_limit, recompute="none")
+    return choices_of("mlp", (4,), FAST, options)
+
+
+def test_no_stages_are_searched_where_bubbles_alone_take_too_long() -> None:
+    choices = one_microbatch()
+    found = planned(choices)
+    assert not found.searched and not found.recipes
+    assert list(found.of_stages) == ["several stages"]
+    bound_s = search_of(choices).least_step_s(None)
+    assert found.of_stages["several stages"] == f"at least {format_seconds(bound_s)}"
+    assert found.step_time_s < bound_s <= min(times_with_stages_s(choices))
+
+
+def test_stages_are_searched_where_the_best_by_its_score_does_not_fit() -> None:
+    """It needs a byte more than there is when it is simulated, so nothing rules stages out."""
+    peak_bytes = planned(one_microbatch()).result.solved.peak_bytes
+    found = planned(one_microbatch(peak_bytes - 1))
+    assert "several stages" not in found.of_stages and found.of_stages
+    assert found.result.solved.peak_bytes <= peak_bytes - 1
+
+
+def test_no_recipes_are_priced_where_no_stages_would_be_fast_without_a_limit() -> None:
+    """The fastest plan with stages takes 8% more time than the fastest with one."""
+    choices = choices_of("mlp", (4,), SLOW, Options.of(microbatches=4))
+    found = planned(choices)
+    assert not found.recipes and not any("Megatron" in name for name in found.of_stages)
+    assert search_of(choices).least_step_s(None) < found.step_time_s, "the bound alone is enough"
+    assert found.step_time_s < min(times_with_stages_s(choices))
+
+
+def test_a_plan_says_that_no_stages_were_found() -> None:
+    """Both stages have the tied embedding, so none of them fits where shards of it do."""
+    options = Options.of(microbatches=4, memory_limit=200_000, recompute="none")
+    choices = choices_of("gpt2", (2,), SLOW, options)
+    found = planned(choices)
+    assert found.searched and found.of_stages == {"several stages": "none found that fits"}
+    for candidate in choices.candidates():
+        if len(candidate.stages) > 1:
+            assert choices.evaluator.least_bytes(candidate) > 200_000
+
+
+def test_recipes_are_priced_where_stages_are_fast() -> None:
+    choices = choices_of("mlp", (4,), SLOW, Options.of(microbatches=16))
+    found = planned(choices)
+    assert found.searched and found.recipes
+    assert any("Megatron" in name for name in found.of_stages)
+    assert len(found.result.solved.stages) > 1
 
 
 def test_recipes_that_cannot_be_among_the_best_are_not_priced() -> None:
-    """Five large blocks: four stages wait for the one that has two."""
+    """Of four stages of five large blocks, one has two blocks, and the others wait for it."""
     with torch.device("meta"):
         model, batch = Chain([Block(1024) for _ in range(5)]), {"x": torch.empty(2**17, 1024)}
     analysis = Analysis.of(captured(model, batch, precision="model"))
     mesh = Mesh((4,), hardware="a100-80gb")
     hardware = hardware_of(mesh)
 
-    def told(n_most: int | None, limit_s: float) -> tuple[list[Candidate], str]:
+    def found(n_most: int | None, limit_s: float) -> tuple[list[Candidate], str]:
         said: list[str] = []
-        budget_bytes = hardware.memory_limit_bytes
-        search = JointSearch.of(
-            analysis, mesh, hardware, Options.of(), budget_bytes, report=said.append
-        )
+        search = joint_search_on(analysis, mesh, hardware, Options.of(), report=said.append)
         return recipe_candidates(search, None, n_most, limit_s), " ".join(said)
 
-    every, all_said = told(None, math.inf)
-    best, best_said = told(1, math.inf)
+    every, all_said = found(None, math.inf)
+    best, best_said = found(1, math.inf)
     assert best == every[:1] and "of 4 stages" in all_said and "of 4 stages" not in best_said
-    assert told(None, 1e-9) == ([], "")
-
-
-def test_a_plan_says_that_no_stages_were_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Planner, "_with_stages", lambda self, n_stages: iter(()))
-    monkeypatch.setattr(StageBounds, "step_s", lambda *_: 0.0)
-    assert said_of_stages() == [("several stages", "none found that fits")]
+    assert found(None, 1e-9) == ([], "")

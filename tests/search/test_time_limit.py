@@ -1,4 +1,4 @@
-"""Planning cut short: by a time limit, which leaves the best plan so far, or by the user."""
+"""Planning that is stopped: by a time limit, which leaves the best plan so far, or by the user."""
 
 from __future__ import annotations
 

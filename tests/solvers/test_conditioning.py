@@ -1,4 +1,4 @@
-"""Branch and bound over hubs: the optimum of elimination, with small tables."""
+"""Branch and bound over hubs finds the optimum of elimination, with small tables."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.helpers.problems import REL, WEIGHTS, random_problem, random_repeated
 
 @pytest.fixture
 def small_tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Everything is large, so that the core and its hubs are not empty."""
+    """Limits so low that the core and its hubs are not empty."""
     conditioning._planned.cache_clear()
     for module in (conditioning, repeats_plan):
         monkeypatch.setattr(module, "FIRST_ENTRIES", 8)
@@ -48,7 +48,7 @@ def conditioned(problem: ChoiceProblem, limits: TableLimits | None = None) -> Co
 
 
 def chain_with_hubs(seed: int, n: int = 8, k: int = 4, n_hubs: int = 3) -> ChoiceProblem:
-    """A chain whose every variable is joined to every hub, some of them only by classes."""
+    """A chain whose variables all have an edge to every hub, sometimes by classes of choices."""
     rng = np.random.default_rng(seed)
     edges = []
 
@@ -122,7 +122,7 @@ def test_few_branches_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_tables")
 @pytest.mark.parametrize("first", range(0, 100, 25))
 def test_repeated_blocks(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of longer runs, whose powers are taken branch by branch."""
+    """Also with longer runs, where powers of tables are computed per branch."""
     n_conditioned = 0
     for seed in range(first, first + 25):
         problem = random_repeated(seed)

@@ -28,7 +28,7 @@ Table = dict[int, tuple[int, ...]]
 
 
 def random_tables(seed: int) -> tuple[list[int], list[Table]]:
-    """Sizes, and tables of one to four variables that tell some of their choices apart."""
+    """Sizes, and tables of one to four variables that distinguish some of their choices."""
     rng = np.random.default_rng(seed)
     n = int(rng.integers(1, 13))
     sizes = rng.integers(1, 9, n).tolist()
@@ -54,7 +54,7 @@ def planned(
 
 
 def joint(tables: Sequence[Table], v: int) -> Table:
-    """What those of v and others tell apart together, a code of many parts as one."""
+    """The joint table of v and the variables that share tables with it."""
     found: dict[int, list[tuple[int, ...]]] = {}
     for table in tables:
         if v in table and len(table) > 1:
@@ -70,7 +70,7 @@ def joint(tables: Sequence[Table], v: int) -> Table:
 def plain_order(
     free: Sequence[int], tables: Sequence[Table], by_fill: bool
 ) -> tuple[tuple[int, ...], int]:
-    """By definition: the order, and the entries of all joint tables."""
+    """The greedy order by its definition, and the entries of all joint tables."""
     order: list[int] = []
     entries, left, tables = 0, set(free), list(tables)
 
@@ -107,7 +107,7 @@ def test_what_is_too_wide_is_planned_once() -> None:
             plan_elimination(problem, limits)
         with pytest.raises(TooWide, match="a table of 729 entries beside 0 hubs"):
             plan_conditioned(problem.sizes, tables, limits=limits)
-    # One under these limits; the others are what conditioning asks for, without limits.
+    # One plan under these limits, and those that conditioning requests without limits.
     assert elimination_order._planned.cache_info().misses == 3
     assert conditioning._planned.cache_info().misses == 1
 
@@ -138,7 +138,7 @@ def test_orders_of_more_entries_than_wanted_are_none() -> None:
 
 
 def test_a_hub_is_the_best_of_those_tried() -> None:
-    """With the values of one fixed, its axis is gone."""
+    """If the value of a variable is fixed, its axis is gone from all tables."""
     n_hubs = 0
     for seed in range(60):
         sizes, tables = random_tables(seed)

@@ -1,4 +1,4 @@
-"""Corners of cost against bytes: on the hull of every choice counted out."""
+"""Corners of cost against bytes lie on the hull of all choices, enumerated."""
 
 from __future__ import annotations
 

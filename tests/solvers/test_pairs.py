@@ -1,4 +1,4 @@
-"""Variables that are pairs of two others: seen through, at the same optimum."""
+"""Variables that are pairs of two others are eliminated as views, with the same optimum."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def equality(n: int) -> tuple[np.ndarray, np.ndarray]:
 def with_pair(
     problem: ChoiceProblem, u: int, of: tuple[int, int], rng: np.random.Generator
 ) -> ChoiceProblem:
-    """With one more variable, a pair of classes of what two choose, in a table with u."""
+    """Adds a variable, the pair of classes of two variables' choices, in a table with u."""
     p, codes = problem.n_variables, []
     for w in of:
         _, classes = np.unique(rng.integers(0, 3, problem.sizes[w]), return_inverse=True)
@@ -158,7 +158,7 @@ def test_what_is_no_pair() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_pairs_in_repeated_blocks(seed: int) -> None:
-    """In each of several copies a pair is in a table with what the copy before hands on."""
+    """In each copy, a pair shares a table with the outputs of the copy before."""
     rng = np.random.default_rng(seed)
     sizes = [3, 3, 4, 2, 3]  # before, what is handed on, two that the pair is of, after
     joined = [(1, 2), (1, 3), (1, 4), (0, 3)]

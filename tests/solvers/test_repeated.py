@@ -1,4 +1,4 @@
-"""Programs with repeated blocks, planned by three of them: the optimum of the whole program."""
+"""Programs with repeated blocks: three blocks give the optimum of the whole program."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_optimum_is_that_of_the_whole_program(
 
 @pytest.mark.parametrize("share", [0.9, 0.75])
 def test_within_a_budget(share: float) -> None:
-    """Blocks that store or keep unlike things, where that is what fits."""
+    """Equal blocks may store and keep different things to fit."""
     found, cost, limits = folded("gpt2"), abstract_cost((2, 2)), Constraints()
     free = Chooser(found, "adamw").choose(PlacementRequest(cost, 1, limits), None)
     budget_bytes = share * free.size_bytes

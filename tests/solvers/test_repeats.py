@@ -1,4 +1,4 @@
-"""Problems with repeated blocks: the same optimum as written out, at any weights."""
+"""Problems with repeated blocks have the optimum of the unrolled problem, at any weights."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_blocks_that_hand_on_too_much_are_refused() -> None:
 
 @pytest.mark.parametrize("first", range(0, 100, 20))
 def test_under_a_budget(first: int) -> None:
-    """The gap is honest: the optimum of the problem written out lies within it."""
+    """The optimum of the unrolled problem lies within the gap."""
     n_more_tie = 0
     for seed in range(first, first + 20):
         problem = random_repeated(seed)
@@ -189,7 +189,7 @@ def test_under_a_budget(first: int) -> None:
 
 @pytest.mark.parametrize("budget_bytes", [0.0, 3.0, 6.5, 10.0])
 def test_copies_share_what_a_budget_leaves(budget_bytes: float) -> None:
-    """Each of ten copies pays a second or a byte; all of them change at one price of bytes."""
+    """Each of ten copies costs a second or a byte; all change at the same price of bytes."""
     pay, none = np.array([1.0, 0.0]), np.zeros(2)
     numbers = ChoiceProblem(("copy",), (pay,), (none,), (1.0 - pay,), (), budget_bytes)
     problem = RepeatedProblem.alone(numbers, (Repeat((0,), {}, frozenset(), 10),))

@@ -1,4 +1,4 @@
-"""Repeated blocks under a budget: branches part all choices, exchanges use what is left."""
+"""Repeated blocks under a budget: branches partition all choices, exchanges fill the budget."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_branches_part_all_choices(first: int) -> None:
 
 
 def chain_of_states(n_copies: int, change_s: float) -> RepeatedProblem:
-    """Each copy pays a second, or a byte; a copy unlike the one before pays for the change."""
+    """Each copy costs a second or a byte, and a change from the copy before costs extra."""
     pay = np.array([1.0, 0.0])
     change = np.array([[0.0, change_s], [change_s, 0.0]])
     numbers = ChoiceProblem(
@@ -73,7 +73,7 @@ def chain_of_states(n_copies: int, change_s: float) -> RepeatedProblem:
 
 
 def test_what_a_change_costs_is_in_the_bound() -> None:
-    """Prices alone mix ten cheap and ten lean copies for nothing, a bound of 10."""
+    """A price of bytes alone mixes ten fast and ten lean copies for free, a bound of 10."""
     problem = chain_of_states(19, 6.0)
     found = solved(problem, 10.0)
     assert found.totals.cost_s == 16.0
@@ -84,7 +84,7 @@ def test_what_a_change_costs_is_in_the_bound() -> None:
 
 
 def uneven_parts(n_copies: int, budget_bytes: float) -> RepeatedProblem:
-    """Copies of a large and a small part, each of which pays a second per byte, or the byte."""
+    """Copies of a large and a small part; each costs its bytes, or as many seconds."""
     large, small = np.array([7.0, 0.0]), np.array([2.0, 0.0])
     numbers = ChoiceProblem(
         ("large", "small"), (large, small), (NONE, NONE), (large[::-1], small[::-1]), (),
@@ -95,7 +95,7 @@ def uneven_parts(n_copies: int, budget_bytes: float) -> RepeatedProblem:
 
 @pytest.mark.parametrize("budget_bytes", [9.0, 16.0, 24.0, 62.0])
 def test_exchanges_fill_the_budget(budget_bytes: float) -> None:
-    """Nine bytes at a time where whole copies change; two or seven where parts do."""
+    """A whole copy changes nine bytes, its parts two or seven."""
     found = solve_repeated(uneven_parts(10, budget_bytes))
     assert not isinstance(found, Infeasible)
     assert budget_bytes - 2 < found.totals.bytes <= budget_bytes

@@ -1,4 +1,4 @@
-"""Every solver against every choice counted out, on small problems; properties on larger ones."""
+"""Every solver against all choices, enumerated, on small problems; properties on larger ones."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_equal_runs_give_equal_solutions() -> None:
 
 
 def two_variables(tie: list[float], budget_bytes: float | None = None) -> ChoiceProblem:
-    """Choice 0 and 1 of `a` cost the same; `b` has one choice; choice 2 of `a` is dear."""
+    """Choice 0 and 1 of `a` cost the same; `b` has one choice; choice 2 of `a` costs more."""
     return ChoiceProblem(
         names=("a", "b"),
         cost_s=(np.array([1.0, 1.0, 1.1]), np.array([0.0])),

@@ -1,4 +1,4 @@
-"""Layer clustering and the stage search: against every choice counted out; properties."""
+"""Layer clustering and the stage search against all choices, enumerated; and properties."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_slower_stages_never_give_a_faster_plan(seed: int, by: int) -> None:
 
 
 def test_unequal_stages_and_submeshes() -> None:
-    """Layers of 1, 3 and no limit on who takes them: one device beside three is the best."""
+    """Layers of 1 and 3 seconds: one device for the first and three for the second are the best."""
     time_s = np.full((2, 2, 2), np.inf)
     time_s[0, 0] = [1.0, 0.5]  # on one device, on three
     time_s[1, 1] = [3.0, 1.0]

@@ -9,7 +9,8 @@ the classes of the eliminated variable:
 
 Columns are the classes of the separator's last variable. Rows are over some of the other separator
 variables. The innermost loop runs along the columns of wide slots. Where these are short, and the
-narrow slot has every row that is made, it runs along rows (`_least_of_short`).
+narrow slot has every row that is made, it runs along rows (`_least_of_short`). To eliminate one
+block of a model takes a millisecond or two.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ N_BLOCKS = 6
 
 
 class Block(nn.Module):
-    """A residual block of two products; `act` is what stands between them."""
+    """A residual block of two matmuls with `act` between them."""
 
     def __init__(self, width: int, act: str = "relu") -> None:
         super().__init__()

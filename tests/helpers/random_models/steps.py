@@ -104,7 +104,7 @@ def einsum(d: Draw) -> Step | None:
 
 
 def product(d: Draw) -> Step | None:
-    """Of two values, or of one with itself."""
+    """A matmul of two values, or of one with itself."""
     if (i := d.value(lambda v: v.dim() > 1)) is None:
         return None
     a = d.values[i]

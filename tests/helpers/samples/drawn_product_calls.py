@@ -1,4 +1,4 @@
-"""Hypothesis strategies of calls of products, attention and dropout (`drawn_calls.py`)."""
+"""Hypothesis strategies of calls of matmuls, attention and dropout (`drawn_calls.py`)."""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
-"""docs/: pages that are made are not stale, and pages that are written print what they show."""
+"""Documents: made pages are not stale; written ones print what they show and name real files."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from autopar.cli import app
+from autopar.passes.pipeline import PASSES
 from tests.rules import page as rules_page
 
 ROOT = Path(__file__).parents[3]
@@ -20,6 +23,14 @@ _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Errors of rounding are another machine's to choose; 1e-12 is what `check_rule` allows.
 _ROUNDING = re.compile(r"\b(?:0\.0e\+00|\d\.\de-(?:1[2-9]|[2-9]\d))\b")
 _LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+# Files named in print, by their whole path from the root.
+_FILE = re.compile(r"\b(?:[a-z_]+/)+[\w.-]+\.(?:py|md|toml|json)\b")
+# CHANGELOG.md names files by what they were called.
+PAGES = sorted(
+    page.relative_to(ROOT).as_posix()
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+    if page.name != "CHANGELOG.md"
+)
 
 
 def test_the_rules_in_print_are_the_rules() -> None:
@@ -70,8 +81,39 @@ def rounded(text: str) -> str:
     return _ROUNDING.sub("~0", text)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/rules.md", "docs/custom_operators.md"])
+@pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     path = ROOT / page
     for target in _LINK.findall(path.read_text()):
         assert (path.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_are_named_exist(page: str) -> None:
+    named = sorted(set(_FILE.findall((ROOT / page).read_text())))
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_the_first_snippet_runs_as_it_is_pasted(tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text()
+    source = next(match[2] for match in _BLOCK.finditer(text) if match[1] == "python")
+    (tmp_path / "train.py").write_text(source)
+    ran = subprocess.run(
+        [sys.executable, "train.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    losses = [float(line.split()[-1]) for line in ran.stdout.splitlines()]
+    assert len(losses) == 5
+    assert losses[-1] < losses[0]
+
+
+def test_the_map_fits_on_its_page_and_lists_the_passes() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    assert len(text.splitlines()) <= 200
+    told = re.findall(r"^\| `([a-z-]+)` \| `(\w+)` \|", text, re.MULTILINE)
+    assert told == [(one.name(), one.provides[0].__name__) for one in PASSES]
