@@ -45,7 +45,7 @@ import autopar
 from autopar import Manual
 from autopar.calibration import calibrate
 from autopar.cost.hardware.hardware import resolve
-from autopar.cost.laws.compute import op_time_s
+from autopar.cost.laws.model import op_time_s
 from autopar.measured.live_bytes import LiveBytes
 from autopar.runtime.launch.processes import WorkerPool
 from autopar.units import format_bytes, format_seconds

@@ -1,8 +1,8 @@
 """`Plan`: the decisions of a plan, and what follows from them.
 
 `Plan.data` holds the decisions, and is what a file holds. A bound plan has a program too. Its
-prediction, code and reports are computed from the program, never read from a file. `Plan.load`
-gives an unbound plan; `Plan.bind` binds it to a model.
+prediction, code and reports are computed from the program, never read from a file; the program is
+lowered on first use (`Bound`). `Plan.load` gives an unbound plan; `Plan.bind` binds it to a model.
 """
 
 from __future__ import annotations
@@ -18,23 +18,85 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.cost.hardware import changed, profile_of, resolve_on
+from autopar.cost.hardware import Hardware, changed, profile_of, resolve, resolve_on
+from autopar.cost.laws import CostModel
 from autopar.cost.price import collectives_of, link_between, timeline_of
 from autopar.cost.simulate import Timeline
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
 from autopar.options import Options
-from autopar.passes.analysis import compute_dtype
+from autopar.passes.analysis import Analysis, compute_dtype
 from autopar.passes.binding import ExampleInputs, check_mesh, example_of, mesh_of
 from autopar.passes.compilation import Compilation
 from autopar.passes.explain import decisions
-from autopar.passes.facts import Placed, Source, Target
+from autopar.passes.facts import Placed, Source, Sources, Target
+from autopar.passes.lowering import PlacedStage
 from autopar.passes.pipeline import PASSES
 from autopar.passes.search import PlanningResult, PlanningStats
-from autopar.planning.bound import Bound, bind
 from autopar.plans import PlanData, Predicted, parse_storage
-from autopar.program import Collective, Program
+from autopar.program import Collective, Pipeline, Program
 from autopar.report import ReportFiles, dot, explain, write_report
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Everything that can be computed from a plan and its program."""
+
+    compilation: Compilation
+
+    @property
+    def data(self) -> PlanData:
+        return self.compilation[PlanData]
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.compilation[Target].mesh
+
+    @property
+    def analysis(self) -> Analysis:
+        return self.compilation[Analysis]
+
+    @property
+    def stages(self) -> tuple[PlacedStage, ...]:
+        return self.compilation[Placed].stages
+
+    @property
+    def hardware(self) -> Hardware:
+        return resolve(self.mesh, compute_dtype(self.analysis))
+
+    @property
+    def costs(self) -> list[CostModel]:
+        return [stage.cost for stage in self.stages]
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The stages lowered, joined and verified."""
+        return self.compilation[Pipeline]
+
+    @property
+    def predicted(self) -> Predicted:
+        return self.compilation[Predicted]
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """File name -> generated source."""
+        return self.compilation[Sources].files
+
+
+def bind(
+    data: PlanData,
+    analysis: Analysis,
+    mesh: Mesh,
+    stages: tuple[PlacedStage, ...] | None = None,
+) -> Bound:
+    """Place a plan on an analysed program, or take `stages` that are placed already.
+
+    Raises `PlanError` if the plan is for another graph, or is not legal on this one.
+    """
+    placed = () if stages is None else (Placed(stages),)
+    compilation = Compilation(PASSES, Target(mesh, Options()), data, analysis, *placed)
+    _ = compilation[Placed]
+    return Bound(compilation)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The cost laws: how long a collective or an operator takes, from sizes and hardware alone.
 
 Read `formulas.py` (one symbolic formula per collective and algorithm), then `collectives.py` (the
-formulas as functions, and the fastest algorithm of a group), `compute.py` (a roofline for
-operators), and `model.py` (both on the mesh of one stage).
+formulas as functions, and the fastest algorithm of a group), and `model.py` (a roofline for
+operators; both laws on the mesh of one stage).
 
 The room may import `hardware` and what lies below `cost`; not `memory` or `simulate`, which are
 its neighbours. It hands on `CostModel`, `collective_time_s` and `op_time_s`.
@@ -15,9 +15,8 @@ from autopar.cost.laws.collectives import (
     collective_time_s,
     explain,
 )
-from autopar.cost.laws.compute import Kind, op_time_s
 from autopar.cost.laws.formulas import LEGEND, require_kind
-from autopar.cost.laws.model import CostModel
+from autopar.cost.laws.model import CostModel, Kind, op_time_s
 
 __all__ = [
     "LEGEND",

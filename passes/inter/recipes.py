@@ -2,7 +2,7 @@
 
 Each of S stages has dp x tp ranks. The batch is split over dp and matmuls over tp (the roles "data"
 and "tensor" of `passes/intra/constraints.py`). Placements are chosen on the abstract machine of
-recipes (`passes/intra/recipe_machine.py`) and priced on the real one. The number of microbatches is
+recipes (`recipe_cost`) and priced on the real one. The number of microbatches is
 the best that fits in memory, by the closed form
 
     sum_s time_s + (m - 1) max_s time_s + max_s once_s

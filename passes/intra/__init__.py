@@ -1,10 +1,10 @@
 """How one program is placed on one logical mesh: the fastest strategies within a memory budget.
 
-Reading order: `cases.py`, `constraints.py` (what is allowed), `member_prices.py`, `candidates.py`
-(choices of groups), `parameters.py` (storage), `priced.py` (caches), `problem.py` (the choice
-problem), `rerun_ranges.py`, `rerun_costs.py` and `recompute_choice.py` (recompute in it),
+Reading order: `cases.py`, `constraints.py` (what is allowed; recipes), `member_prices.py`,
+`candidates.py` (choices of groups), `parameters.py` (storage), `priced.py` (what problems share),
+`problem.py` (the choice problem), `rerun.py` and `recompute_choice.py` (recompute in it),
 `intra_op.py` (many problems at once), `repeated.py` (repeated blocks), `chooser.py` (solve and read
-back), `recipe_machine.py` (the machine for recipes).
+back).
 May import `passes/analysis`, `passes/reshard`, the solvers and everything below `passes`.
 Hands on `Chooser`, `choose` and `intra_op_problem`.
 """
@@ -16,7 +16,7 @@ from autopar.passes.intra.chooser import (
     choose,
     too_little_memory,
 )
-from autopar.passes.intra.constraints import AxisPin, Constraints, Role
+from autopar.passes.intra.constraints import AxisPin, Constraints, Role, recipe_cost
 from autopar.passes.intra.intra_op import (
     ProblemBatch,
     ProblemFamilies,
@@ -29,7 +29,6 @@ from autopar.passes.intra.intra_op import (
 from autopar.passes.intra.member_prices import lowered_over, operator_times_s
 from autopar.passes.intra.priced import Prices
 from autopar.passes.intra.problem import IntraOpProblem
-from autopar.passes.intra.recipe_machine import recipe_cost
 
 __all__ = [
     "AxisPin",

@@ -12,6 +12,8 @@ hand-written Megatron. Where several strategies fit:
     a parameter is used S or I, never R, so that its gradient needs no synchronisation
     a table looked up by the model's inputs, and a loss over classes, shard the vocabulary;
     a table looked up by constants (positions) stays whole
+
+Recipes are solved on an abstract machine, where splitting always pays (`recipe_cost`).
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from autopar.cost.laws import CostModel
+from autopar.mesh import Device, Link, LogicalMesh
 from autopar.passes.analysis import JointStrategy, OperatorGroup, PlacedOperator
 from autopar.placement import Placement, S, Spec
 from autopar.program import Period, Program, Storage
@@ -261,3 +265,16 @@ def _where(
 ) -> list[JointStrategy]:
     """The joints for which `wanted` holds, or all if there are none."""
     return [j for j in joints if wanted(j)] or list(joints)
+
+
+def recipe_cost(cost: CostModel) -> CostModel:
+    """A machine where FLOPs cost most, then bytes sent between ranks, then bytes touched.
+
+    The Megatron layout is the optimum in that order: shard every matmul that can be sharded, with
+    the least communication. With real rates, small models would replicate.
+    """
+    mesh = cost.mesh
+    machine = Device(flops_per_s=1.0, bytes_per_s=1e3, memory_bytes=mesh.device.memory_bytes)
+    links = (Link(1.0, 1.0),) * mesh.n_axes
+    view = LogicalMesh(mesh.sizes, mesh.names, links, machine, mesh.first_rank)
+    return CostModel(view, cost.dtype)

@@ -15,7 +15,7 @@ variable over pairs (spec wanted, mode), which must equal the choices of the tar
 
 So every number that depends on one range alone is exact. The other cases:
 
-    values with several parties    are always charged (`rerun_ranges.py`)
+    values with several parties    are always charged (`rerun.py`)
     parameters gathered at use     are gathered as often as without recompute: once forward, once
                                    backward
     live bytes while a range       are in the simulated peak, not in this problem
@@ -37,8 +37,7 @@ from autopar.passes.intra.candidates import CandidateMaker, ChoiceTable, GroupCa
 from autopar.passes.intra.cases import Cases
 from autopar.passes.intra.member_prices import MemberPrice
 from autopar.passes.intra.problem import ProblemBuilder, RangeMode, ReshardEdge, Variable
-from autopar.passes.intra.rerun_costs import RerunCosts, n_shards_of, rerun_costs
-from autopar.passes.intra.rerun_ranges import RerunRanges
+from autopar.passes.intra.rerun import RerunCosts, RerunRanges, n_shards_of, rerun_costs
 from autopar.passes.reshard import ReshardTables, SpecColumn
 from autopar.passes.solvers.problem import Edge
 

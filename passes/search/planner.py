@@ -48,10 +48,9 @@ from autopar.passes.search.outcome import (
     infeasible_row,
     pruned_row,
 )
-from autopar.passes.search.pricer import StepPricer
 from autopar.passes.search.proposals import Proposal, Proposals
 from autopar.passes.search.refined import PRUNE_RATIO, refined_candidates
-from autopar.passes.search.simulator import Simulator
+from autopar.passes.search.simulator import Simulator, StepPricer
 from autopar.plans import Alternative, InputSignature
 from autopar.units import format_bytes, format_seconds
 

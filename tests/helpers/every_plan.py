@@ -31,8 +31,7 @@ from autopar.passes.intra.constraints import Constraints
 from autopar.passes.search.evaluator import Evaluator
 from autopar.passes.search.outcome import PlanningResult
 from autopar.passes.search.planner import Planner
-from autopar.passes.search.pricer import StepPricer
-from autopar.passes.search.simulator import Simulator
+from autopar.passes.search.simulator import Simulator, StepPricer
 from tests.helpers.captures import captured
 from tests.helpers.harness import Mlp, random_tokens, tiny_gpt2
 from tests.helpers.machines import two_tiers

@@ -13,8 +13,7 @@ from functools import cache
 import pytest
 
 from autopar.passes.intra.chooser import PlacementRequest, choose
-from autopar.passes.intra.constraints import Constraints
-from autopar.passes.intra.recipe_machine import recipe_cost
+from autopar.passes.intra.constraints import Constraints, recipe_cost
 from autopar.passes.lowering.lines import lower
 from autopar.placement.moves import Move
 from autopar.placement.spec import I, R, Spec

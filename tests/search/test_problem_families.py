@@ -18,11 +18,10 @@ from autopar.passes.analysis.cutting import cut
 from autopar.passes.analysis.recompute import Recomputable
 from autopar.passes.inter.candidate import n_operators
 from autopar.passes.intra import intra_op
-from autopar.passes.intra.constraints import Constraints
+from autopar.passes.intra.constraints import Constraints, recipe_cost
 from autopar.passes.intra.intra_op import ProblemFamilies, intra_op_problem, intra_op_problems
 from autopar.passes.intra.priced import Prices
 from autopar.passes.intra.problem import IntraOpProblem
-from autopar.passes.intra.recipe_machine import recipe_cost
 from autopar.passes.reshard.move_graph import move_graph
 from autopar.passes.reshard.primitive_costs import primitive_lines
 from autopar.passes.solvers.choice import solve

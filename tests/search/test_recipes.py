@@ -20,9 +20,8 @@ from autopar.passes.binding.step_capture import capture_step
 from autopar.passes.inter.candidate import Candidate
 from autopar.passes.inter.layers import find_layers
 from autopar.passes.inter.tables import StageTable, TableMaker
-from autopar.passes.intra.constraints import Constraints
+from autopar.passes.intra.constraints import Constraints, recipe_cost
 from autopar.passes.intra.intra_op import intra_op_problem
-from autopar.passes.intra.recipe_machine import recipe_cost
 from tests.helpers.candidates import assert_covers, gpt2, recipes
 from tests.helpers.harness import Mlp, random_rows
 from tests.helpers.machines import A100, cluster, hardware_of

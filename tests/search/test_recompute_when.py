@@ -61,8 +61,7 @@ def test_recompute_is_searched_where_memory_costs_much() -> None:
 
 @pytest.mark.parametrize("share", [0.999, 0.9])
 def test_recompute_is_searched_where_nothing_else_fits(share: float) -> None:
-    """On one device: the fastest placements fit by the solver's bytes, and by 0.1% they do not when
-    they are simulated; or they do not fit at all."""
+    """On one device placements have no choice."""
     mesh = one_node(1)
     limit = int(share * peak_bytes(mesh))
     with pytest.raises(InfeasibleError, match="no plan fits in"):

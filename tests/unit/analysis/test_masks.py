@@ -19,8 +19,7 @@ from autopar.capture import capture, reference_step
 from autopar.capture.rewrites import gathers
 from autopar.passes.analysis.analysis import Analysis
 from autopar.passes.intra.chooser import PlacementRequest, choose
-from autopar.passes.intra.constraints import Constraints
-from autopar.passes.intra.recipe_machine import recipe_cost
+from autopar.passes.intra.constraints import Constraints, recipe_cost
 from autopar.program.program import Program
 from autopar.rules import has_rule
 from tests.helpers.capture_harness import assert_same, eager, run

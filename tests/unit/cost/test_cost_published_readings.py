@@ -13,7 +13,7 @@ import torch
 from autopar.cost.hardware.hardware import attention_flops_per_s, load_profile, on_links, resolve
 from autopar.cost.hardware.topology import flat_group
 from autopar.cost.laws.collectives import bus_bytes_per_s, collective_time_s
-from autopar.cost.laws.compute import op_time_s
+from autopar.cost.laws.model import op_time_s
 from autopar.cost.published.fit import at_priors
 from autopar.mesh import Link, Mesh
 

@@ -1,4 +1,4 @@
-"""Which operators of a range run again, and who holds which values, before any placement.
+"""What runs again in backward: operators, who holds which values, and what reshards cost.
 
 A recomputed range ends with the last operator whose backward needs something made in the range, as
 its segment will (`passes/lowering/segments.py`). The operators after it run once, outside. Values
@@ -9,6 +9,9 @@ are identified by the value that owns their storage. The *parties* that may hold
 
 If one range is the only party, its mode decides what the value costs. If there are several parties,
 the value is charged whatever their modes.
+
+The first two are known before any placement (`RerunRanges`). A reshard that runs again costs the
+sum over the moves of its path (`rerun_costs`).
 """
 
 from __future__ import annotations
@@ -18,7 +21,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autopar.passes.analysis import Analysis
+from autopar.passes.intra.cases import Cases
+from autopar.passes.reshard import ReshardTables, primitive_lines
+from autopar.placement import COLLECTIVES, Spec
 from autopar.rules import FUSED, OpRule, rule_for
 
 # Consecutive positions in `Analysis.operators`.
@@ -160,3 +169,48 @@ def _kept(analysis: Analysis, i: int) -> Sequence[str]:
         return ()
     inputs = [operator.inputs[k] for k in sorted(saved.inputs)]
     return [*inputs, *(operator.outputs[k] for k in sorted(saved.outputs))]
+
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class RerunCosts:
+    """Costs of the reshards between two variables: [cases, specs made, specs wanted] each.
+
+    forward_s     seconds of one microbatch's forward
+    local_s       the part of them in local moves
+    kept_bytes    bytes of the results of collectives
+    calls         number of collectives
+    moves         number of moves
+    """
+
+    forward_s: Array
+    local_s: Array
+    kept_bytes: Array
+    calls: Array
+    moves: Array
+
+
+def n_shards_of(specs: Sequence[Spec], cases: Cases) -> Array:
+    """[cases, specs]: the number of shards of a tensor."""
+    is_cut = np.array([[p.is_shard for p in spec.placements] for spec in specs], dtype=bool)
+    found: Array = np.where(is_cut, cases.sizes[:, None, :], 1).prod(axis=2).astype(np.float64)
+    return found
+
+
+def rerun_costs(
+    tables: ReshardTables, cases: Cases, made: Sequence[Spec], wanted: Sequence[Spec]
+) -> RerunCosts:
+    """The `RerunCosts` of the cheapest paths between two lists of specs."""
+    graph, size_bytes = tables.graph, tables.size_bytes
+    lines = primitive_lines(graph, cases.meshes).of(cases.mesh_of)
+    seconds = lines.seconds(size_bytes)[:, graph.forward]
+    kinds = np.array([p.kind in COLLECTIVES for p in graph.primitives], dtype=bool)
+    calls = np.broadcast_to(kinds[graph.forward], seconds.shape).astype(np.float64)
+    results = (size_bytes[:, None] / n_shards_of(graph.specs, cases))[:, graph.target]
+    rows = [tables.index[spec] for spec in made]
+    columns = [tables.index[spec] for spec in wanted]
+    of_moves = [seconds, seconds * (1 - calls), results * calls, calls, np.ones_like(calls)]
+    sums = tables.along_paths(rows, columns, np.stack(of_moves, axis=1))
+    return RerunCosts(*(sums[:, k] for k in range(len(of_moves))))
