@@ -40,7 +40,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import autopar
-from autopar.runtime.groups.calls import Recorder
+from autopar.runtime.groups.group import Recorder
 from autopar.units import format_bytes, format_seconds
 from examples.dtensor_gpt2 import DTensorGPT2
 from examples.megatron_gpt2 import Call, MegatronGPT2, TensorParallel

@@ -2,7 +2,7 @@
 
 Read: `pipeline.py` (all steps in order); `accumulate.py`; `isolate.py`, `norms.py`, `export.py`,
 `names.py`, `regions.py` (the trace); `buffers.py`, `inplace.py`, `view_writes.py` (functional);
-`builder.py`, `grad.py`, `normalise.py` with `rewrites/`, `outputs.py` (canonical operators);
+`builder.py`, `normalise.py` with `rewrites/`, `outputs.py` (canonical operators);
 `dependence.py`, `constants.py`, `prologue.py` (cut); `reference.py` (run the result).
 May import `cost`, `runtime` and the layers below them.
 Hands on `capture` (model -> `Program`) and `reference_step` (the program on one process).

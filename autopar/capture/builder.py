@@ -4,12 +4,15 @@ A rewrite receives a `TracedCall` (an operator with arguments already in the new
 its replacement through the `Builder`. Under `lift` every floating dtype becomes float64: dtype
 arguments are replaced and fake values recomputed. An operator that would make float32 from
 integers gets the integers as float64.
+
+Parameters that require grad carry gradient. So does a floating result of an operator with such an
+input, unless the operator's derivative is zero everywhere by definition.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +21,55 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from autopar.capture.grad import carries_gradient, is_differentiable, result_carries_gradient
 from autopar.capture.names import result_name
 from autopar.operators import seed_tensor
+
+aten = torch.ops.aten
+
+# Autograd cuts the results of these off from their inputs. But for `detach`, they read only the
+# shape and dtype of their input.
+CUTS_GRADIENT = frozenset(
+    {
+        aten.detach,
+        aten.zeros_like,
+        aten.ones_like,
+        aten.full_like,
+        aten.empty_like,
+        aten.rand_like,
+        aten.randn_like,
+        aten.new_zeros,
+        aten.new_ones,
+        aten.new_full,
+        aten.new_empty,
+    }
+)
+# Operators of which only the results at these positions are differentiable.
+DIFFERENTIABLE_RESULTS = {
+    aten._native_batch_norm_legit_functional: frozenset({0}),
+}
+
+
+def is_differentiable(value: torch.Tensor) -> bool:
+    """Can a tensor of this dtype carry gradient?"""
+    return value.is_floating_point() or value.is_complex()
+
+
+def carries_gradient(node: fx.Node, value: Any, has_grad: Container[fx.Node]) -> bool:
+    """Does any result of `node` carry gradient, given the nodes that do (`has_grad`)?"""
+    if getattr(node.target, "overloadpacket", None) in CUTS_GRADIENT:
+        return False
+    if not any(source in has_grad for source in node.all_input_nodes):
+        return False
+    return any(
+        isinstance(v, torch.Tensor) and is_differentiable(v) for v in pytree.tree_leaves(value)
+    )
+
+
+def result_carries_gradient(node: fx.Node, index: int) -> bool:
+    """Does result `index` of `node` carry gradient, given that `node` does and it is floating?"""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    return index in DIFFERENTIABLE_RESULTS.get(node.target.overloadpacket, (index,))
+
 
 aten = torch.ops.aten
 _COPIED_META = ("nn_module_stack", "stack_trace")

@@ -90,7 +90,10 @@ def capture(
     prefix = "model." if loss_fn is not None else ""
     graph = inline_regions(exported.graph_module)
     changed = return_changes(model, exported, graph, prefix)
-    builder = Builder(_mode(exported), lift=precision == "fp64")
+    values = [n.meta.get("val") for n in exported.graph.nodes if n.op == "placeholder"]
+    mode = detect_fake_mode(values)
+    assert mode is not None, "an exported graph has fake values"
+    builder = Builder(mode, lift=precision == "fp64")
     roles = _placeholders(model, exported, builder, prefix, {*changed}, live_buffers)
     results = normalise(graph, builder, roles.traced)
     n_results = len(results) - len(changed)
@@ -106,11 +109,6 @@ def capture(
     }
     program = _freeze(model, builder, roles, outputs, updates, training, prefix)
     return replace(program, accumulation=accumulation)
-
-
-def _mode(exported: ExportedProgram) -> Any:
-    values = [n.meta.get("val") for n in exported.graph.nodes if n.op == "placeholder"]
-    return detect_fake_mode(values)
 
 
 def _placeholders(

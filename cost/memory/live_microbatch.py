@@ -285,7 +285,8 @@ class MicrobatchMemory:
         """Run the differentiated lines in reverse, then free the rest with the graph."""
         loss = self.program.loss
         if loss is not None and self.reached:
-            self._give(loss, "seed", self._loss_bytes(loss))
+            made = (out for line in self.program.body for out in outs(line) if out.name == loss)
+            self._give(loss, "seed", float(next(made).size_bytes))
         for boundary in self.program.sent:
             if boundary.local.has_grad:
                 owner = f"{boundary.local.name}@received"
@@ -359,10 +360,6 @@ class MicrobatchMemory:
         self.gradient_of.clear()
         self.kept.clear()
         self.segment_kept.clear()
-
-    def _loss_bytes(self, loss: str) -> float:
-        made = (out for line in self.program.body for out in outs(line) if out.name == loss)
-        return float(next(made).size_bytes)
 
     def _give(self, name: str, owner: str, size_bytes: float) -> None:
         """Make the first gradient of `name`."""

@@ -80,7 +80,9 @@ def peak_memory(
     ledger.clear("converted")
     ledger.clear("messages")
     if program.trains:
-        ledger.mark("the optimizer", _update_bytes(program, optimizer))
+        # `torch.optim` makes each temporary for a whole list of tensors at once.
+        updated = (p.stored.size_bytes for p in every_parameter(program) if p.requires_grad)
+        ledger.mark("the optimizer", OPTIMIZERS[optimizer].temporaries * sum(updated))
     return PeakMemory(ledger.peak_bytes, ledger.at, ledger.parts)
 
 
@@ -204,9 +206,3 @@ def _bucket_bytes(bucket: ConversionBucket, program: StageProgram) -> float:
             return 3 * whole
         case _:  # the concatenated tensors
             return whole
-
-
-def _update_bytes(program: StageProgram, optimizer: str) -> float:
-    """Temporaries of the update; `torch.optim` makes each for a whole list of tensors at once."""
-    copies = OPTIMIZERS[optimizer].temporaries
-    return copies * sum(p.stored.size_bytes for p in every_parameter(program) if p.requires_grad)

@@ -150,9 +150,11 @@ def timeline_of(
     no microbatch in flight keeps count as static, as if they were there all the time.
     """
     trains = pipeline.schedule.trains
+    # The same object where possible: its prices are cached.
+    programs = (p if p.trains == trains else replace(p, trains=trains) for p in pipeline.stages)
     stages = [
-        _times_of_stage(_stepping(program, trains), cost, optimizer)
-        for program, cost in zip(pipeline.stages, costs, strict=True)
+        _times_of_stage(program, cost, optimizer)
+        for program, cost in zip(programs, costs, strict=True)
     ]
     if with_memory:
         stages = [_with_memory(pipeline, k, stages[k], optimizer) for k in range(len(stages))]
@@ -177,11 +179,6 @@ def _times_of_stage(program: StageProgram, cost: CostModel, optimizer: str) -> S
         program.price_cache[key] = stage_times(program, cost, optimizer)
     times: StageTimes = program.price_cache[key]
     return times
-
-
-def _stepping(program: StageProgram, trains: bool) -> StageProgram:
-    """The program with `trains`; the same object if possible, because its prices are cached."""
-    return program if program.trains == trains else replace(program, trains=trains)
 
 
 def _with_memory(pipeline: Pipeline, stage: int, times: StageTimes, optimizer: str) -> StageTimes:

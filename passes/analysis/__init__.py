@@ -1,8 +1,8 @@
 """What is known of a program before any mesh: types, batch, planning nodes, repeated blocks.
 
 Reading order: `groups.py` (planning nodes), `microbatch.py` (the batch), `analysis.py` (these facts
-in one object), `folding.py` (repeated blocks), `equal_parts.py` (equal stages), `cutting.py` and
-`boundaries.py` (stages and what crosses between them), `counts.py` (numbers of microbatches),
+in one object), `folding.py` (repeated blocks), `equal_parts.py` (equal stages), `cutting.py`
+(stages and what crosses between them), `counts.py` (numbers of microbatches),
 `recompute.py` (what may be recomputed), `padding.py` (vocabularies), `fallback.py` (operators
 without a rule), `arguments.py` and `names.py` (text of generated programs).
 May import the solvers and everything below `passes`, but not `passes/reshard`.
@@ -11,14 +11,13 @@ Hands on `Analysis`, `cut` and `fold`.
 
 from autopar.passes.analysis.analysis import Analysis, compute_dtype
 from autopar.passes.analysis.arguments import override, prologue_lines
-from autopar.passes.analysis.boundaries import Side, boundary_specs, cuts, is_boundary_spec, n_cut
 from autopar.passes.analysis.counts import (
     FIRST_COUNT,
     FIRST_COUNT_PER_STAGE,
     microbatch_counts,
     recipe_counts,
 )
-from autopar.passes.analysis.cutting import cut
+from autopar.passes.analysis.cutting import Side, boundary_specs, cut, cuts, is_boundary_spec, n_cut
 from autopar.passes.analysis.equal_parts import Numbered, lowered_as, renamed
 from autopar.passes.analysis.fallback import accept_missing, keep_whole_as_planned
 from autopar.passes.analysis.folding import KEPT, Folded, Run, find_runs, fold

@@ -7,7 +7,7 @@ that its operators read. Both take the place of the reshards that one stage woul
     enter     the cheapest reshards from a spec it may be received in to all specs that are read,
               minus those from the produced spec to the same specs
 
-The specs to send and receive are those of `boundary_specs` (`passes/analysis/boundaries.py`).
+The specs to send and receive are those of `boundary_specs` (`passes/analysis/cutting.py`).
 Everything is computed for many meshes and sizes (cases) at once.
 """
 

@@ -1,15 +1,15 @@
 """Turns a strategy into the lines of a stage program, and the texts of a plan into a strategy.
 
-Reading order: `lines.py` (a strategy into lines), `line_costs.py` (what a line costs), `fusion.py`
-(bias into matmul), `segments.py` (lines that run again), `frees.py` (where values end),
-`joining.py` (stages into a pipeline), `abridger.py` (few of the repeated blocks, to price them),
-`replaying.py` (plans read back).
+Reading order: `lines.py` (a strategy into lines, stages into a pipeline), `line_costs.py` (what a
+line costs), `fusion.py` (bias into matmul), `segments.py` (lines that run again), `frees.py` (where
+values end), `abridger.py` (few of the repeated blocks, to price them), `replaying.py` (plans read
+back).
 May import `passes/intra`, `analysis` and `reshard`, and what lies below `passes`.
 Hands on `join`, `Abridger` and `replay`.
 """
 
 from autopar.passes.lowering.abridger import Abridger
-from autopar.passes.lowering.joining import PlacedStage, join
+from autopar.passes.lowering.lines import PlacedStage, join
 from autopar.passes.lowering.replaying import replay, replay_ends, stage_record
 
 __all__ = [

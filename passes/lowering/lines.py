@@ -3,11 +3,13 @@
 Operators keep the captured order. A tensor is resharded right before the first operator that reads
 it in another spec, once per distinct spec, along the cheapest path. The operator's rule localises
 arguments that carry sizes.
+
+Stages are lowered one by one (`lower`) and joined into a pipeline (`join`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -48,7 +50,9 @@ from autopar.program import (
     Operator,
     OperatorStrategy,
     ParameterUse,
+    Pipeline,
     Ref,
+    ScheduleFactory,
     StageProgram,
     Storage,
     StoredParameter,
@@ -407,3 +411,33 @@ class _Lowering:
         whole = Spec.everywhere(R, self.sizes)
         self.body += self._moves(value, tensor, spec, whole, name, name, "output")
         return name
+
+
+@dataclass(frozen=True)
+class PlacedStage:
+    """One stage of a program with its placements, on the mesh of its cost model."""
+
+    analysis: Analysis
+    strategy: Strategy
+    cost: CostModel
+
+    def specs(self) -> Iterator[tuple[str, Spec]]:
+        """Every value with every spec that it has: at operators, in storage and on boundaries."""
+        for operator in self.analysis.operators:
+            chosen = self.strategy.operators[operator.name]
+            yield from zip(operator.inputs, chosen.inputs, strict=True)
+            yield from zip(operator.outputs, chosen.outputs, strict=True)
+        yield from ((name, storage.spec) for name, storage in self.strategy.storage.items())
+        yield from self.strategy.received.items()
+        yield from self.strategy.sent.items()
+
+
+def join(
+    stages: Sequence[PlacedStage], order: ScheduleFactory, with_outputs: bool = False
+) -> Pipeline:
+    """The pipeline of the lowered stages; `with_outputs` also returns the model's outputs."""
+    programs = [
+        lower(s.analysis, s.strategy, s.cost, with_outputs and k == len(stages) - 1)
+        for k, s in enumerate(stages)
+    ]
+    return Pipeline.of(programs, [s.cost.mesh for s in stages], order)

@@ -1,21 +1,25 @@
 """Decides how one rank takes part in a collective, and how each call is recorded.
 
-Read `calls.py` (records and phases), `group.py` (primitives of a `Group`), then `distributed.py`
+Read `group.py` (primitives of a `Group`; records of its calls), then `distributed.py`
 (groups over `torch.distributed`). This is the lowest room of the runtime: it imports no other
 room of it, only `placement`, `mesh` and `errors`.
 
 Hands on `Group`, `make_groups` and `phase`.
 """
 
-from autopar.runtime.groups.calls import (
+from autopar.runtime.groups.distributed import DistGroup, axis_subsets, make_groups, world_group
+from autopar.runtime.groups.group import (
+    WORLD_AXIS,
     CollectiveCall,
+    Group,
     RankContext,
+    ReduceOp,
     current_context,
+    cut,
+    join,
     phase,
     set_thread_context,
 )
-from autopar.runtime.groups.distributed import DistGroup, axis_subsets, make_groups, world_group
-from autopar.runtime.groups.group import WORLD_AXIS, Group, ReduceOp, cut, join
 
 __all__ = [
     "WORLD_AXIS",

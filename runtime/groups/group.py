@@ -13,12 +13,19 @@ local size outer * rest, a `Split(dim, outer)` cuts or concatenates along `rest`
     all_to_all     = join(source) . transpose . cut(target)
 
 So a backend (`DistGroup`, `ThreadGroup`) only moves stacks along a leading dim of size n.
+
+Every call is recorded for its rank, with bytes as NCCL counts them: `Recorder` collects the calls
+made inside its `with` block, `phase` names the part of the step that they belong to.
 """
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
 from typing import Literal
 
 import torch
@@ -26,7 +33,85 @@ from torch import Tensor
 
 from autopar.errors import VerificationError
 from autopar.placement import PrimitiveKind, Split
-from autopar.runtime.groups.calls import CollectiveCall, RankContext, current_context
+
+CallKind = PrimitiveKind | Literal["send"]
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """One collective executed, or one message sent, by this rank.
+
+    `size_bytes` is the buffer of an all_reduce, the output of an all_gather, the input of a
+    reduce_scatter, the local send buffer of an all_to_all, or the sent tensor.
+    """
+
+    kind: CallKind
+    axes: tuple[str, ...]
+    size_bytes: int
+    phase: str
+
+
+class RankContext:
+    """One rank's current phase and its active recorders.
+
+    A group stores its context instead of looking it up by thread: on CUDA, autograd runs
+    backward in threads of its own.
+    """
+
+    def __init__(self) -> None:
+        self.phase = "forward"
+        self.recorders: list[Recorder] = []
+
+    def record(self, call: CollectiveCall) -> None:
+        for recorder in self.recorders:
+            recorder.calls.append(call)
+
+
+_process_context = RankContext()
+_thread = threading.local()
+
+
+def current_context() -> RankContext:
+    """The context of this thread's rank, or of the process when ranks are processes."""
+    context: RankContext | None = getattr(_thread, "context", None)
+    return _process_context if context is None else context
+
+
+def set_thread_context(context: RankContext) -> None:
+    """Make the calling thread a rank with its own context."""
+    _thread.context = context
+
+
+class Recorder:
+    """Collects the `calls` of the current rank inside a `with` block."""
+
+    def __init__(self) -> None:
+        self.calls: list[CollectiveCall] = []
+
+    def __enter__(self) -> Recorder:
+        self._context = current_context()
+        self._context.recorders.append(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._context.recorders.remove(self)
+
+
+@contextmanager
+def phase(name: str, context: RankContext | None = None) -> Iterator[None]:
+    """Attribute the collectives inside to `name`: forward, backward, grad_sync, loss, ..."""
+    context = context or current_context()
+    before, context.phase = context.phase, name
+    try:
+        yield
+    finally:
+        context.phase = before
+
 
 ReduceOp = Literal["sum", "max"]
 # Axis name of the group of all ranks.

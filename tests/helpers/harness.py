@@ -36,7 +36,7 @@ from autopar.program.collective import step_calls
 from autopar.program.pipeline import Pipeline
 from autopar.program.stage_program import StageProgram
 from autopar.program.strategy import OperatorStrategy, Period, Recomputed, Storage, Strategy
-from autopar.runtime.groups.calls import CollectiveCall
+from autopar.runtime.groups.group import CollectiveCall
 from tests.helpers.captures import captured
 from tests.helpers.machines import AXIS_NAMES
 from tests.helpers.ranks import TOLERANCE, Batch, pipeline_step

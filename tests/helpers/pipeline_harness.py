@@ -16,8 +16,7 @@ import torch
 from autopar.cost.laws.model import CostModel
 from autopar.mesh import Device, Link, LogicalMesh
 from autopar.passes.analysis.analysis import Analysis
-from autopar.passes.analysis.boundaries import boundary_specs
-from autopar.passes.analysis.cutting import cut
+from autopar.passes.analysis.cutting import boundary_specs, cut
 from autopar.passes.intra.constraints import Constraints
 from autopar.passes.intra.intra_op import intra_op_problem
 from autopar.passes.intra.problem import IntraOpProblem

@@ -24,7 +24,7 @@ from autopar.program.program import Program
 from autopar.runtime.execute import delivery
 from autopar.runtime.execute.executor import Environment, Executor
 from autopar.runtime.execute.load import load_code
-from autopar.runtime.groups.calls import CollectiveCall, Recorder
+from autopar.runtime.groups.group import CollectiveCall, Recorder
 from autopar.runtime.launch.threads import ThreadWorld, run_threads
 
 TOLERANCE = 1e-10

@@ -26,8 +26,7 @@ from autopar.passes.intra.intra_op import intra_op_problem
 from autopar.placement.moves import Split
 from autopar.program.strategy import OperatorStrategy, Strategy
 from autopar.rules.lowering import CAUSAL_ATTENTION
-from autopar.runtime.groups.calls import Recorder
-from autopar.runtime.groups.group import Group
+from autopar.runtime.groups.group import Group, Recorder
 from autopar.runtime.launch.threads import ThreadWorld, run_threads
 from autopar.runtime.lowered import causal_attention
 from tests.helpers.harness import (

@@ -14,8 +14,7 @@ from autopar import operators
 from autopar.errors import VerificationError
 from autopar.mesh import Device, Link, LogicalMesh
 from autopar.rules import rule_for
-from autopar.runtime.groups.calls import CollectiveCall, Recorder
-from autopar.runtime.groups.group import Group
+from autopar.runtime.groups.group import CollectiveCall, Group, Recorder
 from autopar.runtime.launch.threads import ThreadWorld, run_threads
 from autopar.verifier.oracle import OracleCase as OracleCase
 from autopar.verifier.oracle import check_strategy, combinations

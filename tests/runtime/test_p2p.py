@@ -13,8 +13,8 @@ from torch import Tensor
 
 from autopar.errors import MeshError, VerificationError
 from autopar.runtime.collectives.p2p import DistMessenger, Messenger, Receive
-from autopar.runtime.groups.calls import CollectiveCall, Recorder
 from autopar.runtime.groups.distributed import world_group
+from autopar.runtime.groups.group import CollectiveCall, Recorder
 from autopar.runtime.launch.processes import WorkerPool
 from autopar.runtime.launch.threads import ThreadWorld, run_threads
 

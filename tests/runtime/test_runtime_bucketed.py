@@ -10,8 +10,7 @@ import torch
 from autopar.placement.moves import COLLECTIVES, PrimitiveKind, Split
 from autopar.runtime.collectives.pairs import apply_primitive
 from autopar.runtime.execute.bucketed import BucketItem, bucketed_apply
-from autopar.runtime.groups.calls import Recorder
-from autopar.runtime.groups.group import Group
+from autopar.runtime.groups.group import Group, Recorder
 from autopar.runtime.launch.threads import ThreadWorld, run_threads
 from tests.helpers.machines import mesh_of
 from tests.helpers.tensors import random_tensor

@@ -18,9 +18,8 @@ from torch import Tensor
 from autopar.errors import VerificationError
 from autopar.placement.moves import TABLE, Split
 from autopar.runtime.collectives import pairs as collectives
-from autopar.runtime.groups.calls import CollectiveCall, Recorder, phase
 from autopar.runtime.groups.distributed import make_groups
-from autopar.runtime.groups.group import Group, cut, join
+from autopar.runtime.groups.group import CollectiveCall, Group, Recorder, cut, join, phase
 from autopar.runtime.launch.processes import WorkerPool
 from autopar.runtime.launch.threads import ThreadWorld, run_threads
 from tests.helpers.machines import mesh_of

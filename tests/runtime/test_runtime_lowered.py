@@ -9,8 +9,7 @@ from torch import Tensor
 
 from autopar.placement.moves import Split
 from autopar.runtime.collectives.pairs import i_to_s, p_to_r
-from autopar.runtime.groups.calls import Recorder
-from autopar.runtime.groups.group import Group
+from autopar.runtime.groups.group import Group, Recorder
 from autopar.runtime.launch.threads import ThreadWorld, run_threads
 from autopar.runtime.lowered import vocab_parallel_cross_entropy, vocab_parallel_embedding
 from tests.helpers.machines import mesh_of

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from autopar.passes.analysis.boundaries import Side, boundary_specs
+from autopar.passes.analysis.cutting import Side, boundary_specs
 from autopar.passes.inter.crossings import _CrossingSpecs
 from autopar.passes.reshard.costs import ReshardTables
 from autopar.passes.reshard.move_graph import move_graph

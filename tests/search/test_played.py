@@ -14,7 +14,7 @@ from autopar.passes.inter.score import (
     messages_between,
     score_s,
 )
-from autopar.passes.lowering.joining import join
+from autopar.passes.lowering.lines import join
 from autopar.passes.search.evaluator import Evaluator, Scored
 from autopar.program.messages import Messages
 from autopar.schedule import ORDERS, Transfer

@@ -26,8 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.capture.builder import Builder, TracedCall
-from autopar.capture.grad import is_differentiable
+from autopar.capture.builder import Builder, TracedCall, is_differentiable
 from autopar.capture.inplace import functionalise
 from autopar.capture.regions import GRAD_ENABLED
 from autopar.rules import own_rule

@@ -24,7 +24,7 @@ from autopar.mesh import Link, Mesh
 from autopar.program.collective import Collective, rank_collectives
 from autopar.program.messages import Messages, Piece
 from autopar.program.pipeline import Pipeline
-from autopar.runtime.groups.calls import CollectiveCall
+from autopar.runtime.groups.group import CollectiveCall
 from autopar.schedule import Action
 from tests.helpers.harness import generated_code, model_case
 from tests.helpers.pipeline_harness import Layout, Shapes, random_ends, random_pipeline

@@ -31,7 +31,7 @@ from autopar.program.strategy import Strategy
 from autopar.runtime.execute import delivery
 from autopar.runtime.execute.executor import Environment, Executor
 from autopar.runtime.execute.load import load_code
-from autopar.runtime.groups.calls import Recorder
+from autopar.runtime.groups.group import Recorder
 from autopar.runtime.launch.threads import ThreadWorld, run_threads
 from tests.helpers.harness import (
     abstract_cost,

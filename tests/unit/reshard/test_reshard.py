@@ -26,8 +26,7 @@ from autopar.placement.moves import COLLECTIVES, TABLE, Move, PrimitiveKind
 from autopar.placement.shards import gather, gradient_spec, scatter
 from autopar.placement.spec import I, P, R, S, Spec, TensorType, all_specs, local_shape
 from autopar.runtime.collectives import pairs as collectives
-from autopar.runtime.groups.calls import Recorder
-from autopar.runtime.groups.group import Group
+from autopar.runtime.groups.group import Group, Recorder
 from autopar.runtime.launch.threads import ThreadWorld, run_threads
 from tests.helpers.machines import mesh_of
 from tests.helpers.strategies import AXIS_SIZES, reshards, tensor_types
