@@ -1,7 +1,8 @@
 """The simulator: when every action of a step runs, given the schedule and its durations.
 
-Read `times.py` (durations of a stage's parts), `simulation.py` (a whole step), `engine.py` (devices that run and wait), `events.py` (the record, and bytes over time),
-`timeline.py` (the result), then its outputs `trace.py` and `drawing.py`.
+Read `times.py` (durations of a stage's parts), `simulation.py` (a whole step), `engine.py` (devices
+that run and wait), `events.py` (the record, and bytes over time), `timeline.py` (the result), then
+its outputs `trace.py` and `drawing.py`.
 
 The room may import `hardware` and what lies below `cost`, such as `schedule`; not `laws` or
 `memory`, which are its neighbours. It hands on `simulate`, `StageTimes` and `Timeline`.
