@@ -13,8 +13,8 @@ about the whole (types, batch, what is saved for backward) holds for the stage u
     outputs       on the last stage, which receives those of earlier stages
 
 A value that crosses may be placed in few ways (`boundary_specs`). Every slice of a tensor should
-cross once and be gathered inside the stage that reads it. So a crossing tensor is S on each axis of
-more than one rank, wherever a factor divides. Where none divides, one rank of the axis takes part: a
+cross once and be gathered inside the stage that reads it. So a crossing tensor is S on each axis
+of more than one rank, wherever a factor divides. Where none divides, one rank takes part: a
 sent tensor is R there (its gradient P), a received one P (its gradient R). See `Boundary` in
 `autopar/program/stage_program.py`.
 """
