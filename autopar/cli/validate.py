@@ -14,13 +14,13 @@ from pathlib import Path
 from autopar.cli.shell import Progress, Result
 from autopar.cost.published import (
     SHIPPED,
+    AccuracyTarget,
     Cell,
     Entry,
     ErrorSummary,
     Ordering,
     PublishedFigure,
     Score,
-    Target,
     is_runs_file,
     read_runs,
     score,
@@ -137,7 +137,7 @@ def _lines_of_cells(title: str, cells: Sequence[Cell], error_format: str) -> lis
     return [title, *lines] if lines else []
 
 
-def _lines_of_targets(targets: Sequence[Target]) -> Iterator[str]:
+def _lines_of_targets(targets: Sequence[AccuracyTarget]) -> Iterator[str]:
     width = max(len(target.name) for target in targets)
     for target in targets:
         bound = "at most" if target.at_most else "at least"

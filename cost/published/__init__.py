@@ -9,20 +9,20 @@ This is the highest room of `cost`: it may import all the others. It hands on `r
 and `Score`.
 """
 
-from autopar.cost.published.accuracy import ErrorSummary, Ordering, Target
+from autopar.cost.published.accuracy import AccuracyTarget, ErrorSummary, Ordering
 from autopar.cost.published.runs import SHIPPED, is_runs_file, read_runs
 from autopar.cost.published.scoring import Entry, PublishedFigure, Score, score
 from autopar.cost.published.tables import Cell
 
 __all__ = [
     "SHIPPED",
+    "AccuracyTarget",
     "Cell",
     "Entry",
     "ErrorSummary",
     "Ordering",
     "PublishedFigure",
     "Score",
-    "Target",
     "is_runs_file",
     "read_runs",
     "score",

@@ -61,7 +61,7 @@ def ordering(members: Sequence[str], times: Mapping[str, tuple[float, float]]) -
 
 
 @dataclass(frozen=True)
-class Target:
+class AccuracyTarget:
     """A value and its limit. unit: `%` for a fraction, or `points`."""
 
     name: str

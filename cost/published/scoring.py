@@ -10,7 +10,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from autopar.cost.published.accuracy import ErrorSummary, Ordering, Target, errors_of, ordering
+from autopar.cost.published.accuracy import (
+    AccuracyTarget,
+    ErrorSummary,
+    Ordering,
+    errors_of,
+    ordering,
+)
 from autopar.cost.published.fit import leave_one_out
 from autopar.cost.published.predict import step_model
 from autopar.cost.published.rows import PublishedRun, read_row
@@ -121,7 +127,7 @@ class Score:
     def n_skipped(self) -> int:
         return sum(entry.skipped is not None for entry in self.entries)
 
-    def targets(self) -> list[Target]:
+    def targets(self) -> list[AccuracyTarget]:
         """The targets for which the file has numbers."""
         time, memory, activation = self.time, self.memory, _cell_errors(self.activation)
         at_most = [
@@ -140,12 +146,12 @@ class Score:
         ]  # fmt: skip
         return [
             *(
-                Target(name, value, limit, unit=unit)
+                AccuracyTarget(name, value, limit, unit=unit)
                 for name, value, limit, unit in at_most
                 if value is not None
             ),
             *(
-                Target(f"order of {name}", order.fraction, MIN_ORDERING, at_most=False)
+                AccuracyTarget(f"order of {name}", order.fraction, MIN_ORDERING, at_most=False)
                 for name, order in self.ordering.items()
                 if order.fraction is not None
             ),

@@ -5,7 +5,7 @@ collectives are on the lane `collectives`, drawn as if they came first. Messages
 `p2p` of their sender.
 
 A device holds its static bytes all the time. It also keeps bytes of each microbatch from the start
-of a stage's forward to the end of its backward (`Record.memory`):
+of a stage's forward to the end of its backward (`StepRecord.memory`):
 
     size_bytes(t) = sum over its stages of static_bytes + kept_bytes x (microbatches in flight at t)
 
@@ -73,7 +73,7 @@ class DeviceTotals:
 
 
 @dataclass
-class Record:
+class StepRecord:
     """When a script's steps ran and its messages moved; `once`: events before and after it."""
 
     script: Script

@@ -32,7 +32,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 
 from autopar.cost.simulate.engine import Engine, OverlappedSync, Route, SimulatedDevice
-from autopar.cost.simulate.events import DeviceTotals, Event, Record, collective_events
+from autopar.cost.simulate.events import DeviceTotals, Event, StepRecord, collective_events
 from autopar.cost.simulate.timeline import Timeline
 from autopar.cost.simulate.times import PartDuration, PartWork, StageTimes, TieTimes
 from autopar.errors import OptionError
@@ -69,8 +69,8 @@ class StepSimulation:
         self.engine = Engine(script, self.devices, _routes(script, message_s))
         self.once: list[Event] = []
 
-    def record(self) -> Record:
-        return Record(
+    def record(self) -> StepRecord:
+        return StepRecord(
             self.script,
             self.stages,
             self.durations,

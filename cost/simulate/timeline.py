@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from autopar.cost.simulate.drawing import svg
-from autopar.cost.simulate.events import DeviceTotals, Event, Record
+from autopar.cost.simulate.events import DeviceTotals, Event, StepRecord
 from autopar.cost.simulate.trace import chrome_trace
 
 
@@ -19,7 +19,7 @@ class Timeline:
     interleaved.
     """
 
-    record: Record = field(repr=False)
+    record: StepRecord = field(repr=False)
     devices: tuple[DeviceTotals, ...]
     step_time_s: float
 

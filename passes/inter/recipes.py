@@ -35,7 +35,7 @@ from autopar.passes.inter.attribution import PARTS
 from autopar.passes.inter.candidate import Candidate, StageLayout
 from autopar.passes.inter.joint import JointSearch, climb
 from autopar.passes.inter.layers import MOST_LAYERS, balanced
-from autopar.passes.inter.submeshes import Place, places_of, view_at, views_text
+from autopar.passes.inter.submeshes import SubmeshPlace, places_of, view_at, views_text
 from autopar.passes.inter.tables import StageTable, TableMaker
 from autopar.passes.intra import Constraints, recipe_cost, static_bytes
 
@@ -249,13 +249,13 @@ class _Recipe:
         return tables
 
     @cached_property
-    def _places(self) -> list[Place]:
+    def _places(self) -> list[SubmeshPlace]:
         """The place of each stage in its node.
 
         A stage that straddles two nodes has both neighbours on other nodes.
         """
         mesh, each, across = self.search.mesh, self._view.n_ranks, self.search.hardware.links[0]
-        places = (*places_of(mesh, self.search.hardware, each), Place(None, across, across))
+        places = (*places_of(mesh, self.search.hardware, each), SubmeshPlace(None, across, across))
         firsts = [k * each % mesh.devices_per_node for k in range(self.split.n_stages)]
         return [next(p for p in places if p.offsets is None or f in p.offsets) for f in firsts]
 

@@ -24,7 +24,7 @@ from autopar.mesh import LogicalMesh, Mesh
 from autopar.passes.inter.estimates import Estimates
 from autopar.passes.inter.layers import Layers
 from autopar.passes.inter.score import MessageSeconds, score_s
-from autopar.passes.inter.submeshes import Place, places_of
+from autopar.passes.inter.submeshes import SubmeshPlace, places_of
 from autopar.passes.inter.tables import StageTable
 from autopar.passes.solvers.problem import Infeasible
 from autopar.passes.solvers.stages import StagePlan, StageProblem, solve_stages
@@ -123,7 +123,7 @@ class StageSearch:
         return list(dict.fromkeys(map(self._planned, found)))
 
     @cached_property
-    def _placed(self) -> list[tuple[int, Place]]:
+    def _placed(self) -> list[tuple[int, SubmeshPlace]]:
         """Every configuration, by index, at every place."""
         return [
             (c, place)

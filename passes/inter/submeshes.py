@@ -25,7 +25,7 @@ def submesh_sizes(mesh: Mesh) -> list[int]:
     return [n for n in (*parts, *groups) if n < mesh.n_ranks]
 
 
-class Place(NamedTuple):
+class SubmeshPlace(NamedTuple):
     """Where a stage may begin in its node, and its links to the stages before and after it.
 
     `offsets` counts the devices of the node in front of the stage; None: anywhere.
@@ -36,7 +36,7 @@ class Place(NamedTuple):
     after: Link
 
 
-def places_of(mesh: Mesh, hardware: Hardware, n_ranks: int) -> tuple[Place, ...]:
+def places_of(mesh: Mesh, hardware: Hardware, n_ranks: int) -> tuple[SubmeshPlace, ...]:
     """The places of a stage of `n_ranks` devices.
 
     A stage smaller than a node has a neighbour on another node only if it is the first or the last
@@ -45,10 +45,13 @@ def places_of(mesh: Mesh, hardware: Hardware, n_ranks: int) -> tuple[Place, ...]
     across, inside, each = hardware.links[0], hardware.links[-1], mesh.devices_per_node
     if n_ranks >= each or mesh.nodes == 1:
         link = inside if mesh.nodes == 1 else across
-        return (Place(None, link, link),)
+        return (SubmeshPlace(None, link, link),)
     last = each - n_ranks
-    within = Place(frozenset(range(1, last)), inside, inside)
-    edges = Place(frozenset({0}), across, inside), Place(frozenset({last}), inside, across)
+    within = SubmeshPlace(frozenset(range(1, last)), inside, inside)
+    edges = (
+        SubmeshPlace(frozenset({0}), across, inside),
+        SubmeshPlace(frozenset({last}), inside, across),
+    )
     return (*edges, within) if within.offsets else edges
 
 

@@ -32,7 +32,7 @@ from autopar.rules import rule_for
 
 
 @dataclass(frozen=True)
-class Price:
+class LinePrice:
     """The price of one operator on one rank.
 
     `flops` are the rank's forward FLOPs. `model_flops` are those of all ranks, with backward.
@@ -54,13 +54,15 @@ class LineCosts:
     strategy: Strategy
     cost: CostModel
     # By pattern, because equal operators share one.
-    _prices: dict[tuple[Same, OperatorStrategy], Price] = field(default_factory=dict, init=False)
+    _prices: dict[tuple[Same, OperatorStrategy], LinePrice] = field(
+        default_factory=dict, init=False
+    )
 
     def __post_init__(self) -> None:
         self.types, self.sizes = self.strategy.types, self.cost.mesh.sizes
         self.active = self.cost.mesh.active_axes
 
-    def price(self, item: PlacedOperator, chosen: OperatorStrategy) -> Price:
+    def price(self, item: PlacedOperator, chosen: OperatorStrategy) -> LinePrice:
         """The price of an operator; cached for equal operators that are placed alike."""
         key = Same(item.pattern), chosen
         found = self._prices.get(key)
@@ -68,7 +70,7 @@ class LineCosts:
             found = self._prices[key] = self._price(item, chosen)
         return found
 
-    def _price(self, item: PlacedOperator, chosen: OperatorStrategy) -> Price:
+    def _price(self, item: PlacedOperator, chosen: OperatorStrategy) -> LinePrice:
         operator, rule = item.operator, rule_for(str(item.operator.call.op))
         placed = (*zip(operator.inputs, chosen.inputs, strict=True),
                   *zip(operator.outputs, chosen.outputs, strict=True))  # fmt: skip
@@ -90,9 +92,9 @@ class LineCosts:
             np.array([flops]),
             np.array([float(moved)]),
         )
-        return Price(flops, whole * n_matmuls, float(forward[0]), float(backward[0]), share)
+        return LinePrice(flops, whole * n_matmuls, float(forward[0]), float(backward[0]), share)
 
-    def share(self, operator: Operator, price: Price) -> float:
+    def share(self, operator: Operator, price: LinePrice) -> float:
         """What share of the bytes measured on whole tensors one rank has, per microbatch."""
         batch = self.strategy.batch_cells
         if any(v in batch for v in (*operator.inputs, *operator.outputs)):

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from autopar.cli import app, shell
 from autopar.cli.validate import score_text
-from autopar.cost.published.accuracy import ErrorSummary, Target, errors_of, ordering
+from autopar.cost.published.accuracy import AccuracyTarget, ErrorSummary, errors_of, ordering
 from autopar.cost.published.rows import read_row
 from autopar.cost.published.runs import RunsFile, read_runs
 from autopar.cost.published.scoring import Entry, PublishedFigure, Score, entry_of, score
@@ -75,7 +75,7 @@ def test_order_without_a_pair() -> None:
     (0.1, True, True), (0.1, False, True), (0.2, True, False), (0.05, False, False),
 ])  # fmt: skip
 def test_targets(value: float, at_most: bool, is_met: bool) -> None:
-    assert Target("x", value, 0.1, at_most).is_met is is_met
+    assert AccuracyTarget("x", value, 0.1, at_most).is_met is is_met
 
 
 def planted(
