@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from autopar.options import Manual
     from autopar.parity import Report, verify
     from autopar.planning import Plan
+    from autopar.program import Audit
     from autopar.rules import register_rule
     from autopar.runtime.launch import launch
     from autopar.verifier import check_rule
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 __version__ = "0.3.0"
 
 __all__ = [
+    "Audit",
     "AutoparError",
     "BatchError",
     "CaptureError",
@@ -73,6 +75,7 @@ __all__ = [
 
 # Imported on first use, so that `autopar --help` does not wait for torch.
 _HOMES = {
+    "Audit": "autopar.program",
     "AutoparError": "autopar.errors",
     "BatchError": "autopar.errors",
     "CaptureError": "autopar.errors",

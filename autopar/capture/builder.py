@@ -21,6 +21,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from autopar.capture.findings import Findings
 from autopar.capture.names import result_name
 from autopar.operators import seed_tensor
 
@@ -114,6 +115,7 @@ class Builder:
 
     mode: FakeTensorMode
     lift: bool
+    findings: Findings = field(default_factory=Findings)
     graph: fx.Graph = field(default_factory=fx.Graph)
     has_grad: set[fx.Node] = field(default_factory=set)
     divisors: set[fx.Node] = field(default_factory=set)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from autopar.capture.findings import Findings
 from autopar.capture.isolate import fake_copy, fake_inputs, fake_mode
 from autopar.capture.names import source_line
 from autopar.errors import CaptureError
@@ -81,6 +82,7 @@ def accepted(
 def export_model(
     model: nn.Module,
     example_inputs: Mapping[str, Any] | Sequence[Any],
+    findings: Findings,
     *,
     training: bool,
     loss_fn: LossFn | None,

@@ -26,6 +26,7 @@ from autopar.capture.builder import Builder
 from autopar.capture.constants import ConstantStore, Leaf, buffer, literal
 from autopar.capture.dependence import Cut, Depends, cut, dependences, merge_equal
 from autopar.capture.export import LossFn, export_model
+from autopar.capture.findings import Findings
 from autopar.capture.names import operator_keys, source_line
 from autopar.capture.normalise import normalise
 from autopar.capture.outputs import Outputs, read_outputs
@@ -86,14 +87,15 @@ def capture(
     if precision not in PRECISIONS:
         raise OptionError(f"precision={precision!r} cannot be captured; it is one of {PRECISIONS}")
     rows = first_rows(example_inputs, accumulation) if accumulation else example_inputs
-    exported = export_model(model, rows, training=training, loss_fn=loss_fn)
+    findings = Findings()
+    exported = export_model(model, rows, findings, training=training, loss_fn=loss_fn)
     prefix = "model." if loss_fn is not None else ""
     graph = inline_regions(exported.graph_module)
     changed = return_changes(model, exported, graph, prefix)
     values = [n.meta.get("val") for n in exported.graph.nodes if n.op == "placeholder"]
     mode = detect_fake_mode(values)
     assert mode is not None, "an exported graph has fake values"
-    builder = Builder(mode, lift=precision == "fp64")
+    builder = Builder(mode, lift=precision == "fp64", findings=findings)
     roles = _placeholders(model, exported, builder, prefix, {*changed}, live_buffers)
     results = normalise(graph, builder, roles.traced)
     n_results = len(results) - len(changed)
@@ -108,7 +110,7 @@ def capture(
         for name, value in zip(changed, results[n_results:], strict=True)
     }
     program = _freeze(model, builder, roles, outputs, updates, training, prefix)
-    return replace(program, accumulation=accumulation)
+    return replace(program, accumulation=accumulation, audit=findings.audit())
 
 
 def _placeholders(

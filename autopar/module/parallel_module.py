@@ -29,7 +29,7 @@ from autopar.passes.facts import EvaluationStages, Placed, Source, Target, Train
 from autopar.passes.pipeline import EVALUATION, PASSES, other_shapes
 from autopar.planning import Bound, Plan, settled_heap
 from autopar.plans import PlanData
-from autopar.program import Delivered, Pipeline, Program, batch_shards, flatten_inputs
+from autopar.program import Audit, Delivered, Pipeline, Program, batch_shards, flatten_inputs
 from autopar.runtime import state
 from autopar.runtime.execute import batch_index
 from autopar.runtime.state import (
@@ -75,6 +75,10 @@ class ParallelModule(nn.Module):
                 hint="call pm.prepare(**batch), or pm.step(**batch) once",
             )
         return self._plan
+
+    def captured(self) -> Audit:
+        """What capture made of the model, for training: frozen, kept, replaced, refused."""
+        return self._bound.analysis.program.audit
 
     def prepare(self, *args: Any, **kwargs: Any) -> ParallelModule:
         """Plan for a batch like this one, unless there is a plan. Returns self."""

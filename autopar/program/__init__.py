@@ -1,10 +1,10 @@
 """The program as data: the captured graph, the strategy, and what each stage and rank does.
 
-Read `program.py` (the captured graph), `factors.py` (factors of its dims), `strategy.py` (the facts
-of a plan), `stage_program.py` (the lines of a stage), `rerun_lines.py` (what backward runs again),
-`abridged.py` (programs with few of their repeated blocks), `pipeline.py` (stages joined),
-`cross_mesh.py`, `messages.py` (what crosses between stages), `bucketing.py`, `collective.py` (the
-collectives of a step).
+Read `program.py` (the captured graph), `audit.py` (what capture made of the module), `factors.py`
+(factors of its dims), `strategy.py` (the facts of a plan), `stage_program.py` (the lines of a
+stage), `rerun_lines.py` (what backward runs again), `abridged.py` (programs with few of their
+repeated blocks), `pipeline.py` (stages joined), `cross_mesh.py`, `messages.py` (what crosses
+between stages), `bucketing.py`, `collective.py` (the collectives of a step).
 It may import `rules`, `options`, `placement`, `schedule`, `mesh` and the files below.
 It hands on `Program`, `StageProgram` and `Pipeline`.
 """
@@ -16,6 +16,7 @@ from autopar.program.abridged import (
     line_counts,
     parameter_counts,
 )
+from autopar.program.audit import Audit, Note
 from autopar.program.bucketing import BUCKET_BYTES, buckets, primitive_bytes
 from autopar.program.collective import (
     Collective,
@@ -95,6 +96,7 @@ __all__ = [
     "UNUSED",
     "Accumulation",
     "Atom",
+    "Audit",
     "Boundary",
     "BufferInfo",
     "CallLine",
@@ -114,6 +116,7 @@ __all__ = [
     "Local",
     "Messages",
     "MoveLine",
+    "Note",
     "Operator",
     "OperatorStrategy",
     "ParameterInfo",

@@ -21,6 +21,8 @@ import torch
 import torch.fx
 from torch.utils import _pytree as pytree
 
+from autopar.program.audit import Audit
+
 
 @dataclass(frozen=True)
 class ParameterInfo:
@@ -157,6 +159,7 @@ class Program:
         valid_sizes  node name of an output -> {dim: the user's size} of dims that end in padding
         modules      names of all modules of the model, also of those that run no operator
         accumulation  how the batch splits into microbatches if the loss is not a sum over rows
+        audit        what capture made of the user's module
         received     placeholders of values that other stages make, named as on those stages
         sent         names of nodes whose values later stages read
 
@@ -185,6 +188,7 @@ class Program:
     seed: str | None = None
     valid_sizes: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
     accumulation: Accumulation | None = None
+    audit: Audit = field(default_factory=Audit, compare=False)
     _by_name: dict[str, torch.fx.Node] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
