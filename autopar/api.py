@@ -50,7 +50,7 @@ def parallelize(
     example_inputs: one global batch, dict or tuple. Without it and without `plan`, planning waits
     for `pm.prepare(**batch)` or the first step. weights: "rank0" (rank 0's values), "init" (a model
     on meta, initialised shard by shard), or a path. The model object does not change. Options:
-    `autopar.options.Options`; with a `plan`, only `loss_fn` and `progress`.
+    `autopar.options.Options`; with a `plan`, only `loss_fn`, `optimizer_gather` and `progress`.
 
     Raises `MeshError` if the number of processes is not that of the mesh's ranks, `OptionError` for
     an option that conflicts with the plan.
@@ -66,7 +66,7 @@ def parallelize(
 
 
 # Options that a plan does not record: user code, or of planning alone.
-_BESIDE_A_PLAN = frozenset({"loss_fn", "progress"})
+_BESIDE_A_PLAN = frozenset({"loss_fn", "optimizer_gather", "progress"})
 
 
 def _options_beside(plan: Plan, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,7 +94,8 @@ def save(
 ) -> None:
     """Write a checkpoint that any mesh and plan can load; every rank must call it."""
     state.save_checkpoint(
-        module._placed, module.shards, optimizer, path, step, extra, module.persistent_buffers,
+        module._placed, module.own_parameters, optimizer, path, step, extra,
+        module.persistent_buffers,
         module.stream,
     )  # fmt: skip
 
@@ -104,7 +105,12 @@ def load(
 ) -> tuple[int, dict[str, Any]]:
     """Read a checkpoint into the module and its optimizer; returns (step, extra)."""
     return state.load_checkpoint(
-        module._placed, module.shards, optimizer, path, module.persistent_buffers, module.stream
+        module._placed,
+        module.own_parameters,
+        optimizer,
+        path,
+        module.persistent_buffers,
+        module.stream,
     )
 
 

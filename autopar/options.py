@@ -94,6 +94,8 @@ class Options:
     `batch_dims`     input path -> the dim that counts samples, None for an input without one;
                      inferred for inputs that are not named
     `fallback`       what to do with operators without a rule (`passes/analysis/fallback.py`)
+    `optimizer_gather`  names or patterns (`*`) of parameters that operators of an optimizer, or of
+                     user code, may gather whole (`runtime/tensors`)
     """
 
     microbatches: int | str = "auto"
@@ -111,6 +113,7 @@ class Options:
     solver: Literal["auto", "ilp"] = "auto"
     time_limit_s: float | None = None
     batch_dims: Mapping[str, int | None] = field(default_factory=dict)
+    optimizer_gather: tuple[str, ...] = ()
     loss_fn: Callable[[Any, Any], Any] | None = None
     progress: bool | Callable[..., Any] = False
 
@@ -336,6 +339,16 @@ def _batch_dims(value: Any) -> dict[str, int | None]:
     return dict(value)
 
 
+def _names(value: Any) -> tuple[str, ...]:
+    names = (value,) if isinstance(value, str) else _tuple(value)
+    if not all(isinstance(name, str) for name in names) or (value is not None and not names):
+        raise OptionError(
+            f"optimizer_gather is names or patterns of parameters, not {value!r}",
+            hint='optimizer_gather=["h.*.mlp.c_fc.weight"]',
+        )
+    return names
+
+
 def _loss_fn(value: Any) -> Any:
     if value is not None and not callable(value):
         raise OptionError(
@@ -366,6 +379,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "solver": _words("solver", "auto ilp"),
     "time_limit_s": lambda value: _positive("time_limit_s", value, "seconds"),
     "batch_dims": _batch_dims,
+    "optimizer_gather": _names,
     "loss_fn": _loss_fn,
     "progress": _progress,
 }

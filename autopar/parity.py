@@ -30,7 +30,7 @@ from autopar.planning import Plan, plan_program
 from autopar.program import Program, flatten_inputs
 from autopar.runtime.execute import Environment, Executor, load_code
 from autopar.runtime.launch import ThreadWorld, run_threads
-from autopar.runtime.state import extended, local_shard
+from autopar.runtime.tensors import extended, local_shard
 
 # In float64 only a wrong program differs; in the model's own dtypes casts and sums round.
 TOLERANCE = {"fp64": 1e-10, "model": 1e-6}

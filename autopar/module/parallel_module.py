@@ -21,6 +21,7 @@ from autopar.errors import BatchError, NotPlannedError, NotSupportedError, Optio
 from autopar.mesh import Mesh
 from autopar.module.compiled_step import Built, Links
 from autopar.module.job import from_rank_0, join_process_group, own_rank
+from autopar.module.parameters import StepGradients, gathered_names, make_parameters, shards
 from autopar.operators import Stream
 from autopar.options import Options
 from autopar.passes.binding import check_mesh, example_of, has_nested_inputs, planned_accumulation
@@ -127,8 +128,12 @@ class ParallelModule(nn.Module):
         """Set the shards, the buffers that steps change here, and the constant buffers."""
         model, place = self._model[0], self._place
         changed = changed_buffers(place, model)
-        for name, parameter in initial_shards(place, self._weights, model, buffers=changed).items():
-            self._parameters[name] = parameter
+        held = initial_shards(place, self._weights, model, buffers=changed)
+        names = {
+            name for info in program.parameters.values() for name in (info.name, *info.aliases)
+        }
+        gathered = gathered_names(self._options.optimizer_gather, names)
+        self._parameters |= make_parameters(place, held, gathered)
         self._live_buffers = frozenset(b.name for b in program.buffers.values())
         persistent = initial_buffers(model, torch.device("cpu"))
         self._buffers |= constant_buffers(persistent, place.changed_anywhere)
@@ -225,8 +230,11 @@ class ParallelModule(nn.Module):
             rebuild, handler = built.program.rebuild, outputs
             on_outputs = lambda tensors: handler(rebuild(tensors))  # noqa: E731
         inputs = self._inputs(built.program, given, local)
-        loss = built.executor.step(self.shards, inputs, local, on_outputs, self.stream.seed)
+        gradients = StepGradients(self._parameters, self.plan.data.accumulates)
+        seed = self.stream.seed
+        loss = built.executor.step(gradients.before(), inputs, local, on_outputs, seed)
         self.stream.n_steps += 1
+        gradients.after()
         return loss
 
     def forward(self, *args: Any, gather: str = "last", **kwargs: Any) -> Any:
@@ -328,8 +336,13 @@ class ParallelModule(nn.Module):
         )
 
     @property
-    def shards(self) -> dict[str, nn.Parameter]:
-        """Parameter name -> this rank's shard."""
+    def shards(self) -> dict[str, Tensor]:
+        """Parameter name -> this rank's shard, a plain tensor with the shard of the gradient."""
+        return shards(self._parameters)
+
+    @property
+    def own_parameters(self) -> dict[str, nn.Parameter]:
+        """Parameter name -> parameter, of this rank's stage."""
         return {name: p for name, p in self._parameters.items() if p is not None}
 
     @property
@@ -346,7 +359,11 @@ class ParallelModule(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's shards under the user's names; raises `NotPlannedError` before a plan."""
+        """The parameters of this rank's stage, under the user's names (`runtime/tensors`).
+
+        Each has the shape of the whole tensor; this rank keeps a shard of it. Raises
+        `NotPlannedError` before a plan.
+        """
         _ = self.plan
         yield from super().named_parameters(prefix, recurse, remove_duplicate)
 

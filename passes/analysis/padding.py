@@ -19,7 +19,7 @@ lengthen by more than `_MOST_ADDED`.
 
 Parameters start with zeros beyond V, and their gradient there is exactly 0. So an elementwise
 optimizer keeps the zeros, and they add nothing to a gradient norm. State is saved and loaded
-without padding (`runtime/state/sharding.py`), and the user gets outputs cut to V
+without padding (`runtime/tensors/sharding.py`), and the user gets outputs cut to V
 (`Program.rebuild`). A class that the plan does not shard is not padded (`Paddings.used`).
 
 A program that is placed by an existing plan (evaluation, other shapes) must take the plan's padded

@@ -38,8 +38,8 @@ from autopar.runtime.state.names import (
     together,
     world_size,
 )
-from autopar.runtime.state.sharding import gather_whole, local_shard
 from autopar.runtime.state.stage_state import StageState
+from autopar.runtime.tensors import gather_whole, local_shard
 
 
 class IncompatibleKeys(NamedTuple):

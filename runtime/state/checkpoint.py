@@ -55,8 +55,8 @@ from autopar.runtime.state.optimizer_state import (
     restore,
     split_state,
 )
-from autopar.runtime.state.sharding import boxes
 from autopar.runtime.state.stage_state import StageState
+from autopar.runtime.tensors import boxes, local_of
 
 _RECORD = "autopar.json"
 _FORMAT, _VERSION = "autopar checkpoint", 1
@@ -165,7 +165,9 @@ def _model_values(place: StageState, locals_: Mapping[str, Tensor]) -> dict[str,
 
 
 def _on_disk(place: StageState, p: StoredParameter, locals_: Mapping[str, Tensor]) -> Tensor:
-    return dcp.WholeOnDisk(locals_[p.name], boxes(p, place.sizes, place.coordinate), p.shape)
+    return dcp.WholeOnDisk(
+        local_of(locals_[p.name]), boxes(p, place.sizes, place.coordinate), p.shape
+    )
 
 
 def _of_stages(place: StageState, own: dict[str, Any] | None) -> list[dict[str, Any] | None]:

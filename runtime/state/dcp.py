@@ -23,68 +23,32 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from autopar.runtime.state.names import StateError, world_size
-from autopar.runtime.state.sharding import Box
+from autopar.runtime.tensors import Box, Boxed, Chunks
 
 _DISABLED = "torch.distributed is disabled, unavailable or uninitialized"
 
 
-class _Boxed:
-    """DCP's protocol over the boxes of a shard."""
-
-    _boxes: tuple[Box, ...]
-    _whole_shape: tuple[int, ...]
-    _shard: Tensor
-    _is_written: bool = True
-
-    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        if not self._is_written:
-            return []
-        properties = TensorProperties.create_from_tensor(self._shard)
-        whole = torch.Size(self._whole_shape)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=whole),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(b.start), torch.Size(b.sizes)) for b in self._boxes]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """The view of the shard that holds the box at `index.offset`."""
-        start = tuple(index.offset) if index.offset is not None else None
-        for box in self._boxes:
-            if start is None or box.start == start:
-                return self._shard[box.of_shard]
-        raise StateError(f"no part of `{index.fqn}` starts at {start} on this rank")
-
-
-class WholeOnDisk(_Boxed, Tensor):
+class WholeOnDisk(Boxed, Tensor):
     """A tensor of the whole shape that holds only this rank's boxes, for DCP to fill or read."""
+
+    _chunks: Chunks
 
     @staticmethod
     def __new__(cls, local: Tensor, held: Sequence[Box], whole_shape: Sequence[int]) -> WholeOnDisk:
         self = Tensor._make_wrapper_subclass(
             cls, tuple(whole_shape), dtype=local.dtype, device=local.device
         )
-        self._shard, self._boxes = local.detach(), tuple(held)
-        self._whole_shape = tuple(whole_shape)
+        self._chunks = Chunks(local.detach(), tuple(held), tuple(whole_shape))
         return self
 
     def __init__(self, local: Tensor, held: Sequence[Box], whole_shape: Sequence[int]) -> None:
         """`__new__` sets everything, as tensor subclasses require."""
+
+    def chunks(self) -> Chunks:
+        return self._chunks
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -95,8 +59,10 @@ class WholeOnDisk(_Boxed, Tensor):
         raise NotImplementedError(f"{func} of a tensor that only stands for boxes on disk")
 
 
-class BoxedLocal(_Boxed, Tensor):
+class BoxedLocal(Boxed, Tensor):
     """A local tensor that knows its boxes; any operator on it gives a plain tensor."""
+
+    _chunks: Chunks
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -106,9 +72,11 @@ class BoxedLocal(_Boxed, Tensor):
     ) -> BoxedLocal:
         """Unless `is_written`, DCP loads into it but never saves it: another rank does."""
         self = local.detach().as_subclass(BoxedLocal)
-        self._shard, self._boxes = local.detach(), tuple(held)
-        self._whole_shape, self._is_written = tuple(whole_shape), is_written
+        self._chunks = Chunks(local.detach(), tuple(held), tuple(whole_shape), is_written)
         return self
+
+    def chunks(self) -> Chunks:
+        return self._chunks
 
 
 @contextmanager

@@ -34,14 +34,14 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from autopar.program import Pipeline, StoredParameter
 from autopar.runtime.state.dcp import BoxedLocal
 from autopar.runtime.state.names import all_names, world_size
-from autopar.runtime.state.sharding import (
+from autopar.runtime.state.stage_state import StageState
+from autopar.runtime.tensors import (
     axis_groups,
     boxes,
     gather_whole,
     padding,
     without_padding,
 )
-from autopar.runtime.state.stage_state import StageState
 
 
 def dtensor_placements(

@@ -3,13 +3,12 @@
 `torch.optim` keys state by parameter objects and positions, which mean nothing on another
 mesh. Here it is split into
 
-    tensors   optimizer.state.<name>.<key>. State of the shard's shape is sharded as the
-              parameter, and so stored whole. Scalars, and state of parameters that are not
-              sharded, are plain.
+    tensors   optimizer.state.<name>.<key>. State that is `Sharded`, or has the shape of a plain
+              shard, is stored whole. Everything else is plain.
     record    JSON: the parameter groups by name with their options, and the kind of each key
 
-Elementwise optimizers (SGD, Adam, AdamW, ...) have only such state. State of another shape beside
-a sharded parameter (Adafactor's rows and columns) has no meaning per shard, and is refused.
+Plain state beside a `Sharded` parameter (Adafactor's rows and columns) was computed from gathered
+tensors, so it is whole. Beside a plain shard it has no meaning, and is refused.
 
 With several stages, every rank's optimizer has its own stage's parameters. `merged_record` makes
 one record of theirs, as if one optimizer had all parameters. So any number of stages can read it.
@@ -30,8 +29,8 @@ from torch.optim import Optimizer
 from autopar.program import StoredParameter
 from autopar.runtime.state.dcp import WholeOnDisk
 from autopar.runtime.state.names import StateError
-from autopar.runtime.state.sharding import boxes, is_sharded
 from autopar.runtime.state.stage_state import StageState
+from autopar.runtime.tensors import Sharded, boxes, is_sharded, local_of
 
 OPTIMIZER_PREFIX = "optimizer.state."
 _SHARD, _PLAIN = "shard", "plain"
@@ -74,6 +73,7 @@ def split_state(
         for key, value in optimizer.state.get(local, {}).items():
             kind = _kind(p, key, value, local)
             kinds.setdefault(p.name, {})[key] = kind
+            value = local_of(value)
             if kind == {"kind": _SHARD}:
                 value = WholeOnDisk(value, boxes(p, place.sizes, place.coordinate), p.shape)
             if isinstance(value, Tensor):
@@ -220,9 +220,11 @@ def _empty(
     if kind == _SHARD:
         if shape != tuple(p.shape):
             raise StateError(f"optimizer state `{key}` of `{p.name}` is {shape}, not {p.shape}")
-        value = torch.zeros(local.shape, dtype=dtype, device=local.device)  # zeros in padding, too
-        return value, WholeOnDisk(value, boxes(p, place.sizes, place.coordinate), p.shape)
-    if math.prod(shape) != 1 and is_sharded(p):
+        shard = local_of(local)
+        value = torch.zeros(shard.shape, dtype=dtype, device=shard.device)  # zeros in padding, too
+        on_disk = WholeOnDisk(value, boxes(p, place.sizes, place.coordinate), p.shape)
+        return Sharded(value, local.spread) if isinstance(local, Sharded) else value, on_disk
+    if math.prod(shape) != 1 and is_sharded(p) and not isinstance(local, Sharded):
         raise _no_shard(p, key, shape)
     value = torch.empty(shape, dtype=dtype)
     return value, value
@@ -247,9 +249,11 @@ def _named_groups(
 
 def _kind(p: StoredParameter, key: str, value: Any, local: Tensor) -> dict[str, Any]:
     if isinstance(value, Tensor):
-        if value.shape == local.shape:
+        if isinstance(value, Sharded) or (
+            not isinstance(local, Sharded) and value.shape == local.shape
+        ):
             return {"kind": _SHARD}
-        if value.numel() != 1 and is_sharded(p):
+        if value.numel() != 1 and is_sharded(p) and not isinstance(local, Sharded):
             raise _no_shard(p, key, tuple(value.shape))
         return {"kind": _PLAIN}
     if value is None or type(value) in (bool, int, float, str):

@@ -26,8 +26,7 @@ from autopar.program import ChangedBuffer, Pipeline, StoredParameter
 from autopar.runtime.collectives import Messenger
 from autopar.runtime.groups import Group
 from autopar.runtime.state.names import all_names
-
-Groups = Mapping[tuple[int, ...], Group]
+from autopar.runtime.tensors import Groups
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,8 @@ from autopar.runtime.state.names import (
     world_size,
 )
 from autopar.runtime.state.optimizer_state import OPTIMIZER_PREFIX
-from autopar.runtime.state.sharding import boxes, local_shard
 from autopar.runtime.state.stage_state import StageState
+from autopar.runtime.tensors import boxes, local_shard
 
 _INDEX = "model.safetensors.index.json"
 

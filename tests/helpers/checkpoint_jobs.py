@@ -13,8 +13,8 @@ from torch.optim import AdamW, Optimizer
 
 from autopar.program.stage_program import StoredParameter
 from autopar.runtime.state import checkpoint
-from autopar.runtime.state.sharding import gather_whole, local_shard
 from autopar.runtime.state.weights import initial_buffers, initial_shards
+from autopar.runtime.tensors.sharding import gather_whole, local_shard
 from tests.helpers.state_model import (
     CPU,
     Shapes,

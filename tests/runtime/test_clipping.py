@@ -11,8 +11,8 @@ from torch import Tensor
 from autopar.errors import OptionError
 from autopar.runtime.launch.threads import ThreadWorld, run_threads
 from autopar.runtime.state.access import clip_grad_norm_
-from autopar.runtime.state.sharding import local_shard
 from autopar.runtime.state.weights import initial_shards
+from autopar.runtime.tensors.sharding import local_shard
 from tests.helpers.state_model import (
     DIMS,
     FROZEN,

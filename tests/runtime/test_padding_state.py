@@ -21,7 +21,7 @@ from autopar.placement.spec import I, S, Spec
 from autopar.program.stage_program import StoredParameter
 from autopar.runtime.launch.threads import ThreadWorld, run_threads
 from autopar.runtime.state.dtensors import dtensor_of
-from autopar.runtime.state.sharding import boxes, gather_whole, local_shard
+from autopar.runtime.tensors.sharding import boxes, gather_whole, local_shard
 from tests.helpers.harness import generated_code  # noqa: F401
 from tests.helpers.jobs import adamw, error, machine
 from tests.helpers.machines import mesh_of

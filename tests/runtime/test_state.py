@@ -28,9 +28,9 @@ from autopar.runtime.state.dtensors import (
     state_dict,
 )
 from autopar.runtime.state.names import StateError, all_names
-from autopar.runtime.state.sharding import boxes, gather_whole, local_shard
 from autopar.runtime.state.stage_state import StageState
 from autopar.runtime.state.weights import initial_buffers, initial_shards
+from autopar.runtime.tensors.sharding import boxes, gather_whole, local_shard
 from tests.helpers.machines import mesh_of
 from tests.helpers.state_model import (
     CPU,

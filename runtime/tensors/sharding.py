@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +33,8 @@ from autopar.placement import I, S, Spec, Split
 from autopar.program import StoredParameter
 from autopar.runtime.execute import shard
 from autopar.runtime.groups import DistGroup, Group
-from autopar.runtime.state.stage_state import Groups
+
+Groups = Mapping[tuple[int, ...], Group]
 
 
 @dataclass(frozen=True)
