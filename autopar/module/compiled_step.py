@@ -7,7 +7,7 @@ generated file of its own stage. All ranks hold the same pipeline.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -72,3 +72,11 @@ class Built:
         constants = {name: make() for name, make in program.constants.items() if name in taken}
         executor = Executor(pipeline, links.rank, code, links.environment(), constants, buffers)
         return Built(program, pipeline, executor, path)
+
+    def for_buffers(self, links: Links, buffers: Mapping[str, Tensor]) -> Built:
+        """The same program, changing other `buffers`."""
+        own = self.executor
+        executor = Executor(
+            own.pipeline, links.rank, own.code, links.environment(), own.constants, buffers
+        )
+        return replace(self, executor=executor)

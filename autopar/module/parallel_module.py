@@ -7,6 +7,7 @@ names. Every other input shape, and evaluation, is a program of its own over the
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,9 @@ from autopar.capture import capture
 from autopar.errors import BatchError, NotPlannedError, NotSupportedError, OptionError
 from autopar.mesh import Mesh
 from autopar.module.compiled_step import Built, Links
+from autopar.module.habits import PlannedModule, StepLoss
 from autopar.module.job import from_rank_0, join_process_group, own_rank
+from autopar.module.optimizers import watch_optimizers
 from autopar.module.parameters import StepGradients, gathered_names, make_parameters, shards
 from autopar.operators import Stream
 from autopar.options import Options
@@ -47,7 +50,7 @@ from autopar.runtime.state import (
 Signature = tuple[tuple[str, Any], ...]
 
 
-class ParallelModule(nn.Module):
+class ParallelModule(PlannedModule):
     """A model sharded by a plan. Make it with `autopar.parallelize`."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, options: Options, weights: str) -> None:
@@ -134,6 +137,7 @@ class ParallelModule(nn.Module):
         }
         gathered = gathered_names(self._options.optimizer_gather, names)
         self._parameters |= make_parameters(place, held, gathered)
+        watch_optimizers(model)
         self._live_buffers = frozenset(b.name for b in program.buffers.values())
         persistent = initial_buffers(model, torch.device("cpu"))
         self._buffers |= constant_buffers(persistent, place.changed_anywhere)
@@ -193,14 +197,16 @@ class ParallelModule(nn.Module):
         *args: Any,
         batch: str = "global",
         outputs: Callable[[Any], None] | None = None,
+        weight: float = 1.0,
         **kwargs: Any,
     ) -> Tensor:
         """Run forward and backward of every microbatch; gradients are synchronised on return.
 
         Inputs are the global batch, the same on every rank; with `batch="local"`, only the rows of
         `local_slice`. `outputs` is called with the outputs of each microbatch, in the model's own
-        structure. Returns the loss: detached, 0-d, the same on every rank. Gradients are added to
-        `.grad`. Dropout masks are new at each call, and the same for every plan.
+        structure. `weight` multiplies the gradients: 1 / n for one of n batches that share an
+        optimizer step. Returns the loss: detached, 0-d, the same on every rank, without the weight.
+        Gradients are added to `.grad`. Dropout masks are new at each call, the same for every plan.
 
         Raises `BatchError` if the batch does not divide.
         """
@@ -232,10 +238,10 @@ class ParallelModule(nn.Module):
         inputs = self._inputs(built.program, given, local)
         gradients = StepGradients(self._parameters, self.plan.data.accumulates)
         seed = self.stream.seed
-        loss = built.executor.step(gradients.before(), inputs, local, on_outputs, seed)
+        loss = built.executor.step(gradients.before(), inputs, local, on_outputs, seed, weight)
         self.stream.n_steps += 1
         gradients.after()
-        return loss
+        return loss.as_subclass(StepLoss)
 
     def forward(self, *args: Any, gather: str = "last", **kwargs: Any) -> Any:
         """The model's own output for a global batch, without gradients.
@@ -328,13 +334,6 @@ class ParallelModule(nn.Module):
             return whole
         return tuple(whole[str(i)] for i in range(len(whole)))
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise `NotSupportedError`, with another way to generate."""
-        raise NotSupportedError(
-            "generate() on a parallel module",
-            hint="load pm.full_state_dict() into the original model on one process",
-        )
-
     @property
     def shards(self) -> dict[str, Tensor]:
         """Parameter name -> this rank's shard, a plain tensor with the shard of the gradient."""
@@ -408,6 +407,24 @@ class ParallelModule(nn.Module):
         return state.load_state_dict(
             self._placed, self.shards, state_dict, self.persistent_buffers, strict
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        """A module with parameters, buffers and random numbers of its own, and the same plan."""
+        _ = self.plan
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        shared = {"_parameters", "_buffers", "_built", "stream"}
+        for name, value in self.__dict__.items():
+            if name not in shared:  # containers (hooks, ...) are own, what they hold is shared
+                is_container = isinstance(value, (dict, set))
+                twin.__dict__[name] = copy.copy(value) if is_container else value
+        for name in ("_parameters", "_buffers", "stream"):
+            twin.__dict__[name] = copy.deepcopy(self.__dict__[name], memo)
+        twin._built = {
+            key: built.for_buffers(self._links, twin._held_buffers)
+            for key, built in self._built.items()
+        }
+        return twin
 
     @property
     def _placed(self) -> StageState:

@@ -106,6 +106,7 @@ class _Step:
     seed: int
     is_local: bool
     on_outputs: OutputsFn | None
+    weight: float = 1.0
     loss: Tensor | None = None
     outputs: tuple[Any, ...] = ()
     in_flight: dict[int, _InFlight] = field(default_factory=dict)
@@ -158,19 +159,21 @@ class Executor:
         is_local: bool = False,
         on_outputs: OutputsFn | None = None,
         seed: int = 0,
+        weight: float = 1.0,
     ) -> Tensor:
         """Run forward and backward of every microbatch; gradients are added to `.grad`.
 
         `stored` maps parameter names to local shards. `inputs` maps placeholder names to the global
         tensors, or to this rank's rows if `is_local`. `on_outputs` is called on the last stage.
-        `seed` is the step's (`Stream.seed`), equal on all ranks. Returns the loss, detached and
+        `seed` is the step's (`Stream.seed`), equal on all ranks. `weight` multiplies the gradients.
+        Returns the loss, detached and
         equal on all ranks.
         """
         kept = self.ties.detach_earlier(stored) if self.ties else {}
         scalars = {} if self.program.accumulation else self._scalars(inputs, is_local, seed)
         step = _Step(
             stored, self.conversions.leaves(stored), inputs, scalars, dict(self.buffers), seed,
-            is_local, on_outputs,
+            is_local, on_outputs, weight,
         )  # fmt: skip
         self._run(step)
         self.conversions.return_gradients(step.leaves, stored, "step")
@@ -299,7 +302,7 @@ class Executor:
                 gradients[value] = gradient if known is None else known + gradient
         roots = [(root, gradients[value]) for value, root in microbatch.sent.items()]
         if microbatch.loss is not None and microbatch.loss.requires_grad:
-            roots.append((microbatch.loss, torch.ones_like(microbatch.loss)))
+            roots.append((microbatch.loss, torch.full_like(microbatch.loss, step.weight)))
         if roots:
             torch.autograd.backward([r for r, _ in roots], [g for _, g in roots])
         if self._peers("send_backward", index):

@@ -24,7 +24,9 @@ from torch import Tensor
 from autopar.runtime.groups import ReduceOp
 from autopar.runtime.tensors.spread import wide
 
-Kind = Literal["elementwise", "lists", "same shape", "new", "reduction", "norms", "random", "whole"]
+Kind = Literal[
+    "elementwise", "lists", "masked", "same shape", "new", "reduction", "norms", "random", "whole"
+]
 aten = torch.ops.aten
 
 # Elementwise, but without the tag: copies, casts, tensors like another.
