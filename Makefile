@@ -62,9 +62,11 @@ lint: install
 golden: install
 	$(BIN)/python -m pytest --update-golden
 
-# Writes docs/rules.md from the rules; a test fails where it is stale.
+# Writes docs/rules.md from the rules and docs/habits.md from the habits; a test fails where one is
+# stale.
 docs: install
 	$(BIN)/python -m tests.rules.page
+	$(BIN)/python -m tests.habits.page
 
 # Models x meshes x plans x microbatches on real processes against one process: 126 cells of one
 # stage, 100 of pipelines; then the families of tests/parity/zoo x meshes x plans. Words choose cells:

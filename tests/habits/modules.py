@@ -1,0 +1,50 @@
+"""Habits about the module as a whole: wrapping, moving, walking over it."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from autopar import NotSupportedError
+from tests.habits.table import ALL, Run, habit
+
+SECTION = "The module"
+
+
+@habit(SECTION, "`DistributedDataParallel(pm)`", "call `pm.step` itself",
+       refused=(NotSupportedError, "DistributedDataParallel"), layouts=ALL)  # fmt: skip
+def ddp(run: Run) -> None:
+    DistributedDataParallel(run.pm)
+
+
+@habit(SECTION, "`pm.half()`, `pm.to(torch.bfloat16)`", "convert the model before",
+       refused=(NotSupportedError, "before autopar.parallelize"))  # fmt: skip
+def cast(run: Run) -> None:
+    run.pm.to(torch.bfloat16)
+
+
+@habit(SECTION, "`pm.to(device)`, `pm.double()` where nothing changes", layouts=ALL)
+def moved(run: Run) -> None:
+    assert run.pm.to("cpu").double() is run.pm
+    run.train(run.optimizers())
+
+
+@habit(SECTION, "`pm.apply(init)`", "apply it to the model before",
+       refused=(NotSupportedError, "no layers"))  # fmt: skip
+def applied(run: Run) -> None:
+    run.pm.apply(lambda m: None)
+
+
+@habit(SECTION, "`pm.generate(...)`", "use `pm.full_state_dict()` in the original model",
+       refused=(NotSupportedError, "full_state_dict"))  # fmt: skip
+def generated(run: Run) -> None:
+    run.pm.generate()
+
+
+@habit(SECTION, "`pm.requires_grad_(False)` and back", layouts=ALL)
+def frozen_whole(run: Run) -> None:
+    optimizers = run.optimizers()
+    for m in run.both():
+        m.requires_grad_(False)
+        m.requires_grad_(True)
+    run.train(optimizers)
