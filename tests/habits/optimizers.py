@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from autopar import NotSupportedError, OptionError
+from autopar import NotSupportedError, OptionError, ParallelModule
 from tests.habits.table import ALL, Run, habit
 
 SECTION = "Optimizers"
@@ -229,5 +229,6 @@ def averaged(run: Run) -> None:
             average.update_parameters(m)
     found, wanted = (average.module for average in averages)
     run.check()
+    assert isinstance(found, ParallelModule)
     run.pm, run.alone = found, wanted
     run.losses.clear()

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from autopar import NotSupportedError
+from autopar.runtime.tensors.sharded import Sharded
 from tests.habits.table import ALL, Run, habit
 
 SECTION = "Parameters and gradients"
+
+
+def gradients(module: torch.nn.Module) -> list[Any]:
+    return [p.grad for p in module.parameters()]
 
 
 @habit(SECTION, "`torch.nn.utils.clip_grad_norm_(pm.parameters(), c)`", "the norm of the whole")
@@ -69,7 +75,7 @@ def clip_value(run: Run) -> None:
 def norm_by_hand(run: Run) -> None:
     optimizers = run.optimizers()
     run.backward(run.batch(0))
-    norms = [sum(p.grad.pow(2).sum() for p in m.parameters()) ** 0.5 for m in run.both()]
+    norms = [sum(g.pow(2).sum() for g in gradients(m)) ** 0.5 for m in run.both()]
     assert abs(norms[0] - norms[1]) < 1e-10
     for m, norm in zip(run.both(), norms, strict=True):
         for p in m.parameters():
@@ -86,7 +92,7 @@ def norm_by_hand(run: Run) -> None:
 )
 def norm_by_hand_of_a_stage(run: Run) -> None:
     run.backward(run.batch(0))
-    _ = sum(p.grad.pow(2).sum().item() for p in run.pm.parameters()) ** 0.5
+    _ = sum(g.pow(2).sum().item() for g in gradients(run.pm)) ** 0.5
 
 
 @habit(SECTION, "`sum(p.numel() for p in pm.parameters())`, `p.shape`", "of whole tensors")
@@ -103,6 +109,7 @@ def printed(run: Run) -> None:
     text = repr(parameter)
     assert name in text
     assert str(tuple(parameter.shape)) in text
+    assert isinstance(parameter, Sharded)
     assert str(tuple(parameter.to_local().shape)) in text
 
 
@@ -132,7 +139,7 @@ def finite(run: Run) -> None:
         assert not p.grad.isnan().any()
     # One element on one rank: every rank must see it.
     first = next(iter(run.pm.parameters()))
-    assert first.grad is not None
+    assert isinstance(first.grad, Sharded)
     with torch.no_grad():
         first.grad.to_local().view(-1)[:1] = math.nan
     assert first.grad.isnan().any()
@@ -238,7 +245,7 @@ def penalty(run: Run) -> None:
     optimizers = run.optimizers()
     run.backward(run.batch(0))
     for m in run.both():
-        sum(0.1 * p.pow(2).sum() for p in m.parameters()).backward()  # type: ignore[union-attr]
+        sum(0.1 * p.pow(2).sum() for p in m.parameters()).backward()
     run.update(optimizers)
 
 
@@ -322,7 +329,7 @@ def optimizer_in_backward(run: Run) -> None:
     for m in run.both():
         own = {p: torch.optim.AdamW([p], lr=1e-2) for p in m.parameters()}
 
-        def step(p: Tensor, own: dict[Tensor, torch.optim.Optimizer] = own) -> None:
+        def step(p: Tensor, own: dict[Any, torch.optim.AdamW] = own) -> None:
             own[p].step()
             own[p].zero_grad()
 

@@ -34,7 +34,7 @@ LAYOUTS: Mapping[str, Manual] = {
 }
 BOTH = ("tp", "zero3")
 ALL = tuple(LAYOUTS)
-Batch = dict[str, Tensor]
+Batch = dict[str, Any]
 
 
 class Block(nn.Module):
