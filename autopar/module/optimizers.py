@@ -7,21 +7,29 @@
 
 Any other optimizer that needs whole tensors is refused by its first such operator
 (`runtime/tensors`). torch calls `_before_step` before each step of every optimizer of the process.
+
+torch's own elementwise optimizers need no check of each operator. They step on plain shards: a
+`_shadow` of the optimizer has these as parameters and state; `_after_step` takes new state back.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 from weakref import WeakSet
 
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.errors import NotSupportedError, OptionError
-from autopar.runtime.tensors import Sharded
+from autopar.module.parameters import shard_of
+from autopar.runtime.tensors import Sharded, local_of
 
 # Class name -> why its update is not elementwise.
 _NEEDS_WHOLE = {
@@ -33,6 +41,13 @@ _NEEDS_WHOLE = {
     "CAME": "it keeps means over rows and columns",
     "LBFGS": "it takes products of all parameters",
 }
+# Exactly these classes; a subclass may do anything.
+_ELEMENTWISE = frozenset(
+    {
+        optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad,
+        optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD,
+    }
+)  # fmt: skip
 # Parameters of users' models that a parallel module trains copies of -> a name of each.
 _copied: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _checked: WeakSet[Optimizer] = WeakSet()
@@ -46,17 +61,57 @@ def watch_optimizers(model: nn.Module) -> None:
         _copied[parameter] = name
     if not _is_watching:
         register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_post_hook(_after_step)
         _is_watching = True
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if optimizer in _checked:
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    """Check the optimizer, until it has stepped; returns new arguments of the step, if any."""
+    if optimizer not in _checked:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        _refuse_copied(optimizer, parameters)
+        _refuse_whole(optimizer, parameters)
+        if any(p.grad is not None for p in parameters):
+            _checked.add(optimizer)
+    if type(optimizer) in _ELEMENTWISE and args[0] is optimizer:
+        has_closure = len(args) > 1 or kwargs.get("closure") is not None
+        groups = optimizer.param_groups
+        if not has_closure and all(isinstance(p, Sharded) for g in groups for p in g["params"]):
+            return (_shadow(optimizer), *args[1:]), kwargs
+    return None
+
+
+def _shadow(optimizer: Optimizer) -> Optimizer:
+    """The optimizer with plain shards as parameters and state."""
+    shadow = object.__new__(type(optimizer))
+    shadow.__dict__.update(optimizer.__dict__)
+    shadow.state = defaultdict(dict)
+    shadow.param_groups = []
+    for group in optimizer.param_groups:
+        shards = [shard_of(p) for p in group["params"]]
+        shadow.param_groups.append({**group, "params": shards})
+        for p, shard in zip(group["params"], shards, strict=True):
+            if p in optimizer.state:
+                shadow.state[shard] = {k: local_of(v) for k, v in optimizer.state[p].items()}
+    return shadow
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Take new state from the shadow, if one has stepped."""
+    shadow = args[0]
+    if shadow is optimizer:
         return
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    _refuse_copied(optimizer, parameters)
-    _refuse_whole(optimizer, parameters)
-    if any(p.grad is not None for p in parameters):
-        _checked.add(optimizer)
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            made = shadow.state.get(p.local)
+            if made is None:
+                continue
+            state = optimizer.state[p]
+            for key, value in made.items():
+                if key not in state or local_of(state[key]) is not value:
+                    is_shard = isinstance(value, Tensor) and value.shape == p.local.shape
+                    is_shard = is_shard and key != "step"
+                    state[key] = Sharded(value, p.spread) if is_shard else value
 
 
 def _refuse_copied(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:

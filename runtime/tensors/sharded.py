@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.utils import _pytree as pytree
 
 from autopar.errors import NotSupportedError
@@ -117,6 +118,7 @@ class _Gathered:
     def write_back(self) -> None:
         local = self.base.local.detach()
         local.copy_(self.base.spread.local(self.whole))
+        increment_version(self.base.local)
         self.version = self.base.local._version
 
 
@@ -257,6 +259,8 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     local_kwargs = {k: cut(v) for k, v in kwargs.items()} if kwargs else kwargs
     if is_mutable:
         func(*locals_, **local_kwargs)
+        # Below autograd, torch does not count writes.
+        increment_version([target.local for target in _written(func, args, kwargs)])
         return args[0] if func._schema.returns else None
     return _wrapped(func(*locals_, **local_kwargs), spread)
 
@@ -290,6 +294,8 @@ def _elementwise_lists(func: Any, args: Any, kwargs: Any) -> Any:
         raise _of_one_stage(f"`{func}` with a value of one parameter")
     result = func(*map(cut, args), **{k: cut(v) for k, v in kwargs.items()})
     if func._schema.is_mutable:
+        written = _written(func, args, kwargs)
+        increment_version([local_of(target) for target in written])
         return None
     pairs = zip(result, spreads, strict=True)
     return [r if at is None else Sharded(r, at) for r, at in pairs]
