@@ -70,10 +70,10 @@ def compare_capture(
     captured = reference(program, leaves, inputs, buffers, 1, seed)
     wanted = found_in.result
     errors = {"loss": relative_error(captured.loss, wanted.loss)}
-    for info in program.parameters.values():
-        if info.requires_grad:
-            name = info.name
-            errors[name] = relative_error(captured.gradients[name], wanted.gradients[name])
+    names = [info.name for info in program.parameters.values() if info.requires_grad]
+    scale = _scale([wanted.gradients[name] for name in names])
+    for name in names:
+        errors[name] = relative_error(captured.gradients[name], wanted.gradients[name], scale)
     for name, value in wanted.buffers.items():
         before = found_in.before[name]
         if name in captured.buffers or not same(value, before):
@@ -93,6 +93,16 @@ def tolerance_of(program: Program) -> float:
     if coarsest == torch.finfo(torch.float64).eps:
         return IN_FLOAT64
     return IN_FLOAT32 * coarsest / torch.finfo(torch.float32).eps
+
+
+def _scale(gradients: Sequence[Tensor]) -> float:
+    """The least scale of a gradient's error: the largest element of all gradients, at most 1.
+
+    Mean losses make all gradients small, and their errors too. A gradient's own largest element
+    would not do: that of the bias of attention's keys is 0 but for rounding.
+    """
+    largest = max((g.abs().max().item() for g in gradients if g.numel()), default=1.0)
+    return min(1.0, largest) or 1.0
 
 
 def _unpaired(model: nn.Module, program: Program, found: ModuleStep) -> str | None:

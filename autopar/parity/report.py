@@ -1,6 +1,7 @@
 """What `verify` found: errors by name, beside what is allowed.
 
-Errors are max|a - b| / max(1, max|b|) (`relative_error`).
+Errors are max|a - b| / max(1, max|b|) (`relative_error`). Those of the captured program's gradients
+have a smaller scale if all gradients are small (`captured.py`).
 """
 
 from __future__ import annotations
@@ -66,12 +67,12 @@ class Report:
             raise VerificationError(self.text())
 
 
-def relative_error(value: Tensor, wanted: Tensor) -> float:
-    """max|a - b| / max(1, max|b|); infinite for anything that is not finite."""
+def relative_error(value: Tensor, wanted: Tensor, least_scale: float = 1.0) -> float:
+    """max|a - b| / max(least_scale, max|b|); infinite for anything that is not finite."""
     if value.numel() == 0:
         return 0.0
     error = (value.double() - wanted.double()).abs().max().item()
-    scale = max(1.0, wanted.double().abs().max().item())
+    scale = max(least_scale, wanted.double().abs().max().item())
     return error / scale if error == error else float("inf")
 
 

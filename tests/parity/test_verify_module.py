@@ -66,6 +66,13 @@ class Doubled(Scored):
     """For the planted faults: tests share captures of equal models."""
 
 
+class Small(Scored):
+    """The same, with a small loss."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x, y) * 1e-7
+
+
 class Reduced(Scored):
     """The same."""
 
@@ -103,6 +110,18 @@ def test_a_wrong_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.worst == max(report.capture_errors.values()) > 1e-3
     with pytest.raises(VerificationError, match="capture: NOT equal"):
         report.raise_if_wrong()
+
+
+def test_small_gradients_are_compared_with_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault changes them by less than the tolerance."""
+
+    def wrong(b: Builder, call: TracedCall) -> fx.Node | None:
+        return b.op(torch.ops.aten.abs.default, call.args[0])
+
+    monkeypatch.setitem(table.REWRITES, torch.ops.aten.relu, wrong)
+    report = FP64(Small(), MESH, batch(), manual=TP)
+    assert report.capture_errors["loss"] <= report.capture_tolerance
+    assert report.sharding_ok and not report.capture_ok
 
 
 def test_a_wrong_sharding(monkeypatch: pytest.MonkeyPatch) -> None:
