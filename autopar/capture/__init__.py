@@ -4,13 +4,19 @@ Read: `pipeline.py` (all steps in order); `accumulate.py`; `isolate.py`, `norms.
 `names.py`, `regions.py` (the trace); `findings.py` (the audit);
 `buffers.py`, `inplace.py`, `view_writes.py` (functional);
 `builder.py`, `normalise.py` with `rewrites/`, `outputs.py` (canonical operators);
-`dependence.py`, `constants.py`, `prologue.py` (cut); `reference.py` (run the result).
+`dependence.py`, `constants.py`, `prologue.py` (cut); `reference.py` (run the result);
+`positional.py` (run the module itself, on the result's random numbers).
 May import `cost`, `runtime` and the layers below them.
-Hands on `capture` (model -> `Program`) and `reference_step` (the program on one process).
+Hands on `capture` (model -> `Program`), `reference_step` (the program on one process), and
+what runs the module itself in the same way.
 """
 
-from autopar.capture.accumulate import accumulation_of
+from autopar.capture.accumulate import accumulation_of, microbatch
+from autopar.capture.constants import buffer
+from autopar.capture.export import LossFn, WithLoss
+from autopar.capture.outputs import loss_of
 from autopar.capture.pipeline import capture
+from autopar.capture.positional import PositionalRandom, draws_of
 from autopar.capture.reference import (
     as_graph_module,
     change_buffers,
@@ -20,10 +26,17 @@ from autopar.capture.reference import (
 )
 
 __all__ = [
+    "LossFn",
+    "PositionalRandom",
+    "WithLoss",
     "accumulation_of",
     "as_graph_module",
+    "buffer",
     "capture",
     "change_buffers",
+    "draws_of",
+    "loss_of",
+    "microbatch",
     "microbatch_inputs",
     "reference_step",
     "whole_buffers",

@@ -49,9 +49,16 @@ def first_rows(
     example_inputs: Mapping[str, Any] | Sequence[Any], accumulation: Accumulation
 ) -> Mapping[str, Any] | Sequence[Any]:
     """The inputs of the first microbatch, in the structure of `example_inputs`."""
+    return microbatch(example_inputs, accumulation, 0)
+
+
+def microbatch(
+    example_inputs: Mapping[str, Any] | Sequence[Any], accumulation: Accumulation, index: int
+) -> Mapping[str, Any] | Sequence[Any]:
+    """The inputs of one microbatch, in the structure of `example_inputs`."""
     mapping = isinstance(example_inputs, Mapping)
     structure = pytree.tree_structure(dict(example_inputs) if mapping else tuple(example_inputs))
-    rows = accumulation.rows(flatten_inputs(example_inputs), 0)
+    rows = accumulation.rows(flatten_inputs(example_inputs), index)
     built: Mapping[str, Any] | Sequence[Any] = pytree.tree_unflatten(rows.values(), structure)
     return built
 

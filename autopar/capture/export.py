@@ -95,7 +95,8 @@ def export_model(
     mode = fake_mode()
     twin = fake_copy(model, mode, training)
     args, kwargs = fake_inputs(mode, example_inputs)
-    target = WithLoss(twin, loss_fn).train(twin.training) if loss_fn is not None else twin
+    target = twin if loss_fn is None else WithLoss(twin, loss_fn)
+    target.training = twin.training  # not `train()`: modules inside may be in another mode
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

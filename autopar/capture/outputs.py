@@ -75,21 +75,30 @@ def _find_loss(leaves: tuple[Any, ...], spec: pytree.TreeSpec) -> fx.Node | None
     stand_ins = [
         torch.empty((), device="meta") if isinstance(leaf, fx.Node) else leaf for leaf in leaves
     ]
-    output = pytree.tree_unflatten(stand_ins, spec)
-    candidates = [output, getattr(output, "loss", None)]
-    if isinstance(output, Mapping):
-        candidates.append(output.get("loss"))
-    elif isinstance(output, (tuple, list)):
-        candidates += output[:1]
-    for candidate in candidates:
+    for candidate in _candidates(pytree.tree_unflatten(stand_ins, spec)):
         for leaf, stand_in in zip(leaves, stand_ins, strict=True):
             if candidate is stand_in and _is_scalar(leaf):
                 return leaf
     return None
 
 
+def loss_of(output: Any) -> torch.Tensor | None:
+    """The loss in what a model returned; None if there is none."""
+    return next(filter(_is_scalar, _candidates(output)), None)
+
+
+def _candidates(output: Any) -> list[Any]:
+    """Where a model may return its loss."""
+    found = [output, getattr(output, "loss", None)]
+    if isinstance(output, Mapping):
+        found.append(output.get("loss"))
+    elif isinstance(output, (tuple, list)):
+        found += output[:1]
+    return found
+
+
 def _is_scalar(leaf: Any) -> bool:
-    value = leaf.meta["val"] if isinstance(leaf, fx.Node) else None
+    value = leaf.meta["val"] if isinstance(leaf, fx.Node) else leaf
     return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
 
 

@@ -188,8 +188,8 @@ def report(
 def verify(model: ModelArgument, request: PlanRequest) -> Result:
     """Compare one sharded step with one process.
 
-    Compares the loss and every gradient; ranks are threads of this process. A config.json gets
-    random weights and tokens.
+    Compares the loss and every gradient with the captured program, and that with the model itself;
+    ranks are threads of this process. A config.json gets random weights and tokens.
     """
     mesh = request.machine()
     with progress("loading the model") as report:
@@ -201,7 +201,9 @@ def verify(model: ModelArgument, request: PlanRequest) -> Result:
         found = verify_model(subject.model, mesh, subject.example_inputs, **options)
     data = {
         "equal": found.ok, "worst": found.worst, "tolerance": found.tolerance,
-        "errors": dict(found.errors), "stages": [dict(s.axes) for s in found.plan.stages],
+        "errors": dict(found.errors), "capture_errors": dict(found.capture_errors),
+        "capture_tolerance": found.capture_tolerance, "not_compared": found.not_compared,
+        "stages": [dict(s.axes) for s in found.plan.stages],
         "chosen": found.plan.data.chosen,
     }  # fmt: skip
     # Show what was checked: equality of a plan that shards nothing proves little.

@@ -255,7 +255,10 @@ def test_verify_compares_with_one_process(run: Run) -> None:
     manual = ("--manual", "dp=1,tp=2", "--precision", "fp64")
     found = good(run("verify", "tiny:mlp", "--mesh", "1x2", *manual, "--json"))
     assert found["equal"] is True
-    assert found["worst"] <= found["tolerance"] == 1e-10
+    assert max(found["errors"].values()) <= found["tolerance"] == 1e-10
+    assert found["not_compared"] is None
+    assert max(found["capture_errors"].values()) <= found["capture_tolerance"] == 1e-6
+    assert set(found["errors"]) == set(found["capture_errors"])
     assert set(found["errors"]) == {"loss", "up.weight", "up.bias", "down.weight", "down.bias"}
 
 
@@ -263,13 +266,14 @@ def test_verify_of_a_configuration_takes_random_weights(run: Run) -> None:
     precision = ("--precision", "fp64", "--manual", "dp=2")
     result = run("verify", "config.json", "--mesh", "2", *SIZES, *precision)
     assert result.exit_code == shell.GOOD, result.output
-    verdict, plan = result.stdout.splitlines()[:2]
-    assert verdict.startswith("equal: worst error")
+    sharding, capture, plan = result.stdout.splitlines()[:3]
+    assert sharding.startswith("sharding: equal, worst error")
+    assert capture.startswith("capture: equal, worst error")
     assert plan == "GPT2LMHeadModel on (dp=2 x tp=1), 1 microbatch: manual recipe"
 
 
 def test_verify_fails_where_ranks_differ(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopar.parity.relative_error", lambda value, wanted: 1.0)
+    monkeypatch.setattr("autopar.parity.sharded.relative_error", lambda value, wanted: 1.0)
     result = run("verify", "tiny:mlp", "--mesh", "1x2", "--json")
     assert result.exit_code == shell.FAILED_CHECK
     assert json.loads(result.stdout)["equal"] is False

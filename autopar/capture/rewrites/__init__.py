@@ -4,13 +4,16 @@ Read: `table.py` (small rewrites, and the table of all), then one file per famil
 `gathers.py`, `images.py`, `losses.py`, `random.py`, `attention.py`, `experts.py`. Last
 `decompose.py`, for operators with neither a rewrite nor a rule.
 May import `capture` and what that may import.
-Hands on `rewrite_of` and `decomposition`, both for `capture/normalise.py`.
+Hands on `rewrite_of` and `decomposition` for `capture/normalise.py`, and `RANDOM_REWRITES`, the
+operators that draw by position, for `capture/positional.py`.
 """
 
 from autopar.capture.rewrites.decompose import decomposition
+from autopar.capture.rewrites.random import RANDOM_REWRITES
 from autopar.capture.rewrites.table import rewrite_of
 
 __all__ = [
+    "RANDOM_REWRITES",
     "decomposition",
     "rewrite_of",
 ]

@@ -1,0 +1,69 @@
+"""A sharded step on thread ranks, compared with one process (`thread_errors`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from autopar.parity.alone import StepResult, gradients_of
+from autopar.parity.report import relative_error
+from autopar.placement import TensorType, gather
+from autopar.planning import Plan
+from autopar.runtime.execute import Environment, Executor, load_code
+from autopar.runtime.launch import ThreadWorld, run_threads
+from autopar.runtime.tensors import extended, local_shard
+
+
+def thread_errors(
+    plan: Plan,
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor],
+    wanted: StepResult,
+) -> dict[str, float]:
+    """The errors of one step of `plan`, on ranks that are threads of this process.
+
+    They run the generated program. Errors are the worst of all ranks.
+    """
+    assert plan.bound is not None
+    pipeline, program = plan.bound.pipeline, plan.bound.analysis.program
+    codes = [load_code(name, source)[0] for name, source in plan.code().items()]
+    constants = {k: make() for k, make in program.constants.items()}
+    given = {n: inputs[info.path] for n, info in program.inputs.items()}
+
+    def run(world: ThreadWorld) -> StepResult:
+        k = pipeline.stage_of(world.rank)
+        mesh = pipeline.meshes[k]
+        coordinate = mesh.coordinate(world.rank)
+        groups = [world.make_groups(m) for m in pipeline.meshes][k]
+        stored = {
+            p.name: local_shard(
+                parameters[p.mirror_of or p.name], p, mesh.sizes, coordinate
+            ).requires_grad_(p.requires_grad)
+            for p in pipeline.stages[k].parameters
+        }
+        environment = Environment(
+            torch.device("cpu"), groups, world.messenger(rendezvous=True), world.world_group()
+        )
+        held = {name: value.clone() for name, value in buffers.items()}
+        executor = Executor(pipeline, world.rank, codes[k], environment, constants, held)
+        return StepResult(executor.step(stored, given), gradients_of(stored), held)
+
+    results = run_threads(run, pipeline.n_ranks)
+    errors = {"loss": max(relative_error(found.loss, wanted.loss) for found in results)}
+    for stage, mesh in zip(pipeline.stages, pipeline.meshes, strict=True):
+        for p in stage.parameters:
+            if not p.requires_grad:
+                continue
+            tensor = TensorType(p.dims, p.stored.dtype.itemsize, True)
+            locals_ = [results[rank].gradients[p.name] for rank in mesh.ranks]
+            whole, spread = gather(locals_, tensor, p.stored.spec, mesh.sizes)
+            expected = extended(wanted.gradients[p.mirror_of or p.name], p)
+            error = max(relative_error(whole, expected), spread)
+            errors[p.name] = max(error, errors.get(p.name, 0.0))
+        for b in stage.changed:
+            found = [results[rank].buffers[b.name] for rank in mesh.ranks]
+            errors[b.name] = max(relative_error(value, wanted.buffers[b.name]) for value in found)
+    return errors

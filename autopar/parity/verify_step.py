@@ -1,0 +1,116 @@
+"""`verify`: a sharded step, a captured step and a step of the user's module, compared.
+
+In a torchrun or `autopar.launch` job the ranks are its processes. Elsewhere they are threads of
+this process, which run the same generated program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopar.api import parallelize
+from autopar.capture import whole_buffers
+from autopar.errors import AutoparError, BatchError, VerificationError
+from autopar.mesh import Mesh
+from autopar.options import Options
+from autopar.parity.alone import reference, whole_parameters
+from autopar.parity.captured import CaptureCheck, compare_capture
+from autopar.parity.report import Report, relative_error
+from autopar.parity.sharded import thread_errors
+from autopar.passes.binding import capture_step
+from autopar.planning import plan_program
+from autopar.program import Program, flatten_inputs
+
+# In float64 only a wrong program differs; in the model's own dtypes casts and sums round.
+TOLERANCE = {"fp64": 1e-10, "model": 1e-6}
+
+
+def verify(
+    model: nn.Module, mesh: Any, example_inputs: Mapping[str, Any] | Sequence[Any], **options: Any
+) -> Report:
+    """Run one sharded step of `model`; compare loss, gradients and buffers with one process.
+
+    The sharded step is compared with the captured program, and the captured program, in the model's
+    own dtypes, with `model` itself: eager, in its mode, with its hooks, on a copy. So the report
+    says which of sharding and capture is wrong.
+
+    Options are those of `plan`; with `precision="fp64"` the tolerance of sharding is 1e-10. The
+    inputs must be real tensors; a model on meta gets random weights. In a job, every rank must call
+    it, and every rank gets the report.
+
+    Raises `BatchError` for inputs on meta, and `VerificationError` if the model itself fails.
+    """
+    checked = Options.of(**options)
+    tolerance = TOLERANCE.get(checked.precision, TOLERANCE["model"])
+    inputs = {k: v for k, v in flatten_inputs(example_inputs).items() if isinstance(v, Tensor)}
+    _check_real(inputs)
+    program = capture_step(model, example_inputs, checked)
+    if dist.is_initialized():
+        return _verify_in_job(model, mesh, program, example_inputs, inputs, tolerance, options)
+    plan = plan_program(program, Mesh.of(mesh), example_inputs, checked)
+    parameters, buffers = whole_parameters(program, model), whole_buffers(program, model)
+    check = compare_capture(
+        model, example_inputs, inputs, checked.loss_fn, program.accumulation, parameters | buffers
+    )
+    wanted = reference(program, parameters, inputs, buffers, plan.data.microbatches)
+    errors = thread_errors(plan, parameters, buffers, inputs, wanted)
+    return Report(errors, tolerance, plan, *check)
+
+
+def _check_real(inputs: Mapping[str, Tensor]) -> None:
+    for path, value in inputs.items():
+        if value.is_meta:
+            raise BatchError(
+                f"input `{path}` is on meta, and `verify` runs a step",
+                hint="give real tensors, such as torch.randint(n_tokens, shape) or torch.randn",
+            )
+
+
+def _verify_in_job(
+    model: nn.Module,
+    mesh: Any,
+    program: Program,
+    example_inputs: Mapping[str, Any] | Sequence[Any],
+    inputs: Mapping[str, Tensor],
+    tolerance: float,
+    options: Mapping[str, Any],
+) -> Report:
+    module = parallelize(model, mesh, example_inputs, **options)
+    batch, seed, before = example_inputs, module.stream.seed, module.full_state_dict()
+    loss = module.step(**batch) if isinstance(batch, Mapping) else module.step(*batch)
+    values = module.full_state_dict()
+    gradients = module.full_gradients()
+    errors: dict[str, float] = {}
+    box: list[Any] = [None]
+    if dist.get_rank() == 0:
+        buffers = whole_buffers(program, model)
+        buffers |= {name: before[name] for name in buffers.keys() & before.keys()}
+        # The other ranks wait for the result, so a failure must reach them too.
+        try:
+            check: CaptureCheck | str = compare_capture(
+                model, example_inputs, inputs, options.get("loss_fn"), program.accumulation,
+                before | buffers, seed,
+            )  # fmt: skip
+        except AutoparError as error:
+            check = str(error)
+        parameters = {
+            info.name: values[info.name].to(info.dtype).requires_grad_(info.requires_grad)
+            for info in program.parameters.values()
+        }
+        n_microbatches = module.plan.data.microbatches
+        wanted = reference(program, parameters, inputs, buffers, n_microbatches, seed)
+        errors["loss"] = relative_error(loss.cpu(), wanted.loss)
+        for name, gradient in gradients.items():
+            errors[name] = relative_error(gradient, wanted.gradients[name])
+        for name in buffers.keys() & values.keys():
+            errors[name] = relative_error(values[name], wanted.buffers[name])
+        box = [(errors, check)]
+    dist.broadcast_object_list(box, src=0)
+    errors, check = box[0]
+    if isinstance(check, str):
+        raise VerificationError(check)
+    return Report(errors, tolerance, module.plan, *check)

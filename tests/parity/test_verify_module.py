@@ -1,0 +1,322 @@
+"""`verify` says which is wrong: sharding, or the capture of the user's own module."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from transformers import T5Config, T5ForConditionalGeneration
+
+import autopar
+from autopar import Manual
+from autopar.capture.builder import Builder, TracedCall
+from autopar.capture.rewrites import table
+from autopar.errors import BatchError, VerificationError
+from autopar.parity import Report, sharded
+from autopar.parity.captured import tolerance_of
+from autopar.runtime.execute import load_code
+from autopar.runtime.launch.processes import WorkerPool
+from tests.helpers.captures import captured
+from tests.helpers.models import dropout_models
+from tests.parity.zoo.entries import masked, tokens
+from tests.parity.zoo.text import bert_with_dropout, gpt2_with_dropout
+
+Pool = Callable[[int], WorkerPool]
+MESH, TP = (1, 2), Manual(tp=2)
+WIDTH, ROWS = 8, 4
+FP64 = partial(autopar.verify, precision="fp64")
+
+
+class Net(nn.Module):
+    """Two linear layers and a batch norm; `frozen` puts the norm in eval mode."""
+
+    def __init__(self, norm: str = "", dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(2 * WIDTH) if norm else nn.Identity()
+        self.dropout = nn.Dropout(dropout)
+        if norm == "frozen":
+            self.norm.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.norm(self.up(x)).relu()
+        return self.down(self.dropout(h))
+
+
+class Scored(nn.Module):
+    """Returns its loss."""
+
+    def __init__(self, norm: str = "", dropout: float = 0.0) -> None:
+        super().__init__()
+        self.net = Net(norm, dropout)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.net(x), y)
+
+
+class Doubled(Scored):
+    """For the planted faults: tests share captures of equal models."""
+
+
+class Small(Scored):
+    """The same, with a small loss."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x, y) * 1e-7
+
+
+class Reduced(Scored):
+    """The same."""
+
+
+def batch(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    return {"x": torch.randn(ROWS, WIDTH, dtype=dtype), "y": torch.randn(ROWS, WIDTH, dtype=dtype)}
+
+
+def squares(outputs: Tensor, given: dict[str, Tensor]) -> Tensor:
+    return (outputs - given["y"]).square().mean()
+
+
+def both_equal(report: Report) -> None:
+    report.raise_if_wrong()
+    assert report.sharding_ok and report.capture_ok and report.not_compared is None
+    assert set(report.capture_errors) >= set(report.errors)
+    assert report.text().count(": equal, worst error") == 2
+
+
+def test_a_wrong_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sharding agrees with the captured program, which is not the module."""
+
+    def wrong(b: Builder, call: TracedCall) -> fx.Node | None:
+        right = table.linear(b, call)
+        assert right is not None
+        return b.op(torch.ops.aten.add.Tensor, right, call.bind()["bias"])
+
+    monkeypatch.setitem(table.REWRITES, torch.ops.aten.linear, wrong)
+    report = FP64(Doubled(), MESH, batch(), manual=TP)
+    assert report.sharding_ok and not report.capture_ok and not report.ok
+    sharding, capture, *names = report.text().splitlines()
+    assert sharding.startswith("sharding: equal") and capture.startswith("capture: NOT equal")
+    assert any(line.startswith("  loss: ") for line in names)
+    assert report.worst == max(report.capture_errors.values()) > 1e-3
+    with pytest.raises(VerificationError, match="capture: NOT equal"):
+        report.raise_if_wrong()
+
+
+def test_small_gradients_are_compared_with_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault changes them by less than the tolerance."""
+
+    def wrong(b: Builder, call: TracedCall) -> fx.Node | None:
+        return b.op(torch.ops.aten.abs.default, call.args[0])
+
+    monkeypatch.setitem(table.REWRITES, torch.ops.aten.relu, wrong)
+    report = FP64(Small(), MESH, batch(), manual=TP)
+    assert report.capture_errors["loss"] <= report.capture_tolerance
+    assert report.sharding_ok and not report.capture_ok
+
+
+def test_a_wrong_sharding(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = load_code
+
+    def without_reduction(name: str, source: str) -> Any:
+        assert "p_to_i(" in source
+        return load(name, re.sub(r"p_to_i\((\w+), tp\)", r"\1", source))
+
+    monkeypatch.setattr(sharded, "load_code", without_reduction)
+    report = FP64(Reduced(), MESH, batch(), manual=TP)
+    assert not report.sharding_ok and report.capture_ok and not report.ok
+    assert report.text().startswith("sharding: NOT equal")
+    assert "\ncapture: equal" in report.text()
+
+
+def t5() -> nn.Module:
+    config = T5Config(
+        vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
+        dropout_rate=0.1, decoder_start_token_id=0,
+    )  # fmt: skip
+    return T5ForConditionalGeneration(config)
+
+
+def translated(seed: int) -> dict[str, Tensor]:
+    given: dict[str, Tensor] = tokens(seed)
+    return {"input_ids": given["input_ids"], "labels": given["labels"]}
+
+
+RANDOM: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tensor]]]] = {
+    "gpt2": (gpt2_with_dropout, tokens),
+    "bert": (bert_with_dropout, masked),
+    "t5": (t5, translated),
+    "every draw": (lambda: dropout_models.Noisy().double(), dropout_models.rows),
+}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_models_that_draw_random_numbers(name: str) -> None:
+    make, rows = RANDOM[name]
+    torch.manual_seed(0)
+    both_equal(FP64(make().train(), MESH, rows(0), manual=Manual(dp=2)))
+
+
+def test_in_the_models_own_dtypes() -> None:
+    report = autopar.verify(Scored(dropout=0.3), MESH, batch(), manual=TP)
+    both_equal(report)
+    assert report.tolerance == report.capture_tolerance == 1e-6
+
+
+def test_a_float64_model() -> None:
+    report = autopar.verify(Scored().double(), MESH, batch(torch.float64), manual=TP)
+    both_equal(report)
+    assert report.capture_tolerance == 1e-10
+
+
+def test_tolerance_of_half_precision() -> None:
+    half = captured(Scored().bfloat16(), batch(torch.bfloat16))
+    assert tolerance_of(half) == 1e-6 * 2**16
+    assert tolerance_of(captured(Scored(), batch())) == 1e-6
+
+
+@pytest.mark.parametrize("norm", ["trained", "frozen"])
+def test_batch_norm_and_a_loss_function(norm: str) -> None:
+    """The loss needs inputs that the model does not take; a frozen norm stays in eval mode."""
+    model = Net(norm)
+    report = FP64(model, MESH, batch(), loss_fn=squares, manual=TP)
+    both_equal(report)
+    assert ("norm.running_mean" in report.capture_errors) == (norm == "trained")
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_accumulated_microbatches(dropout: float) -> None:
+    with pytest.warns(UserWarning, match="gradient accumulation"):
+        report = FP64(Scored("trained", dropout), MESH, batch(), microbatches=2, manual=TP)
+    both_equal(report)
+    assert report.plan.data.accumulates
+
+
+def test_hooks_that_change_outputs() -> None:
+    model = Scored()
+    model.net.up.register_forward_hook(lambda module, args, output: output * 1.5)
+    model.net.down.register_forward_pre_hook(lambda module, args: (args[0].tanh(),))
+    both_equal(FP64(model, MESH, batch(), manual=TP))
+
+
+class Sequence(nn.Module):
+    """Its dropout is inside an operator that stays whole and draws from torch's generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.LSTM(WIDTH, WIDTH, 2, dropout=0.5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x[:, None])[0].square().mean()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_random_numbers_that_cannot_be_paired() -> None:
+    report = FP64(Sequence(), MESH, {"x": batch()["x"]}, fallback="replicate", microbatches=1)
+    assert not report.capture_ok and not report.ok and not report.capture_errors
+    last = report.text().splitlines()[-1]
+    assert last.startswith("capture: not compared: the model draws random numbers with `aten.")
+
+
+class Seeded(Scored):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return super().forward(x, y)
+
+
+def test_a_seed_set_in_forward_is_told() -> None:
+    report = FP64(Seeded(dropout=0.5), MESH, batch(), manual=TP)
+    assert report.not_compared is not None and "torch.manual_seed" in report.not_compared
+
+
+def test_the_users_objects_stay_as_they_are() -> None:
+    model = Scored("trained", 0.3)
+    x, y = batch().values()
+    model(x, y).backward()
+    model.net.up.bias.grad = None
+    held = [(p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    keys = set(vars(model))
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+    FP64(model, MESH, batch(), manual=TP, microbatches=1).raise_if_wrong()
+    torch.manual_seed(1)  # `batch` sets it
+    batch()
+    found = torch.rand(3), random.random(), np.random.rand()
+    torch.manual_seed(1)
+    batch()
+    random.seed(5)
+    np.random.seed(5)
+    assert torch.equal(found[0], torch.rand(3))
+    assert found[1:] == (random.random(), np.random.rand())
+    assert set(vars(model)) == keys and model.training
+    for p, (gradient, values) in zip(model.parameters(), held, strict=True):
+        assert p.grad is gradient
+        assert gradient is None or (values is not None and torch.equal(gradient, values))
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[name]), name
+
+
+def test_inputs_on_meta_are_refused() -> None:
+    inputs = {name: value.to("meta") for name, value in batch().items()}
+    with pytest.raises(BatchError, match=r"input `x` is on meta[\s\S]*real tensors"):
+        autopar.verify(Scored(), MESH, inputs)
+
+
+def test_a_model_on_meta() -> None:
+    with torch.device("meta"):
+        model = Scored("trained", 0.2)
+    both_equal(FP64(model, MESH, batch(), manual=TP, microbatches=1))
+    assert all(p.is_meta for p in model.parameters())
+
+
+class Failing(Scored):
+    """Only its trace runs."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if not isinstance(x, torch._subclasses.FakeTensor):
+            raise IndexError("not a trace")
+        return super().forward(x, y)
+
+
+def test_a_model_that_fails_itself() -> None:
+    with pytest.raises(
+        VerificationError,
+        match=r"Failing itself fails on these inputs[\s\S]*Index[\s\S]*at .*_module\.py",
+    ):
+        FP64(Failing(), MESH, batch(), manual=Manual(dp=2))
+
+
+def verify_in_job() -> list[tuple[bool, str, set[str]]]:
+    found = []
+    for model in (Scored("trained", 0.3), Scored(dropout=0.3).double()):
+        dtype = next(model.parameters()).dtype
+        report = FP64(model, MESH, batch(dtype), manual=TP, microbatches=1)
+        found.append((report.capture_ok, report.text(), set(report.capture_errors)))
+    return found
+
+
+def fail_in_job() -> str:
+    with pytest.raises(VerificationError) as refusal:
+        FP64(Failing(), MESH, batch(), manual=TP)
+    return str(refusal.value)
+
+
+def test_in_a_job(workers: Pool) -> None:
+    """Every rank has both comparisons, or the error of the module."""
+    for with_norm, plain in workers(2).run(verify_in_job):
+        for is_ok, text, _ in (with_norm, plain):
+            assert is_ok, text
+        assert "net.norm.running_var" in with_norm[2]
+    for text in workers(2).run(fail_in_job):
+        assert "Failing itself fails" in text
