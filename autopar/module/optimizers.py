@@ -1,7 +1,7 @@
 """Optimizers that would not train what they should, found at their first step.
 
-    parameters of the user's model    autopar trains copies of them, so that optimizer sees no
-                                      gradient, and changes nothing
+    parameters of the user's model    autopar trains copies of them. An optimizer of these sees no
+                                      gradient and changes nothing; clipping finds the norm 0
     update of whole tensors           Muon, Shampoo, ... beside sharded parameters: refused before
                                       anything changes, unless `optimizer_gather=` names them
 
@@ -15,11 +15,12 @@ torch's own elementwise optimizers need no check of each operator. They step on 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakSet
 
 from torch import Tensor, nn, optim
+from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -62,6 +63,7 @@ def watch_optimizers(model: nn.Module) -> None:
     if not _is_watching:
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_after_step)
+        clip_grad._clip_grads_with_norm_ = _checked_clipping(clip_grad._clip_grads_with_norm_)
         _is_watching = True
 
 
@@ -98,6 +100,10 @@ def _shadow(optimizer: Optimizer) -> Optimizer:
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Take new state from the shadow, if one has stepped."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if isinstance(p, Sharded):
+                p.is_used = True
     shadow = args[0]
     if shadow is optimizer:
         return
@@ -116,13 +122,39 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _refuse_copied(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
     """Raise `OptionError` if all that could train are parameters that autopar has copied."""
-    names = [_copied.get(p) for p in parameters]
-    if names and None not in names and all(p.grad is None for p in parameters):
+    name = _only_copied(parameters)
+    if name is not None:
         raise OptionError(
-            f"{type(optimizer).__name__} holds `{names[0]}` and {len(names) - 1} more parameters "
-            "of the model that was given to autopar.parallelize; they get no gradients",
+            f"{type(optimizer).__name__} holds `{name}` and other parameters of the model that was "
+            "given to autopar.parallelize; they get no gradients",
             hint="build the optimizer from pm.parameters(), after autopar.parallelize",
         )
+
+
+def _only_copied(parameters: Iterable[Tensor]) -> str | None:
+    """The name of the first, if autopar trains copies of all of these, and none has a gradient."""
+    held = list(parameters)
+    names = [_copied.get(p) for p in held]
+    if names and None not in names and all(p.grad is None for p in held):
+        return names[0]
+    return None
+
+
+def _checked_clipping(clip: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's clipping; it raises `OptionError` for parameters that autopar has copied."""
+
+    def checked(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        held = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        name = _only_copied(held)
+        if name is not None:
+            raise OptionError(
+                f"clip_grad_norm_ of `{name}` and other parameters of the model that was given to "
+                "autopar.parallelize; they get no gradients",
+                hint="pm.clip_grad_norm_(c), or torch's function with pm.parameters()",
+            )
+        return clip(held, *args, **kwargs)
+
+    return checked
 
 
 def _refuse_whole(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:

@@ -12,6 +12,7 @@ whole batch would call them. They see whole tensors, so what they do is what it 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 
@@ -21,7 +22,7 @@ from torch.optim.optimizer import _foreach_supported_types
 
 from autopar.errors import NotSupportedError, OptionError
 from autopar.runtime.state import StageState
-from autopar.runtime.tensors import Sharded, Spread, stored_parameter
+from autopar.runtime.tensors import Sharded, Spread, local_of, stored_parameter
 
 # As DTensor does: on GPUs, optimizers then take their kernels over lists of tensors.
 if Sharded not in _foreach_supported_types:
@@ -74,6 +75,7 @@ class StepGradients:
     def before(self) -> dict[str, Tensor]:
         """The leaves. Raises `NotSupportedError` for a parameter that was frozen at capture."""
         out = {}
+        self._warn_if_not_zeroed()
         for name, parameter in self._parameters.items():
             assert isinstance(parameter, Sharded)
             if parameter.requires_grad and not parameter.spread.parameter.requires_grad:
@@ -86,6 +88,20 @@ class StepGradients:
                 self._check_hooks(name)
                 self._earlier[name], parameter.local.grad = parameter.grad, None
         return out
+
+    def _warn_if_not_zeroed(self) -> None:
+        """Warn if gradients that an optimizer has used are still there, as of the first of them."""
+        used = [p for p in self._parameters.values() if isinstance(p, Sharded) and p.is_used]
+        for p in used:
+            p.is_used = False
+        first = next((p for p in used if p.requires_grad), None)
+        if first is not None and first.grad is not None and bool(local_of(first.grad).any()):
+            warnings.warn(
+                f"the gradient of `{first.spread.name}` that an optimizer has used is still there, "
+                "and this step adds to it: optimizer.zero_grad() or pm.zero_grad() clears it, "
+                "zero_grad() of the original model does not",
+                stacklevel=4,
+            )
 
     def _check_hooks(self, name: str) -> None:
         if self._accumulates:

@@ -38,10 +38,14 @@ aten = torch.ops.aten
 
 
 class Sharded(Boxed, Tensor):
-    """A whole tensor of shape `spread.shape`; `local` is this rank's shard."""
+    """A whole tensor of shape `spread.shape`; `local` is this rank's shard.
+
+    is_used: an optimizer has used the gradient of this parameter
+    """
 
     local: Tensor
     spread: Spread
+    is_used: bool = False
 
     @staticmethod
     def __new__(cls, local: Tensor, spread: Spread) -> Sharded:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from autopar import NotSupportedError, OptionError, ParallelModule
-from tests.habits.table import ALL, Run, habit
+from tests.habits.table import ALL, Run, adamw, habit
 
 SECTION = "Optimizers"
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -166,6 +167,32 @@ def built_before(run: Run) -> None:
     optimizer = torch.optim.AdamW(run.model.parameters())
     run.pm.step(**run.batch(0))
     optimizer.step()
+
+
+@habit(
+    SECTION,
+    "`clip_grad_norm_(model.parameters(), c)` of the original model",
+    "use `pm.parameters()`",
+    refused=(OptionError, "pm.clip_grad_norm_"),
+    layouts=ALL,
+)
+def clip_of_the_original(run: Run) -> None:
+    run.pm.step(**run.batch(0))
+    torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
+
+
+@habit(SECTION, "`model.zero_grad()` of the original model", "a warning at the next step",
+       layouts=ALL)  # fmt: skip
+def zero_grad_of_the_original(run: Run) -> None:
+    optimizer = adamw(run.pm.parameters())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for seed in range(2):
+            run.pm.step(**run.batch(seed))
+            optimizer.step()
+            run.model.zero_grad()
+    assert any("zero_grad() of the original" in str(w.message) for w in caught)
+    run.pm.load_state_dict(run.alone.state_dict())
 
 
 @habit(SECTION, "schedulers: `LambdaLR`, `OneCycleLR`, warm-up", layouts=ALL)
