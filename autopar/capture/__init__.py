@@ -1,15 +1,18 @@
 """Captures an ordinary PyTorch model and a batch as one frozen, normalised `Program`.
 
 Read: `pipeline.py` (all steps in order); `accumulate.py`; `isolate.py`, `norms.py`, `export.py`,
-`names.py`, `regions.py` (the trace); `findings.py` (the audit);
+`names.py`, `regions.py` (the trace); `findings.py` (the audit); `frozen.py`, `observe.py`,
+`snapshot.py`, `reads.py`, `code.py`, `hooks.py` (Python values in the graph, and hooks);
 `buffers.py`, `inplace.py`, `view_writes.py` (functional);
 `builder.py`, `normalise.py` with `rewrites/`, `outputs.py` (canonical operators);
 `dependence.py`, `constants.py`, `prologue.py` (cut); `reference.py` (run the result).
 May import `cost`, `runtime` and the layers below them.
-Hands on `capture` (model -> `Program`) and `reference_step` (the program on one process).
+Hands on `capture` (model -> `Program`), `Watch` (has what it froze changed?) and `reference_step`
+(the program on one process).
 """
 
 from autopar.capture.accumulate import accumulation_of
+from autopar.capture.frozen import Watch, shown
 from autopar.capture.pipeline import capture
 from autopar.capture.reference import (
     as_graph_module,
@@ -20,11 +23,13 @@ from autopar.capture.reference import (
 )
 
 __all__ = [
+    "Watch",
     "accumulation_of",
     "as_graph_module",
     "capture",
     "change_buffers",
     "microbatch_inputs",
     "reference_step",
+    "shown",
     "whole_buffers",
 ]

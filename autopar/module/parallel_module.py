@@ -7,6 +7,7 @@ names. Every other input shape, and evaluation, is a program of its own over the
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from autopar.errors import BatchError, NotPlannedError, NotSupportedError, Optio
 from autopar.mesh import Mesh
 from autopar.module.compiled_step import Built, Links
 from autopar.module.job import from_rank_0, join_process_group, own_rank
+from autopar.module.variants import Variants
 from autopar.operators import Stream
 from autopar.options import Options
 from autopar.passes.binding import check_mesh, example_of, has_nested_inputs, planned_accumulation
@@ -44,6 +46,7 @@ from autopar.runtime.state import (
 )
 
 Signature = tuple[tuple[str, Any], ...]
+_NUMBERS = itertools.count()  # of the modules that this process made
 
 
 class ParallelModule(nn.Module):
@@ -56,7 +59,7 @@ class ParallelModule(nn.Module):
         self._device = join_process_group(mesh)
         self._plan: Plan | None = None
         self._dtensor_mesh: DeviceMesh | None = None
-        self._built: dict[tuple[bool, bool, Signature], Built] = {}
+        self._modes: Mapping[str, bool] | None = None
         self._live_buffers: frozenset[str] = frozenset()
         self.training = model.training
 
@@ -64,7 +67,7 @@ class ParallelModule(nn.Module):
     def code_path(self) -> Path:
         """The generated file of this rank's stage of the planned program."""
         _ = self.plan
-        return next(iter(self._built.values())).code_path
+        return self._variants.first.code_path
 
     @property
     def plan(self) -> Plan:
@@ -121,7 +124,11 @@ class ParallelModule(nn.Module):
         self.stream = Stream(from_rank_0(torch.initial_seed))
         self._plan = Plan(data, Bound(compilation))
         signature = _signature({i.path: _Like(i.shape) for i in data.inputs}, data.static_inputs)
-        self._built[True, False, signature] = Built.of(compilation, links, self._held_buffers)
+        number = from_rank_0(lambda: next(_NUMBERS))
+        self._variants = Variants(self._model[0], self._options.loss_fn, number)
+        self._modes = program.frozen.modes
+        built = Built.of(compilation, links, self._held_buffers)
+        self._variants.add((True, False, signature), program, built)
 
     def _adopt_state(self, program: Program) -> None:
         """Set the shards, the buffers that steps change here, and the constant buffers."""
@@ -144,6 +151,7 @@ class ParallelModule(nn.Module):
             self._model[0], batch, training=training, precision=self._options.precision,
             loss_fn=self._options.loss_fn if training else None, live_buffers=self._live_buffers,
             accumulation=planned_accumulation(data, batch) if training else None,
+            modes=self._training_modes() if training else None,
         )  # fmt: skip
         for buffer in program.buffers.values():
             if buffer.name not in self._live_buffers:
@@ -158,11 +166,18 @@ class ParallelModule(nn.Module):
         leaves = flatten_inputs(batch)
         tensors = {k: v for k, v in leaves.items() if isinstance(v, Tensor)}
         signature = _signature(tensors, {k: v for k, v in leaves.items() if k not in tensors})
+
+        def compiled(program: Program) -> Built:
+            compilation = self._compilation_of_plan(program, with_outputs)
+            return Built.of(compilation, self._links, self._held_buffers)
+
         key = (self.training, with_outputs, signature)
-        if key not in self._built:
-            compilation = self._compilation_of_plan(self._capture(batch), with_outputs)
-            self._built[key] = Built.of(compilation, self._links, self._held_buffers)
-        return self._built[key]
+        return self._variants.current(key, lambda: self._capture(batch), compiled)
+
+    def _training_modes(self) -> Mapping[str, bool] | None:
+        """The training mode of each module: that of the capture once `model.eval()` was called."""
+        model, modes = self._model[0], self._modes
+        return modes if modes and model.training != modes[""] else None
 
     def _compilation_of_plan(self, program: Program, with_outputs: bool) -> Compilation:
         """The plan placed on another program: other shapes, with outputs, or evaluation."""
