@@ -62,7 +62,7 @@ def captured(
     try:
         of_model = _fingerprint(model, values=True)
         of_call = _fingerprint(call.arguments, values=False)
-    except (pickle.PicklingError, AttributeError, TypeError):
+    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError):
         return capture(model, example_inputs, loss_fn=loss_fn, **options)
     # A class of the same name is another where its module is imported again.
     classes = tuple(type(module) for module in model.modules())
