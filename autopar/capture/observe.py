@@ -87,10 +87,10 @@ class Observation(Snapshot):
         found = reads_of(code)
         where = f"in `{function.__qualname__}`"
         for name, cell in zip(code.co_freevars, cells, strict=True):
-            if known:
-                self.cell(cell, name, where)
-            else:
+            if not known:
                 self._callable_of(cell)
+            elif name != "__class__":  # of `super()`
+                self.cell(cell, name, where)
         if not known:
             return
         self._names |= found.attributes

@@ -278,7 +278,7 @@ def described(function: Any) -> object:
     code = getattr(inner, "__code__", None)
     if code is not None:
         return code
-    return f"{getattr(inner, '__module__', '')}.{getattr(inner, '__qualname__', type(inner))}"
+    return getattr(inner, "__module__", ""), getattr(inner, "__qualname__", type(inner))
 
 
 def is_plain(value: object) -> bool:

@@ -1,8 +1,8 @@
 """The `nn.Module` that trains by a plan: what `autopar.parallelize` returns.
 
 Reading order: `job.py` (the processes of the job), `compiled_step.py` (one compiled program of one
-rank), `variants.py` (all of them, by the Python values in their graphs), `parallel_module.py` (the
-module).
+rank), `variants.py` (all of them, by the Python values in their graphs), `surface.py` (attributes
+of the user's model, hooks), `parallel_module.py` (the module).
 May import `planning`, `passes`, `runtime` and what lies below them. Hands on `ParallelModule`.
 """
 

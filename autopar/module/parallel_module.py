@@ -8,6 +8,7 @@ names. Every other input shape, and evaluation, is a program of its own over the
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from autopar.errors import BatchError, NotPlannedError, NotSupportedError, Optio
 from autopar.mesh import Mesh
 from autopar.module.compiled_step import Built, Links
 from autopar.module.job import from_rank_0, join_process_group, own_rank
+from autopar.module.surface import Surface
 from autopar.module.variants import Variants
 from autopar.operators import Stream
 from autopar.options import Options
@@ -46,10 +48,11 @@ from autopar.runtime.state import (
 )
 
 Signature = tuple[tuple[str, Any], ...]
+_N_TOLD = 3  # lines on stderr
 _NUMBERS = itertools.count()  # of the modules that this process made
 
 
-class ParallelModule(nn.Module):
+class ParallelModule(Surface):
     """A model sharded by a plan. Make it with `autopar.parallelize`."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, options: Options, weights: str) -> None:
@@ -129,6 +132,7 @@ class ParallelModule(nn.Module):
         self._modes = program.frozen.modes
         built = Built.of(compilation, links, self._held_buffers)
         self._variants.add((True, False, signature), program, built)
+        _tell(program)
 
     def _adopt_state(self, program: Program) -> None:
         """Set the shards, the buffers that steps change here, and the constant buffers."""
@@ -173,6 +177,9 @@ class ParallelModule(nn.Module):
 
         key = (self.training, with_outputs, signature)
         return self._variants.current(key, lambda: self._capture(batch), compiled)
+
+    def _frozen_reads(self) -> tuple[tuple[str, str], ...]:
+        return () if self._plan is None else self._bound.analysis.program.frozen.reads
 
     def _training_modes(self) -> Mapping[str, bool] | None:
         """The training mode of each module: that of the capture once `model.eval()` was called."""
@@ -419,6 +426,13 @@ class _Like:
     """Something with a shape."""
 
     shape: tuple[int, ...]
+
+
+def _tell(program: Program) -> None:
+    """Say on stderr, once, what capture made of the user's code; nothing if that is nothing."""
+    lines = program.audit.text().splitlines()[:_N_TOLD] if own_rank() == 0 else []
+    for line in lines:
+        print(f"autopar captured {program.model_name}: {line}", file=sys.stderr)  # noqa: T201
 
 
 def _signature(tensors: Mapping[str, Any], static: Mapping[str, Any]) -> Signature:
