@@ -107,17 +107,21 @@ def export_model(
     if loss_fn is not None:
         target = WithLoss(twin, loss_fn)
         target.training = twin.training  # not `train()`, which would set all modules
-    with checked_trace(model, twin, loss_fn) as recorder:
+
+    def export() -> ExportedProgram:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                exported = torch.export.export(target, args, kwargs, strict=False)
+                made = torch.export.export(target, args, kwargs, strict=False)
             except Exception as error:
                 raise _export_error(model, error) from error
         _check_side_effects(model, caught)
+        return made
+
+    exported, reads = checked_trace(model, twin, loss_fn, export)
     if modes is None:
         modes = {path: module.training for path, module in model.named_modules()}
-    frozen = freeze(model, loss_fn, (*recorder.reads,), modes if training else {}, findings)
+    frozen = freeze(model, loss_fn, reads, modes if training else {}, findings)
     for module in exported.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule):
             if loss_fn is not None:

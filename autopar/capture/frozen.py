@@ -11,14 +11,14 @@ from __future__ import annotations
 import operator
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from itertools import starmap
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import fx, nn
+from torch.export import ExportedProgram
 
 from autopar.capture.code import is_library_module
 from autopar.capture.findings import Findings
@@ -36,50 +36,76 @@ _STATE_HINT = (
 _MAX_SHOWN = 60
 
 
-@contextmanager
-def checked_trace(model: nn.Module, twin: nn.Module, loss_fn: Any) -> Iterator[Recorder]:
-    """Record what a trace of `twin` reads; leave the user's Python state as it was.
+def checked_trace(
+    model: nn.Module, twin: nn.Module, loss_fn: Any, export: Callable[[], ExportedProgram]
+) -> tuple[ExportedProgram, tuple[tuple[str, str], ...]]:
+    """Run `export`, which traces `twin`, and leave the user's Python state as it was.
 
-    Raises `CaptureError` if the trace succeeds and has changed Python state that it reads.
+    Returns the trace and what it read. A trace may set state once (a setting that is found by the
+    first call): then a second trace of that state must change nothing and be equal.
+
+    Raises `CaptureError` if the trace changes Python state that it reads in any other way.
     """
     before = Observation.around_trace(model, loss_fn)
     python, numpy_, torch_ = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    with recorded(twin, model) as recorder:
-        try:
-            yield recorder
-            _check_attributes(model, recorder)
-            _check_values(before, Observation.around_trace(model, loss_fn))
-            if random.getstate() != python:
-                raise _random_refusal(before, "random")
-            if not _same_state(np.random.get_state(), numpy_):
-                raise _random_refusal(before, "numpy.random")
-        finally:
+    recorders: list[Recorder] = []
+
+    def run(state: Observation) -> tuple[ExportedProgram, CaptureError | None]:
+        with recorded(twin, model) as recorder:
+            recorders.append(recorder)
+            made = export()
+        return made, _refusal(model, recorder, state, Observation.around_trace(model, loss_fn))
+
+    try:
+        exported, refusal = run(before)
+        if random.getstate() != python:
+            raise _random_refusal(before, "random")
+        if not _same_state(np.random.get_state(), numpy_):
+            raise _random_refusal(before, "numpy.random")
+        if refusal is not None:
+            recorders[0].keep()
+            try:
+                again, still = run(Observation.around_trace(model, loss_fn))
+            except CaptureError as error:
+                raise refusal from error
+            if still is not None or _text(again) != _text(exported):
+                raise refusal
+        return exported, (*recorders[0].reads,)
+    finally:
+        for recorder in reversed(recorders):
             recorder.restore()
-            before.restore()
-            random.setstate(python)
-            np.random.set_state(numpy_)
-            torch.set_rng_state(torch_)
+        before.restore()
+        random.setstate(python)
+        np.random.set_state(numpy_)
+        torch.set_rng_state(torch_)
 
 
-def _check_attributes(model: nn.Module, recorder: Recorder) -> None:
+def _text(exported: ExportedProgram) -> str:
+    """The operators of a trace and of its regions."""
+    graphs = [m.graph for m in exported.graph_module.modules() if isinstance(m, fx.GraphModule)]
+    return "\n".join(str(graph) for graph in graphs)
+
+
+def _refusal(
+    model: nn.Module, recorder: Recorder, before: Observation, after: Observation
+) -> CaptureError | None:
+    """What a trace reads and leaves changed; None if there is nothing."""
     for path, name in recorder.changed():
-        raise CaptureError(
+        return CaptureError(
             f"forward reads and changes `{name}` {of_module(path)}, a Python value",
             where=where_defined(type(model.get_submodule(path)).forward),
             hint=_STATE_HINT,
         )
-
-
-def _check_values(before: Observation, after: Observation) -> None:
     for name, value in before.values.items():
         now = after.values.get(name)
         if not same(now, value):
-            raise CaptureError(
+            return CaptureError(
                 f"forward, a hook or the loss reads and changes {name}: from {shown(value)} to "
                 f"{shown(now)} in one trace",
                 where=before.place_of(name),
                 hint=_STATE_HINT,
             )
+    return None
 
 
 def _random_refusal(before: Observation, module: str) -> CaptureError:
@@ -134,7 +160,8 @@ def _note(
             groups[name, kind.__name__, shown(value)].append(text)
         else:
             inside = kind is not None and any(mark in name for mark in ".[")
-            findings.add("frozen", text, shown(value), routine=inside)
+            routine = inside or place.startswith("in the partial of ")
+            findings.add("frozen", text, shown(value), routine=routine)
     for (name, kind_name, value_text), texts in groups.items():
         what = texts[0] if len(texts) == 1 else f"`{name}` of {len(texts)} {kind_name}"
         findings.add("frozen", what, value_text, routine=True)

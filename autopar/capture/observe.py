@@ -63,7 +63,9 @@ class Observation(Snapshot):
 
     def walk(self, function: Any) -> None:
         """Record what the code of a function, method, partial or class reads."""
-        function = getattr(function, "__wrapped__", function)
+        wrapped = getattr(function, "__wrapped__", None)
+        if wrapped is not None:
+            self.walk(wrapped)
         if isinstance(function, partial):
             self.walk(function.func)
             place = f"in the partial of {_name_of(function.func)}"
@@ -145,7 +147,7 @@ class Observation(Snapshot):
 
     def module(self, module: nn.Module, text: str, place: str, depth: int) -> None:
         """A module of the model is known by its reads; of another, all is recorded."""
-        if id(module) in self.own:
+        if id(module) in self.own or type(module).__module__.startswith("autopar."):
             return
         self.instance(module, text, place)
         held = vars(module)

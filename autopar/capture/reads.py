@@ -65,6 +65,15 @@ class Recorder:
                 continue
             yield first.path, name
 
+    def keep(self) -> None:
+        """Put back what the trace wrote, which `torch.export` has undone."""
+        for (_, name), first in self._first.items():
+            if not _is_registered(first.module, name) and name != "training":
+                if first.written:
+                    vars(first.module)[name] = first.written[0]
+                elif name in vars(first.module) and is_plain(first.value):
+                    vars(first.module)[name] = first.value
+
     def restore(self) -> None:
         """Undo what the trace wrote."""
         for (_, name), first in self._first.items():

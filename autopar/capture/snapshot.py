@@ -40,6 +40,7 @@ from autopar.capture.code import is_library_module
 
 MAX_DEPTH = 4
 MAX_ITEMS = 256  # of longer containers only the length is watched
+MAX_VALUES = 20_000  # of one snapshot; a closure over a data set has more than anyone reads
 MAX_ARRAY_BYTES = 4096
 
 Scalar = (
@@ -155,7 +156,7 @@ class Snapshot:
             self._put(name, value)
         elif isinstance(value, Tensor):
             self.tensor(value, name)
-        elif id(value) in self._seen:
+        elif id(value) in self._seen or len(self.values) > MAX_VALUES:
             return
         else:
             self._seen[id(value)] = value
@@ -261,7 +262,7 @@ def _has_own_parts(value: Any) -> bool:
         return True
     module = type(value).__module__ or ""
     root = module.partition(".")[0]
-    return root not in ("torch", "numpy", "builtins") and not (
+    return root not in ("torch", "numpy", "builtins", "autopar") and not (
         root in _standard_library() and is_library_module(module)
     )
 

@@ -8,7 +8,6 @@ names. Every other input shape, and evaluation, is a program of its own over the
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from autopar.errors import BatchError, NotPlannedError, NotSupportedError, Optio
 from autopar.mesh import Mesh
 from autopar.module.compiled_step import Built, Links
 from autopar.module.job import from_rank_0, join_process_group, own_rank
-from autopar.module.surface import Surface
+from autopar.module.surface import Surface, tell_capture
 from autopar.module.variants import Variants
 from autopar.operators import Stream
 from autopar.options import Options
@@ -48,7 +47,6 @@ from autopar.runtime.state import (
 )
 
 Signature = tuple[tuple[str, Any], ...]
-_N_TOLD = 3  # lines on stderr
 _NUMBERS = itertools.count()  # of the modules that this process made
 
 
@@ -132,7 +130,7 @@ class ParallelModule(Surface):
         self._modes = program.frozen.modes
         built = Built.of(compilation, links, self._held_buffers)
         self._variants.add((True, False, signature), program, built)
-        _tell(program)
+        tell_capture(program)
 
     def _adopt_state(self, program: Program) -> None:
         """Set the shards, the buffers that steps change here, and the constant buffers."""
@@ -426,13 +424,6 @@ class _Like:
     """Something with a shape."""
 
     shape: tuple[int, ...]
-
-
-def _tell(program: Program) -> None:
-    """Say on stderr, once, what capture made of the user's code; nothing if that is nothing."""
-    lines = program.audit.text().splitlines()[:_N_TOLD] if own_rank() == 0 else []
-    for line in lines:
-        print(f"autopar captured {program.model_name}: {line}", file=sys.stderr)  # noqa: T201
 
 
 def _signature(tensors: Mapping[str, Any], static: Mapping[str, Any]) -> Signature:

@@ -8,13 +8,19 @@ refused: no step calls them.
 
 from __future__ import annotations
 
+import sys
+import warnings
+from collections.abc import Mapping
 from types import BuiltinFunctionType
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 
 from autopar.errors import NotSupportedError
+from autopar.module.job import own_rank
+from autopar.program import Program
 
+_N_TOLD = 3  # lines on stderr
 _OWN = frozenset({"stream", "training"})
 _WAYS_OUT = {
     "forward": "pm.step(..., outputs=fn) hands fn the model's outputs; hooks on the user's model "
@@ -29,6 +35,7 @@ class Surface(nn.Module):
     """Base of `ParallelModule`; `_model` is a tuple of the user's module."""
 
     _model: tuple[nn.Module]
+    _modes: Mapping[str, bool] | None = None  # of the model's modules at capture
 
     def __getattr__(self, name: str) -> Any:
         """A parameter or buffer of this rank, or plain data of the user's model."""
@@ -62,6 +69,17 @@ class Surface(nn.Module):
             setattr(model, name, value)
         else:
             super().__setattr__(name, value)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set this module's own mode. Modes of parts are those of the model at capture."""
+        if mode and not self.training and self._modes and not self._modes[""]:
+            warnings.warn(
+                "the model was captured in evaluation mode: its dropout is off and its statistics "
+                "are fixed in pm.step; call model.train() before autopar.parallelize to avoid it",
+                stacklevel=2,
+            )
+        super().train(mode)
+        return self
 
     def _frozen_reads(self) -> tuple[tuple[str, str], ...]:
         """(module path, attribute) that the planned step read."""
@@ -112,6 +130,13 @@ class Surface(nn.Module):
     def register_load_state_dict_post_hook(self, *args: Any, **kwargs: Any) -> Any:
         """Raise `NotSupportedError`, with another way."""
         raise self._no_hooks("load_state_dict_post")
+
+
+def tell_capture(program: Program) -> None:
+    """Say on stderr, once, what capture made of the user's code; nothing if that is nothing."""
+    lines = program.audit.text().splitlines()[:_N_TOLD] if own_rank() == 0 else []
+    for line in lines:
+        print(f"autopar captured {program.model_name}: {line}", file=sys.stderr)  # noqa: T201
 
 
 def _is_shown(model: nn.Module, name: str) -> bool:

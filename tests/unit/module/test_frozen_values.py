@@ -312,6 +312,30 @@ class Writing(Net):
         return out
 
 
+class Settling(Net):
+    """Its first call finds a setting, as of transformers' classifiers, and later calls keep it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: int | None = None
+        self.config.problem = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.rows is None:
+            self.rows = 2
+        if self.config.problem is None:
+            self.config.problem = "regression"
+        return super().forward(x) * self.rows
+
+
+class First(Settling):
+    """Its first call is another."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = 3.0 if self.rows is None else 1.0
+        return super().forward(x) * scale
+
+
 class Drawing(Net):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * (2 if random.random() < 0.5 else 3)
@@ -326,6 +350,7 @@ class DrawingNumpy(Net):
     ("kind", "message"),
     [
         (Counting, "reads and changes `n_calls` of the model"),
+        (First, "reads and changes `rows` of the model"),
         (Remembering, "reads and changes `shapes` of the model"),
         (Drawing, "draws from Python's `random`"),
         (DrawingNumpy, "draws from Python's `numpy.random`"),
@@ -346,6 +371,13 @@ def test_an_attribute_that_is_only_written_is_harmless() -> None:
     model = made(Writing)
     autopar.plan(model, (1, 1), batch(), loss_fn=squares)
     assert not hasattr(model, "last_rows")
+
+
+def test_state_that_is_set_once() -> None:
+    """A second trace says that nothing else changes; the user's model is as it was."""
+    module = check([lambda m: None], kind=Settling)
+    model = module._model[0]
+    assert (model.rows, model.config.problem) == (None, None)
 
 
 def test_containers_that_grow_are_refused_and_put_back() -> None:
@@ -385,3 +417,14 @@ def test_the_audit_lists_what_is_frozen() -> None:
     assert "`beta` of the model" in module.captured().text()
     assert "`eps`" not in module.captured().text()
     assert "`eps` of `norm`: 1e-05" in module.captured().text(full=True)
+
+
+def test_a_notice_where_the_capture_was_in_eval_mode() -> None:
+    module = autopar.parallelize(made().eval(), (1, 1), batch(), loss_fn=squares)
+    with pytest.warns(UserWarning, match="captured in evaluation mode") as caught:
+        module.train()
+    assert caught[0].filename == __file__
+    module = autopar.parallelize(made(), (1, 1), batch(), loss_fn=squares)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module.eval().train()
