@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -129,7 +130,7 @@ class Observation(Snapshot):
                 holder = vars(value)
                 continue
             if isinstance(value, type) and depth + 1 < len(chain):
-                if is_library_module(value.__module__):
+                if is_library_module(value.__module__) or issubclass(value, Enum):
                     return
                 self._class(value)
                 self.attribute(value, chain[depth + 1], ".".join(chain[: depth + 2]), place)

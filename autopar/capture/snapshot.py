@@ -19,7 +19,7 @@ import itertools
 import operator
 import random
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import (
@@ -57,7 +57,16 @@ _STATES: tuple[tuple[type, Callable[[Any], object]], ...] = (
     (random.Random, random.Random.getstate),
     (np.random.Generator, lambda g: repr(g.bit_generator.state)),
     (np.random.RandomState, lambda g: repr(g.get_state())),
+    (Iterator, lambda i: _position(i)),
 )
+
+
+def _position(iterator: Any) -> object:
+    """How far an iterator is; those that do not tell are always at -1."""
+    frame = getattr(iterator, "gi_frame", None)
+    if frame is not None:
+        return frame.f_lasti, tuple(map(id, frame.f_locals.values()))
+    return operator.length_hint(iterator, -1)
 
 
 class Absent(Enum):

@@ -60,8 +60,10 @@ def from_rank_0(make: Callable[[], T]) -> T:
     return value
 
 
-def agree(event: str, values: Mapping[str, str]) -> None:
-    """Raise `CaptureError` unless every rank comes here, for the same event, with equal values.
+def agree(event: str, digest: str, values: Mapping[str, str]) -> None:
+    """Raise `CaptureError` unless every rank comes here, for the same event, with equal digests.
+
+    `values` are named where digests differ.
 
     Ranks meet in the store of the process group, not in a collective: a rank that does not come is
     in the collectives of a step.
@@ -70,7 +72,7 @@ def agree(event: str, values: Mapping[str, str]) -> None:
         return
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     keys = [f"autopar/{event}/{other}" for other in range(dist.get_world_size())]
-    store.set(keys[rank], json.dumps(dict(values)))
+    store.set(keys[rank], json.dumps([digest, dict(values)]))
     names = ", ".join(values)
     hint = "change it on every rank, to the same value, before the same step"
     for other, key in enumerate(keys):
@@ -80,11 +82,16 @@ def agree(event: str, values: Mapping[str, str]) -> None:
             raise CaptureError(
                 f"rank {rank} sees a change of {names}, rank {other} does not", hint=hint
             ) from error
-        theirs = json.loads(store.get(key))
-        for name in {**values, **theirs}:
-            one, two = values.get(name, "unchanged"), theirs.get(name, "unchanged")
+        their_digest, theirs = json.loads(store.get(key))
+        if their_digest == digest:
+            continue
+        pairs = {n: (values.get(n, "unchanged"), theirs.get(n, "unchanged")) for n in values}
+        for name, (one, two) in pairs.items():
             if one != two:
                 raise CaptureError(
                     f"{name} differs between ranks: {one} on rank {rank}, {two} on rank {other}",
                     hint=hint,
                 )
+        raise CaptureError(
+            f"after a change of {names}, ranks {rank} and {other} have other graphs", hint=hint
+        )

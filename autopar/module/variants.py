@@ -78,10 +78,10 @@ class Variants:
         if found is not None:
             kept.remove(found)
             kept.append(found)
+            if found.built is not before:
+                self._agree(changed, found.program)
         else:
             self._capture_again(key, changed, trace, compiled)
-        if kept[-1].built is not before and found is not None:
-            self._agree(changed)
         return kept[-1].built
 
     def _capture_again(
@@ -96,7 +96,7 @@ class Variants:
         kept, program = self._by_key[key], trace()
         same = next((v.built for v in reversed(kept) if program.equals(v.program)), None)
         if same is not kept[-1].built:
-            self._agree(changed)
+            self._agree(changed, program)
         if same is None:
             try:
                 same = compiled(program)
@@ -108,11 +108,12 @@ class Variants:
                 ) from error
         self.add(key, program, same)
 
-    def _agree(self, changed: Changed) -> None:
-        """Raise `CaptureError` unless all ranks changed to the same values."""
+    def _agree(self, changed: Changed, program: Program) -> None:
+        """Raise `CaptureError` unless all ranks go on with the same graph and constants."""
         self._n_changes += 1
         agree(
             f"{self._number}/{self._n_changes}",
+            program.hash() + program.hash_of_constants(),
             {name: _portable(now) for name, (_, now) in changed.items()},
         )
 

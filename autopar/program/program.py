@@ -256,6 +256,15 @@ class Program:
         digest.update(repr(sorted(p.name for p in self.parameters.values())).encode())
         return digest.hexdigest()[:16]
 
+    def hash_of_constants(self) -> str:
+        """A hash of the values of all constants; computes them."""
+        digest = hashlib.sha256()
+        for name, make in self.constants.items():
+            value = make().detach().cpu().contiguous()
+            digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+            digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()[:16]
+
     def equals(self, other: Program) -> bool:
         """Does `other` compute the same, with the same constants? Then its code runs this too."""
         if self.hash() != other.hash() or self.constants.keys() != other.constants.keys():

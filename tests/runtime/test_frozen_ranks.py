@@ -57,6 +57,7 @@ def changing(manual: Manual) -> tuple[list[Tensor], dict[str, Tensor]]:
         warnings.simplefilter("ignore")
         for step, beta in enumerate(VALUES):
             model.beta, SCALE["loss"] = beta, 1.0 + step // 2
+            SCALE["unread"] = float(step + dist.get_rank())  # differs by rank, and no graph by it
             losses.append(module.step(**batch()))
         model.beta, SCALE["loss"] = 2.0, 1.0
         module.eval()

@@ -6,6 +6,7 @@ steps, and compares losses and gradients.
 
 from __future__ import annotations
 
+import itertools
 import random
 import warnings
 from collections.abc import Callable
@@ -396,6 +397,22 @@ def test_containers_that_grow_are_refused_and_put_back() -> None:
     with pytest.raises(CaptureError, match=r"`TABLE` of test_frozen_values.py: from 2 to 3"):
         autopar.plan(model, (1, 1), batch(), loss_fn=loss)
     assert "n" not in TABLE
+
+
+@pytest.mark.parametrize("kind", ["list", "generator", "count", "numpy"])
+def test_iterators_and_generators_that_a_trace_draws_from_are_refused(kind: str) -> None:
+    source: Any = {
+        "list": iter([1.0, 2.0]),
+        "generator": (float(i) for i in range(3)),
+        "count": itertools.count(),
+        "numpy": np.random.default_rng(0),
+    }[kind]
+
+    def loss(out: Tensor, batch: Any) -> Tensor:
+        return squares(out, batch) * (source.random() if kind == "numpy" else next(source))
+
+    with pytest.raises(CaptureError, match=r"changes state of `source` in"):
+        autopar.plan(made(), (1, 1), batch(), loss_fn=loss)
 
 
 def test_parameters_read_from_a_closure_are_refused() -> None:
