@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import lru_cache, partial
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -47,7 +48,7 @@ Scalar = (
     bool, int, float, complex, str, bytes, type(None), type(Ellipsis), Enum, range, slice,
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, np.generic, np.dtype,
 )  # fmt: skip
-Functions = (FunctionType, MethodType, BuiltinFunctionType, type)
+Functions = (FunctionType, MethodType, BuiltinFunctionType, type, type(lru_cache(lambda: None)))
 # What torch itself keeps in a module. `hooks.py` records hooks, parameters are no constants.
 INTERNAL = ({*vars(nn.Module()), *vars(nn.Module)} - {"training"}) | {
     "_is_full_backward_hook", "_is_hf_initialized", "_initialize_hook", "_load_hook",
@@ -179,7 +180,7 @@ class Snapshot:
 
     def _inside(self, value: Any, text: str, place: str, depth: int) -> None:
         name = f"`{text}` {place}"
-        if isinstance(value, Functions) or callable(getattr(value, "func", None)):
+        if isinstance(value, (*Functions, partial)):
             self.function(value, text, place)
         elif isinstance(value, nn.Module):
             self.module(value, text, place, depth)
@@ -258,7 +259,10 @@ class Snapshot:
             else:
                 container.extend(copy)
         for holder, key, value in self.items:
-            if isinstance(holder, (dict, list)) and holder[key] is not value:
+            if isinstance(holder, dict):
+                if holder.get(key, ABSENT) is not value:
+                    holder[key] = value
+            elif isinstance(holder, list) and holder[key] is not value:
                 holder[key] = value
         for holder, name, value in self.attributes:
             if value is not ABSENT and getattr(holder, name, ABSENT) is not value:

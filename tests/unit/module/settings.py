@@ -1,6 +1,7 @@
 """A user's module of settings, which a loss reads while tests change them."""
 
 GAMMA = 1.0
+DELTA = 1.0
 
 
 class Choice:

@@ -10,7 +10,7 @@ import itertools
 import random
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -169,8 +169,16 @@ def test_closures_globals_and_what_they_call() -> None:
     weights, shift = {"a": 1.0}, torch.ones(4, dtype=torch.float64)
     factor = 1.0
 
+    @lru_cache
+    def factor_of(power: int) -> float:
+        return settings.DELTA
+
     def helper(out: Tensor) -> Tensor:
-        return out * settings.GAMMA + shift
+        return out * settings.GAMMA * factor_of(2) + shift
+
+    def forget(model: object) -> None:
+        factor_of.cache_clear()
+        settings.DELTA = 1.25
 
     def loss(out: Tensor, batch: Any, power: int = 2) -> Tensor:
         scaled = helper(out) * ALPHA * TABLE["inner"][1] * settings.Choice.weight
@@ -191,6 +199,7 @@ def test_closures_globals_and_what_they_call() -> None:
         lambda m: setattr(settings, "GAMMA", 0.75),
         lambda m: setattr(settings.Choice, "weight", 1.5),
         lambda m: shift.fill_(2.0),
+        forget,
     ]
     check(changes, loss)
 
