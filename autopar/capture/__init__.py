@@ -1,19 +1,21 @@
 """Captures an ordinary PyTorch model and a batch as one frozen, normalised `Program`.
 
 Read: `pipeline.py` (all steps in order); `accumulate.py`; `isolate.py`, `norms.py`, `export.py`,
-`names.py`, `regions.py` (the trace); `findings.py` (the audit);
+`names.py`, `regions.py` (the trace); `findings.py` (the audit); `frozen.py`, `observe.py`,
+`snapshot.py`, `reads.py`, `code.py`, `hooks.py` (Python values in the graph, and hooks);
 `buffers.py`, `inplace.py`, `view_writes.py` (functional);
 `builder.py`, `normalise.py` with `rewrites/`, `outputs.py` (canonical operators);
 `dependence.py`, `constants.py`, `prologue.py` (cut); `reference.py` (run the result);
 `positional.py` (run the module itself, on the result's random numbers).
 May import `cost`, `runtime` and the layers below them.
-Hands on `capture` (model -> `Program`), `reference_step` (the program on one process), and
-what runs the module itself in the same way.
+Hands on `capture` (model -> `Program`), `Watch` (has what it froze changed?), `reference_step`
+(the program on one process), and what runs the module itself in the same way.
 """
 
 from autopar.capture.accumulate import accumulation_of, microbatch
 from autopar.capture.constants import buffer
 from autopar.capture.export import LossFn, WithLoss
+from autopar.capture.frozen import Watch, shown
 from autopar.capture.outputs import loss_of
 from autopar.capture.pipeline import capture
 from autopar.capture.positional import PositionalRandom, draws_of
@@ -28,6 +30,7 @@ from autopar.capture.reference import (
 __all__ = [
     "LossFn",
     "PositionalRandom",
+    "Watch",
     "WithLoss",
     "accumulation_of",
     "as_graph_module",
@@ -39,5 +42,6 @@ __all__ = [
     "microbatch",
     "microbatch_inputs",
     "reference_step",
+    "shown",
     "whole_buffers",
 ]

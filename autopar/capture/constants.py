@@ -45,7 +45,7 @@ class ConstantStore:
 
 
 def literal(tensor: torch.Tensor, what: str) -> Leaf:
-    """A tensor in the code of the model."""
+    """A tensor in the code of the model; what is read does not change if it is written to later."""
 
     def read() -> torch.Tensor:
         if tensor.is_meta or isinstance(tensor, torch._subclasses.FakeTensor):
@@ -53,7 +53,7 @@ def literal(tensor: torch.Tensor, what: str) -> Leaf:
                 f"{what} is a tensor without values",
                 hint="register it as a buffer of a module with reset_parameters()",
             )
-        return tensor.detach().cpu()
+        return tensor.detach().cpu().clone()
 
     return read
 

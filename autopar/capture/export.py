@@ -19,9 +19,12 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from autopar.capture.findings import Findings
+from autopar.capture.frozen import checked_trace, freeze
+from autopar.capture.hooks import check_hooks
 from autopar.capture.isolate import fake_copy, fake_inputs, fake_mode
 from autopar.capture.names import source_line
 from autopar.errors import CaptureError
+from autopar.program import Frozen
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 
@@ -86,30 +89,45 @@ def export_model(
     *,
     training: bool,
     loss_fn: LossFn | None,
-) -> ExportedProgram:
-    """Trace a fake copy of `model`.
+    modes: Mapping[str, bool] | None = None,
+) -> tuple[ExportedProgram, Frozen]:
+    """Trace a fake copy of `model`; also returns the Python values that the trace read.
+
+    `modes`: the training mode of each module, by path; None: those that the model has.
 
     Raises `CaptureError` if the model cannot be one static graph: control flow or shapes depend
-    on data, forward assigns tensors to attributes, or the model itself raises an error.
+    on data, forward assigns tensors to attributes or changes Python values that it reads, or the
+    model itself raises an error. Raises `NotSupportedError` for a hook that would never run.
     """
+    check_hooks(model, findings, training)
     mode = fake_mode()
-    twin = fake_copy(model, mode, training)
+    twin = fake_copy(model, mode, training, modes)
     args, kwargs = fake_inputs(mode, example_inputs)
-    target = twin if loss_fn is None else WithLoss(twin, loss_fn)
-    target.training = twin.training  # not `train()`: modules inside may be in another mode
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            exported = torch.export.export(target, args, kwargs, strict=False)
-        except Exception as error:
-            raise _export_error(model, error) from error
-    _check_side_effects(model, caught)
+    target: nn.Module = twin
+    if loss_fn is not None:
+        target = WithLoss(twin, loss_fn)
+        target.training = twin.training  # not `train()`, which would set all modules
+
+    def export() -> ExportedProgram:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                made = torch.export.export(target, args, kwargs, strict=False)
+            except Exception as error:
+                raise _export_error(model, error) from error
+        _check_side_effects(model, caught)
+        return made
+
+    exported, reads = checked_trace(model, twin, loss_fn, export)
+    if modes is None:
+        modes = {path: module.training for path, module in model.named_modules()}
+    frozen = freeze(model, loss_fn, reads, modes if training else {}, findings)
     for module in exported.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule):
             if loss_fn is not None:
                 _point_to_loss(module.graph, loss_fn)
             _check_static(model, module.graph)
-    return exported
+    return exported, frozen
 
 
 def _point_to_loss(graph: torch.fx.Graph, loss_fn: LossFn) -> None:

@@ -21,6 +21,8 @@ class Findings:
             tuple(self.frozen), tuple(self.kept), tuple(self.replaced), tuple(self.refused)
         )
 
-    def add(self, kind: str, what: str, why: str = "", where: str | None = None) -> None:
+    def add(
+        self, kind: str, what: str, why: str = "", where: str | None = None, routine: bool = False
+    ) -> None:
         """Add a note; `kind` is the name of one of the fields."""
-        getattr(self, kind)[Note(what, why, where)] = None
+        getattr(self, kind)[Note(what, why, where, routine)] = None

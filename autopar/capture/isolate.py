@@ -16,9 +16,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils import _pytree as pytree
 
 from autopar.capture.norms import make_norm_traceable
+from autopar.errors import CaptureError, NotSupportedError
 
 # Loops over experts choose rows by data. This form is one batched matmul (transformers' name).
 TRACEABLE_EXPERTS = "batched_mm"
@@ -38,18 +41,54 @@ def fake_like(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
         )
 
 
-def fake_copy(model: nn.Module, mode: FakeTensorMode, training: bool) -> nn.Module:
-    """The traceable copy; `training=False` also puts it in eval mode."""
+def fake_copy(
+    model: nn.Module, mode: FakeTensorMode, training: bool, modes: Mapping[str, bool] | None = None
+) -> nn.Module:
+    """The traceable copy; `training=False` also puts it in eval mode.
+
+    `modes`: the training mode of each module, by path; None: those of `model`.
+
+    Raises `NotSupportedError` for a legacy weight or spectral norm, `CaptureError` if an attribute
+    cannot be copied.
+    """
+    _check_attributes(model)
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         fake = fake_like(mode, parameter)
         memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = fake_like(mode, buffer)
-    twin = copy.deepcopy(model, memo)
-    for module in twin.modules():
+    try:
+        twin = copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError) as error:  # a lock, a file, a tensor with history
+        raise CaptureError(
+            f"{type(model).__name__} cannot be copied for the trace: {error}",
+            hint="keep what cannot be copied outside of the model",
+        ) from error
+    for path, module in twin.named_modules():
         _make_traceable(module)
+        if modes is not None:
+            module.training = modes[path]
     return twin if training else twin.eval()
+
+
+def _check_attributes(model: nn.Module) -> None:
+    """Refuse tensors that were computed from parameters before forward runs."""
+    for path, module in model.named_modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, (WeightNorm, SpectralNorm)):
+                name = "weight_norm" if isinstance(hook, WeightNorm) else "spectral_norm"
+                raise NotSupportedError(
+                    f"torch.nn.utils.{name} of `{path}` assigns a tensor in a hook",
+                    hint=f"use torch.nn.utils.parametrizations.{name}, which is traced",
+                )
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and not value.is_leaf:
+                raise CaptureError(
+                    f"`{f'{path}.{name}'.removeprefix('.')}` was computed from parameters before "
+                    "forward; the trace would keep its value",
+                    hint="compute it in forward, or detach it and register it as a buffer",
+                )
 
 
 def _make_traceable(module: nn.Module) -> None:

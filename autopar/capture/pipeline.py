@@ -32,7 +32,7 @@ from autopar.capture.normalise import normalise
 from autopar.capture.outputs import Outputs, read_outputs
 from autopar.capture.prologue import find_divisors, make_prologue
 from autopar.capture.regions import inline_regions
-from autopar.errors import NotSupportedError, OptionError
+from autopar.errors import CaptureError, NotSupportedError, OptionError
 from autopar.program import (
     Accumulation,
     BufferInfo,
@@ -69,6 +69,7 @@ def capture(
     loss_fn: LossFn | None = None,
     live_buffers: Collection[str] = (),
     accumulation: Accumulation | None = None,
+    modes: Mapping[str, bool] | None = None,
 ) -> Program:
     """Trace `model` on one global batch; the model is left untouched and no weight is copied.
 
@@ -80,15 +81,19 @@ def capture(
     live_buffers      buffers that another program of the model changes; they are inputs, as are
                       buffers that the forward pass changes; other buffers are constants
     accumulation      if given, only its first microbatch is captured
+    modes             training mode of each module, by path; None: those that `model` has now
 
-    Raises `CaptureError` (not traceable, or no loss), `NotSupportedError` (a visible mutation of
-    anything but a buffer, or labels that depend on parameters), `OptionError`.
+    Raises `CaptureError` (not traceable, Python state changes, or no loss), `NotSupportedError` (a
+    visible mutation of anything but a buffer, labels that depend on parameters, a hook that would
+    never run), `OptionError`.
     """
     if precision not in PRECISIONS:
         raise OptionError(f"precision={precision!r} cannot be captured; it is one of {PRECISIONS}")
     rows = first_rows(example_inputs, accumulation) if accumulation else example_inputs
     findings = Findings()
-    exported = export_model(model, rows, findings, training=training, loss_fn=loss_fn)
+    exported, frozen = export_model(
+        model, rows, findings, training=training, loss_fn=loss_fn, modes=modes
+    )
     prefix = "model." if loss_fn is not None else ""
     graph = inline_regions(exported.graph_module)
     changed = return_changes(model, exported, graph, prefix)
@@ -110,7 +115,7 @@ def capture(
         for name, value in zip(changed, results[n_results:], strict=True)
     }
     program = _freeze(model, builder, roles, outputs, updates, training, prefix)
-    return replace(program, accumulation=accumulation, audit=findings.audit())
+    return replace(program, accumulation=accumulation, audit=findings.audit(), frozen=frozen)
 
 
 def _placeholders(
@@ -143,7 +148,7 @@ def _placeholders(
                 if name in changed or info.name in live_buffers:
                     roles.buffers[node] = info
                     continue
-            held = None if is_buffer else _held_tensor(exported, str(spec.target))
+            held = None if is_buffer else _held_tensor(model, exported, str(spec.target))
             roles.leaves[node] = (
                 buffer(model, target) if held is None else literal(held, f"constant `{target}`")
             )
@@ -153,11 +158,22 @@ def _placeholders(
     return roles
 
 
-def _held_tensor(exported: ExportedProgram, name: str) -> torch.Tensor:
+def _held_tensor(model: nn.Module, exported: ExportedProgram, name: str) -> torch.Tensor:
     held = exported.constants.get(name)
     if held is None:
         held = exported.state_dict[name]
     assert isinstance(held, torch.Tensor), name
+    # Parameters are lifted without gradient, so only their memory tells.
+    memory = 0 if held.is_meta else held.data_ptr()
+    names = [n for n, p in model.named_parameters() if not p.is_meta and p.data_ptr() == memory]
+    if held.requires_grad or (names and memory):
+        what = f"parameter `{names[0]}`" if names else f"a tensor of shape {tuple(held.shape)}"
+        raise CaptureError(
+            f"{what} is read from outside of the model: the trace would keep its value, and give "
+            "it no gradient",
+            hint="read parameters through `self` in forward (return what the loss needs of them), "
+            "or detach() a tensor that does not learn",
+        )
     return held
 
 

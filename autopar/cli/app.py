@@ -226,8 +226,8 @@ def ops(
 ) -> Result:
     """List MODEL's operators with and without a sharding rule.
 
-    Prints call counts, the source lines of operators without a rule, and which operators are
-    replaced by functions that communicate when they are sharded.
+    Prints call counts, the source lines of operators without a rule, which operators are replaced
+    by functions that communicate when they are sharded, and what capture froze, kept and replaced.
     """
     from autopar.cli.operators import BAD, operator_uses, ops_result, uneven_dims
 
@@ -245,7 +245,7 @@ def ops(
         if n_ranks and not any(use.status in BAD for use in uses):
             replicated = [use.op for use in uses if use.status == "replicated"]
             dims = uneven_dims(program, n_ranks, replicated)
-    return ops_result(uses, dims, n_ranks)
+    return ops_result(uses, dims, n_ranks, program.audit)
 
 
 @app.command()

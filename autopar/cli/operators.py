@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal
 from autopar.cli.shell import Result
 
 if TYPE_CHECKING:
-    from autopar.program import Program
+    from autopar.program import Audit, Program
     from autopar.rules import OpCall
 
 Status = Literal["covered", "replicated", "missing", "refused"]
@@ -183,16 +183,27 @@ def _indivisible(size: int, factors: Sequence[int], n_ranks: int) -> str:
 
 
 def ops_result(
-    uses: Sequence[OperatorUse], dims: Sequence[UnevenDim] | None = None, n_ranks: int = 0
+    uses: Sequence[OperatorUse],
+    dims: Sequence[UnevenDim] | None = None,
+    n_ranks: int = 0,
+    audit: Audit | None = None,
 ) -> Result:
     """The operators, the lines of those not covered, the replacements, uneven dims and a verdict.
+
+    `audit` is what capture made of the model; all its findings are listed.
 
     `dims` is None if no mesh was given, or if parameters could not be examined.
     """
     bad = [use for use in uses if use.status in BAD]
     text = "\n\n".join(
         "\n".join(block)
-        for block in (_table(uses), *map(_where, bad), _lowered(uses), _uneven(dims, n_ranks, bad))
+        for block in (
+            _table(uses),
+            *map(_where, bad),
+            _lowered(uses),
+            _uneven(dims, n_ranks, bad),
+            audit.text(full=True).splitlines() if audit else [],
+        )
         if block
     )
     verdict = f"{len(uses)} operators, {sum(use.count for use in uses)} calls: "
@@ -206,6 +217,7 @@ def ops_result(
         "missing": [use.op for use in bad],
         "replicated": [use.op for use in uses if use.status == "replicated"],
         "uneven_dims": None if dims is None else [asdict(dim) for dim in dims],
+        "captured": None if audit is None else asdict(audit),
     }
     return Result(f"{text}\n\n{verdict}", data, ok=not bad)
 

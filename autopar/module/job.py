@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from autopar.errors import AutoparError, MeshError
+from autopar.errors import AutoparError, CaptureError, MeshError
 from autopar.mesh import Mesh
 from autopar.runtime.launch import init_from_environment
 
 T = TypeVar("T")
+
+# How long a rank that sees a Python value change waits for the others to see it, too.
+AGREE_TIMEOUT_S = 300.0
 
 
 def own_rank() -> int:
@@ -53,3 +58,40 @@ def from_rank_0(make: Callable[[], T]) -> T:
     if kind == "error":
         raise value
     return value
+
+
+def agree(event: str, digest: str, values: Mapping[str, str]) -> None:
+    """Raise `CaptureError` unless every rank comes here, for the same event, with equal digests.
+
+    `values` are named where digests differ.
+
+    Ranks meet in the store of the process group, not in a collective: a rank that does not come is
+    in the collectives of a step.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    keys = [f"autopar/{event}/{other}" for other in range(dist.get_world_size())]
+    store.set(keys[rank], json.dumps([digest, dict(values)]))
+    names = ", ".join(values)
+    hint = "change it on every rank, to the same value, before the same step"
+    for other, key in enumerate(keys):
+        try:
+            store.wait([key], timedelta(seconds=AGREE_TIMEOUT_S))
+        except dist.DistStoreError as error:
+            raise CaptureError(
+                f"rank {rank} sees a change of {names}, rank {other} does not", hint=hint
+            ) from error
+        their_digest, theirs = json.loads(store.get(key))
+        if their_digest == digest:
+            continue
+        pairs = {n: (values.get(n, "unchanged"), theirs.get(n, "unchanged")) for n in values}
+        for name, (one, two) in pairs.items():
+            if one != two:
+                raise CaptureError(
+                    f"{name} differs between ranks: {one} on rank {rank}, {two} on rank {other}",
+                    hint=hint,
+                )
+        raise CaptureError(
+            f"after a change of {names}, ranks {rank} and {other} have other graphs", hint=hint
+        )

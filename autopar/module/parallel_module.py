@@ -8,6 +8,7 @@ names. Every other input shape, and evaluation, is a program of its own over the
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ from autopar.module.habits import PlannedModule, StepLoss
 from autopar.module.job import from_rank_0, join_process_group, own_rank
 from autopar.module.optimizers import watch_optimizers
 from autopar.module.parameters import StepGradients, gathered_names, make_parameters, shards
+from autopar.module.surface import Surface, tell_capture
+from autopar.module.variants import Variants
 from autopar.operators import Stream
 from autopar.options import Options
 from autopar.passes.binding import check_mesh, example_of, has_nested_inputs, planned_accumulation
@@ -48,9 +51,10 @@ from autopar.runtime.state import (
 )
 
 Signature = tuple[tuple[str, Any], ...]
+_NUMBERS = itertools.count()  # of the modules that this process made
 
 
-class ParallelModule(PlannedModule):
+class ParallelModule(PlannedModule, Surface):
     """A model sharded by a plan. Make it with `autopar.parallelize`."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, options: Options, weights: str) -> None:
@@ -60,7 +64,7 @@ class ParallelModule(PlannedModule):
         self._device = join_process_group(mesh)
         self._plan: Plan | None = None
         self._dtensor_mesh: DeviceMesh | None = None
-        self._built: dict[tuple[bool, bool, Signature], Built] = {}
+        self._modes: Mapping[str, bool] | None = None
         self._live_buffers: frozenset[str] = frozenset()
         self.training = model.training
 
@@ -68,7 +72,7 @@ class ParallelModule(PlannedModule):
     def code_path(self) -> Path:
         """The generated file of this rank's stage of the planned program."""
         _ = self.plan
-        return next(iter(self._built.values())).code_path
+        return self._variants.first.code_path
 
     @property
     def plan(self) -> Plan:
@@ -125,7 +129,12 @@ class ParallelModule(PlannedModule):
         self.stream = Stream(from_rank_0(torch.initial_seed))
         self._plan = Plan(data, Bound(compilation))
         signature = _signature({i.path: _Like(i.shape) for i in data.inputs}, data.static_inputs)
-        self._built[True, False, signature] = Built.of(compilation, links, self._held_buffers)
+        number = from_rank_0(lambda: next(_NUMBERS))
+        self._variants = Variants(self._model[0], self._options.loss_fn, number)
+        self._modes = program.frozen.modes
+        built = Built.of(compilation, links, self._held_buffers)
+        self._variants.add((True, False, signature), program, built)
+        tell_capture(program)
 
     def _adopt_state(self, program: Program) -> None:
         """Set the shards, the buffers that steps change here, and the constant buffers."""
@@ -153,6 +162,7 @@ class ParallelModule(PlannedModule):
             self._model[0], batch, training=training, precision=self._options.precision,
             loss_fn=self._options.loss_fn if training else None, live_buffers=self._live_buffers,
             accumulation=planned_accumulation(data, batch) if training else None,
+            modes=self._training_modes() if training else None,
         )  # fmt: skip
         for buffer in program.buffers.values():
             if buffer.name not in self._live_buffers:
@@ -167,11 +177,21 @@ class ParallelModule(PlannedModule):
         leaves = flatten_inputs(batch)
         tensors = {k: v for k, v in leaves.items() if isinstance(v, Tensor)}
         signature = _signature(tensors, {k: v for k, v in leaves.items() if k not in tensors})
+
+        def compiled(program: Program) -> Built:
+            compilation = self._compilation_of_plan(program, with_outputs)
+            return Built.of(compilation, self._links, self._held_buffers)
+
         key = (self.training, with_outputs, signature)
-        if key not in self._built:
-            compilation = self._compilation_of_plan(self._capture(batch), with_outputs)
-            self._built[key] = Built.of(compilation, self._links, self._held_buffers)
-        return self._built[key]
+        return self._variants.current(key, lambda: self._capture(batch), compiled)
+
+    def _frozen_reads(self) -> tuple[tuple[str, str], ...]:
+        return () if self._plan is None else self._bound.analysis.program.frozen.reads
+
+    def _training_modes(self) -> Mapping[str, bool] | None:
+        """The training mode of each module: that of the capture once `model.eval()` was called."""
+        model, modes = self._model[0], self._modes
+        return modes if modes and model.training != modes[""] else None
 
     def _compilation_of_plan(self, program: Program, with_outputs: bool) -> Compilation:
         """The plan placed on another program: other shapes, with outputs, or evaluation."""
@@ -413,17 +433,16 @@ class ParallelModule(PlannedModule):
         _ = self.plan
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        shared = {"_parameters", "_buffers", "_built", "stream"}
+        own = {"_parameters", "_buffers", "_variants", "stream"}
         for name, value in self.__dict__.items():
-            if name not in shared:  # containers (hooks, ...) are own, what they hold is shared
+            if name not in own:  # containers (hooks, ...) are own, what they hold is shared
                 is_container = isinstance(value, (dict, set))
                 twin.__dict__[name] = copy.copy(value) if is_container else value
         for name in ("_parameters", "_buffers", "stream"):
             twin.__dict__[name] = copy.deepcopy(self.__dict__[name], memo)
-        twin._built = {
-            key: built.for_buffers(self._links, twin._held_buffers)
-            for key, built in self._built.items()
-        }
+        twin._variants = self._variants.for_buffers(
+            lambda built: built.for_buffers(self._links, twin._held_buffers)
+        )
         return twin
 
     @property

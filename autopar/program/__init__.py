@@ -1,10 +1,11 @@
 """The program as data: the captured graph, the strategy, and what each stage and rank does.
 
-Read `program.py` (the captured graph), `audit.py` (what capture made of the module), `factors.py`
-(factors of its dims), `strategy.py` (the facts of a plan), `stage_program.py` (the lines of a
-stage), `rerun_lines.py` (what backward runs again), `abridged.py` (programs with few of their
-repeated blocks), `pipeline.py` (stages joined), `cross_mesh.py`, `messages.py` (what crosses
-between stages), `bucketing.py`, `collective.py` (the collectives of a step).
+Read `program.py` (the captured graph), `audit.py` (what capture made of the module), `frozen.py`
+(Python values in the graph), `factors.py` (factors of its dims), `strategy.py` (the facts of a
+plan), `stage_program.py` (the lines of a stage), `rerun_lines.py` (what backward runs again),
+`abridged.py` (programs with few of their repeated blocks), `pipeline.py` (stages joined),
+`cross_mesh.py`, `messages.py` (what crosses between stages), `bucketing.py`, `collective.py` (the
+collectives of a step).
 It may import `rules`, `options`, `placement`, `schedule`, `mesh` and the files below.
 It hands on `Program`, `StageProgram` and `Pipeline`.
 """
@@ -41,6 +42,7 @@ from autopar.program.factors import (
     tensor_types,
     unify,
 )
+from autopar.program.frozen import Frozen
 from autopar.program.messages import (
     Messages,
     Piece,
@@ -109,6 +111,7 @@ __all__ = [
     "DetachLine",
     "Factors",
     "FreeLine",
+    "Frozen",
     "GatherLine",
     "InnerCall",
     "InputInfo",

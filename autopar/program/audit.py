@@ -22,11 +22,15 @@ _N_SHORT = 3
 
 @dataclass(frozen=True)
 class Note:
-    """One finding: what it is, what was made of it, and the user's `file:line` if known."""
+    """One finding: what it is, what was made of it, and the user's `file:line` if known.
+
+    A `routine` finding (the `eps` of torch's own norms) is in the full text only.
+    """
 
     what: str
     why: str = ""
     where: str | None = None
+    routine: bool = False
 
     def __str__(self) -> str:
         text = f"{self.what}: {self.why}" if self.why else self.what
@@ -47,6 +51,8 @@ class Audit:
         lines: list[str] = []
         for kind, meaning in _KINDS.items():
             notes: Sequence[Note] = getattr(self, kind)
+            if not full:
+                notes = [note for note in notes if not note.routine]
             if not notes:
                 continue
             if full:

@@ -22,6 +22,7 @@ import torch.fx
 from torch.utils import _pytree as pytree
 
 from autopar.program.audit import Audit
+from autopar.program.frozen import Frozen
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,7 @@ class Program:
         modules      names of all modules of the model, also of those that run no operator
         accumulation  how the batch splits into microbatches if the loss is not a sum over rows
         audit        what capture made of the user's module
+        frozen       Python values that the trace read; they are in the graph
         received     placeholders of values that other stages make, named as on those stages
         sent         names of nodes whose values later stages read
 
@@ -189,6 +191,7 @@ class Program:
     valid_sizes: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
     accumulation: Accumulation | None = None
     audit: Audit = field(default_factory=Audit, compare=False)
+    frozen: Frozen = field(default_factory=Frozen, compare=False)
     _by_name: dict[str, torch.fx.Node] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -252,3 +255,37 @@ class Program:
             digest.update(repr(line).encode())
         digest.update(repr(sorted(p.name for p in self.parameters.values())).encode())
         return digest.hexdigest()[:16]
+
+    def hash_of_constants(self) -> str:
+        """A hash of the values of all constants; computes them."""
+        digest = hashlib.sha256()
+        for name, make in self.constants.items():
+            value = make().detach().cpu().contiguous()
+            digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+            digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    def equals(self, other: Program) -> bool:
+        """Does `other` compute the same, with the same constants? Then its code runs this too."""
+        if self.hash() != other.hash() or self.constants.keys() != other.constants.keys():
+            return False
+        if _roles(self) != _roles(other):
+            return False
+        return all(
+            _equal_tensors(make(), other.constants[name]()) for name, make in self.constants.items()
+        )
+
+
+def _roles(program: Program) -> tuple[object, ...]:
+    """All that the hash leaves out, but for constants."""
+    prologue = program.prologue
+    return (
+        program.loss, program.outputs, program.out_spec, program.seed, program.training,
+        repr(program.static_outputs), program.has_grad, dict(program.inputs),
+        dict(program.buffers), dict(program.parameters), program.accumulation,
+        prologue and (str(prologue.graph.graph), prologue.outputs),
+    )  # fmt: skip
+
+
+def _equal_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one is other or (one.dtype == other.dtype and torch.equal(one, other))

@@ -1,9 +1,10 @@
 """Equal models are captured once per process by what plans, verifies and trains them.
 
-A capture is reused if the models, batches and options are equal. Values of parameters and of
-batches do not count. What cannot be pickled, such as a class inside a function, is captured each
-time. Tests of capture call `capture` itself, which caches nothing; `test_capture_models.py` checks
-that it gives the same program each time. Nobody may write to a shared program.
+A capture is reused if the models, batches and options are equal, and the Python values that it read
+are what they were. Values of parameters and of batches do not count. What cannot be pickled, such
+as a class inside a function, is captured each time. Tests of capture call `capture` itself, which
+caches nothing; `test_capture_models.py` checks that it gives the same program each time. Nobody may
+write to a shared program.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from autopar.capture import capture
+from autopar.capture import Watch, capture
 from autopar.module import parallel_module
 from autopar.passes.binding import step_capture
 from autopar.program.program import Program
@@ -61,12 +62,12 @@ def captured(
     try:
         of_model = _fingerprint(model, values=True)
         of_call = _fingerprint(call.arguments, values=False)
-    except (pickle.PicklingError, AttributeError, TypeError):
+    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError):
         return capture(model, example_inputs, loss_fn=loss_fn, **options)
     # A class of the same name is another where its module is imported again.
     classes = tuple(type(module) for module in model.modules())
     key = classes, of_model, of_call, loss_fn, torch.get_default_dtype()
-    if key not in _kept:
+    if key not in _kept or Watch(model, loss_fn, _kept[key].frozen).changed():
         _kept[key] = capture(model, example_inputs, loss_fn=loss_fn, **options)
     _kept.move_to_end(key)
     if len(_kept) > N_KEPT:

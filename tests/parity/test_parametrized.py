@@ -1,0 +1,120 @@
+"""Parametrizations and forward hooks train as on one process running the eager module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+
+import autopar
+from autopar import Manual
+from autopar.runtime.launch.processes import WorkerPool
+from tests.helpers.jobs import Batch, error, machine
+from tests.parity.table import TOLERANCE
+
+Pool = Callable[[int], WorkerPool]
+N_STEPS = 3
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.triu() + weight.triu(1).transpose(-1, -2)
+
+
+class Capped(nn.Module):
+    """A parametrization with a learned scale of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((8, 1), 0.5, dtype=torch.float64))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.tanh() * self.scale
+
+
+def doubled(module: nn.Module, inputs: Any, out: Tensor) -> Tensor:
+    return out * 2 + inputs[0]
+
+
+def shifted(module: nn.Module, inputs: Any) -> Any:
+    return (inputs[0].tanh() + 1,)
+
+
+def with_keywords(module: nn.Module, args: Any, kwargs: Any, out: Tensor) -> Tensor:
+    return out.sigmoid()
+
+
+def shared(linear: nn.Module) -> None:
+    parametrize.register_parametrization(linear, "weight", Symmetric())
+    parametrize.register_parametrization(linear, "weight", Capped())
+
+
+KINDS: dict[str, Callable[[nn.Linear], object]] = {
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "cayley": lambda linear: parametrizations.orthogonal(linear, orthogonal_map="cayley"),
+    "custom": shared,
+    "forward hook": lambda linear: linear.register_forward_hook(doubled),
+    "forward pre hook": lambda linear: linear.register_forward_pre_hook(shifted),
+    "keyword hook": lambda linear: linear.register_forward_hook(with_keywords, with_kwargs=True),
+}
+
+
+class Net(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.double()
+        KINDS[kind](self.middle)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(x).relu())).pow(2).sum()
+
+
+def batch(step: int) -> Batch:
+    return {"x": torch.randn(8, 4, generator=torch.Generator().manual_seed(step)).double()}
+
+
+def made(kind: str) -> Net:
+    torch.manual_seed(0)
+    return Net(kind)
+
+
+def train(kind: str, manual: Manual) -> tuple[list[Tensor], dict[str, Tensor]]:
+    module = autopar.parallelize(
+        made(kind), machine((1, 2)), batch(0), manual=manual, microbatches=1, fallback="replicate"
+    )
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    losses = []
+    for step in range(N_STEPS):
+        losses.append(module.step(**batch(step)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, module.full_state_dict()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("kind", "manual"),
+    [*((kind, Manual(dp=2)) for kind in KINDS), ("custom", Manual(tp=2))],
+    ids=[*KINDS, "custom, tp"],
+)
+def test_trains_as_eager(kind: str, manual: Manual, workers: Pool) -> None:
+    model, wanted = made(kind), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(N_STEPS):
+        loss = model(**batch(step))
+        loss.backward()
+        wanted.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    found = workers(2).run(train, kind, manual)
+    for losses, _ in found:
+        assert all(error(a, b) <= TOLERANCE for a, b in zip(losses, wanted, strict=True))
+    for name, value in model.state_dict().items():
+        assert error(found[0][1][name], value) <= TOLERANCE, name

@@ -1,0 +1,147 @@
+"""Hooks on the user's model: traced, or refused by name; never left out in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+import autopar
+from autopar import NotSupportedError
+from autopar.capture import capture
+
+X: dict[str, Any] = {"x": torch.arange(32.0, dtype=torch.float64).view(8, 4) / 32}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).pow(2).sum()
+
+
+def made() -> Net:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def watching(*args: Any) -> None:
+    """A hook that computes nothing."""
+
+
+def doubled(module: nn.Module, inputs: Any, out: Tensor) -> Tensor:
+    return out * 2
+
+
+BACKWARD: dict[str, tuple[Callable[[Net], Any], str]] = {
+    "module": (
+        lambda m: m.linear.register_full_backward_hook(watching),
+        "backward hook `watching` of `linear`",
+    ),
+    "module, before": (
+        lambda m: m.register_full_backward_pre_hook(watching),
+        "backward pre hook `watching` of the model",
+    ),
+    "gradient": (
+        lambda m: m.linear.weight.register_hook(watching),
+        "gradient hook `watching` of parameter `linear.weight`",
+    ),
+    "after": (
+        lambda m: m.linear.bias.register_post_accumulate_grad_hook(watching),
+        "post-accumulate-grad hook `watching` of parameter `linear.bias`",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_hooks_on_gradients_are_refused(name: str) -> None:
+    register, message = BACKWARD[name]
+    model = made()
+    handle = register(model)
+    with pytest.raises(NotSupportedError, match=message) as caught:
+        autopar.plan(model, (1, 1), X)
+    assert f"{__file__}:{watching.__code__.co_firstlineno}" in str(caught.value)
+    assert "pm.parameters() after pm.step" in str(caught.value)
+    capture(model, X, training=False)  # evaluation has no gradients
+    handle.remove()
+    autopar.plan(model, (1, 1), X)
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_hooks_on_gradients_that_come_later_are_refused(name: str) -> None:
+    register, message = BACKWARD[name]
+    model = made()
+    module = autopar.parallelize(model, (1, 1), X)
+    module.step(**X)
+    register(model)
+    with (
+        pytest.raises(NotSupportedError, match=message),
+        pytest.warns(UserWarning, match="from 0 to"),
+    ):
+        module.step(**X)
+
+
+@pytest.mark.parametrize(
+    ("name", "register"),
+    [
+        ("global forward hook", torch_module.register_module_forward_hook),
+        ("global forward pre hook", torch_module.register_module_forward_pre_hook),
+        ("global backward hook", torch_module.register_module_full_backward_hook),
+        ("global backward pre hook", torch_module.register_module_full_backward_pre_hook),
+    ],
+)
+def test_hooks_of_all_modules_are_refused(name: str, register: Callable[..., Any]) -> None:
+    handle = register(watching)
+    try:
+        with pytest.raises(NotSupportedError, match=f"{name} `watching` for all modules"):
+            autopar.plan(made(), (1, 1), X)
+    finally:
+        handle.remove()
+
+
+def test_forward_hooks_are_noted_and_traced() -> None:
+    model = made()
+    model.linear.register_forward_hook(doubled)
+    module = autopar.parallelize(model, (1, 1), X)
+    torch.testing.assert_close(module.step(**X), model(**X).detach(), rtol=1e-12, atol=1e-12)
+    (note,) = module.captured().kept
+    assert note.what == "forward hook `doubled` of `linear`"
+    assert note.where == f"{__file__}:{doubled.__code__.co_firstlineno}"
+
+
+@pytest.mark.filterwarnings("ignore:.*captured again")
+def test_a_forward_hook_that_comes_later_is_not_left_out() -> None:
+    """It adds an operator, which the plan does not have."""
+    model = made()
+    module = autopar.parallelize(model, (1, 1), X)
+    module.step(**X)
+    model.linear.register_forward_hook(doubled)
+    with pytest.raises(autopar.PlanError, match=r"forward hooks of `linear` changed from 0 to"):
+        module.step(**X)
+
+
+@pytest.mark.parametrize("name", ["weight_norm", "spectral_norm"])
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_norms_in_hooks_are_refused(name: str) -> None:
+    model = made()
+    getattr(nn.utils, name)(model.linear)
+    with pytest.raises(NotSupportedError, match=f"{name} of `linear` assigns a tensor") as caught:
+        autopar.plan(model, (1, 1), X)
+    assert f"torch.nn.utils.parametrizations.{name}" in str(caught.value)
+
+
+def test_what_cannot_be_copied() -> None:
+    model: Any = made()
+    model.scaled = model.linear.weight * 2
+    with pytest.raises(autopar.CaptureError, match="`scaled` was computed from parameters"):
+        autopar.plan(model, (1, 1), X)
+    del model.scaled
+    model.lines = (line for line in "ab")
+    with pytest.raises(autopar.CaptureError, match="Net cannot be copied for the trace"):
+        autopar.plan(model, (1, 1), X)

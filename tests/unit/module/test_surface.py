@@ -1,0 +1,133 @@
+"""A parallel module shows plain data of the user's model, refuses hooks, reports its capture."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar import NotSupportedError
+from autopar.module.surface import Surface
+
+X = {"x": torch.arange(32.0, dtype=torch.float64).view(8, 4) / 32}
+
+
+class Net(nn.Module):
+    gain = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.beta = 0.5
+        self.stream = "the model's own"
+        self.config = SimpleNamespace(hidden_size=4)
+        self.act = torch.tanh
+
+    @property
+    def device(self) -> torch.device:
+        return self.linear.weight.device
+
+    def helper(self) -> int:
+        return 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.act(self.linear(x)) * self.beta * self.gain
+        return (out * getattr(self, "extra", 1.0)).sum()
+
+
+def made() -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = Net().double()
+    return model, autopar.parallelize(model, (1, 1), X)
+
+
+def test_plain_data_is_the_models() -> None:
+    model, module = made()
+    assert module.config is model.config
+    assert (module.beta, module.gain) == (0.5, 2.0)
+    assert module.stream is not model.stream
+
+
+@pytest.mark.parametrize("name", ["helper", "linear", "act", "device"])
+def test_parts_and_methods_are_not_shown(name: str) -> None:
+    _, module = made()
+    with pytest.raises(AttributeError, match=f"has no `{name}`: it is a part or method of"):
+        getattr(module, name)
+    assert not hasattr(module, "unknown")
+
+
+@pytest.mark.filterwarnings("ignore:.*captured again")
+@pytest.mark.parametrize(("name", "value"), [("beta", 0.25), ("gain", 3.0), ("extra", 5.0)])
+def test_setting_changes_the_next_step(name: str, value: float) -> None:
+    """`extra` is not there, but forward asks for it."""
+    model, module = made()
+    before = module.step(**X)
+    setattr(module, name, value)
+    assert getattr(model, name) == value
+    torch.testing.assert_close(module.step(**X), model(**X).detach(), rtol=1e-12, atol=1e-12)
+    assert module.step(**X) != before
+
+
+def test_other_names_stay_here() -> None:
+    model, module = made()
+    module.my_note = 1
+    assert module.my_note == 1
+    assert not hasattr(model, "my_note")
+
+
+def test_a_part_cannot_be_set() -> None:
+    _, module = made()
+    with pytest.raises(NotSupportedError, match="setting `head` of a parallel module to a Linear"):
+        module.head = nn.Linear(4, 4)
+
+
+def test_before_a_plan_and_in_a_bare_copy() -> None:
+    module: Any = autopar.parallelize(Net(), (1, 1))
+    assert module.beta == 0.5
+    bare: Any = Surface.__new__(Surface)
+    with pytest.raises(AttributeError):
+        _ = bare.beta
+    copied: Any = copy.copy(module)
+    assert copied.beta == 0.5
+
+
+@pytest.mark.parametrize(
+    ("kind", "way_out"),
+    [
+        ("forward", "outputs="),
+        ("forward_pre", "outputs="),
+        ("full_backward", ".grad"),
+        ("full_backward_pre", ".grad"),
+        ("backward", ".grad"),
+        ("state_dict_pre", "pm.state_dict()"),
+        ("state_dict_post", "pm.state_dict()"),
+        ("load_state_dict_pre", "pm.load_state_dict"),
+        ("load_state_dict_post", "pm.load_state_dict"),
+    ],
+)
+def test_hooks_are_refused(kind: str, way_out: str) -> None:
+    _, module = made()
+    with pytest.raises(NotSupportedError, match=r"would not run in pm.step") as caught:
+        getattr(module, f"register_{kind}_hook")(print)
+    assert way_out in str(caught.value)
+
+
+def test_a_short_report_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    made()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["autopar captured Net: frozen: `beta` of the model, `gain` of the model, "
+                     "`extra` of the model"]  # fmt: skip
+
+
+def test_nothing_to_report(capsys: pytest.CaptureFixture[str]) -> None:
+    class Plain(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).sum()
+
+    autopar.parallelize(Plain(nn.Linear(4, 4), nn.LayerNorm(4)).double(), (1, 1), X)
+    assert capsys.readouterr().err == ""
