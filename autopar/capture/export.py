@@ -18,15 +18,18 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from autopar import operators
 from autopar.capture.findings import Findings
+from autopar.capture.functions import functions_kept
 from autopar.capture.isolate import fake_copy, fake_inputs, fake_mode
 from autopar.capture.names import source_line
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, NotSupportedError
+from autopar.operators import UnsupportedFunctionError
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 
 _TORCH = str(Path(torch.__file__).parent)
-_HERE = str(Path(__file__).parent)
+_OURS = (str(Path(__file__).parent), str(Path(operators.__file__).parent))
 _HINTS: tuple[tuple[str, str], ...] = (
     (
         "GuardOnDataDependent",
@@ -90,7 +93,8 @@ def export_model(
     """Trace a fake copy of `model`.
 
     Raises `CaptureError` if the model cannot be one static graph: control flow or shapes depend
-    on data, forward assigns tensors to attributes, or the model itself raises an error.
+    on data, forward assigns tensors to attributes, or the model itself raises an error; and
+    `NotSupportedError` for an `autograd.Function` that is more than a function of its tensors.
     """
     mode = fake_mode()
     twin = fake_copy(model, mode, training)
@@ -99,7 +103,10 @@ def export_model(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            exported = torch.export.export(target, args, kwargs, strict=False)
+            with functions_kept():
+                exported = torch.export.export(target, args, kwargs, strict=False)
+        except UnsupportedFunctionError as error:
+            raise NotSupportedError(str(error), where=_user_line(error), hint=error.hint) from error
         except Exception as error:
             raise _export_error(model, error) from error
     _check_side_effects(model, caught)
@@ -134,15 +141,21 @@ def _export_error(model: nn.Module, error: Exception) -> CaptureError:
     hint = next((text for key, text in _HINTS if key in names), _DEFAULT_HINT)
     first_line = next((line for line in str(error).splitlines() if line.strip()), "")
     reason = f"{type(error).__name__}: {first_line.strip()}" if first_line else repr(error)
+    return CaptureError(
+        f"cannot trace {type(model).__name__} into one graph: {reason}",
+        where=_user_line(error),
+        hint=hint,
+    )
+
+
+def _user_line(error: Exception) -> str | None:
+    """`file:line` of the innermost frame that is neither torch's nor ours."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((_TORCH, _HERE, "<"))
+        if not frame.filename.startswith((_TORCH, *_OURS, "<"))
     ]
-    where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
-    return CaptureError(
-        f"cannot trace {type(model).__name__} into one graph: {reason}", where=where, hint=hint
-    )
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
 
 
 def _check_side_effects(model: nn.Module, caught: list[warnings.WarningMessage]) -> None:
