@@ -1,7 +1,8 @@
 """Captures an ordinary PyTorch model and a batch as one frozen, normalised `Program`.
 
 Read: `pipeline.py` (all steps in order); `accumulate.py`; `isolate.py`, `norms.py`, `export.py`,
-`names.py`, `regions.py` (the trace); `findings.py` (the audit);
+`exchange.py`, `functions.py`, `checkpointed.py`, `names.py`, `regions.py` (the trace);
+`findings.py` (the audit);
 `buffers.py`, `inplace.py`, `view_writes.py` (functional);
 `builder.py`, `normalise.py` with `rewrites/`, `outputs.py` (canonical operators);
 `dependence.py`, `constants.py`, `prologue.py` (cut); `reference.py` (run the result).

@@ -21,6 +21,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from autopar.capture.checkpointed import REGION
 from autopar.capture.findings import Findings
 from autopar.capture.names import result_name
 from autopar.operators import function_of, seed_tensor
@@ -79,7 +80,7 @@ def result_carries_gradient(node: fx.Node, index: int) -> bool:
 
 
 aten = torch.ops.aten
-_COPIED_META = ("nn_module_stack", "stack_trace")
+_COPIED_META = ("nn_module_stack", "stack_trace", REGION)
 _CPU = torch.device("cpu")
 
 

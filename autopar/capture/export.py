@@ -19,6 +19,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from autopar import operators
+from autopar.capture.checkpointed import regions_marked
 from autopar.capture.findings import Findings
 from autopar.capture.functions import functions_kept
 from autopar.capture.isolate import fake_copy, fake_inputs, fake_mode
@@ -103,8 +104,10 @@ def export_model(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            with functions_kept():
+            with functions_kept(), regions_marked():
                 exported = torch.export.export(target, args, kwargs, strict=False)
+        except NotSupportedError:
+            raise
         except UnsupportedFunctionError as error:
             raise NotSupportedError(str(error), where=_user_line(error), hint=error.hint) from error
         except Exception as error:

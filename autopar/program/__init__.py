@@ -54,6 +54,7 @@ from autopar.program.pipeline import Crossing, Pipeline, ScheduleFactory, Tie
 from autopar.program.program import (
     Accumulation,
     BufferInfo,
+    Checkpointed,
     InputInfo,
     ParameterInfo,
     Program,
@@ -102,6 +103,7 @@ __all__ = [
     "CallLine",
     "Cell",
     "ChangedBuffer",
+    "Checkpointed",
     "Collective",
     "ConversionBucket",
     "Crossing",

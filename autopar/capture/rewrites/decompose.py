@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.capture.builder import Builder, TracedCall, is_differentiable
+from autopar.capture.checkpointed import REGION
 from autopar.capture.inplace import functionalise
 from autopar.capture.regions import GRAD_ENABLED
 from autopar.operators import function_of
@@ -47,7 +48,7 @@ PYTHON_DECOMPOSITIONS = frozenset(
         aten.take.default,
     }
 )
-_INHERITED_META = ("nn_module_stack", "stack_trace", GRAD_ENABLED)
+_INHERITED_META = ("nn_module_stack", "stack_trace", GRAD_ENABLED, REGION)
 
 
 def decomposition(b: Builder, call: TracedCall) -> tuple[fx.Graph, list[fx.Node]] | None:
