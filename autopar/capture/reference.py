@@ -1,7 +1,12 @@
-"""Runs a captured program unchanged on one process: the reference that others are compared with."""
+"""Runs a captured program on one process: the reference that others are compared with.
+
+The only change: a bias is added inside its matmul, as in the user's module and in the programs that
+run (`passes/lowering/fusion.py`). In half precision a sum of its own would round once more.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -12,6 +17,9 @@ from autopar.capture.constants import buffer
 from autopar.errors import BatchError
 from autopar.operators import seed_tensor, step_seed
 from autopar.program import Program
+from autopar.rules import FUSED
+
+aten = torch.ops.aten
 
 
 def as_graph_module(program: Program) -> fx.GraphModule:
@@ -59,12 +67,42 @@ def reference_step(
     if program.seed is not None:
         values[program.seed] = seed_tensor(seed)
     names = [node.name for node in program.graph.nodes if node.op == "placeholder"]
-    results = fx.Interpreter(as_graph_module(program)).run(*(values[name] for name in names))
+    graph = copy.deepcopy(program.graph)
+    _fuse_biases(graph, program)
+    module = fx.GraphModule(nn.Module(), graph, class_name=program.model_name)
+    results = fx.Interpreter(module).run(*(values[name] for name in names))
     loss, first = (results[0], 1) if program.loss is not None else (None, 0)
     end = first + len(program.outputs)
     changed = (b.name for b in program.buffers.values() if b.update is not None)
     buffers.update(zip(changed, (r.detach() for r in results[end:]), strict=True))
     return loss, program.rebuild(results[first:end])
+
+
+def _fuse_biases(graph: fx.Graph, program: Program) -> None:
+    """`linear(x, w) + b` -> `linear(x, w, b)` and `mm(x, w) + b` -> `addmm(b, x, w)`."""
+    for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        if len(node.args) != 2 or node.kwargs:
+            continue
+        for matmul, bias in (node.args, node.args[::-1]):
+            if not (isinstance(matmul, fx.Node) and isinstance(bias, fx.Node)):
+                continue
+            is_matmul = str(matmul.target) in FUSED and len(matmul.args) == 2
+            if is_matmul and len(matmul.users) == 1 and _is_bias(program, bias, matmul, node):
+                x, weight = matmul.args
+                if matmul.target == aten.mm.default:
+                    node.target, node.args = aten.addmm.default, (bias, x, weight)
+                else:
+                    node.target, node.args = aten.linear.default, (x, weight, bias)
+                graph.erase_node(matmul)
+                break
+
+
+def _is_bias(program: Program, bias: fx.Node, matmul: fx.Node, total: fx.Node) -> bool:
+    """Is it a parameter with one number per column, and the sum like the matmul?"""
+    shift, before, after = (n.meta["val"] for n in (bias, matmul, total))
+    is_vector = bias.name in program.parameters and shift.shape == before.shape[-1:]
+    is_like = before.shape == after.shape and shift.dtype == before.dtype == after.dtype
+    return is_vector and is_like
 
 
 def microbatch_inputs(
