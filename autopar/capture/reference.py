@@ -33,6 +33,7 @@ def reference_step(
     inputs: Mapping[str, torch.Tensor],
     buffers: MutableMapping[str, torch.Tensor] | None = None,
     seed: int = 0,
+    fuses_biases: bool = True,
 ) -> tuple[torch.Tensor | None, Any]:
     """Returns the loss and the model's own output structure; differentiable in `parameters`.
 
@@ -41,6 +42,7 @@ def reference_step(
     buffers       by `BufferInfo.name`; start from `whole_buffers`; those that the step changes
                   are replaced by their new values
     seed          of the step (`Stream.seed`)
+    fuses_biases  False runs every operator as it is captured
 
     Floating tensors are cast to the program's dtypes. Raises `BatchError` for inputs that are
     missing or have the wrong shape.
@@ -67,9 +69,9 @@ def reference_step(
     if program.seed is not None:
         values[program.seed] = seed_tensor(seed)
     names = [node.name for node in program.graph.nodes if node.op == "placeholder"]
-    graph = copy.deepcopy(program.graph)
-    _fuse_biases(graph, program)
-    module = fx.GraphModule(nn.Module(), graph, class_name=program.model_name)
+    module = as_graph_module(program)
+    if fuses_biases:
+        module = fx.GraphModule(module, _with_biases(program), class_name=program.model_name)
     results = fx.Interpreter(module).run(*(values[name] for name in names))
     loss, first = (results[0], 1) if program.loss is not None else (None, 0)
     end = first + len(program.outputs)
@@ -78,8 +80,9 @@ def reference_step(
     return loss, program.rebuild(results[first:end])
 
 
-def _fuse_biases(graph: fx.Graph, program: Program) -> None:
-    """`linear(x, w) + b` -> `linear(x, w, b)` and `mm(x, w) + b` -> `addmm(b, x, w)`."""
+def _with_biases(program: Program) -> fx.Graph:
+    """`linear(x, w) + b` as `linear(x, w, b)`, and `mm(x, w) + b` as `addmm(b, x, w)`."""
+    graph = copy.deepcopy(program.graph)
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         if len(node.args) != 2 or node.kwargs:
             continue
@@ -95,6 +98,7 @@ def _fuse_biases(graph: fx.Graph, program: Program) -> None:
                     node.target, node.args = aten.linear.default, (x, weight, bias)
                 graph.erase_node(matmul)
                 break
+    return graph
 
 
 def _is_bias(program: Program, bias: fx.Node, matmul: fx.Node, total: fx.Node) -> bool:
