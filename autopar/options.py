@@ -124,6 +124,12 @@ class Options:
         return next((mode for mode in _MODES if mode in words), None)
 
     @property
+    def keeps_user_regions(self) -> bool:
+        """Do checkpointed regions of the user's code run again, or do the options overrule them?"""
+        recipe = self.manual.recompute if self.manual else "none"
+        return self.recompute == "auto" and recipe == "none" and "recompute" not in self.forbid
+
+    @property
     def searches_recompute(self) -> bool:
         """May the planner choose what is recomputed? Not with `manual`: a recipe is no search."""
         is_free = self.recompute == "auto" and self.manual is None

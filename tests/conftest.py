@@ -77,12 +77,14 @@ def golden(request: pytest.FixtureRequest) -> Golden:
 @pytest.fixture
 def registry() -> Iterator[None]:
     """Forget the rules that a test registers when it ends."""
+    from autopar.rules.functions import _registered
     from autopar.rules.registry import _registry
 
     before = dict(_registry)
     yield
     _registry.clear()
     _registry.update(before)
+    _registered.clear()
 
 
 @pytest.fixture(scope="session", autouse=True)

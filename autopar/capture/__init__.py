@@ -1,8 +1,9 @@
 """Captures an ordinary PyTorch model and a batch as one frozen, normalised `Program`.
 
 Read: `pipeline.py` (all steps in order); `accumulate.py`; `isolate.py`, `norms.py`, `export.py`,
-`names.py`, `regions.py` (the trace); `findings.py` (the audit); `frozen.py`, `observe.py`,
-`snapshot.py`, `reads.py`, `code.py`, `hooks.py` (Python values in the graph, and hooks);
+`exchange.py`, `functions.py`, `checkpointed.py`, `names.py`, `regions.py` (the trace);
+`findings.py` (the audit); `frozen.py`, `observe.py`, `snapshot.py`, `reads.py`, `code.py`,
+`hooks.py` (Python values in the graph, and hooks);
 `buffers.py`, `inplace.py`, `view_writes.py` (functional);
 `builder.py`, `normalise.py` with `rewrites/`, `outputs.py` (canonical operators);
 `dependence.py`, `constants.py`, `prologue.py` (cut); `reference.py` (run the result);

@@ -21,9 +21,10 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from autopar.capture.checkpointed import REGION
 from autopar.capture.findings import Findings
 from autopar.capture.names import result_name
-from autopar.operators import seed_tensor
+from autopar.operators import function_of, seed_tensor
 
 aten = torch.ops.aten
 
@@ -59,6 +60,9 @@ def carries_gradient(node: fx.Node, value: Any, has_grad: Container[fx.Node]) ->
     """Does any result of `node` carry gradient, given the nodes that do (`has_grad`)?"""
     if getattr(node.target, "overloadpacket", None) in CUTS_GRADIENT:
         return False
+    function = function_of(str(node.target))
+    if function is not None and not function.results.differentiable:
+        return False
     if not any(source in has_grad for source in node.all_input_nodes):
         return False
     return any(
@@ -69,11 +73,14 @@ def carries_gradient(node: fx.Node, value: Any, has_grad: Container[fx.Node]) ->
 def result_carries_gradient(node: fx.Node, index: int) -> bool:
     """Does result `index` of `node` carry gradient, given that `node` does and it is floating?"""
     assert isinstance(node.target, torch._ops.OpOverload)
+    function = function_of(str(node.target))
+    if function is not None:
+        return index in function.results.differentiable
     return index in DIFFERENTIABLE_RESULTS.get(node.target.overloadpacket, (index,))
 
 
 aten = torch.ops.aten
-_COPIED_META = ("nn_module_stack", "stack_trace")
+_COPIED_META = ("nn_module_stack", "stack_trace", REGION)
 _CPU = torch.device("cpu")
 
 
@@ -169,7 +176,8 @@ class Builder:
         node = self.graph.create_node("call_function", operator.getitem, (value, index), name=name)
         result = value.meta["val"][index]
         has_grad = value in self.has_grad and result_carries_gradient(value, index)
-        return self._finish(node, result, has_grad and is_differentiable(result))
+        taken = self._finish(node, result, has_grad and is_differentiable(result))
+        return self._lifted(taken)
 
     def op(self, target: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
         """Emit an operator and compute its fake value."""
@@ -199,7 +207,17 @@ class Builder:
             kwargs = kwargs | {"dtype": self.dtype(value.dtype)}
             value = self._run(target, args, kwargs)
         node = self._create(target, args, kwargs)
-        return self._finish(node, value, carries_gradient(node, value, self.has_grad))
+        finished = self._finish(node, value, carries_gradient(node, value, self.has_grad))
+        return self._lifted(finished)
+
+    def _lifted(self, node: fx.Node) -> fx.Node:
+        """Under `lift`, a result of an `autograd.Function` as float64: its own casts stay."""
+        value = node.meta["val"]
+        source = node.all_input_nodes[0] if node.target is operator.getitem else node
+        is_function = self.lift and function_of(str(source.target)) is not None
+        if is_function and isinstance(value, torch.Tensor) and _is_low(value):
+            return self.op(aten.to.dtype, node, self.dtype(value.dtype))
+        return node
 
     def _create(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         name = target.overloadpacket.__name__.strip("_")

@@ -18,18 +18,22 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from autopar import operators
+from autopar.capture.checkpointed import regions_marked
 from autopar.capture.findings import Findings
 from autopar.capture.frozen import checked_trace, freeze
+from autopar.capture.functions import functions_kept
 from autopar.capture.hooks import check_hooks
 from autopar.capture.isolate import fake_copy, fake_inputs, fake_mode
 from autopar.capture.names import source_line
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, NotSupportedError
+from autopar.operators import UnsupportedFunctionError
 from autopar.program import Frozen
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 
 _TORCH = str(Path(torch.__file__).parent)
-_HERE = str(Path(__file__).parent)
+_OURS = (str(Path(__file__).parent), str(Path(operators.__file__).parent))
 _HINTS: tuple[tuple[str, str], ...] = (
     (
         "GuardOnDataDependent",
@@ -97,7 +101,8 @@ def export_model(
 
     Raises `CaptureError` if the model cannot be one static graph: control flow or shapes depend
     on data, forward assigns tensors to attributes or changes Python values that it reads, or the
-    model itself raises an error. Raises `NotSupportedError` for a hook that would never run.
+    model itself raises an error. Raises `NotSupportedError` for a hook that would never run, and
+    for an `autograd.Function` that is more than a function of its tensors.
     """
     check_hooks(model, findings, training)
     mode = fake_mode()
@@ -112,7 +117,13 @@ def export_model(
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                made = torch.export.export(target, args, kwargs, strict=False)
+                with functions_kept(), regions_marked():
+                    made = torch.export.export(target, args, kwargs, strict=False)
+            except NotSupportedError:
+                raise
+            except UnsupportedFunctionError as error:
+                where = _user_line(error)
+                raise NotSupportedError(str(error), where=where, hint=error.hint) from error
             except Exception as error:
                 raise _export_error(model, error) from error
         _check_side_effects(model, caught)
@@ -153,15 +164,21 @@ def _export_error(model: nn.Module, error: Exception) -> CaptureError:
     hint = next((text for key, text in _HINTS if key in names), _DEFAULT_HINT)
     first_line = next((line for line in str(error).splitlines() if line.strip()), "")
     reason = f"{type(error).__name__}: {first_line.strip()}" if first_line else repr(error)
+    return CaptureError(
+        f"cannot trace {type(model).__name__} into one graph: {reason}",
+        where=_user_line(error),
+        hint=hint,
+    )
+
+
+def _user_line(error: Exception) -> str | None:
+    """`file:line` of the innermost frame that is neither torch's nor ours."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((_TORCH, _HERE, "<"))
+        if not frame.filename.startswith((_TORCH, *_OURS, "<"))
     ]
-    where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
-    return CaptureError(
-        f"cannot trace {type(model).__name__} into one graph: {reason}", where=where, hint=hint
-    )
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
 
 
 def _check_side_effects(model: nn.Module, caught: list[warnings.WarningMessage]) -> None:

@@ -3,7 +3,7 @@
 The model is deep-copied with a memo that maps every parameter and buffer to a fake tensor of the
 same shape on cpu. So the copy needs no memory, even for an 8B model on `meta` or weights that
 fill the machine. Only the copy is changed: caches are turned off, experts and some norms
-(`norms.py`) get a traceable form, and recompute is turned off because the planner decides it.
+(`norms.py`) get a traceable form.
 """
 
 from __future__ import annotations
@@ -92,8 +92,6 @@ def _check_attributes(model: nn.Module) -> None:
 
 
 def _make_traceable(module: nn.Module) -> None:
-    if isinstance(getattr(module, "gradient_checkpointing", None), bool):
-        module.gradient_checkpointing = False  # type: ignore[assignment]
     make_norm_traceable(module)
     config = getattr(module, "config", None)
     if config is None:

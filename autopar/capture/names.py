@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from autopar.operators import function_of
+
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _REPEATED_CALL = re.compile(r"@\d+")
 # Functional forms have the name of the operator that the model calls, so that keys are equal in
@@ -47,6 +49,9 @@ def module_path(node: torch.fx.Node, prefix: str) -> str:
 def op_name(node: torch.fx.Node) -> str:
     """`aten.add.Tensor` -> `add.Tensor`, `aten.mm.default` -> `mm`."""
     if isinstance(node.target, torch._ops.OpOverload):
+        function = function_of(str(node.target))
+        if function is not None:
+            return function.cls.__name__  # without a hash of arguments, such as sizes of the batch
         name = str(node.target).removeprefix("aten.").removesuffix(".default")
         return _CALLED.get(name, name)
     return getattr(node.target, "__name__", str(node.target))

@@ -21,6 +21,8 @@ from autopar.capture.names import source_line
 from autopar.capture.regions import GRAD_ENABLED, substitute
 from autopar.capture.rewrites import decomposition, rewrite_of
 from autopar.errors import NotSupportedError
+from autopar.operators import function_of
+from autopar.rules import has_rule
 
 aten = torch.ops.aten
 ASSERTIONS = frozenset(
@@ -74,6 +76,7 @@ def _emit(builder: Builder, node: fx.Node, args: tuple[Any, ...], kwargs: dict[s
             where=source_line(node),
             hint="use the out-of-place form, on x.detach() where no gradient is wanted",
         )
+    _note_function(builder, node)
     call = TracedCall(node.target, args, dict(kwargs), node)
     rewrite = rewrite_of(node.target)
     result = rewrite(builder, call) if rewrite is not None else None
@@ -89,6 +92,20 @@ def _emit(builder: Builder, node: fx.Node, args: tuple[Any, ...], kwargs: dict[s
     if not builder.grad_enabled and packet not in RETURNS_INPUT:
         return fx.node.map_aggregate(result, lambda value: _without_gradient(builder, value))
     return result
+
+
+def _note_function(builder: Builder, node: fx.Node) -> None:
+    """Put an `autograd.Function` into the audit, with what it costs."""
+    function = function_of(str(node.target))
+    if function is None:
+        return
+    name, why = function.cls.__qualname__, "runs with its own backward"
+    if not has_rule(str(node.target)):
+        why += (
+            ", whole on every rank and without microbatches, for want of a rule: "
+            f'autopar.register_rule({name}, "... -> ...") shards it'
+        )
+    builder.findings.add("kept", f"autograd.Function {name}", why, source_line(node))
 
 
 def _decomposed(builder: Builder, call: TracedCall) -> Any:

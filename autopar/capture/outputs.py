@@ -1,7 +1,12 @@
 """Finds the loss and the tensors in the structure that the model returns.
 
-The loss is the result of `loss_fn`, if there is one. Else it is the first floating 0-d tensor
-among: the output itself, its attribute `.loss`, its key "loss" or its first element.
+The loss is the result of `loss_fn`, if there is one. Else it is, in this order:
+
+    the output itself, its attribute `.loss` or its key "loss", if it is a floating 0-d tensor
+    its first element, if it is one that carries gradient
+    the only floating 0-d tensor with gradient anywhere in the output, as in `(logits, loss)`
+
+An output whose `.loss` or "loss" is None has no loss, whatever else it holds.
 """
 
 from __future__ import annotations
@@ -47,7 +52,8 @@ def read_outputs(
 ) -> Outputs:
     """The outputs of a traced model, given the leaves of the traced result.
 
-    Raises `CaptureError` if the loss is not a scalar, or if training has no loss with gradient.
+    Raises `CaptureError` if the loss is not a scalar, or if training has no loss with gradient or
+    several results that could be it.
     """
     name = type(model).__name__
     if has_loss_fn:
@@ -57,6 +63,9 @@ def read_outputs(
         leaves, spec = leaves[1:], spec.children()[1]
     else:
         loss = _find_loss(leaves, spec)
+        is_lost = loss is None or (loss not in has_grad and len(leaves) > 1)
+        if is_lost and not _says_no_loss(leaves, spec):
+            loss = _only_scalar(name, leaves, has_grad, training) or loss
     if training and loss is None:
         described = ", ".join(_describe(leaf) for leaf in leaves)
         raise CaptureError(f"{name} returns no scalar loss, but: {described}", hint=_HINT)
@@ -70,12 +79,18 @@ def read_outputs(
     return Outputs(loss, tensors, static, spec)
 
 
-def _find_loss(leaves: tuple[Any, ...], spec: pytree.TreeSpec) -> fx.Node | None:
-    """Rebuild the output around unique stand-in tensors, and look up which one is the loss."""
+def _rebuilt(leaves: tuple[Any, ...], spec: pytree.TreeSpec) -> tuple[Any, list[Any]]:
+    """The output around unique stand-ins for its tensors, and its leaves with them."""
     stand_ins = [
         torch.empty((), device="meta") if isinstance(leaf, fx.Node) else leaf for leaf in leaves
     ]
-    for candidate in _candidates(pytree.tree_unflatten(stand_ins, spec)):
+    return pytree.tree_unflatten(stand_ins, spec), stand_ins
+
+
+def _find_loss(leaves: tuple[Any, ...], spec: pytree.TreeSpec) -> fx.Node | None:
+    """The loss by its place in the output."""
+    output, stand_ins = _rebuilt(leaves, spec)
+    for candidate in _candidates(output):
         for leaf, stand_in in zip(leaves, stand_ins, strict=True):
             if candidate is stand_in and _is_scalar(leaf):
                 return leaf
@@ -83,8 +98,15 @@ def _find_loss(leaves: tuple[Any, ...], spec: pytree.TreeSpec) -> fx.Node | None
 
 
 def loss_of(output: Any) -> torch.Tensor | None:
-    """The loss in what a model returned; None if there is none."""
-    return next(filter(_is_scalar, _candidates(output)), None)
+    """The loss in what a model returned, found as `read_outputs` does; None if there is none."""
+    found: torch.Tensor | None = next(filter(_is_scalar, _candidates(output)), None)
+    if found is not None and found.requires_grad:
+        return found
+    has_named = hasattr(output, "loss") or (isinstance(output, Mapping) and "loss" in output)
+    others = [
+        leaf for leaf in pytree.tree_leaves(output) if _is_scalar(leaf) and leaf.requires_grad
+    ]
+    return others[0] if len(others) == 1 and not has_named else found
 
 
 def _candidates(output: Any) -> list[Any]:
@@ -95,6 +117,26 @@ def _candidates(output: Any) -> list[Any]:
     elif isinstance(output, (tuple, list)):
         found += output[:1]
     return found
+
+
+def _says_no_loss(leaves: tuple[Any, ...], spec: pytree.TreeSpec) -> bool:
+    """Does the output name a loss, which then is none?"""
+    output, _ = _rebuilt(leaves, spec)
+    return hasattr(output, "loss") or (isinstance(output, Mapping) and "loss" in output)
+
+
+def _only_scalar(
+    name: str, leaves: tuple[Any, ...], has_grad: Container[fx.Node], training: bool
+) -> fx.Node | None:
+    """The only scalar with gradient; raises `CaptureError` in training if there are more."""
+    places = {leaf: i for i, leaf in enumerate(leaves) if _is_scalar(leaf) and leaf in has_grad}
+    if len(places) > 1 and training:
+        listed = ", ".join(f"result {i}" for i in places.values())
+        raise CaptureError(
+            f"{name} returns {len(places)} scalars that could be the loss: {listed}",
+            hint='say which one: loss_fn=(outputs, batch) -> loss, or return it first or as "loss"',
+        )
+    return next(iter(places)) if len(places) == 1 else None
 
 
 def _is_scalar(leaf: Any) -> bool:

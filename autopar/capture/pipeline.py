@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture.accumulate import first_rows, mean_loss
 from autopar.capture.buffers import buffer_info, has_buffer, out_of_autograd, return_changes
 from autopar.capture.builder import Builder
+from autopar.capture.checkpointed import REGION, checkpointed, note_regions
 from autopar.capture.constants import ConstantStore, Leaf, buffer, literal
 from autopar.capture.dependence import Cut, Depends, cut, dependences, merge_equal
 from autopar.capture.export import LossFn, export_model
@@ -110,12 +111,31 @@ def capture(
     )  # fmt: skip
     if accumulation:
         outputs = mean_loss(builder, outputs, accumulation.n)
+    _check_changes(exported, dict(zip(changed, results[n_results:], strict=True)))
     updates = {
         roles.traced[name]: out_of_autograd(builder, value)
         for name, value in zip(changed, results[n_results:], strict=True)
     }
     program = _freeze(model, builder, roles, outputs, updates, training, prefix)
-    return replace(program, accumulation=accumulation, audit=findings.audit(), frozen=frozen)
+    regions = checkpointed(program.operators, program.has_grad) if training else ()
+    note_regions(findings, regions, program.sources)
+    return replace(
+        program, accumulation=accumulation, checkpointed=regions, audit=findings.audit(),
+        frozen=frozen,
+    )  # fmt: skip
+
+
+def _check_changes(exported: ExportedProgram, changes: Mapping[str, fx.Node]) -> None:
+    """Refuse buffers that change in a checkpointed region: torch changes them twice a step."""
+    targets = {s.arg.name: s.target for s in exported.graph_signature.input_specs}
+    for name, value in changes.items():
+        if REGION in value.meta:
+            raise NotSupportedError(
+                f"buffer `{targets[name]}` changes inside torch.utils.checkpoint, which runs twice "
+                "in a step of one process",
+                where=source_line(value),
+                hint="take torch.utils.checkpoint away, and give recompute='full' to autopar",
+            )
 
 
 def _placeholders(

@@ -1,7 +1,12 @@
-"""Runs a captured program unchanged on one process: the reference that others are compared with."""
+"""Runs a captured program on one process: the reference that others are compared with.
+
+The only change: a bias is added inside its matmul, as in the user's module and in the programs that
+run (`passes/lowering/fusion.py`). In half precision a sum of its own would round once more.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -12,6 +17,9 @@ from autopar.capture.constants import buffer
 from autopar.errors import BatchError
 from autopar.operators import seed_tensor, step_seed
 from autopar.program import Program
+from autopar.rules import FUSED
+
+aten = torch.ops.aten
 
 
 def as_graph_module(program: Program) -> fx.GraphModule:
@@ -25,6 +33,7 @@ def reference_step(
     inputs: Mapping[str, torch.Tensor],
     buffers: MutableMapping[str, torch.Tensor] | None = None,
     seed: int = 0,
+    fuses_biases: bool = True,
 ) -> tuple[torch.Tensor | None, Any]:
     """Returns the loss and the model's own output structure; differentiable in `parameters`.
 
@@ -33,6 +42,7 @@ def reference_step(
     buffers       by `BufferInfo.name`; start from `whole_buffers`; those that the step changes
                   are replaced by their new values
     seed          of the step (`Stream.seed`)
+    fuses_biases  False runs every operator as it is captured
 
     Floating tensors are cast to the program's dtypes. Raises `BatchError` for inputs that are
     missing or have the wrong shape.
@@ -59,12 +69,44 @@ def reference_step(
     if program.seed is not None:
         values[program.seed] = seed_tensor(seed)
     names = [node.name for node in program.graph.nodes if node.op == "placeholder"]
-    results = fx.Interpreter(as_graph_module(program)).run(*(values[name] for name in names))
+    module = as_graph_module(program)
+    if fuses_biases:
+        module = fx.GraphModule(module, _with_biases(program), class_name=program.model_name)
+    results = fx.Interpreter(module).run(*(values[name] for name in names))
     loss, first = (results[0], 1) if program.loss is not None else (None, 0)
     end = first + len(program.outputs)
     changed = (b.name for b in program.buffers.values() if b.update is not None)
     buffers.update(zip(changed, (r.detach() for r in results[end:]), strict=True))
     return loss, program.rebuild(results[first:end])
+
+
+def _with_biases(program: Program) -> fx.Graph:
+    """`linear(x, w) + b` as `linear(x, w, b)`, and `mm(x, w) + b` as `addmm(b, x, w)`."""
+    graph = copy.deepcopy(program.graph)
+    for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        if len(node.args) != 2 or node.kwargs:
+            continue
+        for matmul, bias in (node.args, node.args[::-1]):
+            if not (isinstance(matmul, fx.Node) and isinstance(bias, fx.Node)):
+                continue
+            is_matmul = str(matmul.target) in FUSED and len(matmul.args) == 2
+            if is_matmul and len(matmul.users) == 1 and _is_bias(program, bias, matmul, node):
+                x, weight = matmul.args
+                if matmul.target == aten.mm.default:
+                    node.target, node.args = aten.addmm.default, (bias, x, weight)
+                else:
+                    node.target, node.args = aten.linear.default, (x, weight, bias)
+                graph.erase_node(matmul)
+                break
+    return graph
+
+
+def _is_bias(program: Program, bias: fx.Node, matmul: fx.Node, total: fx.Node) -> bool:
+    """Is it a parameter with one number per column, and the sum like the matmul?"""
+    shift, before, after = (n.meta["val"] for n in (bias, matmul, total))
+    is_vector = bias.name in program.parameters and shift.shape == before.shape[-1:]
+    is_like = before.shape == after.shape and shift.dtype == before.dtype == after.dtype
+    return is_vector and is_like
 
 
 def microbatch_inputs(

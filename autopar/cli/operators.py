@@ -99,10 +99,10 @@ def operator_uses(program: Program, fallback: str = "error") -> list[OperatorUse
 
 
 def _use(op: str, calls: Sequence[OpCall], sources: tuple[str, ...], fallback: str) -> OperatorUse:
-    from autopar.rules import has_rule, is_pure, own_rule, rule_for
+    from autopar.rules import has_rule, is_function, is_pure, own_rule, rule_for
 
     if not has_rule(op):
-        keeps = fallback == "replicate" and is_pure(calls[0].op)
+        keeps = is_function(op) or (fallback == "replicate" and is_pure(calls[0].op))
         status: Status = "replicated" if keeps else "missing"
         return OperatorUse(op, status, "", len(calls), sources)
     kind = "own" if own_rule(op) else "derived"

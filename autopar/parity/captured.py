@@ -61,7 +61,7 @@ def compare_capture(
     }
     found_in = module_step(model, example_inputs, loss_fn, parameters, buffers, accumulation, seed)
     tolerance = tolerance_of(program)
-    if reason := _unpaired(model, program, found_in):
+    if reason := _unpaired(program, found_in):
         return CaptureCheck({}, tolerance, reason)
     leaves = {
         info.name: parameters[info.name].requires_grad_(info.requires_grad)
@@ -105,11 +105,8 @@ def _scale(gradients: Sequence[Tensor]) -> float:
     return min(1.0, largest) or 1.0
 
 
-def _unpaired(model: nn.Module, program: Program, found: ModuleStep) -> str | None:
+def _unpaired(program: Program, found: ModuleStep) -> str | None:
     """Why module and program cannot draw the same random numbers; None if they did."""
-    for name, parameter in model.named_parameters():
-        if parameter._post_accumulate_grad_hooks:
-            return f"`{name}` has a post-accumulate-grad hook, which may change the training state"
     if found.unpaired:
         return f"the model draws random numbers with `{'`, `'.join(found.unpaired)}`"
     wanted = draws_of(program)

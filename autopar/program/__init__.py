@@ -56,6 +56,7 @@ from autopar.program.pipeline import Crossing, Pipeline, ScheduleFactory, Tie
 from autopar.program.program import (
     Accumulation,
     BufferInfo,
+    Checkpointed,
     InputInfo,
     ParameterInfo,
     Program,
@@ -104,6 +105,7 @@ __all__ = [
     "CallLine",
     "Cell",
     "ChangedBuffer",
+    "Checkpointed",
     "Collective",
     "ConversionBucket",
     "Crossing",

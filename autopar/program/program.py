@@ -66,6 +66,17 @@ class InputInfo:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True)
+class Checkpointed:
+    """Operators that the user's code runs inside `torch.utils.checkpoint.checkpoint(...)`.
+
+    `is_selective`: with a policy of which results are kept.
+    """
+
+    operators: tuple[str, ...]
+    is_selective: bool = False
+
+
 def flatten_inputs(batch: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
     """Path -> leaf of a batch. A path is a keyword's name or a position, dotted if nested.
 
@@ -160,6 +171,7 @@ class Program:
         valid_sizes  node name of an output -> {dim: the user's size} of dims that end in padding
         modules      names of all modules of the model, also of those that run no operator
         accumulation  how the batch splits into microbatches if the loss is not a sum over rows
+        checkpointed  regions that the user's code runs again in backward, in order
         audit        what capture made of the user's module
         frozen       Python values that the trace read; they are in the graph
         received     placeholders of values that other stages make, named as on those stages
@@ -190,6 +202,7 @@ class Program:
     seed: str | None = None
     valid_sizes: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
     accumulation: Accumulation | None = None
+    checkpointed: tuple[Checkpointed, ...] = field(default=(), compare=False)
     audit: Audit = field(default_factory=Audit, compare=False)
     frozen: Frozen = field(default_factory=Frozen, compare=False)
     _by_name: dict[str, torch.fx.Node] = field(default_factory=dict, repr=False, compare=False)

@@ -4,12 +4,13 @@ Read `rule.py` (a rule), `pattern.py` (strategies from notation), `lowering.py`,
 (functions that replace operators, and their costs); then the notations: `families.py`, `views.py`,
 `indexing.py`, `convolutions.py`, `normalisation.py`, `losses.py`, `experts.py`, `random.py`,
 `padded.py`; then `tables.py` (all rules), `operators.py`, `signature.py`, `derived.py` (what torch
-knows of an operator), `registry.py` (the look-up).
+knows of an operator), `functions.py` (`autograd.Function`s), `registry.py` (the look-up).
 It may import `placement`, `schedule`, `mesh` and the files and rooms below them.
 It hands on `OpCall`, `rule_for` and `axis_strategies`.
 """
 
 from autopar.rules.derived import is_pure
+from autopar.rules.functions import is_function
 from autopar.rules.lowering import GROUP, Lowering
 from autopar.rules.operators import find_operator
 from autopar.rules.padded import N_VALID, PADDED
@@ -44,6 +45,7 @@ __all__ = [
     "check_call",
     "find_operator",
     "has_rule",
+    "is_function",
     "is_pure",
     "keep_whole",
     "missing_rule",

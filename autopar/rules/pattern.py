@@ -9,6 +9,8 @@ A *label* is one factor of one name. On each mesh axis an operator may
     be lowered      if shards of a label are not enough, a function replaces the operator
                     (`lowering.py`)
 
+A rule with `whole_gradients` never has R outputs with gradient, because their gradients are P.
+
 I never mixes with R, S or P. If the scale of a layer norm were I while activations are sharded, the
 loss would be right and the gradient of the scale wrong. Tensors without gradient do not distinguish
 I and R, and have R.
@@ -154,6 +156,10 @@ def axis_strategies(
     ) -> None:  # fmt: skip
         ins = tuple(p if g or p != I else R for p, g in zip(inputs, input_grads, strict=True))
         outs = tuple(p if g or p != I else R for p, g in zip(outputs, output_grads, strict=True))
+        if rule.whole_gradients and any(
+            p == R and g for p, g in zip(outs, output_grads, strict=True)
+        ):
+            return
         found.setdefault((ins, outs), AxisStrategy(ins, outs, label, lowering))
 
     add([I] * n_in, [I] * n_out)

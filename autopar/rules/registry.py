@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from autopar.errors import MissingRuleError, NotSupportedError
+import torch
+
+from autopar.errors import MissingRuleError, NotSupportedError, OptionError
+from autopar.operators import function_of
 from autopar.placement import Notation
 from autopar.rules.derived import derived_rule, is_pure
 from autopar.rules.families import whole
+from autopar.rules.functions import function_rule, is_function, register_function
 from autopar.rules.operators import find_operator
 from autopar.rules.rule import Localise, OpCall, OpRule
 from autopar.rules.signature import check_flops, check_notation, check_operator
@@ -24,23 +28,36 @@ def all_rules() -> Iterator[OpRule]:
 
 
 def has_rule(op: str) -> bool:
-    return op in _registry or derived_rule(op) is not None
+    return own_rule(op) is not None or derived_rule(op) is not None
 
 
 def own_rule(op: str) -> OpRule | None:
     """The rule written for an overload, in the tables or by `register_rule`."""
-    return _registry.get(op)
+    return _registry.get(op) or function_rule(op)
 
 
 def rule_for(op: str, where: str = "") -> OpRule:
-    """The rule of an overload; raises `MissingRuleError`, whose hint is the line to write."""
-    rule = _registry.get(op) or derived_rule(op) or _kept_whole.get(op)
+    """The rule of an overload; raises `MissingRuleError`, whose hint is the line to write.
+
+    An `autograd.Function` without a rule is kept whole.
+    """
+    rule = own_rule(op) or derived_rule(op) or _kept_whole.get(op)
+    if rule is None and is_function(op):
+        return OpRule(op, whole, whole_gradients=True)
     if rule is None:
         raise missing_rule(op, where)
     return rule
 
 
 def missing_rule(op: str, where: str = "") -> MissingRuleError:
+    function = function_of(op)
+    if function is not None:
+        return MissingRuleError(
+            f"autograd.Function {function.cls.__qualname__} has no sharding rule",
+            where=where,
+            hint=f'autopar.register_rule({function.cls.__qualname__}, "... -> ...") '
+            "with the notation of its tensors in order",
+        )
     public = op.removesuffix(".default").replace(".", "::", 1)
     return MissingRuleError(
         f"operator {op} has no sharding rule",
@@ -78,7 +95,9 @@ def register_rule(
 ) -> OpRule:
     """Add the rule of an operator: how it may be sharded.
 
-    op         `"namespace::name"` (or `"namespace::name.overload"`), or the operator itself
+    op         `"namespace::name"` (or `"namespace::name.overload"`), the operator itself, or a
+               subclass of `torch.autograd.Function`: the rule then holds for all its calls,
+               whatever their other arguments are
     notation   its tensor arguments and results, `"b s h, h f -> b s f"`; in calls without an
                optional tensor, its term is dropped
     flops      a formula over the notation's names, `"2*b*s*h*f"`; without one, the operator costs
@@ -90,11 +109,20 @@ def register_rule(
     models that are already captured.
 
     Raises `NotationError` for a notation that is malformed or does not fit the operator's tensors,
-    `OptionError` for an operator that does not exist or for flops over other names, and
+    `OptionError` for an operator that does not exist, for flops over other names, or for `lower` of
+    an `autograd.Function`, and
     `NotSupportedError` for an operator that writes to its arguments or draws random numbers.
     """
-    overload = find_operator(op)
     parsed = Notation.parse(notation)
+    if isinstance(op, type) and issubclass(op, torch.autograd.Function):
+        if lower is not None:
+            raise OptionError(
+                f"lower= cannot change arguments of {op.__qualname__}: they are fixed when it is "
+                "traced",
+                hint="let forward read sizes from the shapes of its tensors",
+            )
+        return register_function(op, notation, flops)
+    overload = find_operator(op)
     check_operator(overload)
     check_notation(parsed, overload)
     if flops is not None:

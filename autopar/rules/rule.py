@@ -123,6 +123,7 @@ class OpRule:
     localise   computes one rank's values of arguments that carry sizes
     fused      fused attention, which has rates of its own
     view       costs nothing: the output shares the input's memory
+    whole_gradients  backward may not be linear in the gradient, so it never gets a Partial one
     check      why a call is not covered, or None; a second line is the hint
     """
 
@@ -134,6 +135,7 @@ class OpRule:
     localise: Localise | None = None
     fused: bool = False
     view: bool = False
+    whole_gradients: bool = False
     check: Callable[[OpCall], str | None] | None = None
 
     def notation_of(self, call: OpCall) -> Notation:

@@ -6,15 +6,16 @@ divides cannot be checked; the report lists it as unchecked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autopar.errors import VerificationError
-from autopar.rules import find_operator, rule_for
+from autopar.errors import NotSupportedError, VerificationError
+from autopar.operators import UnsupportedFunctionError, function_call
+from autopar.rules import find_operator, has_rule, missing_rule, rule_for
 from autopar.verifier.oracle import MESHES, OracleCase, StrategyErrors, check_strategy, combinations
 
 
@@ -82,15 +83,32 @@ def _shown(case: OracleCase, label: str) -> str:
 def check_rule(op: str | Callable[..., Any], *inputs: Any, **options: Any) -> RuleReport:
     """Check an operator's rule on real inputs: every strategy, on 2, 4 and 2 x 2 ranks.
 
-    op                 the operator or its name, as in `register_rule`
+    op                 the operator, its name, or a `torch.autograd.Function`, as in `register_rule`
     inputs, options    its arguments; floating tensors become float64 and require grad
 
     With dims of 4 or a multiple of 4, every name can be checked. The report lists the names that
-    could not be. Raises `MissingRuleError` for an operator without a rule.
+    could not be. Raises `MissingRuleError` for an operator without a rule, and `NotSupportedError`
+    for an `autograd.Function` that no operator can stand for.
     """
-    overload = find_operator(op)
     args, kwargs = torch.utils._pytree.tree_map(_lifted, (inputs, options))
+    if isinstance(op, type) and issubclass(op, torch.autograd.Function):
+        overload, args, kwargs = *_as_operator(op, args, kwargs), {}
+        if not has_rule(str(overload)):
+            raise missing_rule(str(overload))
+    else:
+        overload = find_operator(op)
     return report_case(OracleCase.of(rule_for(str(overload)), overload, args, kwargs))
+
+
+def _as_operator(
+    cls: type[torch.autograd.Function], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[torch._ops.OpOverload, tuple[Tensor | None, ...]]:
+    """The operator that stands for a call of a function, and its tensors."""
+    try:
+        call = function_call(cls, args, kwargs)
+    except UnsupportedFunctionError as error:
+        raise NotSupportedError(str(error), hint=error.hint) from error
+    return call.function.op, call.tensors
 
 
 def _lifted(value: Any) -> Any:

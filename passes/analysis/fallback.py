@@ -6,6 +6,9 @@
 
 Only operators that write to nothing and draw no random numbers can be kept whole. The batch
 cannot pass through such an operator, so there is one microbatch.
+
+A `torch.autograd.Function` without a rule is kept whole in either case, with the same warning: its
+author did not choose an operator that has no rule.
 """
 
 from __future__ import annotations
@@ -14,8 +17,9 @@ import warnings
 from collections.abc import Iterable
 from typing import Literal
 
+from autopar.operators import NAMESPACE, function_of
 from autopar.program import Program
-from autopar.rules import has_rule, keep_whole, missing_rule
+from autopar.rules import has_rule, is_function, keep_whole, missing_rule
 
 Fallback = Literal["error", "replicate"]
 
@@ -30,15 +34,15 @@ def accept_missing(program: Program, fallback: Fallback) -> tuple[str, ...]:
         if not has_rule(str(node.target)):
             places.setdefault(str(node.target), []).append(program.where(node.name))
     for op, where in places.items():
-        if fallback == "error":
+        if fallback == "error" and not is_function(op):
             raise missing_rule(op, where[0])
         keep_whole(op, where[0])
         more = f" and {len(where) - 1} more" if len(where) > 1 else ""
         warnings.warn(
-            f"operator {op} has no sharding rule and is kept whole: every rank gathers its inputs "
-            "and spends the full time on it, and the batch is not split into microbatches\n"
+            f"{_described(op)} has no sharding rule and is kept whole: every rank gathers its "
+            "inputs and spends the full time on it, and the batch is not split into microbatches\n"
             f"  at {where[0]}{more}\n"
-            "  hint: autopar.register_rule says how it may be sharded",
+            f"  hint: {_hint(op)} says how it may be sharded",
             stacklevel=2,
         )
     return tuple(places)
@@ -47,4 +51,19 @@ def accept_missing(program: Program, fallback: Fallback) -> tuple[str, ...]:
 def keep_whole_as_planned(kept_whole: Iterable[str]) -> None:
     """Keep the same operators whole as the plan does; every process that runs it calls this."""
     for op in kept_whole:
-        keep_whole(op)
+        if not op.startswith(NAMESPACE):  # a function without a rule is whole anyway
+            keep_whole(op)
+
+
+def _described(op: str) -> str:
+    function = function_of(op)
+    if function is None:
+        return f"operator {op}"
+    return f"autograd.Function {function.cls.__qualname__}"
+
+
+def _hint(op: str) -> str:
+    function = function_of(op)
+    if function is None:
+        return "autopar.register_rule"
+    return f'autopar.register_rule({function.cls.__qualname__}, "... -> ...")'

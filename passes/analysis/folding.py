@@ -46,6 +46,11 @@ class Run:
         first = self.start + number * self.period
         return range(first, first + self.period)
 
+    def block_at(self, operator: int) -> int | None:
+        """The block that an operator is of."""
+        is_inside = self.start <= operator < self.end
+        return (operator - self.start) // self.period if is_inside else None
+
     @property
     def kept_by_default(self) -> tuple[int, ...]:
         """The blocks that are kept by default."""

@@ -173,9 +173,9 @@ def _placed(
 
 
 def is_light(operator: Operator) -> bool:
-    """Does it cost only the bytes that it touches, and run unchanged on shards?"""
+    """Does it cost only the bytes that it touches, and run unchanged on shards and partial sums?"""
     rule = rule_for(str(operator.call.op))
-    return rule.flops is None and not rule.lower
+    return rule.flops is None and not rule.lower and not rule.whole_gradients
 
 
 def form_groups(program: Program, placed: Sequence[PlacedOperator]) -> tuple[OperatorGroup, ...]:

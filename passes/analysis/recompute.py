@@ -13,6 +13,9 @@ recomputed too.
 A mode that the user chose applies to all blocks. With "auto" the search chooses one of `SEARCHED`
 per block (`passes/intra/recompute_choice.py`), if the fastest placements without recompute do not
 fit (`passes/search/evaluator.py`).
+
+With "auto", regions inside `torch.utils.checkpoint.checkpoint(...)` run again as the user's code
+says, and nothing else does (`_user_regions`). A region is any range of operators.
 """
 
 from __future__ import annotations
@@ -63,7 +66,12 @@ class Recomputable:
         if mode is not None:
             wanted = recomputed_operators(analysis, mode)
             return Recomputable(tuple(item.operators for item in wanted), (mode,))
-        if not (options.searches_recompute and analysis.program.training):
+        if not analysis.program.training:
+            return None
+        regions = _user_regions(analysis) if options.keeps_user_regions else None
+        if regions is not None:
+            return regions
+        if not options.searches_recompute:
             return None
         names = [o.name for o in analysis.operators]
         ranges = tuple(tuple(names[r.start : r.stop]) for r in blocks(analysis))
@@ -99,26 +107,75 @@ def is_searched(recomputable: Recomputable | None) -> bool:
 def aligned_runs(part: Analysis, recomputable: Recomputable) -> tuple[Run, ...]:
     """The repeated blocks of a program (`folding.find_runs`), cut where ranges begin.
 
-    Empty if a range is not within one block, because then no block can stand for others.
+    Blocks with ranges at other places are in runs of their own. A run is left out if no number of
+    its blocks holds whole ranges, because then no block can stand for others.
     """
-    starts = [positions.start for positions in recomputable.within(part)]
-    runs = tuple(_shifted(run, starts) for run in find_runs(part))
-    runs = tuple(run for run in runs if run.count > KEPT)
-    places = {i: (run, (i - run.start) // run.period) for run in runs for i in _positions(run)}
-    for positions in recomputable.within(part):
-        if len({places.get(i) for i in positions}) > 1:
-            return ()
-    return runs
+    ranges = recomputable.within(part)
+    return tuple(run for found in find_runs(part) for run in _aligned(found, ranges))
 
 
-def _positions(run: Run) -> range:
-    return range(run.start, run.end)
+def _aligned(run: Run, ranges: Sequence[range]) -> tuple[Run, ...]:
+    """The parts of a run in which all blocks have equal ranges; blocks may be several of its own.
+
+    Empty if a range is in two blocks, or too few blocks are equal, however many make one.
+    """
+    starts = [positions.start for positions in ranges]
+    for n in range(1, run.count // KEPT + 1):
+        longer = _shifted(Run(run.start, n * run.period, run.count // n), starts)
+        inside: list[list[tuple[int, int]]] = [[] for _ in range(longer.count)]
+        for positions in ranges:
+            blocks = {longer.block_at(i) for i in (positions.start, positions[-1])}
+            around = positions.start < longer.start and positions.stop > longer.end
+            if len(blocks) > 1 or around:
+                break
+            (block,) = blocks
+            if block is not None:
+                first = longer.block(block).start
+                inside[block].append((positions.start - first, positions.stop - first))
+        else:
+            parts = tuple(part for part in _equal_parts(longer, inside) if part.count > KEPT)
+            if parts:
+                return parts
+    return ()
+
+
+def _equal_parts(run: Run, inside: Sequence[object]) -> Iterator[Run]:
+    """Consecutive blocks with equal entries of `inside`."""
+    start = run.start
+    for _, blocks in itertools.groupby(inside):
+        part = Run(start, run.period, len(list(blocks)))
+        yield part
+        start = part.end
 
 
 def _shifted(run: Run, starts: Sequence[int]) -> Run:
     """The run, starting at the first of `starts` within its first block."""
     first = next((i for i in starts if run.start <= i < run.start + run.period), run.start)
     return Run(first, run.period, (run.end - first) // run.period)
+
+
+def _user_regions(analysis: Analysis) -> Recomputable | None:
+    """What the user's code checkpoints: whole ranges of operators, None without any.
+
+    A policy that keeps some results is "selective" if all regions have one, else "full".
+    """
+    position = {operator.name: i for i, operator in enumerate(analysis.operators)}
+    ranges: list[range] = []
+    regions = analysis.program.checkpointed
+    for region in regions:
+        places = [position[name] for name in region.operators if name in position]
+        if not places:
+            continue
+        found = range(min(places), max(places) + 1)
+        if ranges and found.start < ranges[-1].stop:
+            found = range(ranges[-1].stop, found.stop)
+        if found:
+            ranges.append(found)
+    if not ranges:
+        return None
+    names = [operator.name for operator in analysis.operators]
+    mode: Recompute = "selective" if all(r.is_selective for r in regions) else "full"
+    return Recomputable(tuple(tuple(names[r.start : r.stop]) for r in ranges), (mode,))
 
 
 def recomputed_operators(analysis: Analysis, mode: Recompute) -> tuple[Recomputed, ...]:

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from autopar.operators import seed_tensor, step_seed
+from autopar.precision import working_dtype
 from autopar.program import Accumulation, Delivered, GatherLine, Local, Pipeline
 from autopar.runtime.collectives import Crossings, Messenger, TiedGradients
 from autopar.runtime.execute.conversions import Conversions
@@ -181,7 +182,9 @@ class Executor:
             self.ties.sum(stored, kept)
         last = self.pipeline.stages[-1]
         assert last.loss is not None, "a training program has a loss"
-        loss = self._from_last_stage(step.loss, last.local(last.loss))
+        made = last.local(last.loss)
+        whole = None if step.loss is None else step.loss.to(made.dtype)
+        loss = self._from_last_stage(whole, made)
         if self.crossings:
             self.crossings.finish()
         self._store_buffers(step)
@@ -269,7 +272,10 @@ class Executor:
         if self._peers("send_forward", index):
             step.activations[index] = {value: r.detach() for value, r in sent.items()}
         if loss is not None:
-            step.loss = loss.detach() if step.loss is None else step.loss + loss.detach()
+            part = loss.detach()
+            if self.program.n_microbatches > 1:  # a sum in half precision rounds at every term
+                part = part.to(working_dtype(part.dtype))
+            step.loss = part if step.loss is None else step.loss + part
         if torch.is_grad_enabled():
             roots = {value: r for value, r in sent.items() if r.requires_grad}
             step.in_flight[index] = _InFlight(loss, received, roots)

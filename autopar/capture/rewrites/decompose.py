@@ -5,9 +5,9 @@ Some operators are composed by torch of differentiable ones (`CompositeImplicitA
 others have a decomposition in torch's tables that computes the same as their kernel
 (`PYTHON_DECOMPOSITIONS`).
 
-Two kinds of operators are kept whole. An operator with a rule: its rule knows more than the rules
+Three kinds of operators are kept whole. An operator with a rule: its rule knows more than the rules
 of its parts. An operator with parts that run under a no-grad guard of the C++ code: in the graph
-these parts would look differentiable.
+these parts would look differentiable. And `autograd.Function`s, for their own backward.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.capture.builder import Builder, TracedCall, is_differentiable
+from autopar.capture.checkpointed import REGION
 from autopar.capture.inplace import functionalise
 from autopar.capture.regions import GRAD_ENABLED
+from autopar.operators import function_of
 from autopar.rules import own_rule
 
 aten = torch.ops.aten
@@ -46,7 +48,7 @@ PYTHON_DECOMPOSITIONS = frozenset(
         aten.take.default,
     }
 )
-_INHERITED_META = ("nn_module_stack", "stack_trace", GRAD_ENABLED)
+_INHERITED_META = ("nn_module_stack", "stack_trace", GRAD_ENABLED, REGION)
 
 
 def decomposition(b: Builder, call: TracedCall) -> tuple[fx.Graph, list[fx.Node]] | None:
@@ -54,7 +56,9 @@ def decomposition(b: Builder, call: TracedCall) -> tuple[fx.Graph, list[fx.Node]
 
     None if the operator has a rule of its own or cannot be decomposed.
     """
-    function = None if own_rule(str(call.target)) else _function(call.target)
+    name = str(call.target)
+    is_whole = own_rule(name) or function_of(name)
+    function = None if is_whole else _function(call.target)
     if function is None:
         return None
     leaves, spec = pytree.tree_flatten((call.args, call.kwargs))

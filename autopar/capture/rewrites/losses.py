@@ -8,6 +8,21 @@
 The count depends on inputs only, so the prologue computes it once for the whole global batch.
 Thus the mean is exact over ranks and microbatches, even if ignored labels are spread unevenly.
 If all labels are ignored, the result is 0 / 0 = nan, as in torch.
+
+Half precision. torch's kernels round differently: on CUDA a mean rounds once, on the CPU the sum
+and the count round too. The form here is that of the CPU, so with one microbatch on one rank the
+loss is eager's bit by bit there. With more parts, or on CUDA, let u = 2^-8 for bfloat16 (2^-11 for
+float16), and s the exact sum of the losses of rows as torch rounds them:
+
+    a part's sum        each addition inside the kernel rounds: at most k u, k the longest chain of
+                        additions; k = 1 on CUDA, at most 16 per level of 16 rows on the CPU
+    count, quotient     at most u each
+    sum over parts      microbatches add up in float32 (`runtime/execute/executor.py`), and the
+                        result rounds once: u; ranks add up in the loss's own dtype: u each
+
+So |loss - s / count| <= (k + 3 + ranks) u |loss| to first order, as losses are not negative. The
+gradient of a row does not depend on the sums. A model that casts its logits to float32 first, as
+those of transformers do, has none of this.
 """
 
 from __future__ import annotations

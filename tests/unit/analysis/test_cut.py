@@ -66,7 +66,9 @@ def test_stages_are_the_whole(model: str) -> None:
                     original = whole.node(node.name)
                     assert node.meta["val"] is original.meta["val"]
                     assert stage.value_key(node.name) == whole.value_key(node.name)
-        loss, _ = reference_step(whole, random_parameters(whole, seed), case.batch(seed))
+        loss, _ = reference_step(
+            whole, random_parameters(whole, seed), case.batch(seed), fuses_biases=False
+        )
         found, outputs = run_stages(whole, stages, seed, case.batch(seed))
         assert loss is not None
         assert torch.equal(found, loss)
@@ -128,7 +130,9 @@ def test_results_of_one_operator_cross_one_by_one() -> None:
     assert stages[1].received == (left,)
     assert right in stages[2].received
     assert [whole.node(v).target for v in (left, right)] == [operator.getitem] * 2
-    loss, _ = reference_step(whole, random_parameters(whole, 0), batch_of(Tied, 0))
+    loss, _ = reference_step(
+        whole, random_parameters(whole, 0), batch_of(Tied, 0), fuses_biases=False
+    )
     assert loss is not None
     assert torch.equal(run_stages(whole, stages, 0, batch_of(Tied, 0))[0], loss)
 
@@ -209,7 +213,7 @@ def test_outputs_are_received_by_the_last_stage() -> None:
     assert last.outputs == whole.outputs
     assert (first.outputs, middle.outputs) == ((), ())
     batch = batch_of(SideOutput, 0)
-    _, expected = reference_step(whole, random_parameters(whole, 0), batch)
+    _, expected = reference_step(whole, random_parameters(whole, 0), batch, fuses_biases=False)
     _, outputs = run_stages(whole, (first, middle, last), 0, batch)
     found = whole.rebuild(outputs)
     assert all(torch.equal(found[name], expected[name]) for name in ("loss", "z", "extra"))

@@ -55,7 +55,7 @@ def test_custom_operators_prints_what_it_shows(registry: None) -> None:
         with contextlib.redirect_stdout(printed):
             exec(compile(source, str(CUSTOM_OPERATORS), "exec"), namespace)
     assert not printed.getvalue()
-    assert (kinds.count("python"), kinds.count("text")) == (6, 5)
+    assert (kinds.count("python"), kinds.count("text")) == (7, 6)
 
 
 def test_the_readme_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.parity.captured import compare_capture
 from autopar.parity.eager import ModuleStep, module_step
 from autopar.program import Accumulation
 
@@ -116,13 +115,3 @@ def test_microbatches_add_up_and_change_buffers_in_turn() -> None:
 def test_a_synchronised_norm_is_a_norm_of_one_process() -> None:
     wanted = trained(net())
     same_step(step(nn.SyncBatchNorm.convert_sync_batchnorm(net())), wanted)
-
-
-def test_a_hook_after_accumulation_is_told() -> None:
-    """It may run the user's optimizer, so it does not run here."""
-    model, calls = net(), list[Tensor]()
-    model.up.bias.register_post_accumulate_grad_hook(calls.append)
-    (x,) = rows()
-    found = compare_capture(model, (x,), {"0": x}, squares, None, {})
-    assert not found.errors and not calls
-    assert found.not_compared is not None and "`up.bias`" in found.not_compared

@@ -1,0 +1,129 @@
+"""Checkpointed regions are recomputed as the user wrote them, and change no number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+import autopar
+from autopar import Manual, Plan
+from autopar.options import Options
+from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.analysis.folding import Run, find_runs
+from autopar.passes.analysis.recompute import Recomputable, aligned_runs
+from autopar.runtime.launch.processes import WorkerPool
+from tests.helpers.captures import captured
+from tests.helpers.jobs import Batch, Case, error, errors, gpt2, machine, tokens, train_alone
+from tests.helpers.models import checkpointed as models
+from tests.parity.table import TOLERANCE
+
+MESH = machine((1, 2))
+
+
+def step(how: str, options: dict[str, Any]) -> dict[str, Tensor]:
+    """The job of one rank: one step."""
+    module = autopar.parallelize(models.stack(how), MESH, models.batch(), **options)
+    assert module.plan.data.stages[0].recomputed or how == "first"
+    batch: Batch = models.batch()
+    loss = module.step(**batch)
+    return {"loss": loss, **module.full_gradients()}
+
+
+@pytest.mark.parametrize("how", models.HOWS)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_parity_with_the_users_module(how: str, workers: Callable[[int], WorkerPool]) -> None:
+    found = workers(2).run(step, how, {"manual": Manual(dp=2)} if how == "part" else {})
+    right = models.gradients(models.stack(how))
+    off = {name: error(found[0][name], value) for name, value in right.items()}
+    assert {name: value for name, value in off.items() if not value <= TOLERANCE} == {}
+
+
+def recomputed(plan: Plan) -> dict[str, str]:
+    return dict(plan.data.stages[0].recomputed)
+
+
+def test_transformers_models_are_planned_as_with_recompute_full() -> None:
+    def plan(model: nn.Module, **options: Any) -> Plan:
+        return autopar.plan(model, MESH, tokens(0), **options)
+
+    on = gpt2(6).train()
+    on.activation_checkpointing_enable()  # type: ignore[operator]
+    asked, full, none = plan(on), plan(gpt2(6), recompute="full"), plan(gpt2(6))
+    assert recomputed(asked) == recomputed(full)
+    assert len(recomputed(asked)) == 6 and not recomputed(none)
+    assert asked.predicted.peak_bytes == full.predicted.peak_bytes < none.predicted.peak_bytes
+    assert not recomputed(plan(on, recompute="none"))
+    assert not recomputed(plan(on, forbid=("recompute",)))
+    assert set(recomputed(plan(on, recompute="selective")).values()) != {*recomputed(full).values()}
+
+
+def test_only_the_users_blocks_run_again() -> None:
+    plan = autopar.plan(models.stack("second"), MESH, models.batch())
+    assert [key.split("/")[0] for key in recomputed(plan)] == ["blocks.1.norm", "blocks.3.norm"]
+    part = autopar.plan(models.stack("part"), MESH, models.batch())
+    assert recomputed(part)["blocks.0.up/linear#0"] == "full until /tanh#0"
+    policy = autopar.plan(models.stack("selective"), MESH, models.batch())
+    assert all(text.startswith("selective until") for text in recomputed(policy).values())
+    assert len(recomputed(policy)) == models.N_BLOCKS
+
+
+def aligned(how: str, n_blocks: int) -> tuple[Run, tuple[Run, ...]]:
+    analysis = Analysis.of(captured(models.stack(how, n_blocks), models.batch()))
+    regions = Recomputable.of(analysis, Options.of())
+    (run,) = find_runs(analysis)
+    return run, aligned_runs(analysis, regions) if regions else ()
+
+
+@pytest.mark.parametrize(
+    ("how", "n_own"), [("blocks", 1), ("second", 2), ("part", 1), ("pairs", 2)]
+)
+def test_blocks_stand_for_blocks_with_equal_regions_only(how: str, n_own: int) -> None:
+    """Blocks of a run may be several blocks of the model."""
+    run, found = aligned(how, 16)
+    assert [r.period for r in found] == [n_own * run.period]
+    assert found[0].count in (16 // n_own - 1, 16 // n_own)
+
+
+@pytest.mark.parametrize("how", ["second", "pairs"])
+def test_folded_or_not_the_plan_is_the_same(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from autopar.passes.search import evaluator, simulator
+
+    def plan() -> Plan:
+        return autopar.plan(models.stack(how, 12), MESH, models.batch(), mesh_shape="as-given")
+
+    folded = plan()
+    monkeypatch.setattr(evaluator, "aligned_runs", lambda *_: ())
+    whole = plan()
+    assert simulator is not None and recomputed(folded) == recomputed(whole)
+    assert folded.predicted.step_time_s == pytest.approx(whole.predicted.step_time_s, rel=1e-9)
+    assert folded.predicted.peak_bytes == whole.predicted.peak_bytes
+
+
+def test_dropout_draws_the_same_again(workers: Callable[[int], WorkerPool]) -> None:
+    """Positional random numbers: a region that runs again drops the same elements."""
+    found = workers(2).run(_train_dropped)
+    assert {
+        k: v for k, v in errors(found, train_alone(DROPPED)).items() if not v <= TOLERANCE
+    } == {}
+
+
+def _dropped(on: bool) -> nn.Module:
+    model = gpt2(2, resid_pdrop=0.3, attn_pdrop=0.3).train()
+    if on:
+        model.activation_checkpointing_enable()  # type: ignore[operator]
+    return model
+
+
+DROPPED = Case(lambda: _dropped(False), tokens)
+
+
+def _train_dropped() -> Any:
+    from tests.helpers.jobs import train_module
+
+    case = Case(lambda: _dropped(True), tokens)
+    module = autopar.parallelize(case.model(), MESH, case.batch(0), precision="fp64")
+    assert len(module.plan.data.stages[0].recomputed) == 2
+    return train_module(module, case.batch)
