@@ -1,7 +1,7 @@
 """Attention with dropout of its weights, in blocks, with dropout by position (`random.py`).
 
     S = q kᵀ · scale + mask         [s, t] per head
-    W = softmax(S),  D = dropout(W) the bits of an element depend on its index, as in `dropout`
+    W = softmax(S),  D = dropout(W)
     out = D v
 
 Forward and backward compute this for one block of rows at a time, so no [s, t] tensor exists as a

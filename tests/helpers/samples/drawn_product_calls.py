@@ -132,15 +132,5 @@ def dropouts(draw: st.DrawFn) -> Call:
     return "autopar.dropout.default", call(draw(real(shape)), seed_tensor(3), positions, 0.4, 1)
 
 
-FAMILIES = {
-    family.__name__: anew(family())
-    for family in (
-        products,
-        matmuls,
-        einsums,
-        attentions,
-        dropped_attentions,
-        experts,
-        dropouts,
-    )  # fmt: skip
-}
+DRAWN = (products, matmuls, einsums, attentions, dropped_attentions, experts, dropouts)
+FAMILIES = {family.__name__: anew(family()) for family in DRAWN}
