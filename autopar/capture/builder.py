@@ -118,6 +118,8 @@ class Builder:
     divisors    counts of labels that divide a mean; they must not depend on parameters, and
                 move to the prologue
     constants   placeholders of constants that rewrites introduced, and what computes them
+    restrided   nodes whose strides are not those of the trace; the fake values of operators that
+                read them are computed anew
     """
 
     mode: FakeTensorMode
@@ -127,6 +129,7 @@ class Builder:
     has_grad: set[fx.Node] = field(default_factory=set)
     divisors: set[fx.Node] = field(default_factory=set)
     constants: dict[fx.Node, Callable[[], torch.Tensor]] = field(default_factory=dict)
+    restrided: set[fx.Node] = field(default_factory=set)
     random_seed: fx.Node | None = None
     n_random: int = 0
     grad_enabled: bool = True
@@ -195,7 +198,7 @@ class Builder:
         same_as    the traced node, if the operator is unchanged: its fake value is reused
         """
         args, kwargs = pytree.tree_map(self._argument, (args, kwargs))
-        if same_as is not None and not self.lift:
+        if same_as is not None and not self.lift and not self._reads_restrided(args, kwargs):
             value = same_as.meta["val"]
         else:
             value = self._run(target, args, kwargs)
@@ -207,6 +210,8 @@ class Builder:
             kwargs = kwargs | {"dtype": self.dtype(value.dtype)}
             value = self._run(target, args, kwargs)
         node = self._create(target, args, kwargs)
+        if same_as is not None and _strides(value) != _strides(same_as.meta["val"]):
+            self.restrided.add(node)
         finished = self._finish(node, value, carries_gradient(node, value, self.has_grad))
         return self._lifted(finished)
 
@@ -218,6 +223,12 @@ class Builder:
         if is_function and isinstance(value, torch.Tensor) and _is_low(value):
             return self.op(aten.to.dtype, node, self.dtype(value.dtype))
         return node
+
+    def _reads_restrided(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if not self.restrided:
+            return False
+        leaves = pytree.tree_leaves((args, kwargs))
+        return any(isinstance(v, fx.Node) and v in self.restrided for v in leaves)
 
     def _create(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         name = target.overloadpacket.__name__.strip("_")
@@ -264,6 +275,10 @@ class Builder:
 
         wide = pytree.tree_map(widen, (args, kwargs))
         return wide[0], wide[1]
+
+
+def _strides(value: Any) -> list[tuple[int, ...]]:
+    return [v.stride() for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
 
 
 def _is_low(value: Any) -> bool:

@@ -2,8 +2,9 @@
 
 While `LiveBytes` is entered, it sees the result of every operator that PyTorch dispatches on the
 same thread, in forward and in backward. A storage counts once, however many tensors view it, until
-the last of them is gone. Buffers inside a kernel are not tensors and do not count. It works on real
-and on fake tensors, on every device.
+the last of them is gone. Buffers inside a kernel are not seen. They count only for kernels of our
+own that say how large they are (`workspace_bytes`). It works on real and on fake tensors, on every
+device.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.operators import workspace_bytes
 
 
 class LiveBytes(TorchDispatchMode):
@@ -50,8 +53,9 @@ class LiveBytes(TorchDispatchMode):
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._add(leaf)
-        if self.live_bytes > self.peak_bytes:
-            self.peak_bytes, self.peak_at = self.live_bytes, str(func)
+        needed_bytes = self.live_bytes + workspace_bytes(func, args)
+        if needed_bytes > self.peak_bytes:
+            self.peak_bytes, self.peak_at = needed_bytes, str(func)
         return result
 
     def _add(self, tensor: torch.Tensor) -> None:

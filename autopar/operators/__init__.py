@@ -1,13 +1,20 @@
 """Operators that autopar registers with torch when this package is imported.
 
 Capture puts them in place of ATen operators that hide what is needed to shard them.
-Read `random.py` (random numbers by global index), `experts.py` (matmuls per expert), `functions.py`
-and `function_probe.py` (operators made of `torch.autograd.Function` classes).
-It imports torch only.
-It hands on `DROPOUT`, `UNIFORM`, `Stream`, `function_call` and the module `experts`.
+Read `random.py` (random numbers by global index), `attention.py` (attention with dropout),
+`experts.py` (matmuls per expert), `functions.py` and `function_probe.py` (operators made of
+`torch.autograd.Function` classes).
+It imports torch and `precision` only.
+It hands on `ATTENTION_DROPOUT`, `DROPOUT`, `UNIFORM`, `Stream`, `function_call`, and the module
+`experts`.
 """
 
-from autopar.operators import experts, random
+from autopar.operators import attention, experts, random
+from autopar.operators.attention import (
+    ATTENTION_DROPOUT,
+    ATTENTION_DROPOUT_KERNEL,
+    workspace_bytes,
+)
 from autopar.operators.function_probe import UnsupportedFunctionError, untraced
 from autopar.operators.functions import (
     NAMESPACE,
@@ -20,12 +27,15 @@ from autopar.operators.functions import (
 from autopar.operators.random import DROPOUT, UNIFORM, Stream, seed_tensor, step_seed
 
 __all__ = [
+    "ATTENTION_DROPOUT",
+    "ATTENTION_DROPOUT_KERNEL",
     "DROPOUT",
     "NAMESPACE",
     "UNIFORM",
     "FunctionOperator",
     "Stream",
     "UnsupportedFunctionError",
+    "attention",
     "experts",
     "full_name",
     "function_call",
@@ -35,4 +45,5 @@ __all__ = [
     "seed_tensor",
     "step_seed",
     "untraced",
+    "workspace_bytes",
 ]

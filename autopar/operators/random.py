@@ -67,11 +67,8 @@ def seed_tensor(seed: int) -> Tensor:
 @torch.library.custom_op("autopar::dropout", mutates_args=())
 def dropout(x: Tensor, seed: Tensor, positions: list[Tensor], p: float, occurrence: int) -> Tensor:
     """x / (1 - p) with probability 1 - p, else 0."""
-    kept = x.new_empty([len(vector) for vector in positions], dtype=torch.bool)
-    flat, limit = kept.view(-1), _limit(1 - p)
-    for block, bits in _blocks(seed, positions, occurrence, x.device):
-        torch.lt(bits, limit, out=flat[block])
-    return (x * kept).mul_(1 / (1 - p))
+    kept = kept_elements(*element_keys(seed, positions, occurrence, x.device), p)
+    return (x * kept.view([len(vector) for vector in positions])).mul_(1 / (1 - p))
 
 
 @dropout.register_fake
@@ -118,13 +115,37 @@ def _blocks(
     seed: Tensor, positions: Sequence[Tensor], occurrence: int, device: torch.device
 ) -> Iterator[tuple[slice, Tensor]]:
     """Ranges of the flattened result with their bits; each range is some rows of the last dim."""
+    return _blocks_of(*element_keys(seed, positions, occurrence, device))
+
+
+def element_keys(
+    seed: Tensor, positions: Sequence[Tensor], occurrence: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """(rows, columns): element (i, j) has the bits `mix(rows[i] + columns[j])`.
+
+    `columns` is for the last dim, `rows` for all others, flattened. So a part of the elements can
+    be drawn from a part of both (`kept_elements`).
+    """
     key = _mix(int(seed) + (occurrence + 1) * _GOLDEN)
     rows = torch.full((1,), _signed(key), device=device)
     columns = torch.zeros(1, dtype=torch.int64, device=device)
     for k, vector in enumerate(positions):
         rows = (rows[:, None] + columns).flatten()
         columns = vector * _signed(_mix(key + (k + 1) * _GOLDEN) | 1)
-    size = _BLOCK_ON_CPU if device.type == "cpu" else _BLOCK_ON_GPU
+    return rows, columns
+
+
+def kept_elements(rows: Tensor, columns: Tensor, p: float) -> Tensor:
+    """Which elements a dropout keeps: flags [rows, columns]."""
+    kept = torch.empty(len(rows), len(columns), dtype=torch.bool, device=rows.device)
+    flat, limit = kept.view(-1), _limit(1 - p)
+    for block, bits in _blocks_of(rows, columns):
+        torch.lt(bits, limit, out=flat[block])
+    return kept
+
+
+def _blocks_of(rows: Tensor, columns: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    size = _BLOCK_ON_CPU if rows.device.type == "cpu" else _BLOCK_ON_GPU
     width = len(columns)
     n_rows = max(size // max(width, 1), 1)
     for first in range(0, len(rows), n_rows):

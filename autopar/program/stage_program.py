@@ -21,6 +21,7 @@ from autopar.options import Recompute
 from autopar.placement import Move, PrimitiveKind, Spec
 from autopar.program.program import Accumulation
 from autopar.program.strategy import Period
+from autopar.rules import own_rule
 
 # The variable of unused results.
 UNUSED = "_"
@@ -132,7 +133,8 @@ class CallLine:
     @property
     def is_attention(self) -> bool:
         """Is it fused attention, which saves tensors besides its inputs and outputs?"""
-        return "scaled_dot_product" in self.target
+        rule = own_rule(self.target)
+        return rule is not None and rule.fused
 
     @cached_property
     def reads(self) -> tuple[str, ...]:

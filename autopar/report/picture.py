@@ -134,8 +134,9 @@ def is_reshard(line: MoveLine) -> bool:
 
 def kind_of(lines: Iterable[CallLine]) -> str:
     """The kind of a run of operators: that of its heaviest operator."""
+    lines = list(lines)
     names = {operator_name(line) for line in lines}
-    if "scaled_dot_product_attention" in names or ("softmax" in names and names & _MATMULS):
+    if any(line.is_attention for line in lines) or ("softmax" in names and names & _MATMULS):
         return "attention"
     for kind, members in (("loss", _LOSSES), ("projection", _MATMULS)):
         if names & members or (kind == "projection" and any(n.startswith("conv") for n in names)):

@@ -1,10 +1,12 @@
-"""Rules of the random operators (`operators/random.py`).
+"""Rules of the random operators (`operators/random.py`, `operators/attention.py`).
 
 The bits of an element depend on its global index. The operators get it as one vector of positions
 per dim. So every dim may be sharded, together with its vector, and no argument is localised.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from autopar.placement import Notation, Term
 from autopar.rules import families as f
@@ -32,7 +34,22 @@ def uniform(call: OpCall) -> Notation:
     return Notation(((), *_positions(labels, call.inputs[1:])), (f.named_term(shape, labels),))
 
 
+def attention(call: OpCall) -> Notation:
+    """The notation of attention, with the seed and the positions of the weights [*, s, t].
+
+    Rows of a causal query know their positions, so they are named `s` and need no lowering.
+    """
+    n_dims = len(call.args["positions"])
+    plain = replace(call, args={**call.args, "is_causal": False}, inputs=call.inputs[: -1 - n_dims])
+    notation = f.attention(plain)
+    (out,) = notation.outputs
+    keys = notation.inputs[1][-2]
+    positions = tuple((dim,) for dim in (*out[:-1], keys))
+    return Notation((*notation.inputs, (), *positions), notation.outputs, notation.frozen)
+
+
 RANDOM = (
     OpRule("autopar.dropout.default", dropout, linear=((0,),)),
     OpRule("autopar.uniform.default", uniform),
+    OpRule("autopar.attention_dropout.default", attention, "4*s*t*e*g", fused=True),
 )

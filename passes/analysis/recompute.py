@@ -36,7 +36,6 @@ LEAST_BLOCKS = 2
 MODES: tuple[Recompute, ...] = get_args(Recompute)
 # The modes that the search chooses from, least recompute first.
 SEARCHED: tuple[Recompute | None, ...] = (None, "selective", "full")
-_FUSED_ATTENTION = "scaled_dot_product"
 _SOFTMAX = ("aten._softmax.default", "aten.softmax.int", "aten._safe_softmax.default")
 
 # Consecutive positions in `Analysis.operators`.
@@ -246,7 +245,7 @@ def _attention_cores(analysis: Analysis, block: Block) -> Iterator[Block]:
     operators, end = analysis.operators, block.start
     for i in block:
         op = str(operators[i].call.op)
-        if _FUSED_ATTENTION in op:
+        if rule_for(op).fused:
             yield range(i, i + 1)
             end = i + 1
         elif op in _SOFTMAX:

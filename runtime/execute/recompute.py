@@ -31,10 +31,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
+from autopar.operators import ATTENTION_DROPOUT_KERNEL
 from autopar.runtime.groups import RankContext, current_context, phase
 
 # The kernels that matmuls and attention dispatch to.
-_KEPT = {*flop_registry, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu}
+_KEPT = {
+    *flop_registry,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+    ATTENTION_DROPOUT_KERNEL,
+}
 
 Segment = Callable[..., Any]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]

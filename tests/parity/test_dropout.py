@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import autopar
-from autopar.capture import capture, reference_step
+from autopar.capture import capture, reference_step, rewrites
 from autopar.errors import MissingRuleError, NotSupportedError
+from autopar.operators import ATTENTION_DROPOUT
 from autopar.operators.random import DROPOUT, Stream
 from autopar.passes.analysis.analysis import Analysis
 from autopar.passes.analysis.folding import find_runs
 from autopar.passes.intra.constraints import Constraints
 from autopar.passes.intra.intra_op import intra_op_problem
+from autopar.program import Program
 from autopar.program.strategy import Period
 from autopar.runtime.launch.processes import WorkerPool
 from tests.helpers.capture_harness import Module
@@ -207,36 +210,90 @@ MASKS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", MASKS)
-def test_attention_by_parts_is_attention(name: str) -> None:
-    """If the probability drops nothing, values and gradients equal the fused operator's."""
-    torch.manual_seed(0)
-    options, heads = MASKS[name](), 2 if name == "grouped" else 4
-    q = torch.randn(3, 4, 5, 8, dtype=torch.float64, requires_grad=True)
-    k, v = (torch.randn(3, heads, 6, n, dtype=torch.float64, requires_grad=True) for n in (8, 7))
-    wanted = F.scaled_dot_product_attention(q, k, v, **options)
+class Attention(torch.nn.Module):
+    """Attention of three parameters, with dropout, weighted by the input; `learned`: its mask is a
+    parameter too."""
 
-    class Attention(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q, self.k, self.v = (torch.nn.Parameter(t.detach()) for t in (q, k, v))
+    def __init__(self, p: float, name: str, learned: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.p, self.options = p, MASKS[name]()
+        heads = 2 if name == "grouped" else 4
+        shapes = (3, 4, 5, 8), (3, heads, 6, 8), (3, heads, 6, 7)
+        self.q, self.k, self.v = (torch.nn.Parameter(torch.randn(s).double()) for s in shapes)
+        if learned:
+            self.mask = torch.nn.Parameter(self.options.pop("attn_mask"))
+        self.learned = learned
 
-        def forward(self, x: Tensor) -> Tensor:
-            return x * F.scaled_dot_product_attention(
-                self.q, self.k, self.v, dropout_p=NEVER, **options
-            )
+    def attended(self, p: float) -> Tensor:
+        options = self.options | ({"attn_mask": self.mask} if self.learned else {})
+        return F.scaled_dot_product_attention(self.q, self.k, self.v, dropout_p=p, **options)
 
-    x = torch.randn(wanted.shape, dtype=torch.float64)
-    model = Attention()
-    program = capture(model, (x,), loss_fn=lambda outputs, batch: outputs.sum())
-    assert DROPOUT in [n.target for n in program.operators]
-    loss, _ = reference_step(program, dict(model.named_parameters()), {"0": x})
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.attended(self.p)
+
+
+X = torch.randn(3, 4, 5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def captured_attention(model: Attention) -> Program:
+    return capture(model, (X,), loss_fn=lambda outputs, batch: outputs.sum())
+
+
+def loss_and_gradients(program: Program, model: Attention) -> list[Tensor]:
+    loss, _ = reference_step(program, dict(model.named_parameters()), {"0": X}, seed=5)
     assert loss is not None
-    loss.backward()
-    (wanted * x).sum().backward()
-    torch.testing.assert_close(loss, (wanted * x).sum(), rtol=1e-12, atol=1e-12)
-    for mine, theirs in zip(model.parameters(), (q, k, v), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-12)
+    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+def keep_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewrites.attention, "_obstacle", lambda *_: "this test wants them")
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("form", ["fused", "parts"])
+def test_attention_that_drops_nothing(
+    form: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values and gradients equal those of torch's attention."""
+    if form == "parts":
+        keep_parts(monkeypatch)
+    model = Attention(NEVER, name)
+    program = captured_attention(model)
+    targets = [n.target for n in program.operators]
+    assert (ATTENTION_DROPOUT in targets, DROPOUT in targets) == (form == "fused", form == "parts")
+    loss = (model.attended(0) * X).sum()
+    wanted = [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+    torch.testing.assert_close(loss_and_gradients(program, model), wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_both_forms_of_attention_train_alike(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With dropout: the same seed and occurrence drop the same weights."""
+    model = Attention(P, name)
+    found = loss_and_gradients(captured_attention(model), model)
+    keep_parts(monkeypatch)
+    wanted = loss_and_gradients(captured_attention(model), model)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_the_audit_says_what_became_of_attention() -> None:
+    (note,) = captured_attention(Attention(P, "bool")).audit.replaced
+    assert (note.what, note.why) == ("attention with dropout", "fused, with dropout by position")
+    assert note.where is not None and Path(__file__).name in note.where
+    assert captured_attention(Attention(0.0, "bool")).audit.replaced == ()
+
+
+@pytest.mark.parametrize(("p", "learned"), [(P, True), (1.0, False)])
+def test_what_is_not_fused_is_said(p: float, learned: bool) -> None:
+    """A learned mask has a gradient, and dropout of everything draws nothing."""
+    model = Attention(p, "added", learned)
+    program = captured_attention(model)
+    assert ATTENTION_DROPOUT not in [n.target for n in program.operators]
+    (note,) = program.audit.replaced
+    assert "kept for backward" in note.why
+    assert ("its mask has a gradient" in note.why) == learned
+    assert all(g.isfinite().all() for g in loss_and_gradients(program, model))
 
 
 @pytest.fixture
@@ -244,9 +301,11 @@ def pool2(workers: Callable[[int], WorkerPool]) -> WorkerPool:
     return workers(2)
 
 
-def test_gpt2_with_its_own_dropout(pool2: WorkerPool) -> None:
-    """Three tensor-parallel steps on two processes equal one process, gradients included."""
-    found = pool2.run(train_gpt2)
+@pytest.mark.parametrize("forbidden", ["data", "tensor"])
+def test_gpt2_with_its_own_dropout(pool2: WorkerPool, forbidden: str) -> None:
+    """Three steps on two processes equal one process, gradients included: tensor parallel where
+    data parallelism is forbidden, and the other way round."""
+    found = pool2.run(train_gpt2, forbidden)
     wrong = errors(found, train_alone(Case(dropped_gpt2, tokens)))
     assert {name: e for name, e in wrong.items() if not e <= TOLERANCE} == {}
     assert len(set(found[0].losses)) == len(found[0].losses)

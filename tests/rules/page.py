@@ -155,7 +155,7 @@ Capture writes many operators as others before rules are looked up:
   `gru`, `fft_fftn`), and from torch's tables of decompositions {decomposed}
   (`autopar/capture/rewrites/decompose.py`). One with a rule of its own stays whole;
 - means, as sums divided by a count; biases of products, as additions; writes in place, as the
-  functions they compute; random operators, as the two of [random numbers](#random-numbers).
+  functions they compute; random operators, as those of [random numbers](#random-numbers).
 
 ## Operators without a rule
 

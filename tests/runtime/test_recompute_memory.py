@@ -61,23 +61,24 @@ def measured_and_predicted(
 FALLS: dict[Recompute, float] = {"full": 0.45, "selective": 0.65, "attention-core": 0.95}
 
 
-@pytest.mark.parametrize("kind", ["plain", "dropped"])
+@pytest.mark.parametrize("kind", ["plain", "dropped", "eager"])
 @pytest.mark.parametrize("mode", FALLS)
 def test_less_is_held_and_as_much_as_is_predicted(mode: Recompute, kind: str) -> None:
     """In one microbatch, where blocks hold most of the memory, and in four."""
     whole, predicted = measured_and_predicted(kind, mode, ALONE)
     without, _ = measured_and_predicted(kind, None, ALONE)
     assert predicted == pytest.approx(whole, rel=CLOSE)
-    assert whole < (FALLS[mode] if kind == "dropped" else 1) * without
+    assert whole < (FALLS[mode] if kind == "eager" else 1) * without
     part, predicted = measured_and_predicted(kind, mode, Manual(microbatch_size=4))
     assert part < whole
     assert predicted == pytest.approx(part, rel=CLOSE)
 
 
+@pytest.mark.parametrize("kind", ["dropped", "eager"])
 @pytest.mark.parametrize("seed", range(6))
-def test_any_operators(seed: int) -> None:
+def test_any_operators(seed: int, kind: str) -> None:
     """Ranges begin and end anywhere and have different modes."""
-    bound = planned("dropped", ALONE).bound
+    bound = planned(kind, ALONE).bound
     assert bound is not None
     (stage,) = bound.stages
     ranges = random_ranges(bound.analysis, random.Random(seed))
@@ -101,7 +102,7 @@ def test_peaks_of_two_processes(workers: Pool) -> None:
     cases = [(manual, mode) for manual, modes in CASES.items() for mode in modes]
     pipelines, steps = [], []
     for manual, mode in cases:
-        bound = bound_of("dropped", mode, manual)
+        bound = bound_of("eager", mode, manual)
         pipelines.append(bound.pipeline)
         steps.append(whole_step(bound))
     for rank, found in enumerate(workers(2).run(bytes_of_each, steps)):

@@ -1,38 +1,91 @@
-"""Attention with dropout, decomposed into its parts (`attention_by_parts`).
+"""Attention with dropout: one operator with dropout by position, else its parts.
+
+`ATTENTION_DROPOUT` (`operators/attention.py`) computes both at once and keeps no [s, t] tensor. The
+parts are for what it does not compute (`_obstacle`), such as the gradient of a learned mask:
 
     scores = q k^T scale              in float32 if the model's dtype is half precision
     mask                              boolean: -inf where False; else added; rows with nothing to
                                       attend to give 0, as in the fused operator
     softmax, dropout, matmul with v
 
-Only so is the dropout mask a tensor of its own. Each part has a sharding rule. Attention without
-dropout stays whole.
+Both draw the same bits, and results are equal but for rounding. Attention without dropout stays
+torch's. Every replacement is a note of the audit.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import fx
 
 from autopar.capture.builder import Builder, TracedCall
-from autopar.capture.rewrites.random import cast, dropped
+from autopar.capture.names import source_line
+from autopar.capture.rewrites.random import cast, dropped, places
+from autopar.operators import ATTENTION_DROPOUT
 from autopar.precision import working_dtype
 
 aten = torch.ops.aten
 
 
-def attention_by_parts(b: Builder, call: TracedCall) -> fx.Node | None:
+def attention_with_dropout(b: Builder, call: TracedCall) -> fx.Node | None:
     bound = call.bind()
-    query, key, value, mask = (bound[n] for n in ("query", "key", "value", "attn_mask"))
     if bound["dropout_p"] == 0:
         return None
-    dtype, width = query.meta["val"].dtype, query.meta["val"].shape[-1]
-    scale = 1 / math.sqrt(width) if bound["scale"] is None else bound["scale"]
+    obstacle = _obstacle(b, call, bound)
+    made_of = "fused, with dropout by position"
+    if obstacle is not None:
+        made_of = (
+            f"matmuls, softmax and dropout by position, because {obstacle}; the weights of all "
+            "queries and keys are kept for backward"
+        )
+    b.findings.add("replaced", "attention with dropout", made_of, source_line(call.origin))
+    return _fused(b, call, bound) if obstacle is None else _by_parts(b, bound)
+
+
+def _obstacle(b: Builder, call: TracedCall, bound: dict[str, Any]) -> str | None:
+    """Why the fused operator does not compute this call, or None."""
+    q, k, v = (bound[name].meta["val"].shape for name in ("query", "key", "value"))
+    mask = bound["attn_mask"]
+    if mask in b.has_grad:
+        return "its mask has a gradient"
+    if bound["dropout_p"] == 1:
+        return "it drops everything"
+    if bound["enable_gqa"]:
+        if k[-3] != v[-3]:
+            return "keys and values have different numbers of heads"
+        lead = (*torch.broadcast_shapes(q[:-3], k[:-3], v[:-3]), q[-3])
+    else:
+        lead = tuple(torch.broadcast_shapes(q[:-2], k[:-2], v[:-2]))
+    if call.shape[:-2] != lead or (mask is not None and len(mask.meta["val"].shape) > len(q)):
+        return "its mask has dims that queries and keys do not have"
+    return None
+
+
+def _fused(b: Builder, call: TracedCall, bound: dict[str, Any]) -> fx.Node:
+    n_queries, n_keys = call.shape[-2], bound["key"].meta["val"].shape[-2]
+    fused = b.op(
+        ATTENTION_DROPOUT, bound["query"], bound["key"], bound["value"], bound["attn_mask"],
+        b.seed(), places(b, [*call.shape[:-1], n_keys]), bound["dropout_p"], b.next_occurrence(),
+        bound["is_causal"], n_queries, _scale(bound), bound["enable_gqa"],
+    )  # fmt: skip
+    b.restrided.add(fused)
+    return fused
+
+
+def _scale(bound: dict[str, Any]) -> float:
+    width = bound["query"].meta["val"].shape[-1]
+    return 1 / math.sqrt(width) if bound["scale"] is None else float(bound["scale"])
+
+
+def _by_parts(b: Builder, bound: dict[str, Any]) -> fx.Node:
+    query, key, value, mask = (bound[n] for n in ("query", "key", "value", "attn_mask"))
+    dtype = query.meta["val"].dtype
     last = key.meta["val"].dim() - 1
     transposed_key = b.op(aten.transpose.int, key, last - 1, last)
-    scores = _matmul(b, b.op(aten.mul.Tensor, query, scale), transposed_key, bound["enable_gqa"])
+    scaled = b.op(aten.mul.Tensor, query, _scale(bound))
+    scores = _matmul(b, scaled, transposed_key, bound["enable_gqa"])
     scores = cast(b, scores, working_dtype(dtype))
     if bound["is_causal"]:
         mask = _causal(b, *scores.meta["val"].shape[-2:])

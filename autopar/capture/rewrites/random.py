@@ -48,14 +48,14 @@ def positions_of(size: int) -> Callable[[], torch.Tensor]:
     return functools.cache(functools.partial(torch.arange, size))
 
 
-def _place(b: Builder, shape: Sequence[int]) -> list[fx.Node]:
+def places(b: Builder, shape: Sequence[int]) -> list[fx.Node]:
     """The positions along each dim of a tensor."""
     return [b.constant("position", positions_of(n)) for n in shape]
 
 
 def uniform(b: Builder, shape: Sequence[int], dtype: torch.dtype) -> fx.Node:
     """A new draw of uniform numbers in [0, 1)."""
-    drawn = b.op(UNIFORM, b.seed(), _place(b, shape or (1,)), b.next_occurrence(), dtype)
+    drawn = b.op(UNIFORM, b.seed(), places(b, shape or (1,)), b.next_occurrence(), dtype)
     return drawn if shape else b.op(aten.reshape.default, drawn, [])
 
 
@@ -109,7 +109,7 @@ def dropped(b: Builder, source: fx.Node, p: float, drawn: Sequence[int]) -> fx.N
     """Dropout with one draw per element of a tensor of shape `drawn`."""
     if p == 1:
         return b.op(aten.mul.Tensor, source, 0)
-    return b.op(DROPOUT, source, b.seed(), _place(b, drawn), p, b.next_occurrence())
+    return b.op(DROPOUT, source, b.seed(), places(b, drawn), p, b.next_occurrence())
 
 
 def alpha_dropped(b: Builder, source: fx.Node, p: float, drawn: Sequence[int]) -> fx.Node:

@@ -30,7 +30,7 @@ import torch
 from torch import fx
 
 from autopar.capture.builder import Builder, TracedCall
-from autopar.capture.rewrites.attention import attention_by_parts
+from autopar.capture.rewrites.attention import attention_with_dropout
 from autopar.capture.rewrites.experts import expert_matmul
 from autopar.capture.rewrites.images import IMAGE_REWRITES
 from autopar.capture.rewrites.losses import LOSS_REWRITES, mean_of
@@ -201,7 +201,7 @@ REWRITES: dict[Any, Rewrite] = {
     **IMAGE_REWRITES,
     **PLACE_REWRITES,
     **RANDOM_REWRITES,
-    aten.scaled_dot_product_attention: attention_by_parts,
+    aten.scaled_dot_product_attention: attention_with_dropout,
 }
 
 

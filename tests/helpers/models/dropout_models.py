@@ -65,15 +65,22 @@ def rows(seed: int) -> dict[str, Tensor]:
 # -- jobs --------------------------------------------------------------------------------------
 
 
-def dropped_gpt2(n_layers: int = 2) -> nn.Module:
+def dropped_gpt2(n_layers: int = 2, attention: str = "sdpa") -> nn.Module:
     """With the probabilities of its published configuration."""
     torch.manual_seed(0)
-    return gpt2(n_layers, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
+    drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
+    return gpt2(n_layers, **drop, attn_implementation=attention)
 
 
-def train_gpt2() -> Trained:
+def eager_gpt2(n_layers: int = 2) -> nn.Module:
+    """Its attention is matmuls, softmax and dropout, as the model writes them."""
+    return dropped_gpt2(n_layers, "eager")
+
+
+def train_gpt2(forbidden: str) -> Trained:
+    """Two processes, without "data" or "tensor" parallelism."""
     module = autopar.parallelize(
-        dropped_gpt2(), machine((1, 2)), tokens(0), precision="fp64", forbid=("data",),
+        dropped_gpt2(), machine((1, 2)), tokens(0), precision="fp64", forbid=(forbidden,),
         microbatches=2,
     )  # fmt: skip
     return train_module(module, tokens)

@@ -101,6 +101,20 @@ def attentions(draw: st.DrawFn) -> Call:
 
 
 @st.composite
+def dropped_attentions(draw: st.DrawFn) -> Call:
+    """The drawn attentions whose masks are not learned, with dropout by position."""
+    _, (arguments, options) = draw(attentions())
+    q, k, v, mask = arguments
+    assume(mask is None or not mask.requires_grad)
+    is_causal, grouped = options.get("is_causal", False), options.get("enable_gqa", False)
+    positions = [torch.arange(n) for n in (*q.shape[:-1], k.shape[-2])]
+    return "autopar.attention_dropout.default", call(
+        q, k, v, mask, seed_tensor(3), positions, 0.4, 1, is_causal, q.shape[-2],
+        options.get("scale", 0.5), grouped,
+    )  # fmt: skip
+
+
+@st.composite
 def experts(draw: st.DrawFn) -> Call:
     n, e, i, o = draw(sizes()), draw(sizes()), draw(sizes()), draw(sizes())
     transposed = draw(st.booleans())
@@ -118,7 +132,5 @@ def dropouts(draw: st.DrawFn) -> Call:
     return "autopar.dropout.default", call(draw(real(shape)), seed_tensor(3), positions, 0.4, 1)
 
 
-FAMILIES = {
-    family.__name__: anew(family())
-    for family in (products, matmuls, einsums, attentions, experts, dropouts)
-}
+DRAWN = (products, matmuls, einsums, attentions, dropped_attentions, experts, dropouts)
+FAMILIES = {family.__name__: anew(family()) for family in DRAWN}

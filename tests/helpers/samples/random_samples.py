@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from autopar.operators.random import seed_tensor
-from tests.helpers.samples.rule_samples import Sample, call, fixed, x
+from tests.helpers.samples.rule_samples import Sample, bools, call, fixed, x
 
 
 def positions(*shape: int) -> list[Tensor]:
@@ -14,6 +14,41 @@ def positions(*shape: int) -> list[Tensor]:
 
 
 SEED = seed_tensor(3)
+
+
+def attention(
+    q: tuple[int, ...], k: tuple[int, ...], mask: Tensor | None = None, *,
+    is_causal: bool = False, grouped: bool = False,
+) -> Sample:  # fmt: skip
+    """Values are one wider than keys."""
+    lead = q[:-2] if grouped else torch.broadcast_shapes(q[:-2], k[:-2])
+    return call(
+        x(*q), x(*k), x(*k[:-1], k[-1] + 1), mask, SEED, positions(*lead, q[-2], k[-2]), 0.4, 1,
+        is_causal, q[-2], 0.3, grouped,
+    )  # fmt: skip
+
+
+DIAGONAL = torch.eye(4, dtype=torch.bool)
+ATTENTIONS = [
+    attention((4, 4, 4, 2), (4, 4, 8, 2)),
+    attention((2, 4, 4, 2), (2, 4, 4, 2), is_causal=True),
+    attention((4, 8, 2), (4, 4, 2), is_causal=True),
+    attention((4, 2), (8, 2), is_causal=True),
+    attention((2, 4, 4, 2), (2, 4, 4, 2), bools(4, 4) | DIAGONAL),
+    attention((2, 4, 4, 2), (2, 4, 4, 2), bools(2, 1, 4, 4) | DIAGONAL),
+    attention((2, 4, 4, 2), (2, 4, 4, 2), fixed(2, 1, 1, 4)),
+    attention((4, 2), (8, 2), fixed(4, 8)),
+    attention((1, 4, 4, 2), (4, 4, 4, 2), bools(4, 1, 1, 4) | DIAGONAL),
+    attention((2, 4, 4, 2), (2, 1, 4, 2)),
+    attention((2, 2, 2, 4, 2), (2, 2, 2, 4, 2), fixed(2, 2, 4, 4)),
+    # Grouped queries: 8 heads over 4, over 2 and over 1.
+    attention((2, 8, 4, 2), (2, 4, 4, 2), is_causal=True, grouped=True),
+    attention((2, 8, 2, 2), (2, 2, 4, 2), fixed(2, 8, 2, 4), grouped=True),
+    attention((2, 8, 2, 2), (2, 2, 4, 2), fixed(2, 1, 2, 4), grouped=True),
+    attention((2, 4, 4, 2), (2, 1, 4, 2), grouped=True),
+    attention((2, 4, 4, 2), (2, 4, 4, 2), grouped=True),
+    attention((8, 4, 2), (4, 4, 2), grouped=True),
+]
 
 RANDOM_SAMPLES: dict[str, list[Sample]] = {
     "autopar.dropout.default": [
@@ -23,6 +58,7 @@ RANDOM_SAMPLES: dict[str, list[Sample]] = {
         call(fixed(4, 8), SEED, positions(4, 8), 0.4, 3),
         call(x(), SEED, [], 0.4, 4),
     ],
+    "autopar.attention_dropout.default": ATTENTIONS,
     "autopar.uniform.default": [
         call(SEED, positions(4, 8), 0, torch.float64),
         call(SEED, positions(8, 1), 1, torch.float32),
