@@ -19,8 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.capture import capture
 from autopar.errors import BatchError, NotPlannedError, NotSupportedError, OptionError
 from autopar.mesh import Mesh
+from autopar.module.batches import Agreement
 from autopar.module.compiled_step import Built, Links
 from autopar.module.job import from_rank_0, join_process_group, own_rank
+from autopar.module.local_rows import LocalRows
 from autopar.operators import Stream
 from autopar.options import Options
 from autopar.passes.binding import check_mesh, example_of, has_nested_inputs, planned_accumulation
@@ -29,9 +31,8 @@ from autopar.passes.facts import EvaluationStages, Placed, Source, Target, Train
 from autopar.passes.pipeline import EVALUATION, PASSES, other_shapes
 from autopar.planning import Bound, Plan, settled_heap
 from autopar.plans import PlanData
-from autopar.program import Audit, Delivered, Pipeline, Program, batch_shards, flatten_inputs
+from autopar.program import Audit, Pipeline, Program, flatten_inputs
 from autopar.runtime import state
-from autopar.runtime.execute import batch_index
 from autopar.runtime.state import (
     StageState,
     all_names,
@@ -54,6 +55,7 @@ class ParallelModule(nn.Module):
         self._model = (model,)  # a tuple, so that it is not a submodule
         self._mesh, self._options, self._weights = mesh, options, weights
         self._device = join_process_group(mesh)
+        self._agreement = Agreement(self._device)
         self._plan: Plan | None = None
         self._dtensor_mesh: DeviceMesh | None = None
         self._built: dict[tuple[bool, bool, Signature], Built] = {}
@@ -87,6 +89,7 @@ class ParallelModule(nn.Module):
         return self
 
     def _make_plan(self, batch: Mapping[str, Any] | Sequence[Any]) -> None:
+        self._agreement.check("plan", batch)
         compilation = self._compilation(batch)
         _ = compilation[Program]  # on every rank, so that each reports its own trace error
 
@@ -188,16 +191,19 @@ class ParallelModule(nn.Module):
         *args: Any,
         batch: str = "global",
         outputs: Callable[[Any], None] | None = None,
+        global_rows: int | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """Run forward and backward of every microbatch; gradients are synchronised on return.
 
         Inputs are the global batch, the same on every rank; with `batch="local"`, only the rows of
-        `local_slice`. `outputs` is called with the outputs of each microbatch, in the model's own
-        structure. Returns the loss: detached, 0-d, the same on every rank. Gradients are added to
-        `.grad`. Dropout masks are new at each call, and the same for every plan.
+        `local_slice`, of a global batch as long as the planned one or of `global_rows` rows. The
+        first steps compare the batch between ranks. `outputs` is called with the outputs of each
+        microbatch, in the model's own structure. Returns the loss: detached, 0-d, the same on every
+        rank. Gradients are added to `.grad`. Dropout masks are new at each call, and the same for
+        every plan.
 
-        Raises `BatchError` if the batch does not divide.
+        Raises `BatchError` if the batch does not divide or differs between ranks.
         """
         if batch not in ("global", "local"):
             raise OptionError(f'batch={batch!r}: it is "global" or "local"')
@@ -210,7 +216,10 @@ class ParallelModule(nn.Module):
                     "a local batch says nothing of the global one",
                     hint="call pm.prepare(**global_batch) first",
                 )
+            self._agreement.check("step", given)
             self.prepare(*args, **kwargs)
+        elif batch == "global":
+            self._agreement.check("step", given)
         local = batch == "local"
         if local and self.plan.data.accumulates:
             raise NotSupportedError(
@@ -218,7 +227,10 @@ class ParallelModule(nn.Module):
                 hint="pass the global batch, or plan with microbatches=1",
             )
         self._inputs(self._bound.analysis.program, given, local)  # raises before the capture fails
-        whole = self._globalised(given) if local else given
+        whole = given
+        if local:
+            self._agreement.check_local(given, self._local_rows.of_batch(given, global_rows))
+            whole = self._local_rows.globalised(given, global_rows)
         built = self._program(whole, outputs is not None)
         on_outputs = None
         if outputs is not None:
@@ -246,6 +258,7 @@ class ParallelModule(nn.Module):
             raise NotSupportedError(
                 "calling the module in training mode", hint="use pm.step(**batch), or pm.eval()"
             )
+        self._agreement.check("evaluation", given)
         built = self._program(given, True)
         inputs = self._inputs(built.program, given)
         everywhere, seed = gather == "all", self.stream.seed
@@ -260,65 +273,24 @@ class ParallelModule(nn.Module):
     ) -> dict[str, Tensor]:
         """Inputs by placeholder; a local batch may lack what this stage does not read."""
         leaves = flatten_inputs(given)
-        wanted = {n: i for n, i in program.inputs.items() if not is_local or self._takes(n)}
+        takes = self._local_rows.takes
+        wanted = {n: i for n, i in program.inputs.items() if not is_local or takes(n)}
         missing = [i.path for i in wanted.values() if i.path not in leaves]
         if missing:
             raise BatchError(f"the batch lacks {missing}; it has {sorted(leaves)}")
         return {n: leaves[i.path] for n, i in program.inputs.items() if i.path in leaves}
 
-    def _takes(self, placeholder: str) -> bool:
-        stage = self._place.pipeline.stages[self._place.stage]
-        return placeholder in stage.prologue_inputs or bool(self._delivered(placeholder))
-
-    def _delivered(self, placeholder: str) -> list[Delivered]:
-        stage = self._place.pipeline.stages[self._place.stage]
-        return [d for d in stage.delivered if d.source == placeholder]
-
-    def local_slice(self, name: str) -> slice | None:
+    def local_slice(self, name: str, global_rows: int | None = None) -> slice | None:
         """The rows of input `name` that this rank reads; None if it reads none.
 
-        Raises `OptionError` if there is no such input.
+        They are of the planned batch, or of one of `global_rows` rows. Raises `OptionError` if
+        there is no such input, `BatchError` if the rows do not divide.
         """
-        program = self._bound.analysis.program
-        paths = {info.path: placeholder for placeholder, info in program.inputs.items()}
-        if name not in paths:
-            raise OptionError(f"there is no input {name!r}; inputs are {sorted(paths)}")
-        items, sizes = self._delivered(paths[name]), self._place.sizes
-        if not self._takes(paths[name]):
-            return None
-        accumulation = program.accumulation
-        shape = program.inputs[paths[name]].shape
-        n_rows = (shape[0] if shape else 1) * (accumulation.n if accumulation else 1)
-        if accumulation is not None:
-            return slice(0, n_rows)
-        counts = {batch_shards(d, sizes) for d in items}
-        if counts in (set(), {1}) or len(counts) > 1:
-            return slice(0, n_rows)
-        (n_shards,) = counts
-        index = batch_index(items[0], sizes, self._place.coordinate)
-        return slice(index * n_rows // n_shards, (index + 1) * n_rows // n_shards)
+        return self._local_rows.slice_of(name, global_rows)
 
-    def _globalised(
-        self, given: Mapping[str, Any] | Sequence[Any]
-    ) -> Mapping[str, Any] | Sequence[Any]:
-        """Meta tensors with the global shapes of a local batch."""
-        program, sizes = self._bound.analysis.program, self._place.sizes
-        whole: dict[str, Any] = dict(flatten_inputs(given))
-        for placeholder, info in program.inputs.items():
-            value = whole.get(info.path)
-            items = [d for d in self._delivered(placeholder) if d.batch_cell]
-            if value is None:  # another stage's, but the graph needs its shape
-                whole[info.path] = torch.empty(info.shape, dtype=info.dtype, device="meta")
-                continue
-            if not isinstance(value, Tensor) or len({batch_shards(d, sizes) for d in items}) != 1:
-                continue
-            assert items[0].batch_cell is not None
-            shape = list(value.shape)
-            shape[items[0].batch_cell[0]] *= batch_shards(items[0], sizes)
-            whole[info.path] = torch.empty(shape, dtype=value.dtype, device="meta")
-        if isinstance(given, Mapping):
-            return whole
-        return tuple(whole[str(i)] for i in range(len(whole)))
+    @property
+    def _local_rows(self) -> LocalRows:
+        return LocalRows(self._bound.analysis.program, self._place, self.plan.data.batch_dims)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Raise `NotSupportedError`, with another way to generate."""
