@@ -10,6 +10,7 @@ Hands on `capture` (model -> `Program`) and `reference_step` (the program on one
 """
 
 from autopar.capture.accumulate import accumulation_of
+from autopar.capture.export import accepted
 from autopar.capture.pipeline import capture
 from autopar.capture.reference import (
     as_graph_module,
@@ -20,6 +21,7 @@ from autopar.capture.reference import (
 )
 
 __all__ = [
+    "accepted",
     "accumulation_of",
     "as_graph_module",
     "capture",

@@ -8,7 +8,6 @@ names. Every other input shape, and evaluation, is a program of its own over the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,29 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture import capture
-from autopar.errors import BatchError, NotPlannedError, NotSupportedError, OptionError
+from autopar.errors import (
+    BatchError,
+    CaptureError,
+    NotPlannedError,
+    NotSupportedError,
+    OptionError,
+    PlanError,
+)
 from autopar.mesh import Mesh
 from autopar.module.batches import Agreement
 from autopar.module.compiled_step import Built, Links
+from autopar.module.fingerprints import Fingerprint, fingerprints
 from autopar.module.job import from_rank_0, join_process_group, own_rank
 from autopar.module.local_rows import LocalRows
+from autopar.module.signatures import (
+    Signature,
+    check_planning_mode,
+    check_step_mode,
+    one_form,
+    refuse_unlike,
+    signature_of_call,
+    warn_of_unread,
+)
 from autopar.operators import Stream
 from autopar.options import Options
 from autopar.passes.binding import check_mesh, example_of, has_nested_inputs, planned_accumulation
@@ -44,14 +60,13 @@ from autopar.runtime.state import (
     state_dict,
 )
 
-Signature = tuple[tuple[str, Any], ...]
-
 
 class ParallelModule(nn.Module):
     """A model sharded by a plan. Make it with `autopar.parallelize`."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, options: Options, weights: str) -> None:
         super().__init__()
+        check_planning_mode()
         self._model = (model,)  # a tuple, so that it is not a submodule
         self._mesh, self._options, self._weights = mesh, options, weights
         self._device = join_process_group(mesh)
@@ -60,6 +75,7 @@ class ParallelModule(nn.Module):
         self._dtensor_mesh: DeviceMesh | None = None
         self._built: dict[tuple[bool, bool, Signature], Built] = {}
         self._live_buffers: frozenset[str] = frozenset()
+        self._planned: dict[str, Fingerprint] = {}
         self.training = model.training
 
     @property
@@ -85,7 +101,7 @@ class ParallelModule(nn.Module):
     def prepare(self, *args: Any, **kwargs: Any) -> ParallelModule:
         """Plan for a batch like this one, unless there is a plan. Returns self."""
         if self._plan is None:
-            self._make_plan(args if args else kwargs)
+            self._make_plan(one_form(args, kwargs))
         return self
 
     def _make_plan(self, batch: Mapping[str, Any] | Sequence[Any]) -> None:
@@ -115,6 +131,10 @@ class ParallelModule(nn.Module):
         if PlanData not in compilation:
             compilation.give(data)
         pipeline, program = compilation[Pipeline], compilation[Program]
+        planned = compilation[Source].example_inputs
+        self._planned = fingerprints(planned, with_content=False)
+        if self._options.loss_fn is not None:
+            warn_of_unread(program, self._model[0], planned)
         compilation.forget(Source)
         self._links = links = Links.join(pipeline.meshes, own_rank(), self._device)
         self._place = StageState(
@@ -123,7 +143,7 @@ class ParallelModule(nn.Module):
         self._adopt_state(program)
         self.stream = Stream(from_rank_0(torch.initial_seed))
         self._plan = Plan(data, Bound(compilation))
-        signature = _signature({i.path: _Like(i.shape) for i in data.inputs}, data.static_inputs)
+        signature = signature_of_call(planned, self._options.precision)
         self._built[True, False, signature] = Built.of(compilation, links, self._held_buffers)
 
     def _adopt_state(self, program: Program) -> None:
@@ -142,12 +162,15 @@ class ParallelModule(nn.Module):
 
     def _capture(self, batch: Mapping[str, Any] | Sequence[Any]) -> Program:
         """The graph of the current mode, for another batch or for evaluation."""
-        training, data = self.training, self.plan.data
+        training, data, model = self.training, self.plan.data, self._model[0]
+        loss_fn = self._options.loss_fn if training else None
         program = capture(
-            self._model[0], batch, training=training, precision=self._options.precision,
-            loss_fn=self._options.loss_fn if training else None, live_buffers=self._live_buffers,
+            model, batch, training=training, precision=self._options.precision, loss_fn=loss_fn,
+            live_buffers=self._live_buffers,
             accumulation=planned_accumulation(data, batch) if training else None,
         )  # fmt: skip
+        if loss_fn is not None:
+            warn_of_unread(program, model, batch)
         for buffer in program.buffers.values():
             if buffer.name not in self._live_buffers:
                 raise NotSupportedError(
@@ -158,13 +181,13 @@ class ParallelModule(nn.Module):
 
     def _program(self, batch: Mapping[str, Any] | Sequence[Any], with_outputs: bool) -> Built:
         """The compiled program for the current mode and these shapes."""
-        leaves = flatten_inputs(batch)
-        tensors = {k: v for k, v in leaves.items() if isinstance(v, Tensor)}
-        signature = _signature(tensors, {k: v for k, v in leaves.items() if k not in tensors})
-        key = (self.training, with_outputs, signature)
+        key = self.training, with_outputs, signature_of_call(batch, self._options.precision)
         if key not in self._built:
-            compilation = self._compilation_of_plan(self._capture(batch), with_outputs)
-            self._built[key] = Built.of(compilation, self._links, self._held_buffers)
+            try:
+                compilation = self._compilation_of_plan(self._capture(batch), with_outputs)
+                self._built[key] = Built.of(compilation, self._links, self._held_buffers)
+            except (CaptureError, PlanError) as error:
+                raise refuse_unlike(error, self._model[0], self._planned, batch) from error
         return self._built[key]
 
     def _compilation_of_plan(self, program: Program, with_outputs: bool) -> Compilation:
@@ -205,11 +228,10 @@ class ParallelModule(nn.Module):
 
         Raises `BatchError` if the batch does not divide or differs between ranks.
         """
-        if batch not in ("global", "local"):
-            raise OptionError(f'batch={batch!r}: it is "global" or "local"')
+        check_step_mode(batch)
         if not self.training:
             raise OptionError("step in evaluation mode", hint="call pm.train() first")
-        given: Mapping[str, Any] | Sequence[Any] = args if args else kwargs
+        given = one_form(args, kwargs)
         if self._plan is None:
             if batch == "local":
                 raise NotPlannedError(
@@ -226,10 +248,10 @@ class ParallelModule(nn.Module):
                 "a local batch of microbatches that are parts of the whole batch",
                 hint="pass the global batch, or plan with microbatches=1",
             )
-        self._inputs(self._bound.analysis.program, given, local)  # raises before the capture fails
         whole = given
         if local:
             self._agreement.check_local(given, self._local_rows.of_batch(given, global_rows))
+            self._inputs(self._bound.analysis.program, given, local)  # raises if one is missing
             whole = self._local_rows.globalised(given, global_rows)
         built = self._program(whole, outputs is not None)
         on_outputs = None
@@ -249,7 +271,7 @@ class ParallelModule(nn.Module):
         """
         if gather not in ("last", "all"):
             raise OptionError(f'gather={gather!r}: it is "last" or "all"')
-        given: Mapping[str, Any] | Sequence[Any] = args if args else kwargs
+        given = one_form(args, kwargs)
         if self._plan is None:
             raise NotPlannedError(
                 "the module is not planned yet", hint="call pm.prepare(**batch) in training mode"
@@ -369,15 +391,3 @@ class ParallelModule(nn.Module):
         """This rank's place in the pipeline; raises `NotPlannedError` before a plan."""
         _ = self.plan
         return self._place
-
-
-@dataclass(frozen=True)
-class _Like:
-    """Something with a shape."""
-
-    shape: tuple[int, ...]
-
-
-def _signature(tensors: Mapping[str, Any], static: Mapping[str, Any]) -> Signature:
-    shapes = {path: tuple(value.shape) for path, value in tensors.items()}
-    return tuple(sorted((shapes | {k: repr(v) for k, v in static.items()}).items()))
