@@ -9,7 +9,7 @@ May import `cost`, `runtime` and the layers below them.
 Hands on `capture` (model -> `Program`) and `reference_step` (the program on one process).
 """
 
-from autopar.capture.accumulate import accumulation_of
+from autopar.capture.accumulate import accumulation_of, first_rows
 from autopar.capture.export import accepted
 from autopar.capture.pipeline import capture
 from autopar.capture.reference import (
@@ -26,6 +26,7 @@ __all__ = [
     "as_graph_module",
     "capture",
     "change_buffers",
+    "first_rows",
     "microbatch_inputs",
     "reference_step",
     "whole_buffers",

@@ -7,6 +7,7 @@ names. Every other input shape, and evaluation, is a program of its own over the
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.capture import capture
+from autopar.capture import accumulation_of, capture, first_rows
 from autopar.errors import (
     BatchError,
     CaptureError,
@@ -25,7 +26,7 @@ from autopar.errors import (
     PlanError,
 )
 from autopar.mesh import Mesh
-from autopar.module.batches import Agreement
+from autopar.module.batches import Agreement, Given
 from autopar.module.compiled_step import Built, Links
 from autopar.module.fingerprints import Fingerprint, fingerprints
 from autopar.module.job import from_rank_0, join_process_group, own_rank
@@ -41,6 +42,7 @@ from autopar.module.signatures import (
 )
 from autopar.operators import Stream
 from autopar.options import Options
+from autopar.passes.analysis import microbatch_scales
 from autopar.passes.binding import check_mesh, example_of, has_nested_inputs, planned_accumulation
 from autopar.passes.compilation import Compilation
 from autopar.passes.facts import EvaluationStages, Placed, Source, Target, Trained
@@ -179,13 +181,25 @@ class ParallelModule(nn.Module):
                 )
         return program
 
+    def _scales(self, program: Program, batch: Given) -> tuple[float, ...]:
+        """The factors of the outputs of a microbatch, from the graph of one microbatch."""
+        data = self.plan.data
+        one = None
+        if program.accumulation is None and data.microbatches > 1:
+            parts = accumulation_of(batch, data.microbatches, data.batch_dims)
+            with contextlib.suppress(CaptureError):  # a model of a fixed batch size
+                one = self._capture(first_rows(batch, parts))
+        return microbatch_scales(program, one, data.microbatches)
+
     def _program(self, batch: Mapping[str, Any] | Sequence[Any], with_outputs: bool) -> Built:
         """The compiled program for the current mode and these shapes."""
         key = self.training, with_outputs, signature_of_call(batch, self._options.precision)
         if key not in self._built:
             try:
-                compilation = self._compilation_of_plan(self._capture(batch), with_outputs)
-                self._built[key] = Built.of(compilation, self._links, self._held_buffers)
+                program = self._capture(batch)
+                scales = self._scales(program, batch) if with_outputs and self.training else ()
+                compilation = self._compilation_of_plan(program, with_outputs)
+                self._built[key] = Built.of(compilation, self._links, self._held_buffers, scales)
             except (CaptureError, PlanError) as error:
                 raise refuse_unlike(error, self._model[0], self._planned, batch) from error
         return self._built[key]
@@ -221,10 +235,15 @@ class ParallelModule(nn.Module):
 
         Inputs are the global batch, the same on every rank; with `batch="local"`, only the rows of
         `local_slice`, of a global batch as long as the planned one or of `global_rows` rows. The
-        first steps compare the batch between ranks. `outputs` is called with the outputs of each
-        microbatch, in the model's own structure. Returns the loss: detached, 0-d, the same on every
-        rank. Gradients are added to `.grad`. Dropout masks are new at each call, and the same for
-        every plan.
+        first steps compare the batch between ranks.
+
+        `outputs` is called with the outputs of each microbatch, in the model's own structure: what
+        the model returns for its rows. The mean of their losses is the step's loss, so a loss over
+        labels is divided by the mean count of the microbatches. (A loss that sums rows is the sum
+        of theirs.)
+
+        Returns the loss: detached, 0-d, the same on every rank. Gradients are added to `.grad`.
+        Dropout masks are new at each call, and the same for every plan.
 
         Raises `BatchError` if the batch does not divide or differs between ranks.
         """
@@ -256,8 +275,8 @@ class ParallelModule(nn.Module):
         built = self._program(whole, outputs is not None)
         on_outputs = None
         if outputs is not None:
-            rebuild, handler = built.program.rebuild, outputs
-            on_outputs = lambda tensors: handler(rebuild(tensors))  # noqa: E731
+            handler = outputs
+            on_outputs = lambda tensors: handler(built.outputs(tensors))  # noqa: E731
         inputs = self._inputs(built.program, given, local)
         loss = built.executor.step(self.shards, inputs, local, on_outputs, self.stream.seed)
         self.stream.n_steps += 1
