@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,11 @@ from autopar.program import Pipeline, Program
 from autopar.runtime.collectives import DistMessenger, Messenger
 from autopar.runtime.execute import Environment, Executor, load_code
 from autopar.runtime.groups import Group, make_groups, world_group
+
+# What a program computes: a step, without or with the model's outputs; without gradients, the
+# model's outputs or the loss alone.
+Kind = Literal["step", "step with outputs", "forward", "loss"]
+TRAINS: tuple[Kind, ...] = ("step", "step with outputs")
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from autopar.errors import (
 )
 from autopar.mesh import Mesh
 from autopar.module.batches import Agreement, Given
-from autopar.module.compiled_step import Built, Links
+from autopar.module.compiled_step import TRAINS, Built, Kind, Links
 from autopar.module.fingerprints import Fingerprint, fingerprints
 from autopar.module.job import from_rank_0, join_process_group, own_rank
 from autopar.module.local_rows import LocalRows
@@ -35,6 +35,7 @@ from autopar.module.signatures import (
     Signature,
     check_planning_mode,
     check_step_mode,
+    keys_of_model,
     one_form,
     refuse_unlike,
     signature_of_call,
@@ -46,7 +47,7 @@ from autopar.passes.analysis import microbatch_scales
 from autopar.passes.binding import check_mesh, example_of, has_nested_inputs, planned_accumulation
 from autopar.passes.compilation import Compilation
 from autopar.passes.facts import EvaluationStages, Placed, Source, Target, Trained
-from autopar.passes.pipeline import EVALUATION, PASSES, other_shapes
+from autopar.passes.pipeline import PASSES, evaluation, other_shapes
 from autopar.planning import Bound, Plan, settled_heap
 from autopar.plans import PlanData
 from autopar.program import Audit, Pipeline, Program, flatten_inputs
@@ -75,7 +76,7 @@ class ParallelModule(nn.Module):
         self._agreement = Agreement(self._device)
         self._plan: Plan | None = None
         self._dtensor_mesh: DeviceMesh | None = None
-        self._built: dict[tuple[bool, bool, Signature], Built] = {}
+        self._built: dict[tuple[bool, Kind, Signature], Built] = {}
         self._live_buffers: frozenset[str] = frozenset()
         self._planned: dict[str, Fingerprint] = {}
         self.training = model.training
@@ -146,7 +147,7 @@ class ParallelModule(nn.Module):
         self.stream = Stream(from_rank_0(torch.initial_seed))
         self._plan = Plan(data, Bound(compilation))
         signature = signature_of_call(planned, self._options.precision)
-        self._built[True, False, signature] = Built.of(compilation, links, self._held_buffers)
+        self._built[True, "step", signature] = Built.of(compilation, links, self._held_buffers)
 
     def _adopt_state(self, program: Program) -> None:
         """Set the shards, the buffers that steps change here, and the constant buffers."""
@@ -162,14 +163,14 @@ class ParallelModule(nn.Module):
             if not buffer.persistent:
                 self._non_persistent_buffers_set |= {*all_names(buffer)}
 
-    def _capture(self, batch: Mapping[str, Any] | Sequence[Any]) -> Program:
+    def _capture(self, batch: Given, kind: Kind) -> Program:
         """The graph of the current mode, for another batch or for evaluation."""
-        training, data, model = self.training, self.plan.data, self._model[0]
-        loss_fn = self._options.loss_fn if training else None
+        model, accumulates = self._model[0], kind in TRAINS
+        loss_fn = None if kind == "forward" else self._options.loss_fn
         program = capture(
-            model, batch, training=training, precision=self._options.precision, loss_fn=loss_fn,
-            live_buffers=self._live_buffers,
-            accumulation=planned_accumulation(data, batch) if training else None,
+            model, batch, training=self.training, precision=self._options.precision,
+            loss_fn=loss_fn, live_buffers=self._live_buffers,
+            accumulation=planned_accumulation(self.plan.data, batch) if accumulates else None,
         )  # fmt: skip
         if loss_fn is not None:
             warn_of_unread(program, model, batch)
@@ -188,30 +189,31 @@ class ParallelModule(nn.Module):
         if program.accumulation is None and data.microbatches > 1:
             parts = accumulation_of(batch, data.microbatches, data.batch_dims)
             with contextlib.suppress(CaptureError):  # a model of a fixed batch size
-                one = self._capture(first_rows(batch, parts))
+                one = self._capture(first_rows(batch, parts), "step")
         return microbatch_scales(program, one, data.microbatches)
 
-    def _program(self, batch: Mapping[str, Any] | Sequence[Any], with_outputs: bool) -> Built:
+    def _program(self, batch: Given, kind: Kind) -> Built:
         """The compiled program for the current mode and these shapes."""
-        key = self.training, with_outputs, signature_of_call(batch, self._options.precision)
+        key = self.training, kind, signature_of_call(batch, self._options.precision)
         if key not in self._built:
             try:
-                program = self._capture(batch)
-                scales = self._scales(program, batch) if with_outputs and self.training else ()
-                compilation = self._compilation_of_plan(program, with_outputs)
+                program = self._capture(batch, kind)
+                scales = self._scales(program, batch) if kind == "step with outputs" else ()
+                compilation = self._compilation_of_plan(program, kind)
                 self._built[key] = Built.of(compilation, self._links, self._held_buffers, scales)
             except (CaptureError, PlanError) as error:
                 raise refuse_unlike(error, self._model[0], self._planned, batch) from error
         return self._built[key]
 
-    def _compilation_of_plan(self, program: Program, with_outputs: bool) -> Compilation:
+    def _compilation_of_plan(self, program: Program, kind: Kind) -> Compilation:
         """The plan placed on another program: other shapes, with outputs, or evaluation."""
         bound = self._bound
         given = Target(self._mesh, self._options), bound.data, program
-        if self.training:
-            return Compilation(other_shapes(bound.pipeline.n_blocks, with_outputs), *given)
+        if kind in TRAINS:
+            passes = other_shapes(bound.pipeline.n_blocks, kind == "step with outputs")
+            return Compilation(passes, *given)
         trained = Trained(Placed(bound.stages), bound.pipeline)
-        compilation = Compilation(EVALUATION, *given, trained)
+        compilation = Compilation(evaluation(kind == "forward"), *given, trained)
         stages = from_rank_0(lambda: compilation[EvaluationStages])
         if EvaluationStages not in compilation:
             compilation.give(stages)
@@ -272,7 +274,7 @@ class ParallelModule(nn.Module):
             self._agreement.check_local(given, self._local_rows.of_batch(given, global_rows))
             self._inputs(self._bound.analysis.program, given, local)  # raises if one is missing
             whole = self._local_rows.globalised(given, global_rows)
-        built = self._program(whole, outputs is not None)
+        built = self._program(whole, "step" if outputs is None else "step with outputs")
         on_outputs = None
         if outputs is not None:
             handler = outputs
@@ -285,8 +287,9 @@ class ParallelModule(nn.Module):
     def forward(self, *args: Any, gather: str = "last", **kwargs: Any) -> Any:
         """The model's own output for a global batch, without gradients.
 
-        The loss is on every rank. Other tensors are whole on the ranks of the last stage;
-        `gather="all"` gives them to all ranks.
+        Keys that only `loss_fn` reads are left out; its loss is that of `pm.loss(**batch)`. A loss
+        that the model returns is on every rank. Other tensors are whole on the ranks of the last
+        stage; `gather="all"` gives them to all ranks.
         """
         if gather not in ("last", "all"):
             raise OptionError(f'gather={gather!r}: it is "last" or "all"')
@@ -297,17 +300,47 @@ class ParallelModule(nn.Module):
             )
         if self.training:
             raise NotSupportedError(
-                "calling the module in training mode", hint="use pm.step(**batch), or pm.eval()"
+                "calling the module in training mode",
+                hint="use pm.step(**batch), pm.loss(**batch), or pm.eval()",
             )
         self._agreement.check("evaluation", given)
-        built = self._program(given, True)
-        inputs = self._inputs(built.program, given)
-        everywhere, seed = gather == "all", self.stream.seed
-        loss, *tensors = built.executor.forward(self.shards, inputs, False, everywhere, seed)
+        if self._options.loss_fn is not None:
+            given = keys_of_model(self._model[0], self._planned, given)
+        built = self._program(given, "forward")
+        loss, *tensors = self._run_forward(built, given, gather == "all")
         names = built.program.outputs
         return built.program.rebuild(
             [loss if n == built.program.loss else t for n, t in zip(names, tensors, strict=True)]
         )
+
+    def loss(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The loss of a global batch, without gradients; 0-d, the same on every rank.
+
+        It takes what `step` takes, of any number of rows, in training mode (dropout drops, norms
+        over the batch take its statistics) or in evaluation mode. With `microbatches` that change
+        the loss, it is the loss of the whole batch at once.
+
+        Raises `BatchError` if the model returns no loss for this batch.
+        """
+        given = one_form(args, kwargs)
+        if self._plan is None:
+            raise NotPlannedError("the module is not planned yet", hint="call pm.prepare(**batch)")
+        self._agreement.check("loss", given)
+        built = self._program(given, "loss")
+        loss: Tensor | None = self._run_forward(built, given)[0]
+        if loss is None:
+            raise BatchError(
+                f"the model returns no loss for a batch of {sorted(flatten_inputs(given))}",
+                hint="pass labels, or give loss_fn=(outputs, batch) -> loss to parallelize",
+            )
+        return loss
+
+    def _run_forward(self, built: Built, given: Given, everywhere: bool = False) -> tuple[Any, ...]:
+        """(loss, *outputs) without gradients; the next call draws other random numbers."""
+        inputs, seed = self._inputs(built.program, given), self.stream.seed
+        results = built.executor.forward(self.shards, inputs, False, everywhere, seed)
+        self.stream.n_steps += built.program.seed is not None
+        return results
 
     def _inputs(
         self, program: Program, given: Mapping[str, Any] | Sequence[Any], is_local: bool = False

@@ -49,8 +49,7 @@ def check_step_mode(batch: Any) -> None:
         mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
         raise OptionError(
             f"step under torch.{mode}(): there would be no gradients",
-            hint="call pm.step outside of it; for a loss without gradients, pm.eval() and "
-            "pm(**batch)",
+            hint="call pm.step outside of it; pm.loss(**batch) is the loss without gradients",
         )
 
 
@@ -103,6 +102,24 @@ def refuse_unlike(
     return BatchError(
         "\n  ".join(what), hint=f"the plan was made for {sorted(planned)}; {_takes(model)}"
     )
+
+
+def keys_of_model(model: nn.Module, planned: Mapping[str, Fingerprint], given: Given) -> Given:
+    """What `model.forward` takes of a batch that may hold keys that only the loss reads.
+
+    Raises `BatchError` for keys that neither the model takes nor the planned batch had.
+    """
+    if not isinstance(given, Mapping):
+        return accepted(model, tuple(given), {})[0]
+    _, taken = accepted(model, (), dict(given))
+    of_loss = {path.split(".")[0] for path in planned}
+    unknown = sorted(given.keys() - taken.keys() - of_loss)
+    if unknown:
+        raise BatchError(
+            f"the batch has {unknown} besides; it has {sorted(given)}",
+            hint=f"the plan was made for {sorted(of_loss)}; {_takes(model)}",
+        )
+    return taken
 
 
 def warn_of_unread(program: Program, model: nn.Module, given: Given) -> None:

@@ -51,7 +51,9 @@ def row_counts(program: Program, one: Program, n_microbatches: int) -> dict[str,
                 operators[node.name], node, other, found, n_microbatches
             )
         elif node.op == "call_function":  # a result of a multi-output operator
-            found[node.name] = found[node.args[0].name]  # type: ignore[union-attr]
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            found[node.name] = found[source.name]
     return {name: e for name, e in found.items() if e is not None}
 
 

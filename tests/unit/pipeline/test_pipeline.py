@@ -15,7 +15,7 @@ import autopar
 from autopar import Manual, Plan
 from autopar.passes import pipeline
 from autopar.passes.compilation import PRINT_AFTER, check, size_of, text_of
-from autopar.passes.pipeline import EVALUATION, PASSES, other_shapes
+from autopar.passes.pipeline import PASSES, evaluation, other_shapes
 from tests.helpers.jobs import MlpWithLoss, machine, rows
 
 # The search hands on its analysis, placements and prediction, so no pass makes them again.
@@ -34,7 +34,8 @@ def ran(plan: Plan) -> list[str]:
 
 
 def test_the_lists_can_run() -> None:
-    for passes in (PASSES, EVALUATION, other_shapes(1, False), other_shapes(2, True)):
+    lists = evaluation(True), evaluation(False), other_shapes(1, False), other_shapes(2, True)
+    for passes in (PASSES, *lists):
         check(passes)
 
 
