@@ -51,6 +51,7 @@ from autopar.passes.binding import (
     place_evaluation,
     place_stages,
     plan_evaluation,
+    planned_row_dims,
     record_of,
     signature_of,
 )
@@ -224,7 +225,7 @@ class Analyse(Pass):
 
     def run(self, facts: Compilation) -> Iterable[object]:
         data = facts[PlanData]
-        yield Analysis.of(pad(facts[Program], data.padded), data.batch_dims or None)
+        yield Analysis.of(pad(facts[Program], data.padded), planned_row_dims(data) or None)
 
 
 @dataclass(frozen=True)

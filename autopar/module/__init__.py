@@ -2,8 +2,8 @@
 
 Reading order: `job.py` (the processes of the job), `compiled_step.py` (one compiled program of one
 rank), `fingerprints.py` and `batches.py` (do ranks pass the same batch), `local_rows.py` (the rows
-that a rank reads), `signatures.py` (which batches share a program), `parallel_module.py` (the
-module).
+that a rank reads), `signatures.py` (which batches share a program),
+`captures.py` (how many programs are kept), `parallel_module.py` (the module).
 May import `planning`, `passes`, `runtime` and what lies below them. Hands on `ParallelModule`.
 """
 

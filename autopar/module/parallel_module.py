@@ -27,12 +27,12 @@ from autopar.errors import (
 )
 from autopar.mesh import Mesh
 from autopar.module.batches import Agreement, Given
+from autopar.module.captures import Captures
 from autopar.module.compiled_step import TRAINS, Built, Kind, Links
 from autopar.module.fingerprints import Fingerprint, fingerprints
 from autopar.module.job import from_rank_0, join_process_group, own_rank
 from autopar.module.local_rows import LocalRows
 from autopar.module.signatures import (
-    Signature,
     check_planning_mode,
     check_step_mode,
     keys_of_model,
@@ -44,7 +44,13 @@ from autopar.module.signatures import (
 from autopar.operators import Stream
 from autopar.options import Options
 from autopar.passes.analysis import microbatch_scales
-from autopar.passes.binding import check_mesh, example_of, has_nested_inputs, planned_accumulation
+from autopar.passes.binding import (
+    check_mesh,
+    example_of,
+    has_nested_inputs,
+    planned_accumulation,
+    planned_row_dims,
+)
 from autopar.passes.compilation import Compilation
 from autopar.passes.facts import EvaluationStages, Placed, Source, Target, Trained
 from autopar.passes.pipeline import PASSES, evaluation, other_shapes
@@ -76,7 +82,7 @@ class ParallelModule(nn.Module):
         self._agreement = Agreement(self._device)
         self._plan: Plan | None = None
         self._dtensor_mesh: DeviceMesh | None = None
-        self._built: dict[tuple[bool, Kind, Signature], Built] = {}
+        self._built = Captures()
         self._live_buffers: frozenset[str] = frozenset()
         self._planned: dict[str, Fingerprint] = {}
         self.training = model.training
@@ -85,7 +91,7 @@ class ParallelModule(nn.Module):
     def code_path(self) -> Path:
         """The generated file of this rank's stage of the planned program."""
         _ = self.plan
-        return next(iter(self._built.values())).code_path
+        return next(iter(self._built)).code_path
 
     @property
     def plan(self) -> Plan:
@@ -147,7 +153,8 @@ class ParallelModule(nn.Module):
         self.stream = Stream(from_rank_0(torch.initial_seed))
         self._plan = Plan(data, Bound(compilation))
         signature = signature_of_call(planned, self._options.precision)
-        self._built[True, "step", signature] = Built.of(compilation, links, self._held_buffers)
+        built = Built.of(compilation, links, self._held_buffers)
+        self._built.add((True, "step", signature), built)
 
     def _adopt_state(self, program: Program) -> None:
         """Set the shards, the buffers that steps change here, and the constant buffers."""
@@ -187,23 +194,28 @@ class ParallelModule(nn.Module):
         data = self.plan.data
         one = None
         if program.accumulation is None and data.microbatches > 1:
-            parts = accumulation_of(batch, data.microbatches, data.batch_dims)
+            parts = accumulation_of(batch, data.microbatches, planned_row_dims(data))
             with contextlib.suppress(CaptureError):  # a model of a fixed batch size
                 one = self._capture(first_rows(batch, parts), "step")
         return microbatch_scales(program, one, data.microbatches)
 
     def _program(self, batch: Given, kind: Kind) -> Built:
         """The compiled program for the current mode and these shapes."""
-        key = self.training, kind, signature_of_call(batch, self._options.precision)
-        if key not in self._built:
-            try:
-                program = self._capture(batch, kind)
-                scales = self._scales(program, batch) if kind == "step with outputs" else ()
-                compilation = self._compilation_of_plan(program, kind)
-                self._built[key] = Built.of(compilation, self._links, self._held_buffers, scales)
-            except (CaptureError, PlanError) as error:
-                raise refuse_unlike(error, self._model[0], self._planned, batch) from error
-        return self._built[key]
+        signature = signature_of_call(batch, self._options.precision)
+        built = self._built.find((self.training, kind, signature))
+        if built is not None:
+            return built
+        try:
+            program = self._capture(batch, kind)
+            scales = self._scales(program, batch) if kind == "step with outputs" else ()
+            compilation = self._compilation_of_plan(program, kind)
+            built = Built.of(compilation, self._links, self._held_buffers, scales)
+        except (CaptureError, PlanError) as error:
+            raise refuse_unlike(error, self._model[0], self._planned, batch) from error
+        if own_rank() == 0 and self._built.is_new(signature):
+            self._built.announce(signature, batch)
+        self._built.add((self.training, kind, signature), built)
+        return built
 
     def _compilation_of_plan(self, program: Program, kind: Kind) -> Compilation:
         """The plan placed on another program: other shapes, with outputs, or evaluation."""
@@ -364,7 +376,9 @@ class ParallelModule(nn.Module):
 
     @property
     def _local_rows(self) -> LocalRows:
-        return LocalRows(self._bound.analysis.program, self._place, self.plan.data.batch_dims)
+        return LocalRows(
+            self._bound.analysis.program, self._place, planned_row_dims(self.plan.data)
+        )
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Raise `NotSupportedError`, with another way to generate."""
