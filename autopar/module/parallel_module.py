@@ -58,6 +58,7 @@ from autopar.planning import Bound, Plan, settled_heap
 from autopar.plans import PlanData
 from autopar.program import Audit, Pipeline, Program, flatten_inputs
 from autopar.runtime import state
+from autopar.runtime.groups import meet
 from autopar.runtime.state import (
     StageState,
     all_names,
@@ -425,15 +426,23 @@ class ParallelModule(nn.Module):
         return state.clip_grad_norm_(self._placed, self.shards, max_norm, norm_type)
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Whole tensors on rank 0's CPU, under the model's own names; {} on other ranks."""
-        return state.full_state_dict(self._placed, self.shards, self.persistent_buffers)
+        """Whole tensors on rank 0's CPU, under the model's own names; {} on other ranks.
+
+        Every rank must call it; raises `AbsentRanksError`, which names those that do not.
+        """
+        place = self._placed
+        meet("pm.full_state_dict()")
+        return state.full_state_dict(place, self.shards, self.persistent_buffers)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Whole gradients on rank 0's CPU, by parameter name; {} on other ranks.
 
-        A parameter that does not affect the loss has a gradient of zeros.
+        A parameter that does not affect the loss has a gradient of zeros. Every rank must call it;
+        raises `AbsentRanksError`, which names those that do not.
         """
-        return state.full_gradients(self._placed, self.shards)
+        place = self._placed
+        meet("pm.full_gradients()")
+        return state.full_gradients(place, self.shards)
 
     def state_dict(  # type: ignore[override]
         self, *args: Any, **kwargs: Any
@@ -447,9 +456,14 @@ class ParallelModule(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load values from whole tensors or `DTensor`s, under the model's own names."""
+        """Load values from whole tensors or `DTensor`s, under the model's own names.
+
+        Every rank must call it; raises `AbsentRanksError`, which names those that do not.
+        """
+        place = self._placed
+        meet("pm.load_state_dict(...)")
         return state.load_state_dict(
-            self._placed, self.shards, state_dict, self.persistent_buffers, strict
+            place, self.shards, state_dict, self.persistent_buffers, strict
         )
 
     @property
