@@ -116,8 +116,11 @@ def pins_on(
             )
         axis = pin.axis_index(view.names)
         if options.mesh_shape == "as-given" or view.sizes[axis] > 1 or pin.shards:
+            storage = pin.storage
+            if view.sizes[axis] == 1 and pin.use is not None and pin.use.is_shard:
+                storage = pin.use  # no shard is stored on an axis of one rank: allows nothing
             key = placeholders[pin.parameter]
-            pins[key] = (*pins.get(key, ()), AxisPin(pin.storage, pin.use, axis))
+            pins[key] = (*pins.get(key, ()), AxisPin(storage, pin.use, axis))
     return pins
 
 
