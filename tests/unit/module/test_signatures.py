@@ -15,6 +15,7 @@ from autopar import AutoparError, BatchError, OptionError
 from tests.helpers.jobs import machine
 
 ALONE = machine((1, 1))
+pytestmark = pytest.mark.filterwarnings("ignore:captured a batch")
 
 
 class Tagger(nn.Module):
