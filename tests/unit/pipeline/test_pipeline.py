@@ -103,6 +103,7 @@ def test_printed_facts_are_whole(
     assert json.loads(text) == json.loads(plan.data.to_json())
 
 
+@pytest.mark.filterwarnings("ignore:captured a batch")
 def test_other_shapes_and_evaluation_run_their_lists() -> None:
     module = autopar.parallelize(MlpWithLoss(), (1, 1), rows(0, "x", "y"))
     half = {name: value[:4] for name, value in rows(0, "x", "y").items()}
