@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from autopar.api import compare, load, parallelize, plan, save
     from autopar.errors import (
+        AbsentRanksError,
         AutoparError,
         BatchError,
         CaptureError,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 __version__ = "0.3.0"
 
 __all__ = [
+    "AbsentRanksError",
     "Audit",
     "AutoparError",
     "BatchError",
@@ -75,6 +77,7 @@ __all__ = [
 
 # Imported on first use, so that `autopar --help` does not wait for torch.
 _HOMES = {
+    "AbsentRanksError": "autopar.errors",
     "Audit": "autopar.program",
     "AutoparError": "autopar.errors",
     "BatchError": "autopar.errors",

@@ -20,6 +20,7 @@ from autopar.passes.pipeline import PASSES
 from autopar.planning import Plan, planned, settled_heap
 from autopar.report import ComparedPlan, Comparison
 from autopar.runtime import state
+from autopar.runtime.groups import meet
 
 
 @settled_heap()
@@ -92,10 +93,14 @@ def save(
     step: int = 0,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a checkpoint that any mesh and plan can load; every rank must call it."""
+    """Write a checkpoint that any mesh and plan can load.
+
+    Every rank must call it; raises `AbsentRanksError`, which names those that do not.
+    """
+    place = module._placed
+    meet("autopar.save(...)")
     state.save_checkpoint(
-        module._placed, module.own_parameters, optimizer, path, step, extra,
-        module.persistent_buffers,
+        place, module.own_parameters, optimizer, path, step, extra, module.persistent_buffers,
         module.stream,
     )  # fmt: skip
 
@@ -103,14 +108,14 @@ def save(
 def load(
     module: ParallelModule, optimizer: torch.optim.Optimizer | None, path: str | Path
 ) -> tuple[int, dict[str, Any]]:
-    """Read a checkpoint into the module and its optimizer; returns (step, extra)."""
+    """Read a checkpoint into the module and its optimizer; returns (step, extra).
+
+    Every rank must call it; raises `AbsentRanksError`, which names those that do not.
+    """
+    place = module._placed
+    meet("autopar.load(...)")
     return state.load_checkpoint(
-        module._placed,
-        module.own_parameters,
-        optimizer,
-        path,
-        module.persistent_buffers,
-        module.stream,
+        place, module.own_parameters, optimizer, path, module.persistent_buffers, module.stream
     )
 
 

@@ -81,5 +81,9 @@ class LaunchError(AutoparError):
     """A worker process failed; carries its rank and traceback."""
 
 
+class AbsentRanksError(AutoparError):
+    """A call that all ranks must make, and that some of them have not made."""
+
+
 class CalibrationError(AutoparError):
     """Measurements that the cost model fits with no positive constants."""

@@ -18,7 +18,7 @@ read (`compilation.py`). A saved plan gives `PlanData`, so nothing is searched. 
 the analysis, placements and prediction of the search. So `analyse`, `place` and `price` run only
 for a plan from another process, or if unused paddings were dropped.
 
-`other_shapes` is the list for the same plan on another batch. `EVALUATION` is the list for a
+`other_shapes` is the list for the same plan on another batch. `evaluation` is the list for a
 forward program over the same shards. `autopar passes MODEL --mesh 1x4` prints the time and the
 facts of each pass.
 """
@@ -51,6 +51,7 @@ from autopar.passes.binding import (
     place_evaluation,
     place_stages,
     plan_evaluation,
+    planned_row_dims,
     record_of,
     signature_of,
 )
@@ -224,7 +225,7 @@ class Analyse(Pass):
 
     def run(self, facts: Compilation) -> Iterable[object]:
         data = facts[PlanData]
-        yield Analysis.of(pad(facts[Program], data.padded), data.batch_dims or None)
+        yield Analysis.of(pad(facts[Program], data.padded), planned_row_dims(data) or None)
 
 
 @dataclass(frozen=True)
@@ -313,14 +314,19 @@ class Emit(Pass):
 
 @dataclass(frozen=True)
 class PlanEvaluation(Pass):
-    """Choose placements for evaluation over the shards of training."""
+    """Choose placements for evaluation over the shards of training.
+
+    with_outputs   keep what the model returns, beside the loss
+    """
 
     requires = (Analysis, PlanData, Trained)
     provides = (EvaluationStages,)
 
+    with_outputs: bool = True
+
     def run(self, facts: Compilation) -> Iterable[object]:
         data, trained = facts[PlanData], facts[Trained]
-        parts = evaluation_parts(facts[Analysis], data)
+        parts = evaluation_parts(facts[Analysis], data, self.with_outputs)
         yield EvaluationStages(
             plan_evaluation(parts, data, trained.placed.stages, trained.pipeline)
         )
@@ -333,8 +339,10 @@ class PlaceEvaluation(Pass):
     requires = (Analysis, PlanData, EvaluationStages, Trained)
     provides = (Placed,)
 
+    with_outputs: bool = True
+
     def run(self, facts: Compilation) -> Iterable[object]:
-        parts = evaluation_parts(facts[Analysis], facts[PlanData])
+        parts = evaluation_parts(facts[Analysis], facts[PlanData], self.with_outputs)
         records, trained = facts[EvaluationStages].records, facts[Trained]
         yield Placed(place_evaluation(parts, records, trained.placed.stages))
 
@@ -361,12 +369,14 @@ def other_shapes(n_blocks: int, with_outputs: bool) -> tuple[Pass, ...]:
     return KeepWhole(), Analyse(), place, Lower(with_outputs), Verify(), Emit()
 
 
-EVALUATION: tuple[Pass, ...] = (
-    KeepWhole(),
-    Analyse(),
-    PlanEvaluation(),
-    PlaceEvaluation(),
-    Lower(with_outputs=True, only_forward=True),
-    Verify(),
-    Emit(),
-)
+def evaluation(with_outputs: bool) -> tuple[Pass, ...]:
+    """The passes for a forward program: of the loss alone, or with the model's outputs."""
+    return (
+        KeepWhole(),
+        Analyse(),
+        PlanEvaluation(with_outputs),
+        PlaceEvaluation(with_outputs),
+        Lower(with_outputs, only_forward=True),
+        Verify(),
+        Emit(),
+    )

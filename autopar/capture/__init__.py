@@ -13,9 +13,9 @@ Hands on `capture` (model -> `Program`), `Watch` (has what it froze changed?), `
 (the program on one process), and what runs the module itself in the same way.
 """
 
-from autopar.capture.accumulate import accumulation_of, microbatch
+from autopar.capture.accumulate import accumulation_of, first_rows, microbatch
 from autopar.capture.constants import buffer
-from autopar.capture.export import LossFn, WithLoss
+from autopar.capture.export import LossFn, WithLoss, accepted
 from autopar.capture.frozen import Watch, shown
 from autopar.capture.outputs import loss_of
 from autopar.capture.pipeline import capture
@@ -33,12 +33,14 @@ __all__ = [
     "PositionalRandom",
     "Watch",
     "WithLoss",
+    "accepted",
     "accumulation_of",
     "as_graph_module",
     "buffer",
     "capture",
     "change_buffers",
     "draws_of",
+    "first_rows",
     "loss_of",
     "microbatch",
     "microbatch_inputs",

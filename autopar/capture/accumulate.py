@@ -38,8 +38,10 @@ def accumulation_of(
     shapes = {k: tuple(v.shape) for k, v in leaves.items() if isinstance(v, torch.Tensor)}
     dims, size = row_dims(shapes, batch_dims)
     if size % n:
+        below, above = size // n * n, (size // n + 1) * n
         raise BatchError(
-            f"a batch of {size} rows does not divide into {n} microbatches",
+            f"a batch of {size} rows does not divide into {n} microbatches; "
+            + (f"{below} and {above} would" if below else f"{above} would"),
             hint="choose microbatches that divide the batch, or drop_last=True in the loader",
         )
     return Accumulation(n, dims)

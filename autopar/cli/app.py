@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from autopar.cli.models import is_plan_file, load_subject
+from autopar.cli.models import is_plan_file
 from autopar.cli.options import (
+    LossOption,
     PlanRequest,
     parse_bytes,
     parse_counts,
@@ -197,7 +198,7 @@ def verify(model: ModelArgument, request: PlanRequest) -> Result:
         from autopar.parity import verify as verify_model
 
         report("capturing")
-        options = request.options() | {"progress": report}
+        options = request.options() | {"progress": report, "loss_fn": subject.loss_fn}
         found = verify_model(subject.model, mesh, subject.example_inputs, **options)
     data = {
         "equal": found.ok, "worst": found.worst, "tolerance": found.tolerance,
@@ -217,6 +218,7 @@ def ops(
     model: ModelArgument,
     batch: Annotated[int | None, typer.Option(help="Rows of the global batch.")] = None,
     seq: Annotated[int | None, typer.Option(help="Tokens per row.")] = None,
+    loss: LossOption = None,
     mesh: Annotated[
         str | None, typer.Option(help="Also list parameter dims that its ranks cannot share.")
     ] = None,
@@ -236,8 +238,8 @@ def ops(
         from autopar.options import Options
         from autopar.passes.binding import capture_step
 
-        options = Options.of(fallback=fallback)
-        subject = load_subject(model, batch, seq)
+        subject = load_model(model, PlanRequest(mesh, None, batch, seq, loss))
+        options = Options.of(fallback=fallback, loss_fn=subject.loss_fn)
         report("capturing")
         program = capture_step(subject.model, subject.example_inputs, options)
         uses = operator_uses(program, fallback)

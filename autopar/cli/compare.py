@@ -24,11 +24,10 @@ def compare_result(
     if model is not None and not files:
         raise OptionError("--model is for plan files, and none is given")
     # Planning flags are for the models. If all subjects are files, `load_plan` refuses the flags.
-    of_files = (
-        request
-        if len(files) == len(subjects)
-        else replace(request, mesh=None, hardware=None, given={})
-    )
+    of_files = request
+    if len(files) != len(subjects):
+        loss = request.loss if model is not None else None
+        of_files = replace(request, mesh=None, hardware=None, given={}, loss=loss)
 
     def found(subject: str) -> Plan:
         if subject not in files:

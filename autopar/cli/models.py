@@ -5,6 +5,8 @@ package.module:factory   `factory()` returns (model, example_inputs); the curren
 path/to/config.json      a Hugging Face configuration, with --batch and --seq. It gives the
                          model of its architecture, on torch.device("meta"), and a batch of
                          input_ids and labels
+
+--loss package.module:fn names the loss of a model that returns none: fn(outputs, batch) -> scalar.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,14 +29,16 @@ if TYPE_CHECKING:
 # Heads whose forward takes (input_ids, labels) of one shape [batch, seq].
 _TOKEN_HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
 _FACTORY_HINT = "package.module:factory, where factory() returns (model, example_inputs)"
+_LOSS_HINT = "--loss package.module:fn, where fn(outputs, batch) returns a scalar"
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and its example batch."""
+    """A model and its example batch; and its loss, if the model returns none."""
 
     model: nn.Module
     example_inputs: Any
+    loss_fn: Callable[..., Any] | None = None
 
 
 def load_subject(
@@ -53,6 +58,20 @@ def load_subject(
             hint="a factory returns its own example batch",
         )
     return _from_factory(name)
+
+
+def load_loss(name: str) -> Callable[..., Any]:
+    """The function of `--loss`; raises `OptionError` if there is none of this name."""
+    module_name, colon, attribute = name.partition(":")
+    if not colon or not module_name or not attribute:
+        raise OptionError(f"--loss {name} names no function", hint=_LOSS_HINT)
+    found = getattr(_import(module_name, _LOSS_HINT), attribute, None)
+    if isinstance(found, type):
+        raise OptionError(f"--loss {name} is a class, not a function", hint=_LOSS_HINT)
+    if not callable(found):
+        raise OptionError(f"module {module_name} has no function {attribute!r}", hint=_LOSS_HINT)
+    loss_fn: Callable[..., Any] = found
+    return loss_fn
 
 
 def is_plan_file(name: str) -> bool:
@@ -97,7 +116,7 @@ def _from_factory(name: str) -> Subject:
     return Subject(*made)
 
 
-def _import(module_name: str) -> Any:
+def _import(module_name: str, hint: str = _FACTORY_HINT) -> Any:
     if (here := os.getcwd()) not in sys.path:
         sys.path.insert(0, here)
     try:
@@ -106,7 +125,7 @@ def _import(module_name: str) -> Any:
         # A wrong name, unless a module that the user's module imports is missing.
         if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
             raise OptionError(
-                f"there is no module {error.name!r} here or installed", hint=_FACTORY_HINT
+                f"there is no module {error.name!r} here or installed", hint=hint
             ) from error
         raise _users_fault(f"importing {module_name} failed", error) from error
     except Exception as error:

@@ -35,6 +35,11 @@ _BYTES = {
 }  # fmt: skip
 
 
+LossOption = Annotated[
+    str | None, typer.Option(metavar="package:fn", help="fn(outputs, batch) -> loss.")
+]
+
+
 @dataclass(frozen=True)
 class PlanRequest:
     """The planning flags of one command. `given` holds those that the user set."""
@@ -43,6 +48,7 @@ class PlanRequest:
     hardware: str | None
     batch: int | None
     seq: int | None
+    loss: str | None = None
     given: dict[str, Any] = field(default_factory=dict)
 
     def machine(self) -> Mesh:
@@ -70,6 +76,7 @@ def _planning_flags(
     hardware: Annotated[str | None, typer.Option(help="Profile name, or a .toml file.")] = None,
     batch: Annotated[int | None, typer.Option(help="Rows of the global batch.")] = None,
     seq: Annotated[int | None, typer.Option(help="Tokens per row.")] = None,
+    loss: LossOption = None,
     microbatches: Annotated[str | None, typer.Option(help="auto, or how many.")] = None,
     schedule: Annotated[str | None, typer.Option(help="auto, gpipe or 1f1b.")] = None,
     stages: Annotated[
@@ -105,7 +112,7 @@ def _planning_flags(
         "solver": solver, "time_limit_s": time_limit_s,
     }  # fmt: skip
     set_by_user = {name: value for name, value in given.items() if value is not None}
-    return PlanRequest(mesh, hardware, batch, seq, set_by_user)
+    return PlanRequest(mesh, hardware, batch, seq, loss, set_by_user)
 
 
 def takes_flags(name: str, read: Callable[..., Any]) -> Callable[..., Any]:

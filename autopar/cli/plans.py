@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.models import is_plan_file, load_subject
+from autopar.cli.models import is_plan_file, load_loss, load_subject
 from autopar.cli.options import PlanRequest
 from autopar.cli.shell import progress
 from autopar.errors import OptionError
@@ -24,7 +25,9 @@ ModelOption = Annotated[
 
 
 def load_model(model: str, request: PlanRequest, *, real: bool = False) -> Subject:
-    return load_subject(model, request.batch, request.seq, real=real)
+    """MODEL, its batch, and the loss of --loss."""
+    subject = load_subject(model, request.batch, request.seq, real=real)
+    return subject if request.loss is None else replace(subject, loss_fn=load_loss(request.loss))
 
 
 def make_plan(model: str, request: PlanRequest) -> Plan:
@@ -35,14 +38,20 @@ def make_plan(model: str, request: PlanRequest) -> Plan:
         from autopar.api import plan
 
         report("capturing")
-        made = plan(subject.model, mesh, subject.example_inputs, progress=report, **options)
+        options |= {"progress": report, "loss_fn": subject.loss_fn}
+        made = plan(subject.model, mesh, subject.example_inputs, **options)
     return made
 
 
-def load_plan(subject: str, request: PlanRequest) -> Plan:
+def load_plan(subject: str, request: PlanRequest, model: str | None = None) -> Plan:
     """A saved plan without its model."""
     from autopar.planning import Plan
 
+    if request.loss is not None and model is None:
+        raise OptionError(
+            f"--loss {request.loss} is for a model, and {subject} is a plan",
+            hint="give --model MODEL too, or leave it out",
+        )
     _refuse_planning_flags(request)
     return Plan.load(subject)
 
@@ -61,8 +70,8 @@ def plan_of(subject: str, model: str | None, request: PlanRequest, what: str) ->
             f"{what} is made from a plan and its model",
             hint=f"autopar {what} {subject} --model MODEL",
         )
-    loaded = load_plan(subject, request)
-    return loaded.bind(load_model(model, request).model)
+    loaded, made = load_plan(subject, request, model), load_model(model, request)
+    return loaded.bind(made.model, loss_fn=made.loss_fn)
 
 
 def _refuse_planning_flags(request: PlanRequest) -> None:

@@ -131,7 +131,8 @@ def _refuse_others(subject: str, request: PlanRequest) -> None:
             f"{subject} is no config.json, and --scale without --mesh needs its dims",
             hint="--mesh 2x8 plans it; --scale then doubles the speed of each part of the machine",
         )
-    if unused := [name for name in request.given if name not in _MEANT]:
+    unused = [name for name in request.given if name not in _MEANT]
+    if unused := [*unused, *(["loss"] if request.loss is not None else [])]:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
         raise OptionError(f"{flags}: --scale makes no plan", hint="leave it out, or give a --mesh")
     if request.seq is None or request.seq < 1:

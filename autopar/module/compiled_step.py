@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,11 @@ from autopar.program import Pipeline, Program
 from autopar.runtime.collectives import DistMessenger, Messenger
 from autopar.runtime.execute import Environment, Executor, load_code
 from autopar.runtime.groups import Group, make_groups, world_group
+
+# What a program computes: a step, without or with the model's outputs; without gradients, the
+# model's outputs or the loss alone.
+Kind = Literal["step", "step with outputs", "forward", "loss"]
+TRAINS: tuple[Kind, ...] = ("step", "step with outputs")
 
 
 @dataclass(frozen=True)
@@ -55,15 +61,24 @@ class Links:
 
 @dataclass(frozen=True)
 class Built:
-    """One captured and compiled program, for one mode and one input signature."""
+    """One captured and compiled program, for one mode and one input signature.
+
+    `scales` are of the outputs of a microbatch (`microbatch_scales`).
+    """
 
     program: Program
     pipeline: Pipeline
     executor: Executor
     code_path: Path
+    scales: tuple[float, ...] = ()
 
     @staticmethod
-    def of(compilation: Compilation, links: Links, buffers: Mapping[str, Tensor]) -> Built:
+    def of(
+        compilation: Compilation,
+        links: Links,
+        buffers: Mapping[str, Tensor],
+        scales: tuple[float, ...] = (),
+    ) -> Built:
         """Compile this rank's stage. Running it updates the module's `buffers` that it changes."""
         program, pipeline = compilation[Analysis].program, compilation[Pipeline]
         k = pipeline.stage_of(links.rank)
@@ -71,7 +86,13 @@ class Built:
         taken = {item.source for item in pipeline.stages[k].delivered}
         constants = {name: make() for name, make in program.constants.items() if name in taken}
         executor = Executor(pipeline, links.rank, code, links.environment(), constants, buffers)
-        return Built(program, pipeline, executor, path)
+        return Built(program, pipeline, executor, path, scales)
+
+    def outputs(self, tensors: Sequence[Tensor]) -> Any:
+        """The model's output structure of one microbatch, as the model makes it of these rows."""
+        return self.program.rebuild(
+            [t if s == 1.0 else t * s for t, s in zip(tensors, self.scales, strict=True)]
+        )
 
     def for_buffers(self, links: Links, buffers: Mapping[str, Tensor]) -> Built:
         """The same program, changing other `buffers`."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +17,46 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.capture import capture
-from autopar.errors import BatchError, NotPlannedError, NotSupportedError, OptionError
+from autopar.errors import (
+    BatchError,
+    NotPlannedError,
+    NotSupportedError,
+    OptionError,
+)
 from autopar.mesh import Mesh
+from autopar.module.batches import Agreement, Given
 from autopar.module.compiled_step import Built, Links
+from autopar.module.fingerprints import fingerprints
 from autopar.module.habits import PlannedModule, StepLoss
 from autopar.module.job import from_rank_0, join_process_group, own_rank
+from autopar.module.local_rows import LocalRows
 from autopar.module.optimizers import watch_optimizers
 from autopar.module.parameters import StepGradients, gathered_names, make_parameters, shards
+from autopar.module.programs import Programs
+from autopar.module.signatures import (
+    check_planning_mode,
+    check_step_mode,
+    keys_of_model,
+    one_form,
+    warn_of_unread,
+)
 from autopar.module.surface import Surface, tell_capture
-from autopar.module.variants import Variants
 from autopar.operators import Stream
 from autopar.options import Options
-from autopar.passes.binding import check_mesh, example_of, has_nested_inputs, planned_accumulation
+from autopar.passes.binding import (
+    check_mesh,
+    example_of,
+    has_nested_inputs,
+    planned_row_dims,
+)
 from autopar.passes.compilation import Compilation
-from autopar.passes.facts import EvaluationStages, Placed, Source, Target, Trained
-from autopar.passes.pipeline import EVALUATION, PASSES, other_shapes
+from autopar.passes.facts import Source, Target
+from autopar.passes.pipeline import PASSES
 from autopar.planning import Bound, Plan, settled_heap
 from autopar.plans import PlanData
-from autopar.program import Audit, Delivered, Pipeline, Program, batch_shards, flatten_inputs
+from autopar.program import Audit, Pipeline, Program, flatten_inputs
 from autopar.runtime import state
-from autopar.runtime.execute import batch_index
+from autopar.runtime.groups import meet
 from autopar.runtime.state import (
     StageState,
     all_names,
@@ -50,7 +68,6 @@ from autopar.runtime.state import (
     state_dict,
 )
 
-Signature = tuple[tuple[str, Any], ...]
 _NUMBERS = itertools.count()  # of the modules that this process made
 
 
@@ -59,12 +76,13 @@ class ParallelModule(PlannedModule, Surface):
 
     def __init__(self, model: nn.Module, mesh: Mesh, options: Options, weights: str) -> None:
         super().__init__()
+        check_planning_mode()
         self._model = (model,)  # a tuple, so that it is not a submodule
         self._mesh, self._options, self._weights = mesh, options, weights
         self._device = join_process_group(mesh)
+        self._agreement = Agreement(self._device)
         self._plan: Plan | None = None
         self._dtensor_mesh: DeviceMesh | None = None
-        self._modes: Mapping[str, bool] | None = None
         self._live_buffers: frozenset[str] = frozenset()
         self.training = model.training
 
@@ -72,7 +90,7 @@ class ParallelModule(PlannedModule, Surface):
     def code_path(self) -> Path:
         """The generated file of this rank's stage of the planned program."""
         _ = self.plan
-        return self._variants.first.code_path
+        return self._programs.variants.first.code_path
 
     @property
     def plan(self) -> Plan:
@@ -91,10 +109,11 @@ class ParallelModule(PlannedModule, Surface):
     def prepare(self, *args: Any, **kwargs: Any) -> ParallelModule:
         """Plan for a batch like this one, unless there is a plan. Returns self."""
         if self._plan is None:
-            self._make_plan(args if args else kwargs)
+            self._make_plan(one_form(args, kwargs))
         return self
 
     def _make_plan(self, batch: Mapping[str, Any] | Sequence[Any]) -> None:
+        self._agreement.check("plan", batch)
         compilation = self._compilation(batch)
         _ = compilation[Program]  # on every rank, so that each reports its own trace error
 
@@ -120,6 +139,10 @@ class ParallelModule(PlannedModule, Surface):
         if PlanData not in compilation:
             compilation.give(data)
         pipeline, program = compilation[Pipeline], compilation[Program]
+        planned = compilation[Source].example_inputs
+        if self._options.loss_fn is not None:
+            warn_of_unread(program, self._model[0], planned)
+        target = compilation[Target]
         compilation.forget(Source)
         self._links = links = Links.join(pipeline.meshes, own_rank(), self._device)
         self._place = StageState(
@@ -128,12 +151,13 @@ class ParallelModule(PlannedModule, Surface):
         self._adopt_state(program)
         self.stream = Stream(from_rank_0(torch.initial_seed))
         self._plan = Plan(data, Bound(compilation))
-        signature = _signature({i.path: _Like(i.shape) for i in data.inputs}, data.static_inputs)
         number = from_rank_0(lambda: next(_NUMBERS))
-        self._variants = Variants(self._model[0], self._options.loss_fn, number)
-        self._modes = program.frozen.modes
-        built = Built.of(compilation, links, self._held_buffers)
-        self._variants.add((True, False, signature), program, built)
+        self._programs = Programs(
+            self._model[0], target, self._bound, links, self._held_buffers,
+            self._live_buffers, fingerprints(planned, with_content=False), number,
+        )  # fmt: skip
+        self._programs.add_planned(planned, program)
+        self._modes = self._programs.modes
         tell_capture(program)
 
     def _adopt_state(self, program: Program) -> None:
@@ -155,56 +179,8 @@ class ParallelModule(PlannedModule, Surface):
             if not buffer.persistent:
                 self._non_persistent_buffers_set |= {*all_names(buffer)}
 
-    def _capture(self, batch: Mapping[str, Any] | Sequence[Any]) -> Program:
-        """The graph of the current mode, for another batch or for evaluation."""
-        training, data = self.training, self.plan.data
-        program = capture(
-            self._model[0], batch, training=training, precision=self._options.precision,
-            loss_fn=self._options.loss_fn if training else None, live_buffers=self._live_buffers,
-            accumulation=planned_accumulation(data, batch) if training else None,
-            modes=self._training_modes() if training else None,
-        )  # fmt: skip
-        for buffer in program.buffers.values():
-            if buffer.name not in self._live_buffers:
-                raise NotSupportedError(
-                    f"buffer `{buffer.name}` changes here, and not in the step that was planned",
-                    hint="change it in every mode and for all shapes, or never",
-                )
-        return program
-
-    def _program(self, batch: Mapping[str, Any] | Sequence[Any], with_outputs: bool) -> Built:
-        """The compiled program for the current mode and these shapes."""
-        leaves = flatten_inputs(batch)
-        tensors = {k: v for k, v in leaves.items() if isinstance(v, Tensor)}
-        signature = _signature(tensors, {k: v for k, v in leaves.items() if k not in tensors})
-
-        def compiled(program: Program) -> Built:
-            compilation = self._compilation_of_plan(program, with_outputs)
-            return Built.of(compilation, self._links, self._held_buffers)
-
-        key = (self.training, with_outputs, signature)
-        return self._variants.current(key, lambda: self._capture(batch), compiled)
-
     def _frozen_reads(self) -> tuple[tuple[str, str], ...]:
         return () if self._plan is None else self._bound.analysis.program.frozen.reads
-
-    def _training_modes(self) -> Mapping[str, bool] | None:
-        """The training mode of each module: that of the capture once `model.eval()` was called."""
-        model, modes = self._model[0], self._modes
-        return modes if modes and model.training != modes[""] else None
-
-    def _compilation_of_plan(self, program: Program, with_outputs: bool) -> Compilation:
-        """The plan placed on another program: other shapes, with outputs, or evaluation."""
-        bound = self._bound
-        given = Target(self._mesh, self._options), bound.data, program
-        if self.training:
-            return Compilation(other_shapes(bound.pipeline.n_blocks, with_outputs), *given)
-        trained = Trained(Placed(bound.stages), bound.pipeline)
-        compilation = Compilation(EVALUATION, *given, trained)
-        stages = from_rank_0(lambda: compilation[EvaluationStages])
-        if EvaluationStages not in compilation:
-            compilation.give(stages)
-        return compilation
 
     @property
     def _bound(self) -> Bound:
@@ -218,43 +194,57 @@ class ParallelModule(PlannedModule, Surface):
         batch: str = "global",
         outputs: Callable[[Any], None] | None = None,
         weight: float = 1.0,
+        global_rows: int | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """Run forward and backward of every microbatch; gradients are synchronised on return.
 
         Inputs are the global batch, the same on every rank; with `batch="local"`, only the rows of
-        `local_slice`. `outputs` is called with the outputs of each microbatch, in the model's own
-        structure. `weight` multiplies the gradients: 1 / n for one of n batches that share an
-        optimizer step. Returns the loss: detached, 0-d, the same on every rank, without the weight.
-        Gradients are added to `.grad`. Dropout masks are new at each call, the same for every plan.
+        `local_slice`, of a global batch as long as the planned one or of `global_rows` rows. The
+        first steps compare the batch between ranks.
 
-        Raises `BatchError` if the batch does not divide.
+        `outputs` is called with the outputs of each microbatch, in the model's own structure: what
+        the model returns for its rows. The mean of their losses is the step's loss, so a loss over
+        labels is divided by the mean count of the microbatches. (A loss that sums rows is the sum
+        of theirs.)
+
+        Returns the loss: detached, 0-d, the same on every rank. Gradients are added to `.grad`.
+        Dropout masks are new at each call, and the same for every plan.
+
+        Raises `BatchError` if the batch does not divide or differs between ranks.
         """
-        if batch not in ("global", "local"):
-            raise OptionError(f'batch={batch!r}: it is "global" or "local"')
+        check_step_mode(batch)
         if not self.training:
             raise OptionError("step in evaluation mode", hint="call pm.train() first")
-        given: Mapping[str, Any] | Sequence[Any] = args if args else kwargs
+        given = one_form(args, kwargs)
         if self._plan is None:
             if batch == "local":
                 raise NotPlannedError(
                     "a local batch says nothing of the global one",
                     hint="call pm.prepare(**global_batch) first",
                 )
+            self._agreement.check("step", given)
             self.prepare(*args, **kwargs)
+        elif batch == "global":
+            self._agreement.check("step", given)
         local = batch == "local"
         if local and self.plan.data.accumulates:
             raise NotSupportedError(
                 "a local batch of microbatches that are parts of the whole batch",
                 hint="pass the global batch, or plan with microbatches=1",
             )
-        self._inputs(self._bound.analysis.program, given, local)  # raises before the capture fails
-        whole = self._globalised(given) if local else given
-        built = self._program(whole, outputs is not None)
+        whole = given
+        if local:
+            self._agreement.check_local(given, self._local_rows.of_batch(given, global_rows))
+            self._inputs(self._bound.analysis.program, given, local)  # raises if one is missing
+            whole = self._local_rows.globalised(given, global_rows)
+        built = self._programs.get(
+            whole, "step" if outputs is None else "step with outputs", self.training
+        )
         on_outputs = None
         if outputs is not None:
-            rebuild, handler = built.program.rebuild, outputs
-            on_outputs = lambda tensors: handler(rebuild(tensors))  # noqa: E731
+            handler = outputs
+            on_outputs = lambda tensors: handler(built.outputs(tensors))  # noqa: E731
         inputs = self._inputs(built.program, given, local)
         gradients = StepGradients(self._parameters, self.plan.data.accumulates)
         seed = self.stream.seed
@@ -266,93 +256,86 @@ class ParallelModule(PlannedModule, Surface):
     def forward(self, *args: Any, gather: str = "last", **kwargs: Any) -> Any:
         """The model's own output for a global batch, without gradients.
 
-        The loss is on every rank. Other tensors are whole on the ranks of the last stage;
-        `gather="all"` gives them to all ranks.
+        Keys that only `loss_fn` reads are left out; its loss is that of `pm.loss(**batch)`. A loss
+        that the model returns is on every rank. Other tensors are whole on the ranks of the last
+        stage; `gather="all"` gives them to all ranks.
         """
         if gather not in ("last", "all"):
             raise OptionError(f'gather={gather!r}: it is "last" or "all"')
-        given: Mapping[str, Any] | Sequence[Any] = args if args else kwargs
+        given = one_form(args, kwargs)
         if self._plan is None:
             raise NotPlannedError(
                 "the module is not planned yet", hint="call pm.prepare(**batch) in training mode"
             )
         if self.training:
             raise NotSupportedError(
-                "calling the module in training mode", hint="use pm.step(**batch), or pm.eval()"
+                "calling the module in training mode",
+                hint="use pm.step(**batch), pm.loss(**batch), or pm.eval()",
             )
-        built = self._program(given, True)
-        inputs = self._inputs(built.program, given)
-        everywhere, seed = gather == "all", self.stream.seed
-        loss, *tensors = built.executor.forward(self.shards, inputs, False, everywhere, seed)
+        self._agreement.check("evaluation", given)
+        if self._options.loss_fn is not None:
+            given = keys_of_model(self._model[0], self._programs.planned, given)
+        built = self._programs.get(given, "forward", self.training)
+        loss, *tensors = self._run_forward(built, given, gather == "all")
         names = built.program.outputs
         return built.program.rebuild(
             [loss if n == built.program.loss else t for n, t in zip(names, tensors, strict=True)]
         )
+
+    def loss(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The loss of a global batch, without gradients; 0-d, the same on every rank.
+
+        It takes what `step` takes, of any number of rows, in training mode (dropout drops, norms
+        over the batch take its statistics) or in evaluation mode. With `microbatches` that change
+        the loss, it is the loss of the whole batch at once.
+
+        Raises `BatchError` if the model returns no loss for this batch.
+        """
+        given = one_form(args, kwargs)
+        if self._plan is None:
+            raise NotPlannedError("the module is not planned yet", hint="call pm.prepare(**batch)")
+        self._agreement.check("loss", given)
+        built = self._programs.get(given, "loss", self.training)
+        loss: Tensor | None = self._run_forward(built, given)[0]
+        if loss is None:
+            raise BatchError(
+                f"the model returns no loss for a batch of {sorted(flatten_inputs(given))}",
+                hint="pass labels, or give loss_fn=(outputs, batch) -> loss to parallelize",
+            )
+        return loss
+
+    def _run_forward(self, built: Built, given: Given, everywhere: bool = False) -> tuple[Any, ...]:
+        """(loss, *outputs) without gradients; the next call draws other random numbers."""
+        inputs, seed = self._inputs(built.program, given), self.stream.seed
+        results = built.executor.forward(self.shards, inputs, False, everywhere, seed)
+        self.stream.n_steps += built.program.seed is not None
+        return results
 
     def _inputs(
         self, program: Program, given: Mapping[str, Any] | Sequence[Any], is_local: bool = False
     ) -> dict[str, Tensor]:
         """Inputs by placeholder; a local batch may lack what this stage does not read."""
         leaves = flatten_inputs(given)
-        wanted = {n: i for n, i in program.inputs.items() if not is_local or self._takes(n)}
+        takes = self._local_rows.takes
+        wanted = {n: i for n, i in program.inputs.items() if not is_local or takes(n)}
         missing = [i.path for i in wanted.values() if i.path not in leaves]
         if missing:
             raise BatchError(f"the batch lacks {missing}; it has {sorted(leaves)}")
         return {n: leaves[i.path] for n, i in program.inputs.items() if i.path in leaves}
 
-    def _takes(self, placeholder: str) -> bool:
-        stage = self._place.pipeline.stages[self._place.stage]
-        return placeholder in stage.prologue_inputs or bool(self._delivered(placeholder))
-
-    def _delivered(self, placeholder: str) -> list[Delivered]:
-        stage = self._place.pipeline.stages[self._place.stage]
-        return [d for d in stage.delivered if d.source == placeholder]
-
-    def local_slice(self, name: str) -> slice | None:
+    def local_slice(self, name: str, global_rows: int | None = None) -> slice | None:
         """The rows of input `name` that this rank reads; None if it reads none.
 
-        Raises `OptionError` if there is no such input.
+        They are of the planned batch, or of one of `global_rows` rows. Raises `OptionError` if
+        there is no such input, `BatchError` if the rows do not divide.
         """
-        program = self._bound.analysis.program
-        paths = {info.path: placeholder for placeholder, info in program.inputs.items()}
-        if name not in paths:
-            raise OptionError(f"there is no input {name!r}; inputs are {sorted(paths)}")
-        items, sizes = self._delivered(paths[name]), self._place.sizes
-        if not self._takes(paths[name]):
-            return None
-        accumulation = program.accumulation
-        shape = program.inputs[paths[name]].shape
-        n_rows = (shape[0] if shape else 1) * (accumulation.n if accumulation else 1)
-        if accumulation is not None:
-            return slice(0, n_rows)
-        counts = {batch_shards(d, sizes) for d in items}
-        if counts in (set(), {1}) or len(counts) > 1:
-            return slice(0, n_rows)
-        (n_shards,) = counts
-        index = batch_index(items[0], sizes, self._place.coordinate)
-        return slice(index * n_rows // n_shards, (index + 1) * n_rows // n_shards)
+        return self._local_rows.slice_of(name, global_rows)
 
-    def _globalised(
-        self, given: Mapping[str, Any] | Sequence[Any]
-    ) -> Mapping[str, Any] | Sequence[Any]:
-        """Meta tensors with the global shapes of a local batch."""
-        program, sizes = self._bound.analysis.program, self._place.sizes
-        whole: dict[str, Any] = dict(flatten_inputs(given))
-        for placeholder, info in program.inputs.items():
-            value = whole.get(info.path)
-            items = [d for d in self._delivered(placeholder) if d.batch_cell]
-            if value is None:  # another stage's, but the graph needs its shape
-                whole[info.path] = torch.empty(info.shape, dtype=info.dtype, device="meta")
-                continue
-            if not isinstance(value, Tensor) or len({batch_shards(d, sizes) for d in items}) != 1:
-                continue
-            assert items[0].batch_cell is not None
-            shape = list(value.shape)
-            shape[items[0].batch_cell[0]] *= batch_shards(items[0], sizes)
-            whole[info.path] = torch.empty(shape, dtype=value.dtype, device="meta")
-        if isinstance(given, Mapping):
-            return whole
-        return tuple(whole[str(i)] for i in range(len(whole)))
+    @property
+    def _local_rows(self) -> LocalRows:
+        return LocalRows(
+            self._bound.analysis.program, self._place, planned_row_dims(self.plan.data)
+        )
 
     @property
     def shards(self) -> dict[str, Tensor]:
@@ -401,15 +384,23 @@ class ParallelModule(PlannedModule, Surface):
         return state.clip_grad_norm_(self._placed, self.shards, max_norm, norm_type)
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Whole tensors on rank 0's CPU, under the model's own names; {} on other ranks."""
-        return state.full_state_dict(self._placed, self.shards, self.persistent_buffers)
+        """Whole tensors on rank 0's CPU, under the model's own names; {} on other ranks.
+
+        Every rank must call it; raises `AbsentRanksError`, which names those that do not.
+        """
+        place = self._placed
+        meet("pm.full_state_dict()")
+        return state.full_state_dict(place, self.shards, self.persistent_buffers)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Whole gradients on rank 0's CPU, by parameter name; {} on other ranks.
 
-        A parameter that does not affect the loss has a gradient of zeros.
+        A parameter that does not affect the loss has a gradient of zeros. Every rank must call it;
+        raises `AbsentRanksError`, which names those that do not.
         """
-        return state.full_gradients(self._placed, self.shards)
+        place = self._placed
+        meet("pm.full_gradients()")
+        return state.full_gradients(place, self.shards)
 
     def state_dict(  # type: ignore[override]
         self, *args: Any, **kwargs: Any
@@ -423,9 +414,14 @@ class ParallelModule(PlannedModule, Surface):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load values from whole tensors or `DTensor`s, under the model's own names."""
+        """Load values from whole tensors or `DTensor`s, under the model's own names.
+
+        Every rank must call it; raises `AbsentRanksError`, which names those that do not.
+        """
+        place = self._placed
+        meet("pm.load_state_dict(...)")
         return state.load_state_dict(
-            self._placed, self.shards, state_dict, self.persistent_buffers, strict
+            place, self.shards, state_dict, self.persistent_buffers, strict
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
@@ -433,16 +429,14 @@ class ParallelModule(PlannedModule, Surface):
         _ = self.plan
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        own = {"_parameters", "_buffers", "_variants", "stream"}
+        own = {"_parameters", "_buffers", "_programs", "stream"}
         for name, value in self.__dict__.items():
             if name not in own:  # containers (hooks, ...) are own, what they hold is shared
                 is_container = isinstance(value, (dict, set))
                 twin.__dict__[name] = copy.copy(value) if is_container else value
         for name in ("_parameters", "_buffers", "stream"):
             twin.__dict__[name] = copy.deepcopy(self.__dict__[name], memo)
-        twin._variants = self._variants.for_buffers(
-            lambda built: built.for_buffers(self._links, twin._held_buffers)
-        )
+        twin._programs = self._programs.for_buffers(twin._held_buffers)
         return twin
 
     @property
@@ -450,15 +444,3 @@ class ParallelModule(PlannedModule, Surface):
         """This rank's place in the pipeline; raises `NotPlannedError` before a plan."""
         _ = self.plan
         return self._place
-
-
-@dataclass(frozen=True)
-class _Like:
-    """Something with a shape."""
-
-    shape: tuple[int, ...]
-
-
-def _signature(tensors: Mapping[str, Any], static: Mapping[str, Any]) -> Signature:
-    shapes = {path: tuple(value.shape) for path, value in tensors.items()}
-    return tuple(sorted((shapes | {k: repr(v) for k, v in static.items()}).items()))

@@ -8,7 +8,7 @@ to an earlier value finds the earlier one.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import nn
 
 from autopar.capture import Watch, shown
 from autopar.errors import AutoparError, CaptureError, PlanError
+from autopar.module.captures import Captures, Key
 from autopar.module.compiled_step import Built
 from autopar.module.job import agree, own_rank
 from autopar.program import Program
@@ -40,47 +41,49 @@ class Variants:
 
     def __init__(self, model: nn.Module, loss_fn: Any, number: int) -> None:
         self._model, self._loss_fn, self._number = model, loss_fn, number
-        self._by_key: dict[Hashable, list[_Variant]] = {}
+        self.captures: Captures[list[_Variant]] = Captures()
         self._told: set[str] = set()
         self._n_changes = 0
 
     @property
     def first(self) -> Built:
         """The program that was planned."""
-        return next(iter(self._by_key.values()))[0].built
+        return next(iter(self.captures))[0].built
 
-    def add(self, key: Hashable, program: Program, built: Built) -> None:
+    def add(self, key: Key, program: Program, built: Built) -> None:
         """Keep a compiled program as the current one of its key."""
         watch = Watch(self._model, self._loss_fn, program.frozen)
-        kept = self._by_key.setdefault(key, [])
+        kept = self.captures.find(key) or []
         kept.append(_Variant(program, built, watch))
         del kept[:-MAX_VARIANTS]
+        self.captures.add(key, kept)
 
     def for_buffers(self, remade: Callable[[Built], Built]) -> Variants:
         """The same variants for a copy of the module; `remade` gives each program its buffers."""
         twin = Variants(self._model, self._loss_fn, self._number)
         twin._told, twin._n_changes = set(self._told), self._n_changes
         made: dict[int, Built] = {}
-        for key, kept in self._by_key.items():
+        for key, kept in self.captures.items():
             for variant in kept:
                 if id(variant.built) not in made:
                     made[id(variant.built)] = remade(variant.built)
-            twin._by_key[key] = [replace(v, built=made[id(v.built)]) for v in kept]
+            twin.captures.add(key, [replace(v, built=made[id(v.built)]) for v in kept])
         return twin
 
     def current(
-        self, key: Hashable, trace: Callable[[], Program], compiled: Callable[[Program], Built]
+        self, key: Key, trace: Callable[[], Program], compiled: Callable[[Program], Built]
     ) -> Built:
         """The program for a key and the Python values of now; captures again if they changed.
 
         Raises `CaptureError` if ranks changed to different values, or if what changed cannot be
         followed; `PlanError` if the plan does not fit the new graph.
         """
-        kept = self._by_key.get(key)
+        kept = self.captures.find(key)
         if kept is None:
             program = trace()
-            self.add(key, program, compiled(program))
-            return self._by_key[key][-1].built
+            built = compiled(program)
+            self.add(key, program, built)
+            return built
         changed = kept[-1].watch.changed()
         if not changed:
             return kept[-1].built
@@ -93,19 +96,20 @@ class Variants:
             if found.built is not before:
                 self._agree(changed, found.program)
         else:
-            self._capture_again(key, changed, trace, compiled)
+            self._capture_again(key, kept, changed, trace, compiled)
         return kept[-1].built
 
     def _capture_again(
         self,
-        key: Hashable,
+        key: Key,
+        kept: list[_Variant],
         changed: Changed,
         trace: Callable[[], Program],
         compiled: Callable[[Program], Built],
     ) -> None:
         """Add a variant; a graph that is known already is not compiled again."""
         self._tell(changed)
-        kept, program = self._by_key[key], trace()
+        program = trace()
         same = next((v.built for v in reversed(kept) if program.equals(v.program)), None)
         if same is not kept[-1].built:
             self._agree(changed, program)

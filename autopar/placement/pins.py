@@ -31,6 +31,11 @@ class Pin:
         use = "" if self.use is None else f"->{self.use}"
         return f"{storage}{use}@{self.axis}"
 
+    @property
+    def shards(self) -> bool:
+        """Whether it asks for shards, which an axis of one rank cannot give."""
+        return any(side is not None and side.is_shard for side in (self.storage, self.use))
+
     @staticmethod
     def parse(parameter: str, text: str) -> Pin:
         """The inverse of `str`.

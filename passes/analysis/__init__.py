@@ -4,7 +4,8 @@ Reading order: `groups.py` (planning nodes), `microbatch.py` (the batch), `analy
 in one object), `folding.py` (repeated blocks), `equal_parts.py` (equal stages), `cutting.py`
 (stages and what crosses between them), `counts.py` (numbers of microbatches),
 `recompute.py` (what may be recomputed), `padding.py` (vocabularies), `fallback.py` (operators
-without a rule), `arguments.py` and `names.py` (text of generated programs).
+without a rule), `row_counts.py` (outputs of microbatches), `arguments.py` and
+`names.py` (text of generated programs).
 May import the solvers and everything below `passes`, but not `passes/reshard`.
 Hands on `Analysis`, `cut` and `fold`.
 """
@@ -26,6 +27,7 @@ from autopar.passes.analysis.microbatch import batch_of
 from autopar.passes.analysis.names import group_name, identifier, reserved_names, suffix
 from autopar.passes.analysis.padding import Paddings, find_paddings, pad, padded_for
 from autopar.passes.analysis.recompute import Recomputable, aligned_runs, is_searched
+from autopar.passes.analysis.row_counts import microbatch_scales
 
 __all__ = [
     "FIRST_COUNT",
@@ -58,6 +60,7 @@ __all__ = [
     "keep_whole_as_planned",
     "lowered_as",
     "microbatch_counts",
+    "microbatch_scales",
     "n_cut",
     "override",
     "pad",

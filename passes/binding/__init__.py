@@ -14,6 +14,7 @@ from autopar.passes.binding.inputs import (
     example_of,
     has_nested_inputs,
     mesh_of,
+    planned_row_dims,
     record_of,
     signature_of,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "place_stages",
     "plan_evaluation",
     "planned_accumulation",
+    "planned_row_dims",
     "record_of",
     "signature_of",
 ]

@@ -18,13 +18,15 @@ from autopar.plans import PlanData, StageRecord
 from autopar.program import Pipeline, Storage
 
 
-def evaluation_parts(analysis: Analysis, data: PlanData) -> list[Analysis]:
-    """The program of evaluation, cut into the stages of training."""
+def evaluation_parts(
+    analysis: Analysis, data: PlanData, with_outputs: bool = True
+) -> list[Analysis]:
+    """The program of evaluation, cut into the stages of training; `with_outputs` or the loss."""
     stage_of = {key: k for k, stage in enumerate(data.stages) for key in stage.operators}
     ends = ends_by_stage(analysis.program, stage_of, len(data.stages))
     if len(ends) == 1:
         return [analysis]
-    return [analysis.part(p) for p in cut(analysis.program, ends, with_outputs=True)]
+    return [analysis.part(p) for p in cut(analysis.program, ends, with_outputs)]
 
 
 def plan_evaluation(

@@ -12,7 +12,7 @@ from autopar.cost.hardware import Hardware
 from autopar.errors import MeshError, OptionError, PlanError
 from autopar.mesh import Device, Link, Mesh
 from autopar.plans import InputSignature, MeshRecord, PlanData
-from autopar.program import Program, flatten_inputs
+from autopar.program import Program, flatten_inputs, row_dims
 
 ExampleInputs = Mapping[str, Any] | Sequence[Any]
 
@@ -54,6 +54,17 @@ def example_of(data: PlanData) -> ExampleInputs:
     if data.positional:
         return tuple(leaves[str(i)] for i in range(len(leaves)))
     return leaves
+
+
+def planned_row_dims(data: PlanData) -> dict[str, int | None]:
+    """Input path -> the dim of its rows in the planned batch; None without rows.
+
+    In a batch of another size, an input without rows may happen to be as long as the rows.
+    """
+    dims, size = row_dims({i.path: i.shape for i in data.inputs}, data.batch_dims)
+    if size <= 1:
+        return dict(data.batch_dims)
+    return {i.path: dims.get(i.path) for i in data.inputs} | dict(data.batch_dims)
 
 
 def has_nested_inputs(data: PlanData) -> bool:

@@ -24,13 +24,22 @@ def check_graph(data: PlanData, analysis: Analysis) -> None:
 def check_rows(data: PlanData, analysis: Analysis, n_blocks: int) -> None:
     """Raises `BatchError` if the batch does not divide by microbatches and row blocks."""
     n_splits = analysis.batch.n_splits(data.microbatches)
-    n = n_splits * n_blocks
-    if analysis.batch.size % n:
+    n, size = n_splits * n_blocks, analysis.batch.size
+    if size % n:
+        # The graph of gradient accumulation is of one microbatch.
+        of_step = analysis.batch.n_accumulated
         raise BatchError(
-            f"a batch of {analysis.batch.size} rows does not divide by {n}: "
-            f"{n_splits} microbatches x {n_blocks} ranks that split the batch",
-            hint="set drop_last=True in the loader, or use a batch size that divides",
+            f"a batch of {size * of_step} rows does not divide by {n * of_step}: "
+            f"{data.microbatches} microbatches x {n_blocks} ranks that split the batch; "
+            f"{nearest_sizes(size * of_step, n * of_step)}",
+            hint="set drop_last=True in the loader, pad the batch, or use a size that divides",
         )
+
+
+def nearest_sizes(size: int, n: int) -> str:
+    """The sizes that work beside one that `n` does not divide."""
+    below, above = size // n * n, (size // n + 1) * n
+    return f"{below} and {above} would" if below else f"{above} would"
 
 
 def place_stages(

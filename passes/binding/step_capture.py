@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from autopar.capture import accumulation_of, capture
 from autopar.options import Options
 from autopar.passes.analysis import accept_missing, batch_of
-from autopar.passes.binding.inputs import ExampleInputs
+from autopar.passes.binding.inputs import ExampleInputs, planned_row_dims
 from autopar.plans import PlanData
 from autopar.program import Accumulation, Program
 
@@ -70,7 +70,7 @@ def planned_accumulation(data: PlanData, example_inputs: ExampleInputs) -> Accum
     """How a plan's graph is captured if it is the graph of one microbatch; else None."""
     if not data.accumulates:
         return None
-    return accumulation_of(example_inputs, data.microbatches, data.batch_dims)
+    return accumulation_of(example_inputs, data.microbatches, planned_row_dims(data))
 
 
 def options_for(program: Program, options: Options) -> Options:

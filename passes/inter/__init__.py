@@ -24,11 +24,13 @@ from autopar.passes.inter.stage_search import SearchedPlan
 from autopar.passes.inter.submeshes import (
     all_views,
     axes_text,
+    check_pinned_axes,
     distinct_views,
     pins_on,
     submesh_sizes,
     views_of,
     views_text,
+    with_pinned_axes,
 )
 
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
     "StageSeconds",
     "all_views",
     "axes_text",
+    "check_pinned_axes",
     "check_ranks",
     "check_submesh",
     "different",
@@ -56,4 +59,5 @@ __all__ = [
     "submesh_sizes",
     "views_of",
     "views_text",
+    "with_pinned_axes",
 ]

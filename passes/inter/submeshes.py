@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from autopar.cost.hardware import Hardware
-from autopar.errors import OptionError
+from autopar.errors import InfeasibleError, OptionError
 from autopar.mesh import Link, LogicalMesh, Mesh, factored_view, logical_views
 from autopar.options import Options
 from autopar.passes.analysis import Analysis
@@ -114,10 +115,35 @@ def pins_on(
                 hint=f"parameters are such as {', '.join(list(placeholders)[:3])}",
             )
         axis = pin.axis_index(view.names)
-        if options.mesh_shape == "as-given" or view.sizes[axis] > 1:
+        if options.mesh_shape == "as-given" or view.sizes[axis] > 1 or pin.shards:
+            storage = pin.storage
+            if view.sizes[axis] == 1 and pin.use is not None and pin.use.is_shard:
+                storage = pin.use  # no shard is stored on an axis of one rank: allows nothing
             key = placeholders[pin.parameter]
-            pins[key] = (*pins.get(key, ()), AxisPin(pin.storage, pin.use, axis))
+            pins[key] = (*pins.get(key, ()), AxisPin(storage, pin.use, axis))
     return pins
+
+
+def with_pinned_axes(options: Options, views: Sequence[LogicalMesh]) -> list[LogicalMesh]:
+    """The views on which every axis that `force` shards over has several ranks."""
+    return [
+        view
+        for view in views
+        if all(view.sizes[p.axis_index(view.names)] > 1 for p in options.force if p.shards)
+    ]
+
+
+def check_pinned_axes(options: Options, views: Sequence[LogicalMesh]) -> None:
+    """Raise `InfeasibleError` if `force` shards over an axis of one rank on all of the views."""
+    for pin in options.force:
+        if not with_pinned_axes(replace(options, force=(pin,)), views):
+            found = ", ".join(dict.fromkeys(axes_text(view) for view in views))
+            raise InfeasibleError(
+                f"axis {pin.axis} has one rank, so nothing can be sharded over it; a stage is "
+                f"seen as {found}",
+                where=f"force[{pin.parameter!r}] = {str(pin)!r}",
+                hint="pin another axis, give more ranks, or choose other stages or mesh_shape",
+            )
 
 
 def views_text(views: Sequence[LogicalMesh]) -> str:

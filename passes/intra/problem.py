@@ -359,7 +359,12 @@ class ProblemBuilder:
         used = tuple(dict.fromkeys(itertools.chain.from_iterable(read_as)))
         storages = self.priced.placed.storages(self.maker, name, self.cases.type(name), used)
         if not storages.every:
-            raise InfeasibleError(f"no allowed storage is left for {name}", hint="relax force")
+            sizes = " x ".join(map(str, self.cases.costs[0].mesh.sizes))
+            raise InfeasibleError(
+                f"no allowed storage is left for {self.program.parameters[name].name} "
+                f"on axes of {sizes} ranks",
+                hint="relax force, or give its stage more ranks",
+            )
         costs = self.priced.storage_costs(self.maker, self.cases.type(name), storages)
         index = len(self.variables)
         self.variables.append(Variable(f"{name} stored", *costs))

@@ -33,6 +33,8 @@ from autopar.passes.inter import (
     Candidate,
     JointSearch,
     all_views,
+    check_pinned_axes,
+    distinct_views,
     joint_search,
     n_operators,
     recipe_candidates,
@@ -158,11 +160,7 @@ class Planner:
             passed = f"not tried when time_limit_s={self.options.time_limit_s:g} had passed"
             notes.append(Alternative("the rest", None, passed))
         if not found and not errors:
-            raise InfeasibleError(
-                f"no plan of {self.options.stages} stages fits in "
-                f"{format_bytes(self.budget_bytes)} per device",
-                hint="use other stages, more microbatches or devices, or raise memory_limit",
-            )
+            raise self._no_candidate()
         if not found:
             raise self._nothing_fits(errors)
         self.report("simulating the best")
@@ -299,8 +297,13 @@ class Planner:
         return self._proposals.views(0, self.mesh.n_ranks)[0]
 
     def _check_stages(self) -> None:
-        """Raises `MeshError` or `OptionError` if there are more stages than ranks or operators."""
+        """Raises `MeshError` or `OptionError` if there are more stages than ranks or operators.
+
+        Raises `InfeasibleError` if no stage can have an axis that `force` shards over.
+        """
         n_stages, n_ranks = self.options.stages, self.mesh.n_ranks
+        if self.options.force and self.options.manual is None:
+            self._check_pins()
         if not isinstance(n_stages, int):
             return
         if n_stages > n_ranks:
@@ -308,6 +311,25 @@ class Planner:
         n_all = n_operators(self.analysis.program)
         if n_stages > n_all:
             raise OptionError(f"{n_stages} stages of {n_all} operators")
+
+    def _no_candidate(self) -> InfeasibleError:
+        fits = f"fits in {format_bytes(self.budget_bytes)} per device"
+        hint = "use other stages, more microbatches or devices, or raise memory_limit"
+        if pins := [f"{pin.parameter}={pin}" for pin in self.options.force if pin.shards]:
+            return InfeasibleError(
+                f"no view of the mesh honours {', '.join(pins)} together and {fits}",
+                hint=f"relax force; or {hint}",
+            )
+        return InfeasibleError(f"no plan of {self.options.stages} stages {fits}", hint=hint)
+
+    def _check_pins(self) -> None:
+        stages, sizes = self.options.stages, self._sizes
+        if isinstance(stages, tuple):
+            sizes = [stage.n_ranks for stage in stages]
+        elif stages not in ("auto", 1):
+            sizes = sizes[:-1]
+        views = distinct_views(self.mesh, self.hardware, self.options, sizes)
+        check_pinned_axes(self.options, views)
 
     def _candidates(self) -> Iterator[Proposal]:
         stages = self.options.stages

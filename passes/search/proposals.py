@@ -35,6 +35,7 @@ from autopar.passes.inter import (
     recipe_limits,
     views_of,
     views_text,
+    with_pinned_axes,
 )
 from autopar.passes.intra import Constraints, Prices, Role
 from autopar.passes.search.evaluator import Evaluator
@@ -57,7 +58,8 @@ class Proposals:
     def one_stage(self) -> Iterator[Proposal]:
         """A search on every view, then the plain recipes (none with `force`)."""
         n_ranks = self.mesh.n_ranks
-        for view in distinct_views(self.mesh, self.hardware, self.options, [n_ranks]):
+        views = distinct_views(self.mesh, self.hardware, self.options, [n_ranks])
+        for view in with_pinned_axes(self.options, views):
             layout = self._layout(view)
             yield self._all_counts(f"search on {axes_text(view)}", layout, self._counts(layout))
         if not self.options.force:

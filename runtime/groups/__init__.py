@@ -1,10 +1,10 @@
 """Decides how one rank takes part in a collective, and how each call is recorded.
 
-Read `group.py` (primitives of a `Group`; records of its calls), then `distributed.py`
-(groups over `torch.distributed`). This is the lowest room of the runtime: it imports no other
-room of it, only `placement`, `mesh` and `errors`.
+Read `group.py` (primitives of a `Group`; records of its calls), `distributed.py` (groups over
+`torch.distributed`), then `rendezvous.py` (calls that all ranks must make). This is the lowest room
+of the runtime: it imports no other room of it, only `placement`, `mesh` and `errors`.
 
-Hands on `Group`, `make_groups` and `phase`.
+Hands on `Group`, `make_groups`, `meet` and `phase`.
 """
 
 from autopar.runtime.groups.distributed import DistGroup, axis_subsets, make_groups, world_group
@@ -20,6 +20,7 @@ from autopar.runtime.groups.group import (
     phase,
     set_thread_context,
 )
+from autopar.runtime.groups.rendezvous import meet
 
 __all__ = [
     "WORLD_AXIS",
@@ -33,6 +34,7 @@ __all__ = [
     "cut",
     "join",
     "make_groups",
+    "meet",
     "phase",
     "set_thread_context",
     "world_group",

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import Watch, capture
-from autopar.module import parallel_module
+from autopar.module import programs
 from autopar.passes.binding import step_capture
 from autopar.program.program import Program
 
@@ -77,5 +77,5 @@ def captured(
 
 def share_captures() -> None:
     """From now on, autopar captures equal models once in this process; workers call it first."""
-    for module in (step_capture, parallel_module):
+    for module in (step_capture, programs):
         mock.patch.object(module, "capture", captured).start()

@@ -436,7 +436,7 @@ def _with(stage: StageProgram, first: Segment, others: Sequence[Segment]) -> Sta
 def train_recomputed(mode: str, manual: Manual) -> tuple[Trained, float, float]:
     """The job of one rank, by the public call.
 
-    Returns the trained state, the loss of evaluation, and the summed losses of a step's outputs.
+    Returns the trained state, the loss of evaluation, and the mean loss of a step's outputs.
     """
     module = autopar.parallelize(
         dropped_gpt2(), machine((1, manual.n_ranks)), tokens(0), precision="fp64", manual=manual,
@@ -447,7 +447,7 @@ def train_recomputed(mode: str, manual: Manual) -> tuple[Trained, float, float]:
     module.step(**tokens(N_STEPS), outputs=lambda outputs: seen.append(outputs.loss.detach()))
     module.eval()
     evaluated = module(**tokens(0)).loss.item()
-    return trained, evaluated, sum(x.item() for x in seen)
+    return trained, evaluated, sum(x.item() for x in seen) / len(seen)
 
 
 @pytest.mark.parametrize(

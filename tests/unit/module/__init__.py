@@ -1,1 +1,1 @@
-"""Tests of the room `capture`."""
+"""Tests of the room `module`."""

@@ -15,7 +15,7 @@ import autopar
 from autopar import Manual, Plan
 from autopar.passes import pipeline
 from autopar.passes.compilation import PRINT_AFTER, check, size_of, text_of
-from autopar.passes.pipeline import EVALUATION, PASSES, other_shapes
+from autopar.passes.pipeline import PASSES, evaluation, other_shapes
 from tests.helpers.jobs import MlpWithLoss, machine, rows
 
 # The search hands on its analysis, placements and prediction, so no pass makes them again.
@@ -34,7 +34,8 @@ def ran(plan: Plan) -> list[str]:
 
 
 def test_the_lists_can_run() -> None:
-    for passes in (PASSES, EVALUATION, other_shapes(1, False), other_shapes(2, True)):
+    lists = evaluation(True), evaluation(False), other_shapes(1, False), other_shapes(2, True)
+    for passes in (PASSES, *lists):
         check(passes)
 
 
@@ -102,6 +103,7 @@ def test_printed_facts_are_whole(
     assert json.loads(text) == json.loads(plan.data.to_json())
 
 
+@pytest.mark.filterwarnings("ignore:captured a batch")
 def test_other_shapes_and_evaluation_run_their_lists() -> None:
     module = autopar.parallelize(MlpWithLoss(), (1, 1), rows(0, "x", "y"))
     half = {name: value[:4] for name, value in rows(0, "x", "y").items()}

@@ -1,0 +1,190 @@
+"""Do all ranks call the module with the same batch? Checked in the first calls, then trusted.
+
+Every rank passes the same global batch, or with `batch="local"` the rows that `local_slice` names.
+A loader that gives each rank rows of its own (DistributedSampler) is wrong for a module that splits
+the batch itself: nothing would fail, and the gradients would be wrong. Such a habit shows in the
+first steps. They compare fingerprints (`fingerprints.py`) before anything is captured or run:
+
+    all ranks    all_gather of two int64: what is called, and a digest of the batch
+    different    the fingerprint of every input is gathered, and every rank raises the same error
+
+A local batch differs by rank. Its fingerprints are always gathered: ranks with the same rows of an
+input must have the same content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.errors import BatchError
+from autopar.module.fingerprints import Fingerprint, digest, fingerprints
+
+Given = Mapping[str, Any] | Sequence[Any]
+
+# A loader's habit shows at once. Three steps, because the first batches of two loaders may agree
+# by chance (a warm-up batch, equal padding); one evaluation, because its loader is another one.
+N_CHECKED = {"step": 3, "local step": 3, "evaluation": 1, "loss": 1}
+_KINDS = ("plan", "step", "local step", "evaluation", "loss")
+_CALLS = {
+    "plan": "planning", "step": "pm.step(...)", "local step": 'pm.step(..., batch="local")',
+    "evaluation": "pm(...)", "loss": "pm.loss(...)",
+}  # fmt: skip
+_WAYS_OUT = (
+    "pass the same global batch on every rank (no DistributedSampler; seed the loader and "
+    'its augmentation alike), or pm.step(..., batch="local") with the rows that '
+    "pm.local_slice(name) says"
+)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of an input that a rank passes: how many, and which of the global batch it reads.
+
+    `of` is (first, after the last).
+    """
+
+    n: int
+    of: tuple[int, int]
+
+    @property
+    def wanted(self) -> int:
+        return self.of[1] - self.of[0]
+
+
+class Agreement:
+    """What this rank has compared with the others so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._n_calls: dict[str, int] = {}
+
+    def check(self, kind: str, given: Given) -> None:
+        """Compare a global batch; `kind` is a key of `N_CHECKED`, or "plan" (shapes only).
+
+        Raises `BatchError` on every rank if the batches or the kinds of calls differ.
+        """
+        if not self._is_early(kind):
+            return
+        found = fingerprints(given, with_content=kind != "plan")
+        if self._same_everywhere(kind, found):
+            return
+        _refuse_different(kind, _gathered(found))
+
+    def check_local(self, given: Given, rows: Mapping[str, Rows]) -> None:
+        """Compare a local batch; `rows` are of the inputs that this rank reads, by path.
+
+        Raises `BatchError` if a rank passes another number of rows than it reads; in the first
+        steps on every rank, also if ranks that read the same rows have different ones.
+        """
+        if not self._is_early("local step"):
+            _refuse_other_numbers([rows])
+            return
+        found = {path: (rows[path], f) for path, f in fingerprints(given).items() if path in rows}
+        self._same_everywhere("local step", None)
+        of_ranks = _gathered(found)
+        _refuse_other_numbers([{p: r for p, (r, _) in found.items()} for found in of_ranks])
+        _refuse_different_rows(of_ranks)
+
+    def _is_early(self, kind: str) -> bool:
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return False
+        self._n_calls[kind] = self._n_calls.get(kind, 0) + 1
+        return self._n_calls[kind] <= N_CHECKED.get(kind, self._n_calls[kind])
+
+    def _same_everywhere(self, kind: str, found: object) -> bool:
+        """Whether all ranks have found the same. Raises `BatchError` for different calls."""
+        n_ranks = dist.get_world_size()
+        mine = torch.tensor([_KINDS.index(kind), digest(found)], device=self._device)
+        everyone = torch.empty(2 * n_ranks, dtype=torch.int64, device=self._device)
+        dist.all_gather_single(everyone, mine)
+        kinds, digests = everyone.view(n_ranks, 2).T.tolist()
+        if len(set(kinds)) > 1:
+            calls = {_KINDS[k]: [r for r in range(n_ranks) if kinds[r] == k] for k in kinds}
+            raise BatchError(
+                "ranks call different things: "
+                + ", ".join(f"{_CALLS[k]} on {_ranks(ranks)}" for k, ranks in calls.items()),
+                hint="every rank must make the same calls in the same order",
+            )
+        return len(set(digests)) == 1
+
+
+def _gathered(mine: Any) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def _refuse_different(kind: str, of_ranks: Sequence[Mapping[str, Fingerprint]]) -> None:
+    first = of_ranks[0]
+    paths = sorted({path for found in of_ranks for path in found})
+    lines = []
+    for path in paths:
+        others = [r for r, found in enumerate(of_ranks) if found.get(path) != first.get(path)]
+        if others:
+            here, there = first.get(path), of_ranks[others[0]].get(path)
+            lines.append(
+                f"`{path}` on {_ranks(others)} is not rank 0's: {_difference(here, there)}"
+            )
+    raise BatchError(
+        f"{_CALLS[kind]}: the batch differs between ranks:\n  " + "\n  ".join(lines), hint=_WAYS_OUT
+    )
+
+
+def _difference(first: Fingerprint | None, other: Fingerprint | None) -> str:
+    if first is None or other is None:
+        having = "rank 0 has none" if first is None else "only rank 0 has one"
+        return having
+    if first.form == other.form:
+        return f"both are {first.form}, with other values"
+    return f"{other.form}, where rank 0 has {first.form}"
+
+
+def _refuse_other_numbers(of_ranks: Sequence[Mapping[str, Rows]]) -> None:
+    lines = [
+        f"`{path}` on rank {r}: {rows.n} rows, where pm.local_slice({path!r}) says rows "
+        f"{rows.of[0]} to {rows.of[1]}, which are {rows.wanted}"
+        for r, found in enumerate(of_ranks)
+        for path, rows in found.items()
+        if rows.n != rows.wanted
+    ]
+    if len(of_ranks) == 1:
+        lines = [line.replace(" on rank 0:", ":") for line in lines]
+    if lines:
+        raise BatchError(
+            "a local batch with another number of rows than this rank reads:\n  "
+            + "\n  ".join(lines),
+            hint="pass value[pm.local_slice(name)]; for a global batch of n rows that is not the "
+            'planned one, pm.local_slice(name, n) and pm.step(..., batch="local", global_rows=n)',
+        )
+
+
+def _refuse_different_rows(of_ranks: Sequence[Mapping[str, tuple[Rows, Fingerprint]]]) -> None:
+    known: dict[tuple[str, tuple[int, int]], tuple[int, Fingerprint]] = {}
+    lines = []
+    for r, found in enumerate(of_ranks):
+        for path, (rows, mine) in found.items():
+            owner, theirs = known.setdefault((path, rows.of), (r, mine))
+            if theirs != mine:
+                lines.append(
+                    f"`{path}`, rows {rows.of[0]} to {rows.of[1]}: rank {r} has other ones than "
+                    f"rank {owner} ({_difference(theirs, mine).replace('rank 0', f'rank {owner}')})"
+                )
+    if lines:
+        raise BatchError(
+            'pm.step(..., batch="local"): ranks that read the same rows have different ones:\n  '
+            + "\n  ".join(lines),
+            hint="these ranks share rows: give both value[pm.local_slice(name)] of one global "
+            "batch, which is the same for equal slices",
+        )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"ranks {shown}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

@@ -1,0 +1,161 @@
+"""Which rows of an input a rank reads, and a local batch seen as a part of the global one.
+
+A rank reads the rows that its stage splits over the ranks of its mesh. The others pass through
+other ranks: rows of an input are needed only where an operator reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.errors import BatchError, NotSupportedError, OptionError
+from autopar.module.batches import Given, Rows
+from autopar.program import (
+    Delivered,
+    Program,
+    StageProgram,
+    batch_shards,
+    flatten_inputs,
+    row_dims,
+)
+from autopar.runtime.execute import batch_index
+from autopar.runtime.state import StageState
+
+
+@dataclass(frozen=True)
+class LocalRows:
+    """The rows of one rank.
+
+    program      the planned program; its shapes are of the planned batch
+    place        this rank's stage and coordinate
+    batch_dims   the option of this name
+    """
+
+    program: Program
+    place: StageState
+    batch_dims: Mapping[str, int | None]
+
+    def slice_of(self, path: str, global_rows: int | None = None) -> slice | None:
+        """The rows of input `path` that this rank reads; None if it reads none.
+
+        Raises `OptionError` if there is no such input, `BatchError` if ranks do not divide
+        `global_rows`.
+        """
+        placeholders = {info.path: name for name, info in self.program.inputs.items()}
+        if path not in placeholders:
+            raise OptionError(
+                f"there is no input {path!r}; inputs are {sorted(placeholders)}",
+                hint="names are those of the planned batch",
+            )
+        if not self.takes(placeholders[path]):
+            return None
+        n_rows, (index, n_shards) = self._n_rows(path, global_rows), self._part(placeholders[path])
+        n_blocks = self.place.pipeline.n_blocks  # of all stages, so that all ranks refuse alike
+        if global_rows is not None and path in self._row_dims and n_rows % n_blocks:
+            raise BatchError(
+                f"{n_rows} rows of `{path}` do not divide over {n_blocks} ranks",
+                hint="use drop_last=True in the loader, or a batch size that divides",
+            )
+        return slice(index * n_rows // n_shards, (index + 1) * n_rows // n_shards)
+
+    def takes(self, placeholder: str) -> bool:
+        """Whether this rank's stage reads an input."""
+        return placeholder in self._stage.prologue_inputs or bool(self._delivered(placeholder))
+
+    def of_batch(self, given: Given, global_rows: int | None) -> dict[str, Rows]:
+        """Path -> rows, of the inputs of a local batch that this rank reads.
+
+        Raises `NotSupportedError` if an input is read both whole and in parts.
+        """
+        self._check_parts()
+        leaves = flatten_inputs(given)
+        found: dict[str, Rows] = {}
+        for placeholder, info in self.program.inputs.items():
+            value = leaves.get(info.path)
+            if not isinstance(value, Tensor) or not self.takes(placeholder):
+                continue
+            of, dim = self.slice_of(info.path, global_rows), self._row_dim(info.path)
+            assert of is not None
+            n_rows = value.shape[dim] if dim < value.dim() else 1
+            found[info.path] = Rows(n_rows, (of.start, of.stop))
+        return found
+
+    def globalised(self, given: Given, global_rows: int | None) -> Given:
+        """Meta tensors with the global shapes of a local batch."""
+        whole: dict[str, Any] = dict(flatten_inputs(given))
+        for info in self.program.inputs.values():
+            value = whole.get(info.path)
+            if value is not None and not isinstance(value, Tensor):
+                continue
+            # An input of another stage may be absent, but the graph needs its shape.
+            shape = list(info.shape if value is None else value.shape)
+            dtype = info.dtype if value is None else value.dtype
+            if info.path in self._row_dims:
+                shape[self._row_dim(info.path)] = self._n_rows(info.path, global_rows)
+            whole[info.path] = torch.empty(shape, dtype=dtype, device="meta")
+        if isinstance(given, Mapping):
+            return whole
+        return tuple(whole[str(i)] for i in range(len(whole)))
+
+    @property
+    def _stage(self) -> StageProgram:
+        return self.place.pipeline.stages[self.place.stage]
+
+    def _delivered(self, placeholder: str) -> list[Delivered]:
+        return [d for d in self._stage.delivered if d.source == placeholder]
+
+    @property
+    def _row_dims(self) -> Mapping[str, int]:
+        shapes = {i.path: i.shape for i in self.program.inputs.values()}
+        return row_dims(shapes, self.batch_dims)[0]
+
+    def _row_dim(self, path: str) -> int:
+        return self._row_dims.get(path, 0)
+
+    def _n_rows(self, path: str, global_rows: int | None) -> int:
+        """Rows of the global input; of an input without rows, its first dim."""
+        dims, accumulation = self._row_dims, self.program.accumulation
+        if path in dims and global_rows is not None:
+            return global_rows
+        (shape,) = (i.shape for i in self.program.inputs.values() if i.path == path)
+        n_parts = accumulation.n if accumulation and path in accumulation.dims else 1
+        return (shape[dims.get(path, 0)] if shape else 1) * n_parts
+
+    def _part(self, placeholder: str) -> tuple[int, int]:
+        """(index, number) of the parts of the rows that this rank reads; the whole is (0, 1)."""
+        counts = _counts(self._stage, placeholder)
+        if len(counts) != 1 or self.program.accumulation is not None:
+            return 0, 1
+        (n_parts,) = counts
+        item = self._delivered(placeholder)[0]
+        return batch_index(item, self.place.sizes, self.place.coordinate), n_parts
+
+    def _check_parts(self) -> None:
+        """A local batch is cut once: refuse inputs that a stage reads whole and in parts."""
+        refused: set[str] = set()
+        for stage in self.place.pipeline.stages:
+            counts = {name: _counts(stage, name) for name in self.program.inputs}
+            mixed = {name for name, found in counts.items() if len(found) > 1}
+            divisors = [n for n in stage.prologue_inputs if self._has_rows(n)]
+            if len({max(counts[n], default=1) for n in divisors}) > 1:
+                mixed |= {*divisors}
+            refused |= {self.program.inputs[name].path for name in mixed}
+        if refused:
+            raise NotSupportedError(
+                f'batch="local": this plan reads {sorted(refused)} whole and in parts',
+                hint="pass the global batch on every rank",
+            )
+
+    def _has_rows(self, placeholder: str) -> bool:
+        return self.program.inputs[placeholder].path in self._row_dims
+
+
+def _counts(stage: StageProgram, placeholder: str) -> set[int]:
+    """Into how many parts of its rows a stage splits an input."""
+    items = [d for d in stage.delivered if d.source == placeholder]
+    return {batch_shards(item, stage.axis_sizes) for item in items}

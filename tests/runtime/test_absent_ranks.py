@@ -1,0 +1,103 @@
+"""State that all ranks gather, asked for on one rank only: refused by name, not waited for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import autopar
+from autopar import AbsentRanksError, Manual, OptionError
+from autopar.runtime.groups import meet, rendezvous
+from autopar.runtime.launch.processes import WorkerPool
+from tests.helpers.jobs import machine, rank
+from tests.helpers.models.tiny_model import Tiny, batch
+
+Pool = Callable[[int], WorkerPool]
+CALLS: dict[str, Callable[[autopar.ParallelModule, str], object]] = {
+    "pm.full_state_dict()": lambda pm, _: pm.full_state_dict(),
+    "pm.full_gradients()": lambda pm, _: pm.full_gradients(),
+    "pm.load_state_dict(...)": lambda pm, _: pm.load_state_dict({}),
+    "autopar.save(...)": lambda pm, path: autopar.save(pm, None, path),
+    "autopar.load(...)": lambda pm, path: autopar.load(pm, None, path),
+}
+
+
+def on_one_rank(name: str, path: str) -> tuple[str, set[str]]:
+    """What rank 0 is told; then all ranks call it, as if nothing had happened."""
+    module = autopar.parallelize(Tiny(), machine((1, 2)), batch(), manual=Manual(tp=2))
+    module.step(**batch())
+    message = ""
+    if rank() == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(rendezvous.TIMEOUT, "0.2")
+            with pytest.raises(AbsentRanksError) as refusal:
+                CALLS[name](module, path)
+        message = str(refusal.value)
+    dist.barrier()
+    autopar.save(module, None, path)
+    autopar.load(module, None, path)
+    return message, {*module.full_state_dict(), *module.full_gradients()}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_absent_rank_is_named(name: str, workers: Pool, tmp_path: Path) -> None:
+    (message, names), (other, none) = workers(2).run(on_one_rank, name, str(tmp_path / "c"))
+    assert message.startswith(f"{name}: rank 1 of 2 ranks did not call it within 0.2 s")
+    assert "every rank must call it: take `if rank == 0` away" in message
+    assert rendezvous.TIMEOUT in message
+    assert (other, none) == ("", set())
+    assert names == {"up.weight", "up.bias", "down.weight", "down.bias"}
+
+
+def other_calls() -> str:
+    with pytest.raises(AbsentRanksError) as refusal:
+        meet("this" if rank() == 0 else "that")
+    meet("both")
+    return str(refusal.value).splitlines()[0]
+
+
+def test_other_calls_are_named(workers: Pool) -> None:
+    assert workers(2).run(other_calls) == [
+        "this: rank 1 called that instead", "that: rank 0 called this instead",
+    ]  # fmt: skip
+
+
+def late() -> int:
+    """Rank 1 comes later. The marks of earlier meetings are gone."""
+    for _ in range(3):
+        time.sleep(0.1 * rank())
+        meet("here")
+    world = dist.group.WORLD
+    assert world is not None
+    n = rendezvous._n_meetings[world]
+    dist.barrier()
+    store = dist.distributed_c10d._get_default_store()
+    return sum(store.check([rendezvous._key(k, rank())]) for k in range(n))
+
+
+def test_late_ranks_are_waited_for(workers: Pool) -> None:
+    assert workers(2).run(late) == [1, 1]
+
+
+def wrong_timeouts() -> None:
+    for text in ("soon", "0", "-1", "nan"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(rendezvous.TIMEOUT, text)
+            with pytest.raises(OptionError, match=f"{text!r} is not a number of seconds"):
+                meet("here")
+
+
+def test_a_timeout_that_is_no_number(workers: Pool) -> None:
+    workers(2).run(wrong_timeouts)
+
+
+def test_alone_nobody_is_waited_for() -> None:
+    module = autopar.parallelize(Tiny(), machine((1, 1)), batch())
+    assert torch.equal(
+        module.full_state_dict()["up.bias"], dict(module.named_parameters())["up.bias"]
+    )
