@@ -36,7 +36,7 @@ from autopar.capture.isolate import fake_like, fake_mode
 from autopar.capture.normalise import normalise
 from autopar.capture.rewrites import RANDOM_REWRITES
 from autopar.errors import NotSupportedError
-from autopar.operators import DROPOUT, UNIFORM, seed_tensor
+from autopar.operators import ATTENTION_DROPOUT, DROPOUT, UNIFORM, seed_tensor
 from autopar.program import Program
 
 # Functions made of random ones.
@@ -49,6 +49,11 @@ NAMES = frozenset(
 _GUARDS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 UNSEEN = "a change of torch's generator by other means, such as torch.manual_seed"
 
+# The operators that draw by position, and the names of their arguments.
+_ARGUMENTS: Mapping[Any, Sequence[str]] = {
+    target: [argument.name for argument in target._schema.arguments]
+    for target in (ATTENTION_DROPOUT, DROPOUT, UNIFORM)
+}
 _START = 0x5EED_0F_A070  # no seed that a user would set
 
 Draw = tuple[str, tuple[int, ...]]
@@ -62,13 +67,17 @@ def draws_of(program: Program) -> dict[int, Draw]:
 def _draws(graph: fx.Graph) -> dict[int, Draw]:
     found = {}
     for node in graph.nodes:
-        if node.target in (DROPOUT, UNIFORM):
-            seed_at = 1 if node.target is DROPOUT else 0
-            positions: Any = node.args[seed_at + 1]
-            number: Any = node.args[4 if node.target is DROPOUT else 2]
+        if node.target in _ARGUMENTS:
+            positions, number = (_argument(node, name) for name in ("positions", "occurrence"))
             shape = tuple(vector.meta["val"].shape[0] for vector in positions)
             found[number] = (str(node.target), shape)
     return found
+
+
+def _argument(node: fx.Node, name: str) -> Any:
+    """An argument of a random operator, by its name."""
+    index = _ARGUMENTS[node.target].index(name)
+    return node.args[index] if index < len(node.args) else node.kwargs[name]
 
 
 class PositionalRandom:
@@ -282,10 +291,11 @@ def _capture(
 ) -> _Call:
     leaves, spec = pytree.tree_flatten((args, kwargs))
     mode, result_specs = fake_mode(), []
-    fakes = [fake_like(mode, leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    fakes = [fake_like(mode, tensor) for tensor in tensors]
 
-    def run(*tensors: Tensor) -> list[Any]:
-        rest = iter(tensors)
+    def run(*given: Tensor) -> list[Any]:
+        rest = iter(given)
         filled = [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         filled_args, filled_kwargs = pytree.tree_unflatten(filled, spec)
         results, result_spec = pytree.tree_flatten(function(*filled_args, **filled_kwargs))
@@ -299,7 +309,10 @@ def _capture(
     output = graph.output_node()
     output.args = ((*output.args[0], *changed.values()),)  # type: ignore[misc]
     builder = Builder(mode, lift=False, n_random=n_random)
-    traced = {n: builder.placeholder(n, fake) for n, fake in zip(names, fakes, strict=True)}
+    traced = {
+        name: builder.placeholder(name, fake, tensor.requires_grad)
+        for name, fake, tensor in zip(names, fakes, tensors, strict=True)
+    }
     builder.graph.output(normalise(graph, builder, traced))
     return _Call(
         builder.graph,

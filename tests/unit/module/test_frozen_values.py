@@ -121,15 +121,15 @@ def test_a_notice_once_for_each_name() -> None:
 def test_earlier_values_reuse_what_was_compiled() -> None:
     model = made()
     module = autopar.parallelize(model, (1, 1), batch(), loss_fn=squares)
-    first = module._program(batch(), False)
+    first = module._programs.get(batch(), "step", True)
     model.beta = 0.25
-    second = module._program(batch(), False)
+    second = module._programs.get(batch(), "step", True)
     model.beta = 0.5
-    assert module._program(batch(), False) is first
+    assert module._programs.get(batch(), "step", True) is first
     model.beta = 0.5 * float(torch.ones(()))
-    assert module._program(batch(), False) is first
+    assert module._programs.get(batch(), "step", True) is first
     model.beta = 0.25
-    assert module._program(batch(), False) is second is not first
+    assert module._programs.get(batch(), "step", True) is second is not first
 
 
 @pytest.mark.filterwarnings("ignore:.*captured again")
@@ -138,9 +138,9 @@ def test_an_equal_graph_is_not_compiled_again() -> None:
     model = made()
     model.config.note = 1
     module = autopar.parallelize(model, (1, 1), batch(), loss_fn=squares)
-    first = module._program(batch(), False)
+    first = module._programs.get(batch(), "step", True)
     model.config.note = 2
-    assert module._program(batch(), False) is first
+    assert module._programs.get(batch(), "step", True) is first
 
 
 def test_unread_attributes_are_not_watched() -> None:
@@ -272,7 +272,8 @@ def test_modes_of_the_capture_stay() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         module.step(**batch())
-        built = module._program({"x": batch()["x"][:4]}, False)
+    with pytest.warns(UserWarning, match="captured a batch unlike the planned one"):
+        built = module._programs.get({"x": batch()["x"][:4]}, "step", True)
     names = {str(node.target) for node in built.program.operators}
     assert "aten._native_batch_norm_legit_functional.default" in names
 
