@@ -70,17 +70,21 @@ def watch_optimizers(model: nn.Module) -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """Check the optimizer, until it has stepped; returns new arguments of the step, if any."""
     if optimizer not in _checked:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        _refuse_copied(optimizer, parameters)
-        _refuse_whole(optimizer, parameters)
-        if any(p.grad is not None for p in parameters):
-            _checked.add(optimizer)
+        _check(optimizer)
     if type(optimizer) in _ELEMENTWISE and args[0] is optimizer:
         has_closure = len(args) > 1 or kwargs.get("closure") is not None
         groups = optimizer.param_groups
         if not has_closure and all(isinstance(p, Sharded) for g in groups for p in g["params"]):
             return (_shadow(optimizer), *args[1:]), kwargs
     return None
+
+
+def _check(optimizer: Optimizer) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    _refuse_copied(optimizer, parameters)
+    _refuse_whole(optimizer, parameters)
+    if any(p.grad is not None for p in parameters):
+        _checked.add(optimizer)
 
 
 def _shadow(optimizer: Optimizer) -> Optimizer:
@@ -99,14 +103,16 @@ def _shadow(optimizer: Optimizer) -> Optimizer:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Take new state from the shadow, if one has stepped."""
+    """Note that gradients were used; take new state from the shadow, if one has stepped."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             if isinstance(p, Sharded):
                 p.is_used = True
-    shadow = args[0]
-    if shadow is optimizer:
-        return
+    if args[0] is not optimizer:
+        _take_back(optimizer, args[0])
+
+
+def _take_back(optimizer: Optimizer, shadow: Optimizer) -> None:
     for group in optimizer.param_groups:
         for p in group["params"]:
             made = shadow.state.get(p.local)

@@ -208,8 +208,10 @@ class ParallelModule(PlannedModule, Surface):
         labels is divided by the mean count of the microbatches. (A loss that sums rows is the sum
         of theirs.)
 
-        Returns the loss: detached, 0-d, the same on every rank. Gradients are added to `.grad`.
-        Dropout masks are new at each call, and the same for every plan.
+        `weight` multiplies the gradients: 1 / n for one of n batches that share an optimizer step.
+
+        Returns the loss: detached, 0-d, the same on every rank, without the weight. Gradients are
+        added to `.grad`. Dropout masks are new at each call, and the same for every plan.
 
         Raises `BatchError` if the batch does not divide or differs between ranks.
         """
