@@ -23,6 +23,7 @@ from autopar.mesh import Mesh
 from autopar.module.compiled_step import Built, Links
 from autopar.module.habits import PlannedModule, StepLoss
 from autopar.module.job import from_rank_0, join_process_group, own_rank
+from autopar.module.layers import Modes, Shown
 from autopar.module.optimizers import watch_optimizers
 from autopar.module.parameters import StepGradients, gathered_names, make_parameters, shards
 from autopar.operators import Stream
@@ -62,6 +63,9 @@ class ParallelModule(PlannedModule):
         self._dtensor_mesh: DeviceMesh | None = None
         self._built: dict[tuple[bool, bool, Signature], Built] = {}
         self._live_buffers: frozenset[str] = frozenset()
+        self._stored: dict[str, nn.Parameter] = {}
+        self._held_buffers: dict[str, Tensor] = {}
+        self._not_saved: set[str] = set()
         self.training = model.training
 
     @property
@@ -136,24 +140,38 @@ class ParallelModule(PlannedModule):
             name for info in program.parameters.values() for name in (info.name, *info.aliases)
         }
         gathered = gathered_names(self._options.optimizer_gather, names)
-        self._parameters |= make_parameters(place, held, gathered)
+        self._stored = make_parameters(place, held, gathered)
         watch_optimizers(model)
         self._live_buffers = frozenset(b.name for b in program.buffers.values())
         persistent = initial_buffers(model, torch.device("cpu"))
-        self._buffers |= constant_buffers(persistent, place.changed_anywhere)
+        self._held_buffers = constant_buffers(persistent, place.changed_anywhere)
         for buffer in place.changed:
-            self._buffers |= dict.fromkeys(all_names(buffer), changed[buffer.name])
+            self._held_buffers |= dict.fromkeys(all_names(buffer), changed[buffer.name])
             if not buffer.persistent:
-                self._non_persistent_buffers_set |= {*all_names(buffer)}
+                self._not_saved |= {*all_names(buffer)}
+        self._modes = Modes(model)
+        self._show_layers()
+
+    def _show_layers(self) -> None:
+        """Show the model's layers (`layers.py`), with this rank's parameters and buffers."""
+        stored = {n: self._stored[p.name] for p in self._place.parameters for n in all_names(p)}
+        shown = Shown(self._model[0], stored, self._held_buffers)
+        self._parameters |= shown.root_parameters
+        self._buffers |= shown.root_buffers
+        self._non_persistent_buffers_set |= self._not_saved & shown.root_buffers.keys()
+        self._modules |= shown.children
+        self._layers = {name: m for name, m in self.named_modules() if name}
 
     def _capture(self, batch: Mapping[str, Any] | Sequence[Any]) -> Program:
         """The graph of the current mode, for another batch or for evaluation."""
         training, data = self.training, self.plan.data
-        program = capture(
-            self._model[0], batch, training=training, precision=self._options.precision,
-            loss_fn=self._options.loss_fn if training else None, live_buffers=self._live_buffers,
-            accumulation=planned_accumulation(data, batch) if training else None,
-        )  # fmt: skip
+        with self._modes.restored(self._model[0]):
+            program = capture(
+                self._model[0], batch, training=training, precision=self._options.precision,
+                loss_fn=self._options.loss_fn if training else None,
+                live_buffers=self._live_buffers,
+                accumulation=planned_accumulation(data, batch) if training else None,
+            )  # fmt: skip
         for buffer in program.buffers.values():
             if buffer.name not in self._live_buffers:
                 raise NotSupportedError(
@@ -164,6 +182,7 @@ class ParallelModule(PlannedModule):
 
     def _program(self, batch: Mapping[str, Any] | Sequence[Any], with_outputs: bool) -> Built:
         """The compiled program for the current mode and these shapes."""
+        self._modes.check(self._layers, self.training)
         leaves = flatten_inputs(batch)
         tensors = {k: v for k, v in leaves.items() if isinstance(v, Tensor)}
         signature = _signature(tensors, {k: v for k, v in leaves.items() if k not in tensors})
@@ -236,7 +255,7 @@ class ParallelModule(PlannedModule):
             rebuild, handler = built.program.rebuild, outputs
             on_outputs = lambda tensors: handler(rebuild(tensors))  # noqa: E731
         inputs = self._inputs(built.program, given, local)
-        gradients = StepGradients(self._parameters, self.plan.data.accumulates)
+        gradients = StepGradients(self._stored, self.plan.data.accumulates)
         seed = self.stream.seed
         loss = built.executor.step(gradients.before(), inputs, local, on_outputs, seed, weight)
         self.stream.n_steps += 1
@@ -337,23 +356,17 @@ class ParallelModule(PlannedModule):
     @property
     def shards(self) -> dict[str, Tensor]:
         """Parameter name -> this rank's shard, a plain tensor with the shard of the gradient."""
-        return shards(self._parameters)
+        return shards(self._stored)
 
     @property
     def own_parameters(self) -> dict[str, nn.Parameter]:
         """Parameter name -> parameter, of this rank's stage."""
-        return {name: p for name, p in self._parameters.items() if p is not None}
+        return dict(self._stored)
 
     @property
     def persistent_buffers(self) -> dict[str, Tensor]:
         """Name -> buffer, of the buffers on this rank that state dicts have."""
-        return {
-            n: b for n, b in self._held_buffers.items() if n not in self._non_persistent_buffers_set
-        }
-
-    @property
-    def _held_buffers(self) -> dict[str, Tensor]:
-        return {name: b for name, b in self._buffers.items() if b is not None}
+        return {n: b for n, b in self._held_buffers.items() if n not in self._not_saved}
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -413,13 +426,16 @@ class ParallelModule(PlannedModule):
         _ = self.plan
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        shared = {"_parameters", "_buffers", "_built", "stream"}
+        shared = {"_stored", "_held_buffers", "_built", "stream"}
         for name, value in self.__dict__.items():
             if name not in shared:  # containers (hooks, ...) are own, what they hold is shared
                 is_container = isinstance(value, (dict, set))
                 twin.__dict__[name] = copy.copy(value) if is_container else value
-        for name in ("_parameters", "_buffers", "stream"):
+        for name in ("_stored", "_held_buffers", "stream"):
             twin.__dict__[name] = copy.deepcopy(self.__dict__[name], memo)
+        twin._show_layers()
+        for name, layer in self._layers.items():
+            twin._layers[name].training = layer.training
         twin._built = {
             key: built.for_buffers(self._links, twin._held_buffers)
             for key, built in self._built.items()
