@@ -32,6 +32,17 @@ class PlannedModule(Guarded):
             hint="load pm.full_state_dict() into the original model on one process",
         )
 
+    def _no_state_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotSupportedError(
+            "a hook on the state dict of a parallel module",
+            hint="change what pm.state_dict() returns, and what pm.load_state_dict() is given",
+        )
+
+    register_state_dict_pre_hook = _no_state_hook
+    register_state_dict_post_hook = _no_state_hook
+    register_load_state_dict_pre_hook = _no_state_hook
+    register_load_state_dict_post_hook = _no_state_hook
+
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
         """`DistributedDataParallel` asks for this first."""

@@ -26,7 +26,9 @@ from autopar.errors import NotSupportedError
 
 _BEFORE = "change the model before autopar.parallelize"
 _OWN = ("_parameters", "_buffers", "_modules")
-_HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith(("_hooks", "_kwargs", "_called")))
+_HOOKS = tuple(
+    name for name in vars(nn.Module()) if name.endswith(("_hooks", "_kwargs", "_called"))
+)
 
 
 class OtherStageError(NotSupportedError, AttributeError):
@@ -64,7 +66,9 @@ class Guarded(nn.Module):
         """Raise `NotSupportedError`: the program would not use it."""
         self._refuse(f"a new parameter `{name}` in a parallel module")
 
-    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> NoReturn:
+    def register_buffer(
+        self, name: str, tensor: Tensor | None, persistent: bool = True
+    ) -> NoReturn:
         """Raise `NotSupportedError`: the program would not use it."""
         self._refuse(f"a new buffer `{name}` in a parallel module")
 
@@ -129,7 +133,9 @@ class Layer(Guarded):
         self._refuse("saving a layer of a parallel module", "save pm.full_state_dict()")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        self._refuse("copying a layer of a parallel module", "copy the parallel module, or the model")
+        self._refuse(
+            "copying a layer of a parallel module", "copy the parallel module, or the model"
+        )
 
     def add_module(self, name: str, module: nn.Module | None) -> None:  # type: ignore[override]
         """Raise `NotSupportedError`; but `pm.blocks[:2]` is made by it, too."""
@@ -153,14 +159,19 @@ class Layer(Guarded):
 def _shown_class(kind: type[nn.Module]) -> type[Layer]:
     """A class that is both `Layer` and the user's, under the user's name."""
     own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind)(kind.__name__, (Layer, kind), own)
+    meta: Any = type(kind)  # the user's class may have a metaclass
+    made: type[Layer] = meta(kind.__name__, (Layer, kind), own)
+    return made
 
 
 class Shown:
     """The layers of `model`, with the parameters and buffers that this rank has, by full name."""
 
     def __init__(
-        self, model: nn.Module, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, Tensor],
     ) -> None:
         self._parameters, self._buffers = parameters, buffers
         self._made: dict[int, Layer] = {}
@@ -186,7 +197,8 @@ class Shown:
     def _layer(self, module: nn.Module, path: str) -> Layer:
         if id(module) in self._made:
             return self._made[id(module)]
-        kind = _shown_class(type(module))
+        user_kind: Any = type(module)
+        kind = _shown_class(user_kind)
         layer: Layer = object.__new__(kind)
         self._made[id(module)] = layer
         prefix = f"{path}."
@@ -195,7 +207,10 @@ class Shown:
         state["_parameters"] = self._held(module._parameters, prefix, self._parameters)
         state["_buffers"] = self._held(module._buffers, prefix, self._buffers)
         state["_modules"] = self._children(module, prefix)
-        absent = {*module._parameters, *module._buffers} - {*state["_parameters"], *state["_buffers"]}
+        absent = {*module._parameters, *module._buffers} - {
+            *state["_parameters"],
+            *state["_buffers"],
+        }
         state |= {"_path": path, "_elsewhere": frozenset(absent)}
         layer.__dict__.update(state)
         return layer

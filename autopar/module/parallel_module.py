@@ -25,6 +25,7 @@ from autopar.module.habits import PlannedModule, StepLoss
 from autopar.module.job import from_rank_0, join_process_group, own_rank
 from autopar.module.layers import Modes, Shown
 from autopar.module.optimizers import watch_optimizers
+from autopar.module.originals import Originals
 from autopar.module.parameters import StepGradients, gathered_names, make_parameters, shards
 from autopar.operators import Stream
 from autopar.options import Options
@@ -149,7 +150,7 @@ class ParallelModule(PlannedModule):
             self._held_buffers |= dict.fromkeys(all_names(buffer), changed[buffer.name])
             if not buffer.persistent:
                 self._not_saved |= {*all_names(buffer)}
-        self._modes = Modes(model)
+        self._modes, self._originals = Modes(model), Originals(model)
         self._show_layers()
 
     def _show_layers(self) -> None:
@@ -183,6 +184,7 @@ class ParallelModule(PlannedModule):
     def _program(self, batch: Mapping[str, Any] | Sequence[Any], with_outputs: bool) -> Built:
         """The compiled program for the current mode and these shapes."""
         self._modes.check(self._layers, self.training)
+        self._originals.check()
         leaves = flatten_inputs(batch)
         tensors = {k: v for k, v in leaves.items() if isinstance(v, Tensor)}
         signature = _signature(tensors, {k: v for k, v in leaves.items() if k not in tensors})
@@ -395,6 +397,7 @@ class ParallelModule(PlannedModule):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Whole tensors on rank 0's CPU, under the model's own names; {} on other ranks."""
+        self._originals.seen()
         return state.full_state_dict(self._placed, self.shards, self.persistent_buffers)
 
     def full_gradients(self) -> dict[str, Tensor]:
@@ -405,18 +408,39 @@ class ParallelModule(PlannedModule):
         return state.full_gradients(self._placed, self.shards)
 
     def state_dict(  # type: ignore[override]
-        self, *args: Any, **kwargs: Any
+        self, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """`DTensor`s of this rank's stage, under the model's own names."""
+        """`DTensor`s of this rank's stage, under the model's own names after `prefix`.
+
+        Every rank must call it. Raises `NotSupportedError` for `keep_vars`.
+        """
+        if keep_vars:
+            raise NotSupportedError(
+                "state_dict(keep_vars=True): the values are DTensors, and parameters are not",
+                hint="dict(pm.named_parameters())",
+            )
         place = self._placed
         if self._dtensor_mesh is None:
             self._dtensor_mesh = stage_device_mesh(place.pipeline, place.rank, self._device.type)
-        return state_dict(place, self.shards, self._dtensor_mesh, self.persistent_buffers)
+        held = state_dict(place, self.shards, self._dtensor_mesh, self.persistent_buffers)
+        out = {} if destination is None else destination
+        out.update({prefix + name: value for name, value in held.items()})
+        return out
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load values from whole tensors or `DTensor`s, under the model's own names."""
+        """Load values from whole tensors or `DTensor`s, under the model's own names.
+
+        Raises `StateError` for names and shapes that do not fit, and for the shards of one rank
+        given to all; `NotSupportedError` for `assign`.
+        """
+        if assign:
+            raise NotSupportedError(
+                "load_state_dict(assign=True): programs and optimizers hold this rank's shards",
+                hint="leave assign out; the values are copied",
+            )
+        self._originals.seen()
         return state.load_state_dict(
             self._placed, self.shards, state_dict, self.persistent_buffers, strict
         )
