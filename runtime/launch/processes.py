@@ -25,14 +25,13 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from io import BytesIO
 from multiprocessing import connection, get_context, parent_process
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-import cloudpickle
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -260,7 +259,7 @@ def _sent(value: Any) -> bytes:
     if _main_file() is not None or "__main__" not in sys.modules:
         with suppress(pickle.PicklingError, AttributeError, TypeError):
             return _dumps(value)
-    return _dumps(value, cloudpickle.Pickler)
+    return _dumps(value, _by_value())
 
 
 def _main_file() -> str | None:
@@ -294,12 +293,24 @@ class _Pickler(pickle.Pickler):
         return _plain_tensor(obj)
 
 
-class _PicklerByValue(cloudpickle.Pickler):  # type: ignore[misc]
-    """The same, and classes that cannot be imported by value."""
+@cache
+def _by_value() -> type[pickle.Pickler]:
+    """The same, and functions and classes that cannot be imported by value."""
+    try:
+        from cloudpickle import Pickler
+    except ImportError as error:
+        raise LaunchError(
+            "what a notebook or a closure defines travels to workers by cloudpickle, which is "
+            "not installed",
+            hint="pip install cloudpickle, or define the function at the top level of a module",
+        ) from error
 
-    def reducer_override(self, obj: Any) -> Any:
-        reduced = _plain_tensor(obj)
-        return super().reducer_override(obj) if reduced is NotImplemented else reduced
+    class ByValue(Pickler):  # type: ignore[misc]
+        def reducer_override(self, obj: Any) -> Any:
+            reduced = _plain_tensor(obj)
+            return super().reducer_override(obj) if reduced is NotImplemented else reduced
+
+    return ByValue
 
 
 def _plain_tensor(obj: Any) -> Any:
@@ -316,7 +327,7 @@ def _plain_tensor(obj: Any) -> Any:
 def _answered(value: Any) -> bytes:
     with suppress(pickle.PicklingError, AttributeError, TypeError):
         return _dumps(value, _Pickler)
-    return _dumps(value, _PicklerByValue)
+    return _dumps(value, _by_value())
 
 
 def _dumps(value: Any, pickler: type[pickle.Pickler] = pickle.Pickler) -> bytes:
